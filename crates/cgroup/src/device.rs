@@ -42,7 +42,7 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     let number = match kernel::number(text) {
         Some(number) => number,
         None => number_of_path(roots, text, &mut notices)?,
-    // Maps a partition to its disk: `io.max` accepts no partitions.
+        // Maps a partition to its disk: `io.max` accepts no partitions.
     };
     let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
         anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")

@@ -1,22 +1,22 @@
-//! `weir advise`: which limits, bursts, weights and promises would have kept a target, with the
-//! least capacity, for the tenants of a trace; and on how few devices they fit.
+//! `weir advise`: the limits, bursts, weights and reservations that keep a target for the tenants of
+//! a trace with the least capacity; and the smallest number of devices that they fit on.
 //!
 //! ```text
-//!   traces ─► arrivals.rs ─► house.rs: tenants and what they lie on
+//!   traces ─► arrivals.rs ─► house.rs: tenants and their devices
 //!                              │
-//!        each by itself        ▼         together on a device        which device
+//!        each alone            ▼         together on a device        choice of the device
 //!        need.rs ──────────────┬──────── shared.rs ───────────────── packing.rs
 //!         │ search.rs          │          │                           │
 //!         │ envelope.rs: waits from arrivals alone                    │
-//!         │ certainty.rs: other days of the same hours                │
+//!         │ certainty.rs: confidence intervals by bootstrap           │
 //!         └────────────────► trial.rs: simulate's engine ◄────────────┘
 //!                              │
 //!                              ▼
 //!                            advice.rs, settings.rs: tables, JSON, commands, a config file
 //! ```
 //!
-//! Nothing is told that a simulation with the daemon's own decisions has not confirmed. What cannot
-//! be kept is said, with what could be. Never changes a daemon: it prints what to type.
+//! Every result is confirmed by a simulation with the daemon's own decisions. A target that cannot
+//! be kept is reported, with the nearest one that can. Never changes a daemon: it prints commands.
 
 mod advice;
 mod arguments;
@@ -67,14 +67,14 @@ use crate::{
     simulate::{DeviceSpec, device_of},
 };
 
-/// What a group that advice makes is called.
+/// Name of a group that the advice creates.
 const GROUP: &str = "shared";
 
-/// Advises, prints, and writes the config file that was asked for.
+/// Computes the advice, prints it, and writes the requested config file.
 ///
 /// # Errors
-/// What makes no sense or cannot be read; and, once all is printed, that the trace was not read to
-/// its end or that a target cannot be kept.
+/// Unreadable or inconsistent input; and, after printing, a trace that was not read to its end or a
+/// target that cannot be kept.
 pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
     if arguments.over.is_zero() {
         return Err(Failure::Usage(anyhow!("--over: a burst cannot be spread over no time (say 60s)")));
@@ -88,7 +88,7 @@ pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
     let tell = |requests: u64| progress.say(|| format!("{} requests read", figures::count(requests as f64)));
     let arrivals = Arrivals::read(&mut source, &stop, &tell)?;
     drop(source);
-    // The rest is for what was read until then; a second signal ends it.
+    // An interrupted trace is analyzed as far as it was read; the next signal interrupts the analysis.
     stop.store(false, Ordering::Relaxed);
     let house = House::new(&arguments, &arrivals)?;
     let judge = Judge {
@@ -128,7 +128,7 @@ fn finish(arguments: &AdviseArgs, advice: &Advice) -> Result<(), Failure> {
     }
 }
 
-/// What is known of a tenant in the end.
+/// Results for one tenant.
 struct Told {
     need: Option<Need>,
     before: Option<Felt>,
@@ -143,7 +143,8 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     let mut told = Vec::with_capacity(house.tenants.len());
     for (number, tenant) in house.tenants.iter().enumerate() {
         tell(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
-        // On a device or in a group, what that has least of; else nobody knows which that will be.
+        // With a shared device or group, only the unit that it has least of matters. Otherwise that unit is
+        // unknown, and both are searched.
         let is_shared = judge.whole || house.limited_around(number).next().is_some();
         let units = if is_shared { vec![shared::cost(search, number).0] } else { Unit::ALL.to_vec() };
         let need = if tenant.is_kept || is_shared { search.need(number, &units)? } else { None };
@@ -153,8 +154,9 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     remarks.extend((0..house.tenants.len()).filter_map(|tenant| held_back(search, tenant)));
     let mut changes = Vec::new();
     let is_held = house.world.is_limited();
+    // The present state, for the comparison. `bare` is the start of a search: without tenants' limits.
     let before = (judge.whole || is_held).then(|| everything(search, &house.world)).transpose()?;
-    // Without limits is what a search begins with; what the file has is what is compared to.
+    // A search starts without limits; the comparison is with the limits of the file.
     let bare = match &before {
         Some(_) if is_held => Some(everything(search, &house.bare)?),
         other => other.clone(),
@@ -189,7 +191,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     if is_held && !told.iter().any(|told| told.joins.is_some()) {
         let mut world = house.bare.clone();
         for (tenant, told) in told.iter().enumerate() {
-            // Whoever has nothing to set keeps what the file has.
+            // Tenants without new limits keep those of the file.
             house.limit(&mut world, tenant, told.set.unwrap_or(house.held(tenant).limits));
         }
         for (told, after) in told.iter_mut().zip(everything(search, &world)?) {
@@ -219,7 +221,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     })
 }
 
-/// All requests in one world.
+/// Simulates all requests in one world.
 fn everything(search: &Search<'_>, world: &simulator::world::World) -> anyhow::Result<Vec<Felt>> {
     let House { disks, tenants, tenant_of, .. } = search.house;
     let all: Vec<usize> = (0..search.arrivals.streams.len()).collect();
@@ -227,7 +229,7 @@ fn everything(search: &Search<'_>, world: &simulator::world::World) -> anyhow::R
     trial.run(search.arrivals.of(&all), &search.judge, search.stop)
 }
 
-/// What is to be known of a tenant whose own limits alone keep it from the target.
+/// Remark about a tenant that misses the target because of its configured limits alone.
 fn too_narrow(
     search: &Search<'_>,
     world: &simulator::world::World,
@@ -293,8 +295,8 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     )
 }
 
-/// Reason why a tenant that is to be spared gets a limit, where its neighbours might be expected to
-/// get one: no resource that they share is known.
+/// Explains why a tenant to be spared gets a limit, although its neighbours would be the candidates:
+/// no resource that they share is known.
 fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
     let tenants = &search.house.tenants;
     if search.judge.whole || tenants.iter().all(|tenant| tenant.is_kept) {
@@ -310,7 +312,7 @@ fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
     })
 }
 
-/// What is to be known of a tenant that limits held when it was recorded.
+/// Remark about a tenant that was throttled when it was recorded.
 fn held_back(search: &Search<'_>, tenant: usize) -> Option<String> {
     let of = &search.house.tenants[tenant];
     let streams = || of.disks.iter().map(|&disk| &search.arrivals.streams[disk]);
@@ -325,7 +327,7 @@ fn held_back(search: &Search<'_>, tenant: usize) -> Option<String> {
     })
 }
 
-/// What is to be known where a tenant felt something else than the simulation says.
+/// Remark about a tenant whose recorded latency differs from the simulated one.
 fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     let Search { judge: Judge { target, whole, .. }, arrivals, house, .. } = search;
     let of = &house.tenants[tenant];
@@ -338,7 +340,7 @@ fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
         return None;
     }
     let [is_ns, was_ns] = [&felt.latency, &measured].map(|times| times.value_at_quantile(target.share()));
-    // What is far below the target decides nothing.
+    // Times far below the target do not affect the advice.
     if is_ns.max(was_ns).saturating_mul(LITTLE) < target.time_ns {
         return None;
     }
@@ -362,14 +364,14 @@ fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     ))
 }
 
-/// Fewer that were held than this part of all is the odd burst.
+/// Share of throttled requests above which it is remarked; less is an occasional burst.
 const MUCH: f64 = 0.1;
-/// Times that differ by more than this are told.
+/// Factor between recorded and simulated times above which the difference is remarked.
 const UNLIKE: u64 = 2;
-/// Not those that are less than this part of the target.
+/// Times below the target divided by this are not compared.
 const LITTLE: u64 = 4;
 
-/// A time that can be typed, no shorter.
+/// Formats a time as an option's value, rounded up.
 fn above(ns: u64) -> String {
     match ns {
         0..10_000 => format!("{ns}ns"),
@@ -417,6 +419,7 @@ fn share(
         None if is_device => "on their device".to_owned(),
         None => "in their groups".to_owned(),
     };
+    // Nothing to limit: the neighbours keep the target together.
     if neighbours.iter().all(holds) {
         for (&tenant, felt) in neighbours.iter().zip(felt) {
             told[tenant].after = Some(felt);
@@ -493,7 +496,7 @@ fn share(
     Ok(())
 }
 
-/// The unit that is limited, and its rate.
+/// The limited unit and its rate.
 fn only(limits: &Limits) -> (Unit, u64) {
     let rate = |unit: Unit| limits.limit(need::kind(unit)).rate;
     let unit = if rate(Unit::Iops) > 0 { Unit::Iops } else { Unit::Bps };
@@ -522,7 +525,7 @@ fn lies_between(search: &Search<'_>, name: &str, limits: &Limits, interval: Inte
     }
 }
 
-/// One that nobody has yet.
+/// A group name that is not in use.
 fn group_name(house: &House) -> String {
     let is_taken = |name: &str| {
         house.world.groups.iter().any(|group| group.name == name)
@@ -587,6 +590,7 @@ fn line(search: &Search<'_>, tenant: usize, told: &Told) -> Line {
 fn pack(search: &Search<'_>, arguments: &AdviseArgs) -> anyhow::Result<Advice> {
     let devices = &arguments.devices;
     let resolve = |spec| device_of(spec, devices.state.as_deref());
+    // One device stands for any number of the same kind; several are an inventory.
     let supply = match &devices.device[..] {
         [only] => Supply::Any(resolve(only)?),
         several => Supply::These(several.iter().map(resolve).collect::<anyhow::Result<_>>()?),

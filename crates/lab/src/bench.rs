@@ -2,13 +2,13 @@
 //! those of `qemu-img bench`, with additions.
 //!
 //! ```text
-//!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       what qemu-img prints, and latencies
-//!   image or URI ─► target ──────┘              ├─► json       what fio prints, and weir's own
-//!                   progress                    └─► findings   what is kept and drawn
+//!   options ─► check ─► Job ─► load ─► Outcome ─┬─► text       qemu-img's output, and latencies
+//!   image or URI ─► target ──────┘              ├─► json       fio's output, and weir's own
+//!                   progress                    └─► findings   the result file
 //! ```
 //!
-//! Opening and closing the image are not measured, as in qemu-img; but writes are done only after a
-//! last flush.
+//! Opening and closing the image are not measured, as in qemu-img; but a run that writes ends with a
+//! flush.
 
 mod arguments;
 mod check;
@@ -80,7 +80,7 @@ pub fn run(mut arguments: BenchArgs) -> Result<(), Failure> {
     })
 }
 
-/// Claims a device before writing to it. `-w` says that its data is not needed.
+/// Claims a device before writing to it: `-w` is permission to destroy its data.
 fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
     let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };
@@ -94,9 +94,9 @@ struct Run {
     begun: Begun,
     interruption: Interruption,
     stop: Stop,
-    /// Of the disk, once it is open.
+    /// Size of the disk, once it is open.
     size_bytes: Cell<u64>,
-    /// Processor time of the load after it has ended, without the ramp time.
+    /// CPU time of the load, excluding the ramp time.
     processor: Cell<Duration>,
 }
 
@@ -115,7 +115,7 @@ impl Run {
         let prefetch = disk.prefetch().stats();
         let closed = match disk.image().storage().is_far() {
             true => self.stop.unless_overdue(disk.close()).await.unwrap_or_else(|| {
-                // A cluster that stands still has it until it misses this client.
+                // An unresponsive Ceph cluster keeps the image's lock until it times this client out.
                 rbd::abandon_ends();
                 Err(Error::TIMED_OUT)
             }),
@@ -164,7 +164,7 @@ impl Run {
         self.tell(&job, ran, None)
     }
 
-    /// A server may never answer.
+    /// Waits for a server, which may never respond, or for an interruption.
     async fn unless_stopped<T, E: Into<anyhow::Error>>(
         &self,
         answered: impl Future<Output = Result<T, E>>,
@@ -175,7 +175,7 @@ impl Run {
         }
     }
 
-    /// Whether a server takes requests as they are asked for.
+    /// Fails if the server does not accept requests of this form.
     fn fits(&self, block_bytes: u64, most_bytes: Option<u64>, can_flush: bool) -> anyhow::Result<()> {
         let BenchArgs { offset, step_size, buffer_size, flush_interval, .. } = self.arguments;
         if let Some(most) = most_bytes.filter(|&most| buffer_size > most) {
@@ -228,7 +228,7 @@ impl Run {
             (None, true) => Some(INTERRUPTED),
             (None, false) => None,
         };
-        // Each is tried; the first error counts.
+        // Both are attempted; the first error is returned.
         let kept = self.keep(job, &outcome, partial);
         if let Some(failed) = failed {
             kept.err().iter().for_each(complain);
@@ -266,7 +266,7 @@ impl Run {
         self.unallocated().map_or(Ok(()), |said| print(&(said + "\n")))
     }
 
-    /// How much of an image that was read lies nowhere: those reads were not the storage's.
+    /// Notes the unallocated share of an image that was read: those reads cost the storage nothing.
     fn unallocated(&self) -> Option<String> {
         let BenchTarget::Image(image) = &self.arguments.target else { return None };
         let file = fs::metadata(image.path()?).ok().filter(fs::Metadata::is_file)?;
@@ -291,7 +291,7 @@ impl Run {
     }
 }
 
-/// Time that all threads of this process have spent on processors.
+/// CPU time of all threads of this process.
 fn processor_time() -> Duration {
     let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else { return Duration::ZERO };
     let [user, system] = [usage.user_time(), usage.system_time()]

@@ -1,8 +1,8 @@
-//! The duration of a run or a recording, as `weir report` and `weir trace info` print it.
+//! Duration of a run or a recording, as `weir report` and `weir trace info` print it.
 
 use console::figures;
 
-/// A duration in seconds, rounded and not cut: `5.0s`, `1m 59s`, `3h 5m`.
+/// Formats seconds, rounded: `5.0s`, `1m 59s`, `3h 5m`.
 pub(crate) fn duration(seconds: f64) -> String {
     const HOUR_S: f64 = 3600.0;
     match seconds.round() {

@@ -1,5 +1,5 @@
-//! Ctrl-C in a command that measures: the first ends what is under way, which the command defines;
-//! the second ends the process ([`console::signals`] says what a second is).
+//! Ctrl-C in a measuring command: the first one stops the measurement as the command defines; the
+//! second ends the process ([`console::signals`] defines what counts as a second).
 
 use std::{
     io::{Write as _, stderr},
@@ -13,16 +13,16 @@ use std::{
 use anyhow::Context as _;
 use console::signals::{Request, Signals};
 
-/// Whether SIGINT, SIGTERM or SIGHUP has come.
+/// True after SIGINT, SIGTERM or SIGHUP.
 #[derive(Clone, Debug, Default)]
 pub struct Interruption(Arc<AtomicBool>);
 
 impl Interruption {
-    /// Runs `first` at the first signal, then `second` and the end. To be called before threads
-    /// start.
+    /// Runs `first` at the first signal; at the second runs `second` and exits. Must be called before
+    /// threads start.
     ///
     /// # Errors
-    /// Where signals cannot be awaited.
+    /// If signals cannot be awaited.
     pub fn watch(
         first: impl Fn() + Send + 'static,
         second: impl Fn() + Send + 'static,
@@ -49,7 +49,7 @@ impl Interruption {
         self.0.store(true, Ordering::SeqCst);
     }
 
-    /// Whether the first has come.
+    /// True if the first signal has arrived.
     pub fn happened(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }

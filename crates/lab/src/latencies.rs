@@ -1,7 +1,6 @@
-//! Latencies as a histogram (Gil Tene's HdrHistogram), their percentiles, and the line they are
-//! drawn as.
+//! Latency histograms (Gil Tene's HdrHistogram), their percentiles, and points of their charts.
 //!
-//! Recording costs some nanoseconds, and the far percentiles are those of all requests.
+//! Recording costs some nanoseconds, and extreme percentiles include every request.
 
 use console::figures;
 use hdrhistogram::Histogram;
@@ -9,14 +8,14 @@ use serde::Serialize;
 use simulator::latencies::SIMULATED_DIGITS;
 pub(super) use simulator::latencies::{Latencies, growing, note};
 
-/// Longer ones count as an hour, so that a histogram never grows while it measures.
+/// Longer latencies count as an hour, so that a histogram never grows while it measures.
 const LONGEST_NS: u64 = 3_600_000_000_000;
 /// Significant digits.
 const DIGITS: u8 = 3;
 const PERCENTILES: [(&str, f64); 5] =
     [("p50", 0.5), ("p90", 0.9), ("p99", 0.99), ("p99.9", 0.999), ("p99.99", 0.9999)];
-/// A point of a distribution is this share of the requests behind the last, or so many times as
-/// long.
+/// Minimum distance between points of a distribution: this share of the requests, or this factor in
+/// time.
 const STEP: f64 = 0.005;
 const FACTOR: f64 = 1.02;
 
@@ -24,15 +23,15 @@ pub(super) fn new() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, DIGITS).expect("constants that are in range")
 }
 
-/// Of one second of a run, which [`Counts`] are taken from.
+/// Histogram of one second of a run, the source of [`Counts`].
 pub(super) fn of_a_second() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, SIMULATED_DIGITS).expect("constants that are in range")
 }
 
-/// Latencies in nanoseconds within a hundredth, and how many requests had each.
+/// Latencies in nanoseconds, within 1 %, each with its number of requests.
 pub(super) type Counts = Vec<(u64, u64)>;
 
-/// Leaves `latencies` empty.
+/// Drains `latencies`.
 pub(super) fn take_counts(latencies: &mut Latencies) -> Counts {
     let counts = latencies.iter_recorded().map(|step| (step.value_iterated_to(), step.count_at_value()));
     let counts = counts.collect();
@@ -46,7 +45,7 @@ pub(super) fn of_counts(counts: &Counts) -> Latencies {
     latencies
 }
 
-/// In nanoseconds.
+/// Times in nanoseconds.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Percentiles {
@@ -64,14 +63,14 @@ impl Percentiles {
         Self { mean: times.mean(), p50, p90, p99, p99_9, max: times.max() }
     }
 
-    /// All but the mean, for a table.
+    /// Formats all but the mean, for a table.
     pub(crate) fn shown(&self) -> [String; 5] {
         let Self { p50, p90, p99, p99_9, max, .. } = *self;
         [p50, p90, p99, p99_9, max].map(figures::time)
     }
 }
 
-/// Times of any length whose mean and maximum are exact; percentiles are known to a hundredth.
+/// Times of any length; mean and maximum are exact, percentiles within 1 %.
 pub(super) struct Exact {
     times: Latencies,
     sum_ns: u128,
@@ -91,13 +90,14 @@ impl Exact {
         self.max_ns = self.max_ns.max(ns);
     }
 
-    /// How many.
+    /// Number of recorded times.
     pub(super) fn count(&self) -> u64 {
         self.times.len()
     }
 
     pub(super) fn percentiles(&self) -> Percentiles {
         let Percentiles { p50, p90, p99, p99_9, .. } = Percentiles::of(&self.times);
+        // A histogram rounds up, which may exceed the exact maximum.
         let [p50, p90, p99, p99_9] = [p50, p90, p99, p99_9].map(|ns| ns.min(self.max_ns));
         let mean = self.sum_ns as f64 / self.count().max(1) as f64;
         Percentiles { mean, p50, p90, p99, p99_9, max: self.max_ns }
@@ -109,10 +109,11 @@ pub(super) fn percentiles(latencies: &Latencies) -> [(&'static str, u64); 5] {
     PERCENTILES.map(|(name, quantile)| (name, latencies.value_at_quantile(quantile)))
 }
 
-/// A percentile of each second that has enough requests to tell it.
+/// A percentile of each second that has enough requests for it.
 pub(super) fn percentile_of_each<'a>(seconds: impl Iterator<Item = &'a Latencies>, name: &str) -> Vec<f64> {
     let quantile =
         PERCENTILES.iter().find(|(known, _)| *known == name).map_or(1.0, |(_, quantile)| *quantile);
+    // At least one request must lie above the quantile.
     let tells = |latencies: &&Latencies| latencies.len() as f64 * (1.0 - quantile) >= 1.0;
     seconds.filter(tells).map(|latencies| latencies.value_at_quantile(quantile) as f64).collect()
 }
@@ -121,9 +122,9 @@ pub(super) fn percentile_names() -> [&'static str; 5] {
     PERCENTILES.map(|(name, _)| name)
 }
 
-/// Points (nanoseconds, share of requests within), without 0, which has no logarithm: where few
-/// requests differ, as in the tail, each that is another time. The first is the share of those that
-/// took no time.
+/// Points (nanoseconds, share of requests within) for a logarithmic axis, which has no 0. The first
+/// point is the share of requests that took no time; in the tail, where few requests lie, every
+/// different time is a point.
 pub(super) fn distribution(latencies: &Latencies) -> Vec<(f64, f64)> {
     let (mut points, mut within) = (Vec::<(f64, f64)>::new(), 0);
     for step in latencies.iter_recorded() {

@@ -1,5 +1,5 @@
 //! The lab: measures disks through the code that serves them, without a daemon and clients, and
-//! predicts what limits would do by the decisions that the daemon makes.
+//! predicts the effect of limits with the daemon's own decisions.
 //!
 //! ```text
 //!   bench ──────► load ─────────────┐                      ┌─► text, JSON
@@ -7,7 +7,7 @@
 //!   simulate ───► trace, policy ────┘                      └─► report: FILE.html
 //! ```
 //!
-//! Never changes how the data path works in order to measure it.
+//! Never changes the data path for a measurement.
 
 pub mod advise;
 pub mod bench;

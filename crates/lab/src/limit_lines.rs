@@ -12,16 +12,16 @@ use policy::{
 
 use crate::result::Series;
 
-/// A limit above this multiple of the highest rate is left out.
+/// A limit above this multiple of the highest rate is not drawn.
 const FAR: f64 = 3.0;
 /// Largest number of limits that a chart draws; more cannot be distinguished.
 pub(crate) const MOST_DRAWN: usize = 8;
-/// Largest number of limits that are kept of those that a recording names.
+/// Largest number of limits stored from a recording.
 const MOST_KEPT: usize = 256;
 /// Largest number of values that the name of a line lists.
 const MOST_VALUES: usize = 4;
 
-/// The rates of limits in force.
+/// Rates of the limits in force.
 #[derive(Debug, Default)]
 pub(crate) struct LimitRates {
     pub(crate) iops: Vec<LimitOverTime>,
@@ -32,7 +32,7 @@ pub(crate) struct LimitRates {
 #[derive(Debug)]
 pub(crate) struct LimitOverTime {
     kind: LimitKind,
-    /// The disk or group, where the chart has limits of several.
+    /// Name of the disk or group, if the chart has limits of several.
     of: Option<String>,
     /// Rates by time, in stretches that do not overlap.
     stretches: Vec<LimitStretch>,
@@ -47,13 +47,13 @@ struct LimitStretch {
 }
 
 impl LimitRates {
-    /// Adds limits of a disk or group that are always in force, under its name where there are
-    /// several; each once.
+    /// Adds limits of a disk or group that are always in force, with its name if there are several.
+    /// Limits that were added before are ignored.
     pub(crate) fn add(&mut self, of: Option<&str>, limits: &Limits) {
         self.add_during(of, limits, Watermark::ALWAYS, 0..u64::MAX);
     }
 
-    /// Adds limits of a disk or group that are in force for some time, which must not be earlier
+    /// Adds limits of a disk or group that are in force during `during_ns`, which must not be earlier
     /// than that of its limits that were added before.
     pub(crate) fn add_during(
         &mut self,
@@ -85,6 +85,7 @@ impl LimitRates {
 impl LimitOverTime {
     fn add(&mut self, next: LimitStretch) {
         match self.stretches.last_mut() {
+            // Overlaps the last stretch: the same limit was added twice.
             Some(last) if next.during_ns.start < last.during_ns.end => {}
             Some(last)
                 if last.during_ns.end == next.during_ns.start
@@ -96,7 +97,7 @@ impl LimitOverTime {
         }
     }
 
-    /// The limit with these of its rates: `iops-total 500 → 1000 of gold`.
+    /// Name of the limit with the rates of these stretches: `iops-total 500 → 1000 of gold`.
     fn name<'a>(&self, stretches: impl Iterator<Item = &'a LimitStretch>) -> String {
         let mut values: Vec<String> = stretches.map(|stretch| stretch.value(self.kind)).collect();
         values.dedup();
@@ -122,7 +123,7 @@ impl LimitOverTime {
                 lines.push(Series { name: name.clone(), points: Vec::new() });
             }
             let points = &mut lines.last_mut().expect("a line has begun").points;
-            // The value until then is that of the stretch before.
+            // The end point of the previous stretch is replaced by the new rate at the same time.
             if end_ns == Some(during_ns.start) {
                 points.pop();
             }
@@ -147,8 +148,8 @@ impl LimitStretch {
     }
 }
 
-/// Limits to draw in a chart of these rates, and a note on those that are not drawn. A limit that
-/// was not in force for a time has several lines of the same name.
+/// Limits to draw in a chart of these rates, and a note on those that are not drawn. A limit with
+/// gaps in time has several lines of the same name.
 pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[Series]) -> (Vec<Series>, Option<String>) {
     let points = || drawn.iter().flat_map(|series| &series.points);
     let highest = points().map(|(_, rate)| *rate).fold(0.0, f64::max);

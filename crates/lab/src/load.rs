@@ -1,14 +1,14 @@
-//! A load on a disk, as `qemu-img bench` sends it: some requests in flight, flushes in between.
-//! Beyond that: reads among writes, a rate, a duration, several jobs.
+//! A load on a disk like that of `qemu-img bench`: requests in flight, flushes in between. In
+//! addition: reads among writes, a rate, a duration, several jobs.
 //!
 //! ```text
-//!   places, zipf ─► where ─┐
-//!   arrivals ─────► when ──┼─► run ─► target: a disk, or a server's
-//!   watch ─────► how long ─┘    └───► measured: latencies, requests each second
-//!                                jobs: several of these, on a thread each
+//!   places, zipf ─► offsets ─┐
+//!   arrivals ─────► times ───┼─► run ─► target: a disk, or a server's
+//!   watch ─────► duration ───┘    └───► measured: latencies, requests each second
+//!                                  jobs: several of these, on a thread each
 //! ```
 //!
-//! The first request that fails ends the load.
+//! The first failed request ends the load.
 
 mod arrivals;
 mod jobs;
@@ -36,13 +36,13 @@ pub(super) use self::{
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Load {
-    /// Requests in all; not 0.
+    /// Total number of requests; not 0.
     pub(super) count: u64,
-    /// Of each reader; not 0.
+    /// Requests in flight of each reader; not 0.
     pub(super) depth: u32,
-    /// Independent positions, beginning at equal distances; not 0.
+    /// Independent positions, starting at equal distances; not 0.
     pub(super) readers: u32,
-    /// Bytes of a request; not 0, and at most the image's.
+    /// Request size in bytes; not 0, and at most the image's size.
     pub(super) block_bytes: usize,
     pub(super) places: Places,
     pub(super) write: Option<u8>,
@@ -53,22 +53,22 @@ pub(super) struct Load {
 pub(super) struct Flush {
     /// Writes between two flushes; not 0.
     pub(super) interval: u64,
-    /// Wait for everything in flight before the flush, and send nothing until it is done.
+    /// True to drain requests in flight before the flush, and to send none during it.
     pub(super) drain: bool,
 }
 
 #[derive(Clone, Debug)]
 pub(super) struct Job {
     pub(super) load: Load,
-    /// Of a load that writes.
+    /// Percentage of reads in a load that writes.
     pub(super) read_percent: u8,
-    /// Even, unless places are random.
+    /// `Even` unless places are random.
     pub(super) locality: Locality,
-    /// `None` is a closed loop.
+    /// `None` for a closed loop.
     pub(super) arrivals: Option<Arrivals>,
-    /// Nothing counts before, neither as measured nor as sent.
+    /// Warm-up: requests in it count neither as measured nor as sent.
     pub(super) ramp: Duration,
-    /// After the ramp; then nothing more is sent.
+    /// Duration after the ramp, after which no request is sent.
     pub(super) runtime: Option<Duration>,
     pub(super) part: Part,
     pub(super) stop: Stop,
@@ -92,7 +92,7 @@ impl From<Load> for Job {
 }
 
 impl Job {
-    /// Divides requests and rate among 1 to `load.count` jobs, each with as many in flight.
+    /// Divides requests and rate among 1 to `load.count` jobs, each with the full depth.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;
@@ -115,17 +115,17 @@ impl Job {
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Outcome {
-    /// From the first counted request to the last answer.
+    /// Time from the first counted request to the last completion.
     pub(super) elapsed: Duration,
-    /// Answers of the reader with the fewest.
+    /// Completed requests of the reader with the fewest.
     pub(super) slowest: u64,
-    /// What a server had not answered long after the load was ended.
+    /// Requests that a server had not completed long after the end of the load.
     pub(super) unanswered: u64,
     pub(super) measured: Measured,
 }
 
 impl Outcome {
-    /// Never 0.
+    /// Elapsed seconds; never 0.
     pub(super) fn seconds(&self) -> f64 {
         self.elapsed.as_secs_f64().max(1e-9)
     }

@@ -1,17 +1,17 @@
-//! `weir probe`: measures once what a device can do, so that a watermark knows how much is in use.
+//! `weir probe`: measures the capacity of a device, for the utilization that watermarks depend on.
 //!
 //! ```text
-//!   DIR ────► a file of its own ─┐                       ┌─► a table, or JSON
+//!   DIR ────► a temporary file ──┐                       ┌─► a table, or JSON
 //!                                ├─► eight loads ────────┤
-//!   DEVICE ─► as it is ──────────┘    random, sequential └─► a record under the device's name: `serve` reads it
+//!   DEVICE ─► unchanged ─────────┘    random, sequential └─► a record under the device's name, which `serve` reads
 //!                                     × read, write × 4 KiB, 1 MiB
 //! ```
 //!
 //! The capacity in operations is that of random 4 KiB requests, that in bytes the better of the two
-//! patterns at 1 MiB. What was not measured is never guessed: the daemon then goes by busy time.
+//! patterns at 1 MiB. Unmeasured capacities are never guessed: the daemon then uses busy time.
 //!
-//! Measures through the storage that serves disks, past the page cache. Never writes to a device in
-//! use ([`in_use`]), and leaves nothing behind in a directory, however it ends.
+//! Measures through the storage that serves disks, bypassing the page cache. Never writes to a device
+//! in use ([`in_use`]), and leaves no file in a directory, however it ends.
 
 mod arguments;
 pub(crate) mod in_use;
@@ -35,13 +35,14 @@ use report::Report;
 use settings::state::{Figures, Record, Store};
 use target::{Kind, LEAST_SIZE, Target, Wish};
 
-/// Filling takes at most as long as this many loads; a slower device gets a smaller file.
+/// Bound on the time for filling the file, in multiples of a load's time; a slower device gets a
+/// smaller file.
 const FILL_TIMES: u32 = 5;
 
-/// Measures a device, prints its capacity and keeps it.
+/// Measures a device, prints its capacity and stores it.
 ///
 /// # Errors
-/// Whatever keeps it from being measured or kept.
+/// Anything that prevents measuring or storing.
 pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     let wish = Wish {
         path: &arguments.path,
@@ -51,12 +52,12 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     };
     let target = Target::open(wish)?;
     let roots = Roots::default();
-    // Without an identity (a file system in memory) it is measured but not kept.
+    // Without an identity (a file system in memory) the result is not stored.
     let identity = Identity::resolve(Number::unpack(target.device_number), &roots).ok();
     let name = arguments.path.display().to_string();
     let device = identity.map(|identity| (identity.node(), identity.key().to_owned()));
     let store = Store::new(arguments.state.as_deref());
-    // Before minutes of measuring.
+    // Tested before minutes of measuring.
     if device.is_some() {
         store.try_out()?;
     }
@@ -126,7 +127,7 @@ async fn measure(
     Ok(Measured { size_bytes: field.size_bytes, figures, not_measured })
 }
 
-/// 0 where nothing was measured.
+/// Capacities; 0 if not measured.
 fn capacity(figures: &[Figure]) -> Figures {
     let best = |direction: Direction, block_bytes: usize, part: fn(&Figure) -> u64, random_only: bool| {
         let of = |figure: &&Figure| {
@@ -146,7 +147,7 @@ fn capacity(figures: &[Figure]) -> Figures {
     }
 }
 
-/// Returns the report, and true if the record could be kept. It is not kept if a rate varies,
+/// Returns the report, and an error if the record was not stored. It is not stored if a rate varies,
 /// unless `accept` is set.
 fn keep(
     measured: Measured,
@@ -158,8 +159,8 @@ fn keep(
     let Measured { size_bytes, figures, mut not_measured } = measured;
     let mut capacity = capacity(&figures);
     let mut saved = Ok(None);
-    // Also of the loads that the capacity is not made of: a device whose sequential rate varies was
-    // in use by others when its random rate was measured.
+    // Includes loads that are not part of the capacity: a device whose sequential rate varies was used
+    // by another program while its random rate was measured.
     let varying = figures.iter().find(|figure| !figure.is_steady());
     if let (false, Some(_), Some(first)) = (accept, &device, varying) {
         saved = Err(anyhow!(
@@ -171,6 +172,7 @@ fn keep(
         ));
     } else if let Some((node, key)) = &device {
         let earlier = store.load(key).ok().flatten();
+        // A read-only probe keeps the write capacity that an earlier probe measured.
         if let Some(earlier) = earlier.filter(|_| capacity.write_bps == 0 && capacity.write_iops == 0) {
             capacity.write_iops = earlier.capacity.write_iops;
             capacity.write_bps = earlier.capacity.write_bps;
@@ -248,7 +250,7 @@ mod tests {
         assert!(report.kept.is_none() && store.load("serial").unwrap().is_none());
         let (report, outcome) = keep(measured(&decisive), &store, device.clone(), "x".to_owned(), true);
         assert!(outcome.is_ok() && report.kept.is_some());
-        // The rule is the same for loads that the capacity is not made of.
+        // The same rule applies to loads that are not part of the capacity.
         let other = [steady, varying(Pattern::Sequential, 4096, 9000.0)];
         let (report, outcome) = keep(measured(&other), &store, device, "x".to_owned(), false);
         let error = outcome.unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Results to look at: one page of HTML, a table on a terminal, and two results side by side.
+//! Presentation of results: an HTML page, a table on a terminal, and a comparison of two results.
 //!
 //! ```text
 //!                    ┌─► page ─────┬─► lines ──────┐
@@ -7,8 +7,8 @@
 //!                    └─► text (a terminal)
 //! ```
 //!
-//! Measures nothing and shows only what is in the file, so a file can be drawn again years later on
-//! another machine.
+//! Measures nothing and shows only the content of the file, so a file can be drawn again years later
+//! on another machine.
 
 mod arguments;
 mod axis;

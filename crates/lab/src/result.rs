@@ -1,14 +1,14 @@
-//! A result file: what `weir bench`, `weir tune` and `weir simulate` found, where, with what, and
-//! how sure it is.
+//! A result file: findings of `weir bench`, `weir tune` and `weir simulate`, with machine, command
+//! and samples.
 //!
 //! ```text
-//!   bench ────┐                           ┌─► FILE.json   kept, and read again by `weir report A.json B.json`
+//!   bench ────┐                           ┌─► FILE.json   stored, and read by `weir report A.json B.json`
 //!   tune ─────┼─► Findings ─► ResultFile ─┤
-//!   simulate ─┘      +  Header            └─► FILE.html   one page to look at (`report/`)
+//!   simulate ─┘      +  Header            └─► FILE.html   a page (`report/`)
 //! ```
 //!
-//! All have the same form: numbers with all samples ([`Measure`]), tables, and charts as data.
-//! Reports draw only what is kept. Holds no secret: the command is kept as given.
+//! All have the same format: numbers with all samples ([`Measure`]), tables, and charts as data.
+//! Reports draw only stored data. Contains no secret: the command is stored as given.
 
 pub(crate) mod arguments;
 mod file;
@@ -21,7 +21,7 @@ pub(crate) use header::{Begun, Header, Machine};
 use serde::{Deserialize, Serialize};
 
 pub(crate) const FORMAT: &str = "weir-result";
-/// A higher version is refused.
+/// Higher versions are rejected.
 pub(crate) const VERSION: u32 = 1;
 
 pub(crate) const INTERRUPTED: &str = "interrupted";
@@ -32,10 +32,10 @@ pub(crate) struct ResultFile {
     pub(crate) format: String,
     pub(crate) version: u32,
     pub(crate) header: Header,
-    /// Why it is incomplete; what is there is right all the same.
+    /// Reason why the result is incomplete; its content is valid nevertheless.
     pub(crate) partial: Option<String>,
     pub(crate) findings: Findings,
-    /// Private to one kind of result, for example to resume it.
+    /// Private data of one kind of result, for example to resume it.
     #[serde(default, skip_serializing_if = "serde_json::Value::is_null")]
     pub(crate) details: serde_json::Value,
 }
@@ -64,7 +64,7 @@ pub(crate) struct Findings {
     /// One paragraph each.
     #[serde(default)]
     pub(crate) summary: Vec<String>,
-    /// Tables that come before the charts.
+    /// Tables before the charts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) opening: Vec<Table>,
     #[serde(default)]
@@ -78,7 +78,7 @@ pub(crate) struct Findings {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Measure {
-    /// Unique in its file, and stable between runs.
+    /// Unique in its file, and the same in every run.
     pub(crate) name: String,
     pub(crate) unit: Unit,
     pub(crate) better: Better,
@@ -91,12 +91,12 @@ pub(crate) struct Measure {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SamplesAre {
-    /// Independent, as other runs will be.
+    /// Of independent runs.
     #[default]
     Runs,
-    /// Of one run: neighbours are alike, and they do not tell how far another run would differ.
+    /// Seconds of one run: neighbours are correlated, and the variation between runs is unknown.
     Seconds,
-    /// Computed; always the same.
+    /// Computed; the same in every run.
     Exact,
 }
 
@@ -160,12 +160,12 @@ pub(crate) struct Lines {
     pub(crate) title: String,
     pub(crate) x: Axis,
     pub(crate) y: Axis,
-    /// A value holds until the next point.
+    /// True for a step function.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) steps: bool,
-    /// At most eight can be told apart.
+    /// At most eight lines can be distinguished.
     pub(crate) series: Vec<Series>,
-    /// Limits on the drawn series, as dashed lines. A value holds until the next point.
+    /// Limits on the drawn series, as dashed step functions.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) limits: Vec<Series>,
     /// A sentence below the chart.
@@ -178,7 +178,7 @@ pub(crate) struct Lines {
 pub(crate) struct Axis {
     pub(crate) label: String,
     pub(crate) unit: Unit,
-    /// All values are above 0 then.
+    /// Requires values above 0.
     #[serde(default)]
     pub(crate) logarithmic: bool,
 }
@@ -212,7 +212,7 @@ impl Lines {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Series {
     pub(crate) name: String,
-    /// x does not fall; all finite.
+    /// x never decreases; all values are finite.
     pub(crate) points: Vec<(f64, f64)>,
 }
 
@@ -224,9 +224,9 @@ pub(crate) struct HeatMap {
     pub(crate) better: Better,
     pub(crate) columns: Vec<String>,
     pub(crate) rows: Vec<String>,
-    /// One list a row; `None` was not measured.
+    /// One list for each row; `None` was not measured.
     pub(crate) values: Vec<Vec<Option<f64>>>,
-    /// Whether a value differs from 1 by noise alone, in the same form; empty where nobody knows.
+    /// True for values whose difference from 1 is within noise, in the same form; empty if unknown.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) noise: Vec<Vec<bool>>,
 }

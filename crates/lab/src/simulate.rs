@@ -1,5 +1,5 @@
-//! `weir simulate`: what limits, groups, watermarks and reading ahead would have done to the
-//! requests of a trace, in virtual time.
+//! `weir simulate`: the effect of limits, groups, watermarks and prefetching on the requests of a
+//! trace, in virtual time.
 //!
 //! ```text
 //!   traces ───────┐                      ┌─► limits ─► prefetch ─► device ─┐
@@ -12,7 +12,7 @@
 //!
 //! The decisions are those of the `policy` crate; time jumps from event to event. Devices are
 //! modelled (`device.rs`); merging, which happens before a trace is recorded, and the daemon's own
-//! time are not. Never opens an image, and always says if a trace was not read to its end.
+//! time are not. Never opens an image, and always reports a trace that was not read to its end.
 
 mod arguments;
 pub mod cluster;
@@ -69,10 +69,11 @@ use super::{
 
 const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
 
-/// Simulates, prints and keeps the result.
+/// Simulates, prints and saves the result.
 ///
 /// # Errors
-/// Whatever prevents the simulation or ends it early; what came before is printed all the same.
+/// Anything that prevents the simulation or ends it early; the partial result is printed in the
+/// latter case.
 pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
     if let Some(spec) = &arguments.cluster {
         return run_cluster(&arguments, spec);
@@ -138,7 +139,8 @@ fn tell(arguments: &SimulateArgs, story: &Story) -> Result<(), Failure> {
     Ok(print_and_keep(arguments, &story.table(), || story.text(), &result)?)
 }
 
-/// Tries both, so a closed standard output does not lose the file; returns the first error.
+/// Prints and saves; attempts both, so that a closed standard output does not lose the file. Returns
+/// the first error.
 fn print_and_keep(
     arguments: &SimulateArgs,
     json: &impl Serialize,
@@ -151,7 +153,7 @@ fn print_and_keep(
 
 fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Result<(), Failure> {
     let begun = Header::begin();
-    // Before anything is written, which may be an input.
+    // Opened before the events file is created, which could be one of the inputs.
     let input = input(arguments)?;
     let inputs = || arguments.traces.iter().chain(&arguments.config);
     let events = arguments.output.events.as_deref().map(|path| Events::create(path, inputs())).transpose()?;
@@ -193,7 +195,7 @@ fn run_sweep(
     let of = arguments.sweep.sweep_of.as_deref();
     let judged = arguments.sweep.p99_of.as_deref();
     let between = SweptNames { limited: of, judged };
-    // All of them, before the first takes its time.
+    // All values are validated before the first simulation, which may take long.
     let setups = values.values.iter().map(|&value| setup.with(of, values.setting, value));
     setups.collect::<anyhow::Result<Vec<_>>>().map_err(Failure::Usage)?;
     let progress = Spinner::new();

@@ -1,14 +1,14 @@
-//! What samples say, and what they do not.
+//! Statistics of samples, robust against outliers.
 //!
 //! ```text
-//!   a series over time ─► steady ─► its middle, without a beginning or an end that differs
-//!   samples ────────────► estimate ─► median, and between what it lies (bootstrap)
-//!   samples, samples ───► compare ─► how much more, between what, and whether it is a difference at all
-//!   quotients by round ─► compare_rounds ─► the same of two that took turns, without what the rounds had in common
+//!   a series over time ─► steady ─► its steady part, without a different beginning or end
+//!   samples ────────────► estimate ─► median and confidence interval (bootstrap)
+//!   samples, samples ───► compare ─► ratio, confidence interval, significance
+//!   ratios by round ────► compare_rounds ─► the same for two that took turns; effects common to a round cancel out
 //! ```
 //!
-//! Noise is heavy-tailed, so everything goes by ranks, medians and resampling. At most one of
-//! twenty comparisons of equal things shows a difference.
+//! Noise is heavy-tailed, so everything uses ranks, medians and resampling. At most one of twenty
+//! comparisons of equal things shows a difference.
 
 mod compare;
 mod estimate;

@@ -1,6 +1,6 @@
-//! `weir trace`: converts traces, sums them up, and draws recordings for `weir report`.
+//! `weir trace`: converts traces, summarizes them, and draws recordings for `weir report`.
 //!
-//! Parsing belongs to the crate `recording`.
+//! The crate `recording` does the parsing.
 
 mod arguments;
 pub mod convert;

@@ -2,12 +2,12 @@
 //!
 //! ```text
 //!   place ─► images ─► search ──turn──► measure ──samples──► search ─► … ─► choice ─► recommend ─► findings ─► text, JSON, HTML
-//!   where    made,     what next         one slice                          per goal   gain, cost,
-//!            filled    and when enough   of time                                       how to apply
+//!   target   created,  next slice,      one slice                          per goal   gain, cost,
+//!            filled    stop rule        of time                                       commands
 //! ```
 //!
-//! Decisions (`search`, `choice`, `samples`) are apart from I/O (`images`, `measure`) and know no
-//! clock. Never leaves an image behind, and writes only to what it made, or to a device on request.
+//! Decisions (`search`, `choice`, `samples`) are separate from I/O (`images`, `measure`) and use no
+//! clock. Never leaves an image behind, and writes only to its own files, or to a device on request.
 
 mod apply;
 mod arguments;
@@ -60,7 +60,7 @@ struct Outcome {
 /// Measures, and recommends configurations.
 ///
 /// # Errors
-/// Whatever prevents the measurement; what was found until then is printed and kept.
+/// Anything that prevents the measurement; results until then are printed and saved.
 pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     let begun = Header::begin();
     arguments.results.check()?;
@@ -97,7 +97,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     tell(outcome, stop.is_interrupted(), &arguments, begun)
 }
 
-/// An image's properties, and how much data its first `part` bytes (or all) hold.
+/// An image's properties, and the amount of data in its first `part` bytes (or all).
 fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Result<Seen> {
     let name = path.display().to_string();
     let text = path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
@@ -144,7 +144,7 @@ fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun)
         let mark = result.partial.as_ref().map_or(String::new(), |why| format!("Partial: {why}.\n\n"));
         print(&(mark + &text))
     };
-    // Kept even if standard output is closed.
+    // Saved even if standard output is closed.
     let kept = arguments.results.keep(&result);
     printed?;
     kept?;

@@ -1,4 +1,4 @@
-//! What is told: a limit for each, what it would feel like, how sure that is, and what to type.
+//! The printed advice: limits for each tenant, their effect, confidence intervals, and commands.
 
 use console::{
     figures,
@@ -12,13 +12,13 @@ use super::{certainty::Interval, trial::Figures};
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Advice {
-    /// Such as `p99`, and the time that it may be.
+    /// Percentile of the target, such as `p99`; its time follows.
     pub(super) keep: String,
     pub(super) keep_ns: u64,
     /// `latency` or `wait`.
     pub(super) judged: &'static str,
     pub(super) seconds: f64,
-    /// Whether all targets are kept with what is advised.
+    /// True if the advice keeps all targets.
     pub(super) kept: bool,
     pub(super) tenants: Vec<Line>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -37,25 +37,25 @@ pub(super) struct Line {
     pub(super) kind: &'static str,
     pub(super) name: String,
     pub(super) requests: u64,
-    /// Whether the target is for it.
+    /// True if the target applies to this tenant.
     pub(super) asked: bool,
-    /// With its target kept; absent if it never moves data.
+    /// True if the advice keeps its target; absent if it never moves data.
     pub(super) kept: Option<bool>,
-    /// The smallest limits with which its target is kept while nobody else is on its device.
+    /// The smallest limits that keep its target while it is alone on its device.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) smallest_iops: Option<Smallest>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) smallest_bps: Option<Smallest>,
-    /// What is to be set; absent where nothing is.
+    /// Limits to set; absent if there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) set: Option<figures::Limits>,
-    /// What it is in a group that is made for it; absent where none is.
+    /// Its share in a group that the advice creates; absent if there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) joins: Option<Joins>,
-    /// How sure that is, where it is not the smallest.
+    /// Confidence interval of a limit that is not the smallest.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) set_between: Option<Between>,
-    /// As it is now: by the config file, or without limits.
+    /// At present: with the config file, or without limits.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) before: Option<Figures>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -67,7 +67,7 @@ pub(super) struct Line {
 pub(super) struct Joins {
     pub(super) group: String,
     pub(super) weight: u32,
-    /// A second; 0 is no promise.
+    /// Rate per second; 0 for no reservation.
     pub(super) iops_reservation: u64,
     pub(super) bps_reservation: u64,
 }
@@ -77,12 +77,12 @@ pub(super) struct Joins {
 pub(super) struct Smallest {
     #[serde(flatten, serialize_with = "limit")]
     pub(super) limit: Limit,
-    /// Without a burst it would take this rate.
+    /// Smallest rate that needs no burst.
     pub(super) rate_without_burst: u64,
-    /// The rate, if the day had been made of other hours like these.
+    /// Confidence interval of the rate, over days made of similar hours.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) between: Option<Between>,
-    /// Why that cannot be told.
+    /// Reason why there is no interval.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) unsure: Option<String>,
 }
@@ -90,7 +90,7 @@ pub(super) struct Smallest {
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(super) struct Between {
     pub(super) low: u64,
-    /// `None` is more than four times of it.
+    /// `None` if it exceeds four times the estimate.
     pub(super) high: Option<u64>,
 }
 
@@ -99,9 +99,9 @@ pub(super) struct Between {
 pub(super) struct OnDevice {
     pub(super) device: String,
     pub(super) disks: Vec<String>,
-    /// The part of its time that it works in the busiest hour, or tenth.
+    /// Utilization in the busiest hour, or tenth of a short trace.
     pub(super) busiest: f64,
-    /// At the percentile of the target, of all on it together the worst.
+    /// Latency at the target's percentile; the worst of all tenants on the device.
     pub(super) latency_ns: u64,
 }
 

@@ -1,4 +1,4 @@
-//! The options of `weir advise`.
+//! Options of `weir advise`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -37,7 +37,7 @@ Exit status: 0 the targets can be kept, 1 failed, not read to the end, or not al
 use of the command line.
 ";
 
-/// What `weir advise` is told.
+/// Arguments of `weir advise`.
 #[derive(Debug, Args)]
 pub struct AdviseArgs {
     /// Traces, read as one by their times

@@ -1,12 +1,12 @@
-//! The requests of a trace in memory, some six bytes each: when, what and how long.
+//! The requests of a trace in memory, about six bytes each: time, operation and length.
 //!
 //! ```text
 //!   traces ─► Merged ─► a stream for each disk ─► of one disk, or of several by time
 //! ```
 //!
-//! A search asks for the requests of a disk some ten times, so they are kept apart by disk, and not
-//! read again. Where a request was is not kept: no limit and no modelled device asks for it. Past
-//! [`MOST_BYTES`] nothing more is read, which is said.
+//! A search iterates over the requests of a disk some ten times, so they are stored by disk instead
+//! of being read again. Offsets are not stored: no limit and no modelled device depends on them.
+//! Beyond [`MOST_BYTES`] reading stops, and the result is marked as partial.
 
 use std::{
     cmp::Reverse,
@@ -22,11 +22,10 @@ use crate::{
     simulate::MOST_DISKS,
 };
 
-/// Some 70 million requests: a vector may have twice of it while it grows.
+/// Some 70 million requests: a vector may need twice its size while it grows.
 const MOST_BYTES: usize = 400 << 20;
 const BATCH: usize = 4096;
-/// Peaks are looked for in intervals of 2 to this power in nanoseconds, about an eighth of a
-/// second.
+/// Peaks are measured in slots of 2 to this power in nanoseconds, about an eighth of a second.
 const SLOT_BITS: u32 = 27;
 pub(super) const SLOT_NS: u64 = 1 << SLOT_BITS;
 
@@ -34,31 +33,31 @@ pub(super) const SLOT_NS: u64 = 1 << SLOT_BITS;
 pub(super) struct Arrivals {
     pub(super) streams: Vec<Stream>,
     pub(super) requests: u64,
-    /// From the first request to the last.
+    /// Time from the first request to the last.
     pub(super) length_ns: u64,
-    /// Why it is not all.
+    /// Reason why the trace was not read completely.
     pub(super) partial: Option<String>,
     bytes: usize,
 }
 
-/// A disk's requests.
+/// Requests of one disk.
 #[derive(Debug, Default)]
 pub(super) struct Stream {
     pub(super) name: String,
-    /// Requests that move data, which alone are limited.
+    /// Requests that move data; only these are limited.
     pub(super) requests: u64,
     pub(super) flushes: u64,
     pub(super) moved_bytes: u64,
-    /// Behind the last byte that was asked for.
+    /// End of the highest range that was accessed.
     pub(super) end_bytes: u64,
     pub(super) last_ns: u64,
-    /// Requests that begin where the one before ended.
+    /// Requests that begin at the end of the previous one.
     pub(super) in_a_row: u64,
-    /// How long those took that move data, where the trace tells.
+    /// Recorded latencies of the requests that move data, if the trace has them.
     pub(super) measured: Option<Latencies>,
-    /// Of those, the ones that a limit held.
+    /// Number of those that were throttled.
     pub(super) held: u64,
-    /// Of one slot, the most operations and bytes.
+    /// Maxima of operations and bytes in one slot.
     pub(super) peak: [u64; 2],
     slot: u64,
     in_slot: [u64; 2],
@@ -75,7 +74,7 @@ pub(super) struct Arrival {
 }
 
 impl Arrivals {
-    /// Reads to the end, to an error, or until `stop`. Fails if there is nothing at all.
+    /// Reads to the end, to an error, or until `stop`. Fails if there is no request at all.
     pub(super) fn read(
         source: &mut dyn Source,
         stop: &AtomicBool,
@@ -118,7 +117,7 @@ impl Arrivals {
 
     pub(super) fn push(&mut self, record: &Record, name: &str) {
         let index = record.disk.index();
-        // Names come in the order of their numbers, but several may come with one record.
+        // Disks are numbered in order of appearance, but one record may introduce several.
         if self.streams.len() <= index {
             self.streams.resize_with(index + 1, Stream::default);
         }
@@ -133,14 +132,14 @@ impl Arrivals {
         self.length_ns = self.length_ns.max(record.time_ns);
     }
 
-    /// How a request fared when it was recorded.
+    /// Adds the recorded result of a request.
     fn measure(&mut self, record: &Record, measured: Measured) {
         let stream = &mut self.streams[record.disk.index()];
         stream.held += u64::from(measured.was_held);
         latencies::note(stream.measured.get_or_insert_with(latencies::growing), measured.latency_ns);
     }
 
-    /// Requests of these disks by time, each with its disk; of equal times the disk named first.
+    /// Requests of these disks by time, each with its disk; at equal times in the order of `disks`.
     pub(super) fn of(&self, disks: &[usize]) -> Together<'_> {
         let mut together = Together { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
         for (place, &disk) in disks.iter().enumerate() {
@@ -149,7 +148,7 @@ impl Arrivals {
                 together.next.push(Reverse((arrival.at_ns, place)));
                 together.sources.push((disk, iter, arrival));
             } else {
-                // Never asked for: it is in no place of the heap.
+                // A placeholder that is never read: the heap has no entry for it.
                 together.sources.push((disk, iter, Arrival { at_ns: 0, op: Op::Flush, length: 0 }));
             }
         }
@@ -162,6 +161,7 @@ impl Stream {
         let Record { time_ns, op, offset, length, .. } = *record;
         let is_same = length == self.last_length;
         let kind = Op::ALL.iter().position(|known| *known == op).unwrap_or(0) as u128;
+        // The lowest bit marks a repeated length, three bits the operation, the rest the time difference.
         let ahead = u128::from(time_ns.saturating_sub(self.last_ns));
         put(&mut self.encoded, ahead << 4 | kind << 1 | u128::from(is_same));
         if !is_same {
@@ -205,7 +205,7 @@ impl Iterator for Iter<'_> {
     #[inline]
     fn next(&mut self) -> Option<Arrival> {
         let head = take(&mut self.rest)?;
-        // Times rise within 64 bits, so the sum is one that was pushed.
+        // Cannot overflow for encoded input: each sum is a 64-bit time that was pushed.
         self.at_ns = self.at_ns.wrapping_add((head >> 4) as u64);
         if head & 1 == 0 {
             self.length = take(&mut self.rest)? as u64;
@@ -251,7 +251,7 @@ fn put(bytes: &mut Vec<u8>, mut value: u128) {
 
 #[inline]
 fn take(bytes: &mut &[u8]) -> Option<u128> {
-    // Nearly all fit into eight bytes, where 64 bits do.
+    // Fast path: nearly all values fit into nine bytes and thus into 64 bits.
     let mut value = 0_u64;
     for (index, &byte) in bytes.iter().take(9).enumerate() {
         value |= u64::from(byte & 0x7f) << (7 * index);

@@ -1,15 +1,15 @@
-//! How sure a limit is: what it would be if the day had been made of other hours like these.
+//! Confidence interval of a limit: its distribution over days made of similar hours.
 //!
 //! The bootstrap over blocks (Künsch, *The Jackknife and the Bootstrap for General Stationary
-//! Observations*, 1989): hours are drawn again and again, and each time the smallest limit of the
-//! same form is looked for. Requests of an hour stay together, because they depend on each other.
-//! Hours do as well, so an interval of a single day knows nothing of other days.
+//! Observations*, 1989): hours are drawn repeatedly, and the smallest limit of the same form is
+//! determined for each draw. Requests of an hour stay together, because they depend on each other.
+//! Hours depend on each other as well, so an interval from a single day does not cover other days.
 //!
-//! What is drawn is never worse than what was seen, and a smallest limit just does for the worst
-//! that was. So the upper end is no lower than where an hour would do that fills the bucket more
-//! than the fullest of these, by as many standard deviations among them as Student's distribution
-//! asks for (Gosset, 1908): few hours, or hours that differ, make it wide. How often what is told
-//! holds is counted in `tests/coverage.rs`.
+//! A draw is never worse than the observation, and a smallest limit just suffices for the worst
+//! observation. The upper end is therefore raised: it must suffice for an hour that fills the bucket
+//! more than the fullest observed one, by as many standard deviations among the hours as Student's
+//! distribution demands (Gosset, 1908). Few or very different hours make the interval wide.
+//! `tests/coverage.rs` measures the coverage.
 
 use policy::throttle::{Limit, Unit};
 use serde::Serialize;
@@ -17,26 +17,26 @@ use serde::Serialize;
 use super::{envelope::Buckets, search::Terms, target::Target};
 
 const HOUR_NS: u64 = 3_600_000_000_000;
-/// Shorter traces are cut into tenths.
+/// Traces shorter than this are divided into tenths.
 const HOURS: u64 = 10;
 const TENTHS: u64 = 10;
 const MOST_BLOCKS: u64 = 1000;
-/// With fewer there is nothing to draw from.
+/// Minimum number of blocks to draw from.
 const LEAST_BLOCKS: usize = 6;
 const DRAWS: usize = 1000;
 /// A fixed seed: the same trace always gives the same interval.
 const SEED: u64 = 0x5EED;
-/// Limits are tried from a third to four times of what was found, 6.6 % apart.
+/// Limits tried: from a third to four times the estimate, in steps of 6.6 %.
 const SCALES: usize = 40;
 const NARROWEST: f64 = 1.0 / 3.0;
 const WIDEST: f64 = 4.0;
-/// How full the bucket of a limit is that a request meets, of what it may hold before that waits
-/// too long: from a 32nd on, with so many bits of each doubling.
+/// Histogram of the bucket's level on arrival, relative to the level at which a request waits too
+/// long: from 1/32, with this many bits for each doubling.
 const FULL_BITS: u32 = 4;
 const FULL_FIRST: u64 = (1.0_f64 / 32.0).to_bits() >> (52 - FULL_BITS);
 const FULL_STEPS: usize = 8 << FULL_BITS;
 
-/// The parts of a trace that are drawn.
+/// Division of a trace into blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Blocks {
     block_ns: u64,
@@ -57,7 +57,7 @@ impl Blocks {
         (at_ns / self.block_ns) as usize
     }
 
-    /// How long each is, of a trace of this length.
+    /// Length of each block in seconds, for a trace of this length.
     pub(super) fn seconds(&self, length_ns: u64) -> f64 {
         self.block_ns.min(length_ns).max(1) as f64 / 1e9
     }
@@ -71,7 +71,7 @@ impl Blocks {
     }
 }
 
-/// Times the rate: where the smallest limit lies in 95 of 100 such days.
+/// Factors on the rate: the range of the smallest limit on 95 of 100 similar days.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 pub(super) struct Interval {
     pub(super) low: f64,
@@ -79,16 +79,16 @@ pub(super) struct Interval {
 }
 
 impl Interval {
-    /// What was drawn, and its mirror image (the basic bootstrap; Davison and Hinkley, *Bootstrap
-    /// Methods and their Application*, 1997, section 5.2). A trace has seen few of the rarest
-    /// moments, so its smallest limit is more often too small than too large, and one that is drawn
-    /// from it is smaller again by as much.
+    /// Union of the drawn interval and its mirror image (the basic bootstrap; Davison and Hinkley,
+    /// *Bootstrap Methods and their Application*, 1997, section 5.2). A trace contains few of the
+    /// rarest moments, so its smallest limit is more often too small than too large, and a limit from
+    /// a draw is smaller again by as much.
     pub(super) fn around(low: f64, high: f64) -> Self {
         Self { low: low.min(1.0 / high).min(1.0), high: high.max(1.0 / low).max(1.0) }
     }
 }
 
-/// Of a limit that was found to be the smallest for these requests. The error is why there is none.
+/// Confidence interval of the smallest limit for these requests; the error says why there is none.
 pub(super) fn interval(
     demand: impl Iterator<Item = (u64, f64)>,
     unit: Unit,
@@ -102,6 +102,7 @@ pub(super) fn interval(
     let mut parts = vec![Part::default(); blocks.count];
     let mut before = 0;
     for (at_ns, units) in demand {
+        // One pass for all scales: each lane is a bucket with scaled rates.
         let after_s = (at_ns - before) as f64 / 1e9;
         before = at_ns;
         let part = &mut parts[blocks.of(at_ns)];
@@ -137,15 +138,14 @@ pub(super) fn interval(
     let mut found: Vec<usize> = (0..DRAWS).map(|_| draw(&parts, terms, &mut random)).collect();
     found.sort_unstable();
     let (low, high) = (found[DRAWS / 40], found[DRAWS - 1 - DRAWS / 40]);
-    // The smallest lies between two of the scales.
+    // The smallest limit lies between two of the scales.
     let low = if low == 0 { 0.0 } else { scales[low - 1] };
     let scale = |index: usize| scales.get(index).copied().unwrap_or(f64::INFINITY);
     let drawn = Interval::around(low, scale(high));
     Ok(Interval { high: drawn.high.max(scale(for_unseen(&parts, &terms.target))), ..drawn })
 }
 
-/// The smallest scale that does for a part that is fuller than the fullest, by as much as parts
-/// differ.
+/// The smallest scale that suffices for a part fuller than the fullest, by the spread of the parts.
 fn for_unseen(parts: &[Part], target: &Target) -> usize {
     let times = student(parts.len() - 1);
     let does = |scale: usize| {
@@ -157,21 +157,19 @@ fn for_unseen(parts: &[Part], target: &Target) -> usize {
     (0..SCALES).find(|&scale| does(scale)).unwrap_or(SCALES)
 }
 
-/// What 995 of 1000 means of such samples are below, in standard deviations: Student's distribution
-/// of so many degrees of freedom (Abramowitz and Stegun, 26.7.5; 3 % too low for five, and less for
-/// more).
+/// The 0.995 quantile of Student's distribution (Abramowitz and Stegun, 26.7.5; 3 % too low for five
+/// degrees of freedom, less for more).
 fn student(freedom: usize) -> f64 {
     const NORMAL: f64 = 2.5758;
     let (z, n) = (NORMAL, freedom as f64);
     z + (z.powi(3) + z) / (4.0 * n) + (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / (96.0 * n * n)
 }
 
-/// Requests of those whose target decides at one limit: by tenant, those that took too long and
-/// all, in each block.
+/// By tenant with a target: late requests and all requests, in each block.
 pub(super) type Judged = Vec<(Vec<u32>, Vec<u32>)>;
 
-/// Of limits that were tried, each with whom it is judged by: between which the one lies that keeps
-/// the target, the largest if `is_highest`, else the smallest. `None` if that cannot be told.
+/// Range of the limit that keeps the target, from limits tried with their judged requests: the
+/// largest if `is_highest`, else the smallest. `None` with too few blocks.
 pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target) -> Option<(f64, f64)> {
     let blocks = tried.first()?.1.first()?.0.len();
     let any = |block: &usize| tried.iter().any(|(_, judged)| judged.iter().any(|(_, all)| all[*block] > 0));
@@ -195,7 +193,7 @@ pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target
     }
     found.sort_unstable_by(f64::total_cmp);
     let (low, high) = (found[DRAWS / 40], found[DRAWS - 1 - DRAWS / 40]);
-    // It lies between one that was tried and the next.
+    // The true value lies between two tried ones.
     let levels = || tried.iter().map(|(level, _)| *level);
     Some(if is_highest {
         (low, levels().filter(|&level| level > high).fold(f64::INFINITY, f64::min))
@@ -207,9 +205,9 @@ pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target
 #[derive(Clone)]
 struct Part {
     requests: u64,
-    /// By scale: requests that waited too long.
+    /// Late requests by scale.
     over: [u32; SCALES],
-    /// And how many met a bucket how full; empty without requests.
+    /// Histogram of bucket levels by scale; empty without requests.
     full: Vec<[u32; FULL_STEPS]>,
 }
 
@@ -220,7 +218,7 @@ impl Default for Part {
 }
 
 impl Part {
-    /// How full a bucket met those that the target counts, at a scale; no less than that.
+    /// Relative bucket level at the target's percentile, rounded up to a step.
     fn full_at(&self, scale: usize, target: &Target) -> f64 {
         let (mut above, allowed) = (0, target.allowed(self.requests));
         for (step, &count) in self.full[scale].iter().enumerate().rev() {
@@ -233,7 +231,7 @@ impl Part {
     }
 }
 
-/// The smallest scale that does in as many parts, drawn at random.
+/// The smallest scale that suffices for a random draw of as many parts.
 fn draw(parts: &[Part], terms: &Terms, random: &mut fastrand::Rng) -> usize {
     let (mut requests, mut over) = (0, [0_u64; SCALES]);
     for _ in parts {
@@ -242,6 +240,6 @@ fn draw(parts: &[Part], terms: &Terms, random: &mut fastrand::Rng) -> usize {
         over.iter_mut().zip(part.over).for_each(|(sum, over)| *sum += u64::from(over));
     }
     let allowed = terms.target.allowed(requests);
-    // Larger limits never hold longer.
+    // Sorted: larger limits never delay more requests.
     over.partition_point(|&over| over > allowed)
 }

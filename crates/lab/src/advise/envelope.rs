@@ -1,20 +1,20 @@
-//! How long each request would wait for a bucket, computed from arrivals alone.
+//! Waiting times of requests at a bucket, computed from the arrival curve alone.
 //!
-//! A request that finds the level L of a bucket of size B waits (L - B) / r: while somebody waits
-//! the bucket does not run empty, so what it holds does not depend on who was let pass when. So one
-//! pass with an endless bucket (Lindley's recursion, 1952) tells the waits for every size of it:
+//! A request that meets the level L in a bucket of size B waits (L - B) / r: while a request waits
+//! the bucket does not run empty, so its level does not depend on the order of admission. One pass
+//! with an unbounded bucket (Lindley's recursion, 1952) therefore gives the waits for every size:
 //!
 //! ```text
-//!   D = time in which the level runs out at the rate: rises by units / rate, falls with time, not below 0
+//!   D = time in which the level drains at the rate: rises by units / rate, falls with time, not below 0
 //!   wait = D - B / rate
 //! ```
 //!
-//! A request worth more than [`SLICE_S`] of the rate passes with its last slice (`policy`'s
-//! `throttle/price.rs`), so all before that counts with the level; where slices are larger because
-//! there is room, it passes up to one slice sooner than is computed. Two buckets that count the
-//! same units hold a request as long as the slower of them does by itself; buckets of operations
-//! and of bytes together may hold it longer, and reads that pass writes may be held otherwise one
-//! by one, not as a whole. A simulation has the last word.
+//! A request worth more than [`SLICE_S`] of the rate is admitted with its last slice (`policy`'s
+//! `throttle/price.rs`), so all slices before count towards the level; where slices are larger
+//! because the bucket has capacity, it is admitted up to one slice sooner than computed. Two buckets
+//! of the same unit delay a request as long as the slower of them alone; buckets of operations and
+//! of bytes together may delay it longer, and reads that overtake writes may be delayed differently
+//! one by one, though not as a whole. A simulation confirms every result.
 //!
 //! Times are floating-point seconds: exact to nanoseconds for levels of hours.
 
@@ -25,16 +25,15 @@ use super::arrivals::Arrival;
 
 /// As in `policy`'s `throttle/price.rs`.
 const SLICE_S: f64 = 0.09;
-/// A bucket without a burst has so much of its rate.
+/// Size of a bucket without a burst, in seconds of its rate.
 pub(super) const NO_BURST_S: f64 = 0.1;
 
-/// Of a histogram: an eighth of a microsecond and less is nothing, and each doubling has so many
-/// steps.
+/// Histogram of waits: from an eighth of a microsecond, with this many bits for each doubling.
 const STEP_BITS: u32 = 6;
 const FIRST: u64 = (1.25e-7_f64).to_bits() >> (52 - STEP_BITS);
 const STEPS: usize = 60 << STEP_BITS;
 
-/// When requests come, and how many units each takes of a limit.
+/// Arrival times, and the units that each request costs.
 pub(super) fn demand(
     arrivals: impl Iterator<Item = Arrival>,
     unit: Unit,
@@ -45,11 +44,11 @@ pub(super) fn demand(
     })
 }
 
-/// An endless bucket.
+/// An unbounded bucket.
 #[derive(Clone, Copy, Debug)]
 struct Level {
     rate: f64,
-    /// Seconds in which what has come runs out.
+    /// Seconds until the level has drained.
     out_s: f64,
     slice: f64,
 }
@@ -60,7 +59,7 @@ impl Level {
         Self { rate, out_s: 0.0, slice: if unit == Unit::Iops { slice.max(1.0) } else { slice } }
     }
 
-    /// What a request that comes so long after the one before waits for, in seconds of the rate.
+    /// Level in seconds of the rate that a request meets, `after_s` after the previous one.
     #[inline(always)]
     fn meet(&mut self, after_s: f64, units: f64) -> f64 {
         let level_s = (self.out_s - after_s).max(0.0);
@@ -74,12 +73,12 @@ impl Level {
     }
 }
 
-/// What requests found at one rate.
+/// Waits at one rate.
 #[derive(Clone, Debug)]
 pub(super) struct Lane {
     level: Level,
     counts: Vec<u32>,
-    /// Of a bucket without burst, those that waited too long.
+    /// Requests that wait too long at a bucket without a burst.
     pub(super) over: u64,
 }
 
@@ -88,8 +87,8 @@ impl Lane {
         self.level.rate
     }
 
-    /// The least size of a bucket, in seconds of the rate, with which no more than so many requests
-    /// wait longer than that; within a step of the histogram, above.
+    /// Smallest bucket, in seconds of the rate, at which at most `allowed` requests wait longer than
+    /// `wait_s`; rounded up to a step of the histogram.
     pub(super) fn size_s(&self, allowed: u64, wait_s: f64) -> f64 {
         let mut above = 0;
         for (step, &count) in self.counts.iter().enumerate().rev() {
@@ -103,7 +102,7 @@ impl Lane {
     }
 }
 
-/// One pass for many rates.
+/// Waits at many rates, in one pass over the requests.
 pub(super) fn measure(
     demand: impl Iterator<Item = (u64, f64)>,
     unit: Unit,
@@ -120,7 +119,7 @@ pub(super) fn measure(
             let found_s = lane.level.meet(after_s, units);
             lane.over += u64::from(exceeds(found_s, NO_BURST_S, wait_s));
             let step = (found_s.to_bits() >> (52 - STEP_BITS)).wrapping_sub(FIRST);
-            // Below the first, 0 included, it has wrapped around, and is nothing.
+            // Waits below the first step wrap around to an index out of range: they are not counted.
             if let Some(count) = lane.counts.get_mut(step as usize) {
                 *count = count.saturating_add(1);
             }
@@ -129,7 +128,7 @@ pub(super) fn measure(
     lanes
 }
 
-/// Whether a wait is longer, beyond what floating point makes of it.
+/// True if a wait is too long, beyond the error of floating point.
 #[inline(always)]
 fn exceeds(found_s: f64, size_s: f64, wait_s: f64) -> bool {
     found_s - size_s > wait_s + 1e-9
@@ -149,7 +148,7 @@ impl Buckets {
         Self::scaled(limit, unit, 1.0)
     }
 
-    /// As if the rates were so many times what they are, with bursts of the same length.
+    /// A bucket with scaled rates and unchanged burst length.
     pub(super) fn scaled(limit: Limit, unit: Unit, times: f64) -> Self {
         let Limit { rate, burst_rate, burst_length_s } = limit;
         let size_s = match burst_rate {
@@ -157,12 +156,12 @@ impl Buckets {
             _ => burst_rate as f64 * burst_length_s as f64 / rate as f64,
         };
         let level = Level::new(rate as f64 * times, unit);
-        // A slice is one of the rate, whatever it is charged to.
+        // A slice is defined by the rate, also for the burst bucket.
         let burst = Level { rate: burst_rate as f64 * times, ..level };
         Self { level, size_s, burst: (burst_rate > 0 && burst_length_s > 1).then_some(burst) }
     }
 
-    /// How long a request waits that comes so long after the one before.
+    /// Wait of a request, `after_s` after the previous one.
     #[inline]
     pub(super) fn wait_s(&mut self, after_s: f64, units: f64) -> f64 {
         let wait_s = self.level.meet(after_s, units) - self.size_s;
@@ -175,8 +174,8 @@ impl Buckets {
         exceeds(self.wait_s(after_s, units), 0.0, wait_s)
     }
 
-    /// Which part a request meets of what the bucket may hold before it waits too long, of the
-    /// fuller of two; and whether it does.
+    /// Level that a request meets, relative to the level at which it waits too long, of the fuller of
+    /// the two buckets; and true if it does wait too long.
     #[inline]
     pub(super) fn fills(&mut self, after_s: f64, units: f64, wait_s: f64) -> (f64, bool) {
         let found_s = self.level.meet(after_s, units);
@@ -190,7 +189,7 @@ impl Buckets {
     }
 }
 
-/// How many requests wait longer than that for a limit.
+/// Number of requests that wait longer than `wait_s` at a limit.
 pub(super) fn over(
     demand: impl Iterator<Item = (u64, f64)>,
     unit: Unit,

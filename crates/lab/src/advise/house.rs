@@ -1,13 +1,13 @@
-//! Who is advised: disks by themselves or the groups of a config file, and what they lie on.
+//! The tenants that are advised: single disks or groups of a config file, and their devices.
 //!
 //! ```text
 //!   names of the trace, a config file, devices ─► simulate's Setup ─► World ─► tenants
 //! ```
 //!
-//! A tenant is what a limit would be set on: the group that a disk is in, or the disk. Where a
-//! member of a group is chosen, its group is open: the disks in it are tenants. What the file holds
-//! tenants to is what is to be replaced; what it says of others (groups around them, members of a
-//! group) stays in force in every simulation, but reading ahead does not.
+//! A tenant is the object that a limit would be set on: the group of a disk, or the disk. If a
+//! member of a group is chosen, that group is open: its disks are tenants. The advice replaces the
+//! limits that the file sets on tenants; other limits (of groups around them, of members of a group)
+//! stay in force in every simulation. Prefetching is off.
 
 use std::collections::{HashMap, HashSet};
 
@@ -30,20 +30,20 @@ use crate::simulate::{Names, Setup, Terms, device_of};
 
 #[derive(Debug)]
 pub(super) struct House {
-    /// With the limits that the config file has.
+    /// With the limits of the config file.
     pub(super) world: World,
-    /// Without the limits of tenants.
+    /// Without limits on tenants.
     pub(super) bare: World,
-    /// The world's disk by the trace's.
+    /// Index of the world's disk, by the trace's disk.
     pub(super) disks: Vec<usize>,
     pub(super) tenants: Vec<Tenant>,
-    /// The tenant by the world's disk.
+    /// Index of the tenant, by the world's disk.
     pub(super) tenant_of: Vec<usize>,
-    /// Groups whose disks are tenants, though the group is none.
+    /// Groups that are no tenants because their disks are.
     open: HashSet<usize>,
-    /// These, and those that they lie in: what they hold tenants to stays.
+    /// The open groups and their ancestors: their limits stay in force.
     around: HashSet<usize>,
-    /// Whether anything takes time.
+    /// True if any device has a service time.
     pub(super) has_device: bool,
     pub(super) remarks: Vec<String>,
 }
@@ -51,11 +51,11 @@ pub(super) struct House {
 #[derive(Clone, Debug)]
 pub(super) struct Tenant {
     pub(super) name: String,
-    /// By index in the world; else it is a disk.
+    /// Index of the group in the world; `None` for a disk.
     pub(super) group: Option<usize>,
-    /// Of the trace.
+    /// Indices in the trace.
     pub(super) disks: Vec<usize>,
-    /// Whether the target is for it.
+    /// True if the target applies to it.
     pub(super) is_kept: bool,
 }
 
@@ -65,7 +65,7 @@ impl Tenant {
     }
 }
 
-/// A part of a house as a world of its own.
+/// A subset of the tenants as a separate world.
 #[derive(Debug)]
 pub(super) struct Room {
     pub(super) world: World,
@@ -126,7 +126,7 @@ impl House {
         Ok(house)
     }
 
-    /// Finds the tenants.
+    /// Determines the tenants.
     pub(super) fn settle(&mut self) {
         self.tenants.clear();
         self.tenant_of = vec![usize::MAX; self.world.disks.len()];
@@ -151,7 +151,7 @@ impl House {
         self.bare = bare;
     }
 
-    /// The target is for these alone, if any is named.
+    /// Restricts the target to these tenants, if any is named.
     pub(super) fn choose(&mut self, whom: &[String]) -> Result<(), String> {
         let is_tenant = |house: &Self, name: &String| house.tenants.iter().any(|tenant| tenant.name == *name);
         let unknown: Vec<&String> = whom.iter().filter(|name| !is_tenant(self, name)).collect();
@@ -189,16 +189,16 @@ impl House {
         }
     }
 
-    /// Holds a tenant to these limits.
+    /// Sets the limits of a tenant.
     pub(super) fn limit(&self, world: &mut World, tenant: usize, limits: Limits) {
         self.hold(world, tenant, |hold| {
             hold.limits = limits;
-            // What is lifted now and then holds nothing that could be promised.
+            // A watermark would lift the limits at times; then no target could be guaranteed.
             hold.watermark = Watermark::ALWAYS;
         });
     }
 
-    /// What the config file holds a tenant to.
+    /// Settings of a tenant in the config file.
     pub(super) fn held(&self, tenant: usize) -> &DiskSettings {
         let Tenant { group, disks, .. } = &self.tenants[tenant];
         match group {
@@ -207,8 +207,7 @@ impl House {
         }
     }
 
-    /// Groups around a tenant that hold it to something, and are no tenants where members of one
-    /// are; innermost first.
+    /// Groups with limits around a tenant that are open or around an open one; innermost first.
     pub(super) fn limited_around(&self, tenant: usize) -> impl Iterator<Item = usize> + '_ {
         let groups = self.world.groups_above(self.first_disk(tenant));
         groups.filter(|group| {
@@ -216,7 +215,7 @@ impl House {
         })
     }
 
-    /// The open group with limits that all of these are disks of.
+    /// The open group with limits that contains all of these tenants as disks.
     pub(super) fn common_group(&self, tenants: &[usize]) -> Option<usize> {
         let group = self.first_disk(*tenants.first()?).group?;
         let is_in = |tenant: &usize| self.first_disk(*tenant).group == Some(group);
@@ -240,7 +239,7 @@ impl House {
         }
     }
 
-    /// These tenants' disks of a world, with all groups, and with the devices that they lie on.
+    /// A world with the disks of these tenants, all groups, and only the devices that they use.
     pub(super) fn room(&self, world: &World, tenants: &[usize]) -> Room {
         let mut room = Room {
             world: World { groups: world.groups.clone(), ..World::default() },
@@ -271,7 +270,7 @@ impl House {
         room
     }
 
-    /// Tenants that share a device, or an open group with limits, together.
+    /// Sets of tenants that share a device, or an open group with limits.
     pub(super) fn neighbours(&self) -> Vec<Vec<usize>> {
         #[derive(PartialEq, Eq, Hash)]
         enum Common {
@@ -279,6 +278,7 @@ impl House {
             Budget(usize),
             Group(usize),
         }
+        // Union of sets: two tenants with a common resource join their sets.
         let mut first: HashMap<Common, usize> = HashMap::new();
         let mut sets: Vec<Vec<usize>> = (0..self.tenants.len()).map(|tenant| vec![tenant]).collect();
         let mut set_of: Vec<usize> = (0..self.tenants.len()).collect();

@@ -1,5 +1,4 @@
-//! What a tenant needs by itself: the smallest limits that keep its target while nobody else is on
-//! its device.
+//! Limits of a tenant alone: the smallest ones that keep its target without neighbours on its device.
 
 use std::sync::atomic::AtomicBool;
 
@@ -14,21 +13,21 @@ use super::{
     trial::{Felt, Judge, Trial},
 };
 
-/// Limits that did not do are raised in these steps, a hundredth and twice as much each time.
+/// Steps in which insufficient limits are raised: by 1 %, doubling each time.
 const RAISES: i32 = 10;
-/// Between a limit that does and one that does not, so many are tried.
+/// Bisection steps between a sufficient and an insufficient limit.
 const HALVINGS: u32 = 5;
 
-/// Of a tenant whose requests move data.
+/// Result for a tenant whose requests move data.
 #[derive(Clone, Debug)]
 pub(super) struct Need {
-    /// By unit; none where that unit is not limited.
+    /// By unit; `None` if that unit is not limited.
     pub(super) smallest: [Option<Smallest>; 2],
-    /// How sure each is, or why that cannot be told.
+    /// Confidence interval of each, or the reason why there is none.
     pub(super) certainty: [Option<Result<Interval, String>>; 2],
-    /// With these limits, alone.
+    /// Simulated alone with these limits.
     pub(super) felt: Felt,
-    /// Why the target is not kept even without limits and neighbours: what its percentile is then.
+    /// Latency at the percentile if the target is missed even without limits and neighbours.
     pub(super) impossible_ns: Option<u64>,
 }
 
@@ -62,13 +61,13 @@ pub(super) fn amount(arrivals: &Arrivals, disks: &[usize], unit: Unit) -> Amount
         amount.peak = amount.peak.saturating_add(stream.peak[unit.index()]);
         demand(stream.iter(), unit).for_each(|(at_ns, units)| in_block[blocks.of(at_ns)] += units);
     }
-    // Of an instant nobody can say how much it is in a second.
+    // The lower bound: a rate over an instant is meaningless.
     let seconds = blocks.seconds(arrivals.length_ns).max(0.1);
     amount.busiest = in_block.into_iter().fold(0.0, f64::max) / seconds;
     amount
 }
 
-/// Requests of a tenant, without their disks.
+/// Requests of a tenant by time, without their disks.
 pub(super) fn together<'a>(
     arrivals: &'a Arrivals,
     disks: &'a [usize],
@@ -79,7 +78,7 @@ pub(super) fn together<'a>(
     }
 }
 
-/// What all that is asked here has in common.
+/// Common input of all searches.
 #[derive(Clone, Copy)]
 pub(super) struct Search<'a> {
     pub(super) house: &'a House,
@@ -90,7 +89,7 @@ pub(super) struct Search<'a> {
 }
 
 impl Search<'_> {
-    /// `None` if nothing that it asks for is ever limited.
+    /// The smallest limits of a tenant; `None` if it has no request that is ever limited.
     pub(super) fn need(&self, tenant: usize, units: &[Unit]) -> anyhow::Result<Option<Need>> {
         let disks = &self.house.tenants[tenant].disks;
         let requests = amount(self.arrivals, disks, Unit::Iops).requests;
@@ -109,6 +108,7 @@ impl Search<'_> {
             need.impossible_ns = Some(need.felt.judged_ns(&self.judge));
             return Ok(Some(need));
         }
+        // Waits may use only the time that the device leaves of the target.
         let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.judge));
         let terms = Terms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
         for &unit in units {
@@ -127,7 +127,7 @@ impl Search<'_> {
                 smallest.steady = scale(smallest.steady, times, unit);
             }
         }
-        // What counts as too long is what is so under these limits, whatever the device adds.
+        // Waits in the simulation at the target's percentile: together with the device they just meet it.
         let wait_s = if self.judge.whole {
             felt.waited.value_at_quantile(target.share()) as f64 / 1e9
         } else {
@@ -144,7 +144,7 @@ impl Search<'_> {
         Ok(Some(need))
     }
 
-    /// The smallest factor with which limits do in a simulation, and what is felt then.
+    /// The smallest factor on the limits that suffices in a simulation, and its result.
     fn fit(&self, room: &Room, tenant: usize, need: &Need) -> anyhow::Result<(f64, Felt)> {
         let limits = |times: f64| {
             Unit::ALL.map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
@@ -157,7 +157,8 @@ impl Search<'_> {
             if !self.judge.whole {
                 return Ok((1.0, felt));
             }
-            // What a device takes is known as a whole, and not what it takes beside a wait.
+            // The device's time at a percentile and the wait at a percentile do not add up, so the computed
+            // limit may be too large.
             low = 0.5;
         } else {
             for raise in 0..RAISES {
@@ -191,7 +192,7 @@ impl Search<'_> {
         hold.limits = limits_of(limits);
         let trial = Trial { world: &world, disks, tenants: tenant_of, count: 1 };
         let felt = match of.disks[..] {
-            // Nothing to put in order.
+            // One stream is ordered already.
             [only] => {
                 let arrivals = self.arrivals.streams[only].iter().map(|arrival| (only, arrival));
                 trial.run(arrivals, &self.judge, self.stop)?
@@ -203,7 +204,7 @@ impl Search<'_> {
 }
 
 fn scale(rate: u64, times: f64, unit: Unit) -> u64 {
-    // 1 is what it is for nearly all.
+    // The common case, exact without rounding.
     if times == 1.0 { rate } else { whole(rate as f64 * times, unit) }
 }
 

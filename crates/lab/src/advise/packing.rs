@@ -1,10 +1,10 @@
-//! On how few devices disks fit, and which goes where.
+//! Placement of disks on as few devices as possible.
 //!
-//! First fit, the largest first (Johnson, *Near-Optimal Bin Packing Algorithms*, 1973), by the work
-//! that each disk is in each part of the trace: a device is full when it would work for more than a
-//! part of any. How large that part may be is searched for: a packing counts only if a simulation
-//! of each device with the requests of all its disks keeps the target. Then as few devices are
-//! tried as there may be, with the disks spread evenly, which no fixed part describes.
+//! First fit decreasing (Johnson, *Near-Optimal Bin Packing Algorithms*, 1973), by the work of each
+//! disk in each part of the trace: a device is full when its utilization in any part would exceed a
+//! threshold. The threshold is searched for: a packing counts only if a simulation of each device
+//! with the requests of all its disks keeps the target. Then fewer devices are tried, down to the
+//! lower bound, with the disks spread evenly, which no fixed threshold describes.
 
 use std::{cmp::Reverse, collections::HashMap};
 
@@ -19,18 +19,18 @@ use super::{
     trial::{Felt, Trial},
 };
 
-/// Devices of one kind, of which there are any number.
+/// Bound on identical devices.
 const MOST_DEVICES: usize = 1000;
-/// More disks than these are not tried in all ways.
+/// Number of disks above which the exhaustive search is skipped.
 const MOST_IN_ALL_WAYS: usize = 64;
-/// Requests that are simulated for all ways to so many devices, before the search is given up.
+/// Requests simulated in an exhaustive search before it is abandoned.
 const MOST_TRIED: u64 = 5_000_000;
-/// How full devices may be at most, from more to less.
+/// Thresholds of utilization, tried in this order.
 const FULL: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
 
 pub(super) type Device = (StationSpec, Rates);
 
-/// The devices there are.
+/// The available devices: any number of one kind, or an inventory.
 #[derive(Clone, Debug)]
 pub(super) enum Supply {
     Any(Device),
@@ -53,14 +53,14 @@ impl Supply {
     }
 }
 
-/// What lies on a device, and what its tenants feel there.
+/// A device with its tenants and their simulated results.
 #[derive(Debug)]
 pub(super) struct Packed {
-    /// Which device; of one kind, which of them.
+    /// Index of the device; of identical devices, their running number.
     pub(super) device: usize,
     pub(super) tenants: Vec<usize>,
     pub(super) felt: Vec<Felt>,
-    /// The part of its time that it works, in the part of the trace where that is most.
+    /// Utilization in the busiest part of the trace.
     pub(super) busiest: f64,
 }
 
@@ -69,7 +69,7 @@ pub(super) struct Packing {
     pub(super) devices: Vec<Packed>,
     /// Tenants that fit nowhere, even alone.
     pub(super) left_over: Vec<usize>,
-    /// No packing has fewer: so much work there is.
+    /// Lower bound on the number of devices, by the amount of work.
     pub(super) at_least: usize,
 }
 
@@ -86,6 +86,7 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
         {
             continue;
         }
+        // A tenant that misses the target alone on every device can be placed nowhere.
         let mut fits = false;
         for kind in packer.kinds() {
             fits = fits || packer.holds(kind, &[tenant])?;
@@ -102,7 +103,7 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
             break;
         }
     }
-    // Fewer, as evenly as they can be; and if they are not many, all ways.
+    // Fewer devices, evenly loaded; exhaustively if the disks are few.
     let most = best.as_ref().map_or(devices.most().min(order.len()), |bins| used(bins).saturating_sub(1));
     for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MOST_DEVICES }) {
         let bins = packer.spread(&order, count);
@@ -133,7 +134,7 @@ fn used(bins: &[Vec<usize>]) -> usize {
 struct Packer<'a> {
     search: &'a Search<'a>,
     devices: &'a Supply,
-    /// By kind of device and tenant: seconds of work in each part of the trace.
+    /// Seconds of work in each part of the trace, by kind of device and tenant.
     work: Vec<Vec<Vec<f64>>>,
     part_s: f64,
 }
@@ -188,12 +189,12 @@ impl<'a> Packer<'a> {
         self.load(device, tenants).into_iter().fold(0.0, f64::max) / self.part_s
     }
 
-    /// By the whole trace's work: what is left at its end is late for longer than any target.
+    /// Lower bound from the total work: work left at the end of the trace is later than any target.
     fn at_least(&self) -> usize {
         let length_s = (self.search.arrivals.length_ns as f64 / 1e9).max(self.part_s);
         let all = |kind: usize| self.work[kind].iter().flatten().sum::<f64>() / length_s;
         let least = self.kinds().map(all).fold(f64::INFINITY, f64::min);
-        // A little may be late.
+        // Tolerates a small backlog at the end.
         ((least - 0.05).ceil() as usize).max(1)
     }
 
@@ -207,7 +208,7 @@ impl<'a> Packer<'a> {
             let place = match place {
                 Some(place) => place,
                 None => loop {
-                    // Whoever needs more than a part of a device has one alone.
+                    // A tenant above the threshold gets an identical device for itself.
                     if bins.len() == self.devices.most() {
                         return None;
                     }
@@ -225,7 +226,7 @@ impl<'a> Packer<'a> {
         Some(bins.into_iter().map(|(tenants, _)| tenants).collect())
     }
 
-    /// Each to the device whose busiest part stays the least busy.
+    /// Assigns each disk to the device whose busiest part stays the least busy.
     fn spread(&self, order: &[usize], count: usize) -> Vec<Vec<usize>> {
         let mut bins = vec![Vec::new(); count];
         for &tenant in order {
@@ -242,8 +243,8 @@ impl<'a> Packer<'a> {
         bins
     }
 
-    /// Disk by disk to every device that has place for it, and back where none has: more requests
-    /// never make a device faster, so what does not hold does not with more on it either.
+    /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a device
+    /// faster, so an infeasible set has no feasible superset.
     fn any_way(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
         if order.len() > MOST_IN_ALL_WAYS {
             return Ok(None);
@@ -283,13 +284,13 @@ impl<'a> Packer<'a> {
     }
 }
 
-/// The search through all ways. A set of disks is the bits of their places in the order.
+/// Exhaustive search. A set of disks is a bit mask of their positions in the order.
 struct Ways<'a> {
     packer: &'a Packer<'a>,
     order: &'a [usize],
-    /// Requests that may still be simulated.
+    /// Budget of requests to simulate.
     left: u64,
-    /// By kind of device and set: whether the target is kept.
+    /// Cache: true if a set keeps the target on a kind of device.
     known: HashMap<(usize, u64), bool>,
 }
 
@@ -300,7 +301,7 @@ impl Ways<'_> {
         }
         for device in 0..bins.len() {
             let kind = self.packer.kind(device);
-            // Of empty devices of one kind the first stands for all.
+            // Empty devices of one kind are interchangeable: only the first is tried.
             if bins[device] == 0
                 && (0..device).any(|other| bins[other] == 0 && self.packer.kind(other) == kind)
             {
@@ -333,7 +334,7 @@ impl Ways<'_> {
     }
 }
 
-/// Adds up what a device works, in seconds.
+/// Accumulates the service time of a device, in seconds.
 struct Worked {
     devices: Devices,
     place: Place,
@@ -351,6 +352,7 @@ impl Worked {
 
     fn add(&mut self, op: recording::Op, length: u64) -> f64 {
         self.devices.begin(self.place, op, length, 0);
+        // Far in the future, when all work is complete.
         let worked_ns = self.devices.worked_ns(self.place, u64::MAX / 2);
         (worked_ns - std::mem::replace(&mut self.before_ns, worked_ns)) as f64 / 1e9
     }

@@ -1,17 +1,17 @@
-//! The smallest limit with which a tenant's requests wait no longer than they may.
+//! The smallest limit at which a tenant's requests do not wait too long.
 //!
 //! ```text
-//!   rates from the busiest hour's to the peak ─► envelope: at each, the burst that it takes
+//!   rates from the busiest hour's to the peak ─► envelope: the burst that each rate needs
 //!                                        │  the cheapest, and the smallest without a burst
 //!                                        ▼
-//!                                     finer rates around these two, twice ─► a limit in whole numbers,
-//!                                                                            of which each request is counted
+//!                                     finer rates around these two, three times ─► a limit in whole numbers,
+//!                                                                                  verified request by request
 //! ```
 //!
-//! No rate is below that of the busiest hour (or tenth of a short trace): what takes longer than
-//! that is no burst, and a limit at which a tenant just does not fall behind for good would not do
-//! on the next day. The rate of a burst is bounded where it lasts longer than a second: by the
-//! smallest rate that would do without a burst, which is the most that the tenant ever needs.
+//! No rate is below that of the busiest hour (or tenth of a short trace): demand that lasts longer
+//! is no burst, and a limit at which a tenant only just never falls behind would fail on the next
+//! day. The rate of a burst longer than a second is bounded by the smallest rate that needs no
+//! burst, which is the maximum that the tenant ever needs.
 //!
 //! Pure: no I/O, no clock, and the same requests give the same limit.
 
@@ -26,40 +26,40 @@ use super::{
 const COARSE: usize = 24;
 const FINE: usize = 10;
 const REFINEMENTS: usize = 3;
-/// Whole numbers of bytes are told in KiB.
+/// Byte rates are rounded to KiB.
 const KIB: u64 = 1024;
 
-/// What a tenant's requests are like, as far as a search has to know.
+/// Volume of a tenant's requests.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct Amount {
     pub(super) requests: u64,
     pub(super) units: u64,
-    /// The most in one slot.
+    /// Maximum in one slot.
     pub(super) peak: u64,
-    /// A second, in the hour that has most, or the tenth of a short trace.
+    /// Rate per second in the busiest hour, or tenth of a short trace.
     pub(super) busiest: f64,
 }
 
-/// How a limit is judged.
+/// Criterion for limits.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Terms {
     pub(super) target: Target,
-    /// How long a request may wait; less than the target's time where a device takes the rest.
+    /// Tolerated wait; less than the target's time if the device needs the rest.
     pub(super) wait_s: f64,
-    /// Seconds that a burst is spread over.
+    /// Seconds over which a burst is spread to compare it with a rate.
     pub(super) over_s: f64,
 }
 
 /// The smallest limits of one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Smallest {
-    /// With the least capacity.
+    /// The limit with the least capacity.
     pub(super) limit: Limit,
-    /// The smallest rate that takes no burst.
+    /// The smallest rate that needs no burst.
     pub(super) steady: u64,
 }
 
-/// What may pass within `over_s`, a second.
+/// Units per second that may be admitted within `over_s`.
 pub(super) fn capacity(limit: Limit, over_s: f64) -> f64 {
     limit.rate as f64 + size(limit) / over_s
 }
@@ -71,8 +71,8 @@ fn size(limit: Limit) -> f64 {
     }
 }
 
-/// Of these requests, which must be more than none. `None` if they ask for more than any limit may
-/// be.
+/// Searches the smallest limit for at least one request. `None` if it would exceed the largest valid
+/// limit.
 pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     arrivals: impl Fn() -> A,
     unit: Unit,
@@ -85,7 +85,8 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
         points.take(&measure(demand(arrivals(), unit), unit, rates, terms.wait_s));
         points.next()
     };
-    // A slot's worth is in the bucket of a tenth of a second if that is what so many slots have.
+    // At this rate no request waits: a bucket of a tenth of a second holds two slots at their peak, and
+    // the rate drains a slot in its time.
     let high = (2.0 * amount.peak as f64 / NO_BURST_S).max(amount.peak as f64 * 1e9 / SLOT_NS as f64);
     let low = amount.busiest.max(1.0);
     let mut rates = spread(low, high.max(low).max(2.0), COARSE);
@@ -101,7 +102,7 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
             best = bursting;
         }
     }
-    // In whole numbers, and of both buckets of a long burst together.
+    // Verified in whole numbers and with both buckets of a long burst.
     let holds = |limit: Limit| over(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
     let grown = |limit: Limit| {
         let grow = |rate: u64| whole(rate as f64 * 1.01).max(rate + 1);
@@ -128,7 +129,7 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     (is_valid(limit) && holds(limit)).then_some(Smallest { limit, steady })
 }
 
-/// A rate that can be set and is no lower, in KiB if it is of bytes.
+/// The next valid rate, rounded up; to KiB for bytes.
 pub(super) fn whole(units: f64, unit: Unit) -> u64 {
     match unit {
         Unit::Iops => (units.ceil() as u64).clamp(1, MAX_VALUE),
@@ -136,8 +137,8 @@ pub(super) fn whole(units: f64, unit: Unit) -> u64 {
     }
 }
 
-/// A limit of this rate whose bucket has so many seconds of it, filled no faster than `steady`
-/// where that takes longer than a second.
+/// A limit of this rate with a bucket of `size_s` seconds of it; bursts longer than a second run at
+/// `steady`.
 fn bursting(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> Limit {
     let size = rate * size_s;
     let rate = whole(rate);
@@ -155,14 +156,14 @@ fn spread(low: f64, high: f64, count: usize) -> Vec<f64> {
     (0..count).map(|index| low * step.powi(index as i32)).collect()
 }
 
-/// What was found so far.
+/// Results of the rates measured so far.
 struct Points {
     allowed: u64,
     terms: Terms,
-    /// The smallest rate known to do without a burst, and the largest known not to.
+    /// The smallest rate known to suffice without a burst, and the largest known not to.
     steady: f64,
     below: f64,
-    /// Capacity, rate, and the size of the bucket in seconds of it; by rate.
+    /// Capacity, rate, and bucket size in seconds of the rate; sorted by rate.
     best: Vec<(f64, f64, f64)>,
 }
 
@@ -174,7 +175,7 @@ impl Points {
                 self.steady = self.steady.min(rate);
             } else {
                 self.below = self.below.max(rate);
-                // A burst is a second of a rate at least, and that no smaller than the limit's.
+                // A burst lasts at least one second, at no less than the limit's rate.
                 let size_s = lane.size_s(self.allowed, self.terms.wait_s).max(1.0);
                 self.best.push((rate * (1.0 + size_s / self.terms.over_s), rate, size_s));
             }
@@ -186,7 +187,7 @@ impl Points {
         self.best.iter().min_by(|one, other| one.0.total_cmp(&other.0))
     }
 
-    /// Rates to look at next: between those around the best two.
+    /// Rates to measure next: between the neighbours of the best two.
     fn next(&self) -> Vec<f64> {
         let mut rates = Vec::with_capacity(2 * FINE);
         if self.steady.is_finite() && self.below > 0.0 && self.below < self.steady {

@@ -1,9 +1,8 @@
-//! Advice as it is applied: commands for a daemon that runs, and a config file.
+//! Applies the advice: commands for a running daemon, and a config file.
 //!
-//! The commands are whole: they can be pasted into a shell as they are. The file is one that
-//! `weir check-config` takes: what the operator's own file has, with the settings changed and every
-//! other byte kept; or, where there is none, disks whose images hold nothing and are to be
-//! replaced.
+//! The commands are complete and can be pasted into a shell. The file passes `weir check-config`: it
+//! is the operator's file with changed settings and every other byte kept; or, without one, a file
+//! of disks with placeholder images.
 
 use std::fmt::Write as _;
 
@@ -13,34 +12,34 @@ use policy::throttle::{Limits, Part, Setting, Share};
 use settings::exact_size;
 use toml_edit::{DocumentMut, Item, Table, TableLike, Value, value};
 
-/// What is set on one disk or group.
+/// Changes of one disk or group.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Change {
     pub(super) is_group: bool,
     pub(super) name: String,
     pub(super) limits: Limits,
-    /// In the group that it moves to.
+    /// Its share in the group that it joins.
     pub(super) share: Share,
-    /// Weights decide in the group, so each is told: a disk of a daemon may have any by now.
+    /// True to print every weight, because a running daemon may have changed them.
     pub(super) is_weighed: bool,
-    /// What the file has of this, of which nothing else stays.
+    /// Settings in the file; those not in the advice are removed.
     pub(super) held: DiskSettings,
-    /// The group that it moves to.
+    /// The group that it joins.
     pub(super) group: Option<String>,
-    /// Bytes of an image that has no place yet; of a disk.
+    /// Size of a disk's placeholder image.
     pub(super) size_bytes: u64,
-    /// Made first: a group that there is not yet.
+    /// True for a group that has to be created first.
     pub(super) is_new: bool,
 }
 
 impl Change {
-    /// Options and their values, those that are not as they begin.
+    /// Options that differ from their defaults, with their values; true for sizes.
     fn options(&self) -> Vec<(&'static str, u64, bool)> {
         let Self { limits, share, held: DiskSettings { share: held, .. }, .. } = self;
         let limits = Setting::ALL.iter().filter(|setting| is_set(limits, **setting));
         let mut options: Vec<_> =
             limits.map(|setting| (setting.name(), self.limits.get(*setting), setting.is_size())).collect();
-        // Only in a group does it say anything of shares.
+        // Shares have an effect within a group only.
         if self.group.is_none() {
             return options;
         }
@@ -83,7 +82,7 @@ impl Change {
     }
 }
 
-/// Whether it is not as it begins.
+/// True if a setting differs from its default.
 pub(super) fn is_set(limits: &Limits, setting: Setting) -> bool {
     let unset = u64::from(matches!(setting, Setting::Limit(_, Part::BurstLength)));
     limits.get(setting) > unset
@@ -93,7 +92,7 @@ fn shown(number: u64, is_size: bool) -> String {
     if is_size { exact_size(number) } else { number.to_string() }
 }
 
-/// A word for a POSIX shell.
+/// Quotes a word for a POSIX shell.
 fn quoted(word: &str) -> String {
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "-_.,:/@%+=".contains(c);
     if !word.is_empty() && word.chars().all(is_plain) {
@@ -103,7 +102,7 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// The text of a config file with these changes: `before`, or a new one.
+/// Text of a config file with these changes: of `before`, or of a new one.
 pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result<String> {
     let mut document: DocumentMut = before.unwrap_or_default().parse().context("the config is no TOML")?;
     for change in changes {
@@ -117,7 +116,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
         if of_kind.get(&change.name).is_none() {
             let mut table = Table::new();
             if !change.is_group {
-                // As large as a config takes at most.
+                // Clamped to the largest valid size, with an alignment that suits any format.
                 let size = change.size_bytes.clamp(1 << 20, (1 << 63) - (1 << 20)).next_multiple_of(1 << 20);
                 table.insert("image", value(format!("null:{}", exact_size(size))));
                 if before.is_none()
@@ -130,7 +129,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
         }
         let table = of_kind.get_mut(&change.name).and_then(Item::as_table_like_mut);
         let table = table.ok_or_else(|| anyhow!("[{kind}.{}] is no table", change.name))?;
-        // What a limit was before is not part of the advice.
+        // Old limits that are not in the advice are removed.
         for setting in Setting::ALL {
             if change.limits.get(setting) == 0 || matches!(setting, Setting::Limit(_, Part::BurstLength)) {
                 table.remove(setting.name());
@@ -150,7 +149,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
     Ok(document.to_string())
 }
 
-/// Keeps what stands around a value that is there.
+/// Sets a value; keeps the comments and blanks around an existing one.
 fn set(table: &mut dyn TableLike, name: &str, mut new: Value) {
     if let Some(old) = table.get_mut(name).and_then(Item::as_value_mut) {
         *new.decor_mut() = old.decor().clone();

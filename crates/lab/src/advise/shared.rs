@@ -1,24 +1,24 @@
-//! Tenants that share a device, or the limits of a group: how far the noisy ones have to be held
-//! back for the target to be kept, and whether weights or promises do it with less.
+//! Tenants that share a device, or the limits of a group: how strictly the noisy ones must be
+//! limited to keep the target, and whether weights or reservations achieve it at lower cost.
 //!
 //! ```text
-//!   level: the part of the device that nobody may have more than
+//!   level: upper bound of each tenant's share of the device
 //!
-//!      1 ┤ █              whoever needs more is limited to the level, in operations or bytes,
-//!        │ █              whichever cost it more of the device; the others are left alone
-//!  level ┼─█───█───       the highest level that keeps the target of those left alone
+//!      1 ┤ █              tenants that need more are limited to the level, in operations or bytes,
+//!        │ █              whichever uses more of the device; the rest is not limited
+//!  level ┼─█───█───       result: the highest level that keeps the target of the unlimited ones
 //!        │ █ █ █ █
 //! ```
 //!
-//! If the target is also for who is limited, the lowest level that keeps it is taken: that has the
-//! least capacity. Else the highest: that does the least harm. Beside it a group over the device is
-//! tried, whose limit makes requests wait where shares decide and not in the device's queue: with
-//! more weight for those left alone, which promises nothing, and with promises for them. What keeps
-//! the target with the least harm is told, and of what does as little the simplest. Disks of one
-//! group that stays as it is get other weights in it.
+//! If the target applies to limited tenants as well, the lowest level that keeps it is chosen: it
+//! has the least capacity. Otherwise the highest: it does the least harm. In addition a group over
+//! the device is tried, whose limit makes requests wait where shares decide instead of in the
+//! device's queue: with higher weights for the unlimited tenants, which guarantee nothing, and with
+//! reservations for them. The plan that keeps the target with the least harm wins; at equal harm,
+//! the simplest. Disks of one group that keeps its limits get other weights in it.
 //!
-//! The search looks at the parts of the trace where requests took too long, at most
-//! [`MOST_SEARCHED`] of them, and each time at all disks. What it finds is tried on all of it.
+//! The search uses the parts of the trace with late requests, at most [`MOST_SEARCHED`] requests,
+//! always of all disks. Its result is confirmed on the whole trace.
 
 mod group;
 
@@ -34,50 +34,51 @@ use super::{
 };
 
 const MOST_SEARCHED: u64 = 2_000_000;
-/// The lowest level there is, of the whole device.
+/// Lower bound of the level, as a share of the device.
 const LOWEST: f64 = 1e-3;
-/// Two levels so close are one.
+/// Levels closer than this factor count as equal.
 const CLOSE: f64 = 1.02;
-/// A plan that fails on the whole trace is tightened by a twentieth so often.
+/// Number of times that a plan failing on the whole trace is tightened, by a twentieth each.
 const TIGHTENINGS: usize = 6;
-/// Harm that is so much less is less.
+/// Factor below which harm counts as less.
 const LESS: f64 = 0.95;
 
-/// What is to be set on the tenants of a device.
+/// Settings for the tenants of a device.
 #[derive(Clone, Debug)]
 pub(super) struct Plan {
-    /// By place among the neighbours; none where nothing is to be set.
+    /// By place among the neighbours; `None` for no limit.
     pub(super) limits: Vec<Option<Limits>>,
-    /// All of them in one group with these limits, and each one's share in it. If they are in one
-    /// already, its limits stay.
+    /// Puts all of them in one group with these limits, and their shares in it. If they are in a
+    /// common group already, its limits stay.
     pub(super) group: Option<(Limits, Vec<Share>)>,
 }
 
-/// What came of the search.
+/// Result of the search.
 #[derive(Debug)]
 pub(super) struct Found {
     pub(super) plan: Plan,
-    /// With it, in the order of the neighbours.
+    /// Simulated results, in the order of the neighbours.
     pub(super) felt: Vec<Felt>,
     pub(super) is_kept: bool,
-    /// The least that the target's time could be for all that it is for, of all that was tried.
+    /// The shortest time of a target that all could keep, of all plans tried; set if the target is
+    /// missed.
     pub(super) could_ns: Option<u64>,
-    /// How much more or less the limits might be, or that of the group.
+    /// Confidence interval of the limits, or of the group's limit.
     pub(super) interval: Option<Interval>,
 }
 
-/// A plan that was tried on everything, what is felt with it, and whether it keeps the target.
+/// A plan simulated on the whole trace, the results, and true if it keeps the target.
 type Confirmed = (Plan, Vec<Felt>, bool);
 
-/// A tenant's part in a device, or in what a group lets pass, whichever it takes more of.
+/// A tenant's share of a device, or of a group's limit, whichever is larger.
 #[derive(Clone, Copy, Debug)]
 struct Load {
     unit: Unit,
-    /// Seconds of all of it that a unit takes.
+    /// Seconds of the whole device that a unit takes.
     unit_s: f64,
-    /// The smallest rate that its target takes by itself; nothing above is ever a limit.
+    /// The smallest rate that its target needs alone; limits never exceed it.
     steady: f64,
-    /// Units of the whole trace, and seconds of all of it.
+    /// Units of the whole trace, and seconds of the whole device.
     units: f64,
     work_s: f64,
 }
@@ -90,31 +91,32 @@ pub(super) struct Shared<'a> {
     kept: Vec<bool>,
     room: Room,
     disks: Vec<usize>,
-    /// The group with limits that all are disks of.
+    /// The group with limits that contains all of them.
     common: Option<usize>,
-    /// Which blocks are searched, and how many requests may take too long in them, by tenant.
+    /// Blocks that the search uses, and the number of late requests allowed in them, by tenant.
     blocks: Vec<bool>,
     allowed: Vec<u64>,
     tried: Vec<Tried>,
 }
 
-/// What came of a level, or of a group: what is kept of it.
+/// Record of a tried level or group.
 struct Tried {
-    /// `None` of a group.
+    /// `None` for a group.
     level: Option<f64>,
     worst_ns: u64,
-    /// Of those that are left alone, and of those that are limited.
+    /// Requests of the unlimited tenants, and of the limited ones.
     judged: [Judged; 2],
 }
 
-/// Beside the level that was found these are tried to tell how sure it is.
+/// Factors around the level found, tried for the confidence interval.
 const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0];
 
-/// In which unit a tenant costs its device or its groups more, seconds of all of that for one unit,
+/// The unit in which a tenant uses more of its device or groups; seconds of the whole for one unit,
 /// and for all units.
 pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
     let of = &search.house.tenants[tenant];
     let place = search.house.world.disks[search.house.disks[of.disks[0]]].place;
+    // Comparing full and minimal lengths shows whether operations or bytes dominate the service time.
     let world = &search.house.world;
     let worked_s = |with_length: bool| {
         let mut devices = Devices::default();
@@ -138,7 +140,7 @@ pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
     (unit, whole / units, whole)
 }
 
-/// Seconds of all that a limit lets pass.
+/// Seconds in which a limit admits as much as these disks request.
 fn taken(search: &Search<'_>, disks: &[usize], limits: &Limits, kind: LimitKind) -> (Unit, f64) {
     let unit = if kind.counts_bytes() { Unit::Bps } else { Unit::Iops };
     let arrivals = disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter());
@@ -156,7 +158,7 @@ fn taken(search: &Search<'_>, disks: &[usize], limits: &Limits, kind: LimitKind)
 }
 
 impl<'a> Shared<'a> {
-    /// `before` is what they feel without limits, in their order.
+    /// `before` has the results without limits, in the order of `tenants`.
     pub(super) fn new(
         search: Search<'a>,
         tenants: &'a [usize],
@@ -193,7 +195,7 @@ impl<'a> Shared<'a> {
         shared
     }
 
-    /// Those with the most requests that took too long, and all of a trace that is not too long.
+    /// Selects the blocks with the most late requests; all blocks of a short trace.
     fn choose_blocks(&mut self, before: &[Felt]) {
         let judge = &self.search.judge;
         let mut requests = vec![0_u64; judge.blocks.count];
@@ -219,7 +221,7 @@ impl<'a> Shared<'a> {
             let of_blocks = felt.over_in.iter().zip(&self.blocks);
             let inside: u64 = of_blocks.filter(|(_, is_in)| **is_in).map(|(over, _)| u64::from(*over)).sum();
             let allowed = judge.target.allowed(felt.requests);
-            // What is outside has its part of what may be.
+            // Blocks that are not searched keep their share of the allowance.
             if felt.over == 0 {
                 allowed
             } else {
@@ -247,7 +249,7 @@ impl<'a> Shared<'a> {
         Plan { limits: self.limited(level), group: None }
     }
 
-    /// Runs a plan, on the blocks that are searched or on everything.
+    /// Simulates a plan, on the searched blocks or on everything.
     fn run(&self, plan: &Plan, everything: bool) -> anyhow::Result<Vec<Felt>> {
         let world = self.world(plan);
         let Room { disks, tenant_of, .. } = &self.room;
@@ -281,7 +283,7 @@ impl<'a> Shared<'a> {
         world
     }
 
-    /// Whether all hold that the target is for, of those that `is_asked`.
+    /// True if all tenants with a target keep it, among those that `is_asked` selects.
     fn keeps(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> bool {
         let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked.all(|(place, felt)| felt.over <= self.allowed[place])
@@ -302,18 +304,18 @@ impl<'a> Shared<'a> {
         self.tried.push(Tried { level, worst_ns, judged });
     }
 
-    /// Of those that the target is for, and that `is_asked`, when they took too long.
+    /// Late and all requests by block, of the tenants with a target that `is_asked` selects.
     fn judged(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> Judged {
         let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked.map(|(_, felt)| (felt.over_in.clone(), felt.requests_in.clone())).collect()
     }
 
-    /// Only then do blocks stand for days.
+    /// True if all blocks are searched: only then do blocks represent days.
     fn is_all_searched(&self) -> bool {
         self.blocks.iter().all(|&is_in| is_in)
     }
 
-    /// How much higher or lower the level would have been on other days of the same hours.
+    /// Confidence interval of the level, over days made of similar hours.
     fn interval(&mut self, level: f64, is_highest: bool) -> anyhow::Result<Option<Interval>> {
         if !self.is_all_searched() {
             return Ok(None);
@@ -335,12 +337,12 @@ impl<'a> Shared<'a> {
         let felt = self.run(&plan, false)?;
         self.keep(Some(level), &plan, &felt);
         let left_alone = |place: usize| plan.limits[place].is_none();
-        // Where so many wait that it was given up, it is those that are limited who wait.
+        // A trial is abandoned when too many requests wait, which are those of limited tenants.
         let is_whole = felt.iter().all(|felt| !felt.given_up);
         Ok((self.keeps(&felt, left_alone), is_whole && self.keeps(&felt, |place| !left_alone(place))))
     }
 
-    /// The best plan, tried on everything.
+    /// The best plan, confirmed on the whole trace.
     pub(super) fn find(mut self) -> anyhow::Result<Found> {
         let by_level = self.by_level()?;
         let (mut best, mut interval) = (None, None);
@@ -358,6 +360,7 @@ impl<'a> Shared<'a> {
                 }
             }
         }
+        // Weights in the existing group need no new limit; tried last, and preferred only if better.
         if let Some(weighed) = self.by_own_weight()? {
             let limited: Vec<bool> = self.limited(LOWEST).iter().map(Option::is_some).collect();
             if best.as_ref().is_none_or(|before| self.is_better(&weighed, before, &limited)) {
@@ -367,7 +370,7 @@ impl<'a> Shared<'a> {
         let (plan, felt, is_kept) = match best {
             Some(best) => best,
             None => {
-                // Even with everybody else held back as far as it goes.
+                // No level suffices, even with all others limited to the minimum.
                 let plan = Plan { limits: vec![None; self.tenants.len()], group: None };
                 let felt = self.run(&plan, true)?;
                 (plan, felt, false)
@@ -379,8 +382,8 @@ impl<'a> Shared<'a> {
         Ok(Found { plan, felt, is_kept, could_ns, interval })
     }
 
-    /// And whether it is the highest that does, or the lowest. `None` if those left alone miss the
-    /// target at every level.
+    /// Searches the level, with true for the highest that suffices and false for the lowest. `None` if
+    /// the unlimited tenants miss the target at every level.
     fn by_level(&mut self) -> anyhow::Result<Option<(f64, bool)>> {
         let highest = self
             .loads
@@ -388,6 +391,7 @@ impl<'a> Shared<'a> {
             .map(|load| load.steady * load.unit_s)
             .filter(|it| it.is_finite())
             .fold(1.0, f64::max);
+        // Bisection on a logarithmic scale.
         if !self.try_level(LOWEST)?.0 {
             return Ok(None);
         }
@@ -412,8 +416,8 @@ impl<'a> Shared<'a> {
         Ok(Some((high, false)))
     }
 
-    /// Where the worst of those limited and of those left alone are as bad as each other: the
-    /// least that can be promised to all.
+    /// Searches the level at which limited and unlimited tenants are equally late: the shortest time
+    /// that a target for all could have.
     fn balance(&mut self, from: f64, highest: f64) -> anyhow::Result<()> {
         let (mut low, mut high) = (from, highest * CLOSE);
         for _ in 0..6 {
@@ -431,7 +435,7 @@ impl<'a> Shared<'a> {
         Ok(())
     }
 
-    /// Tightens a plan until it keeps the target on the whole trace. The last is told in any case.
+    /// Tightens a plan until it keeps the target on the whole trace; returns the last plan in any case.
     fn confirm(&self, plan: impl Fn(&Self, i32) -> Plan) -> anyhow::Result<Confirmed> {
         let mut step = 0;
         loop {
@@ -449,8 +453,8 @@ impl<'a> Shared<'a> {
         }
     }
 
-    /// Whether one keeps the target where the other does not, or harms those less that are held
-    /// back.
+    /// True if `one` keeps the target and `other` does not, or if it does less harm to the limited
+    /// tenants.
     fn is_better(&self, one: &Confirmed, other: &Confirmed, limited: &[bool]) -> bool {
         let harm = |felt: &[Felt]| {
             let limited = (0..self.tenants.len()).filter(|&place| limited[place]);
@@ -460,7 +464,7 @@ impl<'a> Shared<'a> {
             (true, false) => true,
             (false, true) => false,
             (true, true) => harm(&one.1) < LESS * harm(&other.1),
-            // Then at least for those that are left alone.
+            // Neither keeps the target for all: it must at least be kept for the unlimited tenants.
             (false, false) => {
                 self.keeps_all(&one.1, |place| !limited[place]) && harm(&one.1) < LESS * harm(&other.1)
             }

@@ -1,8 +1,8 @@
-//! What is to be kept: of so many requests in a hundred, none may take longer than a time.
+//! The latency target: a percentile of requests and the time that they may take.
 
 use std::{str::FromStr, time::Duration};
 
-/// `p99=10ms`: of 100 requests 99 take 10 ms at most.
+/// `p99=10ms`: 99 of 100 requests take at most 10 ms.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Target {
     /// Percent, between 0 and 100.
@@ -21,8 +21,8 @@ impl Target {
         self.time_ns as f64 / 1e9
     }
 
-    /// How many of so many requests may take longer: those above the percentile as histograms have
-    /// it.
+    /// Number of requests, of this total, that may take longer: those above the percentile, with the
+    /// rounding of histograms.
     pub(super) fn allowed(&self, requests: u64) -> u64 {
         let within = (requests as f64 * self.percentile / 100.0).ceil();
         requests.saturating_sub(within as u64)
@@ -32,12 +32,12 @@ impl Target {
         self.percentile / 100.0
     }
 
-    /// Requests below which so rare a time cannot be told: ten have to be above it.
+    /// Minimum number of requests for a meaningful percentile: ten must lie above it.
     pub(super) fn enough(&self) -> u64 {
         (10.0 / (1.0 - self.share()) - 1e-6).ceil() as u64
     }
 
-    /// Such as `p99`.
+    /// Formats the percentile, such as `p99`.
     pub(super) fn name(&self) -> String {
         format!("p{}", self.percentile)
     }

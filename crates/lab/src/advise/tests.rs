@@ -1,4 +1,4 @@
-//! The search against brute force, and the loop from a recording to a limit that holds.
+//! The search against brute force, and the loop from a recording to a limit that works.
 
 mod coverage;
 
@@ -28,7 +28,7 @@ use crate::{latencies::Percentiles, simulate::Setup};
 const MS: u64 = 1_000_000;
 const S: u64 = 1000 * MS;
 
-/// Reads of one disk, in bursts, and idle between them.
+/// Reads of one disk, in bursts with idle time between them.
 fn bursty(seed: u64, count: usize) -> Arrivals {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut arrivals, mut at) = (Arrivals::default(), 0);
@@ -98,7 +98,7 @@ fn waits_computed_from_arrivals_are_those_of_the_policy() {
                 {
                     let after_s = (at_ns - std::mem::replace(&mut before, at_ns)) as f64 / 1e9;
                     let beyond = buckets.wait_s(after_s, units) * 1e9 - *expected as f64;
-                    // A timer fires at whole nanoseconds. What is large may pass a slice sooner.
+                    // A timer fires at whole nanoseconds. A large request may be admitted a slice sooner.
                     let is_sliced = unit == Unit::Bps && units > slice;
                     sliced += u32::from(is_sliced);
                     let most = if is_sliced { 90e6 } else { 1000.0 };
@@ -114,7 +114,7 @@ fn terms(target: Target, over_s: f64) -> Terms {
     Terms { target, wait_s: target.time_s(), over_s }
 }
 
-/// Every limit of a grid is tried by the policy's own decisions.
+/// Every limit of a grid is simulated with the policy's own decisions.
 #[test]
 fn no_limit_of_a_grid_does_with_less_than_what_was_found() {
     for seed in 0..12 {
@@ -171,7 +171,7 @@ fn line<'a>(advice: &'a Advice, name: &str) -> &'a Line {
     advice.tenants.iter().find(|line| line.name == name).unwrap()
 }
 
-/// What a limit for one of them does to all, as `weir simulate` would tell it.
+/// Latencies of all disks with a limit on one of them, as `weir simulate` computes them.
 fn simulated(arrivals: &Arrivals, device: &str, limits: &[(usize, &figures::Limits)]) -> Vec<Percentiles> {
     let mut world = house(arrivals, Some(device)).world;
     for (disk, set) in limits {
@@ -189,7 +189,7 @@ fn simulated(arrivals: &Arrivals, device: &str, limits: &[(usize, &figures::Limi
     all.iter().map(|&disk| Percentiles::of(&engine.disk(disk).0.latency)).collect()
 }
 
-/// A quiet disk of some 100 requests a second, and one that asks for 150 at once now and then.
+/// A quiet disk with some 100 requests per second, and one with occasional bursts of 150.
 fn noisy_neighbour(seed: u64, seconds: u64) -> Arrivals {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut requests = vec![(0, 0), (0, 1)];
@@ -205,7 +205,7 @@ fn noisy_neighbour(seed: u64, seconds: u64) -> Arrivals {
     arrivals
 }
 
-/// A thousand reads a second.
+/// A thousand reads per second.
 const DEVICE: &str = "read=1ms,parallel=1";
 
 #[test]
@@ -221,7 +221,7 @@ fn a_noisy_neighbour_is_recorded_advised_upon_and_quiet() {
     assert!(predicted <= 20.2 * MS as f64 && predicted > 5.0 * MS as f64, "{predicted}");
     match &noisy.set {
         Some(set) => {
-            // What `weir simulate` says of the same requests, and of another day of the same kind.
+            // `weir simulate` for the same requests, and for another day of the same kind.
             let same = simulated(&recorded, DEVICE, &[(1, set)])[0].p99 as f64;
             assert!((same / predicted - 1.0).abs() < 0.011, "{same}, not {predicted}");
             let applied = simulated(&noisy_neighbour(2, 600), DEVICE, &[(1, set)])[0].p99 as f64;
@@ -250,7 +250,7 @@ fn whoever_is_kept_from_the_target_by_its_own_limits_is_told() {
         let advice = advise(&search, None, &|_| ()).unwrap();
         (advice.kept, advice.remarks.iter().any(|remark| remark.starts_with("a: its own limits, of the ")))
     };
-    // It asks for some 100 a second.
+    // Its demand is some 100 per second.
     assert_eq!((said(50), said(10_000)), ((false, true), (true, false)));
 }
 
@@ -272,7 +272,7 @@ fn limits_of_the_noisy_are_as_loose_as_a_scan_of_all_finds() {
     }
 }
 
-/// A disk that asks for 60 at once now and then, and one that keeps the device busy all the time.
+/// A disk with occasional bursts of 60, and one that keeps the device busy all the time.
 fn busy_neighbour(seed: u64, seconds: u64) -> Arrivals {
     let mut random = fastrand::Rng::with_seed(seed);
     let mut requests = vec![(0, 0), (0, 1)];
@@ -288,7 +288,7 @@ fn busy_neighbour(seed: u64, seconds: u64) -> Arrivals {
     arrivals
 }
 
-/// How many too many of each take too long in one group of this rate, by weight.
+/// Number of late requests beyond the allowance, in one group of this rate with these weights.
 fn weighed(arrivals: &Arrivals, rate: u64, weights: &[u32], target: Target) -> Vec<u64> {
     let mut world = house(arrivals, Some(DEVICE)).world;
     for (disk, weight) in world.disks.iter_mut().zip(weights) {
@@ -301,7 +301,7 @@ fn weighed(arrivals: &Arrivals, rate: u64, weights: &[u32], target: Target) -> V
     felt.iter().map(|felt| felt.over.saturating_sub(target.allowed(felt.requests))).collect()
 }
 
-/// Every group of a grid is tried: its size, and the weight of the quiet one.
+/// Every group of a grid is simulated: its size, and the weight of the quiet disk.
 #[test]
 fn no_group_of_a_grid_is_larger_than_the_one_whose_weights_are_advised() {
     let mut advised_weights = 0;
@@ -329,7 +329,7 @@ fn no_group_of_a_grid_is_larger_than_the_one_whose_weights_are_advised() {
 
 #[test]
 fn what_cannot_be_kept_is_said_with_what_could_be() {
-    // Twice what the device can do.
+    // Twice the capacity of the device.
     let mut arrivals = Arrivals::default();
     (0..4000).for_each(|number| push(&mut arrivals, number * MS, (number % 2) as u32, Op::Read, 4096));
     let advice = advised(&arrivals, Some("read=2ms,parallel=1"), &[], Target::new(99.0, 10 * MS));
@@ -337,7 +337,7 @@ fn what_cannot_be_kept_is_said_with_what_could_be() {
     let said = advice.remarks.join("\n");
     assert!(said.contains("the device cannot do it for all"), "{said}");
     assert!(said.contains("--keep p99="), "{said}");
-    // Less than one request takes.
+    // Less than the service time of one request.
     let advice = advised(&arrivals, Some("read=2ms,parallel=9"), &["a"], Target::new(99.0, 0));
     let said = advice.remarks.join("\n");
     assert!(said.contains("a: without limits and alone on its device its p99 is 2.0ms"), "{said}");
@@ -369,7 +369,7 @@ fn odd_traces_are_advised_upon_as_far_as_they_go() {
     assert!(!advice.kept);
 }
 
-/// All ways to put disks onto so many devices.
+/// Tries all assignments of disks to this number of devices.
 fn fits_on(arrivals: &Arrivals, device: &str, count: usize, target: Target) -> bool {
     let disks = arrivals.streams.len();
     (0..count.pow(disks as u32)).any(|mut way| {
@@ -471,7 +471,7 @@ fn a_limit_of_a_spared_disk_is_explained_without_a_device() {
     assert_eq!(remark(None, None), None, "all disks are to be limited");
 }
 
-/// Disks that are in one group, which is held to this rate, and on a device.
+/// Disks of one group with this rate, on a device.
 fn grouped(arrivals: &Arrivals, rate: u64, device: Option<&str>) -> House {
     let mut house = house(arrivals, device);
     house.world.put_together(limits_of([Some(Limit { rate, ..Limit::NONE }), None]));
@@ -490,7 +490,7 @@ fn a_member_is_spared_in_its_group_as_it_is() {
         let search = Search { house: &house, arrivals: &arrivals, judge, over_s: 60.0, stop: &stop };
         advise(&search, None, &|_| ()).unwrap()
     };
-    // Without a device they are in each other's way where the group holds them.
+    // Without a device they compete for the group's limit.
     let advice = of(900, None, "a", target);
     let (a, b) = (line(&advice, "a"), line(&advice, "b"));
     assert!(advice.kept && a.asked && !b.asked, "{}", advice.text(true));
@@ -498,15 +498,15 @@ fn a_member_is_spared_in_its_group_as_it_is() {
     let weight = a.joins.as_ref().map(|joins| joins.weight).unwrap();
     let command = format!("weir throttle a --weight {weight} --group all");
     assert_eq!(advice.commands, [&*command, "weir throttle b --weight 100 --group all"]);
-    // Where its device is what they share, a limit on the noisy.
+    // They share a device, so the noisy one gets a limit.
     let advice = of(0, Some(DEVICE), "a", target);
     assert!(advice.kept, "{}", advice.text(true));
     let command = &advice.commands[..];
     assert!(command.len() == 1 && command[0].starts_with("weir throttle b --iops-total "), "{command:?}");
-    // The group's limit stays, and is what makes it impossible.
+    // The group's limit stays, and makes the target impossible.
     let said = of(50, None, "a", target).remarks.join("\n");
     assert!(said.contains("a: without limits of its own and alone in all its p99 is "), "{said}");
-    // Nobody is in the way of anybody.
+    // No competition.
     let advice = of(100_000, None, "a", target);
     assert_eq!(advice.remarks.last().unwrap(), "a, b: together in all the target is kept without any limit.");
     // The group itself is advised upon as before.
@@ -520,7 +520,7 @@ fn a_member_is_spared_in_its_group_as_it_is() {
 fn whoever_was_held_when_it_was_recorded_may_want_more() {
     let mut arrivals = busy_neighbour(20, 5);
     let said = |arrivals: &Arrivals| advised(arrivals, None, &[], Target::new(99.0, MS)).remarks.join("\n");
-    // A burst at its end, now and then, is no reason.
+    // Occasional throttling of a burst is no reason for a remark.
     arrivals.streams[0].held = arrivals.streams[0].requests / 20;
     assert!(!said(&arrivals).contains("limits held"), "{}", said(&arrivals));
     arrivals.streams[0].held = arrivals.streams[0].requests / 2;

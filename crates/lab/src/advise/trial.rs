@@ -1,8 +1,8 @@
-//! What tenants would feel: their requests through the daemon's own decisions, as `weir simulate`
-//! runs them, on modelled devices.
+//! Simulated latencies of tenants: their requests run through the daemon's own decisions, as in
+//! `weir simulate`, on modelled devices.
 //!
-//! Counts exactly how many requests take longer than they may; percentiles are right within a
-//! hundredth. Flushes take their time on a device but are not judged, since no limit holds them.
+//! Late requests are counted exactly; percentiles have an error of at most 1 %. Flushes take time on
+//! a device but are not judged, since no limit delays them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -13,35 +13,35 @@ use simulator::{engine::Engine, request::Request, world::World};
 use super::{arrivals::Arrival, certainty::Blocks, target::Target};
 use crate::latencies::{self, Latencies};
 
-/// Some 240 MB. A trial that has more waiting at once is given up.
+/// Some 240 MB. A trial with more waiting requests is abandoned.
 const MOST_WAITING: usize = 2_000_000;
 const BATCH: usize = 4096;
 
-/// How requests are judged.
+/// Criterion for late requests.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Judge {
     pub(super) target: Target,
-    /// The whole latency, with what the device takes; else the wait for limits alone.
+    /// True to judge the whole latency, including the device; false for the wait at limits alone.
     pub(super) whole: bool,
     pub(super) blocks: Blocks,
 }
 
-/// What a tenant has felt.
+/// Results of one tenant.
 #[derive(Clone, Debug)]
 pub(super) struct Felt {
     pub(super) requests: u64,
     pub(super) bytes: u64,
     pub(super) latency: Latencies,
     pub(super) waited: Latencies,
-    /// Requests that waited for a limit at all.
+    /// Requests that were throttled at all.
     pub(super) held: u64,
-    /// Requests that took longer than they may, and when, by block.
+    /// Late requests, in total and by block.
     pub(super) over: u64,
     pub(super) over_in: Vec<u32>,
     pub(super) requests_in: Vec<u32>,
     first_ns: u64,
     last_ns: u64,
-    /// More were waiting than there is memory for: the rest is not known.
+    /// True if the trial was abandoned: the rest is unknown.
     pub(super) given_up: bool,
 }
 
@@ -52,11 +52,11 @@ pub(super) struct Figures {
     pub(super) iops: f64,
     pub(super) bps: f64,
     pub(super) latency_p50_ns: u64,
-    /// At the percentile of the target; so is the next.
+    /// At the percentile of the target, like `wait_ns`.
     pub(super) latency_ns: u64,
     pub(super) wait_p50_ns: u64,
     pub(super) wait_ns: u64,
-    /// The share of requests that waited for a limit, 0 to 1.
+    /// Share of throttled requests, 0 to 1.
     pub(super) held: f64,
 }
 
@@ -78,12 +78,12 @@ impl Felt {
         }
     }
 
-    /// Whether no more took longer than may.
+    /// True if no more requests were late than the target allows.
     pub(super) fn holds(&self, target: &Target) -> bool {
         !self.given_up && self.over <= target.allowed(self.requests)
     }
 
-    /// What the target is about.
+    /// The judged time at the target's percentile.
     pub(super) fn judged_ns(&self, judge: &Judge) -> u64 {
         let of = if judge.whole { &self.latency } else { &self.waited };
         of.value_at_quantile(judge.target.share())
@@ -104,20 +104,20 @@ impl Felt {
     }
 }
 
-/// A world, and whose its disks are.
+/// A world and the owners of its disks.
 #[derive(Debug)]
 pub(super) struct Trial<'a> {
     pub(super) world: &'a World,
-    /// The world's disk by the trace's.
+    /// Index of the world's disk, by the trace's disk.
     pub(super) disks: &'a [usize],
-    /// Whose figures a disk of the world's counts for.
+    /// Index of the tenant, by the world's disk.
     pub(super) tenants: &'a [usize],
-    /// How many have figures.
+    /// Number of tenants.
     pub(super) count: usize,
 }
 
 impl Trial<'_> {
-    /// Fails where a daemon would refuse the settings, or if `stop` is set.
+    /// Simulates the requests. Fails if a daemon would reject the settings, or if `stop` is set.
     pub(super) fn run(
         &self,
         arrivals: impl Iterator<Item = (usize, Arrival)>,
@@ -131,6 +131,7 @@ impl Trial<'_> {
             engine.arrive(Request { at_ns, disk: self.disks[disk], op, offset: 0, length }, stop);
             pending += 1;
             if pending == BATCH {
+                // Rows are drained in batches, so that memory stays bounded for long traces.
                 pending = 0;
                 self.note(&mut engine, judge, &mut felt);
                 if engine.waiting() > MOST_WAITING {

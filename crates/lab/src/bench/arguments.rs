@@ -1,5 +1,5 @@
-//! The options of `weir bench`: those of `qemu-img bench`, by the same letters, some of fio's by
-//! its names, and a few of its own.
+//! Options of `weir bench`: those of `qemu-img bench` with the same letters, some of fio's with its
+//! names, and additions.
 
 use std::path::Path;
 
@@ -42,7 +42,7 @@ Ctrl-C ends the sending; what was measured until then is told.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line."
 );
 
-/// So many percent of the requests go to so many percent of the disk: `90/10`.
+/// A percentage of the requests goes to a percentage of the disk: `90/10`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Hot {
     /// Percent of the requests.
@@ -65,31 +65,31 @@ impl std::str::FromStr for Hot {
     }
 }
 
-/// An exponent of Zipf's law.
+/// Parses an exponent of Zipf's law.
 fn theta(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|value| (0.01..=100.0).contains(value));
     value.ok_or_else(|| "is not a number from 0.01 to 100; around 1 is usual".to_owned())
 }
 
-/// Operations per second.
+/// Parses operations per second.
 fn iops(text: &str) -> Result<f64, String> {
     let value = text.parse().ok().filter(|value| (0.001..=1e9).contains(value));
     value.ok_or_else(|| "is not a number of requests in a second, from 0.001 to 1000000000".to_owned())
 }
 
-/// How `qemu-img bench -i` calls the ways of doing I/O.
+/// I/O methods of `qemu-img bench -i`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Aio {
     /// A pool of threads.
     Threads,
     /// Linux AIO.
     Native,
-    /// The one that weir has.
+    /// The method that weir uses.
     #[value(name = "io_uring")]
     IoUring,
 }
 
-/// What `weir bench` is told.
+/// Arguments of `weir bench`.
 #[derive(Debug, Args)]
 #[command(group = ArgGroup::new("anywhere").args(["random", "zipf", "hot"]))]
 pub struct BenchArgs {
@@ -249,7 +249,7 @@ impl BenchArgs {
         Ok(())
     }
 
-    /// The caches of a qcow2 image, and what is read ahead.
+    /// The cache sizes of a qcow2 image, and the prefetch settings.
     ///
     /// # Errors
     /// Values that contradict each other, or are out of their range.
@@ -264,7 +264,7 @@ impl BenchArgs {
     }
 }
 
-/// Keys of the disk that is measured.
+/// Config keys of the measured disk.
 #[derive(Clone, Debug)]
 pub(crate) struct DiskOptions;
 

@@ -1,4 +1,4 @@
-//! What the options ask for, and whether that makes sense for a given image size.
+//! Validates the options, and converts them to a load for an image of a given size.
 
 use anyhow::{Context as _, bail};
 use policy::{
@@ -12,17 +12,17 @@ use crate::{
     load::{Arrivals, Flush, Job, Load, Locality, Places},
 };
 
-/// About the most that one system call moves.
+/// About the maximum that one system call moves.
 const LARGEST_REQUEST: u64 = 1 << 30;
-/// Bytes of all requests in flight.
+/// Bound on the bytes of all requests in flight.
 const MOST_IN_FLIGHT: u64 = 4 << 30;
-/// Each request in flight is a task with its memory.
+/// Bound on requests in flight: each is a task with its memory.
 const MOST_TASKS: u64 = 1 << 20;
 const COUNT: u64 = 75_000;
-/// Each second's count is kept.
+/// Bound on the run time: a count is stored for each second.
 const LONGEST: Duration = Duration::from_secs(7 * 24 * 3600);
 
-/// Checks what needs no image.
+/// Checks that need no image.
 pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     let aio = arguments.aio.or(arguments.native.then_some(Aio::Native));
     if let Some(aio @ (Aio::Threads | Aio::Native)) = aio {
@@ -35,7 +35,7 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     if arguments.flush_interval == Some(0) {
         bail!("--flush-interval 0: that is never (leave it away)");
     }
-    // QEMU's rule: what is in flight has to be drained first, so more cannot have been sent.
+    // QEMU's rule: requests in flight are drained before a flush, so the interval cannot be smaller.
     if let Some(interval) = arguments.flush_interval.filter(|&interval| interval < arguments.depth.into()) {
         bail!("--flush-interval {interval}: is below the depth, {} (let it be as large)", arguments.depth);
     }
@@ -86,7 +86,7 @@ fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Rejects options that only the server could honour.
+/// Rejects options that only a server could honour.
 fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
     let disk = arguments.disk()?;
     let said = [
@@ -132,6 +132,7 @@ pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job>
             step_bytes: if step == 0 { block } else { step },
             last,
             backward: arguments.backward,
+            // A locality implies random places.
             random: (arguments.random || locality != Locality::Even).then_some(arguments.seed),
             run: arguments.run,
         },

@@ -1,4 +1,5 @@
-//! What is kept of a run: numbers to compare, and charts. A direction without answers is left out.
+//! The result file of a run: measures to compare, and charts. A direction without completed requests
+//! is omitted.
 
 use console::figures;
 use simulator::over_time::OverTime;
@@ -77,6 +78,7 @@ fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
     let mean = latency("mean", means);
     let each: Vec<Latencies> = seconds.iter().map(|second| latencies::of_counts(took(second))).collect();
     let percentile = |(what, value): (&str, u64)| {
+        // A second has a sample only if it has enough requests for the percentile.
         let samples = latencies::percentile_of_each(each.iter(), what);
         latency(what, if samples.len() < FEWEST_SECONDS { vec![value as f64] } else { samples })
     };

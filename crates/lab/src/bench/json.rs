@@ -1,8 +1,8 @@
-//! The JSON output: what fio would print of the same load, and beside it weir's own.
+//! JSON output: fio's format for the same load, and weir's own beside it.
 //!
 //! Names and units are those of `fio --output-format=json` (fio's HOWTO, "JSON output"). All jobs
-//! are one. `clat_ns` and `lat_ns` are the latency, from the due instant in an open loop; `slat_ns`
-//! is empty. Keys are never left out: readers index them.
+//! are merged. `clat_ns` and `lat_ns` are the latency, from the due time in an open loop; `slat_ns`
+//! is empty. Keys are never omitted, because readers index them.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -20,7 +20,7 @@ use crate::{
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
-/// `partial` is why it is not complete.
+/// `partial` is the reason why the run is incomplete.
 pub(super) fn own(
     arguments: &BenchArgs,
     job: &Job,
@@ -61,10 +61,10 @@ pub(super) fn own(
         "bytes-per-second": iops * load.block_bytes as f64,
         // Reads and writes together; `clat_ns` of `jobs` has each alone.
         "latency-ns": (count > 0).then(|| Percentiles::of(&latencies)),
-        // All threads of this process.
+        // CPU time of all threads of this process.
         "processor-per-request-ns": text::processor_ns(outcome, processor),
         "iops-each-second": each_second,
-        // Mean delay behind the due instant; only of open loops.
+        // Mean delay after the due time; open loops only.
         "late-ns": (!measured.late.is_empty()).then(|| measured.late.mean()),
         "behind-seconds": measured.behind.as_secs_f64(),
         "hit-rate": prefetch.and_then(|stats| stats.hit_rate()),
@@ -93,7 +93,7 @@ pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &
             "job options": options(arguments, job),
             "read": direction(reads, |second| second.reads),
             "write": direction(writes, |second| second.writes),
-            // fio has it.
+            // Always empty; fio's readers expect the key.
             "trim": direction(&latencies::new(), |_| 0),
             "sync": { "total_ios": flushes.len(), "lat_ns": latency(flushes, true) },
             "job_runtime": milliseconds(outcome),

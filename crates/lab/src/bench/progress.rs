@@ -1,6 +1,6 @@
 //! A progress bar with the current rate, on standard error if that is a terminal.
 //!
-//! Drawn by a thread of its own: a busy load leaves its reactor no time.
+//! Drawn by a separate thread: a busy load keeps its reactor occupied.
 
 use std::{
     io::{IsTerminal as _, stderr},
@@ -24,7 +24,7 @@ const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
 pub(super) struct Progress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 
 impl Progress {
-    /// `counts` are those of the jobs that share `whole`.
+    /// `counts` belong to the jobs that share `whole`.
     pub(super) fn begin(silent: bool, whole: &Job, counts: &[Count]) -> Self {
         if silent || !stderr().is_terminal() {
             return Self::default();

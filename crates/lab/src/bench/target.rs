@@ -1,6 +1,5 @@
-//! What is measured: an image, an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md), or
-//! one by the path of its vhost-user-blk socket.
-//! Only the text is judged here.
+//! The measured object: an image, an export by its NBD URI (NetworkBlockDevice/nbd, doc/uri.md), or
+//! a vhost-user-blk device by the path of its socket. Only parses the text.
 
 use std::{fmt, str::FromStr};
 
@@ -8,15 +7,15 @@ use nbd::uri::Uri;
 use settings::{Image, Rule as _};
 
 const VHOST_USER: &str = "vhost-user:";
-/// Before a socket's path, in options and logs of `weir serve`.
+/// Prefixes of a socket's path in options and logs of `weir serve`, rejected with advice.
 const OF_SERVE: [&str; 3] = ["unix:", "vhost-user-blk:unix:", "vhost-user:unix:"];
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
     Image(Image),
-    /// Measured as a client of its server, with nothing of weir's between.
+    /// Measured by a plain client, without weir's layers.
     Nbd(Box<Uri>),
-    /// A socket's path.
+    /// Path of the socket.
     VhostUser(String),
 }
 
@@ -32,7 +31,7 @@ impl FromStr for BenchTarget {
         match text.strip_prefix(VHOST_USER) {
             Some("") => return Err("has no path for its socket; write vhost-user:PATH".to_owned()),
             Some(path) => {
-                // It has a bound.
+                // Checks the length of a Unix socket's path.
                 settings::socket(&format!("unix:{path}"))?;
                 return Ok(Self::VhostUser(path.to_owned()));
             }

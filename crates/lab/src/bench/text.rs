@@ -1,4 +1,4 @@
-//! Text output: qemu-img's lines before and after, and what it does not tell.
+//! Text output: the lines of qemu-img before and after a run, and additional ones.
 
 use std::fmt::Write as _;
 
@@ -75,8 +75,8 @@ pub(super) fn completion(outcome: &Outcome) -> String {
     format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64())
 }
 
-/// Rates, latencies and the cost of a request: what every run prints behind qemu-img's lines.
-/// `processor` is the time of all threads of this process.
+/// Rates, latencies and the CPU time of a request, printed after qemu-img's lines. `processor` is
+/// the time of all threads of this process.
 pub(super) fn summary(job: &Job, outcome: &Outcome, processor: Duration) -> String {
     let measured = &outcome.measured;
     let mut text = String::new();
@@ -102,7 +102,7 @@ pub(super) fn summary(job: &Job, outcome: &Outcome, processor: Duration) -> Stri
     text
 }
 
-/// Nanoseconds of processor for each request that was answered; `None` where none was.
+/// CPU nanoseconds per completed request; `None` without completed requests.
 pub(super) fn processor_ns(outcome: &Outcome, processor: Duration) -> Option<f64> {
     let count = outcome.measured.answered();
     (count > 0).then(|| processor.as_nanos() as f64 / count as f64)

@@ -1,8 +1,8 @@
-//! When requests of an open loop are due, whether those before them were answered or not.
+//! Due times of the requests in an open loop, independent of the completion of earlier requests.
 //!
-//! A closed loop sends less while the disk is slow, and so asks least when waiting would show most
-//! (Gil Tene's "coordinated omission"). Here latency counts from the due instant. Time is passed
-//! in.
+//! A closed loop sends less while the disk is slow, and so measures least when waiting would be
+//! longest (Gil Tene's "coordinated omission"). Here latency counts from the due time. The caller
+//! passes the time.
 
 use clap::ValueEnum;
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};
@@ -28,18 +28,19 @@ pub(crate) enum Spacing {
 pub(super) struct Schedule {
     arrivals: Arrivals,
     began: Instant,
-    /// Nanoseconds since it began; a fraction counts, or a rate of a million would be off.
+    /// Nanoseconds since the start; fractional, because rounding would distort a rate of a million.
     next_ns: f64,
     random: fastrand::Rng,
 }
 
 impl Schedule {
-    /// `arrivals` are those of this part alone.
+    /// `arrivals` is the rate of this part alone.
     pub(super) fn new(arrivals: Arrivals, began: Instant, seed: u64, part: Part) -> Self {
         let mut random = fastrand::Rng::with_seed(part.seed(seed));
         let gap_ns = NANOS_PER_SECOND as f64 / arrivals.per_second;
         let next_ns = match arrivals.spacing {
             Spacing::Poisson => exponential(gap_ns, &mut random),
+            // Parts are offset against each other, so that together they are equally spaced as well.
             Spacing::Fixed => gap_ns * f64::from(part.number) / f64::from(part.of),
         };
         Self { arrivals, began, next_ns, random }
@@ -49,7 +50,7 @@ impl Schedule {
         self.began + Duration::from_nanos(self.next_ns as u64)
     }
 
-    /// As [`Schedule::next`], and advances.
+    /// Returns [`Schedule::next`] and advances.
     pub(super) fn take(&mut self) -> Instant {
         let next = self.next();
         let gap_ns = NANOS_PER_SECOND as f64 / self.arrivals.per_second;

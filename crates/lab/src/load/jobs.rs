@@ -1,7 +1,7 @@
-//! Several jobs at once, each on a thread with a reactor (and to a server a connection or queue) of
-//! its own.
+//! Several concurrent jobs, each on a separate thread with a reactor (and a connection or queue to a
+//! server).
 //!
-//! They begin together once all are ready, and end together if one fails. A single job runs on the
+//! They start together once all are ready, and end together if one fails. A single job runs on the
 //! caller's thread, as a daemon's requests do.
 
 use std::{
@@ -64,7 +64,7 @@ impl Source {
     }
 }
 
-/// `begin` is called once all jobs are ready; if it fails, no request is sent.
+/// Runs all jobs. `begin` is called once all are ready; if it fails, no request is sent.
 pub(crate) async fn put_all(
     jobs: Vec<Job>,
     source: Source,
@@ -94,7 +94,7 @@ pub(crate) async fn put_all(
     Ok(ran)
 }
 
-/// Opens the gate once all are ready; `fail` is called if one fails.
+/// Collects the results. Opens the gate once all jobs are ready; `fail` is called if one fails.
 async fn gather(
     count: usize,
     told: &Receiver<Told>,
@@ -123,6 +123,7 @@ async fn gather(
         if sum.failed.is_some() {
             fail();
         }
+        // Jobs that failed to start count as well, or the gate would stay closed.
         if ready + ended >= count {
             gate.close();
         }
@@ -172,7 +173,7 @@ fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
     }
 }
 
-/// Writes end with a flush, except on a server that left requests unanswered.
+/// Flushes after writes, except on a server that left requests unanswered.
 async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
     if ran.outcome.unanswered > 0 {
         return ran;

@@ -1,5 +1,5 @@
-//! What a load has measured: latencies, and requests answered each second. Allocates nothing for a
-//! request.
+//! Results of a load: latencies, and requests completed in each second. Recording a request
+//! allocates nothing.
 
 use std::fmt;
 
@@ -17,7 +17,7 @@ pub(crate) enum Kind {
     Flush,
 }
 
-/// A request; the offset of a flush means nothing.
+/// A request; the offset of a flush is meaningless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Sent {
     pub(super) kind: Kind,
@@ -36,16 +36,16 @@ impl fmt::Display for Sent {
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Measured {
-    /// From the instant a request was due to its answer.
+    /// Time from the due time of a request to its completion.
     pub(crate) reads: Latencies,
     pub(crate) writes: Latencies,
     pub(crate) flushes: Latencies,
     /// Complete seconds only.
     pub(crate) seconds: Vec<Second>,
-    /// Answers over time, for a chart.
+    /// Completions over time, for a chart.
     pub(crate) reads_over_time: OverTime,
     pub(crate) writes_over_time: OverTime,
-    /// How long after it was due a request was sent; empty for a closed loop.
+    /// Delay between due time and submission; empty for a closed loop.
     pub(crate) late: Latencies,
     pub(crate) behind: Duration,
 }
@@ -56,7 +56,7 @@ pub(crate) struct Second {
     pub(crate) writes: u64,
     pub(crate) reads_ns: u64,
     pub(crate) writes_ns: u64,
-    /// How long they took.
+    /// Latencies.
     pub(crate) reads_took: Counts,
     pub(crate) writes_took: Counts,
 }
@@ -108,7 +108,8 @@ impl Measured {
     }
 }
 
-/// Ignores what was due before an instant, even if answered later: the queue of the warming up.
+/// Records completions. Requests due before `from` (the ramp) are ignored, even if they complete
+/// later.
 #[derive(Debug)]
 pub(super) struct Recorder {
     from: Instant,
@@ -130,6 +131,7 @@ impl Recorder {
         if due < self.from {
             return;
         }
+        // Closes every second that has ended, including seconds without completions.
         while at >= self.second_ends {
             self.second.reads_took = latencies::take_counts(&mut self.reads);
             self.second.writes_took = latencies::take_counts(&mut self.writes);

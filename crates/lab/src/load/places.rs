@@ -1,11 +1,11 @@
-//! Where requests begin: sequential, in strides, backward, random, or random with hot places. A
-//! request always fits there.
+//! Offsets of requests: sequential, in strides, backward, random, or random with hot spots. A request
+//! never extends past the end.
 
 use std::cell::{Cell, RefCell};
 
 use super::zipf::Zipf;
 
-/// Wraps to the image's beginning where a request would reach past its end. Backward is reversed.
+/// Wraps to the image's start before a request would extend past its end; reversed for backward.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Places {
     /// In bytes.
@@ -14,9 +14,9 @@ pub(crate) struct Places {
     pub(crate) step_bytes: u64,
     pub(crate) last: u64,
     pub(crate) backward: bool,
-    /// The seed of random steps behind `offset`.
+    /// Seed of random steps after `offset`; `None` for sequential requests.
     pub(crate) random: Option<u64>,
-    /// Requests in sequence at each of these places; not 0.
+    /// Consecutive requests at each random place; not 0.
     pub(crate) run: u64,
 }
 
@@ -32,23 +32,23 @@ pub(crate) enum Locality {
     Even,
     /// The exponent; above 0, finite.
     Zipf(f64),
-    /// So many percent of requests go to the first so many percent of places; both 1 to 99.
+    /// Percentage of the requests that goes to the first `places` percent; both 1 to 99.
     Hot { requests: u8, places: u8 },
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Part {
     pub(crate) number: u32,
-    /// Of how many; not 0.
+    /// Number of parts; not 0.
     pub(crate) of: u32,
 }
 
 impl Part {
     pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
 
-    /// This part's own seed; the first part draws what it would alone.
+    /// Seed of this part; that of the first part is `seed` itself.
     pub(super) fn seed(self, seed: u64) -> u64 {
-        // The 64-bit golden section, as in SplitMix64 (Steele and others, OOPSLA 2014).
+        // The 64-bit golden ratio, as in SplitMix64 (Steele and others, OOPSLA 2014).
         seed.wrapping_add(u64::from(self.number).wrapping_mul(0x9E37_79B9_7F4A_7C15))
     }
 }
@@ -67,7 +67,7 @@ pub(crate) enum Draw {
         count: u64,
     },
     Zipf(Box<Zipf>),
-    /// `percent` of the time below `cold`, which is above 0.
+    /// `percent` of the draws are below `cold`, which is above 0.
     Hot {
         percent: u8,
         cold: u64,
@@ -76,7 +76,7 @@ pub(crate) enum Draw {
 }
 
 impl Draw {
-    /// `count` is not 0; the seed decides which places Zipf's law prefers.
+    /// `count` is not 0; the seed determines which places are hot by Zipf's law.
     pub(crate) fn new(count: u64, locality: Locality, seed: u64) -> Self {
         match locality {
             Locality::Even => Self::Even { count },
@@ -108,7 +108,7 @@ pub(super) struct Reader {
 }
 
 impl Course {
-    /// Hot places are the same for every part.
+    /// Every part has the same hot places, but draws in its own order.
     pub(super) fn new(places: Places, block_bytes: u64, locality: Locality, part: Part) -> Self {
         let seed = places.random.unwrap_or_default();
         let draw = Draw::new(places.last_step().saturating_add(1), locality, seed);
@@ -116,7 +116,7 @@ impl Course {
         Self { places, block_bytes, random, draw }
     }
 
-    /// Readers begin at equal distances, those of other parts between them.
+    /// Readers start at equal distances over all parts.
     pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
         let Places { offset, step_bytes, .. } = self.places;
         let all = u64::from(count) * u64::from(part.of);

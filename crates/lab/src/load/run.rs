@@ -1,14 +1,14 @@
-//! One job: as many tasks as requests may be in flight, each with one request at a time.
+//! One job: a task for each request that may be in flight.
 //!
 //! ```text
-//!   task 1 ─► take ─► request ─► finished ─┐      a flush that drains: who takes next waits, until the request that was the last
-//!   task 2 ─► take ─► …                    │      in flight is finished; whoever finished it takes the flush, and wakes the others
-//!      …  ◄────────────────────────────────┘
+//!   task 1 ─► take ─► request ─► completed ─┐      a draining flush: tasks in `take` wait until the last request in flight
+//!   task 2 ─► take ─► …                     │      has completed; its task submits the flush and wakes the waiting tasks
+//!      …  ◄─────────────────────────────────┘
 //! ```
 //!
-//! In an open loop, a task takes the next due instant and waits for it. While all tasks are busy,
-//! requests are late, and a queue costs nothing. Only the data path allocates for a request, and
-//! the clock is read once. Each reader has a place and tasks of its own.
+//! In an open loop, a task takes the next due time and waits for it. While all tasks are busy,
+//! requests are late, and the queue needs no memory. Only the data path allocates for a request, and
+//! the clock is read once. Each reader has a separate position and separate tasks.
 
 use std::{
     cell::{Cell, RefCell},
@@ -42,7 +42,7 @@ enum Next {
 struct Run {
     job: Job,
     target: Target,
-    /// What a write writes, from [`Run::first`] on, aligned for any device; empty for reads.
+    /// Data of a write, from [`Run::first`] on, aligned for any device; empty for reads.
     content: Arc<[u8]>,
     first: usize,
     course: Course,
@@ -53,7 +53,7 @@ struct Run {
     from: Instant,
     until: Instant,
     sent: Cell<u64>,
-    /// Instants taken, of requests that count; each is sent unless the load ends before.
+    /// Due times taken by requests that count; each is sent unless the load ends before.
     promised: Cell<u64>,
     answered: Cell<u64>,
     written: Cell<u64>,
@@ -94,7 +94,7 @@ pub(crate) async fn put(
     let outcome = Outcome {
         elapsed: ended - run.from,
         slowest: run.readers.iter().map(|reader| reader.answered.get()).min().unwrap_or_default(),
-        // A flush is in flight but is no request.
+        // A flush in flight is not counted in `in_flight`.
         unanswered: if overdue { run.in_flight.get().max(1).into() } else { 0 },
         measured: run.recorder.replace(Recorder::new(ended)).end(run.behind(ended)),
     };
@@ -119,7 +119,7 @@ impl Run {
             content,
             readers: course.readers(load.readers, job.part),
             course,
-            // Independent of the places' seed: places do not change when some requests read.
+            // Independent of the places' seed: the mix of reads and writes must not change the offsets.
             kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
             schedule: job.arrivals.map(schedule),
             recorder: RefCell::new(Recorder::new(from)),
@@ -143,6 +143,7 @@ impl Run {
         let mut at = now();
         let mut due = None;
         loop {
+            // A due time that was not used because of a flush stays valid for the next turn.
             if let (None, Some(schedule)) = (due, &self.schedule) {
                 due = self.arrival(schedule, at).await;
                 if due.is_none() {
@@ -179,7 +180,7 @@ impl Run {
                 Next::Done => break,
             }
         }
-        // For tasks that wait for a flush that never comes.
+        // Tasks may be waiting for a flush that will not be submitted any more.
         self.wake();
     }
 
@@ -232,6 +233,7 @@ impl Run {
         if sent == self.job.load.count {
             return Next::Done;
         }
+        // The ramp's requests are not counted, so the number of measured requests is as configured.
         if due >= self.from {
             self.sent.set(sent + 1);
         }

@@ -1,5 +1,5 @@
-//! What a load is put on: a disk in this process, or a server's. An enum, so that a
-//! request costs no dynamic call.
+//! Destination of a load: a disk in this process, or a server's. An enum, so that a request needs no
+//! dynamic dispatch.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -13,7 +13,7 @@ use storage::Durability;
 pub(crate) enum Target {
     Disk(Arc<Disk>),
     Nbd(Rc<nbd::client::Client>),
-    /// Has the length and the content of requests.
+    /// Determines length and content of requests itself.
     VhostUser(Rc<vhost_user_blk::client::Client>),
 }
 
@@ -54,12 +54,12 @@ impl Target {
         }
     }
 
-    /// Whether it is a server's.
+    /// True for a server's disk.
     pub(super) fn is_remote(&self) -> bool {
         !matches!(self, Self::Disk(_))
     }
 
-    /// A server may, and so may a cluster.
+    /// True for servers and Ceph clusters, which may become unresponsive.
     pub(super) fn may_never_answer(&self) -> bool {
         match self {
             Self::Disk(disk) => disk.image().storage().is_far(),
@@ -67,7 +67,7 @@ impl Target {
         }
     }
 
-    /// The reason behind the last error, if there is one.
+    /// Reason of the last error, if known.
     pub(crate) fn fault(&self) -> Option<String> {
         match self {
             Self::Disk(_) => None,

@@ -1,4 +1,4 @@
-//! Loads in virtual time, on a disk whose requests take as long as they are told to.
+//! Loads in virtual time, on a disk with given latencies.
 
 use std::sync::Arc;
 
@@ -187,7 +187,7 @@ fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
     let outcome = put_on(Job { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
-    // 1000 a second are possible, 2000 come: the hundredth waits for half of the others.
+    // Capacity for 1000 per second, arrivals of 2000: the hundredth waits for half of the earlier ones.
     let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
     let outcome = put_on(Job { arrivals, ..load(100, 1).into() }, &[]).unwrap();
     let reads = &outcome.measured.reads;

@@ -14,7 +14,7 @@ use async_channel::{Receiver, Sender};
 use policy::time::Duration;
 use reactor::{now, sleep_until, timeout};
 
-/// How long an ended load waits for a server's answers.
+/// Time that an ended load waits for outstanding replies of a server.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Ends all loads that have a clone.
@@ -33,7 +33,7 @@ impl Default for Stop {
 }
 
 impl Stop {
-    /// False if it was stopped already.
+    /// Stops the loads. Returns false if they were stopped already.
     pub(crate) fn stop(&self) -> bool {
         let first = !self.stopped.swap(true, Ordering::Relaxed);
         self.bell.close();
@@ -48,12 +48,12 @@ impl Stop {
         let _ = timeout(time, self.heard.recv()).await;
     }
 
-    /// `None` once it has been stopped.
+    /// `None` as soon as it is stopped.
     pub(crate) async fn unless_stopped<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         self.unless_stopped_for(Duration::ZERO, awaited).await
     }
 
-    /// `None` once it has been stopped for [`GRACE`]: a server's answer may never come.
+    /// `None` if it has been stopped for [`GRACE`]: a server may never reply.
     pub(crate) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         self.unless_stopped_for(GRACE, awaited).await
     }

@@ -1,14 +1,15 @@
-//! Zipf's distribution: some blocks are asked for much more often than others.
+//! Zipf's distribution: some blocks are accessed much more often than others.
 //!
 //! Rejection-inversion (W. Hörmann and G. Derflinger, "Rejection-inversion to generate variates
 //! from monotone discrete distributions", ACM TOMACS 6(3), 1996): a draw costs the same for any
 //! number of blocks, without tables.
 //!
 //! ```text
-//!   draw ─► rank: 0 is the hottest ─► scattered: where that block lies
+//!   draw ─► rank: 0 is the hottest ─► scattered: position of that block
 //! ```
 //!
-//! Ranks are scattered over the disk, so hot neighbours do not favour cluster caches or read-ahead.
+//! Ranks are scattered over the disk, so that hot neighbours do not favour cluster caches or
+//! prefetching.
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Zipf {
@@ -16,7 +17,7 @@ pub(crate) struct Zipf {
     theta: f64,
     at_first: f64,
     at_last: f64,
-    /// Closer to a rank than this, nothing is rejected.
+    /// Distance from a rank below which no draw is rejected.
     sure: f64,
     scatter: Scatter,
 }
@@ -53,7 +54,7 @@ fn density(x: f64, theta: f64) -> f64 {
     (-theta * x.ln()).exp()
 }
 
-/// The density's integral from 1 to `x`; stable where `theta` is (nearly) 1.
+/// Integral of the density from 1 to `x`; numerically stable for `theta` near 1.
 fn integral(x: f64, theta: f64) -> f64 {
     let log = x.ln();
     let y = (1.0 - theta) * log;
@@ -67,7 +68,7 @@ fn inverse(y: f64, theta: f64) -> f64 {
     (factor * y).exp()
 }
 
-/// Spreads ranks by a step coprime to their number (Knuth, *TAOCP* 3, section 6.4).
+/// Scatters ranks by a step coprime to their number (Knuth, *TAOCP* 3, section 6.4).
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Scatter {
     count: u64,

@@ -1,4 +1,4 @@
-//! The options of `weir probe`.
+//! Options of `weir probe`.
 
 use std::path::PathBuf;
 
@@ -21,7 +21,7 @@ A load whose rate varies by more than 30 % is put on for longer, up to 7 times -
 program uses the device or because of the device itself, nothing is kept and the status is 1; --accept keeps the results anyway.
 Exit status: 0 measured, 1 failed, 2 wrong use of the command line.";
 
-/// What `weir probe` is told.
+/// Arguments of `weir probe`.
 #[derive(Debug, Args)]
 pub struct ProbeArgs {
     /// A directory, where a file is made and measured, or a block device

@@ -1,8 +1,9 @@
-//! Whether a device is in use or holds data: then it is not written to.
+//! Checks that a device is unused and empty before it is written to.
 //!
-//! Four questions: is it mounted, does another device lie on it, is it held exclusively (by any
-//! kernel user: swap, RAID), does it begin with a known signature. The third alone keeps users out,
-//! also later; the others name them. Only the last can be overruled. Reading asks only the third.
+//! Four checks: is it mounted, is it part of another device, is it opened exclusively (by a user in
+//! the kernel: swap, RAID), does it begin with a known signature. Only the third prevents later use
+//! as well; the others produce better messages. Only the last can be overridden. Reading needs the
+//! third only.
 
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
@@ -11,13 +12,13 @@ use block::device::{Identity, Number, Roots};
 use nix::{errno::Errno, fcntl::OFlag};
 use storage::probe::{HEADER_BYTES, Probed, probe_header};
 
-/// Held exclusively; nobody can mount it.
+/// Exclusive open of a device: prevents mounting.
 #[derive(Debug)]
 pub(crate) struct Claim {
     _file: fs::File,
 }
 
-/// Claims an unused device. `force` overrules signatures.
+/// Claims an unused device for writing. `force` overrides signatures.
 pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<Claim> {
     let name = path.display();
     let number = Number::unpack(device_number);
@@ -53,7 +54,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     Ok(Claim { _file: file })
 }
 
-/// Claims a device that is only read: other users would be measured too.
+/// Claims a device for reading: I/O of other users would be measured as well.
 pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
     let name = path.display();
     match fs::OpenOptions::new().read(true).custom_flags(OFlag::O_EXCL.bits()).open(path) {
@@ -83,7 +84,8 @@ fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
     entries.filter_map(part).collect()
 }
 
-/// By the text of proc_pid_mountinfo(5): the third field is the number, the fifth the mount point.
+/// Mount point in the text of proc_pid_mountinfo(5): the third field is the number, the fifth the
+/// mount point.
 fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
     let number = number.to_string();
     mounts.lines().find_map(|line| {
@@ -92,7 +94,7 @@ fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
     })
 }
 
-/// Such as a logical volume.
+/// Device that is built on this one, such as a logical volume.
 fn holder_of(number: Number, roots: &Roots) -> Option<String> {
     let directory = roots.sys.join("dev/block").join(number.to_string()).join("holders");
     let holder = fs::read_dir(directory).ok()?.next()?.ok()?;
@@ -115,7 +117,7 @@ const SIGNATURES: [(usize, &[u8], &str); 13] = [
     (0x1000, b"\xfc\x4e\x2b\xa9", "a RAID member"),
     (0, b"\xfc\x4e\x2b\xa9", "a RAID member"),
 ];
-/// All signatures end before.
+/// Bytes that contain all signatures.
 const LOOKED_AT: usize = 0x10048;
 
 fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {

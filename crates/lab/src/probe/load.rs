@@ -1,8 +1,8 @@
-//! One kind of load on an image, and how fast it was answered.
+//! One kind of load on an image, and its measured rate.
 //!
-//! [`DEPTH`] requests are in flight all the time. The median rate of several time windows counts,
-//! so a pause in one does not; for a slow device windows are joined. The spread of the windows is
-//! reported too: it shows devices whose rate depends on what they did before.
+//! [`DEPTH`] requests are in flight all the time. The result is the median rate of several time
+//! windows, so a pause in one of them has no effect; for a slow device windows are joined. The
+//! spread of the windows is reported as well: it reveals devices whose rate depends on their history.
 
 use std::{
     cell::{Cell, RefCell},
@@ -20,13 +20,13 @@ use storage::Durability;
 
 /// Enough to keep every queue of a disk busy.
 pub(crate) const DEPTH: usize = 32;
-/// Compared windows, after one that is not: a device needs a moment to get up to speed.
+/// Compared windows, after one that is discarded: a device needs a moment to reach its speed.
 const WINDOWS: u32 = 7;
 /// Largest spread of a rate that counts as steady.
 const STEADY: f64 = 0.3;
 /// Factors of the measuring time for the two repetitions of a rate that varies.
 const LONGER: [u32; 2] = [2, 4];
-/// Average answers in a window, for some percent of chance; windows with fewer are joined.
+/// Minimum average of completions in a window, to limit random error; windows with fewer are joined.
 const ANSWERS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,7 +44,7 @@ pub(super) struct Load {
 }
 
 impl Load {
-    /// Reads come first: writes would fill caches for them.
+    /// All loads. Reads come first: writes would fill the device's caches for them.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let directions = [Direction::Read, Direction::Write];
         directions.into_iter().flat_map(|direction| {
@@ -70,7 +70,8 @@ pub(super) struct Figure {
     /// Operations per second: the median of the windows; fractional, as large blocks are few. 0 if
     /// too few requests were completed for a rate.
     pub(super) rate: f64,
-    /// The fastest window less the slowest, relative to the median. Infinite without a rate.
+    /// Difference between the fastest and the slowest window, relative to the median. Infinite without a
+    /// rate.
     pub(super) spread: f64,
 }
 
@@ -92,9 +93,9 @@ impl Figure {
 #[derive(Clone, Debug)]
 pub(super) struct Field {
     pub(super) image: Rc<Image>,
-    /// From the beginning; at least one block of every load.
+    /// Measured range from the start; at least one block of every load.
     pub(super) size_bytes: u64,
-    /// Incompressible bytes, one largest block.
+    /// Incompressible bytes, as many as the largest block.
     pub(super) noise: Rc<[u8]>,
 }
 
@@ -105,17 +106,17 @@ struct Run {
     end: Instant,
     random: RefCell<fastrand::Rng>,
     next: Cell<u64>,
-    /// The last answer's time and number.
+    /// Time and number of the last completion.
     done: Cell<(Instant, u64)>,
     failed: RefCell<Option<reactor::error::Error>>,
 }
 
 impl Field {
-    /// Measures, and again for longer while the rate varies: twice, each time for twice as long.
-    /// `longer` is called before each repetition. The last figure counts.
+    /// Measures, and repeats for longer while the rate varies: twice, each time for twice as long.
+    /// `longer` is called before each repetition. The last result counts.
     ///
     /// # Errors
-    /// A request that failed, or too few completed requests for a rate.
+    /// A failed request, or too few completed requests for a rate.
     pub(super) async fn measure_steadily(
         &self,
         load: Load,
@@ -150,7 +151,7 @@ impl Field {
             let end = began + window * number;
             sleep_until(end).await;
             let (last, done) = run.done.get();
-            // A window without answers ends at its own end.
+            // A window without completions ends at its nominal end.
             let is_silent = marks.last().is_some_and(|&(_, before)| before == done);
             marks.push((if is_silent { end } else { last }, done));
         }
@@ -161,7 +162,7 @@ impl Field {
         Ok(figure(load, &marks))
     }
 
-    /// Returns the bytes written until the end or `time`.
+    /// Writes sequentially until the end or `time`; returns the bytes written.
     pub(super) async fn fill(&self, time: Duration, progress: impl Fn(u64)) -> anyhow::Result<u64> {
         let load =
             Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
@@ -235,11 +236,12 @@ impl Run {
     }
 }
 
-/// `marks`: each window's last answer, and the number of answers until then.
+/// `marks`: time of each window's last completion, and the number of completions until then.
 fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     let windows = marks.len() - 1;
     let answers = marks[windows].1 - marks[0].1;
     let counted =
+        // An odd number of windows, so that the median is one of them.
         (1..=windows).rev().filter(|count| count % 2 == 1).find(|count| answers / *count as u64 >= ANSWERS);
     let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
     let median = long[long.len() / 2];
@@ -247,8 +249,8 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     Figure { load, rate: median, spread: if median > 0.0 { range / median } else { f64::INFINITY } }
 }
 
-/// Ascending rates of groups of windows, from last answer to last answer: a window's own ends would
-/// add a chance of one answer.
+/// Ascending rates of groups of windows, measured between last completions: nominal ends would add
+/// a random error of one completion.
 fn rates(marks: &[(Instant, u64)], count: usize) -> Vec<f64> {
     let mark = |number: usize| marks[number * (marks.len() - 1) / count];
     let rate = |number: usize| {
@@ -281,10 +283,10 @@ mod tests {
 
     #[test]
     fn few_answers_are_counted_over_a_longer_time() {
-        // Windows of 100 ms that say 20, 30 or 40 a second; together 29.
+        // Windows of 100 ms with rates of 20, 30 or 40 per second; 29 on average.
         let figure = figure(LOAD, &marks(10, [2, 4, 2, 3, 2, 4, 3]));
         assert!((figure.rate - 20.0 / 0.7).abs() < 1e-9 && figure.spread > 0.5, "{figure:?}");
-        // Three longer ones say 60, 40 and 60: a pause in one does not count.
+        // Joined to three windows: 60, 40 and 60; the pause in one does not count.
         let figure = super::figure(LOAD, &marks(10, [6, 6, 6, 0, 6, 6, 6]));
         assert!((figure.rate - 60.0).abs() < 1e-9, "{figure:?}");
     }
@@ -348,7 +350,7 @@ mod tests {
 
     #[test]
     fn a_rate_that_varies_is_measured_for_longer() {
-        // The other load is active in some seconds.
+        // The competing load is active in some seconds.
         let with_competitor = |is_active: fn(u64) -> bool| {
             sim::run(1, async move {
                 let image = Rc::new(open_raw("memory:64M", rate("iops=2000")).unwrap());
@@ -376,7 +378,7 @@ mod tests {
         assert!((figure.rate / 2000.0 - 1.0).abs() < 0.03 && figure.is_steady(), "{figure:?}");
         assert_eq!(repeated, [16]);
         assert_eq!(with_competitor(|_| false).1, [0; 0]);
-        // It varies in each of them.
+        // It is active in a part of every measurement.
         let (figure, repeated) = with_competitor(|second| second / 6 % 2 == 0);
         assert!(!figure.is_steady(), "{figure:?}");
         assert_eq!(repeated, [16, 32]);

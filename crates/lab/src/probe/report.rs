@@ -1,4 +1,4 @@
-//! What a probe prints: a table for people, one JSON object for programs.
+//! Output of a probe: a table, or one JSON object.
 
 use std::{fmt::Write as _, path::PathBuf};
 
@@ -12,7 +12,7 @@ use super::load::{DEPTH, Figure, Pattern};
 #[derive(Debug)]
 pub(super) struct Report {
     pub(super) target: String,
-    /// The device's node and its stable name, if it lies on one.
+    /// The device's node and its stable name, if the target is on one.
     pub(super) device: Option<(String, String)>,
     pub(super) size_bytes: u64,
     pub(super) figures: Vec<Figure>,
@@ -80,7 +80,7 @@ impl Report {
     }
 }
 
-/// In the largest unit that divides it.
+/// Formats a size in the largest unit that divides it.
 pub(super) fn size(bytes: u64) -> String {
     let units = [(30, "GiB"), (20, "MiB"), (10, "KiB")];
     let whole = units.iter().find(|(shift, _)| bytes > 0 && bytes.is_multiple_of(1 << shift));

@@ -1,7 +1,7 @@
-//! What is measured: a file made in a directory, or a device.
+//! The measured object: a temporary file in a directory, or a device.
 //!
-//! The file has no name (open(2), `O_TMPFILE`), or loses it at once where the file system lacks
-//! that, so it is gone with the process. A device is written to only on request and if unused
+//! The file is never linked (open(2), `O_TMPFILE`), or unlinked at once if the file system lacks
+//! that, so it disappears with the process. A device is written to only on request and if unused
 //! (`in_use`).
 
 use std::{
@@ -18,7 +18,7 @@ use storage::{CacheMode, Format, OpenError, OpenOptions};
 
 use super::in_use::{self, Claim};
 
-/// More than the caches of most devices.
+/// Larger than the caches of most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
 pub(super) const LEAST_SIZE: u64 = 8 << 20;
 
@@ -27,7 +27,7 @@ pub(super) struct Wish<'a> {
     pub(super) path: &'a Path,
     pub(super) size_bytes: Option<u64>,
     pub(super) write: bool,
-    /// Despite a known signature.
+    /// True to write despite a known signature.
     pub(super) force: bool,
 }
 
@@ -36,7 +36,7 @@ pub(super) struct Target {
     pub(super) image: Rc<Image>,
     pub(super) size_bytes: u64,
     pub(super) kind: Kind,
-    /// In the form of stat(2).
+    /// In the encoding of stat(2).
     pub(super) device_number: u64,
     _held: Held,
 }
@@ -123,7 +123,7 @@ fn opened(path: &Path, spec: &str, read_only: bool) -> anyhow::Result<Rc<Image>>
         read_only,
         ..OpenOptions::default()
     };
-    // Named as the user did, not by its descriptor.
+    // Errors name the user's path instead of the descriptor's.
     let image =
         open_raw(spec, options).map_err(|error| OpenError { image: path.display().to_string(), ..error })?;
     Ok(Rc::new(image))

@@ -1,4 +1,4 @@
-//! What `weir report` is told.
+//! Options of `weir report`.
 
 use std::path::PathBuf;
 
@@ -24,7 +24,7 @@ Result files are those of `weir bench --result`, `weir tune` and `weir simulate 
 A measure differs where chance makes such a difference in less than one of twenty cases. What `weir bench` measures are seconds of one run: how much another run would differ they do not tell. What `weir simulate` computes differs wherever it is not the same.
 Exit status: 0 shown, 1 failed, or something got worse and --fail-on-worse is given, 2 wrong use of the command line.";
 
-/// The command line of `weir report`.
+/// Arguments of `weir report`.
 #[derive(Debug, Args)]
 pub struct ReportArgs {
     /// A result file, or a recording of `weir record`

@@ -1,27 +1,27 @@
-//! A chart's scale: where a value stands, and which values are labelled.
+//! Scale of a chart's axis: positions of values, and labelled ticks.
 //!
 //! ```text
 //!   values ─► low … high ─► ticks at 1, 2 or 5 × a power of ten ─► positions from 0 to 1, where plotters draws them
 //! ```
 //!
-//! plotters' own scales loop or panic on extreme spans (10³⁰⁰, or none), and a file from elsewhere
-//! may hold any number. Here every value becomes one from 0 to 1 first.
+//! plotters' own scales loop or panic on extreme spans (10³⁰⁰, or none), and a file from another
+//! source may contain any number. Values are therefore mapped to 0 to 1 first.
 
 use super::quantity;
 use crate::result::{Axis, Unit};
 
-/// Larger values are drawn at the edge; differences of such values stay finite.
+/// Larger values are drawn at the edge, so that differences stay finite.
 const MOST: f64 = 1e30;
 const LEAST: f64 = 1e-30;
-/// Smaller spans, relative to the values, are rounding errors.
+/// Spans smaller than this, relative to the values, are rounding errors.
 const NO_SPAN: f64 = 1e-9;
-/// In decades; narrower logarithmic scales have linear ticks.
+/// Decades; narrower logarithmic scales have linear ticks.
 const NARROW: f64 = 0.7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Ends {
     Values,
-    /// At ticks, beginning at zero (or a power of ten if logarithmic).
+    /// At ticks, starting at zero (or a power of ten if logarithmic).
     Ticks,
 }
 
@@ -34,14 +34,14 @@ pub(super) struct Tick {
 #[derive(Clone, Debug)]
 pub(super) struct Scale {
     logarithmic: bool,
-    /// Of the values, or of their logarithms; finite, `low < high`.
+    /// Bounds of the values, or of their logarithms; finite, `low < high`.
     low: f64,
     high: f64,
     pub(super) ticks: Vec<Tick>,
 }
 
 impl Scale {
-    /// A scale with about `most` ticks. Values that cannot stand on it are ignored.
+    /// Creates a scale with about `most` ticks. Values that it cannot represent are ignored.
     pub(super) fn over(values: impl Iterator<Item = f64>, axis: &Axis, ends: Ends, most: usize) -> Self {
         let shown = values.filter_map(|value| placed(value, axis.logarithmic));
         let (low, high) = shown
@@ -62,7 +62,7 @@ impl Scale {
         scale
     }
 
-    /// From 0 to 1; `None` if the value cannot stand on this scale.
+    /// Position from 0 to 1; `None` if the scale cannot represent the value.
     pub(super) fn position(&self, value: f64) -> Option<f64> {
         Some(self.along(placed(value, self.logarithmic)?))
     }
@@ -124,13 +124,14 @@ impl Scale {
         let (step, shown) = self.step(unit, most);
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
-        // `most` and a rounded step at each end; a single tick where steps are lost in rounding.
+        // Up to `most` and a rounded step at each end; a single tick if steps vanish in rounding.
         let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
         (0..count).map(|number| (value(number), quantity::written(value(number), shown, digits))).collect()
     }
 
     fn at_equal_factors(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+        // Sizes get powers of two, which are round numbers in KiB and MiB.
         let binary = matches!(unit, Unit::Bytes | Unit::BytesPerSecond);
         let (base, mantissas): (f64, &[f64]) = if binary { (2.0, &[1.0]) } else { (10.0, &[1.0, 2.0, 5.0]) };
         let per_decade = base.log10();
@@ -146,7 +147,7 @@ impl Scale {
     }
 }
 
-/// The value or its logarithm, within bounds; `None` if it has no place.
+/// The value or its logarithm, within bounds; `None` if the scale cannot represent it.
 fn placed(value: f64, logarithmic: bool) -> Option<f64> {
     let exists = value.is_finite() && !(logarithmic && value <= 0.0);
     let bounded = if logarithmic { value.clamp(LEAST, MOST) } else { value.clamp(-MOST, MOST) };
@@ -239,7 +240,7 @@ mod tests {
                 prop_assert!((-1e-6..=1.0 + 1e-6).contains(&position), "{position} {scale:?}");
             }
             prop_assert!(scale.ticks.len() <= 24, "{scale:?}");
-            // What needs an exponent is no quantity of a disk, and may read alike.
+            // A label with an exponent is no real quantity of a disk; such labels may be equal.
             let differ = |one: &Tick, other: &Tick| one.label != other.label || one.label.contains('e');
             prop_assert!(scale.ticks.is_sorted_by(|a, b| a.position < b.position && differ(a, b)), "{scale:?}");
         }

@@ -1,13 +1,13 @@
-//! Which columns of a table hold numbers: those are right-aligned.
+//! Detects the numeric columns of a table, which are right-aligned.
 
 use console::table::Side;
 
 use crate::result::Table;
 
-/// More letters behind a number are words, not a unit.
+/// More letters after a number are words, not a unit.
 const UNIT: usize = 6;
 
-/// The first column names the rows, whatever it holds.
+/// Alignment of each column. The first names the rows and is never numeric.
 pub(super) fn sides(table: &Table) -> Vec<Side> {
     let side = |column: usize| {
         let cells = || table.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.trim());
@@ -22,7 +22,8 @@ fn is_nothing(cell: &str) -> bool {
     matches!(cell, "" | "-" | "–" | "—" | "exact" | "one run")
 }
 
-/// `12`, `-4.2%`, `85us`, `1.2 GiB/s`, `1.2K [1.1K, 1.3K]`, `9K … 10K`; not `4 KiB random read`.
+/// True for `12`, `-4.2%`, `85us`, `1.2 GiB/s`, `1.2K [1.1K, 1.3K]`, `9K … 10K`; not for `4 KiB
+/// random read`.
 fn is_number(cell: &str) -> bool {
     let unsigned = cell.trim_start_matches(['+', '-', '−', '±', '<', '>', '≤', '≥', '~', ' ']);
     let value = unsigned.split(['[', '(', '…']).next().unwrap_or_default();

@@ -1,4 +1,5 @@
-//! `weir report`: a result as tables or as a page, or two compared. Never changes a result file.
+//! `weir report`: shows a result as tables or as a page, or compares two. Never changes a result
+//! file.
 
 use std::{
     io::{IsTerminal as _, stdout},
@@ -26,7 +27,7 @@ use crate::{
 /// Shows a result, or compares two.
 ///
 /// # Errors
-/// An unusable file, or with `--fail-on-worse` something that got worse.
+/// An unusable file, or with `--fail-on-worse` a measure that got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
     if drawn::is_recording(&arguments.a) {
         return show_recordings(&arguments);
@@ -118,7 +119,7 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
     Ok(())
 }
 
-/// Non-finite numbers are null, and so is the interval of a single sample.
+/// Numbers that JSON lacks (infinite, NaN) become null, and so does the interval of a single sample.
 fn interval_json(estimate: Estimate, interval: IntervalKind) -> Value {
     let Estimate { median, low, high } = estimate;
     match interval {

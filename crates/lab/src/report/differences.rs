@@ -1,4 +1,4 @@
-//! Compares two results: which measures differ, by how much, and whether that is more than noise.
+//! Compares two results: measures that differ, the size of each difference, and its significance.
 //!
 //! Measures match by name and unit. Different machines are always pointed out.
 
@@ -14,11 +14,11 @@ use crate::{
     statistics::{Estimate, Verdict, compare},
 };
 
-/// The share of false differences, as `statistics` promises.
+/// Expected share of false differences, the level of `statistics`.
 const BY_CHANCE: f64 = 0.05;
-/// With fewer measures less than one differs by chance.
+/// Number of measures from which the expected false differences are mentioned: one in twenty.
 const WORTH_SAYING: usize = 20;
-/// Smaller differences of memory are the kernel's own book-keeping.
+/// Smaller relative differences of memory are overhead of the kernel.
 const SAME_MEMORY: f64 = 0.02;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -26,7 +26,7 @@ pub(super) enum Outcome {
     Better,
     Worse,
     Same,
-    /// Too few samples, or a quotient of nothing.
+    /// Too few samples, or a division by zero.
     Unknown,
 }
 
@@ -47,11 +47,11 @@ pub(super) struct Row {
     pub(super) unit: Unit,
     pub(super) a: Estimate,
     pub(super) b: Estimate,
-    /// B relative to A; NaN where one of them is 0.
+    /// B relative to A; NaN if one of them is 0.
     pub(super) ratio: Estimate,
     pub(super) outcome: Outcome,
     pub(super) samples_are: SamplesAre,
-    /// Of A and of B.
+    /// Interval kinds of A and B.
     pub(super) intervals: [IntervalKind; 2],
 }
 
@@ -65,7 +65,7 @@ pub(super) struct Other {
 #[derive(Clone, Debug)]
 pub(super) struct Differences {
     pub(super) rows: Vec<Row>,
-    /// Also those in another unit.
+    /// Including measures whose unit differs.
     pub(super) only_a: Vec<String>,
     pub(super) only_b: Vec<String>,
     pub(super) others: Vec<Other>,
@@ -94,7 +94,7 @@ impl Differences {
         self.rows.len() - self.count(Outcome::Unknown)
     }
 
-    /// How many of those chance may explain.
+    /// Number of measures in which a difference may be due to chance.
     fn told_by_chance(&self) -> usize {
         let is_measured =
             |row: &&Row| row.outcome != Outcome::Unknown && row.samples_are != SamplesAre::Exact;
@@ -193,7 +193,7 @@ impl Row {
     }
 }
 
-/// Computed values differ unless they are equal.
+/// Computed values are exact: they differ unless they are equal.
 fn exact(a: f64, b: f64, better: Better) -> (Estimate, Outcome) {
     let ratio = if a == b { 1.0 } else { b / a };
     let ratio = if ratio.is_finite() && ratio > 0.0 { ratio } else { f64::NAN };
@@ -209,7 +209,7 @@ fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
     if a == b {
         return (Estimate { median: 1.0, low: 1.0, high: 1.0 }, Outcome::Same);
     }
-    // No quotient of zero, and no better direction below zero.
+    // A ratio needs values above zero, and a better direction does as well.
     if a.iter().chain(b).any(|sample| *sample <= 0.0) {
         let none = f64::NAN;
         return (Estimate { median: none, low: none, high: none }, Outcome::Unknown);
@@ -224,7 +224,7 @@ fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
     (comparison.ratio, outcome)
 }
 
-/// Whether so many samples could show even the clearest difference.
+/// True if this many samples could show even the clearest difference.
 fn tells(a: usize, b: usize) -> bool {
     compare(&vec![1.0; a], &vec![2.0; b]).verdict != Verdict::Same
 }
@@ -233,7 +233,7 @@ fn counterpart<'a>(list: &'a [Measure], of: &Measure) -> Option<&'a Measure> {
     list.iter().find(|measure| measure.name == of.name && measure.unit == of.unit)
 }
 
-/// Differing facts, without the time and duration.
+/// Differing facts, except time and duration.
 fn others(a: &Header, b: &Header) -> Vec<Other> {
     let (facts_a, facts_b) = (facts(a), facts(b));
     let fact = |facts: &[(&str, String)], name| {

@@ -1,7 +1,7 @@
-//! A sheet that plotters draws on, and its SVG element.
+//! A canvas for plotters, and its SVG element.
 //!
-//! plotters' coordinates are whole numbers. Sheets are therefore [`SCALE`] times as large as shown;
-//! [`px`] and [`letters`] convert. Texts are cleaned here, plotters escapes them.
+//! plotters' coordinates are integers. Sheets are therefore [`SCALE`] times as large as displayed;
+//! [`px`] and [`letters`] convert. Texts are cleaned here; plotters escapes them.
 
 use std::fmt::Write as _;
 
@@ -22,21 +22,21 @@ use super::{
 };
 
 pub(super) const SCALE: i32 = 10;
-/// In pixels, in a drawing at its full width.
+/// Font size in pixels, in a drawing at its full width.
 const LETTERS: f64 = 14.0;
-/// In pixels; approximate, as fonts are the reader's.
+/// Pixels; approximate, because the font depends on the reader.
 pub(super) const LETTER_WIDTH: f64 = 7.6;
-/// plotters takes the size of letters' boxes, and divides by this.
+/// Ratio of plotters' font size, that of the letters' boxes, to the CSS size.
 const BOX: f64 = 1.24;
 
-/// Pixels of a chart in a file of its own: title, legend row, line in the legend, margin.
+/// Pixels of a chart in a separate file: title, legend row, line in the legend, margin.
 const TITLE: f64 = 34.0;
 const ROW: f64 = 20.0;
 const SAMPLE: f64 = 28.0;
 const MARGIN: f64 = 8.0;
 
 pub(super) type Sheet<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-/// Drawing into a string never fails, but plotters also draws elsewhere.
+/// Drawing into a string never fails; the error type is plotters'.
 pub(super) type Drawn = Result<(), DrawingAreaErrorKind<std::io::Error>>;
 
 pub(super) fn px(pixels: f64) -> i32 {
@@ -48,7 +48,7 @@ pub(super) fn letters(colour: RGBColor, horizontal: HPos, vertical: VPos) -> Tex
     ("sans-serif", size).into_font().color(&colour).pos(Pos::new(horizontal, vertical))
 }
 
-/// Positions are in pixels.
+/// Writes a text at a position in pixels.
 pub(super) fn write(sheet: &Sheet, text: &str, (x, y): (f64, f64), style: TextStyle) -> Drawn {
     sheet.draw(&Text::new(clean(text), (px(x), px(y)), style))
 }
@@ -58,7 +58,7 @@ pub(super) fn line(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBC
     sheet.draw(&PathElement::new(ends, colour.stroke_width(px(width).unsigned_abs())))
 }
 
-/// Corners are in pixels.
+/// Fills a rectangle with corners in pixels.
 pub(super) fn fill(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBColor) -> Drawn {
     let corners = [from, to].map(|(x, y)| (px(x), px(y)));
     sheet.draw(&Rectangle::new(corners, colour.filled()))
@@ -82,13 +82,13 @@ pub(super) fn drawing(
     paint(&sheet)?;
     sheet.present()?;
     drop(sheet);
-    // plotters' own tag fixes the size and lacks the alternative text.
+    // plotters' own tag has a fixed size and no alternative text.
     let shapes = drawn.split_once('>').map_or("", |(_, shapes)| shapes).to_owned();
     Ok(Drawing { size: (width, height), shows: escape(shows), shapes })
 }
 
 impl Drawing {
-    /// For a page, with its colours. Shrinks to three quarters at most, so letters stay readable.
+    /// Element for an HTML page. Shrinks to three quarters at most, so that letters stay readable.
     pub(super) fn inline(&self) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         format!(
@@ -100,13 +100,14 @@ impl Drawing {
         )
     }
 
-    /// A file of its own with title and legend, in light colours on a ground.
+    /// Standalone SVG file with title and legend, in light colours on an opaque background.
     pub(super) fn alone(&self, legend: &[(&str, RGBColor)]) -> String {
         let Self { size: (width, height), shows, shapes } = self;
         let (ground, ink, version) = (code(GROUND.light), code(INK.light), env!("CARGO_PKG_VERSION"));
         let mut marks = String::new();
         let (mut x, mut y) = (MARGIN, TITLE);
         for (name, colour) in legend.iter().filter(|(name, _)| !name.is_empty()) {
+            // Legend entries wrap when a row is full.
             let wide = SAMPLE + name.chars().count() as f64 * LETTER_WIDTH + 2.0 * MARGIN;
             if x > MARGIN && x + wide > *width {
                 (x, y) = (MARGIN, y + ROW);

@@ -1,10 +1,9 @@
-//! A matrix of values, drawn. Each value is also written into its cell, so colour alone says
-//! nothing.
+//! Heat map of a matrix. Each value is also written into its cell, so that no information depends on
+//! colour alone.
 //!
-//! Values of any unit: the better, the stronger. Quotients: blue is better than 1×, orange worse,
-//! the further from 1× the stronger, and what is noise has no colour. Columns that do not fit
-//! beside each other on a telephone are drawn in bands, which lie beside each other where there is
-//! room.
+//! Values of any unit: the better, the stronger the colour. Ratios: blue is better than 1×, orange
+//! worse; the colour is stronger further from 1×, and differences within noise have none. Columns
+//! that do not fit on a phone are drawn in bands, which lie side by side on wider screens.
 
 use std::{fmt::Write as _, ops::Range};
 
@@ -24,18 +23,19 @@ use crate::result::{Better, HeatMap, Unit};
 const CELL_HEIGHT: f64 = 34.0;
 const CELL_WIDTHS: (f64, f64) = (34.0, 80.0);
 const NAME_WIDTHS: (f64, f64) = (40.0, 190.0);
-/// Width of a band: that of a telephone without its margins.
+/// Width of a band: that of a phone without its margins.
 const BAND: f64 = 356.0;
-/// Names in the columns' heads stand upright, from the cells to the top.
+/// Column names are rotated, and end at the cells.
 const HEAD_HEIGHTS: (f64, f64) = (40.0, 260.0);
 const LINE: f64 = 15.0;
-/// Of a row's name.
+/// Lines of a row's name.
 const LINES: usize = 2;
 const GAP: f64 = 2.0;
 const MARGIN: f64 = 8.0;
-/// Rows and columns that are drawn.
+/// Bound on the rows and columns drawn.
 const MOST: usize = 64;
-/// Quotients from which a cell is stronger, and their inverses. Those nearer to 1 have no colour.
+/// Ratios, and their inverses, from which the colour is one step stronger. Ratios nearer to 1 have
+/// no colour.
 const STEPS: [f64; 4] = [1.05, 1.3, 2.0, 4.0];
 
 pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
@@ -74,7 +74,7 @@ fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<Drawing> {
     drawing::drawing(layout.size(), &map.title, |sheet| layout.paint(sheet, map))
 }
 
-/// Parts of the columns, of about the same width; one of nothing where there are none.
+/// Bands of columns of about the same width; one empty band if there are no columns.
 fn bands(map: &HeatMap) -> Vec<Range<usize>> {
     let columns = map.columns.len().min(MOST);
     let Layout { name_width, cell_width, .. } = Layout::of(map, 0..columns);
@@ -87,7 +87,7 @@ fn value(map: &HeatMap, row: usize, column: usize) -> Option<f64> {
     map.values.get(row).and_then(|row| *row.get(column)?).filter(|value| value.is_finite())
 }
 
-/// Quotients to a hundredth, without their unit, which the note has.
+/// Formats a value; ratios to two digits and without their sign, which the note explains.
 fn shown(value: f64, unit: Unit) -> String {
     match value {
         _ if unit != Unit::Ratio => quantity::short(value, unit),
@@ -199,7 +199,7 @@ fn fitting(width: f64) -> usize {
     ((width - 2.0 * MARGIN) / LETTER_WIDTH) as usize
 }
 
-/// Broken between words; what does not fit is cut.
+/// Breaks a name between words; the rest is elided in the middle.
 fn wrapped(name: &str, most: usize) -> Vec<String> {
     let mut lines: Vec<String> = Vec::new();
     for word in name.split_whitespace() {
@@ -223,7 +223,7 @@ fn range(map: &HeatMap) -> (f64, f64) {
     values.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), &value| (low.min(value), high.max(value)))
 }
 
-/// The colours of a quotient's cell and its letters.
+/// Colours of a ratio's cell and its text.
 fn beside_one(value: f64, better: Better, is_noise: bool) -> (Pair, Pair) {
     let factor = if value < 1.0 { 1.0 / value.max(f64::MIN_POSITIVE) } else { value };
     let reached = STEPS.iter().filter(|step| factor >= **step).count();
@@ -233,12 +233,13 @@ fn beside_one(value: f64, better: Better, is_noise: bool) -> (Pair, Pair) {
     (colour, if step < STEPS.len() / 2 { ON_FAINT } else { ON_STRONG })
 }
 
-/// By factors if values span more than ten times, or all but the largest would look alike.
+/// Colour step of a value; on a logarithmic scale if values span more than a factor of ten, where a
+/// linear one would show differences of the largest only.
 fn strength(value: f64, (low, high): (f64, f64), better: Better) -> usize {
     let share = if low > 0.0 && high / low > 10.0 {
         (value.ln() - low.ln()) / (high.ln() - low.ln())
     } else if high > low {
-        // Halved first: the difference of two numbers may be larger than any number.
+        // Halved first: the difference of two finite numbers may overflow.
         (value / 2.0 - low / 2.0) / (high / 2.0 - low / 2.0)
     } else {
         0.5

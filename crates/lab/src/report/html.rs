@@ -1,11 +1,11 @@
 //! Escapes text for a page.
 //!
-//! Names and notes come from untrusted result files: a disk may be called `<script>`. No character
-//! of a text begins a tag, an entity or the end of an attribute.
+//! Names and notes come from untrusted result files: a disk may be named `<script>`. No character of
+//! a text can begin a tag or an entity, or end an attribute.
 
 use reactor::plain::is_hidden;
 
-/// For text between tags and in quoted attributes.
+/// Escapes text between tags and in quoted attributes.
 pub(super) fn escape(text: &str) -> String {
     let mut escaped = String::with_capacity(text.len());
     for character in text.chars() {
@@ -21,14 +21,14 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Without characters that HTML forbids, that terminals obey or that nobody sees, except line ends;
-/// plotters leaves them.
+/// Replaces characters that are forbidden in HTML, interpreted by terminals or invisible, except line
+/// ends; plotters does not.
 pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
 fn shown(character: char) -> char {
-    // Noncharacters too (Unicode 16, section 23.7): they make a document ill-formed.
+    // Noncharacters as well (Unicode 16, section 23.7): they make a document ill-formed.
     let noncharacter = matches!(character as u32 & 0xFFFF, 0xFFFE | 0xFFFF)
         || ('\u{FDD0}'..='\u{FDEF}').contains(&character);
     if character != '\n' && is_hidden(character) || noncharacter { '?' } else { character }

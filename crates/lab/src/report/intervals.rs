@@ -1,4 +1,4 @@
-//! Differences, drawn: how far each lies from 1×, with its interval.
+//! Chart of differences: the distance of each from 1×, with its interval.
 //!
 //! ```text
 //!   read, depth 1      ──●──      │
@@ -6,7 +6,7 @@
 //!                      0.9×      1×      1.1×
 //! ```
 //!
-//! The scale is logarithmic: twice is as far to one side as half is to the other.
+//! The scale is logarithmic, so that twice and half have the same distance from 1×.
 
 use console::figures::elided;
 use plotters::{
@@ -32,7 +32,7 @@ const BELOW: f64 = 34.0;
 const NAMES: (f64, f64) = (80.0, 300.0);
 const RIGHT: f64 = 30.0;
 const TICKS: usize = 6;
-/// Rows that differ come first.
+/// Bound on the rows drawn; rows that differ come first.
 const MOST: usize = 50;
 
 pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
@@ -52,7 +52,7 @@ pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
     Ok(Some(format!("<div class=\"wide\">{}</div>", drawing.inline())))
 }
 
-/// At most [`MOST`], differences first.
+/// Rows to draw, at most [`MOST`], differences first.
 fn shown(rows: &[Row]) -> Vec<&Row> {
     let drawable = |row: &&Row| {
         let ratio = row.ratio;
@@ -96,7 +96,7 @@ fn paint(sheet: &Sheet, rows: &[&Row], scale: &Scale, left: f64) -> Drawn {
         let colour = colour(row.outcome).light;
         drawing::line(sheet, (at(row.ratio.low), y), (at(row.ratio.high), y), colour, 3.0)?;
         let middle = (px(at(row.ratio.median)), px(y));
-        // Hollow if it is no difference, which is visible without colours.
+        // Hollow without a difference, which is visible without colours.
         let inside = if differs(row) { colour } else { GROUND.light };
         sheet.draw(&Circle::new(middle, px(5.0), colour.filled()))?;
         sheet.draw(&Circle::new(middle, px(3.0), inside.filled()))?;

@@ -1,4 +1,4 @@
-//! Keeps results in the files that `--result` and `--report` name. Never replaces what weir has not
+//! Saves results in the files of `--result` and `--report`. Never replaces a file that weir has not
 //! written.
 
 use anyhow::bail;
@@ -7,7 +7,7 @@ use super::page;
 use crate::result::{Kind, ResultFile, arguments::ResultArgs, check, save, write};
 
 impl ResultArgs {
-    /// Whether the files can be written, as far as that can be known beforehand.
+    /// Fails if the files cannot be written, as far as that is known before the measurement.
     pub(crate) fn check(&self) -> anyhow::Result<()> {
         if let Some(path) = &self.result {
             check(path, Kind::Result)?;
@@ -18,7 +18,7 @@ impl ResultArgs {
         self.report.as_ref().map_or(Ok(()), |path| check(path, Kind::Page))
     }
 
-    /// Where one file cannot be written, the other still is.
+    /// Saves both files; if one fails, the other is still written.
     pub(crate) fn keep(&self, result: &ResultFile) -> anyhow::Result<()> {
         let kept = self.result.as_ref().map_or(Ok(()), |path| save(result, path));
         let draw = |path| write(path, Kind::Page, &page(result)?);

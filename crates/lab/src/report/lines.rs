@@ -1,5 +1,5 @@
-//! Lines over one x-axis, drawn: IOPS over time, a growing cache, the share of requests over
-//! latency. Of thousands of points in a column of pixels only the lowest and highest are drawn.
+//! Line charts over one x-axis: IOPS over time, a growing cache, the share of requests over latency.
+//! Of thousands of points in a pixel column only first, last, minimum and maximum are drawn.
 
 use std::{fmt::Write as _, ops::Range};
 
@@ -31,7 +31,7 @@ const ABOVE: f64 = 30.0;
 const RIGHT: f64 = 30.0;
 const X_TICKS: usize = 8;
 const Y_TICKS: usize = 5;
-/// Of pixels, which a line's points are grouped into.
+/// Pixel columns into which a line's points are grouped.
 const COLUMNS: usize = 600;
 
 pub(super) fn html(lines: &Lines) -> anyhow::Result<String> {
@@ -80,7 +80,7 @@ fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &Series> {
     })
 }
 
-/// The lines of the legend: each name of a limit once.
+/// Entries of the legend: each name of a limit once.
 fn legend_lines(lines: &Lines) -> Vec<(&Series, Pair)> {
     let mut limits: Vec<(&Series, Pair)> = Vec::new();
     for limit in drawn_limits(lines) {
@@ -108,7 +108,7 @@ fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
     })
 }
 
-/// Empty for a single unnamed line.
+/// HTML of the legend; empty for a single unnamed line.
 fn legend(lines: &Lines) -> String {
     if named(lines).all(|(series, _)| series.name.is_empty()) {
         return String::new();
@@ -157,6 +157,7 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
         if lines.steps {
             points = stepped(&points);
         }
+        // A single point has no line, so it is drawn as a dot.
         if let &[only] = points.as_slice() {
             chart.draw_series([Circle::new(only, px(3.5), colour.light.filled())])?;
         }
@@ -170,7 +171,7 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
     Ok(())
 }
 
-/// A scale for plotters: positions from 0 to 1, labels only at its ticks.
+/// A scale as plotters' range: positions from 0 to 1, labels at its ticks only.
 struct Direction<'a>(&'a Scale);
 
 impl Ranged for Direction<'_> {
@@ -198,19 +199,19 @@ impl ValueFormatter<f64> for Direction<'_> {
     }
 }
 
-/// Level until the next point, from one end of the chart to the other.
+/// Step function from one end of the chart to the other.
 fn stepped(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let (Some(&(_, first)), Some(&(_, last))) = (points.first(), points.last()) else { return vec![] };
     [(0.0, first)].into_iter().chain(held(points)).chain([(1.0, last)]).collect()
 }
 
-/// Level from each point until the next.
+/// Constant from each point until the next.
 fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let corners = points.windows(2).flat_map(|pair| [pair[0], (pair[1].0, pair[0].1)]);
     corners.chain(points.last().copied()).collect()
 }
 
-/// From 0 to 1 both ways; at most four points for each column of pixels.
+/// Positions from 0 to 1 in both directions; at most four points for each pixel column.
 fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
     let place = |&(at, value): &(f64, f64)| Some((x.position(at)?, y.position(value)?));
     let all: Vec<(f64, f64)> = series.points.iter().filter_map(place).collect();
@@ -224,7 +225,7 @@ fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
         let extremes = [column.iter().min_by(by_value), column.iter().max_by(by_value)];
         let mut shown: Vec<&(f64, f64)> =
             [column.first(), column.last()].into_iter().chain(extremes).flatten().collect();
-        // Their addresses give the series' order.
+        // References into one slice: their addresses restore the order of the series.
         shown.sort_by_key(|point| std::ptr::from_ref(*point));
         shown.dedup_by_key(|point| std::ptr::from_ref(*point));
         kept.extend(shown.into_iter().copied());
@@ -258,7 +259,7 @@ mod tests {
         let svg = html(&lines(vec![series("a<b", &[(0.0, 0.0), (10.0, 20_000.0)])])).unwrap();
         assert!(svg.contains("aria-label=\"IOPS over time\""), "{svg}");
         assert!(svg.contains("</svg>a&lt;b</li>"), "{svg}");
-        // In tenths of pixels.
+        // Coordinates are tenths of pixels.
         let right = px(WIDTH - RIGHT) - 1;
         let bottom = px(HEIGHT - BELOW) - 1;
         let path = format!("points=\"{},{bottom} {right},{} \"", px(LEFT), px(ABOVE));

@@ -1,6 +1,6 @@
-//! One page of HTML, from the head to the last table.
+//! A complete HTML page.
 //!
-//! A page is self-contained: no script, font or picture from elsewhere. It can be mailed and kept.
+//! A page is self-contained: no external script, font or picture. It can be mailed and archived.
 //! All text is escaped.
 
 use std::fmt::Write as _;
@@ -22,7 +22,7 @@ use crate::{
 };
 
 const STYLE: &str = include_str!("page.css");
-/// Letters from which a cell is broken into lines.
+/// Length from which a cell is broken into lines.
 const LONG: usize = 48;
 /// A table with more columns is wider than a phone.
 const MOST_COLUMNS: usize = 6;
@@ -69,7 +69,7 @@ impl Page {
         self.put(&format!("<p class=\"partial\" role=\"note\">{}</p>", escape(text)));
     }
 
-    /// Paragraphs of several lines, such as a configuration, are shown verbatim.
+    /// Adds paragraphs; one with several lines, such as a configuration, is shown verbatim.
     pub(super) fn summary(&mut self, paragraphs: &[String]) {
         for paragraph in paragraphs {
             let text = escape(paragraph.trim_end());
@@ -108,7 +108,7 @@ impl Page {
         Ok(())
     }
 
-    /// `drawn` is HTML, `title` is not.
+    /// Adds a figure: `drawn` is HTML, `title` is plain text.
     pub(super) fn figure(&mut self, title: &str, drawn: &str) {
         self.put(&format!("<figure><figcaption>{}</figcaption>{drawn}</figure>", escape(title)));
     }
@@ -128,7 +128,7 @@ impl Page {
     }
 }
 
-/// As one would type it, the program by its name alone.
+/// The command as one would type it, without the program's directory.
 pub(super) fn command(header: &Header) -> String {
     let program = |word: &String| word.rsplit('/').next().unwrap_or_default().to_owned();
     let quoted = |word: &String| {
@@ -140,7 +140,7 @@ pub(super) fn command(header: &Header) -> String {
     header.command.first().map(program).into_iter().chain(words).collect::<Vec<_>>().join(" ")
 }
 
-/// Without unknown ones.
+/// Known facts about the run.
 pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
     let machine = &header.machine;
     let began = figures::date(u32::try_from(header.began).unwrap_or(u32::MAX));
@@ -155,7 +155,7 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
         format!("{} ({}){system}", device.node, device.key)
     });
     let (processors, memory) = (machine.processors, short(machine.memory_bytes as f64, Unit::Bytes));
-    // A recording does not have these figures.
+    // A recording does not contain these figures.
     let of_machine = match machine.processors {
         0 => String::new(),
         _ => format!("{processors} × {}, {memory} of memory", machine.processor),
@@ -180,9 +180,9 @@ pub(super) fn measures(list: &[Measure]) -> Table {
     Table::new("Measured", columns, list.iter().map(row).collect())
 }
 
-/// True if a table is wider than a phone: cells hold lines or sentences, or there are many columns.
-/// On a phone a row of such a table is a block, in which each cell stands beside or below the name
-/// of its column, so that no sideways scrolling is needed.
+/// True if a table is wider than a phone: cells have several lines or sentences, or there are many
+/// columns. On a phone a row of such a table is a block, in which each cell is beside or below the
+/// name of its column, so that no sideways scrolling is needed.
 fn is_wide(shown: &Table) -> bool {
     let is_long = |cell: &String| cell.contains('\n') || cell.chars().count() > LONG;
     shown.columns.len() > MOST_COLUMNS || shown.rows.iter().flatten().any(is_long)

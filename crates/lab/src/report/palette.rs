@@ -1,9 +1,9 @@
-//! The colours of charts, for light and for dark.
+//! The colours of charts, for light and dark mode.
 //!
-//! plotters writes light colours into attributes. CSS rules win over attributes, so the dark page
-//! is a list of rules `[stroke="#0072B2"] { stroke: … }` over the same drawing, and each colour
-//! here means one thing. The lines' colours are those of Okabe and Ito (*Color Universal Design*,
-//! 2008) for any colour vision, made stronger: five lines are solid and three dashed.
+//! plotters writes light colours into attributes. CSS rules override attributes, so the dark mode is
+//! a list of rules `[stroke="#0072B2"] { stroke: … }` for the same drawing; hence each colour has one
+//! meaning only. The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008) for
+//! any colour vision, made stronger: five lines are solid and three dashed.
 
 use plotters::style::RGBColor;
 
@@ -21,11 +21,11 @@ const fn rgb(code: u32) -> RGBColor {
     RGBColor((code >> 16) as u8, (code >> 8) as u8, code as u8)
 }
 
-/// The background; the page's style has the same.
+/// Background; the page's style sheet has the same.
 pub(super) const GROUND: Pair = pair(0xFF_FFFF, 0x17_191D);
 pub(super) const INK: Pair = pair(0x33_3B46, 0xC9_D1DC);
 pub(super) const GRID: Pair = pair(0xDF_E3E8, 0x33_3841);
-/// The first [`SOLID`] are solid.
+/// Colours of lines; the first [`SOLID`] are solid.
 pub(super) const LINES: [Pair; 8] = [
     pair(0x00_72B2, 0x2B_8FD6),
     pair(0xD5_5E00, 0xE8_702A),
@@ -39,7 +39,7 @@ pub(super) const LINES: [Pair; 8] = [
 pub(super) const SOLID: usize = 5;
 /// Limits, dashed.
 pub(super) const LIMIT: Pair = pair(0xA4_133C, 0xFF_8FA3);
-/// From the worst to the best, which stands out from the background.
+/// From the worst to the best, which contrasts most with the background.
 pub(super) const CELLS: [Pair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
     pair(0xD6_E6F4, 0x1D_3850),
@@ -49,7 +49,7 @@ pub(super) const CELLS: [Pair; 7] = [
     pair(0x0F_5FA3, 0x8C_C4EA),
     pair(0x08_3E7A, 0xC6_E4F8),
 ];
-/// Quotients above and below 1, from the nearest: the first half has letters [`ON_FAINT`].
+/// Ratios above and below 1, from the nearest: the first half has text in [`ON_FAINT`].
 pub(super) const BETTER: [Pair; 4] = [CELLS[1], CELLS[2], CELLS[5], CELLS[6]];
 pub(super) const WORSE: [Pair; 4] = [
     pair(0xFB_E6D6, 0x3A_2618),
@@ -57,7 +57,7 @@ pub(super) const WORSE: [Pair; 4] = [
     pair(0xAD_4D0D, 0xE0_9050),
     pair(0x7A_3106, 0xF6_CBA4),
 ];
-/// The first so many cells have letters [`ON_FAINT`], the others [`ON_STRONG`].
+/// Cells before this index have text in [`ON_FAINT`], later ones in [`ON_STRONG`].
 pub(super) const FAINT: usize = 4;
 pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
 pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
@@ -77,7 +77,7 @@ pub(super) fn dark_rules() -> String {
     ALL.into_iter().flatten().map(rule).collect()
 }
 
-/// `scale` is units of a drawing in a pixel.
+/// CSS rules for dashed lines; `scale` is a drawing's units per pixel.
 pub(super) fn dash_rules(scale: i32) -> String {
     let dashes = [[7, 4], [2, 3], [12, 4]];
     let rule = |(pair, [on, off]): (&Pair, [i32; 2])| {
@@ -91,7 +91,7 @@ pub(super) fn dash_rules(scale: i32) -> String {
 mod tests {
     use super::*;
 
-    /// Linear in light (IEC 61966-2-1).
+    /// Linear light intensities (IEC 61966-2-1).
     fn linear(RGBColor(red, green, blue): RGBColor) -> [f64; 3] {
         [red, green, blue].map(|part| {
             let part = f64::from(part) / 255.0;
@@ -159,7 +159,7 @@ mod tests {
         [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
     ];
 
-    /// In CIE 1976 L*a*b*.
+    /// Coordinates in CIE 1976 L*a*b*.
     fn seen(colour: RGBColor, deficiency: &[[f64; 3]; 3]) -> [f64; 3] {
         let light = linear(colour);
         let dot = |row: &[f64; 3]| row.iter().zip(light).map(|(weight, part)| weight * part).sum::<f64>();
@@ -181,7 +181,7 @@ mod tests {
                             let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
                             let distance =
                                 one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-                            // About 2.3 is just noticeable; thin lines need several times that.
+                            // A distance of about 2.3 is just noticeable; thin lines need several times that.
                             assert!(distance >= 12.0, "{one:?} and {other:?}: {distance}");
                         }
                     }

@@ -12,7 +12,7 @@ use crate::result::{Chart, Kind, write};
 
 const LONGEST: usize = 64;
 
-/// Writes each chart to a file named after its title; makes the directory if need be.
+/// Writes each chart to a file named after its title; creates the directory if necessary.
 pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
     for (path, chart) in names(charts, directory).iter().zip(charts) {
@@ -25,7 +25,7 @@ pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Each title in portable letters, numbered if taken.
+/// File names: titles in portable characters, numbered if equal.
 fn names(charts: &[Chart], directory: &Path) -> Vec<PathBuf> {
     let mut taken: Vec<String> = Vec::new();
     for chart in charts {
@@ -37,7 +37,7 @@ fn names(charts: &[Chart], directory: &Path) -> Vec<PathBuf> {
     taken.iter().map(|name| directory.join(format!("{name}.svg"))).collect()
 }
 
-/// `Latency, by p99` becomes `latency-by-p99`.
+/// Converts a title: `Latency, by p99` becomes `latency-by-p99`.
 fn plain(title: &str) -> String {
     let letter =
         |letter: char| if letter.is_ascii_alphanumeric() { letter.to_ascii_lowercase() } else { ' ' };

@@ -1,11 +1,11 @@
-//! Quantities in a report: a number, its scale and its unit, in about ten characters at most.
+//! Formats quantities in a report: a number, its scale and its unit, in about ten characters.
 //!
-//! Unlike in `figures`, neighbouring ticks must not read the same, a difference may be negative,
-//! and a result file may hold any number.
+//! Unlike `figures`, it distinguishes neighbouring ticks, allows negative differences, and accepts
+//! any number from a result file.
 
 use crate::{result::Unit, statistics::Estimate};
 
-/// A divisor and the suffix then; the smallest first.
+/// A divisor and its suffix, in ascending order.
 type Step = (f64, &'static str);
 
 const DECIMAL: [Step; 5] = [(1.0, ""), (1e3, "K"), (1e6, "M"), (1e9, "G"), (1e12, "T")];
@@ -19,7 +19,7 @@ const SECONDS: [Step; 4] = [(1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s")
 const SHARE: [Step; 1] = [(0.01, "%")];
 const RATIO: [Step; 1] = [(1.0, "×")];
 
-/// Larger numbers, and those below the inverse, get an exponent.
+/// Numbers above this, and below its inverse, are printed with an exponent.
 const WRITTEN_OUT: f64 = 1e7;
 
 fn steps(unit: Unit) -> &'static [Step] {
@@ -40,12 +40,12 @@ pub(super) fn scale(unit: Unit, magnitude: f64) -> Step {
     if magnitude == 0.0 {
         return zero();
     }
-    // Rounded to three digits, or 999.7 would become 1000 and not 1K.
+    // The threshold for three digits: 999.7 becomes 1K, not 1000.
     let reaches = |&&(factor, _): &&Step| magnitude.abs() / factor >= 0.9995;
     steps.iter().rev().find(reaches).copied().unwrap_or(steps[0])
 }
 
-/// To three digits: `0`, `1.23K`, `85us`, `-4.2%`, `1.02×`.
+/// Formats with three digits: `0`, `1.23K`, `85us`, `-4.2%`, `1.02×`.
 pub(super) fn short(value: f64, unit: Unit) -> String {
     let step = scale(unit, value);
     let magnitude = (value / step.0).abs();
@@ -53,7 +53,8 @@ pub(super) fn short(value: f64, unit: Unit) -> String {
     written(value, step, digits.clamp(0.0, 9.0) as usize)
 }
 
-/// A median and its interval, to the digits that tell the ends apart: `10.00K`, `9.97K`, `10.03K`.
+/// Formats a median and its interval with enough digits to distinguish its ends: `10.00K`, `9.97K`,
+/// `10.03K`.
 pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     let Estimate { median, low, high } = estimate;
     let step = scale(unit, median);
@@ -61,7 +62,8 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
         let magnitude = (value / step.0).abs();
         if magnitude > 0.0 && magnitude.is_finite() { -magnitude.log10().floor() } else { 0.0 }
     };
-    // The width's first digit (two if that is 1 or 2), at most six of the median.
+    // Down to the first digit of the width (two digits if that is 1 or 2), and at most six digits of
+    // the median.
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
     let alone = low == median && high == median;
@@ -81,7 +83,7 @@ fn is_far_off(value: f64) -> bool {
     value != 0.0 && !(1.0 / WRITTEN_OUT..WRITTEN_OUT).contains(&value.abs())
 }
 
-/// With at most so many digits behind the point, without trailing zeros.
+/// Formats with at most `digits` decimals, without trailing zeros.
 pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> String {
     let value = value / factor;
     if is_far_off(value) {
@@ -89,7 +91,7 @@ pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> Stri
     }
     let text = format!("{value:.digits$}");
     let text = if text.contains('.') { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
-    // What rounds to zero has no sign and no suffix.
+    // A value that rounds to zero has neither sign nor decimal suffix.
     match (text, suffix) {
         ("0" | "-0", "K" | "M" | "G" | "T") => "0".to_owned(),
         ("-0", _) => format!("0{suffix}"),

@@ -1,5 +1,5 @@
-//! The estimate of a measure, by what its samples are. The seconds of one run are not independent:
-//! an interval of all of them would be too narrow.
+//! Estimates of a measure, by the kind of its samples. The seconds of one run are not independent:
+//! an interval from all of them would be too narrow.
 
 use std::borrow::Cow;
 
@@ -8,7 +8,7 @@ use crate::{
     statistics::{Estimate, estimate, steady},
 };
 
-/// A run's seconds are averaged into so many parts.
+/// Number of parts into which a run's seconds are averaged.
 const PARTS: usize = 10;
 
 /// Nearly independent samples: the means of parts of a run's steady seconds, or all samples.
@@ -24,7 +24,7 @@ pub(super) fn independent(measure: &Measure) -> Cow<'_, [f64]> {
 }
 
 fn mean(samples: &[f64]) -> f64 {
-    // Divided first: a sum could overflow.
+    // Divided before summing, because a sum could overflow.
     samples.iter().map(|sample| sample / samples.len() as f64).sum()
 }
 
@@ -33,7 +33,7 @@ fn mean(samples: &[f64]) -> f64 {
 pub(super) enum IntervalKind {
     /// The value was computed and has no interval.
     Exact,
-    /// A single sample has no interval: nothing is known of how far another one would differ.
+    /// A single sample has no interval: the difference to another run is unknown.
     OneRun,
     Estimated,
 }
@@ -56,7 +56,7 @@ impl IntervalKind {
         }
     }
 
-    /// The interval of two measures together.
+    /// Kind of an interval that depends on two measures.
     pub(super) fn both(self, other: Self) -> Self {
         match (self, other) {
             (Self::OneRun, _) | (_, Self::OneRun) => Self::OneRun,

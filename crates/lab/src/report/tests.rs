@@ -1,4 +1,4 @@
-//! Pages of proper results, and of results that no sane program wrote.
+//! Pages of valid results, and of results with arbitrary content.
 
 use proptest::prelude::*;
 
@@ -72,7 +72,7 @@ fn small() -> ResultFile {
     }
 }
 
-/// A page's texts in order, without the style and the charts' own letters.
+/// A page's texts in order, without the style sheet and the charts' own texts.
 fn texts(page: &str) -> String {
     let body = page.split_once("<body>").unwrap().1;
     let mut texts = String::new();
@@ -242,13 +242,13 @@ fn findings() -> impl Strategy<Value = Findings> {
         })
 }
 
-/// Closing tags begin with a slash.
+/// Names of tags; closing tags begin with a slash.
 fn tags(page: &str) -> Vec<&str> {
     let body = page.split_once("<body>").unwrap().1;
     body.split('<').skip(1).map(|part| part.split([' ', '>', '\n']).next().unwrap()).collect()
 }
 
-/// Fails unless each tag is one of ours and is properly closed.
+/// Fails unless each tag is known and properly closed.
 fn assert_sound(page: &str) {
     let mut open = vec!["html", "body"];
     for tag in tags(page) {

@@ -1,5 +1,5 @@
-//! Results on a terminal: the page's tables, and the names of what only a page can show. No control
-//! character of a result file is printed.
+//! Results on a terminal: the page's tables, and the titles of charts. Control characters in a
+//! result file are never printed.
 
 use std::{fmt::Write as _, path::Path};
 
@@ -8,7 +8,7 @@ use console::table;
 use super::{columns, differences::Differences, html::clean, page};
 use crate::result::{Chart, ResultFile, Table};
 
-/// `written` are the page and the directory of charts, as far as they were written.
+/// Formats a result. `written` lists the page and the directory of charts, if they were written.
 pub(super) fn result(result: &ResultFile, written: &[&Path], bold: bool) -> String {
     let ResultFile { header, findings, .. } = result;
     let mut text = format!("{}\n", clean(&page::command(header)));

@@ -1,10 +1,10 @@
-//! Options of the commands that measure or predict: where what they find is kept.
+//! Options of the measuring and predicting commands for the files of their results.
 
 use std::path::PathBuf;
 
 use clap::Args;
 
-/// Where results are kept, beside what is printed.
+/// Files of the results.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "Keeping the results")]
 pub(crate) struct ResultArgs {

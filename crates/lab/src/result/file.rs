@@ -1,8 +1,8 @@
-//! Result files and report pages on disk.
+//! Reads and writes result files and report pages.
 //!
 //! Names may be mistyped and measurements take long, so the destination is examined beforehand
-//! ([`check`]): a file of the same kind is replaced atomically; what is no file (`/dev/null`, a
-//! pipe) is written into; anything else, such as an image, is left alone.
+//! ([`check`]): a file of the same kind is replaced atomically; a special file (`/dev/null`, a pipe)
+//! is written into; anything else, such as an image, is left alone.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use super::{FORMAT, ResultFile, VERSION};
 /// A result of hundreds of configurations takes a few MiB.
 const LARGEST_BYTES: u64 = 64 << 20;
 const BEGINNING_BYTES: u64 = 1024;
-/// As many as the kernel follows.
+/// The kernel's limit on symbolic links in a path.
 const MOST_LINKS: u32 = 40;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,7 +29,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// By a file's beginning; an empty file is ours too.
+    /// Recognizes a file written by weir by its beginning; an empty file may be replaced as well.
     fn is_ours(self, beginning: &str) -> bool {
         let (first, mark) = match self {
             Self::Result => ("{", FORMAT),
@@ -94,7 +94,7 @@ fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
     tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o644)).tempfile_in(directory(path))
 }
 
-/// As far as that can be known before.
+/// Fails if the file cannot be written, as far as that is known in advance.
 pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
     let look = || {
         if let Place::File(path) = Place::of(path, kind)? {
@@ -110,11 +110,12 @@ pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
     write(path, Kind::Result, &(text + "\n"))
 }
 
-/// Writes a file completely or not at all; never over what weir has not written.
+/// Writes a file atomically; never replaces a file that weir has not written.
 pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
     let write = || {
         match Place::of(path, kind)? {
             Place::File(path) => {
+                // A temporary file in the same directory, because a rename cannot cross file systems.
                 let mut file = unnamed(&path)?;
                 file.write_all(text.as_bytes())?;
                 file.persist(path).map_err(|error| error.error)?;

@@ -1,4 +1,4 @@
-//! Where and how a result came about.
+//! Origin of a result: command, time, machine and device.
 
 use std::{
     fs,
@@ -28,7 +28,7 @@ pub(crate) struct Header {
 pub(crate) struct Machine {
     pub(crate) kernel: String,
     pub(crate) processor: String,
-    /// Those that this process may use.
+    /// Number of CPUs that this process may use.
     pub(crate) processors: usize,
     pub(crate) memory_bytes: u64,
 }
@@ -36,7 +36,7 @@ pub(crate) struct Machine {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Device {
-    /// Such as `/dev/sda`.
+    /// Device node, such as `/dev/sda`.
     pub(crate) node: String,
     /// Its stable name, such as a serial number.
     pub(crate) key: String,
@@ -44,7 +44,7 @@ pub(crate) struct Device {
     pub(crate) file_system: Option<String>,
 }
 
-/// Made when the command begins, completed when it ends.
+/// Created at the command's start, completed at its end.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Begun {
     clock: SystemTime,
@@ -58,7 +58,7 @@ impl Header {
 }
 
 impl Begun {
-    /// `place` is what was measured.
+    /// Completes the header; `place` is the measured file or device.
     pub(crate) fn end(self, place: Option<&Path>) -> Header {
         Header {
             command: std::env::args_os().map(|word| word.to_string_lossy().into_owned()).collect(),
@@ -72,7 +72,7 @@ impl Begun {
 }
 
 impl Machine {
-    /// Unknown fields are empty.
+    /// Describes this machine; unknown fields are empty.
     pub(crate) fn this() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         let kernel = |name: &str| read(format!("/proc/sys/kernel/{name}")).trim().to_owned();
@@ -92,7 +92,7 @@ impl Machine {
 }
 
 impl Device {
-    /// The device under a file or directory, or a device itself.
+    /// The device below a file or directory, or a device itself.
     pub(crate) fn under(place: &Path) -> Option<Self> {
         use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
         let meta = fs::metadata(place).ok()?;
@@ -105,7 +105,8 @@ impl Device {
     }
 }
 
-/// From proc_pid_mountinfo(5): the third field is the number, the first behind ` - ` the type.
+/// File system type from proc_pid_mountinfo(5): the third field is the number, the first field after
+/// ` - ` the type.
 fn file_system(mounts: &str, number: Number) -> Option<String> {
     let number = number.to_string();
     let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(&number))?;

@@ -1,5 +1,5 @@
-//! The options of `weir simulate`: those of `weir serve` that say what disks are held to, and what
-//! to hold against them.
+//! Options of `weir simulate`: those of `weir serve` about limits of disks, and the requests to
+//! simulate.
 
 use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 
@@ -44,7 +44,7 @@ Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkpars
 Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line."
 );
 
-/// What `weir simulate` is told.
+/// Arguments of `weir simulate`.
 #[derive(Debug, Args)]
 pub struct SimulateArgs {
     /// Before all others: who takes an argument's value takes it away.
@@ -144,17 +144,17 @@ pub(crate) struct OutputArgs {
     pub(crate) json: bool,
 }
 
-/// The names of the options that were given.
+/// Names of the options that were given.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Given(Vec<String>);
 
 impl Given {
-    /// One that is none of these, if there is one.
+    /// The first given option that is not in `taken`.
     pub(crate) fn first_but(&self, taken: &[&str]) -> Option<&str> {
         self.0.iter().map(String::as_str).find(|given| !taken.contains(given))
     }
 
-    /// One of these, if one was given.
+    /// The first given option that is in `named`.
     pub(crate) fn first_of(&self, named: &[&str]) -> Option<&str> {
         self.0.iter().map(String::as_str).find(|given| named.contains(given))
     }
@@ -172,7 +172,7 @@ impl Args for Given {
 
 impl FromArgMatches for Given {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        // Groups of options are among them, under the names of their types.
+        // clap lists argument groups as well, under their type names.
         let is_option = |name: &str| !name.contains(char::is_uppercase);
         let ids = matches.ids().map(clap::Id::as_str).filter(|id| is_option(id));
         let given = ids.filter(|id| matches.value_source(id) == Some(ValueSource::CommandLine));
@@ -185,19 +185,19 @@ impl FromArgMatches for Given {
     }
 }
 
-/// What disks are held to that no config file names.
+/// Settings of disks that no config file names.
 #[derive(Debug)]
 pub(crate) struct Terms {
-    /// All of them together, under this name.
+    /// A group of all disks: its name and settings.
     pub(crate) group: Option<(String, Settings)>,
-    /// Each by itself.
+    /// Settings of each disk.
     pub(crate) disk: Settings,
-    /// What is read ahead of its readers.
+    /// Prefetching of each disk.
     pub(crate) prefetch: prefetch::Settings,
 }
 
 impl SimulateArgs {
-    /// What the options say of disks.
+    /// Settings that the options give to disks.
     pub(crate) fn terms(&self) -> Result<Terms, Wrong> {
         let mut disk = Placed::new(DiskConfig::default(), Place::new("disk"));
         let group = self.disk.read_disk(&mut disk, |_| true)?;
@@ -231,7 +231,7 @@ impl KeyOptions for DiskOptions {
     }
 }
 
-/// As many as a daemon may have for its disks.
+/// Parses a number of threads, up to the maximum of a daemon.
 fn threads(text: &str) -> Result<NonZeroUsize, String> {
     let threads = text.parse().ok().filter(|threads: &NonZeroUsize| threads.get() <= MAX_WORKERS);
     threads.ok_or_else(|| format!("is no number from 1 to {MAX_WORKERS}"))

@@ -1,13 +1,13 @@
 //! `weir simulate --cluster`: hosts that share one group's limits by etcd, in virtual time.
 //!
 //! ```text
-//!   --cluster hosts=… ─► spec ──► hosts: who wants what, and the ideal ──┐
+//!   --cluster hosts=… ─► spec ──► hosts: demand, and the ideal shares ───┐
 //!   --iops-total … ────► limits ──► run: policy's simulated World ───────┼─► summary: tables, JSON
 //!                                   changes and faults by the seed       └─► findings: charts
 //! ```
 //!
 //! Hosts, leader and trees are the daemon's own code; etcd, the network, clocks and clients are
-//! imitated (`policy::cluster::simulated`). Never speaks with etcd, and takes no address of one.
+//! simulated (`policy::cluster::simulated`). Never connects to etcd, and accepts no address of one.
 
 mod findings;
 mod hosts;
@@ -30,19 +30,19 @@ use summary::Summary;
 
 use crate::result::Findings;
 
-/// Operations a second that each host has of a limit that nobody has said.
+/// Operations per second and host of the default limit.
 const IOPS_OF_ONE: u64 = 100;
-/// Options that go with it, besides limits.
+/// Options that can be combined with it, besides limits.
 pub(super) const OTHERS: [&str; 5] = ["cluster", "seed", "json", "result", "report"];
 
-/// What came of it.
+/// Result of a simulation.
 pub(super) struct Simulated {
     pub(super) summary: Summary,
     pub(super) findings: Findings,
 }
 
 impl Simulated {
-    /// The first that is wrong with it.
+    /// The most severe problem: a violated limit, else the reason for an early end.
     pub(super) fn failure(&self) -> Option<String> {
         let violated = self.summary.violation.is_some().then(|| self.summary.safety());
         violated.or_else(|| self.summary.partial.clone())
@@ -67,7 +67,7 @@ pub(super) fn simulate(
     Ok(Simulated { summary, findings })
 }
 
-/// The group's limits, and what is to be said of them.
+/// The group's limits, and remarks about them.
 fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(Spec, Vec<String>), Failure> {
     let wrong = |why: String| Failure::Usage(anyhow!("--cluster: {why}"));
     for kind in [LimitKind::IopsWrite, LimitKind::BpsWrite] {

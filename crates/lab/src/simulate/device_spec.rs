@@ -1,4 +1,4 @@
-//! `--device`: a device's properties, in the words of `--delay` and `--rate`, or the path of a
+//! `--device`: properties of a device, with the keys of `--delay` and `--rate`, or the path of a
 //! probed one.
 
 use std::{path::PathBuf, str::FromStr};
@@ -15,7 +15,7 @@ impl FromStr for DeviceSpec {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        // A path may contain an equals sign, but hardly begins with one of these words.
+        // A path with an equals sign is recognized by a slash before that sign.
         let first = text.split('=').next().unwrap_or_default();
         let is_path = first.contains('/') || !text.contains('=');
         if is_path {

@@ -1,4 +1,4 @@
-//! Runs a simulation: reads requests, looks up disks, and runs engines on several threads.
+//! Drives a simulation: reads requests, resolves disks, and runs engines on several threads.
 //!
 //! ```text
 //!                                 ┌─► shard 0: after (with limits), before (without) ─┐
@@ -9,7 +9,7 @@
 //!
 //! Disks that share a group or a device are in the same shard, so results do not depend on the
 //! number of shards. A simulation ends early when waiting requests take [`MOST_BYTES`], on an
-//! interruption, or at an error in a trace. The outcome then covers what came before and says why.
+//! interruption, or at an error in a trace. The outcome then covers the part before, with the reason.
 
 use std::{
     ops::ControlFlow,
@@ -38,7 +38,7 @@ use super::{
     setup::{Names, Setup},
 };
 
-/// Enough to hand on cheaply, few enough for a cache.
+/// Large enough to amortize a channel operation, small enough for the CPU cache.
 const BATCH: usize = 4096;
 const LAG: usize = 16;
 
@@ -76,17 +76,17 @@ pub(crate) struct Job<'a> {
     pub(crate) setup: &'a Setup,
     pub(crate) input: Input,
     pub(crate) threads: usize,
-    /// Whether to simulate without limits too.
+    /// True to simulate without limits as well.
     pub(crate) before: bool,
     /// Receives every request's result; forces one thread.
     pub(crate) events: Option<Arc<Mutex<Events>>>,
     pub(crate) stop: &'a AtomicBool,
-    /// Called now and then with the number of requests and the last one's time.
+    /// Progress callback: number of requests, and time of the last one.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
 }
 
 impl<'a> Job<'a> {
-    /// On one thread, with and without limits, quietly.
+    /// A job on one thread, with and without limits, without progress.
     pub(crate) fn new(setup: &'a Setup, input: Input, stop: &'a AtomicBool) -> Self {
         Self { setup, input, threads: 1, before: true, events: None, stop, tell: &|_, _| () }
     }
@@ -97,7 +97,7 @@ pub(crate) struct Outcome {
     pub(crate) world: World,
     pub(crate) disks: Vec<OfDisk>,
     pub(crate) groups: Vec<Queue>,
-    /// Why it is incomplete.
+    /// Reason why the outcome is incomplete.
     pub(crate) partial: Option<String>,
 }
 
@@ -106,12 +106,12 @@ pub(crate) struct OfDisk {
     pub(crate) after: Tally,
     pub(crate) before: Option<Tally>,
     pub(crate) queue: Queue,
-    /// Nanoseconds by limit, the longest first.
+    /// Nanoseconds throttled by each limit, the longest first.
     pub(crate) held: Vec<(String, u64)>,
     pub(crate) prefetch: Option<prefetch::Stats>,
 }
 
-/// Fails if nothing can be simulated: contradictory settings, or a trace that does not begin.
+/// Simulates a job. Fails if nothing can be simulated: contradictory settings, or an unreadable trace.
 pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let mut names = Names::new(job.setup);
     let mut world = job.setup.world.clone();
@@ -146,7 +146,8 @@ struct Reading<'a> {
 }
 
 impl Reading<'_> {
-    /// Reads to the end; hands on the world, whether it has grown, and a batch, until declined.
+    /// Reads to the end, or until `hand_on` breaks. `hand_on` receives the world, true if it has grown,
+    /// and a batch of requests.
     fn read(
         &mut self,
         source: &mut dyn Source,
@@ -169,6 +170,7 @@ impl Reading<'_> {
                 tell(self.requests, last.at_ns);
             }
             let more = hand_on(&self.world, grown, &mut requests)?;
+            // An error after the first request makes the result partial; before it there is no result.
             if let Err(error) = taken.and(filled) {
                 if self.requests == 0 {
                     return Err(error);
@@ -269,7 +271,7 @@ impl Reading<'_> {
                 }
                 for (channel, requests) in channels.iter().zip(&mut divided) {
                     let batch = Batch { grown: grown.clone(), requests: std::mem::take(requests) };
-                    // A receiver that is gone has failed; its join says why.
+                    // Fails if the worker has failed; joining it returns its error.
                     let _ = channel.send(batch);
                 }
                 Ok(if full.load(Ordering::Relaxed) {
@@ -350,7 +352,7 @@ struct Pair {
     after: Engine,
     before: Option<Engine>,
     memory: BacklogMemory,
-    /// True if this pair found the memory full: it stops at once, even if others free memory later.
+    /// True if this pair found the memory full: it stops at once, even if another shard frees memory.
     is_full: bool,
 }
 
@@ -399,9 +401,10 @@ impl Pair {
         Ok(())
     }
 
-    /// Creates a disk at the instant of its first request, whenever that was read.
+    /// Creates a disk at the time of its first request, independently of the time of reading.
     #[cold]
     fn meet(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
+        // All events before must have happened: a new disk changes the shares of its group.
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
             engine.run_until(request.at_ns, stop);
         }

@@ -1,8 +1,8 @@
-//! `--events`: every request's result, as CSV that is a trace again.
+//! `--events`: every request's result, as CSV that is a valid trace.
 //!
-//! Rows are in the order in which requests passed the limits. They go to a temporary file that is
-//! renamed at the end, so a simulation that fails at its start leaves the old file. A full disk
-//! ends the writing and not the simulation. Inputs are never overwritten.
+//! Rows are in the order of admission. They go to a temporary file that is renamed at the end, so a
+//! simulation that fails at its start keeps the old file. A full disk ends the writing but not the
+//! simulation. Inputs are never overwritten.
 
 use std::{
     io::{self, Write as _},
@@ -38,7 +38,7 @@ struct Named {
 }
 
 impl Events {
-    /// `inputs` are the simulation's, which are refused as the output.
+    /// Creates the file; rejects a path that is one of the `inputs`.
     pub(crate) fn create<'a>(
         path: &Path,
         inputs: impl IntoIterator<Item = &'a PathBuf>,
@@ -49,7 +49,7 @@ impl Events {
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 
-    /// Takes the names of the world's new disks; before rows of these.
+    /// Adopts the names of the world's new disks, before rows of these.
     pub(crate) fn follow(&mut self, world: &World) {
         for disk in &world.disks[self.disks.len()..] {
             let groups = world.groups_above(disk).map(|group| world.groups[group].name.clone()).collect();

@@ -1,5 +1,4 @@
-//! A simulation as a result file keeps it: numbers to compare, tables, and charts of the first
-//! disks.
+//! Result file of a simulation: measures to compare, tables, and charts of the first disks.
 
 use console::figures;
 use simulator::{engine::DRAWN, tally::Tally};
@@ -119,7 +118,7 @@ fn sentence(what: &str, line: &Line, compared: &str) -> String {
     let before = match &line.before {
         None => String::new(),
         Some(_) if line.after.latency_ns.max == 0 => String::new(),
-        // No device is simulated, so there is no time to compare with.
+        // Without a simulated device there is no latency to compare with.
         Some(before) if before.latency_ns.max == 0 => ", all of it for limits".to_owned(),
         Some(before) => format!(" instead of {} without {compared}", p99(before)),
     };
@@ -168,7 +167,7 @@ fn table(summary: &Summary) -> Table {
 /// Lines of limits, and a note on those that are not drawn.
 type LimitsShown = (Vec<Series>, Option<String>);
 
-/// `compared` is the difference between the two runs.
+/// Charts of the first disks. `compared` names the difference between the two runs.
 fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
     let world = &outcome.world;
     let mut done = Vec::new();

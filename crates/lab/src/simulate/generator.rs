@@ -12,7 +12,7 @@ pub(crate) struct Generator {
     names: Vec<String>,
     random: fastrand::Rng,
     draw: Draw,
-    /// Nanoseconds of the last request, and how many there were.
+    /// Time of the last request in nanoseconds, and the number of requests.
     at: f64,
     count: u64,
 }

@@ -1,13 +1,13 @@
-//! `key=value,…`, as `--workload` and `--cluster` are written.
+//! Parses `key=value,…`, the syntax of `--workload` and `--cluster`.
 //!
-//! Never lets a key pass that nobody has taken.
+//! Never ignores an unknown key.
 
 use std::{fmt, ops::RangeInclusive, time::Duration};
 
 /// Keeps sums within 64 bits.
 const MOST_BYTES: u64 = 1 << 50;
 
-/// `key=value,…` not yet taken, and what was asked for.
+/// The `key=value` pairs not taken yet, and the keys that are known.
 pub(super) struct Keys<'a> {
     left: Vec<(&'a str, &'a str)>,
     known: Vec<String>,
@@ -66,7 +66,7 @@ impl<'a> Keys<'a> {
         within(key, text, time, &range)
     }
 
-    /// Of a hundred, with or without the sign.
+    /// Takes a percentage, with or without the sign.
     pub(super) fn percent(&mut self, key: &str, default: u64) -> Result<u64, String> {
         let Some(text) = self.take(key) else { return Ok(default) };
         let number = settings::count(text.strip_suffix('%').unwrap_or(text)).ok();

@@ -1,7 +1,7 @@
 //! A simulation's result as tables and as JSON.
 //!
-//! A group's figures cover all disks below it. Times are right within a hundredth, as histograms
-//! have them.
+//! A group's figures cover all disks below it. Percentiles are right within 1 %, the resolution of
+//! the histograms.
 
 use console::{
     figures,
@@ -16,7 +16,7 @@ use crate::latencies::Percentiles;
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Summary {
-    /// All disks together, where there are several.
+    /// All disks together, if there are several.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) all: Option<All>,
     pub(crate) disks: Vec<Line>,
@@ -40,13 +40,13 @@ pub(crate) struct All {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Line {
     pub(crate) name: String,
-    /// Without limits, on the same device; absent where it would be the same.
+    /// Without limits, on the same device; absent if it would be the same.
     pub(crate) before: Option<Figures>,
     pub(crate) after: Figures,
-    /// The share of time in which requests waited for limits, 0 to 1.
+    /// Share of time in which requests were throttled, 0 to 1.
     pub(crate) throttled: f64,
     pub(crate) longest_queue: u64,
-    /// The share of time in which each limit held something up; the longest first.
+    /// Share of time in which each limit throttled requests; the longest first.
     pub(crate) held_by: Vec<HeldBy>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) prefetch: Option<Prefetched>,
@@ -132,7 +132,7 @@ impl Summary {
         let Outcome { world, disks, groups, partial } = outcome;
         let is_limited = world.is_limited();
         let reads_ahead = |disk: &OfDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
-        // Else it would be the same twice.
+        // Without limits or prefetching both runs are identical, and the comparison is omitted.
         let is_known =
             (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
@@ -160,7 +160,7 @@ impl Summary {
         Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
     }
 
-    /// Differences between the two runs of a comparison: one run has neither limits nor read-ahead.
+    /// Differences between the two runs of a comparison: one run has neither limits nor prefetching.
     pub(crate) fn compared(&self) -> &'static str {
         let reads_ahead = |line: &Line| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
         match (self.is_limited, self.disks.iter().any(reads_ahead)) {
@@ -212,12 +212,12 @@ impl Summary {
         table
     }
 
-    /// Of the disks and groups where somebody waited.
+    /// Disks and groups with throttled requests.
     fn waited(&self) -> impl Iterator<Item = (&'static str, &Line)> {
         self.lines().filter(|(_, line)| line.after.waited_ns.max > 0)
     }
 
-    /// `None` if nobody waited.
+    /// `None` if no request was throttled.
     fn parts(&self) -> Option<Table> {
         let mut table =
             Table::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
@@ -233,7 +233,7 @@ impl Summary {
         self.waited().next().is_some().then_some(table)
     }
 
-    /// `None` where there is no limit.
+    /// `None` if there is no limit.
     fn limits(&self) -> Option<Table> {
         let mut table = Table::new([
             ("DISK", Side::Left),

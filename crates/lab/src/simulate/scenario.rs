@@ -1,6 +1,6 @@
-//! The stories of the documents that weir grew from: a burst, groups, queues of different depth,
-//! and the two streams of 2009. Each has its own limits and clients, and tabulates the result
-//! beside the original's.
+//! Scenarios from the documentation of QEMU and io-throttle: a burst, groups, queues of different
+//! depth, and the two streams of 2009. Each has its own limits and clients, and its table compares
+//! the result with the original's.
 
 use console::table::columns;
 use policy::throttle::{Limit, LimitKind, Limits};
@@ -143,7 +143,7 @@ fn group() -> Result<Story, Impossible> {
 
 /// Two clients of one limit with 1 and 64 requests in flight; QEMU favours the latter.
 fn depths() -> Result<Story, Impossible> {
-    /// What qemu-storage-daemon 7.2 gave them (weir's design, section 6).
+    /// Rates of qemu-storage-daemon 7.2 (weir's design, section 6).
     const QEMU: [f64; 2] = [738.0, 1290.0];
     let hold = DiskSettings { limits: one_limit(LimitKind::IopsTotal, 2000), ..DiskSettings::default() };
     let world = World {

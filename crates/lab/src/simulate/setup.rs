@@ -1,13 +1,13 @@
-//! From options and a config file to the world that is simulated.
+//! Converts options and a config file to the simulated world.
 //!
 //! ```text
-//!   --config FILE ─► config::load ─► settings::Plan ─► disks that are known by name ─┐
+//!   --config FILE ─► config::load ─► settings::Plan ─► disks known by name ──────────┐
 //!                                                                                ├─► Setup ─► World, which grows with the
-//!   --iops-total … ─► checked settings ─► what every disk of a trace is held to ─┘            disks that a trace names
+//!   --iops-total … ─► checked settings ─► settings of every disk of a trace ─────────┘            disks that a trace names
 //! ```
 //!
-//! What a daemon would refuse is refused here with the same words. Images are not opened, only
-//! their size is read.
+//! Settings that a daemon would reject are rejected here with the same message. Images are not
+//! opened; only their size is read.
 
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
@@ -31,13 +31,13 @@ use crate::{
     simulate::arguments::{SimulateArgs, Terms},
 };
 
-/// Each has tables of some 200 KiB.
+/// Bound on disks: each has tables of some 200 KiB.
 pub(crate) const MOST_DISKS: usize = 10_000;
 
 #[derive(Clone, Debug)]
 pub(crate) struct Setup {
     pub(crate) world: World,
-    /// What a daemon would do with this config file but is not simulated.
+    /// Effects of the config file in a daemon that are not simulated.
     pub(crate) remarks: Vec<String>,
     kind: Kind,
 }
@@ -48,7 +48,7 @@ enum Kind {
         file: String,
         by_name: HashMap<String, usize>,
     },
-    /// Every disk of a trace gets these terms, on its own or a shared device.
+    /// Every disk of a trace gets these settings, on its own or a shared device.
     Any(Box<Any>),
 }
 
@@ -60,7 +60,7 @@ struct Any {
 }
 
 impl Setup {
-    /// From the command line; refuses what a daemon would, and unprobed devices.
+    /// From the command line; rejects settings that a daemon rejects, and unprobed devices.
     pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::Failure> {
         let devices = &arguments.devices;
         let device =
@@ -101,6 +101,7 @@ impl Setup {
                     None => add(),
                 });
             }
+            // A watermark observes the budget only: a station is no shared resource.
             let watched = place.budget.map(|_| Place { station: None, ..place });
             let (place, watched) = match shared {
                 Some(shared) if place == Place::default() => (shared, Some(shared)),
@@ -143,7 +144,7 @@ impl Setup {
         Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
     }
 
-    /// For disks unknown beforehand. `device` is shared; `delay` and `rate` are each disk's own.
+    /// For disks unknown beforehand. `device` is shared; `delay` and `rate` apply to each disk alone.
     pub(crate) fn of_terms(
         terms: &Terms,
         size_bytes: u64,
@@ -177,7 +178,7 @@ impl Setup {
         Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
     }
 
-    /// The limits of each disk that is known by name, with those of its groups.
+    /// Limits of each disk that is known by name, with those of its groups.
     pub(crate) fn limits_by_disk(&self) -> HashMap<String, LimitRates> {
         let of_disk = |disk: &Disk| {
             let mut limits = LimitRates::default();
@@ -190,7 +191,7 @@ impl Setup {
         self.world.disks.iter().map(of_disk).collect()
     }
 
-    /// How many independent parts there may be.
+    /// Upper bound of the number of independent parts.
     pub(crate) fn parts(&self) -> usize {
         match &self.kind {
             Kind::Config { .. } => self.world.parts().into_iter().max().map_or(1, |last| last + 1),
@@ -199,7 +200,7 @@ impl Setup {
         }
     }
 
-    /// Each disk's shard by its index, also of disks yet to come.
+    /// Maps a disk's index to its shard, including disks that are added later.
     pub(crate) fn shards(&self, world: &World, shards: usize) -> impl Fn(usize) -> usize + use<> {
         let parts = match &self.kind {
             Kind::Config { .. } => world.parts(),
@@ -208,7 +209,7 @@ impl Setup {
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
-    /// Another value of one limit: of the named disk or group, the only group, or all disks.
+    /// A copy with another value of one limit: of the named disk or group, the only group, or all disks.
     pub(crate) fn with(&self, of: Option<&str>, setting: Setting, value: u64) -> anyhow::Result<Self> {
         let mut setup = self.clone();
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
@@ -257,9 +258,10 @@ impl Setup {
 #[derive(Debug)]
 pub(crate) struct Names<'a> {
     setup: &'a Setup,
-    /// The world's index by the trace's number.
+    /// Index in the world, by the trace's number.
     pub(crate) known: Vec<usize>,
-    /// The trace's first disk, if the config file has a single one with another name.
+    /// Name of the trace's first disk, if it stands for the only disk of the config file, which has
+    /// another name.
     taken: Option<String>,
 }
 
@@ -268,7 +270,8 @@ impl<'a> Names<'a> {
         Self { setup, known: Vec::new(), taken: None }
     }
 
-    /// Looks up the next disk; adds a new one to the world. The error lacks the place in the trace.
+    /// Resolves the next disk; adds a new one to the world. The caller adds the location in the trace to
+    /// an error.
     pub(crate) fn add(&mut self, name: &str, world: &mut World) -> Result<(), String> {
         let index = match &self.setup.kind {
             Kind::Any(any) => {
@@ -318,7 +321,7 @@ impl<'a> Names<'a> {
     }
 }
 
-/// What is said of a device, or was measured; `state` is where `weir probe` has left that.
+/// Model of a device that was specified or probed; `state` is the directory of `weir probe`.
 pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Result<(StationSpec, Rates)> {
     Ok(match spec {
         DeviceSpec::Given { delay, rate } => (station_of(delay), budget_of(rate)),
@@ -342,7 +345,7 @@ fn budget_of(rate: &RateOptions) -> Rates {
     Rates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
 }
 
-/// From `weir probe`'s record of the device. Missing write figures are taken from reads.
+/// Model from `weir probe`'s record of the device. Missing write figures are taken from reads.
 fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let name = path.display();
@@ -362,12 +365,12 @@ fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
         (0, 0) => read,
         (iops, bps) => measured(iops, bps, parallel),
     };
-    // A flush was not measured; it is taken as a small write.
+    // Flushes are not measured; one is modelled as a small write.
     let flush = Service { byte_ns: 0.0, ..write };
     Ok(StationSpec { read, write, zero: flush, flush, parallel: Some(parallel) })
 }
 
-/// As far as that is known without opening it.
+/// Size of an image, as far as known without opening it.
 fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     Ok(match image.spec()?.parse::<Spec>()? {
         Spec::Memory(bytes) | Spec::Null(bytes) => bytes,
@@ -376,7 +379,7 @@ fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
     })
 }
 
-/// A raw file's length, or a qcow2 header's size (QEMU's docs/interop/qcow2.txt: 8 bytes at 24).
+/// Length of a raw file, or size in a qcow2 header (QEMU's docs/interop/qcow2.txt: 8 bytes at 24).
 fn size_of_file(path: &Path) -> Option<u64> {
     const MAGIC: &[u8] = b"QFI\xfb";
     let metadata = fs::metadata(path).ok().filter(fs::Metadata::is_file)?;

@@ -1,4 +1,4 @@
-//! A story: a small world with its own limits and clients, and a table of what came of it.
+//! A scenario: a small world with limits and clients, and a table of the results.
 
 use console::table::{Side, Table};
 use policy::{

@@ -5,7 +5,7 @@ use std::str::FromStr;
 use policy::throttle::{Part, Setting};
 use settings::suggest;
 
-/// Each value is a simulation.
+/// Bound on values: each is a simulation.
 const MOST_VALUES: u64 = 10_000;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -17,7 +17,7 @@ pub(crate) struct Sweep {
 impl FromStr for Sweep {
     type Err = String;
 
-    /// `iops-total=500..5000:500`: first, last and step; without a step, the two alone.
+    /// Parses `iops-total=500..5000:500`: first, last and step; without a step, only these two.
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || "is not of the form LIMIT=FROM..TO:STEP, such as iops-total=500..5000:500".to_owned();
         let (name, range) = text.split_once('=').ok_or_else(form)?;
@@ -51,7 +51,7 @@ impl FromStr for Sweep {
 }
 
 impl Sweep {
-    /// Whether more of it is never slower, so a smallest sufficient value exists.
+    /// True if a higher value is never slower, so that a smallest sufficient value exists.
     pub(crate) fn has_smallest(&self) -> bool {
         matches!(self.setting, Setting::Limit(_, Part::Rate))
     }

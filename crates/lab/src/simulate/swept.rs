@@ -1,6 +1,6 @@
-//! A sweep's result: a simulation for each value, and the value that keeps latency below a bound:
-//! the smallest for the requests that the limit holds, the largest for those of their neighbours.
-//! Traces are read anew for each value.
+//! Result of a sweep: a simulation for each value, and the value that keeps latency below a bound:
+//! the smallest for the requests that the limit throttles, the largest for those of their
+//! neighbours. Traces are read again for each value.
 
 use std::{
     sync::{
@@ -21,7 +21,7 @@ use simulator::tally::Tally;
 use super::{drive::Outcome, sweep::Sweep};
 use crate::latencies::Percentiles;
 
-/// More disks than these have no column of their own.
+/// Maximum number of disks with a separate column.
 const MOST_COLUMNS: usize = 8;
 
 /// Target whose limit varies, and target whose requests are judged.
@@ -41,9 +41,9 @@ pub(crate) struct Point {
     pub(crate) latency_ns: Percentiles,
     pub(crate) iops: f64,
     pub(crate) bps: f64,
-    /// The share of time in which requests waited, 0 to 1.
+    /// Share of time in which requests were throttled, 0 to 1.
     pub(crate) throttled: f64,
-    /// Each disk with requests, where there are several.
+    /// Each disk with requests, if there are several.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) disks: Vec<DiskP99>,
     /// P99 of the judged target.
@@ -60,14 +60,14 @@ pub(crate) struct DiskP99 {
     pub(crate) p99_ns: u64,
 }
 
-/// Which direction helps the judged disks.
+/// The direction that helps the judged disks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum JudgedDisks {
-    /// Disks that the limit holds: a higher one never makes them slower.
+    /// Disks that the limit throttles: a higher one never makes them slower.
     Limited,
     /// Neighbours of these disks: a lower limit leaves them more.
     Neighbours,
-    /// Some of each.
+    /// Disks of both kinds.
     Both,
 }
 
@@ -89,7 +89,7 @@ pub(crate) struct Swept {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Bound {
     pub(crate) below_ns: u64,
-    /// The disk or group that is judged, if one was named.
+    /// The judged disk or group, if one was named.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) of: Option<String>,
     #[serde(flatten)]
@@ -99,15 +99,17 @@ pub(crate) struct Bound {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum BestLimit {
-    /// All values from this on keep it.
+    /// This and all larger values keep it.
     Smallest(Option<u64>),
-    /// All values up to this keep it.
+    /// This and all smaller values keep it.
     Largest(Option<u64>),
 }
 
 impl Point {
+    /// Evaluates a simulation.
+    ///
     /// # Errors
-    /// If nothing that is judged has requests.
+    /// If the judged target has no requests.
     pub(crate) fn new(value: u64, outcome: &Outcome, between: SweptNames<'_>) -> anyhow::Result<Self> {
         let world = &outcome.world;
         let is_of = |index: usize, name: Option<&str>| {
@@ -196,7 +198,7 @@ pub(crate) fn sweep<T: Send>(
 }
 
 impl Swept {
-    /// `below` also finds the limit that keeps the judged disks below it, where their name is `of`.
+    /// With `below`, a bound and the name of the judged target, also finds the limit that keeps it.
     pub(crate) fn new(
         sweep: &Sweep,
         points: Vec<Point>,
@@ -206,7 +208,7 @@ impl Swept {
         let p99 = below.map(|(below_ns, of)| {
             let is_below = |point: &&Point| point.judged_p99_ns < below_ns;
             let judges = points.first().map_or(JudgedDisks::Limited, |point| point.judges);
-            // From the end that helps most: a value that is below only by chance does not count.
+            // From the end that helps most: an isolated value below the bound does not count.
             let kept = match judges {
                 JudgedDisks::Limited | JudgedDisks::Both => {
                     let keep = points.iter().rev().take_while(is_below);
@@ -229,7 +231,7 @@ impl Swept {
         }
     }
 
-    /// The names of the disks that have a column of their own.
+    /// Names of the disks with a separate column.
     pub(crate) fn columns(&self) -> Vec<String> {
         let disks = self.points.first().map_or(&[][..], |point| &point.disks);
         disks.iter().take(MOST_COLUMNS).map(|disk| disk.name.clone()).collect()

@@ -1,4 +1,4 @@
-//! A simulation as a whole, from a file to what is told of it.
+//! Complete simulations, from a file to the output.
 
 use std::{fs, path::Path};
 
@@ -108,7 +108,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let words = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
     let one = told(&words, 1);
     assert_eq!(told(&words, 4), one);
-    // Disks that appear late, on devices of their own with a watermark.
+    // Disks that appear late, on separate devices with a watermark.
     let mut late = HEADER.to_owned();
     let mut random = fastrand::Rng::with_seed(7);
     for number in 0..40_000_u64 {
@@ -170,7 +170,7 @@ fn larger_limits_make_nobody_wait_longer() {
     assert!(points.is_sorted_by_key(|point| std::cmp::Reverse(point.latency_ns.p99)), "{points:?}");
     assert!(points.is_sorted_by(|one, other| one.throttled >= other.throttled), "{points:?}");
     let swept = Swept::new(&values, points, Some((10_000_000, None)), None);
-    // 2000 come a second, at random; the bucket absorbs their swings.
+    // 2000 random arrivals per second; the bucket absorbs their fluctuation.
     assert_eq!(swept.p99.unwrap().kept, swept::BestLimit::Smallest(Some(2000)));
 }
 

@@ -2,9 +2,9 @@
 //! figures.
 //!
 //! Two `dd if=/dev/zero bs=1M count=256` each write a file on one disk of some 22 MB/s: without
-//! limits, with 4 and 2 MB/s, and with these from a watermark of 90 or 100 percent on. With
-//! `oflag=direct`, a stream has one write at a time, else up to `cache` dirty bytes on their way to
-//! the device; the figures of 2009 imply some 30 to 100 MiB.
+//! limits, with 4 and 2 MB/s, and with these above a watermark of 90 or 100 percent. With
+//! `oflag=direct`, a stream has one write in flight, else up to `cache` dirty bytes; the figures of
+//! 2009 imply some 30 to 100 MiB.
 
 use console::table::Side;
 use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};
@@ -23,7 +23,7 @@ const COUNT: u64 = 256;
 const DEVICE_BPS: u64 = 22 * MIB;
 
 struct Case {
-    /// To 4 and 2 MiB a second.
+    /// True for limits of 4 and 2 MiB per second.
     limited: bool,
     watermark: u8,
     direct: bool,
@@ -47,12 +47,12 @@ const CASES: [Case; 8] = [
 ];
 
 struct Figures {
-    /// What each `dd` would report, in MB/s.
+    /// The rates that each `dd` would report, in MB/s.
     streams: [f64; 2],
     together: [f64; 2],
 }
 
-/// `cache_bytes`: the most dirty bytes of each stream.
+/// Simulates all cases. `cache_bytes` bounds the dirty bytes of each stream.
 pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
     let mut rows = Vec::new();
     let mut measures = Vec::new();
@@ -130,6 +130,7 @@ fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
     let rows = run(&world, &[client(0), client(1)])?;
     let of = |disk: usize| rows.iter().filter(move |row| row.request.disk == disk);
     let ended = [0, 1].map(|disk| {
+        // Buffered: `dd` ends when its last write enters the cache, before it reaches the device.
         let ends = of(disk).map(|row| if case.direct { row.completed_ns } else { row.request.at_ns });
         ends.max().unwrap_or(0)
     });

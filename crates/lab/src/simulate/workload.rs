@@ -1,13 +1,13 @@
-//! `--workload`: requests of a generator instead of a trace's; the same seed gives the same.
+//! `--workload`: generated requests instead of a trace; the same seed gives the same requests.
 //!
 //! ```text
-//!   random, zipf, hot-cold ─► requests that come by themselves, at random instants of a given rate   (Open)
-//!   sequential ─────────────► clients that wait for their answers                                    (ClientSpec)
-//!   two-streams, burst, group, depths ─► what the documents that weir grew from tell of             (scenarios)
+//!   random, zipf, hot-cold ─► an open loop: random arrivals at a given rate          (Open)
+//!   sequential ─────────────► a closed loop: clients that wait for completions       (ClientSpec)
+//!   two-streams, burst, group, depths ─► scenarios with published results            (scenario)
 //! ```
 //!
-//! Written as `name:key=value,…`, with defaults. Never reads a clock: a generator is a function of
-//! its seed.
+//! Syntax: `name:key=value,…`, with defaults. Never reads a clock: a generator is a function of its
+//! seed.
 
 use std::str::FromStr;
 
@@ -35,18 +35,18 @@ pub(crate) enum Tale {
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Open {
     pub(crate) locality: Locality,
-    /// Requests a second to each disk, at random instants (Poisson).
+    /// Mean requests per second to each disk, with Poisson arrivals.
     pub(crate) iops: u64,
     pub(crate) length: u64,
     pub(crate) disks: usize,
     pub(crate) seconds: u64,
-    /// Percent that read.
+    /// Percentage of reads.
     pub(crate) read: u64,
-    /// Bytes of each disk that are used: at least one request.
+    /// Used bytes of each disk: at least one request.
     pub(crate) span: u64,
 }
 
-/// Clients that read or write their own disk from beginning to end.
+/// Clients that read or write their disk from start to end.
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct Sequential {
     pub(crate) op: Op,
@@ -63,7 +63,7 @@ const MOST_DISKS: u64 = 1000;
 const MOST_IOPS: u64 = 100_000_000;
 const MOST_SECONDS: u64 = 1_000_000;
 
-/// Generators, then stories.
+/// Generators, then scenarios.
 const GENERATORS: [&str; 8] =
     ["random", "zipf", "hot-cold", "sequential", "two-streams", "burst", "group", "depths"];
 

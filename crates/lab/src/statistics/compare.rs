@@ -1,16 +1,16 @@
-//! Whether one thing differs from another, or chance does.
+//! Compares two groups of samples: real difference or chance.
 //!
 //! The rank-sum test (Mann and Whitney, 1947), inverted to an interval (Hodges and Lehmann, 1963).
-//! Of all quotients of one sample of each, the middle one is the difference; the test says how many
-//! at each end lie outside of 95 %. The noise may have any distribution, and outliers hardly
-//! matter.
+//! The median of all ratios of one sample from each group is the difference; the test determines how
+//! many ratios at each end lie outside the 95 % interval. The noise may have any distribution, and
+//! outliers have little effect.
 
 use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 
-/// More samples are represented by so many, evenly chosen by rank.
+/// Larger groups are represented by this many samples, evenly chosen by rank.
 const MOST_SAMPLES: usize = 400;
 
-/// All samples are above 0; without any, the two are the same.
+/// Compares samples, all above 0; without samples the groups count as equal.
 pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
     let (base, other) = (representatives(base), representatives(other));
     let mut quotients: Vec<f64> =
@@ -29,7 +29,7 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
-/// Quotients at each end that do not count, by [`TAIL`](super::ranks::TAIL); `None`: too few.
+/// Number of ratios to drop at each end, by [`TAIL`](super::ranks::TAIL); `None`: too few samples.
 fn places(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
@@ -39,7 +39,7 @@ fn places(base: usize, other: usize) -> Option<usize> {
     exact_places(&ways(base, other))
 }
 
-/// Mann and Whitney's distribution of U, by recursion over the owner of the largest sample.
+/// Mann and Whitney's distribution of U, by recursion over the group of the largest sample.
 fn ways(base: usize, other: usize) -> Vec<f64> {
     let mut rows = vec![vec![1.0]; base + 1];
     for others in 1..=other {
@@ -61,7 +61,7 @@ fn ways(base: usize, other: usize) -> Vec<f64> {
 mod tests {
     use super::{super::ranks::Verdict, *};
 
-    /// Noise of a shared machine: a few percent, and now and then a disturbed run.
+    /// Noise of a shared machine: a few percent, and occasionally a disturbed run.
     fn runs(random: &mut fastrand::Rng, count: usize, value: f64, noise: f64) -> Vec<f64> {
         let normal = |random: &mut fastrand::Rng| (0..12).map(|_| random.f64()).sum::<f64>() - 6.0;
         let run = |_| {

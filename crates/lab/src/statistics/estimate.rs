@@ -1,8 +1,8 @@
-//! The middle of samples, and how sure it is.
+//! Median of samples, with its confidence interval.
 
-/// Enough to know the ends of a 95 % interval to a few percent of its width.
+/// Determines the ends of a 95 % interval to a few percent of its width.
 const DRAWS: usize = 2000;
-/// A fixed seed: the same samples always give the same figure.
+/// A fixed seed: the same samples always give the same result.
 const SEED: u64 = 0x5EED;
 
 /// A median and its 95 % interval, `low <= median <= high`.
@@ -13,7 +13,7 @@ pub(crate) struct Estimate {
     pub(crate) high: f64,
 }
 
-/// The mean of the middle two of an even number; 0 of nothing.
+/// Median; the mean of the middle two for an even number, 0 for no samples.
 pub(crate) fn median(samples: &[f64]) -> f64 {
     let mut sorted = samples.to_vec();
     median_of(&mut sorted)
@@ -29,13 +29,13 @@ fn median_of(samples: &mut [f64]) -> f64 {
 }
 
 /// The median and its interval, by the percentile bootstrap (Efron and Tibshirani, *An Introduction
-/// to the Bootstrap*, 1993, chapter 13). With fewer than six samples the interval is their range:
-/// resampling would invent a precision that is not there.
+/// to the Bootstrap*, 1993, chapter 13). With fewer than six samples the interval is their range,
+/// because resampling would suggest an unwarranted precision.
 pub(crate) fn estimate(samples: &[f64]) -> Estimate {
     resampled(&[samples], |groups| median_of(&mut groups[0]))
 }
 
-/// `of` over groups, each resampled by itself; the full range for five samples or fewer.
+/// Applies `of` to groups, each resampled separately; the full range for five samples or fewer.
 pub(super) fn resampled(groups: &[&[f64]], of: impl Fn(&mut [Vec<f64>]) -> f64) -> Estimate {
     let mut drawn: Vec<Vec<f64>> = groups.iter().map(|group| group.to_vec()).collect();
     let median = of(&mut drawn);

@@ -1,15 +1,16 @@
-//! Whether one thing differs from another that was measured beside it, round by round.
+//! Compares two things that were measured side by side, round by round.
 //!
 //! The signed-rank test (Wilcoxon, 1945), inverted to an interval (Hodges and Lehmann, 1963): the
-//! middle of all quotients and of the geometric means of each two is the difference. What a round
-//! had in common, such as a slower machine, cancels out. A difference needs at least six rounds.
+//! median of all ratios and of the geometric means of each two is the difference. Effects common to
+//! a round, such as a slower machine, cancel out. A difference needs at least six rounds.
 
 use super::{
     compare::representatives,
     ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places},
 };
 
-/// Quotients are other to base, one each round, above 0; without any, the two are the same.
+/// Compares ratios of other to base, one for each round, above 0; without any, the two count as
+/// equal.
 pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
     let logs: Vec<f64> = representatives(quotients).iter().map(|quotient| quotient.ln()).collect();
     let mut means: Vec<f64> = logs
@@ -22,7 +23,7 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
     comparison(&means, places(logs.len()), f64::exp)
 }
 
-/// Means at each end that do not count, as in `compare::places`.
+/// Number of means to drop at each end, as in `compare::places`.
 fn places(rounds: usize) -> Option<usize> {
     if rounds > EXACT_UP_TO {
         let rounds = rounds as f64;
@@ -32,7 +33,7 @@ fn places(rounds: usize) -> Option<usize> {
     exact_places(&ways(rounds))
 }
 
-/// In how many ways the ranks can be signed so that the positive ones have this sum.
+/// Number of ways to sign the ranks so that the positive ones have each sum.
 fn ways(rounds: usize) -> Vec<f64> {
     let mut ways = vec![0.0; rounds * (rounds + 1) / 2 + 1];
     ways[0] = 1.0;

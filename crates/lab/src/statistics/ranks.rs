@@ -1,14 +1,14 @@
-//! What the two rank tests share: from the distribution of a statistic to a verdict with its
+//! Common part of the two rank tests: from the distribution of a statistic to a verdict and its
 //! interval.
 //!
-//! Of all ordered quotients some at each end do not count. The rest is the interval, and the
-//! verdict is whether it contains 1, so the two never contradict each other.
+//! A number of ordered ratios is dropped at each end. The rest is the interval, and the verdict is
+//! whether it contains 1, so the two never contradict each other.
 
 use super::estimate::{Estimate, median};
 
-/// One-sided: one in twenty-five in both directions.
+/// One-sided error; one in twenty-five in both directions together.
 pub(super) const TAIL: f64 = 0.02;
-/// Above this the normal approximation is good to the third digit.
+/// Number of samples above which the normal approximation is good to the third digit.
 pub(super) const EXACT_UP_TO: usize = 25;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,7 +25,7 @@ pub(crate) enum Verdict {
     Lower,
 }
 
-/// Drops `places` ordered quotients at each end (`None`: too few); `back` undoes their scale.
+/// Drops `places` ordered ratios at each end (`None`: too few samples); `back` inverts their scale.
 pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f64) -> f64) -> Comparison {
     let Some(last) = ordered.len().checked_sub(1) else {
         return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
@@ -41,7 +41,8 @@ pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f
     Comparison { ratio, verdict }
 }
 
-/// Places with a chance below [`TAIL`], from the ways to each value; `None`: too few samples.
+/// Largest number of places with a probability below [`TAIL`], from the ways to each value; `None`:
+/// too few samples.
 pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     let all: f64 = ways.iter().sum();
     let mut chance = 0.0;
@@ -52,9 +53,9 @@ pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     within.count().checked_sub(1)
 }
 
-/// The same of a nearly normal statistic.
+/// Like [`exact_places`], for a nearly normal statistic.
 pub(super) fn normal_places(mean: f64, deviation: f64) -> Option<usize> {
-    // The normal distribution's quantile at 98 %, and half a place because ranks are whole.
+    // The normal distribution's quantile at 98 %, and a continuity correction of half a place.
     let places = mean - 2.053_749 * deviation - 0.5;
     (places >= 0.0).then_some(places as usize)
 }

@@ -1,20 +1,21 @@
-//! Where a series over time is steady: without a beginning and an end that differ.
+//! Finds the steady part of a series over time, without a different beginning and end.
 //!
-//! A run begins with cold caches and ends with requests running out. So the series is divided such
-//! that its ranks vary least within the parts, at a price for each part (optimal partitioning;
-//! Jackson et al., 2005). The longest part is the steady one. A single disturbed second is no part
-//! of its own.
+//! A run starts with cold caches and ends when requests run out. The series is therefore divided
+//! into parts with minimal variance of the ranks within them, at a price for each part (optimal
+//! partitioning; Jackson et al., 2005). The longest part is the steady one. A single disturbed
+//! second is too short for a part.
 
 use std::ops::Range;
 
-/// Fewer values are outliers.
+/// Minimum length of a part; fewer values are outliers.
 const LEAST_PART: usize = 5;
-/// Longer series are grouped.
+/// Longer series are averaged in groups.
 const MOST_VALUES: usize = 600;
-/// In log(values) × variance of ranks; it keeps nineteen of twenty steady series whole.
+/// Price of a part, in log(values) × variance of ranks; it keeps nineteen of twenty steady series
+/// whole.
 const PRICE: f64 = 2.5;
 
-/// The longest homogeneous part of a series; all of a series that is too short to tell.
+/// The longest homogeneous part of a series; the whole of a series that is too short to divide.
 pub(crate) fn steady(series: &[f64]) -> Range<usize> {
     if series.len() < 2 * LEAST_PART {
         return 0..series.len();
@@ -27,7 +28,7 @@ pub(crate) fn steady(series: &[f64]) -> Range<usize> {
     longest.start * group..(longest.end * group).min(series.len())
 }
 
-/// Equal values share their mean rank.
+/// Ranks of values; equal values have their mean rank.
 fn ranks(values: &[f64]) -> Vec<f64> {
     let mut order: Vec<usize> = (0..values.len()).collect();
     order.sort_by(|&a, &b| values[a].total_cmp(&values[b]));
@@ -50,6 +51,7 @@ fn divide(ranks: &[f64]) -> Vec<Range<usize>> {
         let (sum, squares) = sums[sums.len() - 1];
         sums.push((sum + rank, squares + rank * rank));
     }
+    // Prefix sums give the variation of any part in constant time.
     let varies = |part: Range<usize>| {
         let sum = sums[part.end].0 - sums[part.start].0;
         (sums[part.end].1 - sums[part.start].1) - sum * sum / part.len() as f64

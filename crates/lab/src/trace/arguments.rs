@@ -1,9 +1,9 @@
-//! The options of every command that reads traces.
+//! Options of every command that reads traces.
 
 use clap::Args;
 use recording::{Columns, Format, Options, reader::MAX_WINDOW};
 
-/// How traces are read.
+/// Options for reading traces.
 #[derive(Debug, Args)]
 pub(crate) struct ReadingArgs {
     /// The traces' format [default: seen from how each begins]

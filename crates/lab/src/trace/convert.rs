@@ -1,12 +1,12 @@
-//! `weir trace convert`: traces of any format that is read, in any that is written.
+//! `weir trace convert`: converts traces between formats.
 //!
 //! ```text
 //!   traces ─► Merged ─► requests by time ─► sink.rs ─┬─► forms.rs, lines ─► gzip, zstd ─┬─► output.rs
 //!                                                    └─► recording, blocks ─────────────┘
 //! ```
 //!
-//! Recordings and weir's own CSV keep how long each request took, which no other format has a place
-//! for. One recording goes to them as it is, block by block; all else is put in order first.
+//! Recordings and weir's own CSV store latencies, which no other format can. A single recording is
+//! converted to these unchanged, block by block; all other input is sorted by time first.
 
 mod arguments;
 mod forms;
@@ -36,8 +36,8 @@ use super::{Output, info};
 /// Runs `weir trace …`.
 ///
 /// # Errors
-/// Wrong use, or what could not be read or written. What was read before an error is written,
-/// unless it is nothing.
+/// Wrong usage, and errors of reading or writing. Requests read before an error are written, unless
+/// there are none.
 pub fn run(command: Command) -> Result<(), Failure> {
     match command {
         Command::Convert(arguments) => convert(&arguments),
@@ -87,9 +87,9 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-/// What is converted.
+/// Input of the conversion.
 enum Source {
-    /// With all that it tells.
+    /// A recording with all its information.
     Recording(Box<Lines>, Box<Blocks>),
     Any(Box<Merged>),
 }
@@ -121,7 +121,7 @@ impl Source {
     }
 }
 
-/// The format to write, and how it is compressed.
+/// The format and the compression to write.
 fn wanted(output: &Path, to: Option<Format>) -> anyhow::Result<(Format, Compression)> {
     let (named, compression) = named(output);
     let format = to.or(named).ok_or_else(|| {
@@ -131,14 +131,14 @@ fn wanted(output: &Path, to: Option<Format>) -> anyhow::Result<(Format, Compress
     Ok((format, if format == Format::Recording { Compression::None } else { compression }))
 }
 
-/// What a file's name says of how it is written.
+/// Format and compression according to a file's name.
 fn named(path: &Path) -> (Option<Format>, Compression) {
     let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
     let (compression, name) = Compression::of(&name);
     (format_of(name), compression)
 }
 
-/// Requests by their times.
+/// Converts requests sorted by time.
 fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
     let read = loop {
         let record = match source.next() {
@@ -161,7 +161,7 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
     read
 }
 
-/// A recording block by block, each as soon as it is there.
+/// Converts a recording block by block, each as soon as it is available.
 fn as_it_is(
     lines: &mut Lines,
     blocks: &mut Blocks,
@@ -185,6 +185,7 @@ fn as_it_is(
         let outcome = entry.times.map(|times| Outcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);
         sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
+        // Between blocks the reader may wait for a live recording: write out what is complete.
         if blocks.is_between() {
             sink.flush().with_context(cannot)?;
         }

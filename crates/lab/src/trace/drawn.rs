@@ -1,14 +1,14 @@
-//! Recordings as tables and charts: rates and latencies over time, and which limits throttled each
-//! disk when.
+//! Recordings as tables and charts: rates and latencies over time, and the limits that throttled
+//! each disk.
 //!
 //! ```text
 //!   recordings ─► Merged ─► requests by arrival ─► RecordedDisk: sums over time ─► Findings ─► `weir report`
 //!                      └──► limits over time ────────────────────────────────────────┘
 //! ```
 //!
-//! The limits are those that were in force when the requests were recorded, or those of a config
-//! file instead. Recordings of version 1 have the names of limits and not their values. Memory is
-//! bounded: the busiest disks are drawn, and all have totals.
+//! The limits are those in force when the requests were recorded, or those of a config file.
+//! Recordings of version 1 have the names of limits without their values. Memory is bounded: only
+//! the busiest disks are drawn, while all have totals.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -34,16 +34,16 @@ use crate::{
 
 /// Disks with charts: those with the most requests.
 const DRAWN: usize = 16;
-/// Disks with totals.
+/// Maximum number of disks with totals.
 const MOST_DISKS: usize = 10_000;
 const MOST_POINTS: usize = 256;
 /// Largest number of limits of a disk that have a line each.
 const MOST_LIMITS: usize = 8;
 
-/// The contents of recordings, as tables and charts.
+/// Recordings as tables and charts.
 pub(crate) struct DrawnRecording {
     pub(crate) findings: Findings,
-    /// Since 1970; 0 if the recordings have another clock.
+    /// Seconds since 1970; 0 if the recordings have another clock.
     pub(crate) began_s: u64,
     pub(crate) seconds: f64,
     pub(crate) partial: Option<String>,
@@ -68,15 +68,14 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     read.unwrap_or(false)
 }
 
-/// Reads recordings as one. `limits` are drawn beside the rates, instead of those that the
-/// recordings have.
+/// Reads recordings as one. `limits` are drawn beside the rates, instead of those in the recordings.
 ///
 /// # Errors
 /// A file that cannot be read from its beginning, or more than [`MOST_DISKS`].
 pub(crate) fn draw(paths: &[PathBuf], limits: Option<&LimitsByDisk>) -> anyhow::Result<DrawnRecording> {
     let mut read = ReadRecording::of(paths, &|_, place| place < DRAWN)?;
     if read.disks.len() > DRAWN {
-        // Only now is it known which disks are the busiest.
+        // A second pass: the busiest disks are known only after the first.
         let busiest: HashSet<String> = read.disks.iter().take(DRAWN).map(|disk| disk.name.clone()).collect();
         read = ReadRecording::of(paths, &|name, _| busiest.contains(name))?;
     }
@@ -91,9 +90,9 @@ pub(crate) fn draw(paths: &[PathBuf], limits: Option<&LimitsByDisk>) -> anyhow::
     })
 }
 
-/// Everything in recordings that is shown.
+/// All displayed content of recordings.
 struct ReadRecording {
-    /// The busiest first, those with as many requests by name.
+    /// The busiest first; equally busy disks by name.
     disks: Vec<RecordedDisk>,
     limits: LimitHistory,
     clock_ns: u64,
@@ -103,8 +102,8 @@ struct ReadRecording {
 }
 
 impl ReadRecording {
-    /// Reads recordings as one. `is_drawn` is called with the name of each disk and its place among
-    /// the first requests.
+    /// Reads recordings as one. `is_drawn` receives the name of each disk and its position in order of
+    /// appearance.
     fn of(paths: &[PathBuf], is_drawn: &dyn Fn(&str, usize) -> bool) -> anyhow::Result<Self> {
         let options = Options { outcomes: true, ..Options::default() };
         let mut source = Merged::open(paths, &options)?;
@@ -156,7 +155,7 @@ struct RecordedDisk {
     waited: Exact,
     held_by: HeldBy,
     throttled_ns: u64,
-    /// Instant until which a request that has arrived waits for a limit.
+    /// End of the period in which an earlier request is throttled.
     throttled_until_ns: u64,
     by_limit: Vec<(String, u64)>,
     over_time: Option<Box<DiskOverTime>>,
@@ -166,7 +165,7 @@ struct DiskOverTime {
     done: OverTime,
     done_bytes: OverTime,
     latency: LatencyOverTime,
-    /// Nanoseconds, by the place of the limit in `by_limit`.
+    /// Nanoseconds, by the position of the limit in `by_limit`.
     throttled: Vec<OverTime>,
 }
 
@@ -196,7 +195,7 @@ impl RecordedDisk {
         }
     }
 
-    /// In the order of arrival.
+    /// Adds a request; in order of arrival.
     fn add(&mut self, record: &Record, outcome: Option<&Outcome<'_>>, names: &mut LimitNames) {
         self.requests += 1;
         self.bytes = self.bytes.saturating_add(record.length);
@@ -219,7 +218,7 @@ impl RecordedDisk {
         }
     }
 
-    /// Counts the time in which at least one request waits once, for the limit of the first one.
+    /// Counts time with at least one throttled request once, for the limit of the first one.
     fn throttle(&mut self, limit: &str, from_ns: u64, until_ns: u64) {
         let from_ns = from_ns.max(self.throttled_until_ns);
         let Some(ns) = until_ns.checked_sub(from_ns).filter(|ns| *ns > 0) else { return };
@@ -227,7 +226,7 @@ impl RecordedDisk {
         self.throttled_ns += ns;
         let place = self.by_limit.iter().position(|(known, _)| known == limit);
         let place = place.unwrap_or_else(|| {
-            // Further ones are counted with the last.
+            // Limits beyond the bound are counted with the last one.
             if self.by_limit.len() < MOST_LIMITS {
                 self.by_limit.push((limit.to_owned(), 0));
             }
@@ -309,7 +308,7 @@ impl RecordedDisk {
         }
         let points = latency.points();
         let line = |name: &str, of: fn(&(f64, u64, u64)) -> u64| {
-            // Zero has no place on a logarithmic scale.
+            // A logarithmic scale cannot show zero.
             let points = points.iter().filter(|point| of(point) > 0);
             let points = points.map(|point| (point.0, of(point) as f64)).collect();
             Series { name: name.to_owned(), points }

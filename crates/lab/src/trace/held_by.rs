@@ -1,5 +1,4 @@
-//! The share of requests that waited for each limit, as `weir trace info` and `weir report` print
-//! it.
+//! Share of requests that waited for each limit, as printed by `weir trace info` and `weir report`.
 
 use std::{
     cmp::Reverse,
@@ -13,7 +12,7 @@ use serde::{Serialize, Serializer};
 /// Names of limits, each stored once for all disks.
 pub(super) type LimitNames = HashSet<Rc<str>>;
 
-/// Requests of a disk that waited, by the limit that each waited for last.
+/// Number of throttled requests of a disk, by the limit that each waited for last.
 #[derive(Default)]
 pub(super) struct HeldBy(BTreeMap<Rc<str>, u64>);
 
@@ -32,7 +31,7 @@ impl HeldBy {
         }
     }
 
-    /// Number of requests that waited.
+    /// Number of throttled requests.
     pub(super) fn waited(&self) -> u64 {
         self.0.values().sum()
     }

@@ -1,7 +1,6 @@
-//! `weir trace info`: what traces hold, without replaying them.
+//! `weir trace info`: summarizes traces without replaying them.
 //!
-//! Where a trace tells how its requests fared, also how long they waited, for which limits, and how
-//! long they were served.
+//! If a trace has the results of its requests, also waiting times, limits and service times.
 
 use std::{
     collections::{BTreeMap, btree_map::Entry},
@@ -42,7 +41,7 @@ What waited is told of all requests, with those that waited for nothing, and unt
 `weir status` tells it of those alone that limits held, and until the limits let them pass.
 Exit status: 0 all was read, 1 failed or not to the end, 2 wrong use of the command line.";
 
-/// What `weir trace info` is told.
+/// Arguments of `weir trace info`.
 #[derive(Debug, Args)]
 pub struct InfoArgs {
     /// Traces; - is standard input
@@ -55,16 +54,16 @@ pub struct InfoArgs {
     reading: ReadingArgs,
 }
 
-/// What is in all traces together.
+/// Summary of all traces together.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 struct Info {
     disks: BTreeMap<String, OfDisk>,
     #[serde(skip)]
     limits: LimitNames,
-    /// Requests that could not be recorded.
+    /// Requests lost while recording.
     lost: u64,
-    /// Requests of no length, which are not among the others.
+    /// Requests of length 0, which are not counted elsewhere.
     #[serde(skip_serializing_if = "is_none")]
     empty: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -86,15 +85,15 @@ struct OfDisk {
     written_bytes: u64,
     discarded_bytes: u64,
     zeroed_bytes: u64,
-    /// Since 1970, where traces say it.
+    /// Nanoseconds since 1970, if the traces have absolute times.
     first_ns: u64,
     last_ns: u64,
-    /// End of the last request: its completion, or its arrival where its latency is unknown.
+    /// End of the last request: its completion, or its arrival if its latency is unknown.
     last_completion_ns: u64,
-    /// Where a trace tells.
+    /// Set if a trace has results.
     #[serde(skip_serializing_if = "Option::is_none")]
     measured: Option<Box<Measured>>,
-    /// Requests of a recording that nobody knows of how long they took.
+    /// Requests of a recording without a latency.
     #[serde(skip_serializing_if = "is_none")]
     unmeasured: u64,
 }
@@ -112,12 +111,12 @@ struct Measured {
     held_by: HeldBy,
 }
 
-/// What every trace tells of a request.
+/// The part of a request that every trace has.
 struct Request {
     time_ns: u64,
     op: Op,
     length: u64,
-    /// 0 where the trace does not have it.
+    /// 0 if the trace lacks it.
     latency_ns: u64,
 }
 
@@ -126,7 +125,7 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
     for path in &arguments.traces {
         let read = reader::open(path).and_then(|lines| info.read(lines, &arguments.reading.options()));
         if let Err(error) = read {
-            // What is cut off hides nothing of the others.
+            // A truncated file does not affect the remaining ones.
             let is_torn = matches!(error, TraceError::Torn { .. });
             if info.disks.is_empty() && !(is_torn && arguments.traces.len() > 1) {
                 return Err(anyhow::Error::from(error).into());
@@ -152,7 +151,7 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
     }
 }
 
-/// Of requests of no length, which were passed over.
+/// Reports requests of length 0, which were skipped.
 pub(super) fn tell_empty(count: u64) {
     if count > 0 {
         say(&format!("left out: {} of no length", figures::counted(count, "request")));
@@ -213,9 +212,9 @@ impl Info {
         read
     }
 
-    /// With the names of limits, of which each disk has those that held it.
+    /// Counts a request; returns its disk, and the shared names of limits.
     fn count(&mut self, disk: &str, request: &Request) -> (&mut OfDisk, &mut LimitNames) {
-        // The name is copied for the first request alone.
+        // The name is copied for the first request only.
         if !self.disks.contains_key(disk)
             && let Entry::Vacant(place) = self.disks.entry(disk.to_owned())
         {
@@ -255,7 +254,7 @@ impl Info {
         self.disks.values().map(|disk| disk.first_ns).min()
     }
 
-    /// From the first arrival to the last completion.
+    /// Seconds from the first arrival to the last completion.
     fn seconds(&self) -> f64 {
         let last = self.disks.values().map(|disk| disk.last_completion_ns).max();
         let ns = last.zip(self.first_ns()).map_or(0, |(last, first)| last - first);
@@ -344,13 +343,12 @@ impl Info {
     }
 }
 
-/// Whether nanoseconds are of the time of day: other clocks begin with the trace, or with its
-/// machine.
+/// True if nanoseconds count from 1970; other clocks start with the trace or at boot.
 pub(super) fn is_since_1970(ns: u64) -> bool {
     ns > YEAR_2000_S * 1_000_000_000
 }
 
-/// Since 1970.
+/// Seconds since 1970.
 const YEAR_2000_S: u64 = 946_684_800;
 
 impl OfDisk {
@@ -382,7 +380,7 @@ impl OfDisk {
             Op::Write => (&mut self.writes, &mut self.written_bytes),
             Op::Discard => (&mut self.discards, &mut self.discarded_bytes),
             Op::WriteZeroes => (&mut self.write_zeroes, &mut self.zeroed_bytes),
-            // It moves nothing.
+            // A flush moves no data.
             Op::Flush => (&mut self.flushes, &mut 0),
         };
         *count += 1;
@@ -392,7 +390,7 @@ impl OfDisk {
         self.last_completion_ns = self.last_completion_ns.max(time_ns.saturating_add(latency_ns));
     }
 
-    /// `None`: nobody knows.
+    /// Adds a result; `None` if it is unknown.
     fn fared(&mut self, outcome: Option<Outcome<'_>>, limits: &mut LimitNames) {
         match outcome {
             Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome, limits),
@@ -400,7 +398,7 @@ impl OfDisk {
         }
     }
 
-    /// What it was asked to move, as limits count it.
+    /// Total bytes, as limits count them.
     fn bytes(&self) -> u64 {
         let parts = [self.read_bytes, self.written_bytes, self.discarded_bytes, self.zeroed_bytes];
         parts.into_iter().fold(0, u64::saturating_add)
@@ -420,7 +418,7 @@ impl Measured {
     }
 }
 
-/// `None` where everything happened at one instant.
+/// Rate per second; `None` if all requests are simultaneous.
 fn a_second(count: u64, seconds: f64) -> Option<f64> {
     (seconds > 0.0).then(|| count as f64 / seconds)
 }

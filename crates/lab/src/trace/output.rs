@@ -1,8 +1,8 @@
-//! A file that is written as long as a command runs, and gets its name when that ends well.
+//! An output file that is renamed to its final name when the command succeeds.
 //!
-//! A regular file is made beside the one it will replace; a pipe or a terminal is written in place.
-//! What is read is never written. The process ends well where nobody reads its standard output any
-//! more.
+//! A regular file is written beside the one it will replace; a pipe or a terminal is written in
+//! place. Inputs are never overwritten. The process exits successfully when the reader of its
+//! standard output closes the pipe.
 
 use std::{
     fs::{self, File, Permissions},
@@ -18,20 +18,20 @@ use std::{
 use anyhow::{Context as _, bail};
 use tempfile::NamedTempFile;
 
-/// Before the process's mask.
+/// Mode of a new file, before the umask.
 const NEW_FILE: u32 = 0o666;
 
 #[derive(Debug)]
 pub(crate) enum Output {
     /// Renamed at the end.
     Beside(NamedTempFile, PathBuf),
-    /// No regular file: a pipe, a terminal.
+    /// A special file: a pipe or a terminal.
     InPlace(File),
     Standard(File),
 }
 
 impl Output {
-    /// `inputs` are what is read, which are refused; `what` names the option that named the file.
+    /// Creates an output. `inputs` are rejected as the output; `what` names the option in errors.
     pub(crate) fn create<'a>(
         what: &str,
         path: &Path,
@@ -39,7 +39,7 @@ impl Output {
     ) -> anyhow::Result<Self> {
         let name = path.display();
         let cannot = || format!("{name}: cannot be written");
-        // A link stays one: its target is replaced.
+        // A symbolic link is kept: its target is replaced.
         let target = fs::canonicalize(path).unwrap_or_else(|_| path.to_owned());
         let earlier = fs::metadata(&target).ok();
         if let Some(earlier) = &earlier {
@@ -67,12 +67,12 @@ impl Output {
     }
 
     /// # Errors
-    /// Where the process has none.
+    /// If the process has no standard output.
     pub(crate) fn standard() -> io::Result<Self> {
         Ok(Self::Standard(io::stdout().as_fd().try_clone_to_owned()?.into()))
     }
 
-    /// Gives the file its name.
+    /// Renames the file to its final name.
     pub(crate) fn finish(self) -> io::Result<()> {
         match self {
             Self::Beside(file, target) => file.persist(target).map(drop).map_err(|error| error.error),
@@ -87,7 +87,7 @@ impl Write for Output {
             Self::Beside(file, _) => file.as_file_mut().write(bytes),
             Self::InPlace(file) => file.write(bytes),
             Self::Standard(file) => match file.write(bytes) {
-                // `… | head`: whoever reads has seen enough, as `console::print` has it.
+                // As in `… | head`: the reader has finished, which `console::print` treats alike.
                 Err(error) if error.kind() == io::ErrorKind::BrokenPipe => exit(0),
                 written => written,
             },

@@ -1,10 +1,10 @@
-//! The limits of a disk as recordings have them, as rates over time.
+//! Recorded limits of a disk, as rates over time.
 
 use recording::limit_history::LimitHistory;
 
 use crate::limit_lines::LimitRates;
 
-/// The limits that applied to a disk, its own and those of its groups.
+/// Limits that applied to a disk: its own and those of its groups.
 pub(super) fn recorded_limits(history: &LimitHistory, disk: &str) -> LimitRates {
     let mut limits = LimitRates::default();
     history.visit(disk, &mut |in_force| {

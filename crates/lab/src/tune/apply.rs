@@ -1,4 +1,4 @@
-//! The options that apply a configuration: for weir, for QEMU, for libvirt.
+//! Options that apply a configuration: for weir, for QEMU, for libvirt.
 //!
 //! Sources: docs/reference/cli.md; QEMU's qemu-system-x86_64(1) (`-drive`, `-blockdev`) and
 //! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). Missing
@@ -10,7 +10,7 @@ use storage::CacheMode;
 
 use super::matrix::{Configuration, L2Share, Qcow2};
 
-/// QEMU's least reference count cache, with precedence over L2 (its docs/qcow2-cache.txt).
+/// QEMU's minimum refcount cache, which has precedence over L2 (its docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -29,18 +29,18 @@ pub(super) enum Written {
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Commands {
-    /// The command that makes the image; `None` if there is one, which it would empty.
+    /// Command that creates the image; `None` for an existing one, which it would erase.
     pub(super) create: Option<String>,
     pub(super) weir: String,
     pub(super) qemu_drive: String,
-    /// `-blockdev` and `-device`, as libvirt and management programs use them.
+    /// `-blockdev` and `-device`, as used by libvirt and management programs.
     pub(super) qemu_blockdev: String,
     pub(super) libvirt: String,
     pub(super) without: Option<&'static str>,
 }
 
 impl Commands {
-    /// Names are quoted for a shell.
+    /// Builds the commands; names are quoted for a shell.
     pub(super) fn new(configuration: &Configuration, target: Target<'_>) -> Self {
         let Target { name, disk_bytes, kind } = target;
         let Configuration { cache, qcow2, prefetch } = *configuration;
@@ -74,10 +74,10 @@ impl Commands {
     }
 }
 
-/// What `cache=MODE` means (qemu-system-x86_64(1), `-drive`).
+/// Expands `cache=MODE` to its components (qemu-system-x86_64(1), `-drive`).
 fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) -> String {
     let driver = if target.kind == Written::Device { "host_device" } else { "file" };
-    // A comma ends a value, unless it is doubled.
+    // A comma ends a value unless it is doubled.
     let name = target.name.replace(',', ",,");
     let switch = |is_on: bool| if is_on { "on" } else { "off" };
     let direct = switch(cache.is_direct());
@@ -90,7 +90,7 @@ fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) ->
     format!("-blockdev {} -device virtio-blk-pci,drive=disk0,write-cache={write_cache}", word(&node))
 }
 
-/// As one word of a POSIX shell.
+/// Quotes one word for a POSIX shell.
 fn word(text: &str) -> String {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "_./,:=@%+-".contains(letter);
     if text.chars().all(is_plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }

@@ -1,4 +1,4 @@
-//! The options of `weir tune`.
+//! Options of `weir tune`.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -25,7 +25,7 @@ Examples:
 Measures cache mode, cluster size (64K to 2M), L2 cache (1/128 of what covers the disk, to all of it) and prefetch, one at a time around the default and then together where that promises something, in rounds in random order. Recommends nothing that was not shown to gain more than noise and 5 %.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line.";
 
-/// What `weir tune` is told.
+/// Arguments of `weir tune`.
 #[derive(Debug, Args)]
 pub struct TuneArgs {
     /// A directory, where images are made and measured; a block device; or an image, which is only
@@ -72,7 +72,7 @@ pub struct TuneArgs {
     pub(crate) results: ResultArgs,
 }
 
-/// The least that a run needs to tell anything, and what nobody waits for.
+/// Shortest run with a useful result, and a bound against mistyped values.
 const BUDGETS: std::ops::RangeInclusive<u64> = 1..=7 * 24 * 3600;
 
 fn budget(text: &str) -> Result<Duration, String> {

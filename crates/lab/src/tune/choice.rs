@@ -1,13 +1,13 @@
-//! Which configuration is recommended for a goal.
+//! Chooses the configuration that is recommended for a goal.
 //!
 //! ```text
-//!   allowed for the goal ─► the fastest ─► those known to be as good, within 5 % ─► known to gain more than 5 % ─► the first of these
-//!                                                                                 and the base
+//!   allowed for the goal ─► the fastest ─► those proven as good, within 5 % ─► proven to gain more than 5 % ─► the first of these
+//!                                                                              and the base
 //! ```
 //!
 //! The fixed order: the goal's base (the default, or for integrity the default with a safe mode),
-//! then the fewest changes, then the least memory. So noise does not decide between equals, and
-//! another run comes to the same. A recommended change was shown to gain more than 5 %.
+//! then the fewest changes, then the least memory. Noise therefore does not decide between equals,
+//! and another run chooses the same. A recommended change was shown to gain more than 5 %.
 
 use super::{
     goal::Goal,
@@ -16,18 +16,18 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// Smaller gains are worth no change, and chance would decide between equals.
+/// Smaller gains do not justify a change, and chance would decide between equals.
 pub(super) const MARGIN: f64 = 0.05;
 
 const RULE: &str = "Recommended is the first configuration, in this order, that was shown to be within 5 % of the fastest: \
      the default, fewest changes to it, least memory. A change is recommended only if it was shown to gain more than 5 %.";
 
-/// To follow [`RULE`] where it was not followed to its end.
+/// Appended to [`RULE`] if the measurement did not settle every goal.
 const NOT_SETTLED: &str = " Where no difference was shown, the whole budget was too little to decide: the goal's base is \
      named (the default, or for integrity the default with a safe cache mode), and another may be ahead in the table. \
      More --budget can settle it.";
 
-/// How recommendations came about, if all were `settled`, and if not.
+/// Explanation of the recommendations; differs if not all are `settled`.
 pub(super) fn rule(settled: bool) -> String {
     if settled { RULE.to_owned() } else { format!("{RULE}{NOT_SETTLED}") }
 }
@@ -55,12 +55,12 @@ pub(super) struct Scores<'a> {
 }
 
 impl Scores<'_> {
-    /// Relative to the default, for each round of both; empty if none is complete.
+    /// Speed relative to the default, for each round of both; empty if none is complete.
     pub(super) fn of(&self, goal: Goal, candidate: &Configuration) -> Vec<f64> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }
 
-    /// How `other` stands to `base`, and from how many rounds that is known.
+    /// Speed of `other` relative to `base`, and the number of rounds behind it.
     pub(super) fn compare(
         &self,
         goal: Goal,
@@ -81,9 +81,9 @@ impl Scores<'_> {
     }
 }
 
-/// The base if nothing was shown to be better, also while that is open: then the choice is not
-/// settled, and another seed would not choose another configuration. `None` if nothing is allowed
-/// for the goal.
+/// The base if nothing was shown to be better, including open cases: then the choice is not settled,
+/// and another seed would not choose another configuration. `None` if nothing is allowed for the
+/// goal.
 pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
     let space = scores.space;
     let base = goal.base(space)?;
@@ -110,7 +110,7 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
         (*candidate != base, space.changes(candidate), candidate.memory_bytes(space.size_bytes))
     };
     let first = good.min_by_key(order).filter(|first| {
-        // A candidate later in the order cannot take its place, and need not be decided.
+        // A candidate later in the order cannot replace the first, so it need not be decided.
         let is_open = |(candidate, standing): &(Configuration, Standing)| {
             *standing == Standing::Open && order(candidate) <= order(first)
         };

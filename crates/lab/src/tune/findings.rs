@@ -1,4 +1,4 @@
-//! A run's result: paragraphs, numbers, tables, charts. Every figure comes from the samples.
+//! A run's result: paragraphs, numbers, tables, charts. All figures derive from the samples.
 
 use console::{figures, table};
 
@@ -62,7 +62,7 @@ impl Found<'_> {
     pub(super) fn text(&self, bold: bool) -> String {
         let mut text = String::new();
         let Table { columns, rows, .. } = self.scores();
-        // At a terminal only the goals are columns.
+        // On a terminal only the goals are columns.
         let goals = Goal::ALL.map(|goal| goal.name().to_uppercase());
         let numbers: Vec<_> = std::iter::once("ROUNDS").chain(goals.iter().map(String::as_str)).collect();
         let heads = table::columns(&["CONFIGURATION"], &numbers);
@@ -94,7 +94,7 @@ impl Found<'_> {
         text
     }
 
-    /// The default, and then all others, the fastest first by the goal that everything counts for.
+    /// The default, then all others by speed for the goal that includes every pattern.
     fn ordered(&self) -> Vec<Configuration> {
         let search = self.search;
         let (scores, default) = (search.scores(), search.space.default_configuration());

@@ -1,7 +1,8 @@
-//! What a disk can be tuned for: which patterns count, and which cache modes may be recommended.
+//! Goals of tuning: the patterns that count, and the cache modes that may be recommended.
 //!
-//! QEMU's documentation of `cache` (qemu-system-x86_64(1)) says which modes are safe: with flushes,
-//! all but `unsafe` survive a power failure; without, only those that make every write durable.
+//! QEMU's documentation of `cache` (qemu-system-x86_64(1)) defines which modes are safe: with
+//! flushes, all but `unsafe` survive a power failure; without, only those that make every write
+//! durable.
 
 use clap::ValueEnum;
 use storage::CacheMode;
@@ -32,7 +33,8 @@ impl Goal {
         }
     }
 
-    /// Reads from the host's memory count for no goal: a guest caches them itself.
+    /// True if a pattern counts. Reads from the host's memory count for no goal: a guest has its own
+    /// cache.
     pub(super) fn counts(self, pattern: &Pattern) -> bool {
         let Pattern { operation, block_bytes, depth, .. } = *pattern;
         if operation == Operation::Reread {
@@ -76,7 +78,7 @@ impl Safety {
         }
     }
 
-    /// What a power failure of the host loses.
+    /// Data lost in a power failure of the host.
     pub(super) fn loses(self) -> &'static str {
         match self {
             Self::Always => "nothing",

@@ -1,7 +1,7 @@
-//! The images that are measured: made, filled, and opened as a configuration says.
+//! The measured images: created, filled, and opened according to a configuration.
 //!
-//! Everything is filled with incompressible bytes before it is read: holes cost no disk reads.
-//! Images are locked as usual, so none is opened twice at a time.
+//! All images are filled with incompressible bytes before they are read, because holes cost no disk
+//! reads. Images are locked as usual, so none is open twice at a time.
 
 use std::{
     cell::{Cell, RefCell},
@@ -44,7 +44,7 @@ pub(super) const BASE: &str = "base.raw";
 const OVERLAY: &str = "overlay.qcow2";
 const PIECE: u64 = 1 << 20;
 const DEPTH: usize = 8;
-/// A new file's length: storage cannot be empty.
+/// Length of a new file: storage cannot be empty.
 const LEAST_FILE: u64 = 512;
 
 #[derive(Debug)]
@@ -62,7 +62,7 @@ impl Images {
         Self { place, noise, first }
     }
 
-    /// Makes and fills base and images, at least the first; returns the cluster sizes made.
+    /// Creates and fills base and images, at least the first one; returns the cluster sizes created.
     pub(super) async fn make(
         &self,
         clusters: &[u64],
@@ -80,6 +80,7 @@ impl Images {
         for &cluster_bytes in clusters {
             let path = self.path(cluster_bytes)?;
             self.create(&path, cluster_bytes, None).await?;
+            // Out of time: an image that is only partly filled would be faster than a full one.
             if !self.fill(&path, Format::Qcow2, stop, progress).await? {
                 fs::remove_file(&path).context("a file cannot be removed")?;
                 break;
@@ -117,14 +118,14 @@ impl Images {
         blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")
     }
 
-    /// Drops the disk from the page cache, as far as the kernel does that.
+    /// Drops the disk from the page cache, as far as the kernel permits.
     pub(super) async fn forget(&self, disk: &Disk) -> anyhow::Result<()> {
         let paths: Vec<_> =
             disk.image().chain().filter_map(|image| image.storage().path().map(PathBuf::from)).collect();
         let forget = move || -> anyhow::Result<()> {
             for path in paths {
                 let file = fs::File::open(&path)?;
-                // Dirty pages would stay.
+                // Dirty pages cannot be dropped.
                 file.sync_data()?;
                 posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)?;
             }
@@ -183,7 +184,7 @@ impl Images {
         }
     }
 
-    /// False if it had to stop early.
+    /// Fills an image. Returns false if the time ran out.
     async fn fill(
         &self,
         path: &Path,

@@ -1,9 +1,9 @@
-//! What can be chosen for a virtual disk, and what is asked of it: configurations and patterns.
+//! The measured configurations of a virtual disk, and the measured patterns of requests.
 //!
 //! ```text
 //!   cache mode × cluster size × L2 cache × prefetch     the default, one factor changed at a time, combinations
 //!        ×
-//!   random, sequential × read, write × 4K, 1M × depth 1, 32, and: synchronous writes, first writes, reads of what is in memory
+//!   random, sequential × read, write × 4K, 1M × depth 1, 32; in addition synchronous writes, first writes, cached reads
 //! ```
 //!
 //! The default is that of `weir serve`: writeback, clusters of 64 KiB, an L2 cache for the whole
@@ -19,7 +19,7 @@ use std::{
 use policy::prefetch::{Mode, Settings};
 use storage::CacheMode;
 
-/// QEMU's too.
+/// QEMU's default as well.
 pub(super) const DEFAULT_CLUSTER: u64 = 64 << 10;
 pub(super) const CLUSTERS: [u64; 6] = [DEFAULT_CLUSTER, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20];
 /// An entry maps one cluster (QEMU's docs/interop/qcow2.rst).
@@ -37,7 +37,7 @@ impl L2Share {
     /// 1/128 is from the published measurement.
     pub(super) const ALL: [Self; 4] = [Self::Full, Self::Part(4), Self::Part(16), Self::Part(128)];
 
-    /// Bytes of the cache, at least two of the smallest slices.
+    /// Cache size in bytes, at least two of the smallest slices.
     ///
     /// Source: QEMU's docs/qcow2-cache.txt, `disk_size = l2_cache_size * cluster_size / 8`.
     pub(super) fn bytes(self, size_bytes: u64, cluster_bytes: u64) -> u64 {
@@ -49,7 +49,7 @@ impl L2Share {
         part.max(2 * SLICE_BYTES.start())
     }
 
-    /// The default slice, or a smaller one where there would be less than two.
+    /// The default slice, or a smaller one if fewer than two would fit.
     pub(super) fn slice_bytes(l2_bytes: u64) -> u64 {
         let largest = (l2_bytes / 2).max(1);
         (1 << largest.ilog2()).clamp(*SLICE_BYTES.start(), *SLICE_BYTES.end())
@@ -67,7 +67,7 @@ impl fmt::Display for L2Share {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) struct Qcow2 {
-    /// A power of two from 64 KiB to 2 MiB where weir makes the image.
+    /// A power of two from 64 KiB to 2 MiB in images that weir creates.
     pub(super) cluster_bytes: u64,
     pub(super) l2: L2Share,
 }
@@ -80,21 +80,21 @@ pub(super) struct Configuration {
 }
 
 impl Configuration {
-    /// Without the page cache, which is given back on demand.
+    /// Memory of the caches, without the page cache, which the kernel reclaims on demand.
     pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
         let l2 = self.qcow2.map_or(0, |Qcow2 { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
         l2 + if self.prefetch == Mode::Off { 0 } else { Settings::default().memory_bytes }
     }
 }
 
-/// By the cache mode's name, because the mode itself has no hash.
+/// Hashes the cache mode's name, because the mode itself has no hash.
 impl Hash for Configuration {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.cache.name(), self.qcow2, self.prefetch.name()).hash(state);
     }
 }
 
-/// Unique; results are kept under these names.
+/// Unique; results are stored under these names.
 impl fmt::Display for Configuration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.cache.name())?;
@@ -119,7 +119,7 @@ pub(super) struct Space {
     pub(super) clusters: Vec<u64>,
     pub(super) l2: Vec<L2Share>,
     pub(super) prefetch: Vec<Mode>,
-    /// Shares that come to the same number of bytes are the same.
+    /// Needed to find shares that result in the same number of bytes.
     pub(super) size_bytes: u64,
 }
 
@@ -134,7 +134,7 @@ impl Space {
         }
     }
 
-    /// An existing image has fixed clusters; a raw one has none.
+    /// An existing image has a fixed cluster size; a raw one has none.
     pub(super) fn of_image(size_bytes: u64, cluster_bytes: Option<u64>) -> Self {
         Self { clusters: cluster_bytes.into_iter().collect(), ..Self::of_made_images(size_bytes) }
     }
@@ -195,7 +195,7 @@ impl Space {
         .count()
     }
 
-    /// Removes equal ones: a small disk's whole mapping may fit into the smallest cache.
+    /// Removes duplicates: a small disk's whole mapping may fit into the smallest cache.
     fn distinct(&self, list: Vec<Configuration>) -> Vec<Configuration> {
         let key = |configuration: &Configuration| {
             let Configuration { cache, qcow2, prefetch } = *configuration;
@@ -216,14 +216,14 @@ pub(super) enum Order {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Operation {
-    /// From the disk, not from the page cache as far as possible.
+    /// From the disk, bypassing the page cache as far as possible.
     Read,
     /// From the page cache, if the configuration uses one.
     Reread,
-    /// To allocated clusters, with a flush at the end that counts.
+    /// To allocated clusters, including a flush at the end.
     Write,
     SyncWrite,
-    /// To an empty overlay: allocates clusters and copies the surroundings.
+    /// To an empty overlay: allocates clusters and copies the rest of each.
     FirstWrite,
 }
 
@@ -260,7 +260,7 @@ impl Pattern {
     }
 }
 
-/// Unique; results are kept under these names.
+/// Unique; results are stored under these names.
 impl fmt::Display for Pattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = match self.order {

@@ -1,12 +1,12 @@
-//! One sample: the operations per second of one pattern on one disk at one time.
+//! One sample: the operations per second of one pattern on one disk in one slice of time.
 //!
 //! ```text
-//!   ├ batch ┤ batch ┤ batch ┤ … ┤ flush ┤      a slice of time, cut into batches of requests
+//!   ├ batch ┤ batch ┤ batch ┤ … ┤ flush ┤      a slice of time, divided into batches of requests
 //! ```
 //!
-//! A slice is short, so that every configuration has its turn in each round. Reads begin with a
-//! cold page cache, unless they are to be from it; the median batch of the steady part counts.
-//! Writes end with a flush that counts, after the same amount for every configuration.
+//! Slices are short, so that every configuration is measured in each round. Reads start with a cold
+//! page cache, except cached reads; the result is the median batch of the steady part. Writes
+//! include a flush at the end, after the same amount for every configuration.
 
 use std::{
     collections::HashMap,
@@ -29,14 +29,14 @@ use crate::{
     statistics::{median, steady},
 };
 
-/// Shorter slices are all beginning, longer ones tell nothing more.
+/// In shorter slices the start dominates; longer ones add no information.
 pub(super) const SLICES: std::ops::RangeInclusive<Duration> =
     Duration::from_millis(10)..=Duration::from_millis(200);
 /// Batches of a slice, fewer at high depths; finding the steady part takes ten.
 const BATCHES: u32 = 24;
 const LARGEST_BATCH: f64 = 1e6;
 const REREAD_BYTES: u64 = 16 << 20;
-/// Written before a slice's flush, in small and large requests, if there is time.
+/// Bytes written before a slice's flush, in small and large requests, time permitting.
 const SMALL_WRITES_BYTES: u64 = 4 << 20;
 const LARGE_WRITES_BYTES: u64 = 32 << 20;
 const BYTE: u8 = 0xA5;
@@ -128,12 +128,13 @@ impl Meter {
         let began = Instant::now();
         disk.flush().await.context("the last flush failed")?;
         let elapsed = series.elapsed + began.elapsed();
-        // Untimed: a mode that ignores flushes shall be fast, but at nobody else's cost.
+        // Untimed: a mode that ignores flushes may be fast, but must not slow down the next sample by its
+        // writeback.
         self.images.forget(disk).await?;
         Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
     }
 
-    /// Batches for a slice of time, after one to calibrate their size if need be.
+    /// Runs batches for a slice of time, after one to calibrate their size if necessary.
     async fn batches(
         &mut self,
         disk: &Arc<Disk>,
@@ -154,6 +155,7 @@ impl Meter {
             let is_first = rate.is_none();
             let now = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
             rate = Some(now);
+            // The first batch only calibrates, unless it took too long to be discarded.
             if !is_first || outcome.elapsed * 4 > self.slice || pattern.operation == Operation::FirstWrite {
                 series.rates.push(now);
                 series.requests += count;
@@ -166,7 +168,7 @@ impl Meter {
         Ok(series)
     }
 
-    /// Random reads from cold caches on: (seconds, operations per second) of each batch.
+    /// Random reads, starting with cold caches: (seconds, operations per second) of each batch.
     pub(super) async fn growth(
         &mut self,
         configuration: &Configuration,
@@ -185,7 +187,7 @@ impl Meter {
             let outcome = put(walk.load(count), Arc::clone(&disk)).await?;
             let rate = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
             points.push((began.elapsed().as_secs_f64(), rate));
-            // Fifty points, however fast the disk is.
+            // About fifty points, independently of the disk's speed.
             count = ((rate * time.as_secs_f64() / 50.0) as u64).clamp(8, 1 << 20);
         }
         disk.close().await?;
@@ -209,14 +211,15 @@ fn steady_rate(rates: &[f64]) -> f64 {
     median(&rates[steady(rates)])
 }
 
-/// The same for every configuration, as writes share the flush's cost; unbounded for reads.
+/// Bound on requests, equal for every configuration, because writes share the flush's cost;
+/// unbounded for reads.
 fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
     let written = if pattern.block_bytes < 1 << 20 { SMALL_WRITES_BYTES } else { LARGE_WRITES_BYTES };
     let all = written / pattern.block_bytes;
     match pattern.operation {
         Operation::Read | Operation::Reread => u64::MAX,
         Operation::Write | Operation::SyncWrite => all,
-        // As if each allocated one of the largest clusters.
+        // Assumes that each request allocates one of the largest clusters.
         Operation::FirstWrite => {
             let cluster_bytes = CLUSTERS.into_iter().max().unwrap_or(pattern.block_bytes);
             all.min(OVERLAY_BYTES.min(size_bytes) / pattern.block_bytes.max(cluster_bytes)).max(1)

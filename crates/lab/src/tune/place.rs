@@ -1,13 +1,13 @@
-//! Where it is measured: a directory for images, a device, or an existing image.
+//! The measured target: a directory for images, a device, or an existing image.
 //!
 //! ```text
-//!   DIR     .weir-tune-PID-XXXXXX/   base.raw   64K.qcow2 … 2M.qcow2   overlay.qcow2 (over base.raw, made again for each first write)
-//!   DEVICE  as it is, raw: held so that nobody else begins to use it; written to only if that was asked for
-//!   IMAGE   as it is, read alone
+//!   DIR     .weir-tune-PID-XXXXXX/   base.raw   64K.qcow2 … 2M.qcow2   overlay.qcow2 (over base.raw, recreated for each first write)
+//!   DEVICE  raw: opened exclusively against other users; written to only on request
+//!   IMAGE   only read
 //! ```
 //!
-//! Obstacles are found before anything is touched: too little space, a device or image in use. The
-//! directory is removed however the command ends, except by SIGKILL.
+//! Obstacles are detected before anything is changed: too little space, a device or image in use.
+//! The directory is removed however the command ends, except by SIGKILL.
 
 use std::{
     fs,
@@ -33,15 +33,15 @@ use crate::probe::{in_use, in_use::Claim};
 
 /// A few dozen of the largest requests.
 const LEAST_SIZE: u64 = 16 << 20;
-/// The largest default.
+/// Upper bound of the default size.
 const USUAL_SIZE: u64 = 1 << 30;
-/// For each second of the budget: seven images at 60 MB/s then take a quarter of the time.
+/// Default size per second of the budget: seven images at 60 MB/s then take a quarter of the time.
 const BYTES_PER_SECOND: u64 = 2 << 20;
-/// Written to an overlay before it is made again.
+/// Bytes written to an overlay before it is recreated.
 pub(super) const OVERLAY_BYTES: u64 = 64 << 20;
-/// Of an existing image; with less, mostly reads of holes would be measured.
+/// Minimum share of data in an existing image; with less, mostly reads of holes would be measured.
 const LEAST_DATA_PERCENT: u64 = 50;
-/// A process's number follows.
+/// Followed by the pid of the process.
 const PREFIX: &str = ".weir-tune-";
 /// For metadata of images and the file system.
 const SPARE_BYTES: u64 = 32 << 20;
@@ -52,7 +52,7 @@ pub(super) struct Wish<'a> {
     pub(super) size_bytes: Option<u64>,
     pub(super) format: Option<Format>,
     pub(super) write: bool,
-    /// Despite a known signature.
+    /// True to write despite a known signature.
     pub(super) force: bool,
     pub(super) budget_seconds: u64,
 }
@@ -76,10 +76,10 @@ pub(super) struct Seen {
 
 #[derive(Debug)]
 pub(super) enum Kind {
-    /// A directory of ours for images, locked so that nobody takes it for left behind.
+    /// A temporary directory for images, locked so that another run does not remove it as stale.
     Made {
         directory: TempDir,
-        /// `None` where the file system knows no locks.
+        /// `None` on a file system without locks.
         _lock: Option<Flock<fs::File>>,
     },
     Device {
@@ -93,7 +93,8 @@ pub(super) enum Kind {
 }
 
 impl Place {
-    /// Touches nothing. `image` looks at an image of this format, so many bytes of it, or all.
+    /// Opens the target without changing it. `image` inspects an image: its format, and the number of
+    /// bytes to inspect (or all).
     pub(super) fn open(
         wish: Wish<'_>,
         image: impl FnOnce(&Path, Option<Format>, Option<u64>) -> anyhow::Result<Seen>,
@@ -119,7 +120,7 @@ impl Place {
             } else {
                 in_use::claim_to_read(wish.path)?
             };
-            // A device has no holes.
+            // A device has no holes to count.
             let seen = image(wish.path, Some(Format::Raw), Some(0))?;
             (Kind::Device { writable: wish.write, _claim: claim }, seen.size_bytes)
         } else if metadata.is_file() {
@@ -225,12 +226,12 @@ fn needed_bytes(size_bytes: u64) -> u64 {
     images.saturating_add(overlay + SPARE_BYTES).saturating_add(images / 256)
 }
 
-/// `None` if somebody else has it or the file system knows no locks.
+/// `None` if another process holds the lock or the file system has no locks.
 fn lock(directory: fs::File) -> Option<Flock<fs::File>> {
     Flock::lock(directory, FlockArg::LockExclusiveNonblock).ok()
 }
 
-/// Removes and returns the directories of killed runs; those of live runs are locked.
+/// Removes the directories of killed runs and returns remarks; those of live runs are locked.
 fn remove_left_behind(path: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(path) else { return Vec::new() };
     let remove = |entry: fs::DirEntry| {
@@ -247,7 +248,7 @@ fn remove_left_behind(path: &Path) -> Vec<String> {
     entries.filter_map(Result::ok).filter_map(remove).collect()
 }
 
-/// The remark on an image's holes; an error if it is mostly holes.
+/// A remark on an image's holes; fails if it is mostly holes.
 fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Option<String>> {
     let percent = data_bytes.saturating_mul(100) / measured_bytes.max(1);
     ensure!(
@@ -326,7 +327,7 @@ mod tests {
     fn what_a_killed_run_left_is_removed_and_what_a_running_one_has_is_not() {
         let directory = tempfile::tempdir().unwrap();
         let running = open(wish(directory.path())).unwrap();
-        // Larger than any process's number (proc_sys_kernel(5), pid_max).
+        // Larger than any pid (proc_sys_kernel(5), pid_max).
         let [left, locked] =
             ["4194305-aaaaaa", "4194306-bbbbbb"].map(|name| directory.path().join(format!("{PREFIX}{name}")));
         let others = directory.path().join(".weir-tune-mine");

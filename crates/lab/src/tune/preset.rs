@@ -1,8 +1,8 @@
-//! Published tables, measured again here: which conclusions hold.
+//! Repeats published measurements here, and reports which of their conclusions hold.
 //!
-//! The rows take turns in random order, round by round. A conclusion agrees only if the samples
-//! show it. Figures of two machines are never compared directly: each is relative to a row of its
-//! own table.
+//! The rows take turns in random order, round by round. A conclusion agrees only if the samples show
+//! it. Figures of two machines are never compared directly: each is relative to a row of its own
+//! table.
 
 mod findings;
 mod published;
@@ -25,7 +25,7 @@ use super::{
 };
 use crate::statistics::{Comparison, Verdict, median};
 
-/// A table never ends earlier: looking until something shows would find it by chance.
+/// A table never ends earlier: measuring until a difference shows would find one by chance.
 const MOST_ROUNDS: usize = 20;
 /// Slices of a cell in a budget: twelve rounds with their opening and flushing.
 const SLICES_PER_CELL: u32 = 48;
@@ -82,7 +82,7 @@ pub(super) struct Published {
 struct Column {
     name: &'static str,
     pattern: Pattern,
-    /// For a raw disk, where that lacks the pattern.
+    /// Replacement for a raw disk that lacks the pattern.
     of_raw: Option<Pattern>,
     figure: Figure,
 }
@@ -98,7 +98,7 @@ enum Figure {
 struct Row {
     name: String,
     configuration: Configuration,
-    /// A figure for each column in the table's own unit; empty if only pictures were published.
+    /// A figure for each column in the table's own unit; empty if only charts were published.
     published: Vec<f64>,
 }
 
@@ -195,7 +195,7 @@ impl Published {
                 .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= LEAST_ROUNDS);
             match (claim.relation, verdict) {
                 (Relation::Higher, Verdict::Higher) | (Relation::Lower, Verdict::Lower) => Agreement::Agrees,
-                // No visible difference agrees only if one would be visible.
+                // The lack of a visible difference agrees only if a difference would be visible.
                 (Relation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => Agreement::Agrees,
                 (_, Verdict::Same) => Agreement::NotSeen,
                 _ => Agreement::Contradicted,
@@ -239,7 +239,7 @@ struct Tables {
     samples: Samples,
     random: fastrand::Rng,
     refused: Vec<Configuration>,
-    /// Rounds begun, and the rest of the last.
+    /// Rounds started, and the remaining turns of the last.
     rounds: u32,
     queue: Vec<Turn>,
 }

@@ -1,5 +1,5 @@
-//! A recommendation for a goal: the configuration, its gains and costs, its safety, and how to
-//! apply it. Shows no difference that noise makes.
+//! A recommendation for a goal: the configuration, its gains and costs, its safety, and the commands
+//! that apply it. Never reports a difference within noise.
 
 use console::figures;
 
@@ -12,20 +12,20 @@ use super::{
 };
 use crate::statistics::{Estimate, Verdict};
 
-/// The result's tables have all of them.
+/// Differences listed in the summary; the result's tables have all.
 const MOST_TOLD: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
     pub(super) goal: Goal,
     pub(super) configuration: Configuration,
-    /// Ahead in the table, which is not shown to be better where `settled` is false.
+    /// First in the table; not shown to be better if `settled` is false.
     leader: Configuration,
     pub(super) settled: bool,
     /// Relative to the default, the largest first.
     pub(super) gains: Vec<Difference>,
     pub(super) costs: Vec<Difference>,
-    /// Beyond the default's, for the disk that the options are for.
+    /// Memory beyond the default's, for the disk that the options are for.
     pub(super) more_memory_bytes: u64,
     pub(super) commands: Commands,
     is_default: bool,
@@ -35,7 +35,7 @@ pub(super) struct Recommendation {
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Difference {
     pub(super) pattern: Pattern,
-    /// 1 is as fast as with the default.
+    /// 1 is as fast as the default.
     pub(super) ratio: Estimate,
 }
 
@@ -72,7 +72,7 @@ impl Recommendation {
         }
     }
 
-    /// In a few words each: the goal, what to use for it, safety, gains, costs.
+    /// Table row: goal, configuration, safety, gains, costs.
     pub(super) fn row(&self) -> Vec<String> {
         let told = |list: &[Difference]| match list {
             _ if self.is_default => "-".to_owned(),

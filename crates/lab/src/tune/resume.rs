@@ -1,5 +1,5 @@
-//! The samples in a result file, with which an interrupted run is resumed. Samples of another
-//! place, device, size, format or version are refused, as they are not comparable.
+//! The samples in a result file, for resuming an interrupted run. Samples of another target, device,
+//! size, format or version are rejected, because they are not comparable.
 
 use std::{path::Path, time::Duration};
 
@@ -74,7 +74,7 @@ impl Kept {
         Duration::from_nanos(self.slice_ns)
     }
 
-    /// Checks that they are of this place as it is now.
+    /// The samples, after a check that they belong to this target in its present state.
     pub(super) fn samples(&self, place: &Place, space: &Space) -> anyhow::Result<Samples> {
         let here = whole_name(&place.path);
         ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);
@@ -92,7 +92,7 @@ impl Kept {
             Pattern::all().into_iter().map(|one| (one.to_string(), one)).collect();
         let mut samples = Samples::default();
         for cell in &self.cells {
-            // Skips what this version or this machine does not have.
+            // Skips configurations that this version or this machine lacks.
             let configuration = configurations.iter().find(|(name, _)| *name == cell.configuration);
             let pattern = patterns.iter().find(|(name, _)| *name == cell.pattern);
             let (Some((_, configuration)), Some((_, pattern))) = (configuration, pattern) else { continue };
@@ -137,7 +137,7 @@ fn device(path: &Path) -> Option<String> {
     Header::begin().end(Some(path)).device.map(|device| device.key)
 }
 
-/// From the root on: runs may start in different directories.
+/// Absolute path: runs may start in different directories.
 fn whole_name(path: &Path) -> String {
     path.canonicalize().unwrap_or_else(|_| path.to_owned()).display().to_string()
 }

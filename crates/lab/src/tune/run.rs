@@ -1,7 +1,7 @@
-//! A run: images made, then turns measured as a [`Course`] says, within the budget.
+//! A run: creates images, then measures the turns of a [`Course`] within the budget.
 //!
 //! ```text
-//!   budget ├── images (a share at most) ──┤── turns ──┤── what the caller keeps back ──┤ end (2 %) ┤
+//!   budget ├── images (a bounded share) ──┤── turns ──┤── reserved for the caller ──┤ end (2 %) ┤
 //! ```
 
 use std::{rc::Rc, time::Duration};
@@ -44,8 +44,8 @@ impl<C: Course> Run<C> {
         Self { course, place, remarks, progress, stop, budget, slice, seed }
     }
 
-    /// Measures the course as time allows, `for_images` at most on images; `kept_back` is left to
-    /// the caller. `None` if it was interrupted.
+    /// Measures the course, with at most `for_images` for images; `kept_back` is reserved for the
+    /// caller. `None` if it was interrupted.
     pub(super) async fn measure(
         &mut self,
         for_images: Duration,
@@ -93,6 +93,7 @@ impl<C: Course> Run<C> {
             let course = &mut self.course;
             match meter.turn(&turn, |pattern, value| course.record(&turn, pattern, value)).await {
                 Ok(()) => {}
+                // Many file systems lack O_DIRECT, which the direct cache modes need.
                 Err(TurnError::NotOpened(why)) if turn.configuration.cache.is_direct() => {
                     let what = self.course.refuse(turn.configuration);
                     self.remarks.push(format!("Not measured: {what}: {why:#}."));

@@ -1,33 +1,33 @@
 //! The samples so far, and comparisons of configurations.
 //!
-//! Two are compared by the quotients of rounds that both were in, so slower rounds cancel out; or
-//! through the default, which is in every round. A goal's round is the geometric mean of its
-//! patterns. Outliers are clamped to their pattern's usual noise (Tukey's fences: three times the
-//! median distance).
+//! Two configurations are compared by the ratios of common rounds, so effects common to a round
+//! cancel out; or through the default, which is in every round. A goal's round is the geometric mean
+//! of its patterns. Outliers are clamped to their pattern's usual noise (Tukey's fences: three times
+//! the median distance).
 
 use std::collections::{BTreeMap, HashMap};
 
 use super::matrix::{Configuration, Pattern};
 use crate::statistics::{Comparison, compare, compare_rounds, median};
 
-/// In median distances from the median.
+/// Distance of the fences, in median distances from the median.
 const FENCE: f64 = 3.0;
-/// With fewer quotients the usual noise is unknown.
+/// With fewer ratios the usual noise is unknown.
 const LEAST_FENCED: usize = 5;
-/// With fewer rounds nothing is called different.
+/// With fewer rounds no difference is reported.
 pub(super) const LEAST_ROUNDS: usize = 6;
 
-/// In operations per second.
+/// Samples in operations per second.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Samples {
-    /// By round.
+    /// Values by round.
     cells: HashMap<(Configuration, Pattern), BTreeMap<u32, f64>>,
-    /// By first sample, so that nothing depends on a hash.
+    /// In order of the first sample, so that no result depends on a hash.
     pub(super) configurations: Vec<Configuration>,
 }
 
 impl Samples {
-    /// Ignores what is not above zero, and a second sample of the same round.
+    /// Adds a sample; ignores values that are not above zero, and a second sample of the same round.
     pub(super) fn add(&mut self, configuration: Configuration, pattern: Pattern, round: u32, value: f64) {
         if !(value.is_finite() && value > 0.0) {
             return;
@@ -51,7 +51,7 @@ impl Samples {
         cell.into_iter().flatten().map(|(&round, &value)| (round, value))
     }
 
-    /// Rounds in which all of these patterns were measured with it.
+    /// Number of rounds in which all of these patterns were measured.
     pub(super) fn rounds(&self, configuration: &Configuration, patterns: &[Pattern]) -> usize {
         patterns.iter().map(|pattern| self.cell(configuration, pattern).count()).min().unwrap_or(0)
     }
@@ -88,7 +88,8 @@ impl Samples {
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
 
-    /// How `other` stands to `base`, and from how many rounds; `through` was in every round.
+    /// Speed of `other` relative to `base`, and the number of rounds behind it; `through` was measured
+    /// in every round.
     pub(super) fn compare(
         &self,
         base: &Configuration,

@@ -1,19 +1,19 @@
-//! What to measure next, and when enough is known.
+//! Decides what to measure next, and when the results suffice.
 //!
 //! ```text
 //!   stage 1   the default, and each factor changed alone                 rounds: every configuration once, in random order
 //!      │                                                                   │
-//!      │  levels that gained something for some goal                        │ after five: who is behind for every goal drops out
+//!      │  levels with a gain for any goal                                   │ after five rounds: configurations behind for every goal drop out
 //!      ▼                                                                   │ until every goal is settled, or the stage's time is over
 //!   stage 2   their combinations, the most promising, with the best so far ─┘
 //! ```
 //!
-//! Stage 2 lasts until every goal is settled among all measured configurations, or until the
-//! budget is used: configurations of stage 1 that are not decided take part again. So a goal is
-//! not settled only where the budget was too small, and never because the search ended early.
+//! Stage 2 lasts until every goal is settled among all measured configurations, or until the budget
+//! is used up: undecided configurations of stage 1 take part again. A goal is therefore unsettled
+//! only if the budget was too small, never because the search ended early.
 //!
-//! All configurations of a stage take turns, so that drift of the machine hits all of them.
-//! Combinations follow from the samples alone, so a search can be resumed from samples.
+//! All configurations of a stage take turns, so that drift of the machine affects all of them.
+//! Combinations depend on the samples alone, so a search can be resumed from samples.
 
 use std::collections::HashMap;
 
@@ -25,9 +25,9 @@ use super::{
 };
 use crate::statistics::median;
 
-/// The share of the time left when stage 2 begins, at the latest.
+/// Share of the time that stage 2 gets at least.
 const LEFT_FOR_COMBINATIONS: f64 = 0.45;
-/// Rounds of stage 1, so that stage 2 begins with more than the time that it needs.
+/// Rounds of stage 1 at most, so that stage 2 gets more time than it needs.
 const MOST_ROUNDS: usize = 30;
 const MOST_COMBINATIONS: usize = 12;
 
@@ -62,15 +62,15 @@ pub(super) struct Turn {
 
 pub(super) trait Course {
     fn clusters(&self) -> Vec<u64>;
-    /// `left` is the share of the time that is left, from 1 to 0; `None` ends the run.
+    /// `left` is the remaining share of the time, from 1 to 0; `None` ends the run.
     fn next(&mut self, left: f64) -> Option<Turn>;
-    /// In operations per second.
+    /// Records a sample in operations per second.
     fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
-    /// Returns what is left out.
+    /// Excludes a configuration that cannot be opened; returns a description of the exclusion.
     fn refuse(&mut self, configuration: Configuration) -> String;
-    /// Returns the beginnings of sentences about what these clusters leave out.
+    /// Excludes a cluster size; returns the beginnings of sentences about it.
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
-    /// The current round, for people.
+    /// The current round, for progress messages.
     fn is_at(&self) -> String;
 }
 
@@ -99,7 +99,7 @@ impl Course for Search {
         self.samples.add(turn.configuration, pattern, turn.round, value);
     }
 
-    /// Others with its cache mode are refused too.
+    /// Excludes all configurations with its cache mode.
     fn refuse(&mut self, configuration: Configuration) -> String {
         let cache = configuration.cache;
         self.keep(|other| other.cache != cache);
@@ -124,7 +124,8 @@ impl Course for Search {
 }
 
 impl Search {
-    /// Searches `space` for the best for these goals, by these patterns. `samples` may be empty.
+    /// Searches `space` for the best configuration for these goals, by these patterns. `samples` may be
+    /// empty.
     pub(super) fn new(
         space: Space,
         patterns: Vec<Pattern>,
@@ -155,7 +156,7 @@ impl Search {
         self.queue.retain(&keeps);
     }
 
-    /// As far as is known; nothing without measurements.
+    /// Choices according to the samples so far; empty without samples.
     pub(super) fn choices(&self) -> Vec<Choice> {
         if self.samples.configurations.is_empty() {
             return Vec::new();
@@ -175,6 +176,7 @@ impl Search {
 
     fn begin_round(&mut self, left: f64) {
         if self.rounds >= LEAST_ROUNDS && self.stage == Stage::Factors {
+            // Configurations behind for every goal cost time without a chance of being recommended.
             self.candidates = self.those_not_behind();
             let is_late = left < LEFT_FOR_COMBINATIONS;
             if is_late || self.rounds >= MOST_ROUNDS || self.is_settled() {
@@ -208,8 +210,8 @@ impl Search {
         self.rounds = self.rounds_so_far();
     }
 
-    /// Configurations that decide the goals that are not settled: the default, the goals' bases,
-    /// and all that may be as good as the leader.
+    /// Configurations that decide the unsettled goals: the default, the goals' bases, and all that may
+    /// be as good as the leader.
     fn undecided(&self, open: &[Choice]) -> Vec<Configuration> {
         let scores = self.scores();
         let mut candidates = vec![self.space.default_configuration()];
@@ -223,7 +225,7 @@ impl Search {
         self.distinct(candidates)
     }
 
-    /// Each once, without those that were left out since.
+    /// Removes duplicates and configurations that have been excluded.
     fn distinct(&self, candidates: Vec<Configuration>) -> Vec<Configuration> {
         let Space { caches, clusters, .. } = &self.space;
         let mut distinct: Vec<Configuration> = Vec::new();
@@ -237,7 +239,7 @@ impl Search {
         distinct
     }
 
-    /// Whether more rounds would change nothing for any goal.
+    /// True if more rounds would change nothing for any goal.
     fn is_settled(&self) -> bool {
         let scores = self.scores();
         self.goals
@@ -245,7 +247,7 @@ impl Search {
             .all(|&goal| choose(goal, &scores, &self.candidates).is_none_or(|choice| choice.settled))
     }
 
-    /// Drops candidates behind for every goal that allows them, but no default or base.
+    /// Drops candidates behind for every goal that allows them, but never a default or base.
     fn those_not_behind(&self) -> Vec<Configuration> {
         let scores = self.scores();
         let leaders: Vec<_> = self

@@ -1,4 +1,4 @@
-//! The search against simulated machines: noisy, drifting, and now and then held up.
+//! The search on simulated machines: with noise, drift and occasional disturbances.
 
 use std::collections::BTreeMap;
 
@@ -56,7 +56,7 @@ fn names(search: &Search) -> BTreeMap<&'static str, String> {
     search.choices().iter().map(|choice| (choice.goal.name(), choice.configuration.to_string())).collect()
 }
 
-/// Writes are faster past the page cache, prefetch helps, large clusters cost first writes.
+/// Writes are faster with O_DIRECT, prefetch helps, large clusters cost first writes.
 fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
     let mut speed = match configuration.cache {
         CacheMode::None if pattern.writes() => 1.5,
@@ -135,7 +135,7 @@ fn a_machine_that_becomes_faster_between_the_stages_makes_no_combination_better(
 
 #[test]
 fn two_seeds_recommend_the_same_on_a_noisy_machine() {
-    // A goal that is not settled is reported as no difference shown.
+    // An unsettled goal is reported as no difference shown.
     let all: Vec<BTreeMap<_, _>> = (0..40)
         .map(|seed| {
             let found = Machine::new(disk, seed, 14 * 22 * 14).search(search(seed + 70));
@@ -156,7 +156,7 @@ fn two_seeds_recommend_the_same_on_a_noisy_machine() {
 
 #[test]
 fn a_search_ends_before_its_time_only_where_more_of_it_would_change_nothing() {
-    // A gain that is as large as the margin is not decided by any number of rounds.
+    // A gain equal to the margin remains undecided after any number of rounds.
     let truth = |configuration: &Configuration, _: &Pattern| {
         if configuration.prefetch == Mode::On { 1.05 } else { 1.0 }
     };

@@ -1,10 +1,10 @@
-//! A search on a place, followed by curves from a cold cache.
+//! A search on a target, followed by curves from a cold cache.
 //!
 //! ```text
 //!   budget ├── images (a third at most) ──┤── search ──┤── curves from a cold cache (5 %) ──┤ end (2 %) ┤
 //! ```
 //!
-//! What is measured next is the search's decision.
+//! The search decides what is measured next.
 
 use std::{rc::Rc, time::Duration};
 
@@ -30,9 +30,9 @@ use super::{
 
 /// The default disk for printed options, from the measurement that recommends clusters of 2 MiB.
 const USUAL_DISK: u64 = 100 << 30;
-/// The most of the budget for images, as a divisor.
+/// Upper bound of the budget's share for images, as a divisor.
 const SHARE_FOR_IMAGES: u32 = 3;
-/// The budget's part for all curves, as a divisor.
+/// The budget's share for all curves, as a divisor.
 const SHARE_FOR_GROWTH: u32 = 20;
 /// Slices in a budget: both stages with seven rounds each, and opening and flushing.
 const SLICES_PER_BUDGET: u32 = 15 * 22 * 7 * 4;
@@ -41,12 +41,12 @@ const SLICES_PER_BUDGET: u32 = 15 * 22 * 7 * 4;
 pub(super) struct Session {
     run: Run<Search>,
     growth: Vec<Growth>,
-    /// The printed options' disk: name, size, and what it is.
+    /// Disk of the printed options: name, size and origin.
     disk: (String, u64, Written),
 }
 
 impl Session {
-    /// `samples` are those of an earlier run, each of a `slice` of time, or none.
+    /// `samples` belong to an earlier run with this `slice` of time, or are empty.
     pub(super) fn new(
         place: Rc<Place>,
         (samples, slice): (Samples, Option<Duration>),
@@ -75,7 +75,7 @@ impl Session {
         let Run { course: search, remarks, place, slice, .. } = &self.run;
         let target = Target { name, disk_bytes: *disk_bytes, kind: *kind };
         let found = Found { search, growth: &self.growth, remarks, target };
-        // Only numbers and names, which JSON can hold.
+        // Cannot fail: only numbers and names.
         let details = serde_json::to_value(Kept::new(place, *slice, &search.samples)).unwrap_or_default();
         Outcome { findings: found.findings(), text: found.text(is_bold()), details, failed }
     }
@@ -98,7 +98,7 @@ impl Session {
         let space = &self.run.course.space;
         let default = space.default_configuration();
         let cluster = |one: &Configuration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
-        // Past the page cache, as in the published curves; equal shares are one.
+        // With O_DIRECT, as in the published curves; equal shares are drawn once.
         let mut configurations = space.one_at_a_time();
         configurations.retain(|one| {
             (one.cache, one.prefetch, cluster(one)) == (default.cache, default.prefetch, cluster(&default))

@@ -1,7 +1,7 @@
-//! When to stop: at the end of the budget, or on Ctrl-C.
+//! End of a run: when the budget is used up, or on Ctrl-C.
 //!
-//! The first signal ends the run at the next batch, with cleaning up and reporting. The second
-//! removes what was made and ends the process.
+//! The first signal ends the run at the next batch, with cleanup and report. The second removes the
+//! created files and ends the process.
 
 use std::{
     fs,
@@ -20,7 +20,7 @@ pub(super) struct Stop {
 }
 
 impl Stop {
-    /// After so much time, or on a signal. To be called before any other thread starts.
+    /// Stops after this time, or on a signal. Must be called before any other thread starts.
     pub(super) fn after(budget: Duration) -> anyhow::Result<Self> {
         let removed = Arc::default();
         let watched = Arc::clone(&removed);
@@ -38,7 +38,7 @@ impl Stop {
         Self { deadline, interruption: Interruption::default(), removed: Arc::default() }
     }
 
-    /// No later than so much time from now.
+    /// A copy that stops no later than this time from now.
     pub(super) fn within(&self, time: Duration) -> Self {
         Self { deadline: self.deadline.min(Instant::now() + time), ..self.clone() }
     }

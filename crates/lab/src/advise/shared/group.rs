@@ -1,9 +1,9 @@
-//! A group over the device: how large it may be, and with which shares in it.
+//! A group over the device: its limit, and the shares in it.
 //!
-//! Its limit is a part of what the device does for requests like these, so that they wait in the
-//! group and not in the device's queue. Whoever is left alone there has more weight than the
-//! others, or a promise. Weights come first: they hold at any size of the group, and take nothing
-//! of what can be promised on a device. Disks of a group that stays as it is get weights in it.
+//! Its limit is a part of the device's capacity for requests like these, so that they wait in the
+//! group and not in the device's queue. Unlimited tenants get a higher weight or a reservation in
+//! it. Weights come first: they work at any size of the group, and use up none of the device's
+//! reservable capacity. Disks of a group that keeps its limits get weights in it.
 
 use policy::throttle::{Limit, Share, Unit};
 
@@ -13,20 +13,20 @@ use crate::advise::{
     need::{amount, limits_of},
 };
 
-/// Of a group's limit, what may be promised: mClock keeps a part for shares.
+/// Reservable share of a group's limit: mClock needs the rest for weights.
 const PROMISED: f64 = 0.9;
-/// Of who is left alone, beside 100 of the others.
+/// Weights of the unlimited tenants; the limited ones have 100.
 const WEIGHTS: [u32; 4] = [200, 500, 1000, 5000];
-/// How often the range of the device's parts is halved.
+/// Bisection steps over the group's part of the device.
 const HALVINGS: u32 = 6;
-/// Times the part that was found, to tell how sure it is.
+/// Factors on the part found, tried for the confidence interval.
 const BESIDE: [f64; 13] = [0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0];
 
-/// The part of the device that a group may have, and its members' shares.
+/// A group's part of the device, and its members' shares.
 type Part = (f64, Vec<Share>);
 
 impl Shared<'_> {
-    /// Limits of a group that lets so much of the device pass, in the unit that costs it most.
+    /// A plan with a group that admits this part of the device, in the unit that costs it most.
     pub(super) fn grouped(&self, part: f64, shares: &[Share]) -> Plan {
         let unit = self.common_unit();
         let mut by_unit = [None; 2];
@@ -42,7 +42,7 @@ impl Shared<'_> {
         if work(Unit::Iops) >= work(Unit::Bps) { Unit::Iops } else { Unit::Bps }
     }
 
-    /// Units a second of requests like all of these together.
+    /// Units per second that the device completes of all these requests together.
     fn capacity(&self, unit: Unit) -> f64 {
         let of = |tenant: &usize| {
             amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
@@ -51,14 +51,14 @@ impl Shared<'_> {
         units as f64 / self.loads.iter().map(|load| load.work_s).sum::<f64>()
     }
 
-    /// Whether there can be a group that divides the device between those limited and the others.
+    /// True if a group can divide the device between limited and unlimited tenants.
     fn can_be_grouped(&self, limited: &[bool]) -> bool {
         let is_grouped = |&disk: &usize| self.room.world.disks[self.room.disks[disk]].group.is_some();
         !self.disks.iter().any(is_grouped) && limited.contains(&true) && limited.contains(&false)
     }
 
-    /// The largest part of the device that a group may have whose members have these shares, of
-    /// that part; `None` where none does.
+    /// The largest part of the device with which a group suffices, given shares that may depend on the
+    /// part; `None` if no part suffices.
     fn largest(
         &mut self,
         shares: impl Fn(f64) -> Vec<Share>,
@@ -68,7 +68,7 @@ impl Shared<'_> {
         let (mut low, mut high) = (0.1, 1.0);
         for _ in 0..HALVINGS {
             let middle = f64::midpoint(low, high);
-            // Promises fit into the tightest that may be tried later.
+            // Reservations must also fit into the tightened plans that `confirm` may try.
             let shares = shares(middle * 0.95_f64.powi(TIGHTENINGS as i32 + 1));
             let plan = self.grouped(middle, &shares);
             let felt = self.run(&plan, false)?;
@@ -82,8 +82,8 @@ impl Shared<'_> {
         Ok(best)
     }
 
-    /// The smallest weight of those left alone with which a group does, and may have as much of the
-    /// device as with any.
+    /// The smallest weight of the unlimited tenants at which a group suffices with nearly the largest
+    /// part of the device.
     pub(super) fn by_weight(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
         if !self.can_be_grouped(limited) {
             return Ok(None);
@@ -103,8 +103,8 @@ impl Shared<'_> {
         Ok(best)
     }
 
-    /// The largest part of the device that a group may have, and promises to those that are left
-    /// alone; `None` where there can be no such group, or it does not do.
+    /// The largest part of the device for a group with reservations for the unlimited tenants; `None`
+    /// if such a group is impossible or does not suffice.
     pub(super) fn by_promise(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
         if !self.can_be_grouped(limited) {
             return Ok(None);
@@ -115,7 +115,7 @@ impl Shared<'_> {
             if limited[place] {
                 return 0.0;
             }
-            // In units of the group, by what it takes of the device.
+            // Converted to the group's unit by the cost on the device.
             let load = &self.loads[place];
             let rate = if load.steady.is_finite() { load.steady } else { load.units };
             if load.unit == unit { rate } else { rate * load.unit_s * capacity }
@@ -137,8 +137,8 @@ impl Shared<'_> {
         self.largest(shares, limited)
     }
 
-    /// The smallest weight with which those that the target is for keep it in the group that all
-    /// are in, as it is.
+    /// The smallest weight with which the tenants with a target keep it in their common group, whose
+    /// limits stay.
     pub(super) fn by_own_weight(&mut self) -> anyhow::Result<Option<Confirmed>> {
         let Some(group) = self.common else { return Ok(None) };
         if !self.kept.contains(&true) || !self.kept.contains(&false) {
@@ -159,7 +159,7 @@ impl Shared<'_> {
         Ok(None)
     }
 
-    /// How much larger or smaller the group could have been on other days of the same hours.
+    /// Confidence interval of the group's limit, over days made of similar hours.
     pub(super) fn interval_of_group(
         &self,
         part: f64,
@@ -171,7 +171,7 @@ impl Shared<'_> {
         }
         let mut tried = Vec::with_capacity(BESIDE.len());
         for times in BESIDE {
-            // What is promised fits into the group.
+            // Reservations must fit into a smaller group.
             let scaled = |rate: u64| (rate as f64 * times.min(1.0)) as u64;
             let share = |share: &Share| {
                 share.with_reservation(scaled(share.iops_reservation()), scaled(share.bps_reservation()))

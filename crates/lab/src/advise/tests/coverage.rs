@@ -1,8 +1,8 @@
-//! How often an interval holds what is true: what another day of the same kind asks for, of which
-//! it speaks, and what ten days together do.
+//! Coverage of the confidence intervals: how often they contain the demand of another day of the
+//! same kind, which they are about, and of ten days together.
 //!
-//! `WEIR_SEEDS=n` looks at n days of each kind instead of a few. What was counted is printed
-//! (`--nocapture`); the same seeds always give the same.
+//! `WEIR_SEEDS=n` uses n days of each kind instead of a few. The counts are printed (`--nocapture`);
+//! the same seeds always give the same counts.
 
 use std::collections::BTreeMap;
 
@@ -18,17 +18,16 @@ use super::{
     *,
 };
 
-/// So many days of each kind.
+/// Number of days of each kind.
 fn seeds(usual: u64) -> u64 {
     std::env::var("WEIR_SEEDS").map_or(usual, |number| number.parse().expect("WEIR_SEEDS is a number"))
 }
 
-/// By what was looked at: how many intervals held the truth, and how many times its lower end the
-/// upper is.
+/// Counts by case: intervals that contain the truth, and ratios of upper to lower ends.
 #[derive(Default)]
 struct Tally {
     cases: u64,
-    /// Of another day, of ten together.
+    /// For another day, and for ten days together.
     held: [u64; 2],
     widths: Vec<f64>,
 }
@@ -59,7 +58,8 @@ impl Tally {
     }
 }
 
-/// It says 95 of 100. Few cases may miss one more, and ten days together have rarer moments.
+/// The nominal coverage is 95 of 100. With few cases one more may miss, and ten days together have
+/// rarer moments.
 #[allow(clippy::print_stdout, reason = "what was counted is what a soak is for")]
 fn judged(tallies: &BTreeMap<String, Tally>) {
     let mut all = Tally::default();
@@ -74,7 +74,7 @@ fn judged(tallies: &BTreeMap<String, Tally>) {
     assert!(all.median() < 2.0, "it says something: {said}");
 }
 
-/// Requests of one disk that come one by one, of lengths that differ.
+/// Single requests of one disk, with varying lengths.
 struct Disk {
     arrivals: Arrivals,
     random: fastrand::Rng,
@@ -86,7 +86,7 @@ impl Disk {
         Self { arrivals: Arrivals::default(), random: fastrand::Rng::with_seed(seed), at_s: 0.0 }
     }
 
-    /// Of an exponential distribution.
+    /// A value from an exponential distribution.
     fn drawn(&mut self, mean: f64) -> f64 {
         -(1.0 - self.random.f64()).ln() * mean
     }
@@ -97,7 +97,7 @@ impl Disk {
     }
 }
 
-/// At a rate that changes every few seconds, and is three times the usual in some.
+/// A rate that changes every few seconds, and is occasionally three times the usual.
 fn uneven(seed: u64, seconds: u64) -> Arrivals {
     let mut disk = Disk::new(seed);
     let (mut rate, mut until_s) = (0.0, 0.0);
@@ -112,7 +112,7 @@ fn uneven(seed: u64, seconds: u64) -> Arrivals {
     disk.arrivals
 }
 
-/// Some 200 at once every four seconds, and now and then a thousand.
+/// Bursts of 200 every four seconds, and occasionally of a thousand.
 fn rushes(seed: u64, seconds: u64) -> Arrivals {
     let mut disk = Disk::new(seed);
     while disk.at_s < seconds as f64 {
@@ -125,7 +125,7 @@ fn rushes(seed: u64, seconds: u64) -> Arrivals {
     disk.arrivals
 }
 
-/// No burst but by chance.
+/// Random arrivals without bursts.
 fn even(seed: u64, seconds: u64) -> Arrivals {
     let mut disk = Disk::new(seed);
     while disk.at_s < seconds as f64 {
@@ -176,7 +176,7 @@ fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
     judged(&tallies);
 }
 
-/// A neighbour whose rate changes every few seconds, and is more than the device does in some.
+/// A neighbour whose rate changes every few seconds, and occasionally exceeds the device's capacity.
 fn uneven_neighbour(seed: u64, seconds: u64) -> Arrivals {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut requests, mut rate, mut ticks) = (vec![(0, 0), (0, 1)], 0, 0);
@@ -194,7 +194,7 @@ fn uneven_neighbour(seed: u64, seconds: u64) -> Arrivals {
     arrivals
 }
 
-/// What is advised for the first of two disks on a device.
+/// The advice for the first of two disks on a device.
 fn found(arrivals: &Arrivals, target: Target) -> Found {
     let mut house = house(arrivals, Some(DEVICE));
     house.choose(&["a".to_owned()]).unwrap();
@@ -205,7 +205,7 @@ fn found(arrivals: &Arrivals, target: Target) -> Found {
     Shared::new(search, &[0, 1], &needs, &before).find().unwrap()
 }
 
-/// Whether the first disk keeps its target with a plan whose limit has this rate.
+/// True if the first disk keeps its target with this rate in a plan's limit.
 fn keeps(arrivals: &Arrivals, plan: &Plan, rate: f64, target: Target) -> bool {
     let rate = rate as u64;
     let (mut world, limits) =
@@ -241,7 +241,7 @@ fn an_interval_of_those_that_share_a_device_does_as_well() {
                 None => ("limit", plan.limits[1].expect("the noisy is limited")),
             };
             let rate = limits.limit(LimitKind::IopsTotal).rate as f64;
-            // The highest that keeps the target lies between them.
+            // The highest sufficient rate must lie between them.
             let holds = |of: &Arrivals| {
                 let keeps = |times: f64| keeps(of, &plan, rate * times, target);
                 (low == 0.0 || keeps(low * 0.99)) && (high.is_infinite() || !keeps(high * 1.01))

@@ -1,4 +1,4 @@
-//! What a result file keeps of it, with charts over time.
+//! Result file of a cluster simulation, with charts over time.
 
 use super::{
     run::{Outcome, Sample},
@@ -43,7 +43,7 @@ pub(super) fn of(summary: &Summary, outcome: &Outcome) -> Findings {
 
 fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
     let step = outcome.samples.len().div_ceil(MOST_POINTS).max(1);
-    // Of several ticks, what was so on average.
+    // Each point is the average of several ticks.
     let line = |name: &str, of: &dyn Fn(&Sample) -> f64| Series {
         name: name.to_owned(),
         points: outcome

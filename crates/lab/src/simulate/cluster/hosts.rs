@@ -1,5 +1,4 @@
-//! What each host wants, and which part of the limits it should have: the ideal that parts in force
-//! are held against.
+//! Demand of each host, and its ideal share of the limits, which quotas in force are compared with.
 
 use policy::{
     cluster::{
@@ -11,34 +10,34 @@ use policy::{
 
 use super::spec::ClusterSpec;
 
-/// Within so much of its ideal share a host has it: 1/20.
+/// Relative distance from the ideal share within which a host counts as near.
 const NEAR: f64 = 0.05;
-/// Each request is done a millisecond after it passed (`policy::cluster::simulated`).
+/// A request completes a millisecond after admission (`policy::cluster::simulated`).
 const DONE_A_SECOND: f64 = 1000.0;
 const MOST_DEPTH: f64 = 256.0;
-/// Of an equal share, what a busy host may use.
+/// Bound on a busy host's demand, in multiples of an equal share.
 const MOST_TIMES: f64 = 20.0;
 
-/// What a host wants.
+/// Demand of a host.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Role {
     Busy,
     Idle,
-    /// Requests a second.
+    /// Requests per second.
     Wants(f64),
 }
 
-/// All hosts, as they are meant to be.
+/// All hosts with their ideal shares.
 #[derive(Debug)]
 pub(super) struct Hosts {
     spec: ClusterSpec,
     limits: Spec,
     pub(super) roles: Vec<Role>,
-    /// How many units of each limit a request is.
+    /// Units of each limit that a request costs.
     units: [f64; 6],
-    /// Requests a second that the limits let pass in all.
+    /// Requests per second that the limits admit in total.
     pub(super) most: f64,
-    /// Requests a second that each host should have.
+    /// Ideal requests per second of each host.
     pub(super) ideal: Vec<f64>,
 }
 
@@ -76,7 +75,7 @@ impl Hosts {
         if self.is_heavy(host) { self.spec.weight } else { 100 }
     }
 
-    /// What a disk of this host is promised.
+    /// Reservation of each disk of this host.
     const fn reservation(&self, host: usize) -> u64 {
         if self.spec.promises(host) { self.spec.reservation } else { 0 }
     }
@@ -88,12 +87,12 @@ impl Hosts {
         (0..self.spec.hosts).map(|host| vec![one(host); self.spec.disks]).collect()
     }
 
-    /// What each disk of a host is asked for.
+    /// Load on each disk of a host.
     pub(super) fn load(&self, host: usize) -> Load {
         let disks = self.spec.disks as f64;
         match self.roles[host] {
             Role::Idle => Load::Idle,
-            // Enough for many times its share, and soon done when it stops.
+            // Enough for many times its share, but a backlog that drains soon after the load stops.
             Role::Busy => {
                 let most = self.most.min(self.most / self.spec.hosts as f64 * MOST_TIMES);
                 Load::Greedy((2.0 * most / disks / DONE_A_SECOND).clamp(2.0, MOST_DEPTH) as u64)
@@ -105,7 +104,7 @@ impl Hosts {
         }
     }
 
-    /// So many that are busy or idle become the other. Returns who.
+    /// Swaps the roles of a share of the busy and idle hosts. Returns the changed hosts.
     pub(super) fn change(&mut self, random: &mut Random) -> Vec<usize> {
         let is_either = |host: &usize| !matches!(self.roles[*host], Role::Wants(_));
         let mut either: Vec<usize> = (0..self.roles.len()).filter(is_either).collect();
@@ -123,7 +122,7 @@ impl Hosts {
         self.roles.contains(&Role::Busy)
     }
 
-    /// The ideal: the whole limit divided, and nothing set aside.
+    /// Computes the ideal: the whole limit is divided, and nothing held in reserve.
     fn judge(&mut self) {
         let claim = |(host, role): (usize, &Role)| {
             let disks = self.spec.disks as u64;
@@ -146,21 +145,21 @@ impl Hosts {
         self.ideal = parts.into_iter().map(|part| self.requests(part)).collect();
     }
 
-    /// Requests a second that such rates let pass.
+    /// Requests per second that these rates admit.
     pub(super) fn requests(&self, rates: ByKind) -> f64 {
         requests(&self.limits, rates, &self.units)
     }
 
-    /// How far what a host has is off from what it should have, and whether it is near.
+    /// Deviation of a host's quota from its ideal, and true if the host counts as near.
     pub(super) fn off(&self, host: usize, has: f64) -> (f64, bool) {
         let ideal = self.ideal[host];
         let off = match self.roles[host] {
             Role::Busy => (has - ideal).abs(),
-            // More than it wants takes nothing from anybody.
+            // A surplus of a host with bounded demand harms no other host.
             Role::Wants(wants) => (ideal.min(wants) - has).max(0.0),
             Role::Idle => 0.0,
         };
-        // Whole numbers: one more or less is none.
+        // Rates are whole numbers, so a difference of one is tolerated.
         (off, off <= ideal * NEAR + 1.0)
     }
 }
@@ -170,7 +169,7 @@ fn requests(limits: &Spec, rates: ByKind, units: &[f64; 6]) -> f64 {
     set.map(|kind| rates[kind.index()] as f64 / units[kind.index()]).fold(f64::INFINITY, f64::min)
 }
 
-/// Fisher and Yates.
+/// Fisher-Yates shuffle.
 pub(super) fn shuffle<T>(items: &mut [T], random: &mut Random) {
     for last in (1..items.len()).rev() {
         items.swap(last, random.below(last as u64 + 1) as usize);

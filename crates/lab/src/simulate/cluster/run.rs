@@ -1,4 +1,4 @@
-//! Lets the cluster run, changes what hosts want, lets things go wrong, and looks once a tick.
+//! Runs the simulated cluster: changes demand, injects faults, and samples once a tick.
 
 use std::{
     collections::BTreeMap,
@@ -16,41 +16,41 @@ use simulator::cluster_values;
 
 use super::{hosts::Hosts, hosts::shuffle, spec::ClusterSpec};
 
-/// Grants in one transaction, as the daemon writes them: etcd's own bound.
+/// Grants in one transaction, as in the daemon: etcd's own bound.
 const OPERATIONS: usize = 128;
 
-/// What was seen at the end of a tick.
+/// State at the end of a tick.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Sample {
     pub(super) at_ns: u64,
-    /// Requests a second since the last.
+    /// Requests per second since the last sample.
     pub(super) passed: f64,
-    /// The largest part of a limit that is in force, over all hosts.
+    /// Sum of all quotas in force, as a share of the limit; the largest over all limits.
     pub(super) in_force: f64,
-    /// How many hosts are near their ideal share, of all.
+    /// Share of hosts near their ideal.
     pub(super) near: f64,
-    /// What hosts are off by together, as a part of the limit.
+    /// Sum of all hosts' deviations, as a share of the limit.
     pub(super) off: f64,
-    /// Of all hosts together, more than they get.
+    /// True if a host has more demand than quota.
     pub(super) is_wanted: bool,
-    /// So far.
+    /// Cumulative traffic.
     pub(super) traffic: Traffic,
-    /// Ticks since the last change; of the first phase, since the beginning.
+    /// Ticks since the last change, or since the start.
     pub(super) since: u64,
-    /// Changes so far.
+    /// Number of changes so far.
     pub(super) phase: usize,
 }
 
 #[derive(Debug)]
 pub(super) struct Outcome {
     pub(super) samples: Vec<Sample>,
-    /// How many hosts changed at each change, and when.
+    /// Time of each change, and the number of hosts that changed.
     pub(super) changes: Vec<(u64, usize)>,
-    /// What went wrong, and when.
+    /// Time and description of each fault.
     pub(super) faults: Vec<(u64, String)>,
-    /// Phases in which, or in the one before which, something went wrong.
+    /// Phases with a fault in them or in the previous phase.
     pub(super) disturbed: Vec<usize>,
-    /// The most in force at any instant, as a part of the limit.
+    /// Maximum of the quotas in force at any instant, as a share of the limit.
     pub(super) most_in_force: f64,
     pub(super) violation: Option<String>,
     pub(super) most: f64,
@@ -80,7 +80,7 @@ struct Run<'a> {
     outcome: Outcome,
 }
 
-/// Until its end, or until `stop`; `tell` hears how far it is, in nanoseconds.
+/// Runs until the end, or until `stop`; `tell` receives the progress in nanoseconds.
 pub(super) fn run(
     spec: &ClusterSpec,
     limits: Spec,
@@ -236,7 +236,7 @@ impl<'a> Run<'a> {
     }
 }
 
-/// At instants after the first quarter of the time: then there is a leader, and shares.
+/// Schedules faults after the first quarter of the time, when there is a leader and quotas.
 fn faults(spec: &ClusterSpec, random: &mut Random) -> BTreeMap<(u64, usize), Fault> {
     let mut faults = BTreeMap::new();
     let mut add = |at: u64, fault: Fault| {

@@ -1,4 +1,4 @@
-//! `--cluster`: hosts, what they want, how their cluster is set, and what goes wrong.
+//! `--cluster`: hosts, their demand, the cluster's settings, and faults.
 
 use std::{str::FromStr, time::Duration};
 
@@ -7,10 +7,10 @@ use policy::cluster::{MAX_HOSTS, Timing};
 use crate::simulate::keys::Keys;
 
 const MOST_DISKS: u64 = 1000;
-/// Each has a queue, a client and a place in its host's tree.
+/// Bound on all disks: each has a queue, a client and a slot in its host's tree.
 const MOST_DISKS_OF_ALL: u64 = 100_000;
 const MOST_SECONDS: u64 = 100_000;
-/// A pair of clocks then differs by less than the margin of leases.
+/// Keeps the difference of two clocks below the safety margin of leases.
 const MOST_DRIFT_PPM: u64 = 400;
 const MS: Duration = Duration::from_millis(1);
 
@@ -18,45 +18,45 @@ const MS: Duration = Duration::from_millis(1);
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct ClusterSpec {
     pub(super) hosts: usize,
-    /// Of each host.
+    /// Disks of each host.
     pub(super) disks: usize,
-    /// Bytes of a request.
+    /// Request size in bytes.
     pub(super) size: u64,
     pub(super) seconds: u64,
-    /// Percent of the hosts that take all they get; and that want nothing.
+    /// Percentages of hosts with unbounded demand, and without demand.
     pub(super) busy: u64,
     pub(super) idle: u64,
-    /// What others want, in percent of an equal share.
+    /// Demand of the remaining hosts, in percent of an equal share.
     pub(super) wants: u64,
-    /// At random instants, or else evenly.
+    /// True for random arrivals, false for even spacing.
     pub(super) is_random: bool,
-    /// Percent of the hosts that change at a time.
+    /// Percentage of hosts that change at a time.
     pub(super) change: u64,
     pub(super) every: Duration,
     pub(super) timing: Timing,
     pub(super) safe_share_ppm: Option<u32>,
-    /// Of one message, on average.
+    /// Mean latency of a message.
     pub(super) latency: Duration,
     pub(super) drift_ppm: u64,
     pub(super) candidates: usize,
-    /// Percent of the hosts whose disks have this weight, where others have 100.
+    /// Percentage of hosts whose disks have this weight; the rest have 100.
     pub(super) heavy: u64,
     pub(super) weight: u32,
-    /// Percent of the hosts that promise so many operations a second to each disk.
+    /// Percentage of hosts whose disks have this reservation.
     pub(super) promised: u64,
     pub(super) reservation: u64,
     pub(super) faults: Faults,
 }
 
-/// How often something goes wrong, at instants that the seed decides.
+/// Number of faults of each kind, at times that the seed determines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct Faults {
     pub(super) leader_deaths: u64,
     pub(super) etcd_stops: u64,
-    /// A hundredth of the hosts is cut off.
+    /// Times that one percent of the hosts is partitioned.
     pub(super) cuts: u64,
     pub(super) crashes: u64,
-    /// How long etcd is gone, and hosts are cut off.
+    /// Duration of an outage of etcd or of a partition.
     pub(super) away: Duration,
 }
 
@@ -123,12 +123,12 @@ impl FromStr for ClusterSpec {
 }
 
 impl ClusterSpec {
-    /// Hosts that promise something are the last ones.
+    /// True for the last hosts, which have reservations.
     pub(super) const fn promises(&self, host: usize) -> bool {
         host >= self.hosts - self.hosts * self.promised as usize / 100
     }
 
-    /// Operations a second that are promised in all.
+    /// Sum of all reservations, in operations per second.
     pub(super) const fn promised(&self) -> u64 {
         (self.hosts * self.promised as usize / 100 * self.disks) as u64 * self.reservation
     }

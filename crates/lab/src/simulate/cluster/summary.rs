@@ -1,4 +1,4 @@
-//! What came of it, as figures: how fast shares follow, what etcd is asked, what is left unused.
+//! Results as figures: how fast quotas follow demand, the load on etcd, unused quota.
 
 use console::{
     figures,
@@ -12,7 +12,7 @@ use super::{
     spec::ClusterSpec,
 };
 
-/// Of all hosts, near their ideal share.
+/// Shares of hosts near their ideal, for which the time is reported.
 const PARTS: [(&str, f64); 3] =
     [("95 % of the hosts", 0.95), ("99 % of the hosts", 0.99), ("all hosts", 1.0)];
 
@@ -24,24 +24,24 @@ pub(in crate::simulate) struct Summary {
     pub(super) limits: figures::Limits,
     pub(super) tick_ns: u64,
     pub(super) lease_ns: u64,
-    /// Of each host, in millionths of the limits.
+    /// Fallback share of each host, in millionths of the limits.
     pub(super) safe_share_ppm: u64,
     pub(super) seconds: f64,
     pub(super) seed: u64,
-    /// How many ticks after a change so many hosts were within 5 % of their ideal share.
+    /// Ticks after a change until these shares of hosts were within 5 % of their ideal.
     pub(super) followed: Vec<Followed>,
     pub(super) changes: usize,
-    /// Changes that nothing disturbed.
+    /// Changes without a fault near them.
     #[serde(skip)]
     undisturbed: usize,
-    /// Since the last change half of the time until the next has passed, two leases since the
-    /// beginning, and nothing went wrong.
+    /// Figures of steady periods: at least half an interval after the last change, two leases after the
+    /// start, and without a fault.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) steady: Option<Figures>,
     pub(super) all: Figures,
-    /// The most in force at any instant, as a part of the limit.
+    /// Maximum of the quotas in force at any instant, as a share of the limit.
     pub(super) most_in_force: f64,
-    /// Where more was in force than the limit, or passed than that and a burst.
+    /// Set if more than the limit was in force, or more was admitted than the limit and a burst.
     pub(in crate::simulate) violation: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) faults: Vec<Happened>,
@@ -57,7 +57,7 @@ pub(super) struct Followed {
     pub(super) of_hosts: f64,
     #[serde(skip)]
     pub(super) name: &'static str,
-    /// Ticks; absent where it was not so before the next change.
+    /// Ticks; absent if it was not reached before the next change.
     pub(super) median: Option<u64>,
     pub(super) worst: Option<u64>,
 }
@@ -69,10 +69,10 @@ pub(super) struct Happened {
     pub(super) what: String,
 }
 
-/// A row of a table: its name, and which figure it has.
+/// A row of a table: its name and its figure.
 type Row<T> = (&'static str, fn(&Figures) -> T);
 
-/// Each a second, but for parts of the limit.
+/// Rates per second, and shares of the limit.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub(super) struct Figures {
@@ -82,25 +82,25 @@ pub(super) struct Figures {
     pub(super) grants: f64,
     pub(super) leases_prolonged: f64,
     pub(super) reads_and_elections: f64,
-    /// All that etcd is asked.
+    /// All requests to etcd.
     pub(super) asked: f64,
     pub(super) asked_per_100_hosts: f64,
-    /// What its watches send.
+    /// Watch events sent by etcd.
     pub(super) watched: f64,
     pub(super) written_bytes: f64,
     pub(super) sent_bytes: f64,
-    /// Part of the limit that nobody used while somebody waited, on average.
+    /// Mean share of the limit that was unused while a host waited.
     pub(super) unused: Option<f64>,
-    /// Part of the limit that is in force, on average.
+    /// Mean share of the limit that is in force.
     pub(super) in_force: f64,
-    /// Part of the limit by which hosts are off from their ideal shares, on average.
+    /// Mean deviation of the hosts from their ideal shares, as a share of the limit.
     pub(super) off: f64,
-    /// Part of the hosts that are near their ideal share, on average.
+    /// Mean share of hosts near their ideal.
     pub(super) near: f64,
 }
 
 impl Figures {
-    /// Of stretches of samples, each with the one before its first.
+    /// Computes the figures of stretches of samples, each with the sample before its first.
     fn of(stretches: &[&[Sample]], hosts: usize, most: f64) -> Self {
         let mut sum = Traffic::default();
         let (mut seconds, mut count) = (0.0, 0.0);
@@ -134,7 +134,7 @@ impl Figures {
             watched: a_second(sum.events),
             written_bytes: a_second(sum.written_bytes),
             sent_bytes: a_second(sum.sent_bytes),
-            // A bucket that was full lets more pass at first.
+            // A full bucket admits more than the limit at first.
             unused: (wanted > 0.0).then(|| (unused / wanted).max(0.0)),
             in_force: mean(in_force),
             off: mean(off),
@@ -167,7 +167,7 @@ impl Summary {
         let figures = |stretches: &[&[Sample]]| Figures::of(stretches, spec.hosts, outcome.most);
         let tick = spec.timing.tick.as_nanos() as u64;
         let half = spec.every.as_nanos() as u64 / tick / 2;
-        // For one lease after its election the first leader does not know all that may be in force.
+        // For one lease after its election the first leader does not know all quotas that may be in force.
         let settled = 2 * spec.timing.lease.as_nanos() as u64;
         let calm = |sample: &Sample| {
             sample.since >= half && sample.at_ns >= settled && !outcome.disturbed.contains(&sample.phase)
@@ -224,7 +224,7 @@ impl Summary {
         text.join("\n")
     }
 
-    /// Why figures are not there.
+    /// Reasons for missing figures.
     fn why_nothing(&self) -> impl Iterator<Item = &'static str> {
         let unknown = self.changes > 0 && self.followed.iter().any(|followed| followed.worst.is_none());
         let never_steady = self.steady.is_none();
@@ -329,12 +329,12 @@ impl Summary {
     }
 }
 
-/// By the number of their phase.
+/// Numbers of the phases without a fault.
 fn undisturbed(outcome: &Outcome) -> impl Iterator<Item = usize> {
     (1..=outcome.changes.len()).filter(|phase| !outcome.disturbed.contains(phase))
 }
 
-/// After each change that nothing disturbed.
+/// Ticks until this share of hosts followed, over all undisturbed changes.
 fn followed(name: &'static str, part: f64, outcome: &Outcome) -> Followed {
     let ticks = |phase: usize| {
         let mut seen = outcome.samples.iter().filter(|sample| sample.phase == phase).peekable();

@@ -1,4 +1,4 @@
-//! A cluster as a whole: what is told of it, and that a seed tells the same again.
+//! Complete simulations of a cluster: their output, and reproducibility by the seed.
 
 use super::*;
 
@@ -34,7 +34,7 @@ fn what_etcd_is_asked_when_nothing_changes_stays_below_what_is_asked() {
     let (summary, _) = simulated("hosts=100,disks=1,seconds=30,change=0", 10_000, 1);
     let steady = summary.steady.unwrap();
     assert!(steady.asked_per_100_hosts <= 50.0, "{steady:?}");
-    // A report in a lease at least, or nobody would have one.
+    // At least one report per lease, or the lease would expire.
     assert!(steady.reports >= 100.0 / 5.0, "{steady:?}");
     assert!(steady.written_bytes > 100.0 * steady.reports, "{steady:?}");
 }
@@ -45,7 +45,7 @@ fn whatever_goes_wrong_no_more_than_the_limit_is_in_force() {
     for seed in 1..4 {
         let (summary, _) = simulated(text, 4000, seed);
         assert_eq!(summary.violation, None, "seed {seed}");
-        // What ends after the end is not told of.
+        // Faults that end after the end of the simulation are not reported.
         assert!(summary.faults.len() > 6, "seed {seed}: {:?}", summary.faults);
     }
 }

@@ -1,4 +1,4 @@
-//! The options of `weir trace`.
+//! Options of `weir trace`.
 
 use std::path::PathBuf;
 
@@ -40,13 +40,13 @@ pub enum Command {
     Info(InfoArgs),
 }
 
-/// The command line of `weir trace convert`.
+/// Arguments of `weir trace convert`.
 #[derive(Debug, Args)]
 #[command(override_usage = "weir trace convert [OPTIONS] <TRACE>... <OUTPUT>")]
 pub struct ConvertArgs {
     /// Traces, read as one by their times, and last the file to write; - is standard input, and as
     /// the last standard output
-    // One list: clap accepts no option between a list and an argument behind it.
+    // One list: clap allows no option between a list and a positional argument after it.
     #[arg(value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
     /// The format to write [default: as OUTPUT ends]
@@ -56,7 +56,7 @@ pub struct ConvertArgs {
     pub(crate) reading: ReadingArgs,
 }
 
-/// Known by the ending of a file's name, without that of its compression.
+/// Format by a file's extension, without that of its compression.
 pub(super) fn format_of(name: &str) -> Option<Format> {
     let (_, ending) = name.rsplit_once('.')?;
     Some(match ending {

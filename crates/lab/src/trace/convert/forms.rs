@@ -1,6 +1,6 @@
-//! A request as each format writes it.
+//! Writes a request in each text format.
 //!
-//! What a format has no word for is not written, and the caller told.
+//! A request that a format cannot represent is not written, and the caller receives the reason.
 
 use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
@@ -16,38 +16,38 @@ use crate::trace::info::is_since_1970;
 const US_NS: u64 = 1000;
 const S_NS: u64 = 1_000_000_000;
 
-/// A request to be written.
+/// A request to write.
 #[derive(Clone, Copy)]
 pub(super) struct Request<'a> {
-    /// Since time 0.
+    /// Nanoseconds since time 0.
     pub(super) time_ns: u64,
     pub(super) disk: DiskId,
-    /// Its name.
+    /// The disk's name.
     pub(super) name: &'a str,
     pub(super) op: Op,
     pub(super) offset: u64,
     pub(super) length: u64,
-    /// How it fared, where that is known.
+    /// Result of the request, if known.
     pub(super) outcome: Option<Outcome<'a>>,
 }
 
-/// Why a request is not written.
+/// Reason why a request was not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum NotWritten {
-    /// The format has no word for it.
+    /// The format has no code for this operation.
     Op(Op),
-    /// The format counts sectors, and its place or length is no whole number of them.
+    /// The format counts sectors, and offset or length is no multiple of them.
     Unaligned,
 }
 
-/// What a format calls disks.
+/// Identification of disks in a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Called {
     ByName,
-    /// By their names, but not all characters may be in one.
+    /// By name, with some characters excluded.
     Nearly,
     ByNumber,
-    /// It has one disk only.
+    /// The format has one disk only.
     Nothing,
 }
 
@@ -60,25 +60,25 @@ pub(super) fn called(format: Format) -> Called {
     }
 }
 
-/// What disks are called that cannot keep their names: each otherwise than all others.
+/// Unique identifiers of disks that cannot keep their names.
 #[derive(Default)]
 pub(super) struct Calls {
-    /// By number; none where there was no request yet.
+    /// By disk number; `None` for disks without a request so far.
     disks: Vec<Option<Call>>,
-    /// And the last number that was put behind each.
+    /// Identifiers in use, each with the last number appended to it.
     taken: HashMap<String, u32>,
-    /// The least that may be free, where disks are called by numbers.
+    /// The smallest number that may be free, in formats that number disks.
     free: u32,
 }
 
-/// A disk's name in the trace that is read, and in the one that is written.
+/// A disk's name in the input, and its identifier in the output.
 pub(super) struct Call {
     pub(super) name: String,
     pub(super) called: String,
 }
 
 impl Calls {
-    /// What the format calls a disk.
+    /// Identifier of a disk in the format.
     fn of(&mut self, format: Format, disk: DiskId, name: &str) -> &str {
         let Self { disks, taken, free } = self;
         if disks.len() <= disk.index() {
@@ -100,7 +100,7 @@ impl Calls {
     }
 }
 
-/// A name; where another disk is called so already, with the next number behind it.
+/// A unique name: if it is in use, the next number is appended.
 fn name_of(format: Format, name: &str, taken: &mut HashMap<String, u32>) -> String {
     let wanted = name_with(format, name, "");
     let mut called = wanted.clone();
@@ -122,8 +122,7 @@ fn name_with(format: Format, name: &str, behind: &str) -> String {
     }
 }
 
-/// The name where it is a number as this format has it, and no other disk's; else the next that is
-/// free.
+/// The name if it is a valid number of the format and unused; else the next free number.
 fn number_of(format: Format, name: &str, taken: &HashMap<String, u32>, free: &mut u32) -> String {
     if is_number(format, name) && !taken.contains_key(name) {
         return name.to_owned();
@@ -148,12 +147,12 @@ fn is_number(format: Format, name: &str) -> bool {
     }
 }
 
-/// What is known before the first request.
+/// Information known before the first request.
 #[derive(Clone, Copy)]
 pub(super) struct Start {
-    /// Nanoseconds since 1970 at time 0; a small number is of another clock, or of none.
+    /// Nanoseconds since 1970 at time 0; a small number belongs to another clock, or to none.
     pub(super) clock_ns: u64,
-    /// Whether it will be told of requests how they fared.
+    /// True if requests have results.
     pub(super) with_outcomes: bool,
 }
 
@@ -162,13 +161,13 @@ pub(super) struct Form {
     format: Format,
     start: Start,
     pub(super) calls: Calls,
-    /// Disks that were named already.
+    /// Disks that have been declared.
     named: Vec<bool>,
     waited_us: u64,
 }
 
 impl Form {
-    /// With what stands before the first request. A recording is no text, and not written here.
+    /// Starts the text with the header of the format. Recordings are binary and not written here.
     pub(super) fn begin(format: Format, start: Start, text: &mut Vec<u8>) -> Self {
         let header = match format {
             Format::Weir => Some(HEADER),
@@ -244,7 +243,7 @@ impl Form {
         Ok(())
     }
 
-    /// Whether a time is told by how long fio is to wait.
+    /// True if the output expresses time by fio's wait lines.
     pub(super) fn has_waits(&self) -> bool {
         self.waited_us > 0
     }
@@ -273,7 +272,7 @@ impl Form {
     }
 }
 
-/// The word for an operation, if there is one. A format that has one for zeroes says so itself.
+/// Code of an operation, if there is one. A format with a code for write-zeroes handles it itself.
 fn word(
     op: Op,
     read: &'static str,
@@ -291,7 +290,7 @@ fn word(
     word.ok_or(NotWritten::Op(op))
 }
 
-/// Empty columns where nothing is known.
+/// Appends a result; empty columns if it is unknown.
 fn push_outcome(text: &mut Vec<u8>, time_ns: u64, outcome: Option<Outcome<'_>>) {
     let admitted_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.wait_ns));
     let completed_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.latency_ns()));
@@ -312,13 +311,13 @@ fn sectors(bytes: u64) -> Result<u64, NotWritten> {
     if bytes.is_multiple_of(SECTOR_BYTES) { Ok(bytes / SECTOR_BYTES) } else { Err(NotWritten::Unaligned) }
 }
 
-/// `hm.0` is disk 0 of the host `hm`; any other is disk 0 of a host of its name.
+/// `hm.0` is disk 0 of the host `hm`; any other name is disk 0 of a host with that name.
 fn host_and_number(name: &str) -> (&str, u32) {
     let parts = name.rsplit_once('.').and_then(|(host, number)| Some((host, number.parse().ok()?)));
     parts.unwrap_or((name, 0))
 }
 
-/// With underscores for what would end the name.
+/// Replaces characters that would end the name by underscores.
 fn without(name: &str, ends: impl Fn(char) -> bool) -> Cow<'_, str> {
     if name.contains(&ends) { name.replace(ends, "_").into() } else { name.into() }
 }

@@ -1,4 +1,4 @@
-//! A recording that is written in another format while it is made.
+//! Converts a recording while it is being made.
 
 use std::{fs::File, io::Read, path::Path};
 
@@ -14,10 +14,10 @@ use super::{
 };
 use crate::trace::Output;
 
-/// Requests are recorded once they are complete: so many may be there before one that came earlier.
+/// Requests are recorded on completion: this many may precede one that arrived earlier.
 const WINDOW: usize = 1 << 20;
 
-/// How it is written.
+/// Output format of a live conversion.
 #[derive(Clone, Copy, Debug)]
 pub struct Transcript {
     format: Format,
@@ -25,18 +25,17 @@ pub struct Transcript {
 }
 
 impl Transcript {
-    /// As a file of this name is written: see `weir trace convert`. `None` for a recording as it
-    /// is.
+    /// The format by the file's name, as in `weir trace convert`. `None` for an unconverted recording.
     pub fn named(path: &Path) -> Option<Self> {
         let (format, compression) = named(path);
         let format = format.filter(|format| *format != Format::Recording)?;
         Some(Self { format, compression })
     }
 
-    /// Returns once `recording` ends and all of it is written, or with what is wrong with it.
+    /// Returns when `recording` ends and all of it is written, or with an error.
     ///
     /// # Errors
-    /// What cannot be read or written; what was read before is written.
+    /// Errors of reading or writing; requests read before are written.
     pub fn write(self, recording: impl Read + Send + 'static, to: File) -> anyhow::Result<()> {
         let cannot = || "cannot be written".to_owned();
         let out = Output::InPlace(to);

@@ -1,4 +1,4 @@
-//! Where requests go, and what became of them.
+//! Destination of converted requests, with counts of information that was lost.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -23,7 +23,7 @@ pub(super) enum Compression {
 }
 
 impl Compression {
-    /// As a file's name ends, and the name without that.
+    /// Compression by a file name's extension, and the name without it.
     pub(super) fn of(name: &str) -> (Self, &str) {
         let endings = [(Self::Gzip, ".gz"), (Self::Zstd, ".zst")];
         let found = endings.iter().find_map(|(one, ending)| Some((*one, name.strip_suffix(ending)?)));
@@ -35,11 +35,11 @@ pub(super) struct Sink {
     to: To,
     written: u64,
     not_written: BTreeMap<NotWritten, u64>,
-    /// Requests that were written without how they fared.
+    /// Requests written without their results.
     without_outcome: u64,
     /// Requests that were not recorded.
     lost: u64,
-    /// Changes of limits beyond the number that is kept.
+    /// Changes of limits beyond the stored number.
     dropped_limit_changes: u64,
     format: Format,
 }
@@ -146,7 +146,7 @@ impl Sink {
         }
     }
 
-    /// Adds a change of limits, which only a recording has.
+    /// Adds a change of limits; recordings only.
     pub(super) fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
         match &mut self.to {
             To::Recording { writer, .. } => writer.change_limits(change),
@@ -154,12 +154,12 @@ impl Sink {
         }
     }
 
-    /// Counts changes of limits that were not kept.
+    /// Counts changes of limits that were not stored.
     pub(super) fn drop_limit_changes(&mut self, changes: u64) {
         self.dropped_limit_changes += changes;
     }
 
-    /// So many requests are not to be had, which a recording says.
+    /// Counts requests that were lost while recording; a recording stores the number.
     pub(super) fn lose(&mut self, requests: u64) {
         self.lost += requests;
         if let To::Recording { writer, .. } = &mut self.to {
@@ -167,7 +167,7 @@ impl Sink {
         }
     }
 
-    /// Has all that was put so far written, so that it is there whatever happens to this process.
+    /// Writes out all requests so far, so that they survive a crash of this process.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         match &mut self.to {
             To::Recording { .. } => Ok(()),
@@ -186,7 +186,7 @@ impl Sink {
         self.written
     }
 
-    /// What is lost in this format, a line each.
+    /// Information that the format cannot represent, one line each.
     pub(super) fn left_out(&self) -> Vec<String> {
         let format = self.format.name();
         let line = |(why, count): (&NotWritten, &u64)| match why {
@@ -224,14 +224,14 @@ impl Sink {
             .collect()
     }
 
-    /// What fio makes of a time that its format has.
+    /// Note on fio's interpretation of times.
     fn waits(&self) -> Option<String> {
         let To::Lines { form, .. } = &self.to else { return None };
         let text = "fio replays waits of fio-v2 otherwise than its documentation says (fio-v3 keeps times)";
         form.has_waits().then(|| text.to_owned())
     }
 
-    /// What became of the disks' names, if they are lost.
+    /// Note on changed names of disks.
     fn lost_names(&self) -> Option<String> {
         let To::Lines { form, .. } = &self.to else { return None };
         let format = self.format.name();
@@ -255,7 +255,7 @@ impl Sink {
         }
     }
 
-    /// Writes the rest and gives the file its name.
+    /// Writes the rest and renames the file to its final name.
     pub(super) fn finish(self) -> io::Result<()> {
         match self.to {
             To::Recording { writer, .. } => writer.finish()?.finish(),
@@ -276,7 +276,7 @@ fn number_of(limits: &mut HashMap<String, u32>, name: &str) -> u32 {
     number
 }
 
-/// Disks of which it is told what they are called.
+/// Number of disks whose changed names are listed.
 const MOST_NAMED: usize = 16;
 
 fn flush(file: &mut File, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {

@@ -1,5 +1,5 @@
-//! A published table and this machine's side by side, and which conclusions agree. A figure is
-//! always relative to a row of its own table.
+//! A published table beside this machine's, and the conclusions that agree. Each figure is relative
+//! to a row of its own table.
 
 use console::{figures, table};
 
@@ -122,7 +122,7 @@ impl Measured<'_> {
 pub(super) fn text(findings: &Findings) -> String {
     let mut text = String::new();
     for found in &findings.tables {
-        // At a terminal columns become rows: heads are many and long.
+        // The published table has many long headings, so a terminal shows them as a row.
         let count = found.columns.len();
         let sides = (0..count)
             .map(|index| ("", if index == 0 || count == 2 { table::Side::Left } else { table::Side::Right }));

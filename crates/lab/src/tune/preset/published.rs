@@ -1,14 +1,14 @@
-//! The published measurements: their tables, and what was concluded from them.
+//! The published measurements: their tables and conclusions.
 //!
 //! | Preset | Source |
 //! | --- | --- |
 //! | `cache-modes` | "IO throttling in QEMU & Cache influence" (SUSE, 2017): random requests by cache mode; and "IO performance tuning" (Shaken Fist): dd and hdparm by cache mode |
 //! | `cluster-size` | "IO performance tuning": dd and hdparm by cluster size, with writethrough |
-//! | `l2-cache` | "IO throttling in QEMU & Cache influence": an L2 cache for all of the disk, and for 1/128; it shows pictures and no figures |
+//! | `l2-cache` | "IO throttling in QEMU & Cache influence": an L2 cache for all of the disk, and for 1/128; it has charts without figures |
 //! | `pcache` | "I/O Prefetch Cache as QEMU Block Filter Driver" (KVM Forum 2016): qemu-img bench, and the guest's random reads |
 //!
-//! Figures are ratios to a row of the same table, as machines differ. dd wrote 1 GiB at a time and
-//! flushed: here that is a slice of 1 MiB writes with a flush at its end.
+//! Figures are ratios to a row of the same table, because machines differ. dd wrote 1 GiB at a time
+//! and flushed: here that is a slice of 1 MiB writes with a flush at its end.
 
 use policy::prefetch::Mode;
 use storage::CacheMode;
@@ -32,7 +32,7 @@ fn row(name: &str, configuration: Configuration, published: &[f64]) -> Row {
     Row { name: name.to_owned(), configuration, published: published.to_vec() }
 }
 
-/// With clusters of 64 KiB and all of the mapping cached.
+/// With clusters of 64 KiB and the whole mapping cached.
 fn mode(cache: CacheMode, published: &[f64]) -> Row {
     row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), published)
 }
@@ -42,7 +42,7 @@ fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: Re
     Claim { text, pairs, column, relation }
 }
 
-/// The reads of modes with a page cache were from it.
+/// Reads of modes with a page cache were served from it.
 pub(super) fn random_by_cache_mode() -> Published {
     Published {
         title: "Cache modes: random requests of 4 KiB",
@@ -87,7 +87,7 @@ fn dd_and_hdparm() -> Vec<Column> {
     ]
 }
 
-/// One figure was published for its writes: a raw disk has no first ones.
+/// Only one figure was published for its writes: a raw disk has no first writes.
 fn raw() -> Row {
     row(
         "raw",
@@ -151,7 +151,7 @@ pub(super) fn streams_by_cluster_size() -> Published {
     }
 }
 
-/// Past the page cache, with an L2 cache for the whole disk and for 1/128 of it.
+/// With O_DIRECT, and an L2 cache for the whole disk and for 1/128 of it.
 pub(super) fn random_by_l2_cache() -> Published {
     let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
     Published {
@@ -176,8 +176,8 @@ pub(super) fn random_by_l2_cache() -> Published {
     }
 }
 
-/// Sequential reads in operations per second (262,144 by the published seconds); and a guest's
-/// random reads, published as a gain only.
+/// Sequential reads in operations per second (262,144 divided by the published seconds); and a
+/// guest's random reads, published as a gain only.
 pub(super) fn reads_by_prefetch() -> Published {
     let of = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)
