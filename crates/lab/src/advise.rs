@@ -84,13 +84,17 @@ pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
     Interruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
     let progress = Spinner::new();
     let options = Options { outcomes: true, ..arguments.reading.options() };
+    // Traces are merged by time, so that disks recorded in separate files compete as they did.
     let mut source = Merged::open(&arguments.traces, &options)?;
     let tell = |requests: u64| progress.say(|| format!("{} requests read", figures::count(requests as f64)));
     let arrivals = Arrivals::read(&mut source, &stop, &tell)?;
+    // Releases the readers' buffers: the search needs the memory for its simulations.
     drop(source);
     // An interrupted trace is analyzed as far as it was read; the next signal interrupts the analysis.
     stop.store(false, Ordering::Relaxed);
     let house = House::new(&arguments, &arrivals)?;
+    // Without any device the latency equals the wait, and whole-latency targets would be
+    // meaningless.
     let judge = Judge {
         target: arguments.keep,
         whole: house.has_device || arguments.devices.pack,
@@ -104,6 +108,7 @@ pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
         let before = arguments.config.as_deref();
         advise(&search, before, &|what| progress.say(|| what.to_owned()))?
     };
+    // Clears the progress line before the tables are printed.
     drop(progress);
     finish(&arguments, &advice)
 }
@@ -119,6 +124,7 @@ fn finish(arguments: &AdviseArgs, advice: &Advice) -> Result<(), Failure> {
         let name = to.display();
         fs::write(to, config).with_context(|| format!("{name}: the config file cannot be written"))?;
     }
+    // Reported after the output: a partial or unsatisfiable result is printed nevertheless.
     match &advice.partial {
         Some(why) => Err(Failure::Failed(anyhow!("not read to the end: {why}"))),
         None if !advice.kept => {
@@ -161,6 +167,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
         Some(_) if is_held => Some(everything(search, &house.bare)?),
         other => other.clone(),
     };
+    // Tenants without a common resource are independent, and their own limits suffice.
     for neighbours in house.neighbours() {
         match &bare {
             Some(bare) if neighbours.len() > 1 => {
@@ -174,6 +181,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
             }
         }
     }
+    // Compared with the recording only once, in the world as it was recorded.
     for (tenant, before) in before.into_iter().flatten().enumerate() {
         remarks.extend(unlike(search, tenant, &before));
         told[tenant].before = Some(before);
@@ -188,6 +196,7 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
         }
         changes.push(change(search, tenant, limits));
     }
+    // Final check of all new limits together. Plans with a group were confirmed by the search.
     if is_held && !told.iter().any(|told| told.joins.is_some()) {
         let mut world = house.bare.clone();
         for (tenant, told) in told.iter().enumerate() {
@@ -242,6 +251,7 @@ fn too_narrow(
     if !of.is_kept || !misses || told.set.is_some() || house.held(tenant).limits.is_unlimited() {
         return Ok(None);
     }
+    // The counterfactual: everything else unchanged, only this tenant without limits.
     let mut world = world.clone();
     house.limit(&mut world, tenant, Limits::default());
     let felt = everything(search, &world)?.swap_remove(tenant);
@@ -264,6 +274,7 @@ fn by_itself(search: &Search<'_>, tenant: usize, told: &mut Told, remarks: &mut 
         return;
     };
     told.after = Some(need.felt.clone());
+    // No limit shortens a latency that is too long without one.
     if let Some(ns) = need.impossible_ns {
         remarks.push(impossible(search, tenant, ns));
     } else if of.is_kept {
@@ -279,6 +290,8 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     let percentile = search.judge.target.name();
     let (of, took, above) = (&search.house.tenants[tenant], figures::time(ns), above(ns));
     let name = &of.name;
+    // The cause differs by kind of tenant: other disks of the group, the enclosing group, or the
+    // device.
     if of.disks.len() > 1 {
         return format!(
             "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group makes it shorter, though one of a disk in it may (--for the disk that is to be spared; or --keep {percentile}={above} could be kept)."
@@ -298,6 +311,7 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
 /// Explains why a tenant to be spared gets a limit, although its neighbours would be the candidates:
 /// no resource that they share is known.
 fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
+    // With a device, or if every tenant has a target, the choice needs no explanation.
     let tenants = &search.house.tenants;
     if search.judge.whole || tenants.iter().all(|tenant| tenant.is_kept) {
         return None;
@@ -336,6 +350,7 @@ fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     for latencies in streams().filter_map(|stream| stream.measured.as_ref()) {
         measured.add(latencies).expect("it grows");
     }
+    // A comparison needs recorded latencies, a complete simulation and enough requests.
     if !whole || felt.given_up || measured.len() < target.enough() {
         return None;
     }
@@ -346,6 +361,7 @@ fn unlike(search: &Search<'_>, tenant: usize, felt: &Felt) -> Option<String> {
     }
     let [in_a_row, requests] =
         [streams().map(|of| of.in_a_row).sum::<u64>(), streams().map(|of| of.requests).sum()];
+    // The simulation cannot merge adjacent requests, because offsets are not stored.
     let why = if is_ns > was_ns.saturating_mul(UNLIKE) && in_a_row > requests / 2 {
         "most of its requests begin where the one before ended: weir merges such, which no simulation does, so that they ask for less than it says"
     } else if is_ns > was_ns.saturating_mul(UNLIKE) {
@@ -407,6 +423,7 @@ fn share(
         }
         need.into_iter().for_each(|need| unsure(name, need, remarks));
     }
+    // Results of the unlimited world, in the neighbours' order, as `Shared` expects them.
     let felt: Vec<Felt> = neighbours.iter().map(|&tenant| bare[tenant].clone()).collect();
     let holds = |&tenant: &usize| !house.tenants[tenant].is_kept || bare[tenant].holds(&target);
     let names = |tenants: &mut dyn Iterator<Item = usize>| {
@@ -442,6 +459,7 @@ fn share(
             remarks.push(lies_between(search, &of.name, limits, interval) + spares);
         }
     }
+    // Weights and reservations are alternatives; a plan never has both.
     if let Some((limits, shares)) = plan.group {
         let name = group.clone().unwrap_or_else(|| group_name(house));
         let are_weights = shares.iter().any(|share| share.weight() != Share::default().weight());
@@ -472,6 +490,7 @@ fn share(
         });
         remarks.extend(interval.map(|interval| lies_between(search, &name, &limits, interval)));
     }
+    // Each tenant alone could keep its target, so the shortage is in the shared resource.
     if !is_kept && is_possible {
         let late = |&&tenant: &&usize| {
             house.tenants[tenant].is_kept
@@ -531,6 +550,7 @@ fn group_name(house: &House) -> String {
         house.world.groups.iter().any(|group| group.name == name)
             || house.world.disks.iter().any(|disk| disk.name == name)
     };
+    // Groups and disks share one namespace in the daemon.
     let numbered = (2..).map(|number| format!("{GROUP}-{number}"));
     std::iter::once(GROUP.to_owned())
         .chain(numbered)
@@ -636,6 +656,7 @@ fn pack(search: &Search<'_>, arguments: &AdviseArgs) -> anyhow::Result<Advice> {
             felt[tenant] = Some(one);
         }
     }
+    // Packing sets no limits, so only the simulated results are reported.
     let lines = felt.into_iter().enumerate().map(|(tenant, after)| {
         line(search, tenant, &Told { need: None, before: None, after, set: None, joins: None, between: None })
     });

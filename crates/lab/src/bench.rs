@@ -64,7 +64,9 @@ pub fn run(mut arguments: BenchArgs) -> Result<(), Failure> {
     let begun = Header::begin();
     let stop = Stop::default();
     let stopped = stop.clone();
+    // Before the reactor's threads start: they inherit the blocked signals.
     let interruption = Interruption::watch(move || _ = stopped.stop(), || {})?;
+    // Held until the end, so that nothing mounts the device during the run.
     let _claim = claimed(&arguments)?;
     let name = arguments.target.to_string();
     on_reactor(async move {
@@ -111,6 +113,7 @@ impl Run {
 
     async fn measure_image(&self, image: &settings::Image) -> anyhow::Result<()> {
         let disk = Arc::new(self.unless_stopped(open_disk(&self.arguments, image)).await?);
+        // The image is opened once; all jobs share the disk, as clients of a daemon do.
         let (job, ran) = self.put(disk.size_bytes(), Source::Disk(Arc::clone(&disk))).await?;
         let prefetch = disk.prefetch().stats();
         let closed = match disk.image().storage().is_far() {
@@ -131,10 +134,12 @@ impl Run {
         let wanted = Wanted { export: export.export.clone(), tls, allocation: false };
         let client = self.unless_stopped(Source::client(&export.server, &wanted)).await?;
         let about = client.about().clone();
+        // Only for the handshake: each job opens a separate connection later.
         client.disconnect().await;
         if self.arguments.write && about.is_read_only() {
             bail!("is read-only (leave -w away to read)");
         }
+        // Checked before the first request, which a server would answer with an error.
         self.fits(about.minimum_block.into(), Some(about.maximum_payload.into()), about.can_flush())?;
         let source = Source::Nbd { server: export.server.clone(), wanted };
         let (job, ran) = self.put(about.size_bytes, source).await?;
@@ -157,6 +162,7 @@ impl Run {
             read: !write || rwmixread.is_some(),
             write: write.then_some(pattern.unwrap_or(0)),
         };
+        // Before the queues start: an invalid job must not leave the device in use.
         check::job(&self.arguments, about.size_bytes)?;
         let queues = self.unless_stopped(client::start(device, jobs as usize, slots, PATIENCE)).await?;
         let source = Source::VhostUser(Arc::new(Mutex::new(queues)));
@@ -197,6 +203,7 @@ impl Run {
         self.size_bytes.set(size_bytes);
         let job = check::job(&self.arguments, size_bytes)?;
         let job = Job { stop: self.stop.clone(), ..job };
+        // Every part has a separate counter, so that jobs on different threads share no cache line.
         let parts = job.clone().split(jobs);
         let counts: Vec<_> = parts.iter().map(|part| part.answered.clone()).collect();
         let mut progress = Progress::default();
@@ -205,6 +212,7 @@ impl Run {
             let (before, ramp) = (Rc::clone(&before), job.ramp);
             before.set(Some(processor_time()));
             spawn(async move {
+                // CPU time of the ramp is excluded by reading the counter again at its end.
                 sleep_until(now() + ramp).await;
                 before.set(Some(processor_time()));
             });
@@ -235,6 +243,7 @@ impl Run {
             return Err(failed);
         }
         let printed = self.print(job, &outcome, prefetch, partial);
+        // An interrupted run prints its result and still exits with an error.
         let ended = match partial {
             Some(why) => Err(anyhow!("{why} after {:.3} seconds", outcome.elapsed.as_secs_f64())),
             None => Ok(()),
@@ -271,6 +280,7 @@ impl Run {
         let BenchTarget::Image(image) = &self.arguments.target else { return None };
         let file = fs::metadata(image.path()?).ok().filter(fs::Metadata::is_file)?;
         let reads = !self.arguments.write || self.arguments.rwmixread.is_some();
+        // st_blocks counts 512-byte units, whatever the file system's block size (stat(2)).
         let percent = 100 - (file.blocks() * 512 * 100).div_ceil(self.size_bytes.get().max(1)).min(100);
         (reads && percent > 0).then(|| {
             format!("{percent} % of {image} is not allocated: reads of it cost the storage nothing (write it first, with -w).")

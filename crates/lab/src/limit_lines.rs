@@ -62,6 +62,7 @@ impl LimitRates {
         watermark: Watermark,
         during_ns: Range<u64>,
     ) {
+        // An unnamed disk is the only one of its chart and needs no name in the legend.
         let of = of.filter(|name| !name.is_empty());
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
@@ -70,6 +71,7 @@ impl LimitRates {
             }
             let list = if kind.counts_bytes() { &mut self.bps } else { &mut self.iops };
             let place = list.iter().position(|limit| limit.kind == kind && limit.of.as_deref() == of);
+            // Bounds the memory for recordings with very many groups.
             if place.is_none() && list.len() == MOST_KEPT {
                 continue;
             }
@@ -154,6 +156,7 @@ pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[Series]) -> (Vec<Serie
     let points = || drawn.iter().flat_map(|series| &series.points);
     let highest = points().map(|(_, rate)| *rate).fold(0.0, f64::max);
     let ends = points().map(|(at, _)| *at);
+    // Without points the range stays inverted, which the next line detects.
     let ends = ends.fold((f64::INFINITY, 0.0), |(first, last), at| (at.min(first), at.max(last)));
     if ends.0 > ends.1 {
         return (Vec::new(), None);
@@ -164,6 +167,7 @@ pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[Series]) -> (Vec<Serie
     let near: Vec<_> = near.into_iter().filter(|lines| !lines.is_empty()).collect();
     let far = limits.iter().filter(|limit| limit.stretches.iter().any(|stretch| is_far(&stretch)));
     let far: Vec<_> = far.map(|limit| limit.name(limit.stretches.iter().filter(is_far))).collect();
+    // Counted by limit: the several lines of one limit share its name and colour.
     let hidden = near.len().saturating_sub(MOST_DRAWN);
     let mut notes = Vec::new();
     if !far.is_empty() {

@@ -96,6 +96,7 @@ impl Job {
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;
+            // The remainder goes to the first jobs, one request each.
             let share = all / u64::from(count) + u64::from(u64::from(number) < all % u64::from(count));
             let rate = |arrivals: Arrivals| Arrivals {
                 per_second: arrivals.per_second / f64::from(count),

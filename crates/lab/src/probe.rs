@@ -65,6 +65,7 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
     let read_only = arguments.read_only;
     let seconds = Duration::from_secs(arguments.seconds);
     let accept = arguments.accept;
+    // The target is opened before the reactor starts, because opening may block.
     let measured = on_reactor(async move {
         let measured = measure(&target, &name, seconds, read_only, &progress).await;
         Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
@@ -89,12 +90,14 @@ async fn measure(
     read_only: bool,
     progress: &Progress,
 ) -> anyhow::Result<Measured> {
+    // Incompressible, or devices and file systems with compression would look faster.
     let noise: Rc<[u8]> = (0..1 << 20).map(|_| fastrand::u8(..)).collect();
     let mut field = Field { image: Rc::clone(&target.image), size_bytes: target.size_bytes, noise };
     if target.kind == Kind::File {
         progress.begin(&format!("{name}: writing a file to measure"), field.size_bytes);
         // Reads of holes would not reach the device.
         field.size_bytes = field.fill(time * FILL_TIMES, |done| progress.advance(done)).await?;
+        // Otherwise writeback of the file would compete with the first load.
         target.image.flush().await.context("flushing the file to be measured")?;
         progress.end();
         if field.size_bytes < LEAST_SIZE {
@@ -135,6 +138,7 @@ fn capacity(figures: &[Figure]) -> Figures {
                 && figure.load.block_bytes == block_bytes
                 && (!random_only || figure.load.pattern == load::Pattern::Random)
         };
+        // The better of the two patterns, unless only random requests count.
         figures.iter().filter(of).map(part).max().unwrap_or(0)
     };
     let iops = |direction| best(direction, 4096, Figure::iops, true);
@@ -180,6 +184,7 @@ fn keep(
                 not_measured.push("writes: what an earlier probe measured is kept");
             }
         }
+        // Shown by commands that print the age of a record.
         let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
         let record = Record { key: key.clone(), device: node.clone(), time, capacity };
         saved = store.save(&record).map(Some);

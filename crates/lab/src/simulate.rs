@@ -93,6 +93,7 @@ pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
             "--seed: nothing of the workload sequential is drawn at random (leave it out)"
         )));
     }
+    // Only rates have a monotonic effect on latency.
     if let (Some(values), Some(_)) = (&arguments.sweep.sweep, arguments.sweep.p99)
         && !values.has_smallest()
     {
@@ -170,12 +171,14 @@ fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Resul
         ..Job::new(setup, input, stop)
     })?;
     drop(progress);
+    // The simulation has released its clone, so the file can be completed.
     let events = events.and_then(Arc::into_inner).map(Mutex::into_inner);
     let events = events.map(|events| events.unwrap_or_else(PoisonError::into_inner));
     let written = events.map_or(Ok(()), Events::finish);
     let summary = Summary::new(&outcome, &setup.remarks);
     let mut result = ResultFile::new(begun.end(None), findings::of_run(&summary, &outcome));
     result.partial.clone_from(&outcome.partial);
+    // An incomplete events file is an error, but must not suppress the summary.
     print_and_keep(arguments, &summary, || summary.text(), &result).and(written)?;
     ended(outcome.partial)
 }
@@ -201,6 +204,7 @@ fn run_sweep(
     let progress = Spinner::new();
     let one = |value| {
         let setup = setup.with(of, values.setting, value)?;
+        // Each value on one thread; values run in parallel.
         let outcome = simulate(Job { before: false, ..Job::new(&setup, input(arguments)?, stop) })?;
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
@@ -214,6 +218,7 @@ fn run_sweep(
     drop(progress);
     let (points, partial): (Vec<_>, Vec<_>) = points.into_iter().unzip();
     let interrupted = stop.load(Ordering::Relaxed).then(|| "interrupted".to_owned());
+    // The same trace is read each time, so one reason stands for all values.
     let partial = partial.into_iter().flatten().next().or(interrupted);
     let below_ns = arguments.sweep.p99.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     let swept = Swept::new(values, points, below_ns.map(|below_ns| (below_ns, judged.or(of))), partial);

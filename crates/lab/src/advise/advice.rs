@@ -120,6 +120,7 @@ fn limit<S: Serializer>(limit: &Limit, serializer: S) -> Result<S::Ok, S::Error>
 impl Between {
     pub(super) fn of(rate: u64, interval: Interval) -> Self {
         let times = |times: f64| (rate as f64 * times).ceil() as u64;
+        // The largest scale tried was too small for some draws: there is no upper end.
         let high = (interval.high.is_finite()).then(|| times(interval.high));
         Self { low: times(interval.low), high }
     }
@@ -181,6 +182,7 @@ impl Smallest {
 impl Advice {
     pub(super) fn text(&self, with_config: bool) -> String {
         let mut text = Vec::new();
+        // Empty tables render to nothing, so every kind of advice uses the same sequence.
         for table in [self.smallest(Unit::Iops), self.smallest(Unit::Bps), self.felt(), self.packed()] {
             text.push(table.render(false));
         }
@@ -227,6 +229,7 @@ impl Advice {
                 (None, Some(limits)) => figures::limits(limits),
                 (None, None) => "nothing set".to_owned(),
             };
+            // The target is judged with the advice only; the first row is for comparison.
             let rows = [("as it is".to_owned(), line.before, None), (set, line.after, line.kept)];
             for (with, felt, kept) in rows {
                 let Some(felt) = felt else { continue };

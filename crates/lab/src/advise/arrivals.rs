@@ -91,12 +91,14 @@ impl Arrivals {
                 }
                 arrivals.push(record, &disks[record.disk.index()]);
             }
+            // Flushes have no admission, so their latencies would distort the comparison.
             for record in records.iter().filter(|record| record.op != Op::Flush) {
                 if let Some(measured) = source.measured(record) {
                     arrivals.measure(record, measured);
                 }
             }
             tell(arrivals.requests);
+            // An error after the first request leaves a usable, partial trace.
             match filled {
                 Err(error) if arrivals.requests == 0 => return Err(error),
                 Err(error) => arrivals.partial = Some(format!("{error:#}")),
@@ -125,6 +127,7 @@ impl Arrivals {
         if stream.name.is_empty() {
             name.clone_into(&mut stream.name);
         }
+        // Counted by the encoded size, which the memory bound is about.
         let before = stream.encoded.len();
         stream.push(record);
         self.bytes += stream.encoded.len() - before;
@@ -162,6 +165,7 @@ impl Stream {
         let is_same = length == self.last_length;
         let kind = Op::ALL.iter().position(|known| *known == op).unwrap_or(0) as u128;
         // The lowest bit marks a repeated length, three bits the operation, the rest the time difference.
+        // 128 bits, because the difference of two 64-bit times is shifted by four bits.
         let ahead = u128::from(time_ns.saturating_sub(self.last_ns));
         put(&mut self.encoded, ahead << 4 | kind << 1 | u128::from(is_same));
         if !is_same {
@@ -177,6 +181,7 @@ impl Stream {
         self.in_a_row += u64::from(offset == self.last_end);
         self.last_end = offset.saturating_add(length);
         self.moved_bytes = self.moved_bytes.saturating_add(length);
+        // Times never decrease within a disk, so only the current slot has to be stored.
         let slot = time_ns >> SLOT_BITS;
         if slot != self.slot {
             (self.slot, self.in_slot) = (slot, [0; 2]);
@@ -228,6 +233,7 @@ impl Iterator for Together<'_> {
     fn next(&mut self) -> Option<(usize, Arrival)> {
         let mut first = self.next.peek_mut()?;
         let place = first.0.1;
+        // Replacing the top of the heap in place costs one sift instead of a pop and a push.
         let (disk, iter, arrival) = &mut self.sources[place];
         let told = (*disk, *arrival);
         match iter.next() {

@@ -96,6 +96,7 @@ pub(super) fn interval(
     terms: &Terms,
     blocks: Blocks,
 ) -> Result<Interval, String> {
+    // Geometric steps: the relative error of the interval is the same at both ends.
     let step = (WIDEST / NARROWEST).powf(1.0 / (SCALES - 1) as f64);
     let scales: Vec<f64> = (0..SCALES).map(|index| NARROWEST * step.powi(index as i32)).collect();
     let mut lanes: Vec<Buckets> = scales.iter().map(|&times| Buckets::scaled(limit, unit, times)).collect();
@@ -107,6 +108,7 @@ pub(super) fn interval(
         before = at_ns;
         let part = &mut parts[blocks.of(at_ns)];
         part.requests += 1;
+        // Allocated on first use: a trace may have a thousand blocks without requests.
         if part.full.is_empty() {
             part.full = vec![[0; FULL_STEPS]; SCALES];
         }
@@ -117,6 +119,7 @@ pub(super) fn interval(
             full[step.min(FULL_STEPS - 1)] += 1;
         }
     }
+    // Idle blocks would dilute the draws without ever exceeding a limit.
     parts.retain(|part| part.requests > 0);
     let requests: u64 = parts.iter().map(|part| part.requests).sum();
     if requests < terms.target.enough() {
@@ -150,6 +153,7 @@ fn for_unseen(parts: &[Part], target: &Target) -> usize {
     let times = student(parts.len() - 1);
     let does = |scale: usize| {
         let full = parts.iter().map(|part| part.full_at(scale, target));
+        // Sample variance with n - 1, since the mean is estimated from the same parts.
         let mean = full.clone().sum::<f64>() / parts.len() as f64;
         let variance = full.clone().map(|full| (full - mean).powi(2)).sum::<f64>() / (parts.len() - 1) as f64;
         full.fold(0.0, f64::max) + times * variance.sqrt() <= 1.0
@@ -172,6 +176,7 @@ pub(super) type Judged = Vec<(Vec<u32>, Vec<u32>)>;
 /// largest if `is_highest`, else the smallest. `None` with too few blocks.
 pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target) -> Option<(f64, f64)> {
     let blocks = tried.first()?.1.first()?.0.len();
+    // Blocks without judged requests carry no information about the target.
     let any = |block: &usize| tried.iter().any(|(_, judged)| judged.iter().any(|(_, all)| all[*block] > 0));
     let blocks: Vec<usize> = (0..blocks).filter(any).collect();
     if blocks.len() < LEAST_BLOCKS {
@@ -180,6 +185,7 @@ pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target
     let mut random = fastrand::Rng::with_seed(SEED);
     let mut found = Vec::with_capacity(DRAWS);
     for _ in 0..DRAWS {
+        // The same draw is applied to all levels and tenants, which keeps them comparable.
         let drawn: Vec<usize> = blocks.iter().map(|_| blocks[random.usize(..blocks.len())]).collect();
         let holds = |judged: &Judged| {
             judged.iter().all(|(over, all)| {
@@ -191,6 +197,7 @@ pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target
         let best = if is_highest { holding.reduce(f64::max) } else { holding.reduce(f64::min) };
         found.push(best.unwrap_or(if is_highest { 0.0 } else { f64::INFINITY }));
     }
+    // Infinite values sort to the end: draws for which no tried level suffices.
     found.sort_unstable_by(f64::total_cmp);
     let (low, high) = (found[DRAWS / 40], found[DRAWS - 1 - DRAWS / 40]);
     // The true value lies between two tried ones.

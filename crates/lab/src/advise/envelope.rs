@@ -55,6 +55,7 @@ struct Level {
 
 impl Level {
     fn new(rate: f64, unit: Unit) -> Self {
+        // A single operation is never divided, so a slice has at least one.
         let slice = SLICE_S * rate;
         Self { rate, out_s: 0.0, slice: if unit == Unit::Iops { slice.max(1.0) } else { slice } }
     }
@@ -91,6 +92,7 @@ impl Lane {
     /// `wait_s`; rounded up to a step of the histogram.
     pub(super) fn size_s(&self, allowed: u64, wait_s: f64) -> f64 {
         let mut above = 0;
+        // From the longest waits down, until more requests than allowed would be late.
         for (step, &count) in self.counts.iter().enumerate().rev() {
             above += u64::from(count);
             if above > allowed {
@@ -118,6 +120,8 @@ pub(super) fn measure(
         for lane in &mut lanes {
             let found_s = lane.level.meet(after_s, units);
             lane.over += u64::from(exceeds(found_s, NO_BURST_S, wait_s));
+            // The bits of a positive float order like its value: exponent and leading mantissa bits
+            // select the step.
             let step = (found_s.to_bits() >> (52 - STEP_BITS)).wrapping_sub(FIRST);
             // Waits below the first step wrap around to an index out of range: they are not counted.
             if let Some(count) = lane.counts.get_mut(step as usize) {
@@ -151,6 +155,7 @@ impl Buckets {
     /// A bucket with scaled rates and unchanged burst length.
     pub(super) fn scaled(limit: Limit, unit: Unit, times: f64) -> Self {
         let Limit { rate, burst_rate, burst_length_s } = limit;
+        // As in `policy`: a burst enlarges the bucket to its rate times its length.
         let size_s = match burst_rate {
             0 => NO_BURST_S,
             _ => burst_rate as f64 * burst_length_s as f64 / rate as f64,
@@ -165,6 +170,7 @@ impl Buckets {
     #[inline]
     pub(super) fn wait_s(&mut self, after_s: f64, units: f64) -> f64 {
         let wait_s = self.level.meet(after_s, units) - self.size_s;
+        // Both buckets must admit a request; each is charged in any case.
         let burst_s = self.burst.as_mut().map_or(0.0, |burst| burst.meet(after_s, units) - NO_BURST_S);
         wait_s.max(burst_s).max(0.0)
     }

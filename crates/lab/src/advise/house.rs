@@ -86,6 +86,7 @@ impl House {
                 )));
             }
         };
+        // Without a config file every disk of the trace is a tenant with default settings.
         let setup = match &arguments.config {
             Some(path) => Setup::of_config(path, device)?,
             None => {
@@ -106,8 +107,10 @@ impl House {
         for name in names {
             known.add(name, &mut world).map_err(|why| anyhow!(why))?;
         }
+        // Offsets are not stored, so a prefetcher would see meaningless sequences.
         world.disks.iter_mut().for_each(|disk| disk.prefetch = prefetch::Settings::off());
         let disks = known.known;
+        // Without service times the target can only be about waits at limits.
         let takes_time = |place: &Place| place.station.is_some() || place.budget.is_some();
         let has_device = world.disks.iter().any(|disk| takes_time(&disk.place));
         let remarks = setup.remarks.clone();
@@ -122,6 +125,7 @@ impl House {
             has_device,
             remarks,
         };
+        // Tenants are determined last: they depend on the groups of all disks.
         house.settle();
         Ok(house)
     }
@@ -146,6 +150,7 @@ impl House {
             self.tenants[tenant].disks.push(of_trace);
             self.tenant_of[of_world] = tenant;
         }
+        // A copy without tenants' limits is the starting point of every search.
         let mut bare = self.world.clone();
         (0..self.tenants.len()).for_each(|tenant| self.limit(&mut bare, tenant, Limits::default()));
         self.bare = bare;
@@ -160,12 +165,14 @@ impl House {
                 let disk = self.disks.iter().find(|disk| self.world.disks[**disk].name == *name);
                 disk.and_then(|disk| self.world.disks[*disk].group)
             };
+            // A named disk inside a group opens that group; any other unknown name is an error.
             let groups: Result<_, _> =
                 unknown.iter().map(|name| group_of(name).ok_or_else(|| self.unknown(name))).collect();
             self.open = groups?;
             let parent = |group: &usize| self.world.groups[*group].parent;
             let above = |&group: &usize| std::iter::successors(Some(group), parent);
             self.around = self.open.iter().flat_map(above).collect();
+            // Opening a group turns its disks into tenants, which changes all indices.
             self.settle();
         }
         if let Some(group) = whom.iter().find(|name| !is_tenant(self, name)) {
@@ -251,6 +258,8 @@ impl House {
         for (place, &tenant) in tenants.iter().enumerate() {
             for &of_trace in &self.tenants[tenant].disks {
                 let mut disk = world.disks[self.disks[of_trace]].clone();
+                // Stations and budgets are renumbered on first use, so that shared ones stay
+                // shared.
                 let mut moved = |at: Place| Place {
                     station: at.station.map(|station| {
                         *stations
@@ -287,6 +296,7 @@ impl House {
             let Place { station, budget } = self.world.disks[disk].place;
             let devices = station.map(Common::Station).into_iter().chain(budget.map(Common::Budget));
             for common in devices.chain(self.limited_around(tenant).map(Common::Group)) {
+                // The first tenant at a resource represents it; later ones join its set.
                 let other = set_of[*first.entry(common).or_insert(tenant)];
                 let own = set_of[tenant];
                 if own != other {

@@ -104,6 +104,7 @@ impl Search<'_> {
             felt: self.alone(&room, tenant, [None; 2])?,
             impossible_ns: None,
         };
+        // Further search is pointless: no limit improves the latency of a tenant that is alone.
         if !need.felt.holds(&target) {
             need.impossible_ns = Some(need.felt.judged_ns(&self.judge));
             return Ok(Some(need));
@@ -120,6 +121,7 @@ impl Search<'_> {
             );
             need.smallest[unit.index()] = found;
         }
+        // The computed limits ignore the device's queue; a common factor corrects them.
         let (times, felt) = self.fit(&room, tenant, &need)?;
         for unit in Unit::ALL {
             if let Some(smallest) = &mut need.smallest[unit.index()] {
@@ -161,6 +163,7 @@ impl Search<'_> {
             // limit may be too large.
             low = 0.5;
         } else {
+            // Exponential search for a sufficient factor; bisection follows.
             for raise in 0..RAISES {
                 (low, high) = (high, 1.0 + 0.01 * f64::from(1 << raise));
                 felt = trial(high)?;
@@ -170,6 +173,7 @@ impl Search<'_> {
             }
         }
         for _ in 0..HALVINGS {
+            // Invariant: `high` suffices (or is the last one tried), `low` does not.
             let middle = f64::midpoint(low, high);
             let tried = trial(middle)?;
             if holds(&tried) {
@@ -185,6 +189,7 @@ impl Search<'_> {
         let Room { world, disks, tenant_of } = room;
         let of = &self.house.tenants[tenant];
         let mut world = world.clone();
+        // The room has only this tenant's disks, so a lone disk has index 0.
         let hold = match of.group {
             Some(group) => &mut world.groups[group].hold,
             None => &mut world.disks[0].hold,

@@ -93,8 +93,10 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
         }
         if fits { order.push(tenant) } else { packing.left_over.push(tenant) }
     }
+    // Largest first, as first fit decreasing requires; the index makes equal peaks deterministic.
     order.sort_by_key(|&tenant| (Reverse((packer.peak(0, tenant) * 1e9) as u64), tenant));
     let mut best: Option<Vec<Vec<usize>>> = None;
+    // From dense to loose: the first threshold whose packing passes the simulation wins.
     for full in FULL {
         if let Some(bins) = packer.first_fit(&order, full)
             && packer.all_hold(&bins)?
@@ -104,6 +106,7 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
         }
     }
     // Fewer devices, evenly loaded; exhaustively if the disks are few.
+    // Any further result must use fewer devices than the first fit, if that succeeded.
     let most = best.as_ref().map_or(devices.most().min(order.len()), |bins| used(bins).saturating_sub(1));
     for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MOST_DEVICES }) {
         let bins = packer.spread(&order, count);
@@ -146,6 +149,8 @@ impl<'a> Packer<'a> {
             let of_tenant = |tenant: usize| {
                 let mut work = vec![0.0; blocks.count];
                 let mut worked = Worked::new(station, rates);
+                // Work is attributed to the arrival's block, although a backlog may be served
+                // later.
                 for (_, arrival) in search.arrivals.of(&search.house.tenants[tenant].disks) {
                     work[blocks.of(arrival.at_ns)] += worked.add(arrival.op, arrival.length);
                 }
@@ -192,6 +197,7 @@ impl<'a> Packer<'a> {
     /// Lower bound from the total work: work left at the end of the trace is later than any target.
     fn at_least(&self) -> usize {
         let length_s = (self.search.arrivals.length_ns as f64 / 1e9).max(self.part_s);
+        // The most favourable kind of device gives a valid lower bound for a mixed inventory.
         let all = |kind: usize| self.work[kind].iter().flatten().sum::<f64>() / length_s;
         let least = self.kinds().map(all).fold(f64::INFINITY, f64::min);
         // Tolerates a small backlog at the end.
@@ -204,6 +210,7 @@ impl<'a> Packer<'a> {
             let fits = |device: usize, load: &[f64]| {
                 load.iter().zip(self.of(device, tenant)).all(|(load, work)| load + work <= full * self.part_s)
             };
+            // First fit: earlier devices are filled before a new one is opened.
             let place = bins.iter().enumerate().position(|(device, (_, load))| fits(device, load));
             let place = match place {
                 Some(place) => place,
@@ -260,6 +267,7 @@ impl<'a> Packer<'a> {
 
     fn all_hold(&self, bins: &[Vec<usize>]) -> anyhow::Result<bool> {
         for (device, tenants) in bins.iter().enumerate() {
+            // Twice the capacity in any part cannot meet a target: saves a long simulation.
             if !tenants.is_empty() && (self.busiest(device, tenants) > 2.0 || !self.holds(device, tenants)?) {
                 return Ok(false);
             }
@@ -309,6 +317,7 @@ impl Ways<'_> {
             }
             let before = bins[device];
             bins[device] |= 1 << place;
+            // Depth-first; the assignment is undone below if the rest does not fit.
             if self.holds(kind, bins[device])? && self.go_on(place + 1, bins)? {
                 return Ok(true);
             }
@@ -326,6 +335,7 @@ impl Ways<'_> {
         let house = self.packer.search.house;
         let disks = tenants.iter().flat_map(|&tenant| &house.tenants[tenant].disks);
         let requests: u64 = disks.map(|&disk| self.packer.search.arrivals.streams[disk].requests).sum();
+        // Out of budget counts as infeasible: the search then returns without a result.
         let Some(left) = self.left.checked_sub(requests) else { return Ok(false) };
         self.left = left;
         let holds = self.packer.busiest(kind, &tenants) <= 2.0 && self.packer.holds(kind, &tenants)?;
@@ -351,6 +361,7 @@ impl Worked {
     }
 
     fn add(&mut self, op: recording::Op, length: u64) -> f64 {
+        // All requests begin at time 0: only the accumulated service time is of interest.
         self.devices.begin(self.place, op, length, 0);
         // Far in the future, when all work is complete.
         let worked_ns = self.devices.worked_ns(self.place, u64::MAX / 2);

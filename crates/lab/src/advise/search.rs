@@ -89,15 +89,18 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     // the rate drains a slot in its time.
     let high = (2.0 * amount.peak as f64 / NO_BURST_S).max(amount.peak as f64 * 1e9 / SLOT_NS as f64);
     let low = amount.busiest.max(1.0);
+    // Each pass over the requests measures all rates at once, so few passes are needed.
     let mut rates = spread(low, high.max(low).max(2.0), COARSE);
     for _ in 0..=REFINEMENTS {
         rates = look(&rates);
     }
     let whole = |units: f64| whole(units, unit);
+    // If no rate sufficed without a burst, the upper bound is tried in whole numbers.
     let steady = Limit { rate: whole(points.steady.min(high)), ..Limit::NONE };
     let mut best = steady;
     if let Some(&(_, rate, size_s)) = points.cheapest() {
         let bursting = bursting(rate, size_s, steady.rate, whole);
+        // A burst pays only if it reduces the capacity within `over_s`.
         if capacity(bursting, terms.over_s) < capacity(steady, terms.over_s) {
             best = bursting;
         }
@@ -105,6 +108,7 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     // Verified in whole numbers and with both buckets of a long burst.
     let holds = |limit: Limit| over(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
     let grown = |limit: Limit| {
+        // At least one more, or small rates would never grow by rounding.
         let grow = |rate: u64| whole(rate as f64 * 1.01).max(rate + 1);
         let Limit { rate, burst_rate, burst_length_s } = limit;
         Limit {
@@ -114,6 +118,7 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
         }
     };
     let until_it_holds = |mut limit: Limit| {
+        // Bounded: 200 steps of 1 % are a factor of seven, more than rounding ever needs.
         for _ in 0..200 {
             if holds(limit) {
                 break;
@@ -143,6 +148,8 @@ fn bursting(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> 
     let size = rate * size_s;
     let rate = whole(rate);
     let fast = steady.max(rate);
+    // The length is rounded up and the rate fitted to it, so the bucket is never smaller than
+    // needed.
     let burst_length_s = (size / fast as f64).ceil().max(1.0) as u64;
     let burst_rate = whole(size / burst_length_s as f64).max(rate);
     if burst_length_s == 1 {
@@ -190,10 +197,13 @@ impl Points {
     /// Rates to measure next: between the neighbours of the best two.
     fn next(&self) -> Vec<f64> {
         let mut rates = Vec::with_capacity(2 * FINE);
+        // Refines the boundary between insufficient and sufficient rates without a burst.
         if self.steady.is_finite() && self.below > 0.0 && self.below < self.steady {
             rates.extend(&spread(self.below, self.steady, FINE + 2)[1..=FINE]);
         }
         if let Some(&(_, best, _)) = self.cheapest() {
+            // The cheapest rate lies between its measured neighbours if capacity is unimodal in the
+            // rate.
             let place = self.best.iter().position(|point| point.1 == best).unwrap_or(0);
             let low = self.best[place.saturating_sub(1)].1;
             let high = self.best[(place + 1).min(self.best.len() - 1)].1;

@@ -60,6 +60,7 @@ impl Change {
     /// One line for a shell.
     pub(super) fn command(&self) -> String {
         let mut line = if self.is_new { "weir group add" } else { "weir throttle" }.to_owned();
+        // A name that begins with a dash would parse as an option; it goes behind `--`.
         let is_option = self.name.starts_with('-');
         if !is_option {
             let _ = write!(line, " {}", quoted(&self.name));
@@ -67,6 +68,8 @@ impl Change {
         for (name, number, is_size) in self.options() {
             let _ = write!(line, " --{name} {}", shown(number, is_size));
         }
+        // Settings of the old file that the advice drops must be reset explicitly in a running
+        // daemon.
         let ends =
             |setting: &&Setting| is_set(&self.held.limits, **setting) && !is_set(&self.limits, **setting);
         for setting in Setting::ALL.iter().filter(ends) {
@@ -107,6 +110,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
     let mut document: DocumentMut = before.unwrap_or_default().parse().context("the config is no TOML")?;
     for change in changes {
         let kind = if change.is_group { "group" } else { "disk" };
+        // Implicit: `[disk.vm1]` needs no separate `[disk]` header.
         let of_kind = document.entry(kind).or_insert_with(|| {
             let mut table = Table::new();
             table.set_implicit(true);
@@ -119,6 +123,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
                 // Clamped to the largest valid size, with an alignment that suits any format.
                 let size = change.size_bytes.clamp(1 << 20, (1 << 63) - (1 << 20)).next_multiple_of(1 << 20);
                 table.insert("image", value(format!("null:{}", exact_size(size))));
+                // Only in a new file; an operator's file gets no comments inserted.
                 if before.is_none()
                     && let Some(mut key) = table.key_mut("image")
                 {
@@ -136,6 +141,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
             }
         }
         for (name, number, is_size) in change.options() {
+            // TOML integers have 64 bits with sign; larger numbers and sizes are strings.
             let new = match i64::try_from(number) {
                 Ok(number) if !is_size => Value::from(number),
                 _ => Value::from(shown(number, is_size)),
@@ -152,6 +158,7 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
 /// Sets a value; keeps the comments and blanks around an existing one.
 fn set(table: &mut dyn TableLike, name: &str, mut new: Value) {
     if let Some(old) = table.get_mut(name).and_then(Item::as_value_mut) {
+        // The decor holds the whitespace and trailing comment of the value.
         *new.decor_mut() = old.decor().clone();
         *old = new;
     } else {

@@ -122,12 +122,14 @@ pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
         let mut devices = Devices::default();
         devices.follow(&world.stations, &world.budgets);
         for arrival in of.disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter()) {
+            // One sector: the service time of a request without its payload.
             let length = if with_length { arrival.length } else { arrival.length.min(512) };
             devices.begin(place, arrival.op, length, 0);
         }
         devices.worked_ns(place, u64::MAX / 2) as f64 / 1e9
     };
     let (whole, small) = (worked_s(true), worked_s(false));
+    // Fixed costs dominate if minimal requests take more than half of the time.
     let of_device = (if small >= whole / 2.0 { Unit::Iops } else { Unit::Bps }, whole);
     let groups = search.house.limited_around(tenant).map(|group| &world.groups[group].hold.limits);
     let of_groups =
@@ -169,6 +171,7 @@ impl<'a> Shared<'a> {
             let (unit, unit_s, work_s) = cost(&search, tenant);
             let units = amount(search.arrivals, &search.house.tenants[tenant].disks, unit).units as f64;
             let smallest = needs[tenant].as_ref().and_then(|need| need.smallest[unit.index()]);
+            // Without a known steady rate no limit is capped.
             let steady = smallest.map_or(f64::INFINITY, |smallest| smallest.steady as f64);
             Load { unit, unit_s, steady, units, work_s }
         };
@@ -191,6 +194,7 @@ impl<'a> Shared<'a> {
             allowed: Vec::new(),
             tried: Vec::new(),
         };
+        // Needs the results without limits: they show where requests are late.
         shared.choose_blocks(before);
         shared
     }
@@ -212,6 +216,7 @@ impl<'a> Shared<'a> {
         self.blocks = vec![false; requests.len()];
         let mut sum = 0;
         for block in order {
+            // At least one block is searched, even if it alone exceeds the bound.
             if all || sum == 0 || over(block) > 0 && sum + requests[block] <= MOST_SEARCHED {
                 sum += requests[block];
                 self.blocks[block] = true;
@@ -235,6 +240,7 @@ impl<'a> Shared<'a> {
         let is_for_some = self.search.house.tenants.iter().any(|tenant| !tenant.is_kept);
         let limit = |(load, &is_kept): (&Load, &bool)| {
             let rate = level / load.unit_s;
+            // A tenant with a target is spared only if other tenants have none.
             let spared = is_for_some && is_kept || rate >= load.steady || !rate.is_finite();
             (!spared).then(|| {
                 let mut by_unit = [None; 2];
@@ -256,6 +262,7 @@ impl<'a> Shared<'a> {
         let trial = Trial { world: &world, disks, tenants: tenant_of, count: self.tenants.len() };
         let blocks = self.search.judge.blocks;
         let arrivals = self.search.arrivals.of(&self.disks);
+        // Skipped blocks leave gaps in time, in which queues drain as in reality.
         let arrivals = arrivals.filter(|(_, arrival)| everything || self.blocks[blocks.of(arrival.at_ns)]);
         trial.run(arrivals, &self.search.judge, self.search.stop)
     }
@@ -276,6 +283,7 @@ impl<'a> Shared<'a> {
         }
         let mut world = house.room(&world, self.tenants).world;
         if let Some((limits, _)) = &plan.group
+            // An existing group keeps its limits; only the shares in it change.
             && self.common.is_none()
         {
             world.put_together(*limits);
@@ -320,6 +328,7 @@ impl<'a> Shared<'a> {
         if !self.is_all_searched() {
             return Ok(None);
         }
+        // Adds levels around the result, between which the bootstrap can place the boundary.
         for times in BESIDE {
             self.try_level(level * times)?;
         }
@@ -347,6 +356,7 @@ impl<'a> Shared<'a> {
         let by_level = self.by_level()?;
         let (mut best, mut interval) = (None, None);
         if let Some((level, is_highest)) = by_level {
+            // Before confirming: the interval is about the search's level, not the tightened one.
             interval = self.interval(level, is_highest)?;
             best = Some(self.confirm(|this, step| this.at_level(level * 0.95_f64.powi(step)))?);
             let limited: Vec<bool> = self.limited(level).iter().map(Option::is_some).collect();
@@ -392,6 +402,7 @@ impl<'a> Shared<'a> {
             .filter(|it| it.is_finite())
             .fold(1.0, f64::max);
         // Bisection on a logarithmic scale.
+        // If even the strictest limits do not help, the search need not bisect.
         if !self.try_level(LOWEST)?.0 {
             return Ok(None);
         }
@@ -401,10 +412,12 @@ impl<'a> Shared<'a> {
             if self.try_level(middle)?.0 { low = middle } else { high = middle }
         }
         let most = low;
+        // The limited tenants with a target miss it: no level suits both sides.
         if !self.try_level(most)?.1 {
             self.balance(most, highest)?;
             return Ok(Some((most, true)));
         }
+        // Some limited tenant has no target: the highest level harms it least.
         if self.limited(most).iter().zip(&self.kept).any(|(limits, is_kept)| limits.is_some() && !is_kept) {
             return Ok(Some((most, true)));
         }
@@ -445,6 +458,7 @@ impl<'a> Shared<'a> {
             let holds = |place: usize| !self.kept[place] || felt[place].holds(&target);
             let places = 0..self.tenants.len();
             let is_kept = places.clone().all(holds);
+            // Tightening helps unlimited tenants only; without one that is late it can stop.
             let is_tight = places.clone().all(|place| plan.limits[place].is_some() || holds(place));
             step += 1;
             if is_kept || is_tight && plan.group.is_none() || step as usize > TIGHTENINGS {

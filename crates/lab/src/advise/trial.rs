@@ -134,6 +134,8 @@ impl Trial<'_> {
                 // Rows are drained in batches, so that memory stays bounded for long traces.
                 pending = 0;
                 self.note(&mut engine, judge, &mut felt);
+                // Under a limit far too low the queue grows without bound; the target is missed
+                // anyway.
                 if engine.waiting() > MOST_WAITING {
                     felt.iter_mut().for_each(|felt| felt.given_up = true);
                     return Ok(felt);
@@ -141,6 +143,7 @@ impl Trial<'_> {
                 anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
             }
         }
+        // Drains the queue after the last arrival, in batches for prompt cancellation.
         while engine.run(BATCH) {
             anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
             self.note(&mut engine, judge, &mut felt);

@@ -242,6 +242,7 @@ impl BenchArgs {
             bail!("read-only=on: -w writes to the image (leave one of them out)");
         }
         self.format = description.format.or(self.format);
+        // Options in the description take precedence over the separate ones.
         self.cache = description.cache.unwrap_or(self.cache);
         self.force_share |= description.force_share;
         self.target = BenchTarget::Image(description.image.clone());
@@ -254,6 +255,7 @@ impl BenchArgs {
     /// # Errors
     /// Values that contradict each other, or are out of their range.
     pub(crate) fn disk(&self) -> Result<Placed<DiskConfig>, Wrong> {
+        // Off by default: prefetching would turn a benchmark of the disk into one of memory.
         let prefetch = Settings { mode: Mode::Off, ..Settings::default() };
         let mut disk = Placed::new(
             DiskConfig { prefetch, ..DiskConfig::default() },

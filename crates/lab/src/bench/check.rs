@@ -50,6 +50,7 @@ fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
     if !(1..=LARGEST_REQUEST).contains(&buffer_size) {
         bail!("-s {buffer_size}: a request has from 1 byte to {LARGEST_REQUEST}");
     }
+    // Saturating: the product of valid options can exceed 64 bits.
     let in_flight = u64::from(depth).saturating_mul(readers.into()).saturating_mul(jobs.into());
     if in_flight > MOST_TASKS {
         bail!(
@@ -61,11 +62,13 @@ fn check_requests(arguments: &BenchArgs) -> anyhow::Result<()> {
             "-d {depth}: with requests of {buffer_size} bytes more than {MOST_IN_FLIGHT} bytes would be in flight (choose one of them smaller)"
         );
     }
+    // Zipf and hot spots imply random offsets.
     let random = arguments.random || arguments.zipf.is_some() || arguments.hot.is_some();
     if arguments.step_size == Some(0) && random {
         bail!("-S 0: random places are multiples of it (choose one larger than 0)");
     }
     let count = count(arguments);
+    // Each reader needs at least one request, or its rate would be meaningless.
     if u64::from(readers) * u64::from(jobs) > count {
         let option = if readers > jobs { format!("--readers {readers}") } else { format!("--jobs {jobs}") };
         bail!("{option}: are more than requests, {count} (send more with -c)");
@@ -107,11 +110,13 @@ fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
 }
 
 fn count(arguments: &BenchArgs) -> u64 {
+    // A run time alone bounds the load, so the count is unlimited.
     arguments.count.unwrap_or(if arguments.runtime.is_some() { u64::MAX } else { COUNT })
 }
 
 pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job> {
     let block = arguments.buffer_size;
+    // The last offset at which a request fits.
     let Some(last) = size_bytes.checked_sub(block) else {
         bail!("has {size_bytes} bytes, and a request {block} (choose a smaller one with -s)");
     };

@@ -62,6 +62,7 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
 fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
     let Direction { name, latencies, part, part_ns, took, .. } = direction;
     let seconds = &outcome.measured.seconds;
+    // Too few seconds for an interval: one sample for the run, which is reported without one.
     let are_few = seconds.len() < FEWEST_SECONDS;
     let rates = if are_few {
         vec![outcome.iops(latencies.len())]
@@ -106,6 +107,7 @@ fn table(outcome: &Outcome, directions: &[Direction<'_>]) -> Table {
 
 fn over_time(directions: &[Direction<'_>]) -> Option<Chart> {
     let line = |direction: &Direction<'_>| {
+        // Coarse enough for a legible chart, fine enough to show a drift.
         let points = direction.over_time.steady(direction.over_time, MOST_POINTS).rates();
         Series { name: direction.name.to_owned(), points }
     };

@@ -37,6 +37,7 @@ pub(super) fn own(
         (Some(_), 0) => "write",
         (Some(_), _) => "mixed",
     };
+    // Reads and writes have histograms with equal bounds, so their sum is exact.
     let mut latencies = measured.reads.clone();
     latencies.add(&measured.writes).expect("both have the same bounds");
     let each_second: Vec<u64> = measured.seconds.iter().map(|second| second.reads + second.writes).collect();
@@ -141,6 +142,7 @@ fn options(arguments: &BenchArgs, job: &Job) -> Value {
 fn direction(latencies: &Latencies, block_bytes: u64, outcome: &Outcome, each: &[u64]) -> Value {
     let count = latencies.len();
     let bytes = count.saturating_mul(block_bytes);
+    // fio's `bw` is in KiB per second, `bw_bytes` in bytes per second.
     let rate = outcome.iops(count) * block_bytes as f64;
     let iops = Spread::of(each.iter().map(|&count| count as f64));
     let kib = block_bytes as f64 / 1024.0;

@@ -37,6 +37,7 @@ impl FromStr for BenchTarget {
             }
             None => {}
         }
+        // A file may be named `a://b`; only schemes that begin with `nbd` are parsed as URIs.
         match text.split_once("://") {
             Some((scheme, _)) if scheme.starts_with("nbd") => {
                 Uri::parse(text).map(|uri| Self::Nbd(Box::new(uri))).map_err(str::to_owned)

@@ -38,6 +38,7 @@ impl Schedule {
     pub(super) fn new(arrivals: Arrivals, began: Instant, seed: u64, part: Part) -> Self {
         let mut random = fastrand::Rng::with_seed(part.seed(seed));
         let gap_ns = NANOS_PER_SECOND as f64 / arrivals.per_second;
+        // The first Poisson gap is drawn like all others: starting at 0 would synchronize the jobs.
         let next_ns = match arrivals.spacing {
             Spacing::Poisson => exponential(gap_ns, &mut random),
             // Parts are offset against each other, so that together they are equally spaced as well.
@@ -63,6 +64,7 @@ impl Schedule {
 }
 
 pub(crate) fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
+    // `f64()` is below 1, so the logarithm is finite.
     -(1.0 - random.f64()).ln() * mean
 }
 

@@ -71,11 +71,13 @@ pub(crate) async fn put_all(
     begin: impl FnOnce() -> anyhow::Result<()>,
 ) -> anyhow::Result<Ran> {
     let count = jobs.len();
+    // Each job sends two messages, so no job ever waits for the collector.
     let (tell, told) = async_channel::bounded(2 * count.max(1));
     let (gate, opened) = async_channel::bounded(1);
     let stop = jobs.first().map(|job| job.stop.clone()).unwrap_or_default();
     let mut workers = Vec::new();
     if count == 1 {
+        // On this reactor: a daemon's worker also serves all its requests on one thread.
         let alone = jobs.into_iter().map(|job| one(job, source.clone(), tell.clone(), opened.clone()));
         alone.for_each(reactor::spawn);
     } else {
@@ -86,6 +88,7 @@ pub(crate) async fn put_all(
             workers.push(worker);
         }
     }
+    // Otherwise a job that panics would leave `gather` waiting for ever.
     drop((tell, opened));
     let ran = gather(count, &told, &gate, begin, || _ = stop.stop()).await;
     for worker in workers {
@@ -115,6 +118,7 @@ async fn gather(
             }
             Err(_) => break,
         }
+        // The measurement starts only when all jobs can send: connecting takes different times.
         if ready == count
             && let Some(begin) = begin.take()
         {
@@ -124,6 +128,7 @@ async fn gather(
             fail();
         }
         // Jobs that failed to start count as well, or the gate would stay closed.
+        // Closing the channel wakes all jobs at once.
         if ready + ended >= count {
             gate.close();
         }
@@ -137,6 +142,7 @@ impl Ran {
         self.outcome.slowest = self.outcome.slowest.min(other.outcome.slowest);
         self.outcome.unanswered += other.outcome.unanswered;
         self.outcome.measured.add(&other.outcome.measured);
+        // The first failure is the cause; later ones follow from the stop.
         self.failed = self.failed.take().or(other.failed);
     }
 }
@@ -162,6 +168,7 @@ fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
         Err(failed) => {
             let error = match target.fault() {
                 Some(fault) => anyhow!(fault),
+                // Names the server, because its log may have the reason.
                 None if target.is_remote() => {
                     let Failed { request, error, .. } = &failed;
                     anyhow!("{request}: the server answered: {error} (its log may say why)")
@@ -180,6 +187,7 @@ async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
     }
     if writes && ran.failed.is_none() {
         let flush = target.flush();
+        // A local disk is awaited in any case: its flush ends.
         let is_bounded = target.may_never_answer();
         let flushed = if is_bounded { stop.unless_overdue(flush).await } else { Some(flush.await) };
         match flushed {
@@ -191,6 +199,7 @@ async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
         }
     }
     if let Target::Nbd(client) = target
+        // Fails while a request still holds the client; then the connection just closes.
         && let Ok(client) = Rc::try_unwrap(client)
     {
         client.disconnect().await;

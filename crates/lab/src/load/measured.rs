@@ -95,6 +95,7 @@ impl Measured {
             ours.writes += theirs.writes;
             ours.reads_ns = ours.reads_ns.saturating_add(theirs.reads_ns);
             ours.writes_ns = ours.writes_ns.saturating_add(theirs.writes_ns);
+            // Equal latencies may occur twice in the list, which `of_counts` adds up.
             ours.reads_took.extend(&theirs.reads_took);
             ours.writes_took.extend(&theirs.writes_took);
         }
@@ -138,6 +139,7 @@ impl Recorder {
             self.measured.seconds.push(std::mem::take(&mut self.second));
             self.second_ends += SECOND;
         }
+        // From the due time: includes the time that a late request waited for a free task.
         let took_ns = at.nanos_since(due);
         let since_ns = at.nanos_since(self.from);
         let latencies = match kind {

@@ -82,6 +82,7 @@ impl Draw {
             Locality::Even => Self::Even { count },
             Locality::Zipf(theta) => Self::Zipf(Box::new(Zipf::new(count, theta, seed))),
             Locality::Hot { requests, places } => {
+                // At least one hot block, and at least one cold one unless there is only one block.
                 let cold = u128::from(count - 1) * u128::from(places) / 100 + 1;
                 Self::Hot { percent: requests, cold: u64::try_from(cold).unwrap_or(u64::MAX), count }
             }
@@ -120,6 +121,7 @@ impl Course {
     pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
         let Places { offset, step_bytes, .. } = self.places;
         let all = u64::from(count) * u64::from(part.of);
+        // A multiple of the step, so that random and sequential offsets have the same alignment.
         let distance = self.places.last_step() / all * step_bytes;
         let first = u64::from(part.number) * u64::from(count);
         let reader = |number| Reader {
@@ -140,7 +142,9 @@ impl Course {
             }
             reader.left_of_run.set(reader.left_of_run.get() - 1);
         }
+        // The end of the accessible range, at which sequential offsets wrap.
         let size = last + self.block_bytes;
+        // Backward wraps to the highest offset that is aligned to the step.
         let next = if backward {
             place.checked_sub(step_bytes).unwrap_or(last - (last - offset) % step_bytes)
         } else {

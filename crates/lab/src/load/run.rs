@@ -79,11 +79,14 @@ pub(crate) async fn put(
         .flat_map(|_| 0..run.readers.len())
         .map(|reader| spawn_joinable(Rc::clone(&run).task(reader)))
         .collect();
+    // The tasks end by themselves; awaiting them in order costs nothing.
     let all = async {
         for task in tasks {
             task.await;
         }
     };
+    // Only an unresponsive target may be abandoned; a local request owns its buffer until it
+    // completes.
     let overdue = if run.target.may_never_answer() {
         run.job.stop.unless_overdue(all).await.is_none()
     } else {
@@ -109,7 +112,10 @@ impl Run {
         let load = &job.load;
         let content: Arc<[u8]> =
             load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes + ALIGNMENT]).into();
+        // One seed for everything: the same options send the same requests at the same times.
         let seed = load.places.random.unwrap_or_default();
+        // Offsets are drawn by the course, not by the tasks: their order does not depend on
+        // completions.
         let course = Course::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
         let began = now();
         let from = began + job.ramp;
@@ -151,6 +157,7 @@ impl Run {
                 }
                 at = now();
             }
+            // Without a schedule a request is due when the task is free: a closed loop.
             match self.take(reader, due.unwrap_or(at), at) {
                 Next::Request { offset, kind } => {
                     if let Some(due) = due {
@@ -166,6 +173,8 @@ impl Run {
                     let result = self.target.flush().await;
                     let began = at;
                     at = now();
+                    // A flush without draining never blocks the writes, and its state is already
+                    // reset.
                     if self.flush.get() == FlushState::UnderWay {
                         self.flush.set(FlushState::NotDue);
                     }
@@ -185,10 +194,12 @@ impl Run {
     }
 
     async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
+        // Counted when the due time is taken, or many tasks would wait for the last request.
         if self.is_over(at) || self.promised.get() >= self.job.load.count {
             return None;
         }
         let due = schedule.borrow().next();
+        // The due time is left in the schedule, which `behind` reads.
         if due >= self.until {
             return None;
         }
@@ -208,6 +219,7 @@ impl Run {
         if self.sent.get() >= self.job.load.count {
             return Duration::ZERO;
         }
+        // The time between the first unsent request and the end of the run.
         self.until.min(ended) - schedule.borrow().next()
     }
 
@@ -222,6 +234,7 @@ impl Run {
         let drain = self.job.load.flush.is_some_and(|flush| flush.drain);
         match self.flush.get() {
             FlushState::NotDue => {}
+            // As in qemu-img bench: the flush covers every write before it.
             FlushState::Due if drain && self.in_flight.get() > 0 => return Next::Wait,
             FlushState::Due => {
                 self.flush.set(if drain { FlushState::UnderWay } else { FlushState::NotDue });
@@ -242,6 +255,7 @@ impl Run {
         if kind == Kind::Write {
             let written = self.written.get() + 1;
             self.written.set(written);
+            // The flush is due after this write; whichever task comes next submits it.
             if self.job.load.flush.is_some_and(|flush| written.is_multiple_of(flush.interval)) {
                 self.flush.set(FlushState::Due);
             }
@@ -275,6 +289,7 @@ impl Run {
     }
 
     fn note(&self, request: Sent, result: Result<()>) {
+        // Later failures are consequences or duplicates.
         if let (Err(error), None) = (result, self.failed.get()) {
             self.failed.set(Some((request, error)));
             self.wake();
@@ -288,6 +303,7 @@ impl Run {
                 return Poll::Ready(());
             }
             waited = true;
+            // Woken at most once: `wake` empties the list.
             self.waiting.borrow_mut().push(context.waker().clone());
             Poll::Pending
         })

@@ -27,6 +27,8 @@ impl Target {
     pub(super) async fn read(&self, offset: u64, length: usize) -> Result<()> {
         match self {
             Self::Disk(disk) => {
+                // The benchmark's disk has no limits, but the admission is part of the measured
+                // path.
                 let pass = disk.admit(Direction::Read, Cost::one(length as u64)).await;
                 disk.read(pass, offset, length).await.map(drop)
             }

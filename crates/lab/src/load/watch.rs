@@ -35,6 +35,7 @@ impl Default for Stop {
 impl Stop {
     /// Stops the loads. Returns false if they were stopped already.
     pub(crate) fn stop(&self) -> bool {
+        // The flag for the hot path, the closed channel for sleeping tasks.
         let first = !self.stopped.swap(true, Ordering::Relaxed);
         self.bell.close();
         first
@@ -64,6 +65,7 @@ impl Stop {
             let _ = self.heard.recv().await;
             sleep_until(now() + grace).await;
         });
+        // The result first: one that is ready at the deadline still counts.
         poll_fn(|context| match awaited.as_mut().poll(context) {
             Poll::Ready(result) => Poll::Ready(Some(result)),
             Poll::Pending => overdue.as_mut().poll(context).map(|()| None),

@@ -40,9 +40,11 @@ impl Zipf {
     fn rank(&self, random: &mut fastrand::Rng) -> u64 {
         loop {
             let u = self.at_last + random.f64() * (self.at_first - self.at_last);
+            // Inverts the integral of the density, then rounds to the nearest rank.
             let x = inverse(u, self.theta);
             let k = (x.round() as u64).clamp(1, self.count);
             let near = k as f64;
+            // The first condition accepts nearly all draws without another logarithm.
             if near - x <= self.sure || u >= integral(near + 0.5, self.theta) - density(near, self.theta) {
                 return k - 1;
             }
@@ -78,6 +80,7 @@ struct Scatter {
 
 impl Scatter {
     fn new(count: u64, seed: u64) -> Self {
+        // Multiples of the golden ratio are spread as evenly as possible.
         let golden = (count as f64 * 0.618_033_988_749_894_9) as u64;
         let step = (golden.max(1)..).find(|&step| gcd(step, count) == 1).unwrap_or(1);
         Self { count, step, first: fastrand::Rng::with_seed(seed).u64(..count) }
@@ -85,6 +88,7 @@ impl Scatter {
 
     fn place(&self, rank: u64) -> u64 {
         let place =
+            // 128 bits: on a large disk the product of rank and step exceeds 64.
             (u128::from(rank) * u128::from(self.step) + u128::from(self.first)) % u128::from(self.count);
         u64::try_from(place).unwrap_or_default()
     }

@@ -24,6 +24,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     let number = Number::unpack(device_number);
     let roots = Roots::default();
     let mounts = fs::read_to_string(&roots.mounts).context("the list of what is mounted cannot be read")?;
+    // A mounted partition makes the whole disk unusable as well.
     let parts = parts_of(number, &roots);
     for part in parts.iter().chain([&number]) {
         if let Some(place) = mounted_at(&mounts, *part) {
@@ -37,6 +38,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
             );
         }
     }
+    // O_EXCL without O_CREAT on a block device fails with EBUSY while the kernel uses it (open(2)).
     let opened = fs::OpenOptions::new().read(true).write(true).custom_flags(OFlag::O_EXCL.bits()).open(path);
     let file = match opened {
         Ok(file) => file,
@@ -47,6 +49,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
         }
         Err(error) => return Err(error).with_context(|| format!("{name}: cannot be opened for writing")),
     };
+    // Last, under the exclusive open: the content cannot change in between.
     if let (Some(what), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
     {
         bail!("{name}: begins like {what}, which writing would destroy (add --force if nobody needs it)");
@@ -70,6 +73,7 @@ pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
 
 fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
     let Ok(identity) = Identity::resolve(number, roots) else { return Vec::new() };
+    // A partition has no partitions.
     if identity.number() != number {
         return Vec::new();
     }
@@ -135,6 +139,7 @@ fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {
 }
 
 fn known(start: &[u8]) -> Option<&'static str> {
+    // Disk images and LUKS volumes, with the same detection as when an image is opened.
     if let Probed::Looks(_) = probe_header(&start[..start.len().min(HEADER_BYTES)]) {
         return Some("a disk image or an encrypted volume");
     }

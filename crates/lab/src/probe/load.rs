@@ -142,6 +142,7 @@ impl Field {
     }
 
     pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
+        // One window more than compared: the first is the warm-up.
         let window = time / (WINDOWS + 1);
         let began = now();
         let run = Run::start(self, load, began + window * (WINDOWS + 1));
@@ -150,6 +151,7 @@ impl Field {
         for number in 1..=WINDOWS + 1 {
             let end = began + window * number;
             sleep_until(end).await;
+            // The number of completions up to the last one, which ends the window exactly.
             let (last, done) = run.done.get();
             // A window without completions ends at its nominal end.
             let is_silent = marks.last().is_some_and(|&(_, before)| before == done);
@@ -207,6 +209,7 @@ impl Run {
     }
 
     fn offset(&self) -> u64 {
+        // Offsets are multiples of the block size, as O_DIRECT requires.
         let block = self.load.block_bytes as u64;
         let blocks = self.field.size_bytes / block;
         let number = match self.load.pattern {
@@ -227,6 +230,7 @@ impl Run {
         };
         match result {
             Ok(()) => self.done.set((now(), self.done.get().1 + 1)),
+            // Only the first error is kept.
             Err(error) => drop(self.failed.borrow_mut().get_or_insert(error)),
         }
     }
@@ -239,10 +243,12 @@ impl Run {
 /// `marks`: time of each window's last completion, and the number of completions until then.
 fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     let windows = marks.len() - 1;
+    // The first mark is the end of the warm-up.
     let answers = marks[windows].1 - marks[0].1;
     let counted =
         // An odd number of windows, so that the median is one of them.
         (1..=windows).rev().filter(|count| count % 2 == 1).find(|count| answers / *count as u64 >= ANSWERS);
+    // The spread is taken over single windows, the median over joined ones.
     let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
     let median = long[long.len() / 2];
     let range = each[windows - 1] - each[0];

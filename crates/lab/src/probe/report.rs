@@ -33,6 +33,7 @@ impl Report {
             table.row(vec![
                 figure.load.name().to_owned(),
                 size(figure.load.block_bytes as u64),
+                // Large blocks on slow disks complete only a few times per second.
                 if figure.rate < 10.0 { format!("{:.1}", figure.rate) } else { figure.iops().to_string() },
                 format!("{:.1}", figure.bps() as f64 / f64::from(1 << 20)),
                 format!("{:.0}%", figure.spread * 100.0),

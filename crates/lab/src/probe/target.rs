@@ -76,6 +76,7 @@ impl Target {
         let file = tempfile::tempfile_in(wish.path).with_context(|| {
             format!("{name}: no file can be made there (choose a directory that you may write to)")
         })?;
+        // Blocks available to this user: root's reserve must not be used up.
         let space = fstatvfs(&file).with_context(|| format!("{name}: its free space is not known"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
@@ -89,6 +90,7 @@ impl Target {
         );
         file.set_len(size_bytes)
             .with_context(|| format!("{name}: a file of {size_bytes} bytes cannot be made"))?;
+        // The unlinked file has no other name.
         let image = opened(wish.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
         let device_number = file.metadata()?.dev();
         Ok(Self { image, size_bytes, kind: Kind::File, device_number, _held: Held::File { _file: file } })
@@ -97,6 +99,7 @@ impl Target {
     fn device(wish: Wish<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
         use std::os::unix::fs::MetadataExt as _;
         let name = wish.path.display();
+        // Before the device is opened for writing.
         let claim = wish.write.then(|| in_use::claim(wish.path, metadata.rdev(), wish.force)).transpose()?;
         let text =
             wish.path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;

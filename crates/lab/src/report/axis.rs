@@ -52,6 +52,7 @@ impl Scale {
         } else {
             scale.widen_linear(axis.unit, ends, most);
         }
+        // Ticks outside of the scale, by rounding of its ends, are dropped.
         scale.ticks = scale
             .named(axis.unit, most)
             .into_iter()
@@ -98,6 +99,7 @@ impl Scale {
         }
         if ends == Ends::Ticks {
             let (step, _) = self.step(unit, most);
+            // The tolerance keeps an end that is a tick from being extended by a whole step.
             self.low = (self.low / step + 1e-6).floor().min(0.0) * step;
             self.high = (self.high / step - 1e-6).ceil().max(0.0) * step;
         }
@@ -113,6 +115,7 @@ impl Scale {
             return self.at_equal_differences(unit, most);
         }
         if self.high - self.low < NARROW {
+            // Within less than a decade linear ticks are easier to read.
             let (low, high) = (10f64.powf(self.low), 10f64.powf(self.high));
             return Self { logarithmic: false, low, high, ticks: Vec::new() }
                 .at_equal_differences(unit, most);
@@ -122,6 +125,7 @@ impl Scale {
 
     fn at_equal_differences(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
         let (step, shown) = self.step(unit, most);
+        // As many decimals as the step needs, so that neighbouring labels differ.
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
         let (first, last) = ((self.low / step - 1e-6).ceil(), (self.high / step + 1e-6).floor());
         // Up to `most` and a rounded step at each end; a single tick if steps vanish in rounding.

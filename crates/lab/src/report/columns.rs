@@ -26,6 +26,7 @@ fn is_nothing(cell: &str) -> bool {
 /// random read`.
 fn is_number(cell: &str) -> bool {
     let unsigned = cell.trim_start_matches(['+', '-', '−', '±', '<', '>', '≤', '≥', '~', ' ']);
+    // An interval after the value does not change its kind.
     let value = unsigned.split(['[', '(', '…']).next().unwrap_or_default();
     let value = value.split(" to ").next().unwrap_or_default().trim_end();
     let behind = value.trim_start_matches(|letter: char| letter.is_ascii_digit() || ".,".contains(letter));

@@ -29,6 +29,7 @@ use crate::{
 /// # Errors
 /// An unusable file, or with `--fail-on-worse` a measure that got worse.
 pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
+    // Decided by content: recordings have no fixed extension.
     if drawn::is_recording(&arguments.a) {
         return show_recordings(&arguments);
     }
@@ -64,6 +65,7 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), Failure> {
             return Err(Failure::Usage(anyhow!("{option}: not for recordings ({instead})")));
         }
     }
+    // The second argument may be a recording as well.
     let paths: Vec<PathBuf> =
         [&arguments.a].into_iter().chain(&arguments.b).chain(&arguments.more).cloned().collect();
     if let Some(other) = paths.iter().find(|path| !drawn::is_recording(path)) {
@@ -74,6 +76,7 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), Failure> {
     let setup = arguments.config.as_deref().map(|path| Setup::of_config(path, None)).transpose()?;
     let limits = setup.as_ref().map(Setup::limits_by_disk);
     let DrawnRecording { findings, began_s, seconds, partial } = drawn::draw(&paths, limits.as_ref())?;
+    // Time and duration of the recording; the machine that draws it is irrelevant.
     let header = Header { began: began_s, seconds, machine: Machine::default(), ..begun.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };
     show(arguments, &result)?;
@@ -113,6 +116,7 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
         let written: Vec<&Path> = arguments.report.as_deref().into_iter().collect();
         print(&text::comparison(&differences, a, b, &written, stdout().is_terminal()))?;
     }
+    // After the output, which a script may want to keep.
     if arguments.fail_on_worse && differences.count(Outcome::Worse) > 0 {
         return Err(Failure::Found(1));
     }

@@ -119,6 +119,7 @@ impl Differences {
                 if differ == 1 { "s" } else { "" }
             ),
         };
+        // With many measures some differ by chance; the reader should know how many.
         let chance = self.expected_by_chance();
         let by_chance = self.told_by_chance();
         if by_chance >= WORTH_SAYING && better + worse > 0 {
@@ -177,6 +178,7 @@ impl Differences {
 
 impl Row {
     fn new(a: &Measure, b: &Measure) -> Self {
+        // The weaker kind decides: seconds of one run make a comparison of runs impossible.
         let samples_are = match [a.samples_are, b.samples_are] {
             [SamplesAre::Exact, SamplesAre::Exact] => SamplesAre::Exact,
             both if both.contains(&SamplesAre::Seconds) => SamplesAre::Seconds,
@@ -206,6 +208,7 @@ fn exact(a: f64, b: f64, better: Better) -> (Estimate, Outcome) {
 }
 
 fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
+    // Identical samples, including all zeros, are equal without a test.
     if a == b {
         return (Estimate { median: 1.0, low: 1.0, high: 1.0 }, Outcome::Same);
     }
@@ -214,6 +217,7 @@ fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
         let none = f64::NAN;
         return (Estimate { median: none, low: none, high: none }, Outcome::Unknown);
     }
+    // The verdict depends on the interval, the outcome on the better direction as well.
     let comparison = compare(a, b);
     let outcome = match (comparison.verdict, better) {
         (Verdict::Same, _) if !tells(a.len(), b.len()) => Outcome::Unknown,
@@ -242,6 +246,8 @@ fn others(a: &Header, b: &Header) -> Vec<Other> {
             .find(|(known, _)| *known == name)
             .map_or_else(|| "-".to_owned(), |(_, fact)| fact.clone())
     };
+    // Memory varies slightly with the kernel on identical machines, so it is compared with
+    // tolerance.
     let differs = |name| match name {
         "Machine" => {
             let (one, other) = (&a.machine, &b.machine);

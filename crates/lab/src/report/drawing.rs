@@ -77,6 +77,7 @@ pub(super) fn drawing(
     paint: impl FnOnce(&Sheet) -> Drawn,
 ) -> anyhow::Result<Drawing> {
     let mut drawn = String::new();
+    // Borrows the string until the sheet is dropped.
     let sheet = SVGBackend::with_string(&mut drawn, (px(width).unsigned_abs(), px(height).unsigned_abs()));
     let sheet = sheet.into_drawing_area();
     paint(&sheet)?;
@@ -124,6 +125,7 @@ impl Drawing {
             );
             x += wide;
         }
+        // The chart is a nested SVG below the legend, in its own coordinates.
         let top = if marks.is_empty() { TITLE } else { y + ROW };
         format!(
             "<svg xmlns=\"http://www.w3.org/2000/svg\" width=\"{width}\" height=\"{all}\" viewBox=\"0 0 {width} {all}\" \

@@ -78,6 +78,7 @@ fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<Drawing> {
 fn bands(map: &HeatMap) -> Vec<Range<usize>> {
     let columns = map.columns.len().min(MOST);
     let Layout { name_width, cell_width, .. } = Layout::of(map, 0..columns);
+    // At least one column in a band, however wide its cells are.
     let most = (((BAND - name_width) / cell_width) as usize).max(1);
     let bands = columns.div_ceil(most).max(1);
     (0..bands).map(|band| band * columns / bands..(band + 1) * columns / bands).collect()
@@ -115,6 +116,7 @@ impl Layout {
         let longest = |names: &mut dyn Iterator<Item = &String>| {
             names.map(|name| name.chars().count()).max().unwrap_or(0)
         };
+        // Widths are determined over all columns, so that the bands are aligned.
         let whole = map.columns.len().min(MOST);
         let cells = (0..rows).flat_map(|row| (0..whole).filter_map(move |column| value(map, row, column)));
         let cells: Vec<String> = cells.map(|value| shown(value, map.unit)).collect();
@@ -155,6 +157,7 @@ impl Layout {
             let middle = self.head_height + (row as f64 + 0.5) * CELL_HEIGHT - GAP / 2.0;
             let style = letters(INK.light, HPos::Right, VPos::Center);
             for (line, text) in lines.iter().enumerate() {
+                // Lines are centred around the middle of the row.
                 let y = middle + (line as f64 - (lines.len() as f64 - 1.0) / 2.0) * LINE;
                 drawing::write(sheet, text, (self.name_width - MARGIN, y), style.clone())?;
             }
@@ -225,6 +228,7 @@ fn range(map: &HeatMap) -> (f64, f64) {
 
 /// Colours of a ratio's cell and its text.
 fn beside_one(value: f64, better: Better, is_noise: bool) -> (Pair, Pair) {
+    // Half and twice have the same strength; zero counts as an extreme ratio.
     let factor = if value < 1.0 { 1.0 / value.max(f64::MIN_POSITIVE) } else { value };
     let reached = STEPS.iter().filter(|step| factor >= **step).count();
     let Some(step) = reached.checked_sub(1).filter(|_| !is_noise) else { return (NO_CELL, ON_FAINT) };

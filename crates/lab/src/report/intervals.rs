@@ -41,6 +41,7 @@ pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
         return Ok(None);
     }
     let axis = Axis::new("", Unit::Ratio).logarithmic();
+    // 1× is always on the scale, as the reference.
     let values = rows.iter().flat_map(|row| [row.ratio.low, row.ratio.high]).chain([1.0]);
     let scale = Scale::over(values, &axis, Ends::Values, TICKS);
     let longest = rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) as f64;
@@ -60,6 +61,7 @@ fn shown(rows: &[Row]) -> Vec<&Row> {
     };
     let mut shown: Vec<&Row> = rows.iter().filter(drawable).collect();
     if shown.len() > MOST {
+        // A stable sort: equal rows keep the order of the file.
         shown.sort_by_key(|row| !differs(row));
         shown.truncate(MOST);
     }

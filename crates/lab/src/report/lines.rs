@@ -95,6 +95,7 @@ fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
     let series = drawn(lines);
     let points = || named(lines).flat_map(|(series, _)| &series.points);
     let placed = |axis: &Axis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
+    // A point that one axis cannot represent must not widen the other.
     let points = || points().filter(|(x, y)| placed(&lines.x, *x) && placed(&lines.y, *y));
     let x = Scale::over(points().map(|point| point.0), &lines.x, Ends::Values, X_TICKS);
     let y = Scale::over(points().map(|point| point.1), &lines.y, Ends::Ticks, Y_TICKS);
@@ -215,6 +216,7 @@ fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
 fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
     let place = |&(at, value): &(f64, f64)| Some((x.position(at)?, y.position(value)?));
     let all: Vec<(f64, f64)> = series.points.iter().filter_map(place).collect();
+    // Short series are drawn completely.
     if all.len() <= 2 * COLUMNS {
         return all;
     }

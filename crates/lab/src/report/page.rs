@@ -42,6 +42,7 @@ impl Page {
 
     pub(super) fn finish(self) -> String {
         let (title, body, version) = (escape(&self.title), self.body, env!("CARGO_PKG_VERSION"));
+        // Generated from the palette, so that they match the colours in the charts.
         let (dark, dashes) = (palette::dark_rules(), palette::dash_rules(SCALE));
         format!(
             "<!DOCTYPE html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n\
@@ -115,6 +116,7 @@ impl Page {
 
     pub(super) fn measures(&mut self, list: &[Measure]) {
         let table = table(&measures(list));
+        // A `details` element needs no script.
         let open = if list.len() <= MANY { " open" } else { "" };
         let count = list.len();
         self.put(&format!(

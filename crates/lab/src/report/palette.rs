@@ -80,6 +80,7 @@ pub(super) fn dark_rules() -> String {
 /// CSS rules for dashed lines; `scale` is a drawing's units per pixel.
 pub(super) fn dash_rules(scale: i32) -> String {
     let dashes = [[7, 4], [2, 3], [12, 4]];
+    // Selected by the stroke's colour: each dashed line has a colour that no solid line has.
     let rule = |(pair, [on, off]): (&Pair, [i32; 2])| {
         let (code, on, off) = (code(pair.light), on * scale, off * scale);
         format!("svg [stroke=\"{code}\"]{{stroke-dasharray:{on} {off}}}\n")

@@ -15,6 +15,7 @@ const LONGEST: usize = 64;
 /// Writes each chart to a file named after its title; creates the directory if necessary.
 pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
     fs::create_dir_all(directory).with_context(|| directory.display().to_string())?;
+    // All names are determined first, because equal titles are numbered.
     for (path, chart) in names(charts, directory).iter().zip(charts) {
         let drawn = match chart {
             Chart::Lines(lines) => lines::alone(lines)?,

@@ -17,6 +17,7 @@ pub(super) fn independent(measure: &Measure) -> Cow<'_, [f64]> {
     if measure.samples_are != SamplesAre::Seconds || samples.len() <= PARTS {
         return samples.into();
     }
+    // Without a warm-up or a slow end, which would bias the mean of a part.
     let samples = &samples[steady(samples)];
     let parts = PARTS.min(samples.len());
     let part = |number: usize| &samples[samples.len() * number / parts..samples.len() * (number + 1) / parts];

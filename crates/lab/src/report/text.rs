@@ -91,6 +91,7 @@ fn titled(shown: &Table, bold: bool) -> String {
     for row in &shown.rows {
         let line =
             |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");
+        // A cell with several lines becomes several rows of the terminal's table.
         let lines = row.iter().map(|cell| cell.lines().count()).max().unwrap_or(0);
         for number in 0..lines.max(1) {
             table.row((0..shown.columns.len()).map(|column| line(column, number).to_owned()).collect());

@@ -55,6 +55,7 @@ enum Place {
 
 impl Place {
     fn of(path: &Path, kind: Kind) -> anyhow::Result<Self> {
+        // A dangling symbolic link is followed, so that the file is created at its target.
         let Ok(meta) = fs::metadata(path) else { return Ok(Self::File(followed(path)?)) };
         let is = meta.file_type();
         if is.is_dir() {
@@ -67,10 +68,12 @@ impl Place {
             return Ok(Self::Into);
         }
         let mut beginning = Vec::new();
+        // The mark of each kind is within the first bytes.
         fs::File::open(path)?.take(BEGINNING_BYTES).read_to_end(&mut beginning)?;
         if !kind.is_ours(&String::from_utf8_lossy(&beginning)) {
             bail!("is there already and is not {}, so it is not replaced (choose another name)", kind.name());
         }
+        // The rename must replace the target, not the link to it.
         Ok(Self::File(fs::canonicalize(path)?))
     }
 }
@@ -135,6 +138,7 @@ pub(crate) fn load(path: &Path) -> anyhow::Result<ResultFile> {
     let read = || {
         let file = reactor::regular::open(path).context("is no result file")?;
         let mut text = Vec::new();
+        // One byte more than allowed reveals a file that is too large.
         file.take(LARGEST_BYTES + 1).read_to_end(&mut text)?;
         if text.len() as u64 > LARGEST_BYTES {
             bail!("is no result file: it has more than {LARGEST_BYTES} bytes");
@@ -148,6 +152,7 @@ fn parse(text: &[u8]) -> anyhow::Result<ResultFile> {
     let value: serde_json::Value = serde_json::from_slice(text).context(
         "is no result file (those of `weir bench --result`, `weir tune` and `weir simulate --result` are)",
     )?;
+    // Format and version are checked before the structure, for a useful message.
     if value["format"] != FORMAT {
         bail!("is JSON, but no result file of weir: its format is not {FORMAT:?}");
     }

@@ -99,6 +99,7 @@ impl Device {
         let is_device = meta.file_type().is_block_device();
         let number = Number::unpack(if is_device { meta.rdev() } else { meta.dev() });
         let identity = Identity::resolve(number, &Roots::default()).ok()?;
+        // A block device itself has no file system here.
         let mounts = fs::read_to_string("/proc/self/mountinfo").unwrap_or_default();
         let file_system = if is_device { None } else { file_system(&mounts, number) };
         Some(Self { node: identity.node(), key: identity.key().to_owned(), file_system })

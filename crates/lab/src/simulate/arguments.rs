@@ -175,6 +175,7 @@ impl FromArgMatches for Given {
         // clap lists argument groups as well, under their type names.
         let is_option = |name: &str| !name.contains(char::is_uppercase);
         let ids = matches.ids().map(clap::Id::as_str).filter(|id| is_option(id));
+        // Defaults are no given options.
         let given = ids.filter(|id| matches.value_source(id) == Some(ValueSource::CommandLine));
         Ok(Self(given.map(|id| id.replace('_', "-")).collect()))
     }
@@ -201,6 +202,7 @@ impl SimulateArgs {
     pub(crate) fn terms(&self) -> Result<Terms, Wrong> {
         let mut disk = Placed::new(DiskConfig::default(), Place::new("disk"));
         let group = self.disk.read_disk(&mut disk, |_| true)?;
+        // Reported at the option, with its origin.
         if let Some(group) = group.as_ref().filter(|group| group.name.is_empty()) {
             return Err(group.own_place().wrong("the name is empty (give it one)"));
         }

@@ -56,6 +56,7 @@ pub(super) fn simulate(
     seed: u64,
     stop: &AtomicBool,
 ) -> Result<Simulated, Failure> {
+    // Wrong limits are usage errors, reported before the simulation starts.
     let (limits, remarks) = of_group(limits, spec)?;
     let progress = Spinner::new();
     let outcome = run::run(spec, limits, seed, stop, |at| {
@@ -85,6 +86,7 @@ fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(Spec, Vec<String>
     }
     let group = Spec::new(1, limits, spec.hosts as u32, spec.safe_share_ppm)
         .map_err(|error| wrong(error.to_string()))?;
+    // Reservations beyond the limit could not all be in force, and the ideal would be undefined.
     let promised = spec.promised();
     for kind in [LimitKind::IopsTotal, LimitKind::IopsRead] {
         let rate = limits.limit(kind).rate;

@@ -47,6 +47,7 @@ impl Shared<'_> {
         let of = |tenant: &usize| {
             amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
         };
+        // Average cost of the whole mix: units divided by the seconds that all of them take.
         let units: u64 = self.tenants.iter().map(of).sum();
         units as f64 / self.loads.iter().map(|load| load.work_s).sum::<f64>()
     }
@@ -73,6 +74,7 @@ impl Shared<'_> {
             let plan = self.grouped(middle, &shares);
             let felt = self.run(&plan, false)?;
             self.keep(None, &plan, &felt);
+            // Bisection assumes that a smaller group never harms the unlimited tenants.
             if self.keeps(&felt, |place| !limited[place]) {
                 (low, best) = (middle, Some((middle, shares)));
             } else {
@@ -95,6 +97,8 @@ impl Shared<'_> {
                 limited.iter().map(|&is_limited| if is_limited { Share::default() } else { heavy }).collect();
             let found = self.largest(|_| shares.clone(), limited)?;
             if let Some(found) =
+                // Weights ascend, so a larger weight replaces a smaller one only with a clear
+                // advantage.
                 found.filter(|found| best.as_ref().is_none_or(|best| found.0 > best.0 * CLOSE))
             {
                 best = Some(found);
@@ -123,6 +127,7 @@ impl Shared<'_> {
         let wanted: Vec<f64> = (0..self.tenants.len()).map(wanted).collect();
         let sum: f64 = wanted.iter().sum();
         let shares = |part: f64| {
+            // Scaled down in proportion if the reservations exceed the reservable part.
             let times = (part * capacity * PROMISED / sum).min(1.0);
             let share = |&rate: &f64| {
                 let promised = (rate * times) as u64;

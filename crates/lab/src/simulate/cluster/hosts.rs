@@ -44,6 +44,7 @@ pub(super) struct Hosts {
 impl Hosts {
     pub(super) fn new(spec: &ClusterSpec, limits: Spec, random: &mut Random) -> Self {
         let bytes = spec.size as f64;
+        // As in the daemon, a large request counts as several operations.
         let operations = match limits.limits().iops_size {
             0 => 1.0,
             size => (bytes / size as f64).max(1.0),
@@ -61,6 +62,7 @@ impl Hosts {
             _ => Role::Wants(wants),
         };
         let mut roles: Vec<_> = (0..spec.hosts).map(role).collect();
+        // Roles are independent of host numbers, by which weights and reservations are assigned.
         shuffle(&mut roles, random);
         let mut hosts = Self { spec: spec.clone(), limits, roles, units, most, ideal: Vec::new() };
         hosts.judge();
@@ -141,6 +143,7 @@ impl Hosts {
         };
         let claims: Vec<_> = self.roles.iter().enumerate().map(claim).collect();
         let rates = LimitKind::ALL.map(|kind| self.limits.limits().limit(kind).rate);
+        // The leader's own algorithm, with perfect knowledge of all demand.
         let parts = divide(rates, &claims);
         self.ideal = parts.into_iter().map(|part| self.requests(part)).collect();
     }

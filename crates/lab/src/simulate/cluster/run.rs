@@ -96,10 +96,12 @@ pub(super) fn run(
             run.outcome.partial = Some(crate::result::INTERRUPTED.to_owned());
             break;
         }
+        // Between ticks the world runs by events; samples are taken at whole ticks.
         run.world.run_until(number * tick);
         run.look();
         tell(number * tick);
         run.go_wrong();
+        // After the sample, which still belongs to the old phase.
         if number % every == 0 && spec.change > 0 {
             run.change();
         }
@@ -111,6 +113,7 @@ impl<'a> Run<'a> {
     fn new(spec: &'a ClusterSpec, limits: Spec, seed: u64) -> Self {
         let mut random = Random::new(seed);
         let hosts = Hosts::new(spec, limits, &mut random);
+        // Uniform between half and one and a half times the mean.
         let latency = spec.latency.as_nanos() as u64;
         let setting = Setting {
             timing: spec.timing,
@@ -187,6 +190,7 @@ impl<'a> Run<'a> {
             let Some(fault) = self.faults.remove(&key) else { return };
             let what = self.happens(fault);
             let phase = self.outcome.changes.len();
+            // Recovery may extend into the next phase.
             self.outcome.disturbed.extend([phase, phase + 1]);
             self.outcome.faults.push((self.world.now, what));
         }
@@ -253,6 +257,7 @@ fn faults(spec: &ClusterSpec, random: &mut Random) -> BTreeMap<(u64, usize), Fau
     ];
     for (count, begins, ends) in wanted {
         for _ in 0..count {
+            // Whole milliseconds, for readable reports.
             let at = end / 4 + random.below((end * 3 / 4).max(1)) / MS * MS;
             add(at, begins);
             if let Some(ends) = ends {

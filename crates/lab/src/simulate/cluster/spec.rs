@@ -73,6 +73,7 @@ impl FromStr for ClusterSpec {
                 "hosts={hosts},disks={disks} are more than {MOST_DISKS_OF_ALL} disks (lower one)"
             ));
         }
+        // Parsed first: the bounds of other keys depend on it.
         let tick = keys.time("tick", Timing::DEFAULT.tick, 10 * MS..=seconds(10))?;
         let spec = Self {
             hosts: hosts as usize,

@@ -108,7 +108,9 @@ impl Figures {
         for stretch in stretches {
             let (Some(first), Some(last)) = (stretch.first(), stretch.last()) else { continue };
             seconds += (last.at_ns - first.at_ns) as f64 / 1e9;
+            // Traffic is cumulative, so a stretch needs its ends only.
             add(&mut sum, &last.traffic.since(&first.traffic));
+            // The first sample only marks the start of the stretch.
             for sample in &stretch[1..] {
                 count += 1.0;
                 in_force += sample.in_force;
@@ -339,6 +341,7 @@ fn followed(name: &'static str, part: f64, outcome: &Outcome) -> Followed {
     let ticks = |phase: usize| {
         let mut seen = outcome.samples.iter().filter(|sample| sample.phase == phase).peekable();
         seen.peek()?;
+        // A phase without success sorts last, so that median and worst become unknown.
         Some(seen.find(|sample| sample.near >= part).map_or(u64::MAX, |sample| sample.since))
     };
     let mut ticks: Vec<u64> = undisturbed(outcome).filter_map(ticks).collect();
