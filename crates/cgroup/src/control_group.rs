@@ -38,22 +38,22 @@ pub(crate) struct ControlGroup {
 }
 
 impl ControlGroup {
-    /// Reads a file of the cgroup. ENOENT or ENODEV: the cgroup was removed, or the controller is not
-    /// enabled; EOPNOTSUPP: the feature is disabled, such as io.pressure with `psi=0`.
+    /// Reads a file of the cgroup. ENOENT or ENODEV: the cgroup was removed, or the controller is
+    /// not enabled; EOPNOTSUPP: the feature is disabled, such as io.pressure with `psi=0`.
     pub(crate) fn read(&self, file: &str) -> io::Result<String> {
         fs::read_to_string(self.directory.join(file))
     }
 
-    /// Writes with one write(2): the kernel parses each write on its own and applies it whole or not
-    /// at all.
+    /// Writes with one write(2): the kernel parses each write on its own and applies it whole or
+    /// not at all.
     pub(crate) fn write(&self, file: &str, text: &str) -> io::Result<()> {
         let mut file = OpenOptions::new().write(true).truncate(true).open(self.directory.join(file))?;
         let written = file.write(text.as_bytes())?;
         if written == text.len() { Ok(()) } else { Err(io::ErrorKind::WriteZero.into()) }
     }
 
-    /// Processes in the cgroup itself, without descendants. Processes of other PID namespaces, which
-    /// the kernel lists as 0, are omitted.
+    /// Processes in the cgroup itself, without descendants. Processes of other PID namespaces,
+    /// which the kernel lists as 0, are omitted.
     pub(crate) fn processes(&self) -> io::Result<Vec<i32>> {
         let text = self.read("cgroup.procs")?;
         let parse = |line: &str| {
@@ -61,6 +61,7 @@ impl ControlGroup {
                 .map_err(|_| io::Error::new(io::ErrorKind::InvalidData, "cgroup.procs: not a pid"))
         };
         let mut processes = text.lines().map(parse).collect::<io::Result<Vec<_>>>()?;
+        // Such a process cannot be examined or killed from here.
         processes.retain(|pid| *pid > 0);
         Ok(processes)
     }
@@ -73,6 +74,7 @@ impl ControlGroup {
                 children.push(self.child(Path::new(&entry.file_name())));
             }
         }
+        // The kernel's order is not fixed.
         children.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(children)
     }
@@ -102,8 +104,9 @@ impl ControlGroup {
         fs::remove_dir(&self.directory)
     }
 
-    /// Removes the cgroup after its last process has left, or fails after `longest`. The kernel keeps
-    /// a cgroup busy for a moment after its process was waited for. Succeeds if it is already gone.
+    /// Removes the cgroup after its last process has left, or fails after `longest`. The kernel
+    /// keeps a cgroup busy for a moment after its process was waited for. Succeeds if it is already
+    /// gone.
     pub(crate) fn remove_within(&self, longest: Duration) -> io::Result<()> {
         let begin = Instant::now();
         loop {
@@ -136,11 +139,13 @@ impl ControlGroup {
             return Ok(());
         }
         let has = self.controllers().with_context(|| self.about(CONTROLLERS))?;
+        // Without a write if nothing is missing: an unprivileged user may then set limits, too.
         if controllers.iter().all(|wanted| has.iter().any(|name| name == wanted)) {
             return Ok(());
         }
         let mut above: Vec<_> = std::iter::successors(self.parent(), Self::parent).collect();
-        // From the root down: a level can enable for its children only what its parent enabled for it.
+        // From the root down: a level can enable for its children only what its parent enabled for
+        // it.
         above.reverse();
         for level in above {
             level.hand_down(controllers)?;
@@ -153,7 +158,8 @@ impl ControlGroup {
         let hands_down = words(&self.read(SUBTREE).with_context(|| self.about(SUBTREE))?);
         let mut change = Vec::new();
         for &wanted in controllers {
-            // Repeating `+io` would be harmless, but fails with EBUSY in a cgroup that has processes.
+            // Repeating `+io` would be harmless, but fails with EBUSY in a cgroup that has
+            // processes.
             if hands_down.iter().any(|name| name == wanted) {
                 continue;
             }

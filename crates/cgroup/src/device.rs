@@ -42,8 +42,8 @@ pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
     let number = match kernel::number(text) {
         Some(number) => number,
         None => number_of_path(roots, text, &mut notices)?,
-        // Maps a partition to its disk: `io.max` accepts no partitions.
     };
+    // Maps a partition to its disk: `io.max` accepts no partitions.
     let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
         anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
     })?;
@@ -80,10 +80,12 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
                 path.display()
             );
         }
+        // A file or directory: the number of its file system, unless this has no device.
         let number = Number::unpack(metadata.dev());
         if number.major != 0 {
             return Ok(number);
         }
+        // Mount points are compared with absolute paths without symbolic links.
         let real = path.canonicalize().with_context(|| format!("device {text:?}"))?;
         let mounts = roots.mounts()?;
         let Some(mount) = mount_of(&mounts, number, &real) else {
@@ -156,6 +158,7 @@ fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> 
     let devices = systems.flatten().find_map(|system| {
         let links = fs::read_dir(system.path().join("devices")).ok()?;
         let mut names: Vec<_> =
+            // sysfs replaces the slashes in names such as `cciss/c0d0`.
             links.flatten().map(|link| link.file_name().to_string_lossy().replace('!', "/")).collect();
         names.sort();
         names.contains(&own).then_some(names)

@@ -65,7 +65,8 @@ use super::{
 };
 use crate::explain::arguments::ExplainArgs;
 
-/// Succeeds if the cgroup could be examined, whatever was found: scripts read `verdict` of `--json`.
+/// Succeeds if the cgroup could be examined, whatever was found: scripts read `verdict` of
+/// `--json`.
 pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), Failure> {
     let hierarchy = Hierarchy::discover(Roots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup)?;

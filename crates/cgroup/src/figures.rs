@@ -44,7 +44,8 @@ pub struct Figure {
     pub limits: Limits,
     /// Percent of the device; 0 if there is no watermark.
     pub watermark: u8,
-    /// Degree to which a watermark enforces the limits; `None` without one, or before it is decided.
+    /// Degree to which a watermark enforces the limits; `None` without one, or before it is
+    /// decided.
     pub enforcement: Option<Enforcement>,
     /// Limits in force in the kernel (`io.max`).
     pub told: Rates,
@@ -91,11 +92,12 @@ impl Reader {
         Self { path: path.to_owned(), roots, known }
     }
 
-    /// All figures, and the waiting time of each control group. Empty if the limits file is unreadable,
-    /// which `watch` reports.
+    /// All figures, and the waiting time of each control group. Empty if the limits file is
+    /// unreadable, which `watch` reports.
     pub fn read(&self) -> (Vec<Figure>, Vec<Stalled>) {
         let Ok(kept) = Kept::load(&self.path) else { return Default::default() };
         let Ok(hierarchy) = Hierarchy::discover(self.roots.clone()) else { return Default::default() };
+        // Copied, so that the lock is not held while files are read.
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let mut reading = Reading { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
         let mut figures = Vec::new();
@@ -117,12 +119,14 @@ impl Reader {
                 watermark: watermark.percent(),
                 enforcement: known.get(&(entry.cgroup.clone(), number)).copied(),
                 told: max.get(&number).copied().unwrap_or_default(),
-                // io.stat has no line for a device without I/O: an existing cgroup then has zero counters.
+                // io.stat has no line for a device without I/O: an existing cgroup then has zero
+                // counters.
                 done: stat.as_ref().map(|stat| stat.get(&number).copied().unwrap_or_default()),
             });
         }
         let mut stalled: Vec<_> =
             reading.cgroups.into_iter().filter_map(|(cgroup, files)| files.stalled(&cgroup)).collect();
+        // A hash map has no order, and metrics are easier to compare in a fixed one.
         stalled.sort_by(|a, b| a.cgroup.cmp(&b.cgroup));
         (figures, stalled)
     }

@@ -85,6 +85,8 @@ impl Hierarchy {
             let controllers = read(&mount.point.join("cgroup.controllers")).unwrap_or_default();
             controllers.split_ascii_whitespace().any(|controller| controller == "io")
         });
+        // Each controller is in one hierarchy only; v2 without io and v1 with blkio is the hybrid
+        // layout.
         let (version, mount) = match (has_io, blkio) {
             (true, _) => (Some(Version::V2), v2),
             (false, Some(_)) => (Some(Version::V1), blkio),
@@ -125,6 +127,7 @@ impl Hierarchy {
 
     /// The cgroup with a name such as `/system.slice/x.service`, existing or not.
     pub(crate) fn group(&self, name: &Path) -> anyhow::Result<ControlGroup> {
+        // Component by component, so that `..` in a name cannot lead out of the mount.
         let mut group = self.root_group()?;
         for component in name.components() {
             match component {
@@ -150,6 +153,7 @@ impl Hierarchy {
             _ => anyhow!("{}: {error}", file.display()),
         })?;
         let memberships = proc_cgroup::parse(&text)?;
+        // Hierarchy 0 is v2 (cgroups(7)).
         let here = memberships.iter().find(|membership| match root.version {
             Version::V2 => membership.hierarchy == 0,
             Version::V1 => membership.controllers.iter().any(|name| name == "blkio"),
@@ -164,7 +168,8 @@ impl Hierarchy {
                 root.directory.display()
             )
         };
-        // The kernel prints paths from the root of the namespace; the mount may show a subtree only.
+        // The kernel prints paths from the root of the namespace; the mount may show a subtree
+        // only.
         let name = path.strip_prefix(&self.top).ok().with_context(outside)?;
         let group = self.group(name).ok().with_context(outside)?;
         if !group.exists() {

@@ -53,7 +53,8 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
     let device = device::resolve(&hierarchy.roots, &arguments.device);
     let (group, device) = match (group, device) {
         (Ok(group), Ok(device)) => (group, device),
-        // A removal must work even if the cgroup or the disk is gone: then only the file is changed.
+        // A removal must work even if the cgroup or the disk is gone: then only the file is
+        // changed.
         (Err(why), device) if arguments.remove => {
             let known = device.ok().map(|device| device.identity.number());
             return forget(&hierarchy, &arguments, known, why);
@@ -68,6 +69,7 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
     } else {
         set(&hierarchy, arguments.kept.path(), &group, &device.identity, &change)?
     };
+    // Notices about the device come first.
     outcome.notices.splice(0..0, device.notices);
     if target::is_process(&arguments.cgroup) && !arguments.remove && !change.is_empty() {
         let (name, all) = (group.name.display(), group.processes().map_or(0, |all| all.len()));
@@ -108,6 +110,7 @@ pub(crate) fn set(
     let is_new = before.entry(group, device.number()).is_none();
     // Without the io controller the cgroup has no limits file.
     let has_limits = group.version == Version::V1 || group.has("io.max");
+    // Limits that another program set, which this change could overwrite.
     let found = if is_new && has_limits { tell::told(group, device.number())? } else { Rates::NONE };
     let mut notices = Vec::new();
     if let (true, Some(name)) = (found != Rates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
@@ -127,8 +130,10 @@ pub(crate) fn set(
         only_rates(&locked.kept.shared(entry).limits()?, change)?;
         notices.push(V1.to_owned());
     } else {
+        // The controllers must be enabled before the first limit is written.
         enable(group, &mut notices)?;
     }
+    // Planned before anything is written: an invalid weight must not leave half of a change.
     let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
     // The kernel first, the file last: an error up to here leaves the file unchanged.
     let rates = settling::change(hierarchy, &before, &locked.kept, Some((group, device.number())))?;
@@ -136,7 +141,8 @@ pub(crate) fn set(
     match told.and_then(|notice| locked.save().map(|()| notice)) {
         Ok(notice) => notices.extend(notice),
         Err(error) => {
-            // Best effort: the kernel accepted these values a moment ago. The first error is reported.
+            // Best effort: the kernel accepted these values a moment ago. The first error is
+            // reported.
             let _ = settling::change(hierarchy, &locked.kept, &before, None);
             if is_new {
                 let place = (device.number(), device.node());
@@ -165,6 +171,7 @@ pub(crate) fn remove(
 ) -> anyhow::Result<Outcome> {
     let mut locked = Locked::open(file)?;
     let before = locked.kept.clone();
+    // Only a weight that weir set is reset.
     let weighted = before.entry(group, device.number()).and_then(Entry::given_weight);
     let told = tell::told(group, device.number())?;
     if !locked.kept.remove(group, device.number()) && told == Rates::NONE {
@@ -220,6 +227,7 @@ fn forget(
                 .device()
                 .is_ok_and(|number| !hierarchy.roots.sys.join(format!("dev/block/{number}")).exists())
     };
+    // A name can only be guessed: the cgroup or the disk no longer exists to resolve it.
     let forgotten = locked.kept.forget(|entry| {
         is_gone(entry)
             && target::could_mean(hierarchy, cgroup, &entry.cgroup)
@@ -254,6 +262,7 @@ const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes are cha
 
 /// Rejects settings that need `watch`, which supports v2 only.
 fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
+    // The same decision as in `watch`: bursts and totals need steering.
     let mut pool = policy::steering::Pool::new(limits, Instant::ZERO);
     pool.add(policy::steering::Member::new(kept::DEFAULT_WEIGHT));
     let what = if pool.is_steered() {
@@ -274,6 +283,7 @@ fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
 
 /// Enables the required controllers: io, and memory, which attributes buffered writes.
 fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
+    // Without io there is no limit at all; without memory only buffered writes escape.
     group.enable(&["io"])?;
     if let Err(error) = group.enable(&["memory"]) {
         notices.push(format!("buffered writes escape this limit: {error:#}"));
@@ -288,6 +298,7 @@ fn remarks(
     (group, device): (&ControlGroup, Number),
     notices: &mut Vec<String>,
 ) -> anyhow::Result<()> {
+    // The group that this entry belongs to now.
     let mine =
         |entry: &Entry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device);
     let sharing = Sharing::all(kept)?.into_iter().find(|sharing| sharing.members.iter().any(mine));

@@ -67,6 +67,7 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     let places = Places { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
     // In force before the command starts, so that its first request is throttled as well.
     let held = hold::hold(&hierarchy, place.group(), disk, &change, &places)?;
+    // Before the command's own output begins.
     let notices = device.iter().flat_map(|device| &device.notices);
     for notice in notices.chain(&held.notices) {
         say(notice);
@@ -140,12 +141,14 @@ fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number
     let usage = |reading: &Reading, number| {
         reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
     };
+    // The limited device comes first.
     let others = after.devices.keys().copied().filter(|&number| Some(number) != limited);
     let numbers: Vec<Number> = limited.into_iter().chain(others).collect();
     let of = |number| (number, reading::node(number), usage(after, number).since(&usage(before, number)));
     numbers
         .into_iter()
         .map(of)
+        // Other devices only if the command used them.
         .filter(|(number, _, done)| Some(*number) == limited || *done != Some(Usage::default()))
         .collect()
 }

@@ -1,4 +1,5 @@
-//! `weir cgroup show` and `weir cgroup top`: I/O of cgroups and their tasks, and the time they wait.
+//! `weir cgroup show` and `weir cgroup top`: I/O of cgroups and their tasks, and the time they
+//! wait.
 //!
 //! ```text
 //!   reading.rs  one cgroup ─┐

@@ -81,6 +81,7 @@ pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool
     }
     if text.contains('/') {
         let path = Path::new(text);
+        // A path below the mount point or from the root of the hierarchy.
         let below = hierarchy.root().and_then(|root| path.strip_prefix(root).ok()).unwrap_or(path);
         return Path::new("/").join(below) == name;
     }
@@ -96,6 +97,7 @@ fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGr
     // The mount point is a symbolic link on some distributions.
     let real: PathBuf = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let below = [path, &real].into_iter().find_map(|path| path.strip_prefix(&root).ok());
+    // A path elsewhere may belong to another cgroup mount, which deserves a message of its own.
     if below.is_none() {
         in_another(hierarchy, text, &real)?;
     }
@@ -132,6 +134,7 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
             left.push(child);
         }
     }
+    // A fixed order for the message about several candidates.
     found.sort_by(|one, other| one.name.cmp(&other.name));
     found
 }
@@ -183,6 +186,7 @@ fn is_container(name: &str, id: &str) -> bool {
     let (runtime, whole) = name.rsplit_once('-').unwrap_or(("", name));
     // `libpod-conmon-ID.scope` contains the monitor of the container, not the container.
     let watcher = runtime.ends_with("conmon");
+    // Names in the hierarchy have the whole id; the user may give its beginning.
     whole.len() == ID_DIGITS && is_id(whole) && whole.starts_with(id) && !watcher
 }
 

@@ -1,5 +1,5 @@
-//! `weir cgroup watch`: enforces what the kernel's limits cannot express: bursts, watermarks, limits
-//! of groups.
+//! `weir cgroup watch`: enforces what the kernel's limits cannot express: bursts, watermarks,
+//! limits of groups.
 //!
 //! ```text
 //!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
@@ -93,6 +93,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), Failure> {
     let path = arguments.kept.path();
     let hierarchy = Hierarchy::discover(Roots::default())?;
     if arguments.settle {
+        // Settling while another process steers would end its bursts.
         let Some(_watched) = Watched::take(path)? else {
             return Err(anyhow!(
                 "{}: somebody watches these limits, and would change them again (end that first)",
@@ -240,6 +241,7 @@ impl Watch {
         loop {
             let file_at = self.file_at;
             let next = self.turn(now());
+            // Checked as often as the file, not in every turn.
             if self.makes_way && self.file_at != file_at && Watched::is_wanted(&self.path) {
                 return self.end().map(|()| Ended::MadeWay);
             }
@@ -260,7 +262,8 @@ impl Watch {
             self.sample(now);
             self.sample_at = now + SAMPLE;
         }
-        // Leased quota is put into the pools before the round, and acknowledged after the kernel has it.
+        // Leased quota is put into the pools before the round, and acknowledged after the kernel
+        // has it.
         let lent = self.lend(now);
         self.round(now);
         self.tell_lenders(lent, now);
@@ -268,6 +271,7 @@ impl Watch {
             self.keep(now);
             self.keep_at = now + KEEP;
         }
+        // Sleeps until the earliest of all events.
         let due = self.steered.iter().map(Steered::due).min();
         let next = self.file_at.min(self.keep_at).min(due.unwrap_or(Instant::MAX).max(now + ROUND));
         let lent = self.lending.as_ref().and_then(|lending| lending.next(now));
@@ -281,6 +285,7 @@ impl Watch {
     /// A group of this name has local limits; the guard would end together with the daemon.
     fn begin_to_lend(&mut self, lending: Lending) -> anyhow::Result<()> {
         guard::check(&self.hierarchy)?;
+        // Local limits would be overwritten by the cluster's.
         let own = |name: &&String| self.kept.groups.get(*name).is_some_and(|group| !group.is_of_cluster());
         if let Some(name) = lending.safe_shares().keys().find(own) {
             return Err(anyhow!(
@@ -292,8 +297,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Puts leased quota into the pools. Returns nothing to acknowledge while the fallback shares are
-    /// not in the file, or while the guard is unreachable.
+    /// Puts leased quota into the pools. Returns nothing to acknowledge while the fallback shares
+    /// are not in the file, or while the guard is unreachable.
     fn lend(&mut self, now: Instant) -> Vec<lending::Due> {
         let Some(lending) = self.lending.clone() else { return Vec::new() };
         let (mut due, safe) = (lending.due(now), lending.safe_shares());
@@ -315,8 +320,8 @@ impl Watch {
                 if is_published { due } else { Vec::new() }
             }
             Err(error) => {
-                // Rate-limited by time, not by text: it is retried many times a second, and file names in the
-                // message differ.
+                // Rate-limited by time, not by text: it is retried many times a second, and file
+                // names in the message differ.
                 if self.not_lent.is_none_or(|told| now >= told + REMINDER) {
                     tracing::error!("{error:#}; nothing more is lent to control groups meanwhile");
                     self.not_lent = Some(now);
@@ -348,6 +353,7 @@ impl Watch {
         locked.kept.publish(safe);
         locked.save()?;
         drop(locked);
+        // Adopted at once, so that the own change is not taken for one by another process.
         self.take_over(Stamp::of(&self.path), now)?;
         Ok(true)
     }
@@ -363,6 +369,7 @@ impl Watch {
     }
 
     fn end(mut self) -> anyhow::Result<()> {
+        // The last change of the file and the last counters are taken into account.
         self.look_at_file(now(), true);
         self.round(now());
         self.keep(now());
@@ -411,7 +418,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Watches these limits from now on. Unchanged pools continue; changed ones continue from `left`.
+    /// Watches these limits from now on. Unchanged pools continue; changed ones continue from
+    /// `left`.
     fn adopt(&mut self, kept: Kept, left: &BTreeMap<String, Left>, now: Instant) -> anyhow::Result<()> {
         let all = Sharing::all(&kept)?;
         let asked: HashMap<&str, &Sharing> =
@@ -450,8 +458,8 @@ impl Watch {
         Ok(())
     }
 
-    /// Revokes grants of control groups that are no longer steered; the grants may be newer than the
-    /// change of the file.
+    /// Revokes grants of control groups that are no longer steered; the grants may be newer than
+    /// the change of the file.
     fn leave(&self, replaced: &[Steered], kept: &Kept) {
         let settled = settling::settled(&self.hierarchy, kept).unwrap_or_default();
         for (group, device) in replaced.iter().flat_map(Steered::members) {
@@ -487,7 +495,8 @@ impl Watch {
             self.steered.iter_mut().filter(|steered| steered.sharing.watermark != Watermark::ALWAYS)
         {
             if steered.devices().any(|device| busy.contains(&device)) {
-                // Idle members may now use the device: their use must be known once limits are enforced.
+                // Idle members may now use the device: their use must be known once limits are
+                // enforced.
                 steered.look_now(now);
             }
             let says = self.disks.enforcement(steered.devices(), steered.sharing.watermark);
@@ -505,8 +514,8 @@ impl Watch {
         };
         let mut order: Vec<(Instant, usize)> = self.steered.iter().enumerate().filter_map(due).collect();
         let urgent = order.iter().filter(|(key, _)| *key == Instant::ZERO).count();
-        // The longest overdue come first. Only as many as the budget allows are sorted: with a thousand
-        // always due, sorting all would cost more than reading them.
+        // The longest overdue come first. Only as many as the budget allows are sorted: with a
+        // thousand always due, sorting all would cost more than reading them.
         if order.len() > left + urgent {
             order.select_nth_unstable(left + urgent);
             order.truncate(left + urgent);

@@ -1,5 +1,5 @@
-//! `weir advise`: the limits, bursts, weights and reservations that keep a target for the tenants of
-//! a trace with the least capacity; and the smallest number of devices that they fit on.
+//! `weir advise`: the limits, bursts, weights and reservations that keep a target for the tenants
+//! of a trace with the least capacity; and the smallest number of devices that they fit on.
 //!
 //! ```text
 //!   traces ─► arrivals.rs ─► house.rs: tenants and their devices
@@ -90,7 +90,8 @@ pub fn run(arguments: AdviseArgs) -> Result<(), Failure> {
     let arrivals = Arrivals::read(&mut source, &stop, &tell)?;
     // Releases the readers' buffers: the search needs the memory for its simulations.
     drop(source);
-    // An interrupted trace is analyzed as far as it was read; the next signal interrupts the analysis.
+    // An interrupted trace is analyzed as far as it was read; the next signal interrupts the
+    // analysis.
     stop.store(false, Ordering::Relaxed);
     let house = House::new(&arguments, &arrivals)?;
     // Without any device the latency equals the wait, and whole-latency targets would be
@@ -149,8 +150,8 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     let mut told = Vec::with_capacity(house.tenants.len());
     for (number, tenant) in house.tenants.iter().enumerate() {
         tell(&format!("{number} of {} tenants: {}", house.tenants.len(), tenant.name));
-        // With a shared device or group, only the unit that it has least of matters. Otherwise that unit is
-        // unknown, and both are searched.
+        // With a shared device or group, only the unit that it has least of matters. Otherwise that
+        // unit is unknown, and both are searched.
         let is_shared = judge.whole || house.limited_around(number).next().is_some();
         let units = if is_shared { vec![shared::cost(search, number).0] } else { Unit::ALL.to_vec() };
         let need = if tenant.is_kept || is_shared { search.need(number, &units)? } else { None };
@@ -160,7 +161,8 @@ fn advise(search: &Search<'_>, config: Option<&Path>, tell: &dyn Fn(&str)) -> an
     remarks.extend((0..house.tenants.len()).filter_map(|tenant| held_back(search, tenant)));
     let mut changes = Vec::new();
     let is_held = house.world.is_limited();
-    // The present state, for the comparison. `bare` is the start of a search: without tenants' limits.
+    // The present state, for the comparison. `bare` is the start of a search: without tenants'
+    // limits.
     let before = (judge.whole || is_held).then(|| everything(search, &house.world)).transpose()?;
     // A search starts without limits; the comparison is with the limits of the file.
     let bare = match &before {
@@ -308,8 +310,8 @@ fn impossible(search: &Search<'_>, tenant: usize, ns: u64) -> String {
     )
 }
 
-/// Explains why a tenant to be spared gets a limit, although its neighbours would be the candidates:
-/// no resource that they share is known.
+/// Explains why a tenant to be spared gets a limit, although its neighbours would be the
+/// candidates: no resource that they share is known.
 fn own_limits_alone(search: &Search<'_>, told: &[Told]) -> Option<String> {
     // With a device, or if every tenant has a target, the choice needs no explanation.
     let tenants = &search.house.tenants;

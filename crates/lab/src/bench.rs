@@ -7,8 +7,8 @@
 //!                   progress                    └─► findings   the result file
 //! ```
 //!
-//! Opening and closing the image are not measured, as in qemu-img; but a run that writes ends with a
-//! flush.
+//! Opening and closing the image are not measured, as in qemu-img; but a run that writes ends with
+//! a flush.
 
 mod arguments;
 mod check;
@@ -118,7 +118,8 @@ impl Run {
         let prefetch = disk.prefetch().stats();
         let closed = match disk.image().storage().is_far() {
             true => self.stop.unless_overdue(disk.close()).await.unwrap_or_else(|| {
-                // An unresponsive Ceph cluster keeps the image's lock until it times this client out.
+                // An unresponsive Ceph cluster keeps the image's lock until it times this client
+                // out.
                 rbd::abandon_ends();
                 Err(Error::TIMED_OUT)
             }),

@@ -18,8 +18,8 @@ use console::signals::{Request, Signals};
 pub struct Interruption(Arc<AtomicBool>);
 
 impl Interruption {
-    /// Runs `first` at the first signal; at the second runs `second` and exits. Must be called before
-    /// threads start.
+    /// Runs `first` at the first signal; at the second runs `second` and exits. Must be called
+    /// before threads start.
     ///
     /// # Errors
     /// If signals cannot be awaited.

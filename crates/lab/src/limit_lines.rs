@@ -53,8 +53,8 @@ impl LimitRates {
         self.add_during(of, limits, Watermark::ALWAYS, 0..u64::MAX);
     }
 
-    /// Adds limits of a disk or group that are in force during `during_ns`, which must not be earlier
-    /// than that of its limits that were added before.
+    /// Adds limits of a disk or group that are in force during `during_ns`, which must not be
+    /// earlier than that of its limits that were added before.
     pub(crate) fn add_during(
         &mut self,
         of: Option<&str>,

@@ -10,8 +10,8 @@
 //! The capacity in operations is that of random 4 KiB requests, that in bytes the better of the two
 //! patterns at 1 MiB. Unmeasured capacities are never guessed: the daemon then uses busy time.
 //!
-//! Measures through the storage that serves disks, bypassing the page cache. Never writes to a device
-//! in use ([`in_use`]), and leaves no file in a directory, however it ends.
+//! Measures through the storage that serves disks, bypassing the page cache. Never writes to a
+//! device in use ([`in_use`]), and leaves no file in a directory, however it ends.
 
 mod arguments;
 pub(crate) mod in_use;
@@ -151,8 +151,8 @@ fn capacity(figures: &[Figure]) -> Figures {
     }
 }
 
-/// Returns the report, and an error if the record was not stored. It is not stored if a rate varies,
-/// unless `accept` is set.
+/// Returns the report, and an error if the record was not stored. It is not stored if a rate
+/// varies, unless `accept` is set.
 fn keep(
     measured: Measured,
     store: &Store,
@@ -163,8 +163,8 @@ fn keep(
     let Measured { size_bytes, figures, mut not_measured } = measured;
     let mut capacity = capacity(&figures);
     let mut saved = Ok(None);
-    // Includes loads that are not part of the capacity: a device whose sequential rate varies was used
-    // by another program while its random rate was measured.
+    // Includes loads that are not part of the capacity: a device whose sequential rate varies was
+    // used by another program while its random rate was measured.
     let varying = figures.iter().find(|figure| !figure.is_steady());
     if let (false, Some(_), Some(first)) = (accept, &device, varying) {
         saved = Err(anyhow!(

@@ -7,8 +7,8 @@
 //!                    └─► text (a terminal)
 //! ```
 //!
-//! Measures nothing and shows only the content of the file, so a file can be drawn again years later
-//! on another machine.
+//! Measures nothing and shows only the content of the file, so a file can be drawn again years
+//! later on another machine.
 
 mod arguments;
 mod axis;
@@ -39,6 +39,7 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     let ResultFile { header, findings, .. } = result;
     let mut page = Page::new(&title(result));
     page.command(header);
+    // Before the results, so that nobody overlooks it.
     if let Some(warning) = result.warning() {
         page.warning(&warning);
     }
@@ -95,6 +96,7 @@ fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)
 
 fn title(result: &ResultFile) -> String {
     let header = &result.header;
+    // The first word is the program's name, the second the command.
     let name = header.command.get(1).filter(|word| !word.starts_with('-'));
     let name = match name.map(String::as_str) {
         Some("report") => "Recording".to_owned(),

@@ -140,8 +140,8 @@ fn tell(arguments: &SimulateArgs, story: &Story) -> Result<(), Failure> {
     Ok(print_and_keep(arguments, &story.table(), || story.text(), &result)?)
 }
 
-/// Prints and saves; attempts both, so that a closed standard output does not lose the file. Returns
-/// the first error.
+/// Prints and saves; attempts both, so that a closed standard output does not lose the file.
+/// Returns the first error.
 fn print_and_keep(
     arguments: &SimulateArgs,
     json: &impl Serialize,

@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Decisions (`search`, `choice`, `samples`) are separate from I/O (`images`, `measure`) and use no
-//! clock. Never leaves an image behind, and writes only to its own files, or to a device on request.
+//! clock. Never leaves an image behind, and writes only to its own files, or to a device on
+//! request.
 
 mod apply;
 mod arguments;
@@ -68,6 +69,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     let earlier = arguments.resume.as_deref().map(Kept::load).transpose()?;
     let wish = Wish {
         path: &arguments.path,
+        // A resumed run must have the same size, which the earlier result knows.
         size_bytes: arguments.size.or(earlier.as_ref().map(|kept| kept.size_bytes)),
         format: arguments.format,
         write: arguments.write,
@@ -75,6 +77,7 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
         budget_seconds: arguments.budget.as_secs(),
     };
     let place = Rc::new(Place::open(wish, look)?);
+    // From here on a second interruption also removes the directory.
     place.removed_by(&stop);
     let progress = Progress::new(arguments.json);
     let outcome = if let Some(preset) = arguments.preset {
@@ -114,6 +117,7 @@ fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Resul
         let end = part.unwrap_or(size_bytes).min(size_bytes);
         let (mut at, mut data_bytes) = (0, 0);
         while at < end {
+            // Both holes and zeros are read without the disk.
             for extent in image.block_status(at, end - at).await? {
                 at += extent.length;
                 data_bytes += if extent.hole || extent.zero { 0 } else { extent.length };

@@ -1,4 +1,5 @@
-//! The state of a cgroup, its processes, their files and the disks below, each with its source file.
+//! The state of a cgroup, its processes, their files and the disks below, each with its source
+//! file.
 //!
 //! ```text
 //!   cgroup ──► levels, from itself to the root: controllers, limits            levels.rs
@@ -264,6 +265,7 @@ const LEAST_MISSING_BYTES: u64 = 16 << 20;
 
 impl Accounts {
     pub(crate) fn charged_elsewhere(&self) -> bool {
+        // Bytes that wait in the page cache are charged only when they are written.
         let told = self.charged_bytes.saturating_add(self.waiting_bytes);
         let missing = self.written_bytes.saturating_sub(told);
         // The second condition allows for counters that are incomplete in proportion to the volume.

@@ -137,6 +137,8 @@ pub(crate) fn find(facts: &Facts) -> Vec<Finding> {
 }
 
 fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
+    // Two questions: which cgroup is charged, and whether a limit of that cgroup is on the
+    // request's path.
     let charge = charge::of(facts, used, io);
     let Some(disk) = facts.disk_of(used.place) else {
         return charge.without_disk(used);
@@ -150,6 +152,7 @@ fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
             evidence.push(used.evidence.clone());
             Judgement { coverage: Coverage::Escapes, cause, evidence, detail: nothing.detail }
         }
+        // Otherwise a missing limit is the whole finding, regardless of the charge.
         (_, Reach::Nothing(nothing)) => nothing,
         (Charge::Own(mut evidence), Reach::Limit(limit)) => {
             // In the order of the path: the limit's files before the file of the process.
@@ -158,6 +161,7 @@ fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
             let cause = if limit.below { Cause::LimitBelow } else { Cause::Covered };
             Judgement { coverage: Coverage::Covered, cause, evidence, detail: limit.rate }
         }
+        // One of several writers is charged for all, so the limit applies in part.
         (Charge::Several(cause, mut evidence), Reach::Limit(limit)) => {
             evidence.extend(limit.evidence);
             Judgement { coverage: Coverage::Partly, cause, evidence, detail: limit.rate }
@@ -177,7 +181,8 @@ fn gather(
     place: Option<Place>,
     act: (Option<i32>, Io),
 ) {
-    // Findings are merged by coverage, cause and location; only their processes and evidence differ.
+    // Findings are merged by coverage, cause and location; only their processes and evidence
+    // differ.
     let named = place.map_or_else(String::new, |place| wording::place(facts, place));
     let same = |finding: &&mut Finding| {
         finding.coverage == judged.coverage && finding.cause == judged.cause && finding.place == named

@@ -132,6 +132,7 @@ pub(super) fn measure(
     // Each resource registers its removal for the signal handler in the same step that creates it.
     let undo = Undo::watch()?;
     let name = format!("weir-explain-{}", process::id());
+    // The worker's cgroup is beside the examined one, so only its own limits have to be copied.
     let own = facts.own().limits.iter().filter(|limit| spot.stack.contains(&limit.disk));
     let own: Vec<(Number, Rates)> = own.map(|limit| (limit.disk, limit.rates)).collect();
     let place = undo.making(|| {
@@ -151,6 +152,8 @@ pub(super) fn measure(
         let removal = trace.removal();
         Ok((trace, removal))
     });
+    // A missing trace is no error: the report then says where time was spent, not who sent
+    // requests.
     let untraced = trace.as_ref().err().map(|error| format!("{error:#}"));
     let charged =
         spot.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));
@@ -176,6 +179,7 @@ fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
 
 /// The uppermost limited disk of a stack, and the lowest rates in force on it.
 fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
+    // Version 1 has no inherited limits.
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
     stack.iter().find_map(|&disk| {
         let mut limits =

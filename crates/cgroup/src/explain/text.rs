@@ -22,6 +22,7 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     };
     let _ = writeln!(text, "{} (cgroup v{version}): {}", clean(&subject), Verdict::of(findings));
     let mut disks: Vec<Option<Number>> = Vec::new();
+    // Limited disks first, also those without a finding.
     let limited = facts.levels.iter().flat_map(|level| &level.limits).map(|limit| Some(limit.disk));
     let told =
         findings.iter().filter(|finding| finding.coverage != Coverage::Note).map(|finding| finding.disk);
@@ -74,6 +75,7 @@ fn one(finding: &Finding) -> String {
     let about = [ios.join(", "), finding.place.clone()].into_iter().filter(|part| !part.is_empty());
     let about = about.collect::<Vec<_>>().join(", ");
     let name = finding.cause.name();
+    // The cause of full coverage needs no name.
     let about = match finding.cause {
         Cause::Covered => about,
         _ if about.is_empty() => name.to_owned(),
@@ -100,6 +102,7 @@ fn processes(facts: &Facts, findings: &[Finding]) -> String {
     ];
     let mut table = Table::new(columns);
     for process in &facts.processes {
+        // A process has a row for each finding about it.
         for finding in findings.iter().filter(|finding| finding.coverage != Coverage::Note) {
             let ios = finding.acts.iter().filter(|(pid, _)| *pid == Some(process.pid));
             let ios: Vec<String> = ios.map(|(_, io)| io.to_string()).collect();

@@ -34,6 +34,7 @@ pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unk
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
         let (device, rate) = (number(words.next()?)?, count(words.next()?)?);
+        // Each file sets one of the four rates.
         let of = |name: &str| (file == name).then_some(rate);
         let [read_bps, write_bps, read_iops, write_iops] = LIMITS.map(of);
         let rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };

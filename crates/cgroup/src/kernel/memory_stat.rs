@@ -1,4 +1,5 @@
-//! Page cache of a cgroup that is not on disk yet: memory.stat of cgroup v2, one `key number` a line.
+//! Page cache of a cgroup that is not on disk yet: memory.stat of cgroup v2, one `key number` a
+//! line.
 //!
 //! ```text
 //!   file_dirty 1048576
@@ -34,6 +35,7 @@ pub(crate) fn parse(text: &str) -> Result<Waiting, Unknown> {
         } else if let Some(rest) = line.strip_prefix("file_writeback ") {
             (&mut waiting.writeback, rest)
         } else {
+            // Some fifty other keys.
             continue;
         };
         *field = count(rest).ok_or_else(|| Unknown::new(FILE, line))?;

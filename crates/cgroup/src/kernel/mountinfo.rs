@@ -58,7 +58,8 @@ pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, Unknown> {
 
 /// The mount that contains a path, which must be absolute and without symbolic links.
 pub(crate) fn holding<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
-    // Of two mounts on the same point the later one hides the earlier; `max_by_key` returns the last.
+    // Of two mounts on the same point the later one hides the earlier; `max_by_key` returns the
+    // last.
     mounts
         .into_iter()
         .filter(|mount| path.starts_with(&mount.point))

@@ -37,6 +37,7 @@ pub(crate) fn parse(text: &str) -> Result<Pressure, Unknown> {
         let stall = match kind {
             "some" => &mut some,
             "full" => &mut full,
+            // Kernels may add lines and keys.
             _ => continue,
         };
         *stall = Some(parse_stall(keys).ok_or_else(unknown)?);

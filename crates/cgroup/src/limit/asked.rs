@@ -36,6 +36,7 @@ impl Asked {
 
     pub(crate) fn named(&self) -> Named {
         let is_set = |setting: &Setting| match *setting {
+            // A burst without a rate has no effect.
             Setting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
             Setting::IopsSize => self.limits.iops_size > 0,
         };

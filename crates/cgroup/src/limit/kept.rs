@@ -5,8 +5,8 @@
 //! ```
 //!
 //! In /run by default, so the file disappears at a reboot like the cgroups themselves. Written
-//! atomically, under a lock (`locks.rs`). A file in an unknown format is an error that names it, and
-//! is never overwritten. Never touches a cgroup.
+//! atomically, under a lock (`locks.rs`). A file in an unknown format is an error that names it,
+//! and is never overwritten. Never touches a cgroup.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -172,7 +172,8 @@ impl Entry {
         &self.device
     }
 
-    /// The disk's number, if the disk exists and its number has not been reassigned to another disk.
+    /// The disk's number, if the disk exists and its number has not been reassigned to another
+    /// disk.
     pub(crate) fn disk(&self, roots: &Roots) -> anyhow::Result<Number> {
         let number = self.device()?;
         let identity = match Identity::resolve(number, roots) {
@@ -193,8 +194,8 @@ impl Entry {
         Ok(number)
     }
 
-    /// True if `device` could name the entry's disk, even one that is gone: by its number, or by any
-    /// path.
+    /// True if `device` could name the entry's disk, even one that is gone: by its number, or by
+    /// any path.
     pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
         match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
@@ -249,6 +250,7 @@ impl Kept {
             next.limits.len() - 1
         });
         let entry = &mut next.limits[index];
+        // A disk with a reused number may have another identity now.
         entry.device_key = device_key.to_owned();
         entry.weight = change.weight.unwrap_or(entry.weight);
         if let Some(name) = &change.group {
@@ -256,6 +258,7 @@ impl Kept {
                 entry.group = None;
             } else {
                 entry.group = Some(name.clone());
+                // The group's limits replace its own ones.
                 entry.own = Shared::default();
             }
         }
@@ -280,6 +283,7 @@ impl Kept {
         };
         shared.change(change);
         next.check_safe_shares()?;
+        // The group that it left may have no member any more.
         next.drop_empty_groups();
         next.check()?;
         *self = next;
@@ -302,12 +306,13 @@ impl Kept {
     fn drop_empty_groups(&mut self) {
         let limits = &self.limits;
         self.groups.retain(|name, shared| {
+            // A cluster's group exists by the daemon's config file, with or without members.
             shared.cluster || limits.iter().any(|entry| entry.group.as_ref() == Some(name))
         });
     }
 
-    /// Rejects a fallback share below the kernel's minimum. The kernel accepts no rate below 2, so many
-    /// members would exceed a small share together.
+    /// Rejects a fallback share below the kernel's minimum. The kernel accepts no rate below 2, so
+    /// many members would exceed a small share together.
     fn check_safe_shares(&self) -> anyhow::Result<()> {
         for (name, shared) in self.groups.iter().filter(|(_, shared)| shared.cluster) {
             let members =
@@ -315,6 +320,7 @@ impl Kept {
             let limits = shared.limits()?;
             for kind in LimitKind::ALL {
                 let is_total = matches!(kind, LimitKind::BpsTotal | LimitKind::IopsTotal);
+                // A total is split in two directions with a minimum of 2 each.
                 let (rate, least) = (limits.limit(kind).rate, members * if is_total { 4 } else { 2 });
                 if rate > 0 && rate < least {
                     bail!(
@@ -327,7 +333,8 @@ impl Kept {
         Ok(())
     }
 
-    /// Replaces the clusters' groups by `groups`; a group with members stays even if it is not listed.
+    /// Replaces the clusters' groups by `groups`; a group with members stays even if it is not
+    /// listed.
     pub(crate) fn publish(&mut self, groups: &BTreeMap<String, Limits>) {
         let limits = &self.limits;
         self.groups.retain(|name, shared| {
@@ -355,6 +362,7 @@ impl Kept {
         for (name, shared) in &self.groups {
             shared.limits().and_then(|_| shared.watermark()).with_context(|| format!("group {name}"))?;
         }
+        // The file can be edited by hand, so every invariant is checked.
         let mut places = HashSet::new();
         for entry in &self.limits {
             if !places.insert((&entry.cgroup, &entry.device)) {

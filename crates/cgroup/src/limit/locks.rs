@@ -160,6 +160,7 @@ fn lock_soon(path: &Path, kind: &str, looks: usize) -> anyhow::Result<Option<Flo
         if let Some(lock) = lock(path, kind, FlockArg::LockExclusiveNonblock)? {
             return Ok(Some(lock));
         }
+        // A single attempt must not wait.
         if looks > 1 {
             thread::sleep(LOOK);
         }

@@ -1,6 +1,6 @@
-//! Settled limits: limits without bursts or watermark, divided by weight among the existing members.
-//! `weir cgroup limit` writes them at once; `watch`, its guard and their successors fall back to
-//! them.
+//! Settled limits: limits without bursts or watermark, divided by weight among the existing
+//! members. `weir cgroup limit` writes them at once; `watch`, its guard and their successors fall
+//! back to them.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -60,8 +60,8 @@ pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> a
 }
 
 /// Writes the settled rates after a change to the kernel and to systemd, wherever they differ from
-/// before; decreases come first, so that the sum never exceeds the limit. Returns the rates of `of`.
-/// On an error all are rolled back.
+/// before; decreases come first, so that the sum never exceeds the limit. Returns the rates of
+/// `of`. On an error all are rolled back.
 pub(super) fn change(
     hierarchy: &Hierarchy,
     before: &Kept,
@@ -119,6 +119,7 @@ fn sum(Rates { bps, iops }: &Rates) -> u128 {
 /// and prints the others.
 pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
+    // One failure must not leave other control groups in a burst.
     for (group, device, rates) in settled(hierarchy, kept)? {
         // The entry has a weight only: limits of other programs stay.
         if rates == Rates::NONE {
@@ -138,9 +139,10 @@ pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> 
     settle(hierarchy, &Kept::latest(path, last))
 }
 
-/// Settles quota leased by a cluster. Does not wait for a concurrent change; settles once more after
-/// it, in case the change overwrote the rates.
+/// Settles quota leased by a cluster. Does not wait for a concurrent change; settles once more
+/// after it, in case the change overwrote the rates.
 pub(crate) fn settle_lent(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
+    // At once: other hosts may use the quota from now on.
     let at_once = settle(hierarchy, &Kept::latest(path, last).of_clusters());
     let _unchanged = Unchanged::take(path);
     at_once.and(settle(hierarchy, &Kept::latest(path, last).of_clusters()))
@@ -194,6 +196,7 @@ pub(crate) fn unknown_to_systemd(
     }
     let roots = hierarchy.roots.of_devices();
     for sharing in Sharing::all(kept)? {
+        // Computed for all members, because each one's share depends on their number.
         let rates = sharing.pool(Instant::ZERO).settled();
         for (entry, rates) in sharing.members.iter().zip(rates) {
             if rates == Rates::NONE || !among.contains(&entry.cgroup) {

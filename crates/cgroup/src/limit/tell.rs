@@ -60,6 +60,7 @@ pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow
             group.write("io.max", &line).map_err(|error| refused(group, "io.max", &line, &error))
         }
         Version::V1 => {
+            // Version 1 has a file for each rate, so a change is not atomic.
             let before = told(group, device)?;
             tell_v1(group, device, rates).inspect_err(|_| {
                 // Best effort: the kernel accepted these values a moment ago. The first error is
@@ -100,6 +101,8 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
     for (index, telling) in all.iter().enumerate() {
         if let Err(error) = both(telling, telling.rates) {
             // Best effort: these values were in force a moment ago. The first error is reported.
+            // Including the failed one, whose kernel rates may have been written before systemd
+            // refused.
             for done in all[..=index].iter().rev() {
                 let _ = both(done, done.before);
             }
@@ -122,6 +125,7 @@ pub(crate) fn of_systemd(
 /// True if systemd has properties of a control group on a device. It stores each property in a file
 /// in /run (systemd.unit(5), "Unit File Load Path").
 pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
+    // No unit: systemd does not manage it, so nothing is missing.
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
         let text = std::fs::read_to_string(path).unwrap_or_default();
@@ -175,6 +179,7 @@ pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
 
 /// True if the cgroup belongs to a user's systemd, which the system's properties do not reach.
 pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
+    // Such as `user@1000.service`.
     let of_user = |component: Component<'_>| component.as_os_str().to_string_lossy().starts_with("user@");
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }

@@ -1,5 +1,5 @@
-//! Weights: written to the kernel if it divides a device by weight, otherwise used by weir to divide
-//! the limits of a group.
+//! Weights: written to the kernel if it divides a device by weight, otherwise used by weir to
+//! divide the limits of a group.
 //!
 //! ```text
 //!   io.cost on the device   io.weight        enable=1 in the root's io.cost.qos
@@ -85,7 +85,8 @@ pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Resul
 }
 
 impl Weight {
-    /// Writes the weight to the kernel if it has a mechanism. Returns a notice about the enforcement.
+    /// Writes the weight to the kernel if it has a mechanism. Returns a notice about the
+    /// enforcement.
     pub(super) fn tell(
         self,
         hierarchy: &Hierarchy,
@@ -105,6 +106,7 @@ impl Weight {
     fn tell_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(Divider, u32)>> {
         let Some(divider) = self.divider else { return Ok(None) };
         let (file, _, most) = divider.parts();
+        // The maximum of BFQ is below that of io.cost.
         let told = self.weight.min(most);
         group.write(file, &format!("{} {told}", self.device)).with_context(|| about(group, file))?;
         Ok(Some((divider, told)))
@@ -121,6 +123,7 @@ pub(crate) fn tell_again(
     let roots = hierarchy.roots.of_devices();
     let again = |entry: &Entry, weight: u32| -> anyhow::Result<()> {
         let group = hierarchy.group(&entry.cgroup)?;
+        // A missing disk or cgroup gets its weight when it appears.
         let there = entry.disk(&roots).ok().and_then(|number| Identity::resolve(number, &roots).ok());
         let Some(device) = there.filter(|_| group.exists()) else { return Ok(()) };
         hand_down(&group)?;
@@ -139,6 +142,7 @@ pub(crate) fn tell_again(
         let Some(weight) = entry.given_weight() else { continue };
         let Err(error) = again(entry, weight) else { continue };
         let named = error.context(format!("the weight of {}", entry.cgroup.display()));
+        // One failure must not keep the other weights from being written.
         if let Some(earlier) = failed.replace(named) {
             complain(&earlier);
         }
@@ -153,6 +157,7 @@ pub(super) fn reset(
     kept: &Kept,
 ) -> anyhow::Result<()> {
     let Some(file) = divider(hierarchy, device)?.map(|divider| divider.parts().0) else { return Ok(()) };
+    // The kernel first; afterwards systemd forgets the weight as well.
     group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
     // systemd can only clear the weights of all devices at once, so those of other devices are set
     // again (systemd.resource-control(5)).

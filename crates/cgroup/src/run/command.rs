@@ -54,11 +54,12 @@ pub(super) struct Ended {
 pub(super) struct Signals(SignalFd);
 
 impl Signals {
-    /// Blocks them in this thread and in threads started later; must be called before any other thread
-    /// starts.
+    /// Blocks them in this thread and in threads started later; must be called before any other
+    /// thread starts.
     pub(super) fn block() -> io::Result<Self> {
         // A parent may have left SIGCHLD ignored (`trap '' CHLD`), which suppresses notifications.
-        // SAFETY: restores the default action; no handler that could run at a bad moment is installed.
+        // SAFETY: restores the default action; no handler that could run at a bad moment is
+        // installed.
         unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
         let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
         set.thread_block()?;

@@ -71,8 +71,8 @@ impl Place {
         let place = Self { group, is_ours_above };
         let root = hierarchy.root_group()?;
         if root.version == Version::V2 {
-            // Without memory the kernel cannot attribute dirty pages, and no limit applies to buffered
-            // writes.
+            // Without memory the kernel cannot attribute dirty pages, and no limit applies to
+            // buffered writes.
             let has_memory = root.controllers().is_ok_and(|has| has.iter().any(|name| name == "memory"));
             let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
             place.group.enable(wanted)?;
@@ -125,9 +125,11 @@ fn create_below_ours(hierarchy: &Hierarchy, name: &str) -> anyhow::Result<Contro
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
                 return Err(unmade(&ours.name, &error));
             }
+            // The parent exists: created now or earlier.
             Ok(_) | Err(_) => sweep(&ours, &hierarchy.roots.proc),
         }
         match ControlGroup::create(&ours, name) {
+            // Another command removed the parent since.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             made => return made.map_err(|error| unmade(&ours.name.join(name), &error)),
         }

@@ -51,8 +51,8 @@ pub(super) struct Summary {
     pub(super) wall: Duration,
     pub(super) limited: Option<Number>,
     pub(super) asked: Asked,
-    /// The limited device, then others: number, node, usage. No usage if the kernel's counters fell, as
-    /// in version 1 when a cgroup below is removed.
+    /// The limited device, then others: number, node, usage. No usage if the kernel's counters
+    /// fell, as in version 1 when a cgroup below is removed.
     pub(super) devices: Vec<(Number, String, Option<Usage>)>,
     pub(super) waited: Waited,
     /// Dirty bytes not yet on disk.
@@ -107,10 +107,12 @@ impl Summary {
             ("LIMITS", Side::Left),
         ]);
         for (number, node, usage) in &self.devices {
+            // Mean rates over the whole run.
             let rate = usage.map(|usage| Rate::of(&usage, self.wall));
             let limits = |direction| {
                 if Some(*number) == self.limited { self.limits(direction) } else { "-".to_owned() }
             };
+            // Limits are set per direction, so each device has two rows.
             let rows = [
                 (
                     "read",
@@ -153,6 +155,7 @@ impl Summary {
 
     fn waits(&self) -> String {
         let share = |time: Duration| {
+            // A command that ends at once has no wall time.
             let share = time.as_secs_f64() / self.wall.as_secs_f64().max(f64::MIN_POSITIVE);
             format!("{} of {} ({})", seconds(time), seconds(self.wall), figures::share(share.min(1.0)))
         };
@@ -211,6 +214,7 @@ impl Summary {
     /// Settings that differ from their defaults.
     fn settings_json(&self) -> Value {
         let Asked { watermark, weight, group, .. } = &self.asked;
+        // Limits and other settings are keys of one object, as in `limit`.
         let mut settings = json!(self.asked.named());
         let others = [
             ("watermark", (*watermark > 0).then(|| json!(watermark))),

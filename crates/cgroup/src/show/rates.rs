@@ -108,7 +108,8 @@ pub(crate) struct TaskRow {
     pub(crate) id: TaskId,
     pub(crate) task: Task,
     pub(crate) rate: Option<Rate>,
-    /// Share of the interval, 0 to 1, in which the task waited for I/O; `None` without delay accounting.
+    /// Share of the interval, 0 to 1, in which the task waited for I/O; `None` without delay
+    /// accounting.
     pub(crate) waited: Option<f64>,
 }
 
@@ -143,10 +144,11 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
         .iter()
         .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
         .collect();
-    // Both values are lower bounds, so the larger one is shown: the longest waiting time of one task,
-    // and the pressure, an average over CPUs that undercounts tasks that migrate.
+    // Both values are lower bounds, so the larger one is shown: the longest waiting time of one
+    // task, and the pressure, an average over CPUs that undercounts tasks that migrate.
     let longest: Vec<(PathBuf, f64)> = rows.iter().filter_map(longest_wait).collect();
     for row in &mut rows {
+        // A cgroup waits at least as long as its descendants' tasks.
         let below = longest.iter().filter(|(name, _)| name.starts_with(&row.name));
         row.waited = below.map(|&(_, share)| share).chain(row.waited).reduce(f64::max);
     }
@@ -172,6 +174,7 @@ fn grown_with_those_below<'a>(
             let earlier = earlier.and_then(|account| account.own).unwrap_or_default();
             // A counter falls if the cgroup was recreated; then all of its present value is growth.
             let more = own.since(&earlier).unwrap_or(own);
+            // Each growth counts for the cgroup and for all above it.
             for above in seen.name.ancestors() {
                 let sum = grown.entry((above, *number)).or_default();
                 *sum = sum.plus(&more);

@@ -26,7 +26,8 @@ use crate::{
 pub(crate) struct Account {
     /// Counters of the cgroup and its descendants.
     pub(crate) usage: Usage,
-    /// Counters of the cgroup alone; version 1 only, where `usage` falls when a descendant is removed.
+    /// Counters of the cgroup alone; version 1 only, where `usage` falls when a descendant is
+    /// removed.
     pub(crate) own: Option<Usage>,
     pub(crate) limits: Rates,
 }
@@ -79,6 +80,7 @@ fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
     let usage = blkio::usage(&totals(blkio::BYTES)?, &totals(blkio::OPERATIONS)?)?;
     let limits = limit_files::merged(&limit_files::read(group)?);
     let mut devices = merged(usage, limits);
+    // The non-recursive counters, whose growth is right when a descendant is removed.
     let own = blkio::usage(&file(group, blkio::BYTES)?, &file(group, blkio::OPERATIONS)?)?;
     let own: BTreeMap<Number, Usage> = own.into_iter().collect();
     for (device, account) in &mut devices {
@@ -98,12 +100,13 @@ fn merged(
     for (device, limits) in limits {
         devices.entry(device).or_default().limits = limits;
     }
+    // The kernel also lists devices without I/O and limits.
     devices.retain(|_, account| !account.is_empty());
     devices
 }
 
-/// Content of a file; empty if the cgroup lacks it or the kernel disabled it. A cgroup under removal
-/// loses its files before its directory, so an open file may fail as well.
+/// Content of a file; empty if the cgroup lacks it or the kernel disabled it. A cgroup under
+/// removal loses its files before its directory, so an open file may fail as well.
 fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
     match group.read(name) {
         Ok(text) => Ok(text),

@@ -35,8 +35,8 @@ pub(super) struct Survey {
 }
 
 impl Survey {
-    /// Selects these cgroups and their descendants, or all; `has_all` includes those without limits and
-    /// I/O.
+    /// Selects these cgroups and their descendants, or all; `has_all` includes those without limits
+    /// and I/O.
     pub(super) fn new(
         hierarchy: Hierarchy,
         limits: &Path,
@@ -81,8 +81,8 @@ impl Survey {
         Wish { device: self.device, are_waits_counted: tasks::are_waits_counted(&self.hierarchy.roots.proc) }
     }
 
-    /// Takes a snapshot, which includes the errors of single cgroups; fails if all named cgroups are
-    /// gone.
+    /// Takes a snapshot, which includes the errors of single cgroups; fails if all named cgroups
+    /// are gone.
     pub(super) fn look(&self, has_tasks: bool) -> anyhow::Result<Snapshot> {
         let mut snapshot = Snapshot { at: self.began.elapsed(), ..Snapshot::default() };
         // An unreadable limits file does not hide the kernel's counters.
@@ -90,6 +90,7 @@ impl Survey {
             Ok(kept) => snapshot.kept = kept,
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
+        // By name, so that a cgroup below two named ones appears once.
         let mut found = BTreeMap::new();
         // The waiting time of tasks is the best lower bound of a cgroup's.
         let has_tasks = has_tasks || self.wish().are_waits_counted;
@@ -139,6 +140,7 @@ impl Survey {
             Some(device) => reading.devices.contains_key(&device),
             None => !reading.devices.is_empty(),
         };
+        // Named cgroups are always shown.
         if !is_named && !has_devices && !self.has_all {
             return Ok(None);
         }

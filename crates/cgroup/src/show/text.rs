@@ -65,6 +65,7 @@ fn groups(rows: &[Row]) -> Table {
             continue;
         }
         for (index, device) in row.devices.iter().enumerate() {
+            // The cgroup's own cells appear in its first row only.
             let group = if index == 0 { group.clone() } else { [const { String::new() }; 3] };
             let usage = device.account.usage;
             let of = |figure: fn(&Rate) -> String| cell(device.rate.as_ref().map(figure));

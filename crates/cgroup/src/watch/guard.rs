@@ -8,9 +8,9 @@
 //! ```
 //!
 //! The guard has its own process group, blocks signals and moves to the root cgroup, so it survives
-//! whatever kills the watch by name, terminal or service, and the OOM killer. After killing both one
-//! by one, an operator must run `weir cgroup watch --settle`. The guard holds a lock that the next
-//! watch waits for before it grants a burst.
+//! whatever kills the watch by name, terminal or service, and the OOM killer. After killing both
+//! one by one, an operator must run `weir cgroup watch --settle`. The guard holds a lock that the
+//! next watch waits for before it grants a burst.
 
 use std::{
     fs,
@@ -105,6 +105,7 @@ impl Guard {
 
     fn say(&mut self, what: u8, number: u64) -> anyhow::Result<()> {
         let said = self.pipe.write_all(&word(what, number));
+        // The guard may have missed a deadline, so it must be sent again.
         if said.is_err() {
             self.lent = None;
         }
@@ -141,8 +142,8 @@ pub(super) fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
 }
 
 fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
-    // The running program, even if its file has been replaced. The lock is inherited as its standard
-    // output.
+    // The running program, even if its file has been replaced. The lock is inherited as its
+    // standard output.
     let spawned = lock.share().and_then(|lock| {
         Command::new("/proc/self/exe")
             .args(["cgroup", "guard", "--limits"])
@@ -184,6 +185,8 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
         let silence = (!is_settled).then(|| heard_at + SILENCE);
         match heard(silence.into_iter().chain(lent).min()).context("standard input")? {
             Heard::Word([DONE, ..]) => return Ok(()),
+            // Any message is a heartbeat. After silence, the watch steers again, so settling is due
+            // again.
             Heard::Word([what, number @ ..]) => {
                 (heard_at, is_settled) = (now(), false);
                 kept = Kept::latest(path, &kept);
@@ -196,6 +199,8 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
                 lent = None;
                 settling::settle_lent(&hierarchy, path, &kept).unwrap_or_else(|error| complain(&error));
             }
+            // Settled once per silence: the watch may be stopped for long, and users may set other
+            // limits.
             Heard::Nothing => {
                 is_settled = true;
                 settling::settle_latest(&hierarchy, path, &kept).unwrap_or_else(|error| complain(&error));
@@ -225,6 +230,7 @@ fn heard(until: Option<Instant>) -> io::Result<Heard> {
         return Ok(Heard::Nothing);
     }
     let (mut word, mut read) = (Word::default(), 0);
+    // The pipe may deliver a message in parts.
     while read < word.len() {
         match nix::unistd::read(stdin.as_fd(), &mut word[read..])? {
             0 => return Ok(Heard::End),

@@ -24,8 +24,8 @@ use policy::{
 /// Time before the end of a lease at which the watch revokes the quota: more than a turn ahead of
 /// the guard, which then has nothing to do.
 const WATCH_AHEAD: Duration = Duration::from_millis(750);
-/// Time before the end of a lease at which the guard revokes the quota; covers scheduling delays and
-/// some thousand writes.
+/// Time before the end of a lease at which the guard revokes the quota; covers scheduling delays
+/// and some thousand writes.
 const GUARD_AHEAD: Duration = Duration::from_millis(500);
 
 /// Groups of control groups whose limits belong to a cluster.
@@ -94,6 +94,7 @@ impl Lending {
 
     pub(super) fn due(&self, now: Instant) -> Vec<Due> {
         let due = |(name, account): (&String, &Account)| {
+            // Decided here by time, independently of the cluster's messages, which may be late.
             let holds = now < account.taken_back_at();
             Due {
                 group: name.clone(),
@@ -117,8 +118,8 @@ impl Lending {
         self.accounts().values().map(Account::taken_back_at).filter(|at| *at > now).min()
     }
 
-    /// Time by which the guard must have revoked the quota in the kernel, including the quota that is
-    /// being written now.
+    /// Time by which the guard must have revoked the quota in the kernel, including the quota that
+    /// is being written now.
     pub(super) fn guarded_until(&self, due: &[Due]) -> Option<Instant> {
         let accounts = self.accounts();
         let until = |due: &Due| {
@@ -139,6 +140,7 @@ impl Lending {
             if is_in_force {
                 (account.in_force, account.held_until) = (due.number, due.until);
             }
+            // The last known demand stays while the group has no pool.
             account.doing = doing.or(account.doing);
         }
     }
@@ -165,6 +167,7 @@ impl Lender {
         let until = until.unwrap_or(Instant::MAX);
         let (part, safe) = (without_bursts(part), without_bursts(safe));
         if let Some(account) = self.lending.accounts().get_mut(&self.group) {
+            // A renewal keeps the number, so that the guard sees no change.
             if (account.part, account.safe) != (part, safe) {
                 account.number += 1;
             }

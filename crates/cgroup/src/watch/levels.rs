@@ -1,4 +1,5 @@
-//! Levels of all bursts, saved beside the limits file, so that the next watch grants no burst twice.
+//! Levels of all bursts, saved beside the limits file, so that the next watch grants no burst
+//! twice.
 //!
 //! Each level is saved with the counters at that time, so that I/O during a gap is charged as well.
 //! Written while levels change, and at the end. A lost file grants one burst too many, so an
@@ -37,7 +38,8 @@ pub(super) struct Left {
     at_ns: u64,
     /// In the order of [`policy::steering::Pool::levels`].
     pub(super) levels: [u64; 6],
-    /// Counters by control group and device: read and written bytes, then read and write operations.
+    /// Counters by control group and device: read and written bytes, then read and write
+    /// operations.
     passed: BTreeMap<String, [u64; 4]>,
 }
 
@@ -82,9 +84,11 @@ pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
         Ok(text.map(|text| serde_json::from_slice(&text)).transpose()?.unwrap_or_default())
     };
     let stored = read().unwrap_or_else(|error| {
+        // Full buckets grant one burst too many, which is no reason to stop.
         tracing::warn!("{}: what is left of bursts is not known, they begin anew: {error:#}", path.display());
         Stored::default()
     });
+    // The kernel's counters restart at a boot, so differences to the saved ones are meaningless.
     if stored.boot != boot() {
         return BTreeMap::new();
     }

@@ -1,7 +1,7 @@
 //! Counters of one control group on one device, read from files that stay open.
 //!
-//! io.stat counts I/O that has passed the limits. Waiting shows in io.pressure, or in memory.stat if
-//! only writeback waits (measured: io.pressure does not grow then). Reading an open file costs a
+//! io.stat counts I/O that has passed the limits. Waiting shows in io.pressure, or in memory.stat
+//! if only writeback waits (measured: io.pressure does not grow then). Reading an open file costs a
 //! tenth of opening it. Files of a removed cgroup return ENODEV for ever and are then reopened.
 
 use std::{fs::File, io, os::unix::fs::FileExt as _};
@@ -30,8 +30,8 @@ pub(super) struct Reading {
 }
 
 impl Reading {
-    /// Opens the files; those about waiting only if wanted, because a process may have only a thousand
-    /// open files.
+    /// Opens the files; those about waiting only if wanted, because a process may have only a
+    /// thousand open files.
     pub(super) fn open(group: &ControlGroup, wants_waiting: bool) -> anyhow::Result<Self> {
         let open = |file: &str| File::open(group.directory.join(file));
         let stat = open("io.stat").with_context(|| about(group, "io.stat"))?;
@@ -44,8 +44,8 @@ impl Reading {
         })
     }
 
-    /// Reads the counters on a device, and whether anything waited since the last reading; `buffer` is
-    /// scratch space.
+    /// Reads the counters on a device, and whether anything waited since the last reading; `buffer`
+    /// is scratch space.
     pub(super) fn read(
         &mut self,
         device: Number,

@@ -28,20 +28,22 @@ pub struct Running {
 }
 
 impl Running {
-    /// Watches the limits in this file, and quota that a cluster leases. The store has the capacities
-    /// of devices.
+    /// Watches the limits in this file, and quota that a cluster leases. The store has the
+    /// capacities of devices.
     pub fn start(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
         let mut watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
         if let Some(lending) = lending {
             watch.begin_to_lend(lending)?;
         }
+        // Before the watch moves to its thread; both share `known`.
         let figures = Reader::new(path, Roots::default(), watch.known.clone());
         let mut running = Self::run(move |stopped| watch.until(stopped).map(drop))?;
         running.figures = Some(figures);
         Ok(running)
     }
 
-    /// Starts a watch in a daemon that replaces another: it steers once the old process has stopped.
+    /// Starts a watch in a daemon that replaces another: it steers once the old process has
+    /// stopped.
     ///
     /// # Errors
     /// If this machine has no control groups that can be limited.
@@ -54,6 +56,7 @@ impl Running {
         let mut running = Self::run(move |stopped| {
             loop {
                 if let Some(watch) = Watch::claim_soon(&hierarchy, &path, &store)? {
+                    // Figures handed out before refer to this `known`.
                     let mut watch = Watch { known, ..watch };
                     lending.map_or(Ok(()), |lending| watch.begin_to_lend(lending))?;
                     return watch.until(stopped).map(drop);
@@ -74,8 +77,8 @@ impl Running {
         self.figures.clone()
     }
 
-    /// Starts a watch for one command: it steers while no other process does, and gives way to a process
-    /// that claims the limits.
+    /// Starts a watch for one command: it steers while no other process does, and gives way to a
+    /// process that claims the limits.
     ///
     /// # Errors
     /// As [`start`](Self::start), except that another watch may be running.
@@ -94,9 +97,11 @@ impl Running {
                     Err(RecvTimeoutError::Timeout) => {}
                     Ok(()) | Err(RecvTimeoutError::Disconnected) => return ended.map(drop),
                 }
+                // After an error it stands by again, because the error may be temporary.
                 let next = ended.and_then(|_| Watch::stand_in(&hierarchy, &path, &store));
                 watch = next.unwrap_or_else(|error| {
                     let text = format!("limits of control groups: {error:#}");
+                    // Logged once, not at each attempt.
                     if said.replace(text.clone()).as_ref() != Some(&text) {
                         tracing::error!("{text}");
                     }

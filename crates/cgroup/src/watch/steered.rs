@@ -41,9 +41,11 @@ pub(super) struct Steered {
     roots: Roots,
     pool: Pool,
     members: Vec<Controlled>,
-    /// True if a limit is divided, between members or directions: then it matters which of them wait.
+    /// True if a limit is divided, between members or directions: then it matters which of them
+    /// wait.
     divided: bool,
-    /// Counters of all members at the last reading, and the rate since the one before, for the watermark.
+    /// Counters of all members at the last reading, and the rate since the one before, for the
+    /// watermark.
     taken: Option<(Instant, [Counters; 2])>,
     rate: Option<Taken>,
     /// Time at which the next member is due; cached, because every round queries all pools.
@@ -109,6 +111,7 @@ impl Steered {
         let pool = match left {
             None => sharing.pool(now),
             Some(left) => {
+                // I/O since the levels were saved is charged to them afterwards.
                 let mut pool = sharing.pool(left.at());
                 let passed: Vec<_> = sharing
                     .members
@@ -211,6 +214,7 @@ impl Steered {
     /// Reads up to `most` due members, or all if a burst may be over, and writes changed rates.
     pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> Round {
         let mut round = Round::default();
+        // The end of a burst must not wait for the next round.
         let most = if self.is_burst_over(now) { usize::MAX } else { most };
         let due =
             |(index, member): (usize, &Controlled)| Some((member.due.filter(|due| *due <= now)?, index));
@@ -244,6 +248,7 @@ impl Steered {
                 self.members[index].due = self.next_look(index, now);
             }
         }
+        // Cached for `due`.
         self.due = self.members.iter().filter_map(|member| member.due).min().unwrap_or(Instant::MAX);
         round
     }
@@ -332,7 +337,8 @@ impl Steered {
     /// Writes decided rates; returns true on success.
     fn tell(&mut self, index: usize, rates: Rates, now: Instant) -> bool {
         let member = &mut self.members[index];
-        // Limits vanish with their disk: without one in force, the number may belong to another disk.
+        // Limits vanish with their disk: without one in force, the number may belong to another
+        // disk.
         let told = tell::told(&member.group, member.device).ok();
         let lost = member.in_force && told == Some(Rates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };

@@ -1,4 +1,5 @@
-//! Sets limits in systemd that were written to the kernel's files; systemd would undo them otherwise.
+//! Sets limits in systemd that were written to the kernel's files; systemd would undo them
+//! otherwise.
 //!
 //! Runs in a separate thread: systemd may respond slowly, and bursts must not wait.
 
@@ -26,7 +27,8 @@ impl Systemd {
         self.unheard.extend(groups);
     }
 
-    /// Starts setting the limits of the pending control groups, unless the last run is still active.
+    /// Starts setting the limits of the pending control groups, unless the last run is still
+    /// active.
     pub(super) fn tell(&mut self, hierarchy: &Hierarchy, path: &Path, kept: &Kept) {
         if let Some(teller) = self.teller.take_if(|teller| teller.is_finished()) {
             // The panic message has been printed.

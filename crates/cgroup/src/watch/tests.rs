@@ -54,6 +54,7 @@ fn a_burst_is_granted_taken_back_and_looked_at_in_time() {
     let machine = Machine::v2("io");
     let [steered] = &mut steered(&machine, &["a"], None)[..] else { panic!("one pool") };
     let mut buffer = Vec::new();
+    // Idle buckets are full, so the burst is granted in the first round.
     assert_eq!(steered.round(at(0), 9, &mut buffer).told, 1);
     assert!(max(&machine, "a").contains("wbps=20971520"), "{}", max(&machine, "a"));
     assert_eq!(steered.due(), at(1000), "idle: once a second");
@@ -81,6 +82,7 @@ fn one_that_is_gone_leaves_the_others_alone_and_is_found_again() {
     let steered = &mut steered[0];
     let mut buffer = Vec::new();
     steered.round(at(0), 9, &mut buffer);
+    // Half of the burst rate each, as both are idle.
     assert!(max(&machine, "a").contains("wbps=10485760"));
     let gone = machine.root().join("a");
     fs::remove_dir_all(&gone).unwrap();

@@ -33,7 +33,8 @@ impl Unsteered {
         Self { hierarchy, all: Vec::new(), next: 0, said: HashMap::new() }
     }
 
-    /// Adopts the pools that need no steering; returns the control groups whose limits were written.
+    /// Adopts the pools that need no steering; returns the control groups whose limits were
+    /// written.
     pub(super) fn adopt(&mut self, all: Vec<Sharing>) -> Vec<PathBuf> {
         let limited = all.iter().filter(|sharing| !sharing.limits.is_unlimited());
         let limited = limited.flat_map(|sharing| sharing.members.iter().map(place)).collect();
@@ -49,8 +50,8 @@ impl Unsteered {
         self.hold_all(changed)
     }
 
-    /// Verifies the next pools in turn, and those with a `new` control group; returns the control groups
-    /// whose limits were written.
+    /// Verifies the next pools in turn, and those with a `new` control group; returns the control
+    /// groups whose limits were written.
     pub(super) fn verify(&mut self, new: &HashSet<PathBuf>) -> Vec<PathBuf> {
         let in_turn: Vec<usize> = in_turn(&mut self.next, self.all.len(), VERIFIED).collect();
         let is_new = |sharing: &Sharing| sharing.members.iter().any(|entry| new.contains(&entry.cgroup));
@@ -63,8 +64,8 @@ impl Unsteered {
         which.into_iter().flat_map(|index| self.hold(index)).collect()
     }
 
-    /// Restores limits that the kernel lost together with a control group or a disk; a missing disk is
-    /// logged once.
+    /// Restores limits that the kernel lost together with a control group or a disk; a missing disk
+    /// is logged once.
     fn hold(&mut self, index: usize) -> Vec<PathBuf> {
         let sharing = &self.all[index];
         let roots = self.hierarchy.roots.of_devices();
@@ -100,8 +101,8 @@ impl Unsteered {
         }
     }
 
-    /// Lifts limits that are no longer configured, if the kernel still has them: a limit removed just as
-    /// it was restored, or deleted from the file.
+    /// Lifts limits that are no longer configured, if the kernel still has them: a limit removed
+    /// just as it was restored, or deleted from the file.
     fn lift(&self, before: &[Sharing], limited: &HashSet<(PathBuf, String)>) {
         for sharing in before {
             if sharing.members.iter().all(|entry| limited.contains(&place(entry))) {

@@ -164,8 +164,8 @@ impl Stream {
         let Record { time_ns, op, offset, length, .. } = *record;
         let is_same = length == self.last_length;
         let kind = Op::ALL.iter().position(|known| *known == op).unwrap_or(0) as u128;
-        // The lowest bit marks a repeated length, three bits the operation, the rest the time difference.
-        // 128 bits, because the difference of two 64-bit times is shifted by four bits.
+        // The lowest bit marks a repeated length, three bits the operation, the rest the time
+        // difference. 128 bits, because the difference of two 64-bit times is shifted by four bits.
         let ahead = u128::from(time_ns.saturating_sub(self.last_ns));
         put(&mut self.encoded, ahead << 4 | kind << 1 | u128::from(is_same));
         if !is_same {

@@ -6,10 +6,10 @@
 //! Hours depend on each other as well, so an interval from a single day does not cover other days.
 //!
 //! A draw is never worse than the observation, and a smallest limit just suffices for the worst
-//! observation. The upper end is therefore raised: it must suffice for an hour that fills the bucket
-//! more than the fullest observed one, by as many standard deviations among the hours as Student's
-//! distribution demands (Gosset, 1908). Few or very different hours make the interval wide.
-//! `tests/coverage.rs` measures the coverage.
+//! observation. The upper end is therefore raised: it must suffice for an hour that fills the
+//! bucket more than the fullest observed one, by as many standard deviations among the hours as
+//! Student's distribution demands (Gosset, 1908). Few or very different hours make the interval
+//! wide. `tests/coverage.rs` measures the coverage.
 
 use policy::throttle::{Limit, Unit};
 use serde::Serialize;
@@ -81,8 +81,8 @@ pub(super) struct Interval {
 impl Interval {
     /// Union of the drawn interval and its mirror image (the basic bootstrap; Davison and Hinkley,
     /// *Bootstrap Methods and their Application*, 1997, section 5.2). A trace contains few of the
-    /// rarest moments, so its smallest limit is more often too small than too large, and a limit from
-    /// a draw is smaller again by as much.
+    /// rarest moments, so its smallest limit is more often too small than too large, and a limit
+    /// from a draw is smaller again by as much.
     pub(super) fn around(low: f64, high: f64) -> Self {
         Self { low: low.min(1.0 / high).min(1.0), high: high.max(1.0 / low).max(1.0) }
     }
@@ -161,8 +161,8 @@ fn for_unseen(parts: &[Part], target: &Target) -> usize {
     (0..SCALES).find(|&scale| does(scale)).unwrap_or(SCALES)
 }
 
-/// The 0.995 quantile of Student's distribution (Abramowitz and Stegun, 26.7.5; 3 % too low for five
-/// degrees of freedom, less for more).
+/// The 0.995 quantile of Student's distribution (Abramowitz and Stegun, 26.7.5; 3 % too low for
+/// five degrees of freedom, less for more).
 fn student(freedom: usize) -> f64 {
     const NORMAL: f64 = 2.5758;
     let (z, n) = (NORMAL, freedom as f64);

@@ -11,10 +11,10 @@
 //!
 //! A request worth more than [`SLICE_S`] of the rate is admitted with its last slice (`policy`'s
 //! `throttle/price.rs`), so all slices before count towards the level; where slices are larger
-//! because the bucket has capacity, it is admitted up to one slice sooner than computed. Two buckets
-//! of the same unit delay a request as long as the slower of them alone; buckets of operations and
-//! of bytes together may delay it longer, and reads that overtake writes may be delayed differently
-//! one by one, though not as a whole. A simulation confirms every result.
+//! because the bucket has capacity, it is admitted up to one slice sooner than computed. Two
+//! buckets of the same unit delay a request as long as the slower of them alone; buckets of
+//! operations and of bytes together may delay it longer, and reads that overtake writes may be
+//! delayed differently one by one, though not as a whole. A simulation confirms every result.
 //!
 //! Times are floating-point seconds: exact to nanoseconds for levels of hours.
 
@@ -88,8 +88,8 @@ impl Lane {
         self.level.rate
     }
 
-    /// Smallest bucket, in seconds of the rate, at which at most `allowed` requests wait longer than
-    /// `wait_s`; rounded up to a step of the histogram.
+    /// Smallest bucket, in seconds of the rate, at which at most `allowed` requests wait longer
+    /// than `wait_s`; rounded up to a step of the histogram.
     pub(super) fn size_s(&self, allowed: u64, wait_s: f64) -> f64 {
         let mut above = 0;
         // From the longest waits down, until more requests than allowed would be late.
@@ -123,7 +123,8 @@ pub(super) fn measure(
             // The bits of a positive float order like its value: exponent and leading mantissa bits
             // select the step.
             let step = (found_s.to_bits() >> (52 - STEP_BITS)).wrapping_sub(FIRST);
-            // Waits below the first step wrap around to an index out of range: they are not counted.
+            // Waits below the first step wrap around to an index out of range: they are not
+            // counted.
             if let Some(count) = lane.counts.get_mut(step as usize) {
                 *count = count.saturating_add(1);
             }
@@ -180,8 +181,8 @@ impl Buckets {
         exceeds(self.wait_s(after_s, units), 0.0, wait_s)
     }
 
-    /// Level that a request meets, relative to the level at which it waits too long, of the fuller of
-    /// the two buckets; and true if it does wait too long.
+    /// Level that a request meets, relative to the level at which it waits too long, of the fuller
+    /// of the two buckets; and true if it does wait too long.
     #[inline]
     pub(super) fn fills(&mut self, after_s: f64, units: f64, wait_s: f64) -> (f64, bool) {
         let found_s = self.level.meet(after_s, units);

@@ -6,8 +6,8 @@
 //!
 //! A tenant is the object that a limit would be set on: the group of a disk, or the disk. If a
 //! member of a group is chosen, that group is open: its disks are tenants. The advice replaces the
-//! limits that the file sets on tenants; other limits (of groups around them, of members of a group)
-//! stay in force in every simulation. Prefetching is off.
+//! limits that the file sets on tenants; other limits (of groups around them, of members of a
+//! group) stay in force in every simulation. Prefetching is off.
 
 use std::collections::{HashMap, HashSet};
 

@@ -1,4 +1,5 @@
-//! Limits of a tenant alone: the smallest ones that keep its target without neighbours on its device.
+//! Limits of a tenant alone: the smallest ones that keep its target without neighbours on its
+//! device.
 
 use std::sync::atomic::AtomicBool;
 
@@ -129,7 +130,8 @@ impl Search<'_> {
                 smallest.steady = scale(smallest.steady, times, unit);
             }
         }
-        // Waits in the simulation at the target's percentile: together with the device they just meet it.
+        // Waits in the simulation at the target's percentile: together with the device they just
+        // meet it.
         let wait_s = if self.judge.whole {
             felt.waited.value_at_quantile(target.share()) as f64 / 1e9
         } else {
@@ -159,8 +161,8 @@ impl Search<'_> {
             if !self.judge.whole {
                 return Ok((1.0, felt));
             }
-            // The device's time at a percentile and the wait at a percentile do not add up, so the computed
-            // limit may be too large.
+            // The device's time at a percentile and the wait at a percentile do not add up, so the
+            // computed limit may be too large.
             low = 0.5;
         } else {
             // Exponential search for a sufficient factor; bisection follows.

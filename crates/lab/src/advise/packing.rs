@@ -250,8 +250,8 @@ impl<'a> Packer<'a> {
         bins
     }
 
-    /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a device
-    /// faster, so an infeasible set has no feasible superset.
+    /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a
+    /// device faster, so an infeasible set has no feasible superset.
     fn any_way(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
         if order.len() > MOST_IN_ALL_WAYS {
             return Ok(None);

@@ -71,8 +71,8 @@ fn size(limit: Limit) -> f64 {
     }
 }
 
-/// Searches the smallest limit for at least one request. `None` if it would exceed the largest valid
-/// limit.
+/// Searches the smallest limit for at least one request. `None` if it would exceed the largest
+/// valid limit.
 pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     arrivals: impl Fn() -> A,
     unit: Unit,
@@ -85,8 +85,8 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
         points.take(&measure(demand(arrivals(), unit), unit, rates, terms.wait_s));
         points.next()
     };
-    // At this rate no request waits: a bucket of a tenth of a second holds two slots at their peak, and
-    // the rate drains a slot in its time.
+    // At this rate no request waits: a bucket of a tenth of a second holds two slots at their peak,
+    // and the rate drains a slot in its time.
     let high = (2.0 * amount.peak as f64 / NO_BURST_S).max(amount.peak as f64 * 1e9 / SLOT_NS as f64);
     let low = amount.busiest.max(1.0);
     // Each pass over the requests measures all rates at once, so few passes are needed.

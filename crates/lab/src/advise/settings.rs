@@ -1,8 +1,8 @@
 //! Applies the advice: commands for a running daemon, and a config file.
 //!
-//! The commands are complete and can be pasted into a shell. The file passes `weir check-config`: it
-//! is the operator's file with changed settings and every other byte kept; or, without one, a file
-//! of disks with placeholder images.
+//! The commands are complete and can be pasted into a shell. The file passes `weir check-config`:
+//! it is the operator's file with changed settings and every other byte kept; or, without one, a
+//! file of disks with placeholder images.
 
 use std::fmt::Write as _;
 

@@ -116,7 +116,8 @@ const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0]
 pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
     let of = &search.house.tenants[tenant];
     let place = search.house.world.disks[search.house.disks[of.disks[0]]].place;
-    // Comparing full and minimal lengths shows whether operations or bytes dominate the service time.
+    // Comparing full and minimal lengths shows whether operations or bytes dominate the service
+    // time.
     let world = &search.house.world;
     let worked_s = |with_length: bool| {
         let mut devices = Devices::default();
@@ -370,7 +371,8 @@ impl<'a> Shared<'a> {
                 }
             }
         }
-        // Weights in the existing group need no new limit; tried last, and preferred only if better.
+        // Weights in the existing group need no new limit; tried last, and preferred only if
+        // better.
         if let Some(weighed) = self.by_own_weight()? {
             let limited: Vec<bool> = self.limited(LOWEST).iter().map(Option::is_some).collect();
             if best.as_ref().is_none_or(|before| self.is_better(&weighed, before, &limited)) {
@@ -392,8 +394,8 @@ impl<'a> Shared<'a> {
         Ok(Found { plan, felt, is_kept, could_ns, interval })
     }
 
-    /// Searches the level, with true for the highest that suffices and false for the lowest. `None` if
-    /// the unlimited tenants miss the target at every level.
+    /// Searches the level, with true for the highest that suffices and false for the lowest. `None`
+    /// if the unlimited tenants miss the target at every level.
     fn by_level(&mut self) -> anyhow::Result<Option<(f64, bool)>> {
         let highest = self
             .loads
@@ -429,8 +431,8 @@ impl<'a> Shared<'a> {
         Ok(Some((high, false)))
     }
 
-    /// Searches the level at which limited and unlimited tenants are equally late: the shortest time
-    /// that a target for all could have.
+    /// Searches the level at which limited and unlimited tenants are equally late: the shortest
+    /// time that a target for all could have.
     fn balance(&mut self, from: f64, highest: f64) -> anyhow::Result<()> {
         let (mut low, mut high) = (from, highest * CLOSE);
         for _ in 0..6 {
@@ -448,7 +450,8 @@ impl<'a> Shared<'a> {
         Ok(())
     }
 
-    /// Tightens a plan until it keeps the target on the whole trace; returns the last plan in any case.
+    /// Tightens a plan until it keeps the target on the whole trace; returns the last plan in any
+    /// case.
     fn confirm(&self, plan: impl Fn(&Self, i32) -> Plan) -> anyhow::Result<Confirmed> {
         let mut step = 0;
         loop {

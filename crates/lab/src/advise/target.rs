@@ -21,8 +21,8 @@ impl Target {
         self.time_ns as f64 / 1e9
     }
 
-    /// Number of requests, of this total, that may take longer: those above the percentile, with the
-    /// rounding of histograms.
+    /// Number of requests, of this total, that may take longer: those above the percentile, with
+    /// the rounding of histograms.
     pub(super) fn allowed(&self, requests: u64) -> u64 {
         // Rounded up: the percentile itself must lie within the time.
         let within = (requests as f64 * self.percentile / 100.0).ceil();

@@ -98,7 +98,8 @@ fn waits_computed_from_arrivals_are_those_of_the_policy() {
                 {
                     let after_s = (at_ns - std::mem::replace(&mut before, at_ns)) as f64 / 1e9;
                     let beyond = buckets.wait_s(after_s, units) * 1e9 - *expected as f64;
-                    // A timer fires at whole nanoseconds. A large request may be admitted a slice sooner.
+                    // A timer fires at whole nanoseconds. A large request may be admitted a slice
+                    // sooner.
                     let is_sliced = unit == Unit::Bps && units > slice;
                     sliced += u32::from(is_sliced);
                     let most = if is_sliced { 90e6 } else { 1000.0 };

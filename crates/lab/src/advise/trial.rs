@@ -1,8 +1,8 @@
 //! Simulated latencies of tenants: their requests run through the daemon's own decisions, as in
 //! `weir simulate`, on modelled devices.
 //!
-//! Late requests are counted exactly; percentiles have an error of at most 1 %. Flushes take time on
-//! a device but are not judged, since no limit delays them.
+//! Late requests are counted exactly; percentiles have an error of at most 1 %. Flushes take time
+//! on a device but are not judged, since no limit delays them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 

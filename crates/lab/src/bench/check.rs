@@ -35,7 +35,8 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     if arguments.flush_interval == Some(0) {
         bail!("--flush-interval 0: that is never (leave it away)");
     }
-    // QEMU's rule: requests in flight are drained before a flush, so the interval cannot be smaller.
+    // QEMU's rule: requests in flight are drained before a flush, so the interval cannot be
+    // smaller.
     if let Some(interval) = arguments.flush_interval.filter(|&interval| interval < arguments.depth.into()) {
         bail!("--flush-interval {interval}: is below the depth, {} (let it be as large)", arguments.depth);
     }

@@ -1,5 +1,5 @@
-//! The result file of a run: measures to compare, and charts. A direction without completed requests
-//! is omitted.
+//! The result file of a run: measures to compare, and charts. A direction without completed
+//! requests is omitted.
 
 use console::figures;
 use simulator::over_time::OverTime;

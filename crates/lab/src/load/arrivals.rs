@@ -41,7 +41,8 @@ impl Schedule {
         // The first Poisson gap is drawn like all others: starting at 0 would synchronize the jobs.
         let next_ns = match arrivals.spacing {
             Spacing::Poisson => exponential(gap_ns, &mut random),
-            // Parts are offset against each other, so that together they are equally spaced as well.
+            // Parts are offset against each other, so that together they are equally spaced as
+            // well.
             Spacing::Fixed => gap_ns * f64::from(part.number) / f64::from(part.of),
         };
         Self { arrivals, began, next_ns, random }

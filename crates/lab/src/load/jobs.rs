@@ -1,5 +1,5 @@
-//! Several concurrent jobs, each on a separate thread with a reactor (and a connection or queue to a
-//! server).
+//! Several concurrent jobs, each on a separate thread with a reactor (and a connection or queue to
+//! a server).
 //!
 //! They start together once all are ready, and end together if one fails. A single job runs on the
 //! caller's thread, as a daemon's requests do.

@@ -1,5 +1,5 @@
-//! Offsets of requests: sequential, in strides, backward, random, or random with hot spots. A request
-//! never extends past the end.
+//! Offsets of requests: sequential, in strides, backward, random, or random with hot spots. A
+//! request never extends past the end.
 
 use std::cell::{Cell, RefCell};
 

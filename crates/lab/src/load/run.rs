@@ -7,8 +7,8 @@
 //! ```
 //!
 //! In an open loop, a task takes the next due time and waits for it. While all tasks are busy,
-//! requests are late, and the queue needs no memory. Only the data path allocates for a request, and
-//! the clock is read once. Each reader has a separate position and separate tasks.
+//! requests are late, and the queue needs no memory. Only the data path allocates for a request,
+//! and the clock is read once. Each reader has a separate position and separate tasks.
 
 use std::{
     cell::{Cell, RefCell},
@@ -125,7 +125,8 @@ impl Run {
             content,
             readers: course.readers(load.readers, job.part),
             course,
-            // Independent of the places' seed: the mix of reads and writes must not change the offsets.
+            // Independent of the places' seed: the mix of reads and writes must not change the
+            // offsets.
             kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
             schedule: job.arrivals.map(schedule),
             recorder: RefCell::new(Recorder::new(from)),

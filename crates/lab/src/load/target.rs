@@ -1,5 +1,5 @@
-//! Destination of a load: a disk in this process, or a server's. An enum, so that a request needs no
-//! dynamic dispatch.
+//! Destination of a load: a disk in this process, or a server's. An enum, so that a request needs
+//! no dynamic dispatch.
 
 use std::{rc::Rc, sync::Arc};
 

@@ -19,6 +19,7 @@ fn load(count: u64, depth: u32) -> Load {
 
 fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
     let faults = rules.iter().map(|rule| rule.parse().unwrap()).collect();
+    // Exact latencies make the elapsed time of each load exact.
     let delay = Some("read=1ms,write=1ms,flush=10ms".parse().unwrap());
     let image = open_raw(spec, OpenOptions { faults, delay, ..OpenOptions::default() }).unwrap();
     Arc::new(Disk::new("load", image, DiskSettings::default(), None).unwrap())
@@ -41,6 +42,7 @@ fn as_many_requests_are_in_flight_as_were_asked_for() {
 fn a_flush_comes_after_every_so_many_writes_and_nothing_is_in_flight_with_it() {
     let flush = Some(Flush { interval: 64, drain: true });
     let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    // Ten times: 64 writes take 2 ms at depth 32, and the flush 10 ms.
     assert_eq!(outcome.elapsed, Duration::from_millis(10 * (2 + 10)));
 }
 
@@ -92,6 +94,7 @@ fn random_places_are_everywhere_and_the_same_for_one_seed() {
             all.chunks(4096).map(|block| block[0] == 7).collect::<Vec<_>>()
         })
     };
+    // About 256 × (1 − 1/e) = 162 blocks are hit.
     let blocks = written(3).iter().filter(|&&block| block).count();
     assert!((120..200).contains(&blocks), "256 draws of 256 blocks hit {blocks}");
     assert_eq!(written(3), written(3));
@@ -187,7 +190,8 @@ fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
     let outcome = put_on(Job { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
-    // Capacity for 1000 per second, arrivals of 2000: the hundredth waits for half of the earlier ones.
+    // Capacity for 1000 per second, arrivals of 2000: the hundredth waits for half of the earlier
+    // ones.
     let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
     let outcome = put_on(Job { arrivals, ..load(100, 1).into() }, &[]).unwrap();
     let reads = &outcome.measured.reads;

@@ -2,7 +2,8 @@
 //!
 //! [`DEPTH`] requests are in flight all the time. The result is the median rate of several time
 //! windows, so a pause in one of them has no effect; for a slow device windows are joined. The
-//! spread of the windows is reported as well: it reveals devices whose rate depends on their history.
+//! spread of the windows is reported as well: it reveals devices whose rate depends on their
+//! history.
 
 use std::{
     cell::{Cell, RefCell},
@@ -26,7 +27,8 @@ const WINDOWS: u32 = 7;
 const STEADY: f64 = 0.3;
 /// Factors of the measuring time for the two repetitions of a rate that varies.
 const LONGER: [u32; 2] = [2, 4];
-/// Minimum average of completions in a window, to limit random error; windows with fewer are joined.
+/// Minimum average of completions in a window, to limit random error; windows with fewer are
+/// joined.
 const ANSWERS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -70,8 +72,8 @@ pub(super) struct Figure {
     /// Operations per second: the median of the windows; fractional, as large blocks are few. 0 if
     /// too few requests were completed for a rate.
     pub(super) rate: f64,
-    /// Difference between the fastest and the slowest window, relative to the median. Infinite without a
-    /// rate.
+    /// Difference between the fastest and the slowest window, relative to the median. Infinite
+    /// without a rate.
     pub(super) spread: f64,
 }
 

@@ -123,7 +123,8 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
     Ok(())
 }
 
-/// Numbers that JSON lacks (infinite, NaN) become null, and so does the interval of a single sample.
+/// Numbers that JSON lacks (infinite, NaN) become null, and so does the interval of a single
+/// sample.
 fn interval_json(estimate: Estimate, interval: IntervalKind) -> Value {
     let Estimate { median, low, high } = estimate;
     match interval {

@@ -1,5 +1,5 @@
-//! Heat map of a matrix. Each value is also written into its cell, so that no information depends on
-//! colour alone.
+//! Heat map of a matrix. Each value is also written into its cell, so that no information depends
+//! on colour alone.
 //!
 //! Values of any unit: the better, the stronger the colour. Ratios: blue is better than 1×, orange
 //! worse; the colour is stronger further from 1×, and differences within noise have none. Columns

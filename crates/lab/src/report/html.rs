@@ -1,7 +1,7 @@
 //! Escapes text for a page.
 //!
-//! Names and notes come from untrusted result files: a disk may be named `<script>`. No character of
-//! a text can begin a tag or an entity, or end an attribute.
+//! Names and notes come from untrusted result files: a disk may be named `<script>`. No character
+//! of a text can begin a tag or an entity, or end an attribute.
 
 use reactor::plain::is_hidden;
 
@@ -21,8 +21,8 @@ pub(super) fn escape(text: &str) -> String {
     escaped
 }
 
-/// Replaces characters that are forbidden in HTML, interpreted by terminals or invisible, except line
-/// ends; plotters does not.
+/// Replaces characters that are forbidden in HTML, interpreted by terminals or invisible, except
+/// line ends; plotters does not.
 pub(super) fn clean(text: &str) -> String {
     text.chars().map(shown).collect()
 }

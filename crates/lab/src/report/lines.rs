@@ -1,5 +1,6 @@
-//! Line charts over one x-axis: IOPS over time, a growing cache, the share of requests over latency.
-//! Of thousands of points in a pixel column only first, last, minimum and maximum are drawn.
+//! Line charts over one x-axis: IOPS over time, a growing cache, the share of requests over
+//! latency. Of thousands of points in a pixel column only first, last, minimum and maximum are
+//! drawn.
 
 use std::{fmt::Write as _, ops::Range};
 

@@ -1,9 +1,9 @@
 //! The colours of charts, for light and dark mode.
 //!
-//! plotters writes light colours into attributes. CSS rules override attributes, so the dark mode is
-//! a list of rules `[stroke="#0072B2"] { stroke: … }` for the same drawing; hence each colour has one
-//! meaning only. The lines' colours are those of Okabe and Ito (*Color Universal Design*, 2008) for
-//! any colour vision, made stronger: five lines are solid and three dashed.
+//! plotters writes light colours into attributes. CSS rules override attributes, so the dark mode
+//! is a list of rules `[stroke="#0072B2"] { stroke: … }` for the same drawing; hence each colour
+//! has one meaning only. The lines' colours are those of Okabe and Ito (*Color Universal Design*,
+//! 2008) for any colour vision, made stronger: five lines are solid and three dashed.
 
 use plotters::style::RGBColor;
 
@@ -182,7 +182,8 @@ mod tests {
                             let [one, other] = [one, other].map(|pair| seen(of(pair), deficiency));
                             let distance =
                                 one.iter().zip(other).map(|(a, b)| (a - b).powi(2)).sum::<f64>().sqrt();
-                            // A distance of about 2.3 is just noticeable; thin lines need several times that.
+                            // A distance of about 2.3 is just noticeable; thin lines need several
+                            // times that.
                             assert!(distance >= 12.0, "{one:?} and {other:?}: {distance}");
                         }
                     }

@@ -62,8 +62,8 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
         let magnitude = (value / step.0).abs();
         if magnitude > 0.0 && magnitude.is_finite() { -magnitude.log10().floor() } else { 0.0 }
     };
-    // Down to the first digit of the width (two digits if that is 1 or 2), and at most six digits of
-    // the median.
+    // Down to the first digit of the width (two digits if that is 1 or 2), and at most six digits
+    // of the median.
     let digits = digits((high - low) / 3.0).min(digits(median) + 5.0).max(digits(median) + 2.0);
     let digits = digits.clamp(0.0, 9.0) as usize;
     let alone = low == median && high == median;

@@ -28,6 +28,7 @@ pub(super) fn result(result: &ResultFile, written: &[&Path], bold: bool) -> Stri
         text += &titled(table, bold);
     }
     text += &titled(&page::measures(&findings.measures), bold);
+    // A terminal shows the titles of the charts only.
     let charts: Vec<String> = findings.charts.iter().map(|chart| clean(chart_title(chart))).collect();
     if !charts.is_empty() {
         let how = if written.is_empty() { ", which --report FILE.html and --charts DIR draw" } else { "" };

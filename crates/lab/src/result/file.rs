@@ -1,8 +1,8 @@
 //! Reads and writes result files and report pages.
 //!
 //! Names may be mistyped and measurements take long, so the destination is examined beforehand
-//! ([`check`]): a file of the same kind is replaced atomically; a special file (`/dev/null`, a pipe)
-//! is written into; anything else, such as an image, is left alone.
+//! ([`check`]): a file of the same kind is replaced atomically; a special file (`/dev/null`, a
+//! pipe) is written into; anything else, such as an image, is left alone.
 
 use std::{
     fs,
@@ -118,7 +118,8 @@ pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
     let write = || {
         match Place::of(path, kind)? {
             Place::File(path) => {
-                // A temporary file in the same directory, because a rename cannot cross file systems.
+                // A temporary file in the same directory, because a rename cannot cross file
+                // systems.
                 let mut file = unnamed(&path)?;
                 file.write_all(text.as_bytes())?;
                 file.persist(path).map_err(|error| error.error)?;

@@ -76,6 +76,7 @@ impl Machine {
     pub(crate) fn this() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         let kernel = |name: &str| read(format!("/proc/sys/kernel/{name}")).trim().to_owned();
+        // Both files consist of lines of the form `name : value`.
         let field = |text: &str, name: &str| {
             let line = text.lines().find(|line| line.starts_with(name))?;
             Some(line.split_once(':')?.1.trim().to_owned())
@@ -106,7 +107,8 @@ impl Device {
     }
 }
 
-/// File system type from proc_pid_mountinfo(5): the third field is the number, the first field after
+/// File system type from proc_pid_mountinfo(5): the third field is the number, the first field
+/// after
 /// ` - ` the type.
 fn file_system(mounts: &str, number: Number) -> Option<String> {
     let number = number.to_string();

@@ -27,6 +27,8 @@ impl FromStr for DeviceSpec {
         }
         let (mut delay, mut rate) = (Vec::new(), Vec::new());
         for pair in text.split(',') {
+            // Translates the keys to those of the `delay` and `rate` options, whose parsers check
+            // the values.
             let (key, value) = pair.split_once('=').unwrap_or((pair, ""));
             match key {
                 "read" | "write" | "zero" | "flush" | "parallel" => delay.push(pair.to_owned()),
@@ -43,6 +45,7 @@ impl FromStr for DeviceSpec {
         }
         let delay = if delay.is_empty() { Ok(DelayOptions::default()) } else { delay.join(",").parse() };
         let rate = if rate.is_empty() { Ok(RateOptions::default()) } else { rate.join(",").parse() };
+        // The error names the translated key, such as `bytes` for `bps`.
         let rule = |error: storage::InvalidOption| format!("{}={} {}", error.key, error.value, error.rule);
         Ok(Self::Given { delay: delay.map_err(rule)?, rate: rate.map_err(rule)? })
     }

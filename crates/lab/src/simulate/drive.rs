@@ -9,7 +9,8 @@
 //!
 //! Disks that share a group or a device are in the same shard, so results do not depend on the
 //! number of shards. A simulation ends early when waiting requests take [`MOST_BYTES`], on an
-//! interruption, or at an error in a trace. The outcome then covers the part before, with the reason.
+//! interruption, or at an error in a trace. The outcome then covers the part before, with the
+//! reason.
 
 use std::{
     ops::ControlFlow,
@@ -111,13 +112,16 @@ pub(crate) struct OfDisk {
     pub(crate) prefetch: Option<prefetch::Stats>,
 }
 
-/// Simulates a job. Fails if nothing can be simulated: contradictory settings, or an unreadable trace.
+/// Simulates a job. Fails if nothing can be simulated: contradictory settings, or an unreadable
+/// trace.
 pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let mut names = Names::new(job.setup);
     let mut world = job.setup.world.clone();
     for name in &job.input.disks {
+        // The workload's disks come first, so that its clients can refer to them by index.
         names.add(name, &mut world).map_err(|why| anyhow!("the workload: {why}"))?;
     }
+    // A client's disk is an index into the workload's names; engines need an index into the world.
     let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known[spec.disk], ..spec.clone() };
     let clients: Vec<ClientSpec> = job.input.clients.iter().map(of_world).collect();
     if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
@@ -129,6 +133,7 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     }
     let first = names.known.len();
     let reading = Reading { names, first, world, requests: 0, partial: None };
+    // Rows of several threads would reach the events file in an unpredictable order.
     let shards = if job.events.is_some() { 1 } else { job.setup.parts().min(job.threads) };
     if shards > 1 {
         reading.read_in_shards(job, shards, &clients)
@@ -146,8 +151,8 @@ struct Reading<'a> {
 }
 
 impl Reading<'_> {
-    /// Reads to the end, or until `hand_on` breaks. `hand_on` receives the world, true if it has grown,
-    /// and a batch of requests.
+    /// Reads to the end, or until `hand_on` breaks. `hand_on` receives the world, true if it has
+    /// grown, and a batch of requests.
     fn read(
         &mut self,
         source: &mut dyn Source,
@@ -159,6 +164,7 @@ impl Reading<'_> {
         loop {
             records.clear();
             let filled = source.fill(&mut records, BATCH);
+            // Compared with the number after this batch, to detect new disks.
             let disks = self.world.disks.len();
             let taken = records.iter().try_for_each(|record| {
                 requests.push(self.request(source, record)?);
@@ -169,8 +175,10 @@ impl Reading<'_> {
             if let Some(last) = requests.last() {
                 tell(self.requests, last.at_ns);
             }
+            // Also after an error: the requests before it are part of the result.
             let more = hand_on(&self.world, grown, &mut requests)?;
-            // An error after the first request makes the result partial; before it there is no result.
+            // An error after the first request makes the result partial; before it there is no
+            // result.
             if let Err(error) = taken.and(filled) {
                 if self.requests == 0 {
                     return Err(error);
@@ -187,6 +195,7 @@ impl Reading<'_> {
     #[inline]
     fn request(&mut self, source: &dyn Source, record: &Record) -> anyhow::Result<Request> {
         let number = self.first + record.disk.index();
+        // Numbers are assigned in order of appearance, so all names up to this one exist.
         while self.names.known.len() <= number {
             let name = &source.disks()[self.names.known.len() - self.first];
             self.names
@@ -246,6 +255,8 @@ impl Reading<'_> {
     ) -> anyhow::Result<Outcome> {
         let Job { setup, mut input, stop, tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
+        // Each shard simulates the clients of its own disks, and all shards share the bound on
+        // memory.
         let mut pairs = Vec::with_capacity(shards);
         let memory = BacklogMemory::default();
         for shard in 0..shards {
@@ -265,10 +276,13 @@ impl Reading<'_> {
             }
             let mut divided: Vec<Vec<Request>> = vec![Vec::new(); shards];
             let read = self.read(&mut *input.source, stop, tell, |world, grown, requests| {
+                // One copy of the grown world for all workers.
                 let grown = grown.then(|| Arc::new(world.clone()));
                 for request in requests.drain(..) {
                     divided[shard_of(request.disk)].push(request);
                 }
+                // Every shard receives every batch, even an empty one, so that all learn of new
+                // disks.
                 for (channel, requests) in channels.iter().zip(&mut divided) {
                     let batch = Batch { grown: grown.clone(), requests: std::mem::take(requests) };
                     // Fails if the worker has failed; joining it returns its error.
@@ -280,6 +294,7 @@ impl Reading<'_> {
                     ControlFlow::Continue(())
                 })
             });
+            // Closed channels end the workers' loops; otherwise joining them would never return.
             drop(channels);
             let join = |worker: ScopedJoinHandle<'_, anyhow::Result<Pair>>| {
                 worker.join().expect("it does not panic")
@@ -320,6 +335,7 @@ impl Reading<'_> {
         let mut groups = vec![Queue::default(); world.groups.len()];
         let mut disks = Vec::with_capacity(world.disks.len());
         for (index, disk) in world.disks.iter().enumerate() {
+            // A disk's results, and those of the groups above it, are in its own shard.
             let pair = &mut pairs[shard_of(index)];
             let above: Vec<usize> = world.groups_above(disk).collect();
             for &group in &above {
@@ -352,7 +368,8 @@ struct Pair {
     after: Engine,
     before: Option<Engine>,
     memory: BacklogMemory,
-    /// True if this pair found the memory full: it stops at once, even if another shard frees memory.
+    /// True if this pair found the memory full: it stops at once, even if another shard frees
+    /// memory.
     is_full: bool,
 }
 
@@ -419,6 +436,7 @@ impl Pair {
         self.follow(world, world.disks.len())?;
         let is_over = self.is_full();
         let is_stopped = || is_over || stop.load(Ordering::Relaxed);
+        // Run in portions, so that an interruption takes effect.
         while self.after.run(STEPS) && !is_stopped() {}
         self.after.settle();
         if let Some(before) = &mut self.before {
@@ -436,6 +454,7 @@ impl Pair {
         full: &AtomicBool,
     ) -> anyhow::Result<Self> {
         for Batch { grown, requests } in batches {
+            // The latest world applies to all requests until the next one.
             world = grown.unwrap_or(world);
             for request in requests {
                 self.arrive(&world, request, stop)?;

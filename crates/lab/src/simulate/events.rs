@@ -76,6 +76,7 @@ impl Events {
     }
 
     fn flush(&mut self) {
+        // After the first error nothing more is written; later rows are dropped.
         let is_lost = self.failed.is_some();
         let written = if is_lost { Ok(()) } else { self.out.write_all(&self.text) };
         self.failed = self.failed.take().or(written.err());
@@ -85,6 +86,7 @@ impl Events {
     fn add(&mut self, row: &Row) {
         let Row { request, admitted_ns, completed_ns, bucket } = *row;
         let Named { disk, groups, buckets } = &mut self.disks[request.disk];
+        // A disk has few limits, and quoting their names for each row would dominate the cost.
         let at = buckets.iter().position(|(known, _)| *known == bucket).unwrap_or_else(|| {
             let groups: Vec<_> = groups.iter().map(String::as_str).collect();
             buckets.push((bucket, quoted(&bucket.name(&groups)).into_owned()));

@@ -49,6 +49,8 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         name: name.to_owned(),
         points: swept.points.iter().map(|point| (point.value as f64, value(point))).collect(),
     };
+    // A separate line only where the judged disks are not the limited ones; else the lines
+    // coincide.
     let are_others = swept.points.first().is_some_and(|point| point.judges != JudgedDisks::Limited);
     let judged = swept.p99.as_ref().and_then(|bound| bound.of.as_ref()).filter(|_| are_others);
     let judged = judged.map(|name| line(&format!("p99 of {name}"), |point| point.judged_p99_ns as f64));
@@ -151,6 +153,7 @@ fn table(summary: &Summary) -> Table {
                 figures::bytes(figures.bps),
             ]);
             row.extend([p50, p99, p99_9, max].map(figures::time));
+            // Waiting for limits is undefined without limits, and for all disks together.
             row.extend(match line.filter(|_| when != "without") {
                 Some(line) => [figures::share(line.throttled), line.longest_queue.to_string()],
                 None => ["-".to_owned(), "-".to_owned()],
@@ -197,7 +200,9 @@ fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
     };
     let [of_iops, of_bps] =
         [(&limits.iops, &done), (&limits.bps, &moved)].map(|(of, drawn)| lines_of(of, drawn));
+    // Bytes have a chart only if a limit on bytes exists.
     let moved = if limits.bps.is_empty() { Vec::new() } else { moved };
+    // Charts over time precede the distributions of single disks.
     let first = [
         over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done, of_iops),
         over_time("Bytes done a second, with the limits", "bytes/s", Unit::BytesPerSecond, moved, of_bps),

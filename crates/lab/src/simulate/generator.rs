@@ -36,6 +36,7 @@ impl Source for Generator {
         // A superposition of Poisson processes (Kingman, *Poisson Processes*, 1993, section 2.2).
         let mean_ns = 1e9 / (iops as f64 * disks as f64);
         for _ in 0..count {
+            // A float: rounding each gap to nanoseconds would distort high rates.
             self.at += exponential(mean_ns, &mut self.random);
             if self.at >= seconds as f64 * 1e9 {
                 break;

@@ -28,6 +28,7 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn take(&mut self, key: &str) -> Option<&'a str> {
+        // Every key that the caller asks for is a known one, present or not.
         self.known.push(key.to_owned());
         let at = self.left.iter().position(|(said, _)| *said == key)?;
         Some(self.left.remove(at).1)
@@ -76,6 +77,7 @@ impl<'a> Keys<'a> {
     }
 
     pub(super) fn finish(self, name: &str) -> Result<(), String> {
+        // A pair that nothing took has an unknown key.
         let Some((key, _)) = self.left.first() else { return Ok(()) };
         let advice = match settings::suggest::nearest(key, self.known.iter().map(String::as_str)) {
             Some(near) => format!("did you mean {near}?"),

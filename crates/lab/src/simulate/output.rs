@@ -135,6 +135,7 @@ impl Summary {
         // Without limits or prefetching both runs are identical, and the comparison is omitted.
         let is_known =
             (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
+        // Disks of the config file without requests are left out.
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
         let lines: Vec<_> = used.map(|(disk, named)| Line::of_disk(&named.name, disk, is_known)).collect();
         let sum = |of: fn(&OfDisk) -> Option<&Tally>| {
@@ -148,6 +149,7 @@ impl Summary {
         });
         let of_group = |(index, queue): (usize, &Queue)| {
             let (mut after, mut before) = (Tally::default(), Tally::default());
+            // A group's figures cover all disks below it, directly or through other groups.
             for (disk, of) in world.disks.iter().zip(disks) {
                 if world.groups_above(disk).any(|group| group == index) {
                     after.add(&of.after);
@@ -160,7 +162,8 @@ impl Summary {
         Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
     }
 
-    /// Differences between the two runs of a comparison: one run has neither limits nor prefetching.
+    /// Differences between the two runs of a comparison: one run has neither limits nor
+    /// prefetching.
     pub(crate) fn compared(&self) -> &'static str {
         let reads_ahead = |line: &Line| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
         match (self.is_limited, self.disks.iter().any(reads_ahead)) {

@@ -67,10 +67,12 @@ fn burst() -> Result<Story, Impossible> {
     let sizes = [4096, 6144, 8192];
     let disks = sizes.map(|size| disk(&format!("of {} KiB", size / 1024), limits, None));
     let world = World { disks: disks.into(), ..World::default() };
+    // 80 seconds cover the burst of one minute and the rate after it.
     let clients: Vec<_> = sizes.iter().enumerate().map(|(disk, size)| reader(disk, *size, 64, 80)).collect();
     let rows = run(&world, &clients)?;
     let mut measures = Vec::new();
     let row = |(index, size): (usize, &u64)| {
+        // Larger requests count as several operations, and both rates are in operations.
         let counts = *size as f64 / 4096.0;
         let mut row = vec![settings::exact_size(*size), said(counts)];
         row.extend(beside(
@@ -117,6 +119,7 @@ fn group() -> Result<Story, Impossible> {
         disks: of.iter().enumerate().map(disk).collect(),
         ..World::default()
     };
+    // The first second is not measured: the bucket is full at first.
     let clients: Vec<_> = (0..of.len()).map(|disk| reader(disk, 4096, 32, 11)).collect();
     let rows = run(&world, &clients)?;
     let mut measures = Vec::new();

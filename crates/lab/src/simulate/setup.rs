@@ -82,12 +82,14 @@ impl Setup {
         let shared = device.map(|device| world.add_device(device));
         let by_name: HashMap<_, _> =
             plan.groups.iter().enumerate().map(|(index, group)| (&group.name, index)).collect();
+        // A plan lists groups in the order of their indices in the world.
         let index_of = |group: Option<&String>| group.and_then(|group| by_name.get(group).copied());
         for group in &plan.groups {
             let hold = group.settings.of_disk();
             let parent = index_of(group.group.as_ref());
             world.groups.push(Group { name: group.name.clone(), hold, parent });
         }
+        // Budgets with a name are shared by all disks that refer to it.
         let mut budgets = HashMap::new();
         for disk in &plan.disks {
             let mut place = Place::default();
@@ -103,6 +105,7 @@ impl Setup {
             }
             // A watermark observes the budget only: a station is no shared resource.
             let watched = place.budget.map(|_| Place { station: None, ..place });
+            // `--device` is for disks without a delay or rate in the config file.
             let (place, watched) = match shared {
                 Some(shared) if place == Place::default() => (shared, Some(shared)),
                 _ => (place, watched),
@@ -144,7 +147,8 @@ impl Setup {
         Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
     }
 
-    /// For disks unknown beforehand. `device` is shared; `delay` and `rate` apply to each disk alone.
+    /// For disks unknown beforehand. `device` is shared; `delay` and `rate` apply to each disk
+    /// alone.
     pub(crate) fn of_terms(
         terms: &Terms,
         size_bytes: u64,
@@ -152,6 +156,7 @@ impl Setup {
         device: Option<(StationSpec, Rates)>,
     ) -> Self {
         let mut world = World::default();
+        // All disks are in the one group of the command line.
         let group = terms.group.as_ref().map(|(name, settings)| {
             world.groups.push(Group { name: name.clone(), hold: settings.of_disk(), parent: None });
             0
@@ -169,6 +174,7 @@ impl Setup {
             disk.place = world.add_device(device);
             disk.watched = Some(disk.place);
         }
+        // A shared budget is created once here; otherwise `Names::add` creates one for each disk.
         let mut budget = rate.map(budget_of);
         if rate.is_some_and(|rate| rate.shared.is_some()) {
             disk.place.budget = budget.take().map(|budget| world.add_budget(budget));
@@ -209,9 +215,11 @@ impl Setup {
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
-    /// A copy with another value of one limit: of the named disk or group, the only group, or all disks.
+    /// A copy with another value of one limit: of the named disk or group, the only group, or all
+    /// disks.
     pub(crate) fn with(&self, of: Option<&str>, setting: Setting, value: u64) -> anyhow::Result<Self> {
         let mut setup = self.clone();
+        // A swept value can contradict the other limits, which is only detected here.
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
             let name = if name.is_empty() { "each disk" } else { name };
             let place = || format!("{name}: {setting}={value}");
@@ -226,6 +234,7 @@ impl Setup {
             None if groups.len() == 1 => groups.first_mut(),
             None => None,
         };
+        // A group takes precedence; without a name, the target must be unambiguous.
         match (group, of, &mut setup.kind) {
             (Some(group), _, _) => change(&group.name, &mut group.hold.limits)?,
             (None, Some(name), Kind::Config { file, .. }) => {
@@ -270,8 +279,8 @@ impl<'a> Names<'a> {
         Self { setup, known: Vec::new(), taken: None }
     }
 
-    /// Resolves the next disk; adds a new one to the world. The caller adds the location in the trace to
-    /// an error.
+    /// Resolves the next disk; adds a new one to the world. The caller adds the location in the
+    /// trace to an error.
     pub(crate) fn add(&mut self, name: &str, world: &mut World) -> Result<(), String> {
         let index = match &self.setup.kind {
             Kind::Any(any) => {
@@ -294,6 +303,8 @@ impl<'a> Names<'a> {
             Kind::Config { file, by_name } => match by_name.get(name) {
                 Some(index) if self.taken.is_none() => *index,
                 _ if by_name.len() == 1 && self.known.is_empty() => {
+                    // A trace with one disk fits a config file with one disk, whatever their names
+                    // are.
                     self.taken = Some(name.to_owned());
                     0
                 }
@@ -353,12 +364,14 @@ fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
         format!("{name}: is no device that is known (name a directory or a device, or say read=100us,…)")
     })?;
     let is_device = metadata.file_type().is_block_device();
+    // A device is the measured object itself; a directory lies on one.
     let number = Number::unpack(if is_device { metadata.rdev() } else { metadata.dev() });
     let identity = Identity::resolve(number, &Roots::default())
         .with_context(|| format!("{name}: lies on no device (say what it takes: --device read=100us,…)"))?;
     let capacity = store.capacity(identity.key()).with_context(|| {
         format!("{name}: nothing is known of {} (measure it: weir probe {name})", identity.node())
     })?;
+    // Capacities were measured at this depth, so the model cannot have more parallel places.
     let parallel = places(capacity.read_iops.max(capacity.write_iops), probe::DEPTH);
     let read = measured(capacity.read_iops, capacity.read_bps, parallel);
     let write = match (capacity.write_iops, capacity.write_bps) {

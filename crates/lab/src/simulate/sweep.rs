@@ -35,10 +35,12 @@ impl FromStr for Sweep {
             number.map_err(|rule| format!("{text} {rule}"))
         };
         let (from, to) = (number(from)?, number(to)?);
+        // Without a step the two ends are the only values; at least 1, as both may be equal.
         let step = step.map_or(Ok((to.saturating_sub(from)).max(1)), number)?;
         if from > to || step == 0 {
             return Err("does not rise (write the smaller value first, and a step above 0)".to_owned());
         }
+        // For a rate, 0 means unlimited, which is the largest value rather than the smallest.
         if from == 0 && matches!(setting, Setting::Limit(_, Part::Rate)) {
             return Err(format!("begins with 0, which is no {name} at all (begin above 0)"));
         }

@@ -126,6 +126,8 @@ impl Point {
             let is_limited = is_of(index, between.limited);
             if is_limited {
                 all.add(&disk.after);
+                // Of several disks the most throttled one counts; a group has its own figure,
+                // below.
                 throttled = f64::max(throttled, disk.after.share(disk.queue.throttled_ns));
             }
             if is_of(index, between.judged.or(between.limited)) {
@@ -184,6 +186,7 @@ pub(crate) fn sweep<T: Send>(
                     let result = simulate(value);
                     let is_last = matches!(result, Err(_) | Ok(None));
                     results.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
+                    // No thread starts another value after an error or an interruption.
                     if is_last {
                         next.store(values.len(), Ordering::Relaxed);
                     }
@@ -193,6 +196,7 @@ pub(crate) fn sweep<T: Send>(
         }
     });
     let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    // Threads finish in any order; results are in order of values.
     results.sort_by_key(|(index, _)| *index);
     results.into_iter().filter_map(|(_, result)| result.transpose()).collect()
 }

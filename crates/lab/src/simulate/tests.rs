@@ -52,6 +52,7 @@ fn told(words: &str, threads: usize) -> String {
 }
 
 fn trace(disks: u64, requests: u64) -> String {
+    // Each number of disks has another trace, and the same one in every run.
     let mut random = fastrand::Rng::with_seed(disks);
     let mut text = HEADER.to_owned();
     let mut at = 0;
@@ -105,6 +106,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     for threads in [1, 2, 3, 8] {
         assert_eq!(told(&words, threads), one, "with {threads} threads");
     }
+    // Without a config file every disk has a device of its own.
     let words = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
     let one = told(&words, 1);
     assert_eq!(told(&words, 4), one);
@@ -131,6 +133,7 @@ fn a_disk_is_the_same_in_whichever_company() {
         .lines()
         .filter(|line| !line.contains(",vm0,") && !line.contains(",vm2,"))
         .fold(String::new(), |text, line| text + line + "\n");
+    // A flush of another disk at the time of the first request keeps time 0 the same.
     let first: u64 = all.lines().nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
     let only = only.replacen(HEADER, &format!("{HEADER}{first},other,flush,0,0\n"), 1);
     let (all, only) = (files.with("all.csv", &all), files.with("only.csv", &only));

@@ -88,6 +88,7 @@ impl FromStr for Workload {
             "depths" => Self::Story(Tale::Depths),
             _ => return Err(format!("{name:?} is no generator (there are {})", generators())),
         };
+        // Rejects keys that this generator did not ask for.
         keys.finish(name)?;
         Ok(workload)
     }

@@ -1,9 +1,9 @@
 //! Compares two groups of samples: real difference or chance.
 //!
 //! The rank-sum test (Mann and Whitney, 1947), inverted to an interval (Hodges and Lehmann, 1963).
-//! The median of all ratios of one sample from each group is the difference; the test determines how
-//! many ratios at each end lie outside the 95 % interval. The noise may have any distribution, and
-//! outliers have little effect.
+//! The median of all ratios of one sample from each group is the difference; the test determines
+//! how many ratios at each end lie outside the 95 % interval. The noise may have any distribution,
+//! and outliers have little effect.
 
 use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 
@@ -26,6 +26,7 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
     if sorted.len() <= MOST_SAMPLES {
         return sorted;
     }
+    // The middle of each of equally many parts of the ranks.
     (0..MOST_SAMPLES).map(|part| sorted[(2 * part + 1) * sorted.len() / (2 * MOST_SAMPLES)]).collect()
 }
 
@@ -33,6 +34,7 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
 fn places(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
+        // Mean and deviation of Mann and Whitney's U without a difference.
         let deviation = (base * other * (base + other + 1.0) / 12.0).sqrt();
         return normal_places(base * other / 2.0, deviation);
     }
@@ -45,9 +47,11 @@ fn ways(base: usize, other: usize) -> Vec<f64> {
     for others in 1..=other {
         for bases in 1..=base {
             let mut row = vec![0.0; bases * others + 1];
+            // The largest sample is of `other`: U stays the same.
             for (count, ways) in rows[bases].iter().enumerate() {
                 row[count] += ways;
             }
+            // The largest sample is of `base`, and exceeds all samples of `other`.
             for (count, ways) in rows[bases - 1].iter().enumerate() {
                 row[count + others] += ways;
             }

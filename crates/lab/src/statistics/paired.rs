@@ -27,6 +27,7 @@ pub(crate) fn compare_rounds(quotients: &[f64]) -> Comparison {
 fn places(rounds: usize) -> Option<usize> {
     if rounds > EXACT_UP_TO {
         let rounds = rounds as f64;
+        // Mean and deviation of Wilcoxon's signed-rank statistic without a difference.
         let deviation = (rounds * (rounds + 1.0) * (2.0 * rounds + 1.0) / 24.0).sqrt();
         return normal_places(rounds * (rounds + 1.0) / 4.0, deviation);
     }
@@ -38,6 +39,7 @@ fn ways(rounds: usize) -> Vec<f64> {
     let mut ways = vec![0.0; rounds * (rounds + 1) / 2 + 1];
     ways[0] = 1.0;
     for rank in 1..=rounds {
+        // Downward, so that each rank is used at most once.
         for sum in (rank..ways.len()).rev() {
             ways[sum] += ways[sum - rank];
         }

@@ -30,6 +30,7 @@ pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f
     let Some(last) = ordered.len().checked_sub(1) else {
         return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
     };
+    // At least the middle remains.
     let cut = places.unwrap_or(0).min(last / 2);
     let ratio =
         Estimate { median: back(median(ordered)), low: back(ordered[cut]), high: back(ordered[last - cut]) };

@@ -20,11 +20,13 @@ pub(crate) fn steady(series: &[f64]) -> Range<usize> {
     if series.len() < 2 * LEAST_PART {
         return 0..series.len();
     }
+    // Dividing takes quadratic time.
     let group = series.len().div_ceil(MOST_VALUES);
     let means: Vec<f64> =
         series.chunks(group).map(|values| values.iter().sum::<f64>() / values.len() as f64).collect();
     let parts = divide(&ranks(&means));
     let longest = parts.into_iter().max_by_key(ExactSizeIterator::len).unwrap_or(0..means.len());
+    // Back from groups to values; the last group may be shorter.
     longest.start * group..(longest.end * group).min(series.len())
 }
 
@@ -61,7 +63,10 @@ fn divide(ranks: &[f64]) -> Vec<Range<usize>> {
         return std::iter::once(0..count).collect();
     }
     let price = PRICE * (count as f64).ln() * variance;
+    // `best[end]` is the least cost of dividing the first `end` ranks, and the start of the last
+    // part.
     let mut best = vec![(f64::INFINITY, 0); count + 1];
+    // The first part is free, as only changes have a price.
     best[0] = (-price, 0);
     for end in LEAST_PART..=count {
         for start in (0..=end - LEAST_PART).filter(|&start| start == 0 || start >= LEAST_PART) {
@@ -72,6 +77,7 @@ fn divide(ranks: &[f64]) -> Vec<Range<usize>> {
         }
     }
     let mut parts = Vec::new();
+    // Follow the starts back from the end.
     let mut end = count;
     while end > 0 {
         let start = best[end].1;

@@ -53,12 +53,14 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     };
     let (format, compression) = wanted(output, arguments.to).map_err(Failure::Usage)?;
     let options = Options { outcomes: true, ..arguments.reading.options() };
+    // Inputs are opened before the output is created: an unreadable trace leaves no file.
     let mut source = Source::open(traces, &options, format).map_err(anyhow::Error::from)?;
     let cannot = || format!("{}: cannot be written", output.display());
     let out = match output.as_path() {
         path if path == Path::new("-") => Output::standard().with_context(cannot)?,
         path => Output::create("OUTPUT", path, traces)?,
     };
+    // The header needs the clock, which is known after the first block.
     let start = source.start().map_err(anyhow::Error::from)?;
     let mut sink = Sink::new(format, compression, out, start).with_context(cannot)?;
     let read = match &mut source {
@@ -72,6 +74,7 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
         say(&format!("lost while it was recorded: {}", figures::counted(sink.lost(), "request")));
     }
     let written = sink.written();
+    // Without a request the unfinished output is dropped, and an existing file stays.
     if written == 0 {
         read?;
         let left_out = sink.left_out();
@@ -79,6 +82,7 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
         return Err(anyhow!("no request was written: {why}").into());
     }
     let left_out = sink.left_out();
+    // The requests before an error are kept, and the error is reported afterwards.
     sink.finish().with_context(cannot)?;
     left_out.iter().for_each(|line| say(line));
     read.with_context(|| {
@@ -96,11 +100,13 @@ enum Source {
 
 impl Source {
     fn open(traces: &[PathBuf], options: &Options, to: Format) -> Result<Self, TraceError> {
+        // Several traces must be merged, which no block structure survives.
         let [only] = traces else {
             return Merged::open(traces, options).map(|merged| Self::Any(merged.into()));
         };
         let mut lines = reader::open(only)?;
         let keeps_all =
+            // Only these formats keep everything, and a block has absolute times.
             matches!(to, Format::Weir | Format::Recording) && options.absolute_time != Some(false);
         if keeps_all && reader::is_recording(&mut lines, options)? {
             return Ok(Self::Recording(lines.into(), Box::default()));
@@ -152,6 +158,7 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
         let recording::Record { time_ns, disk, op, offset, length, .. } = record;
         sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
     };
+    // Losses and limits are complete only at the end of all traces.
     sink.lose(source.lost());
     let mut limits = source.take_limits();
     sink.drop_limit_changes(limits.dropped());
@@ -171,6 +178,7 @@ fn as_it_is(
     let mut disks = Disks::default();
     let mut changes = Vec::new();
     let read = loop {
+        // Limit changes precede the request that they were read with.
         let told = blocks.next(lines, &mut |change| changes.push(change));
         for change in changes.drain(..) {
             sink.change_limits(change).with_context(cannot)?;

@@ -68,7 +68,8 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     read.unwrap_or(false)
 }
 
-/// Reads recordings as one. `limits` are drawn beside the rates, instead of those in the recordings.
+/// Reads recordings as one. `limits` are drawn beside the rates, instead of those in the
+/// recordings.
 ///
 /// # Errors
 /// A file that cannot be read from its beginning, or more than [`MOST_DISKS`].
@@ -102,8 +103,8 @@ struct ReadRecording {
 }
 
 impl ReadRecording {
-    /// Reads recordings as one. `is_drawn` receives the name of each disk and its position in order of
-    /// appearance.
+    /// Reads recordings as one. `is_drawn` receives the name of each disk and its position in order
+    /// of appearance.
     fn of(paths: &[PathBuf], is_drawn: &dyn Fn(&str, usize) -> bool) -> anyhow::Result<Self> {
         let options = Options { outcomes: true, ..Options::default() };
         let mut source = Merged::open(paths, &options)?;
@@ -115,12 +116,15 @@ impl ReadRecording {
             let record = match source.next() {
                 Ok(Some(record)) => record,
                 Ok(None) => break,
+                // Before the first request there is nothing to draw; after it, the result is
+                // partial.
                 Err(error) if disks.is_empty() => return Err(error.into()),
                 Err(error) => {
                     partial = Some(error.to_string());
                     break;
                 }
             };
+            // Disks are listed in order of their first request.
             let place = match places.get(&record.disk.index()) {
                 Some(place) => *place,
                 None if disks.len() == MOST_DISKS => {
@@ -220,6 +224,7 @@ impl RecordedDisk {
 
     /// Counts time with at least one throttled request once, for the limit of the first one.
     fn throttle(&mut self, limit: &str, from_ns: u64, until_ns: u64) {
+        // Overlapping waits count once: only the part after the earlier ones is added.
         let from_ns = from_ns.max(self.throttled_until_ns);
         let Some(ns) = until_ns.checked_sub(from_ns).filter(|ns| *ns > 0) else { return };
         self.throttled_until_ns = until_ns;
@@ -234,6 +239,7 @@ impl RecordedDisk {
         });
         self.by_limit[place].1 += ns;
         if let Some(over_time) = &mut self.over_time {
+            // The series of a limit is created with its first wait.
             over_time.throttled.resize_with(over_time.throttled.len().max(place + 1), OverTime::sums);
             over_time.throttled[place].note_stretch(from_ns, until_ns);
         }
@@ -287,6 +293,7 @@ impl RecordedDisk {
     fn charts(&self, limits: &ShownLimits<'_>, seconds: f64) -> Vec<Chart> {
         let Some(over_time) = &self.over_time else { return Vec::new() };
         let DiskOverTime { done, done_bytes, latency, throttled } = &**over_time;
+        // Declared outside the match, so that the reference outlives it.
         let recorded;
         let none = LimitRates::default();
         let limits = match limits {
@@ -320,6 +327,7 @@ impl RecordedDisk {
         }
         let line = |((limit, _), series): (&(String, u64), &OverTime)| {
             let mut series = series.within(MOST_POINTS);
+            // Intervals without a wait up to the end are zero, not missing.
             series.lasts_until((seconds * 1e9) as u64);
             let share = |(at, ns): (f64, u64)| (at, (ns as f64 / 1e9 / series.interval_s()).min(1.0));
             Series { name: limit.clone(), points: series.points().map(share).collect() }

@@ -23,6 +23,7 @@ impl HeldBy {
     pub(super) fn note(&mut self, limit: &str, names: &mut LimitNames) {
         match self.0.get_mut(limit) {
             Some(count) => *count += 1,
+            // Names of limits repeat across disks, so they are shared.
             None => {
                 let name = names.get(limit).map_or_else(|| Rc::from(limit), Rc::clone);
                 names.insert(Rc::clone(&name));

@@ -167,6 +167,7 @@ impl Info {
                     Ok(Some(told)) => {
                         let Told { entry, arrival_ns, disk, limit, .. } = told;
                         let time_ns = match options.absolute_time {
+                            // Relative times start with the first request.
                             Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
                             _ => arrival_ns,
                         };
@@ -186,6 +187,7 @@ impl Info {
         }
         let options = Options { outcomes: true, ..options.clone() };
         let mut reader = Reader::over(lines, &options)?;
+        // Other formats have relative times; absolute ones need the clock at time 0.
         let zero_ns = match options.absolute_time {
             Some(true) => merge::share_clock(std::slice::from_mut(&mut reader))?,
             _ => 0,
@@ -204,6 +206,7 @@ impl Info {
                 latency_ns: outcome.as_ref().map_or(0, |outcome| outcome.times.latency_ns()),
             };
             let (of, limits) = self.count(&reader.disks()[record.disk.index()], &request);
+            // Without results in the format, a missing result is no loss.
             if reader.tells_outcomes() {
                 of.fared(outcome, limits);
             }
@@ -294,6 +297,7 @@ impl Info {
         let shown: Vec<Column> = all.into_iter().filter(is_shown).collect();
         let names: Vec<_> = shown.iter().map(|(name, _)| *name).collect();
         let mut table = Table::new(columns(&["DISK"], &names));
+        // All disks share one period, so that their rates add up.
         let seconds = self.seconds();
         for (name, of) in &self.disks {
             let cells = shown.iter().map(|(_, cell)| cell(of, seconds));

@@ -51,16 +51,19 @@ impl Output {
                 bail!("{what}: {name} is {}, which is read (name another file)", input.display());
             }
         }
+        // A pipe or a terminal cannot be replaced by renaming a file.
         if earlier.as_ref().is_some_and(|earlier| !earlier.is_file()) {
             return Ok(Self::InPlace(File::options().write(true).open(&target).with_context(cannot)?));
         }
         let directory = target.parent().filter(|parent| !parent.as_os_str().is_empty());
+        // In the same directory, because a rename does not cross file systems.
         let file = tempfile::Builder::new()
             .prefix(".weir-unfinished.")
             .permissions(Permissions::from_mode(NEW_FILE))
             .tempfile_in(directory.unwrap_or(Path::new(".")))
             .with_context(cannot)?;
         if let Some(earlier) = earlier {
+            // Best effort: the replaced file's mode is a convenience.
             let _ = file.as_file().set_permissions(earlier.permissions());
         }
         Ok(Self::Beside(file, target))

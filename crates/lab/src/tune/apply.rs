@@ -47,12 +47,14 @@ impl Commands {
         let mode = cache.name();
         let format = if qcow2.is_some() { "qcow2" } else { "raw" };
         let l2_bytes = qcow2.map(|Qcow2 { cluster_bytes, l2 }| l2.bytes(disk_bytes, cluster_bytes));
+        // A raw image has no L2 tables, so the option is absent.
         let option = l2_bytes.map_or(String::new(), |bytes| format!(",l2-cache-size={bytes}"));
         let own = qcow2.map_or(String::new(), |qcow2| match qcow2.l2 {
             L2Share::Full => " --l2-cache-size full".to_owned(),
             L2Share::Part(_) => format!(" --l2-cache-size {}", l2_bytes.unwrap_or(0)),
         });
         Self {
+            // `qemu-img create` would overwrite an existing image.
             create: qcow2.filter(|_| kind == Written::New).map(|Qcow2 { cluster_bytes, .. }| {
                 let (cluster, size) = (exact_size(cluster_bytes), exact_size(disk_bytes));
                 format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", word(name))
@@ -86,6 +88,7 @@ fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) ->
         "driver={format},node-name=disk0,cache.direct={direct},cache.no-flush={no_flush}{option},\
          file.driver={driver},file.filename={name},file.cache.direct={direct},file.cache.no-flush={no_flush}"
     );
+    // The guest sees a volatile cache, and flushes it, only in these modes.
     let write_cache = switch(cache.has_write_cache());
     format!("-blockdev {} -device virtio-blk-pci,drive=disk0,write-cache={write_cache}", word(&node))
 }
@@ -101,6 +104,7 @@ fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2>, l2_bytes: Option<u64>
     match qcow2.zip(l2_bytes) {
         None => open + "/>",
         Some((Qcow2 { cluster_bytes, .. }, l2_bytes)) => {
+            // libvirt sets the total of both caches, and QEMU deducts the refcount cache.
             let bytes = l2_bytes + REFCOUNT_CLUSTERS * cluster_bytes;
             format!(
                 "{open}>\n  <metadata_cache>\n    <max_size unit='bytes'>{bytes}</max_size>\n  </metadata_cache>\n</driver>"

@@ -81,9 +81,9 @@ impl Scores<'_> {
     }
 }
 
-/// The base if nothing was shown to be better, including open cases: then the choice is not settled,
-/// and another seed would not choose another configuration. `None` if nothing is allowed for the
-/// goal.
+/// The base if nothing was shown to be better, including open cases: then the choice is not
+/// settled, and another seed would not choose another configuration. `None` if nothing is allowed
+/// for the goal.
 pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
     let space = scores.space;
     let base = goal.base(space)?;
@@ -93,6 +93,7 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
         .map(|candidate| (*candidate, scores.of(goal, candidate)))
         .filter(|(_, scores)| !scores.is_empty())
         .collect();
+    // By the median: a single fast round does not make a leader.
     let fastest = measured.iter().max_by(|(_, one), (_, other)| median(one).total_cmp(&median(other)));
     let Some((leader, rounds)) = fastest.map(|(leader, scores)| (*leader, scores.len())) else {
         return Some(Choice { goal, configuration: base, leader: base, settled: false });
@@ -106,6 +107,7 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
         .iter()
         .filter(|(candidate, standing)| *standing == Standing::AsGood && is_good(candidate))
         .map(|(candidate, _)| *candidate);
+    // The order stated by [`RULE`].
     let order = |candidate: &Configuration| {
         (*candidate != base, space.changes(candidate), candidate.memory_bytes(space.size_bytes))
     };

@@ -75,6 +75,7 @@ impl Found<'_> {
         for (index, recommendation) in recommendations.iter().enumerate() {
             text += &format!("\n{}\n", recommendation.sentence());
             let is_same = |earlier: &&Recommendation| earlier.configuration == recommendation.configuration;
+            // Equal configurations have equal commands, which are printed once.
             if let Some(earlier) = recommendations[..index].iter().find(is_same) {
                 text += &format!("  with the same options as for {}\n", earlier.goal.name());
                 continue;
@@ -103,6 +104,7 @@ impl Found<'_> {
             let quotients = scores.of(Goal::Balanced, configuration);
             if quotients.is_empty() { f64::NEG_INFINITY } else { median(&quotients) }
         };
+        // The sort is stable: equal scores keep the order of the first sample.
         ordered.sort_by(|one, other| {
             let is_default = |configuration: &Configuration| *configuration == default;
             is_default(other).cmp(&is_default(one)).then(score(other).total_cmp(&score(one)))
@@ -155,6 +157,7 @@ impl Found<'_> {
             Some((all.median, cells))
         };
         let mut rows: Vec<_> = samples.configurations.iter().filter_map(row).collect();
+        // The fastest first.
         rows.sort_by(|(one, _), (other, _)| other.total_cmp(one));
         let rows: Vec<_> = rows.into_iter().map(|(_, cells)| cells).collect();
         let columns = ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"];
@@ -213,6 +216,7 @@ impl Found<'_> {
         let series = |growth: &Growth| {
             let rates: Vec<_> = growth.points.iter().map(|&(_, rate)| rate).collect();
             let steady = steady(&rates);
+            // The start of the steady part shows how long the cache takes to warm up.
             let begins = growth.points.get(steady.start).map_or(0.0, |&(at, _)| at);
             Series {
                 name: format!("{} (steady from {begins:.1} s)", growth.configuration),

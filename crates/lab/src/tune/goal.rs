@@ -33,13 +33,14 @@ impl Goal {
         }
     }
 
-    /// True if a pattern counts. Reads from the host's memory count for no goal: a guest has its own
-    /// cache.
+    /// True if a pattern counts. Reads from the host's memory count for no goal: a guest has its
+    /// own cache.
     pub(super) fn counts(self, pattern: &Pattern) -> bool {
         let Pattern { operation, block_bytes, depth, .. } = *pattern;
         if operation == Operation::Reread {
             return false;
         }
+        // First writes count only where everything does: a disk has each of them once.
         let is_large = block_bytes >= 1 << 20;
         match self {
             Self::Throughput => (is_large || depth > 1) && operation != Operation::FirstWrite,

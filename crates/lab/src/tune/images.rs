@@ -58,11 +58,13 @@ pub(super) struct Images {
 impl Images {
     pub(super) fn new(place: Rc<Place>) -> Self {
         let noise: Arc<[u8]> = (0..PIECE as usize + ALIGNMENT).map(|_| fastrand::u8(..)).collect();
+        // Direct I/O needs aligned buffers, and the noise is shared without copying.
         let first = noise.as_ptr().align_offset(ALIGNMENT);
         Self { place, noise, first }
     }
 
-    /// Creates and fills base and images, at least the first one; returns the cluster sizes created.
+    /// Creates and fills base and images, at least the first one; returns the cluster sizes
+    /// created.
     pub(super) async fn make(
         &self,
         clusters: &[u64],
@@ -70,6 +72,7 @@ impl Images {
         progress: &Rc<Progress>,
     ) -> anyhow::Result<Vec<u64>> {
         let mut made = Vec::new();
+        // Nothing is created for an existing image or a device.
         let Some(base) = self.place.made(BASE) else { return Ok(clusters.to_vec()) };
         fs::File::create(&base)
             .and_then(|file| file.set_len(self.place.size_bytes))
@@ -94,6 +97,7 @@ impl Images {
     }
 
     pub(super) async fn open(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
+        // An existing image is opened read-only; a device is writable only on request.
         let (path, format, read_only) = match (&self.place.kind, configuration.qcow2) {
             (Kind::Made { .. }, Some(Qcow2 { cluster_bytes, .. })) => {
                 (self.path(cluster_bytes)?, Some(Format::Qcow2), false)
@@ -168,6 +172,7 @@ impl Images {
             ..ImageOptions::default()
         };
         let disk = Disk::new("tune", open(&spec(path)?, options).await?, DiskSettings::default(), None)?;
+        // Set explicitly, because the default mode would decide by itself.
         disk.prefetch().set(Settings { mode: configuration.prefetch, ..Settings::default() })?;
         Ok(Arc::new(disk))
     }
@@ -209,6 +214,7 @@ impl Images {
             progress: Rc::clone(progress),
             stop: stop.clone(),
         });
+        // Several writes in flight, else filling a slow disk takes most of the budget.
         let tasks: Vec<_> = (0..DEPTH).map(|_| spawn_joinable(Rc::clone(&filling).write())).collect();
         for task in tasks {
             task.await;
@@ -217,6 +223,7 @@ impl Images {
         if let Some(error) = filling.failed.borrow_mut().take() {
             return Err(error).with_context(|| format!("writing {name}"));
         }
+        // Otherwise the first measured writes would include writing back these.
         filling.image.flush().await.with_context(|| format!("writing {name}"))?;
         filling.image.close().await.with_context(|| format!("writing {name}"))?;
         Ok(filling.next.get() >= pieces)
@@ -238,6 +245,7 @@ struct Filling {
 impl Filling {
     async fn write(self: Rc<Self>) {
         while self.next.get() < self.pieces && self.failed.borrow().is_none() && !self.stop.is_due() {
+            // Taken before the await, so that no two tasks write the same piece.
             let at = self.next.replace(self.next.get() + 1) * PIECE;
             let data = Buffer::lent(&self.noise, self.first..self.first + PIECE as usize);
             let result = self.image.write(at, data.into(), Durability::Cached).await;

@@ -51,6 +51,7 @@ impl L2Share {
 
     /// The default slice, or a smaller one if fewer than two would fit.
     pub(super) fn slice_bytes(l2_bytes: u64) -> u64 {
+        // A power of two, as QEMU requires.
         let largest = (l2_bytes / 2).max(1);
         (1 << largest.ilog2()).clamp(*SLICE_BYTES.start(), *SLICE_BYTES.end())
     }
@@ -105,6 +106,7 @@ impl fmt::Display for Configuration {
             }
         }
         match self.prefetch {
+            // The default is not named.
             Mode::Auto => Ok(()),
             mode => write!(f, ", prefetch {mode}"),
         }
@@ -150,6 +152,7 @@ impl Space {
     pub(super) fn one_at_a_time(&self) -> Vec<Configuration> {
         let default = self.default_configuration();
         let mut list: Vec<_> = self.caches.iter().map(|&cache| Configuration { cache, ..default }).collect();
+        // A raw disk has neither clusters nor L2 tables.
         if let Some(qcow2) = default.qcow2 {
             let with = |qcow2| Configuration { qcow2: Some(qcow2), ..default };
             list.extend(self.clusters.iter().map(|&cluster_bytes| with(Qcow2 { cluster_bytes, ..qcow2 })));
@@ -176,6 +179,7 @@ impl Space {
             }
         }
         let mut list = self.distinct(list);
+        // The sort is stable, so the order within the same number of changes is fixed.
         list.sort_by_key(|configuration| self.changes(configuration));
         list
     }
@@ -197,6 +201,7 @@ impl Space {
 
     /// Removes duplicates: a small disk's whole mapping may fit into the smallest cache.
     fn distinct(&self, list: Vec<Configuration>) -> Vec<Configuration> {
+        // By the size in bytes, not by the share.
         let key = |configuration: &Configuration| {
             let Configuration { cache, qcow2, prefetch } = *configuration;
             let sizes = qcow2
@@ -241,6 +246,7 @@ const LARGE: u64 = 1 << 20;
 impl Pattern {
     pub(super) fn all() -> Vec<Self> {
         let mut list = Vec::new();
+        // The full grid of order, size and depth for the two common operations.
         for operation in [Operation::Read, Operation::Write] {
             for order in [Order::Random, Order::Sequential] {
                 for block_bytes in [SMALL, LARGE] {
@@ -248,6 +254,7 @@ impl Pattern {
                 }
             }
         }
+        // The remaining operations with one small and one large pattern each.
         for operation in [Operation::SyncWrite, Operation::FirstWrite, Operation::Reread] {
             list.push(Self { order: Order::Random, operation, block_bytes: SMALL, depth: 1 });
             list.push(Self { order: Order::Sequential, operation, block_bytes: LARGE, depth: 1 });

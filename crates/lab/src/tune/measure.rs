@@ -69,6 +69,7 @@ impl Meter {
     ) -> Result<(), TurnError> {
         let configuration = turn.configuration;
         let disk = self.images.open(&configuration).await.map_err(TurnError::NotOpened)?;
+        // One open disk for all patterns, because opening costs more than a slice.
         for &pattern in &turn.patterns {
             if self.stop.is_due() {
                 break;
@@ -91,11 +92,14 @@ impl Meter {
         configuration: &Configuration,
         pattern: Pattern,
     ) -> anyhow::Result<Option<f64>> {
+        // A new overlay for each sample: only an empty one has no allocated clusters.
         let disk = self.images.open_overlay(configuration).await?;
         let measured = self.sample(&disk, configuration, pattern).await;
         let closed = disk.close().await;
         drop(disk);
         self.images.remove_overlay().await?;
+        // The overlay is removed also after an error; the error of the measurement precedes that of
+        // closing.
         let measured = measured?;
         closed?;
         Ok(measured)
@@ -108,6 +112,7 @@ impl Meter {
         pattern: Pattern,
     ) -> anyhow::Result<Option<f64>> {
         let whole = self.images.place.size_bytes;
+        // Rereads use a part that fits into the page cache.
         let size_bytes = match pattern.operation {
             Operation::Reread => whole.min(REREAD_BYTES),
             _ => whole,
@@ -123,13 +128,14 @@ impl Meter {
             return Ok(None);
         }
         if !pattern.writes() {
+            // Reads need no flush, so their batches are complete measurements.
             return Ok(Some(steady_rate(&series.rates)));
         }
         let began = Instant::now();
         disk.flush().await.context("the last flush failed")?;
         let elapsed = series.elapsed + began.elapsed();
-        // Untimed: a mode that ignores flushes may be fast, but must not slow down the next sample by its
-        // writeback.
+        // Untimed: a mode that ignores flushes may be fast, but must not slow down the next sample
+        // by its writeback.
         self.images.forget(disk).await?;
         Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
     }
@@ -148,6 +154,7 @@ impl Meter {
         let mut series = Series::default();
         let mut rate = self.rates.get(&(*configuration, pattern)).copied();
         while series.elapsed < self.slice && series.requests < most && !stop.is_due() {
+            // The rate of the last batch determines the size of the next.
             let wanted = rate.map_or(0.0, |rate| rate * self.slice.as_secs_f64() / f64::from(BATCHES));
             let count =
                 (wanted.min(LARGEST_BATCH) as u64).max(pattern.depth.into()).min(most - series.requests);
@@ -162,6 +169,8 @@ impl Meter {
                 series.elapsed += outcome.elapsed;
             }
         }
+        // At most twice the median, so that a fast last batch does not make the next slice's first
+        // too large.
         if let (Some(rate), false) = (rate, series.rates.is_empty()) {
             self.rates.insert((*configuration, pattern), rate.min(median(&series.rates) * 2.0));
         }

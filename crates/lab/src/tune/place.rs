@@ -93,8 +93,8 @@ pub(super) enum Kind {
 }
 
 impl Place {
-    /// Opens the target without changing it. `image` inspects an image: its format, and the number of
-    /// bytes to inspect (or all).
+    /// Opens the target without changing it. `image` inspects an image: its format, and the number
+    /// of bytes to inspect (or all).
     pub(super) fn open(
         wish: Wish<'_>,
         image: impl FnOnce(&Path, Option<Format>, Option<u64>) -> anyhow::Result<Seen>,
@@ -115,6 +115,7 @@ impl Place {
         }
         let mut remarks = Vec::new();
         let (kind, whole_bytes) = if is_device {
+            // The claim is held until the end, so that nobody mounts the device meanwhile.
             let claim = if wish.write {
                 in_use::claim(wish.path, metadata.rdev(), wish.force)?
             } else {
@@ -144,6 +145,7 @@ impl Place {
         let space = statvfs(wish.path).with_context(|| format!("{name}: its free space is not known"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let by_time = wish.budget_seconds.saturating_mul(BYTES_PER_SECOND);
+        // A sixteenth of the free space leaves room for all images and for other programs.
         let usual = by_time.min(free / 16).clamp(LEAST_SIZE, USUAL_SIZE);
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(usual));
         is_enough(wish.path, size_bytes)?;
@@ -160,6 +162,7 @@ impl Place {
             .with_context(|| {
                 format!("{name}: nothing can be made there (choose a directory that you may write to)")
             })?;
+        // The lock belongs to the open directory and ends with the process, even if it is killed.
         let held = fs::File::open(made.path()).with_context(|| format!("{name}: cannot be looked into"))?;
         let lock = lock(held);
         let kind = Kind::Made { directory: made, _lock: lock };
@@ -220,6 +223,7 @@ impl Place {
 }
 
 fn needed_bytes(size_bytes: u64) -> u64 {
+    // An image for each cluster size, and the raw base.
     let images = (CLUSTERS.len() as u64 + 1).saturating_mul(size_bytes);
     // Each write to an overlay allocates a cluster.
     let overlay = size_bytes.min(OVERLAY_BYTES);
@@ -237,6 +241,7 @@ fn remove_left_behind(path: &Path) -> Vec<String> {
     let remove = |entry: fs::DirEntry| {
         let name = entry.file_name().into_string().ok()?;
         let process: u32 = name.strip_prefix(PREFIX)?.split('-').next()?.parse().ok()?;
+        // Both checks: a run in another PID namespace seems gone, and a new one has no lock yet.
         let is_gone = !Path::new("/proc").join(process.to_string()).exists();
         if !entry.file_type().ok()?.is_dir() || !is_gone {
             return None;
@@ -273,6 +278,7 @@ fn is_enough(path: &Path, size_bytes: u64) -> anyhow::Result<()> {
 }
 
 fn whole_blocks(bytes: u64) -> u64 {
+    // Whole clusters of the largest size, 2 MiB.
     bytes >> 21 << 21
 }
 

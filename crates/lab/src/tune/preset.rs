@@ -1,8 +1,8 @@
 //! Repeats published measurements here, and reports which of their conclusions hold.
 //!
-//! The rows take turns in random order, round by round. A conclusion agrees only if the samples show
-//! it. Figures of two machines are never compared directly: each is relative to a row of its own
-//! table.
+//! The rows take turns in random order, round by round. A conclusion agrees only if the samples
+//! show it. Figures of two machines are never compared directly: each is relative to a row of its
+//! own table.
 
 mod findings;
 mod published;
@@ -149,6 +149,7 @@ impl Figure {
             Self::FastestThree => {
                 let mut sorted = samples.to_vec();
                 sorted.sort_unstable_by(|one, other| other.total_cmp(one));
+                // At least one sample, but not more than there are.
                 let count = (sorted.len() * 3 / 5).max(1).min(sorted.len());
                 sorted[..count].iter().sum::<f64>() / count.max(1) as f64
             }
@@ -193,6 +194,7 @@ impl Published {
             let is_known = [one, other]
                 .iter()
                 .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= LEAST_ROUNDS);
+            // A claim is judged by the interval of the ratio, not by its median.
             match (claim.relation, verdict) {
                 (Relation::Higher, Verdict::Higher) | (Relation::Lower, Verdict::Lower) => Agreement::Agrees,
                 // The lack of a visible difference agrees only if a difference would be visible.
@@ -201,6 +203,7 @@ impl Published {
                 _ => Agreement::Contradicted,
             }
         };
+        // The worst pair decides: `Agreement` is ordered from best to worst.
         claim.pairs.iter().map(judge).max().unwrap_or(Agreement::NotMeasured)
     }
 
@@ -221,6 +224,7 @@ pub(super) async fn measure(
     progress: Progress,
     (budget, seed): (Duration, u64),
 ) -> Outcome {
+    // Short enough that every cell has all its rounds within the budget.
     let slice = budget / (preset.slices() * SLICES_PER_CELL);
     let course = Tables::new(preset, seed);
     let mut run = Run::new(course, place, (stop, progress), (budget, slice), seed);
@@ -259,6 +263,7 @@ impl Tables {
 
     fn begin_round(&mut self) {
         let round = self.rounds;
+        // Complete tables get no further rounds, so that they cannot end on a chance difference.
         let is_due = |table: &&Published| round == 0 || !table.is_complete(&self.samples, &self.refused);
         for table in self.tables.iter().filter(is_due) {
             for row in table.rows.iter().filter(|row| !self.refused.contains(&row.configuration)) {
@@ -267,6 +272,7 @@ impl Tables {
                 self.queue.push(Turn { configuration: row.configuration, patterns, round });
             }
         }
+        // In random order, so that drift of the machine does not favour a row.
         self.random.shuffle(&mut self.queue);
         self.rounds += 1;
     }

@@ -1,5 +1,5 @@
-//! A recommendation for a goal: the configuration, its gains and costs, its safety, and the commands
-//! that apply it. Never reports a difference within noise.
+//! A recommendation for a goal: the configuration, its gains and costs, its safety, and the
+//! commands that apply it. Never reports a difference within noise.
 
 use console::figures;
 
@@ -51,6 +51,7 @@ impl Recommendation {
         let configuration = choice.configuration;
         let mut gains = differences(samples, patterns, &default, &configuration);
         let mut costs = gains.clone();
+        // The largest differences first in both lists.
         gains.retain(|difference| difference.ratio.median > 1.0);
         gains.sort_by(|one, other| other.ratio.median.total_cmp(&one.ratio.median));
         costs.retain(|difference| difference.ratio.median < 1.0);

@@ -1,5 +1,5 @@
-//! The samples in a result file, for resuming an interrupted run. Samples of another target, device,
-//! size, format or version are rejected, because they are not comparable.
+//! The samples in a result file, for resuming an interrupted run. Samples of another target,
+//! device, size, format or version are rejected, because they are not comparable.
 
 use std::{path::Path, time::Duration};
 
@@ -85,7 +85,9 @@ impl Kept {
             place.size_bytes,
             self.size_bytes
         );
+        // Samples of another device or version would bias the comparison without a visible sign.
         self.is_of_the_same(place, space)?;
+        // Results store names, so the possible configurations are matched by name.
         let configurations: Vec<(String, Configuration)> =
             space.all().into_iter().map(|one| (one.to_string(), one)).collect();
         let patterns: Vec<(String, Pattern)> =

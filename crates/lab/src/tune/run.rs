@@ -53,6 +53,7 @@ impl<C: Course> Run<C> {
     ) -> anyhow::Result<Option<Meter>> {
         let images = Images::new(Rc::clone(&self.place));
         self.make(&images, for_images).await?;
+        // The rest of the budget is for closing images and removing them.
         let left = self.stop.left().saturating_sub(self.budget / SHARE_FOR_END);
         let stop = self.stop.within(left.saturating_sub(kept_back));
         let mut meter = Meter::new(images, self.slice, stop, self.seed);
@@ -65,6 +66,8 @@ impl<C: Course> Run<C> {
         let made = images.make(&all, &self.stop.within(time), &self.progress).await;
         self.progress.end();
         let made = match made {
+            // After an interruption a failure to write is expected; the caller reports the
+            // interruption.
             Err(_) if self.stop.is_interrupted() => return Ok(()),
             made => made?,
         };
@@ -83,9 +86,11 @@ impl<C: Course> Run<C> {
         let all = stop.left();
         let mut told = None;
         loop {
+            // The share that is left steers the search; 0 ends it.
             let left =
                 if stop.is_due() { 0.0 } else { stop.left().as_secs_f64() / all.as_secs_f64().max(1e-9) };
             let Some(turn) = self.course.next(left) else { return Ok(()) };
+            // One progress message for each round.
             if told.replace(turn.round) != Some(turn.round) {
                 self.progress.end();
                 self.progress.step(&self.course.is_at());

@@ -1,9 +1,9 @@
 //! The samples so far, and comparisons of configurations.
 //!
 //! Two configurations are compared by the ratios of common rounds, so effects common to a round
-//! cancel out; or through the default, which is in every round. A goal's round is the geometric mean
-//! of its patterns. Outliers are clamped to their pattern's usual noise (Tukey's fences: three times
-//! the median distance).
+//! cancel out; or through the default, which is in every round. A goal's round is the geometric
+//! mean of its patterns. Outliers are clamped to their pattern's usual noise (Tukey's fences: three
+//! times the median distance).
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -27,7 +27,8 @@ pub(super) struct Samples {
 }
 
 impl Samples {
-    /// Adds a sample; ignores values that are not above zero, and a second sample of the same round.
+    /// Adds a sample; ignores values that are not above zero, and a second sample of the same
+    /// round.
     pub(super) fn add(&mut self, configuration: Configuration, pattern: Pattern, round: u32, value: f64) {
         if !(value.is_finite() && value > 0.0) {
             return;
@@ -75,6 +76,7 @@ impl Samples {
                 *sum += log;
             }
         }
+        // A round counts only if every pattern was measured in it.
         rounds.retain(|_, (count, _)| *count == patterns.len());
         rounds.into_values().map(|(count, sum)| (sum / count as f64).exp()).collect()
     }
@@ -88,8 +90,8 @@ impl Samples {
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
 
-    /// Speed of `other` relative to `base`, and the number of rounds behind it; `through` was measured
-    /// in every round.
+    /// Speed of `other` relative to `base`, and the number of rounds behind it; `through` was
+    /// measured in every round.
     pub(super) fn compare(
         &self,
         base: &Configuration,
@@ -100,6 +102,7 @@ impl Samples {
         let together = self.quotients(base, other, patterns);
         let [of_base, of_other] = [base, other].map(|one| self.quotients(through, one, patterns));
         let apart = of_base.len().min(of_other.len());
+        // Rounds of both together exclude drift; apart, both are compared through a third one.
         if together.len() >= LEAST_ROUNDS || apart < LEAST_ROUNDS {
             (compare_rounds(&together), together.len())
         } else {
@@ -116,6 +119,7 @@ impl Samples {
 
 fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
     if logs.len() >= LEAST_FENCED {
+        // Outliers are moved to the fence instead of removed, so that their rounds still count.
         let centre = median(&logs.iter().map(|&(_, log)| log).collect::<Vec<_>>());
         let distances: Vec<_> = logs.iter().map(|&(_, log)| (log - centre).abs()).collect();
         let fence = FENCE * median(&distances);

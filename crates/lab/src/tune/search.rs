@@ -90,6 +90,7 @@ impl Course for Search {
             return None;
         }
         let configuration = self.queue.pop()?;
+        // In random order, so that no pattern always follows the same one.
         let mut patterns = self.patterns.clone();
         self.random.shuffle(&mut patterns);
         Some(Turn { configuration, patterns, round: self.round })
@@ -124,8 +125,8 @@ impl Course for Search {
 }
 
 impl Search {
-    /// Searches `space` for the best configuration for these goals, by these patterns. `samples` may be
-    /// empty.
+    /// Searches `space` for the best configuration for these goals, by these patterns. `samples`
+    /// may be empty.
     pub(super) fn new(
         space: Space,
         patterns: Vec<Pattern>,
@@ -147,6 +148,7 @@ impl Search {
             round,
             queue: Vec::new(),
         };
+        // Samples of an earlier run count as rounds.
         this.rounds = this.rounds_so_far();
         this
     }
@@ -178,6 +180,7 @@ impl Search {
         if self.rounds >= LEAST_ROUNDS && self.stage == Stage::Factors {
             // Configurations behind for every goal cost time without a chance of being recommended.
             self.candidates = self.those_not_behind();
+            // Stage 2 begins when stage 1 has decided, or has used its share of the time.
             let is_late = left < LEFT_FOR_COMBINATIONS;
             if is_late || self.rounds >= MOST_ROUNDS || self.is_settled() {
                 return self.begin_combinations();
@@ -188,6 +191,7 @@ impl Search {
                 self.stage = Stage::Done;
                 return;
             }
+            // Only the open goals get further rounds.
             self.candidates = self.undecided(&open);
         }
         self.rounds += 1;
@@ -202,6 +206,7 @@ impl Search {
         let scores = self.scores();
         for goal in &self.goals {
             let choice = choose(*goal, &scores, &self.samples.configurations);
+            // A base is always measured: it is recommended if nothing better is shown.
             candidates.extend(goal.base(&self.space));
             candidates.extend(choice.map(|choice| choice.leader));
         }
@@ -210,8 +215,8 @@ impl Search {
         self.rounds = self.rounds_so_far();
     }
 
-    /// Configurations that decide the unsettled goals: the default, the goals' bases, and all that may
-    /// be as good as the leader.
+    /// Configurations that decide the unsettled goals: the default, the goals' bases, and all that
+    /// may be as good as the leader.
     fn undecided(&self, open: &[Choice]) -> Vec<Configuration> {
         let scores = self.scores();
         let mut candidates = vec![self.space.default_configuration()];
@@ -284,6 +289,7 @@ impl Search {
                 ((goal, one), if quotients.is_empty() { 1.0 } else { median(&quotients) })
             })
             .collect();
+        // Unmeasured factors count as no gain.
         let gains = |goal: Goal, one: &Configuration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
         let mattered = |configuration: &Configuration| {
             self.goals.iter().any(|&goal| {
@@ -292,10 +298,12 @@ impl Search {
                 is_needed || goal.allows(configuration.cache) && scores.gains(goal, &default, configuration)
             })
         };
+        // Only changes that helped on their own are combined.
         let kept: Vec<_> = factors.iter().copied().filter(|one| *one == default || mattered(one)).collect();
         let is_kept = |part: Configuration| kept.contains(&part);
         let promise = |combination: &Configuration| {
             let parts = parts(combination, &default);
+            // Predicted as if the gains of the parts were independent.
             let of = |goal: &Goal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
             // Relative to the goal's best: a combination need not be good for every goal.
             let best = |goal: &Goal| {
@@ -311,6 +319,7 @@ impl Search {
             .into_iter()
             .filter(|one| self.space.changes(one) >= 2 && parts(one, &default).into_iter().all(is_kept))
             .map(|one| (promise(&one), one))
+            // A combination must be predicted to beat the best single change of some goal.
             .filter(|(promise, _)| *promise > 1.0)
             .collect();
         list.sort_by(|(one, _), (other, _)| other.total_cmp(one));

@@ -58,11 +58,13 @@ impl Session {
         let goals = arguments.goal.map_or_else(|| Goal::ALL.to_vec(), |goal| vec![goal]);
         let path = || place.path.display().to_string();
         let (name, usual, kind) = match &place.kind {
+            // The images of the run are removed at its end, so the options are for another disk.
             Kind::Made { .. } => ("DISK".to_owned(), USUAL_DISK, Written::New),
             Kind::Device { .. } => (path(), place.whole_bytes, Written::Device),
             Kind::Image { .. } => (path(), place.whole_bytes, Written::Image),
         };
         let search = Search::new(place.space(), place.patterns(), goals, samples, seed);
+        // A resumed run keeps the slice, else its samples would not be comparable.
         let slice = slice.unwrap_or(budget / SLICES_PER_BUDGET);
         let run = Run::new(search, place, (stop, progress), (budget, slice), seed);
         Self { run, growth: Vec::new(), disk: (name, disk.unwrap_or(usual), kind) }
@@ -82,6 +84,7 @@ impl Session {
 
     async fn measure(&mut self) -> anyhow::Result<()> {
         let budget = self.run.budget;
+        // The curves come last, and their time is kept back from the search.
         let growth = if self.can_grow() { budget / SHARE_FOR_GROWTH } else { Duration::ZERO };
         match self.run.measure(budget / SHARE_FOR_IMAGES, growth).await? {
             Some(meter) if self.can_grow() => self.grow(meter, growth).await,
@@ -103,6 +106,7 @@ impl Session {
         configurations.retain(|one| {
             (one.cache, one.prefetch, cluster(one)) == (default.cache, default.prefetch, cluster(&default))
         });
+        // All curves get the same time, so that they have the same x axis.
         let each = time / u32::try_from(configurations.len()).unwrap_or(u32::MAX).max(1);
         meter.stop = self.run.stop.clone();
         self.run.progress.end();

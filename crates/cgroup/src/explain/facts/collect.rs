@@ -42,6 +42,8 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
         levels::up(&mut reader, group).with_context(|| format!("cgroup {}", group.name.display()))?;
     // weir's limits file overrides the kernel's present values where `watch` changes them.
     levels::as_kept(hierarchy, &subject.limits, &mut levels);
+    // A limit of a cgroup applies to its descendants in v2, so their processes are examined as
+    // well.
     let groups = descend(&mut reader, group);
     let inner =
         groups[1..].iter().map(|group| levels::one(&mut reader, group)).collect::<Result<Vec<_>, _>>();
@@ -61,7 +63,8 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
     reader.disks.enter_limited(&limited);
     let possible = possible(&mut reader, &mut mounts, &limited, &processes);
     let swaps = beside::swaps(&mut reader, &mut mounts);
-    // A loop device's file may lie on a file system that was found last, so all mounts are known here.
+    // A loop device's file may lie on a file system that was found last, so all mounts are known
+    // here.
     mounts.follow_loops(&mut reader.disks);
     let beside = beside::controls(&mut reader, group, &limited);
     let left_dirty = beside::left_dirty(&mut reader, group, processes.is_empty());
@@ -163,6 +166,7 @@ fn of_group(
             Vec::new()
         }
     };
+    // Before the bound, so that a single process is found among any number.
     pids.retain(|pid| only.is_none_or(|only| *pid == only));
     if pids.len() > MAX_PROCESSES {
         let text = format!("more than {MAX_PROCESSES} processes: the others were not looked at");
@@ -187,6 +191,7 @@ fn process(
         .then(|| Evidence::of(&file, format!("{} ({}) … ppid {}", stat.pid, stat.name, stat.parent)));
     let uses = if kernel.is_some() { Vec::new() } else { uses::of(reader, &directory, mounts) };
     let status = directory.join("status");
+    // Evidence that the process has pages in swap space.
     let swapped = reader.text(&status).and_then(|text| {
         let line = text.lines().find(|line| line.starts_with("VmSwap:"))?;
         let kib = line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()?;
@@ -217,6 +222,7 @@ fn possible(
     let mut possible = Vec::new();
     for index in mounts.on(&mut reader.disks, limited) {
         let (point, evidence) = mounts.describe(index);
+        // The two ways differ most in their charge.
         for way in [Way::Direct, Way::Buffered] {
             possible.push(Use {
                 place: Place::FileSystem(index),

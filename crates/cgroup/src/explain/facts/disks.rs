@@ -37,6 +37,7 @@ impl<'a> Disks<'a> {
     pub(super) fn of_node(&mut self, path: &Path) -> Option<Number> {
         // sysfs writes `!` for `/` in names such as `cciss/c0d0`.
         let name = path.strip_prefix("/dev").ok()?.to_str()?.replace('/', "!");
+        // From sysfs first: a container may lack the device node.
         let file = self.roots.sys.join("class/block").join(name).join("dev");
         let number = match fs::read_to_string(file) {
             Ok(text) => kernel::number(text.trim())?,
@@ -78,6 +79,7 @@ impl<'a> Disks<'a> {
                 continue;
             };
             self.enter(&part, depth + 1);
+            // Two partitions of a disk can both be members of an array.
             if !parts.contains(&part.number()) {
                 parts.push(part.number());
             }

@@ -37,8 +37,8 @@ impl MountTable {
     }
 
     pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
-        // Cached by namespace: thousands of processes share a mount table. Without permission to read
-        // the link, each process has its own entry.
+        // Cached by namespace: thousands of processes share a mount table. Without permission to
+        // read the link, each process has its own entry.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
         if self.last.as_ref().is_some_and(|(last, _)| *last == namespace) {
             return;
@@ -49,6 +49,7 @@ impl MountTable {
 
     pub(super) fn enter(&mut self, disks: &mut Disks<'_>, file: &str, row: &Row) -> usize {
         let file_system = disks.file_system(&self.own, file, row);
+        // The number alone is not enough: Btrfs and overlays differ in mount point or disk.
         let same = |known: &FileSystem| {
             known.number == file_system.number
                 && known.point == file_system.point
@@ -66,13 +67,15 @@ impl MountTable {
         let mut seen = Vec::new();
         for row in &own {
             let mount = &row.mount;
-            // An overlay is reported by the file system of its upper directory, which is in this list as well.
+            // An overlay is reported by the file system of its upper directory, which is in this
+            // list as well.
             if Nature::of(&mount.kind) == Nature::Pseudo
                 || mount.kind == "overlay"
                 || seen.contains(&mount.number)
             {
                 continue;
             }
+            // A file system that is mounted several times is examined once.
             seen.push(mount.number);
             let index = self.enter(disks, &file, row);
             let Below::Disk(disk) = self.found[index].below else {

@@ -73,6 +73,7 @@ fn file(process: &Path, number: &str, path: PathBuf) -> Option<Open> {
     let field =
         |name: &str| text.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':')).map(str::trim);
     let flags = field("flags")?;
+    // proc_pid_fdinfo(5) prints flags in octal.
     let bits = i32::from_str_radix(flags, 8).ok()?;
     let shown = path.display();
     Some(Open {
@@ -137,6 +138,7 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
             continue;
         };
         let metadata = metadata(mounts, place, &open.link);
+        // Character devices and FIFOs cause no block I/O.
         if metadata
             .as_ref()
             .is_some_and(|metadata| !metadata.is_file() && !metadata.file_type().is_block_device())
@@ -209,6 +211,7 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
         };
         let identity = Some(identity(mounts, place, inode.parse().ok(), &path));
         let path = path.display().to_string();
+        // A file is often mapped in several parts.
         if uses.iter().any(|known| known.place == place && known.path == path) {
             continue;
         }
@@ -256,6 +259,7 @@ fn placed(reader: &mut Reader<'_>, mounts: &mut MountTable, process: &Path, row:
     }
     let file = process.join("mountinfo").display().to_string();
     let index = mounts.enter(&mut reader.disks, &file, row);
+    // Unused file systems are not reported.
     mounts.found[index].used = true;
     Some(Place::FileSystem(index))
 }

@@ -67,6 +67,7 @@ fn swapping_on(facts: &Facts, process: &Process, disk: Number, mut evidence: Vec
         }
         (_, Reach::Nothing(nothing)) => {
             evidence.extend(nothing.evidence);
+            // Swap space on another disk needs other advice than a file there.
             let (coverage, cause) = match nothing.cause {
                 Cause::OtherDisk | Cause::DiskWithoutLimit => (Coverage::Escapes, Cause::SwapElsewhere),
                 cause => (nothing.coverage, cause),

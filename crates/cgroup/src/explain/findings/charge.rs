@@ -56,6 +56,7 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
         Place::FileSystem(index) => Some(&facts.file_systems[index]),
         Place::Disk(_) => None,
     };
+    // Without a disk below, no limit can apply.
     if let Some(file_system) = file_system
         && let Some(cause) = without_disk(file_system.nature)
     {
@@ -67,6 +68,7 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
     if let Some(file_system) = journaled.filter(|_| io.writes()) {
         return Charge::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
     }
+    // The process itself submits these requests, in the name of its cgroup.
     if !io.written_back() {
         return Charge::Own(Vec::new());
     }
@@ -103,6 +105,7 @@ pub(super) fn written_back(
             facts.hierarchy.iter().chain([&facts.kernel.evidence]).cloned().collect(),
         ));
     }
+    // The owner of a page is known to the memory controller only.
     match &facts.memory {
         Memory::Unified => {}
         Memory::Legacy(evidence) => {
@@ -145,6 +148,7 @@ impl Charge {
             Self::Elsewhere(cause, evidence) => (cause, evidence),
             Self::Own(evidence) | Self::Several(_, evidence) => (Cause::UnknownDisk, evidence),
         };
+        // Not a failure of a limit: there is no disk, or it is unknown.
         let coverage = match cause {
             Cause::InMemory | Cause::UnknownDisk => Coverage::Note,
             _ => Coverage::Escapes,

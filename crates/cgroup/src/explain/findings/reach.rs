@@ -112,11 +112,13 @@ fn below(
     io: Io,
     way: &mut Vec<Number>,
 ) -> Option<(Reached, Option<Charge>)> {
+    // `way` has the disks above; a cycle would otherwise recurse without end.
     if way.len() >= MAX_DEPTH || way.contains(&disk) {
         return None;
     }
     way.push(disk);
     let disk = facts.disk(disk)?;
+    // The driver is the same for all parts.
     let crossed = crossing(facts, disk, io);
     disk.parts.iter().find_map(|&part| {
         if let Some(mut reached) = limit_on(levels, part, io) {
@@ -136,8 +138,8 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
     let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
     let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
-        // A dm-raid mirror keeps the owner of direct requests, parity RAID does not; the level is unknown
-        // here.
+        // A dm-raid mirror keeps the owner of direct requests, parity RAID does not; the level is
+        // unknown here.
         DiskKind::Mapper(Mapper::Raid) if io.writes() => {
             Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
         }
@@ -166,7 +168,8 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
             let file_system = on.map(|index| &facts.file_systems[index]);
             let cited = disk.evidence.clone();
             Some(match written_back(facts, file_system) {
-                // Charged to the cgroup that wrote to the file first; ownership moves to the submitter slowly.
+                // Charged to the cgroup that wrote to the file first; ownership moves to the
+                // submitter slowly.
                 Ok(evidence) => Charge::Several(Cause::BufferedLoop, cited).citing(evidence),
                 Err((_, evidence)) => Charge::Elsewhere(Cause::BufferedLoop, cited).citing(evidence),
             })
@@ -207,6 +210,7 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
     }
     let limited: Vec<(&Level, &Limit)> =
         levels.iter().flat_map(|level| level.limits.iter().map(move |limit| (*level, limit))).collect();
+    // A limit on a disk above: the requests enter below it.
     if let Some((_, limit)) = limited.iter().find(|(_, limit)| lies_on(facts, limit.disk, disk, 0)) {
         let mut evidence = limit.evidence.clone();
         evidence.extend(facts.disk(limit.disk).into_iter().flat_map(|disk| disk.evidence.clone()));
@@ -218,6 +222,7 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
     };
     let evidence = other.evidence.clone();
     let used = |disk: Number| facts.disks_in_use().any(|used| used == disk || lies_on(facts, used, disk, 0));
+    // Another disk in use has a limit, so the lack of one here may be intended.
     if limited.iter().any(|(_, limit)| used(limit.disk)) {
         return judged(Coverage::Unlimited, Cause::DiskWithoutLimit, evidence);
     }
@@ -229,6 +234,7 @@ fn not_enabled(
     own: &Level,
     judged: impl Fn(Coverage, Cause, Vec<Evidence>) -> Judgement,
 ) -> Judgement {
+    // Evidence in the order of the explanation: the missing controller, then its cause.
     let mut evidence: Vec<Evidence> = own.controllers.iter().cloned().collect();
     // From the root down: the first level that has `io` and does not enable it for its children.
     let closed = facts

@@ -68,6 +68,7 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
     let mut kept = None;
     for line in io::stdin().lock().lines() {
         let line = line.context("standard input")?;
+        // An error is an answer, too: the parent continues with the next order.
         let answer = match serde_json::from_str(&line).context("an order of unknown form") {
             Ok(order) => act(&arguments.directory, &order, &mut kept),
             Err(error) => Err(error),
@@ -77,6 +78,7 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
         let mut text = serde_json::to_string(&answer).context("an answer")?;
         text.push('\n');
         let mut out = io::stdout().lock();
+        // Flushed, because the parent waits for this line.
         out.write_all(text.as_bytes()).and_then(|()| out.flush()).context("standard output")?;
     }
     Ok(())
@@ -90,6 +92,7 @@ fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Resu
     match order {
         Order::DirectWrites { bytes } => {
             let file = without_name(directory)?;
+            // A file without a name can only be reopened to get another flag.
             let file = again(&file, OFlag::O_DIRECT)?;
             timed(*bytes, None, |buffer, _| (&file).write_all(buffer))
         }
@@ -97,6 +100,7 @@ fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Resu
             let file = without_name(directory)?;
             let mut answer =
                 timed(*bytes, Some(Duration::from_millis(*ms)), |buffer, _| (&file).write_all(buffer))?;
+            // Kept open: closing would delete the file with its dirty pages.
             answer.kept = Some(file.as_raw_fd());
             *kept = Some(file);
             Ok(answer)

@@ -187,8 +187,9 @@ impl<'a> Proof<'a> {
         let figures = self.counted(false, |this| {
             let answer = this.order(&order, bytes, limit)?;
             let begin = Instant::now();
-            // Through /proc: the worker's file is unlinked. Flushed from here, outside of the cgroup, as
-            // a kernel worker would; `sync_data` in the worker would be charged to the worker itself.
+            // Through /proc: the worker's file is unlinked. Flushed from here, outside of the
+            // cgroup, as a kernel worker would; `sync_data` in the worker would be charged to the
+            // worker itself.
             if this.charged {
                 let kept = answer.kept.context("the file that was written")?;
                 let path = format!("/proc/{}/fd/{kept}", this.worker.process());

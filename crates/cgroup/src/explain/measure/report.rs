@@ -29,6 +29,7 @@ pub(in super::super) fn text(measured: &Measured) -> String {
             Ok(figures) => {
                 [limit, rate(figures.bps()), charged(figures), kept(figures.kept).to_owned(), waited(figures)]
             }
+            // The error takes the place of the last column.
             Err(error) => [limit, "-".to_owned(), "-".to_owned(), "not measured".to_owned(), error.clone()],
         };
         table.row([way.name.to_owned()].into_iter().chain(row).collect());
@@ -105,7 +106,8 @@ fn waited(figures: &Figures) -> String {
         let held = figures::time(traced.held_ms.saturating_mul(1_000_000));
         told.push(format!("{held} in balance_dirty_pages"));
     }
-    // Without `by_others`: requests of unrelated processes on the same disk would distort the shares.
+    // Without `by_others`: requests of unrelated processes on the same disk would distort the
+    // shares.
     let Traced { by_process, by_throttle, by_writeback, .. } = traced;
     let all = by_process + by_throttle + by_writeback;
     let senders = [
@@ -114,6 +116,7 @@ fn waited(figures: &Figures) -> String {
         (by_process, "sent by the process at once"),
     ];
     for (bytes, what) in senders {
+        // Senders without a byte are left out.
         if bytes > 0 {
             told.push(format!("{} {what}", figures::share(bytes as f64 / all as f64)));
         }
@@ -122,6 +125,7 @@ fn waited(figures: &Figures) -> String {
 }
 
 fn by_times(figures: &Figures) -> String {
+    // Clock readings of two processes can differ slightly.
     let later = (figures.seconds - figures.calls_seconds).max(0.0);
     let calls = figures::time((figures.calls_seconds * 1e9) as u64);
     if later < 0.001 {

@@ -1,5 +1,5 @@
-//! Tasks that submitted requests to a disk, and time that the worker was throttled, from the kernel's
-//! tracepoints. Uses a separate trace instance, which is removed when dropped.
+//! Tasks that submitted requests to a disk, and time that the worker was throttled, from the
+//! kernel's tracepoints. Uses a separate trace instance, which is removed when dropped.
 //!
 //! ```text
 //!   block:block_bio_queue            a request enters the disk's queue. The task that submits it shows its path:
@@ -44,11 +44,14 @@ pub(super) struct Trace {
 
 impl Trace {
     pub(super) fn begin(tracefs: &Path, name: &str, disk: Number) -> io::Result<Self> {
+        // An instance of its own leaves the machine's main trace untouched (ftrace.rst,
+        // "Instances").
         let directory = tracefs.join("instances").join(name);
         fs::create_dir(&directory)?;
         let trace = Self { directory };
         // dev_t in the kernel's internal layout (include/linux/kdev_t.h), not that of stat(2).
         let dev = disk.major << 20 | disk.minor;
+        // The filter precedes enabling, so that no event of another disk is recorded.
         trace.write("events/block/block_bio_queue/filter", &format!("dev == {dev}"))?;
         trace.write("events/block/block_bio_queue/enable", "1")?;
         trace.write("events/writeback/balance_dirty_pages/enable", "1")?;
@@ -107,7 +110,8 @@ fn parse(text: &str, process: u32) -> Traced {
                     *sender(&mut traced, who, process) += bytes;
                 }
             }
-            // Negative if the kernel computed no pause: does not parse as unsigned, so it counts as 0.
+            // Negative if the kernel computed no pause: does not parse as unsigned, so it counts as
+            // 0.
             "balance_dirty_pages" if pid(who) == Some(process) => {
                 traced.held_ms += field(what, "pause=").and_then(|pause| pause.parse().ok()).unwrap_or(0);
             }

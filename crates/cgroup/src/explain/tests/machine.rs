@@ -1,7 +1,7 @@
 //! A fake machine in a temporary directory: cgroups, processes, mounts and disks.
 //!
-//! Initially healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to 4
-//! MB/s of writes and reads, ext4 on `/data`.
+//! Initially healthy: cgroup v2 with io and memory at every level, `/app` limited on `/dev/vda` to
+//! 4 MB/s of writes and reads, ext4 on `/data`.
 
 use std::{
     fs,
@@ -50,6 +50,7 @@ impl Machine {
 
     /// Path of a file; a path that begins with `cgroup/` is below the cgroup mount.
     pub(super) fn path(&self, path: &str) -> PathBuf {
+        // The mount point of cgroup v2 on real machines.
         let below = if path.starts_with("cgroup/") { "sys/fs" } else { "" };
         self.base.path(below).join(path.trim_start_matches('/'))
     }
@@ -86,6 +87,7 @@ impl Machine {
         options: &str,
     ) -> &mut Self {
         let place = format!(" / {point} ");
+        // By mount point, because each point has one mount here.
         self.mounts.retain(|mount| !mount.contains(&place));
         self.mounts
             .push(format!("{id} 20 {number} / {point} rw,relatime shared:1 - {kind} {source} {options}"));
@@ -207,8 +209,8 @@ impl Machine {
         self.process(100, "dd", group).opens(100, "/data/out", DATA, flags)
     }
 
-    /// Process 100, a `dd` that writes an older file, with the bytes written and the bytes charged to
-    /// the cgroup.
+    /// Process 100, a `dd` that writes an older file, with the bytes written and the bytes charged
+    /// to the cgroup.
     pub(super) fn dd_to_an_old_file(&mut self, written: u64, charged: u64) -> &mut Self {
         let file = self.path("old");
         self.write("old", "").process(100, "dd", "/app");

@@ -96,6 +96,7 @@ impl State {
         let mut lines = match &self.tasks_of {
             None => self.rows.iter().map(of_group).collect::<Vec<_>>(),
             Some(name) => {
+                // Whole path components are compared, so `/a` does not include `/ab`.
                 let below = self.rows.iter().filter(|row| row.name.starts_with(name));
                 let tasks = below.flat_map(|row| row.tasks.iter().map(move |task| (row, task)));
                 let shown = tasks.filter(|(_, task)| task.has_done_something());
@@ -107,6 +108,7 @@ impl State {
                 Column::Name => Ordering::Equal,
                 column => number(b, column).total_cmp(&number(a, column)),
             };
+            // Equal lines keep a fixed order, so that they do not jump at each refresh.
             let order = by_column.then_with(|| a.name.cmp(&b.name));
             if self.reversed { order.reverse() } else { order }
         });
@@ -121,6 +123,7 @@ impl State {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
             return Leave::of(key);
         }
+        // Any key closes the help, without its usual effect.
         if std::mem::take(&mut self.has_help) {
             return None;
         }
@@ -144,6 +147,7 @@ impl State {
     }
 
     fn enter(&mut self) {
+        // A task has no further level.
         if self.tasks_of.is_some() {
             return;
         }
@@ -163,7 +167,8 @@ impl State {
         }
     }
 
-    /// Keeps the user's selection, or its successor at the same position; else selects the first line.
+    /// Keeps the user's selection, or its successor at the same position; else selects the first
+    /// line.
     fn settle(&mut self) {
         let stays = self.has_chosen;
         self.with_names(|chosen, names| chosen.settle(names, stays));

@@ -37,6 +37,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     }
     let rows = [Constraint::Length(1), Constraint::Min(8), Constraint::Length(1)];
     let [title, list, keys] = Layout::vertical(rows).areas(frame.area());
+    // Without the heading; PgUp and PgDn move by this number.
     state.page = usize::from(list.height.saturating_sub(1)).max(1);
     draw_title(frame, title, state);
     draw_list(frame, list, state);
@@ -108,6 +109,7 @@ fn heading(state: &State, column: Column) -> Cell<'static> {
 fn row(line: &Line) -> Row<'static> {
     let of = |figure: fn(&Rate) -> String| right(text::cell(line.rate.as_ref().map(figure)));
     let waited = right(text::cell(line.waited.map(figures::share)));
+    // Highlights lines that waited.
     let is_held = line.waited.is_some_and(|share| share > 0.0);
     Row::new([
         Cell::from(plain(&line.name)),

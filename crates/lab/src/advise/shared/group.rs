@@ -58,8 +58,8 @@ impl Shared<'_> {
         !self.disks.iter().any(is_grouped) && limited.contains(&true) && limited.contains(&false)
     }
 
-    /// The largest part of the device with which a group suffices, given shares that may depend on the
-    /// part; `None` if no part suffices.
+    /// The largest part of the device with which a group suffices, given shares that may depend on
+    /// the part; `None` if no part suffices.
     fn largest(
         &mut self,
         shares: impl Fn(f64) -> Vec<Share>,
@@ -84,8 +84,8 @@ impl Shared<'_> {
         Ok(best)
     }
 
-    /// The smallest weight of the unlimited tenants at which a group suffices with nearly the largest
-    /// part of the device.
+    /// The smallest weight of the unlimited tenants at which a group suffices with nearly the
+    /// largest part of the device.
     pub(super) fn by_weight(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
         if !self.can_be_grouped(limited) {
             return Ok(None);
@@ -107,8 +107,8 @@ impl Shared<'_> {
         Ok(best)
     }
 
-    /// The largest part of the device for a group with reservations for the unlimited tenants; `None`
-    /// if such a group is impossible or does not suffice.
+    /// The largest part of the device for a group with reservations for the unlimited tenants;
+    /// `None` if such a group is impossible or does not suffice.
     pub(super) fn by_promise(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
         if !self.can_be_grouped(limited) {
             return Ok(None);
@@ -142,8 +142,8 @@ impl Shared<'_> {
         self.largest(shares, limited)
     }
 
-    /// The smallest weight with which the tenants with a target keep it in their common group, whose
-    /// limits stay.
+    /// The smallest weight with which the tenants with a target keep it in their common group,
+    /// whose limits stay.
     pub(super) fn by_own_weight(&mut self) -> anyhow::Result<Option<Confirmed>> {
         let Some(group) = self.common else { return Ok(None) };
         if !self.kept.contains(&true) || !self.kept.contains(&false) {

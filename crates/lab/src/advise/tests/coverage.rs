@@ -1,8 +1,8 @@
 //! Coverage of the confidence intervals: how often they contain the demand of another day of the
 //! same kind, which they are about, and of ten days together.
 //!
-//! `WEIR_SEEDS=n` uses n days of each kind instead of a few. The counts are printed (`--nocapture`);
-//! the same seeds always give the same counts.
+//! `WEIR_SEEDS=n` uses n days of each kind instead of a few. The counts are printed
+//! (`--nocapture`); the same seeds always give the same counts.
 
 use std::collections::BTreeMap;
 
@@ -176,7 +176,8 @@ fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
     judged(&tallies);
 }
 
-/// A neighbour whose rate changes every few seconds, and occasionally exceeds the device's capacity.
+/// A neighbour whose rate changes every few seconds, and occasionally exceeds the device's
+/// capacity.
 fn uneven_neighbour(seed: u64, seconds: u64) -> Arrivals {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut requests, mut rate, mut ticks) = (vec![(0, 0), (0, 1)], 0, 0);

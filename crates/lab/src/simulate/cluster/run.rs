@@ -93,6 +93,7 @@ pub(super) fn run(
     let every = (spec.every.as_nanos() as u64).div_ceil(tick);
     for number in 1..=(spec.seconds * S).div_ceil(tick) {
         if stop.load(Ordering::Relaxed) {
+            // The samples until now are still evaluated.
             run.outcome.partial = Some(crate::result::INTERRUPTED.to_owned());
             break;
         }

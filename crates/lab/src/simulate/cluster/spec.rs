@@ -89,9 +89,11 @@ impl FromStr for ClusterSpec {
                 other => return Err(format!("arrivals={other} is neither even nor random")),
             },
             change: keys.percent("change", 10)?,
+            // Ten ticks at least, else no change is followed before the next.
             every: keys.time("every", seconds(10), 10 * tick..=seconds(MOST_SECONDS))?,
             timing: Timing {
                 tick,
+                // Several ticks, so that a late renewal does not end a lease.
                 lease: keys.time("lease", Timing::DEFAULT.lease, 5 * tick..=seconds(600))?,
             },
             safe_share_ppm: match keys.take("safe-share") {

@@ -34,8 +34,8 @@ pub(in crate::simulate) struct Summary {
     /// Changes without a fault near them.
     #[serde(skip)]
     undisturbed: usize,
-    /// Figures of steady periods: at least half an interval after the last change, two leases after the
-    /// start, and without a fault.
+    /// Figures of steady periods: at least half an interval after the last change, two leases after
+    /// the start, and without a fault.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) steady: Option<Figures>,
     pub(super) all: Figures,
@@ -169,12 +169,15 @@ impl Summary {
         let figures = |stretches: &[&[Sample]]| Figures::of(stretches, spec.hosts, outcome.most);
         let tick = spec.timing.tick.as_nanos() as u64;
         let half = spec.every.as_nanos() as u64 / tick / 2;
-        // For one lease after its election the first leader does not know all quotas that may be in force.
+        // For one lease after its election the first leader does not know all quotas that may be in
+        // force.
         let settled = 2 * spec.timing.lease.as_nanos() as u64;
+        // Steady: long after a change of demand, and in a phase without faults.
         let calm = |sample: &Sample| {
             sample.since >= half && sample.at_ns >= settled && !outcome.disturbed.contains(&sample.phase)
         };
         let stretches: Vec<&[Sample]> = samples
+            // A stretch never spans a change, as rates over the change would mix two demands.
             .chunk_by(|one, other| one.phase == other.phase && calm(one) == calm(other))
             .filter(|stretch| stretch.len() > 1 && calm(&stretch[0]))
             .collect();
@@ -232,6 +235,7 @@ impl Summary {
         let never_steady = self.steady.is_none();
         let mut figures = [self.steady.as_ref(), Some(&self.all)].into_iter().flatten();
         let nobody_waits = figures.any(|figures| figures.unused.is_none());
+        // Only reasons for figures that are shown as `-`.
         let reasons = [
             (unknown && self.undisturbed == 0, "each change fell together with something that went wrong"),
             (

@@ -104,6 +104,7 @@ impl Calls {
 fn name_of(format: Format, name: &str, taken: &mut HashMap<String, u32>) -> String {
     let wanted = name_with(format, name, "");
     let mut called = wanted.clone();
+    // The count of each name is kept, so that many disks with one name do not take quadratic time.
     while taken.contains_key(&called) {
         let number = taken.entry(wanted.clone()).or_insert(1);
         *number += 1;
@@ -169,6 +170,7 @@ pub(super) struct Form {
 impl Form {
     /// Starts the text with the header of the format. Recordings are binary and not written here.
     pub(super) fn begin(format: Format, start: Start, text: &mut Vec<u8>) -> Self {
+        // The other formats have no header.
         let header = match format {
             Format::Weir => Some(HEADER),
             Format::FioV2 => Some("fio version 2 iolog"),
@@ -203,6 +205,7 @@ impl Form {
             Format::Blkparse => {
                 let letters = word(op, "R", "W", Some("D"), Some("FN"))?;
                 let head = format_args!("{called} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
+                // A flush has no sectors.
                 if op == Op::Flush {
                     line(text, format_args!("{head} [weir]"));
                 } else {
@@ -213,6 +216,7 @@ impl Form {
             Format::Msr => {
                 let kind = word(op, "Read", "Write", None, None)?;
                 let (host, number) = called.rsplit_once('.').expect("it is called so");
+                // Its clock counts from 1601; a clock that is not of 1970 cannot be converted.
                 let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
                 let ticks = epoch + now_ns / TICK_NS;
                 line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
@@ -258,10 +262,12 @@ impl Form {
         if self.named.len() <= disk.index() {
             self.named.resize(disk.index() + 1, false);
         }
+        // fio needs every file declared and opened before its first request.
         if !std::mem::replace(&mut self.named[disk.index()], true) {
             line(text, format_args!("{time}{file} add"));
             line(text, format_args!("{time}{file} open"));
         }
+        // Short waits are not written, but add up, because only written ones advance `waited_us`.
         let wait_us = us - self.waited_us;
         if !has_times && wait_us >= SHORTEST_WAIT_US {
             line(text, format_args!("{file} wait {wait_us} 0"));

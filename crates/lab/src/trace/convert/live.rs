@@ -25,7 +25,8 @@ pub struct Transcript {
 }
 
 impl Transcript {
-    /// The format by the file's name, as in `weir trace convert`. `None` for an unconverted recording.
+    /// The format by the file's name, as in `weir trace convert`. `None` for an unconverted
+    /// recording.
     pub fn named(path: &Path) -> Option<Self> {
         let (format, compression) = named(path);
         let format = format.filter(|format| *format != Format::Recording)?;

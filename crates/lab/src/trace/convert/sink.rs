@@ -91,6 +91,7 @@ impl Sink {
         let to = if format == Format::Recording {
             To::Recording { writer: Writer::new(out, start.clock_ns)?, limits: HashMap::new() }
         } else {
+            // With room for the request that exceeds the size at which it is written.
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
             let form = Form::begin(format, start, &mut text);
             let file = match compression {
@@ -136,6 +137,7 @@ impl Sink {
                 match form.push(text, request) {
                     Ok(()) => {
                         *written += 1;
+                        // Of the text formats, only weir's own has columns for results.
                         let is_lost = request.outcome.is_some() && *format != Format::Weir;
                         *without_outcome += u64::from(is_lost);
                     }
@@ -238,6 +240,7 @@ impl Sink {
         let is_one = called(self.format) == Called::Nothing;
         let other = form.calls.iter().filter(|call| is_one || call.called != call.name);
         let mut told: Vec<_> = other
+            // One more than is listed, to know whether to add an ellipsis.
             .take(MOST_NAMED + 1)
             .map(|Call { name, called }| if is_one { name.clone() } else { format!("{called} is {name}") })
             .collect();

@@ -38,6 +38,7 @@ impl Measured<'_> {
         let (own, base) = (samples(&published.rows[row].name), samples(published.reference));
         let measured = (!own.is_empty() && !base.is_empty()).then(|| figure.of(&own) / figure.of(&base));
         let of = |row: &super::Row| row.published.get(column).copied();
+        // Published ratios are relative to the same row as the measured ones.
         let theirs = of(&published.rows[row]).zip(published.row(published.reference).and_then(of));
         (theirs.map(|(own, base)| own / base), measured)
     }
