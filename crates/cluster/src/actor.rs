@@ -1,12 +1,12 @@
-//! Who changes what runs: known while a change is being made, however many turns it takes.
+//! Originator of a change, available while the change is being made, across all its polls.
 //!
 //! ```text
 //!   a client of a control socket ─┐
-//!   SIGHUP                        ├─► By::run ─► polls the change ─► a listener asks now_acting()
-//!   a client over HTTP            ┘        └ and takes itself back after each poll
+//!   SIGHUP                        ├─► By::run ─► polls the change ─► a listener calls now_acting()
+//!   a client over HTTP            ┘        └ restores the previous actor after each poll
 //! ```
 //!
-//! Belongs to the main thread, where everything is changed.
+//! Belongs to the main thread, which makes all changes.
 
 use std::{
     cell::RefCell,
@@ -16,19 +16,19 @@ use std::{
 
 use serde_json::{Value, json};
 
-/// Who asked for a change.
+/// Originator of a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the variants name their fields")]
 pub enum Actor {
-    /// A client of a control socket, as the kernel knows it.
+    /// A client of a control socket, by the peer credentials of the socket.
     Qmp { pid: i32, uid: u32 },
     /// SIGHUP.
     Signal,
-    /// The config file, read again for whoever asked.
+    /// A reload of the config file, and its originator.
     Reload(Box<Actor>),
     /// A client over HTTP: its address, or the socket's path.
     Http { client: String },
-    /// Another host of the cluster: that knows who asked it.
+    /// Another host of the cluster, which knows the originator.
     AnotherHost,
 }
 
@@ -36,23 +36,23 @@ thread_local! {
     static ACTING: RefCell<Option<Actor>> = const { RefCell::new(None) };
 }
 
-/// Who is at work now on this thread; none: the daemon by itself.
+/// Originator of the change that runs now on this thread; `None`: the daemon itself.
 pub fn now_acting() -> Option<Actor> {
     ACTING.with_borrow(Clone::clone)
 }
 
 impl Actor {
-    /// Has a change made in its name.
+    /// Attributes all polls of `change` to this actor.
     pub fn run<F: Future>(self, change: F) -> By<F> {
         By { actor: self, change: Box::pin(change) }
     }
 
-    /// The config file, read again in the name of whoever is at work.
+    /// A reload on behalf of the current actor; by SIGHUP if there is none.
     pub fn reload() -> Self {
         Self::Reload(Box::new(now_acting().unwrap_or(Self::Signal)))
     }
 
-    /// To follow "by".
+    /// Text for messages, after "by".
     pub fn shown(&self) -> String {
         match self {
             Self::Qmp { pid, uid } => format!("process {pid} of user {uid}, over QMP"),
@@ -63,7 +63,7 @@ impl Actor {
         }
     }
 
-    /// As in events.
+    /// JSON for events.
     pub fn to_json(&self) -> Value {
         match self {
             Self::Qmp { pid, uid } => json!({ "kind": "qmp", "pid": pid, "uid": uid }),
@@ -75,7 +75,7 @@ impl Actor {
     }
 }
 
-/// A change that is being made by somebody.
+/// A change that is attributed to an actor.
 pub struct By<F> {
     actor: Actor,
     change: Pin<Box<F>>,
@@ -85,6 +85,7 @@ impl<F: Future> Future for By<F> {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
+        // Restored by a destructor, so that a panic in the change does not leave the wrong actor.
         struct Restore(Option<Actor>);
         impl Drop for Restore {
             fn drop(&mut self) {

@@ -1,5 +1,5 @@
-//! The thread that speaks with etcd: it writes what this host reports, reads what it may have, and
-//! stands for election.
+//! The thread that talks to etcd: writes this host's reports, reads its grants, and stands for
+//! election.
 //!
 //! ```text
 //!   main thread  Hosts ──reports, promises, commands──► inbox ──► Session ──► etcd
@@ -9,12 +9,11 @@
 //!                                                              reports, grants
 //! ```
 //!
-//! A session is with one member of etcd. Whatever goes wrong ends it; the next begins with the next
-//! member, and reads everything anew. Meanwhile hosts fall to their safe share by their own clocks:
-//! nothing here is needed for that. What becomes of a key that it hears of is in `hearing`.
+//! A session uses one member of etcd. Any failure ends it; the next session uses the next member
+//! and reads everything anew. Hosts fall back to their fallback share by their own clocks, without
+//! this thread. Watch events are handled in `hearing`.
 //!
-//! Never asked by a request of a disk. Never waits for the main thread: what that has no room for
-//! ends the session.
+//! No request of a disk waits for this thread, and a stalled member never blocks the main thread.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -47,20 +46,19 @@ use super::{
     words::{Change, Input, Word},
 };
 
-/// Seconds of the lease of a host's key: how long a name stays taken after a machine is lost.
+/// Lease of a host's name in seconds: the time that the name stays taken after a machine is lost.
 const NAME_TTL: u64 = NAME_LEASE.as_secs();
-/// Seconds of the lease of what a host promises: how long that waits for its next run, which a
-/// machine that starts again takes minutes for.
+/// Lease of a host's reservations in seconds: long enough for a machine to reboot.
 const PROMISE_TTL: u64 = 600;
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
-/// A session that ends sooner is not gone on with in silence: it may be the next that ends too.
+/// Age of a session whose end is logged only. A shorter one is reported: the next may fail as well.
 const LASTING: Duration = Duration::from_secs(10);
-/// How long the loop sleeps at most.
+/// Longest sleep of the loop.
 const IDLE: Duration = Duration::from_secs(1);
-/// A request that takes longer is told of, and how often.
+/// Duration of a request that is logged as slow, and the interval between two such messages.
 const SLOW: Duration = Duration::from_millis(300);
 const BETWEEN_SLOW: Duration = Duration::from_secs(60);
-/// Between two tries of all members.
+/// First and last pause between two rounds over all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 
@@ -68,9 +66,9 @@ pub(super) struct Agent {
     pub(super) cluster: settings::Cluster,
     pub(super) terms: Terms,
     pub(super) machine_id: String,
-    /// Groups that this host takes part in are kept there.
+    /// File with the limits for the next start.
     pub(super) file: PathBuf,
-    /// What stood there at the start.
+    /// Limits that the file had at the start.
     pub(super) recalled: BTreeMap<String, Stored>,
     pub(super) inbox: (Sender<Input>, Receiver<Input>),
     pub(super) words: Sender<Word>,
@@ -78,7 +76,7 @@ pub(super) struct Agent {
 }
 
 impl Agent {
-    /// Until it is told to stop.
+    /// Runs until `Input::Stop`.
     pub(super) fn run(self) -> std::io::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
         runtime.block_on(self.serve());
@@ -102,18 +100,19 @@ impl Agent {
             keeper: Keeper::default(),
             told_slow: None,
         };
-        // Not all hosts at the same member: when one falls silent, few have to find another.
+        // A random first member: if one stalls, few hosts have to find another.
         let (mut member, mut pause) = (draw() as usize % Etcd::members(&self.terms).max(1), FIRST_PAUSE);
         loop {
-            // Then nothing has happened, if the next member goes on at once: one was stopped, or a
-            // proxy has cut a watch that had nothing to say.
+            // A session that worked for long ended normally: the member was stopped, or a proxy
+            // closed an idle watch. If the next member answers, nothing is reported.
             let mut has_lasted = false;
             let ended = match Etcd::connect(&self.terms, member).await {
                 Ok(mut etcd) => {
                     member = etcd.at() + 1;
                     let began = now();
                     let ended = session.run(&mut etcd).await;
-                    // Another member is asked at once where one has become silent: leases run.
+                    // Without a pause after a working session: leases run while no member is
+                    // connected.
                     let has_worked = session.known.joined.is_some();
                     pause = if has_worked { Duration::ZERO } else { FIRST_PAUSE };
                     has_lasted = has_worked && now() - began >= LASTING;
@@ -137,7 +136,7 @@ impl Agent {
             } else if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
                 return;
             }
-            // Not all hosts at once.
+            // Jitter, so that hosts do not reconnect at the same time.
             let until = now() + pause + pause.max(self.timing.tick).mul_f64((draw() % 256) as f64 / 256.0);
             pause = (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
             if self.answer_apart(until, &why, &session).await {
@@ -146,14 +145,14 @@ impl Agent {
         }
     }
 
-    /// Answers what can be answered without etcd, for a while. Whether it is to stop.
+    /// Answers commands without etcd until an instant. True if the agent has to stop.
     async fn answer_apart(&self, until: Instant, why: &str, session: &Session<'_>) -> bool {
         loop {
             let left = until - now();
             let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
             match input {
                 Ok(Input::Stop) | Err(_) => return true,
-                // Judged by what is known of the others.
+                // The main thread judges by the last known reservations of other hosts.
                 Ok(Input::Promise(_, answer)) => drop(answer.try_send(Ok(()))),
                 Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
                     let _ = answer.try_send(Err(format!("etcd cannot be asked: {why}")));
@@ -175,11 +174,11 @@ enum End {
     Broken(String),
 }
 
-/// One after the other, each with one member of etcd.
+/// State of the sessions, which follow each other, each with one member of etcd.
 pub(super) struct Session<'a> {
     pub(super) agent: &'a Agent,
     pub(super) known: Known,
-    /// Of this run's last registration.
+    /// Number of this run in its last registration.
     instance: u64,
     pub(super) own_promises: Option<Promises>,
     reports: Option<Reports>,
@@ -188,17 +187,18 @@ pub(super) struct Session<'a> {
     pub(super) leading: Option<Leading>,
     told_silent: Option<BTreeSet<String>>,
     pub(super) silence: Silence,
-    /// When etcd did last what it was asked.
+    /// Time of etcd's last answer.
     answered: Option<Instant>,
-    /// Keys that are none of weir's, or hold nothing of its, and were told of.
+    /// Keys that were logged as foreign or unreadable.
     pub(super) strange: BTreeSet<String>,
-    /// Of limits, for the next start.
+    /// Stores the limits for the next start.
     pub(super) keeper: Keeper,
     told_slow: Option<Instant>,
 }
 
 impl Session<'_> {
-    /// Forgets what holds for one session alone. The lead is its key's: the next may go on with it.
+    /// Resets the state of one session. Leadership belongs to its key: the next session may
+    /// continue it.
     fn end(&mut self) {
         (self.known.joined, self.campaign_at) = (None, None);
     }
@@ -216,15 +216,21 @@ impl Session<'_> {
         let (revision, found) = etcd.read(&ranges).await?;
         let mut watching = Vec::new();
         for range in &ranges {
+            // Watches start at the revision after the read, so that no change is lost between the
+            // two.
             let watch = etcd.watch(range, revision + 1).await?;
             watching.push(forward(watch, self.known.number, self.agent.inbox.0.clone()));
         }
         (self.known.leader, self.known.usurped) = (None, None);
         self.known.promises.clear();
         self.known.not_understood.clear();
+        // 0 marks limits as absent in etcd until the read below finds them; the leader writes lost
+        // ones.
         self.known.groups.values_mut().for_each(|stored| stored.changed = 0);
         self.known.promises_at = revision;
         self.silence = Silence::new(self.agent.timing.lease / 2);
+        // The own name and grant come last: joining needs the leader, and a grant needs the
+        // limits.
         let (mut own, mut granted) = (None, None);
         for value in found.into_iter().flatten() {
             self.silence.saw(&value);
@@ -234,11 +240,12 @@ impl Session<'_> {
                 _ => self.on_put(&value).await?,
             }
         }
-        // What was removed is forgotten with etcd, which is all that it says.
+        // A removal is remembered in etcd only. If etcd lost it, the name is free.
         self.known.groups.retain(|_, stored| stored.changed != 0 || !stored.group.removed);
         self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
         self.tell(Word::Promises(self.known.promises.clone())).await?;
         self.join(etcd, own.as_ref()).await?;
+        // A former leadership continues only if its key survived the change of the member.
         let leads =
             |leading: &Leading| self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term());
         if let Some(mut leading) = self.leading.take().filter(leads)
@@ -266,7 +273,7 @@ impl Session<'_> {
                         self.on_event(etcd, event).await?;
                     }
                 }
-                // Of a session before.
+                // Of an earlier session, whose tasks may still have been sending.
                 Ok(Input::Watched(..) | Input::Ended(..)) => {}
                 Ok(Input::Reports(reports)) => {
                     if self.known.joined.is_some() {
@@ -304,7 +311,7 @@ impl Session<'_> {
         }
     }
 
-    /// When there is something to do again, whatever arrives.
+    /// Time of the next action, if no input arrives.
     fn next(&self) -> Instant {
         let leading = self.leading.as_ref().map(Leading::next);
         let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
@@ -313,17 +320,19 @@ impl Session<'_> {
         all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
     }
 
-    /// Keeps leases, campaigns and leads, as far as that is due.
+    /// Performs the actions that are due: renews leases, campaigns, leads.
     async fn tend(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
         self.keeper.keep(&self.agent.file, &self.known.groups, now());
         if let Some(Leases { name, promises }) = self.known.joined
             && now() >= self.kept_at + KEEP_NAME
         {
             self.kept_at = now();
+            // Before renewing: a member of another etcd cluster must not count as this one.
             etcd.check_others().await?;
             if !etcd.keep_lease(name).await? || !etcd.keep_lease(promises).await? {
                 self.known.joined = None;
-                // Perhaps it was asleep: the key has gone, unless another has it by now.
+                // The lease expired, perhaps during a suspend. Another host may have the name by
+                // now.
                 let own = etcd.read_one(self.known.keys.one(Key::Host(&self.agent.cluster.host))).await?;
                 self.join(etcd, own.as_ref()).await?;
             }
@@ -339,7 +348,8 @@ impl Session<'_> {
             let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
             let ranges = [keys.one(Key::Leader), keys.of_host(host), keys.one(Key::Report(host))];
             let (_, found) = etcd.read(&ranges).await?;
-            // Reports are watched by who leads.
+            // The watch of reports is the leader's; changes before its start were read, not
+            // watched.
             let known = self.leading.as_ref().map_or(i64::MAX, Leading::reports_at);
             let report = keys.key(Key::Report(host));
             let watched = |value: &&KeyValue| value.key != report || value.mod_revision > known;
@@ -350,6 +360,7 @@ impl Session<'_> {
                 )));
             }
         }
+        // Compares the revision: a real leader may have replaced the value meanwhile.
         if let Some(revision) = self.known.usurped.take() {
             let range = self.known.keys.one(Key::Leader);
             let compare = Compare::Changed(self.known.keys.key(Key::Leader), revision);
@@ -379,7 +390,7 @@ impl Session<'_> {
         Ok(())
     }
 
-    /// A report and its answer are some requests, within what is left of a lease.
+    /// Logs slow requests: a report and its grant are several requests within one lease.
     fn tell_of_slowness(&mut self, etcd: &mut Etcd) {
         let took = etcd.take_slowest();
         if took > SLOW && self.told_slow.is_none_or(|told| now() >= told + BETWEEN_SLOW) {
@@ -392,13 +403,13 @@ impl Session<'_> {
         }
     }
 
-    /// Stands for election soon, not together with all others.
+    /// Schedules a campaign after a random part of a tick, so that hosts do not all stand at once.
     pub(super) fn stand(&mut self, after: Duration) {
         let tick = self.agent.timing.tick.mul_f64((draw() % 1024) as f64 / 1024.0);
         self.campaign_at = Some(now() + after + tick);
     }
 
-    /// Takes this host's name, unless somebody has it who lives.
+    /// Takes this host's name, unless another live process has it.
     pub(super) async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
         let host = self.agent.cluster.host.clone();
         let key = self.known.keys.key(Key::Host(&host));
@@ -408,7 +419,7 @@ impl Session<'_> {
         let has_lease = taken.is_some_and(|value| value.lease != 0);
         let before = match &other {
             None => 0,
-            // Nobody's: a host keeps its name by a lease.
+            // Without a lease it is no host's: a host always attaches one.
             Some(_) if !has_lease => 0,
             Some(Ok(other))
                 if (other.pid, other.began, &other.machine) == (own.pid, own.began, &own.machine) =>
@@ -428,7 +439,8 @@ impl Session<'_> {
             .map_or(0, |reports| reports.groups.values().map(values::Report::instance).max().unwrap_or(0));
         let instance = match self.instance {
             own if own >= reported.max(before) && own > 0 => own,
-            // The clock is a help alone: it makes a run that etcd has lost a smaller one.
+            // The clock is a hint: if etcd lost the earlier run's number, the new one is still
+            // larger.
             _ => outside::clock().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
         };
         let lease = etcd.grant_lease(NAME_TTL).await?;
@@ -440,12 +452,13 @@ impl Session<'_> {
         let value = values::write(&identity::own(&self.agent.machine_id, instance));
         let done = etcd.transact(&[compare], &[Operation::put(&key, &value, Some(lease))]).await?;
         if !done.held {
-            // The watch says who was faster.
+            // Another process was faster. The watch reports it.
             return Ok(());
         }
         let leases = Leases { name: lease, promises };
         (self.instance, self.known.joined, self.kept_at) = (instance, Some(leases), now());
-        // Then it is asked anew for what is promised here: others may have promised since.
+        // The main thread then records its reservations again: other hosts may have made some
+        // since.
         self.tell(Word::Joined { instance }).await
     }
 
@@ -458,7 +471,7 @@ impl Session<'_> {
         self.tell(Word::Apart { why, lasts: true }).await
     }
 
-    /// Writes what is promised here by now, where nobody else has promised what is not known here.
+    /// Writes this host's reservations, unless a reservation of another host is not yet known here.
     pub(super) async fn promise(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
         let (Some(own), Some(Leases { promises: lease, .. })) = (&self.own_promises, self.known.joined)
         else {
@@ -468,6 +481,7 @@ impl Session<'_> {
         let put = Operation::put(&key, &values::write(own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..3 {
+            // Fails if any reservation changed after the revision by which this one was judged.
             let compare = Compare::NotSince(all.clone(), self.known.promises_at);
             let done = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
             if done.held {
@@ -475,14 +489,14 @@ impl Session<'_> {
             }
             self.read_promises(etcd).await?;
         }
-        // It is promised here already: what is too much is told by whoever adds it up.
+        // The reservations are in force already. The leader reports an overbooked limit.
         etcd.transact(&[], &[put]).await.map(drop)
     }
 
-    /// Promises this where all hosts' promises fit into the limits then: of two hosts that promise
-    /// the same at once one is refused. What stands for this host already always is.
+    /// Writes these reservations if the sum over all hosts fits. Of two concurrent writers one is
+    /// refused. Reservations that etcd has for this host already always fit.
     async fn promise_if(&mut self, etcd: &mut Etcd, own: Promises) -> Result<Result<(), Refusal>, Error> {
-        // Whoever joins asks then.
+        // Reservations are recorded when the host joins.
         let Some(Leases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
         let host = self.agent.cluster.host.clone();
         let put =
@@ -504,15 +518,17 @@ impl Session<'_> {
         Ok(Err(Refusal::busy()))
     }
 
-    /// What others have promised meanwhile is no reason to refuse a change: it is judged by that.
-    /// Nor is it that the leader has written again what etcd had lost, as he knew it last: which
-    /// may be from before the last change that is known here. What is done is known here before
-    /// that is said: were it lost the moment after, it would be another's change otherwise.
+    /// Changes a group's limits.
+    ///
+    /// Concurrent reservations of other hosts do not refuse a change: it is judged again with them.
+    /// Nor does a leader that restores lost limits, which may be older than the limits known here.
+    /// The change is applied to the local state before it is acknowledged: if etcd lost it right
+    /// after, this host would otherwise take it for another host's change.
     async fn change(&mut self, etcd: &mut Etcd, change: &Change) -> Result<Result<Value, String>, Error> {
         let version = |known: &Known| known.groups.get(&change.group).map(|stored| stored.spec.version());
         let before = version(&self.known);
         if change.removes {
-            // Who has it may have left a moment ago, which the watch has not told yet.
+            // A host may have left just now; the watch may lag behind.
             self.read_promises(etcd).await?;
         }
         for _ in 0..5 {
@@ -535,6 +551,8 @@ impl Session<'_> {
                 .and_then(|value| values::read::<Group>(&value.value).ok())
                 .map(|group| group.number);
             match (there, self.known.groups.get_mut(&change.group)) {
+                // An older number is the leader's restored copy: the change is retried on top of
+                // it.
                 (Some(value), Some(known)) if number.is_some_and(|number| number < known.group.number) => {
                     known.changed = value.mod_revision;
                 }
@@ -552,7 +570,7 @@ impl Session<'_> {
         )))
     }
 
-    /// As they are in etcd now, whatever the watch has told.
+    /// Reads the reservations from etcd, independent of the watch.
     pub(super) async fn read_promises(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
         let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
         let keys = &self.known.keys;
@@ -574,14 +592,14 @@ impl Session<'_> {
         self.tell(Word::Promises(self.known.promises.clone())).await
     }
 
-    /// Nothing is in force here any more: the name is free, and the lead.
+    /// Releases the name and the leadership. No quota is in force on this host any more.
     async fn leave(&mut self, etcd: &mut Etcd) {
         if let Some(leading) = self.leading.take() {
             leading.resign(etcd).await;
         }
         let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
         if let Some(Leases { name, promises: lease }) = self.known.joined.take() {
-            // What is promised here waits for the next run.
+            // Reservations stay for the next run, until their lease expires.
             let waits = self.own_promises.as_ref().filter(|own| !own.groups.is_empty()).map(|own| {
                 let groups = own.groups.clone();
                 Promises { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
@@ -592,7 +610,8 @@ impl Session<'_> {
                 None => Operation::Delete(keys.one(promise)),
             };
             let report = Operation::Delete(keys.one(Key::Report(host)));
-            // Without it, leases end all the same.
+            // The name is revoked last: until then no other run can take it and see stale keys.
+            // Best effort: leases expire without this as well.
             let _ = etcd.transact(&[], &[report, promise]).await;
             let _ = etcd.revoke_lease(name).await;
         }

@@ -1,8 +1,7 @@
-//! Changes that hold for all hosts: other limits for a group, or none any more; a host that will
-//! not come back.
+//! Changes that apply to all hosts: new limits for a group, removal of a group, removal of a host.
 //!
-//! Each is one transaction, which holds only where nobody has changed the same meanwhile. So of two
-//! commands at once one is refused, and says so.
+//! Each is one transaction that fails if the same was changed concurrently. Of two simultaneous
+//! commands one is therefore rejected with an error.
 
 use std::collections::BTreeMap;
 
@@ -20,14 +19,14 @@ use super::{
     words::Change,
 };
 
-/// For so many hosts limits are made at first; more are made room for as they come.
+/// Initial number of hosts of a group; the leader raises it when more take part.
 const FIRST_HOSTS: u32 = 16;
-/// Groups that were removed and are remembered, so that nobody writes them again who was away then.
+/// Number of removed groups to remember, so that a host that was away does not restore one.
 const MOST_REMOVED: usize = 64;
 
 type Done = Result<Value, String>;
 
-/// Makes a change, or says why not. `None` if it was judged by what is so no more.
+/// Makes a change, or returns the reason against it. `None` if the state it was judged by is stale.
 pub(super) async fn change(
     known: &Known,
     etcd: &mut Etcd,
@@ -59,14 +58,14 @@ pub(super) async fn change(
             0 => Compare::Absent(key.clone()),
             changed => Compare::Changed(key.clone(), changed),
         },
-        // What was promised meanwhile may be more than the limits now.
+        // Reservations made since the check above may exceed the new limits.
         Compare::NotSince(known.keys.promises(), known.promises_at),
     ];
     let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&group), None)]).await?;
     Ok(done.held.then_some(Ok(Stored { group, spec, changed: done.revision })))
 }
 
-/// What whoever asked for a change is told of it.
+/// Result of a change, for the client.
 pub(super) fn shown(known: &Known, name: &String, group: &Group) -> Value {
     let mut shown = json!({
         "group": name,
@@ -81,13 +80,15 @@ pub(super) fn shown(known: &Known, name: &String, group: &Group) -> Value {
     shown
 }
 
-/// An older weir does not say which groups it has.
+/// An older weir does not list its groups: it counts as taking part.
 fn takes_part(promises: &Promises, group: &str) -> bool {
     promises.members.as_ref().is_none_or(|all| all.contains(group))
 }
 
-/// What says that a group was removed: it stands where its limits stood, so that whoever changes
-/// them at the same time is refused, and nobody writes them again.
+/// Value that marks a group as removed.
+///
+/// It replaces the limits instead of deleting the key: a concurrent change is then rejected, and no
+/// host restores the limits.
 fn removed(known: &Known, name: &str, before: Option<&Group>) -> Result<Group, String> {
     let Some(before) = before.filter(|group| !group.removed) else {
         return Err(format!(
@@ -95,7 +96,7 @@ fn removed(known: &Known, name: &str, before: Option<&Group>) -> Result<Group, S
             known.cluster.name
         ));
     };
-    // What a host has promised that has ended waits for its next run.
+    // Reservations of a stopped host wait for its next run.
     let has = |promises: &Promises| takes_part(promises, name) || promises.groups.contains_key(name);
     let has: Vec<_> = known.promises.iter().filter(|(_, promises)| has(promises)).collect();
     if !has.is_empty() {
@@ -114,7 +115,7 @@ fn removed(known: &Known, name: &str, before: Option<&Group>) -> Result<Group, S
     Ok(Group { removed: true, ..Group::of(&Limits::default(), FIRST_HOSTS, None, number, draw() as u32) })
 }
 
-/// Forgets that groups were removed of which that is longest ago.
+/// Deletes the oldest marks of removed groups, beyond [`MOST_REMOVED`].
 pub(super) async fn forget_removed(known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
     let removed = known.groups.iter().filter(|(_, stored)| stored.group.removed && stored.changed != 0);
     let mut removed: Vec<_> = removed.map(|(name, stored)| (stored.changed, name)).collect();
@@ -129,7 +130,7 @@ pub(super) async fn forget_removed(known: &Known, etcd: &mut Etcd) -> Result<(),
 fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) -> Result<Group, String> {
     let name = &change.group;
     let number = before.map_or(0, |group| group.number);
-    // One that was removed begins as at first.
+    // A removed group starts again with defaults.
     let before = before.filter(|group| !group.removed);
     let limits = match before {
         Some(group) => *group.spec()?.limits(),
@@ -144,6 +145,7 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
     }
     let first = before.map_or(safe_share_ppm, |group| group.safe_share_ppm);
     let group = Group::of(&limits, hosts, change.safe_share_ppm.unwrap_or(first), number, draw() as u32);
+    // Only for a new group can the config file's fallback share be the cause.
     let is_of_file = change.safe_share_ppm.is_none() && before.is_none() && safe_share_ppm.is_some();
     group.spec().map_err(|why| match is_of_file && why.starts_with("safe-share: ") {
         true => format!("{why}; it is that of [cluster] in this host's config file"),
@@ -152,7 +154,7 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
     Ok(group)
 }
 
-/// Whether hosts promise more together than these limits have.
+/// Returns an error message if the hosts' reservations exceed these limits.
 pub(super) fn overcommitted(
     promises: &BTreeMap<String, Promises>,
     group: &str,
@@ -172,7 +174,7 @@ pub(super) fn overcommitted(
     None
 }
 
-/// Takes away what a host has left behind that is not there.
+/// Deletes the keys of a host that is not running.
 pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result<Done, Error> {
     let report = known.keys.key(Key::Report(host));
     let left = [Key::Report(host), Key::Promise(host)].map(|key| known.keys.one(key));
@@ -185,6 +187,7 @@ pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result
     }
     let gone = left.into_iter().chain([known.keys.of_host(host)]).map(Operation::Delete);
     let gone: Vec<_> = gone.collect();
+    // The host must not be running: its keys would be deleted while it uses its quota.
     let absent = Compare::Absent(known.keys.key(Key::Host(host)));
     let done = etcd.transact(&[absent], &gone).await?;
     Ok(match done.held {
@@ -221,7 +224,7 @@ mod tests {
             [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(LimitKind::IopsTotal, part));
         let bursting = next(Some(&second), &of(&[(burst, 20_000), (length, 5)]), None).unwrap();
         for gone in [burst, IOPS] {
-            // As on one host: what has no meaning without it goes along.
+            // As on one host: settings that need the removed one are removed as well.
             let without = next(Some(&bursting), &of(&[(gone, 0)]), None).unwrap();
             assert_eq!(
                 without.limits,

@@ -1,15 +1,15 @@
-//! A client of etcd: its gateway for JSON (`/v3/…`, HTTP/1.1), as far as a cluster needs it.
+//! A client of etcd's JSON gateway (`/v3/…`, HTTP/1.1), as far as a cluster needs it.
 //!
 //! ```text
 //!   Etcd ── one member at a time ──► Connection ── one request, one answer ──►   POST /v3/kv/txn
 //!    │                                                                           POST /v3/lease/…
-//!    └── Watch: a connection of its own, an answer that does not end ────────►   POST /v3/watch
+//!    └── Watch: a separate connection, a streamed answer ────────────────────►   POST /v3/watch
 //! ```
 //!
-//! Why not gRPC: `docs/decisions/0042-etcd-by-its-gateway.md`. Whatever goes wrong with a member
-//! ends the connection; who comes next asks another member. Answers are bounded in length and time.
+//! Why not gRPC: `docs/decisions/0042-etcd-by-its-gateway.md`. Any failure of a member ends the
+//! connection; the caller then tries another member. Answers are bounded in length and time.
 //!
-//! Names of members are looked up once, before the sandbox. Never knows what the keys mean.
+//! Members' names are resolved once, before the sandbox. Never interprets keys.
 
 mod connection;
 mod message;
@@ -32,27 +32,27 @@ use connection::{Connection, Tls};
 pub(super) use message::{Compare, Event, KeyValue, Operation, Range};
 pub(super) use watch::{Watch, events};
 
-/// How long a member may take over a request: less than half a lease, so that another can be asked.
+/// Timeout of a request: less than half a lease, so that another member can be tried.
 const PATIENCE: Duration = Duration::from_secs(1);
-/// How long one is waited for before the next is asked too.
+/// Time after which the next member is tried in parallel.
 const BESIDE: Duration = Duration::from_millis(100);
-/// The same for a password, which etcd makes slow to try by design.
+/// Timeout of a login: etcd hashes passwords slowly by design.
 const PATIENCE_FOR_PASSWORDS: Duration = Duration::from_secs(4);
 const AUTHENTICATE: &str = "/v3/auth/authenticate";
-/// Operations of a transaction: etcd's `--max-txn-ops`, by default.
+/// Operations in a transaction: etcd's default of `--max-txn-ops`.
 pub(super) const MAX_OPERATIONS: usize = 128;
-/// Keys and values of a transaction: well below etcd's `--max-request-bytes`, by default.
+/// Bytes in a transaction: well below etcd's default of `--max-request-bytes`.
 pub(super) const MAX_BYTES: usize = 1 << 20;
-/// Bytes of a password.
+/// Largest password in bytes.
 const MAX_PASSWORD: u64 = 4096;
 
-/// Why etcd did not do what it was asked.
+/// Failure of a request.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum Error {
-    /// Nobody answers, or not in time: another member may.
+    /// No answer, or not in time. Another member may answer.
     #[error("{0:#}")]
     Unreachable(anyhow::Error),
-    /// It answers that it will not: trying again is of no use before somebody has mended it.
+    /// The member refuses the request. A retry is useless until an administrator acts.
     #[error("{0}")]
     Refused(String),
 }
@@ -62,12 +62,12 @@ impl Error {
         Self::Unreachable(error.into())
     }
 
-    /// Before any member was asked.
+    /// Error before the first attempt.
     pub(super) fn no_member() -> Self {
         Self::Unreachable(anyhow!("etcd: no member is known"))
     }
 
-    /// Of two members' the later, but rather what somebody has to mend.
+    /// The later of two members' errors, but a refusal has precedence: an administrator has to act.
     pub(super) fn or_rather(self, later: Self) -> Self {
         match (&self, &later) {
             (Self::Refused(_), Self::Unreachable(_)) => self,
@@ -76,23 +76,23 @@ impl Error {
     }
 }
 
-/// A member, by what the config calls it and where it is.
+/// Member as in the config, and its addresses.
 #[derive(Clone, Debug)]
 struct Member {
     said: settings::Etcd,
     addresses: Vec<SocketAddr>,
 }
 
-/// What all connections are made with. Made before the sandbox is entered. Clones are the same.
+/// Parameters of all connections, read before the sandbox is entered. Clones share credentials.
 #[derive(Clone, Debug)]
 pub(super) struct Terms {
     members: Vec<Member>,
     proofs: Arc<Mutex<Proofs>>,
-    /// Of the cluster's keys.
+    /// Prefix of the cluster's keys.
     prefix: String,
 }
 
-/// Who etcd is, and who asks: of files, which may be replaced.
+/// Credentials: TLS and login, from files that may be replaced.
 #[derive(Clone, Debug)]
 pub struct Proofs {
     tls: Option<Tls>,
@@ -100,17 +100,17 @@ pub struct Proofs {
 }
 
 impl Proofs {
-    /// Blocks.
+    /// Reads the files. Blocks.
     ///
     /// # Errors
-    /// If a file is not what it is taken for.
+    /// Fails if a file is unreadable or has the wrong content.
     pub fn read(cluster: &Cluster) -> anyhow::Result<Self> {
         let is_tls = cluster.etcd.iter().any(|said| said.tls);
         let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
         let user = match cluster.login() {
             Some((user, file)) => {
                 let mut text = String::new();
-                // A device may go on for ever.
+                // Bounded, because a device file may have no end.
                 let read = regular::open(file).map(|file| file.take(MAX_PASSWORD + 1));
                 let read = read.and_then(|mut file| file.read_to_string(&mut text));
                 read.with_context(|| format!("password-file {}", file.display()))?;
@@ -125,16 +125,17 @@ impl Proofs {
 }
 
 impl Terms {
-    /// Looks names up, and reads keys and the password. Blocks.
+    /// Resolves names and reads the credentials. Blocks.
     ///
     /// # Errors
-    /// If a file is not what it is taken for, or no name stands for an address.
+    /// Fails if a file is unreadable, or if no name can be resolved.
     pub(super) fn new(cluster: &Cluster) -> anyhow::Result<Self> {
         let mut members = Vec::new();
         let mut unknown = None;
         for said in &cluster.etcd {
             match (said.host.as_str(), said.port).to_socket_addrs() {
                 Ok(found) => members.push(Member { said: said.clone(), addresses: found.collect() }),
+                // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {
                     tracing::warn!(etcd = %said, %error, "this name stands for no address now: the member is left out");
                     unknown = Some(anyhow!("{said}: {error}"));
@@ -150,7 +151,7 @@ impl Terms {
         Ok(Self { members, proofs: Arc::new(Mutex::new(Proofs::read(cluster)?)), prefix })
     }
 
-    /// For connections from now on.
+    /// Sets the credentials of later connections.
     pub(super) fn renew(&self, proofs: Proofs) {
         *self.proofs.lock().unwrap_or_else(PoisonError::into_inner) = proofs;
     }
@@ -159,13 +160,13 @@ impl Terms {
         self.proofs.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// A connection to a member.
+    /// Connects to a member.
     async fn open(&self, at: usize) -> Result<Connection, Error> {
         let (member, tls) = (&self.members[at], self.proofs().tls);
         Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE).await
     }
 
-    /// Ports that are called.
+    /// Ports that connections use.
     pub(super) fn ports(cluster: &Cluster) -> Vec<u16> {
         let mut ports: Vec<_> = cluster.etcd.iter().map(|member| member.port).collect();
         ports.sort_unstable();
@@ -174,7 +175,7 @@ impl Terms {
     }
 }
 
-/// A member of etcd that answers.
+/// Connection to a member of etcd that answers.
 #[derive(Debug)]
 pub(super) struct Etcd {
     terms: Terms,
@@ -182,28 +183,29 @@ pub(super) struct Etcd {
     connection: Connection,
     token: Option<String>,
     slowest: Duration,
-    /// The number of the cluster that it is a member of, once it has said that.
+    /// Id of the member's etcd cluster, after the first answer.
     cluster: Option<String>,
-    /// Whether all others have said that they are of the same.
+    /// True once all other members confirmed the same id.
     is_checked: bool,
 }
 
-/// What became of a transaction.
+/// Result of a transaction.
 #[derive(Debug)]
 pub(super) struct Done {
     pub(super) held: bool,
     pub(super) revision: i64,
-    /// Of the ranges that were asked for, in their order.
+    /// Results of its range operations, in order.
     pub(super) found: Vec<Vec<KeyValue>>,
 }
 
 impl Etcd {
-    /// The first member that lets this daemon in and answers, beginning with this one; asked who
-    /// this is, if it wants that. Beside one that takes its time the next is asked: leases run, and
-    /// of a member that stands still only its silence tells.
+    /// Connects to the first member that answers, beginning with `first`, and logs in if needed.
+    ///
+    /// A slow member does not delay the rest: leases run, and a stalled member is recognized only
+    /// by its silence.
     ///
     /// # Errors
-    /// That of the last one, and of those rather what one refused.
+    /// Returns the last member's error; a refusal has precedence.
     pub(super) async fn connect(terms: &Terms, first: usize) -> Result<Self, Error> {
         let count = terms.members.len();
         let mut last = Error::no_member();
@@ -221,15 +223,17 @@ impl Etcd {
                     return Ok(etcd);
                 }
                 Ok(Some(Ok(Err(error)))) => last = last.or_rather(error),
-                // None has answered yet.
+                // Timeout of `BESIDE`: try the next member in parallel.
                 _ => {}
             }
         }
     }
 
-    /// Fails where another member is of another cluster: hosts that ask one, and hosts that ask the
-    /// other, would have the whole limit each. Who does not answer soon is not waited for, and is
-    /// asked again the next time. Once all have answered nobody is.
+    /// Fails if another member belongs to another etcd cluster: hosts of either would divide the
+    /// whole limit.
+    ///
+    /// Members that do not answer at once are asked again at the next call, until all have
+    /// answered.
     pub(super) async fn check_others(&mut self) -> Result<(), Error> {
         if self.is_checked {
             return Ok(());
@@ -255,24 +259,25 @@ impl Etcd {
         Ok(())
     }
 
-    /// A member, and the number of its cluster, which it tells everybody.
+    /// Name of a member and the id of its cluster, which needs no login.
     async fn cluster_of(terms: Terms, at: usize) -> Option<(String, String)> {
         let mut connection = terms.open(at).await.ok()?;
         let (_, answer) = connection.ask("/v3/maintenance/status", &json!({}), None).await.ok()?;
         Some((terms.members[at].said.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
     }
 
-    /// A member that stands still lets everybody in as well: the kernel does that for it.
+    /// Connects, and requires one answer: the kernel accepts connections for a stalled process as
+    /// well.
     async fn connect_to_one_that_answers(terms: Terms, at: usize) -> Result<Self, Error> {
         let mut etcd = Self::connect_to(&terms, at).await?;
         etcd.keys(&[Range::Key(terms.prefix)]).await?;
         Ok(etcd)
     }
 
-    /// That member, or none.
+    /// Connects to this member.
     ///
     /// # Errors
-    /// If it does not answer, or lets nobody of this name in.
+    /// Fails if it does not answer, or refuses the login.
     pub(super) async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
         let connection = terms.open(at).await?;
         let mut etcd = Self {
@@ -288,22 +293,22 @@ impl Etcd {
         Ok(etcd)
     }
 
-    /// The longest that a request took since this was asked last.
+    /// Longest duration of a request since the last call.
     pub(super) fn take_slowest(&mut self) -> Duration {
         std::mem::take(&mut self.slowest)
     }
 
-    /// The number of its cluster, once it was asked something.
+    /// Id of its cluster, after the first answer.
     pub(super) fn cluster(&self) -> Option<&str> {
         self.cluster.as_deref()
     }
 
-    /// How many members there are.
+    /// Number of members.
     pub(super) fn members(terms: &Terms) -> usize {
         terms.members.len()
     }
 
-    /// Which member it is: another is `+ 1`.
+    /// Index of the member. The next one is `+ 1`.
     pub(super) const fn at(&self) -> usize {
         self.at
     }
@@ -321,7 +326,7 @@ impl Etcd {
                 self.token = answer["token"].as_str().map(str::to_owned);
                 Ok(())
             }
-            // A password is of no use there, and does no harm.
+            // Without users in etcd the password is superfluous and harmless.
             Err(Error::Refused(why)) if why.contains("authentication is not enabled") => Ok(()),
             Err(error) => Err(error),
         }
@@ -329,7 +334,7 @@ impl Etcd {
 
     async fn post(&mut self, path: &str, body: Value) -> Result<Value, Error> {
         match self.post_once(path, body.clone()).await {
-            // Tokens end after five minutes.
+            // Simple tokens expire after five minutes (etcd's default).
             Err(Error::Refused(why)) if self.token.is_some() && is_of_token(&why) => {
                 self.authenticate().await?;
                 self.post_once(path, body).await
@@ -343,6 +348,7 @@ impl Etcd {
         let patience = if path == AUTHENTICATE { PATIENCE_FOR_PASSWORDS } else { PATIENCE };
         let began = Instant::now();
         let asked = tokio::time::timeout(patience, asked).await;
+        // Measured for failures as well: a timeout is the slowest request.
         self.slowest = self.slowest.max(began.elapsed());
         let member = || self.terms.members[self.at].said.to_string();
         match asked {
@@ -358,26 +364,26 @@ impl Etcd {
         }
     }
 
-    /// All keys of several ranges, as of one revision.
+    /// Reads all keys of several ranges, at one revision.
     pub(super) async fn read(&mut self, ranges: &[Range]) -> Result<(i64, Vec<Vec<KeyValue>>), Error> {
         let operations: Vec<_> = ranges.iter().cloned().map(Operation::Get).collect();
         let done = self.transact(&[], &operations).await?;
         Ok((done.revision, done.found))
     }
 
-    /// The same without their values.
+    /// Reads the keys without their values.
     pub(super) async fn keys(&mut self, ranges: &[Range]) -> Result<Vec<Vec<KeyValue>>, Error> {
         let operations: Vec<_> = ranges.iter().cloned().map(Operation::Keys).collect();
         Ok(self.transact(&[], &operations).await?.found)
     }
 
-    /// The value of one key.
+    /// Reads one key.
     pub(super) async fn read_one(&mut self, key: Range) -> Result<Option<KeyValue>, Error> {
         let (_, found) = self.read(&[key]).await?;
         Ok(found.into_iter().flatten().next())
     }
 
-    /// Does all of it where all comparisons hold, else nothing.
+    /// Performs all operations if all comparisons hold, else none.
     pub(super) async fn transact(&mut self, compare: &[Compare], then: &[Operation]) -> Result<Done, Error> {
         let body = json!({
             "compare": compare.iter().map(Compare::body).collect::<Vec<_>>(),
@@ -395,8 +401,8 @@ impl Etcd {
         Ok(Done { held, revision, found })
     }
 
-    /// Fails where the user may not write the cluster's keys. Writes nothing: etcd looks at the
-    /// rights first, and no key was made in a revision below 0.
+    /// Fails if the user may not write the cluster's keys. Writes nothing: etcd checks the rights
+    /// first, and the comparison (created at a revision below 0) never holds.
     pub(super) async fn check_rights(&mut self) -> Result<(), Error> {
         let key = self.terms.prefix.clone();
         let put = Operation::put(&key, b"", None);
@@ -408,39 +414,40 @@ impl Etcd {
         self.post("/v3/kv/put", body).await.map(drop)
     }
 
-    /// A lease of so many seconds.
+    /// Creates a lease.
     pub(super) async fn grant_lease(&mut self, seconds: u64) -> Result<i64, Error> {
         let answer = self.post("/v3/lease/grant", json!({ "TTL": seconds.to_string() })).await?;
         let id = message::number(&answer["ID"]);
+        // Other software, or an older etcd with other paths, answers without an id.
         id.ok_or_else(|| {
             Error::Unreachable(anyhow!("etcd: its answer has no lease (is this etcd 3.4 or newer?)"))
         })
     }
 
-    /// Whether it was still there.
+    /// Renews a lease. False if it has expired.
     pub(super) async fn keep_lease(&mut self, lease: i64) -> Result<bool, Error> {
         let answer = self.post("/v3/lease/keepalive", json!({ "ID": lease.to_string() })).await?;
         Ok(message::number(&answer["result"]["TTL"]).is_some_and(|seconds| seconds > 0))
     }
 
-    /// With all keys that have it.
+    /// Revokes a lease and deletes its keys.
     pub(super) async fn revoke_lease(&mut self, lease: i64) -> Result<(), Error> {
         self.post("/v3/lease/revoke", json!({ "ID": lease.to_string() })).await.map(drop)
     }
 
-    /// What changes in a range from a revision on, over a connection of its own.
+    /// Watches a range from a revision on, over a second connection.
     pub(super) async fn watch(&self, range: &Range, from: i64) -> Result<Watch, Error> {
         let connection = self.terms.open(self.at).await?;
         Watch::open(connection, range, from, self.token.as_deref(), PATIENCE).await
     }
 }
 
-/// It has ended, or users have changed since.
+/// True if the token expired, or users changed since.
 fn is_of_token(why: &str) -> bool {
     why.contains("invalid auth token") || why.contains("auth store is old")
 }
 
-/// That two members are of two clusters.
+/// Message for two members of different clusters.
 pub(super) fn of_two(member: &str, beside: &str) -> String {
     format!(
         "etcd {member} and {beside} are not of one cluster (have members of one in etcd of [cluster]; \
@@ -448,11 +455,11 @@ pub(super) fn of_two(member: &str, beside: &str) -> String {
     )
 }
 
-/// What a member says where it does not do as asked. Some of it another member may do.
+/// Error for a member's refusal. Some are transient, and another member may answer.
 fn refusal(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> Error {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
     let text: String = plain(text).chars().take(200).collect();
-    // Without a leader, starting, stopping, or slow.
+    // No quorum, a member that starts or stops, or overload.
     let passing = [
         "no leader",
         "timed out",

@@ -1,10 +1,10 @@
-//! What etcd says of limits, promises and disks at a start, or would say: asked once, before there
-//! is a session; and what a host goes on with where it says nothing.
+//! The limits, reservations and moved disks that etcd has at a start, read once before a session
+//! exists; and the stored limits that replace them if etcd is unreachable.
 //!
 //! ```text
-//!   a start       first: one member after the other, until one answers ─┐
-//!   check-config  check: each member, all at once                       ├─► first_of
-//!                                        none? ─► known: what this host knew last
+//!   a start       first: one member after another, until one answers ─┐
+//!   check-config  check: all members in parallel                      ├─► first_of
+//!                                       none? ─► known: limits stored by an earlier run
 //! ```
 
 use std::{
@@ -28,22 +28,22 @@ use super::{
     warn_of_namesake,
 };
 
-/// What etcd says at the start.
+/// State in etcd at the start.
 #[derive(Default)]
 pub(super) struct First {
     pub(super) specs: BTreeMap<String, Spec>,
     pub(super) removed: BTreeSet<String>,
     pub(super) promises: BTreeMap<String, Promises>,
     pub(super) moved: BTreeMap<String, String>,
-    /// The number of etcd's cluster, and the member that has said it.
+    /// Id of the etcd cluster, and the member that returned it.
     cluster: Option<(String, String)>,
 }
 
-/// What is asked for.
+/// Groups and disks that a start needs.
 pub(super) struct Asked {
     pub(super) groups: Vec<String>,
     pub(super) host: String,
-    /// Of the config file, with their images.
+    /// Disks of the config file, with their images.
     pub(super) disks: BTreeMap<String, String>,
 }
 
@@ -61,7 +61,7 @@ impl Asked {
 }
 
 impl First {
-    /// Adds what this host knew last and etcd has lost: without limits a group would have none.
+    /// Adds limits that this host stored and etcd lost: without them the group would be unlimited.
     pub(super) fn recall(&mut self, known: &BTreeMap<String, Stored>) {
         for (name, stored) in known {
             if !self.specs.contains_key(name) && !self.removed.contains(name) {
@@ -72,12 +72,10 @@ impl First {
     }
 }
 
-/// Whether a start would have limits for its groups. Each member of etcd is asked, as a start asks
-/// the first that answers; without etcd it is looked for what was known last. What a start goes on
-/// without is a warning. Leaves no trace.
+/// Checks that a start would find the limits of its groups. Changes nothing in etcd.
 ///
-/// # Errors
-/// Those of [`Cluster::prepare`](super::Cluster::prepare).
+/// All members of etcd are asked; a start uses the first that answers. Without etcd, stored limits
+/// must exist. Problems that a start tolerates are logged as warnings.
 pub async fn check(plan: &Plan) -> anyhow::Result<()> {
     let Some(cluster) = &plan.service.cluster else { return Ok(()) };
     let name = &cluster.name;
@@ -91,6 +89,7 @@ pub async fn check(plan: &Plan) -> anyhow::Result<()> {
     for answer in answers {
         match answer {
             Ok(answer) => {
+                // Members of two clusters would each divide the whole limit among their hosts.
                 let of = |first: &First| first.cluster.clone();
                 if let (Some((one, member)), Some((other, beside))) =
                     (first.as_ref().and_then(of), of(&answer))
@@ -110,7 +109,7 @@ pub async fn check(plan: &Plan) -> anyhow::Result<()> {
             warn_of_namesake(group, name);
         }
     }
-    // What a start fails with stands last.
+    // A refusal sorts last: it is the error that a start would fail with.
     errors.sort_by_key(|error| matches!(error, Error::Refused(_)));
     let last = errors.pop_if(|_| !has_answer);
     for error in errors {
@@ -130,7 +129,7 @@ pub async fn check(plan: &Plan) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Asks on a runtime of its own, before threads are confined.
+/// Reads etcd on a temporary runtime, before threads are confined.
 pub(super) fn first(keys: &Keys, own: &Asked, terms: &Terms) -> Result<First, Error> {
     let runtime = runtime().map_err(|error| Error::Unreachable(anyhow!(error)))?;
     runtime.block_on(async {
@@ -145,7 +144,7 @@ pub(super) fn first(keys: &Keys, own: &Asked, terms: &Terms) -> Result<First, Er
     })
 }
 
-/// What each member says, all of them asked at once: as long as the slowest takes.
+/// Answers of all members, asked in parallel: takes as long as the slowest.
 fn of_each(keys: Keys, own: Asked, terms: Terms) -> io::Result<Vec<Result<First, Error>>> {
     let asked = Arc::new((keys, own, terms));
     Ok(runtime()?.block_on(async {
@@ -166,9 +165,10 @@ fn runtime() -> io::Result<Runtime> {
     Builder::new_current_thread().enable_io().enable_time().build()
 }
 
-/// By this member.
+/// Reads the state from one member.
 async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Result<First, Error> {
     let mut etcd = Etcd::connect_to(terms, member).await?;
+    // Before any image is opened: a missing right must fail the start, not the first report.
     etcd.check_rights().await?;
     let (_, found) = etcd.read(&[keys.groups(), keys.promises()]).await?;
     let moved = moving::gone(keys, &mut etcd, &own.host, &own.disks).await?;
@@ -185,7 +185,7 @@ async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Res
                         let why = format!("group {name}: what is in etcd at {} {why}", value.key);
                         return Err(Error::Refused(why));
                     }
-                    // Another host's.
+                    // Unreadable limits of a group that this host does not have.
                     Err(_) => {}
                 }
             }
@@ -200,7 +200,11 @@ async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Res
     Ok(first)
 }
 
-/// The limits that this host knew last: without them nothing says what may pass.
+/// Limits that an earlier run stored.
+///
+/// # Errors
+/// Fails if the limits of a group of this host are unknown: a start without them would admit
+/// requests without a limit.
 pub(super) fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First> {
     let groups = stored::load(file).with_context(|| file.display().to_string())?;
     let mut specs = BTreeMap::new();

@@ -1,5 +1,4 @@
-//! What the fuzz target, and a test, do with what comes from etcd, and what has to hold whatever it
-//! is: whoever can write there may write anything.
+//! Checks for the fuzz target and a test: invariants that hold for any value in etcd.
 
 use policy::{
     cluster::{self, Action, Host, Leader, Spec, Timing, Usage},
@@ -15,8 +14,10 @@ use super::{
 const SECOND: u64 = 1_000_000_000;
 const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
 
-/// A line of a watch, or a value as it stands in etcd: no report makes a leader give more than
-/// there is, and no grant a host take more than all hosts may have.
+/// Parses bytes as a line of a watch and as each value.
+///
+/// # Panics
+/// If reports make a leader grant more than the limits, or a grant makes a host use more.
 pub fn etcd_values(bytes: &[u8]) {
     value(bytes);
     for event in events(bytes).into_iter().flatten() {
@@ -45,7 +46,7 @@ fn value(bytes: &[u8]) {
     }
 }
 
-/// Each report is one host's.
+/// Gives the reports to a leader, each as one host's.
 fn lead(reports: Vec<(&str, cluster::Report)>) {
     let Some(term) = reports.iter().find_map(|(_, report)| report.follows) else { return };
     let mut limits = Limits::default();
@@ -64,7 +65,7 @@ fn lead(reports: Vec<(&str, cluster::Report)>) {
         }
         for action in leader.tick(at(seconds)) {
             let Action::Write(grants) = action else { panic!("it is elected still") };
-            // What they say that they have may be more together; what each is told is not.
+            // Reports may claim more in total than the limits have; each grant must not.
             for (host, grant) in grants {
                 let told = LimitKind::ALL.map(|kind| (grant.leased[kind.index()], limits.limit(kind).rate));
                 assert!(told.iter().all(|(leased, whole)| leased <= whole), "{host}: {told:?}");
@@ -127,7 +128,7 @@ mod tests {
         ) {
             let mut bytes = samples().swap_remove(sample);
             let at = at.index(bytes.len());
-            // A number becomes another one, whole; elsewhere a piece of text.
+            // Replaces a whole number by another; elsewhere inserts text.
             let end = bytes[at..].iter().position(|byte| !byte.is_ascii_digit()).unwrap_or(0).max(1) + at;
             bytes.splice(at..end, digits.into_bytes());
             etcd_values(&bytes);

@@ -1,5 +1,5 @@
-//! What a session hears from etcd: keys that have come, changed or gone, and what follows from it.
-//! What it cannot read is told of once, and passed over.
+//! Handling of watch events: keys that were created, changed or deleted. Unreadable values are
+//! logged once and skipped.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ use super::{
 };
 use crate::actor::Actor;
 
-/// Keys that are told of.
+/// Number of keys to log.
 const MOST_STRANGE: usize = 64;
 
 impl Session<'_> {
@@ -39,6 +39,8 @@ impl Session<'_> {
                         self.on_put(&value).await?;
                         self.tell(Word::Promises(self.known.promises.clone())).await?;
                         let known = self.known.promises.get(host);
+                        // Lost or changed by another run: this host's reservations are written
+                        // again.
                         if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
                             self.promise(etcd).await?;
                         }
@@ -48,8 +50,8 @@ impl Session<'_> {
                         self.on_put(&value).await?;
                     }
                     Some(Key::Move(..)) => {
-                        // What a disk was promised where it comes from is free by now: that is in
-                        // another range, whose watch may be slower.
+                        // The reservation on the source host is free by now, but its key belongs to
+                        // another watch, which may lag behind.
                         self.read_promises(etcd).await?;
                         self.on_put(&value).await?;
                     }
@@ -72,7 +74,7 @@ impl Session<'_> {
                         self.promise(etcd).await?;
                     }
                 }
-                // They stay as they are known; the leader writes them again.
+                // The known limits stay; the leader writes them again.
                 Some(Key::Group(name)) => {
                     self.known.not_understood.remove(name);
                     self.known.groups.retain(|known, stored| known != name || !stored.group.removed);
@@ -85,23 +87,23 @@ impl Session<'_> {
                         leading.on_gone(name);
                     }
                 }
-                // What was granted holds while its lease lasts.
+                // A deleted grant stays in force until its lease ends.
                 _ => {}
             },
         }
         Ok(())
     }
 
-    /// A value that is not this host's name.
+    /// Handles any value except this host's own name.
     pub(super) async fn on_put(&mut self, value: &KeyValue) -> Result<(), Error> {
         match self.known.keys.read(&value.key) {
             Some(Key::Leader) => match values::read::<values::Leader>(&value.value) {
-                // Who leads has a lease, or he would for ever.
+                // A leader without a lease would never end.
                 Ok(leader) if value.lease != 0 => {
                     let term = Term { revision: value.create_revision.cast_unsigned(), nonce: leader.nonce };
                     self.known.leader = Some((term, leader.host));
                 }
-                // It goes with its lease, whoever has it.
+                // Unreadable, but with a lease: it expires.
                 Err(why) if value.lease != 0 => {
                     self.pass_over(value, &why);
                     self.known.leader = None;
@@ -111,7 +113,7 @@ impl Session<'_> {
                     (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
                 }
             },
-            // The watch may tell later what was read meanwhile, or written by this host.
+            // The watch may lag behind a direct read, or behind this host's own write.
             Some(Key::Group(name))
                 if self.known.groups.get(name).is_some_and(|known| known.changed > value.mod_revision) => {}
             Some(Key::Group(name)) => {
@@ -121,6 +123,8 @@ impl Session<'_> {
                         self.known.not_understood.remove(name);
                         self.strange.remove(&value.key);
                         let known = self.known.groups.get(name).map_or(0, |known| known.group.number);
+                        // A restored backup. etcd decides: all hosts have to follow the same
+                        // limits.
                         if group.number < known {
                             tracing::warn!(
                                 group = %name,
@@ -152,6 +156,8 @@ impl Session<'_> {
                     Ok(grants) => {
                         for (group, grant) in grants.groups {
                             match grant.read() {
+                                // Unreadable limits: a grant from them cannot be judged, so the
+                                // lease runs out.
                                 _ if self.known.not_understood.contains_key(&group) => {}
                                 Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
                                 Err(why) => self.pass_over(value, &why),
@@ -202,7 +208,8 @@ impl Session<'_> {
         }
     }
 
-    /// Whether nothing was told of this key yet. Whoever can write in etcd may write any number.
+    /// True for the first message about this key. Bounded, since a foreign writer may create any
+    /// number.
     fn is_news(&mut self, value: &KeyValue) -> bool {
         self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone())
     }
@@ -226,6 +233,7 @@ impl Session<'_> {
             self.known.joined.is_some()
                 && (identity.pid, identity.began, &identity.machine) == (own.pid, own.began, &own.machine)
         });
+        // Deleted or replaced: joins again, or reports that another process has the name.
         if !is_own {
             self.known.joined = None;
             self.join(etcd, value).await?;

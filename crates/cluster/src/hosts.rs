@@ -1,12 +1,12 @@
-//! The main thread's side: which part of each group's limits is in force here.
+//! The main thread's side: this host's quota of each group.
 //!
 //! ```text
-//!   each tick:  group's counters ─► Demand ─► Host ─► reports ─► the thread that speaks with etcd
-//!   each word:  leader, grant ─────────────► Host ─► Group::divide, with the instant of its end
+//!   each tick:   group's counters ─► Demand ─► Host ─► reports ─► the agent thread
+//!   each message: leader, grant ────────────► Host ─► Group::divide, with the instant of its end
 //! ```
 //!
-//! Trees look at that instant themselves: when this task is late, or the process sleeps, what was
-//! lent ends all the same. Never waits for etcd.
+//! Trees check that instant themselves: if this task is late, or the process sleeps, the lease ends
+//! all the same. Never waits for etcd.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -25,7 +25,8 @@ use super::{
     words::Word,
 };
 
-/// Whom a part is for: disks in a tree of this process, or control groups, which the kernel limits.
+/// Receiver of a quota: disks in a tree of this process, or control groups, which the kernel
+/// limits.
 enum Place {
     Disks(Arc<Group>),
     ControlGroups(Lender),
@@ -39,7 +40,7 @@ impl Place {
         }
     }
 
-    /// What has passed so far; `None` while nobody knows.
+    /// Counters of admitted requests; `None` while unknown.
     fn stats(&self) -> Option<Stats> {
         match self {
             Self::Disks(group) => Some(group.stats()),
@@ -52,7 +53,7 @@ impl Place {
             Self::Disks(group) => group.wanted(),
             Self::ControlGroups(lender) => {
                 let weight = lender.doing().map_or(0, |doing| doing.weight);
-                // The kernel keeps no promises, and does not tell how long one waits.
+                // The kernel has no reservations, and does not report waiting time.
                 Wanted { weight, reserved: [0; 2], waiting_ns: 0 }
             }
         }
@@ -72,7 +73,7 @@ impl Place {
         }
     }
 
-    /// What is given up of room for bursts; control groups have none.
+    /// Applies limits. Returns the burst capacity that was given up; control groups have none.
     fn divide(&self, limits: Limits, credit: ByKind, lent: Lent, at: Instant) -> ByKind {
         match self {
             // Parts of valid limits are valid.
@@ -84,7 +85,7 @@ impl Place {
         }
     }
 
-    /// Whether what was divided last holds already: only then a report may say so.
+    /// True if the last limits are in force: only then may a report say so.
     fn is_in_force(&self) -> bool {
         match self {
             Self::Disks(_) => true,
@@ -93,32 +94,31 @@ impl Place {
     }
 }
 
-/// The same instant by the clock of control groups' limits; `None` for ever.
+/// Converts an instant to the clock of the control groups' limits; `None` for no end.
 fn end(until: Instant) -> Option<Instant> {
-    // Whoever is stopped between the two clocks has less time, not more.
+    // That clock is read first: preemption between the readings shortens the lease.
     let now = cgroup::watch::now();
     (until != Instant::MAX).then(|| now + (until - reactor::now()))
 }
 
-/// A group of this host whose limits are the cluster's.
+/// Local group that belongs to a cluster-wide limit.
 struct Member {
     group: Place,
-    /// None before the cluster has limits for it: then it has none here.
+    /// `None` until the cluster has limits for the group; it is then unlimited.
     host: Option<Host>,
-    /// None while nobody knows what passes.
+    /// `None` until the counters are known.
     demand: Option<Demand>,
     wants: Usage,
     left: Left,
     report: Option<Report>,
 }
 
-/// What has become of a word, or of time.
+/// Effect of a message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Turn {
-    /// It has its part again.
+    /// The host has its quotas again.
     Joined,
-    /// Etcd is away, or the name is another's, for this reason; some last until somebody has mended
-    /// them.
+    /// The host is disconnected, for this reason. `lasts`: an administrator has to act.
     Apart {
         why: String,
         lasts: bool,
@@ -126,7 +126,7 @@ pub(crate) enum Turn {
     Led(Option<String>),
 }
 
-/// All groups of this host that take part.
+/// All local groups that belong to cluster-wide limits.
 pub(super) struct Hosts {
     name: String,
     timing: Timing,
@@ -136,13 +136,13 @@ pub(super) struct Hosts {
     members: BTreeMap<String, Member>,
     promises: BTreeMap<String, Promises>,
     own: Promises,
-    /// Etcd may have been away when that was to be told.
+    /// True if reservations have to be sent again: etcd may not have received the last ones.
     tell_again: bool,
-    /// How far the clock that sleeps lags behind the one that does not.
+    /// Time spent in suspend at the last look.
     slept: Duration,
 }
 
-/// A host's standing in a group, for `weir status`.
+/// State of a local group, for `weir status`.
 #[derive(Clone, Debug)]
 pub struct Standing {
     pub group: String,
@@ -159,20 +159,20 @@ impl Member {
         Lent { until, safe: host.safe(), whole: *host.spec().limits(), left }
     }
 
-    /// Puts what the host has in force, without new room.
+    /// Applies the limits that the host has, without adding burst capacity.
     fn put(&mut self, now: Instant) {
         let Some(host) = &self.host else { return };
         self.group.divide(host.limits(), [0; 6], Self::lent(host, host.next(), self.left), now);
     }
 
-    /// A new run, at its safe share.
+    /// Begins a run at the fallback share.
     fn begin(&mut self, instance: u64, spec: Spec, timing: Timing, now: Instant) {
         self.host = Some(Host::new(instance, spec, timing));
         self.report = None;
         self.put(now);
     }
 
-    /// What is lent ends if its time has come; `has_slept`: whatever the clock says.
+    /// Ends expired leases; with `has_slept` all of them.
     fn run_out(&mut self, now: Instant, has_slept: bool) {
         let Self { group, host: Some(host), left, .. } = self else { return };
         let lent = Self::lent(host, Instant::MAX, *left);
@@ -187,6 +187,7 @@ impl Member {
     fn on_grant(&mut self, grant: &Grant, now: Instant) {
         self.run_out(now, false);
         let Self { group, host: Some(host), left, .. } = self else { return };
+        // An unexpected grant (stale, or of another leader) has no lease and is ignored.
         let Some(until) = host.lease_of(grant) else { return };
         let lent = Lent {
             until,
@@ -195,7 +196,7 @@ impl Member {
             left: *left,
         };
         host.on_grant(grant, now, |limits, credit, at| group.divide(limits, credit, lent, at));
-        // Also where only its end is another.
+        // Needed for an equal grant as well: its lease ends later.
         group.lend(Self::lent(host, host.next(), *left));
     }
 
@@ -214,8 +215,9 @@ impl Member {
         self.demand.get_or_insert_with(|| Demand::new(now, stats)).observe(now, stats)
     }
 
-    /// Whether there is another report.
+    /// True if there is a new report.
     fn tick(&mut self, now: Instant) -> bool {
+        // A report acknowledges the last grant, so control groups' limits must be applied first.
         if !self.group.is_in_force() {
             return false;
         }
@@ -243,12 +245,12 @@ impl Hosts {
         }
     }
 
-    /// A group takes part, at its safe share of these limits if there are some.
+    /// Adds a group, at its fallback share of these limits if there are any.
     pub(super) fn add(&mut self, group: &Arc<Group>, spec: Option<Spec>) {
         self.place(Place::Disks(Arc::clone(group)), spec);
     }
 
-    /// The same for control groups.
+    /// Adds control groups, as [`add`](Self::add).
     pub(super) fn add_control_groups(&mut self, lender: Lender, spec: Option<Spec>) {
         self.place(Place::ControlGroups(lender), spec);
     }
@@ -259,7 +261,7 @@ impl Hosts {
         let mut member = Member::new(group, now);
         member.left = self.left(&name, spec.as_ref().map(Spec::limits));
         if spec.is_none() {
-            // Not one host's to set meanwhile.
+            // The cluster owns the limits: local changes stay rejected until there are some.
             let (safe, whole) = (Limits::default(), Limits::default());
             member.group.lend(Lent { until: Instant::MAX, safe, whole, left: [None; 2] });
         }
@@ -288,12 +290,12 @@ impl Hosts {
         self.members.iter().filter_map(standing).collect()
     }
 
-    /// What others leave of a group's limits, and of what is below all hosts, to be promised here.
+    /// Rate of a group that this host may reserve, beside the reservations of all hosts.
     fn left(&self, group: &str, whole: Option<&Limits>) -> Left {
         promising::left(&self.promises, (&self.name, &self.own), group, whole)
     }
 
-    /// What others have promised of a group, as words; empty where nobody has.
+    /// Reservations of other hosts in a group, as text for a message; empty without any.
     pub(super) fn elsewhere(&self, group: &str) -> String {
         promising::elsewhere(&self.promises, &self.name, group)
     }
@@ -316,7 +318,7 @@ impl Hosts {
         }
     }
 
-    /// What is promised here now, where that is something else than before.
+    /// This host's reservations, if they changed since the last call.
     pub(super) fn promised(&mut self, capacity: [u64; 2]) -> Option<Promises> {
         let promised = self.members.iter().map(|(name, member)| (name.clone(), member.group.promised()));
         let groups = promised.filter(|(_, promised)| *promised != [0; 2]).collect();
@@ -330,13 +332,13 @@ impl Hosts {
         Some(own)
     }
 
-    /// Has what is promised here asked for again.
+    /// Makes the next call of [`promised`](Self::promised) return the reservations again.
     pub(super) fn ask_again(&mut self) {
         self.tell_again = true;
     }
 
-    /// Groups of which more is promised on all hosts than their limits have, and what of both in
-    /// operations (0) or bytes (1) per second.
+    /// Groups whose reservations exceed their limits, by unit (operations 0, bytes 1), each with
+    /// the sum and the limit.
     pub(super) fn overpromised(&self, specs: &BTreeMap<String, Spec>) -> BTreeMap<(String, usize), [u64; 2]> {
         let mut over = BTreeMap::new();
         for (name, promised) in promising::sums(self.promises.values()) {
@@ -350,16 +352,16 @@ impl Hosts {
         over
     }
 
-    /// Looks at the clock, before anything else.
+    /// Ends expired leases. Has to run before anything else looks at a lease.
     pub(super) fn run_out(&mut self, now: Instant) {
         let slept = outside::slept();
-        // A machine that was asleep: its monotonic clock stood still, and leases have run out.
+        // CLOCK_MONOTONIC stops during a suspend, so leases look younger than they are.
         let has_slept = slept > self.slept + Duration::from_millis(10);
         self.slept = self.slept.max(slept);
         self.members.values_mut().for_each(|member| member.run_out(now, has_slept));
     }
 
-    /// What is to be reported, if there is something.
+    /// Reports to write, if there are new ones.
     pub(super) fn tick(&mut self, now: Instant) -> Option<Reports> {
         self.run_out(now);
         self.members.values_mut().for_each(|member| member.look(now));
@@ -382,7 +384,7 @@ impl Hosts {
         self.members.iter().filter_map(report).collect()
     }
 
-    /// Does what a word says. Also says what is to be reported at once.
+    /// Handles a message. Returns its effect, and reports that cannot wait for the next tick.
     pub(super) fn hear(&mut self, word: Word, now: Instant) -> (Option<Turn>, Option<Reports>) {
         self.run_out(now);
         let mut turn = None;
@@ -414,7 +416,8 @@ impl Hosts {
                 if let Some(member) = self.members.get_mut(&name) {
                     member.left = left;
                     match &member.host {
-                        // By a grant, once others have given up what these limits have less.
+                        // Lower limits take effect by a grant, after other hosts gave up their
+                        // part.
                         Some(host) => member.group.lend(Member::lent(host, host.next(), left)),
                         None => {
                             member.begin(self.instance, spec, self.timing, now);
@@ -428,7 +431,7 @@ impl Hosts {
                     member.on_grant(&grant, now);
                 }
             }
-            // No limit changes by them.
+            // No effect on limits.
             Word::Offered(_) | Word::Answered { .. } | Word::Silent(_) => {}
             Word::Promises(promises) => {
                 self.promises = promises;

@@ -1,18 +1,18 @@
-//! Which process is this host: so that a run after a crash has its name at once, and two hosts of
-//! one name are found out.
+//! Identity of the process that owns a host's name: a restart after a crash gets the name at once,
+//! and two hosts with one name are detected.
 //!
-//! A process is known by the machine, its boot, the namespace of its process numbers, its number
-//! and when it began. Where all of these but the process are the same and there is no such process
-//! any more, it has ended. Elsewhere only etcd knows, once the lease of its key is over.
+//! A process is identified by machine, boot, pid namespace, pid and start time. If everything but
+//! the process matches and the process does not exist, it has ended. Otherwise only the expiry of
+//! its key's lease shows that.
 
 use std::{fs, process};
 
 use super::values::Identity;
 
-/// The kernel's number of a boot.
+/// Boot id of the kernel.
 const BOOT: &str = "/proc/sys/kernel/random/boot_id";
 
-/// The machine's name for itself. To be read before the sandbox hides it.
+/// Machine id. Has to be read before the sandbox hides the file.
 pub(super) fn machine_id() -> String {
     read("/etc/machine-id")
 }
@@ -21,7 +21,7 @@ fn read(path: &str) -> String {
     fs::read_to_string(path).unwrap_or_default().trim_end().to_owned()
 }
 
-/// Of this process. Reads what the sandbox leaves readable.
+/// Identity of this process. Reads only files that the sandbox leaves readable.
 pub(super) fn own(machine_id: &str, instance: u64) -> Identity {
     let space = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
     let machine = format!("{machine_id} {} {}", read(BOOT), space.display());
@@ -30,10 +30,10 @@ pub(super) fn own(machine_id: &str, instance: u64) -> Identity {
     Identity { instance, machine, pid, began, weir: env!("CARGO_PKG_VERSION").to_owned() }
 }
 
-/// Whether it is another process than this one, and has ended for sure.
+/// True if `other` is a different process that has certainly ended.
 pub(super) fn has_ended(other: &Identity, own: &Identity) -> bool {
     if other.machine != own.machine {
-        // The same machine, booted anew since.
+        // The same machine after a reboot.
         let mut words = (other.machine.split(' '), own.machine.split(' '));
         let (id, own_id) = (words.0.next(), words.1.next());
         let (boot, own_boot) = (words.0.next(), words.1.next());
@@ -42,11 +42,10 @@ pub(super) fn has_ended(other: &Identity, own: &Identity) -> bool {
     began(other.pid) != Some(other.began)
 }
 
-/// When a process began, if it runs: the 22nd field of proc_pid_stat(5). One that nobody has waited
-/// for yet (Z) has ended.
+/// Start time of a running process: field 22 of proc_pid_stat(5). `None` for a zombie.
 fn began(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The second field is a name in brackets, which may hold anything.
+    // The second field is the name in parentheses, which may itself contain any character.
     let (_, rest) = text.rsplit_once(')')?;
     let mut fields = rest.split_ascii_whitespace();
     let has_ended = matches!(fields.next()?, "Z" | "X");

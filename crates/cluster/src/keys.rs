@@ -1,31 +1,31 @@
-//! The keys of a cluster in etcd, and which of them are whose.
+//! Keys of a cluster in etcd, and their owners.
 //!
 //! ```text
-//!   /weir/v1/CLUSTER/all/leader          who leads; with a lease, so it goes with him
-//!                   /all/group/GROUP     limits over all hosts; whoever changes them
-//!                   /all/promise/HOST    what is promised there, and what was measured; with a lease of
-//!                                        its own, which outlives a run
-//!                   /host/HOST/name      which process is that host; with a lease
-//!                   /host/HOST/grant     what it may have; the leader's, fenced by the first key
+//!   /weir/v1/CLUSTER/all/leader          the leader; with its lease
+//!                   /all/group/GROUP     limits over all hosts; written by any host
+//!                   /all/promise/HOST    a host's reservations and measured capacity; with a lease
+//!                                        that outlives a run
+//!                   /host/HOST/name      process that is this host; with a lease
+//!                   /host/HOST/grant     its quota; the leader's, fenced by the first key
 //!                   /host/HOST/move/DISK   a disk that another host offers it; with a lease
-//!                   /host/HOST/moved/DISK  what became of a disk that it has offered
-//!                   /report/HOST         what it wants and has, of all its groups
+//!                   /host/HOST/moved/DISK  outcome of a disk's migration from it
+//!                   /report/HOST         demand and quota of all its groups
 //! ```
 //!
-//! Each host watches `all` and what is below its own name; the leader watches reports.
+//! Each host watches `all` and the keys below its own name; the leader watches reports.
 //!
-//! `v1` is the version of keys and values: a weir of another one has keys of its own, and never
-//! reads these.
+//! `v1` is the version of keys and values: weir of another version has other keys, and never reads
+//! these.
 
 use settings::{check::named, cluster_name};
 
 use super::etcd::Range;
 
-/// A cluster's keys.
+/// Keys of one cluster; holds their prefix.
 #[derive(Clone, Debug)]
 pub(super) struct Keys(String);
 
-/// What a key is, with the host's or the group's name.
+/// Parsed key, with the name of its host or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Key<'a> {
     Leader,
@@ -34,9 +34,9 @@ pub(super) enum Key<'a> {
     Promise(&'a str),
     Report(&'a str),
     Grant(&'a str),
-    /// Of a host, and a disk that is to come to it.
+    /// Receiving host, and the disk.
     Move(&'a str, &'a str),
-    /// Of a host, and a disk that was to leave it.
+    /// Offering host, and the disk.
     Moved(&'a str, &'a str),
 }
 
@@ -59,17 +59,17 @@ impl Keys {
         }
     }
 
-    /// What all hosts know of.
+    /// Keys that all hosts watch.
     pub(super) fn of_all(&self) -> Range {
         Range::Prefix(format!("{}all/", self.0))
     }
 
-    /// A host's name, and what it may have.
+    /// Name, grant and migrations of a host.
     pub(super) fn of_host(&self, name: &str) -> Range {
         Range::Prefix(format!("{}host/{name}/", self.0))
     }
 
-    /// Names of all hosts, and what they may have.
+    /// Names, grants and migrations of all hosts.
     pub(super) fn of_hosts(&self) -> Range {
         Range::Prefix(format!("{}host/", self.0))
     }
@@ -90,7 +90,7 @@ impl Keys {
         Range::Key(self.key(key))
     }
 
-    /// None where it is none that weir knows, or names what no config could name.
+    /// Parses a key. `None` if it is not weir's, or has a name that no config could have.
     pub(super) fn read<'a>(&self, key: &'a str) -> Option<Key<'a>> {
         let rest = key.strip_prefix(&self.0)?;
         if rest == "all/leader" {
@@ -158,7 +158,7 @@ mod tests {
             "/weir/v1/lab/host//move/d",
             "/weir/v1/lab/host/h/moves/d",
             "/weir/v1/lab/x/y",
-            // What a config file could not name.
+            // Names that no config file can have.
             "/weir/v1/lab/all/group/g\nold",
             "/weir/v1/lab/all/promise/h/i",
             "/weir/v1/lab/report/h h",

@@ -1,4 +1,4 @@
-//! What the thread knows of the cluster, with one member of etcd.
+//! State of the cluster as the agent knows it from one member of etcd.
 
 use std::collections::BTreeMap;
 
@@ -7,37 +7,37 @@ use policy::cluster::{Term, Timing};
 
 use super::{etcd::KeyValue, keys::Keys, stored::Stored, values::Promises, words::Input};
 
-/// Of a host's keys in etcd.
+/// Leases of a host's keys.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Leases {
-    /// Of its name.
+    /// Lease of its name.
     pub(super) name: i64,
-    /// Of what is promised there, which waits longer for its next run.
+    /// Lease of its reservations, which outlives a run.
     pub(super) promises: i64,
 }
 
-/// Begun anew with each member, but for limits and settings.
+/// State of a session. All but the limits and settings is read anew with each member.
 pub(super) struct Known {
     pub(super) cluster: settings::Cluster,
     pub(super) timing: Timing,
     pub(super) keys: Keys,
-    /// Where watches hand on what they see.
+    /// Queue for watch events.
     pub(super) inbox: Sender<Input>,
-    /// Of the session.
+    /// Number of the session.
     pub(super) number: u64,
     pub(super) groups: BTreeMap<String, Stored>,
-    /// Groups of which something stands in etcd that is not understood, and why not: it is left
-    /// alone, and nobody here has more of them than the safe share.
+    /// Groups with an unreadable value in etcd, with the reason. The value is left alone, and hosts
+    /// keep their fallback share.
     pub(super) not_understood: BTreeMap<String, String>,
     pub(super) promises: BTreeMap<String, Promises>,
-    /// The revision up to which promises of others are known.
+    /// Revision up to which reservations are known.
     pub(super) promises_at: i64,
     pub(super) leader: Option<(Term, String)>,
-    /// The leader's key is no leader's, as of this revision: to be deleted.
+    /// Revision of a value at the leader's key that is no leader's and has to be deleted.
     pub(super) usurped: Option<i64>,
-    /// What keeps this host's keys, while it has its name.
+    /// Leases of this host's keys; `None` unless it has its name.
     pub(super) joined: Option<Leases>,
-    /// What stands at this host's name if another daemon has it, which may end before its lease.
+    /// Value at this host's name if another daemon has it. That daemon may end before its lease.
     pub(super) namesake: Option<KeyValue>,
 }
 

@@ -1,9 +1,9 @@
-//! The leader's side: one election for all groups of the cluster, a `policy::cluster::Leader` for
-//! each group.
+//! The leader: one election for all groups of the cluster, and a `policy::cluster::Leader` for each
+//! group.
 //!
-//! What it writes holds only while the leader's key is its own: each transaction compares its
-//! revision and value. Grants of all groups of a host stand in one value, and those of many hosts
-//! in one transaction, so that messages do not grow with groups.
+//! Each transaction is fenced by the revision and value of the leader's key. The grants of all
+//! groups of a host are one value, and values of many hosts share a transaction, so the number of
+//! messages does not grow with the number of groups.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -22,10 +22,11 @@ use super::{
     watching::{Watching, forward},
 };
 
-/// Grants that are taken away in a row: each is a transaction, and the lead must be kept meanwhile.
+/// Grants deleted in a row: each is a transaction, and the leader has to renew its lease in
+/// between.
 const MOST_SWEPT: usize = 32;
 
-/// It is elected.
+/// State of an elected leader.
 #[derive(Debug)]
 pub(super) struct Leading {
     term: Term,
@@ -35,35 +36,35 @@ pub(super) struct Leading {
     asked: Instant,
     kept_at: Instant,
     leaders: BTreeMap<String, Leader>,
-    /// Since when nobody else can have led: by then it was elected, or its key was found still
-    /// there after a time in which it could have ended.
+    /// Earliest instant since which no other leader can have existed: the election, or the last
+    /// renewal that found the key after a gap longer than the lease.
     alone: Instant,
-    /// When it last divided a group that has no limits any more.
+    /// Last division of groups that have no limits any more.
     dropped: BTreeMap<String, Instant>,
-    /// What was said last, for groups whose limits come later.
+    /// Last reports, for groups whose limits appear later.
     reports: BTreeMap<String, BTreeMap<String, Report>>,
-    /// When a host has said something last, and to this leader; or when this leader was elected.
+    /// Last report of each host, and whether this leader received it; for older hosts the election.
     heard: BTreeMap<String, (Instant, bool)>,
     grants: BTreeMap<String, Grants>,
     changed: BTreeSet<String>,
-    /// Groups that have more hosts than their limits can be divided among: told once.
+    /// Groups with more hosts than their limits can be divided among; logged once.
     too_many: BTreeSet<String>,
-    /// When limits were written again last.
+    /// Time at which lost limits were last restored, by group.
     restored: BTreeMap<String, Instant>,
-    /// When to look for grants of hosts that have left.
+    /// Time of the next search for grants of hosts that left.
     sweep_at: Option<Instant>,
-    /// Reports that are newer than this revision are watched.
+    /// Revision up to which reports were read. Later ones are watched.
     reports_at: i64,
     watching: Watching,
 }
 
 impl Leading {
-    /// Takes the leader's key, if nobody has it.
+    /// Creates the leader's key, unless it exists.
     pub(super) async fn campaign(known: &Known, etcd: &mut Etcd) -> Result<Option<Self>, Error> {
         let (timing, keys) = (known.timing, known.keys.clone());
         let key = keys.key(Key::Leader);
         let asked = now();
-        // Not shorter than this leader takes it for.
+        // Rounded up to seconds: etcd must not end the lease before this leader does.
         let lease = timing.term_lease();
         let lease = etcd.grant_lease(lease.as_secs().max(1) + u64::from(lease.subsec_nanos() > 0)).await?;
         let leader = values::Leader { host: known.cluster.host.clone(), nonce: draw() };
@@ -93,20 +94,20 @@ impl Leading {
             changed: BTreeSet::new(),
             too_many: BTreeSet::new(),
             restored: BTreeMap::new(),
-            // Of those that left before its election there may be some too.
+            // Hosts may have left before the election, and an earlier leader may not have swept.
             sweep_at: Some(now() + 2 * timing.lease),
             reports_at,
             watching,
         };
         found.iter().for_each(|(host, reports)| leading.on_reports(host, reports));
-        // Of hosts that were there before nobody knows how long ago.
+        // The age of reports from before the election is unknown.
         leading.heard.values_mut().for_each(|(_, by_this_one)| *by_this_one = false);
         leading.follow(known);
         tracing::info!(cluster = %known.cluster.name, "this host divides the cluster's limits");
         Ok(Some(leading))
     }
 
-    /// Leads on with another member of etcd, before its key has gone. Whether it still leads.
+    /// Continues with another member of etcd, before the key expires. True if it still leads.
     pub(super) async fn go_on(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
         if !self.keep_alive(etcd).await? {
             return Ok(self.lost());
@@ -114,7 +115,8 @@ impl Leading {
         let found;
         (self.reports_at, found, self.watching) = read_reports(known, etcd).await?;
         let known: BTreeSet<String> = self.reports.values().flat_map(BTreeMap::keys).cloned().collect();
-        // Who has left meanwhile was in nobody's watch.
+        // Hosts that left between the two watches.
+        // Removed first, then re-added by the reports that were found.
         for host in known.iter().filter(|host| found.iter().all(|(there, _)| there != *host)) {
             self.on_gone(host);
         }
@@ -122,7 +124,7 @@ impl Leading {
         Ok(true)
     }
 
-    /// Whether its key is there.
+    /// Renews the lease of the key. False if it expired.
     async fn keep_alive(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
         self.kept_at = now();
         let asked = self.kept_at;
@@ -130,7 +132,7 @@ impl Leading {
             return Ok(false);
         }
         if asked >= self.asked + policy::cluster::Timing::DEFAULT.term_lease() {
-            // This process has slept: etcd may have had another leader, and lost it again.
+            // The process slept. Meanwhile another leader may have come and gone.
             self.alone = now();
         }
         self.asked = asked;
@@ -138,7 +140,7 @@ impl Leading {
         Ok(true)
     }
 
-    /// See the field.
+    /// Revision up to which reports were read.
     pub(super) const fn reports_at(&self) -> i64 {
         self.reports_at
     }
@@ -147,12 +149,12 @@ impl Leading {
         self.term
     }
 
-    /// When this leader heard of a host last.
+    /// Time of a host's last report to this leader.
     pub(super) fn heard(&self, host: &str) -> Option<Instant> {
         self.heard.get(host).filter(|(_, by_this_one)| *by_this_one).map(|(at, _)| *at)
     }
 
-    /// Hosts that should have said something long ago: they have groups, and have not taken leave.
+    /// Hosts that are overdue with a report: they have groups and did not sign off.
     pub(super) fn silent(&self, known: &Known) -> BTreeSet<String> {
         let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
         let at = now();
@@ -167,14 +169,14 @@ impl Leading {
         leaders.chain(self.sweep_at).fold(self.kept_at + self.keep(), Instant::min)
     }
 
-    /// How often its key's lease is prolonged: policy's own lease is as long as that.
+    /// Interval at which the lease of the key is renewed. Policy takes the same lease for its own.
     fn keep(&self) -> core::time::Duration {
         policy::cluster::Timing::DEFAULT.keep()
     }
 
     pub(super) fn on_reports(&mut self, host: &str, reports: &Reports) {
         let at = now();
-        // One that was read before says nothing.
+        // A report that was read before is no sign of life.
         let is_known =
             |(group, report)| self.reports.get(group).and_then(|all| all.get(host)) == Some(report);
         if reports.groups.is_empty() || !reports.groups.iter().all(is_known) {
@@ -188,7 +190,7 @@ impl Leading {
         }
     }
 
-    /// A host has given up its place, or somebody has for it: what is lent to it ends by itself.
+    /// Handles the deletion of a host's report. Its grants expire by themselves.
     pub(super) fn on_gone(&mut self, host: &str) {
         self.heard.remove(host);
         self.reports.values_mut().for_each(|hosts| {
@@ -198,8 +200,8 @@ impl Leading {
         self.sweep_at.get_or_insert(now() + 2 * policy::cluster::Timing::DEFAULT.lease);
     }
 
-    /// Limits as they are in etcd now. Of those that are not understood nobody is lent anything
-    /// here: perhaps a leader who understands them is there soon.
+    /// Follows the limits in etcd. Groups with unreadable limits get no grants from this leader; a
+    /// newer weir that can read them may become the leader.
     fn follow(&mut self, known: &Known) {
         let at = now();
         let is_understood = |name: &String| !known.not_understood.contains_key(name);
@@ -216,8 +218,8 @@ impl Leading {
                 leader.on_spec(stored.spec, at);
                 continue;
             }
-            // Limits that come later do not wait as if somebody else had lent them: their hosts
-            // would have their safe shares meanwhile.
+            // Limits created after the election need not wait for grants of an earlier leader:
+            // there are none. Otherwise hosts would stay at their fallback share meanwhile.
             let since = self.dropped.remove(name).map_or(self.alone, |at| at.max(self.alone));
             let mut leader = Leader::new(self.term, stored.spec, known.timing, self.asked, since);
             for (host, report) in self.reports.get(name).into_iter().flatten() {
@@ -227,7 +229,7 @@ impl Leading {
         }
     }
 
-    /// Divides, and writes what comes of it. Whether it still leads.
+    /// Divides the limits and writes the grants. True if it still leads.
     pub(super) async fn tend(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
         if now() >= self.kept_at + self.keep() && !self.keep_alive(etcd).await? {
             return Ok(self.lost());
@@ -254,6 +256,8 @@ impl Leading {
             }
         }
         if stands_down || !self.write(etcd).await? {
+            // Deletes the key only if it is still this leader's, and gives up the leadership either
+            // way.
             let value = self.value.clone();
             let key = self.keys.key(Key::Leader);
             let mine = Operation::Delete(self.keys.one(Key::Leader));
@@ -272,6 +276,7 @@ impl Leading {
     }
 
     fn fence(&self) -> [Compare; 2] {
+        // Revision and value: a restored etcd may reuse a revision, the nonce in the value differs.
         let key = self.keys.key(Key::Leader);
         [
             Compare::Created(key.clone(), self.term.revision.cast_signed()),
@@ -279,7 +284,7 @@ impl Leading {
         ]
     }
 
-    /// Whether the key was its own.
+    /// Writes changed grants. False if the key is no longer this leader's.
     async fn write(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
         let changed = std::mem::take(&mut self.changed).into_iter();
         let values =
@@ -293,7 +298,7 @@ impl Leading {
         Ok(true)
     }
 
-    /// Writes limits anew that etcd has lost.
+    /// Writes limits again that etcd lost.
     async fn restore(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
         let is_lost = |(name, stored): &(&String, &Stored)| {
             stored.changed == 0 && !stored.group.removed && !known.not_understood.contains_key(*name)
@@ -315,7 +320,7 @@ impl Leading {
         Ok(())
     }
 
-    /// Divides limits among more hosts, where more have come.
+    /// Divides limits among more hosts, if more take part than the limits were made for.
     async fn make_room(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
         let crowded =
             self.leaders.iter().filter(|(_, leader)| leader.is_crowded()).map(|(name, _)| name.clone());
@@ -349,10 +354,10 @@ impl Leading {
         Ok(())
     }
 
-    /// Takes away grants of hosts that have left: their keys have no lease, and would stay there.
+    /// Deletes grants of hosts that left. These keys have no lease and would stay.
     ///
-    /// A host has left when neither its name nor its report is there; it may be back before this is
-    /// done, and then keeps what is new. What is taken away is worth nothing by then.
+    /// A host left if neither its name nor its report exists. It may return meanwhile and then
+    /// keeps its new grant. A deleted grant has expired by then.
     async fn sweep(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
         if self.sweep_at.is_none_or(|at| now() < at) {
             return Ok(());
@@ -373,6 +378,7 @@ impl Leading {
         let (held, over): (Vec<_>, Vec<_>) = grants.into_iter().partition(|(host, _)| may_hold(host));
         for (host, value) in over.iter().take(MOST_SWEPT) {
             let mut compare = self.fence().to_vec();
+            // The host may have returned: neither its keys nor a new grant may exist.
             let absent = [Key::Host(host), Key::Report(host)].map(|key| Compare::Absent(self.keys.key(key)));
             compare.extend(absent);
             compare.push(Compare::Changed(value.key.clone(), value.mod_revision));
@@ -387,13 +393,13 @@ impl Leading {
         Ok(())
     }
 
-    /// Another can be elected at once.
+    /// Ends the leadership, so that another host can be elected at once.
     pub(super) async fn resign(self, etcd: &mut Etcd) {
         let _ = etcd.revoke_lease(self.lease).await;
     }
 }
 
-/// What hosts say at a revision, and what they say from then on.
+/// Reads all reports, and watches from the next revision on.
 async fn read_reports(
     known: &Known,
     etcd: &mut Etcd,
@@ -409,7 +415,7 @@ async fn read_reports(
     Ok((revision, found, forward(watch, known.number, known.inbox.clone())))
 }
 
-/// What one transaction may take, each.
+/// Splits values into transactions within etcd's bounds.
 fn parcels(values: Vec<(String, Vec<u8>)>) -> Vec<Vec<(String, Vec<u8>)>> {
     let mut parcels: Vec<Vec<_>> = Vec::new();
     let mut bytes = 0;

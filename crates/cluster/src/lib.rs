@@ -1,17 +1,18 @@
-//! Groups whose limits hold for the sum over many hosts: this daemon's part in that.
+//! Limits that hold for the sum over many hosts: this daemon's side.
 //!
 //! ```text
-//!   start:  Cluster::prepare ─► what etcd says, or what was known last ─► groups at their safe share
-//!           … sandbox ─► Cluster::start ─► a thread that speaks with etcd    agent, hearing, etcd
-//!   then:   main thread  hosts: counters ─► reports; grants ─► parts in force         hosts
-//!           thread       one host of all leads: reports ─► division ─► grants         leading
+//!   start:  Cluster::prepare ─► reads etcd, or the state directory ─► groups at their fallback share
+//!           … sandbox ─► Cluster::start ─► the thread that talks to etcd             agent, hearing, etcd
+//!   then:   main thread    counters ─► reports; grants ─► quotas in force            hosts
+//!           agent thread   if elected: reports ─► division ─► grants                 leading
 //! ```
 //!
-//! The decisions are `policy::cluster`'s, whose rules stand at its head; here are clocks, messages
-//! and the tree's buckets. A disk's request asks its tree alone: nothing here is on its way.
-//! Without etcd a host falls to its safe share by its own clock.
+//! Decisions are `policy::cluster`'s, which states the rules at its head. This crate has the
+//! clocks, the messages and the buckets of the tree. Requests of disks depend on the tree alone: no
+//! request waits for this crate. Without etcd a host falls back to its fallback share by its own
+//! clock.
 //!
-//! Never believes what is in etcd to be weir's: see `values`.
+//! Never trusts that a value in etcd was written by weir: see `values`.
 
 pub mod actor;
 mod agent;
@@ -76,28 +77,30 @@ use words::{Input, Word};
 
 use actor::Actor;
 
-/// Of what arrives at the thread, and of words from there.
+/// Bound of the queues to and from the agent thread.
 const MOST_QUEUED: usize = 1024;
-/// How long a command waits for etcd: longer than all members are asked once.
+/// Time that a command waits for etcd: longer than one round of requests to all members.
 const PATIENCE: Duration = Duration::from_secs(5);
-/// For which it is told that a host is apart, until it has joined again.
+/// Number of different reasons for which a lost connection is reported until the host joins again.
 const MOST_REASONS: usize = 32;
 const ENDED: &str = "what speaks with etcd has ended, as the log says (restart weir)";
-/// How long the end waits for the name to be given back.
+/// Time that a stop waits for the agent to release the host's name in etcd.
 const FAREWELL: Duration = Duration::from_secs(2);
 
-/// Ports that the daemon calls for its cluster.
+/// Returns the ports of the etcd members, for the sandbox's rules.
 pub fn ports(cluster: &settings::Cluster) -> Vec<u16> {
     Terms::ports(cluster)
 }
 
-/// Where limits are kept between runs.
+/// Directory of the file that stores the cluster's limits between runs.
 pub fn directory(state: Option<&Path>, cluster: &settings::Cluster) -> Option<PathBuf> {
     stored::file(state, &cluster.name).parent().map(Path::to_owned)
 }
 
-/// A group of this host is called as one of the cluster's, and is none: that may be a slip, by
-/// which a tenant has more than its limit.
+/// Warns that a local group has the name of a cluster-wide group and does not belong to it.
+///
+/// The group's requests come on top of the cluster's limit: a tenant may exceed its limit by a slip
+/// in a config file.
 fn warn_of_namesake(group: &str, cluster: &str) {
     tracing::warn!(
         group,
@@ -106,81 +109,83 @@ fn warn_of_namesake(group: &str, cluster: &str) {
     );
 }
 
-/// The daemon around it.
+/// The daemon's side of this crate: measurements, registry and events.
 pub trait Surroundings {
-    /// What was measured of the devices below disks in such groups, of all of them together: in
-    /// operations and bytes per second, 0 where it is not known.
+    /// Measured capacity of the devices below the disks of groups that `is_shared` selects, as
+    /// operations and bytes per second; 0 where it is unknown.
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2];
 
-    /// Whether this host has a group of that name, the cluster's or its own.
+    /// True if this host has a group of this name, local or of the cluster.
     fn has_group(&self, name: &str) -> bool;
 
-    /// This host has its part of the limits of the cluster of that name; or it is apart, for a
-    /// reason: then its safe share holds once leases have run out.
+    /// Reports that the host joined the cluster, or, with the reason in `apart`, that it is
+    /// disconnected: once leases have expired, its fallback share applies.
     fn tell(&self, cluster: &str, host: &str, apart: Option<&str>);
 
-    /// Promises again what was left out, as far as there is room for it by what is known here.
+    /// Puts unmet reservations in force again, as far as the known reservations leave room.
     fn promise_again(&self);
 
-    /// Has disks and groups go on without some of what is promised to them, so that no more is
-    /// than the cluster has room for.
+    /// Suspends reservations of disks and groups that the cluster refused, so that the rest fits.
     fn leave_out(&self, refusal: &Refusal);
 
-    /// What was left out stays so for now, and what was promised again is so on all hosts.
+    /// Reports the outcome: unmet reservations stay unmet for now; restored ones are known to all
+    /// hosts.
     fn tell_promises(&self);
 
-    /// This host's part of limits may have changed.
+    /// Called after each step in which this host's quota may have changed.
     fn follow_quota(&self);
 
-    /// Limits of all hosts are others now, for a group that this host has or was asked about.
+    /// Reports changed cluster-wide limits of a group that this host has, or whose change it made.
+    /// `limits` are the old and the new ones.
     fn tell_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &Actor);
 
-    /// This host leads, and another is not heard of any more; or, not `silent`, is again, or has
-    /// left.
+    /// Reports that a host stopped reporting, or (with `silent` false) that it reports again or
+    /// left. Only the leader calls this.
     fn tell_silent(&self, cluster: &str, host: &str, silent: bool);
 
-    /// More is promised of this group on all hosts, `promised` a second, than its limit has.
+    /// Reports that the reservations of a group exceed its limit: `promised` is their sum and the
+    /// limit, in `unit` per second.
     fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
 }
 
-/// This daemon in its cluster. Belongs to the main thread.
+/// This daemon's membership in its cluster. Belongs to the main thread.
 pub struct Cluster {
     name: String,
     host: String,
     hosts: RefCell<Hosts>,
     specs: RefCell<BTreeMap<String, Spec>>,
-    /// Hosts that this one, as it leads, has not heard of for long.
+    /// Hosts that stopped reporting; `None` unless this host leads.
     silent: RefCell<Option<BTreeSet<String>>>,
-    /// Groups for which etcd had no limits when it was asked last.
+    /// Groups without limits in etcd when etcd was last read.
     without_limits: BTreeSet<String>,
     file: PathBuf,
-    /// Disks of this host that others have taken, and which.
+    /// Disks of this host that moved to another host, with that host's name.
     moved: RefCell<BTreeMap<String, String>>,
     overpromised: RefCell<BTreeMap<(String, usize), [u64; 2]>>,
-    /// What is promised here is being asked for.
+    /// True while a request to record this host's reservations is in flight.
     is_asking: Cell<bool>,
     is_connected: Cell<bool>,
-    /// For which reasons it was told that this host is apart, since it was told that it has joined.
+    /// Reasons already reported since the host last joined.
     told_apart: RefCell<BTreeSet<String>>,
-    /// Groups of this host for which it was told that the cluster has another of the name.
+    /// Local groups for which [`warn_of_namesake`] was called.
     told_namesakes: RefCell<BTreeSet<String>>,
-    /// Why not.
+    /// Reason for the missing connection; empty while connected.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
-    /// Disks that other hosts offer.
+    /// Disks that other hosts offer to this one.
     offers: (Sender<Offered>, Receiver<Offered>),
-    /// Who waits for what becomes of an offer, by its number.
+    /// Receivers of answers to this host's offers, by the offer's number.
     awaited: RefCell<BTreeMap<u64, Sender<Answer>>>,
     input: Sender<Input>,
     words: Receiver<Word>,
     agent: RefCell<Option<Agent>>,
-    /// The agent's.
+    /// Shared with the agent, for renewed credentials.
     terms: Terms,
-    /// To control groups.
+    /// Quotas of control groups.
     lending: Option<Lending>,
 }
 
-/// The thread and the task; dropping this leaves the cluster.
+/// The agent thread and the main thread's task. Dropping it leaves the cluster.
 pub struct Running {
     input: Sender<Input>,
     ended: mpsc::Receiver<()>,
@@ -190,18 +195,18 @@ pub struct Running {
 impl Drop for Running {
     fn drop(&mut self) {
         if self.input.try_send(Input::Stop).is_ok() {
-            // Where etcd does not answer, leases end by themselves.
+            // Without an answer of etcd the leases expire.
             let _ = self.ended.recv_timeout(FAREWELL);
         }
     }
 }
 
 impl Cluster {
-    /// Asks etcd for the limits of this host's groups; where it is away, they are those known last.
-    /// None without a cluster.
+    /// Reads the limits of this host's groups from etcd, or, if etcd is unreachable, from the state
+    /// directory. `None` without a cluster in the config.
     ///
     /// # Errors
-    /// Certificates, a password or a name that are wrong; limits that nobody knows.
+    /// Fails on wrong certificates, passwords or names, and if the limits of a group are unknown.
     pub async fn prepare(plan: &Plan) -> anyhow::Result<Option<Rc<Self>>> {
         let Some(cluster) = plan.service.cluster.clone() else { return Ok(None) };
         let file = stored::file(plan.service.state.as_deref(), &cluster.name);
@@ -210,6 +215,7 @@ impl Cluster {
         let settings = cluster.clone();
         let own = Asked::of(plan, &cluster)?;
         let groups = own.groups.clone();
+        // Before the sandbox: certificates are readable and names can be resolved only now.
         let asked = reactor::blocking(move || {
             let terms = Terms::new(&settings)?;
             let first = first(&Keys::of(&settings.name), &own, &terms);
@@ -229,6 +235,8 @@ impl Cluster {
                 }
                 first
             }
+            // Only unreachability falls back to stored limits. A refusal (certificate, password,
+            // foreign value) needs an administrator, so the start fails.
             Err(Error::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
             Err(error) => {
                 reason = error.to_string();
@@ -281,18 +289,19 @@ impl Cluster {
         Ok(Some(Rc::new(cluster)))
     }
 
-    /// Connections to etcd that are made from now on have these.
+    /// Sets the credentials of later connections to etcd.
     pub fn renew(&self, proofs: Proofs) {
         self.terms.renew(proofs);
     }
 
-    /// A new group takes part from now on, at its safe share, where the cluster has limits for it.
+    /// Adds a group at its fallback share, if the cluster has limits for it.
     ///
-    /// # Errors
-    /// If nobody can say whether it has.
+    /// # Errors Fails if etcd is unreachable and the group's limits are unknown, or if control
+    /// groups of this host use this quota.
     pub fn take_part(&self, group: &Arc<Group>) -> anyhow::Result<()> {
         let spec = self.spec(group.name())?;
         ensure!(
+            // A group has one quota per host. Disks and control groups together would use it twice.
             !self.hosts.borrow().has(group.name()),
             "group {0}: control groups of this host have its part (name it otherwise, or leave {0} out of control-groups)",
             group.name()
@@ -311,7 +320,7 @@ impl Cluster {
             );
             if reason.is_empty() && !self.without_limits.contains(group) {
                 let (file, name) = (self.file.clone(), group.to_owned());
-                // It can be known at the next start, and need not be.
+                // An optimization: the next start without etcd then does not fail for this group.
                 reactor::spawn(async move {
                     reactor::blocking(move || stored::save_without_limits(&file, [name])).await;
                 });
@@ -325,22 +334,23 @@ impl Cluster {
         Ok(spec)
     }
 
-    /// What control groups are lent, if any take part.
+    /// Quotas of this host's control groups, if the config names any.
     pub fn lending(&self) -> Option<Lending> {
         self.lending.clone()
     }
 
-    /// Removes a group from this host's part.
+    /// Removes a group, which then has no quota on this host.
     pub fn leave(&self, group: &str) {
         self.hosts.borrow_mut().remove(group);
     }
 
-    /// Whether the limits of a group are the cluster's.
+    /// True if the cluster sets the limits of this group.
     pub fn has(&self, group: &str) -> bool {
         self.hosts.borrow().has(group)
     }
 
-    /// Starts the thread, with what rights are left, and the task.
+    /// Starts the agent thread, with the rights that the sandbox leaves, and the main thread's
+    /// task.
     pub fn start(self: &Rc<Self>, around: Weak<dyn Surroundings>) -> anyhow::Result<Running> {
         let agent = self.agent.take().context("the cluster runs already")?;
         let (end, ended) = mpsc::channel();
@@ -348,7 +358,7 @@ impl Cluster {
             if let Err(error) = agent.run() {
                 tracing::error!(%error, "etcd cannot be asked: the safe share holds (restart weir)");
             }
-            // Nobody waits any more, perhaps.
+            // The receiver is gone if the stop timed out.
             let _ = end.send(());
         });
         thread.context("the thread that speaks with etcd")?;
@@ -361,7 +371,7 @@ impl Cluster {
                     Duration::ZERO => None,
                     left => match reactor::timeout(left, cluster.words.recv()).await {
                         Ok(Ok(word)) => Some(word),
-                        // The thread has ended: leases run out.
+                        // The agent ended. Ticks go on, so that leases expire.
                         Ok(Err(_)) => {
                             reactor::sleep_until(next).await;
                             None
@@ -385,6 +395,7 @@ impl Cluster {
     fn tick(self: &Rc<Self>, around: &Rc<dyn Surroundings>) {
         self.ask_promises(around);
         if self.is_leader() && self.is_connected.get() {
+            // Only the leader reports an overbooked limit, or each host would.
             let over = self.hosts.borrow().overpromised(&self.specs.borrow());
             let before = self.overpromised.replace(over.clone());
             for ((group, unit), promised) in over {
@@ -400,8 +411,9 @@ impl Cluster {
             let _ = self.input.try_send(Input::Reports(reports));
         }
     }
+// The tick also drops expired leases, so it has to run without any word from the agent.
 
-    /// As [`warn_of_namesake`], once.
+    /// Calls [`warn_of_namesake`] once for each group.
     fn tell_namesakes(&self, around: &dyn Surroundings) {
         let mut told = self.told_namesakes.borrow_mut();
         for (group, spec) in &*self.specs.borrow() {
@@ -414,8 +426,9 @@ impl Cluster {
         }
     }
 
-    /// Asks for what is promised here where all hosts do not know it yet: after a start, and after
-    /// a time without etcd. What finds no room is left out: nobody's disk waits for that.
+    /// Records this host's reservations in etcd after a start, a change or an outage.
+    ///
+    /// Refused reservations become unmet. Disks do not wait for the answer.
     fn ask_promises(self: &Rc<Self>, around: &Rc<dyn Surroundings>) {
         if self.is_asking.get() {
             return;
@@ -440,7 +453,7 @@ impl Cluster {
 
     fn hear_silence(&self, silent: Option<BTreeSet<String>>, around: &dyn Surroundings) {
         let before = self.silent.replace(silent.clone()).unwrap_or_default();
-        // Who does not lead any more knows nothing of them.
+        // Only the leader receives reports. The next leader starts with an empty set.
         let Some(silent) = silent else { return };
         silent.difference(&before).for_each(|host| around.tell_silent(&self.name, host, true));
         before.difference(&silent).for_each(|host| around.tell_silent(&self.name, host, false));
@@ -449,7 +462,7 @@ impl Cluster {
     fn hear(&self, word: Word, around: &dyn Surroundings) {
         let word = match word {
             Word::Offered(offered) => {
-                // Those that find no room are withdrawn by their hosts.
+                // A full queue drops the offer; its host withdraws it after a timeout.
                 let _ = self.offers.0.try_send(*offered);
                 return;
             }
@@ -467,6 +480,8 @@ impl Cluster {
             let before = self.specs.borrow_mut().insert(name.clone(), *spec);
             let none = Limits::default();
             let limits = [before.as_ref().map_or(&none, Spec::limits), spec.limits()];
+            // A change made by a client of this host is reported even if no local group uses the
+            // limit.
             if limits[0] != limits[1] && (by.is_some() || self.has(name)) {
                 around.tell_limits(&self.name, name, limits, by.as_ref().unwrap_or(&Actor::AnotherHost));
             }
@@ -486,7 +501,7 @@ impl Cluster {
                 self.reason.replace(why.clone());
                 self.is_connected.set(false);
                 let mut told = self.told_apart.borrow_mut();
-                // Each member may have another reason, and is asked again and again.
+                // The agent retries all members in turn. Each may fail for another reason.
                 let is_new = lasts && told.len() < MOST_REASONS && !told.contains(&why);
                 if told.is_empty() || is_new {
                     around.tell(&self.name, &self.host, Some(&why));
@@ -498,7 +513,7 @@ impl Cluster {
         }
     }
 
-    /// For `weir status`.
+    /// Summary for `weir status`.
     pub fn summary(&self) -> ClusterStatus {
         let connected = self.is_connected.get();
         ClusterStatus {
@@ -510,7 +525,7 @@ impl Cluster {
         }
     }
 
-    /// True while etcd answers.
+    /// True while etcd answers and this host has its name.
     pub fn is_connected(&self) -> bool {
         self.is_connected.get()
     }
@@ -520,17 +535,17 @@ impl Cluster {
         self.leader.borrow().as_deref() == Some(&self.host)
     }
 
-    /// How many hosts this one, if it leads, has not heard of for long.
+    /// Number of hosts that stopped reporting; `None` unless this host leads.
     pub fn silent(&self) -> Option<usize> {
         self.silent.borrow().as_ref().map(BTreeSet::len)
     }
 
-    /// State of each group that belongs to a cluster-wide limit.
+    /// State of each local group that belongs to a cluster-wide limit.
     pub fn standings(&self) -> Vec<Standing> {
         self.hosts.borrow().standings()
     }
 
-    /// What `weir cluster status` shows.
+    /// Report for `weir cluster status`. Waits up to `PATIENCE` for etcd.
     pub async fn status(&self) -> ClusterReport {
         let (answer, answered) = async_channel::bounded(1);
         let report = match self.give(Input::Status(answer)) {
@@ -549,10 +564,10 @@ impl Cluster {
         }
     }
 
-    /// Changes a group on all hosts.
+    /// Changes or removes the limits of a group on all hosts.
     ///
     /// # Errors
-    /// Why it was not done.
+    /// Returns the reason as a message.
     pub async fn change(&self, change: Change) -> Result<Value, String> {
         let is_here = self.has(&change.group);
         if is_here && change.removes {
@@ -562,6 +577,7 @@ impl Cluster {
                 self.host
             ));
         }
+        // Taken here, not in the agent: the actor is known on the main thread, during the poll.
         let change = Change { by: actor::now_acting(), ..change };
         let mut done = self.ask(|answer| Input::Change(change, answer)).await?;
         if is_here {
@@ -570,11 +586,11 @@ impl Cluster {
         Ok(done)
     }
 
-    /// Has all hosts know what is promised here now, if they have room for it.
+    /// Records this host's reservations in etcd, if all hosts' reservations then fit.
     ///
     /// # Errors
-    /// Why it cannot be promised; whoever has changed it takes it back. Without etcd what is known
-    /// here of the others has to do.
+    /// Returns the reason of a refusal; the caller undoes its change. Without etcd the last known
+    /// reservations of all hosts decide.
     pub async fn settle_promises(&self, around: &dyn Surroundings) -> Result<(), String> {
         match self.promised(around) {
             Some(promised) => self.settle(promised).await.map_err(|refusal| refusal.why),
@@ -587,30 +603,30 @@ impl Cluster {
         if self.give(Input::Promise(promised, answer)).is_err() {
             return Ok(());
         }
-        // Where it is too late, it is asked for again once etcd answers.
+        // After a timeout the next session records them again.
         match reactor::timeout(PATIENCE, answered.recv()).await {
             Ok(Ok(done)) => done,
             _ => Ok(()),
         }
     }
 
-    /// What is promised here, where that is something else than before.
+    /// This host's reservations, if they changed since the last call.
     fn promised(&self, around: &dyn Surroundings) -> Option<Promises> {
         let capacity = around.capacity(&|group| self.has(group));
         self.hosts.borrow_mut().promised(capacity)
     }
 
-    /// What others have promised of a group, as words; empty where nobody has.
+    /// Reservations of other hosts in a group, as text for a message; empty without any.
     pub fn elsewhere(&self, group: &str) -> String {
         self.hosts.borrow().elsewhere(group)
     }
 
-    /// The host that has taken a disk of this one.
+    /// Name of the host that a disk moved to.
     pub fn moved_to(&self, disk: &str) -> Option<String> {
         self.moved.borrow().get(disk).cloned()
     }
 
-    /// A disk has gone to another host, or is here again.
+    /// Records that a disk moved to another host, or (`None`) that it is back.
     pub fn know_moved(&self, disk: &str, to: Option<&str>) {
         let mut moved = self.moved.borrow_mut();
         match to {
@@ -619,7 +635,7 @@ impl Cluster {
         }
     }
 
-    /// A disk that had moved away is here by other means than a move.
+    /// Records that a disk that moved away exists here again without a migration.
     pub fn has_again(&self, disk: &str) {
         if self.moved.borrow_mut().remove(disk).is_some() {
             let step = Step::Own { disk: disk.to_owned() };
@@ -627,25 +643,25 @@ impl Cluster {
         }
     }
 
-    /// Disks of the config file that other hosts have taken.
+    /// Disks of the config file that moved to other hosts.
     pub fn moved(&self) -> BTreeMap<String, String> {
         self.moved.borrow().clone()
     }
 
-    /// Why etcd could not be asked whether disks of the config file are on other hosts.
+    /// Reason why the last start could not check in etcd for disks that moved away.
     pub fn unasked(&self) -> Option<String> {
         Some(self.reason.borrow().clone()).filter(|reason| !reason.is_empty())
     }
 
-    /// It has been started, and etcd has not said yet whether it is in.
+    /// True after the start until etcd's first answer.
     pub fn is_joining(&self) -> bool {
         !self.is_connected.get() && self.reason.borrow().is_empty()
     }
 
-    /// Takes away what a host has left behind that will not come back.
+    /// Deletes the keys of a host that will not return.
     ///
     /// # Errors
-    /// Why it was not done.
+    /// Returns the reason as a message.
     pub async fn forget(&self, host: String) -> Result<Value, String> {
         self.ask(|answer| Input::Forget(host, answer)).await
     }
@@ -655,12 +671,12 @@ impl Cluster {
         &self.host
     }
 
-    /// The next disk that another host offers.
+    /// Next disk that another host offers; `None` after the end of the agent.
     pub async fn next_offer(&self) -> Option<Offered> {
         self.offers.1.recv().await.ok()
     }
 
-    /// What becomes of the offer of this number, while that is held.
+    /// Answers to the offer of this number, until the receiver is dropped.
     pub fn answers(&self, number: u64) -> Receiver<Answer> {
         let (sender, receiver) = async_channel::bounded(4);
         let mut awaited = self.awaited.borrow_mut();
@@ -672,13 +688,14 @@ impl Cluster {
     fn hear_answer(&self, disk: String, answer: Answer) {
         let sent = self.awaited.borrow().get(&answer.number).map(|sender| sender.try_send(answer.clone()));
         if !matches!(sent, Some(Ok(()))) && answer.said != Said::Taken {
-            // Nobody here knows of it: the offer is of an earlier run, or came too late.
+            // The offer is an earlier run's, or the receiver gave up. Withdrawing it frees the
+            // other host.
             let step = Step::Withdraw { to: answer.by, disk, number: answer.number };
             let _ = self.input.try_send(Input::Move(Box::new(step), async_channel::bounded(1).0));
         }
     }
 
-    /// One step of a move. None: nobody knows whether it was done.
+    /// Performs one step of a migration. `None` if the outcome is unknown.
     pub async fn step(&self, step: Step) -> Option<Outcome> {
         let (answer, answered) = async_channel::bounded(1);
         if let Err(why) = self.give(Input::Move(Box::new(step), answer)) {
@@ -687,15 +704,15 @@ impl Cluster {
         reactor::timeout(PATIENCE, answered.recv()).await.ok()?.ok()
     }
 
-    /// Has etcd know of what is promised now, before any later step: less than before.
+    /// Records lower reservations in etcd before any later step.
     pub fn promise(&self, around: &dyn Surroundings) {
-        // What finds no room in the queue is told by the next session.
+        // With a full queue the next session records them.
         if let Some(promised) = self.promised(around) {
             let _ = self.input.try_send(Input::Promises(promised));
         }
     }
 
-    /// Hands something to the thread, or says why that cannot be.
+    /// Sends to the agent; the error is the text for the user.
     fn give(&self, input: Input) -> Result<(), &'static str> {
         self.input.try_send(input).map_err(|error| match error.is_closed() {
             true => ENDED,
@@ -714,7 +731,7 @@ impl Cluster {
     }
 }
 
-/// Whoever the daemon goes on as writes there.
+/// Creates the state directory for the user that the daemon runs as after its start.
 fn make_directory(file: &Path, plan: &Plan) -> io::Result<()> {
     let Some(directory) = file.parent() else { return Ok(()) };
     fs::create_dir_all(directory)?;

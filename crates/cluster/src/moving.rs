@@ -1,22 +1,22 @@
-//! The steps by which a disk moves to another host, as they stand in etcd.
+//! The protocol that migrates a disk to another host, as transactions in etcd.
 //!
 //! ```text
 //!   from                                   to
 //!   Ask       move = asked        ─────►
-//!             moved = ready       ◄─────   Reply      it could have the disk
-//!   (serves nobody, closes the image)
+//!             moved = ready       ◄─────   Reply      it could serve the disk
+//!   (disconnects clients, closes the image)
 //!   Give      move = given        ─────►
-//!                                          Check      is it offered still?
+//!                                          Check      the offer is still valid
 //!                                          (opens the image)
-//!             moved = taken       ◄─────   Claim      takes `move` away with it: now it has the disk
-//!             moved = settled     ◄─────   Settle     it knows
-//!   Forget    takes `moved` away           where nobody needs it
-//!   Withdraw  takes `move` away            if that comes first, `from` has it
+//!             moved = taken       ◄─────   Claim      deletes `move`: the disk is now its own
+//!             moved = settled     ◄─────   Settle     it has read the result
+//!   Forget    deletes `moved`              once no host needs it
+//!   Withdraw  deletes `move`               if before Claim, the disk stays on `from`
 //! ```
 //!
-//! So one of two transactions decides who has the disk, and both hosts learn of it. An offer has
-//! its host's lease, and is claimed only while that host is the same run: what a host has offered
-//! that ends is nobody's to take. Never opens an image.
+//! Claim and Withdraw exclude each other, so exactly one host has the disk, and both learn which.
+//! An offer has its host's lease and names that host's run: an offer of an ended run cannot be
+//! claimed. Never opens an image.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -28,7 +28,7 @@ use super::{
     values,
 };
 
-/// Does it, or says why not.
+/// Performs a step, or returns the reason why not.
 pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<Outcome, Error> {
     let Some(Leases { name: lease, .. }) = known.joined else {
         return Ok(Outcome::Apart(
@@ -48,7 +48,7 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
             Ok(match done.held {
                 true => Outcome::Done(done.revision),
                 false => {
-                    // One before may have held, whose answer was lost.
+                    // An earlier attempt may have succeeded and its answer was lost.
                     let there = etcd.read_one(known.keys.one(Key::Move(&to, &disk))).await?;
                     let there = there.and_then(|value| values::read::<Offer>(&value.value).ok());
                     match there.is_some_and(|there| there.given && (there.number, there.run) == (number, run))
@@ -95,7 +95,7 @@ fn unchanged(known: &Known, Offered { disk, revision, .. }: &Offered) -> Compare
     Compare::Changed(known.keys.key(Key::Move(&known.cluster.host, disk)), *revision)
 }
 
-/// It is offered still, by the same run.
+/// Conditions of a claim: the offer is unchanged, and its host is the same run.
 fn claimable(known: &Known, offered: &Offered) -> [Compare; 2] {
     let from = known.keys.key(Key::Host(&offered.offer.from));
     [unchanged(known, offered), Compare::Changed(from, offered.offer.run)]
@@ -150,7 +150,7 @@ async fn ask(
     })
 }
 
-/// The number of what stands at a key, if that is an offer.
+/// Number and revision of an offer.
 fn number_of(found: &[Vec<KeyValue>]) -> Option<(u64, i64)> {
     let value = found.iter().flatten().next()?;
     let offer = values::read::<Offer>(&value.value).ok()?;
@@ -169,15 +169,16 @@ async fn withdraw(
         match number_of(&found) {
             Some((of, revision)) if of == number => {
                 let compare = Compare::Changed(known.keys.key(Key::Move(to, disk)), revision);
-                // What was said to it is of no use to anybody.
+                // The answer to this offer is obsolete.
                 let answer = known.keys.one(Key::Moved(&known.cluster.host, disk));
                 let gone = [range.clone(), answer].map(Operation::Delete);
                 let done = etcd.transact(&[compare], &gone).await?;
                 if done.held {
+                    // Claimed or changed meanwhile: read again.
                     return Ok(Outcome::Done(done.revision));
                 }
             }
-            // Claimed, or its lease has ended: then nobody claims it any more.
+            // Claimed, or the lease expired: then it cannot be claimed any more.
             _ => {
                 let host = &known.cluster.host;
                 return Ok(match is_taken(known, etcd, (host, disk), number).await? {
@@ -189,7 +190,8 @@ async fn withdraw(
     }
 }
 
-/// Ends what an earlier run of a host has offered: its key changes, and stays that run's.
+/// Invalidates the offers of an earlier run: rewriting the host's key changes its revision, while
+/// the key stays with that run's lease.
 async fn end_earlier(keys: &Keys, etcd: &mut Etcd, host: &str) -> Result<(), Error> {
     let key = keys.key(Key::Host(host));
     loop {
@@ -202,10 +204,11 @@ async fn end_earlier(keys: &Keys, etcd: &mut Etcd, host: &str) -> Result<(), Err
     }
 }
 
-/// Which of these disks of a host, each with its image, others have taken that may have them still.
-/// A host that has left its cluster has none: what it had is this host's again, and it finds that
-/// when it comes back. To be asked before an image is opened: whatever is not gone by then, nobody
-/// can take any more.
+/// Returns which of a host's disks (with their images) moved to another host of the cluster.
+///
+/// Disks on a host that left the cluster return to this host, and are recorded as moved there for
+/// the case that it returns. Has to run before images are opened: offers of earlier runs cannot be
+/// claimed afterwards.
 pub(super) async fn gone(
     keys: &Keys,
     etcd: &mut Etcd,
@@ -231,7 +234,7 @@ pub(super) async fn gone(
             continue;
         }
         let (mut by, mut passed) = (&*answer.by, BTreeSet::from([host]));
-        // It may have gone on from there.
+        // Follows further moves. `passed` ends a cycle.
         while passed.insert(by)
             && let Some(next) = moved.get(&(by, disk))
         {
@@ -246,7 +249,7 @@ pub(super) async fn gone(
         let mut then = vec![Operation::Delete(keys.one(Key::Moved(host, disk)))];
         let mut compare = Vec::new();
         if by != host {
-            // It is to know when it comes back, as its file may have the disk too.
+            // For the case that that host returns: its config file may list the disk.
             let answer = Answer {
                 by: host.to_owned(),
                 number: 0,
@@ -256,6 +259,7 @@ pub(super) async fn gone(
                 settled: true,
             };
             then.push(Operation::put(&keys.key(Key::Moved(by, disk)), &values::write(&answer), None));
+            // If that host returned since the read above, it keeps the disk.
             compare.push(Compare::Absent(keys.key(Key::Host(by))));
         }
         if !etcd.transact(&compare, &then).await?.held {
@@ -266,16 +270,12 @@ pub(super) async fn gone(
     Ok(gone)
 }
 
-/// Takes away what tells that disks have left this host, where nobody can need it any more. That is
-/// needed:
+/// Deletes the record of moved disks once no host needs it. A record is needed:
 ///
-/// - by the host that took the disk, until it knows that it has: it finds here whether its claim
-///   held. Then it has settled it.
-/// - by this host, to know that it must not take the disk back: until it has heard of that, which
-///   it has where it asks for this, or has ended, and at its next start where its file has the
-///   disk.
-/// - by a host from which the disk came here before: at its start it follows from here where the
-///   disk is now.
+/// - by the host that took the disk, until it has read that its claim succeeded (`settled`).
+/// - by this host, so that it does not take the disk back: until it has seen the record (it has,
+///   when it calls this), and at its next start if its config file lists the disk.
+/// - by an earlier host of the same disk, which follows the chain of records at its start.
 async fn forget(
     keys: &Keys,
     etcd: &mut Etcd,
@@ -302,7 +302,7 @@ async fn forget(
     Ok(())
 }
 
-/// Where that is not heard, what tells of the move stays longer.
+/// Marks a claim as known to the host that made it. Best effort: otherwise the record stays longer.
 async fn settle(known: &Known, etcd: &mut Etcd, offered: &Offered) -> Result<Outcome, Error> {
     let key = known.keys.key(Key::Moved(&offered.offer.from, &offered.disk));
     let there = etcd.read_one(Range::Key(key.clone())).await?;
@@ -340,7 +340,7 @@ async fn claim(
 ) -> Result<Outcome, Error> {
     let Offered { disk, offer, .. } = offered;
     let image = offer.described["keys"]["image"].as_str().map(str::to_owned);
-    // Without a lease: whoever has offered it learns of it, however late.
+    // Without a lease: the offering host has to see it, however late.
     let mut then = vec![
         Operation::Delete(known.keys.one(Key::Move(&known.cluster.host, disk))),
         Operation::put(
@@ -350,11 +350,11 @@ async fn claim(
         ),
     ];
     if offer.from != known.cluster.host {
-        // It may have left from here once.
+        // An old record would say that the disk left this host.
         then.push(Operation::Delete(known.keys.one(Key::Moved(&known.cluster.host, disk))));
     }
     let done = etcd.transact(&claimable(known, offered), &then).await?;
-    // A claim before may have held, whose answer was lost.
+    // An earlier claim may have succeeded and its answer was lost.
     if done.held || is_taken(known, etcd, (&offer.from, disk), offer.number).await? {
         return Ok(Outcome::Done(done.revision));
     }

@@ -1,32 +1,31 @@
-//! What two hosts say of a disk that moves from one to the other, and what is done for it in etcd.
-//!
-//! Only data: the steps are `moving`'s.
+//! Data of a disk's migration: offer, answer and the steps in etcd. The steps are performed by
+//! `moving`.
 
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 
-/// A disk that a host offers another.
+/// Offer of a disk to another host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Offer {
     /// Host that offers the disk.
     pub from: String,
-    /// The revision of that host's key: another run of it has another.
+    /// Revision of that host's key: differs for each run.
     pub run: i64,
-    /// Drawn for each move.
+    /// Random number of the migration.
     pub number: u64,
-    /// The image is closed there, and to be opened.
+    /// True once the image is closed there and may be opened here.
     pub given: bool,
-    /// What it is: the control's to read.
+    /// Description of the disk, in the format of the control crate.
     pub described: Value,
 }
 
-/// An offer, of which disk, and when it was written.
+/// A received offer.
 #[derive(Clone, Debug)]
 pub struct Offered {
     /// Name of the disk.
     pub disk: String,
-    /// The offer as it is in etcd.
+    /// Offer that etcd has.
     pub offer: Offer,
     pub(crate) revision: i64,
 }
@@ -35,51 +34,51 @@ pub struct Offered {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answer {
     pub(crate) by: String,
-    /// The offer's.
+    /// Number of the offer.
     pub(crate) number: u64,
     /// The answer.
     pub said: Said,
-    /// Of a disk that was taken.
+    /// Image of a disk that was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) image: Option<String>,
-    /// Whether the config file there has it too.
+    /// True if the new host's config file lists the disk.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub listed: Option<bool>,
-    /// Whoever has taken it knows that.
+    /// True once the host that took the disk knows that its claim succeeded.
     #[serde(default)]
     pub settled: bool,
 }
 
-/// What a host answers.
+/// Content of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Said {
     /// The disk can be migrated.
     Ready,
-    /// It cannot, with the reason.
+    /// The disk cannot be migrated, with the reason.
     Refused(String),
     /// The host serves the disk.
     Taken,
 }
 
-/// What is to be done in etcd.
+/// Step of a migration in etcd.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the variants name their fields")]
 pub enum Step {
-    /// Done with the offer's revision.
+    /// Offers a disk. `Done` has the offer's revision.
     Ask {
         to: String,
         disk: String,
         offer: Box<Offer>,
     },
-    /// The same offer, which had this revision, with the disk. May be said again.
+    /// Changes the offer of this revision to one that may be claimed. Idempotent.
     Give {
         to: String,
         disk: String,
         offer: Box<Offer>,
         revision: i64,
     },
-    /// Done: the disk is this host's.
+    /// `Done`: the disk stays on this host.
     Withdraw {
         to: String,
         disk: String,
@@ -89,26 +88,26 @@ pub enum Step {
         offered: Box<Offered>,
         said: Said,
     },
-    /// Done: the offer could be claimed at this moment.
+    /// `Done`: the offer could be claimed at this moment.
     Check {
         offered: Box<Offered>,
     },
-    /// Done: the disk is this host's. May be said again.
+    /// `Done`: the disk belongs to this host. Idempotent.
     Claim {
         offered: Box<Offered>,
-        /// Whether this host's config file has it.
+        /// True if this host's config file lists the disk.
         listed: Option<bool>,
     },
-    /// Tells whoever has offered it that this host knows it has the disk.
+    /// Confirms to the offering host that this host knows the result of its claim.
     Settle {
         offered: Box<Offered>,
     },
-    /// The disk has left this host, whose config file does not have it: forgets that where nobody
-    /// needs to know.
+    /// Deletes the record of a disk that left this host and is not in its config file, once no host
+    /// needs it.
     Forget {
         disk: String,
     },
-    /// Forgets that a disk of this name has left this host: it has one again.
+    /// Deletes the record that a disk of this name left this host: it exists here again.
     Own {
         disk: String,
     },
@@ -119,10 +118,10 @@ pub enum Step {
 pub enum Outcome {
     /// Done, at this revision of etcd.
     Done(i64),
-    /// The other host was faster, or this cannot be, for this reason.
+    /// A concurrent step of either host was faster, or the step is impossible, for this reason.
     Lost(String),
-    /// No host that is there has this name.
+    /// No running host has this name.
     Absent(String),
-    /// Nothing was done: etcd cannot be asked.
+    /// Nothing was done: etcd is unreachable.
     Apart(String),
 }

@@ -1,12 +1,12 @@
-//! What a host may promise of the limits of all hosts, beside what others have promised.
+//! Reservations that a host may make of cluster-wide limits, beside those of other hosts.
 //!
 //! ```text
 //!   limit 3000    others 2000 │ left 1000
-//!   pool  5000    others 2000 │ this host's other groups 500 │ left 2500     the least counts
+//!   pool  5000    others 2000 │ this host's other groups 500 │ left 2500     the least applies
 //! ```
 //!
-//! What stands for a host in etcd already is its own, also where all together is too much: a run
-//! that comes back gets what the one before had. Only decides; who asks and writes is `agent`.
+//! Reservations that etcd has for a host stay that host's, even if the sum is too large: a
+//! restarted daemon gets its earlier reservations back. Only decides; `agent` reads and writes.
 
 use std::{collections::BTreeMap, fmt::Write as _};
 
@@ -14,14 +14,14 @@ use policy::throttle::{Bound, LimitKind, Limits};
 
 use super::values::Promises;
 
-/// Hosts that an error names.
+/// Number of hosts that an error names.
 pub(super) const MOST_NAMED: usize = 8;
 
-/// What was asked for finds no room.
+/// Reservations that do not fit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The group and what of it may be promised here, in operations and bytes per second; none
-    /// where others were faster each time it was asked.
+    /// The group and the reservations that fit, in operations and bytes per second. `None` if each
+    /// attempt lost against a concurrent write.
     pub group: Option<(String, [Option<u64>; 2])>,
     /// Reason, for the log.
     pub why: String,
@@ -34,7 +34,8 @@ impl Refusal {
     }
 }
 
-/// What limits let pass in a second of operations (0) or bytes (1), reads and writes together.
+/// Operations (unit 0) or bytes (1) per second that limits admit, reads and writes together.
+/// `None` if unlimited.
 pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
     let [total, read, write] = match unit {
         0 => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
@@ -42,13 +43,14 @@ pub(super) fn most(limits: &Limits, unit: usize) -> Option<u64> {
     }
     .map(|kind| limits.limit(kind).rate);
     match (total, read, write) {
+        // A limit on one direction only does not bound the sum.
         (0, 0, _) | (0, _, 0) => None,
         (0, read, write) => Some(read.saturating_add(write)),
         (total, ..) => Some(total),
     }
 }
 
-/// What was measured of what is below all hosts: the least that a host knows, 0 where none does.
+/// Measured capacity below all hosts: the lowest that a host reports, 0 if none does.
 pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a Promises>) -> [u64; 2] {
     promises.fold([0; 2], |least, promises| {
         [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
@@ -58,7 +60,7 @@ pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a Promises>) -> [u64
     })
 }
 
-/// What is promised of each group on all of these hosts.
+/// Sum of the reservations of each group over these hosts.
 pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a Promises>) -> BTreeMap<&'a str, [u64; 2]> {
     let mut sums: BTreeMap<&str, [u64; 2]> = BTreeMap::new();
     for (name, more) in promises.flat_map(|promises| &promises.groups) {
@@ -68,12 +70,12 @@ pub(super) fn sums<'a>(promises: impl Iterator<Item = &'a Promises>) -> BTreeMap
     sums
 }
 
-/// What may be promised of a group on a host, in operations and bytes per second, and what sets
-/// that bound; `None` is not bounded.
+/// Reservable rate of a group on one host, in operations and bytes per second, with the bound that
+/// decides; `None` is unbounded.
 pub(super) type Left = [Option<(u64, Bound)>; 2];
 
-/// That of a group on a host. `all` are the promises of all hosts as etcd has them, `own` what the
-/// host promises now.
+/// Rate of a group that `host` may reserve. `all` are all hosts' reservations in etcd, `own` the
+/// reservations that the host is about to make.
 pub(super) fn left(
     all: &BTreeMap<String, Promises>,
     (host, own): (&str, &Promises),
@@ -91,12 +93,13 @@ pub(super) fn left(
         let of_pool = (there[unit] > 0).then(|| there[unit].saturating_sub(of_all));
         let all_of_them = [of_limit.zip(Some(Bound::Cluster)), of_pool.zip(Some(Bound::Pool))];
         let (left, bound) = all_of_them.into_iter().flatten().min_by_key(|(left, _)| *left)?;
+        // A stored reservation is never refused to its owner, or a restart could lose it.
         let stands = all.get(host).and_then(|before| before.groups.get(group)).map_or(0, |had| had[unit]);
         Some((left.max(stands), bound))
     })
 }
 
-/// Why a host may not promise `own`, if it may not.
+/// Returns the reason to refuse `own`, if there is one.
 pub(super) fn judge(
     all: &BTreeMap<String, Promises>,
     (host, own): (&str, &Promises),
@@ -120,7 +123,7 @@ pub(super) fn judge(
     })
 }
 
-/// ` of the 2000 that `weir probe` measured below a`: the host that knows the least.
+/// ` of the 2000 that `weir probe` measured below a`: names the host with the lowest capacity.
 fn measured(all: &BTreeMap<String, Promises>, (host, own): (&str, &Promises), unit: usize) -> String {
     let others =
         all.iter().filter(|(name, _)| *name != host).map(|(name, promises)| (name.as_str(), promises));
@@ -131,8 +134,8 @@ fn measured(all: &BTreeMap<String, Promises>, (host, own): (&str, &Promises), un
     })
 }
 
-/// `; of group gold others have promised: a 2000 IOPS, b 900 IOPS`, without this host. Empty where
-/// nobody has.
+/// `; of group gold others have promised: a 2000 IOPS, b 900 IOPS`, without this host; empty
+/// without reservations of others.
 pub(super) fn elsewhere(all: &BTreeMap<String, Promises>, host: &str, group: &str) -> String {
     let others = all.iter().filter(|(name, _)| *name != host);
     let promised = |(name, promises): (&String, &Promises)| {
@@ -220,17 +223,17 @@ mod tests {
         assert_eq!(elsewhere(&many, "h00", "silver"), "");
     }
 
-    /// What a host does, by its number.
+    /// Step of one host, by its index.
     #[derive(Clone, Debug)]
     enum Step {
-        /// Reads what etcd has.
+        /// Reads etcd.
         Look(usize),
-        /// Promises so much, by what it has seen last; where others were faster it looks and tries
-        /// again, as `agent` does.
+        /// Reserves a rate, judged by the last read. After a conflict it reads and retries, as
+        /// `agent` does.
         Ask(usize, u64),
-        /// Ends and begins again with what it had.
+        /// Restarts with its earlier reservation.
         Restart(usize),
-        /// It was away for longer than its promises stand.
+        /// Loses its reservation: the host was away for longer than the lease.
         Expire(usize),
     }
 
@@ -244,7 +247,7 @@ mod tests {
         ]
     }
 
-    /// What etcd has: promises, and the revision of the last.
+    /// Model of etcd: reservations, and the revision of the last change.
     #[derive(Default)]
     struct Store {
         promises: BTreeMap<String, Promises>,
@@ -252,7 +255,7 @@ mod tests {
     }
 
     impl Store {
-        /// Whether it was promised, from what was seen at a revision.
+        /// True if the reservation was written, judged by the state at the revision in `seen`.
         fn ask(&mut self, host: &str, iops: u64, seen: &mut (BTreeMap<String, Promises>, u64)) -> bool {
             let own = of(&[("gold", iops)]);
             loop {
@@ -275,8 +278,8 @@ mod tests {
     }
 
     proptest! {
-        /// Whatever hosts have seen last, and whoever ends and comes back: no more is promised than
-        /// there is, and what a host had it gets again.
+        /// For any interleaving of stale reads, restarts and expiries: the sum stays within the
+        /// limit, and a restarted host gets its reservation back.
         #[test]
         fn hosts_never_promise_too_much_together(steps in prop::collection::vec(step(), 1..60)) {
             let mut store = Store::default();
@@ -289,7 +292,8 @@ mod tests {
                         let others: u64 = HOSTS.iter().map(|host| store.promised(host)).sum::<u64>() - before;
                         let done = store.ask(HOSTS[at], iops, &mut seen[at]);
                         prop_assert!(!done || others + iops <= LIMIT);
-                        // Refused by what it has seen: it hears of promises that end.
+                        // Refused by stale state. The host learns of ended reservations by its
+                        // watch.
                         let known = |host: &str| {
                             seen[at].0.get(host).map_or(0, |promises| promises.groups["gold"][0])
                         };
@@ -304,7 +308,7 @@ mod tests {
                     }
                     Step::Expire(at) => {
                         store.promises.remove(HOSTS[at]);
-                        // It joins anew, and reads everything.
+                        // It joins anew, which reads everything.
                         seen[at] = (store.promises.clone(), store.revision);
                     }
                 }

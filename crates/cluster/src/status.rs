@@ -1,7 +1,7 @@
 //! The report of a cluster: hosts, their demand and quota, the leader.
 //!
-//! Read from etcd when it is asked for. How long ago a host reported the leader alone knows: no
-//! clocks of two hosts are compared.
+//! Read from etcd on request. Only the leader knows the age of a host's report: clocks of different
+//! hosts are never compared.
 
 use std::collections::BTreeMap;
 
@@ -24,13 +24,13 @@ use super::{
     values::{self, Grants, Identity, Report, Reports},
 };
 
-/// Where nobody can be asked.
+/// Report without any data, if the agent does not answer.
 pub(super) fn apart(why: &str) -> ClusterReport {
     ClusterReport { reason: Some(why.to_owned()), ..ClusterReport::default() }
 }
 
-/// Where etcd cannot be asked: what it said last, and how long ago that is, if it has answered this
-/// run at all. What hosts want and use now nobody knows.
+/// Report while etcd is unreachable: the last known state and its age, if etcd has answered this
+/// run at all. Demand and use are unknown.
 pub(super) fn last(known: &Known, answered: Option<Instant>, why: &str) -> ClusterReport {
     ClusterReport {
         connected: false,
@@ -41,7 +41,7 @@ pub(super) fn last(known: &Known, answered: Option<Instant>, why: &str) -> Clust
     }
 }
 
-/// All of it.
+/// Complete report.
 pub(super) async fn connected(
     known: &Known,
     leading: Option<&Leading>,
@@ -51,7 +51,7 @@ pub(super) async fn connected(
     Ok(ClusterReport { etcd: Some(etcd.member()), ..shown(known, leading, &found) })
 }
 
-/// `found`: what stands in etcd of hosts and their reports.
+/// Assembles the report. `found` are the keys of hosts and their reports.
 fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> ClusterReport {
     let keys = &known.keys;
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
@@ -67,7 +67,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> C
             _ => {}
         }
     }
-    // A host that has ended waits with what it promises.
+    // A stopped host is listed while its reservations wait for its next run.
     let waiting = known.promises.iter().filter(|(_, promises)| !promises.groups.is_empty());
     let waiting = waiting.map(|(host, _)| &**host);
     let mut names: Vec<&str> = hosts.keys().chain(reports.keys()).copied().chain(waiting).collect();
@@ -78,7 +78,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> C
         u64::try_from((now() - heard).as_millis()).ok()
     };
     let lease_ms = u64::try_from(known.timing.lease.as_millis()).unwrap_or(u64::MAX);
-    // Who was not heard of for a lease has none, whether its name is still its own or not.
+    // A lease ends before the name does: a host that was silent for a lease has no quota.
     let may_have_lease = |host: &str| hosts.contains_key(host) && age(host).is_none_or(|ms| ms <= lease_ms);
     let host = |name: &&str| {
         let identity = hosts.get(name).and_then(Option::as_ref);
@@ -148,7 +148,7 @@ fn add<'a>(promises: impl Iterator<Item = &'a [u64; 2]>) -> [u64; 2] {
     promises.fold([0; 2], |sum, more| [0, 1].map(|unit| sum[unit].saturating_add(more[unit])))
 }
 
-/// By the limits' names; what is 0 is left out.
+/// Values by the limits' names, without zeros.
 fn by_kind(numbers: policy::cluster::ByKind) -> LimitValues {
     let known = LimitKind::ALL.into_iter().filter(|kind| numbers[kind.index()] > 0);
     known.map(|kind| (limit_name(kind), numbers[kind.index()])).collect()
@@ -158,8 +158,8 @@ fn limit_name(kind: LimitKind) -> String {
     Setting::Limit(kind, Part::Rate).name().to_owned()
 }
 
-/// What a host may use. One that has gone, or is cut off, has no lease any more: those end long
-/// before its name does.
+/// Quota that a host may use. A host that left or is partitioned has only its fallback share:
+/// leases end long before its name does.
 fn in_force(report: &Report, may_have_lease: bool) -> LimitValues {
     let leased = |kind: LimitKind| if may_have_lease { report.leased[kind.index()] } else { 0 };
     by_kind(LimitKind::ALL.map(|kind| leased(kind).saturating_add(report.safe[kind.index()])))

@@ -1,5 +1,5 @@
-//! The limits of the cluster as this host knew them last, kept between runs: a daemon that starts
-//! while etcd is away begins with its safe share of these.
+//! The last known limits of the cluster, stored between runs: a daemon that starts without etcd
+//! uses its fallback share of these.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -19,34 +19,34 @@ use super::{
     values::{self, Group},
 };
 
-/// Of a thousand groups with all their limits.
+/// Bound of the file: a thousand groups with all limits.
 const MAX_FILE_BYTES: u64 = 4 << 20;
 
-/// A group's limits as they stand in etcd.
+/// Limits of a group, as in etcd.
 #[derive(Clone, Debug)]
 pub(super) struct Stored {
     pub(super) group: Group,
     pub(super) spec: Spec,
-    /// In which revision; 0 where etcd has lost it.
+    /// Revision of the last change; 0 if etcd lost it.
     pub(super) changed: i64,
 }
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 struct Known {
     groups: BTreeMap<String, Group>,
-    /// Of which etcd has said that it has no limits.
+    /// Groups for which etcd had no limits.
     #[serde(default)]
     without_limits: BTreeSet<String>,
-    /// Which were removed, as far as etcd knows that still.
+    /// Removed groups, as far as etcd remembers them.
     #[serde(default)]
     removed: BTreeSet<String>,
 }
 
-/// Between two times that limits are kept.
+/// Minimum interval between two writes.
 const BETWEEN: Duration = Duration::from_secs(1);
 
-/// Keeps limits that change, often many at once, and beside the thread that has leases to keep: to
-/// write them may take long.
+/// Stores changed limits, many changes in one write, on another thread: a write may take longer
+/// than the agent's leases allow.
 #[derive(Debug, Default)]
 pub(super) struct Keeper {
     changed: bool,
@@ -55,18 +55,18 @@ pub(super) struct Keeper {
 }
 
 impl Keeper {
-    /// Some have changed.
+    /// Notes a change.
     pub(super) const fn note(&mut self) {
         self.changed = true;
     }
 
-    /// When they are to be kept; never while they are being kept as they were.
+    /// Time of the next write. `None` while one is in flight, or if nothing changed.
     pub(super) fn due(&self) -> Option<Instant> {
         let is_kept = self.keeping.as_ref().is_some_and(|keeping| !keeping.is_finished());
         (self.changed && !is_kept).then(|| self.kept_at + BETWEEN)
     }
 
-    /// Begins to keep them where that is due by then.
+    /// Starts a write that is due at `by`.
     pub(super) fn keep(&mut self, file: &Path, groups: &BTreeMap<String, Stored>, by: Instant) {
         if self.due().is_none_or(|due| due > by) {
             return;
@@ -76,7 +76,7 @@ impl Keeper {
         self.keeping = Some(tokio::task::spawn_blocking(move || save(&file, &groups)));
     }
 
-    /// Keeps what was not yet.
+    /// Waits for the write in flight, and writes later changes.
     pub(super) async fn end(&mut self, file: &Path, groups: &BTreeMap<String, Stored>) {
         if let Some(keeping) = self.keeping.take() {
             let _ = keeping.await;
@@ -87,26 +87,26 @@ impl Keeper {
     }
 }
 
-/// Held while the file is read and written again.
+/// Serializes the file's read-modify-write.
 static WRITING: Mutex<()> = Mutex::new(());
 
-/// Where it is kept, in the state directory.
+/// Path in the state directory.
 pub(super) fn file(state: Option<&Path>, cluster: &str) -> PathBuf {
-    // Beside what devices can do.
+    // The state directory is the parent of the directory with the devices' capacities.
     let capacity = Store::new(state).file("x");
     let state = capacity.parent().and_then(Path::parent).unwrap_or(Path::new(""));
     state.join("cluster").join(format!("{cluster}.json"))
 }
 
-/// What is there; nothing, where there is no file.
+/// Stored limits; empty without a file.
 ///
 /// # Errors
-/// If it cannot be read, or is not weir's.
+/// Fails if the file is unreadable or has another format.
 pub(super) fn load(file: &Path) -> io::Result<BTreeMap<String, Group>> {
     known(file).map(|known| known.groups)
 }
 
-/// Groups that had no limits when they were asked for.
+/// Groups that had no limits in etcd, or were removed.
 pub(super) fn without_limits(file: &Path) -> BTreeSet<String> {
     let known = known(file).unwrap_or_default();
     known.without_limits.into_iter().chain(known.removed).collect()
@@ -117,7 +117,7 @@ fn known(file: &Path) -> io::Result<Known> {
     values::read(&bytes).map_err(io::Error::other)
 }
 
-/// What was kept, for a session to begin with.
+/// Stored limits in the form of a session.
 pub(super) fn recall(file: &Path) -> BTreeMap<String, Stored> {
     let groups = load(file).unwrap_or_default().into_iter();
     groups
@@ -128,7 +128,7 @@ pub(super) fn recall(file: &Path) -> BTreeMap<String, Stored> {
         .collect()
 }
 
-/// Keeps them. What fails is said: the next start may have to do without.
+/// Stores all groups. A failure is logged: the next start then depends on etcd.
 fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
     let all = groups.iter().map(|(name, stored)| (name.clone(), stored.group.clone()));
     let (removed, groups): (BTreeMap<_, _>, BTreeMap<_, _>) = all.partition(|(_, group)| group.removed);
@@ -139,7 +139,7 @@ fn save(file: &Path, groups: &BTreeMap<String, Stored>) {
     });
 }
 
-/// Keeps that etcd has no limits for these groups.
+/// Stores that etcd has no limits for these groups.
 pub(super) fn save_without_limits(file: &Path, groups: impl IntoIterator<Item = String>) {
     change(file, |mut known| {
         for name in groups {
@@ -153,6 +153,7 @@ pub(super) fn save_without_limits(file: &Path, groups: impl IntoIterator<Item = 
 fn change(file: &Path, change: impl FnOnce(Known) -> Known) {
     let _writing = WRITING.lock();
     let content = values::write(&change(known(file).unwrap_or_default()));
+    // Unchanged content: saves an fsync.
     if whole_file::read(file, MAX_FILE_BYTES).is_ok_and(|there| there.as_ref() == Some(&content)) {
         return;
     }
@@ -177,14 +178,14 @@ mod tests {
         let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
         save(&path, &BTreeMap::from([("gold".to_owned(), stored)]));
         assert_eq!(load(&path).unwrap(), BTreeMap::from([("gold".to_owned(), group.clone())]));
-        // Nor is it forgotten that there are none, until there are some.
+        // Groups without limits stay recorded until they get some.
         save_without_limits(&path, ["bare".to_owned(), "later".to_owned()]);
         let bare = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect::<BTreeSet<_>>();
         assert_eq!(without_limits(&path), bare(&["bare", "later"]));
         let stored = Stored { spec: group.spec().unwrap(), group: group.clone(), changed: 1 };
         save(&path, &["gold", "later"].map(|name| (name.to_owned(), stored.clone())).into());
         assert_eq!((without_limits(&path), load(&path).unwrap().len()), (bare(&["bare"]), 2));
-        // What was removed has none either, and is not written to etcd again.
+        // A removed group has no limits, and is not restored in etcd.
         let gone = Group { removed: true, ..group.clone() };
         let gone = Stored { spec: gone.spec().unwrap(), group: gone, changed: 2 };
         save(&path, &[("gold", gone), ("later", stored)].map(|(name, one)| (name.to_owned(), one)).into());
@@ -206,7 +207,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let mut keeper = Keeper::default();
         runtime.block_on(async {
-            // As many as a session begins with, each of which is a change.
+            // A session begins with one change for each group.
             for count in 1..=1000 {
                 keeper.note();
                 let at = if count == 1 { Instant::ZERO + BETWEEN } else { keeper.kept_at };

@@ -1,8 +1,7 @@
-//! What is written to etcd, as JSON, and read from there: policy's values, each with the version of
-//! its form.
+//! Values in etcd: policy's types as JSON, each with a format version.
 //!
-//! Everything read here may be somebody else's: garbage, a newer version and numbers out of range
-//! are no value, with the reason. Never trusts that a hash or a length fits.
+//! Anyone with access to etcd may have written a value. Garbage, newer versions and numbers out of
+//! range are rejected with a reason. Never trusts a length or a checksum.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,28 +14,28 @@ use serde::{
     de::{DeserializeOwned, Error as _},
 };
 
-/// The version that is written.
+/// Version that is written, and the only one that is read.
 const VERSION: u32 = 1;
-/// Bytes of a value that are looked at: etcd's own bound for a request.
+/// Bound of a value in bytes: the largest request that etcd accepts by default is 1.5 MiB.
 const MAX_BYTES: usize = 2 << 20;
 
-/// What a value is in: its version is looked at before its form.
+/// Version of a value, read before its content.
 #[derive(Deserialize)]
 struct Versioned {
     version: u32,
 }
 
-/// Writes a value with its version.
+/// Serializes a value with its version.
 pub(super) fn write<T: Serialize>(value: &T) -> Vec<u8> {
     let mut value = serde_json::to_value(value).unwrap_or_default();
     value["version"] = VERSION.into();
     value.to_string().into_bytes()
 }
 
-/// Reads a value of this version.
+/// Parses a value of this version.
 ///
 /// # Errors
-/// Why it is none.
+/// Returns the reason, as the end of a sentence.
 pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     if bytes.len() > MAX_BYTES {
         return Err(format!("is too large, {} bytes", bytes.len()));
@@ -51,14 +50,14 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     serde_json::from_slice(bytes).map_err(|error| format!("is broken: {error}"))
 }
 
-/// Who leads.
+/// Holder of the leader's key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Leader {
     pub(super) host: String,
     pub(super) nonce: u64,
 }
 
-/// Of runs: nanoseconds of a clock, or a run more than was there.
+/// Largest number of a run: nanoseconds of a clock, or one above the last run.
 pub(super) const MAX_INSTANCE: u64 = i64::MAX.cast_unsigned();
 
 fn instance<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
@@ -69,16 +68,16 @@ fn instance<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
     }
 }
 
-/// Which process is a host.
+/// Process that owns a host's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Identity {
-    /// Larger in a later run of the host.
+    /// Increases with each run of the host.
     #[serde(deserialize_with = "instance")]
     pub(super) instance: u64,
-    /// The machine, its boot and the namespace of its processes: in one of these `pid` is one.
+    /// Machine id, boot id and pid namespace: `pid` is unique within them.
     pub(super) machine: String,
     pub(super) pid: u32,
-    /// When that process began, in the kernel's ticks since the boot.
+    /// Start time of the process, in clock ticks since the boot.
     pub(super) began: u64,
     pub(super) weir: String,
 }
@@ -86,16 +85,17 @@ pub(super) struct Identity {
 /// Limits over all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Group {
-    /// Counts changes, from 1.
+    /// Number of the change, from 1.
     pub(super) number: u32,
-    /// Drawn for each change: two that a restored etcd numbers alike are two.
+    /// Random for each change: distinguishes changes of equal number after etcd was restored.
     pub(super) nonce: u32,
-    /// By the options' names; what is not there is 0.
+    /// Limits by option name; absent means 0.
     pub(super) limits: BTreeMap<String, u64>,
     pub(super) hosts: u32,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) safe_share_ppm: Option<u32>,
-    /// Somebody has removed it: it has no limits, and whoever knew some does not write them again.
+    /// True after a removal: the group has no limits, and a host that still has some does not write
+    /// them again.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(super) removed: bool,
 }
@@ -115,17 +115,18 @@ impl Group {
         Self { number, nonce, limits, hosts, safe_share_ppm, removed: false }
     }
 
-    /// The same for twice as many hosts. A safe share that is too much for so many is less then:
-    /// all of them together are what they were.
+    /// Returns these limits for twice as many hosts. A fallback share that no longer fits is
+    /// reduced, so that the sum of all shares stays the same.
     ///
     /// # Errors
-    /// If it cannot be divided among so many.
+    /// Fails above [`MAX_HOSTS`], or if a limit is too low for that many hosts.
     pub(super) fn for_more_hosts(&self, nonce: u32) -> Result<Self, String> {
         let hosts = self.hosts.saturating_mul(2).min(MAX_HOSTS);
         let mut more = Self { hosts, number: self.number.saturating_add(1), nonce, ..self.clone() };
         if hosts == self.hosts {
             return Err(format!("{MAX_HOSTS} hosts are the most"));
         }
+        // The reduced share is at least 1 ppm; `spec` rejects it if the limit is too low even so.
         if more.spec().is_err() {
             let less = |ppm| u64::from(ppm) * u64::from(self.hosts) / u64::from(hosts);
             more.safe_share_ppm = self.safe_share_ppm.map(|ppm| less(ppm).max(1) as u32);
@@ -133,10 +134,10 @@ impl Group {
         more.spec().map(|_| more)
     }
 
-    /// The same as policy has it.
+    /// Converts to policy's form.
     ///
     /// # Errors
-    /// Limits that break a rule, and parts that do not fit.
+    /// Fails if the limits break a rule or cannot be divided.
     pub(super) fn spec(&self) -> Result<Spec, String> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
@@ -144,6 +145,7 @@ impl Group {
             limits.set(setting, *value).map_err(|invalid| format!("{name}: {}", invalid.rule))?;
         }
         limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
+        // Number and nonce together: a restored etcd may reuse a number with other limits.
         let version = u64::from(self.number) << 32 | u64::from(self.nonce);
         let spec = Spec::new(version, limits, self.hosts, self.safe_share_ppm);
         spec.map_err(|error| error.told("--hosts"))
@@ -155,24 +157,24 @@ impl Group {
     }
 }
 
-/// What is promised on a host, by group, in operations and bytes per second; and what was measured
-/// of what is below its disks: 0 is unknown.
+/// Reservations of a host by group, and the measured capacity below its disks, in operations and
+/// bytes per second; a capacity of 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Promises {
     pub(super) groups: BTreeMap<String, [u64; 2]>,
     pub(super) capacity: [u64; 2],
-    /// All groups that take part there; none where an older weir does not say so.
+    /// Groups of the host that belong to the cluster; `None` from an older weir.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) members: Option<BTreeSet<String>>,
 }
 
-/// All that a host reports, by group.
+/// Reports of a host, by group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Reports {
     pub(super) groups: BTreeMap<String, Report>,
 }
 
-/// All that a host may have, by group.
+/// Grants to a host, by group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Grants {
     pub(super) groups: BTreeMap<String, Grant>,
@@ -292,8 +294,10 @@ impl Grant {
         }
     }
 
+    /// Converts to policy's form.
+    ///
     /// # Errors
-    /// Limits that are none.
+    /// Fails if its limits are invalid.
     pub(super) fn read(&self) -> Result<cluster::Grant, String> {
         Ok(cluster::Grant {
             term: Term::from(&self.term),

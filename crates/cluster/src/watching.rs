@@ -1,5 +1,4 @@
-//! Tasks that hand on what etcd says of changes, beside the thread's own work; and whether they
-//! still say what there is.
+//! Tasks that forward watch events to the agent's queue, and detection of a watch that stalled.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -11,7 +10,7 @@ use super::{
     words::Input,
 };
 
-/// Aborts a task when it goes.
+/// Aborts its task when dropped.
 #[derive(Debug)]
 pub(super) struct Watching(tokio::task::AbortHandle);
 
@@ -21,7 +20,7 @@ impl Drop for Watching {
     }
 }
 
-/// Hands on what a watch says.
+/// Forwards the events of a watch, then its error.
 pub(super) fn forward(mut watch: Watch, session: u64, inbox: Sender<Input>) -> Watching {
     let task = tokio::spawn(async move {
         loop {
@@ -42,15 +41,15 @@ pub(super) fn forward(mut watch: Watch, session: u64, inbox: Sender<Input>) -> W
     Watching(task.abort_handle())
 }
 
-/// Finds out that a watch says nothing any more while its connection lives.
+/// Detects a watch that reports nothing while its connection is alive.
 ///
-/// A host that has reported looks, where no grant comes for a while, whether etcd has something
-/// that the watch has not told; and breaks with that member if it has not told it another while
-/// later. A leader's own report comes back to it as a grant by both watches.
+/// If a report is not followed by a grant in time, etcd is read directly. If the watch still has
+/// not delivered one of those values after the same time again, the session ends. The leader's own
+/// report returns to it as a grant as well, so it checks both of its watches.
 #[derive(Debug)]
 pub(super) struct Silence {
     patience: Duration,
-    /// When to look.
+    /// Time of the next check.
     due: Option<Instant>,
     seen: BTreeMap<String, i64>,
     missing: Vec<(String, i64)>,
@@ -65,7 +64,7 @@ impl Silence {
         self.due
     }
 
-    /// Something was said that is answered, as a rule.
+    /// Notes a report, which a grant normally follows.
     pub(super) fn said(&mut self, now: Instant) {
         self.due = self.due.or(Some(now + self.patience));
     }
@@ -75,12 +74,12 @@ impl Silence {
         self.missing.clear();
     }
 
-    /// By a watch, or as what was there before it.
+    /// Notes a value that a watch delivered, or that was read before the watch.
     pub(super) fn saw(&mut self, value: &KeyValue) {
         self.seen.insert(value.key.clone(), value.mod_revision);
     }
 
-    /// What there is now of what is watched. Whether a watch has stood still.
+    /// Compares the values in etcd with those seen. True if a watch has stalled.
     pub(super) fn look<'a>(&mut self, found: impl Iterator<Item = &'a KeyValue>, now: Instant) -> bool {
         let told = |key: &str, revision: i64| self.seen.get(key).is_some_and(|seen| *seen >= revision);
         if self.missing.iter().any(|(key, revision)| !told(key, *revision)) {
@@ -112,15 +111,15 @@ mod tests {
         silence.said(at(10));
         silence.said(at(11));
         assert_eq!(silence.due(), Some(at(12)));
-        // Nothing new: nothing to be told.
+        // Nothing new in etcd, so nothing was missed.
         assert!(!silence.look([value("grant", 5)].iter(), at(12)));
         assert_eq!(silence.due(), None);
-        // Told late, but told.
+        // Late, but delivered.
         silence.said(at(20));
         assert!(!silence.look([value("grant", 6)].iter(), at(22)));
         silence.saw(&value("grant", 7));
         assert!(!silence.look([value("grant", 7)].iter(), at(24)));
-        // Not told.
+        // Not delivered.
         assert!(!silence.look([value("grant", 8), value("leader", 3)].iter(), at(30)));
         assert_eq!(silence.due(), Some(at(32)));
         silence.saw(&value("grant", 8));

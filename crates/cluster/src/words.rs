@@ -1,4 +1,4 @@
-//! What the main thread and the one that speaks with etcd tell each other.
+//! Messages between the main thread and the agent thread.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::actor::Actor;
 
-/// Other limits for a group.
+/// Change of a group's limits.
 #[derive(Clone, Debug, Default)]
 pub struct Change {
     /// Name of the group.
@@ -27,45 +27,45 @@ pub struct Change {
     pub limits: Vec<(Setting, u64)>,
     /// Number of hosts that share the limit.
     pub hosts: Option<u32>,
-    /// None within: all hosts' together are what they are at first.
+    /// Fallback share of a host; `Some(None)` restores the default.
     pub safe_share_ppm: Option<Option<u32>>,
-    /// None at all: the group is removed, and nothing else is said.
+    /// True to remove the group; all other fields are then ignored.
     pub removes: bool,
-    /// Who asks for it.
+    /// Originator of the change.
     pub by: Option<Actor>,
 }
 
-/// What arrives at the thread.
+/// Message to the agent thread.
 #[derive(Debug)]
 pub(super) enum Input {
-    /// To be written: all groups' last reports.
+    /// Reports of all groups, to be written.
     Reports(Reports),
     Promises(Promises),
-    /// To be promised if all hosts together have room for it.
+    /// Reservations to write if the sum over all hosts fits.
     Promise(Promises, Sender<Result<(), Refusal>>),
     Change(Change, Sender<Result<Value, String>>),
     Status(Sender<ClusterReport>),
-    /// A host that will not come back.
+    /// Name of a host that will not return.
     Forget(String, Sender<Result<Value, String>>),
-    /// A step of a disk's move.
+    /// Step of a disk's migration.
     Move(Box<Step>, Sender<Outcome>),
     Stop,
-    /// Of the session of this number.
+    /// Events for the session of this number.
     Watched(u64, Vec<Event>),
     Ended(u64, String),
 }
 
-/// What the main thread is told.
+/// Message to the main thread.
 #[derive(Debug)]
 pub(super) enum Word {
-    /// Etcd answers, and this host has its name: reports are written from now on.
+    /// This host has its name in etcd. Reports are written from now on.
     Joined {
         instance: u64,
     },
-    /// It does not, or the name is another's: leases run out.
+    /// etcd is unreachable, or another process has the name. Leases run out.
     Apart {
         why: String,
-        /// Until somebody has mended it.
+        /// True if an administrator has to act.
         lasts: bool,
     },
     Led {
@@ -74,7 +74,7 @@ pub(super) enum Word {
     Group {
         name: String,
         spec: Spec,
-        /// Who asked this host for it, where somebody did.
+        /// Originator, if this host made the change.
         by: Option<Actor>,
     },
     Granted {
@@ -83,13 +83,13 @@ pub(super) enum Word {
     },
     /// Another host offers this one a disk.
     Offered(Box<Offered>),
-    /// What another host says to an offer of this one.
+    /// Answer of another host to an offer.
     Answered {
         disk: String,
         answer: Answer,
     },
-    /// Hosts that this one, which leads, has not heard of for long; none where it does not lead.
+    /// Hosts that stopped reporting; `None` unless this host leads.
     Silent(Option<BTreeSet<String>>),
-    /// All hosts', this one's included.
+    /// Reservations of all hosts, including this one.
     Promises(BTreeMap<String, Promises>),
 }

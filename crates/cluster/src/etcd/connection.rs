@@ -1,7 +1,6 @@
 //! One HTTP/1.1 connection to a member of etcd, over TCP or TLS.
 //!
-//! A peer that has gone without a word is found by TCP itself (keep-alive, some seconds): a watch
-//! may have nothing to say for hours.
+//! TCP keep-alive detects a lost peer within seconds: a watch may be idle for hours.
 
 use std::{
     fs,
@@ -35,24 +34,24 @@ use tokio_openssl::SslStream;
 
 use super::Error;
 
-/// Of an answer: 10,000 hosts with ten groups each.
+/// Bound of an answer: 10,000 hosts with ten groups each.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
-/// What OpenSSL says of a certificate whose time has not come, or has passed, and of one that is
-/// good, and another's (x509_vfy.h).
+/// OpenSSL's codes for certificates that are not yet valid, expired, or issued to another name
+/// (x509_vfy.h).
 const X509_V_ERR_CERT_NOT_YET_VALID: i32 = 9;
 const X509_V_ERR_CERT_HAS_EXPIRED: i32 = 10;
 const X509_V_ERR_HOSTNAME_MISMATCH: i32 = 62;
 const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
-/// Names of a certificate that are told.
+/// Number of a certificate's names in a message.
 const MOST_NAMES: usize = 8;
-/// Of what Go's servers say to a client that speaks no TLS to them.
+/// Part of the reply of Go's servers to plain HTTP on a TLS port.
 const HTTPS: &[u8] = b"HTTP request to an HTTPS server";
-/// Of what etcd's gateway says of a client certificate, to who may be a user.
+/// Part of the refusal of etcd's gateway if the client certificate has a common name.
 const COMMON_NAME: &[u8] = b"CommonName of client";
-/// After which an idle connection is tried, and how often.
+/// Idle time before the first keep-alive probe.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
-/// What TLS needs, as its files had it when they were read.
+/// TLS configuration, with the content of its files when they were read.
 #[derive(Clone)]
 pub(super) struct Tls(SslConnector);
 
@@ -96,7 +95,7 @@ impl Tls {
     }
 }
 
-/// What is wrong with the certificate of the member that is called `host`, and what helps.
+/// Fault of the certificate of member `host`, and the remedy.
 fn fault(host: &str, chain: &X509StoreContextRef) -> String {
     let (error, certificate) = (chain.error(), chain.current_cert());
     let whose = match chain.error_depth() {
@@ -125,7 +124,7 @@ fn fault(host: &str, chain: &X509StoreContextRef) -> String {
     }
 }
 
-/// What a certificate is for, the first of many names.
+/// First names of a certificate.
 fn names_of(certificate: &X509Ref) -> String {
     let name = |name: &GeneralNameRef| {
         let address = |bytes: &[u8]| match *bytes {
@@ -140,7 +139,7 @@ fn names_of(certificate: &X509Ref) -> String {
     if all.is_empty() { "no name".to_owned() } else { all.join(", ") }
 }
 
-/// Why TLS did not come about, where that was not for the member's certificate.
+/// Error of a failed handshake, other than by the member's certificate.
 fn of_handshake(said: &Etcd, error: &ssl::Error) -> Error {
     let has = |reason| {
         let errors = error.ssl_error().map_or(&[][..], ErrorStack::errors);
@@ -179,7 +178,7 @@ impl Drop for Connection {
 }
 
 impl Connection {
-    /// The first address that lets somebody in.
+    /// Connects to the first address that accepts.
     pub(super) async fn open(
         said: Etcd,
         addresses: &[SocketAddr],
@@ -192,6 +191,8 @@ impl Connection {
             match opened {
                 Ok(Ok(connection)) => return Ok(connection),
                 Ok(Err(Error::Unreachable(error))) => last = error,
+                // Tries the next address only after an unreachable one: a refusal is the member's,
+                // not the path's.
                 Ok(Err(refused)) => return Err(refused),
                 Err(_) => last = anyhow!("no answer in {} s", patience.as_secs()),
             }
@@ -201,7 +202,7 @@ impl Connection {
 
     async fn open_at(said: &Etcd, address: SocketAddr, tls: Option<&Tls>) -> Result<Self, Error> {
         let stream = TcpStream::connect(address).await.map_err(Error::unreachable)?;
-        // What cannot be set is found out later.
+        // Best effort: without keep-alive a lost peer is found later, by a timeout.
         let _ = stream.set_nodelay(true);
         let _ = sockopt::set_socket_keepalive(&stream, true);
         let _ = sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE);
@@ -217,7 +218,7 @@ impl Connection {
                     let (found, host) = (Arc::clone(&found), said.host.clone());
                     move |is_good, chain| {
                         if !is_good {
-                            // The first that is wrong ends it.
+                            // OpenSSL stops at the first fault.
                             let _ = found.set(fault(&host, chain));
                         }
                         is_good
@@ -226,7 +227,7 @@ impl Connection {
                 let mut stream = SslStream::new(session, stream).map_err(Error::unreachable)?;
                 if let Err(error) = Pin::new(&mut stream).connect().await {
                     return Err(match found.get() {
-                        // Nothing but another certificate helps.
+                        // Refused, not unreachable: a retry cannot help.
                         Some(fault) => Error::Refused(format!("etcd {said}: TLS: {fault}")),
                         None => of_handshake(said, &error),
                     });
@@ -236,12 +237,12 @@ impl Connection {
         };
         let (sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(Error::unreachable)?;
-        // It ends with the connection.
+        // Ends with the connection.
         let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
         Ok(Self { said: said.clone(), sender, driver, has_answered: false })
     }
 
-    /// Sends a request, and gives back the beginning of its answer.
+    /// Sends a request and returns the head of the answer.
     pub(super) async fn begin(
         &mut self,
         path: &str,
@@ -270,7 +271,7 @@ impl Connection {
                 (false, false) => {
                     anyhow!("etcd {said}: {error:#} (a member that speaks TLS has an address with https://)")
                 }
-                // With TLS 1.3 a server says so after the handshake, in OpenSSL's words or in none.
+                // With TLS 1.3 a server rejects the client certificate after the handshake.
                 (false, true) => anyhow!(
                     "etcd {said}: it hangs up once there is TLS (a member with --client-cert-auth wants \
                      client-cert.pem and client-key.pem of an authority that it knows, in certificates of \
@@ -280,7 +281,7 @@ impl Connection {
         })
     }
 
-    /// Sends a request, and gives back the whole answer; JSON, or it is not etcd that answers.
+    /// Sends a request and returns the whole answer as JSON. Anything else is not from etcd.
     pub(super) async fn ask(
         &mut self,
         path: &str,
@@ -301,6 +302,7 @@ impl Connection {
             })
         })?;
         let answer = answer.to_bytes();
+        // Not JSON: a heuristic by known texts names the likely mistake.
         let has = |words: &[u8]| answer.windows(words.len()).any(|bytes| bytes == words);
         let not_etcd = |_| {
             let why = if has(HTTPS) {
@@ -348,7 +350,7 @@ mod tests {
     const HERE: &str = "127.0.0.1";
     const PATIENCE: Duration = Duration::from_secs(60);
 
-    /// Of this address, valid from and until so many days from now.
+    /// Certificate for this address, valid between two days from now.
     fn certificate(address: &str, from: i64, until: i64) -> (X509, PKey<Private>) {
         let now = i64::try_from(SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs()).unwrap();
         let day = |days: i64| Asn1Time::from_unix(now + days * DAY_S).unwrap();
@@ -378,7 +380,7 @@ mod tests {
         runtime.unwrap().block_on(asking)
     }
 
-    /// What is said of a member at this address, by who trusts this certificate.
+    /// Error for a client that trusts this certificate, with a member at this address.
     fn refused(trusted: &X509, address: SocketAddr) -> Error {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
@@ -387,7 +389,7 @@ mod tests {
         on_runtime(Connection::open(said, &[address], Some(&tls), PATIENCE)).unwrap_err()
     }
 
-    /// The same of one with a certificate.
+    /// Error text for a member with this certificate.
     fn said_of(shown: &(X509, PKey<Private>), trusted: &X509) -> String {
         let (certificate, key) = shown;
         let mut acceptor = SslAcceptor::mozilla_intermediate(SslMethod::tls_server()).unwrap();
@@ -398,7 +400,7 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let member = thread::spawn(move || {
             let (stream, _) = listener.accept().unwrap();
-            // The client breaks it off.
+            // The client aborts the handshake.
             assert!(acceptor.accept(stream).is_err());
         });
         let said = refused(trusted, address);
@@ -426,7 +428,7 @@ mod tests {
         assert!(said.contains("etcd's certificate is not trusted: self"), "{said}");
     }
 
-    /// What is said to a member that answers this to whatever comes first, and goes.
+    /// Error text for a member that replies with `answer` to the first bytes and closes.
     fn said_to(answer: &'static [u8], say: impl FnOnce(SocketAddr) -> Error) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();

@@ -1,50 +1,50 @@
-//! What is said to etcd's gateway and what comes back: protocol buffers as JSON. Bytes are in
-//! base64, numbers of 64 bits are text, what is 0 is left out.
+//! Messages of etcd's gateway: protocol buffers as JSON. Bytes are base64, 64-bit numbers are
+//! strings, and zero values are omitted.
 
 use openssl::base64;
 use serde_json::{Value, json};
 
-/// A key with its value.
+/// Key with its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct KeyValue {
     pub(crate) key: String,
     pub(crate) value: Vec<u8>,
     pub(crate) create_revision: i64,
     pub(crate) mod_revision: i64,
-    /// 0 for none: then it stays, whoever goes.
+    /// Lease that deletes the key; 0 for none.
     pub(crate) lease: i64,
 }
 
-/// A key, or all keys that begin so.
+/// One key, or all keys with a prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Range {
     Key(String),
     Prefix(String),
 }
 
-/// What happened to a key.
+/// Change of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Event {
     Put(KeyValue),
     Deleted(String),
 }
 
-/// What must be so for a transaction to be done.
+/// Condition of a transaction.
 #[derive(Clone, Debug)]
 pub(crate) enum Compare {
-    /// There is no such key.
+    /// The key does not exist.
     Absent(String),
-    /// It was made in this revision.
+    /// The key was created at this revision.
     Created(String, i64),
-    /// It has this value.
+    /// The key has this value.
     Value(String, Vec<u8>),
-    /// It was changed last in this revision.
+    /// The key was last changed at this revision.
     Changed(String, i64),
-    /// Nothing in the range was changed after this revision.
+    /// No key of the range changed after this revision.
     NotSince(Range, i64),
 }
 
-/// What a transaction does.
+/// Operation of a transaction.
 #[derive(Clone, Debug)]
 pub(crate) enum Operation {
     Put {
@@ -53,7 +53,7 @@ pub(crate) enum Operation {
         lease: Option<i64>,
     },
     Get(Range),
-    /// The keys alone: their values are empty.
+    /// Keys without their values.
     Keys(Range),
     Delete(Range),
 }
@@ -62,12 +62,12 @@ pub(super) fn encode(bytes: &[u8]) -> String {
     base64::encode_block(bytes)
 }
 
-/// None where it is no base64, or empty.
+/// Decodes base64; empty if it is invalid or absent.
 pub(super) fn decode(value: &Value) -> Vec<u8> {
     value.as_str().and_then(|text| base64::decode_block(text).ok()).unwrap_or_default()
 }
 
-/// A number of 64 bits, which is text.
+/// Parses a 64-bit number, which is a string in JSON.
 pub(super) fn number(value: &Value) -> Option<i64> {
     match value {
         Value::String(text) => text.parse().ok(),
@@ -76,7 +76,7 @@ pub(super) fn number(value: &Value) -> Option<i64> {
 }
 
 impl KeyValue {
-    /// Those of an array that have a key in UTF-8: others are nobody's that weir knows.
+    /// Entries of an array with UTF-8 keys. weir writes no other keys.
     pub(super) fn all(values: &Value) -> Vec<Self> {
         values.as_array().into_iter().flatten().filter_map(Self::read).collect()
     }
@@ -94,13 +94,13 @@ impl KeyValue {
 }
 
 impl Range {
-    /// `range_end` is the first key behind all of a prefix.
+    /// `range_end` is the first key after the prefix.
     pub(super) fn body(&self) -> Value {
         match self {
             Self::Key(key) => json!({ "key": encode(key.as_bytes()) }),
             Self::Prefix(prefix) => {
                 let mut end = prefix.clone().into_bytes();
-                // Keys here are text, so no byte is 0xff.
+                // Keys are text, so no byte is 0xff and the addition cannot overflow.
                 if let Some(last) = end.last_mut() {
                     *last += 1;
                 }
@@ -130,6 +130,7 @@ impl Compare {
                 of(&key(name), "EQUAL", "MOD", "mod_revision", json!(revision.to_string()))
             }
             Self::NotSince(range, revision) => {
+                // etcd has LESS but no LESS-OR-EQUAL.
                 of(range, "LESS", "MOD", "mod_revision", json!((revision + 1).to_string()))
             }
         }

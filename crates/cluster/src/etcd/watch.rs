@@ -1,4 +1,4 @@
-//! What changes in etcd, as it changes: an answer that does not end, a JSON object a line.
+//! A watch: a streamed answer of etcd, one JSON object per line.
 
 use std::time::Duration;
 
@@ -13,23 +13,23 @@ use super::{
     message::{Event, Range},
 };
 
-/// Of a line: the changes of one revision, or those since a revision that are read together.
+/// Bound of a line: the changes of one revision, or all since an older one.
 const MAX_LINE_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
 pub(crate) struct Watch {
-    /// It ends with this.
+    /// Kept open: the stream ends with it.
     _connection: Connection,
     body: Incoming,
     rest: Vec<u8>,
 }
 
 impl Watch {
-    /// Of one range: where a request asks for several, the gateway may begin its answer after the
-    /// first of them, and then Go's HTTP server throws away what it has not read of the others.
+    /// Watches one range: for several ranges in one request the gateway may begin its answer after
+    /// the first, and Go's HTTP server then discards the unread rest of the request.
     ///
     /// # Errors
-    /// If the member does not say in time that it watches.
+    /// Fails if the member does not confirm the watch in time.
     pub(super) async fn open(
         mut connection: Connection,
         range: &Range,
@@ -47,7 +47,7 @@ impl Watch {
             }
             let mut watch = Self { _connection: connection, body: response.into_body(), rest: Vec::new() };
             let first = watch.line().await?;
-            // Where it may not, that comes with it.
+            // A missing right is reported in the first line.
             events(&first)?;
             match is_created(&first) {
                 true => Ok(watch),
@@ -58,10 +58,10 @@ impl Watch {
         begun.map_err(|_| Error::Unreachable(anyhow!("etcd: it begins no watch")))?
     }
 
-    /// What happened next, in its order. May be empty.
+    /// Next events, in order. May be empty.
     ///
     /// # Errors
-    /// If it ends: then all is to be read anew.
+    /// Fails at the end of the watch. The caller then reads everything anew.
     pub(crate) async fn next(&mut self) -> Result<Vec<Event>, Error> {
         events(&self.line().await?)
     }
@@ -86,11 +86,11 @@ fn is_created(line: &[u8]) -> bool {
     serde_json::from_slice::<Value>(line).is_ok_and(|value| value["result"]["created"] == true)
 }
 
-/// What a line of a watch says.
+/// Events in a line of a watch.
 pub(crate) fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
     let value: Value = serde_json::from_slice(line).map_err(Error::unreachable)?;
     let result = &value["result"];
-    // Compacted, without a right, or the member stops.
+    // Compacted revision, missing right, or the member stops.
     if value.get("error").is_some() || result["canceled"] == true {
         let why = [&value["error"]["message"], &result["cancel_reason"], &value["error"]];
         let why = why.iter().find_map(|why| why.as_str()).unwrap_or("no reason given");
@@ -124,7 +124,7 @@ mod tests {
         assert!(events(b"<html>").is_err());
     }
 
-    /// What becomes of a watch at a member that gives this answer, and holds the connection.
+    /// Opens a watch at a member that replies with `line` and keeps the connection.
     fn open_at_one_that_says(line: &str, patience: Duration) -> Result<(), Error> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -135,7 +135,7 @@ mod tests {
             let mut request = [0; 4096];
             assert!(stream.read(&mut request).unwrap() > 0);
             stream.write_all(answer.as_bytes()).unwrap();
-            // Until the client has gone.
+            // Until the client disconnects.
             while stream.read(&mut request).is_ok_and(|count| count > 0) {}
         });
         let runtime =
