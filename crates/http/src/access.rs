@@ -1,13 +1,13 @@
-//! Who is answered at all, and who may change something.
+//! Access control: which requests are answered, and which may change settings.
 //!
 //! ```text
-//!   Host    an address, localhost, or a name that was told: a page of another name that points
-//!           here (DNS rebinding) reads nothing
-//!   Origin  where there is one, this very page
-//!   token   compared in constant time; who sends wrong ones has to wait, also with the right one
+//!   Host    an address, localhost, or a configured name: protects against DNS rebinding
+//!   Origin  if present, this page
+//!   token   compared in constant time; after too many wrong ones a client has to wait, also with
+//!           the right one
 //! ```
 //!
-//! There is no cookie, so a request of another page carries no right of anybody's.
+//! There are no cookies, so a request from another site carries no credentials.
 
 use std::{
     collections::VecDeque,
@@ -37,7 +37,7 @@ use super::{answers::failure, peer::Peer};
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                       connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
 
-/// With every answer.
+/// Headers of every response.
 const HEADERS: [(HeaderName, &str); 6] = [
     (CONTENT_SECURITY_POLICY, POLICY),
     (X_CONTENT_TYPE_OPTIONS, "nosniff"),
@@ -47,30 +47,30 @@ const HEADERS: [(HeaderName, &str); 6] = [
     (HeaderName::from_static("permissions-policy"), "camera=(), geolocation=(), microphone=()"),
 ];
 
-/// Wrong tokens that an address may send at once, and then one each [`AGAIN`].
+/// Wrong tokens that an address may send in a burst, and then one in each [`AGAIN`].
 const MOST_WRONG: u32 = 10;
 const AGAIN: Duration = Duration::from_secs(1);
 const WAIT: &str =
     "too many wrong tokens came from there, so that the right one has to wait too (a second for each)";
-/// Addresses that are remembered for it, the latest.
+/// Number of addresses whose wrong tokens are counted, the most recent ones.
 const MOST_ADDRESSES: usize = 256;
-/// The log has a line of wrong tokens so often, however many come.
+/// Interval between two log messages about wrong tokens.
 const QUIET: Duration = Duration::from_secs(600);
 
 pub(super) struct Guard {
     /// Names of this host, in lower case.
     names: Vec<String>,
-    /// What the token comes to; none: nobody may change anything.
+    /// SHA-256 of the token; `None` makes the page read-only.
     token: Option<[u8; 32]>,
     wrong: Mutex<Wrong>,
 }
 
 #[derive(Default)]
 struct Wrong {
-    /// Who has sent so many of late, as of when; the latest last.
+    /// Client, count of wrong tokens, and the instant of that count; the most recent last.
     of: VecDeque<(Peer, u32, Instant)>,
     said: Option<Instant>,
-    /// Since it was said.
+    /// Wrong tokens since the last log message.
     unsaid: u64,
 }
 
@@ -84,7 +84,7 @@ impl Guard {
     }
 
     fn knows_host(&self, authority: &str) -> bool {
-        // A port is a number, or said to be none (RFC 3986, section 3.2.3).
+        // The port is digits or empty (RFC 3986, section 3.2.3).
         let is_port = |port: &str| port.bytes().all(|digit| digit.is_ascii_digit());
         let host = match authority.rsplit_once(':') {
             Some((host, port)) if is_port(port) && !host.ends_with(':') => host,
@@ -93,13 +93,14 @@ impl Guard {
         if let Some(host) = host.strip_prefix('[') {
             return host.strip_suffix(']').is_some_and(|host| host.parse::<Ipv6Addr>().is_ok());
         }
+        // A fully qualified name may end with a dot.
         let host = host.strip_suffix('.').unwrap_or(host);
         host.parse::<Ipv4Addr>().is_ok()
             || host.eq_ignore_ascii_case("localhost")
             || self.names.iter().any(|name| host.eq_ignore_ascii_case(name))
     }
 
-    /// What is wrong with where a request was sent, and from where.
+    /// Checks `Host` and `Origin`.
     fn check(&self, uri: &Uri, headers: &HeaderMap) -> Result<(), (StatusCode, &'static str)> {
         let only = |name: HeaderName| {
             let mut all = headers.get_all(name).iter();
@@ -109,7 +110,7 @@ impl Guard {
         let (host, is_doubtful) = only(HOST);
         let host =
             host.filter(|_| !is_doubtful).ok_or((StatusCode::BAD_REQUEST, "Host: there must be one"))?;
-        // A proxy's client may say it twice.
+        // The request target may have an authority as well, as from a proxy.
         let said = uri.authority().map(Authority::as_str);
         if !self.knows_host(host) || !said.is_none_or(|said| self.knows_host(said)) {
             let why = "Host: the page has no such name (use an address, or tell the name with --http-name)";
@@ -121,6 +122,7 @@ impl Guard {
             authority.is_some_and(|authority| authority.eq_ignore_ascii_case(host))
         };
         match origin {
+            // Browsers send Origin with all requests but plain GET; other clients send none.
             Some(origin) if is_doubtful || !is_here(origin) => {
                 let why = "Origin: another page must not ask here (a proxy passes on the browser's Host)";
                 Err((StatusCode::FORBIDDEN, why))
@@ -129,7 +131,7 @@ impl Guard {
         }
     }
 
-    /// The answer to a request that may not change anything; none where it may.
+    /// Error response to a change without a valid token.
     fn refuse(&self, peer: Peer, headers: &HeaderMap) -> Option<Response> {
         let (status, why) = self.judge(peer, headers, Instant::now()).err()?;
         let mut answer = failure(status, why);
@@ -148,6 +150,7 @@ impl Guard {
             return Err((StatusCode::FORBIDDEN, why));
         };
         let said = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
+        // Any scheme but Bearer is treated as a missing token.
         let bearer = said.and_then(|said| {
             let (scheme, token) = said.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
@@ -156,11 +159,11 @@ impl Guard {
         let bearer = bearer.ok_or((StatusCode::UNAUTHORIZED, why))?;
         let mut wrong = self.wrong.lock().unwrap_or_else(PoisonError::into_inner);
         if wrong.is_full(peer, now) {
-            // Not even compared: or it would be known which one is right.
+            // Not compared: the response would reveal the right token.
             wrong.count(peer, now, false);
             return Err((StatusCode::TOO_MANY_REQUESTS, WAIT));
         }
-        // Of equal length, whatever was sent.
+        // Hashes have equal length, so the comparison does not reveal the token's.
         if openssl::memcmp::eq(&sha256(bearer), token) {
             return Ok(());
         }
@@ -170,7 +173,7 @@ impl Guard {
 }
 
 impl Wrong {
-    /// How many there are of late.
+    /// Count after decay by one in each [`AGAIN`], and its instant.
     fn left(count: u32, as_of: Instant, now: Instant) -> (u32, Instant) {
         let seconds = now.saturating_duration_since(as_of).as_secs();
         let over = u32::try_from(seconds).unwrap_or(u32::MAX);
@@ -182,10 +185,11 @@ impl Wrong {
         known.is_some_and(|&(_, count, as_of)| Self::left(count, as_of, now).0 >= MOST_WRONG)
     }
 
-    /// One more; says so if nothing was said lately.
+    /// Counts a wrong token, and logs unless there was a message in the last [`QUIET`].
     fn count(&mut self, peer: Peer, now: Instant, is_compared: bool) {
         if is_compared {
             let key = peer.source();
+            // Moved to the end, as the most recent.
             let at = self.of.iter().position(|(of, ..)| *of == key);
             let before = at.and_then(|at| self.of.remove(at));
             let (count, as_of) = match before {
@@ -193,6 +197,7 @@ impl Wrong {
                 None => (0, now),
             };
             let as_of = if count == 0 { now } else { as_of };
+            // The least recent address is dropped, so that memory is bounded.
             if self.of.len() >= MOST_ADDRESSES {
                 self.of.pop_front();
             }
@@ -210,7 +215,7 @@ impl Wrong {
     }
 }
 
-/// Around everything that is answered.
+/// Middleware for all requests.
 pub(super) async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
     let mut answer = match guard.check(request.uri(), request.headers()) {
         Ok(()) => next.run(request).await,
@@ -221,7 +226,7 @@ pub(super) async fn check(State(guard): State<Arc<Guard>>, request: Request, nex
     answer
 }
 
-/// Around everything that changes something.
+/// Middleware for changes and previews.
 pub(super) async fn check_token(
     State(guard): State<Arc<Guard>>,
     Extension(peer): Extension<Peer>,
@@ -341,7 +346,7 @@ mod tests {
         assert_eq!(judge(peer(1), right, now + AGAIN), None);
         assert_eq!(judge(peer(1), "wrong", now + AGAIN), Some(403));
         assert_eq!(judge(peer(1), "wrong", now + AGAIN), Some(429));
-        // All but what is told in one line.
+        // All but the one in the log message.
         assert_eq!(guard.wrong.lock().unwrap().unsaid, u64::from(MOST_WRONG) + 10_000 + 2 + 1 - 1);
     }
 

@@ -1,4 +1,4 @@
-//! How it is said over HTTP: a JSON object, or why there is none.
+//! Responses: a JSON object, or an error in the same form.
 
 use axum::{
     body::{Bytes, to_bytes},
@@ -12,39 +12,40 @@ use serde::Serialize;
 
 use super::{desk::Silent, stream::json};
 
-/// Why there is no other answer.
+/// Body of an error response.
 #[derive(Serialize)]
 struct ErrorAnswer {
     error: String,
 }
 
-/// Bytes of a sentence.
+/// Bound of an error message in bytes.
 const MOST_REASON: usize = 4096;
 
-/// A JSON object that nobody keeps.
+/// JSON response that must not be cached.
 pub(super) fn answer(value: &impl Serialize) -> Response {
     written(json(value))
 }
 
-/// The same, of its text.
+/// JSON response of serialized text.
 pub(super) fn written(json: Bytes) -> Response {
     ([(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-store")], json).into_response()
 }
 
-/// Why there is no other answer, as the daemon says it elsewhere.
+/// Error response, in the daemon's form of messages.
 pub(super) fn failure(status: StatusCode, why: &str) -> Response {
     (status, answer(&ErrorAnswer { error: format!("weir: {why}") })).into_response()
 }
 
-/// The main thread does not answer.
+/// Response if the main thread does not answer in time.
 pub(super) fn silent(why: Silent) -> Response {
     let again = [(RETRY_AFTER, "5")];
     (again, failure(StatusCode::SERVICE_UNAVAILABLE, why)).into_response()
 }
 
-/// What was refused before anybody here saw it, such as a name that is no UTF-8, in the same form.
+/// Converts the framework's plain-text rejections, such as of a name that is not UTF-8, to JSON.
 pub(super) async fn in_one_form(answer: Response) -> Response {
     let is_text = |kind: &HeaderValue| kind.as_bytes().starts_with(b"text/plain");
+    // Only the framework answers in plain text.
     if !answer.status().is_client_error() || !answer.headers().get(CONTENT_TYPE).is_some_and(is_text) {
         return answer;
     }

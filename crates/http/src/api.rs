@@ -1,7 +1,7 @@
-//! What can be asked for at `--http`: the page, and the same as JSON.
+//! Routes of `--http`: the page, and its data as JSON.
 //!
-//! `docs/reference/openapi.json` describes the answers, and a test holds it to the routes here.
-//! Names are parts of paths, so one with a slash is written with `%2F`.
+//! `docs/reference/openapi.json` describes the responses; a test compares it with the routes. Names
+//! are path segments, so a slash in a name is written as `%2F`.
 
 use std::sync::Arc;
 
@@ -50,6 +50,7 @@ pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
             "/api/v1/groups/{name}/preview",
             post(async |at, by, of, body| preview::preview(at, Of::Group, by, of, body).await),
         )
+        // Only the routes above: those below are readable without a token.
         .route_layer(middleware::from_fn_with_state(Arc::clone(&guard), access::check_token));
     changes
         .route("/", get(assets::index))
@@ -74,14 +75,14 @@ pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
         .with_state(site)
 }
 
-/// What the routes are, for generators of clients.
+/// Description of the routes, for client generators.
 const OPENAPI: &str = include_str!("../../../docs/reference/openapi.json");
 
 async fn openapi() -> Response {
     ([(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-cache")], OPENAPI).into_response()
 }
 
-/// What happened, the last of it.
+/// Recent events.
 async fn events(State(site): State<Arc<Site>>, uri: Uri) -> Response {
     match said(&uri, "since").map_or(Ok(0), str::parse) {
         Ok(id) => answer(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>()),
@@ -103,6 +104,7 @@ async fn stream(
 ) -> Response {
     match site.watch.listen(peer).await {
         Ok(Ok(streamed)) => {
+            // From now on the connection is not closed in favour of a new one.
             connection.becomes_stream();
             let kind = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
             (kind, Body::new(streamed)).into_response()
@@ -149,7 +151,7 @@ async fn history(State(site): State<Arc<Site>>, of: Of, Path(name): Path<String>
     }
 }
 
-/// What the query says of a key, as it is written; nothing here needs an encoding.
+/// Value of a key in the query, undecoded: no value here needs an encoding.
 fn said<'a>(uri: &'a Uri, key: &str) -> Option<&'a str> {
     let pairs = uri.query()?.split('&').filter_map(|pair| pair.split_once('='));
     pairs.filter(|(known, _)| *known == key).map(|(_, value)| value).next()
@@ -176,7 +178,7 @@ mod tests {
                 known.map(|method| (path.clone(), method))
             })
             .collect();
-        // As they are written here: a router does not tell its routes.
+        // Read from the source, because a router does not list its routes.
         let source = include_str!("api.rs");
         let routes = source.split("#[cfg(test)]").next().unwrap().split(".route(").skip(1);
         let routes: BTreeSet<_> = routes

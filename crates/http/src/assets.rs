@@ -1,7 +1,7 @@
-//! The page: files that are in the program, by their names.
+//! Static files of the page, compiled into the program.
 //!
-//! A file more is a line in [`ALL`]. Browsers keep them until the program changes: each answer has
-//! a tag of the file's content, and who has that is told so.
+//! A new file needs a line in [`ALL`]. Browsers cache the files and revalidate them by an entity
+//! tag of the content.
 
 use axum::{
     extract::Path,
@@ -18,7 +18,7 @@ const CSS: &str = "text/css; charset=utf-8";
 const SVG: &str = "image/svg+xml; charset=utf-8";
 const JS: &str = "text/javascript; charset=utf-8";
 
-/// Files of the folder `page`, each by its name there.
+/// Expands to the entries of files in the folder `page`.
 macro_rules! files {
     ($($name:literal: $kind:expr),+ $(,)?) => {
         &[$(($name, $kind, include_bytes!(concat!("page/", $name)))),+]
@@ -47,7 +47,7 @@ const ALL: &[(&str, &str, &[u8])] = files![
     "tree.js": JS,
 ];
 
-/// What is at `/`.
+/// Content of `/`.
 const INDEX: &[u8] = include_bytes!("page/index.html");
 
 pub(super) async fn index(headers: HeaderMap) -> Response {
@@ -64,6 +64,7 @@ pub(super) async fn asset(Path(name): Path<String>, headers: HeaderMap) -> Respo
 fn answer(kind: &'static str, content: &'static [u8], headers: &HeaderMap) -> Response {
     let tag = format!("\"{:016x}\"", tag(content));
     let known = headers.get_all(IF_NONE_MATCH).iter().filter_map(|value| value.to_str().ok());
+    // If-None-Match may have a list (RFC 9110, section 13.1.2).
     let is_known = known.flat_map(|list| list.split(',')).any(|known| known.trim() == tag);
     let kept = [(CACHE_CONTROL, "no-cache".to_owned()), (ETAG, tag)];
     match is_known {
@@ -72,7 +73,7 @@ fn answer(kind: &'static str, content: &'static [u8], headers: &HeaderMap) -> Re
     }
 }
 
-/// FNV-1a: it tells two versions of a file apart, and nobody gains from two that are alike.
+/// FNV-1a: distinguishes versions of a file. Collisions are harmless.
 fn tag(content: &[u8]) -> u64 {
     content
         .iter()

@@ -1,8 +1,8 @@
-//! What the body of a request wants set, whether it is done or only looked at beforehand.
+//! Request bodies with settings, for changes and previews.
 //!
-//! What may be said is what `weir throttle` may: limits, weight, reservations and the watermark, by
-//! their own names. A number may be a text, of bytes with a unit (`"10M"`). Never decides a rule,
-//! and never waits long for a client.
+//! The settings are those of `weir throttle`: limits, weight, reservations and the watermark.
+//! Numbers may be strings with a unit (`"10M"`). Never decides a rule, and bounds the time that a
+//! client may take.
 
 use std::time::Duration;
 
@@ -23,17 +23,17 @@ use super::{
     said::{self, Members},
 };
 
-/// Of a body, in bytes: every setting there is takes less than one KiB.
+/// Largest body in bytes; all settings together take less than 1 KiB.
 const MOST_BODY: usize = 16 << 10;
-/// How long a client may take to send it.
+/// Time within which the body has to arrive.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Beside the limits'.
+/// Settings other than limits.
 const OTHERS: [&str; 4] = ["weight", "iops-reservation", "bps-reservation", "watermark"];
 
-/// What a body wants set of this disk or group.
+/// Reads the settings for a disk or a group.
 ///
 /// # Errors
-/// The answer, with the status that says what kind of mistake it is.
+/// Returns the error response.
 pub(super) async fn read(of: Of, name: String, peer: Peer, body: Body) -> Result<Wanted, Response> {
     match numbers(body).await {
         Ok(settings) => Ok(Wanted { of, name, settings, who: peer.to_string() }),
@@ -41,7 +41,7 @@ pub(super) async fn read(of: Of, name: String, peer: Peer, body: Body) -> Result
     }
 }
 
-/// In numbers.
+/// Reads the settings as numbers.
 async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)> {
     let whole = timeout(PATIENCE, to_bytes(body, MOST_BODY)).await;
     let whole =
@@ -52,7 +52,7 @@ async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)>
     parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
 }
 
-/// What can be set.
+/// Names of all settings.
 fn known() -> impl Iterator<Item = &'static str> {
     Setting::ALL.into_iter().map(Setting::name).chain(OTHERS)
 }
@@ -62,6 +62,7 @@ fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
         .map_err(|error| format!("the body is no JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
     let number = |(key, value): (String, Value)| {
         if !known().any(|name| name == key) {
+            // A mistyped key must not be ignored: the change would be incomplete.
             let near = suggest::nearest(&key, known());
             let near = near.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
             return Err(format!("{key:?}: nothing of this name can be set here{near}"));

@@ -1,7 +1,7 @@
-//! Figures of control groups: those with limits that this daemon watches (`--cgroup-limits`).
+//! Metrics of control groups with limits that this daemon enforces (`--cgroup-limits`).
 //!
-//! Labels are a control group's path and a disk of this host, both of the file of limits that root
-//! writes; there are at most as many as it has.
+//! Labels are paths of control groups and device names from the file of limits, which only root can
+//! write. That file bounds their number.
 
 use std::{fmt, time::Duration};
 
@@ -82,6 +82,7 @@ impl ControlGroups {
             let burst = rows(|figure, kind| figure.limits.limit(kind).burst_rate);
             to.gauges(&format!("weir_cgroup_burst_limit_{rates}"), help, burst)?;
             let allowed = self.figures.iter().flat_map(|figure| {
+                // The kernel's limit may be below the configured one, after division among cgroups.
                 let told = if bytes { figure.told.bps } else { figure.told.iops };
                 Direction::ALL.into_iter().filter_map(move |direction| {
                     let [cgroup, device] = labels(figure);

@@ -1,5 +1,5 @@
-//! Limits that somebody with a token wants changed: by the command of the control socket that does
-//! it, all or nothing. Never decides a rule.
+//! Changes of limits by clients with a token, as a command of the control socket: all or nothing.
+//! Never decides a rule itself.
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
@@ -40,10 +40,11 @@ pub(super) async fn change(
         Ok(Err(Refused::Rule(why))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &why),
         Ok(Ok(())) => {}
     }
+    // Collected anew, so that the response shows the change.
     match site.watch.look(Duration::ZERO).await {
         Ok(state) => match find(&state.objects, of, &name) {
             Some(object) => answer(&object),
-            // It has gone since.
+            // Removed since the change.
             None => failure(StatusCode::NOT_FOUND, &unknown(of, &name)),
         },
         Err(why) => silent(why),
@@ -66,17 +67,18 @@ pub(super) fn unknown(of: Of, name: &str) -> String {
     format!("{of} {name}: there is none of this name (`weir status` lists them)")
 }
 
-/// On the main thread: as if the control socket had been told to.
+/// Performs a change on the main thread, as a command of the control socket.
 ///
 /// # Errors
-/// The command's; nothing has changed then.
+/// Returns the command's error; nothing has changed then.
 pub(super) async fn carry_out(registry: &Rc<Registry>, wanted: Wanted) -> Result<(), Refused> {
     let Wanted { of, name, mut settings, who } = wanted;
-    // Whether there is one, and the token is right, may be asked without a change.
+    // An empty change checks the name and, before, the token.
     let there = match of {
         Of::Disk => registry.disks.get(&name).map(drop),
         Of::Group => registry.groups.get(&name).map(drop),
     };
+    // Separate from the command's errors, for the status code.
     there.map_err(|refused| Refused::Unknown(refused.to_string()))?;
     if settings.is_empty() {
         return Ok(());
@@ -84,6 +86,7 @@ pub(super) async fn carry_out(registry: &Rc<Registry>, wanted: Wanted) -> Result
     let said = Value::Object(settings.clone()).to_string();
     settings.insert("name".to_owned(), json!(name));
     let by = Actor::Http { client: who.clone() };
+    // `by.run` attributes the event of this change to the HTTP client.
     let done = by.run(qmp::perform_sent(registry, "x-weir-set", settings)).await;
     match &done {
         Ok(()) => tracing::info!(name, %said, by = %who, "changed over HTTP"),

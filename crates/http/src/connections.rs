@@ -1,4 +1,4 @@
-//! Which connections are open at an address, and which of them makes room for another.
+//! Open connections of an address, and which of them is closed for a new one.
 
 use std::{
     collections::VecDeque,
@@ -13,30 +13,31 @@ use tokio::{
     task::AbortHandle,
 };
 
-/// A connection's bytes, whatever carries them.
+/// Byte stream of a connection: TCP, Unix or TLS.
 pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
 impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
 
-/// What a connection is known by while it answers.
+/// Handle of a connection for its requests.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Connection {
     is_stream: Arc<AtomicBool>,
 }
 
 impl Connection {
-    /// From now on it stays until its client goes, or does not read.
+    /// Marks the connection as a stream, which is not closed for a new connection.
     pub(super) fn becomes_stream(&self) {
+        // Relaxed: a connection that is closed for a new one just before is no harm.
         self.is_stream.store(true, Relaxed);
     }
 }
 
-/// Those that are open, the oldest first.
+/// Open connections, oldest first.
 pub(super) struct Connections {
     most: usize,
     open: Mutex<VecDeque<(AbortHandle, Connection)>>,
 }
 
-/// For one more.
+/// Free slot for one connection.
 pub(super) struct Free<'a> {
     among: &'a Connections,
     connection: Connection,
@@ -51,12 +52,14 @@ impl Connections {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Room for one more, for which the oldest that is no stream may have to go. None where all are
-    /// streams.
+    /// Returns a free slot, after closing the oldest connection that is not a stream if necessary.
+    /// `None` if all are streams.
     pub(super) fn enter(&self) -> Option<Free<'_>> {
         let mut open = self.open();
+        // Ended connections free their slots here, at the next accept.
         open.retain(|(task, _)| !task.is_finished());
         if open.len() >= self.most {
+            // Streams are bounded separately (`stream::MOST_STREAMS`).
             let oldest = open.iter().position(|(_, connection)| !connection.is_stream.load(Relaxed))?;
             open.remove(oldest).inspect(|(task, _)| task.abort());
         }
@@ -82,7 +85,7 @@ mod tests {
         tokio::runtime::Builder::new_current_thread().build().unwrap().block_on(test);
     }
 
-    /// A connection that stays; whether it was ended tells its task.
+    /// A connection that stays open; its task shows whether it was aborted.
     fn enter(connections: &Connections) -> Option<(Connection, tokio::task::JoinHandle<()>)> {
         let free = connections.enter()?;
         let task = tokio::spawn(std::future::pending::<()>());

@@ -1,7 +1,7 @@
-//! What this thread asks the main one for, and how long an answer is good.
+//! Requests of the HTTP thread to the main thread, and the cache of its answers.
 //!
-//! Whoever asks within [`FRESH`] of another has the same answer, so that neither thread has much to
-//! do however many ask. Never waits for the main thread longer than [`PATIENCE`].
+//! Clients within [`FRESH`] of each other share an answer, so the load does not grow with the
+//! number of clients. Never waits for the main thread longer than [`PATIENCE`].
 
 use std::{sync::Arc, time::Duration};
 
@@ -14,60 +14,60 @@ use tokio::{
 
 use super::snapshot::Snapshot;
 
-/// How old figures may be for who does not say.
+/// Maximum age of figures, unless the caller chooses another.
 pub(super) const FRESH: Duration = Duration::from_millis(250);
-/// Half of what Prometheus waits.
+/// Timeout of a request: half of Prometheus's scrape timeout.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Why nothing was answered; to follow `weir: `.
+/// Reason for a missing answer; follows `weir: ` in messages.
 pub(crate) type Silent = &'static str;
 
-/// What the main thread is asked, with where it answers.
+/// Request to the main thread, with the sender for its answer.
 #[derive(Debug)]
 pub(super) enum Asked {
     Figures(oneshot::Sender<Snapshot>),
     Change(Wanted, oneshot::Sender<Result<(), Refused>>),
-    /// What would be changed, and nothing is.
+    /// Settings after a change that is not made.
     Foresee(Wanted, oneshot::Sender<Result<Then, Refused>>),
 }
 
-/// Other settings of a disk or a group.
+/// Requested settings of a disk or a group.
 #[derive(Debug)]
 pub(super) struct Wanted {
     pub(super) of: Of,
     pub(super) name: String,
-    /// As `x-weir-set` takes them.
+    /// Settings in the form of `x-weir-set`.
     pub(super) settings: Map<String, Value>,
-    /// For the log.
+    /// Client, for the log.
     pub(super) who: String,
 }
 
-/// What is changed, and what a figure is of.
+/// Kind of object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Of {
     Disk,
     Group,
 }
 
-/// Settings of all that share limits with what would be changed, as they would be.
+/// Settings after a change, of all objects that share limits with the changed one.
 #[derive(Debug)]
 pub(super) struct Then {
     pub(super) groups: Vec<GroupThen>,
-    /// Nothing is known yet of what they were asked.
+    /// Disks; their recorded requests are filled in later.
     pub(super) disks: Vec<DiskThen>,
-    /// Places of those that are asked about.
+    /// Indexes of the disks to report.
     pub(super) of: Vec<usize>,
 }
 
-/// Why nothing was changed.
+/// Reason why a change was rejected.
 #[derive(Debug)]
 pub(super) enum Refused {
-    /// There is none of this name.
+    /// No object has this name.
     Unknown(String),
     Rule(String),
 }
 
-/// Reaches the main thread.
+/// Access to the main thread.
 #[derive(Debug)]
 pub(super) struct Desk {
     ask: async_channel::Sender<Asked>,
@@ -79,8 +79,10 @@ impl Desk {
         Arc::new(Self { ask, kept: Mutex::default() })
     }
 
-    /// All figures, no older than that.
+    /// Figures that are no older than `age`.
     pub(super) async fn figures(&self, age: Duration) -> Result<Arc<Snapshot>, Silent> {
+        // The lock is held while the main thread answers: clients that wait for it share the
+        // result.
         let mut kept = self.kept.lock().await;
         if let Some(snapshot) = &*kept
             && snapshot.taken.elapsed() < age
@@ -91,12 +93,12 @@ impl Desk {
         Ok(Arc::clone(kept.insert(Arc::new(snapshot))))
     }
 
-    /// Changes something, or nothing.
+    /// Performs a change, all or nothing.
     pub(super) async fn change(&self, wanted: Wanted) -> Result<Result<(), Refused>, Silent> {
         self.answer(|answer| Asked::Change(wanted, answer)).await
     }
 
-    /// What there would be after that change.
+    /// Settings after that change, without making it.
     pub(super) async fn foresee(&self, wanted: Wanted) -> Result<Result<Then, Refused>, Silent> {
         self.answer(|answer| Asked::Foresee(wanted, answer)).await
     }
@@ -104,6 +106,7 @@ impl Desk {
     async fn answer<T>(&self, asked: impl FnOnce(oneshot::Sender<T>) -> Asked) -> Result<T, Silent> {
         let (answer, answered) = oneshot::channel();
         let answer = async {
+            // Sending waits as well, while the main thread is busy with an earlier request.
             self.ask.send(asked(answer)).await.ok()?;
             answered.await.ok()
         };

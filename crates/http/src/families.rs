@@ -1,10 +1,10 @@
-//! Which figures there are: their names, kinds and labels, from a snapshot.
+//! All metric families: names, types and labels, from a snapshot.
 //!
-//! Names and units are those of Prometheus's guidelines; `docs/metrics.md` has a line for each
-//! family, and a test holds it to that. Each family is told whole, disk by disk, as its formats
-//! want it. What cannot be (the cache of a raw image, a limit that is not set) has no sample.
+//! Names and units follow Prometheus's guidelines. `docs/metrics.md` has a line for each family,
+//! checked by a test. Samples of a family are written together, as the formats require. A value
+//! that does not apply (the cache of a raw image, an unset limit) has no sample.
 //!
-//! Labels have values that somebody configured, or that are few: never what a client said.
+//! Label values are configured or few: never from a client.
 
 use std::{fmt, sync::Arc, time::Duration};
 
@@ -91,7 +91,7 @@ impl Families {
 
     fn memory(&self, to: &mut Writer<'_>) -> fmt::Result {
         let memory = &self.snapshot.memory;
-        // u64::MAX where nothing bounds it.
+        // u64::MAX means unlimited.
         let total = (memory.total != u64::MAX).then_some(([], memory.total));
         to.gauges("weir_memory_limit_bytes", "What may be used for data.", total)?;
         let owners = [
@@ -290,7 +290,7 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.gauges("weir_disk_memory_bytes", "What a disk has of the memory for data.", memory)
 }
 
-/// Of disks in Ceph and at NBD servers.
+/// Families of disks in Ceph and at NBD servers.
 fn far_away(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let waited =
         disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.oldest_request?.as_secs_f64())));
@@ -308,8 +308,8 @@ fn far_away(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.gauges("weir_disk_unflushed_bytes", help, rows)
 }
 
-/// A disk that has done nothing has no samples here, nor one that never waited: they would be most
-/// of a page.
+/// Histograms. Idle disks, and disks that never waited, have no samples: these would be most of a
+/// response.
 fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let latencies = disks.iter().flat_map(|disk| {
         Timed::ALL.map(|of| {
@@ -321,6 +321,7 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
             ([("disk", &*disk.name), ("operation", operation)], disk.measures.latency(of))
         })
     });
+    // Histograms are by far the largest families.
     let is_used = |(_, spread): &(_, Spread)| spread.count() > 0;
     let help = "Time from a request's arrival to its answer, of those that succeeded.";
     to.histograms("weir_disk_request_duration_seconds", help, latencies.filter(is_used))?;
@@ -343,9 +344,12 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let held = disks.iter().flat_map(|disk| {
         Whose::ALL.into_iter().flat_map(move |whose| {
             LimitKind::ALL.into_iter().flat_map(move |kind| {
+                // A write limit never throttles reads.
                 let applies = move |direction: &Direction| LimitKind::applying_to(*direction).contains(&kind);
                 Direction::ALL.into_iter().filter(applies).filter_map(move |direction| {
                     let ns = disk.measures.held_ns(whose, kind, direction);
+                    // A set limit has a sample from the start, so that `rate()` sees the first
+                    // increase.
                     let is_set = whose == Whose::Disk && disk.throttle.limits.limit(kind).rate > 0;
                     let labels = [
                         ("disk", &*disk.name),
@@ -362,7 +366,7 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.counters("weir_disk_throttled_seconds", help, held)
 }
 
-/// What disks and groups have alike.
+/// Families that disks and groups share.
 fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
     let name = |rest: &str| format!("weir_{key}_{rest}");
     let each = |get: fn(&ThrottleFigures) -> u64| {
@@ -397,6 +401,7 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
     to.gauges(&name("reservation_operations_per_second"), help, rows)?;
     let help = "Bytes that are promised, whatever others do.";
     to.gauges(&name("reservation_bytes_per_second"), help, promised(|one| one.share.bps_reservation()))?;
+    // Only members with a reservation have these counters.
     let kept = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.kept?)));
     let help = "Time during which requests waited, and as much passed as is promised.";
     let rows = kept().map(|(labels, kept)| (labels, seconds(kept.met_ns)));
@@ -404,6 +409,7 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
     let help = "Time during which requests waited, and less passed than is promised.";
     let rows = kept().map(|(labels, kept)| (labels, seconds(kept.missed_ns)));
     to.counters(&name("reservation_missed_seconds"), help, rows)?;
+    // Without a watermark limits are always enforced.
     let watched = || all.iter().filter(|(_, throttle)| throttle.watermark > 0);
     let rows = watched().map(|&(name, one)| ([(key, name)], f64::from(one.watermark) / 100.0));
     to.gauges(&name("watermark_ratio"), "Use of the device from which on limits hold.", rows)?;
@@ -418,7 +424,7 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
     to.gauges(&name("limits_scale_ratio"), "What the watermark multiplies limits by.", rows)
 }
 
-/// Limits and their buckets, in the unit of what they bound.
+/// Limits and their buckets, in the unit of the limit.
 fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
     let name = |rest: &str| format!("weir_{key}_{rest}");
     type Get<V> = fn(&ThrottleFigures, LimitKind) -> Option<V>;

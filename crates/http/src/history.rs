@@ -1,14 +1,13 @@
-//! What there was, at falling resolution: of each disk and group a fixed amount of memory.
+//! History at decreasing resolution, in a fixed amount of memory for each disk and group.
 //!
 //! ```text
 //!   a second ─► 1 s, for 10 min ─► the oldest ten ─► 10 s, to 2 h ─► the oldest six ─► 1 min, to 2 days
-//!          ├──► latencies ─► columns of 15 s, 3 min and 1 h ─► how many requests took how long
-//!          └──► limits that are others than before ─► lines
+//!          ├──► latencies ─► columns of 15 s, 3 min and 1 h ─► requests by latency
+//!          └──► changed limits ─► lines
 //! ```
 //!
-//! Whoever asks for a longer time has what is newer in steps of that length too. The memory is
-//! there from a disk's first second on, but for lines, of which there are few: less than 42 KB,
-//! which a test adds up.
+//! A query for a long span returns recent values at that span's resolution too. All memory but that
+//! of lines is allocated at a disk's first second: less than 42 KB, which a test checks.
 
 use std::collections::{BTreeMap, VecDeque};
 
@@ -20,17 +19,17 @@ use super::{
     sample::{BOUNDS, Latencies, Packed, ROWS, Sample, rounded},
 };
 
-/// Seconds of a step, and how many steps are kept of it.
+/// Seconds of a step, and number of steps, of each level.
 const LEVELS: [(u64, usize); 3] = [(1, 600), (10, 660), (60, 2760)];
-/// The same of columns of latencies.
+/// Seconds of a column of latencies, and number of columns, of each span.
 const COLUMNS: [(u64, usize); 3] = [(15, 40), (180, 40), (3600, 48)];
 /// Bytes of a column.
 const CELLS: usize = ROWS.div_ceil(2);
-/// The highest of a cell's levels: all requests of the column. Each below is half as many, and the
+/// Highest of a cell's levels: all requests of the column. Each lower level is half as many; the
 /// lowest is none.
 const DARKEST: u8 = 15;
 
-/// What can be asked for: how far back, in steps of one of [`LEVELS`].
+/// Span of a query, each with one of [`LEVELS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Span {
     TenMinutes,
@@ -51,7 +50,7 @@ impl Span {
     }
 }
 
-/// The latest values, for which there is room from the beginning.
+/// Ring buffer that is allocated at its full size.
 struct Ring<T> {
     values: VecDeque<T>,
     most: usize,
@@ -64,7 +63,7 @@ impl<T> Ring<T> {
         Self { values, most }
     }
 
-    /// The oldest, where there was no room.
+    /// Appends a value; returns the oldest one if the ring was full.
     fn push(&mut self, value: T) -> Option<T> {
         let oldest = (self.values.len() >= self.most).then(|| self.values.pop_front()).flatten();
         self.values.push_back(value);
@@ -72,23 +71,23 @@ impl<T> Ring<T> {
     }
 }
 
-/// Of one disk or group.
+/// History of one disk or group.
 pub(super) struct History {
     levels: [Ring<Packed>; 3],
-    /// Steps that left a level and are not a step of the next yet.
+    /// Steps that left a level and do not yet fill a step of the next.
     leaving: [Vec<Packed>; 2],
     heat: [Heat; 3],
     lines: Lines,
-    /// Since the Epoch, of the last second.
+    /// Last second that was added, since the Epoch.
     second: u64,
 }
 
 /// Columns of one length.
 struct Heat {
     columns: Ring<[u8; CELLS]>,
-    /// Of the column that is not whole yet.
+    /// Counts of the current, incomplete column.
     counts: Latencies,
-    /// How many columns' lengths since the Epoch.
+    /// Number of the current column since the Epoch.
     number: u64,
     seconds: u64,
 }
@@ -105,7 +104,7 @@ impl History {
         }
     }
 
-    /// One second more; of those between the last and this one nothing is known.
+    /// Adds a second. Skipped seconds are recorded as unknown.
     pub(super) fn add(
         &mut self,
         second: u64,
@@ -113,11 +112,12 @@ impl History {
         latencies: Option<&Latencies>,
         drawn: Vec<Drawn>,
     ) {
+        // The clock of seconds is monotonic, but two collections may fall into one second.
         if self.second != 0 && second <= self.second {
             return;
         }
         let missed = if self.second == 0 { 0 } else { second - self.second - 1 };
-        // A thread that had no turn for longer has other troubles.
+        // Bounded by the finest level. A longer gap is stored as that many seconds.
         for _ in 0..missed.min(LEVELS[0].1 as u64) {
             self.push(0, Sample::default().pack());
         }
@@ -130,9 +130,11 @@ impl History {
     }
 
     fn push(&mut self, level: usize, step: Packed) {
+        // Only values that leave a full level move to the next.
         let Some(oldest) = self.levels[level].push(step) else { return };
         let Some(leaving) = self.leaving.get_mut(level) else { return };
         leaving.push(oldest);
+        // One step of the next level is complete.
         if leaving.len() as u64 == LEVELS[level + 1].0 / LEVELS[level].0 {
             let together = Sample::of_all(leaving.iter()).pack();
             leaving.clear();
@@ -140,8 +142,8 @@ impl History {
         }
     }
 
-    /// Steps of a level, the oldest first, with what finer levels have of it; and how many seconds
-    /// of the last there are.
+    /// Steps of a level, oldest first, completed from finer levels; and the number of seconds in
+    /// the last one.
     fn steps(&self, level: usize) -> (Vec<Packed>, u64) {
         let mut steps: Vec<Packed> = self.levels[level].values.iter().copied().collect();
         let Some(below) = level.checked_sub(1) else { return (steps, LEVELS[0].0) };
@@ -150,24 +152,28 @@ impl History {
         all.extend(finer);
         let (step, part) = (LEVELS[level].0, LEVELS[below].0);
         let together = all.chunks((step / part) as usize);
+        // The last chunk may be partial: its newest step counts only its own seconds.
         let of_last = together.clone().last().map_or(step, |last| (last.len() as u64 - 1) * part + newest);
         steps.extend(together.map(|together| Sample::of_all(together.iter()).pack()));
         (steps, of_last)
     }
 
-    /// What there was, as the page and programs are told, from the first step on that begins at
-    /// `since_ms` or later. That is of a clock which was set forward by so many seconds since
-    /// seconds are counted, and so is what is told: what was before it was set has the right time.
-    /// Limits are those of all the span, since one that began before goes on.
+    /// History for the page and the API, from the first step that begins at or after `since_ms`.
+    ///
+    /// Times in and out are by the wall clock, which was set forward by `set_s` seconds since
+    /// counting began; values from before that step are converted to the new time as well. Limits
+    /// of the whole span are returned, since a limit may begin before `since_ms` and continue.
     pub(super) fn tell(&self, span: Span, since_ms: u64, set_s: i64) -> ActivityHistory {
+        // To the internal clock.
         let since_ms = since_ms.saturating_add_signed(set_s.saturating_mul(-1000));
         let clock_ms = |seconds: u64| seconds.saturating_add_signed(set_s) * 1000;
         let level = span as usize;
         let step = LEVELS[level].0;
         let (steps, of_last) = self.steps(level);
         let most = (span.seconds() / step) as usize;
+        // Begin of the newest step.
         let newest = (self.second + 1).saturating_sub(of_last);
-        // Those that begin after it, and the newest.
+        // Number of steps that begin after it, including the newest.
         let wanted = newest.saturating_sub(since_ms.div_ceil(1000)) / step + 1;
         let wanted = if newest * 1000 < since_ms { 0 } else { wanted };
         let most = most.min(usize::try_from(wanted).unwrap_or(most));
@@ -200,7 +206,7 @@ impl History {
 
 #[cfg(test)]
 impl History {
-    /// What one takes, in bytes, full or not, but for its lines.
+    /// Size in bytes, empty or full, without its lines.
     pub(super) fn size_bytes(&self) -> usize {
         let levels: usize = self.levels.iter().map(|ring| ring.values.capacity() * size_of::<Packed>()).sum();
         let leaving: usize = self.leaving.iter().map(|steps| steps.capacity() * size_of::<Packed>()).sum();
@@ -219,6 +225,7 @@ impl Heat {
         if number != self.number {
             let begun = self.number;
             if begun != 0 {
+                // Columns without any second are stored as empty.
                 let missed = (number - begun - 1).min(self.columns.most as u64);
                 self.columns.push(column(&self.counts));
                 for _ in 0..missed {
@@ -232,16 +239,19 @@ impl Heat {
         }
     }
 
-    /// A list for each column from that time on: which part of its requests took no longer than
-    /// each bound and longer than the one before, and at the end, longer than all. Null where it
-    /// had none.
+    /// Rows for the page, one for each column from that time on.
+    ///
+    /// A row has the share of the column's requests in each latency bucket, the last one above all
+    /// bounds; null without requests.
     fn tell(&self, since_ms: u64, clock_ms: impl Fn(u64) -> u64) -> LatencyHeat {
         let newest = column(&self.counts);
         let columns: Vec<_> = self.columns.values.iter().chain([&newest]).collect();
         let start = (self.number + 1).saturating_sub(columns.len() as u64) * self.seconds;
+        // Columns that begin before `since_ms` are left out.
         let before =
             since_ms.saturating_sub(start * 1000).div_ceil(self.seconds * 1000).min(columns.len() as u64);
         let row = |column: &&[u8; CELLS]| -> Option<Vec<Number>> {
+            // Even rows are in the low half of a byte.
             let darkness = |row: usize| column[row / 2] >> (row % 2 * 4) & DARKEST;
             if (0..ROWS).all(|row| darkness(row) == 0) {
                 return None;
@@ -261,12 +271,13 @@ impl Heat {
     }
 }
 
-/// Two cells a byte.
+/// Packs counts into a column, two cells in a byte.
 fn column(counts: &Latencies) -> [u8; CELLS] {
     let sum: u64 = counts.iter().map(|count| u64::from(*count)).sum();
     let mut column = [0; CELLS];
     for (row, &count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
         let halvings = (sum as f64 / f64::from(count)).log2().round();
+        // At least 1, so that a rare latency differs from none.
         let darkness = (f64::from(DARKEST) - halvings).max(1.0) as u8;
         column[row / 2] |= darkness << (row % 2 * 4);
     }
@@ -288,7 +299,7 @@ mod tests {
         drawn(object.as_object().unwrap(), &BTreeMap::new())
     }
 
-    /// Value, beginning and end of each line.
+    /// Value, begin and end of each line.
     fn lines(told: &ActivityHistory) -> Vec<(u64, u64, Option<u64>)> {
         told.limits.iter().map(|line| (line.value, line.start_ms, line.end_ms)).collect()
     }
@@ -325,7 +336,7 @@ mod tests {
             for (index, rate) in rates.iter().enumerate() {
                 let from = start + index as u64 * step;
                 let until = (from + step).min(end);
-                // The mean of what was put in; the oldest step may have lost some.
+                // The mean of the values put in. The oldest step may lack some.
                 let expected = (from + until + 1) as f64 / 2.0 - begin as f64;
                 let rate = rate.as_ref().and_then(Number::as_f64).unwrap();
                 assert!(
@@ -353,7 +364,7 @@ mod tests {
         let mut history = History::new();
         for second in 1_000_000..1_009_000 {
             history.add(second, &Sample::default(), None, limited(1 + second / 1000));
-            // What comes late is known already.
+            // A second that was added already is ignored.
             history.add(second, &Sample::default(), None, limited(5));
         }
         let values = |span| lines(&history.tell(span, 0, 0)).iter().map(|line| line.0).collect::<Vec<_>>();
@@ -368,7 +379,7 @@ mod tests {
         let mut counts = [0; ROWS];
         (counts[3], counts[5], counts[ROWS - 1]) = (800, 190, 1);
         for second in 150..180 {
-            // Nothing in the second column.
+            // No requests in the second column.
             history.add(second, &Sample::default(), (second < 165).then_some(&counts), Vec::new());
         }
         let LatencyHeat { step_ms, start_ms, bounds_ns, rows } =
@@ -397,7 +408,7 @@ mod tests {
             assert_eq!(heat, 99_990_u64.saturating_add_signed(set_s) * 1000);
             let change_ms = now_ms + 50_000;
             assert_eq!(lines(&told), [(7, now_ms, Some(change_ms)), (8, change_ms, None)]);
-            // What a program asks for that has the clock's time of the last five.
+            // Query by a program that has the wall clock's time of the last five seconds.
             let told = history.tell(Span::TenMinutes, now_ms + 95_000, set_s);
             let last = told.series["read-iops"].len();
             assert_eq!((told.start_ms, last), (now_ms + 95_000, 5), "{set_s}");
@@ -421,7 +432,7 @@ mod tests {
             let told = history.tell(Span::TenMinutes, since_ms, 0);
             let all = &told.series["read-iops"];
             assert_eq!((told.start_ms, all.len()), (start * 1000, steps), "since {since_ms}");
-            // Of a limit it is told from when on it goes on.
+            // A limit's begin is reported even if it precedes the queried time.
             assert_eq!(lines(&told), [(1, 150_000, None)], "since {since_ms}");
         }
     }

@@ -1,4 +1,4 @@
-//! What was counted in the last second: counters of now beside those of a second ago.
+//! Growth of counters over the last second.
 
 use std::{
     collections::VecDeque,
@@ -7,15 +7,15 @@ use std::{
 
 use policy::counter::{self, Growth};
 
-/// How far back rates look.
+/// Period of the rates.
 const SPAN: Duration = Duration::from_secs(1);
-/// Looks that are kept, at most: more than ten a second are not taken.
+/// Bound of the stored readings: with more than ten readings in a second the oldest are dropped.
 const MOST: usize = 16;
 
-/// `N` counters that only grow, as they were lately.
+/// Recent readings of `N` monotonic counters.
 #[derive(Clone, Debug)]
 pub(super) struct Lately<const N: usize> {
-    /// The oldest first.
+    /// Oldest first.
     looks: VecDeque<(Instant, [u64; N])>,
 }
 
@@ -26,14 +26,15 @@ impl<const N: usize> Default for Lately<N> {
 }
 
 impl<const N: usize> Lately<N> {
-    /// Counts that were taken at an instant; the growth since a second before, or since the first
-    /// that is known. None of the first, and where a counter fell.
+    /// Adds a reading. Returns the growth over the last second, or since the oldest reading if that
+    /// is later; `None` for the first reading, and after a counter decreased.
     pub(super) fn look(&mut self, at: Instant, counts: [u64; N]) -> Option<Growth<N>> {
         let has_fallen = |(_, before): &(Instant, [u64; N])| counter::growths(before, &counts).is_none();
+        // A counter decreased: another disk of the same name. Older readings are meaningless.
         if self.looks.back().is_some_and(has_fallen) {
             self.looks.clear();
         }
-        // The last that is a second old stays.
+        // Keeps one reading that is at least a second old.
         while self.looks.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= SPAN)
             || self.looks.len() >= MOST
         {
@@ -58,7 +59,7 @@ mod tests {
         let mut lately = Lately::<1>::default();
         assert_eq!(lately.look(begin, [0]), None);
         for tenth in 1..=30_u64 {
-            // From the second second on twice as fast.
+            // Twice the rate, from the second second on.
             let count = 10 * tenth + 10 * tenth.saturating_sub(10);
             let growth = lately.look(begin + Duration::from_millis(100 * tenth), [count]).unwrap();
             let rate = growth.per_second(0);

@@ -1,18 +1,18 @@
-//! What people and their tools read over HTTP: figures for Prometheus, and the page.
+//! The HTTP server: metrics for Prometheus, the web page and its API.
 //!
 //! ```text
-//!   listen ─► … ─► sandbox ─► Http::start ─► a thread with a runtime of its own     server
+//!   listen ─► … ─► sandbox ─► Http::start ─► a thread with its own runtime          server
 //!                                 │               │ --metrics: /metrics
-//!   main thread   snapshot  ◄─────┴── asked ──────┤ --http: /, /api/v1/…
-//!      │             │                            │       by channel, answered within a turn of its
-//!      │             └──► desk ──► families of figures ─► text, Prometheus's messages   metrics
-//!      │                    └────► objects ─► JSON, what is new of it                  watch, api
-//!      └─ carries out what somebody with a token wants changed
+//!   main thread   snapshot  ◄─────┴── requests ───┤ --http: /, /api/v1/…
+//!      │             │                            │       by channel, answered within one poll
+//!      │             └──► desk ──► metric families ─► text, Prometheus's protobuf messages   metrics
+//!      │                    └────► objects ─► JSON, and its changes                    watch, api
+//!      └─ performs changes that a client with a token requests
 //! ```
 //!
-//! All figures are those of `control`'s registry. The data path is separate: workers add to
-//! counters, and the registry belongs to the main thread, which passes plain values. Every change
-//! is a command of the control socket.
+//! All figures come from `control`'s registry. The data path is separate: workers increment
+//! counters, and the registry belongs to the main thread, which sends plain values. Every change is
+//! a command of the control socket.
 
 mod access;
 mod answers;
@@ -71,7 +71,7 @@ use self::{
     watch::{About, Watch},
 };
 
-/// The thread that answers; dropping this ends it.
+/// The HTTP thread. Dropping it stops the thread.
 #[derive(Debug)]
 pub struct Http {
     stop: Option<tokio::sync::oneshot::Sender<()>>,
@@ -79,29 +79,30 @@ pub struct Http {
     _answering: reactor::JoinHandle<()>,
 }
 
-/// What is to be answered where.
+/// Listeners for metrics and for the page.
 #[derive(Debug, Default)]
 pub struct Doors {
-    /// Where Prometheus asks.
+    /// Listeners for Prometheus.
     pub metrics: Option<Vec<Listener>>,
     /// The page and the API.
     pub page: Option<Page>,
 }
 
-/// Where the page is, and under which conditions.
+/// Listeners of the page, and its access rules.
 #[derive(Debug)]
 pub struct Page {
-    /// Their sockets.
+    /// Sockets of the page.
     pub listeners: Vec<Listener>,
-    /// Host names that requests may give.
+    /// Host names that are accepted in requests.
     pub names: Vec<String>,
-    /// None: nobody may change anything.
+    /// Token for changes; `None` makes the page read-only.
     pub token: Option<Token>,
-    /// None: in plain text.
+    /// TLS credentials; `None` serves plain HTTP.
     pub keys: Option<TlsServer>,
 }
 
-/// Binds the address, which is for `what`; nobody is answered yet.
+/// Binds an address; `what` is the option's name in errors. Requests are accepted after
+/// [`Http::start`].
 pub fn bind(what: &'static str, address: &Address, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
     let endpoint = Endpoint::Address(address.clone());
     listen::open(&endpoint, access, &mut Inherited::none()).context(what)
@@ -115,8 +116,8 @@ impl Doors {
 }
 
 impl Http {
-    /// Answers whoever connects, from a thread that has what rights this one has. Disks are
-    /// measured from now on.
+    /// Starts the thread, which inherits the rights of the caller's thread, and enables measuring
+    /// of disks.
     pub fn start(
         doors: Doors,
         registry: &Rc<Registry>,
@@ -124,12 +125,13 @@ impl Http {
         cgroups: Option<cgroup::figures::Reader>,
     ) -> anyhow::Result<Self> {
         measure(registry);
+        // Bounded: further requests wait at their sender, which times them out (`desk`).
         let (ask, asked) = async_channel::bounded::<Asked>(1);
         let remembering = Rc::clone(registry);
         let (registry, workers) = (Rc::clone(registry), Rc::clone(workers));
         let answering = reactor::spawn_joinable(async move {
             while let Ok(asked) = asked.recv().await {
-                // Whoever asked may have given up.
+                // Sends fail if the requesting task timed out.
                 match asked {
                     Asked::Figures(answer) => drop(answer.send(Snapshot::take(&registry, &workers))),
                     Asked::Foresee(wanted, answer) => drop(answer.send(preview::foresee(&registry, wanted))),
@@ -187,22 +189,23 @@ fn addresses(listeners: &[Listener]) -> String {
     listeners.iter().map(|listener| listener.authority.to_string()).collect::<Vec<_>>().join(" ")
 }
 
-/// What this host calls itself; empty where it does not.
+/// Host name of this machine; empty if it is unreadable.
 fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
 impl Drop for Http {
     fn drop(&mut self) {
+        // The thread's future ends with the sender; then the thread can be joined.
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // It has said what went wrong.
+            // The thread logged its own error.
             let _ = thread.join();
         }
     }
 }
 
-/// All disks, and those that come.
+/// Enables measuring of all current and future disks.
 fn measure(registry: &Rc<Registry>) {
     let every = |registry: &Registry| {
         for running in registry.disks.all() {

@@ -1,10 +1,9 @@
-//! Which limits a disk or a group had, and from when until when: the lines that charts draw over
-//! what it did.
+//! Limits of a disk or a group over time: the lines that charts draw over its activity.
 //!
-//! Its own, else those of the nearest group above that has some, for operations and for bytes each.
-//! A change closes the line of each limit that is another now, and begins one. So there is memory
-//! for what changes alone, and of a second in which nothing does, nothing is kept. Past a fixed
-//! number of lines the oldest is forgotten: the one behind it stands for both.
+//! A line shows the object's own limit, else the limit of the nearest group above that has one,
+//! separately for operations and bytes. A change ends the line and begins a new one, so memory
+//! grows with changes, not with time. Beyond a fixed number of lines the oldest is dropped, and its
+//! successor is extended to the dropped line's begin.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -12,23 +11,23 @@ use api::{ActivityObject, LimitInterval};
 use policy::throttle::{LimitKind, Part, Setting};
 use serde_json::Value;
 
-/// Lines of one disk or group at most. Eight limits can be set at a time.
+/// Bound of the lines of one disk or group. At most eight limits are set at a time.
 const MOST: usize = 24;
-/// Lines that there is room for at a time: most have one or two.
+/// Growth of the allocation, in lines: most objects have one or two.
 const ROOM: usize = 4;
-/// The end of a line that goes on.
+/// End of a line that continues.
 const STILL: u64 = u64::MAX;
 
-/// A limit that charts draw.
+/// A limit to draw.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Drawn {
     setting: Setting,
-    /// The group above whose it is; none where it is its own.
+    /// Group above that has the limit; `None` for the object's own.
     of: Option<Arc<str>>,
     value: u64,
 }
 
-/// From a second since the Epoch until before another.
+/// Line from a second since the Epoch until before another.
 #[derive(Debug)]
 struct Line {
     drawn: Drawn,
@@ -36,11 +35,11 @@ struct Line {
     until: u64,
 }
 
-/// The latest lines, in the order in which they began.
+/// Recent lines, ordered by their begin.
 #[derive(Debug, Default)]
 pub(super) struct Lines(Vec<Line>);
 
-/// What charts draw of a disk or a group now.
+/// Limits to draw for a disk or a group now.
 pub(super) fn drawn(object: &ActivityObject, groups: &BTreeMap<Arc<str>, ActivityObject>) -> Vec<Drawn> {
     let above = |object: &ActivityObject| {
         let name = object.get("group")?.as_str()?;
@@ -61,7 +60,7 @@ pub(super) fn drawn(object: &ActivityObject, groups: &BTreeMap<Arc<str>, Activit
     [false, true].into_iter().flat_map(of_unit).collect()
 }
 
-/// Rates and rates of bursts that are set.
+/// Rates and burst rates that are set.
 fn limits(object: &ActivityObject) -> Vec<(LimitKind, Setting, u64)> {
     let all = object.get("limits").and_then(Value::as_object);
     let rate = |(name, value): (&String, &Value)| match Setting::from_name(name)? {
@@ -74,9 +73,10 @@ fn limits(object: &ActivityObject) -> Vec<(LimitKind, Setting, u64)> {
 }
 
 impl Lines {
-    /// What is drawn from this second on.
+    /// Records the limits that are in force from this second on.
     pub(super) fn add(&mut self, second: u64, drawn: Vec<Drawn>) {
         for line in self.0.iter_mut().filter(|line| line.until == STILL) {
+            // Changed or removed, or now covered by another group's limit.
             if !drawn.contains(&line.drawn) {
                 line.until = second;
             }
@@ -92,6 +92,7 @@ impl Lines {
         if self.0.len() >= MOST {
             self.forget_oldest();
         }
+        // Grows by few lines at a time: a vector would double.
         if self.0.len() == self.0.capacity() {
             self.0.reserve_exact(ROOM);
         }
@@ -99,6 +100,7 @@ impl Lines {
     }
 
     fn forget_oldest(&mut self) {
+        // Lines that continue are never dropped: they are the limits in force.
         let ended = self.0.iter().enumerate().filter(|(_, line)| line.until != STILL);
         let Some((place, _)) = ended.min_by_key(|(_, line)| line.until) else { return };
         let Line { drawn, from, until } = self.0.remove(place);
@@ -108,7 +110,7 @@ impl Lines {
         }
     }
 
-    /// Those that were there after that second, in milliseconds of a clock.
+    /// Lines that end after that second, converted by `clock_ms`.
     pub(super) fn tell(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Vec<LimitInterval> {
         let told = self.0.iter().filter(|line| line.until > after).map(|line| {
             let Drawn { setting, of, value } = &line.drawn;
@@ -123,7 +125,7 @@ impl Lines {
         told.collect()
     }
 
-    /// What all of them take beside this, in bytes, however many there are.
+    /// Bound of the allocation of all lines, in bytes.
     #[cfg(test)]
     pub(super) const MOST_BYTES: usize = MOST * size_of::<Line>();
 
@@ -148,7 +150,7 @@ mod tests {
         drawn(&object(json!({ "limits": limits })), &BTreeMap::new())
     }
 
-    /// Name, value, beginning and end, in seconds.
+    /// Name, value, begin and end, in seconds.
     fn told(lines: &Lines) -> Vec<(&'static str, u64, u64, Option<u64>)> {
         let all = lines.tell(0, |second| second).into_iter();
         all.map(|line| (line.name, line.value, line.start_ms, line.end_ms)).collect()
@@ -174,7 +176,7 @@ mod tests {
             ]
         );
         assert_eq!(lines.size_bytes(), one);
-        // What had ended is not of a later time.
+        // Lines that ended before that time are left out.
         assert_eq!(lines.tell(1000, |second| second).len(), 2);
     }
 
@@ -212,7 +214,7 @@ mod tests {
         let told = told(&lines);
         assert_eq!(told.len(), MOST);
         assert!(told.contains(&("bps-total", 5, 100, None)));
-        // The oldest that is known stands for those before it.
+        // The oldest known line is extended over those that were dropped.
         let first = told.iter().find(|(name, ..)| *name == "iops-total").unwrap();
         assert_eq!((first.1, first.2, first.3), (9_977, 100, Some(9_978)));
     }

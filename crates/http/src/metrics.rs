@@ -1,9 +1,9 @@
-//! `/metrics`: figures in the form that whoever asks prefers.
+//! `/metrics`, in the format that the client prefers.
 //!
-//! An answer is given again within [`FRESH`]: however many ask, there is little to do. It is
-//! written on a thread of its own and sent meanwhile: that of a thousand disks has eight megabytes,
-//! and everybody else would wait for it. While clients that read slowly have [`MOST_READ`] answers,
-//! whoever asks gets the last of them: each connection could hold another.
+//! A response is reused within [`FRESH`], so the load does not grow with the number of clients. It
+//! is written on a separate thread and sent meanwhile: for a thousand disks it has eight megabytes,
+//! and would delay all other requests. While slow clients hold [`MOST_READ`] responses, new clients
+//! receive the last one: otherwise each connection could hold its own.
 
 use std::{
     fmt::{self, Write as _},
@@ -38,12 +38,12 @@ use super::{
     snapshot::Snapshot,
 };
 
-/// Answers of one form that may be held at a time, with the one that is kept here.
+/// Bound of the responses in memory for each format, including the cached one.
 const MOST_READ: usize = 3;
 
 const INDEX: &str = "weir: its figures for Prometheus are at /metrics\n";
 
-/// Everything that can be asked for.
+/// Routes of `--metrics`.
 pub(super) fn router(desk: Arc<Desk>, cgroups: Option<Reader>) -> Router {
     let page = Page { desk, cgroups, given: Default::default() };
     Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
@@ -52,7 +52,7 @@ pub(super) fn router(desk: Arc<Desk>, cgroups: Option<Reader>) -> Router {
 struct Page {
     desk: Arc<Desk>,
     cgroups: Option<Reader>,
-    /// By [`Form`]. Locked while an answer is written.
+    /// Recent responses by [`Form`]. Locked while a response is written.
     given: [Arc<Mutex<Given>>; 3],
 }
 
@@ -67,6 +67,8 @@ async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response 
 
 impl Page {
     async fn answer(self: &Arc<Self>, form: Form) -> Result<Pieces, Silent> {
+        // The lock is owned by the writing thread, so that concurrent clients wait for this
+        // response.
         let mut given = Arc::clone(&self.given[form as usize]).lock_owned().await;
         if let Some(written) = given.again() {
             return Ok(written.into());
@@ -75,6 +77,7 @@ impl Page {
         let page = Arc::clone(self);
         let (mut sheet, pieces) = pieces::blank();
         spawn_blocking(move || {
+            // Formatting is work of milliseconds, too long for the thread that serves connections.
             if form.write(snapshot, page.cgroups.as_ref(), &mut sheet).is_some() {
                 given.keep(sheet.end());
             } else {
@@ -85,18 +88,19 @@ impl Page {
     }
 }
 
-/// Answers of one form that somebody may still be reading, the newest last.
+/// Responses of one format that clients may still be reading, the newest last.
 #[derive(Default)]
 struct Given(Vec<(Instant, Vec<Bytes>)>);
 
 impl Given {
-    /// The last, if it will do.
+    /// Last response, if it is fresh, or if there are too many to write another.
     fn again(&mut self) -> Option<Vec<Bytes>> {
         if let Some((at, last)) = self.0.last()
             && at.elapsed() < FRESH
         {
             return Some(last.clone());
         }
+        // A response that only this cache references is not being read.
         self.0.retain(|(_, pieces)| !pieces.iter().all(Bytes::is_unique));
         (self.0.len() >= MOST_READ).then(|| self.0.last().map(|(_, pieces)| pieces.clone()))?
     }
@@ -106,14 +110,14 @@ impl Given {
     }
 }
 
-/// How figures are written.
+/// Format of the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Form {
-    /// Prometheus's text format 0.0.4, for who says nothing.
+    /// Prometheus's text format 0.0.4, the default.
     Plain,
     /// OpenMetrics 1.0.
     Open,
-    /// Prometheus's messages, which alone have native histograms.
+    /// Prometheus's protobuf messages, the only format with native histograms.
     Messages,
 }
 
@@ -130,8 +134,8 @@ impl Form {
         }
     }
 
-    /// The one with the highest quality, the first of several; [`Form::Plain`] where none is asked
-    /// for (RFC 9110, section 12.5.1).
+    /// Format with the highest quality value, the first of equal ones; [`Form::Plain`] if none
+    /// matches (RFC 9110, section 12.5.1).
     fn preferred<'a>(accepted: impl Iterator<Item = &'a str>) -> Self {
         let mut best = (Self::Plain, 0.0);
         for range in accepted.flat_map(|line| line.split(',')) {
@@ -141,6 +145,7 @@ impl Form {
             let (mut proto, mut encoding) = ("", "");
             for (key, value) in parts.filter_map(|part| part.split_once('=')) {
                 match key.trim() {
+                    // A malformed quality value excludes the format.
                     "q" => quality = value.trim().parse().unwrap_or(0.0),
                     "proto" => proto = value.trim(),
                     "encoding" => encoding = value.trim(),
@@ -164,7 +169,7 @@ impl Form {
         best.0
     }
 
-    /// `None` where the form has no way to say it.
+    /// Writes all metrics. `None` if the format cannot express them.
     fn write(self, snapshot: Arc<Snapshot>, cgroups: Option<&Reader>, to: &mut Sheet) -> Option<()> {
         let cgroups = cgroups.map(Reader::read).unwrap_or_default().into();
         let families = Families { snapshot, process: Process::now(), cgroups };
@@ -176,29 +181,31 @@ impl Form {
                 let mut older = Older { to, line: String::new(), help: String::new() };
                 text::encode_registry(&mut older, &registry).ok()?;
             }
+            // One piece: the library encodes to a buffer only.
             Self::Messages => to.add(prometheus_protobuf::encode_to_vec(&registry).ok()?),
         }
         Some(())
     }
 }
 
-/// The older format, where the name of a family of counters is that of its samples, and units are
-/// not told: lines about families are other ones, and samples are the same.
+/// Converter from OpenMetrics to the older text format, in which counter families are named as
+/// their samples and units are absent. Samples are identical.
 ///
-/// It is written as it is told and not made of the whole of it: a second copy of nine megabytes
-/// took a fifth of a scrape.
+/// Converts while the text is written: a conversion of the complete text, nine megabytes, took a
+/// fifth of a scrape.
 struct Older<'a> {
     to: &'a mut Sheet,
-    /// About a family, as far as it is told.
+    /// Incomplete line about a family.
     line: String,
-    /// Comes before TYPE, which tells of what kind it is.
+    /// HELP line, which precedes TYPE, but needs the type for its name.
     help: String,
 }
 
 impl fmt::Write for Older<'_> {
-    /// A line about a family begins with a piece of its own.
+    /// The library writes the beginning of a line about a family as a separate piece.
     fn write_str(&mut self, piece: &str) -> fmt::Result {
         let is_about = piece.starts_with('#') && self.to.is_at_line();
+        // Samples are identical in both formats, so they pass unchanged.
         if self.line.is_empty() && !is_about {
             return self.to.write_str(piece);
         }
@@ -214,6 +221,7 @@ impl fmt::Write for Older<'_> {
 impl Older<'_> {
     fn tell(&mut self) -> fmt::Result {
         if self.line.starts_with("# HELP ") {
+            // Kept until the TYPE line with the suffix.
             mem::swap(&mut self.help, &mut self.line);
         } else if let Some(of) = self.line.strip_prefix("# TYPE ") {
             let (name, kind) = of.trim_end().rsplit_once(' ').unwrap_or((of, ""));
@@ -251,7 +259,7 @@ mod tests {
         let lengths: Vec<_> = readers.iter().map(length).collect();
         assert_eq!(lengths[..4], [1, 2, 3, 3]);
         assert!(lengths[3..].iter().all(|length| *length == 3));
-        // The first has read some of it, and then all: there is room for another.
+        // The first client has read a part, then all: there is room for another.
         readers[0].pop();
         assert_eq!(length(&ask(16)), 3);
         readers.remove(0);
@@ -266,7 +274,7 @@ mod tests {
         assert_eq!(Form::preferred(std::iter::empty()), Form::Plain);
         assert_eq!(form("*/*"), Form::Plain);
         assert_eq!(form("text/html, application/openmetrics-text"), Form::Open);
-        // What Prometheus 2.42 sends, without and with native histograms.
+        // Headers of Prometheus 2.42, without and with native histograms.
         let text = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
         assert_eq!(form(text), Form::Open);
         let messages = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited,application/openmetrics-text;version=1.0.0;q=0.8,*/*;q=0.1";

@@ -1,8 +1,8 @@
-//! Disks, groups and devices as the page and programs receive them: JSON objects with the activity
-//! of the last second.
+//! Disks, groups and devices for the page and the API: JSON objects with the activity of the last
+//! second.
 //!
-//! The types are those of `api`, and `openapi.json` describes them. Objects are kept as maps of
-//! their members, so that the stream can send those that changed.
+//! Their types are in `api` and described by `openapi.json`. Objects are stored as maps, so that
+//! the stream can send only changed members.
 
 use std::{
     array,
@@ -44,7 +44,7 @@ fn object(activity: &impl Serialize) -> ActivityObject {
     }
 }
 
-/// All there is, at one moment.
+/// All objects at one moment.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Objects {
     pub(super) time_ms: u64,
@@ -54,7 +54,7 @@ pub(super) struct Objects {
     pub(super) devices: BTreeMap<Arc<str>, ActivityObject>,
 }
 
-/// What has to be known of before, to tell of the last second.
+/// Previous readings, from which the activity of the last second is computed.
 #[derive(Debug, Default)]
 pub(super) struct Before {
     disks: HashMap<Arc<str>, DiskBefore>,
@@ -75,21 +75,21 @@ struct GroupBefore {
     wait_p99_ns: Option<u64>,
 }
 
-/// What is looked at once a second, since it is long: latencies, and what held a disk back.
+/// Values that are computed once a second, because they are large: latencies and throttle causes.
 #[derive(Debug, Default)]
 struct LastSecond {
-    /// Reads and writes by how long they took, modulo 2³²: half of what they are.
+    /// Reads and writes by latency bucket, modulo 2³², which halves the memory.
     counts: Vec<u32>,
-    /// Counts of requests by wait for limits.
+    /// Requests by bucket of throttle wait.
     waits: Vec<u32>,
-    /// By owner, limit and direction.
+    /// Throttled time by owner, limit and direction.
     held: Option<[u64; HELD]>,
     took: Took,
     wait_p99_ns: Option<u64>,
     held_longest: Option<(Whose, LimitKind)>,
 }
 
-/// Growth of a disk's counts in the last second, by bucket: of latencies and of waits.
+/// Growth of a disk's counts in the last second, by bucket of latency and of wait.
 #[derive(Clone, Debug, Default)]
 struct LastCounts {
     took: Vec<u64>,
@@ -105,7 +105,7 @@ impl LastCounts {
     }
 }
 
-/// How long the requests of a second took; none where that is not known.
+/// Latencies of a second's requests; `None` if unknown.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Took {
     p50_ns: Option<u64>,
@@ -113,7 +113,7 @@ struct Took {
     latencies: Option<Latencies>,
 }
 
-/// Bytes kept for each disk, at most: both counts have 135 buckets.
+/// Bound of the memory for each disk in bytes: both counts have 135 buckets.
 #[cfg(test)]
 pub(super) const MOST_OF_A_DISK: usize =
     size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;
@@ -124,8 +124,8 @@ pub(super) fn milliseconds(time: SystemTime) -> u64 {
 }
 
 impl Before {
-    /// Objects of what was taken, which is newer than all before; whether another second has begun
-    /// since then.
+    /// Computes the objects of a snapshot newer than all before. `is_another`: a new second has
+    /// begun.
     pub(super) fn tell(&mut self, snapshot: &Snapshot, is_another: bool) -> Objects {
         let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
         for export in &snapshot.exports {
@@ -141,11 +141,13 @@ impl Before {
         let mut of_groups: HashMap<&str, OfDisks> = HashMap::new();
         for figures in &snapshot.disks {
             let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
+            // Histograms are read once a second only: they are large.
             let grown = if is_another { before.last.look(figures) } else { None };
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
             let (activity, passed) = disk(figures, exports, &groups, before, snapshot.taken);
             objects.disks.insert(Arc::clone(&figures.name), object(&activity));
             let own = groups.get(&*figures.group).copied();
+            // A disk counts for its group and for all groups above it.
             for group in std::iter::successors(own, |group| groups.get(group.parent.as_deref()?).copied()) {
                 of_groups.entry(&group.name).or_default().add(&passed, grown.as_ref());
             }
@@ -165,7 +167,7 @@ impl Before {
             let before = self.devices.entry(Arc::clone(&name)).or_default();
             objects.devices.insert(name, object(&device(figures, before, snapshot.taken)));
         }
-        // What is gone begins anew if it comes again.
+        // A disk that is removed and added again starts without history.
         self.disks.retain(|name, _| objects.disks.contains_key(name));
         self.groups.retain(|name, _| objects.groups.contains_key(name));
         self.devices.retain(|name, _| objects.devices.contains_key(name));
@@ -173,18 +175,18 @@ impl Before {
     }
 }
 
-/// With three decimals.
+/// Rounds to three decimals.
 fn ratio(value: f64) -> Number {
     rounded((value * 1000.0).round() / 1000.0)
 }
 
-/// What disks have done. A limit that is set on none of them counts nothing, so what a group has
-/// let pass is told of its disks and not of its own counters.
+/// Requests of disks. A limit that is set on no disk has no counters, so the counters of
+/// a group are those of its disks.
 #[derive(Clone, Copy, Debug, Default)]
 struct Passed {
     totals: Totals,
     per_second: [f64; 4],
-    /// The part of the last second in which some request was held back.
+    /// Share of the last second during which some request was throttled.
     held: f64,
 }
 
@@ -201,12 +203,12 @@ impl Passed {
             *sum = sum.saturating_add(more);
         }
         self.per_second.iter_mut().zip(other.per_second).for_each(|(sum, more)| *sum += more);
-        // Of two that are, nobody knows whether it was at one time.
+        // A lower bound: whether two disks were throttled at the same time is unknown.
         self.held = self.held.max(other.held);
     }
 }
 
-/// What the disks in and below a group have done.
+/// Requests of the disks in and below a group.
 #[derive(Debug, Default)]
 struct OfDisks {
     passed: Passed,
@@ -222,7 +224,7 @@ impl OfDisks {
     }
 }
 
-/// Of counters in this order: operations, then bytes; reads, then writes.
+/// Rates of counters in this order: operations, bytes; of each reads, writes.
 fn per_second<const N: usize>(growth: Option<&Growth<N>>) -> [f64; 4] {
     array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
 }
@@ -241,6 +243,7 @@ fn disk(
 ) -> (DiskActivity, Passed) {
     let DiskFigures { totals, errors, throttle: ThrottleFigures { stats, .. }, .. } = figures;
     let prefetch = figures.prefetch.as_ref();
+    // Partial hits and skipped reads count as misses: the client waited for the device.
     let hits = prefetch.map_or([0; 2], |stats| {
         [stats.hits, stats.misses.saturating_add(stats.partial_hits).saturating_add(stats.skipped)]
     });
@@ -260,8 +263,9 @@ fn disk(
     ];
     let growth = before.totals.look(now, counts);
     let waiting: usize = stats.waiting.iter().sum();
+    // Reads and writes may be throttled at the same time, so the larger share counts.
     let waited = growth.map_or(0.0, |growth| growth.share_of_time(4).max(growth.share_of_time(5)));
-    // What waits for longer than a second has not been counted yet.
+    // A wait is counted when it ends. A longer one shows as waiting requests without progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let held = if is_stuck { 1.0 } else { waited };
     let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()), held };
@@ -317,6 +321,7 @@ fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now:
         latency_p99_ns: before.took.p99_ns,
         wait_p99_ns: before.wait_p99_ns,
     };
+    // `binding` keeps the last cause, so it is shown only if time was added in this second.
     let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
     let cause = figures.throttle.stats.binding.filter(|_| has_waited).map(|kind| ThrottleCause {
         of: "group",
@@ -352,7 +357,7 @@ fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Devi
     }
 }
 
-/// What disks and groups have in common.
+/// Members that disks and groups share.
 fn member(
     group: Option<String>,
     latencies: LatencyPercentiles,
@@ -395,7 +400,7 @@ fn member(
     }
 }
 
-/// Those that are set, by their own names.
+/// Set limits, by name.
 fn set(limits: &Limits) -> LimitValues {
     let is_set = |setting: &&Setting| match setting {
         Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
@@ -405,7 +410,7 @@ fn set(limits: &Limits) -> LimitValues {
     Setting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
-/// How full the fullest bucket is; none without limits.
+/// Level of the fullest bucket; `None` without limits.
 fn bucket_level(stats: &Stats) -> Option<f64> {
     stats.levels.iter().flatten().map(Level::ratio).max_by(f64::total_cmp)
 }
@@ -426,7 +431,7 @@ const fn limit_name(kind: LimitKind) -> &'static str {
 
 const HELD: usize = Whose::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
 
-/// By owner, limit and direction.
+/// Throttled time by owner, limit and direction.
 fn held(figures: &DiskFigures) -> [u64; HELD] {
     let mut all = [0; HELD];
     let each = Whose::ALL.into_iter().flat_map(|whose| {
@@ -440,7 +445,7 @@ fn held(figures: &DiskFigures) -> [u64; HELD] {
     all
 }
 
-/// The limit that held it back longest in the last second, or that it waits for now.
+/// Limit that throttled the disk longest in the last second, else the limit that it waits for now.
 fn throttle_cause(
     figures: &DiskFigures,
     groups: &HashMap<&str, &GroupFigures>,
@@ -454,6 +459,7 @@ fn throttle_cause(
             Whose::Above => {
                 let above =
                     std::iter::successors(group, |group| groups.get(group.parent.as_deref()?).copied());
+                // The first group above that is throttled, else the nearest one.
                 let mut above = above.skip(1);
                 let first = above.clone().next();
                 above.find(|group| group.throttle.stats.binding.is_some()).or(first)
@@ -488,7 +494,7 @@ fn throttle_cause(
 }
 
 impl LastSecond {
-    /// What has been counted since the look before; none of the first.
+    /// Growth since the previous call; `None` for the first.
     fn look(&mut self, figures: &DiskFigures) -> Option<LastCounts> {
         let measures = &figures.measures;
         let took = grown(&mut self.counts, [Timed::Read, Timed::Write].map(|of| measures.latency(of)));
@@ -499,6 +505,7 @@ impl LastSecond {
         self.held_longest = self.held.replace(now).and_then(|before| {
             let grown = counter::growths(&before, &now)?;
             let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
+            // The index counts directions fastest, then limits, then owners.
             let place = (ns > 0).then_some(place / Direction::ALL.len())?;
             Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
         });
@@ -506,27 +513,28 @@ impl LastSecond {
     }
 }
 
-/// Time that 99 of 100 requests waited at most, of their counts by bucket; 0 in the first bucket,
-/// which has those that did not wait. `None` where there were no requests.
+/// 99th percentile of the wait, from counts by bucket. 0 in the first bucket, which holds requests
+/// that did not wait; `None` without requests.
 fn wait_p99_ns(counts: &[u64]) -> Option<u64> {
     let (_, first_at_most_ns) = Spread::bounds_ns(0);
     let p99_ns = Spread::rank_ns(counts, 0.99)?;
     Some(if Some(p99_ns) > first_at_most_ns { p99_ns } else { 0 })
 }
 
-/// Growth of both together since the counts of the look before, which they replace. None of the
-/// first look, and none where another disk of the same name has counted since.
+/// Growth of reads and writes together since the previous counts, which are replaced. `None` for
+/// the first call, and after another disk of the same name took over the counters.
 fn grown(before: &mut Vec<u32>, [reads, writes]: [Spread; 2]) -> Option<Vec<u64>> {
     let sums = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let now: Vec<u32> = sums.map(|count| count as u32).collect();
     let before = std::mem::replace(before, now.clone());
     let both = before.iter().zip(&now);
     let grown = both.map(|(before, now)| counter::growth_of_32_bits((*before).into(), (*now).into()));
+    // Empty at the first call.
     if before.is_empty() { None } else { grown.collect() }
 }
 
 impl Took {
-    /// Of so many by how long they took.
+    /// Percentiles of these counts.
     fn of(grown: Option<&[u64]>) -> Self {
         let rank = |part| grown.and_then(|grown| Spread::rank_ns(grown, part));
         let latencies = grown.map(|grown| {
@@ -543,7 +551,7 @@ impl Took {
 }
 
 impl Before {
-    /// How many requests of a disk or a group took how long in the last second.
+    /// Latencies of a disk's or group's requests in the last second.
     pub(super) fn latencies(&self, of: Of, name: &str) -> Option<&Latencies> {
         let took = match of {
             Of::Disk => self.disks.get(name).map(|disk| &disk.last.took),
@@ -553,7 +561,7 @@ impl Before {
     }
 }
 
-/// A disk's or a group's second, of what is told of it.
+/// Sample of a disk or group for the history.
 pub(super) fn sample(object: &ActivityObject) -> Sample {
     let number = |key: &str| object.get(key).and_then(Value::as_f64);
     let within = |key: &str| object.get(key)?.get("hit-rate")?.as_f64();
@@ -592,7 +600,7 @@ mod tests {
             kept: None,
         };
         assert_eq!((bucket_level(&stats), buckets(&stats).len()), (None, 0));
-        // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst's own rate.
+        // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst rate.
         stats.tokens[LimitKind::IopsTotal.index()] = Some(0);
         let level = Level { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
         stats.levels[LimitKind::IopsTotal.index()] = Some(level);
@@ -632,7 +640,7 @@ mod tests {
         };
         let grown = |took| LastCounts { took, waited: vec![0; buckets] };
         let mut of_disks = OfDisks::default();
-        // Nothing is known of a disk that has just come.
+        // The growth of a new disk is unknown.
         of_disks.add(&Passed::default(), None);
         assert!(of_disks.grown.is_none());
         let (short, long) = (20, 60);

@@ -1,6 +1,6 @@
-//! A connection whose client has so long to take what it was sent, and no longer.
+//! A connection that fails if its client does not read for too long.
 //!
-//! Nothing is timed while nothing waits to be sent: a client may think as long as it is let.
+//! Time counts only while data waits to be sent: an idle client is not limited here.
 
 use std::{
     future::Future as _,
@@ -17,13 +17,13 @@ use tokio::{
 
 use super::connections::Stream;
 
-/// How long a client may read nothing of what waits for it.
+/// Time that a client may leave data unread.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(super) struct Patient {
     stream: Box<dyn Stream>,
     patience: Duration,
-    /// While something waits.
+    /// Set while data waits to be sent.
     until: Option<Pin<Box<Sleep>>>,
 }
 
@@ -32,8 +32,9 @@ impl Patient {
         Self { stream, patience: PATIENCE, until: None }
     }
 
-    /// What an attempt to send came to, or that it has come to nothing for too long.
+    /// Returns the result of a write, or fails after a stall of `patience`.
     fn judge<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        // Progress of any size resets the timer.
         if sent.is_ready() {
             self.until = None;
             return sent;
@@ -74,7 +75,7 @@ impl AsyncWrite for Patient {
         self.judge(context, sent)
     }
 
-    /// Where it is not, all that is sent is copied once more.
+    /// Forwarded: without vectored writes hyper copies all data once more.
     fn is_write_vectored(&self) -> bool {
         self.stream.is_write_vectored()
     }
@@ -98,7 +99,7 @@ mod tests {
 
     use super::*;
 
-    /// Writes until nothing more goes in, or until it is given up.
+    /// Writes until the socket is full, or until the connection fails.
     async fn fill(patient: &mut Patient) -> io::Result<()> {
         poll_fn(|context| {
             loop {
@@ -121,7 +122,7 @@ mod tests {
                 Patient { patience: Duration::from_secs(86_400), ..Patient::new(Box::new(ours)) };
             fill(&mut patient).await.unwrap();
             assert!(patient.until.is_some());
-            // Reading a little is enough to be given all the time again.
+            // Any progress of the client restarts the timeout.
             let mut bytes = [0; 65_536];
             theirs.readable().await.unwrap();
             while theirs.try_read(&mut bytes).is_ok() {}

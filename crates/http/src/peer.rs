@@ -1,27 +1,28 @@
-//! Who asks, as far as the kernel knows: an address, or a user of this host.
+//! Identity of a client as the kernel reports it: an address, or a user of this host.
 //!
-//! Never what a client says of itself.
+//! Never uses a client's own claims.
 
 use std::{
     fmt,
     net::{IpAddr, Ipv4Addr},
 };
 
-/// Who asks; every request has it.
+/// Identity of a client. Every request carries it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Peer {
     Address(IpAddr),
-    /// Over a Unix socket: the user, as the kernel knows it (unix(7), SO_PEERCRED).
+    /// User of a Unix socket's peer (unix(7), SO_PEERCRED).
     User(Option<u32>),
 }
 
 impl Peer {
-    /// Whom bounds count: of IPv6 a network, and all of this host's own addresses, as one may have
-    /// all of them.
+    /// Unit of the bounds for clients: the /64 network for IPv6, and one for all loopback
+    /// addresses, since one client may use all addresses of either.
     pub(super) fn source(self) -> Self {
         match self {
             Self::Address(address) if address.is_loopback() => Self::Address(Ipv4Addr::LOCALHOST.into()),
             Self::Address(IpAddr::V6(v6)) => {
+                // The upper 64 bits: the smallest network that a site receives.
                 Self::Address(IpAddr::V6((v6.to_bits() & !u128::from(u64::MAX)).into()))
             }
             other => other,

@@ -1,11 +1,11 @@
-//! A long answer in pieces: sent while the rest is still being written, then kept for others.
+//! A long response in pieces, sent while the rest is still being written, then shared.
 //!
 //! ```text
-//!   a thread that writes ─► Sheet ─┬─► Pieces ─► who asked first, as it is written
-//!                                  └─► Vec<Bytes> ─► Pieces ─► who asks next, from its beginning
+//!   writing thread ─► Sheet ─┬─► Pieces ─► the first client, while it is written
+//!                            └─► Vec<Bytes> ─► Pieces ─► later clients, from the beginning
 //! ```
 //!
-//! A connection copies what it sends: by pieces it never holds a second copy of the whole.
+//! A connection copies what it sends. With pieces it never copies the whole response.
 
 use std::{
     collections::VecDeque,
@@ -18,12 +18,12 @@ use axum::body::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc;
 
-/// Bytes of a piece, and a line more: what a socket takes at a time.
+/// Size of a piece in bytes, without its last line: about the size of a socket buffer.
 const PIECE: usize = 64 << 10;
-/// Most lines are shorter.
+/// Reserve for the last line of a piece; most are shorter.
 const LINE: usize = 1 << 10;
 
-/// An empty sheet, and what whoever asked for it reads meanwhile.
+/// Creates an empty sheet and the body that reads it.
 pub(super) fn blank() -> (Sheet, Pieces) {
     let (reader, rest) = mpsc::unbounded_channel();
     (
@@ -32,29 +32,29 @@ pub(super) fn blank() -> (Sheet, Pieces) {
     )
 }
 
-/// Where an answer is written, line by line. Dropped before its [`Self::end`], it is a broken one.
+/// Buffer of a response, written line by line. Dropped before [`Self::end`] it fails the response.
 pub(super) struct Sheet {
     text: String,
     written: Vec<Bytes>,
-    /// The last is none.
+    /// Pieces for the reader; `None` marks the end.
     reader: mpsc::UnboundedSender<Option<Bytes>>,
 }
 
 impl Sheet {
-    /// Whether a line begins here.
+    /// True at the beginning of a line.
     pub(super) fn is_at_line(&self) -> bool {
         self.text.as_bytes().last().is_none_or(|last| *last == b'\n')
     }
 
-    /// A piece of its own.
+    /// Appends a separate piece.
     pub(super) fn add(&mut self, piece: impl Into<Bytes>) {
         let piece = piece.into();
-        // Whoever asked may have gone, and others may come.
+        // The first client may have disconnected; later clients use the pieces.
         let _ = self.reader.send(Some(piece.clone()));
         self.written.push(piece);
     }
 
-    /// All of it.
+    /// Completes the response and returns its pieces.
     pub(super) fn end(mut self) -> Vec<Bytes> {
         self.hand_over();
         let _ = self.reader.send(None);
@@ -63,6 +63,7 @@ impl Sheet {
 
     fn hand_over(&mut self) {
         if !self.text.is_empty() {
+            // Allocated at full size: growing it would copy each piece.
             let next = String::with_capacity(PIECE + LINE);
             let piece = std::mem::replace(&mut self.text, next);
             self.add(piece);
@@ -73,6 +74,7 @@ impl Sheet {
 impl fmt::Write for Sheet {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         self.text.push_str(text);
+        // Only at a line end: `Older` looks for the beginning of a line.
         if self.text.len() >= PIECE && text.ends_with('\n') {
             self.hand_over();
         }
@@ -80,10 +82,10 @@ impl fmt::Write for Sheet {
     }
 }
 
-/// What one who asked is sent.
+/// Body of a response to one client.
 pub(super) struct Pieces {
     ready: VecDeque<Bytes>,
-    /// What is not written yet.
+    /// Receiver of pieces that are not written yet.
     rest: Option<mpsc::UnboundedReceiver<Option<Bytes>>>,
 }
 
@@ -104,10 +106,11 @@ impl Body for Pieces {
         if let Some(piece) = self.ready.pop_front() {
             return Poll::Ready(Some(Ok(Frame::data(piece))));
         }
+        // A shared response is complete.
         let Some(rest) = &mut self.rest else { return Poll::Ready(None) };
         let piece = match ready!(rest.poll_recv(context)) {
             Some(piece) => piece.map(|piece| Ok(Frame::data(piece))),
-            // The connection breaks: so a client sees that it has half of it.
+            // An error aborts the connection, so that the client notices the truncation.
             None => Some(Err(io::ErrorKind::UnexpectedEof.into())),
         };
         Poll::Ready(piece)
@@ -115,6 +118,7 @@ impl Body for Pieces {
 
     fn size_hint(&self) -> SizeHint {
         match self.rest {
+            // Length unknown while it is written: sent with chunked encoding.
             Some(_) => SizeHint::default(),
             None => SizeHint::with_exact(self.ready.iter().map(|piece| piece.len() as u64).sum()),
         }
@@ -152,7 +156,7 @@ mod tests {
                 expect.push_str(part);
             }
         }
-        // At the end of a line, so that one can tell where one begins.
+        // Pieces end at a line end, so that the writer can recognize the beginning of a line.
         assert!(matches!(next(&mut pieces), Poll::Ready(Some(Ok(piece))) if piece == expect));
         assert!(next(&mut pieces).is_pending() && sheet.is_at_line());
         sheet.write_str("the last").unwrap();

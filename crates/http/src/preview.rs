@@ -1,11 +1,11 @@
-//! What the last minutes would have felt under other limits, before anybody sets them.
+//! Replays the last minutes under other limits before they are set.
 //!
 //! ```text
-//!   body ─► main thread: the settings that there would be, by the rules of a change
-//!        ─► a thread that runs where nobody else wants to: recording's last minutes ─► simulator::preview
+//!   body ─► main thread: settings after the change, by the rules of a change
+//!        ─► a thread of lowest priority: recording of the last minutes ─► simulator::preview
 //! ```
 //!
-//! One at a time: who asks again is answered, and the one before is not. Nothing is changed.
+//! One at a time: a newer request cancels the running one. Never changes a setting.
 
 use std::{rc::Rc, sync::Arc, time::Duration};
 
@@ -35,7 +35,7 @@ use super::{
     site::Site,
 };
 
-/// How long somebody waits for it.
+/// Time that a client waits for the result.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(super) async fn preview(
@@ -73,7 +73,7 @@ pub(super) async fn preview(
     })
 }
 
-/// `None` without requests.
+/// Figures of a result; `None` without requests.
 fn figures(felt: &Felt) -> Option<PreviewFigures> {
     (felt.requests() > 0).then(|| PreviewFigures {
         iops: rounded(felt.operations_per_second()),
@@ -86,10 +86,10 @@ fn figures(felt: &Felt) -> Option<PreviewFigures> {
     })
 }
 
-/// On the main thread: what there would be.
+/// Computes the settings after a change, on the main thread.
 ///
 /// # Errors
-/// As of the change itself.
+/// Returns the errors of the change itself.
 pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refused> {
     let Wanted { of, name, settings, .. } = wanted;
     let unknown = |refused: control::registry::Refused| Refused::Unknown(refused.to_string());
@@ -102,9 +102,12 @@ pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refus
             let after = changed(GroupSettings { limits, share, watermark })?;
             let group = disk.disk.throttle().group();
             let mut then = match group {
+                // All disks that share limits with this one affect its latency, so all are
+                // replayed.
                 Some(group) => Family::of(&registry.groups.all(), &outermost(&group)).with(&disks),
                 None => Family::default().with(&[disk]),
             };
+            // All disks of the tree are replayed, but only this one is reported.
             then.of.retain(|place| then.disks[*place].name == name);
             for place in &then.of {
                 then.disks[*place].settings = of_disk(after);
@@ -119,6 +122,7 @@ pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refus
             let place = then.groups.iter().position(|known| known.name == name);
             if let Some(place) = place {
                 then.groups[place].settings = of_disk(after);
+                // A change of a group is reported for the disks below it.
                 let is_below = |disk: &DiskThen| {
                     std::iter::successors(disk.group, |group| then.groups[*group].parent)
                         .any(|group| group == place)
@@ -141,7 +145,7 @@ fn outermost(group: &Arc<Group>) -> Arc<Group> {
         .unwrap_or_else(|| Arc::clone(group))
 }
 
-/// Groups that lie in one, each behind the one it lies in.
+/// Groups of one tree, each after its parent, with the parent's index.
 #[derive(Default)]
 struct Family(Vec<(Arc<Group>, Option<usize>)>);
 
@@ -152,13 +156,14 @@ impl Family {
         while let Some((parent, _)) = family.get(at).cloned() {
             let is_inside =
                 |group: &&Arc<Group>| group.parent().is_some_and(|above| Arc::ptr_eq(above, &parent));
+            // Breadth first, so that parents precede their children.
             family.extend(groups.iter().filter(is_inside).map(|group| (Arc::clone(group), Some(at))));
             at += 1;
         }
         Self(family)
     }
 
-    /// With its disks; of no group, with those that are in none.
+    /// Adds the groups' disks; without groups, the disks that belong to none.
     fn with(self, disks: &[Rc<RunningDisk>]) -> Then {
         let place = |group: &Arc<Group>| self.0.iter().position(|(known, _)| Arc::ptr_eq(known, group));
         let then = |running: &Rc<RunningDisk>| {

@@ -1,6 +1,6 @@
-//! The thread that looks what would have been: one at a time, and with what time others leave.
+//! The thread that computes previews: one at a time, at the lowest priority.
 //!
-//! What is to be looked at is copied there, so that there is one copy, however many ask at once.
+//! The recording is copied on that thread, so only one copy exists, however many clients ask.
 
 use std::{
     sync::{
@@ -18,12 +18,12 @@ use tokio::sync::oneshot;
 
 use super::desk::Then;
 
-/// Requests that are gone through, the latest: a second's work.
+/// Most recent requests to replay: about a second of computation.
 const MOST_REQUESTS: usize = 300_000;
 
 pub(super) struct Previews {
     desk: Arc<Desk>,
-    /// Started when somebody asks first.
+    /// Started by the first preview.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -36,7 +36,7 @@ struct Desk {
 #[derive(Default)]
 struct Next {
     job: Option<Job>,
-    /// Of the one that runs.
+    /// Cancels the running job.
     stop: Arc<AtomicBool>,
     is_over: bool,
 }
@@ -47,22 +47,22 @@ struct Job {
     tell: oneshot::Sender<anyhow::Result<Outcome>>,
 }
 
-/// What came of one.
+/// Result of a preview.
 pub(super) struct Outcome {
-    /// Over so much time.
+    /// Length of the replayed recording.
     pub(super) past: Duration,
     pub(super) was: Felt,
     pub(super) would: Felt,
 }
 
-/// Whoever asks. It is over when this goes.
+/// Handle of a requested preview. Dropping it cancels the preview.
 pub(super) struct Asked {
     stop: Arc<AtomicBool>,
     told: oneshot::Receiver<anyhow::Result<Outcome>>,
 }
 
 impl Asked {
-    /// None where another was asked for meanwhile.
+    /// Result; `None` if a newer preview replaced this one.
     pub(super) async fn told(&mut self) -> Option<anyhow::Result<Outcome>> {
         (&mut self.told).await.ok()
     }
@@ -80,12 +80,13 @@ impl Previews {
         Self { desk, thread: Mutex::default() }
     }
 
-    /// Begins one, in the place of one that runs or waits.
+    /// Starts a preview, which replaces a running or waiting one.
     pub(super) fn begin(&self, then: Then) -> anyhow::Result<Asked> {
         self.start()?;
         let stop = Arc::new(AtomicBool::new(false));
         let (tell, told) = oneshot::channel();
         let mut next = self.desk.next();
+        // Relaxed: the flag guards no data. The job polls it.
         next.stop.store(true, Relaxed);
         next.job = Some(Job { then, stop: Arc::clone(&stop), tell });
         self.desk.is_other.notify_one();
@@ -94,6 +95,7 @@ impl Previews {
 
     fn start(&self) -> anyhow::Result<()> {
         let mut thread = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        // Also restarts a thread that panicked.
         if thread.as_ref().is_none_or(JoinHandle::is_finished) {
             let desk = Arc::clone(&self.desk);
             let started = thread::Builder::new().name("preview".to_owned()).spawn(move || {
@@ -126,22 +128,25 @@ impl Desk {
         self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What is asked for next; none at the end.
+    /// Next job; `None` at the end.
     fn job(&self) -> Option<Job> {
         let next = self.next();
         let waits = |next: &mut Next| next.job.is_none() && !next.is_over;
         let mut next = self.is_other.wait_while(next, waits).unwrap_or_else(PoisonError::into_inner);
+        // After the end a waiting job is dropped, which fails its receiver.
         let job = next.job.take().filter(|_| !next.is_over)?;
         next.stop = Arc::clone(&job.stop);
         Some(job)
     }
 
     fn look(&self, Job { mut then, stop, tell }: Job) {
+        // The client disconnected while the job waited.
         if stop.load(Relaxed) {
             return;
         }
         let names: Vec<Arc<str>> = then.disks.iter().map(|disk| disk.name.as_str().into()).collect();
         let now = reactor::real_time();
+        // Copied here: the recording continues meanwhile.
         let (since, past) = self.recent.tell(&names, now, MOST_REQUESTS);
         let mut was = Felt::default();
         for (place, (disk, past)) in then.disks.iter_mut().zip(past).enumerate() {
@@ -152,10 +157,11 @@ impl Desk {
         }
         let felt = match replay(&then.groups, &then.disks, &stop) {
             Ok(Some(felt)) => Ok(felt),
+            // Cancelled: the dropped sender is the answer.
             Ok(None) => return,
             Err(error) => Err(error),
         };
-        // Whoever asked may have gone.
+        // The client may have disconnected.
         let _ = tell.send(felt.map(|felt| {
             let mut would = Felt::default();
             then.of.iter().filter_map(|place| felt.get(*place)).for_each(|felt| would.add(felt));
@@ -164,10 +170,10 @@ impl Desk {
     }
 }
 
-/// The nicest there is (sched(7)).
+/// Lowest priority (sched(7)).
 const NICE: i32 = 19;
 
-/// From now on this thread has what time others leave. It is this thread's alone: setpriority(2).
+/// Lowers the priority of this thread. On Linux it applies to the thread alone: setpriority(2).
 fn give_way() {
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
         tracing::debug!(%error, "a preview has as much time as other threads");
@@ -188,7 +194,7 @@ mod tests {
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
         let told = runtime.block_on(asked.last_mut().unwrap().told()).unwrap().unwrap();
         assert_eq!(told.would.requests(), 0);
-        // Nobody else is left waiting.
+        // All replaced previews end.
         for asked in &mut asked[..49] {
             let _ = runtime.block_on(asked.told());
         }

@@ -1,11 +1,12 @@
-//! The process as the kernel sees it, by the names that Prometheus's own libraries use.
+//! Metrics of the process from `/proc`, by the names of Prometheus's client libraries.
 //!
-//! Read where it is told, and not on the main thread: with many threads and descriptors it takes a
-//! while. What cannot be read is left out.
+//! Read on the thread that reports them, not on the main thread: with many threads and descriptors
+//! it takes time. Unreadable values are left out.
 
 use std::{fs, path::Path, time::Duration};
 
-/// USER_HZ is 100 on every architecture of Rust on Linux (include/uapi/asm-generic/param.h).
+/// Clock tick: USER_HZ is 100 on every architecture that Rust supports on Linux
+/// (include/uapi/asm-generic/param.h).
 const TICK: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Default)]
@@ -14,7 +15,7 @@ pub(super) struct Process {
     pub(super) resident_bytes: Option<u64>,
     pub(super) virtual_bytes: Option<u64>,
     pub(super) open_descriptors: Option<u64>,
-    /// Of those threads that are there as long as the daemon, each with its name.
+    /// Processor time of long-lived threads, by name.
     pub(super) threads: Vec<(String, Duration)>,
 }
 
@@ -30,6 +31,7 @@ impl Process {
         let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
         let mut threads: Vec<_> = tasks.filter_map(|task| thread(&task.path())).collect();
         threads.sort();
+        // Threads of equal name count as one.
         threads.dedup_by(|(name, more), (same, sum)| {
             let is_same = name == same;
             if is_same {
@@ -47,16 +49,17 @@ impl Process {
     }
 }
 
-/// A worker, the main thread or the one that answers; the others come and go.
+/// Name and processor time of a thread, if it is long-lived.
 fn thread(path: &Path) -> Option<(String, Duration)> {
     let (name, cpu) = times(&fs::read_to_string(path.join("stat")).ok()?)?;
+    // The main thread's name is the program's, so it is recognized by its id.
     let is_main = path.file_name()?.to_str()?.parse() == Ok(std::process::id());
     let name = if is_main { "main".to_owned() } else { name };
     (is_main || name.starts_with("worker ") || name == "http" || name == "cgroups").then_some((name, cpu))
 }
 
-/// The name and the processor time of what such a file is of: proc_pid_stat(5), fields 2, 14 and
-/// 15. A name ends at the last parenthesis.
+/// Name and processor time in a stat file: proc_pid_stat(5), fields 2, 14 and 15. The name ends at
+/// the last parenthesis.
 fn times(stat: &str) -> Option<(String, Duration)> {
     let (_, rest) = stat.split_once(" (")?;
     let (name, rest) = rest.rsplit_once(") ")?;

@@ -1,8 +1,8 @@
-//! What the members of a body say, before anybody asks whether it is allowed: each once, and texts
-//! as the numbers that `weir throttle` has of them.
+//! Parsing of a request body's members: each key once, and strings as numbers, as in
+//! `weir throttle`.
 //!
-//! A text of which a limit would be made that nobody meant, such as `"0.4"` operations, is refused
-//! and never rounded: 0 is no limit.
+//! A string that would become an unintended limit, such as `"0.4"` operations, is rejected and
+//! never rounded: 0 means no limit.
 
 use std::fmt;
 
@@ -11,7 +11,7 @@ use policy::throttle::Setting;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::{Value, json};
 
-/// The members of an object, in their order.
+/// Members of a JSON object, in order.
 pub(super) struct Members(pub(super) Vec<(String, Value)>);
 
 impl<'de> Deserialize<'de> for Members {
@@ -28,7 +28,7 @@ impl<'de> Deserialize<'de> for Members {
             fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
                 let mut members: Vec<(String, Value)> = Vec::new();
                 while let Some((key, value)) = map.next_entry::<String, Value>()? {
-                    // Which of the two was meant, nobody knows. A body is short.
+                    // Ambiguous, so it is an error. A linear search is enough for a short body.
                     if members.iter().any(|(before, _)| *before == key) {
                         return Err(A::Error::custom(format!("{key:?} is there twice")));
                     }
@@ -42,11 +42,10 @@ impl<'de> Deserialize<'de> for Members {
     }
 }
 
-/// A text as its number, and a whole number as one, however it is written; anything else stays as
-/// it is.
+/// Converts strings and whole floating-point numbers to integers; returns other values unchanged.
 ///
 /// # Errors
-/// The rule that the text breaks.
+/// Returns the rule that the string breaks.
 pub(super) fn number(key: &str, value: Value) -> Result<Value, String> {
     let text = match value {
         Value::String(text) => text,
@@ -56,6 +55,7 @@ pub(super) fn number(key: &str, value: Value) -> Result<Value, String> {
         }
         other => return Ok(other),
     };
+    // Sizes accept units (`10M`), counts do not.
     let is_size = key == "bps-reservation" || Setting::from_name(key).is_some_and(Setting::is_size);
     let read = if is_size { settings::size(&text) } else { settings::count(&text) };
     read.map(|number| json!(number)).map_err(|rule| format!("{key}={text} {rule}"))

@@ -1,37 +1,37 @@
-//! One second of a disk, or of a group, in nine bytes.
+//! One second of a disk or a group, packed into nine bytes.
 //!
 //! | | bits | steps |
 //! | --- | --- | --- |
 //! | operations and bytes per second, read and written | 9 each | 2 and 4 % |
-//! | latency, median and 99th percentile | 7 each | 18 %, as histograms have it |
-//! | requests that wait | 6 | 25 % |
+//! | latency, median and 99th percentile | 7 each | 18 %, as in histograms |
+//! | waiting requests | 6 | 25 % |
 //! | ratios: waits, bucket, read-ahead, cache | 4 each | finest near 0 and 1 |
 //!
-//! Numbers are kept by their logarithms, so that an error is a part of the value. What is not known
-//! is told from 0. A figure that is shown is at most half a step off.
+//! Numbers are stored as logarithms, so that the error is relative: at most half a step. Unknown
+//! differs from 0.
 
 use std::array;
 
 use block::measures::ROUND_BOUNDS_NS;
 use serde_json::Number;
 
-/// What is known of one second; none where it is not.
+/// Values of one second; `None` if unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub(super) struct Sample {
-    /// Per second: operations read and written, bytes read and written.
+    /// Operations read and written, then bytes read and written, per second.
     pub(super) rates: [Option<f64>; 4],
-    /// Nanoseconds: median, 99th percentile.
+    /// Median and 99th percentile, in nanoseconds.
     pub(super) latency_ns: [Option<f64>; 2],
     pub(super) waiting: Option<f64>,
-    /// Waits, bucket's level, prefetch's and cache's hits.
+    /// Share of time throttled, bucket level, hits of read-ahead and of the L2 cache.
     pub(super) ratios: [Option<f64>; 4],
 }
 
-/// Requests by how long they took: no longer than a bound, and the rest.
+/// Number of latency buckets: one for each bound, and one above.
 pub(super) const ROWS: usize = BOUNDS.len() + 1;
-/// How many took how long.
+/// Number of requests in each latency bucket.
 pub(super) type Latencies = [u32; ROWS];
-/// Up to 5 s.
+/// Bounds of the latency buckets in nanoseconds, up to 5 s.
 pub(super) const BOUNDS: [u64; 17] = {
     let mut bounds = [0; 17];
     let mut index = 0;
@@ -42,7 +42,7 @@ pub(super) const BOUNDS: [u64; 17] = {
     bounds
 };
 
-/// Rounded to four digits: more are noise, and would be sent ten times a second.
+/// Rounds to four digits: more are noise, and each change is sent up to ten times a second.
 pub(super) fn rounded(value: f64) -> Number {
     if value == 0.0 || !value.is_finite() {
         return 0.into();
@@ -51,15 +51,15 @@ pub(super) fn rounded(value: f64) -> Number {
     let value = (value * scale).round() / scale;
     match value.fract() == 0.0 && value.abs() < 1e15 {
         true => (value as i64).into(),
-        // Values far from 0 may be infinite once rounded.
+        // Rounding may overflow for very small or large values.
         false => Number::from_f64(value).unwrap_or_else(|| 0.into()),
     }
 }
 
-/// A [`Sample`], as it is kept.
+/// A packed [`Sample`].
 pub(super) type Packed = [u8; 9];
 
-/// Values from `least` on, each `step` times the one before; 0 and unknown beside them.
+/// Logarithmic scale from `least` to `most`, with codes for zero and unknown.
 struct Scale {
     bits: u32,
     least: f64,
@@ -70,23 +70,24 @@ const OPERATIONS: Scale = Scale { bits: 9, least: 0.5, most: 2e7 };
 const BYTES: Scale = Scale { bits: 9, least: 256.0, most: 1e12 };
 const LATENCY: Scale = Scale { bits: 7, least: 1e3, most: 1e12 };
 const WAITING: Scale = Scale { bits: 6, least: 1.0, most: 1e6 };
-/// The values of a ratio; unknown is one more.
+/// Values of a ratio; one more code is unknown.
 const RATIOS: [f64; 15] = [0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0];
 const UNKNOWN_RATIO: u128 = RATIOS.len() as u128;
 
 impl Scale {
-    /// The highest code, of `most`; 0 is unknown, 1 is zero.
+    /// Highest code, for `most`. 0 is unknown, 1 is zero.
     fn last(&self) -> u128 {
         (1 << self.bits) - 1
     }
 
-    /// How often it takes a step from the least to the most.
+    /// Number of steps between `least` and `most`.
     fn steps(&self) -> f64 {
         (self.last() - 2) as f64
     }
 
     fn code(&self, value: Option<f64>) -> u128 {
         let Some(value) = value else { return 0 };
+        // Nearer to 0 than to `least`.
         if value < self.least / 2.0 {
             return 1;
         }
@@ -118,7 +119,7 @@ fn ratio_of(code: u128) -> Option<f64> {
     RATIOS.get(code as usize).copied()
 }
 
-/// The scales in the order of their bits, ratios apart.
+/// Scales in the order of their bits, without the ratios.
 const SCALES: [Scale; 7] = [OPERATIONS, OPERATIONS, BYTES, BYTES, LATENCY, LATENCY, WAITING];
 const RATIO_BITS: u32 = 4;
 
@@ -131,6 +132,7 @@ impl Sample {
 
     pub(super) fn pack(&self) -> Packed {
         let mut all = 0_u128;
+        // The first value ends up in the highest bits; `unpack` reads from the lowest.
         for (scale, value) in SCALES.iter().zip(self.numbers()) {
             all = all << scale.bits | scale.code(value);
         }
@@ -162,7 +164,7 @@ impl Sample {
         }
     }
 
-    /// What is known of several seconds together: means, and of the 99th percentile the highest.
+    /// Sample of several seconds: means, but the maximum of the 99th percentiles.
     pub(super) fn of_all<'a>(all: impl Iterator<Item = &'a Packed>) -> Self {
         let all: Vec<_> = all.map(Self::unpack).collect();
         let mean = |get: &dyn Fn(&Self) -> Option<f64>| {

@@ -1,17 +1,16 @@
-//! The thread that answers over HTTP: who may be connected, and for how long.
+//! The HTTP thread: which connections are accepted, and for how long.
 //!
 //! ```text
-//!   accept ─► Connections: room for one more ─► TLS, where there is ─► Patient ─► a router
+//!   accept ─► Connections: a free slot ─► TLS, if configured ─► Patient ─► a router
 //! ```
 //!
-//! Prometheus's connections have one request, and last [`LONGEST`] at most, whatever their clients
-//! do. The page's may have more, one after the other, and those of its streams last as long as
-//! their clients read. There is a number of either at a time; who comes then takes the place of the
-//! one that has been there longest, of those that are no streams. So neither a client that sends a
-//! byte a second nor a thousand that send none keep others from being answered, and memory is
-//! bounded.
+//! A connection of Prometheus carries one request and ends after [`LONGEST`] at most, whatever its
+//! client does. A connection of the page may carry several requests, and a stream lasts as long as
+//! its client reads. Both kinds are bounded in number; a new connection replaces the oldest one
+//! that is not a stream. So neither a client that sends a byte a second nor a thousand idle clients
+//! keep the rest out, and memory is bounded.
 //!
-//! Never looks at what is asked.
+//! Never inspects requests.
 
 use std::{io, pin::Pin, sync::Arc, time::Duration};
 
@@ -42,20 +41,20 @@ use super::{
     peer::Peer,
 };
 
-/// Prometheus gives up after ten seconds, unless it is told otherwise.
+/// Prometheus's default scrape timeout.
 const LONGEST: Duration = Duration::from_secs(10);
-/// Several may scrape one daemon, where one of them may fail.
+/// Scrapers at a time: several may scrape one daemon for redundancy.
 const MOST_SCRAPERS: usize = 16;
-/// Those of the page: streams, and as many again that ask. A browser opens six for one page.
+/// Connections of the page: all streams, and 64 for requests. A browser opens six for one page.
 const MOST_READERS: usize = super::stream::MOST_STREAMS + 64;
-/// Of a request's head, in bytes; hyper takes no less than 8 KiB.
+/// Largest request head in bytes; hyper's minimum is 8 KiB.
 const MOST_HEAD: usize = 16 << 10;
-/// What the kernel may have of a connection's answers, in bytes; it doubles the figure (socket(7)).
+/// Send buffer of a connection in bytes; the kernel doubles the value (socket(7)).
 const MOST_SENT: usize = 64 << 10;
-/// How long to wait where the process has no descriptor left.
+/// Pause after `accept` failed, for example without free descriptors.
 const PAUSE: Duration = Duration::from_secs(1);
 
-/// What is behind an address.
+/// Listeners and their routes.
 pub(super) struct Place {
     pub(super) listeners: Vec<Listener>,
     pub(super) router: Router,
@@ -64,27 +63,28 @@ pub(super) struct Place {
 
 pub(super) enum Kind {
     Metrics,
-    /// Encrypted, if there are keys.
+    /// Encrypted, if credentials are set.
     Page(Option<TlsServer>),
 }
 
-/// Answers until `stopped` is heard, or its other end is dropped. Calls `begin` on the runtime.
+/// Serves until `stopped` is sent or its sender is dropped. Calls `begin` on the runtime.
 pub(super) fn run(
     places: Vec<Place>,
     begin: impl FnOnce(),
     stopped: oneshot::Receiver<()>,
 ) -> io::Result<()> {
-    // The other threads of it write long answers.
+    // Long responses are written on the runtime's blocking threads.
     let mut runtime = tokio::runtime::Builder::new_current_thread();
     let runtime = runtime.enable_io().enable_time().thread_name("metrics").build()?;
     runtime.block_on(async {
-        // Files of Unix sockets are removed once nobody listens.
+        // Dropping a handle removes the socket's file.
         let mut files = Vec::new();
         for Place { listeners, router, kind } in places {
             let most = match &kind {
                 Kind::Metrics => MOST_SCRAPERS,
                 Kind::Page(_) => MOST_READERS,
             };
+            // With few descriptors allowed, the page yields to disks.
             let most = most.min(some_descriptors());
             let door = Arc::new(Door { router, kind, connections: Connections::new(most) });
             for Listener { socket, authority, file } in listeners {
@@ -110,7 +110,7 @@ pub(super) fn run(
     })
 }
 
-/// Whoever reads here may not take those that disks and their clients need.
+/// Bound by descriptors, so that enough remain for disks and their clients.
 fn some_descriptors() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(limit / 4).unwrap_or(usize::MAX)
@@ -132,9 +132,10 @@ impl Socket {
         Ok(match self {
             Self::Tcp(listener) => {
                 let (stream, address) = listener.accept().await?;
-                // Without these it works as well.
+                // Best effort: the connection works without these options.
                 let _ = stream.set_nodelay(true);
                 let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
+                // An IPv4 client of a dual-stack socket counts by its IPv4 address.
                 (Box::new(stream), Peer::Address(address.ip().to_canonical()))
             }
             Self::Unix(listener) => {
@@ -153,6 +154,7 @@ async fn accept(socket: Socket, door: Arc<Door>) {
         match socket.next().await {
             Ok((stream, peer)) => {
                 has_said = false;
+                // Without a free slot the stream is dropped, which closes the connection.
                 if let Some(place) = door.connections.enter() {
                     let (door, connection) = (Arc::clone(&door), place.connection());
                     let serving = tokio::spawn(async move { door.serve(stream, peer, connection).await });
@@ -160,6 +162,7 @@ async fn accept(socket: Socket, door: Arc<Door>) {
                 }
             }
             Err(error) => {
+                // Logged once until an accept succeeds.
                 if !std::mem::replace(&mut has_said, true) {
                     tracing::warn!(%error, "connections over HTTP cannot be accepted now");
                 }
@@ -169,7 +172,7 @@ async fn accept(socket: Socket, door: Arc<Door>) {
     }
 }
 
-/// The stream under TLS, once the handshake is complete.
+/// Performs a TLS handshake.
 async fn encrypted(stream: Box<dyn Stream>, keys: &TlsServer) -> io::Result<SslStream<Box<dyn Stream>>> {
     let mut stream = SslStream::new(keys.ssl()?, stream)?;
     Pin::new(&mut stream).accept().await.map_err(io::Error::other)?;
@@ -181,12 +184,12 @@ impl Door {
         match &self.kind {
             Kind::Metrics => {
                 let whole = self.answer(stream, false, peer, connection);
-                // It has been told what there was time for.
+                // After the timeout the connection is closed; the response may be incomplete.
                 let _ = timeout(LONGEST, whole).await;
             }
             Kind::Page(None) => self.answer(stream, true, peer, connection).await,
             Kind::Page(Some(keys)) => {
-                // Whoever cannot, or does not hurry, has gone.
+                // A client whose handshake fails or is slow is disconnected.
                 if let Ok(Ok(stream)) = timeout(LONGEST, encrypted(stream, keys)).await {
                     self.answer(Box::new(stream), true, peer, connection).await;
                 }
@@ -197,16 +200,17 @@ impl Door {
     async fn answer(&self, stream: Box<dyn Stream>, has_more: bool, peer: Peer, connection: Connection) {
         let mut protocol = http1::Builder::new();
         protocol.timer(TokioTimer::new()).header_read_timeout(LONGEST);
+        // Bounds the time and size of a head, against slow clients.
         protocol.keep_alive(has_more).max_buf_size(MOST_HEAD);
         let router = TowerToHyperService::new(self.router.clone());
-        // Not by layers: those are put around each route, for each connection anew, and that was
-        // most of what a connection cost.
+        // Not a layer of the router: layers are applied to each route for each connection, which
+        // dominated the cost of a connection.
         let service = service_fn(move |mut request: Request<Incoming>| {
             request.extensions_mut().insert(peer);
             request.extensions_mut().insert(connection.clone());
             router.call(request)
         });
-        // What a client does wrong is its own affair: it is told so, or has gone.
+        // After an error the client has a response, or has disconnected.
         let _ = protocol.serve_connection(TokioIo::new(Patient::new(stream)), service).await;
     }
 }

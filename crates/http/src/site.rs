@@ -1,4 +1,4 @@
-//! What every answer at `--http` may need.
+//! State that all handlers of `--http` share.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
-//! All that runs, as plain values of one moment: what the main thread hands over when it is asked.
+//! State of the daemon as plain values of one moment, taken by the main thread on request.
 //!
-//! Histograms are the exception: they are shared, and read by whoever tells of them. Takes no lock
-//! for longer than one disk's figures take. Never formats anything.
+//! Histograms are shared instead of copied; the formatting thread reads them. Locks are held only
+//! for one disk's figures at a time. Never formats anything.
 
 use std::{
     collections::HashMap,
@@ -44,7 +44,7 @@ use storage::nbd::Remote;
 #[derive(Debug)]
 pub(super) struct Snapshot {
     pub(super) taken: Instant,
-    /// Since the Epoch.
+    /// Time since the Epoch.
     pub(super) started: Duration,
     pub(super) memory: Usage,
     pub(super) disks: Vec<DiskFigures>,
@@ -54,26 +54,26 @@ pub(super) struct Snapshot {
     pub(super) servers: Vec<ServerFigures>,
     pub(super) workers: Vec<(String, RingTotals)>,
     pub(super) events: Vec<(Kind, [u64; 2])>,
-    /// The daemon's own recordings.
+    /// Recordings by the daemon, not by clients.
     pub(super) recordings: Vec<RecordingFigures>,
-    /// Delivered, failed, skipped; none where events are not handed on.
+    /// Delivered, failed and skipped events; `None` without `--on-event`.
     pub(super) deliveries: Option<[u64; 3]>,
-    /// Disks whose images are not open yet.
+    /// Number of disks whose images are not open yet.
     pub(super) unopened: usize,
-    /// None where it is in none.
+    /// `None` without a cluster.
     pub(super) cluster: Option<ClusterFigures>,
 }
 
-/// Of the hosts that share limits with this one.
+/// Figures of the cluster membership.
 #[derive(Debug)]
 pub(super) struct ClusterFigures {
     pub(super) is_connected: bool,
     pub(super) is_leader: bool,
-    /// Groups, and whether they have more than their safe share.
+    /// Groups, each with true if its quota exceeds the fallback share.
     pub(super) leases: Vec<(String, bool)>,
-    /// Hosts that it has not heard of, where it leads.
+    /// Hosts that stopped reporting; `None` unless this host leads.
     pub(super) silent: Option<usize>,
-    /// Disks and groups that are served without what they are promised.
+    /// Number of disks and groups with unmet reservations.
     pub(super) left_out: usize,
 }
 
@@ -82,27 +82,27 @@ pub(super) struct DiskFigures {
     pub(super) name: Arc<str>,
     pub(super) format: &'static str,
     pub(super) cache: &'static str,
-    /// Empty where it is in none.
+    /// Empty without a group.
     pub(super) group: String,
     pub(super) size_bytes: u64,
     pub(super) totals: Totals,
     pub(super) errors: Errors,
     pub(super) is_stopped: bool,
     pub(super) has_changed_below: bool,
-    /// How long the oldest request has waited for a storage that is far away; zero for none.
+    /// Age of the oldest request at remote storage; zero if none waits, `None` for local storage.
     pub(super) oldest_request: Option<Duration>,
-    /// Of a disk at an NBD server.
+    /// State of the connection to an NBD server; `None` for other storage.
     pub(super) remote: Option<Remote>,
     pub(super) reserved_bytes: u64,
     pub(super) requests_bytes: u64,
     pub(super) throttle: ThrottleFigures,
-    /// None where nothing is read ahead.
+    /// `None` if reading ahead is off.
     pub(super) prefetch: Option<prefetch::Stats>,
     pub(super) caches: Option<(CacheStatistics, RefcountStatistics)>,
     pub(super) measures: Arc<Measures>,
 }
 
-/// Of a disk or a group.
+/// Throttle figures of a disk or a group.
 #[derive(Debug)]
 pub(super) struct ThrottleFigures {
     pub(super) stats: Stats,
@@ -116,10 +116,10 @@ pub(super) struct ThrottleFigures {
 #[derive(Debug)]
 pub(super) struct GroupFigures {
     pub(super) name: String,
-    /// The group that it lies in.
+    /// Parent group.
     pub(super) parent: Option<String>,
-    /// Those of a cluster that its limits are a part of; and whether that is more than the safe
-    /// share.
+    /// Cluster-wide limits that its limits are a part of, and whether its quota exceeds the
+    /// fallback share.
     pub(super) lent: Option<(Limits, bool)>,
     pub(super) throttle: ThrottleFigures,
 }
@@ -127,10 +127,10 @@ pub(super) struct GroupFigures {
 #[derive(Debug)]
 pub(super) struct DeviceFigures {
     pub(super) name: String,
-    /// Those that lie on it.
+    /// Disks on this device.
     pub(super) disks: Vec<String>,
     pub(super) capacity: Option<Capacity>,
-    /// None of one that has gone.
+    /// `None` if the device is gone.
     pub(super) statistics: Option<Statistics>,
 }
 
@@ -161,6 +161,7 @@ pub(super) struct ServerFigures {
 impl Snapshot {
     pub(super) fn take(registry: &Registry, workers: &[Worker]) -> Self {
         let servers = registry.exports.servers();
+        // The start is derived from the uptime, so a step of the wall clock moves it as well.
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
             taken: Instant::now(),
@@ -187,7 +188,7 @@ impl Snapshot {
     }
 }
 
-/// None of a client's, which it asks for by itself.
+/// `None` for a recording by a client, which reads its own progress.
 fn recording(running: &Running) -> Option<RecordingFigures> {
     let progress = &running.progress;
     Some(RecordingFigures {
@@ -206,6 +207,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         Image::Qcow2(qcow2) => Some((qcow2.cache_statistics(), qcow2.refcount_statistics())),
         Image::Raw(_) => None,
     };
+    // Without reading ahead its counters are all 0 and would only be noise.
     let reads_ahead = disk.prefetch().settings().mode != prefetch::Mode::Off;
     DiskFigures {
         name: Arc::clone(disk.name()),
@@ -217,6 +219,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         errors: disk.failures().errors(),
         is_stopped: disk.failures().stopped_by().is_some(),
         has_changed_below: disk.image().has_changed_below(),
+        // Reported for remote storage only.
         oldest_request: storage.is_far().then(|| storage.oldest_request().unwrap_or_default()),
         remote: storage.remote(),
         reserved_bytes: disk.memory().reserved(),
@@ -239,6 +242,7 @@ fn group(group: &block::layer::throttle::Group) -> GroupFigures {
     GroupFigures {
         name: group.name().to_owned(),
         parent: group.parent().map(|parent| parent.name().to_owned()),
+        // Limits that differ from the fallback share are leased.
         lent: group.lent().map(|lent| (lent.whole, limits != lent.safe)),
         throttle: ThrottleFigures {
             stats: group.stats(),
@@ -255,12 +259,14 @@ fn device(Listed { device, disks }: Listed) -> DeviceFigures {
         name: device.name().to_owned(),
         disks,
         capacity: device.capacity(),
+        // Unreadable after the device was removed.
         statistics: device.statistics(now()).ok(),
     }
 }
 
-/// Looks at each server once: it may have thousands of clients, and of exports.
+/// Reads each server once: it may have thousands of clients and exports.
 fn exports(registry: &Registry, servers: &[Rc<Serving>]) -> Vec<ExportFigures> {
+    // By pointer: a server has no other key, and several exports share one.
     let of_servers: HashMap<_, _> =
         servers.iter().map(|serving| (Rc::as_ptr(serving), serving.server.connections_by_export())).collect();
     let connections = |door: &Door| match door {

@@ -1,8 +1,7 @@
-//! Server-sent events (WHATWG HTML, section 9.2): what is sent to whom, and how far behind a
-//! listener may be.
+//! Server-sent events (WHATWG HTML, section 9.2), and the bound of a listener's lag.
 //!
-//! A message is made once and shared by all. A listener who is [`MOST_BEHIND`] messages behind is
-//! let go: its program comes again by itself, and then has everything anew.
+//! A message is serialized once and shared. A listener that lags by [`MOST_BEHIND`] messages is
+//! disconnected: the browser reconnects and receives the whole state.
 
 use std::{
     collections::VecDeque,
@@ -18,37 +17,37 @@ use tokio::sync::mpsc;
 
 use super::peer::Peer;
 
-/// Listeners at a time.
+/// Bound of the listeners.
 pub(super) const MOST_STREAMS: usize = 256;
-/// Of these from one address, or of one user over a Unix socket, so that there is always room for
-/// others. A proxy counts as one.
+/// Bound of the listeners with one address, or of one user over a Unix socket, so that one client
+/// cannot use all. A proxy counts as one client.
 pub(super) const MOST_OF_A_PEER: usize = 64;
-/// Messages that wait for one listener, beside what lies in its socket.
+/// Messages that may wait for one listener, in addition to its socket's buffer.
 const MOST_BEHIND: usize = 32;
-/// Bytes that are handed over at a time, so that a connection holds no more of a long message.
+/// Bytes passed to the connection at a time, which bounds its copy of a long message.
 const PIECE: usize = 8 << 10;
-/// After which time a browser comes again, in milliseconds.
+/// Delay before a browser reconnects, in milliseconds.
 const COME_AGAIN_MS: u32 = 1000;
 
-/// A message with its kind and number.
+/// Formats a message with its type and number.
 pub(super) fn message(event: &str, id: u64, data: &impl Serialize) -> Bytes {
-    // JSON has no line ends in it.
+    // JSON without whitespace has no line ends, which would end the data.
     let mut message = format!("event: {event}\nid: {id}\ndata: ").into_bytes();
     message.extend_from_slice(&json(data));
     message.extend_from_slice(b"\n\n");
     message.into()
 }
 
-/// JSON of a type whose keys are strings.
+/// Serializes a type whose keys are strings.
 pub(super) fn json(data: &impl Serialize) -> Bytes {
     serde_json::to_vec(data).expect("all keys are strings").into()
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Refused {
-    /// [`MOST_STREAMS`] listen.
+    /// [`MOST_STREAMS`] is reached.
     All,
-    /// [`MOST_OF_A_PEER`] of them from there.
+    /// [`MOST_OF_A_PEER`] is reached for this client.
     Peer,
 }
 
@@ -64,13 +63,15 @@ impl Listeners {
         self.0.is_empty()
     }
 
-    /// One more, which is sent this first.
+    /// Adds a listener, which first receives the messages in `before`.
     pub(super) fn add(&mut self, peer: Peer, before: Vec<Bytes>) -> Result<Streamed, Refused> {
+        // Disconnected listeners are noticed here or at the next message.
         self.0.retain(|(_, listener)| !listener.is_closed());
         let source = peer.source();
         if self.0.iter().filter(|(of, _)| *of == source).count() >= MOST_OF_A_PEER {
             return Err(Refused::Peer);
         }
+        // After the check of the peer, whose error tells the client what to do.
         if self.0.len() >= MOST_STREAMS {
             return Err(Refused::All);
         }
@@ -80,13 +81,14 @@ impl Listeners {
         Ok(Streamed { first: std::iter::once(retry).chain(before).collect(), news })
     }
 
-    /// Those who are too far behind are gone after this.
+    /// Sends a message to all, and drops those that lag too far behind.
     pub(super) fn send(&mut self, message: &Bytes) {
+        // Never waits: a full queue means that the listener lags too far behind.
         self.0.retain(|(_, listener)| listener.try_send(message.clone()).is_ok());
     }
 }
 
-/// What one listener is sent, as it takes it.
+/// Response body of a listener.
 pub(super) struct Streamed {
     first: VecDeque<Bytes>,
     news: mpsc::Receiver<Bytes>,
@@ -107,6 +109,7 @@ impl Body for Streamed {
                 Poll::Pending => return Poll::Pending,
             }
         }
+        // `split_to` shares the message's memory; nothing is copied.
         let piece = self.first.front_mut().map(|message| message.split_to(message.len().min(PIECE)));
         if self.first.front().is_some_and(Bytes::is_empty) {
             self.first.pop_front();
@@ -145,7 +148,7 @@ mod tests {
         while next(&mut sleeps).is_some() {
             waiting += 1;
         }
-        // With the line that says when to come again.
+        // Includes the `retry` line.
         assert_eq!(waiting, MOST_BEHIND + 1);
     }
 
@@ -180,7 +183,7 @@ mod tests {
             (SOMEBODY, SOMEBODY, [Peer::User(Some(0)), address("::1")]),
             (Peer::User(Some(0)), Peer::User(Some(0)), [SOMEBODY, Peer::User(Some(1))]),
             (address("192.0.2.1"), address("192.0.2.1"), [address("192.0.2.2"), SOMEBODY]),
-            // One host may have a whole network of IPv6.
+            // One client may have a whole IPv6 network.
             (address("2001:db8::1"), address("2001:db8::2"), [address("2001:db8:0:1::1"), SOMEBODY]),
         ] {
             let mut listeners = Listeners::default();

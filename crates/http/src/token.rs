@@ -1,19 +1,19 @@
-//! The file with what whoever changes something has to send: read once, at the start.
+//! The file with the token that authorizes changes; read once, at the start.
 
 use std::{fmt, io::Read as _, os::unix::fs::MetadataExt as _, path::Path};
 
 use anyhow::{Context as _, bail, ensure};
 use reactor::regular;
 
-/// Shorter ones can be found by trying.
+/// Least length: shorter tokens can be guessed.
 const LEAST: usize = 16;
-/// Longer ones do not fit into a request's head.
+/// Greatest length: longer tokens do not fit into a request head.
 const MOST: usize = 4096;
 
-/// Known to whoever may change something.
+/// Token that authorizes changes.
 pub struct Token(Vec<u8>);
 
-/// Never shows it.
+/// Hides the token.
 impl fmt::Debug for Token {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token")
@@ -21,10 +21,10 @@ impl fmt::Debug for Token {
 }
 
 impl Token {
-    /// What the file has in its only line.
+    /// Reads the file's only line.
     ///
-    /// # Errors
-    /// Where others may read it too, and where it has no line that can be sent.
+    /// # Errors Fails if the file is readable by users other than its owner, or if its line cannot
+    /// be sent as a token.
     pub fn read(path: &Path) -> anyhow::Result<Self> {
         let about = || format!("http-token-file {}", path.display());
         Self::of(path).with_context(about)
@@ -34,10 +34,12 @@ impl Token {
         let file = regular::open(path)?;
         let known = file.metadata()?;
         let mode = known.mode() & 0o777;
+        // Checked on the open file, so that it cannot be replaced in between.
         if known.is_file() && mode & 0o077 != 0 {
             bail!("mode {mode:04o} lets others than its owner have it (chmod 600 {})", path.display());
         }
         let mut text = Vec::new();
+        // Bounded read. Two more bytes than the bound tell a too long token from a line end.
         file.take(MOST as u64 + 2).read_to_end(&mut text)?;
         let token = text.trim_ascii();
         ensure!(

@@ -1,12 +1,13 @@
-//! Looks at everything again and again, and tells what has changed: once, however many listen.
+//! Periodic collection of all figures, and the stream of their changes, computed once for all
+//! listeners.
 //!
 //! ```text
-//!   desk ─► figures ─► objects ─► what is new ─► stream, to all
-//!   once a second; ten times while somebody listens, and less often where there is much to say
+//!   desk ─► figures ─► objects ─► changes ─► stream, to all
+//!   once a second; up to ten times with listeners, less often if much is sent
 //! ```
 //!
-//! Whoever begins to listen has all there was at some moment of the last second, and what has
-//! changed since then. So thousands who come at once have it made once.
+//! A new listener receives the state of some moment and all changes since then. Both are serialized
+//! once, also for thousands of simultaneous listeners.
 
 use std::{
     collections::{BTreeMap, HashMap, VecDeque},
@@ -33,27 +34,27 @@ use super::{
     stream::{self, Listeners, Refused, Streamed},
 };
 
-/// The shortest time between two looks.
+/// Shortest interval between two collections.
 pub(super) const SHORTEST: Duration = Duration::from_millis(100);
-/// The time between two where nobody listens, and of history.
+/// Interval without listeners, and of the history.
 const SECOND: Duration = Duration::from_secs(1);
-/// Between two at most, however much there is to say.
+/// Longest interval, however much is sent.
 pub(super) const LONGEST: Duration = Duration::from_secs(5);
-/// What is sent to all listeners together, in bytes a second: this thread does nothing else in
-/// between, and leaves the processor to the workers.
+/// Bound of the bytes per second to all listeners together: this thread serializes them, and has to
+/// leave the processor to the workers.
 const MOST_SENT: f64 = (16 << 20) as f64;
-/// A look takes a tenth of the time at most, and so does the main thread's part of it.
+/// Inverse of the largest share of time that collections take, here and on the main thread.
 const PART: u32 = 10;
-/// Changes that are kept for who comes, until all is told anew.
+/// Changes that are stored for new listeners before the state is serialized again.
 const MOST_CHANGES: usize = 10;
-/// Something is said so often, so that the page knows that it is told all there is.
+/// Interval of empty messages, by which the page detects a lost connection.
 const HEARTBEAT: Duration = Duration::from_secs(2);
 
-/// What the daemon is, for whoever asks.
+/// Description of the daemon for its clients.
 #[derive(Clone, Debug)]
 pub(super) struct About {
     pub(super) name: String,
-    /// Whether something can be changed at all.
+    /// True if changes are possible at all.
     pub(super) has_token: bool,
 }
 
@@ -61,11 +62,11 @@ pub(super) struct Watch {
     desk: Arc<Desk>,
     about: About,
     events: Events,
-    /// Seconds are counted from here on, whatever becomes of the clock: since the Epoch.
+    /// Begin of the count of seconds, since the Epoch. Independent of later changes of the clock.
     began_ms: u64,
     began: Duration,
     state: Mutex<State>,
-    /// Somebody has begun to listen.
+    /// Notified when a listener is added.
     listened: Notify,
 }
 
@@ -73,27 +74,27 @@ pub(super) struct Watch {
 pub(super) struct State {
     before: Before,
     pub(super) objects: Objects,
-    /// By name.
+    /// Histories of disks, by name.
     pub(super) disks: HashMap<Arc<str>, History>,
     pub(super) groups: HashMap<Arc<str>, History>,
     looked: Option<Instant>,
-    /// The last that was remembered, counted from [`Watch::began_ms`] on.
+    /// Last second added to the histories, counted from [`Watch::began_ms`] on.
     second: u64,
-    /// How far the clock was set forward since it was counted from: seconds, less than 0 if back.
+    /// Seconds by which the wall clock was set forward since then; negative if back.
     pub(super) set_s: i64,
     listeners: Listeners,
-    /// What newcomers have: all at some moment, and what has changed since.
+    /// Messages for a new listener: the state at some moment, and the changes since.
     all: Option<Bytes>,
     changes: VecDeque<Bytes>,
-    /// Of the last message.
+    /// Number of the last message.
     id: u64,
-    /// Of the last event that was told.
+    /// Number of the last event that was sent.
     event: u64,
     said: Option<Instant>,
     pause: Duration,
-    /// How old an overview may be.
+    /// Maximum age of an overview.
     age: Duration,
-    /// What there is, as an overview tells it: written once for all who ask.
+    /// Serialized overview, shared by all requests until the next collection.
     overview: Option<Bytes>,
 }
 
@@ -101,12 +102,12 @@ impl Watch {
     pub(super) fn new(desk: Arc<Desk>, about: About, events: Events) -> Arc<Self> {
         let began_ms = milliseconds(SystemTime::now());
         let (began, listened) = (awake_or_not(), Notify::new());
-        // What was before is not new.
+        // Events from before the start of the page are not sent.
         let state = Mutex::new(State { event: events.last(), ..State::default() });
         Arc::new(Self { desk, about, events, began_ms, began, state, listened })
     }
 
-    /// Goes on until the runtime ends.
+    /// Runs until the runtime ends.
     pub(super) async fn run(self: Arc<Self>) {
         loop {
             let pause = {
@@ -115,7 +116,7 @@ impl Watch {
             };
             match pause {
                 Some(pause) => sleep(pause).await,
-                // Whoever comes need not wait for the rest of a second.
+                // A new listener ends the wait.
                 None => {
                     let part = self.counted().subsec_nanos();
                     let rest = SECOND.saturating_sub(Duration::from_nanos(part.into()));
@@ -129,7 +130,7 @@ impl Watch {
         awake_or_not().saturating_sub(self.began)
     }
 
-    /// Everything, no older than that.
+    /// Collects the figures, unless they are younger than `age`.
     pub(super) async fn look(&self, age: Duration) -> Result<MutexGuard<'_, State>, Silent> {
         let mut state = self.state.lock().await;
         if state.looked.is_none_or(|looked| looked.elapsed() >= age) {
@@ -139,7 +140,9 @@ impl Watch {
             let second = self.began_ms / 1000 + counted.as_secs();
             let counted_ms =
                 self.began_ms.saturating_add(u64::try_from(counted.as_millis()).unwrap_or(u64::MAX));
+            // Detects a step of the wall clock, by comparison with the monotonic one.
             state.set_s = set_forward(state.set_s, milliseconds(SystemTime::now()), counted_ms);
+            // The history has one sample for each second, whatever the interval of collections.
             let is_another = std::mem::replace(&mut state.second, second) != second;
             let objects = state.before.tell(&snapshot, is_another);
             if is_another {
@@ -147,6 +150,7 @@ impl Watch {
             }
             let bytes = state.tell(objects) + state.tell_events(&self.events);
             state.looked = Some(began);
+            // The interval grows with the bytes sent, so that the rate stays below `MOST_SENT`.
             let sent = bytes as f64 * state.listeners.len() as f64;
             let rest = began.elapsed() * PART;
             state.pause = Duration::from_secs_f64(sent / MOST_SENT).max(rest).clamp(SHORTEST, LONGEST);
@@ -155,10 +159,10 @@ impl Watch {
         Ok(state)
     }
 
-    /// All there is. However many ask, there is a look at it in a tenth of the time at most.
+    /// Serialized overview. Limits collections to a tenth of the time, for any number of requests.
     ///
     /// # Errors
-    /// Where nothing is known.
+    /// Fails if the main thread does not answer.
     pub(super) async fn told(&self) -> Result<Bytes, Silent> {
         let age = self.state.lock().await.age;
         let mut state = self.look(age).await?;
@@ -169,7 +173,7 @@ impl Watch {
         Ok(state.overview.insert(told).clone())
     }
 
-    /// All there is.
+    /// Overview of these objects.
     fn overview<'a>(&'a self, objects: &'a Objects) -> Overview<'a> {
         Overview {
             time_ms: objects.time_ms,
@@ -185,16 +189,17 @@ impl Watch {
         }
     }
 
-    /// All there is, and then what changes.
+    /// Adds a listener, which receives the state and then its changes.
     ///
     /// # Errors
-    /// Where nothing is known, or too many listen.
+    /// Fails if the main thread does not answer, or if there are too many listeners.
     pub(super) async fn listen(&self, peer: Peer) -> Result<Result<Streamed, Refused>, Silent> {
         let mut state = self.look(LONGEST).await?;
         if state.all.is_none() {
             let id = state.id;
             state.all = Some(stream::message("overview", id, &self.overview(&state.objects)));
         }
+        // The state may be up to ten messages old, so the changes since then follow it.
         let before: Vec<_> = state.all.iter().chain(&state.changes).cloned().collect();
         let streamed = state.listeners.add(peer, before);
         self.listened.notify_one();
@@ -203,7 +208,7 @@ impl Watch {
 }
 
 impl State {
-    /// One second more, of all there is; what is gone is forgotten.
+    /// Adds a second to all histories. Histories of removed objects are dropped.
     fn remember(&mut self, objects: &Objects) {
         let Self { before, disks, groups, second, .. } = self;
         for (of, all, histories) in [(Of::Disk, &objects.disks, disks), (Of::Group, &objects.groups, groups)]
@@ -217,18 +222,20 @@ impl State {
         }
     }
 
-    /// Tells all who listen what is new; how many bytes that is for each.
+    /// Sends the changes to all listeners; returns the number of bytes for each.
     fn tell(&mut self, objects: Objects) -> usize {
         let now = Instant::now();
         let is_time = self.said.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
         let delta = self.delta(&objects);
         let is_empty = delta.is_empty();
+        // Replaced also if nothing is sent: the times in it changed.
         (self.objects, self.overview) = (objects, None);
         if is_empty && !is_time {
             return 0;
         }
         self.id += 1;
         let message = stream::message("delta", self.id, &delta);
+        // Serialized again for the next listener only.
         if self.changes.len() >= MOST_CHANGES {
             (self.all, self.changes) = (None, VecDeque::new());
         }
@@ -241,9 +248,9 @@ impl State {
         bytes
     }
 
-    /// Tells what has happened since the last time; how many bytes that is.
+    /// Sends new events to all listeners; returns the number of bytes for each.
     fn tell_events(&mut self, events: &Events) -> usize {
-        // All in one: many at once do not make a listener late.
+        // One message for all events, so that a burst does not overflow a listener's queue.
         let mut all = Vec::new();
         for event in events.since(self.event) {
             self.event = event.id;
@@ -266,14 +273,14 @@ impl State {
     }
 }
 
-/// Since the machine started, with the time in which it was suspended: a gap in the history.
+/// Time since the boot, including suspend, which shows as a gap in the history.
 fn awake_or_not() -> Duration {
-    // It is always there (clock_gettime(2)).
+    // CLOCK_BOOTTIME always exists (clock_gettime(2)).
     clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
 }
 
-/// Seconds between two clocks, in milliseconds; as before where it could be no more than rounding,
-/// so that what is told does not waver.
+/// Seconds by which `clock_ms` is ahead of `counted_ms`. Returns `before_s` if the difference may
+/// be rounding, so that reported times do not jitter.
 fn set_forward(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
     let forward_ms = clock_ms.saturating_sub(counted_ms).cast_signed();
     let forward_ms = forward_ms - counted_ms.saturating_sub(clock_ms).cast_signed();
@@ -281,12 +288,13 @@ fn set_forward(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
     if has_moved { (forward_ms + 500).div_euclid(1000) } else { before_s }
 }
 
-/// Of what changed, its name and those members; then the names of what is gone.
+/// Changed objects, with their names and changed members; and names of removed objects.
 fn changes(
     before: &BTreeMap<Arc<str>, ActivityObject>,
     after: &BTreeMap<Arc<str>, ActivityObject>,
 ) -> (Vec<ActivityObject>, Vec<String>) {
     let changed = after.iter().filter_map(|(name, object)| {
+        // A new object is sent with all its members.
         let Some(before) = before.get(name) else { return Some(object.clone()) };
         let differs = |(key, value): &(&String, &Value)| before.get(*key) != Some(*value);
         let mut changed: ActivityObject =
@@ -355,14 +363,14 @@ mod tests {
         for step in 0..100 {
             state.tell(objects(&[("a", json!({"name": "a", "x": step}))]));
             assert!(state.changes.len() <= MOST_CHANGES);
-            // Without all there was, changes alone are of no use.
+            // Changes without the state before them are useless.
             assert!(state.all.is_some() || state.changes.is_empty());
         }
     }
 
     #[test]
     fn a_hundred_disks_take_less_than_4_and_a_half_mib() {
-        // With all lines of limits, and what has to be known of the second before.
+        // Includes all lines of limits, and the readings of the previous second.
         let all = 100 * (History::new().size_bytes() + Lines::MOST_BYTES + MOST_OF_A_DISK);
         assert!(all <= 9 << 19, "{all} bytes");
     }

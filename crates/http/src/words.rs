@@ -1,4 +1,4 @@
-//! What labels call directions, limits and whose they are.
+//! Label values of metrics: directions, limits and owners.
 
 use block::measures::Whose;
 use policy::{

@@ -1,7 +1,7 @@
-//! How a family of figures is written, whatever the format: a name, a help and samples.
+//! Writer of metric families, independent of the format: name, help and samples.
 //!
-//! The formats are the library's. A family is told even where it has no sample, so that what there
-//! is can be seen of any daemon.
+//! The formats are the library's. A family without samples is written too, so that every daemon
+//! lists all metrics.
 
 use std::{fmt, time::Duration};
 
@@ -64,7 +64,7 @@ impl<'a> Writer<'a> {
         self.family(name, help, MetricType::Histogram, rows, |sample, spread| histogram(sample, &spread))
     }
 
-    /// Labels are the same for all samples; where there are none, there is one sample.
+    /// Writes a family. All samples have the same label names; without labels there is one sample.
     fn family<'r, const N: usize, V>(
         &mut self,
         name: &str,
@@ -85,7 +85,7 @@ impl<'a> Writer<'a> {
     }
 }
 
-/// The name without its last part, if that is a unit.
+/// Splits a unit off the end of a name.
 fn with_unit(name: &str) -> (&str, Option<Unit>) {
     let unit = match name.rsplit_once('_') {
         Some((_, "bytes")) => Unit::Bytes,
@@ -97,10 +97,11 @@ fn with_unit(name: &str) -> (&str, Option<Unit>) {
 }
 
 fn histogram(sample: &mut MetricEncoder<'_>, spread: &Spread) -> fmt::Result {
-    // The last has no bound.
+    // The last bucket has no bound.
     let bounds = ROUND_BOUNDS_NS.into_iter().map(seconds).chain([f64::INFINITY]);
     let buckets: Vec<_> = bounds.zip(spread.round()).collect();
     let native = spread.native();
+    // Native histograms encode runs of used buckets as (gap, length), and counts as differences.
     let mut spans: Vec<(i32, u32)> = Vec::new();
     let mut deltas = Vec::new();
     let (mut next, mut last) = (0, 0);
@@ -114,7 +115,7 @@ fn histogram(sample: &mut MetricEncoder<'_>, spread: &Spread) -> fmt::Result {
     }
     let positive = NativeHistogramBuckets { spans: &spans, deltas: &deltas };
     let negative = NativeHistogramBuckets { spans: &[], deltas: &[] };
-    // What took no time that could be measured is in the first bucket.
+    // Requests faster than the clock's resolution are in the first bucket.
     let native = NativeHistogram {
         schema: SCHEMA,
         zero_threshold: 0.0,
