@@ -1,17 +1,17 @@
-//! Who may connect to a Unix socket: the mode and the owner of its file. Only the text is judged
-//! here.
+//! Mode and owner of a Unix socket's file, which decide which users may connect. Checks only the
+//! text.
 
 use std::{fmt, str::FromStr};
 
-/// Of the socket's owner alone: whoever connects can read and write disks.
+/// Only the owner: a client can read and write disks.
 const OWNER_ONLY: u32 = 0o600;
 
-/// The permissions of a socket's file.
+/// Permissions of a socket's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct SocketAccess {
-    /// Permission bits, whatever the umask is.
+    /// Permission bits, independent of the umask.
     pub mode: u32,
-    /// Whose it is; `None` is the daemon's own.
+    /// Owner; `None` is the daemon's user.
     pub owner: Option<Owner>,
 }
 
@@ -21,16 +21,16 @@ impl Default for SocketAccess {
     }
 }
 
-/// A user, a group, or both, by name or number; at least one is there.
+/// A user, a group, or both, by name or number; at least one is set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Owner {
-    /// Stays as it is without one.
+    /// Unchanged if `None`.
     pub user: Option<String>,
-    /// Stays as it is without one.
+    /// Unchanged if `None`.
     pub group: Option<String>,
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for Owner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.user.as_deref().unwrap_or_default())?;
@@ -41,7 +41,7 @@ impl fmt::Display for Owner {
 impl FromStr for Owner {
     type Err = String;
 
-    /// `USER`, `USER:GROUP` or `:GROUP`, as chown takes them.
+    /// Parses `USER`, `USER:GROUP` or `:GROUP`, as chown does.
     fn from_str(text: &str) -> Result<Self, String> {
         let (user, group) = text.split_once(':').unwrap_or((text, ""));
         let part = |part: &str| (!part.is_empty()).then(|| part.to_owned());
@@ -53,11 +53,12 @@ impl FromStr for Owner {
     }
 }
 
-/// Permission bits as chmod takes them: octal, at most 777.
+/// Parses permission bits as chmod does: octal, at most 777.
 ///
 /// # Errors
-/// Anything else, said for people.
+/// Returns the rule as text for the user.
 pub fn socket_mode(text: &str) -> Result<u32, String> {
+    // `from_str_radix` alone would accept a plus sign.
     let octal = !text.is_empty() && text.bytes().all(|byte| matches!(byte, b'0'..=b'7'));
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| octal && *mode <= 0o777);
     mode.ok_or_else(|| "is no mode; write up to four octal digits, at most 0777, such as 0660".to_owned())

@@ -1,4 +1,4 @@
-//! Where clients connect: `unix:PATH` or `HOST:PORT`. Only the text is judged here.
+//! Addresses of servers: `unix:PATH` or `HOST:PORT`. Checks only the text.
 
 use std::{
     fmt,
@@ -7,7 +7,7 @@ use std::{
     str::FromStr,
 };
 
-/// Bytes of a Unix socket's path: `sun_path` of unix(7) less the terminating zero.
+/// Longest path of a Unix socket in bytes: `sun_path` of unix(7) without the terminating zero.
 const MAX_SOCKET_PATH: usize = 107;
 
 /// An address to listen on.
@@ -15,7 +15,7 @@ const MAX_SOCKET_PATH: usize = 107;
 pub enum Address {
     /// A Unix socket with this path.
     Unix(PathBuf),
-    /// TCP on every address that the host name resolves to. Port 0 is any free one.
+    /// TCP on every address that the host name resolves to. Port 0 is any free port.
     Tcp {
         /// A name, an IPv4 address, or an IPv6 address without its brackets.
         host: String,
@@ -25,15 +25,15 @@ pub enum Address {
 }
 
 impl Address {
-    /// The default: NBD's registered port, reachable from this machine alone.
+    /// Default address: NBD's registered port on localhost.
     pub fn standard() -> Self {
         Self::Tcp { host: "localhost".to_owned(), port: 10809 }
     }
 
-    /// The same address, with the path of a Unix socket relative to this directory.
+    /// Resolves the path of a Unix socket against this directory.
     ///
     /// # Errors
-    /// The path is then too long, or not UTF-8.
+    /// Fails if the path is then too long, or not UTF-8.
     pub(crate) fn relative_to(self, directory: &Path) -> Result<Self, String> {
         match self {
             Self::Unix(path) => socket_in(directory, &path).map(Self::Unix),
@@ -50,6 +50,7 @@ impl FromStr for Address {
             return socket_path(path).map(Self::Unix);
         }
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
+        // Likely mistakes get a specific message before the general one.
         if is_path(text) {
             return Err(format!("is a path without unix: before it (write unix:{text})"));
         }
@@ -57,6 +58,7 @@ impl FromStr for Address {
             text.rsplit_once(':').ok_or_else(|| without_port(text).unwrap_or(usage.to_owned()))?;
         let host = match host.strip_prefix('[') {
             Some(rest) => rest.strip_suffix(']').ok_or(usage)?,
+            // Without brackets the last group would be taken for the port.
             None if host.parse::<Ipv6Addr>().is_ok() => {
                 return Err("is an IPv6 address without brackets; write [::1]:10809".to_owned());
             }
@@ -65,18 +67,20 @@ impl FromStr for Address {
         if host.is_empty() {
             return Err("has no host; write localhost, or [::] for every address of this machine".to_owned());
         }
-        // Colons are left in brackets only, in an IPv6 address, perhaps with its zone.
+        // Any further colon belongs to an IPv6 address in brackets, possibly with a zone.
         if host.contains(['/', '\0'])
             || (host.contains(':') && !text.starts_with('['))
             || host.contains(char::is_whitespace)
         {
             return Err(usage.to_owned());
         }
+        // `fd:NAME` looks like a host named fd with a port.
         if host == "fd" && !port.starts_with(|first: char| first.is_ascii_digit()) {
             return Err(
                 "is for vhost-user-blk alone; NBD is at unix:PATH or HOST:PORT, or, where nothing is said, at the sockets that are passed".to_owned(),
             );
         }
+        // `parse` alone would accept a leading plus sign.
         let plain = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
         let port = port.parse().ok().filter(|_| plain);
         let port = port.ok_or("has no port; that is a number from 0 (any free port) to 65535")?;
@@ -84,11 +88,12 @@ impl FromStr for Address {
     }
 }
 
-/// The mistake of a host without a port, or of a port without a host.
+/// Error for a host without a port, or a port without a host.
 fn without_port(text: &str) -> Option<String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Some(format!("has no host (write localhost:{text}, or [::]:{text} for every address)"));
     }
+    // Only plausible host names, or the advice would be nonsense.
     let is_host = text.starts_with(|first: char| first.is_ascii_alphanumeric())
         && text.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-.".contains(&byte));
     is_host.then(|| format!("has no port (write {text}:PORT, such as {text}:10809, or unix:PATH)"))
@@ -115,16 +120,16 @@ fn is_path(text: &str) -> bool {
     text.starts_with(['/', '.']) && text.contains('/') && !text.contains('\0')
 }
 
-/// Path of a Unix socket that is relative to this directory.
+/// Resolves the path of a Unix socket against this directory.
 ///
 /// # Errors
-/// The whole path is too long, or not UTF-8.
+/// Fails if the whole path is too long, or not UTF-8.
 pub(crate) fn socket_in(directory: &Path, path: &Path) -> Result<PathBuf, String> {
     let path = directory.join(path);
     socket_path(path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?)
 }
 
-/// A Unix socket written as `unix:PATH`.
+/// Parses `unix:PATH`.
 pub fn socket(text: &str) -> Result<PathBuf, String> {
     match text.strip_prefix("unix:") {
         Some(path) => socket_path(path),

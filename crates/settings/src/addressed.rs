@@ -1,4 +1,4 @@
-//! Configs that are written as an address with keys behind commas: exports and recordings.
+//! Configs in the notation of an address followed by keys: exports and recordings.
 //!
 //! ```text
 //!   --ublk=3,queues=2               an option                  read_options, write_options
@@ -19,15 +19,15 @@ use crate::{
 pub trait AddressedKeys: KeySet {
     /// Key of the address.
     const ADDRESS: &'static str;
-    /// The error of a table without the address; `None` if it may be missing.
+    /// Error of a table without the address; `None` if it is optional.
     const MISSING: Option<&'static str>;
 
-    /// Rows of the keys behind the address.
+    /// Rows of the keys after the address.
     fn options() -> impl Iterator<Item = &'static Key<Self>> {
         Self::keys().iter().filter(|key| key.name != Self::ADDRESS)
     }
 
-    /// Names and values of the keys that do not have their default, the address first.
+    /// Names and values of the keys that differ from their defaults, the address first.
     #[must_use]
     fn literals(&self) -> Vec<(&'static str, Literal)> {
         let default = Self::default();
@@ -43,13 +43,14 @@ pub trait AddressedKeys: KeySet {
 /// Reads `key=value`s, each once; a flag without a value is on.
 ///
 /// # Errors
-/// The part that is wrong, and why.
+/// Returns the wrong part and the rule.
 pub(crate) fn read_options<'a, T: AddressedKeys>(
     config: &mut T,
     parts: impl IntoIterator<Item = &'a str>,
 ) -> Result<(), String> {
     let mut seen: Vec<&str> = Vec::new();
     for part in parts {
+        // A flag alone is on, as in QEMU's short notation.
         let (name, value) = part.split_once('=').unwrap_or((part, "on"));
         if seen.contains(&name) {
             return Err(format!("{name} is given twice (leave one away)"));
@@ -57,6 +58,7 @@ pub(crate) fn read_options<'a, T: AddressedKeys>(
         seen.push(name);
         if let Some(key) = T::options().find(|key| key.name == name) {
             read_option(key, config, value).map_err(|rule| format!("{part}: {rule}"))?;
+        // Keys of earlier versions get a specific message.
         } else if let Some((_, rule)) = T::REMOVED.iter().find(|(removed, _)| *removed == name) {
             return Err(format!("{part}: {rule}"));
         } else if name.is_empty() {
@@ -68,8 +70,7 @@ pub(crate) fn read_options<'a, T: AddressedKeys>(
     Ok(())
 }
 
-/// Reads the value of an option, in which `true` and `false` stand for `on` and `off`, as in a
-/// config file.
+/// Reads the value of an option; `true` and `false` stand for `on` and `off`, as in a config file.
 fn read_option<T: KeySet>(key: &Key<T>, config: &mut T, value: &str) -> Result<(), String> {
     let value = match (key.value, value) {
         (ValueKind::Flag, "on" | "true") => "true",
@@ -92,7 +93,7 @@ fn names<T: AddressedKeys>() -> String {
     if names.is_empty() { format!("is {last}") } else { format!("are {} and {last}", names.join(", ")) }
 }
 
-/// Writes the keys that do not have their default, behind a comma each.
+/// Writes the keys that differ from their defaults, each after a comma.
 pub(crate) fn write_options<T: AddressedKeys>(config: &T, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     for (name, literal) in config.literals().into_iter().filter(|(name, _)| *name != T::ADDRESS) {
         match literal {

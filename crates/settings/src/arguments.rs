@@ -1,4 +1,4 @@
-//! Options that several commands have, made from the tables of keys and of the policy.
+//! Options that several commands share, derived from the tables of keys and of the policy.
 
 mod keys;
 pub mod limits;

@@ -1,8 +1,8 @@
-//! From a draft to a plan: every rule that ties one setting to another. Limits of a disk hold
-//! beside those of its group (docs/decisions/0006).
+//! Conversion of a draft to a plan: all rules between settings. Limits of a disk apply in addition
+//! to those of its group (docs/decisions/0006).
 //!
-//! Where a rule is broken, that is told, and the others are looked at too: all but those that would
-//! be broken only because of it.
+//! All rules are checked, so that one run reports all mistakes, except rules that are broken only
+//! as a consequence of another mistake.
 
 use std::{
     collections::{HashMap, HashSet, hash_map::Entry},
@@ -20,27 +20,26 @@ use super::{
     promises,
 };
 
-/// Bytes of a name in the NBD protocol ("Values", strings).
+/// Longest name in bytes, by the NBD protocol ("Values", strings).
 const MAX_NAME_BYTES: usize = 4096;
 
 impl Plan {
-    /// The plan that a draft describes, with so many sockets passed by the service manager. Those
-    /// that no door takes are NBD's.
+    /// Plan of a draft. `inherited` sockets were passed by the service manager; those that no
+    /// export names belong to NBD.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// Returns the first mistake.
     pub fn new(draft: Draft, inherited: usize) -> Result<Self, Wrong> {
         Self::judged(draft, inherited, Mistakes::default()).map_err(the_first)
     }
 
-    /// The same for a draft of which these mistakes are known already, if any: what they are in is
-    /// missing from it, so that then only those rules are looked at that a table can break by
-    /// itself.
+    /// As [`new`](Self::new), for a draft with known `mistakes`. The tables with these mistakes are
+    /// missing from the draft, so only rules within single tables are checked then.
     ///
     /// # Errors
-    /// All mistakes, in the order of the file.
+    /// Returns all mistakes, in the order of the file.
     pub fn judged(draft: Draft, inherited: usize, mistakes: Mistakes) -> Result<Self, Vec<Wrong>> {
-        // In a cluster a disk may come from another host.
+        // In a cluster, disks may come from other hosts.
         if mistakes.count() == 0 && draft.disks.is_empty() && draft.cluster.is_none() {
             let rule = "there is nothing to serve (add a [disk.NAME] with an image)";
             mistakes.tell(Place::new("no disks").wrong(rule));
@@ -48,10 +47,10 @@ impl Plan {
         Self::of(draft, inherited, mistakes)
     }
 
-    /// The plan of a daemon that is told of its disks once it runs, and of servers for them.
+    /// Plan of a daemon that receives its disks and servers at run time.
     ///
     /// # Errors
-    /// The first rule that is broken.
+    /// Returns the first mistake.
     pub fn without_disks(draft: Draft) -> Result<Self, Wrong> {
         if let Some(place) = draft.service.given("nbd") {
             return Err(place.wrong("is not used, because no IMAGE is served (--nbd-server is for --export)"));
@@ -59,8 +58,7 @@ impl Plan {
         Self::of(Draft { disks: Vec::new(), ..draft }, 0, Mistakes::default()).map_err(the_first)
     }
 
-    /// Without these disks, and whatever they are exported as. Where clients were let in, they
-    /// still are.
+    /// Removes disks and their exports. Servers stay, even without exports.
     pub fn leave_out(&mut self, is_out: impl Fn(&str) -> bool) {
         let mut at = 0;
         let places: Vec<_> = self
@@ -92,15 +90,19 @@ impl Plan {
     }
 
     fn of(draft: Draft, inherited: usize, mistakes: Mistakes) -> Result<Self, Vec<Wrong>> {
+        // With unreadable tables, rules between tables would report missing disks and groups.
         let is_whole = mistakes.count() == 0;
         check_names(&draft, &mistakes);
         check_images(&draft.disks, &mistakes);
         check_rates(&draft.disks, &mistakes);
+        // Names and images come first: later checks use names as keys.
         let mut draft = draft;
+        // Sorted by depth, as `promises::check` needs them.
         draft.groups = groups::plan(draft.groups, &mistakes);
         let known = Groups::new(&draft.groups);
         draft.disks.iter_mut().for_each(|disk| judge_disk(disk, Some(&known), &mistakes));
         if mistakes.count() == 0 {
+            // Only with valid limits: the tree would reject them with other errors.
             mistakes.keep(promises::check(&draft.groups, &draft.disks));
         }
         draft.service.judge(&mistakes);
@@ -115,12 +117,13 @@ impl Plan {
                 }
             }
         }
-        // What depends on TLS is not checked where its keys are wrong.
+        // Without valid TLS settings, dependent rules would report only consequences.
         if let Some(tls) = &tls {
             mistakes.keep(draft.service.check_page(tls));
             mistakes.keep(draft.service.check_access(tls));
         }
         let Draft { disks, groups, service: mut config, cluster } = draft;
+        // The daemon changes its user after it created the sockets.
         config.sockets.owner = config.sockets.owner.take().or_else(|| config.user.clone());
         let cluster = cluster.map(Placed::into_config);
         let service = Service { config, tls: tls.unwrap_or(Tls::Off), cluster };
@@ -129,15 +132,14 @@ impl Plan {
 }
 
 impl PlannedDisk {
-    /// Checks a disk that is added to a running daemon, which has these TLS credentials. `standard`
-    /// are the endpoints of disks without exports of their own, and whether they are read-only
-    /// there.
+    /// Checks a disk that is added to a running daemon with these TLS settings. `standard` are the
+    /// endpoints of disks without explicit exports, each with true if they are read-only there.
     ///
-    /// The caller looks for its group, for other disks of the same image or the same imitated
-    /// device, and for other exports at the same endpoints.
+    /// The caller checks its group, other disks of the same image or simulated device, and
+    /// other exports at the same endpoints.
     ///
     /// # Errors
-    /// All mistakes, with those that are known already.
+    /// Returns all mistakes, including `mistakes`.
     pub fn new(
         mut disk: Placed<DiskConfig>,
         standard: &[(Endpoint, bool)],
@@ -161,11 +163,12 @@ fn the_first(all: Vec<Wrong>) -> Wrong {
     all.into_iter().next().expect("something is wrong")
 }
 
-/// Where disks are exported. None where that is not to be had.
+/// Endpoints of all disks; `None` if a mistake prevents finding them.
 fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<Server>, Vec<DoorExport>)> {
+    // Sockets that exports name are not NBD's.
     let inherited = inherited.saturating_sub(passed_by_name(draft));
     let standard = mistakes.keep(standard_endpoints(draft, inherited))?;
-    // Where nothing is said, a host without such disks listens nowhere.
+    // Without a configured endpoint, a host of a cluster listens only if it has such disks.
     let is_said = !draft.service.nbd.is_empty() || standard == [(Endpoint::Inherited, false)];
     let always = if draft.cluster.is_some() && is_said { &*standard } else { &[] };
     let before = mistakes.count();
@@ -177,6 +180,7 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
     if is_said || !draft.disks.iter().all(|disk| says_where(disk)) {
         for server in &mut servers {
             let place = place_of(&server.endpoint);
+            // Endpoints are compared by absolute path.
             let own = standard.iter().find(|(endpoint, _)| place_of(endpoint) == place);
             server.standard = own.map(|(_, read_only)| *read_only);
         }
@@ -189,7 +193,7 @@ fn places(draft: &Draft, inherited: usize, mistakes: &Mistakes) -> Option<(Vec<S
     Some((servers, doors))
 }
 
-/// True if the disk has exports of its own.
+/// True if the disk has explicit exports.
 fn says_where(disk: &DiskConfig) -> bool {
     !disk.exports.is_empty()
 }
@@ -218,7 +222,8 @@ fn check_names(draft: &Draft, mistakes: &Mistakes) {
     }
 }
 
-/// Limits over many hosts are set once for all of them, and hold whatever a device does.
+/// Checks groups with cluster-wide limits: these are set once for all hosts, and apply independent
+/// of a device's utilization.
 fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
     let cluster = draft.cluster.as_ref();
     let control_groups = cluster.map_or(&[][..], |cluster| cluster.control_groups.as_slice());
@@ -255,16 +260,16 @@ fn check_cluster(draft: &Draft) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// What the NBD protocol can carry, a log line can show, and a path can hold: `.` and `..` are no
-/// parts of a URL (RFC 3986, section 5.2.4).
+/// Checks a name or description that may be empty.
 fn check_name(name: &str) -> Result<(), String> {
     if name.is_empty() { Ok(()) } else { named(name) }
 }
 
-/// Whether a disk or a group may be called so.
+/// Checks the name of a disk or a group: it has to fit the NBD protocol, a log line and a URL, in
+/// which `.` and `..` are no segments (RFC 3986, section 5.2.4).
 ///
 /// # Errors
-/// Why not.
+/// Returns the rule.
 pub fn named(name: &str) -> Result<(), String> {
     match name {
         "" => Err("the name is empty (give it one)".to_owned()),
@@ -279,7 +284,8 @@ pub fn named(name: &str) -> Result<(), String> {
     }
 }
 
-/// Two disks over one file would not see each other's writes in time, unless nobody writes.
+/// Checks that no two disks write one file, or write and read it: they would not see each other's
+/// writes in time.
 fn check_images(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     for disk in disks {
         mistakes.keep(check_image(disk));
@@ -288,6 +294,7 @@ fn check_images(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     let mut writer_of: HashMap<&Path, bool> = HashMap::new();
     for disk in disks {
         let Some(path) = disk.image.path() else { continue };
+        // Compared by path; locks on the files find other names of one file.
         match writer_of.entry(path) {
             Entry::Occupied(other) if *other.get() || !disk.is_read_only() => {
                 mistakes.tell(disk.wrong("image", ANOTHER_HAS_IT));
@@ -302,7 +309,7 @@ fn check_images(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
 
 const ANOTHER_HAS_IT: &str = "another disk has this image (export one disk twice, or make both read-only)";
 
-/// What is said of an image that it cannot have.
+/// Checks keys that the image does not support.
 fn check_image(disk: &Placed<DiskConfig>) -> Result<(), Wrong> {
     if disk.force_share && !disk.is_read_only() {
         return Err(disk.wrong(
@@ -310,6 +317,7 @@ fn check_image(disk: &Placed<DiskConfig>) -> Result<(), Wrong> {
             "needs read-only; sharing an image that others write is for reading alone",
         ));
     }
+    // Only an NBD client reconnects.
     let mut times = ["reconnect-delay", "open-timeout"].into_iter().filter_map(|key| disk.given(key));
     if let Some(place) = times.next().filter(|_| disk.image.remote().is_none()) {
         return Err(place.wrong("is for images at NBD servers, and this one is at none (leave it out)"));
@@ -319,6 +327,7 @@ fn check_image(disk: &Placed<DiskConfig>) -> Result<(), Wrong> {
             let rule = "is for disks that are written to (what is only read, several may have open)";
             return Err(disk.wrong("handover", rule));
         }
+        // Handing over needs file locks.
         if disk.image.path().is_none() {
             let rule = "is for images in files, and this disk is in none (leave it out)";
             return Err(disk.wrong("handover", rule));
@@ -327,8 +336,8 @@ fn check_image(disk: &Placed<DiskConfig>) -> Result<(), Wrong> {
     Ok(())
 }
 
-/// Nor is an image of a cluster opened twice to be written to. (It would be refused as it is
-/// opened; here the place is known.)
+/// Checks that no image in a Ceph cluster is opened twice for writing. Opening would fail as well,
+/// but without the place of the key.
 fn check_clusters(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     let mut seen: HashMap<String, bool> = HashMap::new();
     for disk in disks.iter().filter(|disk| disk.image.is_rbd()) {
@@ -340,7 +349,7 @@ fn check_clusters(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     }
 }
 
-/// Disks on one imitated device say the same of it.
+/// Checks that disks on one simulated device have equal rates.
 fn check_rates(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     let mut first: HashMap<&str, &RateOptions> = HashMap::new();
     for disk in disks {
@@ -355,8 +364,8 @@ fn check_rates(disks: &[Placed<DiskConfig>], mistakes: &Mistakes) {
     }
 }
 
-/// Judges a disk by itself and with its group, and makes what follows from other keys explicit.
-/// Without `groups` the caller looks for its group.
+/// Checks a disk by itself and with its group, and sets values that follow from other keys. Without
+/// `groups` the caller looks up its group.
 fn judge_disk(disk: &mut Placed<DiskConfig>, groups: Option<&Groups<'_>>, mistakes: &Mistakes) {
     if check_name(&disk.description).is_err() {
         mistakes.tell(disk.wrong("description", "a description is one line of 4096 bytes at most"));
@@ -364,6 +373,7 @@ fn judge_disk(disk: &mut Placed<DiskConfig>, groups: Option<&Groups<'_>>, mistak
     disk.judge(mistakes);
     if let Some(group) = &disk.group {
         groups.map(|groups| groups.look_for(group, mistakes, |rule| disk.wrong("group", rule)));
+        // The watermark is the group's: it applies to all members together.
         if disk.settings.watermark > 0 {
             let rule = format!(
                 "the disk is in group {group:?}, which has the watermark for its members (set it at [group.{group}])"
@@ -376,10 +386,11 @@ fn judge_disk(disk: &mut Placed<DiskConfig>, groups: Option<&Groups<'_>>, mistak
         mistakes.tell(disk.wrong("detect-zeroes", rule));
     }
     disk.format = mistakes.keep(format(disk)).flatten();
+    // Made explicit: later code reads only the field.
     disk.read_only = disk.is_read_only();
 }
 
-/// The format, where it is known before the image is looked at.
+/// Format, if it is known before the image is opened.
 fn format(disk: &Placed<DiskConfig>) -> Result<Option<Format>, Wrong> {
     let of_qcow2 = disk.qcow2_key().or(disk.given("snapshot"));
     match (disk.format, disk.given("options"), of_qcow2) {
@@ -392,14 +403,14 @@ fn format(disk: &Placed<DiskConfig>) -> Result<Option<Format>, Wrong> {
         (_, Some(options), Some(place)) => {
             Err(place.wrong(format!("is for qcow2 images, and {options} for raw ones")))
         }
-        // The options are the raw format's, as they are for QEMU; what a part begins with says
-        // nothing.
+        // `options` belongs to the raw format, as in QEMU. A part is never probed, since its first
+        // bytes are the guest's.
         (_, Some(_), None) => Ok(Some(Format::Raw)),
         (format, None, _) => Ok(format),
     }
 }
 
-/// How many sockets are taken, of those that the service manager passed, by whoever names one.
+/// Number of passed sockets that exports or servers name.
 fn passed_by_name(draft: &Draft) -> usize {
     let name = |endpoint: &'_ Endpoint| match endpoint {
         Endpoint::Passed(name) => Some(name.clone()),
@@ -412,9 +423,9 @@ fn passed_by_name(draft: &Draft) -> usize {
     nbd.chain(doors).collect::<HashSet<_>>().len()
 }
 
-/// Where disks are served that do not say, and whether for reading alone.
+/// Endpoints of disks without explicit exports, each with true if they are read-only there.
 fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, bool)>, Wrong> {
-    // Those that come from other hosts of a cluster do not.
+    // Disks that come from other hosts of a cluster have no explicit exports.
     let all_say = draft.cluster.is_none() && draft.disks.iter().all(|disk| says_where(disk));
     let nbd = &draft.service.nbd;
     if !nbd.is_empty() {
@@ -441,6 +452,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, 
         return Ok(nbd.iter().map(|nbd| (nbd.at.clone(), nbd.read_only)).collect());
     }
     match (inherited, all_say) {
+        // The default address, used only by disks without explicit exports.
         (0, _) => Ok(vec![(Endpoint::Address(Address::standard()), false)]),
         (_, false) => Ok(vec![(Endpoint::Inherited, false)]),
         (_, true) => Err(Place::new("LISTEN_FDS").wrong(format!(
@@ -449,7 +461,7 @@ fn standard_endpoints(draft: &Draft, inherited: usize) -> Result<Vec<(Endpoint, 
     }
 }
 
-/// Those that disks are exported at, and `always`, whatever is exported there.
+/// NBD servers of the disks' exports, and servers at the `always` endpoints.
 fn servers(
     disks: &[Placed<DiskConfig>],
     standard: &[(Endpoint, bool)],
@@ -460,6 +472,7 @@ fn servers(
     let always = always.iter().map(|(endpoint, _)| endpoint);
     let mut servers: Vec<Server> = always.clone().cloned().map(empty).collect();
     let mut at: HashMap<Endpoint, usize> = always.map(place_of).zip(0..).collect();
+    // Export names are unique for each server.
     let mut taken: HashSet<(usize, String)> = HashSet::new();
     for (index, disk) in disks.iter().enumerate() {
         for ExportAt { endpoint, name, read_only, place } in exports_of(disk, standard) {
@@ -479,7 +492,7 @@ fn servers(
     servers
 }
 
-/// An export at an NBD server, with the place of its name.
+/// NBD export, with the place of its name.
 struct ExportAt<'a> {
     endpoint: &'a Endpoint,
     name: &'a str,
@@ -505,6 +518,7 @@ fn exports_of<'a>(disk: &'a Placed<DiskConfig>, standard: &'a [(Endpoint, bool)]
         read_only: export.read_only,
         place: disk
             .item("export", index, ".name")
+            // The most specific place that was recorded.
             .or_else(|| disk.item("export", index, ""))
             .unwrap_or(disk.own_place()),
     };
@@ -517,6 +531,7 @@ fn doors(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: &Mistakes) 
         Endpoint::Passed(name) => Some(name.clone()),
         Endpoint::Address(_) | Endpoint::Inherited => None,
     };
+    // A passed socket can serve one export only.
     let mut passed: HashSet<String> = servers.iter().filter_map(of_server).collect();
     let mut doors = Vec::new();
     for (disk, config) in disks.iter().enumerate() {
@@ -532,11 +547,12 @@ fn doors(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: &Mistakes) 
     doors
 }
 
-/// Settings that only clients of NBD would notice, where there will be none.
+/// Checks for settings that only NBD clients would notice, in a plan without NBD.
 fn check_without_nbd(draft: &Draft) -> Result<(), Wrong> {
+    // Only given keys are reported, never defaults.
     let connections = draft.service.given("max-connections");
     let descriptions = draft.disks.iter().filter_map(|disk| disk.given("description"));
-    // The page has the certificates too.
+    // The page uses the certificates as well.
     let has_page = matches!(draft.service.http_address, Some(Address::Tcp { .. }));
     let is_encrypted = draft.service.tls_mode != TlsMode::Off;
     let tls = draft.service.given("tls").filter(|_| is_encrypted && !has_page);
@@ -556,9 +572,9 @@ fn is_tcp(server: &Server) -> bool {
 
 const NO_NETWORK: &str = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
 
-/// Who may come over the network, where nobody can: there are Unix sockets alone, or no NBD.
+/// Checks that network rules are used: with Unix sockets alone, or without NBD, they never apply.
 fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
-    // A daemon without disks is told of a server later.
+    // A daemon without disks may get a server later.
     let of_all = draft.service.network();
     let per_address = draft.service.given("max-connections-per-address");
     if !draft.disks.is_empty()
@@ -570,7 +586,7 @@ fn check_clients(draft: &Draft, servers: &[Server], mistakes: &Mistakes) {
     check_clients_of(&draft.disks, servers, mistakes);
 }
 
-/// The same of the rules of each disk.
+/// Checks that the rules of single disks are used.
 fn check_clients_of(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: &Mistakes) {
     for (index, disk) in disks.iter().enumerate() {
         let has = |server: &&Server| server.exports.iter().any(|export| export.disk == index);
@@ -586,7 +602,7 @@ fn check_clients_of(disks: &[Placed<DiskConfig>], servers: &[Server], mistakes: 
     }
 }
 
-/// However it is spelled; links are not followed.
+/// Absolute path, so that different notations compare equal. Does not resolve links.
 fn spelled_out(path: &Path) -> PathBuf {
     path::absolute(path).unwrap_or_else(|_| path.to_owned())
 }

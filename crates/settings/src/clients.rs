@@ -1,5 +1,5 @@
-//! Which clients of NBD are let in, by their networks and by the names that TLS proves: of the
-//! whole daemon, and of one disk. Only the settings are judged here.
+//! Access rules for NBD clients, by network and by the name that TLS verifies, for the daemon and
+//! for single disks. Checks only the settings.
 
 use std::collections::HashSet;
 
@@ -12,7 +12,7 @@ use crate::{
     placed::Placed,
 };
 
-/// Access to the networks that a config allows.
+/// Field of the allowed networks of a config.
 pub(crate) fn allow<T: 'static>(
     access: fn(&T) -> &Access,
     access_mut: fn(&mut T) -> &mut Access,
@@ -23,7 +23,7 @@ pub(crate) fn allow<T: 'static>(
     )
 }
 
-/// Access to the networks that a config denies.
+/// Field of the denied networks of a config.
 pub(crate) fn deny<T: 'static>(access: fn(&T) -> &Access, access_mut: fn(&mut T) -> &mut Access) -> Field<T> {
     networks(move |config| &access(config).networks.deny, move |config| &mut access_mut(config).networks.deny)
 }
@@ -42,7 +42,7 @@ fn networks<T: 'static>(
     .list()
 }
 
-/// Access to the patterns of names that a config allows.
+/// Field of the allowed name patterns of a config.
 pub(crate) fn names<T: 'static>(
     access: fn(&T) -> &Access,
     access_mut: fn(&mut T) -> &mut Access,
@@ -50,6 +50,7 @@ pub(crate) fn names<T: 'static>(
     Field::new(
         move |config: &mut T, given| {
             let name = tls_name(given.text)?;
+            // The first rule changes the default from "any name" to "these names".
             let names = access_mut(config).names.get_or_insert_with(|| Names::any_of([]));
             names.rules.extend(Names::any_of([name]).rules);
             Ok(())
@@ -62,11 +63,11 @@ pub(crate) fn names<T: 'static>(
     .list()
 }
 
-/// Checks which clients may connect, with the TLS that the daemon has. `for_all`: a client must
-/// have one of these names, whatever disk it connects to.
+/// Checks access rules against the daemon's TLS settings. `for_all`: the rules apply to all disks,
+/// so every client needs a name.
 ///
 /// # Errors
-/// A network twice; names that no client would be asked for.
+/// Fails on a duplicate network, and on name rules that can never apply.
 pub(crate) fn check_access<T>(
     config: &Placed<T>,
     access: &Access,
@@ -77,6 +78,7 @@ pub(crate) fn check_access<T>(
     let mut seen = HashSet::new();
     let Networks { allow, deny } = &access.networks;
     for (key, networks) in [("allow", allow), ("deny", deny)] {
+        // One set for both lists: a network cannot be allowed and denied.
         if let Some(again) = networks.iter().position(|network| !seen.insert(network)) {
             return Err(place(key, again).wrong("this network is given twice (remove one)"));
         }
@@ -86,6 +88,7 @@ pub(crate) fn check_access<T>(
     }
     let rule = match tls {
         Tls::Off => "is not used, because tls is off (set tls to required)",
+        // With optional TLS, a client without TLS has no name.
         Tls::On(_) if for_all => "needs tls = required, because a client without TLS has no name (set that)",
         Tls::On(Credentials::Certificates { verify_peer: false, .. })
         | Tls::Required(Credentials::Certificates { verify_peer: false, .. }) => {
@@ -96,10 +99,10 @@ pub(crate) fn check_access<T>(
     Err(place("tls-authz", 0).wrong(rule))
 }
 
-/// A pattern of names that TLS proves.
+/// Checks a pattern for the names that TLS verifies.
 ///
 /// # Errors
-/// If it is empty, which no name is.
+/// Fails if it is empty: no name is.
 pub fn tls_name(text: &str) -> Result<String, String> {
     match text {
         "" => Err("is empty (write the name of a client, such as CN=vm1 or a key's user)".to_owned()),

@@ -1,6 +1,6 @@
-//! `[cluster]`: the hosts whose groups share their limits, and the etcd by which they agree.
+//! `[cluster]`: the cluster whose limits this host shares, and its etcd.
 //!
-//! Only values, judged by themselves: nothing is looked up or connected to here.
+//! Checks values only: never resolves a name or connects.
 
 use std::{
     fmt,
@@ -19,38 +19,40 @@ use crate::{
     placed::{KeySet, Placed},
 };
 
-/// etcd's own port for clients.
+/// etcd's client port.
 const DEFAULT_PORT: u16 = 2379;
-/// Bytes of a name of a cluster or a host: both stand in every key.
+/// Longest name of a cluster or a host in bytes: both are part of every key.
 const MAX_NAME: usize = 64;
-/// Members that are asked in turn: etcd advises seven at most.
+/// Largest number of etcd members; etcd recommends seven at most.
 const MAX_ENDPOINTS: usize = 16;
-/// Parts of a whole.
+/// Millionths in a whole.
 const MILLION: f64 = 1_000_000.0;
 
-/// The keys of `[cluster]`.
+/// Config of the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Cluster {
-    /// The prefix of all keys: hosts of another name are another cluster.
+    /// Name of the cluster, a prefix of all its keys.
     pub name: String,
-    /// This host's name, which no other has.
+    /// Name of this host, unique in the cluster.
     pub host: String,
-    /// At least one; any that answers will do.
+    /// Members of etcd, at least one; any of them suffices.
     pub etcd: Vec<Etcd>,
-    /// Holds `ca-cert.pem` and, where etcd asks for it, `client-cert.pem` and `client-key.pem`.
+    /// Directory with `ca-cert.pem` and, if etcd requires them, `client-cert.pem` and
+    /// `client-key.pem`.
     pub certificates: Option<PathBuf>,
     /// User of etcd; needs a password.
     pub user: Option<String>,
     /// File of the user's password.
     pub password_file: Option<PathBuf>,
-    /// What a host may use without etcd, in millionths of a limit, where limits are set here first.
+    /// Fallback share of a host in millionths of a limit, for groups whose limits are first set
+    /// here.
     pub safe_share_ppm: Option<u32>,
-    /// Groups of the cluster that control groups of this host take part in, and no disks.
+    /// Groups of the cluster whose quota this host's control groups use, instead of disks.
     pub control_groups: Vec<String>,
 }
 
 impl Cluster {
-    /// User and file of the password, by which etcd authenticates this host.
+    /// User and password file for etcd's authentication.
     #[must_use]
     pub fn login(&self) -> Option<(&str, &Path)> {
         self.user.as_deref().zip(self.password_file.as_deref())
@@ -142,14 +144,14 @@ fn share() -> Field<Cluster> {
     )
 }
 
-/// Where a member of etcd listens for clients.
+/// Address of a member of etcd.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Etcd {
-    /// Encrypted: `https`.
+    /// True for `https`.
     pub tls: bool,
-    /// A name or an address; without brackets.
+    /// Name or address, without brackets.
     pub host: String,
-    /// TCP.
+    /// TCP port.
     pub port: u16,
 }
 
@@ -170,15 +172,18 @@ impl FromStr for Etcd {
         let (tls, rest) = match text.split_once("://") {
             Some(("http", rest)) => (false, rest),
             Some(("https", rest)) => (true, rest),
+            // Any other scheme, such as `unix` or `ftp`.
             Some(_) => return Err(rule()),
             None => (false, text),
         };
+        // A URL may end with a slash.
         let rest = rest.strip_suffix('/').unwrap_or(rest);
         let (host, port) = match rest.strip_prefix('[') {
             Some(rest) => {
                 let (host, port) = rest.split_once(']').ok_or_else(rule)?;
                 (host, port.strip_prefix(':'))
             }
+            // An IPv6 address without brackets fails on its port.
             None => match rest.split_once(':') {
                 Some((host, port)) => (host, Some(port)),
                 None => (rest, None),
@@ -203,10 +208,10 @@ impl fmt::Display for Etcd {
     }
 }
 
-/// A name of a cluster or a host.
+/// Checks the name of a cluster or a host.
 ///
 /// # Errors
-/// If it holds what separates names in keys, or is too long.
+/// Fails if it is empty, too long, or has a character that separates the parts of keys.
 pub fn cluster_name(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > MAX_NAME || !text.chars().all(plain) {
@@ -215,14 +220,15 @@ pub fn cluster_name(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
-/// A part of a limit, such as `2%`, in millionths.
+/// Parses a share of a limit, such as `2%`, to millionths.
 ///
 /// # Errors
-/// If it is none, or more than all.
+/// Fails if it is not a percentage from 0.0001 % to 100 %.
 pub fn safe_share(text: &str) -> Result<u32, String> {
     let percent = text.strip_suffix('%').and_then(|number| number.trim_end().parse::<f64>().ok());
+    // NaN is in no range, so it is rejected here.
     let ppm = percent.map(|percent| percent / 100.0 * MILLION).filter(|ppm| (1.0..=MILLION).contains(ppm));
-    // In range, so nothing is cut off but the fraction.
+    // In range, so the cast removes only the fraction.
     ppm.map(|ppm| ppm.round() as u32)
         .ok_or_else(|| "is not a part of a limit; write such as 2% (0.0001% to 100%)".to_owned())
 }

@@ -1,15 +1,16 @@
-//! The config file: TOML whose keys are the options' names.
+//! The config file: TOML whose keys are the names of the options.
 //!
 //! ```text
-//!   [daemon]       the process: where to listen, workers, TLS, logging
+//!   [daemon]       the process: endpoints, workers, TLS, logging
 //!   [cluster]      the hosts that share limits, and their etcd
-//!   [group.NAME]   what disks and other groups are held to together
-//!   [disk.NAME]    an image, how it is opened, what it is held to, where it is exported
+//!   [group.NAME]   limits that disks and other groups share
+//!   [disk.NAME]    an image, its options, limits and exports
 //! ```
 //!
-//! Keys come from their tables ([`crate::key`]). Every message names file, line, key and value.
+//! Keys are defined by their tables ([`crate::key`]). Every message names file, line, key and
+//! value.
 //!
-//! Paths are seen from the file's own directory. An unknown key is an error.
+//! Paths are relative to the file's directory. An unknown key is an error.
 
 mod object;
 mod section;
@@ -32,22 +33,21 @@ use crate::{
     Place, Placed, Record, Said, Wrong, key::ValueKind, placed::KeySet,
 };
 
-/// Largest config file that is read: some hundred thousand disks.
+/// Largest config file in bytes: enough for some hundred thousand disks.
 pub const MAX_FILE_BYTES: u64 = 64 << 20;
 
 /// Reads a config file.
 ///
-/// # Errors
-/// The first mistake: the file cannot be read, is no TOML, or has an unknown key or a value that is
-/// not well formed.
+/// # Errors Returns the first mistake: an unreadable file, invalid TOML, an unknown key, or a
+/// malformed value.
 pub fn load(path: &Path) -> Result<Draft, Wrong> {
     let mistakes = Mistakes::default();
     let draft = load_below(path, &Placed::default(), &mistakes);
     mistakes.first_unless(draft)
 }
 
-/// Reads a config file in which options of the command line replace keys of `[daemon]`. Reports
-/// mistakes; a table with a mistake is left out.
+/// Reads a config file below the options of the command line, which replace keys of `[daemon]`.
+/// Reports mistakes; a table with a mistake is left out.
 pub fn load_below(path: &Path, options: &Placed<DaemonConfig>, mistakes: &Mistakes) -> Draft {
     let nothing = || Draft { service: options.clone(), ..Draft::default() };
     let name = path.display().to_string();
@@ -76,9 +76,10 @@ pub fn load_below(path: &Path, options: &Placed<DaemonConfig>, mistakes: &Mistak
 /// Reads the text of a config file.
 ///
 /// # Errors
-/// The system's; it is no regular file, or larger than [`MAX_FILE_BYTES`].
+/// Fails if the file is unreadable, not a regular file, or larger than [`MAX_FILE_BYTES`].
 pub fn read(path: &Path) -> io::Result<String> {
     let mut text = String::new();
+    // One byte more than the bound tells a larger file from one of exactly that size.
     regular::open(path)?.take(MAX_FILE_BYTES + 1).read_to_string(&mut text)?;
     if text.len() as u64 > MAX_FILE_BYTES {
         let why = format!("larger than {MAX_FILE_BYTES} bytes (is this the right file?)");
@@ -87,10 +88,10 @@ pub fn read(path: &Path) -> io::Result<String> {
     Ok(text)
 }
 
-/// Reads the text of a config file called `name`, with paths seen from `directory`.
+/// Parses the text of a config file called `name`. Paths are relative to `directory`.
 ///
 /// # Errors
-/// As [`load`], once it has the text.
+/// As [`load`], except for reading the file.
 pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
     let mistakes = Mistakes::default();
     let draft = parse_below(name, text, directory, &Placed::default(), &mistakes);
@@ -108,7 +109,7 @@ fn parse_below(
     let document = match DeTable::parse(text) {
         Ok(document) => document,
         Err(error) => {
-            // What comes after it may be read in ways that nobody meant.
+            // The text after a syntax error is ambiguous, so nothing of it is used.
             mistakes.tell(no_toml(&source, text, &error));
             return Draft { service: options.clone(), ..Draft::default() };
         }
@@ -120,8 +121,10 @@ fn parse_below(
     let cluster = table("cluster").and_then(|section| reader.cluster(&section, mistakes));
     let named = |key| table(key).map(|section| section.named_sections()).unwrap_or_default();
     let (groups, disks) = (named("group"), named("disk"));
+    // Before the tables are read: an unknown top-level key may be a misspelt table.
     root.finish();
     let groups = groups.into_iter().map(|(name, section)| group(name, &section, mistakes));
+    // A generated file with one mistake in each of its disks must not be read to the end.
     let disks = disks.into_iter().take_while(|_| !mistakes.is_full());
     Draft {
         service: service.unwrap_or_else(|| options.clone()),
@@ -141,9 +144,10 @@ fn no_toml(source: &Source<'_>, text: &str, error: &toml::de::Error) -> Wrong {
     }
 }
 
-/// The whole name of a key, or of a table, that the parser has not come to.
+/// Full name of a key or table that the parser did not reach.
 fn path_of(text: &str, key: Range<usize>) -> String {
     let table = |line: &str| Some(line.strip_prefix('[')?.split(']').next()?.to_owned());
+    // The parser stopped here, so the enclosing table is found by searching the text backwards.
     let start = text[..key.start].rfind('\n').map_or(0, |end| end + 1);
     let own = text[start..].lines().next().and_then(table);
     own.unwrap_or_else(|| {
@@ -152,7 +156,7 @@ fn path_of(text: &str, key: Range<usize>) -> String {
     })
 }
 
-/// Others name it, whatever is wrong with what it says.
+/// Reads a group. A group with a mistake is kept with defaults, because its members refer to it.
 fn group(name: Said<String>, section: &Section<'_>, mistakes: &Mistakes) -> Placed<GroupConfig> {
     let nothing = Placed::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
     let mut group = nothing.clone();
@@ -169,17 +173,18 @@ fn group(name: Said<String>, section: &Section<'_>, mistakes: &Mistakes) -> Plac
     }
 }
 
-/// Reads all keys that are no tables.
+/// Reads all keys except tables.
 fn read_keys<T: KeySet>(section: &Section<'_>, config: &mut Placed<T>, directory: &Path) {
     for key in T::keys() {
         read_key(section, key, config, directory);
     }
     for (key, rule) in T::REMOVED {
+        // Requested as well, or the key would be reported as unknown instead of removed.
         section.parse_switch(key, |_| Err::<(), _>((*rule).to_owned()));
     }
 }
 
-/// Reads a key that is no table.
+/// Reads a key that is not a table.
 fn read_key<T: KeySet>(
     section: &Section<'_>,
     key: &'static Key<T>,
@@ -188,6 +193,7 @@ fn read_key<T: KeySet>(
 ) {
     let plain = |text: &str| Ok(text.to_owned());
     let values = match key.value {
+        // Tables have separate readers (`disk`, `daemon`).
         ValueKind::Table => return,
         ValueKind::Flag => {
             let flag = section.flag(key.name);
@@ -203,7 +209,7 @@ fn read_key<T: KeySet>(
     }
 }
 
-/// What an export's `type` may be.
+/// Values of an export's `type`.
 pub(crate) const TYPES: [&str; 5] = ["nbd", "vhost-user-blk", "ublk", "fuse", "nbd-device"];
 
 fn types(word: &str) -> String {
@@ -211,20 +217,20 @@ fn types(word: &str) -> String {
     format!("{} {word} {last}", first.join(", "))
 }
 
-/// The machine's name, where the cluster is not told another.
+/// Host name of this machine, the default of `host`.
 fn cluster_host() -> Result<String, String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim_end();
     crate::cluster_name(name).map_err(|rule| format!("host: this machine's name {name:?} {rule} (add host)"))
 }
 
-/// Reads what holds paths.
+/// Reader of tables with paths.
 struct Reader<'a> {
     directory: &'a Path,
 }
 
 impl Reader<'_> {
-    /// The keys of the file that no option replaces, besides the options.
+    /// Reads `[daemon]` without the keys that options replace, and adds the options.
     fn daemon(
         &self,
         section: &Section<'_>,
@@ -235,12 +241,14 @@ impl Reader<'_> {
         let mut replaced = Placed::default();
         let whole = section.whole(|| {
             for key in DaemonConfig::keys() {
+                // An overridden key is parsed and checked all the same, but its value is discarded.
                 let config = if options.overrides(key.name) { &mut replaced } else { &mut daemon };
                 read_key(section, key, config, self.directory);
             }
             if let Some(record) = section.get("record").and_then(|entry| self.record(entry, mistakes))
                 && !options.overrides("record")
             {
+                // The place of the whole table is that of its address, which every such table has.
                 daemon.put("record", record.place(Record::ADDRESS).clone());
                 daemon.record = Some(record.into_config());
             }
@@ -256,11 +264,14 @@ impl Reader<'_> {
         let mut cluster = Placed::new(Cluster::default(), section.place().clone());
         section.whole(|| {
             read_keys(section, &mut cluster, self.directory);
+            // `need` reports misspelt names, so it comes after all keys were requested.
             section.need("name", cluster.given("name").map(drop), "no name (add name = \"NAME\")");
             let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
             section.need("etcd", cluster.given("etcd").map(drop), rule);
+            // Rules within the table. Rules that involve other tables are in `check`.
             cluster.judge(mistakes);
             if cluster.given("host").is_none() {
+                // The host name of the machine may have characters that a cluster's keys cannot.
                 let own_name = cluster_host().map_err(|rule| section.place().wrong(rule));
                 cluster.host = section.keep(own_name)?;
             }
@@ -282,6 +293,7 @@ impl Reader<'_> {
                 self.export(entry, &mut disk, mistakes);
             }
             let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
+            // After the exports, so that their mistakes are reported as well.
             section.need("image", disk.given("image").map(drop), rule)?;
             section.keep(disk.reach())
         });
@@ -297,7 +309,7 @@ impl Reader<'_> {
             true => Ok(text.to_owned()),
             false => Err(format!("is not a type of export that weir has; there are {}", types("and"))),
         });
-        // Without the type it is unknown which keys there may be.
+        // The type decides which keys are known.
         let kind = section.need("type", kind, format!("no type (add type = {})", types("or")))?;
         match &*kind.value {
             "vhost-user-blk" => {
@@ -320,6 +332,7 @@ impl Reader<'_> {
         export: impl FnOnce(T) -> ExportConfig,
     ) -> Option<()> {
         let read: Placed<T> = self.addressed(section, mistakes)?;
+        // The index among valid exports, as `DiskConfig::exports` has them.
         let index = disk.exports.len();
         disk.put(format!("export[{index}]"), read.place(T::ADDRESS).clone());
         if let Some(place) = read.given("name") {
@@ -330,6 +343,8 @@ impl Reader<'_> {
     }
 
     fn record(&self, entry: Entry<'_>, mistakes: &Mistakes) -> Option<Placed<Record>> {
+        // The option's notation (`record = "DIR"`) is a likely mistake: the message shows the table
+        // for it.
         let directory = entry.text().unwrap_or("PATH");
         let section = entry.section_or(format!(
             "is not a table; write record = {{ directory = {directory:?} }}, \

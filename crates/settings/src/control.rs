@@ -1,14 +1,14 @@
-//! Where a daemon's control socket is if nobody says: the same rule for the daemon that opens it
-//! and for the commands that look for it.
+//! Default address of the control socket: one rule for the daemon that opens it and for the
+//! commands that connect to it.
 //!
 //! ```text
 //!   WEIR_QMP=unix:PATH                 both
-//!   RUNTIME_DIRECTORY/qmp.sock         the daemon: a service manager made the directory
+//!   RUNTIME_DIRECTORY/qmp.sock         the daemon: the service manager created the directory
 //!   /run/weir/qmp.sock                 root
-//!   XDG_RUNTIME_DIR/weir/qmp.sock      another user; commands then look at root's place too
+//!   XDG_RUNTIME_DIR/weir/qmp.sock      another user; commands then try root's socket as well
 //! ```
 //!
-//! Never looks whether somebody listens.
+//! Never checks if a daemon listens.
 
 use std::{
     env,
@@ -16,47 +16,48 @@ use std::{
     path::{Path, PathBuf},
 };
 
-/// The variable that names another place, as `unix:PATH`.
+/// Environment variable with another address, as `unix:PATH`.
 pub const VARIABLE: &str = "WEIR_QMP";
-/// Root's directory, as the Filesystem Hierarchy Standard has it.
+/// Root's directory, by the Filesystem Hierarchy Standard.
 const DIRECTORY_OF_ROOT: &str = "/run/weir";
 const DIRECTORY: &str = "weir";
 const SOCKET: &str = "qmp.sock";
 
-/// A control socket that nobody named.
+/// Control socket at its default address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ControlSocket {
-    /// The socket.
+    /// Path of the socket.
     pub path: PathBuf,
-    /// The mode of its directory, where that is weir's to make.
+    /// Mode of its directory, if weir has to create it.
     pub directory_mode: Option<u32>,
 }
 
 impl ControlSocket {
-    /// Where a daemon opens it.
+    /// Socket that a daemon opens.
     ///
     /// # Errors
-    /// The rule that a variable breaks, or which one is missing.
+    /// Fails if a variable is invalid or missing.
     pub fn of_daemon() -> Result<Self, String> {
         Self::from_sources(is_root(), |name| env::var_os(name))
     }
 
-    /// Where commands look for it: the first place where there is something, else the first.
+    /// Socket that commands connect to: the first that exists, else the first.
     ///
     /// # Errors
-    /// The rule that a variable breaks.
+    /// Fails if a variable is invalid.
     pub fn of_commands() -> Result<Self, String> {
         Self::found(is_root(), |name| env::var_os(name), Path::exists)
     }
 
-    /// Whether commands look here for want of the variable that says where a daemon of this user's
-    /// would have it.
+    /// True if commands use this path only because no variable tells where this user's daemon would
+    /// listen.
     pub fn is_for_want_of_another(path: &Path) -> bool {
         path == of_root().path && Self::is_nowhere(is_root(), |name| env::var_os(name))
     }
 
-    /// A socket that was named, in a directory that is there, unless it is weir's own.
+    /// A given socket. Its directory has to exist, unless it is weir's own.
     pub fn at(path: PathBuf) -> Self {
+        // Only /run/weir may be missing after a boot without a unit.
         let is_own = path.parent() == Some(Path::new(DIRECTORY_OF_ROOT));
         Self { path, directory_mode: is_own.then_some(0o755) }
     }
@@ -65,7 +66,8 @@ impl ControlSocket {
         if let Some(named) = named(&variable)? {
             return Ok(named);
         }
-        // Several directories of a unit are separated by colons.
+        // A unit may have several directories, separated by colons.
+        // systemd's RuntimeDirectory=; the directory exists already.
         let of_unit = set(variable("RUNTIME_DIRECTORY"));
         if let Some(directory) = of_unit.and_then(|all| env::split_paths(&all).next()) {
             return Ok(Self { path: directory.join(SOCKET), directory_mode: None });
@@ -87,6 +89,7 @@ impl ControlSocket {
             return Ok(named);
         }
         Ok(match of_user(&variable).filter(|_| !is_root) {
+            // Without a daemon of this user, commands use the system's.
             Some(own) if exists(&own.path) || !exists(&of_root().path) => own,
             _ => of_root(),
         })
@@ -105,7 +108,7 @@ fn of_root() -> ControlSocket {
 }
 
 fn of_user(variable: impl Fn(&str) -> Option<OsString>) -> Option<ControlSocket> {
-    // The XDG Base Directory Specification: a relative path is to be taken for none.
+    // XDG Base Directory Specification: relative paths are invalid and must be ignored.
     let directory = set(variable("XDG_RUNTIME_DIR")).map(PathBuf::from).filter(|path| path.is_absolute())?;
     Some(ControlSocket { path: directory.join(DIRECTORY).join(SOCKET), directory_mode: Some(0o700) })
 }
@@ -114,7 +117,7 @@ fn is_root() -> bool {
     nix::unistd::geteuid().is_root()
 }
 
-/// A variable that is empty is not set.
+/// Treats an empty variable as unset.
 fn set(variable: Option<OsString>) -> Option<OsString> {
     variable.filter(|value| !value.is_empty())
 }
@@ -148,11 +151,11 @@ mod tests {
         let (user, root) = ("/run/user/7/weir/qmp.sock", "/run/weir/qmp.sock");
         let runtime = ("XDG_RUNTIME_DIR", "/run/user/7");
         check(true, &[], &[], Ok(root), root);
-        // `sudo` may leave the user's.
+        // `sudo` may preserve the user's variable.
         check(true, &[runtime], &[user], Ok(root), root);
         check(false, &[runtime, (VARIABLE, "")], &[user, root], Ok(user), user);
         check(false, &[runtime], &[], Ok(user), user);
-        // A service that runs as this user.
+        // The system's service, used by this user.
         check(false, &[runtime], &[root], Ok(user), root);
         check(false, &[runtime, (VARIABLE, "unix:/q")], &[user], Ok("/q"), "/q");
         let none = Err("XDG_RUNTIME_DIR is not set, so there is no directory for it");

@@ -1,4 +1,4 @@
-//! The daemon as it is configured, and the table of its keys.
+//! The config of the daemon process, and the table of its keys.
 //!
 //! `[daemon]` of the config file and the options of `weir serve` follow from the table. A field
 //! without a row does not compile ([`daemon_keys`]).
@@ -25,11 +25,11 @@ use crate::{
     placed::{KeySet, Placed},
 };
 
-/// Default number of workers at most: beyond it the queue of a disk is the bottleneck.
+/// Largest default number of workers: beyond it the queue of a disk is the bottleneck.
 const MAX_DEFAULT_WORKERS: usize = 8;
 /// Largest number of workers: each has rings and buffers of several MiB.
 pub const MAX_WORKERS: usize = 256;
-/// As QEMU's `max-connections`.
+/// As the default of QEMU's `max-connections`.
 const DEFAULT_MAX_CONNECTIONS: u32 = 100;
 /// Smallest budget of memory for data, in bytes: half of it is reserved for requests.
 pub const LEAST_MEMORY: u64 = 128 << 20;
@@ -41,12 +41,12 @@ pub struct DaemonConfig {
     pub nbd: Vec<Nbd>,
     /// Permissions of the Unix sockets of exports.
     pub sockets: SocketAccess,
-    /// Ends the daemon when the last client disconnects.
+    /// True to end the daemon when the last client disconnects.
     pub exit_when_idle: bool,
     /// Unix sockets of the control protocol.
     pub qmp: Vec<PathBuf>,
-    /// Whether there is a control socket at the default address; `None`: if `qmp` is empty and the
-    /// address is free.
+    /// Control socket at the default address: forced on or off. `None`: opened if `qmp` is empty
+    /// and the address is free.
     pub control: Option<bool>,
     /// Address of the metrics, over HTTP.
     pub metrics: Option<Address>,
@@ -58,42 +58,42 @@ pub struct DaemonConfig {
     pub http_token_file: Option<PathBuf>,
     /// Names of this host in URLs of the page, in lower case.
     pub http_names: Vec<String>,
-    /// Number of threads that perform I/O, from 1 to [`MAX_WORKERS`].
+    /// Number of I/O threads, from 1 to [`MAX_WORKERS`].
     pub workers: usize,
     /// Busy polling of the workers.
     pub poll: Polling,
-    /// Clients at a time at each server; 0 is any number.
+    /// Bound of the simultaneous clients of each server; 0 is unlimited.
     pub max_connections: u32,
-    /// Clients at a time from one address; 0 is any number, `None` nine tenths of
+    /// Bound of the simultaneous clients with one address; 0 is unlimited, `None` nine tenths of
     /// `max_connections`.
     pub max_connections_per_address: Option<u32>,
-    /// Which clients may connect over NBD.
+    /// Access rules for NBD clients.
     pub access: Access,
-    /// Budget of memory for data, in bytes; `None` is a part of the machine's.
+    /// Memory budget for data in bytes; `None` derives it from the machine's memory.
     pub memory: Option<u64>,
-    /// When connections are encrypted.
+    /// Encryption of connections.
     pub tls_mode: TlsMode,
     /// Directory of X.509 certificates.
     pub tls_certificates: Option<PathBuf>,
-    /// Whether clients must present a certificate.
+    /// True if clients have to present a certificate.
     pub tls_verify_peer: bool,
     /// File of pre-shared keys.
     pub tls_psk: Option<PathBuf>,
     /// Content, form and destination of the log.
     pub log: LogSettings,
-    /// File that contains the process's number while it serves.
+    /// File with the process id, present while the daemon serves.
     pub pid_file: Option<PathBuf>,
-    /// Directory of the results of `weir probe`; `None` is the default one.
+    /// State directory; `None` is the default one.
     pub state: Option<PathBuf>,
-    /// Directory that contains all images and all files that they name.
+    /// Directory outside of which no image file may be opened.
     pub image_root: Option<PathBuf>,
-    /// File of the limits of control groups to enforce.
+    /// File of the control groups' limits to enforce.
     pub cgroup_limits: Option<PathBuf>,
-    /// Recordings of all requests.
+    /// Settings of the recordings of all requests.
     pub record: Option<Record>,
-    /// Rights that the daemon gives up when all is open.
+    /// Sandbox of the daemon after its start.
     pub sandbox: Sandbox,
-    /// User of the daemon when all is open; `None`: the user that started it.
+    /// User of the daemon after its start; `None` keeps the user that started it.
     pub user: Option<Owner>,
 }
 
@@ -110,6 +110,7 @@ impl Default for DaemonConfig {
             http_address: None,
             http_token_file: None,
             http_names: Vec::new(),
+            // Respects the cgroup's CPU quota and the affinity mask.
             workers: thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
             poll: Polling::Off,
             max_connections: DEFAULT_MAX_CONNECTIONS,
@@ -133,7 +134,7 @@ impl Default for DaemonConfig {
 }
 
 impl DaemonConfig {
-    /// The control socket at the default address.
+    /// Policy for the control socket at the default address.
     #[must_use]
     pub fn control_socket(&self) -> Standard {
         match self.control {
@@ -152,8 +153,8 @@ impl DaemonConfig {
 }
 
 impl Placed<DaemonConfig> {
-    /// True if a key of the command line is in force in place of this key of the file. `qmp` and
-    /// `control` are one setting, and so are `allow` and `deny`.
+    /// True if an option of the command line replaces this key of the file. `qmp` and `control` are
+    /// one setting, and so are `allow` and `deny`.
     pub(crate) fn overrides(&self, key: &str) -> bool {
         let is_given = |key| self.given(key).is_some();
         match key {
@@ -172,11 +173,13 @@ impl KeySet for DaemonConfig {
     }
 
     fn judge(daemon: &Placed<Self>, mistakes: &Mistakes) {
+        // Compared after paths were made absolute.
         let again = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
         if let Some(index) = again {
             let place = daemon.item("qmp", index, "").unwrap_or(daemon.own_place());
             mistakes.tell(place.wrong("is given twice (remove one)"));
         }
+        // Contradictory: `control = false` asks for no control socket.
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
             mistakes.tell(daemon.wrong("control", "and qmp names a control socket (leave one out)"));
         }
@@ -306,7 +309,7 @@ fn access_mut(daemon: &mut DaemonConfig) -> &mut Access {
     &mut daemon.access
 }
 
-/// Addresses, without the keys that `--nbd` has behind a comma.
+/// Addresses, without the keys that `--nbd` accepts after a comma.
 fn nbd() -> Field<DaemonConfig> {
     Field::new(
         |daemon: &mut DaemonConfig, given| {
@@ -328,6 +331,7 @@ fn qmp() -> Field<DaemonConfig> {
             Ok(())
         },
         |daemon| {
+            // Written with the prefix that the parser requires.
             let text = |path: &PathBuf| Literal::Text(format!("unix:{}", path.display()));
             (!daemon.qmp.is_empty()).then(|| Literal::List(daemon.qmp.iter().map(text).collect()))
         },
@@ -348,6 +352,7 @@ fn socket_mode() -> Field<DaemonConfig> {
 fn workers() -> Field<DaemonConfig> {
     Field::new(
         |daemon: &mut DaemonConfig, given| {
+            // A value above `usize` is out of range as well.
             let number = usize::try_from(given.number).ok().filter(|n| (1..=MAX_WORKERS).contains(n));
             daemon.workers =
                 number.ok_or_else(|| format!("is out of range; it is from 1 to {MAX_WORKERS}"))?;
@@ -370,7 +375,7 @@ fn memory() -> Field<DaemonConfig> {
     )
 }
 
-/// The text of an option; a table, which the config file's reader reads.
+/// The text of an option. In a config file the key is a table with a separate reader.
 fn record() -> Field<DaemonConfig> {
     Field::new(
         |daemon: &mut DaemonConfig, given| {
@@ -381,7 +386,7 @@ fn record() -> Field<DaemonConfig> {
     )
 }
 
-/// A group alone would leave root its rights.
+/// Requires a user: a group alone would leave root its rights.
 fn user(text: &str) -> Result<Owner, String> {
     let owner: Owner = text.parse()?;
     match owner.user {
@@ -394,7 +399,7 @@ fn user(text: &str) -> Result<Owner, String> {
 mod tests {
     use super::*;
 
-    /// A value of each key that is not the default.
+    /// Value of each key that differs from the default.
     fn sample(key: &Key<DaemonConfig>) -> &'static str {
         match key.name {
             "nbd" | "metrics" | "http" => "localhost:1",
@@ -423,7 +428,9 @@ mod tests {
             let mut daemon = DaemonConfig::default();
             let text = if key.name == "http-name" { "weir.example.org" } else { sample(key) };
             assert_eq!(key.read(&mut daemon, text, directory), Ok(()), "{}", key.name);
+            // A sample equal to the default would prove nothing.
             assert!(!key.is_default(&daemon), "{}", key.name);
+            // Fails if two rows share a field, as after copying a row.
             let changed: Vec<_> = daemon.differences(&DaemonConfig::default()).map(|key| key.name).collect();
             assert_eq!(changed, [key.name]);
             let mut again = DaemonConfig::default();

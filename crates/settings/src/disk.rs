@@ -1,8 +1,8 @@
-//! A disk as it is configured, and the table of its keys.
+//! The config of a disk, and the table of its keys.
 //!
-//! The table is the one description of a disk: the config file, the options of commands, what is
-//! saved, what a reload compares and what another host or process receives follow from its rows. A
-//! field without a row does not compile ([`disk_keys`]).
+//! The table is the only description of a disk. The config file, command-line options, saved
+//! configs, reload, migration and upgrade follow from its rows. A field without a row does not
+//! compile ([`disk_keys`]).
 
 mod export;
 
@@ -27,62 +27,63 @@ use crate::{
     shares,
 };
 
-/// One disk.
+/// Config of one disk.
 #[derive(Clone, Debug, PartialEq)]
 pub struct DiskConfig {
     /// Unique among disks and groups.
     pub name: String,
-    /// A line that clients are shown; may be empty.
+    /// Description for clients, in one line; may be empty.
     pub description: String,
-    /// Which clients may connect over NBD.
+    /// Access rules for NBD clients.
     pub access: Access,
-    /// Where its bytes are.
+    /// Location of the image.
     pub image: Image,
-    /// Ceph's config file, until [`Placed::reach`] makes it a part of the image.
+    /// Ceph's config file, until [`Placed::reach`] moves it into the image's address.
     pub rbd_config: Option<PathBuf>,
-    /// Ceph's user, until [`Placed::reach`] makes it a part of the image.
+    /// Ceph's user, until [`Placed::reach`] moves it into the image's address.
     pub rbd_user: Option<String>,
-    /// How they are laid out; `None` is found by probing.
+    /// Image format; `None` probes it.
     pub format: Option<Format>,
     /// The part of a raw image that is the disk.
     pub part: Option<Part>,
-    /// The internal snapshot of a qcow2 image that is served in its place.
+    /// Internal snapshot of a qcow2 image to serve instead of its current state.
     pub snapshot: Option<String>,
-    /// How the host's page cache is used.
+    /// Use of the host's page cache.
     pub cache: CacheMode,
     /// Caches, passphrases and bitmaps of a qcow2 image.
     pub qcow2: Qcow2Settings,
-    /// What is read ahead.
+    /// Settings of reading ahead.
     pub prefetch: policy::prefetch::Settings,
-    /// What is done about requests that the device fails.
+    /// Reaction to requests that fail on the device.
     pub on_error: ErrorPolicies,
-    /// What becomes of discards.
+    /// Handling of discards.
     pub discard: Discards,
-    /// Whether writes are looked at for zeroes.
+    /// Detection of zeroes in writes.
     pub detect_zeroes: DetectZeroes,
-    /// Refuses writes.
+    /// True if writes are rejected.
     pub read_only: bool,
-    /// Opens the image though another process writes to it.
+    /// True to open the image although another process writes to it.
     pub force_share: bool,
-    /// Locks the image only while a machine uses the disk, so that another daemon can take it over.
+    /// True to lock the image only while a guest uses the disk, so that another daemon can take it
+    /// over.
     pub handover: bool,
-    /// Time that requests wait for an NBD server that is gone; zero: not at all.
+    /// Time that requests wait for a disconnected NBD server; zero fails them at once.
     pub reconnect_delay: Duration,
-    /// Time that connecting to an NBD server is retried at first; zero: once.
+    /// Time for which the first connection to an NBD server is retried; zero tries once.
     pub open_timeout: Duration,
-    /// Latency added to imitate a slower device.
+    /// Added latency that simulates a slower device.
     pub delay: Option<DelayOptions>,
-    /// Bandwidth of the device to imitate.
+    /// Bandwidth that simulates a slower device.
     pub rate: Option<RateOptions>,
-    /// Errors to imitate, in order.
+    /// Simulated errors, in order.
     pub faults: Vec<FaultRule>,
     /// Limits, share and watermark of the disk itself.
     pub settings: Settings,
-    /// Name of the group whose settings hold for it too.
+    /// Name of the disk's group.
     pub group: Option<String>,
     /// Name of the export at the daemon's own addresses; `None` is the disk's name.
     pub export_name: Option<String>,
-    /// Exports of its own; if there are none, it is exported at the daemon's own addresses.
+    /// Explicit exports; without any, the disk is exported at the daemon's addresses.
     pub exports: Vec<ExportConfig>,
 }
 
@@ -91,12 +92,12 @@ pub struct DiskConfig {
 pub enum ExportConfig {
     /// At an NBD server.
     Nbd(NbdExport),
-    /// By another protocol, at an endpoint of its own.
+    /// By another protocol, at a separate endpoint.
     Own(Door),
 }
 
 impl Default for DiskConfig {
-    /// A disk of no bytes without a name.
+    /// A disk of size zero without a name.
     fn default() -> Self {
         Self {
             name: String::new(),
@@ -131,13 +132,13 @@ impl Default for DiskConfig {
 }
 
 impl DiskConfig {
-    /// True if it refuses writes, as a snapshot always does.
+    /// True if writes are rejected; always true for a snapshot.
     #[must_use]
     pub fn is_read_only(&self) -> bool {
         self.read_only || self.snapshot.is_some() || self.image.is_snapshot()
     }
 
-    /// Exports at NBD servers, with their places in the list of exports.
+    /// NBD exports, with their indices in the list of exports.
     pub fn nbd_exports(&self) -> impl Iterator<Item = (usize, &NbdExport)> {
         self.exports.iter().enumerate().filter_map(|(index, export)| match export {
             ExportConfig::Nbd(export) => Some((index, export)),
@@ -145,7 +146,7 @@ impl DiskConfig {
         })
     }
 
-    /// Exports by other protocols, with their places in the list of exports.
+    /// Exports by other protocols, with their indices in the list of exports.
     pub fn doors(&self) -> impl Iterator<Item = (usize, &Door)> {
         self.exports.iter().enumerate().filter_map(|(index, export)| match export {
             ExportConfig::Nbd(_) => None,
@@ -155,20 +156,22 @@ impl DiskConfig {
 }
 
 impl Placed<DiskConfig> {
-    /// Makes Ceph's config file and user a part of the image.
+    /// Moves Ceph's config file and user into the image's address.
     ///
     /// # Errors
-    /// The image is in no Ceph cluster, or names them too.
+    /// Fails if the image is not in a Ceph cluster, or its address has them already.
     pub fn reach(&mut self) -> Result<(), Wrong> {
         let (config, user) = (self.rbd_config.take(), self.rbd_user.take());
+        // One key at a time, so that an error names the right one.
         let image = self.image.clone().reached_by(config.as_deref(), None);
         let image = image.map_err(|rule| self.wrong("rbd-config", rule))?;
         self.image = image.reached_by(None, user.as_deref()).map_err(|rule| self.wrong("rbd-user", rule))?;
         Ok(())
     }
 
-    /// Place of the first key that is for qcow2 images alone.
+    /// Place of the first key that applies to qcow2 images only.
     pub fn qcow2_key(&self) -> Option<&Place> {
+        // `secret-fd` is set by options only and has no row.
         let mut keys = DiskConfig::keys().iter().filter(|key| key.heading == "qcow2");
         keys.find_map(|key| self.given(key.name)).or_else(|| self.given("secret-fd"))
     }
@@ -181,6 +184,7 @@ impl KeySet for DiskConfig {
     }
 
     fn judge(disk: &Placed<Self>, mistakes: &Mistakes) {
+        // Each check reports independently of the rest.
         shares::judge(disk, &disk.settings, mistakes);
         prefetch::judge(disk, &disk.prefetch, mistakes);
         if !OnError::OF_READS.contains(&disk.on_error.read) {
@@ -188,6 +192,7 @@ impl KeySet for DiskConfig {
             mistakes.tell(disk.wrong("on-read-error", rule));
         }
         let CacheSettings { l2, refcount_bytes, total_bytes, .. } = disk.qcow2.caches;
+        // QEMU's rule: with all three the sum may contradict the total.
         if l2.is_some() && refcount_bytes.is_some() && total_bytes.is_some() {
             let rule =
                 "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)";
@@ -199,9 +204,7 @@ impl KeySet for DiskConfig {
 type Config = DiskConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-// Two
-// have no row: the name, which is the table's, and the name of the export, which is a key of
-// `export`.
+// Two fields have no row: `name` is the table's name, `export_name` a key of `export`.
 const _: fn(DiskConfig) = |DiskConfig {
                                name: _,
                                export_name: _,
@@ -353,7 +356,7 @@ fn clean_interval() -> Field<DiskConfig> {
     )
 }
 
-/// Tables, which the config file's reader reads ([`ExportConfig`]).
+/// Exports. In a config file they are tables with a separate reader ([`ExportConfig`]).
 fn exports() -> Field<DiskConfig> {
     Field::new(
         |_: &mut DiskConfig, _| {
@@ -371,7 +374,7 @@ fn exports() -> Field<DiskConfig> {
 mod tests {
     use super::*;
 
-    /// A value of each key that is not the default.
+    /// Value of each key that differs from the default.
     fn sample(key: &Key<DiskConfig>) -> &'static str {
         match key.name {
             "image" => "/images/vm1.raw",

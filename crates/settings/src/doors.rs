@@ -1,8 +1,7 @@
 //! Exports of one disk: an NBD server, a socket for a virtual machine, a block device or a file of
 //! this host.
 //!
-//! Each kind has a file with the table of its keys. Never looks whether the host has what an export
-//! needs.
+//! Each type has a file with its table of keys. Never checks if the host supports an export.
 
 mod fuse;
 mod nbd;
@@ -22,21 +21,21 @@ pub use nbd_device::NbdDevice;
 pub use ublk::Ublk;
 pub use vhost_user_blk::{Socket, VhostUserBlk};
 
-/// A door of one disk's own.
+/// Export with a separate endpoint (`Door`), by any protocol but an NBD server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Door {
     /// A socket for a virtual machine.
     VhostUserBlk(VhostUserBlk),
     /// A block device of the kernel's ublk driver.
     Ublk(Ublk),
-    /// A file.
+    /// A file, by FUSE.
     Fuse(Fuse),
     /// A block device of the kernel's NBD client.
     NbdDevice(NbdDevice),
 }
 
 impl Door {
-    /// As the config file's `type` calls it.
+    /// Value of `type` in the config file.
     pub fn kind(&self) -> &'static str {
         match self {
             Self::VhostUserBlk(_) => "vhost-user-blk",
@@ -46,7 +45,7 @@ impl Door {
         }
     }
 
-    /// Where it is, as text; of a device that the kernel is to choose, its kind.
+    /// Text of its endpoint; the type, if the kernel chooses the device.
     pub fn address(&self) -> String {
         match self {
             Self::VhostUserBlk(machine) => machine.address(),
@@ -54,7 +53,7 @@ impl Door {
         }
     }
 
-    /// What no two doors can have; of a device that the kernel is to choose, nothing.
+    /// Path that must be unique among all exports; `None` if the kernel chooses the device.
     pub fn path(&self) -> Option<PathBuf> {
         match self {
             Self::VhostUserBlk(machine) => machine.socket.path().map(Path::to_owned),
@@ -64,7 +63,7 @@ impl Door {
         }
     }
 
-    /// The socket that is to be passed for it.
+    /// Name of its passed socket, if it uses one.
     pub fn passed(&self) -> Option<&str> {
         match self {
             Self::VhostUserBlk(VhostUserBlk { socket: Socket::Passed(name), .. }) => Some(name),
@@ -72,8 +71,8 @@ impl Door {
         }
     }
 
-    /// Bytes of a block as whoever is behind it sees the disk, and who that is; `None` where any
-    /// byte can be the last.
+    /// Logical block size in bytes, and the client that uses it; `None` if the disk may end at any
+    /// byte.
     pub fn blocks(&self) -> Option<(u32, &'static str)> {
         match self {
             Self::VhostUserBlk(machine) => Some((machine.block_bytes, "a guest")),
@@ -83,7 +82,7 @@ impl Door {
         }
     }
 
-    /// Names and values of the keys that do not have their default, the endpoint first.
+    /// Names and values of the keys that differ from their defaults, the endpoint first.
     pub fn literals(&self) -> Vec<(&'static str, Literal)> {
         match self {
             Self::VhostUserBlk(machine) => machine.literals(),
@@ -93,7 +92,7 @@ impl Door {
         }
     }
 
-    /// Whether it refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub fn read_only(&self) -> bool {
         match self {
             Self::VhostUserBlk(machine) => machine.read_only,
@@ -104,7 +103,7 @@ impl Door {
     }
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for Door {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -116,7 +115,7 @@ impl fmt::Display for Door {
     }
 }
 
-/// Refuses a comma: what an option has behind it are keys of their own elsewhere.
+/// Rejects a comma: the keys after a comma in an option are separate keys in a config file.
 fn no_comma(text: &str) -> Result<&str, String> {
     match text.contains(',') {
         true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
@@ -124,37 +123,38 @@ fn no_comma(text: &str) -> Result<&str, String> {
     }
 }
 
-/// A number of `what` from `least` to `most`.
+/// Parses a number of `what` from `least` to `most`.
 fn number<N: TryFrom<u32>>(text: &str, what: &str, least: u32, most: u32) -> Result<N, String> {
     let number = text.parse().ok().filter(|number| (least..=most).contains(number));
     let number = number.and_then(|number| N::try_from(number).ok());
     number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
 }
 
-/// A day: of whoever wants to wait for ever, that is what a disk can be away.
+/// A day: a longer outage of a disk needs 0, unlimited.
 const MAX_SECONDS: u32 = 86_400;
 
-/// A sector: what blocks are where nothing is said.
+/// Sector size, the default block size.
 const LEAST_BLOCK_BYTES: u32 = 512;
-/// A page: larger blocks few kernels know.
+/// Page size: few kernels support larger blocks.
 const MAX_BLOCK_BYTES: u32 = 4096;
 
-/// What a client's requests are multiples of.
+/// Parses a logical block size.
 fn block_bytes(text: &str) -> Result<u32, String> {
     let fits = |bytes: &u32| bytes.is_power_of_two() && (LEAST_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(bytes);
     let bytes = text.parse().ok().filter(fits);
     bytes.ok_or_else(|| "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes".to_owned())
 }
 
-/// The `N` of a device's path that begins with `prefix`.
+/// Parses the `N` of a device path with this prefix.
 fn number_of_device(path: &Path, prefix: &str) -> Option<u32> {
     let digits = path.to_str()?.strip_prefix(prefix)?;
+    // `/dev/nbd01` is another file than `/dev/nbd1`.
     let plain = digits == "0" || !digits.starts_with('0');
     digits.bytes().all(|byte| byte.is_ascii_digit()).then_some(())?;
     digits.parse().ok().filter(|number| plain && *number <= MAX_DEVICE)
 }
 
-/// A device's minor number has twenty bits.
+/// Minor numbers of devices have 20 bits.
 const MAX_DEVICE: u32 = (1 << 20) - 1;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! A group as it is configured, and the table of its keys.
+//! The config of a group, and the table of its keys.
 
 use std::sync::LazyLock;
 
@@ -14,16 +14,16 @@ use crate::{
     shares,
 };
 
-/// Settings that hold for several disks, or groups, together.
+/// Config of a group of disks and groups.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct GroupConfig {
     /// Unique among groups and disks.
     pub name: String,
-    /// Limits, share and watermark of all members together.
+    /// Limits of all members together, and the group's own share and watermark.
     pub settings: Settings,
-    /// Name of the group that contains it.
+    /// Name of its parent group.
     pub group: Option<String>,
-    /// Its limits are those of the cluster, over all hosts.
+    /// True if its limits are cluster-wide.
     pub cluster: bool,
 }
 
@@ -41,8 +41,7 @@ impl KeySet for GroupConfig {
 type Config = GroupConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-// The name
-// has none: it is the table's.
+// `name` has no row: it is the table's name.
 const _: fn(GroupConfig) = |GroupConfig { name: _, settings: _, group: _, cluster: _ }| ();
 
 /// The table. The order is that of the help.

@@ -1,25 +1,23 @@
-//! The groups of a plan: which lies in which, and in an order in which they can be made.
+//! The groups of a plan as trees, in an order in which they can be created.
 //!
-//! A group may lie in another, as a tenant's in a host's. Every group comes after the one that
-//! contains
-//! it, so one pass builds them.
+//! A group may be part of another, such as a tenant's of a host's. Each group follows its parent,
+//! so one pass creates them.
 
 use std::collections::HashMap;
 
 use super::{GroupConfig, Mistakes, Placed, Wrong};
 
-/// Groups that may lie in each other, one in the next: every request passes all of them.
+/// Bound of nested groups: every request passes all levels.
 pub(crate) const MAX_LEVELS: usize = 8;
 
-/// Names of the groups of a plan.
+/// Lookup of groups by name.
 pub(super) struct Groups<'a> {
     all: &'a [Placed<GroupConfig>],
     /// Index in `all`.
     by_name: HashMap<&'a str, usize>,
 }
 
-/// Judges the groups, and returns them in an order in which each comes after the one that contains
-/// it.
+/// Checks the groups and returns them ordered, each after its parent.
 pub(super) fn plan(groups: Vec<Placed<GroupConfig>>, mistakes: &Mistakes) -> Vec<Placed<GroupConfig>> {
     groups.iter().for_each(|group| group.judge(mistakes));
     let known = Groups::new(&groups);
@@ -27,10 +25,11 @@ pub(super) fn plan(groups: Vec<Placed<GroupConfig>>, mistakes: &Mistakes) -> Vec
         known.look_for(group.group.as_ref()?, mistakes, |rule| group.wrong("group", rule))
     };
     let parents: Vec<_> = groups.iter().map(parent).collect();
-    // A circle is reported once.
+    // `keep` records only the first error, so a circle is reported once.
     let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.level(index, &parents)).collect();
     let levels = mistakes.keep(levels).unwrap_or_else(|| vec![0; groups.len()]);
     let mut order: Vec<_> = levels.into_iter().zip(groups).collect();
+    // A stable sort by depth: parents first, otherwise the order of the file.
     order.sort_by_key(|(level, _)| *level);
     order.into_iter().map(|(_, group)| group).collect()
 }
@@ -41,14 +40,14 @@ impl<'a> Groups<'a> {
         Self { all, by_name }
     }
 
-    /// The index of the group of this name; tells of `wrong` with the rule if there is none.
+    /// Index of the group of this name; reports `wrong` with the rule if there is none.
     pub(super) fn look_for(
         &self,
         name: &str,
         mistakes: &Mistakes,
         wrong: impl Fn(String) -> Wrong,
     ) -> Option<usize> {
-        // To suggest a name takes a look at each.
+        // Finding the nearest name compares all of them, which is pointless beyond the bound.
         if mistakes.is_full() { None } else { mistakes.keep(self.find(name).map_err(wrong)) }
     }
 
@@ -63,6 +62,7 @@ impl<'a> Groups<'a> {
     fn level(&self, index: usize, parents: &[Option<usize>]) -> Result<usize, Wrong> {
         let mut level = 0;
         let mut at = index;
+        // Ends after `MAX_LEVELS` steps, so that circles need no detection here.
         while let Some(parent) = parents[at] {
             level += 1;
             if level == MAX_LEVELS {
@@ -73,9 +73,10 @@ impl<'a> Groups<'a> {
         Ok(level)
     }
 
-    /// What is wrong above a group that lies in too many: a circle, or just their number.
+    /// Error of a group with too many levels above it: a circle, or just their number.
     fn too_deep(&self, index: usize, parents: &[Option<usize>]) -> Wrong {
         let mut chain = vec![index];
+        // Runs once, for the message: finds the circle's first member on the chain.
         let mut step_of = HashMap::from([(index, 0)]);
         while let Some(parent) = parents[chain[chain.len() - 1]] {
             if let Some(&step) = step_of.get(&parent) {
@@ -97,6 +98,7 @@ impl<'a> Groups<'a> {
         const MOST_NAMED: usize = 4;
         let rest = &members[1..];
         let mut names: Vec<_> = rest.iter().map(|&member| self.all[member].name.as_str()).collect();
+        // A circle may have 100,000 members.
         let left_out = names.len().saturating_sub(MOST_NAMED);
         names.truncate(MOST_NAMED);
         let names = names.join(", ");

@@ -1,27 +1,27 @@
-//! Where the page is, and under which conditions. Only the settings are judged here.
+//! Address and access of the page. Checks only the settings.
 
 use std::{net::IpAddr, path::PathBuf};
 
 use super::{Address, Credentials, Tls};
 
-/// The page and the JSON beside it.
+/// Settings of the page and its API.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Http {
-    /// Where.
+    /// Address to listen on.
     pub address: Address,
-    /// Holds what a client must send to change anything; `None`: nobody changes anything.
+    /// File of the token that authorizes changes; `None` makes the page read-only.
     pub token_file: Option<PathBuf>,
-    /// What browsers may call this host, beside its addresses and `localhost`; lower case.
+    /// Host names for the page besides its addresses and `localhost`; lower case.
     pub names: Vec<String>,
 }
 
 /// Longest name of a host (RFC 1035, section 2.3.4).
 const MOST_NAME: usize = 253;
 
-/// The name of a host in a URL, in lower case.
+/// Parses a host name of a URL and converts it to lower case.
 ///
 /// # Errors
-/// If it is none.
+/// Fails if it is not a host name.
 pub fn http_name(text: &str) -> Result<String, String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     match text {
@@ -34,18 +34,19 @@ pub fn http_name(text: &str) -> Result<String, String> {
 }
 
 impl Http {
-    /// Whether the address is reached from this host alone, as far as its text tells.
+    /// True if the text shows that only this host can reach the address.
     pub fn is_local(&self) -> bool {
         match &self.address {
             Address::Unix(_) => true,
             Address::Tcp { host, .. } => {
                 host.eq_ignore_ascii_case("localhost")
+                    // `to_canonical` also recognizes IPv4-mapped loopback addresses.
                     || host.parse().is_ok_and(|address: IpAddr| address.to_canonical().is_loopback())
             }
         }
     }
 
-    /// Whether connections are encrypted: over TCP, wherever there are certificates.
+    /// True if connections are encrypted: over TCP, if there are certificates.
     pub fn is_encrypted(&self, tls: &Tls) -> bool {
         let (Tls::On(credentials) | Tls::Required(credentials)) = tls else { return false };
         matches!(credentials, Credentials::Certificates { .. }) && matches!(self.address, Address::Tcp { .. })

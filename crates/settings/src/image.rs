@@ -1,5 +1,4 @@
-//! Where a disk's bytes are: a path that may be seen from somewhere, storage of a size, or an image
-//! of a cluster.
+//! Location of a disk's bytes: a path, storage of a given size, or an image in a cluster.
 
 use std::{fmt, path::Path, str::FromStr};
 
@@ -7,7 +6,7 @@ use anyhow::Context as _;
 use nbd::uri::Uri;
 use storage::{InvalidValue, Spec};
 
-/// An image as a user names it.
+/// Location of an image as a user writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Image(Spec);
 
@@ -17,7 +16,7 @@ impl Image {
         Self(Spec::Null(size_bytes))
     }
 
-    /// The same image with a path seen from `directory`.
+    /// Resolves a path against `directory`.
     pub fn relative_to(self, directory: &Path) -> Self {
         match self.0 {
             Spec::File(path) => Self(Spec::File(directory.join(path))),
@@ -27,7 +26,7 @@ impl Image {
         }
     }
 
-    /// The path, where it is one.
+    /// The path, if it is a file.
     pub fn path(&self) -> Option<&Path> {
         match &self.0 {
             Spec::File(path) => Some(path),
@@ -35,7 +34,7 @@ impl Image {
         }
     }
 
-    /// Where it is at another server, if it is.
+    /// The URI, if it is at an NBD server.
     pub fn remote(&self) -> Option<&Uri> {
         match &self.0 {
             Spec::Nbd(uri) => Some(uri),
@@ -48,17 +47,17 @@ impl Image {
         matches!(self.0, Spec::Nbd(_) | Spec::Rbd(_))
     }
 
-    /// Whether it is an image of a Ceph cluster.
+    /// True if it is an image in a Ceph cluster.
     pub fn is_rbd(&self) -> bool {
         matches!(self.0, Spec::Rbd(_))
     }
 
-    /// Whether it is a snapshot in a Ceph cluster, which nobody can write to.
+    /// True if it is a snapshot in a Ceph cluster, which is read-only.
     pub fn is_snapshot(&self) -> bool {
         matches!(&self.0, Spec::Rbd(address) if address.snapshot.is_some())
     }
 
-    /// Ceph's config file and keyring, as far as they are named.
+    /// Ceph's config file and keyring, if they are given.
     pub fn files_of_ceph(&self) -> impl Iterator<Item = &Path> {
         let address = match &self.0 {
             Spec::Rbd(address) => Some(address),
@@ -71,11 +70,10 @@ impl Image {
             .map(|path| &**path)
     }
 
-    /// The same image of a Ceph cluster, which is reached by this config file and as this user,
-    /// where they are given.
+    /// Adds the config file and user for a Ceph cluster, if given.
     ///
     /// # Errors
-    /// The rule: it is none, or says so itself.
+    /// Fails if the image is not in a Ceph cluster, or has them already.
     pub fn reached_by(self, config: Option<&Path>, user: Option<&str>) -> Result<Self, String> {
         if config.is_none() && user.is_none() {
             return Ok(self);
@@ -85,6 +83,7 @@ impl Image {
         };
         let again = |key: &str| format!("is said by the image too, as :{key}= (leave one of them out)");
         if let Some(config) = config
+            // `replace` returns an earlier value: the image's address had the key already.
             && address.config.replace(config.to_owned()).is_some()
         {
             return Err(again("conf"));
@@ -100,7 +99,7 @@ impl Image {
         Ok(Self(Spec::Rbd(address)))
     }
 
-    /// The size in bytes, where it is a disk in memory.
+    /// Size in bytes of a disk in memory.
     pub fn memory_bytes(&self) -> Option<u64> {
         match self.0 {
             Spec::Memory(bytes) => Some(bytes),
@@ -108,7 +107,7 @@ impl Image {
         }
     }
 
-    /// A disk's default name: the file's without its extension, or the kind of storage.
+    /// Default name of the disk: the file's without its extension, or the kind of storage.
     pub fn default_name(&self) -> String {
         match &self.0 {
             Spec::File(path) => {
@@ -116,6 +115,7 @@ impl Image {
             }
             Spec::Memory(_) => "memory".to_owned(),
             Spec::Null(_) => "null".to_owned(),
+            // Export names may look like paths; the last part is the most specific.
             Spec::Nbd(uri) => match uri.export.rsplit('/').next() {
                 Some(name) if !name.is_empty() => name.to_owned(),
                 _ => "disk".to_owned(),
@@ -124,10 +124,11 @@ impl Image {
         }
     }
 
-    /// As `image::open` takes it, a path being one whatever it begins with.
+    /// Text for `image::open`, with `file:` before every path, so that no path parses as another
+    /// kind.
     ///
     /// # Errors
-    /// If the path is not UTF-8, as the directory of a config file may be.
+    /// Fails if the path is not UTF-8, as the directory of a config file may be.
     pub fn spec(&self) -> anyhow::Result<String> {
         match self.path() {
             Some(path) => {

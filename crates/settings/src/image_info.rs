@@ -1,4 +1,4 @@
-//! Facts about an image as QEMU's `ImageInfo` has them, for QMP and for `weir image`.
+//! Facts about an image in the form of QEMU's `ImageInfo`, for QMP and for `weir image`.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +6,7 @@ use image::qcow2::header::{Compression, Crypt, Header, autoclear, compatible, in
 use nbd::uri::Uri;
 use serde_json::{Value, json};
 
-/// Adds what a header says, as `ImageInfo` has it.
+/// Adds the fields of a qcow2 header, as in `ImageInfo`.
 pub fn describe(header: &Header, json: &mut Value) {
     json["virtual-size"] = header.size_bytes.into();
     json["cluster-size"] = header.cluster_bytes().into();
@@ -33,6 +33,7 @@ fn specific(header: &Header) -> Value {
         "compression-type": compression,
         "refcount-bits": header.refcount_bits(),
     });
+    // Version 2 has no feature bits.
     if header.version >= 3 {
         data["lazy-refcounts"] = (header.compatible & compatible::LAZY_REFCOUNTS != 0).into();
         data["corrupt"] = (header.incompatible & incompatible::CORRUPT != 0).into();
@@ -50,18 +51,20 @@ fn specific(header: &Header) -> Value {
     data
 }
 
-/// Where a name in an image points, for messages: a relative one begins at the image's directory.
-/// Refuses no name: files are opened by the path that the reader of the image resolves.
+/// Path of a file that an image refers to, for messages: a relative name starts at the image's
+/// directory. Rejects nothing; the image's reader resolves the path for opening.
 pub fn beside(image: &Path, name: &str) -> PathBuf {
+    // The name may have QEMU's protocol prefix.
     let name = name.strip_prefix("file:").unwrap_or(name);
+    // A remote image has no directory on this host.
     if is_elsewhere(image) {
         return name.into();
     }
     image.parent().map_or_else(|| PathBuf::from(name), |directory| directory.join(name))
 }
 
-/// Whether it names no file of this host: an image of a Ceph cluster, at an NBD server, or without
-/// content (`null:SIZE`). A file of such a name is `./rbd:…`.
+/// True if it names no file of this host: an image in a Ceph cluster, at an NBD server, or without
+/// content (`null:SIZE`). A file of such a name is written `./rbd:…`.
 pub fn is_elsewhere(path: &Path) -> bool {
     let name = path.as_os_str().as_encoded_bytes();
     let is_storage = [&b"rbd:"[..], b"null:"].iter().any(|kind| name.starts_with(kind));

@@ -1,4 +1,4 @@
-//! Images as QEMU's block drivers describe them: `--image-opts` and the pseudo-protocol `json:`.
+//! Images in the notation of QEMU's block drivers: `--image-opts` and the pseudo-protocol `json:`.
 //!
 //! ```text
 //!   driver=qcow2,file.driver=file,file.filename=/a ─┐
@@ -6,12 +6,12 @@
 //!   json:{"driver": "qcow2", "file": {…}}           ┘
 //! ```
 //!
-//! A node of a format (`raw`, `qcow2`) lies over other nodes, down to one of a protocol (`file`,
+//! A format node (`raw`, `qcow2`) is stacked on other nodes, down to a protocol node (`file`,
 //! `host_device`, `nbd`, `null-co`, `rbd`) that has the bytes. Each key must be known to its node's
-//! driver; the first that is not is refused by name.
+//! driver; the first unknown key is rejected by name.
 //!
 //! Source: `BlockdevOptions` of QEMU's `qapi/block-core.json`; qemu-img(1), `--image-opts`. Never
-//! opens an image. An image's own names never reach this parser: only a user may name an address.
+//! opens an image. Names inside an image are never parsed here: only a user may give an address.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -39,7 +39,7 @@ const COMMON: [&str; 9] = [
 /// Options of the qcow2 driver that `weir serve` has under the same names.
 const CACHES: [&str; 5] =
     ["cache-clean-interval", "cache-size", "l2-cache-entry-size", "l2-cache-size", "refcount-cache-size"];
-/// Last parts of the keys whose values in JSON are strings, also where they look like numbers.
+/// Keys (last parts) whose JSON values are strings, even if they look like numbers.
 const STRINGS: [&str; 13] = [
     "conf",
     "driver",
@@ -57,29 +57,29 @@ const STRINGS: [&str; 13] = [
 ];
 /// Size of a `null-co` node without a size, as in QEMU.
 const NULL_BYTES: u64 = 1 << 30;
-/// Nodes over each other; far above what any image needs.
+/// Bound of stacked nodes, far above any need.
 const MOST_NODES: usize = 8;
 
-/// An image with the options that it is opened with.
+/// Image with its options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageDescription {
     /// Location of its bytes.
     pub image: Image,
-    /// `None` if no driver of a format was given: the format is probed.
+    /// Format; `None` without a format driver, which probes it.
     pub format: Option<Format>,
     /// The part of a raw image that is the disk.
     pub part: Option<Part>,
-    /// True if the backing file that the image names is not to be opened.
+    /// True to ignore the backing file that the image names.
     pub no_backing: bool,
-    /// True if writes are refused.
+    /// True if writes are rejected.
     pub read_only: bool,
     /// True if the image may be read while another process writes to it.
     pub force_share: bool,
-    /// `None` if no key of `cache` was given.
+    /// Cache mode; `None` without a key of `cache`.
     pub cache: Option<CacheMode>,
     /// Handling of discards.
     pub discard: Option<Discards>,
-    /// True if a discarded cluster of a qcow2 image keeps its place in the file.
+    /// True if a discarded cluster of a qcow2 image keeps its allocation in the file.
     pub discard_no_unref: bool,
     /// Handling of writes of zeroes.
     pub detect_zeroes: Option<DetectZeroes>,
@@ -87,19 +87,19 @@ pub struct ImageDescription {
     pub key_secret: Option<String>,
     /// Sizes of the metadata caches.
     pub caches: CacheSettings,
-    /// The same as pairs of key and value, in the order of the keys.
+    /// The cache sizes as pairs of key and value, in the order of the keys.
     pub cache_options: Vec<(String, String)>,
-    /// Time that requests wait for an NBD server that is gone.
+    /// Time that requests wait for a disconnected NBD server.
     pub reconnect_delay: Duration,
-    /// Time that connecting to an NBD server is retried at first.
+    /// Time for which the first connection to an NBD server is retried.
     pub open_timeout: Duration,
 }
 
 impl ImageDescription {
-    /// Reads a name: a path, `file:PATH`, a URI of NBD, `rbd:POOL/IMAGE` or `json:{…}`.
+    /// Parses a name: a path, `file:PATH`, an NBD URI, `rbd:POOL/IMAGE` or `json:{…}`.
     ///
     /// # Errors
-    /// The reason, with the name.
+    /// Returns the reason, with the name.
     pub fn of_name(name: &str) -> anyhow::Result<Self> {
         match name.strip_prefix("json:") {
             Some(json) => Self::of_json(json).with_context(|| name.to_owned()),
@@ -107,17 +107,17 @@ impl ImageDescription {
         }
     }
 
-    /// Reads the value of an option as QEMU has it: `driver=qcow2,file.filename=PATH`. A comma in a
-    /// value is written twice; the last of several values of a key counts.
+    /// Parses QEMU's option notation: `driver=qcow2,file.filename=PATH`. A comma in a value is
+    /// doubled; the last of several values of a key applies.
     ///
     /// # Errors
-    /// The reason, with the key that is at fault.
+    /// Returns the reason, with the key.
     pub fn of_options(text: &str) -> anyhow::Result<Self> {
         let pairs = keyval::pairs(text, Some("file")).map_err(|rule| anyhow!("{text}: {rule}"))?;
         Self::read(pairs.into_iter().map(|(key, value)| (key, Some(value))).collect())
     }
 
-    /// Reads what follows `json:`.
+    /// Parses the text after `json:`.
     fn of_json(text: &str) -> anyhow::Result<Self> {
         let value: Value = serde_json::from_str(text).context("is not JSON")?;
         ensure!(value.is_object(), "is not a JSON object (json:{{\"driver\": \"qcow2\", …}})");
@@ -130,10 +130,12 @@ impl ImageDescription {
         let mut keys = DriverKeys { left: keys, nodes: Vec::new() };
         let mut description = Self::plain(Image::null(0));
         let mut cache = CacheKeys::default();
+        // Nodes consume their keys, so that the remaining ones are unknown.
         description.nodes(&mut keys, &mut cache)?;
         keys.finish()?;
         description.cache = cache.mode()?;
         ensure!(
+            // Sharing a writable image would corrupt it.
             !description.force_share || description.read_only,
             "force-share=on: only for images that are not written to (add read-only=on)"
         );
@@ -164,7 +166,7 @@ impl ImageDescription {
         }
     }
 
-    /// Reads the nodes from the topmost down.
+    /// Reads the nodes from the top down.
     fn nodes(&mut self, keys: &mut DriverKeys, cache: &mut CacheKeys) -> anyhow::Result<()> {
         let mut prefix = String::new();
         for depth in 0..MOST_NODES {
@@ -181,6 +183,7 @@ impl ImageDescription {
                     keys.enter(&prefix, "qcow2", &OWN);
                     self.qcow2(keys, &prefix)?;
                 }
+                // Only the top node may omit its driver: its format is probed.
                 None if depth == 0 => keys.enter(&prefix, "", &["file"]),
                 driver => {
                     self.image = self.protocol(driver, keys, &prefix)?;
@@ -190,6 +193,7 @@ impl ImageDescription {
                     return Ok(());
                 }
             }
+            // A name refers to another node by id, which weir does not have.
             if let Some(node) = keys.text(&prefix, "file")? {
                 bail!(
                     "{prefix}file={node}: names a node, and there are none (give {prefix}file.filename=PATH)"
@@ -201,9 +205,10 @@ impl ImageDescription {
     }
 
     fn common(&mut self, keys: &mut DriverKeys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
+        // Any read-only node makes the whole image read-only.
         self.read_only |= keys.switch(prefix, "read-only")?.unwrap_or(false);
         self.force_share |= keys.switch(prefix, "force-share")?.unwrap_or(false);
-        // An image that cannot be written to is an error of the command that writes.
+        // Accepted without effect: commands that write report a read-only image themselves.
         keys.switch(prefix, "auto-read-only")?;
         keys.text(prefix, "node-name")?;
         // The node that is nearest to the file decides, as in QEMU.
@@ -211,11 +216,13 @@ impl ImageDescription {
         cache.no_flush = keys.switch(prefix, "cache.no-flush")?.or(cache.no_flush);
         let discard = keys.choice(prefix, "discard", &["ignore", "off", "unmap", "on"])?;
         if let Some(discard) = discard {
-            // Each node must let a discard through.
+            // A discard reaches the file only if each node passes it on.
+            // Indices 0 and 1 are `ignore` and `off`.
             let passes = discard > 1 && self.discard != Some(Discards::Ignore);
             self.discard = Some(if passes { Discards::Unmap } else { Discards::Ignore });
         }
         let detect = keys.choice(prefix, "detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
+        // The strongest mode of any node, since zeroes found above reach the nodes below.
         self.detect_zeroes = self.detect_zeroes.max(detect.map(|index| DetectZeroes::ALL[index]));
         Ok(())
     }
@@ -230,10 +237,12 @@ impl ImageDescription {
             );
             let part = Part { offset: offset.unwrap_or_default(), size: bytes };
             ensure!(
+                // Two windows would have to be composed.
                 self.part.replace(part).is_none(),
                 "{prefix}offset, {prefix}size: given in two nodes (give one)"
             );
         }
+        // A raw node below qcow2 does not change the format of the disk.
         self.format = self.format.or(Some(Format::Raw));
         Ok(())
     }
@@ -247,6 +256,7 @@ impl ImageDescription {
         match keys.take(prefix, "backing") {
             None => {}
             Some(None) => self.no_backing = true,
+            // `backing=` and JSON's null both mean none.
             Some(Some(name)) if name.is_empty() => self.no_backing = true,
             Some(Some(name)) => bail!(
                 "{prefix}backing={name}: names a node, and there are none (leave it empty for no backing file)"
@@ -262,6 +272,8 @@ impl ImageDescription {
         }
         self.key_secret = keys.text(prefix, "encrypt.key-secret")?;
         self.discard_no_unref = keys.switch(prefix, "discard-no-unref")?.unwrap_or(false);
+        // Parsed by the table of disk keys, so that names, units and rules are those of
+        // `weir serve`.
         let mut disk = Placed::new(DiskConfig::default(), Place::new(prefix));
         for name in CACHES {
             let Some(value) = keys.text(prefix, name)? else { continue };
@@ -273,7 +285,7 @@ impl ImageDescription {
         Ok(())
     }
 
-    /// The node that has the bytes.
+    /// Reads the protocol node.
     fn protocol(
         &mut self,
         driver: Option<&str>,
@@ -290,7 +302,7 @@ impl ImageDescription {
                         "{prefix}locking=off: files are always locked (leave it out; -U reads a locked image)"
                     );
                 }
-                // Only without a driver does QEMU look for a protocol in the name.
+                // As in QEMU, a protocol prefix in the name counts only without a driver.
                 let name = if driver.is_none() { filename.clone() } else { format!("file:{filename}") };
                 location(&name).map_err(|why| anyhow!("{prefix}filename={filename}: {why}"))
             }
@@ -329,7 +341,7 @@ impl ImageDescription {
 
 fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
     let export = keys.text(prefix, "export")?.unwrap_or_default();
-    // QEMU takes host, port and path without `server` too.
+    // QEMU also accepts host, port and path without `server`.
     let server = |key: &str| format!("server.{key}");
     let kind = keys.choice(prefix, "server.type", &["inet", "unix"])?;
     let path = match keys.text(prefix, &server("path"))? {
@@ -344,6 +356,7 @@ fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
         Some(port) => Some(port),
         None => keys.text(prefix, "port")?,
     };
+    // The type may be omitted if either path or host decides it.
     let text = match (kind, path, host) {
         (None | Some(1), Some(path), None) if port.is_none() => uri::of_unix(&path, &export),
         (None | Some(0), None, Some(host)) => {
@@ -368,8 +381,10 @@ fn rbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
         monitors: None,
     };
     let mut monitors = Vec::new();
+    // Monitors are an array: indices continue until one is missing.
     while let Some(host) = keys.text(prefix, &format!("server.{}.host", monitors.len()))? {
         let port = keys.required(prefix, &format!("server.{}.port", monitors.len()), "PORT")?;
+        // IPv6 monitors need brackets in Ceph's notation.
         let host = if host.contains(':') && !host.starts_with('[') { format!("[{host}]") } else { host };
         monitors.push(format!("{host}:{port}"));
     }
@@ -380,8 +395,9 @@ fn rbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
         .map_err(|error: InvalidValue| anyhow!("{prefix}pool, {prefix}image: {}", error.rule()))
 }
 
-/// The image that a name without `json:` stands for.
+/// Parses a name without `json:`.
 fn location(name: &str) -> Result<Image, String> {
+    // As in QEMU: a colon after a slash belongs to the path.
     let protocol = name.split_once(':').map(|(before, _)| before).filter(|before| !before.contains('/'));
     match protocol {
         None | Some("file" | "rbd") => {}
@@ -405,6 +421,7 @@ impl CacheKeys {
     fn mode(&self) -> anyhow::Result<Option<CacheMode>> {
         Ok(match (self.direct, self.no_flush) {
             (None, None) => None,
+            // QEMU combines them; weir has no cache mode for direct I/O without flushes.
             (Some(true), Some(true)) => {
                 bail!("cache.no-flush=on: not supported with cache.direct=on (give one of them)")
             }
@@ -415,10 +432,10 @@ impl CacheKeys {
     }
 }
 
-/// DriverKeys that no node has taken yet; a value is `None` if it is JSON's `null`.
+/// Keys that no node has consumed yet; a value is `None` for JSON's `null`.
 struct DriverKeys {
     left: BTreeMap<String, Option<String>>,
-    /// Prefix, driver and keys of each node.
+    /// Prefix, driver and known keys of each node.
     nodes: Vec<(String, &'static str, &'static [&'static str])>,
 }
 
@@ -484,9 +501,10 @@ impl DriverKeys {
         }
     }
 
-    /// Fails with the first key that no node has taken.
+    /// Fails with the first key that no node consumed.
     fn finish(self) -> anyhow::Result<()> {
         let Some(key) = self.left.keys().next() else { return Ok(()) };
+        // The innermost node whose prefix matches owns the key.
         let node = self.nodes.iter().rfind(|(prefix, ..)| key.starts_with(prefix.as_str()));
         let Some((prefix, driver, own)) = node else { bail!("{key}: is not a known key") };
         let name = &key[prefix.len()..];
@@ -506,10 +524,11 @@ impl DriverKeys {
     }
 }
 
-/// Joins the keys of nested objects and the indices of arrays with dots.
+/// Flattens nested objects and arrays to keys with dots.
 fn flatten(value: Value, prefix: String, keys: &mut BTreeMap<String, Option<String>>) -> anyhow::Result<()> {
     let key = prefix.rsplit('.').next().unwrap_or_default();
     ensure!(
+        // QEMU's schema has types: `"filename": 5` is an error there as well.
         !STRINGS.contains(&key) || !matches!(value, Value::Bool(_) | Value::Number(_)),
         "{prefix}: {value}: is not a string (write \"{value}\" in quotes)"
     );
@@ -529,6 +548,7 @@ fn flatten(value: Value, prefix: String, keys: &mut BTreeMap<String, Option<Stri
         Value::Number(number) => Some(number.to_string()),
         Value::String(text) => Some(text),
     };
+    // Dotted and nested notation may name one key twice.
     ensure!(!keys.contains_key(&prefix), "{prefix}: is given twice (give it once)");
     keys.insert(prefix, text);
     Ok(())

@@ -28,9 +28,10 @@ fn a_format_lies_over_a_file() {
     assert_eq!((image.key_secret.as_deref(), image.read_only, image.no_backing), (Some("s"), true, true));
     assert_eq!((image.cache, image.discard), (Some(CacheMode::None), Some(Discards::Unmap)));
     assert_eq!(image.detect_zeroes, Some(DetectZeroes::On));
-    // As qemu-img: without a driver of a format, the format is probed.
+    // As in qemu-img: without a format driver, the format is probed.
     assert_eq!(read("file.filename=a").unwrap().format, None);
     assert_eq!(read("driver=file,filename=a").unwrap().format, Some(Format::Raw));
+    // The last value of a repeated key applies.
     assert_eq!(read("driver=qcow2,driver=raw,file.filename=a").unwrap().format, Some(Format::Raw));
     assert_eq!(
         read("driver=qcow2,file.driver=raw,file.file.filename=a").unwrap().format,
@@ -147,6 +148,7 @@ fn a_mistake_is_refused_with_its_key() {
         let refused = read(text).unwrap_err();
         assert!(refused.contains(expect.trim_start_matches("driver: ")), "{text}: {refused}");
     }
+    // Neither the parser nor the nodes may exhaust the stack.
     let deep = format!("json:{}1{}", "{\"file\":".repeat(200), "}".repeat(200));
     assert!(read(&deep).unwrap_err().contains("recursion limit"));
     let raws: String = (0..20).map(|depth| format!("{}driver=raw,", "file.".repeat(depth))).collect();

@@ -1,14 +1,14 @@
-//! Tables of keys: how a config is read from text, written back, compared and described.
+//! Tables of keys: parsing, writing, comparing and describing a config.
 //!
 //! ```text
 //!   Key { name, value, default, help, change, transfer, read, write }
 //!     ├─ config file, options of the command line, options of a volume      read
-//!     ├─ what is saved, sent to another host or process, or compared        write
+//!     ├─ saved configs, migration, upgrade, comparison                      write
 //!     └─ help                                                               the rest
 //! ```
 //!
-//! A row is all that is written about a key. Everything that needs the keys of a disk or a group
-//! walks the table ([`crate::disk`], [`crate::group`]).
+//! A row is the only definition of a key. All code that needs the keys of a disk or a group
+//! iterates over the table ([`crate::disk`], [`crate::group`]).
 
 mod values;
 
@@ -23,13 +23,13 @@ pub(crate) use values::{seconds_or_time, write_seconds};
 pub enum ValueKind {
     /// True or false; an option without a value.
     Flag,
-    /// One of these words. Where `on` and `off` are among them, a file may have true and false.
+    /// One of these words. If `on` and `off` are among them, a file may have true and false.
     Word(&'static [&'static str]),
     /// One of these words, or text in the form that the help describes.
     WordOr(&'static [&'static str]),
     /// A plain number.
     Count,
-    /// A plain number that the row reads itself, because its range and its form are one rule.
+    /// A plain number that the row parses itself, because its range and its notation are one rule.
     Integer,
     /// A number of bytes.
     Size,
@@ -43,29 +43,30 @@ pub enum ValueKind {
     Table,
 }
 
-/// What a change of a key does while the disk or the group is served.
+/// Effect of a changed key on a running disk or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Change {
-    /// It is in force at once.
+    /// Applied at once.
     Live,
-    /// The exports are closed and opened again, if no client uses them.
+    /// Applied by closing and reopening the exports; rejected while clients are connected.
     Reexport,
-    /// It is refused: the disk has to be removed and added again.
+    /// Rejected: the disk has to be removed and added again.
     Never,
 }
 
-/// What happens to a key when a disk goes to another host, or to the next process on this one.
+/// Treatment of a key when a disk migrates to another host or an upgrade transfers it to the new
+/// process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transfer {
-    /// Its value goes along.
+    /// The value is transferred.
     Moves,
-    /// It has a meaning on this host alone: a disk with a value of it cannot be moved.
+    /// Meaningful on this host only. A disk with such a value cannot migrate.
     Stays,
-    /// It goes along by a way of its own, or is set where the disk is opened again.
+    /// Transferred by another mechanism, or set again when the disk is opened.
     Apart,
 }
 
-/// A value as it is written: in TOML, in JSON, or as text.
+/// Value in the form that TOML, JSON or text have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Literal {
     /// `true`, `false`.
@@ -81,7 +82,7 @@ pub enum Literal {
 }
 
 impl Literal {
-    /// The text that reads as this value; of a list, one for each value.
+    /// Text that parses as this value; for a list, one for each value.
     #[must_use]
     pub fn texts(&self) -> Vec<String> {
         match self {
@@ -118,21 +119,21 @@ impl From<&Literal> for Value {
     }
 }
 
-/// One value as a key's row reads it.
+/// Input of a key's reader.
 #[derive(Clone, Copy, Debug)]
 pub struct Given<'a> {
     /// The text.
     pub text: &'a str,
-    /// The number that it is, of the kinds that are numbers; else 0.
+    /// The parsed number, for numeric kinds; else 0.
     pub number: u64,
-    /// The directory that relative paths start at.
+    /// Base directory of relative paths.
     pub directory: &'a Path,
 }
 
 type Read<T> = Box<dyn Fn(&mut T, Given<'_>) -> Result<(), String> + Send + Sync>;
 type Write<T> = Box<dyn Fn(&T) -> Option<Literal> + Send + Sync>;
 
-/// How a key reaches its field in `T`.
+/// Access to a key's field in `T`.
 pub struct Field<T> {
     read: Read<T>,
     write: Write<T>,
@@ -140,8 +141,8 @@ pub struct Field<T> {
 }
 
 impl<T> Field<T> {
-    /// A field with a reader and a writer of its own. The reader of a list adds a value; the writer
-    /// returns `None` where there is no value.
+    /// A field with a custom reader and writer. The reader of a list appends a value; the writer
+    /// returns `None` if there is no value.
     pub fn new(
         read: impl Fn(&mut T, Given<'_>) -> Result<(), String> + Send + Sync + 'static,
         write: impl Fn(&T) -> Option<Literal> + Send + Sync + 'static,
@@ -149,27 +150,27 @@ impl<T> Field<T> {
         Self { read: Box::new(read), write: Box::new(write), is_list: false }
     }
 
-    /// The same field, of which the reader adds one value at a time.
+    /// Marks the field as a list, whose reader appends one value at a time.
     #[must_use]
     pub fn list(self) -> Self {
         Self { is_list: true, ..self }
     }
 }
 
-/// A type that a key's value has.
+/// Type of a key's value.
 pub trait KeyValue: Sized {
-    /// Reads a value.
+    /// Parses a value.
     ///
     /// # Errors
-    /// The rule that it breaks.
+    /// Returns the rule that the text breaks.
     fn read(given: Given<'_>) -> Result<Self, String>;
 
     /// Writes the value so that [`KeyValue::read`] returns it again.
     fn write(&self) -> Literal;
 }
 
-/// Access to a field of `Config`, a name in scope for the type of the table, that always has a
-/// value. The second argument, here and in the macros below, is a parser in place of the type's.
+/// Access to a field that always has a value. `Config` has to name the table's type in the caller's
+/// scope. The second argument, here and in the macros below, is a parser instead of the type's.
 macro_rules! one {
     ($($field:ident).+) => {
         $crate::key::Field::new(
@@ -242,7 +243,7 @@ macro_rules! table {
 
 pub(crate) use {each, maybe, one, table};
 
-/// The literal of several values; `None` of none.
+/// Literal of a list; `None` if it is empty.
 pub(crate) fn list<V: KeyValue>(values: &[V]) -> Option<Literal> {
     (!values.is_empty()).then(|| Literal::List(values.iter().map(KeyValue::write).collect()))
 }
@@ -257,31 +258,33 @@ pub struct Key<T: 'static> {
     pub value: ValueKind,
     /// Placeholder of the value in the help.
     pub placeholder: &'static str,
-    /// The default in words; empty if the help has it, `required` if a table of the config file
+    /// Default in words. Empty if the help states it; `required` if a table of the config file
     /// needs the key.
     pub default: &'static str,
-    /// What it does, in one sentence.
+    /// Description in one sentence.
     pub help: String,
     /// Effect of a change at run time.
     pub change: Change,
-    /// Whether another host or process receives it.
+    /// Treatment at a migration or an upgrade.
     pub transfer: Transfer,
     /// Access to the value.
     pub field: Field<T>,
 }
 
 impl<T: Default> Key<T> {
-    /// Reads one value into the config: of a list, adds it.
+    /// Parses one value into the config; a list is extended.
     ///
     /// # Errors
-    /// Why the text is not well formed, or the value is out of its range.
+    /// Fails if the text is malformed or the value is out of range.
     pub fn read(&self, config: &mut T, text: &str, directory: &Path) -> Result<(), Unread> {
+        // Two classes of errors: clap rejects malformed text at once. A value out of range is
+        // collected with all mistakes.
         let number = self.number(text).map_err(Unread::Malformed)?;
         let read = (self.field.read)(config, Given { text, number, directory });
         read.map_err(if self.is_number() { Unread::OutOfRange } else { Unread::Malformed })
     }
 
-    /// The value as it is written; `None` if there is none.
+    /// Literal of the value; `None` if there is none.
     #[must_use]
     pub fn write(&self, config: &T) -> Option<Literal> {
         (self.field.write)(config)
@@ -299,6 +302,7 @@ impl<T: Default> Key<T> {
     /// The rule that it breaks.
     pub fn check(&self, text: &str) -> Result<String, String> {
         match self.read(&mut T::default(), text, Path::new("")) {
+            // The range is checked later with the place, so only the form matters to clap.
             Err(Unread::Malformed(rule)) => Err(rule),
             Ok(()) | Err(Unread::OutOfRange(_)) => Ok(text.to_owned()),
         }
@@ -307,6 +311,7 @@ impl<T: Default> Key<T> {
     /// True if a config file may have `true` and `false` in place of `on` and `off`.
     #[must_use]
     pub fn is_switch(&self) -> bool {
+        // `unmap` includes `discard`: `true` then fails with the rule of that key.
         let is_on_or_off = |word: &&str| ["on", "off", "unmap"].contains(word);
         matches!(self.value, ValueKind::Word(words) | ValueKind::WordOr(words) if words.iter().any(is_on_or_off))
     }
@@ -317,7 +322,7 @@ impl<T: Default> Key<T> {
         self.field.is_list
     }
 
-    /// True if a number of it is a size.
+    /// True if a number of this key is a size.
     #[must_use]
     pub fn is_size(&self) -> bool {
         self.placeholder == "SIZE"
@@ -332,6 +337,7 @@ impl<T: Default> Key<T> {
             ValueKind::Count => crate::count(text),
             ValueKind::Size => crate::size(text),
             ValueKind::Seconds => crate::seconds(text),
+            // The row parses the text itself.
             _ => Ok(0),
         }
     }
@@ -343,11 +349,11 @@ impl<T> fmt::Debug for Key<T> {
     }
 }
 
-/// Why a value cannot be read.
+/// Reason why a value was rejected.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Unread {
-    /// It is not of its form, with the rule.
+    /// The text is malformed, with the rule.
     Malformed(String),
-    /// It is a number that is too small or too large, with the rule.
+    /// The number is too small or too large, with the rule.
     OutOfRange(String),
 }

@@ -1,16 +1,17 @@
-//! `key=value,key=value` as QEMU's command lines have it: two commas are one in a value, and the
-//! first value may stand without its key. What the keys mean is for others.
+//! QEMU's notation `key=value,key=value`: a doubled comma in a value is one comma, and the first
+//! value may omit its key. Does not interpret keys.
 
-/// The pairs of `text`, in their order; `implied` is the key of a first value that has none.
+/// Pairs of `text`, in order; `implied` is the key of a first value without one.
 ///
 /// # Errors
-/// A part that is no pair.
+/// Fails on a part without a key.
 pub fn pairs(text: &str, implied: Option<&str>) -> Result<Vec<(String, String)>, String> {
     let mut pairs = Vec::new();
     for (index, part) in parts(text).into_iter().enumerate() {
         pairs.push(match part.split_once('=') {
             Some(("", _)) => return Err("Invalid parameter ''".to_owned()),
             Some((key, value)) => (key.to_owned(), value.to_owned()),
+            // Only the first part may be a value alone, as in QEMU's `-object`.
             None => match implied.filter(|_| index == 0 && !part.is_empty()) {
                 Some(key) => (key.to_owned(), part),
                 None if part.is_empty() => return Err("has a comma with nothing behind it".to_owned()),
@@ -21,13 +22,14 @@ pub fn pairs(text: &str, implied: Option<&str>) -> Result<Vec<(String, String)>,
     Ok(pairs)
 }
 
-/// What single commas part; a comma at the very end is passed over, as it is by QEMU.
+/// Splits at single commas. A trailing comma is ignored, as in QEMU.
 fn parts(text: &str) -> Vec<String> {
     let mut parts = vec![String::new()];
     let mut letters = text.chars().peekable();
     while let Some(letter) = letters.next() {
         let last = parts.last_mut().expect("there is one");
         match letter {
+            // Consumes both commas.
             ',' if letters.peek() == Some(&',') => {
                 letters.next();
                 last.push(',');

@@ -1,4 +1,4 @@
-//! What a user asks of weir, as plain values: disks, their limits, groups, exports, threads.
+//! The configuration of weir as plain values: disks, their limits, groups, exports, threads.
 //!
 //! ```text
 //!   command line ── arguments ─┐
@@ -6,15 +6,15 @@
 //!   config file ──── config ───┘
 //! ```
 //!
-//! Both sources make the same [`Draft`], so a rule is checked in one place. A [`Plan`] is
-//! consistent: indices are valid, names are unique, no group lies in itself, limits obey their
-//! rules. The options of each command stand beside the command, those that several have in
-//! `arguments`. `units` reads sizes, times and counts.
+//! Both sources produce a [`Draft`], so each rule is checked in one place. A [`Plan`] is
+//! consistent: indices are valid, names are unique, groups form trees, limits obey their rules.
+//! Options of one command are defined beside that command, shared options in `arguments`. `units`
+//! parses sizes, times and counts.
 //!
-//! Never opens an image or a socket. It reads the config file, passphrases, and what weir keeps for
-//! itself between runs (`state`).
+//! Never opens an image or a socket. Reads only the config file, passphrases and weir's own state
+//! files (`state`).
 
-/// How sizes are written, in one sentence for the help of every command that takes some.
+/// Notation of sizes, as one sentence for the help of every command that accepts them.
 #[macro_export]
 macro_rules! sizes {
     () => {
@@ -97,58 +97,57 @@ pub type PlacedDisk = Placed<DiskConfig>;
 /// A group with the places of its keys.
 pub type PlacedGroup = Placed<GroupConfig>;
 
-/// Everything `weir serve` is to do.
+/// Desired state of a daemon.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Plan {
-    /// At least one, in the order they were given.
+    /// At least one disk unless there is a cluster, in the order of the config.
     pub disks: Vec<Placed<DiskConfig>>,
-    /// Each after the one it lies in, else in the order they were given; one may have no members.
+    /// Groups, each after its parent, otherwise in the order of the config. A group may be empty.
     pub groups: Vec<Placed<GroupConfig>>,
-    /// No two at the same place.
+    /// NBD servers, each with a different endpoint.
     pub servers: Vec<Server>,
-    /// Exports with a door of their own; no two at the same place, and none where a server is. At
-    /// least one of these or of those.
+    /// Exports with a separate endpoint: each differs from all endpoints here and in `servers`.
     pub doors: Vec<DoorExport>,
-    /// What holds for the process.
+    /// Settings of the process.
     pub service: Service,
 }
 
-/// A disk that is added to those of a daemon, with its exports.
+/// A disk that is added to a running daemon, with its exports.
 #[derive(Clone, Debug, PartialEq)]
 pub struct PlannedDisk {
     /// The disk.
     pub disk: Placed<DiskConfig>,
-    /// The NBD servers where it is exported.
+    /// NBD servers that export the disk.
     pub servers: Vec<Server>,
-    /// Its exports by other protocols.
+    /// Exports by other protocols.
     pub doors: Vec<DoorExport>,
 }
 
-/// A place where clients connect, and what they find there.
+/// NBD server: an endpoint and its exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Server {
-    /// The place.
+    /// Endpoint to listen on.
     pub endpoint: Endpoint,
-    /// Of a place for disks that do not say where they are exported: whether they are read-only
-    /// there. None where all that are there have said so.
+    /// Set if disks without exports of their own are served here: true if they are read-only.
+    /// `None` for an endpoint that only explicit exports name.
     pub standard: Option<bool>,
-    /// At least one; names are unique. The only one of a server is also its default export.
+    /// Exports with unique names. A single export is the default export as well.
     pub exports: Vec<Export>,
 }
 
-/// Where a server listens.
+/// Endpoint of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Endpoint {
-    /// On an address to be bound.
+    /// An address to bind.
     Address(Address),
-    /// On all the sockets the service manager passed.
+    /// All sockets that the service manager passed.
     Inherited,
-    /// On a socket that was passed, by its name (`FileDescriptorName=`) or its number.
+    /// One passed socket, by its name (`FileDescriptorName=`) or its number.
     Passed(String),
 }
 
 impl Endpoint {
-    /// The same from whatever directory it is seen.
+    /// The endpoint with an absolute path.
     #[must_use]
     pub fn whole(&self) -> Self {
         match self {
@@ -163,7 +162,7 @@ impl Endpoint {
 impl FromStr for Endpoint {
     type Err = String;
 
-    /// `fd:NAME`, or an address.
+    /// Parses `fd:NAME` or an address.
     fn from_str(text: &str) -> Result<Self, String> {
         match text.strip_prefix("fd:") {
             Some("") => Err("has no name; write fd:NAME, as FileDescriptorName= has it".to_owned()),
@@ -183,45 +182,45 @@ impl fmt::Display for Endpoint {
     }
 }
 
-/// A disk under a name that clients ask for.
+/// A disk with an NBD export name.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Export {
-    /// Empty is the default export.
+    /// Export name; empty for the default export.
     pub name: String,
     /// Index in [`Plan::disks`].
     pub disk: usize,
-    /// Refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
 }
 
-/// A disk with a door of its own.
+/// Export of a disk at a separate endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DoorExport {
-    /// Which, where, and what is offered there.
+    /// Type, endpoint and settings of the export.
     pub door: Door,
     /// Index in [`Plan::disks`].
     pub disk: usize,
 }
 
-/// What is done about the control socket that nobody named: [`control::ControlSocket`].
+/// Policy for the control socket at the default address: [`control::ControlSocket`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Standard {
-    /// There is none.
+    /// No socket.
     Off,
-    /// There is one if it can be had.
+    /// A socket, unless opening it fails.
     Try,
-    /// Without it there is no daemon.
+    /// A socket; a failure ends the daemon.
     Must,
 }
 
-/// The config of the process, with what follows from several of its keys.
+/// Config of the process, with values derived from several keys.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Service {
-    /// The config. Unless it states an owner of sockets, that is the user of the daemon.
+    /// The config. Sockets without an owner belong to the daemon's user.
     pub config: Placed<DaemonConfig>,
     /// Encryption of connections.
     pub tls: Tls,
-    /// The hosts that share limits with this one; `None`: no cluster.
+    /// Cluster whose limits this host shares; `None` without one.
     pub cluster: Option<Cluster>,
 }
 

@@ -4,24 +4,24 @@ use std::path::PathBuf;
 
 use tracing_subscriber::filter::Targets;
 
-/// What is logged, and how.
+/// Settings of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogSettings {
-    /// A level or a list of levels by module, known to be valid for [`Targets`].
+    /// A level, or levels by module; valid for [`Targets`].
     pub filter: String,
-    /// The form of a line.
+    /// Format of a line.
     pub format: LogFormat,
     /// The file that lines are appended to; `None` is standard error.
     pub file: Option<PathBuf>,
 }
 
-/// The form of a line of the log.
+/// Format of a log line.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LogFormat {
     /// For people.
     #[default]
     Text,
-    /// One JSON object a line.
+    /// One JSON object in each line.
     Json,
 }
 
@@ -46,7 +46,7 @@ impl std::str::FromStr for LogFormat {
     }
 }
 
-/// The crates of the program. In a filter, `weir` stands for all of them.
+/// Crates of the program. In a filter, `weir` stands for all of them.
 const MODULES: [&str; 24] = [
     "weir",
     "container",
@@ -74,9 +74,11 @@ const MODULES: [&str; 24] = [
     "policy",
 ];
 
-/// A level, or a filter such as `info,export::nbd=debug`; `weir=debug` is for all of the program.
+/// Parses a level, or a filter such as `info,export::nbd=debug`; `weir=debug` applies to all
+/// crates.
 pub fn filter(text: &str) -> Result<String, String> {
     let directives = text.split(',').flat_map(|directive| match directive.strip_prefix("weir=") {
+        // Targets are crate names, so `weir` alone would match only the binary.
         Some(level) => MODULES.map(|module| format!("{module}={level}")).to_vec(),
         None => vec![directive.to_owned()],
     });
@@ -102,8 +104,8 @@ fn checked(text: &str) -> Result<String, String> {
     Err("is not a log filter; write off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas".to_owned())
 }
 
-/// The first part of a directive's module, if it is none of the program's: nothing would be logged
-/// of it.
+/// First part of a directive's module, unless it is a crate of the program: such a directive would
+/// have no effect.
 fn unknown_module(directive: &str) -> Option<&str> {
     let (module, level) = directive.split_once('=')?;
     let first = module.split("::").next()?;

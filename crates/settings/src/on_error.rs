@@ -1,6 +1,6 @@
-//! Names of the keys that say what is done about a disk's errors.
+//! Names of the keys for the reaction to I/O errors of a disk.
 
-/// The key about reads.
+/// Key for reads.
 pub const READ: &str = "on-read-error";
-/// The key about writes, flushes and discards.
+/// Key for writes, flushes and discards.
 pub const WRITE: &str = "on-write-error";

@@ -2,7 +2,7 @@
 
 use std::{fmt, str::FromStr};
 
-/// Bytes of a command line.
+/// Longest command line in bytes.
 const MOST: usize = 4096;
 
 /// A command that receives each event as JSON on standard input.
@@ -23,6 +23,7 @@ impl FromStr for OnEvent {
         if text.contains(|letter: char| letter.is_control()) {
             return Err("holds a control character (leave it out)".to_owned());
         }
+        // No shell: no quoting, and no injection by an event's content.
         let words: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
         match words.first() {
             Some(program) if program.starts_with('/') => Ok(Self { words }),

@@ -1,35 +1,35 @@
-//! Where a setting was written, for messages: file, line, key and value, or the option.
+//! Origin of a setting, for messages: file, line, key and value, or the option.
 
 use std::{cell::RefCell, collections::HashSet, fmt};
 
-/// Mistakes that are kept of one file: the rest is told once these are mended.
+/// Bound of the mistakes collected from one file.
 const MOST_MISTAKES: usize = 100;
 
-/// The beginning of a message: `weir.toml:7: disk.vm1.cache = "fast"`, or `--cache fast`.
+/// Beginning of a message: `weir.toml:7: disk.vm1.cache = "fast"`, or `--cache fast`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     text: String,
-    /// Of the config file, from 1; 0 for what is in none, or is all of it.
+    /// Line in the config file, from 1; 0 if not applicable.
     line: usize,
 }
 
 impl Place {
-    /// A place as the user will read it.
+    /// A place with this text.
     pub fn new(text: impl Into<String>) -> Self {
         Self { text: text.into(), line: 0 }
     }
 
-    /// The same, with the line of the config file that it begins with.
+    /// A place in this line of the config file.
     pub(crate) fn in_line(line: usize, text: impl Into<String>) -> Self {
         Self { text: text.into(), line }
     }
 
-    /// An option of the command line with its value.
+    /// A command-line option with its value.
     pub fn option(name: &str, value: impl fmt::Display) -> Self {
         Self::new(format!("--{name} {value}"))
     }
 
-    /// The complaint that what is written here breaks a rule.
+    /// Error that the setting here breaks a rule.
     pub fn wrong(&self, rule: impl Into<String>) -> Wrong {
         Wrong { place: self.clone(), rule: rule.into() }
     }
@@ -41,7 +41,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// A value with its place.
+/// Value with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Said<T> {
     pub(crate) value: T,
@@ -49,13 +49,13 @@ pub(crate) struct Said<T> {
 }
 
 impl<T> Said<T> {
-    /// `value`, said at `place`.
+    /// `value` from `place`.
     pub(crate) fn new(value: T, place: Place) -> Self {
         Self { value, place }
     }
 }
 
-/// A setting that cannot stand: its place, and the rule it breaks with what to do about it.
+/// Error of a setting: its place, the rule, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{place}: {rule}")]
 pub struct Wrong {
@@ -63,52 +63,55 @@ pub struct Wrong {
     rule: String,
 }
 
-/// What is wrong with what was said, as far as it is found.
+/// Collected mistakes of a config.
 ///
-/// Whoever finds something tells it here and goes on with what is left: where a value is needed,
-/// with its default. So what comes out at the end counts only if nothing was told.
+/// A reader that finds a mistake records it here and continues with the default value, so that all
+/// mistakes are found in one run. The resulting config is valid only if none was recorded.
 #[derive(Debug, Default)]
 pub struct Mistakes(RefCell<Vec<Wrong>>);
 
 impl Mistakes {
-    /// One more.
+    /// Records a mistake, up to the bound.
     pub fn tell(&self, wrong: Wrong) {
+        // Bounded: a wrong file could fill the memory and the terminal.
         if !self.is_full() {
             self.0.borrow_mut().push(wrong);
         }
     }
 
-    /// The value, if there is one; else tells what is wrong.
+    /// Returns the value, or records the error.
     pub fn keep<T>(&self, result: Result<T, Wrong>) -> Option<T> {
         result.map_err(|wrong| self.tell(wrong)).ok()
     }
 
-    /// How many have been told.
+    /// Number of recorded mistakes.
     pub fn count(&self) -> usize {
         self.0.borrow().len()
     }
 
-    /// Whether more would not be kept, so that nobody need look for them.
+    /// True if the bound is reached, so that further checks are pointless.
     pub fn is_full(&self) -> bool {
         self.count() >= MOST_MISTAKES
     }
 
-    /// `value`, if nothing is wrong.
+    /// Returns `value` if no mistake was recorded.
     ///
     /// # Errors
-    /// All mistakes, in the order of the file, and one for each place: what was told of it first.
+    /// Returns all mistakes in the order of the file, only the first for each place.
     pub fn unless<T>(self, value: T) -> Result<T, Vec<Wrong>> {
         let mut all = self.0.into_inner();
+        // A stable sort: mistakes without a line come first, in the order of discovery.
         all.sort_by_key(|wrong| wrong.place.line);
         let mut seen = HashSet::new();
+        // Later mistakes of the same setting are usually consequences.
         all.retain(|wrong| seen.insert(wrong.place.text.clone()));
         if all.is_empty() { Ok(value) } else { Err(all) }
     }
 
-    /// `value`, if nothing is wrong.
+    /// Returns `value` if no mistake was recorded.
     ///
     /// # Errors
-    /// The first mistake of the file.
+    /// Returns the first mistake of the file.
     pub fn first_unless<T>(self, value: T) -> Result<T, Wrong> {
         self.unless(value).map_err(|all| all.into_iter().next().expect("there is one"))
     }

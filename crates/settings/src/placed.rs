@@ -1,4 +1,4 @@
-//! A config that a table of keys describes, with the place of each key in it.
+//! A config with a table of keys, and the place of each given key.
 
 use std::{
     borrow::Cow,
@@ -11,41 +11,40 @@ use crate::{
     place::{Mistakes, Place, Wrong},
 };
 
-/// A config that a table of keys describes.
+/// Config with a table of keys.
 pub trait KeySet: Clone + Default + 'static {
-    /// Keys of earlier versions, and the rule that a use of them breaks.
+    /// Keys of earlier versions, each with the rule that its use breaks.
     const REMOVED: &'static [(&'static str, &'static str)] = &[];
 
-    /// The table.
+    /// Table of keys.
     fn keys() -> &'static [Key<Self>];
 
-    /// The row of a name.
+    /// Row of a name.
     #[must_use]
     fn key(name: &str) -> Option<&'static Key<Self>> {
         Self::keys().iter().find(|key| key.name == name)
     }
 
-    /// The keys by which two configs differ, in the order of the table.
+    /// Keys in which two configs differ, in the order of the table.
     fn differences<'a>(&'a self, other: &'a Self) -> impl Iterator<Item = &'static Key<Self>> + 'a {
         Self::keys().iter().filter(|key| key.write(self) != key.write(other))
     }
 
-    /// Reports the rules that the values of one config break together. Each of them is in its
-    /// range.
+    /// Reports broken rules between values of one config. Each value is in its range.
     fn judge(_: &Placed<Self>, _: &Mistakes) {}
 }
 
-/// A config with the place of each key that was given.
+/// Config with the place of each given key.
 ///
-/// Messages name the place; comparing and serving need the config alone.
+/// Messages use the places; comparing and serving use the config alone.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Placed<T> {
     config: T,
     /// Place of the config as a whole.
     own: Place,
-    /// By key, with an index behind the name of a list (`fault[1]`); in the order of reading.
+    /// Places by key, with an index for a list (`fault[1]`), in the order of reading.
     places: Vec<(Cow<'static, str>, Place)>,
-    /// Values that are out of their range; the config has the default in place of each.
+    /// Errors of values that are out of range; the config has defaults instead.
     out_of_range: Vec<Wrong>,
 }
 
@@ -64,25 +63,26 @@ impl<T> DerefMut for Placed<T> {
 }
 
 impl<T: Default> Default for Placed<T> {
-    /// The default config, at no place.
+    /// The default config, without a place.
     fn default() -> Self {
         Self::new(T::default(), Place::new(""))
     }
 }
 
 impl<T> Placed<T> {
-    /// A config without keys, at this place.
+    /// A config without given keys, at this place.
     pub fn new(config: T, own: Place) -> Self {
         Self { config, own, places: Vec::new(), out_of_range: Vec::new() }
     }
 
-    /// Place of the config as a whole, such as its table's.
+    /// Place of the whole config, for example of its table.
     pub fn own_place(&self) -> &Place {
         &self.own
     }
 
-    /// Place of a key, if it was given; of the first value, if it is a list.
+    /// Place of a given key; for a list, of its first value.
     pub fn given(&self, key: &str) -> Option<&Place> {
+        // The first value of a list has index 0.
         let is_it =
             |known: &str| known.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest == "[0]");
         self.places.iter().find(|(known, _)| is_it(known)).map(|(_, place)| place)
@@ -94,17 +94,17 @@ impl<T> Placed<T> {
         self.places.iter().find(|(known, _)| *known == path).map(|(_, place)| place)
     }
 
-    /// Place of a key; of the config as a whole, if the key was not given.
+    /// Place of a key, or of the whole config if the key was not given.
     pub fn place(&self, key: &str) -> &Place {
         self.given(key).unwrap_or(&self.own)
     }
 
-    /// The complaint that the value of a key breaks a rule.
+    /// Error that the value of a key breaks a rule.
     pub fn wrong(&self, key: &str, rule: impl Into<String>) -> Wrong {
         self.place(key).wrong(rule)
     }
 
-    /// Places of the keys that were given, with their names; lists have an index.
+    /// Names and places of the given keys; lists have an index.
     pub fn all_given(&self) -> impl Iterator<Item = (&str, &Place)> {
         self.places.iter().map(|(key, place)| (&**key, place))
     }
@@ -119,17 +119,17 @@ impl<T> Placed<T> {
         self.config
     }
 
-    /// Tells of the values that are out of their range.
+    /// Reports the values that are out of range.
     pub(crate) fn tell_out_of_range(&self, mistakes: &Mistakes) {
         self.out_of_range.iter().for_each(|wrong| mistakes.tell(wrong.clone()));
     }
 }
 
 impl<T: KeySet> Placed<T> {
-    /// Reads one value of a key. One that is out of its range is reported by [`Placed::judge`].
+    /// Reads one value of a key. [`Placed::judge`] reports it if it is out of range.
     ///
     /// # Errors
-    /// The value is not well formed.
+    /// Fails if the text is malformed.
     pub fn set(
         &mut self,
         key: &'static Key<T>,
@@ -140,10 +140,11 @@ impl<T: KeySet> Placed<T> {
         match key.read(&mut self.config, text, directory) {
             Ok(()) => {}
             Err(Unread::Malformed(rule)) => return Err(place.wrong(rule)),
+            // The default stays, so that the rest of the config can be checked.
             Err(Unread::OutOfRange(rule)) => self.out_of_range.push(place.wrong(rule)),
         }
         if key.is_list() {
-            // Values of a list follow each other, so the search ends at the value before.
+            // Values of a list are adjacent, so the search ends at the previous one.
             let of_key = |known: &str| {
                 known.strip_prefix(key.name)?.strip_prefix('[')?.split(']').next()?.parse().ok()
             };
@@ -156,24 +157,24 @@ impl<T: KeySet> Placed<T> {
         Ok(())
     }
 
-    /// Rows of the keys that were given, in the order of the table.
+    /// Rows of the given keys, in the order of the table.
     pub fn given_keys(&self) -> impl Iterator<Item = &'static Key<T>> {
         T::keys().iter().filter(|key| self.given(key.name).is_some())
     }
 
-    /// Tells of the rules that the config breaks by itself.
+    /// Reports the rules that the config breaks by itself.
     pub(crate) fn judge(&self, mistakes: &Mistakes) {
         self.tell_out_of_range(mistakes);
-        // What one value is to another is known once each is in its range.
+        // Rules between values are meaningful only if each value is in its range.
         if self.out_of_range.is_empty() {
             T::judge(self, mistakes);
         }
     }
 
-    /// The config, if it breaks no rule by itself.
+    /// Returns the config if it breaks no rule by itself.
     ///
     /// # Errors
-    /// The first rule that it breaks.
+    /// Returns the first mistake.
     pub fn checked(self) -> Result<Self, Wrong> {
         let mistakes = Mistakes::default();
         self.judge(&mistakes);

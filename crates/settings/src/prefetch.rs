@@ -1,5 +1,5 @@
-//! What is read ahead of a disk's readers, as it was said. Names, defaults and ranges are the
-//! policy's. Numbers of a disk that reads nothing ahead are kept until that is switched on.
+//! Settings of reading ahead. Names, defaults and ranges are the policy's. Numbers are kept while
+//! reading ahead is off.
 
 use policy::prefetch::{Setting, Settings, UnknownMode};
 
@@ -10,10 +10,10 @@ use crate::{
     placed::Placed,
 };
 
-/// The mode's name among the settings; those of the numbers begin with it.
+/// Name of the mode, and prefix of the names of the numbers.
 pub const MODE: &str = "prefetch";
 
-/// Rows of what is read ahead of readers, of a config with these settings.
+/// Rows of the settings, for a config with these settings.
 pub(crate) fn prefetch_keys<T: 'static>(
     settings: fn(&T) -> &Settings,
     settings_mut: fn(&mut T) -> &mut Settings,
@@ -33,6 +33,7 @@ pub(crate) fn prefetch_keys<T: 'static>(
     };
     let field = move |setting: Setting| {
         let read = move |config: &mut T, given: Given<'_>| {
+            // Before `set`, which expects a valid value.
             if !setting.range().contains(&given.number) {
                 return Err(out_of_range(setting));
             }
@@ -65,7 +66,7 @@ fn default(setting: Setting) -> &'static str {
     }
 }
 
-/// What a setting is, with its range.
+/// Help of a setting, with its range.
 pub fn help(setting: Setting) -> String {
     let what = match setting {
         Setting::Memory => "Memory for what is read ahead",
@@ -78,38 +79,40 @@ pub fn help(setting: Setting) -> String {
     format!("{what}, from {least} to {most}")
 }
 
-/// Tells if the windows cross, at the place of whichever was given: the defaults do not cross.
+/// Reports a minimum window above the maximum, at the key that was given: the defaults are
+/// consistent.
 pub(crate) fn judge<T>(placed: &Placed<T>, settings: &Settings, mistakes: &Mistakes) {
     if let Err(invalid) = settings.check() {
         let [min, max] = [Setting::WindowMin, Setting::WindowMax].map(Setting::name);
+        // If only one of both was given, the mistake is there.
         let key = if placed.given(min).is_some() { min } else { max };
         mistakes.tell(placed.wrong(key, invalid.to_string()));
     }
 }
 
-/// A number's name among others about reading ahead: `memory` for `prefetch-memory`.
+/// Name without the prefix: `memory` for `prefetch-memory`.
 pub fn short_name(setting: Setting) -> &'static str {
     let name = setting.name();
     name.strip_prefix(MODE).and_then(|rest| rest.strip_prefix('-')).unwrap_or(name)
 }
 
-/// Whether it is a number of bytes.
+/// True if the value is a number of bytes.
 pub fn is_size(setting: Setting) -> bool {
     setting != Setting::Streams
 }
 
-/// A value of it as users write it.
+/// Value in the user's notation.
 pub fn show(setting: Setting, value: u64) -> String {
     if is_size(setting) { crate::exact_size(value) } else { value.to_string() }
 }
 
-/// The rule that a value breaks which is too small or too large.
+/// Rule that a value out of range breaks.
 pub fn out_of_range(setting: Setting) -> String {
     let (least, most) = range(setting);
     format!("is out of range; it may be from {least} to {most}")
 }
 
-/// The least and the most that it may be, as users write them.
+/// Least and greatest value, in the user's notation.
 pub fn range(setting: Setting) -> (String, String) {
     let range = setting.range();
     (show(setting, *range.start()), show(setting, *range.end()))

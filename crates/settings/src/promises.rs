@@ -1,7 +1,7 @@
-//! Whether reservations fit into the limits around them, before anything is opened.
+//! Checks that reservations fit into the limits around them, before any image is opened.
 //!
-//! The policy's own tree judges, so that what passes here is what the daemon takes; a device's
-//! capacity is known to the daemon alone.
+//! Uses the policy's own tree, so that the daemon accepts the same. Only the daemon knows the
+//! capacities of devices.
 
 use std::collections::HashMap;
 
@@ -12,12 +12,13 @@ use policy::{
 
 use super::{DiskConfig, GroupConfig, KeySet, Placed, Wrong};
 
-/// Fails at the first reservation, groups before disks, that is more than a limit leaves.
+/// Fails at the first reservation that exceeds a limit, groups before disks.
 pub(crate) fn check(groups: &[Placed<GroupConfig>], disks: &[Placed<DiskConfig>]) -> Result<(), Wrong> {
     let mut tree = Tree::<()>::new(Instant::from_nanos(0));
     let mut nodes = HashMap::new();
     for group in groups {
         let parent = group.group.as_ref().and_then(|parent| nodes.get(parent.as_str()).copied());
+        // Parents come first in `groups`, so their nodes exist.
         let added = tree.add(parent, group.settings.limits, group.settings.share());
         if let Ok(node) = added {
             nodes.insert(group.name.as_str(), node);
@@ -32,11 +33,12 @@ pub(crate) fn check(groups: &[Placed<GroupConfig>], disks: &[Placed<DiskConfig>]
     Ok(())
 }
 
-/// The reservation that is refused. Nothing else is judged here.
+/// Error of an overbooked reservation. Other errors are reported elsewhere.
 fn blamed<T: KeySet>(refused: &Refused, placed: &Placed<T>) -> Option<Wrong> {
     let Refused::Overbooked(overbooked @ Overbooked { unit, .. }) = refused else { return None };
     let rule = overbooked.to_string();
     let rule =
+        // The place names the key already.
         rule.strip_prefix(unit.reservation()).and_then(|rule| rule.strip_prefix(": ")).unwrap_or(&rule);
     Some(placed.wrong(unit.reservation(), rule))
 }

@@ -1,6 +1,7 @@
-//! What a qcow2 image is opened with: the sizes of its metadata caches, and where its passphrases
-//! are. The caches' names, defaults and rules are QEMU's (docs/qcow2-cache.txt); what they come to
-//! depends on the image. Passphrases are read when the daemon starts: a plan can be printed.
+//! Options of a qcow2 image: sizes of its metadata caches, and sources of its passphrases.
+//!
+//! Names, defaults and rules of the caches are QEMU's (docs/qcow2-cache.txt); effective sizes
+//! depend on the image. Passphrases are read when the daemon starts, so that a plan can be printed.
 
 use std::{fmt, path::PathBuf};
 
@@ -9,20 +10,20 @@ use image::qcow2::CacheSettings;
 /// Settings of a qcow2 image.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Qcow2Settings {
-    /// Of the caches.
+    /// Sizes of the metadata caches.
     pub caches: CacheSettings,
-    /// One for each encrypted image of the chain, or one for all.
+    /// Passphrases: one for each encrypted image of the backing chain, or one for all.
     pub secrets: Vec<SecretSource>,
-    /// Names of those that clients may look at.
+    /// Names of the dirty bitmaps that clients may read.
     pub bitmaps: Vec<String>,
 }
 
-/// Where a passphrase is.
+/// Source of a passphrase.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum SecretSource {
-    /// It is all of this file.
+    /// The whole content of a file.
     File(PathBuf),
-    /// It is what can be read from this descriptor.
+    /// Everything that can be read from a file descriptor.
     Descriptor(u32),
 }
 

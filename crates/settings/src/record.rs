@@ -1,4 +1,4 @@
-//! `--record DIR[,keep=TIME,limit=SIZE]`: all that disks are asked is kept for a while. The config
+//! `--record DIR[,keep=TIME,limit=SIZE]`: recordings of all requests, kept for a time. The config
 //! file has the same keys, and `directory`.
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock, time::Duration};
@@ -13,24 +13,24 @@ use crate::{
     placed::KeySet,
 };
 
-/// What is kept of what disks are asked.
+/// Settings of the recordings.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Record {
-    /// Where the files lie.
+    /// Directory of the files.
     pub directory: PathBuf,
-    /// How long.
+    /// Age at which a recording is removed.
     pub keep: Duration,
-    /// Bytes of all of them.
+    /// Bound of all files together, in bytes.
     pub limit: u64,
 }
 
-/// A file has an hour.
+/// Least `keep`: a file covers an hour.
 const LEAST_KEEP: Duration = Duration::from_secs(3600);
-/// Some files, each of several blocks.
+/// Least `limit`: a few files, each of several blocks.
 const LEAST_LIMIT: u64 = 16 << 20;
 
 impl Record {
-    /// There, with nothing else said.
+    /// Recordings in this directory, with defaults.
     pub fn at(directory: PathBuf) -> Self {
         Self { directory, keep: Duration::from_secs(24 * 3600), limit: 1 << 30 }
     }
@@ -103,7 +103,7 @@ fn limit() -> Field<Record> {
 }
 
 impl Default for Record {
-    /// In no directory.
+    /// Recordings without a directory.
     fn default() -> Self {
         Self::at(PathBuf::new())
     }
@@ -120,7 +120,7 @@ impl FromStr for Record {
     }
 }
 
-/// Where files may lie.
+/// Parses the directory.
 fn directory(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("names no directory (write one that is there)".to_owned()),
@@ -129,7 +129,7 @@ fn directory(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for Record {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.directory.display())?;

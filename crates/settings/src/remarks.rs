@@ -1,22 +1,22 @@
-//! What in a plan is allowed and probably a slip: settings that have no effect. Not errors, because
-//! a daemon can be changed while it runs: an empty group gets members, a disk with a weight a
+//! Remarks on settings of a plan that are valid but have no effect, and are probably mistakes. Not
+//! errors, because a running daemon can change: an empty group gets members, a disk with a weight a
 //! group.
 
 use std::collections::{HashMap, HashSet};
 
 use crate::{Door, DoorExport, Plan, Settings, shares::DEFAULT_WEIGHT};
 
-/// A disk or group, and what is odd about it.
+/// Remark on a disk or group.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Remark<'a> {
     /// The disk or group.
     pub name: &'a str,
-    /// What is odd, with what to do.
+    /// Remark, with the remedy.
     pub remark: &'static str,
 }
 
 impl Plan {
-    /// Everything odd, groups first.
+    /// All remarks, groups first.
     pub fn remarks(&self) -> Vec<Remark<'_>> {
         let peopled = self.peopled();
         let mut remarks = Vec::new();
@@ -25,6 +25,7 @@ impl Plan {
             if !peopled.contains(group.name.as_str()) {
                 add("no disk is in this group");
             }
+            // A top-level group has no siblings to share with.
             if group.group.is_none() {
                 of_share(&group.settings).into_iter().for_each(&mut add);
             }
@@ -50,20 +51,21 @@ impl Plan {
         remarks
     }
 
-    /// Disks that a guest cannot tell from another by their serial numbers.
+    /// Disks whose serial numbers a guest cannot distinguish from another disk's.
     fn same_serials(&self) -> impl Iterator<Item = &str> {
         let mut disk_of = HashMap::new();
         self.doors.iter().filter_map(move |DoorExport { door, disk }| {
             let Door::VhostUserBlk(machine) = door else { return None };
             let name = &*self.disks[*disk].name;
+            // Several exports of one disk may share its serial number.
             (disk_of.entry(machine.seen_serial(name)).or_insert(disk) != &disk).then_some(name)
         })
     }
 
-    /// Names of the groups that have a disk, themselves or further down.
+    /// Names of the groups that contain a disk, directly or in a subgroup.
     fn peopled(&self) -> HashSet<&str> {
         let mut peopled: HashSet<&str> = self.disks.iter().filter_map(|disk| disk.group.as_deref()).collect();
-        // From the end: a group comes after the one that contains it.
+        // From the end, because each group follows its parent.
         for group in self.groups.iter().rev().filter(|group| group.group.is_some()) {
             if peopled.contains(group.name.as_str()) {
                 peopled.extend(group.group.as_deref());
@@ -80,7 +82,7 @@ const NOBODY_TAKES_IT: &str = "handover has its image open only while a virtual 
 const SAME_SERIAL: &str =
     "another disk has the same serial number, of which a guest sees 20 bytes (set serial)";
 
-/// What is odd about a share where there is nobody to share with.
+/// Remark on a share outside of a group.
 fn of_share(settings: &Settings) -> Option<&'static str> {
     if settings.iops_reservation > 0 || settings.bps_reservation > 0 {
         return Some("the reservation has no effect, because there is no group to have it from (set group)");

@@ -1,14 +1,14 @@
-//! Whether the daemon gives up rights once it serves. Only the text is judged here.
+//! Setting of the daemon's sandbox. Checks only the text.
 
 use std::str::FromStr;
 
-/// Which rights the daemon gives up once all is open.
+/// Rights that the daemon gives up after its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Sandbox {
-    /// Those that the kernel lets it, and a warning says which are left.
+    /// All that the kernel supports; a warning names those that remain.
     #[default]
     On,
-    /// All; where the kernel lacks what it takes, there is no daemon.
+    /// All; without support of the kernel the daemon does not start.
     Require,
     /// None.
     Off,

@@ -1,4 +1,4 @@
-//! Passphrases of encrypted images. Each place is read once: a pipe gives what it has only once.
+//! Passphrases of encrypted images. Each source is read once, because a pipe can be read only once.
 
 use std::{collections::HashMap, fs::File, path::PathBuf};
 
@@ -7,21 +7,22 @@ use image::Secret;
 
 use crate::SecretSource;
 
-/// What was read so far.
+/// Passphrases that were read so far.
 #[derive(Debug, Default)]
 pub struct Secrets(HashMap<SecretSource, Secret>);
 
 impl Secrets {
-    /// The passphrase that is there. Blocks, for a pipe until its other end is closed.
+    /// Reads the passphrase. Blocks; for a pipe, until its other end is closed.
     ///
     /// # Errors
-    /// If there is none that can be read.
+    /// Fails if the source is unreadable.
     pub fn get(&mut self, source: &SecretSource) -> anyhow::Result<Secret> {
         if let Some(secret) = self.0.get(source) {
             return Ok(secret.clone());
         }
         let path = match source {
             SecretSource::File(path) => path.clone(),
+            // Opening /dev/fd/N of a pipe shares its data; of a file it starts at offset 0.
             SecretSource::Descriptor(number) => PathBuf::from(format!("/dev/fd/{number}")),
         };
         let secret = File::open(path).and_then(Secret::read);

@@ -1,5 +1,5 @@
-//! What a disk or a group may be held to and entitled to: limits, weight, reservation, watermark.
-//! Judged here one disk or group at a time; whether promises fit is the policy's to say.
+//! Throttle settings of a disk or a group: limits, weight, reservation, watermark. Checks one disk
+//! or group at a time; the policy decides if reservations fit.
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
@@ -16,18 +16,18 @@ use crate::{
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 pub(crate) const MAX_WATERMARK: u8 = 100;
 
-/// What holds for one disk or group by itself.
+/// Throttle settings of one disk or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Settings {
-    /// Valid, perhaps none.
+    /// Valid limits, possibly none.
     pub limits: Limits,
-    /// Its share among those of the same group, from 1 to 10000.
+    /// Weight among the members of its group, from 1 to 10000.
     pub weight: u32,
-    /// Operations per second that it is promised; 0 is none.
+    /// Reservation in operations per second; 0 is none.
     pub iops_reservation: u64,
-    /// Bytes per second that it is promised; 0 is none.
+    /// Reservation in bytes per second; 0 is none.
     pub bps_reservation: u64,
-    /// Percent of the device's capacity in use below which limits are lifted, 0 (never) to 100.
+    /// Utilization of the device in percent below which limits are lifted, 0 (never) to 100.
     pub watermark: u8,
 }
 
@@ -44,17 +44,17 @@ impl Default for Settings {
 }
 
 impl Settings {
-    /// As a disk takes them.
+    /// Converts to the settings of a running disk.
     pub fn of_disk(&self) -> DiskSettings {
         DiskSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
     }
 
-    /// As a group takes them.
+    /// Converts to the settings of a running group.
     pub fn of_group(&self) -> GroupSettings {
         GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
     }
 
-    /// The settings that a running disk or group has.
+    /// Converts from the settings of a running disk or group.
     pub fn running(settings: &GroupSettings) -> Self {
         let GroupSettings { limits, share, watermark } = *settings;
         Self {
@@ -67,6 +67,7 @@ impl Settings {
     }
 
     pub(crate) fn share(&self) -> Share {
+        // The range was checked when the key was read.
         let share = Share::new(self.weight).expect("checked");
         share.with_reservation(self.iops_reservation, self.bps_reservation)
     }
@@ -76,13 +77,14 @@ impl Settings {
     }
 }
 
-/// Rows of the nineteen limits, of a config with these settings.
+/// Rows of the nineteen limits, for a config with these settings.
 pub(crate) fn limit_keys<T: 'static>(
     settings: fn(&T) -> &Settings,
     settings_mut: fn(&mut T) -> &mut Settings,
 ) -> impl Iterator<Item = Key<T>> {
     let field = move |setting: Setting| {
         let read = move |config: &mut T, given: Given<'_>| {
+            // Checks the range of this setting; combinations are checked by `judge`.
             let set = settings_mut(config).limits.set(setting, given.number);
             set.map_err(|invalid| invalid.rule.to_string())
         };
@@ -92,6 +94,7 @@ pub(crate) fn limit_keys<T: 'static>(
         name: setting.name(),
         heading: "Limits",
         value: match setting {
+            // Whole seconds, as in QEMU.
             Setting::Limit(_, Part::BurstLength) => ValueKind::Seconds,
             _ if setting.is_size() => ValueKind::Size,
             _ => ValueKind::Count,
@@ -105,7 +108,7 @@ pub(crate) fn limit_keys<T: 'static>(
     })
 }
 
-/// What a setting does.
+/// Help of a setting.
 pub(crate) fn help(setting: Setting) -> String {
     let Setting::Limit(kind, part) = setting else {
         return "Bytes after which one request counts as more than one operation; 0 is never".to_owned();
@@ -138,7 +141,7 @@ pub(crate) fn placeholder(setting: Setting) -> &'static str {
     }
 }
 
-/// Rows of what a member of a group is entitled to, of a config with these settings.
+/// Rows of weight, reservations and watermark, for a config with these settings.
 pub(crate) fn share_keys<T: 'static>(
     settings: fn(&T) -> &Settings,
     settings_mut: fn(&mut T) -> &mut Settings,
@@ -174,7 +177,7 @@ pub(crate) fn share_keys<T: 'static>(
     }
 }
 
-/// Tells if limits break a rule together.
+/// Reports limits that break a rule together.
 pub(crate) fn judge<T>(placed: &Placed<T>, settings: &Settings, mistakes: &Mistakes) {
     if let Err(invalid) = settings.limits.validate() {
         mistakes.tell(placed.wrong(invalid.setting.name(), invalid.rule.to_string()));

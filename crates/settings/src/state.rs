@@ -1,4 +1,4 @@
-//! What weir keeps for itself between runs: small files, written whole or not at all.
+//! weir's own state between runs: small files that are replaced atomically.
 
 mod capacity;
 pub mod whole_file;

@@ -1,19 +1,20 @@
-//! "Did you mean …?": the known word nearest to one that is not known.
+//! "Did you mean …?": suggestions for unknown words.
 
-/// The word of `known` most like `word`, unless none is much like it.
+/// Word of `known` that is most similar to `word`; `None` if none is similar.
 pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
-    // As clap treats misspelt options.
+    // clap's threshold for misspelt options.
     const ALIKE: f64 = 0.7;
     let begins = |candidate: &str| candidate.strip_prefix(word).is_some_and(|rest| rest.starts_with('-'));
     let (mut best, mut abbreviated) = (None, None);
     for candidate in known {
-        // The first that goes on where the word ends: `iops` is `iops-total`, before `iops-size`.
+        // Completions come first: `iops` suggests `iops-total`, not `iops-size`.
         if begins(candidate) {
             return Some(candidate);
         }
         if abbreviated.is_none() && is_abbreviation(word, candidate) {
             abbreviated = Some(candidate);
         }
+        // Jaro similarity suits short words with swapped letters.
         let likeness = strsim::jaro(word, candidate);
         if likeness > ALIKE && best.is_none_or(|(best, _)| likeness >= best) {
             best = Some((likeness, candidate));
@@ -22,8 +23,9 @@ pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Opti
     best.map(|(_, candidate)| candidate).or(abbreviated)
 }
 
-/// True if `word` is `candidate` without some of its letters, as `grp` is of `group`.
+/// True if `word` is `candidate` with some letters left out, as `grp` for `group`.
 fn is_abbreviation(word: &str, candidate: &str) -> bool {
+    // Two letters are contained in almost any word.
     const SHORTEST: usize = 3;
     let mut letters = candidate.chars();
     let begins_alike = word.chars().next() == candidate.chars().next();

@@ -1,16 +1,16 @@
-//! Encryption of connections, as a server offers it. Only the settings are judged here.
+//! Encryption of connections, as a server offers it. Checks only the settings.
 
 use std::{fmt, path::PathBuf, str::FromStr};
 
-/// When connections are encrypted.
+/// Encryption policy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum TlsMode {
     /// Never.
     #[default]
     Off,
-    /// Where the client asks for it.
+    /// If the client requests it.
     On,
-    /// Always; other clients are refused.
+    /// Always; unencrypted clients are rejected.
     Required,
 }
 
@@ -37,25 +37,26 @@ impl FromStr for TlsMode {
     }
 }
 
-/// [`TlsMode`] with what it needs.
+/// [`TlsMode`] with its credentials.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Tls {
     /// Never.
     Off,
-    /// Where the client asks for it.
+    /// If the client requests it.
     On(Credentials),
     /// Always.
     Required(Credentials),
 }
 
-/// How server and client know each other.
+/// Authentication of server and client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Credentials {
     /// By X.509 certificates.
     Certificates {
-        /// Holds `server-cert.pem`, `server-key.pem` and, to verify clients, `ca-cert.pem`.
+        /// Directory with `server-cert.pem`, `server-key.pem` and, to verify clients,
+        /// `ca-cert.pem`.
         directory: PathBuf,
-        /// Clients must present a certificate that the authority signed.
+        /// True if clients have to present a certificate signed by the authority.
         verify_peer: bool,
     },
     /// By pre-shared keys in this file, `user:hexkey` lines.

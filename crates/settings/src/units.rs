@@ -1,6 +1,6 @@
-//! Numbers and names as people write them, for the command line and the config file.
+//! Parsers of numbers and names for the command line and the config file.
 //!
-//! A reader is a function from text to a value, or the rule that the text breaks.
+//! A parser returns a value, or the rule that the text breaks.
 
 use std::{str::FromStr, time::Duration};
 
@@ -9,14 +9,14 @@ use policy::throttle::{Part, Setting};
 use reactor::Polling;
 use storage::{InvalidValue, parse_duration, parse_size};
 
-/// What reads itself, or the rule that the text breaks.
+/// Parses by `FromStr`; the error is the rule that the text breaks.
 pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
     text.parse().map_err(Rule::rule)
 }
 
-/// An error told without its value, which the message has named already.
+/// Error without its value, which the message names already.
 pub trait Rule {
-    /// The rule that is broken.
+    /// Rule that was broken.
     fn rule(self) -> String;
 }
 
@@ -33,24 +33,24 @@ impl Rule for InvalidValue {
 }
 
 impl Rule for storage::InvalidOption {
-    /// With its key, because the value before it has several.
+    /// Includes the key, because the option has several.
     fn rule(self) -> String {
         format!("{}={} {}", self.key, self.value, self.rule)
     }
 }
 
-/// A number of bytes: digits, perhaps a fraction, perhaps one of `K M G T P E` (powers of
-/// 1024), or `KB MB …` (powers of 1000).
+/// Parses a number of bytes: digits, optionally with a fraction and one of `K M G T P E` (powers of
+/// 1024) or `KB MB …` (powers of 1000).
 pub fn size(text: &str) -> Result<u64, String> {
     parse_size(text).map_err(Rule::rule)
 }
 
-/// A time: a number with `ns`, `us`, `ms` or `s`; or `0`.
+/// Parses a time: a number with `ns`, `us`, `ms` or `s`; or `0`.
 pub fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(Rule::rule)
 }
 
-/// A longer time: as [`duration`], or a whole number with `m` (minutes) or `h` (hours).
+/// Parses a longer time: as [`duration`], or a whole number with `m` (minutes) or `h` (hours).
 pub fn long_duration(text: &str) -> Result<Duration, String> {
     let long = |unit: char, seconds: u64| {
         let number: u64 = text.strip_suffix(unit)?.parse().ok()?;
@@ -58,15 +58,16 @@ pub fn long_duration(text: &str) -> Result<Duration, String> {
     };
     match long('m', 60).or_else(|| long('h', 3600)) {
         Some(time) => Ok(time),
+        // For a number without unit the hint about minutes would mislead.
         None if text.bytes().all(|byte| byte.is_ascii_digit()) => duration(text),
         None => duration(text).map_err(|rule| format!("{rule}; or minutes, 10m, or hours, 2h")),
     }
 }
 
-/// Longest time of busy polling: beyond it, polling is a busy loop in all but name.
+/// Longest time of busy polling: beyond it, polling never ends in practice.
 const MAX_POLL: Duration = Duration::from_secs(1);
 
-/// How long to poll: `auto`, `off`, or a time of at most a second.
+/// Parses a polling mode: `auto`, `off`, or a time of at most a second.
 pub fn polling(text: &str) -> Result<Polling, String> {
     match text {
         "auto" => Ok(Polling::Auto),
@@ -79,8 +80,9 @@ pub fn polling(text: &str) -> Result<Polling, String> {
     }
 }
 
-/// A count: digits alone, as QEMU reads them.
+/// Parses a count: only digits, as in QEMU.
 pub fn count(text: &str) -> Result<u64, String> {
+    // `parse` alone would accept a plus sign.
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return text.parse().map_err(|_| "is too large; a count is below 2 to the 64th".to_owned());
     }
@@ -88,6 +90,7 @@ pub fn count(text: &str) -> Result<u64, String> {
     if let Some(number) = per_second {
         return Err(format!("is a rate; limits are per second already (write {number})"));
     }
+    // The number that was probably meant is part of the message.
     Err(match size(text) {
         Ok(value) => {
             let value = thousands(text).unwrap_or(value);
@@ -97,7 +100,7 @@ pub fn count(text: &str) -> Result<u64, String> {
     })
 }
 
-/// A number of seconds, without a unit, as QEMU reads it.
+/// Parses a number of seconds without a unit, as in QEMU.
 pub fn seconds(text: &str) -> Result<u64, String> {
     let time = long_duration(text).ok().filter(|time| time.subsec_nanos() == 0);
     match (count(text), time) {
@@ -109,7 +112,7 @@ pub fn seconds(text: &str) -> Result<u64, String> {
     }
 }
 
-/// The parser of a limit's value: sizes for bytes, seconds for burst lengths, and else counts.
+/// Parser of a limit's value: sizes for bytes, seconds for burst lengths, counts for the rest.
 pub fn limit_parser(setting: Setting) -> fn(&str) -> Result<u64, String> {
     match setting {
         Setting::Limit(_, Part::BurstLength) => seconds,
@@ -118,7 +121,7 @@ pub fn limit_parser(setting: Setting) -> fn(&str) -> Result<u64, String> {
     }
 }
 
-/// What somebody means who counts with a suffix, which is of powers of 1024 for bytes alone.
+/// Probable meaning of a count with a suffix: a power of 1000, since 1024 is for bytes only.
 fn thousands(text: &str) -> Option<u64> {
     let (last, suffix) = text.char_indices().last()?;
     let power = "kmgtpe".find(suffix.to_ascii_lowercase())?;
@@ -126,13 +129,13 @@ fn thousands(text: &str) -> Option<u64> {
     Some((number * 1000_f64.powi(power as i32 + 1)) as u64)
 }
 
-/// A number of connections; 0 is any number.
+/// Parses a number of connections; 0 is unlimited.
 pub fn connections(text: &str) -> Result<u32, String> {
     u32::try_from(count(text)?)
         .map_err(|_| format!("is too large; it may be {} at most, or 0 for any number", u32::MAX))
 }
 
-/// What becomes of discards: `unmap` or `ignore`.
+/// Parses the handling of discards: `unmap` or `ignore`.
 pub fn discards(text: &str) -> Result<Discards, String> {
     match text {
         "unmap" => Ok(Discards::Unmap),
@@ -141,20 +144,22 @@ pub fn discards(text: &str) -> Result<Discards, String> {
     }
 }
 
-/// Whether writes are looked at for zeroes: `off`, `on` or `unmap`.
+/// Parses the detection of zeroes: `off`, `on` or `unmap`.
 pub fn detect_zeroes(text: &str) -> Result<DetectZeroes, String> {
     let found = DetectZeroes::ALL.into_iter().find(|mode| mode.name() == text);
     found.ok_or_else(|| "is none of off, on, unmap".to_owned())
 }
 
-/// A set number of bytes, exact: `10M`, `1536M`, `1000`.
+/// Formats a number of bytes exactly: `10M`, `1536M`, `1000`.
 pub fn exact_size(value: u64) -> String {
+    // The largest unit that divides the value, so that nothing is rounded.
     let exponent = if value == 0 { 0 } else { (value.trailing_zeros() / 10).min(4) };
     format!("{}{}", value >> (10 * exponent), ["", "K", "M", "G", "T"][exponent as usize])
 }
 
-/// The sizes of whole blocks next to one that is not: `512 or 1024`; never 0.
+/// Multiples of the block size next to a size that is none: `512 or 1024`; never 0.
 pub fn sizes_around(size_bytes: u64, block_bytes: u64) -> String {
+    // Rounded down and up, as suggestions.
     let below = Some(size_bytes / block_bytes * block_bytes).filter(|size| *size > 0);
     let sizes = below.into_iter().chain(size_bytes.checked_next_multiple_of(block_bytes));
     sizes.map(|size| size.to_string()).collect::<Vec<_>>().join(" or ")

@@ -1,4 +1,4 @@
-//! Options of the command line, made from the rows of a table of keys.
+//! Command-line options, derived from the rows of a table of keys.
 
 use std::{ffi::OsStr, fmt, marker::PhantomData, path::Path};
 
@@ -11,21 +11,21 @@ use crate::{
     placed::{KeySet, Placed},
 };
 
-/// Which keys are options of a command, and what is special about them there.
+/// Selection of the keys that are options of a command, and their adaptation to it.
 pub trait KeyOptions: Clone + fmt::Debug + Send + Sync + 'static {
-    /// The config that the keys are of.
+    /// Config that the keys belong to.
     type Config: KeySet;
 
     /// True if the key is an option.
     fn has(key: &Key<Self::Config>) -> bool;
 
-    /// The option as this command has it.
+    /// Adapts the option to this command.
     fn adapt(option: Arg) -> Arg {
         option
     }
 }
 
-/// The options of a command that are keys, as they were given.
+/// Key options of a command, as given.
 #[derive(Clone, Debug)]
 pub struct KeyArgs<O: KeyOptions> {
     given: Vec<(&'static str, String)>,
@@ -39,27 +39,26 @@ impl<O: KeyOptions> Default for KeyArgs<O> {
 }
 
 impl<O: KeyOptions> KeyArgs<O> {
-    /// Rows of the keys that are options, in their order.
+    /// Rows of the keys that are options, in order.
     pub fn rows() -> impl Iterator<Item = &'static Key<O::Config>> {
         O::Config::keys().iter().filter(|key| O::has(key))
     }
 
-    /// Names and values as they were given; a flag's value is `true`.
+    /// Names and values of the given options; a flag's value is `true`.
     pub fn given(&self) -> impl Iterator<Item = (&'static str, &str)> {
         self.given.iter().map(|(name, text)| (*name, text.as_str()))
     }
 
-    /// The value of an option that was given.
+    /// Value of a given option.
     pub fn value(&self, name: &str) -> Option<&str> {
         self.given().find(|(known, _)| *known == name).map(|(_, text)| text)
     }
 
-    /// Reads those of the given options into a config that it has keys for, and that `which`
-    /// selects.
-    /// Relative paths start at `directory`.
+    /// Reads given options into a config: those that it has keys for and that `which` selects.
+    /// Paths are relative to `directory`.
     ///
     /// # Errors
-    /// A value is not well formed.
+    /// Fails on a malformed value.
     pub fn read_into<T: KeySet>(
         &self,
         config: &mut Placed<T>,
@@ -83,23 +82,24 @@ impl<O: KeyOptions> KeyArgs<O> {
 }
 
 impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
-    /// Reads those of the given options into a disk that `which` selects. With `--group` the
-    /// limits,
-    /// reservations and watermark are those of the group, which is returned.
+    /// Reads the given options that `which` selects into a disk. With `--group`, limits,
+    /// reservations and watermark apply to the group, which is returned.
     ///
     /// # Errors
-    /// A value is not well formed.
+    /// Fails on a malformed value.
     pub fn read_disk(
         &self,
         disk: &mut Placed<DiskConfig>,
         which: impl Fn(&str) -> bool,
     ) -> Result<Option<Placed<GroupConfig>>, Wrong> {
+        // Without a group all options apply to the disk itself.
         let Some(name) = self.value("group") else {
             self.read_into(disk, Path::new(""), which)?;
             return Ok(None);
         };
         let config = GroupConfig { name: name.to_owned(), ..GroupConfig::default() };
         let mut group = Placed::new(config, Place::option("group", name));
+        // The weight is the disk's share within the group, so it stays with the disk.
         let is_of_group = |key: &str| GroupConfig::key(key).is_some() && !["group", "weight"].contains(&key);
         self.read_into(&mut group, Path::new(""), is_of_group)?;
         self.read_into(disk, Path::new(""), |key| which(key) && !is_of_group(key))?;
@@ -107,7 +107,7 @@ impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
     }
 }
 
-/// The option of a key.
+/// Option of a key.
 fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
     let help = match key.default {
         "" | "required" => key.help.clone(),
@@ -119,10 +119,13 @@ fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
     }
     let option = option
         .value_name(key.placeholder)
+        // Only the form is checked here: the config file may replace the value, or other keys
+        // decide its range.
         .value_parser(move |text: &str| key.check(text))
         .action(if key.is_list() { ArgAction::Append } else { ArgAction::Set });
     let setting = policy::throttle::Setting::from_name(key.name);
     match key.name {
+        // qemu-img's short options.
         "format" => option.short('f'),
         "options" => option.short('o'),
         _ => option.aliases(setting.and_then(limits::short_name)).hide(setting.is_some()),
@@ -143,10 +146,11 @@ impl<O: KeyOptions> FromArgMatches for KeyArgs<O> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut given = Vec::new();
         for key in Self::rows() {
+            // Defaults of flags are not given by the user.
             if matches.value_source(key.name) != Some(ValueSource::CommandLine) {
                 continue;
             }
-            // Each is UTF-8: its parser takes nothing else.
+            // Always UTF-8: the option's parser rejects anything else.
             let texts = matches.get_raw(key.name).into_iter().flatten().filter_map(OsStr::to_str);
             given.extend(texts.map(|text| (key.name, text.to_owned())));
         }
@@ -159,7 +163,7 @@ impl<O: KeyOptions> FromArgMatches for KeyArgs<O> {
     }
 }
 
-/// The option `--group` of a command whose disks all share the limits of the group.
+/// Adapts `--group` for a command whose disks all share the limits of the group.
 #[must_use]
 pub fn shared_group(option: Arg) -> Arg {
     match option.get_id() == "group" {

@@ -1,24 +1,25 @@
-//! The nineteen limits as options, made from the policy's own table so that a name cannot differ.
+//! The nineteen limits as options, derived from the policy's table so that names cannot differ.
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
 use policy::throttle::{LimitKind, Part, Setting};
 
 use crate::shares;
 
-/// The limits that were given, in the table's order.
+/// Given limits, in the order of the table.
 #[derive(Clone, Debug, Default)]
 pub struct LimitArgs {
     given: Vec<(Setting, u64)>,
 }
 
 impl LimitArgs {
-    /// Each that was given, with its value.
+    /// Given limits with their values.
     pub fn given(&self) -> &[(Setting, u64)] {
         &self.given
     }
 }
 
-/// The nineteen options in the help of a command, which does not list them. Fits 80 columns.
+/// Description of the nineteen options in a command's help, which does not list them. Fits 80
+/// columns.
 pub const BLOCK: &str = "\
 Limits:
   --{iops,bps}-{total,read,write} R             per second; 0 is no limit
@@ -28,7 +29,7 @@ Limits:
 A total excludes a read or write limit of the same kind. L is 1 by default. A full burst lasts \
 L × M ÷ (M − R) seconds, because R passes in any case.";
 
-/// The option of a setting. [`BLOCK`] describes it in the help.
+/// Option of a setting. [`BLOCK`] describes it in the help.
 pub fn option(setting: Setting) -> Arg {
     let parser = crate::limit_parser(setting);
     Arg::new(setting.name())
@@ -37,10 +38,11 @@ pub fn option(setting: Setting) -> Arg {
         .value_parser(parser)
         .help(shares::help(setting))
         .aliases(short_name(setting))
+        // Nineteen similar options would dominate the help.
         .hide(true)
 }
 
-/// What people try first. Without it, the nearest name would be that of no limit, `--iops-size`.
+/// Short alias of the most common limits. Without it clap would suggest `--iops-size` for `--iops`.
 pub(super) fn short_name(setting: Setting) -> Option<&'static str> {
     match setting {
         Setting::Limit(LimitKind::IopsTotal, Part::Rate) => Some("iops"),

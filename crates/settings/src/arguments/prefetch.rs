@@ -1,11 +1,11 @@
-//! The numbers of prefetching as options of `weir prefetch`.
+//! Numeric settings of prefetching as options of `weir prefetch`.
 
 use clap::{Arg, ArgMatches};
 use policy::prefetch::Setting;
 
 use crate::prefetch;
 
-/// The option of a setting, under this name.
+/// Option of a setting, under this name.
 pub fn number(setting: Setting, name: &'static str) -> Arg {
     let (value, parser) = if prefetch::is_size(setting) {
         ("SIZE", crate::size as fn(&str) -> _)
@@ -15,7 +15,7 @@ pub fn number(setting: Setting, name: &'static str) -> Arg {
     Arg::new(name).long(name).value_name(value).value_parser(parser)
 }
 
-/// The settings that were given, each under this name.
+/// Given settings, looked up by these names.
 pub fn given(matches: &ArgMatches, name: fn(Setting) -> &'static str) -> Vec<(Setting, u64)> {
     let given = |setting: Setting| Some((setting, *matches.get_one(name(setting))?));
     Setting::ALL.into_iter().filter_map(given).collect()

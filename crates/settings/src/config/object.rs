@@ -1,8 +1,8 @@
-//! Disks and groups as JSON objects: the keys of a table in the config file, with the same values.
+//! Disks and groups as JSON objects with the keys and values of the config file.
 //!
 //! Clients of the control socket, other hosts and the old process of an upgrade describe disks in
-//! this form. The object is written as a config file of one table and read by the config file's
-//! reader, so both accept the same keys and values and report the same mistakes.
+//! this form. The object is converted to a config file of one table and parsed as such, so that
+//! both forms accept the same keys and report the same mistakes.
 
 use std::path::Path;
 
@@ -11,11 +11,11 @@ use serde_json::{Map, Value};
 use super::parse_below;
 use crate::{DiskConfig, Draft, GroupConfig, Mistakes, Place, Placed};
 
-/// Reads the disk `name` with these keys; `export` is an array of tables. Paths start at
+/// Reads the disk `name` with these keys; `export` is an array of tables. Paths are relative to
 /// `directory`.
 ///
-/// Rules that hold between several keys are not checked: see [`crate::PlannedDisk::new`]. Returns
-/// `None` if a mistake was reported.
+/// Rules between keys are not checked: see [`crate::PlannedDisk::new`]. Returns `None` if a mistake
+/// was reported.
 pub fn disk_of_object(
     name: &str,
     keys: &Map<String, Value>,
@@ -25,14 +25,15 @@ pub fn disk_of_object(
     parsed("disk", name, keys, directory, mistakes)?.disks.pop()
 }
 
-/// Reads the group `name` with these keys, and checks it by itself. Returns `None` if a mistake was
-/// reported.
+/// Reads the group `name` with these keys, and checks its own rules. Returns `None` if a mistake
+/// was reported.
 pub fn group_of_object(
     name: &str,
     keys: &Map<String, Value>,
     mistakes: &Mistakes,
 ) -> Option<Placed<GroupConfig>> {
     let group = parsed("group", name, keys, Path::new(""), mistakes)?.groups.pop()?;
+    // For disks `PlannedDisk::new` checks the name.
     mistakes.keep(crate::check::named(name).map_err(|rule| group.own_place().wrong(rule)));
     group.judge(mistakes);
     (mistakes.count() == 0).then_some(group)
@@ -45,6 +46,7 @@ fn parsed(
     directory: &Path,
     mistakes: &Mistakes,
 ) -> Option<Draft> {
+    // Quoting prevents injection: a name or value cannot end its string or start another table.
     let mut text = format!("[{kind}.{}]\n", quoted(name));
     for (key, value) in keys {
         match written(value) {
@@ -52,6 +54,7 @@ fn parsed(
             Err(rule) => mistakes.tell(Place::new(format!("{kind}.{name}.{key}")).wrong(rule)),
         }
     }
+    // Values without a TOML form: parsing the rest would report consequences.
     if mistakes.count() > 0 {
         return None;
     }
@@ -59,12 +62,13 @@ fn parsed(
     (mistakes.count() == 0).then_some(draft)
 }
 
-/// The value as TOML on one line.
+/// Converts a value to TOML in one line.
 fn written(value: &Value) -> Result<String, &'static str> {
     Ok(match value {
         Value::Null => return Err("is null (leave the key out, or give a value)"),
         Value::Bool(flag) => flag.to_string(),
-        // Larger numbers are not TOML's; their text is read as the same number.
+        // TOML has 64-bit signed integers. A larger number is written as a string, which parses the
+        // same.
         Value::Number(number) if number.as_i64().is_some() => number.to_string(),
         Value::Number(number) => quoted(&number.to_string()),
         Value::String(text) => quoted(text),
@@ -80,7 +84,7 @@ fn written(value: &Value) -> Result<String, &'static str> {
     })
 }
 
-/// A basic string of TOML. JSON's escapes are the same, but JSON leaves DEL unescaped.
+/// Quotes a TOML basic string. JSON's escapes are valid in TOML, but JSON leaves DEL unescaped.
 fn quoted(text: &str) -> String {
     Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }

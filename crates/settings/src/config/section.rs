@@ -1,10 +1,9 @@
-//! One table of the config file, read key by key, each value with its line and its full name.
+//! One table of the config file, read key by key. Each value keeps its line and its full name.
 //!
-//! A section remembers which keys it was asked for: any other in the file is an error that names
-//! the nearest. So a key that is read is a key that is known, and none is ignored. What is wrong is
-//! told, and then as if it were not there.
+//! A section records which keys were requested: any other key in the file is an error that suggests
+//! the nearest name. So no key is ignored. A wrong value is reported and then treated as absent.
 //!
-//! Values are handed on as text to the parsers of the options: `1000` and `"1000"` are the same.
+//! Values are passed as text to the parsers of the options: `1000` and `"1000"` are equivalent.
 
 use std::{borrow::Cow, cell::RefCell, fmt, ops::Range};
 
@@ -15,10 +14,10 @@ use toml::{
 
 use crate::{Mistakes, Place, Said, Wrong, suggest};
 
-/// Characters of a value that a message shows.
+/// Characters of a value in a message.
 const MAX_SHOWN: usize = 60;
 
-/// The text of a config file, to turn positions into lines, and what is wrong with it.
+/// Text of a config file, for line numbers, and the mistakes found in it.
 pub(super) struct Source<'a> {
     name: &'a str,
     text: &'a str,
@@ -28,12 +27,13 @@ pub(super) struct Source<'a> {
 
 impl<'a> Source<'a> {
     pub(super) fn new(name: &'a str, text: &'a str, mistakes: &'a Mistakes) -> Self {
+        // Line numbers are found by binary search: files may have 100,000 disks.
         let line_starts = text.match_indices('\n').map(|(at, _)| at + 1).collect();
         Self { name, text, line_starts, mistakes }
     }
 
-    /// What is at this position of the text. Text without a name is not the user's, who wrote no
-    /// lines.
+    /// Place of a position in the text. A text without a name was generated, so its line numbers
+    /// mean nothing to the user.
     pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Place {
         if self.name.is_empty() {
             return Place::new(what.to_string());
@@ -44,6 +44,7 @@ impl<'a> Source<'a> {
 
     fn shown(&self, span: Range<usize>) -> Cow<'a, str> {
         let raw = self.text.get(span).unwrap_or_default();
+        // A multi-line value is cut at its first line.
         let line = raw.lines().next().unwrap_or_default();
         match line.char_indices().nth(MAX_SHOWN) {
             Some((end, _)) => Cow::Owned(format!("{}…", &line[..end])),
@@ -55,7 +56,7 @@ impl<'a> Source<'a> {
 
 pub(super) struct Section<'a> {
     source: &'a Source<'a>,
-    /// Empty for the whole file.
+    /// Full name of the table; empty for the whole file.
     path: String,
     table: &'a DeTable<'a>,
     place: Place,
@@ -80,21 +81,24 @@ impl<'a> Section<'a> {
 
     fn path_of(&self, key: &str) -> String {
         let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-' || byte == b'_';
+        // As in TOML: a key with other characters has to be quoted.
         let quoted =
             if !key.is_empty() && key.bytes().all(plain) { key.to_owned() } else { format!("{key:?}") };
         if self.path.is_empty() { quoted } else { format!("{}.{quoted}", self.path) }
     }
 
-    /// The value of a key, which is known from now on.
+    /// Value of a key. The key counts as known from now on.
     pub(super) fn get(&self, key: &'static str) -> Option<Entry<'a>> {
+        // Recorded even if the key is absent: it is known to this table.
         self.asked.borrow_mut().push(key);
         let (name, value) = self.table.get_key_value(key)?;
         Some(Entry { source: self.source, path: self.path_of(key), value, key: name.span() })
     }
 
-    /// For tables whose keys are names, in the order of the file.
+    /// Sections of a table whose keys are names, in the order of the file.
     pub(super) fn named_sections(&self) -> Vec<(Said<String>, Self)> {
         let mut entries: Vec<_> = self.table.iter().collect();
+        // The TOML map is sorted by name; users expect the order of the file.
         entries.sort_by_key(|(key, _)| key.span().start);
         let section = |(key, value): (&'a Spanned<Cow<'a, str>>, &'a Spanned<DeValue<'a>>)| {
             let path = self.path_of(key.get_ref());
@@ -112,8 +116,9 @@ impl<'a> Section<'a> {
         self.keep(self.get(key)?.parse(parser))
     }
 
-    /// As [`Self::parse`], for keys whose value is text. A number in another base than ten is
-    /// refused, because its digits are not those of the file: `0o660` would be the mode `432`.
+    /// As [`Self::parse`], for keys whose value is text. A number in a base other than ten is
+    /// rejected, because its decimal digits differ from the file's: `0o660` would become the mode
+    /// `432`.
     pub(super) fn parse_text<T>(
         &self,
         key: &'static str,
@@ -128,7 +133,7 @@ impl<'a> Section<'a> {
         self.keep(entry.parse(parser))
     }
 
-    /// `true` or `false`.
+    /// Parses `true` or `false`.
     pub(super) fn flag(&self, key: &'static str) -> Option<Said<bool>> {
         let entry = self.get(key)?;
         let place = entry.place();
@@ -141,7 +146,7 @@ impl<'a> Section<'a> {
         }
     }
 
-    /// As [`Self::parse`], where `true` means `on` and `false` means `off`.
+    /// As [`Self::parse`], with `true` and `false` for `on` and `off`.
     pub(super) fn parse_switch<T>(
         &self,
         key: &'static str,
@@ -150,7 +155,7 @@ impl<'a> Section<'a> {
         self.keep(self.get(key)?.parse_switch(parser))
     }
 
-    /// One value or an array of them.
+    /// Parses one value or an array.
     pub(super) fn list<T>(
         &self,
         key: &'static str,
@@ -159,10 +164,11 @@ impl<'a> Section<'a> {
         self.items(key).into_iter().filter_map(|entry| self.keep(entry.parse(&parser))).collect()
     }
 
-    /// An array, value by value; what is no array is its only value.
+    /// Elements of an array; any other value is its only element.
     pub(super) fn items(&self, key: &'static str) -> Vec<Entry<'a>> {
         let Some(entry) = self.get(key) else { return Vec::new() };
         let Some(array) = entry.value.get_ref().as_array() else { return vec![entry] };
+        // Rejected: an empty list may be meant as "none" or as "the default".
         if array.is_empty() {
             self.tell(entry.place().wrong("is empty (leave the key out, or give a value)"));
         }
@@ -183,16 +189,18 @@ impl<'a> Section<'a> {
         self.source.mistakes.keep(result)
     }
 
-    /// Reads the table to its end, and reports unknown keys. None if anything is wrong in it.
+    /// Reads a whole table and reports unknown keys. `None` if the table has a mistake.
     pub(super) fn whole<T>(&self, read: impl FnOnce() -> Option<T>) -> Option<T> {
         let mistakes = self.source.mistakes;
+        // Counts instead of checking the result: a mistake may be recorded while a value is
+        // returned.
         let before = mistakes.count();
         let value = read();
         self.finish();
         value.filter(|_| mistakes.count() == before)
     }
 
-    /// Tells of keys in the table that nobody asked for.
+    /// Reports keys that were not requested.
     pub(super) fn finish(&self) {
         let asked = self.asked.borrow();
         for key in self.table.keys().filter(|key| !asked.contains(&key.get_ref().as_ref())) {
@@ -212,11 +220,12 @@ impl<'a> Section<'a> {
         })
     }
 
-    /// What was said of a key, without which the table says nothing. Tells that it is missing, if
-    /// it is; or of one that is probably it, misspelt.
+    /// Returns a required value, or reports that it is missing, or that a misspelt key is probably
+    /// meant.
     pub(super) fn need<T>(&self, key: &str, said: Option<T>, rule: impl Into<String>) -> Option<T> {
         if said.is_none() && !self.table.contains_key(key) {
             let asked = self.asked.borrow();
+            // A misspelt key is reported as such; "missing" would be confusing beside it.
             let slip = |found: &&Spanned<Cow<'_, str>>| {
                 let name = found.get_ref().as_ref();
                 !asked.contains(&name) && suggest::nearest(name, [key]).is_some()
@@ -236,17 +245,17 @@ impl<'a> Entry<'a> {
         self.source.place(self.key.start, format_args!("{} = {shown}", self.path))
     }
 
-    /// The table that it is; tells if it is none.
+    /// Converts to a table, or reports that it is none.
     pub(super) fn section(self) -> Option<Section<'a>> {
         self.section_or("is not a table; write its settings as KEY = VALUE lines below it")
     }
 
-    /// The text that it is, if it is one.
+    /// The text, if the value is a string.
     pub(super) fn text(&self) -> Option<&'a str> {
         self.value.get_ref().as_str()
     }
 
-    /// The table that it is; tells the rule if it is none.
+    /// Converts to a table, or reports the rule.
     pub(super) fn section_or(self, rule: impl Into<String>) -> Option<Section<'a>> {
         let Some(table) = self.value.get_ref().as_table() else {
             self.source.mistakes.tell(self.place().wrong(rule));
@@ -256,7 +265,7 @@ impl<'a> Entry<'a> {
         Some(Section { source: self.source, path: self.path, table, place, asked: RefCell::default() })
     }
 
-    /// As [`Self::parse`], where `true` means `on` and `false` means `off`.
+    /// As [`Self::parse`], with `true` and `false` for `on` and `off`.
     fn parse_switch<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
         let Some(on) = self.value.get_ref().as_bool() else { return self.parse(parser) };
         let place = self.place();
@@ -264,9 +273,10 @@ impl<'a> Entry<'a> {
         Ok(Said::new(value, place))
     }
 
-    /// The value as the text an option would have.
+    /// Parses the text that an option would have.
     fn parse<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
         let place = self.place();
+        // The TOML parser keeps the notation of numbers, so no precision is lost here.
         let text = match self.value.get_ref() {
             DeValue::String(text) => Cow::Borrowed(text.as_ref()),
             DeValue::Integer(integer) if integer.radix() == 10 => Cow::Borrowed(integer.as_str()),

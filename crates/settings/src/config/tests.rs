@@ -1,4 +1,4 @@
-//! Values that a config file describes.
+//! Valid config files.
 
 mod documentation;
 mod mistakes;
@@ -16,7 +16,7 @@ use storage::CacheMode;
 use super::*;
 use crate::{Address, Credentials, Endpoint, Plan, Sandbox, Settings, Tls};
 
-/// The file as all of these tests know it: `/etc/weir/weir.toml`, called by its base name.
+/// Plan of a file that all tests call `/etc/weir/weir.toml`, by its base name.
 fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
     let draft = parse("weir.toml", text, Path::new("/etc/weir"));
     draft.and_then(|draft| Plan::new(draft, inherited)).map_err(|wrong| wrong.to_string())
@@ -31,17 +31,17 @@ fn check(text: &str, expect: &str) {
     assert_eq!(plan_with(text, 0).unwrap_err(), expect, "\n{text}");
 }
 
-/// A disk with more lines, the first of which is line 3.
+/// A disk with additional lines, beginning at line 3.
 fn disk_with(lines: &str) -> String {
     format!("[disk.vm1]\nimage = \"vm1.raw\"\n{lines}\n")
 }
 
-/// The daemon with more lines, the first of which is line 2.
+/// The daemon with additional lines, beginning at line 2.
 fn daemon_with(lines: &str) -> String {
     format!("[daemon]\n{lines}\n[disk.vm1]\nimage = \"vm1.raw\"\n")
 }
 
-/// The last of these lines of a disk breaks this rule.
+/// Asserts that the last of these lines of a disk breaks this rule.
 #[track_caller]
 fn check_disk(lines: &str, rule: &str) {
     let (number, last) = (2 + lines.lines().count(), lines.lines().last().unwrap());
@@ -111,6 +111,7 @@ fn a_disk_with_everything() {
         plan.servers.iter().map(|server| (&server.endpoint, server.exports[0].name.as_str())).collect();
     let address = |text: &str| Endpoint::Address(text.parse().unwrap());
     assert_eq!(at, [(&address("unix:/etc/weir/vm1.sock"), "vm1"), (&address("[::1]:7"), "")]);
+    // Each export has its own rights.
     let read_only: Vec<_> = plan.servers.iter().map(|server| server.exports[0].read_only).collect();
     assert_eq!(read_only, [false, true]);
 }
@@ -135,6 +136,7 @@ fn disks_keep_the_order_of_the_file() {
     assert_eq!(plan(&text).servers[0].exports.len(), 1000);
     let plan =
         plan("[disk.z]\nimage = \"null:1\"\n[disk.a]\nimage = \"null:1\"\n[disk.m]\nimage = \"null:1\"\n");
+    // Names that sort differently than they are listed.
     let names: Vec<_> = plan.servers[0].exports.iter().map(|export| export.name.as_str()).collect();
     assert_eq!(names, ["z", "a", "m"]);
 }
@@ -220,6 +222,7 @@ fn on_and_off_may_be_true_and_false() {
     let service = &plan.service;
     assert_eq!((&service.tls, service.sandbox, service.poll), (&Tls::Off, Sandbox::Off, Polling::Off));
     assert_eq!(plan.disks[0].detect_zeroes, DetectZeroes::On);
+    // `discard` has no off: true and false are no synonyms there.
     check_disk("discard = false", "is neither unmap nor ignore");
 }
 
@@ -252,6 +255,7 @@ fn what_listens_says_what_and_where() {
         &daemon_with("qmp = \"unix:a\"\nnbd = \"unix:a\""),
         "weir.toml:2: daemon.qmp = \"unix:a\": disks are exported at this socket (use another)",
     );
+    // Different notations of one path are recognized.
     for line in ["nbd", "qmp", "metrics", "http"] {
         let both = format!("{line} = \"unix:/etc/weir/./a\"\npid-file = \"a\"");
         check_daemon(&both, "a socket is to be there (choose another file)");
@@ -266,6 +270,7 @@ fn what_listens_says_what_and_where() {
         "weir.toml:2: daemon.metrics = \"unix:a\": is a control socket (use another)",
     );
     check_daemon("tls = \"on\"", "has no credentials (set tls-certificates or tls-psk)");
+    // Credentials without TLS are an error, so that no typo disables encryption.
     for line in ["tls-psk = \"k\"", "tls-certificates = \"k\"", "tls-verify-peer = true"] {
         check_daemon(line, "is not used, because tls is off (set tls to on or required)");
     }
@@ -282,7 +287,7 @@ fn what_listens_says_what_and_where() {
         &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
         "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
     );
-    // A disk may come from another host of a cluster, and the last one may leave.
+    // Disks may come from other hosts of a cluster, and the last disk may leave.
     for disks in ["", own] {
         let cluster = format!("[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{disks}");
         let endpoints =
@@ -306,7 +311,8 @@ fn what_listens_says_what_and_where() {
     );
     let disk = "[disk.a]\nimage = \"null:1\"\n";
     assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
-    // A place that only exports have named is for no other disk, even where one would be by itself.
+    // An endpoint that only explicit exports name serves no other disks, even if it is the default
+    // one.
     let at_standard = own.replace("h:1", "localhost:10809");
     let silent = disk.replace("disk.a", "disk.b");
     for (text, inherited, expect) in [

@@ -1,4 +1,4 @@
-//! Rules between the keys for TLS, the page and the clients of the daemon. Opens no file.
+//! Rules between the daemon's keys for TLS, the page and access. Opens no file.
 
 use super::DaemonConfig;
 use crate::{
@@ -8,13 +8,15 @@ use crate::{
 };
 
 impl Placed<DaemonConfig> {
-    /// Encryption of connections, as the four keys state it together.
+    /// Encryption of connections, from the four TLS keys.
     ///
-    /// # Errors
-    /// Credentials that are unused, missing or of two kinds: no server quietly serves in the clear.
+    /// # Errors Fails on unused, missing or conflicting credentials, so that no server is
+    /// unencrypted by mistake.
     pub fn tls(&self) -> Result<Tls, Wrong> {
+        // `tls-verify-peer = false` is the default and harmless without TLS.
         let verify_peer = self.given("tls-verify-peer").filter(|_| self.tls_verify_peer);
         if self.tls_mode == TlsMode::Off {
+            // An error instead of silence: a typo in `tls` must not disable encryption.
             let unused = self.given("tls-certificates").or(self.given("tls-psk")).or(verify_peer);
             return match unused {
                 Some(place) => {
@@ -50,13 +52,14 @@ impl Placed<DaemonConfig> {
     /// Checks the keys of the page.
     ///
     /// # Errors
-    /// Keys that are not used, and a token that would be sent over the network in plain text.
+    /// Fails on unused keys, and on a token that would cross the network unencrypted.
     pub(crate) fn check_page(&self, tls: &Tls) -> Result<(), Wrong> {
         let Some(page) = self.page() else {
             let unused = self.given("http-token-file").or(self.given("http-name"));
             let rule = "is not used, because there is no page (set http too)";
             return unused.map_or(Ok(()), |place| Err(place.wrong(rule)));
         };
+        // Reading the page without encryption is allowed; sending a token is not.
         if page.token_file.is_some() && !page.is_local() && !page.is_encrypted(tls) {
             let rule = format!(
                 "would be sent over the network in plain text to {} (set tls and tls-certificates, or use an address of this host alone)",
@@ -67,15 +70,15 @@ impl Placed<DaemonConfig> {
         Ok(())
     }
 
-    /// Checks which clients may connect.
+    /// Checks the access rules.
     ///
     /// # Errors
-    /// A network twice; names that no client would be asked for.
+    /// Fails on a duplicate network, and on name rules that can never apply.
     pub(crate) fn check_access(&self, tls: &Tls) -> Result<(), Wrong> {
         clients::check_access(self, &self.access, tls, true)
     }
 
-    /// Place of the first network that may or may not connect.
+    /// Place of the first network rule.
     pub(crate) fn network(&self) -> Option<&Place> {
         self.given("allow").or(self.given("deny"))
     }

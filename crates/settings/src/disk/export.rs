@@ -1,4 +1,5 @@
-//! An export as its table in the config file: the address, and each key that is not its default.
+//! An export as a table of the config file: `type`, the address, and each key without its default
+//! value.
 
 use std::path::{Path, PathBuf};
 
@@ -6,7 +7,7 @@ use super::{ExportConfig, NbdExport};
 use crate::{Address, Door, Endpoint, Literal, Socket, VhostUserBlk, addressed::AddressedKeys};
 
 impl ExportConfig {
-    /// The table, `type` first.
+    /// The table, with `type` first.
     pub(super) fn table(&self) -> Literal {
         fn table<T: AddressedKeys>(kind: &str, export: &T) -> Literal {
             let kind = ("type", Literal::Text(kind.to_owned()));
@@ -23,7 +24,7 @@ impl ExportConfig {
         }
     }
 
-    /// The same export with its paths below `directory`, where they are relative.
+    /// Resolves relative paths against `directory`.
     #[must_use]
     pub fn relative_to(mut self, directory: &Path) -> Self {
         let whole = |path: &mut PathBuf| *path = directory.join(&*path);
@@ -31,6 +32,7 @@ impl ExportConfig {
             Self::Nbd(NbdExport { listen: Endpoint::Address(Address::Unix(path)), .. }) => whole(path),
             Self::Own(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. })) => whole(path),
             Self::Own(Door::Fuse(fuse)) => whole(&mut fuse.file),
+            // TCP addresses, passed sockets and device numbers have no path.
             Self::Nbd(_) | Self::Own(_) => {}
         }
         self

@@ -1,5 +1,5 @@
-//! `--fuse FILE[,growable,…]`: a disk as a file, over one that is there. The config file has the
-//! same keys, and `file`.
+//! `--fuse FILE[,growable,…]`: a disk as a file, mounted over an existing file. The config file has
+//! the same keys, and `file`.
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
@@ -14,22 +14,21 @@ use crate::{
     placed::KeySet,
 };
 
-/// An export as a file.
+/// FUSE export.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fuse {
-    /// The regular file that the disk is seen in place of.
+    /// Regular file that is covered by the mount.
     pub file: PathBuf,
-    /// Writing past the end and `truncate` make the disk larger.
+    /// True if writes past the end and `truncate` grow the disk.
     pub growable: bool,
-    /// Who else than the user who serves it may open it, as the file's mode says; `None`: where
-    /// the host lets weir say so.
+    /// Access of other users, subject to the file's mode; `None` enables it if the host permits.
     pub allow_other: Option<bool>,
-    /// Refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
 }
 
 impl Fuse {
-    /// Over this file, with nothing else said.
+    /// Export over this file, with defaults.
     pub fn at(file: PathBuf) -> Self {
         Self { file, growable: false, allow_other: None, read_only: false }
     }
@@ -101,7 +100,7 @@ fn allow_other() -> Field<Fuse> {
 }
 
 impl Default for Fuse {
-    /// Over no file.
+    /// Export without a file.
     fn default() -> Self {
         Self::at(PathBuf::new())
     }
@@ -118,7 +117,7 @@ impl FromStr for Fuse {
     }
 }
 
-/// The file of an export.
+/// Parses the file of an export.
 fn file(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("names no file (write one that is there)".to_owned()),
@@ -127,7 +126,7 @@ fn file(text: &str) -> Result<PathBuf, String> {
     }
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for Fuse {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;

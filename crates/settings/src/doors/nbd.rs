@@ -1,4 +1,4 @@
-//! `--nbd ADDRESS[,read-only]`: where clients of NBD connect, and what they may do there.
+//! `--nbd ADDRESS[,read-only]`: endpoint of an NBD server, and its rights.
 
 use std::{fmt, str::FromStr, sync::LazyLock};
 
@@ -13,17 +13,17 @@ use crate::{
     placed::KeySet,
 };
 
-/// A place where disks are exported over NBD.
+/// Endpoint for disks that are exported over NBD.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct Nbd {
-    /// Never all the sockets that were passed.
+    /// Address; never [`Endpoint::Inherited`].
     pub at: Endpoint,
-    /// Refuses writes though the disks take them.
+    /// True if the server rejects writes to writable disks.
     pub read_only: bool,
 }
 
 impl Nbd {
-    /// There, with nothing else said.
+    /// Server at this endpoint, with defaults.
     pub fn at(at: Endpoint) -> Self {
         Self { at, read_only: false }
     }
@@ -72,7 +72,7 @@ pub struct NbdExport {
     pub listen: Endpoint,
     /// Name of the export; `None` is the disk's.
     pub name: Option<String>,
-    /// Refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
 }
 
@@ -122,7 +122,7 @@ impl FromStr for Nbd {
     }
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for Nbd {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.at)?;

@@ -1,5 +1,5 @@
-//! `--nbd-device /dev/nbdN[,connections=4,…]`: a block device of the kernel's NBD client, which
-//! weir serves without a network. The config file has the same keys, and `device`.
+//! `--nbd-device /dev/nbdN[,connections=4,…]`: a block device of the kernel's NBD client, served
+//! over socket pairs. The config file has the same keys, and `device`.
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
@@ -14,26 +14,26 @@ use crate::{
     placed::KeySet,
 };
 
-/// Each is a socket, and a thread of the kernel.
+/// Each connection is a socket and a kernel thread.
 const MAX_CONNECTIONS: u32 = 64;
-/// Enough for weir to be started again.
+/// Long enough for a restart of weir.
 const DEFAULT_DEAD_SECONDS: u32 = 60;
 
-/// An export as a device of the kernel's NBD client.
+/// Export as a device of the kernel's NBD client.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NbdDevice {
-    /// The `N` of `/dev/nbdN`; `None`: the first that is free.
+    /// The `N` of `/dev/nbdN`; `None` for the first free device.
     pub number: Option<u32>,
     /// Sockets between the kernel and weir; `None`: one for each worker.
     pub connections: Option<u16>,
-    /// How long the kernel waits for an answer before it gives a connection up, in seconds; 0 is
-    /// for ever, so that limits may hold a request as long as they must.
+    /// Time that the kernel waits for a reply before it drops a connection, in seconds; 0 is
+    /// unlimited, so that limits may throttle a request for any time.
     pub timeout_s: u32,
-    /// How long requests wait for weir to come back once it has gone, in seconds.
+    /// Time that requests wait for weir to reconnect, in seconds.
     pub dead_timeout_s: u32,
-    /// A block as this host sees it, in bytes: a power of two from 512 to 4096.
+    /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_bytes: u32,
-    /// Refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
 }
 
@@ -51,12 +51,12 @@ impl Default for NbdDevice {
 }
 
 impl NbdDevice {
-    /// The device, where its number was given.
+    /// Path of the device, if its number was given.
     pub fn path(&self) -> Option<PathBuf> {
         self.number.map(|_| PathBuf::from(self.device()))
     }
 
-    /// The device as it is written; `auto` if the kernel chooses it.
+    /// Text of the device; `auto` if the kernel chooses it.
     fn device(&self) -> String {
         self.number.map_or_else(|| "auto".to_owned(), |number| format!("/dev/nbd{number}"))
     }
@@ -129,18 +129,19 @@ impl FromStr for NbdDevice {
     }
 }
 
-/// The number of a device; `None` for `auto`.
+/// Parses the device; `None` for `auto`.
 fn device(text: &str) -> Result<Option<u32>, String> {
     if text == "auto" {
         return Ok(None);
     }
+    // Rejects links and other names: the number is passed to the kernel.
     let number = number_of_device(text.as_ref(), "/dev/nbd");
     number.map(Some).ok_or_else(|| {
         format!("{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free")
     })
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for NbdDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.device())?;

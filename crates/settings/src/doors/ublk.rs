@@ -14,7 +14,7 @@ use crate::{
     placed::KeySet,
 };
 
-/// `UBLK_MAX_NR_QUEUES`, as the driver has it.
+/// `UBLK_MAX_NR_QUEUES` of the driver.
 const MAX_QUEUES: u32 = 4096;
 /// `UBLK_MAX_QUEUE_DEPTH` of linux/ublk_cmd.h.
 const MAX_QUEUE_DEPTH: u32 = 4096;
@@ -23,29 +23,28 @@ const DEFAULT_QUEUE_DEPTH: u16 = 128;
 /// An export as a ublk device.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ublk {
-    /// The `N` of `/dev/ublkbN`; `None`: the first that is free.
+    /// The `N` of `/dev/ublkbN`; `None` for the first free number.
     pub number: Option<u32>,
     /// Hardware queues; `None`: one for each worker.
     pub queues: Option<u16>,
-    /// Requests of a queue at a time.
+    /// Requests in flight in each queue.
     pub queue_depth: u16,
-    /// How long requests wait for weir to come back once it has gone, in seconds, before the device
-    /// goes; 0 is for ever.
+    /// Time that requests wait for weir to return before the device is removed, in seconds; 0 is
+    /// unlimited.
     pub dead_timeout_s: u32,
-    /// A block as this host sees it, in bytes: a power of two from 512 to 4096.
+    /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_bytes: u32,
-    /// Whether DISCARD is offered.
+    /// True to offer DISCARD.
     pub discard: bool,
-    /// Whether WRITE_ZEROES is offered.
+    /// True to offer WRITE_ZEROES.
     pub write_zeroes: bool,
-    /// Whether writes may stay in a cache until the kernel flushes them; never of a disk whose
-    /// cache mode keeps none.
+    /// True to offer a volatile write cache, unless the disk's cache mode has none.
     pub write_cache: bool,
-    /// Refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
-    /// Made for the user who serves it, who need not be root.
+    /// True to create the device for the daemon's user, which need not be root.
     pub unprivileged: bool,
-    /// Whether data may stay where it is, where kernel and image can do that.
+    /// True to use zero copy if kernel and image support it.
     pub zero_copy: bool,
 }
 
@@ -55,7 +54,7 @@ impl Default for Ublk {
             number: None,
             queues: None,
             queue_depth: DEFAULT_QUEUE_DEPTH,
-            // What a mounted file system has not written yet would be lost.
+            // A timeout would lose the unwritten data of a mounted file system.
             dead_timeout_s: 0,
             block_bytes: LEAST_BLOCK_BYTES,
             discard: true,
@@ -69,7 +68,7 @@ impl Default for Ublk {
 }
 
 impl Ublk {
-    /// The device, where its number was given.
+    /// Path of the device, if its number was given.
     pub fn path(&self) -> Option<PathBuf> {
         self.number.map(|number| PathBuf::from(format!("/dev/ublkb{number}")))
     }
@@ -142,7 +141,8 @@ impl FromStr for Ublk {
         let (first, rest) = text.split_once(',').map_or((text, None), |(first, rest)| (first, Some(rest)));
         let mut ublk = Self::default();
         let mut keys = Some(text);
-        // A number may stand in front.
+        // The first part may be a device number.
+        // True for an empty first part as well: `--ublk=` and `--ublk=,queues=2`.
         if first.bytes().all(|byte| byte.is_ascii_digit()) {
             keys = rest;
             let number = || device(first).map_err(|rule| format!("{first}: {rule}"));
@@ -153,12 +153,12 @@ impl FromStr for Ublk {
     }
 }
 
-/// The number of a device.
+/// Parses the number of a device.
 fn device(text: &str) -> Result<u32, String> {
     number(text, "a device", 0, MAX_DEVICE)
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for Ublk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(number) = self.number {

@@ -1,5 +1,5 @@
-//! `--vhost-user-blk unix:PATH,queues=4,…`: a socket where a virtual machine finds a disk, and what
-//! it is offered there. The config file has the same keys.
+//! `--vhost-user-blk unix:PATH,queues=4,…`: a socket that connects a virtual machine to a disk, and
+//! the features that are offered. The config file has the same keys.
 
 use std::{
     fmt,
@@ -21,31 +21,30 @@ use crate::{
     placed::{KeySet, Placed},
 };
 
-/// A message of the protocol has eight bits for a ring's number.
+/// A message of the protocol has eight bits for the index of a virtqueue.
 const MAX_QUEUES: u16 = 256;
-/// Of descriptors (virtio 1.3 § 2.7).
+/// Largest number of descriptors (virtio 1.3 § 2.7).
 const MAX_QUEUE_SIZE: u16 = 1 << 15;
-/// Enough for a machine of so many processors; queues that are not used cost nothing.
+/// Enough for a guest with as many processors; unused queues cost nothing.
 const DEFAULT_QUEUES: u16 = 16;
-/// As other back ends; the guest's firmware and driver take what they like up to it.
+/// As other back ends; the guest's firmware and driver choose any size up to it.
 const DEFAULT_QUEUE_SIZE: u16 = 1024;
 /// A request has a header, data and a status.
 const LEAST_QUEUE_SIZE: u16 = 4;
-/// Bytes of a serial number that a guest can see (virtio 1.3 § 5.2.6).
+/// Bytes of a serial number that a guest can read (virtio 1.3 § 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
-/// Where a virtual machine finds its disk.
+/// Socket of a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Socket {
-    /// `unix:PATH`, made by weir, or by the machine where weir is the client.
+    /// `unix:PATH`, created by weir, or by the virtual machine if weir is the client.
     Path(PathBuf),
-    /// `fd:NAME`, passed by whoever started weir: by its name (`FileDescriptorName=`), or by its
-    /// number.
+    /// `fd:NAME`, a passed socket: by its name (`FileDescriptorName=`) or its number.
     Passed(String),
 }
 
 impl Socket {
-    /// Where it has one.
+    /// Path of the socket, if it has one.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::Path(path) => Some(path),
@@ -78,34 +77,34 @@ impl fmt::Display for Socket {
     }
 }
 
-/// An export to a virtual machine.
+/// vhost-user-blk export.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub struct VhostUserBlk {
     /// The socket.
     pub socket: Socket,
-    /// The machine listens there, and weir connects.
+    /// True if the virtual machine listens and weir connects.
     pub client: bool,
-    /// Rings at most.
+    /// Largest number of virtqueues.
     pub queues: u16,
-    /// Descriptors of a ring at most: a power of two.
+    /// Largest size of a virtqueue in descriptors: a power of two.
     pub queue_size: u16,
-    /// The disk's serial number; `None`: its name.
+    /// Serial number of the disk; `None` uses its name.
     pub serial: Option<String>,
-    /// A block as the guest sees it, in bytes: a power of two from 512 to 4096.
+    /// Logical block size in bytes: a power of two from 512 to 4096.
     pub block_bytes: u32,
-    /// Whether DISCARD is offered.
+    /// True to offer DISCARD.
     pub discard: bool,
-    /// Whether WRITE_ZEROES is offered.
+    /// True to offer WRITE_ZEROES.
     pub write_zeroes: bool,
-    /// Whether writes may stay in a cache until the guest flushes them, unless it says otherwise;
-    /// never of a disk whose cache mode keeps none.
+    /// True to offer a volatile write cache, unless the disk's cache mode has none. The guest may
+    /// disable it.
     pub write_cache: bool,
-    /// Refuses writes though the disk takes them.
+    /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
 }
 
 impl VhostUserBlk {
-    /// At this socket, with nothing else said.
+    /// Export at this socket, with defaults.
     pub fn at(socket: Socket) -> Self {
         Self {
             socket,
@@ -121,10 +120,10 @@ impl VhostUserBlk {
         }
     }
 
-    /// Where a socket is passed, somebody listens at it already.
+    /// Fails for a client at a passed socket: weir listens on that.
     ///
     /// # Errors
-    /// The rule that is broken.
+    /// Returns the rule.
     pub fn check(&self) -> Result<(), String> {
         if self.client && self.socket.path().is_none() {
             return Err(
@@ -134,13 +133,14 @@ impl VhostUserBlk {
         Ok(())
     }
 
-    /// The bytes of the serial number that a guest sees, where the disk has this name.
+    /// Bytes of the serial number that a guest reads, for a disk of this name.
     pub(crate) fn seen_serial<'a>(&'a self, disk: &'a str) -> &'a [u8] {
+        // Cut at a byte, not at a character: the guest reads bytes.
         let serial = self.serial.as_deref().unwrap_or(disk).as_bytes();
         &serial[..serial.len().min(MAX_SERIAL_BYTES)]
     }
 
-    /// Where it is, as text.
+    /// Text of the socket.
     pub fn address(&self) -> String {
         self.socket.to_string()
     }
@@ -208,7 +208,7 @@ fn keys() -> Vec<Key<VhostUserBlk>> {
 }
 
 impl Default for VhostUserBlk {
-    /// At no socket.
+    /// Export without a socket.
     fn default() -> Self {
         Self::at(Socket::Path(PathBuf::new()))
     }
@@ -239,7 +239,7 @@ impl FromStr for VhostUserBlk {
     }
 }
 
-/// As it may be given again.
+/// Writes the text that parses as the same value.
 impl fmt::Display for VhostUserBlk {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.address())?;
@@ -247,13 +247,13 @@ impl fmt::Display for VhostUserBlk {
     }
 }
 
-/// Rings of an export.
+/// Parses the number of virtqueues.
 fn queues(text: &str) -> Result<u16, String> {
     let number = text.parse().ok().filter(|number| (1..=MAX_QUEUES).contains(number));
     number.ok_or_else(|| format!("is not a number of queues; that is from 1 to {MAX_QUEUES}"))
 }
 
-/// Descriptors of a ring.
+/// Parses the size of a virtqueue.
 fn queue_size(text: &str) -> Result<u16, String> {
     let fits = |size: &u16| size.is_power_of_two() && (LEAST_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size);
     let size = text.parse().ok().filter(fits);
@@ -262,7 +262,7 @@ fn queue_size(text: &str) -> Result<u16, String> {
     })
 }
 
-/// A serial number.
+/// Parses a serial number.
 fn serial(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("is empty (leave it away for the disk's name)".to_owned());

@@ -1,4 +1,4 @@
-//! The types that values of keys have: how each is read and written.
+//! Types of keys' values: how each is parsed and written.
 
 use std::{path::PathBuf, time::Duration};
 
@@ -13,7 +13,7 @@ use storage::{
 use super::{Given, KeyValue, Literal};
 use crate::{Address, Endpoint, Image, LogFormat, OnEvent, Owner, Sandbox, SecretSource, TlsMode};
 
-/// Types whose text is what they are parsed from.
+/// Types whose `Display` text parses as the same value.
 macro_rules! texts {
     ($($type:ty),*) => { $(
         impl KeyValue for $type {
@@ -122,7 +122,7 @@ impl KeyValue for u64 {
     }
 }
 
-/// A time that may be long.
+/// A time that may have minutes or hours.
 impl KeyValue for Duration {
     fn read(given: Given<'_>) -> Result<Self, String> {
         crate::long_duration(given.text)
@@ -133,7 +133,7 @@ impl KeyValue for Duration {
     }
 }
 
-/// Types whose values are plain numbers. The parser of a row bounds them.
+/// Types of plain numbers. The parser of a row bounds them.
 macro_rules! numbers {
     ($($type:ty),*) => { $(
         impl KeyValue for $type {
@@ -178,6 +178,7 @@ impl KeyValue for PathBuf {
     fn read(given: Given<'_>) -> Result<Self, String> {
         match given.text {
             "" => Err("is empty (write one, or leave the key out)".to_owned()),
+            // `join` keeps an absolute path.
             path => Ok(given.directory.join(path)),
         }
     }
@@ -203,9 +204,10 @@ impl KeyValue for Image {
         Ok(image.relative_to(given.directory))
     }
 
-    /// With `file:` before a path that would be read as something else.
+    /// Writes `file:` before a path that would otherwise parse as another kind of storage.
     fn write(&self) -> Literal {
         let text = self.to_string();
+        // Compares the parsed value: `memory:1G` as a path would parse as memory.
         let is_plain = text.parse::<Self>().is_ok_and(|read| read == *self);
         Literal::Text(if is_plain { text } else { format!("file:{text}") })
     }
@@ -229,15 +231,16 @@ impl KeyValue for L2Size {
     }
 }
 
-/// Reads a time that is seconds, as QEMU has it, or has a unit.
+/// Parses a time with a unit, or seconds without one, as in QEMU.
 pub(crate) fn seconds_or_time(text: &str) -> Result<Duration, String> {
+    // QEMU's `cache-clean-interval` is in seconds; a number without unit has to mean the same here.
     if let Ok(seconds) = text.parse::<u32>() {
         return Ok(Duration::from_secs(seconds.into()));
     }
     crate::duration(text).map_err(|rule| format!("{rule}; a plain number is seconds"))
 }
 
-/// Writes a time as a number of seconds if it is one.
+/// Writes whole seconds as a number, other times with a unit.
 pub(crate) fn write_seconds(time: Duration) -> Literal {
     match time.subsec_nanos() {
         0 => Literal::Number(time.as_secs()),

@@ -1,11 +1,12 @@
-//! What devices can do, kept between runs: a JSON file for each, named after the device.
+//! Measured capacities of devices, stored between runs: a JSON file for each, named after the
+//! device.
 //!
 //! ```text
 //!   /var/lib/weir/capacity/serial_S4EWNX0N123456-9f3c….json
 //! ```
 //!
-//! A file that is not of this form, or of another device, is no capacity, and says so: a watermark
-//! over a figure that nobody measured would lift limits when it must not.
+//! A file of another format or another device is rejected with an error: a watermark over a wrong
+//! capacity would lift limits when it must not.
 
 use std::{
     env, fs,
@@ -18,39 +19,39 @@ use serde::{Deserialize, Serialize};
 
 use crate::state::whole_file;
 
-/// Largest file that is read; they have two kilobytes.
+/// Largest file in bytes; usual files have two kilobytes.
 const MAX_FILE_BYTES: u64 = 64 << 10;
-/// Characters of a device's name in that of its file.
+/// Characters of a device's key in the name of its file.
 const MAX_NAME_CHARS: usize = 80;
 
-/// The directory for root, as the Filesystem Hierarchy Standard has it.
+/// Root's directory, by the Filesystem Hierarchy Standard.
 const SYSTEM_STATE: &str = "/var/lib/weir";
 
-/// What was measured of a device.
+/// Result of measuring a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Record {
-    /// The name that it has for good.
+    /// Stable key of the device.
     pub key: String,
-    /// What it was called when it was measured.
+    /// Name of the device at the time of the measurement.
     pub device: String,
-    /// Seconds since 1970.
+    /// Time of the measurement, in seconds since 1970.
     pub time: u64,
-    /// What it can do.
+    /// Measured capacity.
     pub capacity: Figures,
 }
 
-/// [`Capacity`] as it is written; 0 was not measured.
+/// [`Capacity`] in the file's format; 0 was not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Figures {
-    /// Random reads of 4 KiB a second.
+    /// Random reads of 4 KiB per second.
     pub read_iops: u64,
-    /// Random writes of 4 KiB a second.
+    /// Random writes of 4 KiB per second.
     pub write_iops: u64,
-    /// Bytes read a second, in requests of 1 MiB.
+    /// Bytes read per second, in requests of 1 MiB.
     pub read_bps: u64,
-    /// Bytes written a second, in requests of 1 MiB.
+    /// Bytes written per second, in requests of 1 MiB.
     pub write_bps: u64,
 }
 
@@ -61,28 +62,28 @@ impl From<Figures> for Capacity {
     }
 }
 
-/// Where records are kept.
+/// Directory of the records.
 #[derive(Clone, Debug)]
 pub struct Store(PathBuf);
 
 impl Store {
-    /// In the state directory that was asked for, or else the usual one.
+    /// Store in the given state directory, or in the default one.
     pub fn new(state: Option<&Path>) -> Self {
         Self(state.map_or_else(usual, Path::to_path_buf).join("capacity"))
     }
 
-    /// The file of the device that is called `key` for good.
+    /// File of the device with this key.
     pub fn file(&self, key: &str) -> PathBuf {
         let plain = |c: char| if c.is_ascii_alphanumeric() || c == '.' { c } else { '_' };
         let name: String = key.chars().take(MAX_NAME_CHARS).map(plain).collect();
-        // What was replaced or cut off still tells two apart.
+        // The hash distinguishes keys whose characters were replaced or cut off.
         self.0.join(format!("{name}-{:016x}.json", fnv1a(key.as_bytes())))
     }
 
-    /// What is known of a device.
+    /// Record of a device.
     ///
     /// # Errors
-    /// If there is a file and it cannot be used.
+    /// Fails if there is a file and it is unusable.
     pub fn load(&self, key: &str) -> anyhow::Result<Option<Record>> {
         let path = self.file(key);
         let read = whole_file::read(&path, MAX_FILE_BYTES);
@@ -92,30 +93,32 @@ impl Store {
         };
         let record: Record = serde_json::from_slice(&text)
             .with_context(|| format!("{}: is no capacity (remove it and probe again)", shown(&path)))?;
+        // A copied file, or a hash collision.
         if record.key != key {
             bail!("{}: is of another device, {} (remove it and probe again)", shown(&path), record.key);
         }
         Ok(Some(record))
     }
 
-    /// The capacity of a device; unknown, and logged, if its file cannot be used.
+    /// Capacity of a device; `None`, and logged, if its file is unusable.
     pub fn capacity(&self, key: &str) -> Option<Capacity> {
         self.measured(key).map(|(capacity, _)| capacity)
     }
 
-    /// The same, with when it was measured, in seconds since 1970.
+    /// As [`capacity`](Self::capacity), with the time of the measurement in seconds since 1970.
     pub fn measured(&self, key: &str) -> Option<(Capacity, u32)> {
         let record = self.load(key).unwrap_or_else(|error| {
             tracing::warn!("{error:#}");
             None
         })?;
+        // Seconds fit 32 bits until 2106.
         Some((record.capacity.into(), u32::try_from(record.time).unwrap_or(u32::MAX)))
     }
 
-    /// Whether a record could be kept: the directory is made, and a file in it, which goes again.
+    /// Checks that a record could be saved: creates the directory and a temporary file in it.
     ///
     /// # Errors
-    /// As [`Store::save`] would fail.
+    /// Fails as [`Store::save`] would.
     pub fn try_out(&self) -> anyhow::Result<()> {
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&self.0)?;
@@ -127,10 +130,10 @@ impl Store {
         })
     }
 
-    /// Keeps a record, in place of an earlier one of that device. Returns its file.
+    /// Saves a record, replacing an earlier one of the device. Returns the file's path.
     ///
     /// # Errors
-    /// If it cannot be written; then the earlier one is still there.
+    /// Fails without changing the earlier record.
     pub fn save(&self, record: &Record) -> anyhow::Result<PathBuf> {
         let path = self.file(&record.key);
         let write = || -> anyhow::Result<()> {
@@ -151,19 +154,20 @@ fn shown(path: &Path) -> String {
     path.display().to_string()
 }
 
-/// The XDG Base Directory Specification's place, where the user is not root.
+/// Default directory; for users other than root by the XDG Base Directory Specification.
 fn usual() -> PathBuf {
     if nix::unistd::geteuid().is_root() {
         return SYSTEM_STATE.into();
     }
     let absolute =
         |variable: &str| env::var_os(variable).map(PathBuf::from).filter(|path| path.is_absolute());
+    // Relative values are invalid by the specification.
     absolute("XDG_STATE_HOME")
         .or_else(|| Some(absolute("HOME")?.join(".local/state")))
         .map_or_else(|| SYSTEM_STATE.into(), |directory| directory.join("weir"))
 }
 
-/// FNV-1a, 64 bits: the same in every version of weir, which the standard library's hash is not.
+/// FNV-1a, 64 bits: stable across versions, unlike the standard library's hash.
 fn fnv1a(bytes: &[u8]) -> u64 {
     bytes
         .iter()

@@ -1,5 +1,5 @@
-//! Small files that weir keeps for itself between runs, written whole or not at all. Never used for
-//! a file of the user's, which may hold more than weir knows.
+//! Small state files, replaced atomically. Never used for a user's file, which may have content
+//! that weir does not know.
 
 use std::{
     fs,
@@ -10,10 +10,10 @@ use std::{
 
 use reactor::regular;
 
-/// What is in a file; `None` if there is none.
+/// Content of a file; `None` if it does not exist.
 ///
 /// # Errors
-/// If it cannot be read, or is longer than so many bytes.
+/// Fails if the file is unreadable, or longer than `most_bytes`.
 pub fn read(path: &Path, most_bytes: u64) -> io::Result<Option<Vec<u8>>> {
     let file = match regular::open(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(None),
@@ -27,17 +27,19 @@ pub fn read(path: &Path, most_bytes: u64) -> io::Result<Option<Vec<u8>>> {
     Ok(Some(content))
 }
 
-/// Replaces the file's content, readable for all; with `durably` a loss of power does not undo it.
+/// Replaces a file, readable for all users; with `durably` the change survives a power failure.
 ///
 /// # Errors
-/// If that fails; the file is then as it was.
+/// Fails without changing the file.
 pub fn write(path: &Path, content: &[u8], durably: bool) -> io::Result<()> {
     let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    // In the same directory: a rename is atomic only within a file system.
     let mut file = tempfile::NamedTempFile::new_in(directory)?;
     file.write_all(content)?;
-    // By its descriptor: the sandbox lets no mode be changed by a name.
+    // By descriptor: the sandbox forbids changing modes by path.
     file.as_file().set_permissions(fs::Permissions::from_mode(0o644))?;
     if durably {
+        // Before the rename, or a crash could leave an empty file.
         file.as_file().sync_all()?;
     }
     file.persist(path)?;

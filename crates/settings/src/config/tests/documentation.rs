@@ -1,4 +1,4 @@
-//! The examples of the reference of the config file are valid.
+//! Validity of the examples in the reference of the config file.
 
 use super::*;
 

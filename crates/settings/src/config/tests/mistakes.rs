@@ -1,4 +1,4 @@
-//! Config files that are refused, each with the place and the rule.
+//! Rejected config files, each with place and rule.
 
 use super::*;
 
@@ -18,6 +18,7 @@ fn what_is_no_toml_is_refused_with_its_line() {
         let said = plan_with(text, 0).unwrap_err();
         assert_eq!(said, format!("weir.toml:{expect}: {already}"));
     }
+    // The parser bounds its recursion.
     let deep = "a = ".to_owned() + &"[".repeat(100_000);
     assert!(plan_with(&deep, 0).unwrap_err().starts_with("weir.toml:1: not TOML: "));
 }
@@ -145,13 +146,14 @@ fn values_are_refused_with_their_rule() {
         "force-share = true",
         "needs read-only; sharing an image that others write is for reading alone",
     );
+    // A long value is cut at a character boundary.
     let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
     let refused = plan_with(&text, 0).unwrap_err();
     assert!(refused.contains("ééé…: is not a cache mode"), "{refused}");
     assert!(refused.len() < 300);
 }
 
-/// All that is wrong with a file.
+/// Asserts all mistakes of a file.
 #[track_caller]
 fn check_all(text: &str, expect: &[&str]) {
     let mistakes = Mistakes::default();
@@ -164,8 +166,8 @@ fn check_all(text: &str, expect: &[&str]) {
 
 #[test]
 fn all_that_is_wrong_is_told_in_the_order_of_the_file() {
-    // What one table gets wrong by itself. Where something in it cannot be read, only values are
-    // judged that say all by themselves.
+    // Mistakes within one table. If a value of the table is unreadable, only rules of single values
+    // are checked.
     check_all(
         r#"[disk.a]
 image = "a.raw"
@@ -215,13 +217,13 @@ group = "tinn"
             "f:26: zzz: unknown key",
         ],
     );
-    // A group that is wrong is there, and its members say nothing of it.
+    // A group with a mistake exists for its members, which report nothing.
     check_all(
         "[group.gold]\niops-totl = 1\n[disk.a]\nimage = \"a\"\ngroup = \"gold\"\n\
          [disk.b]\nimage = \"b\"\ngroup = \"tin\"\n",
         &["f:2: group.gold.iops-totl", "f:8: disk.b.group = \"tin\": is no group of this file"],
     );
-    // Rules that tie tables, where all of them can be read.
+    // Rules between tables are checked if all tables are readable.
     let device = "export = { type = \"vhost-user-blk\", listen = \"unix:s\" }";
     check_all(
         &format!(
@@ -244,7 +246,7 @@ group = "tinn"
             "f:4: daemon.allow = \"::1\": is not used",
         ],
     );
-    // What follows from a mistake is none of its own.
+    // Consequences of a mistake are not reported.
     check_all(
         "[daemon]\nnbd = \"h\"\ntls = \"on\"\n[disk.a]\nimage = \"a\"\nallow = \"::1\"\ntls-authz = \"a\"\n\
          [disk.b]\nimage = \"b\"\niops-total = \"x\"\niops-total-max = 5\n",
@@ -276,6 +278,7 @@ fn groups_lie_in_groups_but_never_in_themselves() {
         };
         (0..count).rev().map(group).collect()
     };
+    // Listed in reverse, but created parents first.
     let deep = plan(&format!("{disk}{}", chain(8)));
     let names: Vec<_> = deep.groups.iter().map(|group| group.name.as_str()).collect();
     assert_eq!(names, ["g0", "g1", "g2", "g3", "g4", "g5", "g6", "g7"]);
@@ -296,6 +299,7 @@ fn groups_lie_in_groups_but_never_in_themselves() {
         &format!("{disk}[group.a]\ngroup = \"c\"\n"),
         "weir.toml:4: group.a.group = \"c\": is no group of this file (add [group.c])",
     );
+    // A circle of this size must neither overflow the stack nor take quadratic time.
     let count = 100_000;
     let group = |n: usize| format!("[group.g{n}]\ngroup = \"g{}\"\n", (n + 1) % count);
     let text: String = (0..count).map(group).collect();
@@ -334,6 +338,7 @@ fn what_has_no_effect_is_remarked() {
             "[disk.{name}]\nimage = \"{name}\"\nexport = {{ type = \"vhost-user-blk\", listen = \"unix:{name}\" {more} }}\n"
         )
     };
+    // The names differ only after the 20 bytes that a guest reads.
     let (one, two) = ("customer-database-disk-A", "customer-database-disk-B");
     assert_eq!(
         remarks(&(machine(one, "") + &machine(two, ""))),
@@ -351,6 +356,7 @@ fn an_image_has_one_writer() {
     };
     let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
                 another disk has this image (export one disk twice, or make both read-only)";
+    // One writer suffices to make sharing wrong.
     check(&two("", ""), rule);
     check(&two("read-only = true", ""), rule);
     check(&two("", "read-only = true"), rule);
