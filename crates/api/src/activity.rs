@@ -11,7 +11,7 @@ use serde_json::{Number, Value};
 
 use crate::{ClusterLimits, DeviceCapacity, DiskMemory, ErrorCounts, ExportCounters, LimitValues};
 
-/// Everything that one daemon serves, at one moment.
+/// Objects of one daemon at one moment.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
 pub struct Overview<'a> {
@@ -41,19 +41,20 @@ pub struct Delta {
     pub groups: Vec<ActivityObject>,
     /// Changed members of devices, each with its name.
     pub devices: Vec<ActivityObject>,
-    /// Names of what was removed.
+    /// Names of removed objects.
     pub gone: RemovedNames,
 }
 
 impl Delta {
-    /// Nothing has changed.
+    /// True if nothing changed.
     pub fn is_empty(&self) -> bool {
+        // Destructured, so that a new field cannot be forgotten here.
         let Self { time_ms: _, disks, groups, devices, gone } = self;
         [disks, groups, devices].iter().all(|changed| changed.is_empty()) && *gone == RemovedNames::default()
     }
 }
 
-/// Names of what was removed since the previous overview or delta.
+/// Names of the objects that were removed since the previous overview or delta.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct RemovedNames {
     /// Disks.
@@ -195,9 +196,9 @@ pub struct DiskActivity {
     pub cache: &'static str,
     /// Size in bytes.
     pub size: u64,
-    /// An error of the image has stopped the disk.
+    /// True if an error of the image stopped the disk.
     pub stopped: bool,
-    /// A file of the backing chain was changed by another program.
+    /// True if another program changed a file of the backing chain.
     pub backing_changed: bool,
     /// Requests that the storage failed.
     pub errors: ErrorCounts,
@@ -236,7 +237,7 @@ pub struct PrefetchActivity {
     pub memory: u64,
     /// Sequential streams that are tracked.
     pub streams: u64,
-    /// Nothing is read ahead at present because little of it was used.
+    /// True if reading ahead is suspended, because little of the data was used.
     pub closed: bool,
 }
 
@@ -280,7 +281,7 @@ pub struct DeviceActivity {
     pub rates: TransferRates,
 }
 
-/// The activity of a disk or group under other limits.
+/// Activity of a disk or group under changed limits.
 #[derive(Clone, Debug, Serialize)]
 pub struct Preview {
     /// Length of the recording that was simulated, in seconds.
@@ -289,7 +290,7 @@ pub struct Preview {
     pub requests: u64,
     /// As recorded. Null without requests.
     pub now: Option<PreviewFigures>,
-    /// Under the other limits.
+    /// Under the changed limits.
     pub then: Option<PreviewFigures>,
 }
 

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::LimitValues;
 
-/// The hosts of a cluster and the groups whose limits they share, as one of them sees them.
+/// The hosts of a cluster and the groups whose limits they share, as known to one of them.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ClusterReport {
@@ -15,11 +15,11 @@ pub struct ClusterReport {
     pub name: String,
     /// Name of the host that reports.
     pub host: String,
-    /// Whether etcd answers. If not, the rest is what etcd said last.
+    /// True if etcd answers. Otherwise the rest is the last known state.
     pub connected: bool,
-    /// Whether the host is registered under its name.
+    /// True if the host is registered under its name.
     pub joined: bool,
-    /// Why `connected` is false.
+    /// Reason if `connected` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
     /// Age of the last answer of etcd. Absent while etcd answers, and before its first answer.
@@ -52,7 +52,7 @@ pub struct ClusterReport {
 pub struct ClusterHost {
     /// Its name.
     pub name: String,
-    /// Whether its registration is valid.
+    /// True if its registration is valid.
     pub present: bool,
     /// Version of its daemon.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -84,7 +84,7 @@ pub struct ClusterGroup {
     pub safe_share_ppm: Option<u32>,
     /// Sum of the reservations in the group on all hosts.
     pub promised: ReservedRates,
-    /// The same by host.
+    /// Reservations in the group by host.
     pub promised_by: BTreeMap<String, ReservedRates>,
     /// Largest sum of reservations that the limits admit.
     pub promisable: ReservedRates,
@@ -166,7 +166,7 @@ impl From<[u64; 2]> for ReservedRates {
 pub struct UnreadableGroup {
     /// Its name.
     pub group: String,
-    /// Why.
+    /// Reason.
     pub reason: String,
 }
 
@@ -176,6 +176,6 @@ pub struct UnreadableGroup {
 pub struct LocalQuota {
     /// Name of the group.
     pub name: String,
-    /// Whether the host holds a lease; if not, its fallback share is in force.
+    /// True if the host holds a lease. Otherwise its fallback share is in force.
     pub leased: bool,
 }

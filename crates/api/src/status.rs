@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 /// Limits by the names of their options, in operations, bytes and seconds; those that are set.
 pub type LimitValues = BTreeMap<String, u64>;
 
-/// Everything that one daemon serves.
+/// Status of one daemon.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct Status {
@@ -21,7 +21,7 @@ pub struct Status {
     /// Path of the config file.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub config: Option<String>,
-    /// Whether the daemon can create block devices on this host. Absent in answers of daemons that
+    /// True if the daemon can create block devices on this host. Absent in answers of daemons that
     /// do not report it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub makes_devices: Option<bool>,
@@ -62,7 +62,7 @@ pub struct UnavailableDisk {
     pub image: String,
     /// Time since the first attempt.
     pub age_ns: u64,
-    /// Why the last attempt failed. Absent while the first one is in progress.
+    /// Reason for the failure of the last attempt. Absent during the first attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
@@ -75,12 +75,12 @@ pub struct ClusterStatus {
     pub name: String,
     /// Name of this host in it.
     pub host: String,
-    /// Whether etcd answers.
+    /// True if etcd answers.
     pub connected: bool,
     /// The host that grants quota leases. Absent while there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub leader: Option<String>,
-    /// Why `connected` is false.
+    /// Reason if `connected` is false.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reason: Option<String>,
 }
@@ -91,13 +91,13 @@ pub struct ClusterStatus {
 pub struct ServerStatus {
     /// Address that clients connect to.
     pub address: String,
-    /// The same as the config file writes it. Absent where the config cannot express it.
+    /// Address in the notation of the config file. Absent if the config cannot express it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub listen: Option<String>,
-    /// Present if disks without an export of their own are exported here.
+    /// Present if disks without an explicit export are exported here.
     #[serde(rename = "default", skip_serializing_if = "Option::is_none")]
     pub default_export: Option<DefaultExport>,
-    /// The listener was added by a command and is in no config.
+    /// True if the listener was added by a command and is in no config.
     pub added: bool,
     /// Number of connections.
     pub connections: u64,
@@ -105,11 +105,11 @@ pub struct ServerStatus {
     pub refused: RefusedClients,
 }
 
-/// Options of the exports of disks that have none of their own.
+/// Options for the exports of disks without an explicit export.
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct DefaultExport {
-    /// Clients may not write.
+    /// True if clients may not write.
     pub read_only: bool,
 }
 
@@ -145,7 +145,7 @@ pub struct ExportStatus {
     pub address: String,
     /// Number of connections.
     pub connections: u64,
-    /// Clients may not write.
+    /// True if clients may not write.
     pub read_only: bool,
     /// Device node or file on this host.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -161,7 +161,7 @@ pub struct ExportStatus {
     pub counters: ExportCounters,
 }
 
-/// What an export counts. Absent is what its type does not count.
+/// Counters of an export. Those that do not apply to its type are absent.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct ExportCounters {
@@ -183,7 +183,7 @@ pub struct ExportCounters {
     /// Requests whose data was copied.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub copies: Option<u64>,
-    /// The process at the other end of a vhost-user socket.
+    /// Process that is the front end of a vhost-user export.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub front_end: Option<FrontEndProcess>,
     /// Processes that have the file of a FUSE export open.
@@ -195,16 +195,16 @@ pub struct ExportCounters {
     /// Connections of a kernel NBD device that were replaced.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub replaced: Option<u64>,
-    /// A ublk device that this process took over from another.
+    /// True for a ublk device that this process took over from another.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub taken_over: Option<bool>,
-    /// A ublk device that stays when its server ends.
+    /// True for a ublk device that stays when its server ends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub survives: Option<bool>,
     /// Memory that a ublk device lends to its server.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub lent_bytes: Option<u64>,
-    /// Data of a ublk device is not copied.
+    /// True if a ublk device uses zero copy.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub zero_copy: Option<bool>,
     /// Bytes that were copied although `zero-copy` is on.
@@ -215,11 +215,12 @@ pub struct ExportCounters {
 impl ExportCounters {
     /// Virtqueues or queues of a device; of a kernel NBD device one for each pair of sockets.
     pub fn kernel_queues(&self) -> Option<u64> {
+        // A kernel NBD device has one queue for each socket pair.
         self.queues.or(self.sockets)
     }
 }
 
-/// The process at the other end of a vhost-user socket.
+/// Process that is the front end of a vhost-user export.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(default)]
 pub struct FrontEndProcess {
@@ -232,6 +233,7 @@ pub struct FrontEndProcess {
 impl fmt::Display for FrontEndProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pid, name } = self;
+        // The name is empty if the kernel did not reveal it.
         if name.is_empty() { write!(f, "process {pid}") } else { write!(f, "{name} ({pid})") }
     }
 }
@@ -249,7 +251,7 @@ pub struct DiskStatus {
     pub path: Option<String>,
     /// Size in bytes.
     pub size: u64,
-    /// The image is open read-only.
+    /// True if the image is open read-only.
     pub read_only: bool,
     /// Cache mode.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -273,7 +275,7 @@ pub struct DiskStatus {
     /// Limits, group, weight and reservations.
     #[serde(flatten)]
     pub settings: MemberSettings,
-    /// Whether the limits are enforced at present.
+    /// Enforcement of the limits at present.
     #[serde(flatten)]
     pub watermark_status: WatermarkStatus,
     /// Counters of the throttle layer.
@@ -302,8 +304,10 @@ pub struct DiskStatus {
 }
 
 impl DiskStatus {
-    /// Why the disk is stopped: `nospace` or `failed`. `None` while it serves requests.
+    /// Reason for which the disk is stopped: `nospace` or `failed`. `None` while it serves
+    /// requests.
     pub fn stopped_by(&self) -> Option<&str> {
+        // Unknown values of newer daemons count as stopped.
         self.io_status.as_deref().filter(|&status| status != "ok")
     }
 }
@@ -312,9 +316,9 @@ impl DiskStatus {
 #[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
 pub struct RemoteStatus {
-    /// Whether the server is connected.
+    /// True if the server is connected.
     pub connected: bool,
-    /// How often the connection was established again.
+    /// Number of times that the connection was reestablished.
     pub reconnections: u64,
     /// Bytes written since the last flush, which are repeated after a reconnection.
     pub unflushed_bytes: u64,
@@ -383,21 +387,21 @@ pub struct PrefetchStatus {
     pub hit_bytes: u64,
     /// Bytes that were read ahead.
     pub read_ahead_bytes: u64,
-    /// Of these, bytes that a client read.
+    /// Bytes that were read ahead and then read by a client.
     pub used_bytes: u64,
-    /// Of these, bytes that were dropped unread.
+    /// Bytes that were read ahead and dropped unread.
     pub wasted_bytes: u64,
     /// Bytes in memory.
     pub memory: u64,
     /// Sequential streams that are tracked.
     pub streams: u64,
-    /// Nothing is read ahead at present because little of it was used.
+    /// True if reading ahead is suspended, because little of the data was used.
     pub closed: bool,
     /// Share of reads that were answered from memory, wholly or in part, 0 to 1. Absent before the
     /// first read.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub hit_rate: Option<f64>,
-    /// Share of what was read ahead that was used, 0 to 1. Absent before the first.
+    /// Share of the bytes read ahead that were used, 0 to 1. Absent before any were read ahead.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub accuracy: Option<f64>,
 }
@@ -434,7 +438,7 @@ pub struct GroupStatus {
     /// Limits, parent group, weight and reservations.
     #[serde(flatten)]
     pub settings: MemberSettings,
-    /// Whether the limits are enforced at present.
+    /// Enforcement of the limits at present.
     #[serde(flatten)]
     pub watermark_status: WatermarkStatus,
     /// Counters of the throttle layer.
@@ -450,7 +454,7 @@ pub struct GroupStatus {
 pub struct ClusterLimits {
     /// Limits of all hosts together.
     pub limits: LimitValues,
-    /// This host holds a quota lease: its part differs from its fallback share.
+    /// True if this host holds a quota lease: its quota differs from its fallback share.
     pub leased: bool,
 }
 
@@ -471,6 +475,7 @@ pub struct MemberSettings {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_reservation: Option<u64>,
     /// Reservations that do not fit into the cluster and are not in force.
+    // JSON keys are stable; the field has the term of the glossary.
     #[serde(rename = "promise-left-out", skip_serializing_if = "Option::is_none")]
     pub unmet_reservation: Option<UnmetReservation>,
     /// Utilization of the device in percent below which limits are not enforced.
@@ -483,7 +488,7 @@ pub struct MemberSettings {
     pub prefetch: Option<PrefetchSettings>,
 }
 
-/// Whether limits with a watermark are enforced at present.
+/// Enforcement of limits with a watermark at present.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(default)]
 pub struct WatermarkStatus {
@@ -505,7 +510,7 @@ pub struct UnmetReservation {
     /// Bytes per second.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bps_reservation: Option<u64>,
-    /// Why they do not fit.
+    /// Reason.
     pub why: String,
 }
 
@@ -515,7 +520,7 @@ pub struct UnmetReservation {
 pub struct PrefetchSettings {
     /// `off`, `on` or `auto`.
     pub mode: String,
-    /// The others, by the names of their options without `prefetch-`.
+    /// Numeric settings, by the names of their options without `prefetch-`.
     #[serde(flatten)]
     pub numbers: BTreeMap<String, u64>,
 }
@@ -577,6 +582,7 @@ pub struct ThrottleStatus {
 impl ThrottleStatus {
     /// Sum of the time that requests of both directions waited.
     pub fn waited_ns(&self) -> u64 {
+        // Saturating: the answer may come from any daemon.
         self.reads.waited_ns.saturating_add(self.writes.waited_ns)
     }
 }
@@ -587,7 +593,7 @@ impl ThrottleStatus {
 pub struct ReservationStatus {
     /// The disk or group received its reserved rate.
     pub met_ns: u64,
-    /// It did not.
+    /// The disk or group received less.
     pub missed_ns: u64,
 }
 
@@ -604,6 +610,7 @@ pub struct BucketLevel {
 impl BucketLevel {
     /// Level as a share of the capacity, at most 1.
     pub fn ratio(self) -> f64 {
+        // A large request may exceed the capacity; it is paid for afterwards.
         (self.level as f64 / self.capacity.max(1) as f64).min(1.0)
     }
 }
@@ -652,6 +659,7 @@ pub struct DeviceStatus {
     #[serde(skip_serializing_if = "Option::is_none")]
     pub capacity_source: Option<String>,
     /// Share of the capacity in use, 0 to 1.
+    // JSON keys are stable; the field has the term of the glossary.
     #[serde(rename = "use", skip_serializing_if = "Option::is_none")]
     pub utilization: Option<f64>,
 }

@@ -1,11 +1,10 @@
-//! Images as mounted file systems: what `weir attach` and `weir detach` do, as processes of their
-//! own.
+//! Mounting of images by `weir attach` and `weir detach`, as separate processes.
 //!
-//! As processes, because a kernel that does not answer then holds up a child that can be left, and
-//! because what serves the device must outlive the plugin.
+//! Processes, because a child that hangs in the kernel can be abandoned, and because the server of
+//! the device has to outlive the plugin.
 //!
-//! Whether something is mounted is asked of the kernel each time, and never remembered: the plugin
-//! may have been away, and so may the mount.
+//! The mount state is read from the kernel each time and never cached: mounts may change while the
+//! plugin is not running.
 
 use std::{
     fs,
@@ -19,24 +18,24 @@ use control::users::is_mount_point;
 
 use crate::program;
 
-/// Docker waits two minutes for a mount.
+/// Timeout of a child: Docker waits two minutes for a mount.
 const TIME: Duration = Duration::from_secs(100);
 
-/// How an image gets to where a container finds it.
+/// Mounting of images, replaced in tests.
 pub(crate) trait Devices: Send + Sync {
-    /// Mounts the file system in `image` at the directory `at`, with these options of `weir
-    /// attach`.
+    /// Mounts the file system in `image` at the directory `at`, with these options of
+    /// `weir attach`.
     fn attach(&self, image: &Path, words: &[String], at: &Path) -> anyhow::Result<()>;
-    /// Undoes it; the image is free when it returns.
+    /// Unmounts it. The image is unused when this returns.
     fn detach(&self, at: &Path) -> anyhow::Result<()>;
-    /// Whether something is mounted there.
+    /// True if a file system is mounted at `at`.
     fn is_mounted(&self, at: &Path) -> anyhow::Result<bool>;
 }
 
-/// By the program itself.
+/// Mounting by this program's own commands.
 pub(crate) struct Weir {
     pub(crate) program: PathBuf,
-    /// The control socket of the daemon to attach through, where one was named.
+    /// Control socket of the daemon to attach through; `None` uses the default of `weir attach`.
     pub(crate) qmp: Option<String>,
 }
 
@@ -48,8 +47,8 @@ impl Devices for Weir {
             command.args(["--qmp", qmp]);
         }
         program::run(&mut command, TIME)?;
-        // Of a new ext file system. Databases, and Docker where an image has files for the volume,
-        // want it empty; e2fsck(8) makes the directory again when it needs one.
+        // Part of a new ext file system. Databases require an empty directory, and so does Docker
+        // if an image has files for the volume. e2fsck(8) creates it again when needed.
         let _ = fs::remove_dir(at.join("lost+found"));
         Ok(())
     }
@@ -59,6 +58,7 @@ impl Devices for Weir {
     }
 
     fn is_mounted(&self, at: &Path) -> anyhow::Result<bool> {
+        // Reads mountinfo only: a stat of the mount point could hang with its device.
         is_mount_point(at).context("what is mounted cannot be known")
     }
 }

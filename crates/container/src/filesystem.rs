@@ -1,7 +1,6 @@
-//! File systems that a volume may have: their names, how small they may be, and the programs that
-//! make them.
+//! File systems of volumes: names, least sizes, and the programs that create them.
 //!
-//! Never looks into one: what an image holds is known by its volume's options.
+//! Never reads a file system: the volume's options state what its image has.
 
 use std::{path::Path, process::Command};
 
@@ -9,7 +8,7 @@ use anyhow::Context as _;
 
 use crate::program;
 
-/// What a volume may be formatted with.
+/// File system of a volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) enum FileSystem {
     #[default]
@@ -34,7 +33,7 @@ impl FileSystem {
         found.ok_or_else(|| "is none of ext4, xfs and btrfs".to_owned())
     }
 
-    /// Debian's package with the program that makes it.
+    /// Debian package of the program that creates it.
     fn package(self) -> &'static str {
         match self {
             Self::Ext4 => "e2fsprogs",
@@ -45,27 +44,28 @@ impl FileSystem {
 
     /// Fails with the rule.
     pub(crate) fn check_size(self, bytes: u64) -> Result<(), String> {
-        // Of ext4 a journal needs some; the others' programs refuse what is less (mkfs.xfs(8),
-        // mkfs.btrfs(8)).
+        // ext4 needs space for a journal. The least sizes of the rest are those of mkfs.xfs(8) and
+        // mkfs.btrfs(8).
         let (least, text) = match self {
             Self::Ext4 => (4 << 20, "4M"),
             Self::Xfs => (300 << 20, "300M"),
             Self::Btrfs => (114 << 20, "114M"),
         };
-        // The largest file of an ext4 with blocks of 4 KiB, where the image may lie.
+        // The largest file on ext4 with blocks of 4 KiB, where the image may be stored.
         const MOST: u64 = 16 << 40;
         match bytes {
             bytes if bytes < least => Err(format!("is too small; {} needs {text} at least", self.name())),
+            // Not equal either: the image has metadata besides the data.
             bytes if bytes >= MOST => Err("is too large; a volume is below 16T".to_owned()),
             _ => Ok(()),
         }
     }
 
-    /// Makes one in a file, as large as that.
+    /// Creates one in a file, with the file's size.
     pub(crate) fn make(self, file: &Path) -> anyhow::Result<()> {
         let name = format!("mkfs.{}", self.name());
         let mut command = Command::new(&name);
-        // Quiet, and though it is a file. Services may run without the administrator's PATH.
+        // Quiet, and forced: the target is a regular file. A service may have a PATH without sbin.
         command.args(match self {
             Self::Ext4 => &["-q", "-F"][..],
             Self::Xfs | Self::Btrfs => &["-q", "-f"],

@@ -1,10 +1,10 @@
-//! One request and its answer over a Unix socket, in HTTP/1.1: what Docker and Podman need of it.
+//! One HTTP/1.1 request and its response over a Unix socket, as far as Docker and Podman need it.
 //!
-//! A connection carries one request: the answer says `Connection: close`. So nobody waits for a
-//! client that keeps a connection for later, and a client that was away finds a new one.
+//! A connection carries one request: the response has `Connection: close`. So idle connections do
+//! not occupy threads, and a client that was away connects again.
 //!
-//! Never holds more of a request than [`MOST_HEAD_BYTES`] and [`MOST_BODY_BYTES`], and never waits
-//! for one longer than it is told, however slowly its bytes come.
+//! Never stores more of a request than [`MOST_HEAD_BYTES`] and [`MOST_BODY_BYTES`], and never waits
+//! for one beyond its deadline, however slowly its bytes arrive.
 
 use std::{
     io::{self, ErrorKind, Read, Write},
@@ -12,43 +12,43 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// Docker's own have some three hundred.
+/// Largest request head; Docker's have about 300 bytes.
 pub(crate) const MOST_HEAD_BYTES: usize = 8 << 10;
-/// A volume with each of its options set has some two thousand.
+/// Largest request body; a volume with every option has about 2000 bytes.
 pub(crate) const MOST_BODY_BYTES: usize = 64 << 10;
-/// Docker sends five.
+/// Largest number of headers; Docker sends five.
 const MOST_HEADERS: usize = 32;
-/// How long an answer may take to be read.
+/// Time within which the client has to read the response.
 const ANSWER_TIME: Duration = Duration::from_secs(10);
-/// Docker's name for the protocol's second version, which is JSON.
+/// Content type of the protocol's second version, which is JSON.
 const CONTENT_TYPE: &str = "application/vnd.docker.plugins.v1.1+json";
 
-/// A request that was understood.
+/// A valid request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Request {
     pub(crate) path: String,
     pub(crate) body: Vec<u8>,
 }
 
-/// What is answered: a status, and JSON.
+/// Response: a status and JSON.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) body: String,
 }
 
-/// Why there is no request.
+/// Reason for a missing request.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Refusal {
-    /// Nobody is there to be answered.
+    /// The client disconnected.
     Gone,
-    /// To be answered with this status, and why.
+    /// Status and message of the response.
     Answer(u16, &'static str),
 }
 
-/// A stream whose next read waits no longer than it is told.
+/// Stream with a timeout for reads.
 pub(crate) trait Timed: Read {
-    /// Of the reads that follow; not zero.
+    /// Sets the timeout of later reads; not zero.
     fn let_wait(&self, time: Duration) -> io::Result<()>;
 }
 
@@ -58,17 +58,19 @@ impl Timed for UnixStream {
     }
 }
 
-/// The request, if all of it is there before `deadline`.
+/// Reads a request, which has to be complete before `deadline`.
 pub(crate) fn read(stream: &mut impl Timed, deadline: Instant) -> Result<Request, Refusal> {
     let mut bytes = Vec::new();
     loop {
         if let Some(head) = head(&bytes)? {
+            // Pipelining is not supported: a response closes the connection.
             if bytes.len() - head.bytes > head.body_bytes {
                 return Err(Refusal::Answer(400, "more follows the request than it says"));
             }
             if bytes.len() - head.bytes == head.body_bytes {
                 return Ok(Request { path: head.path, body: bytes.split_off(head.bytes) });
             }
+        // Checked only while the head is incomplete; the body has its own bound.
         } else if bytes.len() >= MOST_HEAD_BYTES {
             return Err(Refusal::Answer(431, "the head of the request is too long"));
         }
@@ -76,10 +78,11 @@ pub(crate) fn read(stream: &mut impl Timed, deadline: Instant) -> Result<Request
     }
 }
 
-/// Waits for more bytes, of which a bounded number is taken.
+/// Waits for more bytes and appends a bounded number.
 fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Result<(), Refusal> {
     const TOO_SLOW: Refusal = Refusal::Answer(408, "the request did not arrive in time");
     let left = deadline.saturating_duration_since(Instant::now());
+    // A zero timeout would mean none to the kernel.
     if left.is_zero() {
         return Err(TOO_SLOW);
     }
@@ -91,6 +94,7 @@ fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Resu
             bytes.extend_from_slice(&some[..count]);
             Ok(())
         }
+        // The caller's loop checks the deadline again.
         Err(error) if error.kind() == ErrorKind::Interrupted => Ok(()),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => Err(TOO_SLOW),
         Err(_) => Err(Refusal::Gone),
@@ -98,13 +102,13 @@ fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Resu
 }
 
 struct Head {
-    /// How long it is.
+    /// Length in bytes.
     bytes: usize,
     path: String,
     body_bytes: usize,
 }
 
-/// The request's head, once all of it is there.
+/// Parses the head of the request; `None` while it is incomplete.
 fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
     let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
@@ -123,6 +127,7 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
         let headers = request.headers.iter();
         headers.filter(move |header| header.name.eq_ignore_ascii_case(name)).map(|header| header.value)
     };
+    // Chunked bodies are not supported; neither Docker nor Podman sends them.
     if named("transfer-encoding").next().is_some() {
         return Err(Refusal::Answer(411, "the request does not say how long it is (send Content-Length)"));
     }
@@ -130,6 +135,7 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
     let body_bytes = match (lengths.next(), lengths.next()) {
         (None, _) => 0,
         (Some(text), None) => length_of(text)?,
+        // Two lengths are an attack or a bug (RFC 9112, section 6.3).
         (Some(_), Some(_)) => return Err(Refusal::Answer(400, "the request says twice how long it is")),
     };
     let path = request.path.unwrap_or_default().to_owned();
@@ -137,16 +143,17 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
 }
 
 fn length_of(text: &[u8]) -> Result<usize, Refusal> {
+    // `parse` would accept a plus sign.
     if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
         return Err(Refusal::Answer(400, "Content-Length is no number"));
     }
     let length = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
-    // What does not fit a usize is too long as well.
+    // A number that does not fit a usize is too long as well.
     let length = length.filter(|&length| length <= MOST_BODY_BYTES);
     length.ok_or(Refusal::Answer(413, "the request is too long"))
 }
 
-/// Sends the answer; a client that went away misses it.
+/// Sends the response. A client that disconnected does not receive it.
 pub(crate) fn send(stream: &mut UnixStream, answer: &Answer) -> io::Result<()> {
     let Answer { status, body } = answer;
     let length = body.len();
@@ -160,7 +167,7 @@ pub(crate) fn send(stream: &mut UnixStream, answer: &Answer) -> io::Result<()> {
     )
 }
 
-/// RFC 9110, section 15.
+/// Reason phrase (RFC 9110, section 15).
 fn reason(status: u16) -> &'static str {
     match status {
         200 => "OK",
@@ -181,7 +188,7 @@ mod tests {
 
     use super::*;
 
-    /// Bytes that come in pieces; then the stream ends, or nothing comes any more.
+    /// Stream of these pieces; then it ends, or fails as `then` says.
     struct Pieces {
         pieces: Vec<Vec<u8>>,
         then: Option<ErrorKind>,
@@ -265,7 +272,7 @@ mod tests {
         let half = b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{".to_vec();
         let mut quiet = Pieces { pieces: vec![half.clone()], then: Some(ErrorKind::WouldBlock) };
         assert!(matches!(read(&mut quiet, later()), Err(Refusal::Answer(408, _))));
-        // One that always sends a little more, at the time when it should be done.
+        // One byte at a time, still incomplete at the deadline.
         let mut slow = Pieces { pieces: vec![b"P".to_vec()], then: None };
         assert!(matches!(read(&mut slow, Instant::now()), Err(Refusal::Answer(408, _))));
         assert_eq!(said(&[&half]), Err(Refusal::Gone));

@@ -1,10 +1,10 @@
-//! A new volume's image, with an empty file system in it.
+//! Creation of a volume's image with an empty file system.
 //!
-//! The file system is made when the volume is created, in a file: whatever keeps it from being made
-//! is then an error of `docker volume create`, and the first mount is like every other. For a qcow2
-//! image that file is converted, which costs what is in it.
+//! The file system is created with the volume, so that a failure is an error of
+//! `docker volume create` and the first mount is like any other. It is created in a raw file; for
+//! qcow2 the file is converted, at the cost of its allocated blocks.
 //!
-//! Never clears what it leaves where it fails: the volume's whole directory goes then.
+//! Leaves its files behind after a failure: the caller removes the volume's directory.
 
 use std::{fs, path::Path, process::Command};
 
@@ -13,27 +13,29 @@ use storage::Format;
 
 use crate::{options::Options, program};
 
-/// Makes `image`, which is not there yet, beside which other files may be made. `weir` is the
-/// program itself.
+/// Creates `image`, which must not exist; temporary files are created beside it. `weir` is this
+/// program's path.
 ///
 /// # Errors
-/// Whatever keeps it from being made; files may be left.
+/// Fails if a program fails or is missing. Files may be left behind.
 pub(crate) fn make(weir: &Path, image: &Path, options: &Options) -> anyhow::Result<()> {
     let raw = match options.format {
         Format::Raw => image.to_owned(),
         Format::Qcow2 => image.with_extension("unformatted"),
     };
     fs::File::create_new(&raw)
+        // Sparse. A multiple of the block size, which O_DIRECT needs.
         .and_then(|file| file.set_len(options.size_bytes.next_multiple_of(4096)))
         .with_context(|| format!("{}: cannot be made", raw.display()))?;
     options.file_system.make(&raw)?;
     if options.format == Format::Qcow2 {
         let mut command = Command::new(weir);
+        // Skips holes, so only the file system's metadata is written.
         command.args(["image", "convert", "-q", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(image);
         program::run(&mut command, program::SOON)?;
         fs::remove_file(&raw).with_context(|| format!("{}: cannot be removed", raw.display()))?;
     }
-    // Before the volume is said to be there.
+    // Durable before the record declares the volume to exist.
     let image = fs::File::open(image).and_then(|image| image.sync_all());
     image.context("the image cannot be written")
 }

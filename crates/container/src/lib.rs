@@ -1,5 +1,5 @@
-//! `weir docker-plugin`: volumes for Docker and Podman that are images of weir's, over Docker's
-//! volume plugin protocol.
+//! `weir docker-plugin`: volumes for Docker and Podman that are weir images, over Docker's volume
+//! plugin protocol.
 //!
 //! ```text
 //!   Docker, Podman
@@ -7,18 +7,18 @@
 //!        ▼
 //!   server ─► http ─► protocol        connections, bytes, JSON
 //!                        ▼
-//!                     volumes         who uses what; one change at a time for each volume
+//!                     volumes         users; one change at a time for each volume
 //!         ┌──────────────┼───────────────┐
 //!       record         image          device
-//!   a file a volume  mkfs, and      `weir attach`, `weir detach`,
-//!     (options)      weir image …   what the kernel has mounted
-//!                        └── program ────┘  children, under a deadline
+//!   a file for each  mkfs, and      `weir attach`, `weir detach`,
+//!   volume           weir image …   the kernel's mounts
+//!                        └── program ────┘  child processes, under a deadline
 //! ```
 //!
-//! The plugin is a client of weir's own commands: it has no disk of its own, and what serves one
-//! goes on when it ends.
+//! The plugin is a client of weir's own commands: it serves no disk, and the servers of disks
+//! outlive it.
 //!
-//! Never keeps in memory what must be true after a restart.
+//! Never keeps state in memory that has to survive a restart.
 
 mod device;
 mod filesystem;
@@ -45,7 +45,7 @@ use settings::{LogFormat, LogSettings};
 
 use self::{device::Weir, record::Store, server::Server, volumes::Volumes};
 
-/// Shown below the options.
+/// Text below the options in the help.
 pub const EXAMPLES: &str = concat!(
     "\
 Examples:
@@ -95,25 +95,28 @@ pub struct PluginArgs {
     log_format: LogFormat,
 }
 
-/// Serves volumes until a signal ends it.
+/// Serves volumes until a signal.
 ///
 /// # Errors
-/// If the directory or the socket cannot be had.
+/// Fails if the directory or the socket is unusable.
 pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     let PluginArgs { socket, directory, qmp, log, log_format } = arguments;
+    // Before any thread starts: this changes the environment.
     let inherited = control::listen::Inherited::take();
     logging::start(&LogSettings { filter: log, format: log_format, file: None })?;
+    // Blocked before other threads start, which inherit the mask.
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
     let weir = env::current_exe().context("the program's own file is not known")?;
     let store = Store::open(&directory)?;
     let (listener, _file) = control::listen::only(inherited, &socket, || {
-        // Docker makes it when it looks for plugins, which may be later.
+        // Docker creates it only when it first looks for plugins.
         socket.parent().map_or(Ok(()), fs::create_dir_all)
     })?;
-    // Images are nobody else's, and neither is what children make.
+    // Images, and files of child processes, are readable by this user only.
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
     let qmp = qmp.map(|path| format!("unix:{}", path.display()));
     let volumes = Volumes::new(store, Weir { program: weir.clone(), qmp }, &weir);
+    // Before the first request, which must not see leftovers.
     volumes.recover()?;
     let server = Server::start(listener, volumes)?;
     tracing::info!(socket = %socket.display(), directory = %directory.display(), "ready");
@@ -121,12 +124,13 @@ pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     let signal = until_ended(signals)?;
     tracing::info!(signal, "ending");
     notify(&[NotifyState::Stopping]);
+    // Mounted volumes stay mounted.
     server.end();
     Ok(())
 }
 
-/// Waits for the signal that asks for the end, and returns its name. A second one ends the process
-/// from where it is heard.
+/// Waits for a signal that requests the end, and returns its name. A second signal exits the
+/// process at once.
 fn until_ended(signals: Signals) -> anyhow::Result<&'static str> {
     let (sender, requests) = mpsc::channel();
     let hear = move |request| match request {

@@ -1,10 +1,9 @@
-//! What a volume is to be, from the options that it was created with: `docker volume create -o
-//! KEY=VALUE`.
+//! Options of a volume: `docker volume create -o KEY=VALUE`.
 //!
-//! `size`, `format`, `fstype`, `mount-options` and `device` are of volumes. All others are options
-//! of `weir attach`, by their names and with their rules, and are handed on when the volume is
-//! mounted. Each is judged when the volume is created, so that a slip is an error there and not
-//! at the first start of a container.
+//! `size`, `format`, `fstype`, `mount-options` and `device` belong to volumes. All further options
+//! are those of `weir attach`, with their names and rules, and are passed to it at each mount. All
+//! are checked when the volume is created, so that a mistake is reported there and not when a
+//! container starts.
 
 use std::{collections::BTreeMap, path::Path};
 
@@ -13,7 +12,7 @@ use storage::Format;
 
 use crate::filesystem::FileSystem;
 
-/// What was said, by its key.
+/// Given options by key.
 pub(crate) type Given = BTreeMap<String, String>;
 
 const SIZE: &str = "size";
@@ -21,21 +20,21 @@ const FORMAT: &str = "format";
 const FILE_SYSTEM: &str = "fstype";
 const MOUNT_OPTIONS: &str = "mount-options";
 const DEVICE: &str = "device";
-/// Those of a volume itself.
+/// Options of volumes.
 const OWN: [&str; 5] = [SIZE, FORMAT, FILE_SYSTEM, MOUNT_OPTIONS, DEVICE];
 const GROUP: &str = "group";
 const L2_CACHE_SIZE: &str = "l2-cache-size";
 
-/// True if `weir attach` receives the key.
+/// True if the key is passed to `weir attach`.
 fn is_handed_on(key: &Key<DiskConfig>) -> bool {
     ["Limits", "Shares", "Reading ahead"].contains(&key.heading)
         || [GROUP, "cache", L2_CACHE_SIZE].contains(&key.name)
 }
 
-/// How an image becomes a device: options of `weir attach` that need no value.
+/// Values of `device`: options of `weir attach` without a value.
 const DEVICES: [&str; 3] = ["ublk", "nbd", "fuse"];
 
-/// Options that obey their rules.
+/// Checked options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Options {
     pub(crate) size_bytes: u64,
@@ -45,16 +44,18 @@ pub(crate) struct Options {
 }
 
 impl Options {
-    /// Fails with the key, the value and the rule.
+    /// Checks the options. Fails with the key, the value and the rule.
     pub(crate) fn read(given: Given) -> Result<Self, String> {
         let disk = Placed::new(DiskConfig::default(), Place::new("the options"));
         let mut draft = Draft { size: None, format: None, file_system: None, disk };
         for (key, value) in &given {
             draft.take(key, value)?;
         }
+        // Rules between options, such as a burst rate below its rate.
         draft.disk.checked().map_err(|wrong| wrong.to_string())?;
         let size_bytes = draft.size.ok_or("size: is missing (say how large the volume is: -o size=10G)")?;
         let format = draft.format.unwrap_or(Format::Qcow2);
+        // `weir attach` would reject it only at the first mount.
         if let (Some(value), Format::Raw) = (given.get(L2_CACHE_SIZE), format) {
             return Err(format!("{L2_CACHE_SIZE}={value}: raw images have no such cache (leave it out)"));
         }
@@ -66,18 +67,19 @@ impl Options {
         Ok(Self { size_bytes, format, file_system, given })
     }
 
-    /// As they were said.
+    /// The options as given.
     pub(crate) fn given(&self) -> &Given {
         &self.given
     }
 
-    /// What `weir attach` is told beside the image and the place.
+    /// Arguments of `weir attach` besides image and mount point.
     pub(crate) fn words(&self) -> Vec<String> {
         let mut words =
             vec![format!("--format={}", self.format.name()), format!("--fstype={}", self.file_system.name())];
         for (key, value) in &self.given {
             match key.as_str() {
                 DEVICE => words.push(format!("--{value}")),
+                // The image has its size already; the two further ones are above.
                 SIZE | FORMAT | FILE_SYSTEM => {}
                 key => words.push(format!("--{key}={value}")),
             }
@@ -86,7 +88,7 @@ impl Options {
     }
 }
 
-/// What has been said so far.
+/// Options read so far.
 struct Draft {
     size: Option<u64>,
     format: Option<Format>,
@@ -128,13 +130,14 @@ fn unknown(name: &str) -> String {
     }
 }
 
-/// They reach a command line as one word, and a log.
+/// Checks mount options: they become one word of a command line, and part of log messages.
 fn check_mount_options(value: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_graphic();
     let options = value.split(',');
     if value.is_empty() || !value.chars().all(is_plain) || options.clone().any(str::is_empty) {
         return Err("is no list of mount options (write them as noatime,discard)".to_owned());
     }
+    // These would change the meaning of the mount, or access paths of the host.
     match options.into_iter().find(|option| ["bind", "rbind", "move", "remount", "loop"].contains(option)) {
         Some(option) => Err(format!("{option} is about another kind of mount (leave it out)")),
         None => Ok(()),
@@ -202,7 +205,7 @@ mod tests {
         );
     }
 
-    /// So that what is refused is refused when it is said, each with its own rule.
+    /// Every mistake is reported with its own rule when the volume is created.
     #[test]
     fn a_slip_names_the_key_the_value_and_the_rule() {
         let with = |key: &str, value: &str| read(&[("size", "1G"), (key, value)]).unwrap_err();

@@ -1,9 +1,9 @@
-//! Other programs, run to their end under a deadline.
+//! Child processes, run to completion under a deadline.
 //!
-//! What a program says on standard error becomes the error. It goes to a file rather than to a
-//! pipe, since what the program leaves running may keep that open.
+//! The program's standard error becomes the error message. It is a file instead of a pipe, because
+//! background processes of the program may keep a pipe open.
 //!
-//! Never waits for more than the program itself.
+//! Never waits for anything but the program itself.
 
 use std::{
     fs::File,
@@ -20,19 +20,20 @@ use nix::{
     unistd::Pid,
 };
 
-/// For what takes seconds: Docker waits two minutes for a volume, which takes two programs.
+/// Limit of short programs: Docker waits two minutes for a volume, which may need two of them.
 pub(crate) const SOON: Duration = Duration::from_secs(50);
-/// What is read of what a program said.
+/// Bytes of standard error to read.
 const MOST_SAID_BYTES: u64 = 16 << 10;
 
-/// Runs it; it is killed after `limit`. What it prints is dropped.
+/// Runs a program, killed after `limit`. Its standard output is discarded.
 ///
 /// # Errors
-/// What it said where it failed, or why it could not be run.
+/// Returns its error message, or the reason why it could not be run.
 pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
     let mut said = tempfile::tempfile().context("no temporary file can be made")?;
     let errors = said.try_clone().context("no temporary file can be made")?;
+    // No terminal: a program that asks a question fails instead of waiting.
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn();
     let mut child = child.map_err(|error| match error.kind() {
         ErrorKind::NotFound => anyhow!("{name}: there is no such program (install it)"),
@@ -40,6 +41,7 @@ pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> 
     })?;
     let in_time = ends_within(&child, limit).with_context(|| format!("{name}: cannot be waited for"))?;
     if !in_time {
+        // A child in an uninterruptible system call dies only when that returns.
         child.kill().with_context(|| format!("{name}: cannot be ended"))?;
     }
     let status = child.wait().with_context(|| format!("{name}: cannot be waited for"))?;
@@ -55,7 +57,7 @@ pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> 
     }
 }
 
-/// Waits without taking its status, so that the number stays its own.
+/// Waits without reaping the child, so that its pid cannot be reused before `kill`.
 fn ends_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
     let pid = Pid::from_raw(child.id().cast_signed());
     let (ended, is_ended) = mpsc::channel();
@@ -72,9 +74,10 @@ fn read(said: &mut File) -> String {
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
-/// The line that says what is wrong: the last of weir's own; of others the first that is not their
-/// name and version.
+/// Line of the error message: weir's last one; of another program the first that is not its name
+/// and version.
 fn complaint(said: &str) -> Option<&str> {
+    // weir logs warnings before the error.
     let own = said.lines().rev().find_map(|line| line.strip_prefix("weir: "));
     own.or_else(|| said.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs ")))
 }
@@ -121,7 +124,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let fifo = directory.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        // It has standard error as long as nobody opens the other end.
+        // Keeps standard error open until the FIFO is opened for writing.
         run(&mut shell(&format!("cat {} & exit 0", fifo.display())), Duration::from_secs(60)).unwrap();
         File::options().write(true).open(&fifo).unwrap();
     }

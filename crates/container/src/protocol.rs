@@ -1,10 +1,10 @@
-//! Docker's volume plugin protocol: a path and JSON become a call, and its outcome JSON.
+//! Docker's volume plugin protocol: maps paths and JSON to operations, and results to JSON.
 //!
-//! From "Docker volume plugins" of Docker's documentation, as of Docker 1.13. An error is answered
-//! with status 500 and its text as `Err`, as Docker's own library for plugins does: Podman looks at
-//! the status alone, Docker at both.
+//! Source: "Docker volume plugins" in Docker's documentation, as of Docker 1.13. Errors have status
+//! 500 and a text in `Err`, as in Docker's own plugin library: Podman checks only the status,
+//! Docker both.
 //!
-//! Never looks at a field that it does not know: later versions add some.
+//! Unknown fields are ignored: later versions add some.
 
 use std::path::PathBuf;
 
@@ -20,7 +20,7 @@ use crate::{
     volumes::{self, Held, Volume, Volumes},
 };
 
-/// Of which volume.
+/// Request that names a volume.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
 struct Named {
@@ -31,7 +31,7 @@ struct Named {
 #[serde(rename_all = "PascalCase")]
 struct Create {
     name: String,
-    /// `null` where there are none.
+    /// `null` without options.
     #[serde(default)]
     opts: Option<Given>,
 }
@@ -44,8 +44,8 @@ struct User {
     id: String,
 }
 
-/// What is answered. None where the client has gone before its turn came: it will not know that it
-/// has what it asked for, and must not have it.
+/// Performs a request. `None` if the client disconnected while it waited for the volume: a result
+/// that it never sees must not take effect.
 pub(crate) fn answer<D: Devices>(
     request: &Request,
     volumes: &Volumes<D>,
@@ -54,6 +54,7 @@ pub(crate) fn answer<D: Devices>(
     let call = Call { volumes, body: &request.body, is_gone };
     let outcome = match request.path.as_str() {
         "/Plugin.Activate" => Ok(json!({ "Implements": ["VolumeDriver"] })),
+        // Local: each host has its own volumes.
         "/VolumeDriver.Capabilities" => Ok(json!({ "Capabilities": { "Scope": "local" }, "Err": "" })),
         "/VolumeDriver.Create" => call.create(),
         "/VolumeDriver.Remove" => call.remove(),
@@ -75,7 +76,7 @@ pub(crate) fn answer<D: Devices>(
     }
 }
 
-/// An answer that says what is wrong.
+/// Error response.
 pub(crate) fn refused(status: u16, what: &str) -> Answer {
     Answer { status, body: json!({ "Err": what }).to_string() }
 }
@@ -159,6 +160,7 @@ impl<D: Devices> Call<'_, D> {
 
     fn hold(&self, name: &str) -> Result<Held<'_>, Stopped> {
         let held = self.volumes.hold(named(name)?);
+        // Checked after the wait for the lock, which may take minutes.
         if (self.is_gone)() { Err(Stopped::Gone) } else { Ok(held) }
     }
 
@@ -172,7 +174,8 @@ fn named(name: &str) -> Result<Name, Stopped> {
     Name::read(name).map_err(|what| Stopped::Refused(400, anyhow!(what)))
 }
 
-/// Empty where there is none, as Docker wants it. It is UTF-8, as the directory of volumes is.
+/// Path of the mount point; empty while unmounted, as Docker requires. UTF-8, as the volumes'
+/// directory is.
 fn place(mount_point: Option<PathBuf>) -> String {
     mount_point.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
 }

@@ -1,17 +1,17 @@
-//! Volumes as they lie in a directory, so that they are there after a restart.
+//! Volumes in the file system, which survive a restart.
 //!
 //! ```text
-//!   DIRECTORY/.lock                     held by the one plugin that uses it
-//!   DIRECTORY/NAME/volume.json          options and users: a volume is there if this is
+//!   DIRECTORY/.lock                     locked by the one plugin that uses it
+//!   DIRECTORY/NAME/volume.json          options and users: a volume exists if this file does
 //!   DIRECTORY/NAME/disk.qcow2 or .raw   its image
-//!   DIRECTORY/NAME/mount                where it is mounted
+//!   DIRECTORY/NAME/mount                its mount point
 //! ```
 //!
-//! The record is written last when a volume is made and removed first when it is removed, whole or
-//! not at all: what lies there without a record belongs to no volume, and is cleared.
+//! The record is written last when a volume is created and deleted first when it is removed, both
+//! atomically. A directory without a record is no volume and is cleaned up.
 //!
-//! Never removes anything inside a mounted volume: files are removed from the volume's own
-//! directory alone, and directories only when they are empty.
+//! Never removes files inside a mounted volume: files are removed only from the volume's own
+//! directory, and directories only if they are empty.
 
 use std::{
     collections::BTreeSet,
@@ -30,25 +30,26 @@ use storage::Format;
 
 use crate::options::{Given, Options};
 
-/// Users as many as [`MOST_USERS`], and all options, have a tenth of it.
+/// Largest record; [`MOST_USERS`] and all options need a tenth of it.
 const MOST_RECORD_BYTES: u64 = 1 << 20;
-/// Containers that have one volume at a time.
+/// Largest number of containers that use one volume.
 pub(crate) const MOST_USERS: usize = 1000;
-/// Bytes of what names a user: Docker's have 64.
+/// Largest id of a user in bytes; Docker's have 64.
 pub(crate) const MOST_USER_BYTES: usize = 256;
-/// Where users of other containers may pass, and look at nothing.
+/// Other users may traverse the directory but not list it.
 const DIRECTORY_MODE: u32 = 0o711;
 
-/// A volume's name, which is also that of a directory: Docker's rule, `[a-zA-Z0-9][a-zA-Z0-9_.-]*`,
-/// and at most 128 bytes.
+/// Name of a volume and of its directory, by Docker's rule `[a-zA-Z0-9][a-zA-Z0-9_.-]*`, with at
+/// most 128 bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub(crate) struct Name(String);
 
 impl Name {
-    /// Fails with the rule.
+    /// Parses a name. Fails with the rule.
     pub(crate) fn read(text: &str) -> Result<Self, String> {
         const MOST_BYTES: usize = 128;
         let is_plain = |c: char| c.is_ascii_alphanumeric() || "_.-".contains(c);
+        // Excludes `.`, `..` and hidden files, such as the lock.
         let begins = text.starts_with(|c: char| c.is_ascii_alphanumeric());
         if begins && text.len() <= MOST_BYTES && text.chars().all(is_plain) {
             return Ok(Self(text.to_owned()));
@@ -61,15 +62,15 @@ impl Name {
 }
 
 impl Name {
-    /// What its disk is called while it is mounted: the name, or where that is too long for
-    /// `weir attach` (31 bytes) its beginning and a number made of all of it.
+    /// Name of its disk while mounted. A name that is too long for `weir attach` (31 bytes) is cut
+    /// and completed by a hash.
     pub(crate) fn of_disk(&self) -> String {
         const MOST_BYTES: usize = 31;
         let name = format!("volume-{}", self.0);
         if name.len() <= MOST_BYTES {
             return name;
         }
-        // FNV-1a, of 64 bits: the same for each process that asks.
+        // FNV-1a, 64 bits: equal in each process.
         let fold = |hash: u64, byte: u8| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3);
         let number = self.0.bytes().fold(0xcbf2_9ce4_8422_2325, fold);
         let number = format!("-{number:016x}");
@@ -83,23 +84,23 @@ impl fmt::Display for Name {
     }
 }
 
-/// What is known of a volume.
+/// Content of `volume.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Record {
     pub(crate) options: Given,
-    /// Who asked for it to be mounted and has not given it back.
+    /// Users that mounted the volume and have not unmounted it.
     pub(crate) users: BTreeSet<String>,
 }
 
 impl Record {
-    /// The options, which were valid when they were written.
+    /// Options, which were valid when the record was written.
     pub(crate) fn checked(&self) -> anyhow::Result<Options> {
         Options::read(self.options.clone()).map_err(|what| anyhow!("{what}"))
     }
 }
 
-/// All volumes of a directory.
+/// Volumes of one directory.
 #[derive(Debug)]
 pub(crate) struct Store {
     root: PathBuf,
@@ -107,21 +108,23 @@ pub(crate) struct Store {
 }
 
 impl Store {
-    /// Makes the directory where it is missing.
+    /// Opens the directory, which is created if it does not exist.
     ///
     /// # Errors
-    /// If another process uses it.
+    /// Fails if another process uses it.
     pub(crate) fn open(root: &Path) -> anyhow::Result<Self> {
         let named = || root.display().to_string();
         let make = || {
             DirBuilder::new().recursive(true).mode(DIRECTORY_MODE).create(root)?;
             let lock = File::options().write(true).create(true).truncate(false).open(root.join(".lock"))?;
+            // Absolute and without links, as the kernel reports mounts.
             Ok::<_, io::Error>((root.canonicalize()?, lock))
         };
         let (root, lock) = make().with_context(named)?;
-        // Docker is told of places in it, in JSON.
+        // Docker receives paths in it as JSON.
         root.to_str()
             .with_context(|| format!("{}: is not UTF-8 (use another --directory)", root.display()))?;
+        // Released by the kernel when the process ends, also after a crash.
         let lock = Flock::lock(lock, FlockArg::LockExclusiveNonblock).map_err(|(_, errno)| match errno {
             nix::errno::Errno::EAGAIN => anyhow!(
                 "{}: another `weir docker-plugin` uses this directory (stop it, or use another --directory)",
@@ -144,12 +147,12 @@ impl Store {
         self.directory(name).join(format!("disk.{}", format.name()))
     }
 
-    /// Where it is mounted; a path that begins at the root, without links.
+    /// Mount point: an absolute path without links.
     pub(crate) fn mount_point(&self, name: &Name) -> PathBuf {
         self.directory(name).join("mount")
     }
 
-    /// What has the name of a volume, whether or not one is there.
+    /// Names of all entries that could be volumes, including leftovers.
     pub(crate) fn names(&self) -> anyhow::Result<Vec<Name>> {
         let entries = fs::read_dir(&self.root).and_then(Iterator::collect::<io::Result<Vec<_>>>);
         let entries = entries.with_context(|| self.root.display().to_string())?;
@@ -159,11 +162,11 @@ impl Store {
         Ok(names)
     }
 
-    /// None where there is no such volume.
+    /// Record of a volume; `None` if it does not exist.
     pub(crate) fn read(&self, name: &Name) -> anyhow::Result<Option<Record>> {
         let path = self.record(name);
         let bytes = match whole_file::read(&path, MOST_RECORD_BYTES) {
-            // Something else than a directory has the name.
+            // The name belongs to something other than a directory.
             Err(error) if error.kind() == ErrorKind::NotADirectory => None,
             other => other.with_context(|| path.display().to_string())?,
         };
@@ -174,17 +177,17 @@ impl Store {
         })
     }
 
-    /// Whatever happens afterwards, it will be read as it is now.
+    /// Writes a record atomically and durably.
     pub(crate) fn write(&self, name: &Name, record: &Record) -> anyhow::Result<()> {
         let path = self.record(name);
         let text = serde_json::to_vec_pretty(record).context("a record is JSON")?;
         whole_file::write(&path, &text, true).with_context(|| path.display().to_string())
     }
 
-    /// Makes the directories of a volume that is about to be made.
+    /// Creates the directories of a new volume.
     pub(crate) fn prepare(&self, name: &Name) -> anyhow::Result<()> {
         let make = |path: PathBuf| {
-            // Whatever the umask.
+            // The mode of `create_dir` is subject to the umask.
             let made = fs::create_dir(&path)
                 .and_then(|()| fs::set_permissions(&path, Permissions::from_mode(DIRECTORY_MODE)));
             made.with_context(|| path.display().to_string())
@@ -193,16 +196,17 @@ impl Store {
         make(self.mount_point(name))
     }
 
-    /// Removes a volume with its image, or what is left of one. It is not mounted.
+    /// Removes an unmounted volume with its image, or the leftovers of one.
     ///
-    /// # Errors
-    /// If that fails; once the record is gone it is no volume any more, and what is left goes
-    /// later.
+    /// # Errors May fail after the record was deleted; the volume is gone then, and leftovers are
+    /// removed later.
     pub(crate) fn remove(&self, name: &Name) -> anyhow::Result<()> {
         let directory = self.directory(name);
         let remove = || {
+            // First and durably: without its record the volume does not exist any more.
             missing_is_fine(fs::remove_file(self.record(name)))?;
             File::open(&directory)?.sync_all()?;
+            // Fails on a mount point and on a directory with content.
             missing_is_fine(fs::remove_dir(self.mount_point(name)))?;
             for entry in fs::read_dir(&directory)? {
                 fs::remove_file(entry?.path())?;
@@ -276,7 +280,7 @@ mod tests {
         assert!(error.contains("another `weir docker-plugin` uses this directory"), "{error}");
     }
 
-    /// Here something in place of a file system that is still mounted.
+    /// A directory with content stands for a file system that is still mounted.
     #[test]
     fn what_is_in_a_volume_is_never_removed() {
         let directory = tempfile::tempdir().unwrap();

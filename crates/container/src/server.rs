@@ -1,17 +1,16 @@
-//! Connections: a bounded number of them at a time, a thread each, and an end that waits for what
-//! has begun.
+//! Connections: a bounded number, a thread each, and an end that waits for requests in progress.
 //!
 //! ```text
-//!   a client waits ──► room for one more? ──► thread: read ─► answer ─► send
-//!                         │  no: of the requests that are still arriving, the oldest is given up;
-//!                         │  where all have arrived, the client waits in the socket's queue
-//!   SIGTERM ──► nothing is begun any more ──► what has begun ends ──► the process does
+//!   a client connects ──► a free place? ──► thread: read ─► answer ─► send
+//!                         │  no: the oldest connection whose request is still arriving is closed;
+//!                         │  if all requests have arrived, the client waits in the socket's queue
+//!   SIGTERM ──► no new requests ──► requests in progress complete ──► the process ends
 //! ```
 //!
-//! Threads, as each may wait for minutes for a child, and there are a few a minute.
+//! Threads, because a request may wait for minutes for a child process, and there are few requests.
 //!
-//! A client that sends half a request and then nothing delays other clients by a fraction of a
-//! second, not by the time limit of a request.
+//! A client that sends half a request and stops delays other clients by a fraction of a second, not
+//! by the timeout of a request.
 
 use std::{
     collections::{BTreeMap, VecDeque},
@@ -36,21 +35,21 @@ use crate::{
     volumes::Volumes,
 };
 
-/// Each is a thread, and perhaps a child; the rest waits.
+/// Bound of the connections with a place: each has a thread and possibly a child process.
 const MOST_CONNECTIONS: usize = 32;
-/// Threads of connections that have lost their places and have not found out yet, or wait for
-/// another. While there are as many, no further connection loses its place.
+/// Bound of the threads whose connection lost its place and that have not noticed yet, or that
+/// wait for another place. At this bound no further connection loses its place.
 const MOST_DISPLACED: usize = MOST_CONNECTIONS;
-/// How long a request may take to arrive.
+/// Time within which a request has to arrive.
 const REQUEST_TIME: Duration = Duration::from_secs(10);
-/// Time that an arriving request keeps its place while another client waits for one. Docker sends a
-/// request at once.
+/// Time that an arriving request keeps its place while another client waits. Docker sends a request
+/// at once.
 const UNDISTURBED: Duration = Duration::from_millis(250);
 
-/// Where descriptors or memory run out, the kernel does not tell when there are some again.
+/// Pause without descriptors or memory: the kernel does not notify when there are some again.
 const TRY_AGAIN: Duration = Duration::from_secs(1);
 
-/// Who is there, and whether anything may begin.
+/// Places of connections, and the state of the shutdown.
 #[derive(Default)]
 struct Doorkeeper {
     state: Mutex<State>,
@@ -60,15 +59,15 @@ struct Doorkeeper {
 #[derive(Default)]
 struct State {
     connections: usize,
-    /// Connections whose requests are still arriving, by their numbers, the oldest first.
+    /// Connections whose requests are still arriving, by number, oldest first.
     arriving: BTreeMap<u64, ArrivingRequest>,
     next: u64,
-    /// Connections that have lost their places and still have a thread.
+    /// Connections that lost their places and still have a thread.
     displaced: usize,
-    /// Displaced connections whose requests had arrived, by their numbers, in the order in which
-    /// they wait for a place. New connections receive one after all of these.
+    /// Displaced connections whose requests have arrived, by number, in the order in which they
+    /// wait for a place. New connections are served after all of these.
     returning: VecDeque<u64>,
-    /// Requests that have been read and are not answered.
+    /// Requests that were read and are not answered yet.
     begun: usize,
     is_ending: bool,
 }
@@ -78,13 +77,13 @@ struct ArrivingRequest {
     stream: UnixStream,
 }
 
-/// Answers whoever comes, on threads of its own.
+/// Server of the socket, with its threads.
 pub(crate) struct Server {
     door: Arc<Doorkeeper>,
 }
 
 impl Server {
-    /// Begins to accept.
+    /// Starts accepting.
     pub(crate) fn start<D: Devices + 'static>(
         listener: UnixListener,
         volumes: Volumes<D>,
@@ -93,7 +92,7 @@ impl Server {
         let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
         let accept = move || {
             loop {
-                // A place is freed only for a client that is waiting.
+                // A place is freed only once a client waits.
                 let _ = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
                 keeper.make_room();
                 match listener.accept() {
@@ -112,14 +111,15 @@ impl Server {
         Ok(Self { door })
     }
 
-    /// Begins nothing any more, and waits for what has begun.
+    /// Rejects new requests and waits for those in progress.
     pub(crate) fn end(&self) {
         self.door.change(|state| state.is_ending = true);
+        // Without a timeout: a mount in progress must be recorded.
         drop(self.door.wait_while(|state| state.begun > 0));
     }
 }
 
-/// Of one client, which is gone already.
+/// True for errors of a single client, which has already disconnected.
 fn passes(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted)
 }
@@ -135,12 +135,14 @@ impl Doorkeeper {
         self.changed.notify_all();
     }
 
-    /// Waits for a place for one more connection, and takes it. Where requests are still arriving,
-    /// that of the oldest is taken after a moment. Connections that have lost their places come
-    /// first.
+    /// Waits for a place for one more connection, and takes it.
+    ///
+    /// If requests are still arriving, the oldest loses its place after [`UNDISTURBED`]. Displaced
+    /// connections with a complete request have precedence.
     fn make_room(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         while state.connections >= MOST_CONNECTIONS || !state.returning.is_empty() {
+            // A returning connection takes the place first, or no further one may be displaced.
             if state.connections < MOST_CONNECTIONS || state.displaced >= MOST_DISPLACED {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
@@ -149,7 +151,7 @@ impl Doorkeeper {
             let age = oldest.as_ref().map(|oldest| oldest.get().since.elapsed());
             state = match (oldest, age) {
                 (Some(oldest), Some(age)) if age >= UNDISTURBED => {
-                    // The connection's thread reads the end of the stream, and then finds its place
+                    // The connection's thread reads the end of the stream and then finds its place
                     // reassigned.
                     let _ = oldest.remove().stream.shutdown(Shutdown::Read);
                     state.connections -= 1;
@@ -157,6 +159,7 @@ impl Doorkeeper {
                     self.changed.notify_all();
                     state
                 }
+                // Wakes when the oldest may be displaced.
                 (_, Some(age)) => {
                     let waited = self.changed.wait_timeout(state, UNDISTURBED - age);
                     waited.unwrap_or_else(PoisonError::into_inner).0
@@ -176,13 +179,12 @@ impl Doorkeeper {
         number
     }
 
-    /// Removes a connection whose request has arrived or never will. False if its place was
-    /// reassigned.
+    /// Removes a connection whose request has arrived or failed. False if its place was reassigned.
     fn has_arrived(&self, number: u64) -> bool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
     }
 
-    /// Waits for a place for a connection that has lost its place, behind those that wait already.
+    /// Waits for a place for a displaced connection, behind those that already wait.
     fn take_place(&self, number: u64) {
         self.change(|state| state.returning.push_back(number));
         let mut state = self.wait_while(|state| {
@@ -195,7 +197,7 @@ impl Doorkeeper {
         self.changed.notify_all();
     }
 
-    /// Whether a request may begin; then it counts.
+    /// Counts a request as in progress; false after the end was requested.
     fn begin(&self) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         state.begun += usize::from(!state.is_ending);
@@ -206,6 +208,7 @@ impl Doorkeeper {
 fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volumes: &Arc<Volumes<D>>) {
     let (keeper, volumes) = (Arc::clone(door), Arc::clone(volumes));
     let number = match stream.try_clone() {
+        // A second descriptor, by which another thread can shut the stream down.
         Ok(again) => door.arrives(again),
         Err(error) => {
             tracing::error!(%error, "a connection is closed: no file descriptor is left");
@@ -219,12 +222,13 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
         tracing::error!(%error, "a connection is closed: no thread can be started");
+        // Exactly one of the two counters has this connection.
         let has_place = door.has_arrived(number);
         door.change(|state| if has_place { state.connections -= 1 } else { state.displaced -= 1 });
     }
 }
 
-/// Serves one client; false if its place was given to another before its request had arrived.
+/// Serves one client; false if its place was reassigned before its request arrived.
 fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volumes: &Volumes<D>) -> bool {
     let request = http::read(&mut stream, Instant::now() + REQUEST_TIME);
     if !door.has_arrived(number) {
@@ -232,7 +236,7 @@ fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volum
             door.change(|state| state.displaced -= 1);
             return false;
         }
-        // The request had arrived, and this thread has read it late.
+        // The request was complete, but this thread read it late.
         door.take_place(number);
     }
     let answer = match request {
@@ -240,6 +244,7 @@ fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volum
             if !door.begin() {
                 return true;
             }
+            // Counted as in progress until the response is sent, so that the end waits for it.
             let answer = protocol::answer(&request, volumes, &|| is_gone(&stream));
             let sent = answer.map(|answer| http::send(&mut stream, &answer));
             door.change(|state| state.begun -= 1);
@@ -254,7 +259,7 @@ fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volum
     true
 }
 
-/// Whether the client has closed its end. One that merely has nothing more to say has not.
+/// True if the client closed its connection. A client that only shut down its sending side has not.
 fn is_gone(stream: &UnixStream) -> bool {
     let mut polled = [PollFd::new(stream.as_fd(), PollFlags::empty())];
     poll(&mut polled, PollTimeout::ZERO).is_ok()
@@ -317,7 +322,7 @@ mod tests {
         client.write_all(ACTIVATE).unwrap();
         let number = door.arrives(served.try_clone().unwrap());
         door.change(|state| {
-            // As where another client waits, and this one's thread has not run yet.
+            // Another client waits, and this connection's thread has not run yet.
             let reassigned = state.arriving.remove(&number).unwrap();
             reassigned.stream.shutdown(Shutdown::Read).unwrap();
             state.displaced += 1;
@@ -398,7 +403,7 @@ mod tests {
         assert!(ask(connect(&directory)).starts_with("HTTP/1.1 200 OK\r\n"));
         let mut answer = Vec::new();
         let ended = (&half[0]).read_to_end(&mut answer);
-        // No answer about a timeout, which would come only after other clients had waited for it.
+        // No response about a timeout: other clients would have waited for that long.
         assert!(ended.is_ok() && answer.is_empty(), "{}", String::from_utf8_lossy(&answer));
         drop(half);
     }

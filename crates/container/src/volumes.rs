@@ -1,23 +1,22 @@
-//! Volumes: made, removed, mounted for those who use them, as Docker's volume plugin protocol words
-//! it.
+//! Life cycle of volumes, in the terms of Docker's volume plugin protocol.
 //!
 //! ```text
-//!            create            mount by a                mount by b
-//!   nothing ───────► at rest ───────────► mounted {a} ─────────────► mounted {a, b}
-//!       ▲               │ ▲                    │  ▲                        │
-//!       └───────────────┘ └────────────────────┘  └────────────────────────┘
-//!            remove            unmount by a              unmount by b
+//!            create               mount by a                mount by b
+//!   nothing ───────► unmounted ───────────► mounted {a} ─────────────► mounted {a, b}
+//!       ▲               │ ▲                      │  ▲                        │
+//!       └───────────────┘ └──────────────────────┘  └────────────────────────┘
+//!            remove             unmount by a               unmount by b
 //! ```
 //!
-//! The truth lies outside of the process: a volume is there if its record is, and mounted if the
-//! kernel says so. Users are written down after a mount and struck out after an unmount. So one who
-//! was killed in between, or whose machine lost its power, left at worst
+//! State is kept outside of the process: a volume exists if its record does, and is mounted if the
+//! kernel says so. Users are recorded after a mount and removed after an unmount. A crash in
+//! between leaves at worst
 //!
-//! - users of what is not mounted, who are gone, or
-//! - a mount that nobody uses, which [`Volumes::recover`] and the next who comes undo.
+//! - users of an unmounted volume, which no longer exist, or
+//! - a mount without users, which [`Volumes::recover`] and the next user undo.
 //!
-//! What changes a volume needs it [`Held`]: one at a time for each volume, while others go on.
-//! Looking needs no such thing, and never waits.
+//! A change of a volume needs its lock ([`Held`]), so changes of one volume are serialized while
+//! other volumes proceed. Reading needs no lock and never waits.
 
 use std::{
     collections::{BTreeSet, HashSet},
@@ -34,17 +33,17 @@ use crate::{
     record::{MOST_USER_BYTES, MOST_USERS, Name, Record, Store},
 };
 
-/// All volumes of one directory.
+/// Volumes of one directory.
 pub(crate) struct Volumes<D> {
     store: Store,
     devices: D,
-    /// The program itself, which makes images.
+    /// Path of this program, which creates images.
     weir: PathBuf,
     held: Mutex<HashSet<Name>>,
     let_go: Condvar,
 }
 
-/// A volume that nobody else changes meanwhile.
+/// Lock of a volume.
 pub(crate) struct Held<'a> {
     name: Name,
     held: &'a Mutex<HashSet<Name>>,
@@ -58,13 +57,13 @@ impl Drop for Held<'_> {
     }
 }
 
-/// A volume as it is now.
+/// Current state of a volume.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Volume {
     pub(crate) name: Name,
     pub(crate) options: Given,
     pub(crate) image: PathBuf,
-    /// None while it is not mounted.
+    /// `None` while unmounted.
     pub(crate) mount_point: Option<PathBuf>,
     pub(crate) users: BTreeSet<String>,
 }
@@ -74,7 +73,7 @@ impl<D: Devices> Volumes<D> {
         Self { store, devices, weir: weir.to_owned(), held: Mutex::default(), let_go: Condvar::new() }
     }
 
-    /// Sets right what an earlier process left: see above. What cannot be is told in the log.
+    /// Cleans up after an earlier process, as described above. Failures are logged.
     pub(crate) fn recover(&self) -> anyhow::Result<()> {
         for name in self.store.names()? {
             let name = self.hold(name);
@@ -99,7 +98,7 @@ impl<D: Devices> Volumes<D> {
         }
     }
 
-    /// Waits until nobody else has it.
+    /// Waits for the lock of a volume.
     pub(crate) fn hold(&self, name: Name) -> Held<'_> {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let free = self.let_go.wait_while(held, |held| held.contains(&name));
@@ -107,11 +106,12 @@ impl<D: Devices> Volumes<D> {
         Held { name, held: &self.held, let_go: &self.let_go }
     }
 
-    /// Makes it, or finds it made with the same options.
+    /// Creates a volume, or succeeds if it exists with the same options.
     pub(crate) fn create(&self, held: &Held<'_>, given: Given) -> anyhow::Result<()> {
         let name = &held.name;
         let options = Options::read(given).map_err(|what| anyhow!("{what}"))?;
         if let Some(record) = self.store.read(name)? {
+            // Docker repeats a request after a lost response.
             if record.options == *options.given() {
                 return Ok(());
             }
@@ -123,15 +123,16 @@ impl<D: Devices> Volumes<D> {
         let make = || {
             self.store.prepare(name)?;
             image::make(&self.weir, &self.store.image(name, options.format), &options)?;
+            // Last, because it makes the volume exist.
             self.store.write(name, &Record { options: options.given().clone(), users: BTreeSet::new() })
         };
         make().inspect_err(|_| {
-            // What made it fail is to be told; what is left is cleared before the next attempt.
+            // The original error is returned; leftovers are removed before the next attempt.
             let _ = self.store.remove(name);
         })
     }
 
-    /// Fails while somebody uses it.
+    /// Removes a volume. Fails while it has users.
     pub(crate) fn remove(&self, held: &Held<'_>) -> anyhow::Result<()> {
         let (record, is_mounted) = self.now(held, self.known(held)?)?;
         if !record.users.is_empty() {
@@ -145,7 +146,7 @@ impl<D: Devices> Volumes<D> {
         self.store.remove(&held.name)
     }
 
-    /// Mounts it for `user`, who may have it already; where it is mounted.
+    /// Mounts a volume for `user`; idempotent for the same user. Returns the mount point.
     pub(crate) fn mount(&self, held: &Held<'_>, user: &str) -> anyhow::Result<PathBuf> {
         check_user(user)?;
         let (mut record, is_mounted) = self.now(held, self.known(held)?)?;
@@ -153,6 +154,7 @@ impl<D: Devices> Volumes<D> {
         if !is_mounted {
             let options = record.checked()?;
             let mut words = options.words();
+            // A stable name, so that limits and events can be assigned to the volume.
             words.push(format!("--name={}", held.name.of_disk()));
             self.devices.attach(&self.store.image(&held.name, options.format), &words, &at)?;
         }
@@ -162,6 +164,7 @@ impl<D: Devices> Volumes<D> {
         if record.users.len() >= MOST_USERS {
             bail!("has {MOST_USERS} users, and no more may be (unmount some)");
         }
+        // Recorded after the mount: a crash leaves a mount without users, which recovery undoes.
         record.users.insert(user.to_owned());
         self.store.write(&held.name, &record).inspect_err(|_| {
             if !is_mounted {
@@ -171,17 +174,18 @@ impl<D: Devices> Volumes<D> {
         Ok(at)
     }
 
-    /// Strikes out `user`, and unmounts it after the last. One who does not use it changes nothing.
+    /// Removes `user`, and unmounts the volume after the last one. Unknown users have no effect.
     pub(crate) fn unmount(&self, held: &Held<'_>, user: &str) -> anyhow::Result<()> {
         let (mut record, is_mounted) = self.now(held, self.known(held)?)?;
         let was_there = record.users.remove(user);
         if is_mounted && record.users.is_empty() {
             self.devices.detach(&self.store.mount_point(&held.name))?;
         }
+        // After the unmount: a crash leaves users of an unmounted volume, which `now` removes.
         if was_there { self.store.write(&held.name, &record) } else { Ok(()) }
     }
 
-    /// The volume, if it is there.
+    /// State of a volume; `None` if it does not exist.
     pub(crate) fn look(&self, name: &Name) -> anyhow::Result<Option<Volume>> {
         let Some(record) = self.store.read(name)? else { return Ok(None) };
         let at = self.store.mount_point(name);
@@ -189,13 +193,14 @@ impl<D: Devices> Volumes<D> {
         Ok(Some(Volume {
             name: name.clone(),
             image: self.store.image(name, record.checked()?.format),
+            // Users of an unmounted volume are leftovers.
             users: if mount_point.is_some() { record.users } else { BTreeSet::new() },
             options: record.options,
             mount_point,
         }))
     }
 
-    /// Every volume; what is none is told in the log, and does not hide the others.
+    /// All volumes. Unreadable ones are logged and skipped.
     pub(crate) fn list(&self) -> anyhow::Result<Vec<Volume>> {
         let names = self.store.names()?.into_iter();
         let look = |name| {
@@ -211,7 +216,7 @@ impl<D: Devices> Volumes<D> {
         self.store.read(&held.name)?.with_context(|| no_such(&held.name))
     }
 
-    /// The record as far as it is still true, and whether the volume is mounted.
+    /// Corrects the record by the kernel's mounts; returns it, and true if the volume is mounted.
     fn now(&self, held: &Held<'_>, mut record: Record) -> anyhow::Result<(Record, bool)> {
         let is_mounted = self.devices.is_mounted(&self.store.mount_point(&held.name))?;
         if !is_mounted && !record.users.is_empty() {
@@ -222,7 +227,7 @@ impl<D: Devices> Volumes<D> {
     }
 }
 
-/// What is said of a volume that is not there.
+/// Message about a volume that does not exist.
 pub(crate) fn no_such(name: &Name) -> String {
     format!("there is no volume {name} (`docker volume create -d weir -o size=10G {name}` makes it)")
 }
@@ -237,7 +242,7 @@ fn check_user(user: &str) -> anyhow::Result<()> {
     }
 }
 
-/// A few of them, as Docker abbreviates them.
+/// First users, abbreviated as Docker does.
 fn shown(users: &BTreeSet<String>) -> String {
     const SHOWN: usize = 3;
     const LENGTH: usize = 12;

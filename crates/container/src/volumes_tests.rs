@@ -1,10 +1,10 @@
-//! Volumes with devices that only pretend, and with processes that are killed between two steps.
+//! Volumes with simulated devices, and with processes that are killed between two steps.
 
 use std::{fs, panic, sync::Arc, thread};
 
 use super::*;
 
-/// Devices that remember what is mounted, as the kernel would, and fail where they are told to.
+/// Devices that record mounts as the kernel would, and fail on request.
 #[derive(Clone, Default)]
 pub(crate) struct Pretended(Arc<Mutex<State>>);
 
@@ -20,12 +20,12 @@ impl Pretended {
         self.0.lock().unwrap().broken = broken;
     }
 
-    /// How often something was attached.
+    /// Number of calls of `attach`.
     fn attached(&self) -> usize {
         self.0.lock().unwrap().attached
     }
 
-    /// As `umount` from outside, or a machine that starts anew.
+    /// Clears all mounts, like an external `umount` or a reboot.
     fn forget(&self) {
         self.0.lock().unwrap().mounted.clear();
     }
@@ -61,7 +61,7 @@ fn volumes(directory: &Path, devices: &Pretended) -> Volumes<Pretended> {
     Volumes::new(Store::open(directory).unwrap(), devices.clone(), Path::new("/nonexistent"))
 }
 
-/// A volume `v` at rest.
+/// An unmounted volume `v`.
 fn one() -> (tempfile::TempDir, Pretended, Volumes<Pretended>) {
     let directory = tempfile::tempdir().unwrap();
     let devices = Pretended::default();
@@ -78,7 +78,7 @@ fn hold<'a>(volumes: &'a Volumes<Pretended>, text: &str) -> Held<'a> {
     volumes.hold(name(text))
 }
 
-/// Options of a volume that can be made without the program.
+/// Options of a volume that can be created without this program.
 pub(crate) fn small() -> Given {
     [("size", "8M"), ("format", "raw")].map(|(key, value)| (key.to_owned(), value.to_owned())).into()
 }
@@ -157,7 +157,7 @@ fn what_fails_changes_nothing() {
 #[test]
 fn an_image_that_cannot_be_made_leaves_nothing() {
     let (directory, _, volumes) = one();
-    // For which the program is missing.
+    // Converting to qcow2 needs the program, which is missing here.
     let given: Given = [("size".to_owned(), "8M".to_owned())].into();
     let error = format!("{:#}", volumes.create(&hold(&volumes, "w"), given).unwrap_err());
     assert_eq!(error, "/nonexistent: there is no such program (install it)");
@@ -176,7 +176,7 @@ fn users_of_what_is_not_mounted_any_more_are_gone() {
     assert_eq!(users(&volumes), Vec::<String>::new());
     volumes.mount(&hold(&volumes, "v"), "b").unwrap();
     assert_eq!(users(&volumes), ["b"]);
-    // And without a start between.
+    // Also without a restart in between.
     devices.forget();
     volumes.remove(&hold(&volumes, "v")).unwrap();
 }
@@ -194,7 +194,7 @@ fn what_is_mounted_stays_so_over_a_restart() {
     assert!(!devices.is_mounted(&at).unwrap());
 }
 
-/// As one that was killed after it had mounted, and before it wrote down for whom.
+/// The plugin was killed between the mount and the write of the record.
 #[test]
 fn a_mount_that_nobody_uses_is_undone() {
     let (directory, devices, volumes) = one();
@@ -205,7 +205,7 @@ fn a_mount_that_nobody_uses_is_undone() {
     let volumes = self::volumes(directory.path(), &devices);
     volumes.recover().unwrap();
     assert!(!devices.is_mounted(&at).unwrap());
-    // Its `weir attach` may end later than that.
+    // `weir attach` may outlive the killed plugin and mount after the recovery.
     devices.attach(&image, &[], &at).unwrap();
     assert_eq!(volumes.mount(&hold(&volumes, "v"), "a").unwrap(), at);
     volumes.unmount(&hold(&volumes, "v"), "a").unwrap();
