@@ -1,24 +1,24 @@
 // Requests to the daemon, and the token that changes need.
 //
-// The token lies in this tab's session storage and nowhere else: no cookie, so no other site can
-// make this browser send it. It goes out only with a change, and only to where the page came from.
+// The token is kept in this tab's session storage only. There is no cookie, so another site cannot
+// make this browser send it. It is sent only with a change, and only to the page's origin.
 
 const KEY = "weir-token";
 
-/// What the daemon refused, with its own words.
+/// Error response of the daemon, with its message.
 export class Refused extends Error {
     constructor(status, message) {
         super(message);
         this.status = status;
     }
 
-    /// Whether another token would help.
+    /// True if another token would help.
     get isAboutToken() {
         return this.status === 401 || this.status === 403;
     }
 }
 
-/// What is kept, or null.
+/// Stored token, or null.
 export function token() {
     try {
         return sessionStorage.getItem(KEY);
@@ -27,20 +27,20 @@ export function token() {
     }
 }
 
-/// Keeps it, or forgets it for null.
+/// Stores the token; null deletes it.
 export function keepToken(value) {
     try {
         if (value === null) sessionStorage.removeItem(KEY);
         else sessionStorage.setItem(KEY, value);
     } catch {
-        // Without storage it is asked for each time.
+        // Without storage the user is asked for the token each time.
     }
 }
 
-/// Where a disk or group is: `/api/v1/disks/NAME`.
+/// Path of a disk or group: `/api/v1/disks/NAME`.
 export const place = (node) => `/api/v1/${node.kind}s/${encodeURIComponent(node.name)}`;
 
-/// Asks, and gives what was answered. `using` is a token; it is sent with nothing else.
+/// Sends a request and returns the response. `using` is a token, sent with changes only.
 export async function ask(method, path, { body, using, signal } = {}) {
     const headers = { Accept: "application/json" };
     if (body !== undefined) headers["Content-Type"] = "application/json";
@@ -52,14 +52,14 @@ export async function ask(method, path, { body, using, signal } = {}) {
     throw new Refused(answer.status, told(text) ?? `the daemon answered ${answer.status} ${answer.statusText}`);
 }
 
-/// Why something was refused, of an answer's text; null where that does not tell.
+/// Message in the text of an error response; null if there is none.
 export function told(text) {
     try {
         const answer = JSON.parse(text);
         const said = answer?.error?.message ?? answer?.message ?? answer?.error;
         return typeof said === "string" ? said : null;
     } catch {
-        // Plain text, as long as it is a sentence and no page.
+        // Plain text, if it is a sentence and not a page.
         return text && text.length < 500 && !text.startsWith("<") ? text.trim() : null;
     }
 }

@@ -1,10 +1,10 @@
-// What all charts share: where a value and an instant lie, round numbers beside the axes, and one
-// cursor over all of them.
+// Shared by all charts: positions of values and instants, round numbers at the axes, and one cursor
+// for all charts.
 
-/// Room around what is drawn, in pixels.
+/// Margins around the plot, in pixels.
 export const ROOM = { left: 46, right: 8, top: 8, bottom: 18 };
 
-/// A canvas as sharp as the screen, and its size in pixels of the page.
+/// Canvas in the resolution of the screen, and its size in CSS pixels.
 export function prepare(canvas) {
     const [width, height] = [canvas.clientWidth, canvas.clientHeight];
     const ratio = devicePixelRatio || 1;
@@ -16,18 +16,18 @@ export function prepare(canvas) {
     return { pen, width, height };
 }
 
-/// The page's colours, as its style says them now.
+/// Colours of the page's current style.
 export function colours(of) {
     const style = getComputedStyle(of);
     return (name) => style.getPropertyValue(`--${name}`).trim();
 }
 
-/// Two to five round values between 0 and `top`, of powers of `base`; whole ones, if they are to be.
+/// Two to five round values between 0 and `top`, of powers of `base`; whole numbers if `isWhole`.
 export function ticks(top, base, isWhole = false) {
     if (!(top > 0)) return [0];
     const power = base === 1024 ? 1024 ** Math.floor(Math.log(top) / Math.log(1024)) : 10 ** Math.floor(Math.log10(top));
     const steps = base === 1024 ? [1, 2, 4, 8, 16, 32, 64, 128, 256, 512].map((step) => step / 4) : power > 1 ? [0.2, 0.25, 0.5, 1, 2] : [0.2, 0.5, 1, 2];
-    // Quarters of 1 have more digits than are shown.
+    // Quarters of 1 have more digits than are displayed.
     const step = Math.max(isWhole ? 1 : 0, (steps.find((step) => top / (step * power) <= 4) ?? steps.at(-1)) * power);
     const found = [];
     for (let value = 0; value <= top * 1.0001 && found.length < 12; value += step) found.push(value);
@@ -40,14 +40,14 @@ const TIMES_MS = [0.25, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 180, 360, 720, 1440].
 /// Round times of day between two instants, at most `most`.
 export function instants(from, to, most) {
     const step = TIMES_MS.find((step) => (to - from) / step <= most) ?? TIMES_MS.at(-1);
-    // Midnight is the reader's.
+    // Midnight in the reader's time zone.
     const zone = new Date(to).getTimezoneOffset() * MINUTE_MS;
     const found = [];
     for (let at = Math.ceil((from - zone) / step) * step + zone; at <= to; at += step) found.push(at);
     return found;
 }
 
-/// The instant that all charts point at, or null for now.
+/// Instant at the cursor of all charts; null for now.
 export class Cursor {
     #told = new Set();
     #at = null;
@@ -66,14 +66,14 @@ export class Cursor {
         for (const told of this.#told) told(at);
     }
 
-    /// Follows a pointer over a chart; `instant` says what lies below a place.
+    /// Follows a pointer over a chart; `instant` maps a position to an instant.
     follow(canvas, instant) {
         canvas.addEventListener("pointermove", (event) => this.set(instant(event.offsetX)));
         canvas.addEventListener("pointerleave", () => this.set(null));
     }
 }
 
-/// The frame of a chart: horizontal lines with their values, times of day.
+/// Frame of a chart: horizontal lines with their values, and times of day.
 export function frame(pen, { width, height, colour, marks, times, y, x, clock }) {
     pen.font = `11px ${colour("font") || "sans-serif"}`;
     pen.lineWidth = 1;
@@ -100,7 +100,7 @@ export function frame(pen, { width, height, colour, marks, times, y, x, clock })
     }
 }
 
-/// The cursor's line.
+/// Line of the cursor.
 export function point(pen, at, { height, colour }) {
     pen.strokeStyle = colour("ink");
     pen.lineWidth = 1;

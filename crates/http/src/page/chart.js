@@ -1,19 +1,19 @@
-// Lines over time with limits drawn in, and latencies as a heat map. On canvas: a few hundred lines
-// of our own instead of a library and its licence.
+// Line charts with limits, and latencies as a heat map. On canvas: a few hundred lines of code instead
+// of a library and its licence.
 //
-// A canvas tells a screen reader nothing, so each chart says in a sentence what it shows, and the
-// page has the same as a table.
+// A canvas is opaque to a screen reader, so each chart has a sentence that describes it, and the page
+// has the same data as a table.
 
 import { ROOM, colours, frame, instants, point, prepare, ticks } from "./axes.js";
 import { attribute, element, say } from "./element.js";
 import { clock, time } from "./figures.js";
 
-/// A field with so many times half of the fullest one's requests is the faintest.
+/// Fraction of the fullest cell's requests at which a cell is faintest.
 const HALVINGS = 14;
 
-/// Below this span the times below a chart have seconds.
+/// Below this span, the times below a chart have seconds.
 const WITH_SECONDS_MS = 180_000;
-/// Limits further above all that was measured are left out, or there would be nothing to see of it.
+/// Limits further above all measured values are left out, or the values would be flattened.
 const FAR = 4;
 
 class Chart {
@@ -52,12 +52,12 @@ class Chart {
         return instants(this.bounds(width).from, this.history.end_ms, Math.max(2, Math.floor(width / 80)));
     }
 
-    /// A time of day below the chart.
+    /// Time of day below the chart.
     clock(at) {
         return clock(at, this.history.span_ms < WITH_SECONDS_MS);
     }
 
-    /// The value of a series at the cursor, or its last.
+    /// Value of a series at the cursor, or its last one.
     value(series) {
         const { start_ms, step_ms } = this.history;
         const index = this.cursor.at === null ? series.length - 1 : Math.floor((this.cursor.at - start_ms) / step_ms);
@@ -66,7 +66,7 @@ class Chart {
 }
 
 /// `series`: `[{ key, label, colour, thin }]`; `limits()`: `[{ key, label, value, colour, isBurst, isDraft,
-/// from, to }]`, where `from` is null of one that was always there, and `to` of one that is there now.
+/// from, to }]`, where `from` is null if the limit was always set, and `to` is null if it is set now.
 export class Lines extends Chart {
     constructor({ title, note, series, show, base = 1000, top = null, isWhole = false, limits = () => [] }, cursor) {
         super(title, note, cursor);
@@ -80,7 +80,7 @@ export class Lines extends Chart {
         this.legend.append(this.far);
     }
 
-    /// Whether anything of it was ever known.
+    /// True if any value of the series is known.
     get isEmpty() {
         return !this.series.some(({ key }) => this.history?.series[key]?.some((value) => value !== null));
     }
@@ -134,21 +134,21 @@ export class Lines extends Chart {
             if (at < ROOM.left - 1) continue;
             if (isDown) pen.lineTo(at, height);
             else pen.moveTo(at, height);
-            // One that stands alone is a dot.
+            // A single point is drawn as a dot.
             if (!isDown && (values[index + 1] ?? null) === null) pen.lineTo(at + 1, height);
             isDown = true;
         }
         pen.stroke();
     }
 
-    /// Whether a limit is there at the cursor, or now; a draft always is.
+    /// True if a limit is set at the cursor, or now; always for a draft.
     isThere({ from, to }) {
         const { at } = this.cursor;
         if (at === null) return to === null;
         return (from === null || from <= at) && (to === null || at < to);
     }
 
-    /// From where the one before it ended, if it follows one.
+    /// Begins where the previous limit ended, if it follows one.
     limit(pen, { colour: name, isBurst, isDraft }, { y, left, right }, { before, colour }) {
         pen.strokeStyle = colour(isDraft ? "draft" : name ?? "limit");
         pen.lineWidth = isDraft ? 2 : 1.25;
@@ -161,13 +161,13 @@ export class Lines extends Chart {
         pen.setLineDash([]);
     }
 
-    /// Behind the end of its line, or at the left where that is too short for it.
+    /// At the end of its line, or at the left if the line is too short.
     name(pen, { label, colour: name, isDraft }, { y, right }, { width, colour }) {
         const long = pen.measureText(label).width;
         const edge = Math.max(right - 4, Math.min(width - ROOM.right - 4, ROOM.left + 4 + long));
         pen.textAlign = isDraft ? "left" : "right";
         const [at, base] = [isDraft ? ROOM.left + 4 : edge, y < ROOM.top + 14 ? y + 12 : y - 4];
-        // A rim of the ground, so that it can be read over lines.
+        // An outline in the background colour, legible over lines.
         pen.lineWidth = 3;
         pen.strokeStyle = colour("ground");
         pen.strokeText(label, at, base);
@@ -179,7 +179,7 @@ export class Lines extends Chart {
         series.forEach((values, index) => say(this.told[index], this.show(this.value(values))));
         say(this.far, far.length ? `far above: ${far.map(({ label }) => label).join(", ")}` : "");
         const known = series.map((values) => values.filter((value) => value !== null));
-        // What was never known is not in the legend, unless nothing else is.
+        // Series without values are not in the legend, unless all are.
         if (known.some(({ length }) => length)) known.forEach(({ length }, index) => { this.told[index].parentElement.hidden = length === 0; });
         const most = (values) => values.reduce((most, value) => Math.max(most, value), 0);
         const parts = this.series.map(({ label }, index) => known[index].length
@@ -190,7 +190,7 @@ export class Lines extends Chart {
     }
 }
 
-/// Latencies over time: the darker, the more of that moment's requests; with p50 and p99.
+/// Latencies over time, darker for a larger share of the moment's requests; with p50 and p99.
 export class Heat extends Chart {
     constructor({ title, note }, cursor) {
         super(title, note, cursor);
@@ -222,7 +222,7 @@ export class Heat extends Chart {
         this.tell();
     }
 
-    /// The latencies that are drawn: a little more than all that there were.
+    /// Range of latencies that is drawn: slightly more than all that occurred.
     range(rows, bounds) {
         let [first, last] = [Infinity, -Infinity];
         for (const row of rows) {
@@ -238,7 +238,7 @@ export class Heat extends Chart {
         return [low / 1.5, Math.max(high * 1.5, low * 20)];
     }
 
-    /// Tens of thousands of fields: they are drawn once, and copied while the cursor moves.
+    /// Tens of thousands of cells: drawn once, and copied while the cursor moves.
     cells(pen, { width, height, hue, ...of }) {
         const { canvas } = pen;
         const made = [this.history, canvas.width, canvas.height, hue];
@@ -258,14 +258,14 @@ export class Heat extends Chart {
         rows.forEach((row, step) => {
             const most = row?.reduce((a, b) => Math.max(a, b ?? 0), 0) ?? 0;
             if (!most) return;
-            // The newest is still being filled: it ends where the chart does.
+            // The newest column is incomplete: it ends at the chart's end.
             const [from, to] = [Math.max(ROOM.left, x(start_ms + step * step_ms)), Math.min(x(this.history.end_ms), x(start_ms + (step + 1) * step_ms))];
             if (to <= from) return;
             const wide = Math.max(1, to - from + 0.2);
             row.forEach((requests, index) => {
                 if (!requests) return;
                 const [top, bottom] = [y(bounds[index] ?? high), y(index ? bounds[index - 1] : low)];
-                // Few beside many can be seen: that is what the tail is.
+                // A few requests beside many have to be visible: they are the tail.
                 pen.globalAlpha = 0.07 + 0.83 * Math.max(0, 1 - Math.log2(most / requests) / HALVINGS) ** 2;
                 pen.fillRect(from, top, wide, Math.max(1, bottom - top));
             });

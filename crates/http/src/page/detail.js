@@ -1,7 +1,7 @@
-// The chosen disk or group: what it does now, what it did, what holds it, and its limits.
+// The selected disk or group: current activity, history, throttle cause and limits.
 //
-// Built once for each that is chosen; then figures are written where they stand. The charts follow
-// the daemon's history, and one cursor is over all of them, for a pointer and for the keyboard.
+// Built once for each selection; later updates write only figures. The charts follow the daemon's
+// history and share one cursor, for pointer and keyboard.
 
 import { Cursor } from "./axes.js";
 import { Heat, Lines } from "./chart.js";
@@ -37,11 +37,11 @@ export class Detail {
             const kept = sessionStorage.getItem(KEY);
             if (kept in SPANS) this.span = kept;
         } catch {
-            // It is 10 minutes.
+            // 10 minutes.
         }
     }
 
-    /// Shows another one, or none for null.
+    /// Shows another disk or group; null shows none.
     show(key) {
         if (key === this.key) return;
         this.key = key;
@@ -65,7 +65,7 @@ export class Detail {
         this.write(node);
     }
 
-    /// After the daemon has started again.
+    /// After a restart of the daemon.
     again() {
         this.follower?.again();
         this.limits?.again();
@@ -121,8 +121,8 @@ export class Detail {
         this.hits.shown.hidden = node.kind === "group";
     }
 
-    /// The limits that a chart of this unit has, each from when until when: its own, else those of the
-    /// nearest group above that has some. Those of now have no end.
+    /// Limits of a chart's unit over time: the object's own, else those of the nearest group above that has
+    /// some. Current limits have no end.
     lines(unit) {
         const node = this.store.get(this.key);
         if (!node) return [];
@@ -141,7 +141,7 @@ export class Detail {
         const was = told.map(({ group, name, value, "start-ms": from, "end-ms": to }) => line(group, name, value, from, to));
         for (const one of now) {
             const same = was.findIndex(({ label, to }) => label === one.label && to === null);
-            // What is newer than the history begins where that ends.
+            // Values newer than the history begin where it ends.
             one.from = same < 0 ? this.history.end_ms : was.splice(same, 1)[0].from;
         }
         for (const one of was) one.to ??= this.history.end_ms;
@@ -164,7 +164,7 @@ export class Detail {
         try {
             sessionStorage.setItem(KEY, name);
         } catch {
-            // It lasts as long as the page.
+            // Kept for the lifetime of the page.
         }
         this.history = null;
         this.cursor.set(null);
@@ -192,14 +192,14 @@ export class Detail {
     follow(node) {
         this.follower?.stop();
         this.follower = new Follower(node, this.span, (history, error) => {
-            // Whether the daemon can be reached is said at the top (a failed fetch is a TypeError).
+            // A failed fetch is a TypeError: the connection state is shown at the top.
             say(this.problem, error && !(error instanceof TypeError) ? `The history cannot be had: ${error.message}` : "");
             if (history) this.take(history);
         });
     }
 
     take(history) {
-        // Charts ask for the limits of it.
+        // The charts request its limits.
         this.history = history;
         for (const unit of ["iops", "bps"]) {
             const [reads, writes] = [history.series[`read-${unit}`] ?? [], history.series[`write-${unit}`] ?? []];
@@ -244,7 +244,7 @@ export class Detail {
         const limit = binding(node);
         this.host.classList.toggle("is-held", isHeld(node));
         if (limit && !node.stopped) {
-            // Kept while it is the same, so that the keyboard stays on it.
+            // Not rebuilt while it is equal, so that it keeps the keyboard focus.
             if (this.holder.parentNode !== this.held) this.held.replaceChildren("Held by ", this.holder);
             say(this.holder, limit);
         } else say(this.held, node.stopped ? "Stopped by an error of its image: it goes on once the cause is gone and a client tries again."
@@ -281,7 +281,7 @@ const limitsOf = (node) => {
     return `${own}, ${part} of the cluster's ${figures.limits(node.cluster.limits)}`;
 };
 
-/// What there is beside: members of objects by their names, shown by their units.
+/// Further members of objects by name, formatted by unit.
 function facts(node) {
     const shown = (name, value) => typeof value !== "number" ? String(value)
         : /-(ratio|rate)$/.test(name) ? figures.share(value) : name === "memory" ? figures.bytes(value)

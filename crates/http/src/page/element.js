@@ -1,7 +1,7 @@
-// Elements by one function, so that no text ever becomes markup.
+// Creates all elements with one function, so that text is never parsed as markup.
 //
-// Names of disks and messages come from others. They go into text nodes and attributes alone; there
-// is no `innerHTML` in this page, and nothing that is like it.
+// Names of disks and messages are untrusted. They are written to text nodes and attributes only; the
+// page never uses `innerHTML` or an equivalent.
 
 /// `element("p", { class: "x", hidden: true, onclick: f }, "text", child)`.
 export function element(tag, attributes = {}, ...children) {
@@ -15,18 +15,18 @@ export function element(tag, attributes = {}, ...children) {
     return made;
 }
 
-/// Sets text where it is another: writing the same again would cost a layout.
+/// Sets text if it differs: writing equal text would cost a layout.
 export function say(at, text) {
     if (at.textContent !== text) at.textContent = text;
 }
 
-/// Sets an attribute, or takes it away for null.
+/// Sets an attribute; null removes it.
 export function attribute(of, name, value) {
     if (value === null) of.removeAttribute(name);
     else if (of.getAttribute(name) !== String(value)) of.setAttribute(name, String(value));
 }
 
-/// The part of the page that has this id.
+/// Element of the page with this id.
 export function part(id) {
     return document.getElementById(id);
 }

@@ -1,4 +1,4 @@
-// What has happened, the newest first: limits that were hit, errors, clients, changes.
+// Recent events, newest first: limits that were hit, errors, clients, changes.
 
 import { Refused, ask } from "./api.js";
 import { element, part, say } from "./element.js";
@@ -24,7 +24,7 @@ export class Events {
         this.draw();
     }
 
-    /// All that the daemon still has; after a start its numbers begin anew.
+    /// All events that the daemon still has. Their numbers restart with the daemon.
     async load() {
         try {
             const told = await ask("GET", "/api/v1/events");
@@ -32,7 +32,7 @@ export class Events {
             this.events = newest(events.reverse(), MOST);
             this.draw();
         } catch (error) {
-            // What comes over the stream is shown all the same. A daemon that has none needs no room for them.
+            // Events of the stream are shown in any case. Without events the panel takes no space.
             if (error instanceof Refused && error.status === 404) document.body.classList.add("has-no-events");
         }
     }
@@ -71,21 +71,22 @@ export class Events {
         const whose = key && this.store.get(key) ? element("button", { type: "button", class: "link", "data-key": key, tabindex: "-1" }, name) : name ? element("span", {}, name) : null;
         const grave = GRAVE.includes(event.severity);
         const message = event.message ?? event.kind ?? "";
-        // Where the message has the name, that leads there; else it stands before it.
+        // If the message contains the name, the name is the link; otherwise the link precedes the message.
         const [from, to] = name ? place(message, event.disk ? "disk" : "group", name) : [0, 0];
         const told = [message.slice(0, from), whose, whose && to === 0 ? " " : null, message.slice(to)];
         return element("li", { class: grave ? "is-grave" : null }, at, " ", grave ? element("b", {}, event.severity) : null, grave ? " " : null, ...told);
     }
 }
 
-/// So many, with what is grave before the rest: clients that come and go do not hide an error.
+/// Bounded, with severe events first, so that clients that connect and disconnect do not hide an error.
 function newest(events, most) {
     const grave = new Set(events.filter(({ severity }) => GRAVE.includes(severity)).slice(0, most / 4));
     let others = most - grave.size;
     return events.filter((event) => grave.has(event) || others-- > 0);
 }
 
-/// Of a name in a message: behind the word for what it names, else as a word, for a short name may be part of another.
+/// Position of a name in a message: after the word for its type, else as a whole word, since a short
+/// name may be part of another word.
 function place(message, of, name) {
     const isPart = (letter) => letter !== undefined && /[\p{L}\p{N}_.-]/u.test(letter);
     const places = [];

@@ -1,7 +1,7 @@
-// Numbers as weir's console writes them: `12.3K`, `9.8M`, `1.2ms`, `<1%`.
+// Numbers in the notation of weir's console: `12.3K`, `9.8M`, `1.2ms`, `<1%`.
 //
-// Rates are rounded. Settings are exact where they can be typed; limits in short are rounded where
-// their exact form is long. The rules are those of `console::figures`; a test holds both to the same
+// Rates are rounded. Settings are exact where they can be edited; short forms of limits are rounded if
+// the exact form is long. The rules are those of `console::figures`; a test checks both with the same
 // examples. Unknown values are shown as `-`.
 
 const UNITS = ["", "K", "M", "G", "T"];
@@ -9,7 +9,7 @@ export const UNKNOWN = "-";
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
 
-/// With so many decimals, and what lies in the middle to the even one, as Rust writes numbers.
+/// Fixed decimals, half to even, as Rust formats numbers.
 function fixed(value, decimals) {
     const isMiddle = decimals === 0 ? value % 1 === 0.5 : value % 0.5 === 0.25;
     const below = Math.floor(value * 10 ** decimals);
@@ -20,7 +20,7 @@ function scaled(value, base) {
     if (!isNumber(value)) return UNKNOWN;
     let rest = Math.max(value, 0);
     let unit = 0;
-    // Rounded as it will be shown, or 999.7 would become 1000 and not 1.0K.
+    // Rounded as displayed, or 999.7 would become 1000 instead of 1.0K.
     while (Math.round(rest) >= base && unit + 1 < UNITS.length) {
         rest /= base;
         unit += 1;
@@ -29,13 +29,13 @@ function scaled(value, base) {
     return fixed(rest, tenth ? 1 : 0) + UNITS[unit];
 }
 
-/// A measured number; powers of 1000.
+/// Measured number, by powers of 1000.
 export const count = (value) => scaled(value, 1000);
 
-/// Measured bytes; powers of 1024.
+/// Measured bytes, by powers of 1024.
 export const bytes = (value) => scaled(value, 1024);
 
-/// A time in nanoseconds.
+/// Time in nanoseconds.
 export function time(nanoseconds) {
     if (!isNumber(nanoseconds)) return UNKNOWN;
     if (nanoseconds < 1000) return `${Math.round(nanoseconds)}ns`;
@@ -44,7 +44,7 @@ export function time(nanoseconds) {
     return fixed(value, value < 9.95 ? 1 : 0) + unit;
 }
 
-/// How long something has gone on, in milliseconds.
+/// Duration in milliseconds.
 export function age(milliseconds) {
     if (!isNumber(milliseconds)) return UNKNOWN;
     const seconds = Math.max(0, Math.floor(milliseconds / 1000));
@@ -54,13 +54,13 @@ export function age(milliseconds) {
     return minutes ? `${minutes}m` : `${seconds}s`;
 }
 
-/// A share, 0 to 1.
+/// Share, 0 to 1.
 export function share(value) {
     if (!isNumber(value)) return UNKNOWN;
     return value === 0 ? "0%" : value < 0.005 ? "<1%" : `${fixed(value * 100, 0)}%`;
 }
 
-/// A size that is a setting: `10M`, `1536K`, `1000`.
+/// Size of a setting: `10M`, `1536K`, `1000`.
 export function exactSize(value) {
     if (!isNumber(value)) return UNKNOWN;
     let [rest, unit] = [value, 0];
@@ -71,25 +71,25 @@ export function exactSize(value) {
     return `${rest}${UNITS[unit]}`;
 }
 
-/// The six limits, and how they are called in short.
+/// The six limits, and their short names.
 export const KINDS = {
     "bps-total": "bps", "bps-read": "bps-r", "bps-write": "bps-w",
     "iops-total": "iops", "iops-read": "iops-r", "iops-write": "iops-w",
 };
 
-/// Whether a setting counts bytes.
+/// True if a setting counts bytes.
 export const countsBytes = (name) => name.startsWith("bps-") && !name.endsWith("-length") || name === "iops-size";
 
-/// A setting's value as it would be typed.
+/// Value of a setting as it would be typed.
 export const exact = (name, value) => countsBytes(name) ? exactSize(value) : isNumber(value) ? String(value) : UNKNOWN;
 
-/// A setting's value in short: rounded where a size has a long exact form.
+/// Short value of a setting: rounded if the exact size is long.
 const short = (name, value) => {
     const text = exact(name, value);
     return countsBytes(name) && text.length > 6 ? bytes(value) : text;
 };
 
-/// Limits in short, each as its rate and its burst: `["iops 1000", "↑5000×5s"]`.
+/// Short limits, each with its rate and its burst: `["iops 1000", "↑5000×5s"]`.
 export function limitParts(of) {
     return Object.entries(KINDS).filter(([kind]) => of?.[kind] > 0).map(([kind, title]) => {
         const burst = of[`${kind}-max`] > 0 ? `↑${short(kind, of[`${kind}-max`])}` : "";
@@ -98,13 +98,13 @@ export function limitParts(of) {
     });
 }
 
-/// Limits in one line, `-` if there are none: `iops 1000↑5000×5s, bps-r 10M`.
+/// Limits in one line, `-` without limits: `iops 1000↑5000×5s, bps-r 10M`.
 export function limits(of) {
     const told = limitParts(of);
     return told.length ? told.map((parts) => parts.join("")).join(", ") : UNKNOWN;
 }
 
-/// What was typed for a setting, as a number; null where it is none.
+/// Typed text of a setting as a number; null if it is none.
 export function parsed(name, text) {
     const typed = text.trim();
     if (typed === "") return 0;
@@ -115,7 +115,7 @@ export function parsed(name, text) {
     return Math.round(Number(number) * (decimal ? 1000 : 1024) ** power);
 }
 
-/// The time of day, in the reader's own time zone.
+/// Time of day in the reader's time zone.
 export function clock(milliseconds, withSeconds = true) {
     if (!isNumber(milliseconds)) return UNKNOWN;
     const at = new Date(milliseconds);

@@ -1,12 +1,12 @@
-// What the chosen disk or group did: asked once whole, then only what is new.
+// History of the selected disk or group: requested once as a whole, then only new steps.
 //
 // The daemon keeps steps of 1 s for 10 minutes, 10 s for 2 hours, 1 min for 2 days. A step that it
-// answers again replaces what is here; one that nothing is known of stays a gap. The limits of the
-// span are answered whole each time.
+// returns again replaces the stored one; an unknown step is a gap. The limits of the whole span are
+// returned each time.
 
 import { ask, place } from "./api.js";
 
-/// Spans that can be shown: length, the daemon's span that contains it, and label.
+/// Spans that can be selected: length, the daemon's span that contains it, and label.
 export const SPANS = {
     "1m": { span_ms: 60_000, kept: "10m", title: "1 min" },
     "10m": { span_ms: 600_000, kept: "10m", title: "10 min" },
@@ -14,13 +14,12 @@ export const SPANS = {
     "2d": { span_ms: 172_800_000, kept: "2d", title: "2 days" },
 };
 const LEAST_SPAN_MS = 60_000;
-/// Never asked more often, nor more seldom.
+/// Least and greatest interval between requests.
 const BETWEEN_MS = [1000, 15_000];
-/// Of a daemon that answers what was not asked for.
+/// Error for a daemon whose response does not match the request.
 const MOST_STEPS = 10_000;
 
-/// The same, made safe to draw: every series has every step. The heat map has steps of its own,
-/// where it says so.
+/// Normalizes a response for drawing: every series has every step. The heat map may have separate steps.
 function read(told, span_ms) {
     const { "step-ms": step_ms, "start-ms": start_ms = 0 } = told;
     const steps = Math.min(MOST_STEPS, Math.max(0, ...Object.values(told.series ?? {}).map((values) => values?.length ?? 0)));
@@ -31,12 +30,12 @@ function read(told, span_ms) {
     const map = told["latency-heat"] ?? {};
     const rows = (map.rows ?? []).slice(0, MOST_STEPS);
     const heat = { step_ms: map["step-ms"] > 0 ? map["step-ms"] : step_ms, start_ms: map["start-ms"] ?? start_ms, bounds_ns: map["bounds-ns"] ?? [], rows };
-    // An older daemon says nothing of limits that were.
+    // An older daemon does not report past limits.
     const limits = told.limits?.filter((line) => typeof line?.name === "string" && line.value > 0) ?? null;
     return { step_ms, span_ms, start_ms, steps, series, heat, limits, end_ms: start_ms + steps * step_ms };
 }
 
-/// Steps of which `fresh` begins at `start_ms`, behind those before it that are within the span.
+/// `fresh` steps, beginning at `start_ms`, appended to the earlier ones within the span.
 function joined(known, fresh, span_ms) {
     const { step_ms, start_ms, values } = fresh;
     const kept = Math.round((start_ms - known.start_ms) / step_ms);
@@ -45,7 +44,7 @@ function joined(known, fresh, span_ms) {
     return { step_ms, start_ms: known.start_ms + drop * step_ms, values: [...known.values.slice(drop, kept), ...values] };
 }
 
-/// `known` with what is new behind it, and without what has gone out of the span.
+/// `known` extended by new steps, without those before the span.
 function newer(known, fresh) {
     if (!known) return fresh;
     const { step_ms, span_ms, start_ms, steps } = fresh;
@@ -63,14 +62,14 @@ function newer(known, fresh) {
     };
 }
 
-/// The last part of steps that begin at `start_ms`: those that end after `from_ms`.
+/// Last part of steps that begin at `start_ms`: those that end after `from_ms`.
 function after({ step_ms, start_ms, values }, from_ms) {
     const drop = Math.min(values.length, Math.max(0, Math.floor((from_ms - start_ms) / step_ms)));
     return { start_ms: start_ms + drop * step_ms, values: values.slice(drop) };
 }
 
-/// The part of a history within its span. Where less is known, the span is as long as that, so that
-/// the charts of a daemon that has just started are not a sliver at their right edge.
+/// Part of a history within its span. If less is known, the span is shortened, so that the charts of a
+/// daemon that has just started are not a sliver at the right edge.
 function shown(history) {
     const { step_ms, start_ms, end_ms, steps } = history;
     const series = Object.values(history.series);
@@ -104,7 +103,7 @@ export class Follower {
         document.removeEventListener("visibilitychange", this.onSight);
     }
 
-    /// Anew and whole, after a daemon has started again.
+    /// Requests everything again after a restart of the daemon.
     again() {
         this.known = null;
         if (this.timer !== null) this.soon(0);
@@ -117,7 +116,7 @@ export class Follower {
 
     async get() {
         this.timer = null;
-        // Nobody looks: it is asked again when somebody does.
+        // The page is hidden: the next request is made when it is visible again.
         if (document.hidden) {
             this.timer = setTimeout(() => this.get(), BETWEEN_MS[1]);
             return;
@@ -130,14 +129,14 @@ export class Follower {
             if (!(told?.["step-ms"] > 0)) throw new Error("it has no steps");
             const fresh = read(told, span_ms);
             if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
-            // Nothing, not even the last step again: the clock was set back, and all has another time.
+            // Not even the last step matches: the clock was set back, so all times changed.
             if (fresh.steps === 0) this.known = null;
             else this.known = newer(asked, fresh);
             if (this.known) this.told(shown(this.known), null);
         } catch (error) {
             if (this.stopped.signal.aborted) return;
             this.told(null, error);
-            // Where the daemon is back sooner, it is asked again at once.
+            // Repeated at once if the daemon returns earlier.
             return this.soon(BETWEEN_MS[1]);
         }
         const [least, most] = BETWEEN_MS;

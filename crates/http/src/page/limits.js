@@ -1,27 +1,27 @@
-// Limits of the chosen one: changed by slider or number, seen beforehand, then applied.
+// Limits of the selected disk or group: edited by slider or number, previewed, then applied.
 //
-// What is set here is a draft until it is applied. For each draft the daemon says what the last ten
-// minutes would have felt under it. It alone judges what is allowed: its words are shown as they
-// are. All changes of a draft are applied together or not at all.
+// Edited values are a draft until they are applied. For each draft the daemon returns what the last ten
+// minutes would have been under it. Only the daemon checks the rules; its messages are shown unchanged.
+// All changes of a draft are applied together or not at all.
 
 import { Refused, ask, place, token } from "./api.js";
 import { attribute, element, say } from "./element.js";
 import * as figures from "./figures.js";
 
-/// After the last touch of a slider.
+/// Delay after the last movement of a slider.
 const STILL_MS = 250;
-/// The daemon does one preview at a time; another page's took the place of this one's.
+/// The daemon runs one preview at a time; another page's preview replaced this one.
 const BUSY = 409;
 const AGAIN_MS = 1000;
-/// It has had no time for one: it makes previews in its spare time.
+/// The daemon was too busy: previews run at the lowest priority.
 const SILENT = 503;
 const LATER_MS = 5000;
-/// Places of a slider; the first is no limit.
+/// Positions of a slider; the first is no limit.
 const PLACES = 200;
 const LOWEST = { iops: 10, bps: 64 * 1024 };
 const AT_LEAST = { iops: 20_000, bps: 512 * 1024 ** 2 };
 
-/// Settings that are no rate: their names, and whether a disk, a group, or both have them.
+/// Settings other than rates: their names, and if they apply to disks, groups, or both.
 const OTHERS = { "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"] };
 const NOTES = {
     "iops-size": "bytes after which one request counts as more than one operation",
@@ -76,7 +76,7 @@ export class Limits {
         clearTimeout(this.timer);
     }
 
-    /// After the daemon has started again: what it keeps of the last minutes is another.
+    /// After a restart the daemon's recording of the last minutes is a different one.
     again() {
         this.changed();
     }
@@ -88,7 +88,7 @@ export class Limits {
         return [...Object.keys(figures.KINDS).filter((kind) => set.includes(kind) || totals.includes(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops")), ...others];
     }
 
-    /// What is in force.
+    /// Limits in force.
     value(name) {
         const node = this.node;
         if (name === "weight") return node.weight ?? 100;
@@ -96,7 +96,7 @@ export class Limits {
         return node.limits?.[name] ?? 0;
     }
 
-    /// What can still be added.
+    /// Limits that can still be added.
     offer() {
         const kinds = Object.keys(figures.KINDS).filter((kind) => !this.fields.has(kind)).sort((a, b) => b.startsWith("iops") - a.startsWith("iops"));
         const others = Object.keys(OTHERS).filter((name) => !this.fields.has(name) && OTHERS[name].includes(this.node.kind));
@@ -113,7 +113,7 @@ export class Limits {
         this.fields.get(name).focus();
     }
 
-    /// Brings the field of a limit into sight, with the keyboard in it.
+    /// Scrolls to the field of a limit and focuses it.
     reach(name) {
         if (!(name in figures.KINDS)) return;
         this.add(name, true);
@@ -153,7 +153,7 @@ export class Limits {
             element("span", { class: "note" }, `${UNITS[name] ?? ""} ${NOTES[name]}`.trim()));
     }
 
-    /// The range of a slider: four times what was seen, or is set.
+    /// Range of a slider: four times the measured or configured value.
     range(kind) {
         const unit = kind.split("-")[0];
         return [LOWEST[unit], Math.max(AT_LEAST[unit], 4 * this.peak[unit], 4 * this.value(kind))];
@@ -178,18 +178,18 @@ export class Limits {
 
     touched(name) {
         if (this.fields.get(name).slider) this.toSlider(name);
-        // What was wrong with what stood there before.
+        // Error of the previous input.
         if (this.result.classList.contains("wrong")) say(this.result, "");
         this.changed();
     }
 
-    /// What was measured, for the ranges of sliders.
+    /// Measured rates, for the ranges of sliders.
     setPeak(history) {
         const most = (key) => (history.series[key] ?? []).reduce((most, value) => Math.max(most, value ?? 0), 0);
         this.peak = { iops: most("read-iops") + most("write-iops"), bps: most("read-bps") + most("write-bps") };
     }
 
-    /// What differs from what is in force; text that is no number goes to the daemon as it is.
+    /// Values that differ from those in force. Text that is not a number is sent to the daemon unchanged.
     draft() {
         const draft = {};
         for (const [name, input] of this.fields) {
@@ -202,7 +202,7 @@ export class Limits {
         return draft;
     }
 
-    /// New figures of the node: what is not being edited follows what is in force.
+    /// Updates the node's figures. Fields that are not being edited follow the values in force.
     write(node) {
         const edited = new Set(Object.keys(this.lastDraft ?? {}));
         const was = this.forced;
@@ -230,7 +230,7 @@ export class Limits {
         this.changed();
     }
 
-    /// The draft is another one.
+    /// Called when the draft changed.
     changed() {
         const draft = this.draft();
         this.lastDraft = draft;
@@ -273,14 +273,14 @@ export class Limits {
         this.seen.classList.remove("is-old");
     }
 
-    /// The token first, then what the draft would do.
+    /// Asks for the token first, then for the preview.
     async enter() {
         await this.token.right(this.node);
         this.changed();
         this.apply.focus();
     }
 
-    /// Changes them, together; asks for the token where there is none.
+    /// Applies all changes together; asks for the token if there is none.
     async send(draft, isUndo = false) {
         const names = Object.keys(draft);
         if (!names.length || this.apply.disabled && !isUndo) return;
@@ -289,7 +289,7 @@ export class Limits {
         try {
             const told = await this.token.with((using) => ask("PATCH", `${place(this.node)}/limits`, { body: draft, using }));
             if (told === undefined || this.isStopped) return; // It was given up at the question for the token.
-            // The stream says so too, soon; until then this is what is known.
+            // Shown until the stream reports the same.
             Object.assign(this.node, told);
             for (const name of names) this.fields.get(name).value = this.typed(name, this.value(name));
             this.lastDraft = {};
@@ -298,8 +298,8 @@ export class Limits {
             this.changed();
             this.undo = isUndo ? null : before;
             this.back.hidden = isUndo;
-            // A button that is of no use now loses the focus to nowhere. Who has it now tells nothing:
-            // the stream may have told of the change before, while the question for the token was there.
+            // A disabled button loses the focus. The active element is no reliable sign: the stream may have reported
+            // the change while the dialog for the token was open.
             if (isPressed) (isUndo ? this.fields.get(names[0]) : this.back).focus();
             const text = names.map((name) => `${name} ${this.told(name, before[name])} → ${this.told(name, this.value(name))}`).join(", ");
             this.result.className = "result";
@@ -319,19 +319,19 @@ export class Limits {
     }
 }
 
-/// To two digits, and of bytes to whole units, so that a slider gives numbers that people would.
+/// Two digits, and whole units for bytes, so that a slider yields round numbers.
 function round(value, isBytes) {
     const unit = isBytes ? 1024 ** Math.floor(Math.log(value) / Math.log(1024)) : 1;
     const power = 10 ** Math.max(0, Math.floor(Math.log10(value / unit)) - 1);
     return Math.round(value / unit / power) * power * unit;
 }
 
-/// What was felt, and what would have been.
+/// Figures as recorded and under the draft.
 function felt(told, draft, of) {
     const changes = Object.entries(draft).map(([name, value]) => `${name} ${of.told(name, of.value(name))} → ${typeof value === "number" ? of.told(name, value) : value}`).join(", ");
     const { requests, seconds } = told ?? {};
     const [now, then] = [told?.now ?? {}, told?.then ?? {}];
-    // As far back as all is known: ten minutes at most, and less where more was asked than is kept.
+    // The recording may be shorter than ten minutes, after more requests than it can hold.
     const span = typeof seconds !== "number" ? null : seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000);
     if (!requests) return [element("p", { class: "hint" }, `Nobody asked anything of it ${span === null ? "of late" : `in the last ${span}`}, so there is nothing to try this on.`), element("p", { class: "hint" }, changes)];
     const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {

@@ -1,8 +1,8 @@
-// The stream of what happens, and whether it is live.
+// The event stream, and its connection state.
 //
-// `EventSource` connects again by itself where a connection broke, and not where an answer was wrong
-// (a proxy's 502, a daemon that is starting): then a new one is made. A daemon that says nothing for
-// SILENT_MS is not live either, though its connection is open.
+// `EventSource` reconnects after a broken connection, but not after an error response (a proxy's 502, a
+// daemon that is starting): a new one is created then. A stream without messages for SILENT_MS counts
+// as disconnected although its connection is open.
 
 import { told } from "./api.js";
 
@@ -11,7 +11,7 @@ const SILENT_MS = 6000;
 const LOOK_MS = 1000;
 const AGAIN_MS = [500, 1000, 2000, 4000];
 
-/// Why there is no stream, in the daemon's words: an `EventSource` does not tell.
+/// Error message of the daemon, which `EventSource` does not expose.
 async function refusal() {
     const asked = new AbortController();
     try {
@@ -24,8 +24,8 @@ async function refusal() {
     }
 }
 
-/// Calls `heard(kind, told)` for each message, and `changed(isLive, sinceMs, why)` when that changes;
-/// `why` is what the daemon says itself where it refuses, and else null.
+/// Calls `heard(kind, told)` for each message, and `changed(isLive, sinceMs, why)` when the state changes;
+/// `why` is the daemon's message if it rejected the stream, else null.
 export function listen(heard, changed) {
     let [source, isLive, lastMs, tries, reason] = [null, null, 0, 0, null];
     let opening = null;
@@ -57,7 +57,7 @@ export function listen(heard, changed) {
             return; // Cut off: what comes next says it again.
         }
         [lastMs, tries] = [Date.now(), 0];
-        // Deltas without what they are to are of no use: the overview makes it live.
+        // Deltas are useless before an overview, which makes the stream live.
         if (type === "overview" || isLive) {
             heard(type, message);
             be(true);

@@ -1,8 +1,8 @@
-// The page from start to end: what the daemon tells goes into the store, and from there onto the
-// screen, at most once a frame and ten times a second.
+// The page as a whole: messages of the daemon go into the store, and are drawn at most once a frame and
+// ten times a second.
 //
-// Which one is chosen stands behind the address's `#`, so that a link leads to it and the browser's
-// way back closes it.
+// The selection is in the address after `#`, so that it can be linked and the browser's back button
+// closes it.
 
 import { part, say } from "./element.js";
 import { Detail } from "./detail.js";
@@ -21,14 +21,14 @@ const token = new Token(store);
 const tree = new Tree(part("tree"), store, (key, goThere) => choose(key, goThere), () => part("filter").focus());
 const events = new Events(store, { choose: (key) => choose(key, true), announce });
 const detail = new Detail(part("detail"), store, { back, choose: (key) => choose(key), token, announce });
-/// Windows that show the list beside the details; the same condition is in style.css.
+/// Windows wide enough for list and details; the same condition is in style.css.
 const isWide = matchMedia("(min-width: 1100px)");
 
 let [isDue, lastMs, version] = [false, 0, null];
-/// Key of the disk beside the list while the address names none.
+/// Key of the disk that is shown beside the list while the address names none.
 let suggested = null;
 
-/// Draws soon, and not more often than it can be seen.
+/// Schedules drawing, at most at the rate that is visible.
 function soon() {
     if (isDue) return;
     isDue = true;
@@ -42,7 +42,7 @@ function draw() {
     tree.update();
     detail.update();
     token.update();
-    // Before the first overview nothing is known, not even that there is no disk.
+    // Before the first overview the number of disks is unknown.
     say(part("sums"), store.isKnown ? sums(store) : "");
     titled();
     const { name, version: is, "started-ms": started_ms } = store.daemon;
@@ -57,7 +57,7 @@ function device({ name, "busy-ratio": share, disks }) {
     return [`${name}:`, typeof share === "number" ? `${figures.share(share)} busy` : null, many > 0 ? `(${figures.several(many, "disk")})` : null].filter(Boolean).join(" ");
 }
 
-// What the address names.
+// The address.
 
 function chosen() {
     const [, kind, name] = /^#(disk|group)\/(.*)$/s.exec(location.hash) ?? [];
@@ -68,7 +68,7 @@ function chosen() {
     }
 }
 
-/// The most throttled disk; of those that are not throttled the busiest.
+/// The most throttled disk; if none is throttled, the busiest.
 function suggestion() {
     const value = (disk) => [disk["wait-ratio"] ?? 0, operations(disk) ?? 0];
     const [first] = store.disks().sort((a, b) => {
@@ -113,7 +113,7 @@ function view(name) {
     for (const button of document.querySelectorAll(".views button")) {
         button.setAttribute("aria-pressed", String(button.dataset.to === name));
     }
-    // What was not seen has no size until now.
+    // A hidden element has no size.
     tree.place();
     detail.redraw();
 }
@@ -126,7 +126,7 @@ function route() {
     view(chosen() ? "detail" : document.body.dataset.view === "events" ? "events" : "list");
 }
 
-/// Marks the chosen or suggested one in all places.
+/// Marks the selected or suggested one in all places.
 function show() {
     const key = shownKey();
     detail.show(key);
@@ -138,7 +138,7 @@ function show() {
 isWide.addEventListener("change", route);
 addEventListener("popstate", route);
 addEventListener("hashchange", route);
-// The link to the disks leaves the address, and what it names, as it is.
+// The skip link must not change the address and its selection.
 document.querySelector(".skip").addEventListener("click", (event) => {
     event.preventDefault();
     view("list");
@@ -178,13 +178,13 @@ theme.addEventListener("change", () => {
     try {
         localStorage.setItem("weir-theme", theme.value);
     } catch {
-        // It lasts as long as the page.
+        // Kept for the lifetime of the page.
     }
     detail.redraw();
 });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => detail.redraw());
 
-// What happens.
+// Events.
 
 say(part("live"), "connecting");
 listen((kind, told) => {
@@ -202,7 +202,7 @@ listen((kind, told) => {
             part("notice").hidden = false;
             say(part("notice"), `The daemon is weir ${is} now, and this page is of ${version}: reload it.`);
         } else version = is;
-        // The page is drawn before its state is called live.
+        // Drawn before its state is called live.
         if (detail.key !== shownKey()) show();
         draw();
         return;

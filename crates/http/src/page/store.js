@@ -1,18 +1,18 @@
-// What the daemon has told: disks and groups by name, and what hangs below what.
+// Received state: disks and groups by name, and their tree.
 //
-// An overview replaces all of it, a delta changes members. Nothing is trusted to be there: what is
-// missing or null is not known, and shown as such. Never asks for anything, and never draws.
+// An overview replaces everything, a delta changes members. Any member may be missing or null: it is
+// unknown then, and shown as such. Never sends a request, and never draws.
 
 import { KINDS } from "./figures.js";
 
 export class Store {
-    /// `disk` and `group` have names of their own: a key is `disk/NAME` or `group/NAME`.
+    /// Names of disks and groups are separate: a key is `disk/NAME` or `group/NAME`.
     nodes = new Map();
     daemon = {};
     devices = new Map();
     access = "read";
     timeMs = null;
-    /// Counts up where nodes come, go or move, so that the tree is built anew.
+    /// Incremented when nodes are added, removed or moved, so that the tree is rebuilt.
     shape = 0;
 
     /// True once an overview has been received.
@@ -71,12 +71,12 @@ export class Store {
         return this.nodes.get(key) ?? null;
     }
 
-    /// The name of the group it is in, or null.
+    /// Name of its group, or null.
     above(node) {
         return node.group ?? null;
     }
 
-    /// The groups above, the nearest first; a circle ends where it closes.
+    /// Groups above, nearest first; a circle ends where it closes.
     groupsAbove(node) {
         const found = [];
         for (let next = this.above(node); next !== null;) {
@@ -101,10 +101,10 @@ export const operations = (node) => sum(node["read-iops"], node["write-iops"]);
 /// Bytes per second, both directions.
 export const transferred = (node) => sum(node["read-bps"], node["write-bps"]);
 
-/// Whether something of it waits, or waited in the last second.
+/// True if any of its requests waits, or waited in the last second.
 export const isHeld = (node) => node["wait-ratio"] > 0 || node["waiting-requests"] > 0;
 
-/// The limit that it waits for, and the group above whose it is, if it is not its own; or null.
+/// Limit that it waits for, and the group that has the limit, unless it is its own; or null.
 export function held(node, isShort = false) {
     const by = node["throttle-cause"];
     if (!by) return null;
@@ -118,7 +118,7 @@ export const holder = (node, store) => {
     return (by && store.get(Store.key(by.of === "disk" ? "disk" : "group", by.name))) ?? (held(node) ? node : null);
 };
 
-/// The same in words: `iops-total`, of a group above `gold: iops-total`; or null.
+/// The cause as text: `iops-total`, of a group above `gold: iops-total`; or null.
 export function binding(node) {
     const by = held(node);
     return by && (by.whose === null ? by.limit : `${by.whose}: ${by.limit}`);

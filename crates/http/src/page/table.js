@@ -1,9 +1,9 @@
-// A history as a table: what the charts show, for whoever cannot see them or wants the figures.
+// A history as a table, for readers who cannot see the charts or need the figures.
 
 import { element } from "./element.js";
 import * as figures from "./figures.js";
 
-/// Rows over time; each is the mean of its part.
+/// Number of rows; each is the mean of its part.
 const PARTS = 12;
 
 const COLUMNS = [
@@ -17,7 +17,7 @@ const COLUMNS = [
 const known = (values) => values.filter((value) => value !== null);
 const mean = (values) => values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null;
 
-/// The table of a history, its newest part first.
+/// Table of a history, newest part first.
 export function series(history) {
     const columns = COLUMNS.filter(([key]) => known(history.series[key] ?? []).length);
     const total = history.span_ms / history.step_ms;
@@ -25,7 +25,7 @@ export function series(history) {
         ...columns.map(([key, , show]) => element("td", {}, show(figure(history.series[key])))));
     const parts = [];
     for (let part = PARTS - 1; part >= 0; part -= 1) {
-        // The span ends where the history does; it may begin before it.
+        // The span ends where the history does, and may begin before it.
         const [from, to] = [part, part + 1].map((at) => Math.max(0, Math.round(history.steps - total + at * total / PARTS)));
         if (to > from) {
             const name = `${figures.clock(history.start_ms + from * history.step_ms)} – ${figures.clock(history.start_ms + to * history.step_ms)}`;

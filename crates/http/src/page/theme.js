@@ -1,11 +1,11 @@
-// Colours before anything is drawn: what was chosen last, or what the system says.
+// Sets the colours before anything is drawn: the last selection, or the system's preference.
 //
-// A script and no module, so that a dark page never flashes white. Never keeps anything but the
-// word `light` or `dark`.
+// A classic script, not a module, so that a dark page does not flash white. Stores only the word `light`
+// or `dark`.
 "use strict";
 try {
     const chosen = localStorage.getItem("weir-theme");
     if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
 } catch {
-    // Storage is refused: the system decides.
+    // Storage is blocked: the system decides.
 }

@@ -1,4 +1,4 @@
-// The question for the token: asked when a change needs it, and said plainly where it is wrong.
+// Dialog for the token, shown when a change needs it; reports a wrong token.
 
 import { Refused, ask, keepToken, place, token } from "./api.js";
 import { part, say } from "./element.js";
@@ -6,7 +6,7 @@ import { part, say } from "./element.js";
 export class Token {
     constructor(store) {
         this.store = store;
-        /// Called once the daemon has taken a token, whoever asked for it.
+        /// Called once the daemon accepted a token, whichever caller asked for it.
         this.entered = null;
         [this.dialog, this.field, this.wrong, this.button] = ["token-dialog", "token", "token-wrong", "token-button"].map(part);
         this.button.addEventListener("click", () => this.pressed());
@@ -22,7 +22,7 @@ export class Token {
         });
     }
 
-    /// What the button says; it is there where a token is of use.
+    /// Label of the button, which is present if a token is of use.
     update() {
         this.button.hidden = this.store.access !== "change";
         say(this.button, token() ? "Forget token" : "Enter token");
@@ -38,16 +38,16 @@ export class Token {
         if (any) this.right(any);
     }
 
-    /// Asks until there is the right one, or nobody wants to say it. A change of nothing tells.
+    /// Asks until the token is right or the dialog is cancelled. An empty change checks the token.
     async right(node) {
         try {
             await this.with((using) => ask("PATCH", `${place(node)}/limits`, { body: {}, using }));
         } catch {
-            // The daemon took the token, and is of another opinion about a change of nothing.
+            // The daemon accepted the token and rejected the empty change.
         }
     }
 
-    /// What `act` gives with a token that the daemon takes; nothing where the question is cancelled.
+    /// Result of `act` with an accepted token; undefined if the dialog is cancelled.
     async with(act) {
         const kept = token();
         if (kept) {
@@ -82,7 +82,7 @@ export class Token {
                         this.field.select();
                         return;
                     }
-                    // The token was taken, what was asked was not.
+                    // The token was accepted, the change was not.
                     if (error instanceof Refused) keepToken(typed);
                     this.update();
                     failed(error);

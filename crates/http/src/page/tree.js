@@ -1,22 +1,22 @@
-// Disks and groups as a tree with live figures, worst first.
+// Disks and groups as a tree with live figures, the most throttled first.
 //
-// Thousands of rows, of which those in sight exist: rows are made once and used again, and a figure
-// is written where it has changed. The order is made anew every few seconds and not under the
-// pointer, so that nobody chooses what has just slipped below it.
+// There may be thousands of rows; elements exist only for those in sight. Elements are reused, and a
+// figure is written only if it changed. The order is updated every few seconds and not under the
+// pointer, so that a click cannot hit a row that has just moved there.
 //
-// One widget for the keyboard (ARIA's treegrid): it has the focus, and names the row it is at.
+// One widget for the keyboard (ARIA's treegrid): it has the focus and refers to the current row.
 
 import { attribute, element, say } from "./element.js";
 import * as figures from "./figures.js";
 import { Store, binding, held, isHeld, operations, transferred } from "./store.js";
 
 const REORDER_MS = 3000;
-/// Rows that exist beyond the edges.
+/// Rows that exist beyond the visible ones.
 const MARGIN = 6;
-/// What typed letters are taken together.
+/// Time within which typed letters are combined.
 const TYPING_MS = 800;
 
-/// A column: its heading, what it shows, and by what it is sorted; `wide` ones are not for phones.
+/// Column: heading, content, and sort key; `wide` columns are hidden on phones.
 const COLUMNS = [
     { id: "name", title: "NAME" },
     { id: "iops", title: "IOPS", of: operations, show: figures.count, says: "operations per second" },
@@ -29,7 +29,7 @@ const COLUMNS = [
 ];
 
 export class Tree {
-    /// `leave` is called where the keyboard goes up from the first row.
+    /// `leave` is called when the keyboard moves up from the first row.
     constructor(host, store, choose, leave) {
         Object.assign(this, { host, store, choose, leave });
         this.sort = { column: "held", reversed: false };
@@ -89,8 +89,8 @@ export class Tree {
         this.order();
     }
 
-    /// Which row is marked as chosen; it may have no row. The keyboard goes there where the reader
-    /// has chosen it.
+    /// Key of the row to mark as selected, which may have no element. Keyboard navigation moves there if the
+    /// user selected it.
     mark(key, isAsked = true) {
         this.chosen = key;
         if (isAsked) {
@@ -108,7 +108,7 @@ export class Tree {
         else this.place();
     }
 
-    /// All rows, in their order: what hangs below what, without what is closed or filtered out.
+    /// All rows in order, without those that are collapsed or filtered out.
     order() {
         [this.shape, this.orderedMs] = [this.store.shape, Date.now()];
         const below = new Map();
@@ -128,7 +128,7 @@ export class Tree {
             }
             return worst.get(node.key);
         };
-        // Equal to the eye is equal: else rows of a busy host would never stand still.
+        // Compared as displayed: otherwise rows of a busy host would never stop moving.
         const rank = (node) => column.id === "held" ? Math.round(value(node) * 20) : value(node);
         const byName = (a, b) => a.name < b.name ? -1 : a.name > b.name ? 1 : 0;
         const compare = (a, b) => {
@@ -147,7 +147,7 @@ export class Tree {
         this.place();
     }
 
-    /// Whether anything at or below `above` is shown.
+    /// True if anything at or below `above` is shown.
     walk(below, above, level, compare, isWanted) {
         const members = [...below.get(above) ?? []].sort(compare);
         const shown = [];
@@ -157,7 +157,7 @@ export class Tree {
             const start = this.rows.length;
             this.rows.push(row);
             row.isOpen = row.holds && (this.filter !== "" || !this.closed.has(node.key));
-            // A group that is closed still has to be looked through for a filter; then it is open.
+            // A collapsed group is searched for the filter as well, and is expanded then.
             const found = row.isOpen && level < 64 ? this.walk(below, node.key, level + 1, compare, fits && this.filter !== "") : false;
             if (fits || found) shown.push(row);
             else this.rows.length = start;
@@ -170,7 +170,7 @@ export class Tree {
         return parseFloat(getComputedStyle(this.body).getPropertyValue("--row")) || 26;
     }
 
-    /// Puts rows where they are seen and writes their figures.
+    /// Positions the visible rows and writes their figures.
     place() {
         const height = this.height();
         const head = this.grid.firstChild.offsetHeight;
@@ -178,7 +178,7 @@ export class Tree {
         const last = Math.min(this.rows.length, Math.ceil((this.grid.scrollTop + this.grid.clientHeight - head) / height) + MARGIN);
         const wanted = new Map();
         for (let index = first; index < last; index += 1) wanted.set(this.rows[index].node.key, index);
-        // The row that the keyboard is at exists wherever it is: it is named by its id.
+        // The current row of the keyboard always exists, because its id is referenced.
         if (this.at.has(this.active)) wanted.set(this.active, this.at.get(this.active));
         for (const [key, made] of this.elements) {
             if (!wanted.has(key)) {
@@ -248,7 +248,7 @@ export class Tree {
         this.choose(key);
     }
 
-    /// Opens or closes a group.
+    /// Expands or collapses a group.
     toggle(key, open = this.closed.has(key)) {
         const row = this.rows[this.at.get(key)];
         if (!row?.holds || this.filter !== "") return false;
@@ -265,7 +265,7 @@ export class Tree {
         this.place();
     }
 
-    /// To the first row that fits the filter: those above are there for its sake.
+    /// Moves to the first row that matches the filter; rows above are shown for its sake.
     goToFirst() {
         this.go(this.rows.findIndex(({ fits }) => fits));
     }
@@ -301,7 +301,7 @@ export class Tree {
         event.preventDefault();
     }
 
-    /// To the next row whose name begins with what is typed.
+    /// Moves to the next row whose name begins with the typed text.
     type(letter, index) {
         const now = Date.now();
         this.typed = (now - this.typedMs < TYPING_MS ? this.typed : "") + letter.toLowerCase();
@@ -313,8 +313,8 @@ export class Tree {
     }
 }
 
-/// What of a row's limits is seen. A figure is whole or not there: of the name of a group the end may
-/// be missing, and where not all figures fit, a mark stands for those that are missing.
+/// Visible part of a row's limits. A figure is shown whole or not at all. The name of a group may be
+/// truncated, and a mark stands for figures that do not fit.
 class LimitCell {
     constructor(cell) {
         Object.assign(this, { cell, whose: element("span", { class: "whose" }), parts: element("span", { class: "parts" }), seen: null });
@@ -339,7 +339,7 @@ class LimitCell {
     }
 }
 
-/// The sums of all disks, in one line.
+/// Sums of all disks, in one line.
 export function sums(store) {
     const disks = store.disks();
     const total = (of) => disks.reduce((sum, disk) => sum + (of(disk) ?? 0), 0);
