@@ -322,7 +322,7 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     };
     // A port where nobody listens, and nothing known of the group.
     let said = refused("http://127.0.0.1:1", "");
-    assert!(said.contains("group gold: nobody knows its limits"), "{said}");
+    assert!(said.contains("group gold: its limits are unknown"), "{said}");
     let certificates = |directory: &str| {
         let said = refused("https://127.0.0.1:1", &format!("certificates = \"{directory}\""));
         // OpenSSL's own words help nobody.
@@ -331,12 +331,12 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     };
     assert_says(
         &certificates("/nowhere"),
-        &["certificates: /nowhere: is no directory (put ca-cert.pem there"],
+        &["certificates: /nowhere: is not a directory (set certificates of [cluster]"],
     );
     let keys = scratch.path("keys");
     fs::create_dir(&keys).unwrap();
     let said = certificates(text(&keys));
-    assert_says(&said, &["keys/ca-cert.pem: No such file", "the authority that signs etcd's members"]);
+    assert_says(&said, &["keys/ca-cert.pem: No such file", "the authority of etcd's certificates"]);
     fs::write(keys.join("ca-cert.pem"), "garbage").unwrap();
     assert_says(&certificates(text(&keys)), &["keys/ca-cert.pem: holds no certificate in PEM form"]);
     for (groups, expect) in [
@@ -433,14 +433,14 @@ fn a_check_asks_etcd_as_a_start_does() {
         "{}",
         said.said()
     );
-    let expect = "group gold: nobody knows its limits: etcd http://127.0.0.1:1: Connection refused";
+    let expect = "group gold: its limits are unknown: etcd http://127.0.0.1:1: Connection refused";
     assert_says(&said.said(), &[": cluster: cluster lab: ", expect]);
     // One member is enough, and the other is told.
     let said = check(&config(&half, ""));
     assert_eq!(said.ended(), Some(0), "{}", said.said());
     assert_says(&said.printed(), &["it would start, with 1 warning"]);
     let expect = "cluster lab: etcd http://127.0.0.1:1: Connection refused";
-    assert_says(&said.said(), &[expect, "another member is asked instead"]);
+    assert_says(&said.said(), &[expect, "a start uses another member"]);
     assert_says(&check(&config(&alive, "")).printed(), &["nothing is wrong"]);
     assert!(!state.exists(), "a check leaves no trace");
     // What a start would refuse, of the password and of what stands there.
@@ -453,11 +453,11 @@ fn a_check_asks_etcd_as_a_start_does() {
     assert_eq!(said.ended(), Some(1));
     assert_says(
         &said.said(),
-        &["refuses the user and password of [cluster]", "127.0.0.1:1: Connection refused"],
+        &["rejects the user and password of [cluster]", "127.0.0.1:1: Connection refused"],
     );
     etcd.control(&["--user", "root:secret", "auth", "disable"]).succeeds();
     etcd.control(&["put", "/weir/v1/lab/all/group/gold", "garbage"]).succeeds();
-    assert_says(&check(&config(&alive, "")).said(), &["group gold: what is in etcd at", "is not weir's"]);
+    assert_says(&check(&config(&alive, "")).said(), &["group gold: the value at", "is not weir's"]);
     etcd.control(&["del", "/weir/v1/lab/all/group/gold"]).succeeds();
     // What was known last is enough for a start without etcd.
     let file = config(&alive, "");
@@ -466,7 +466,7 @@ fn a_check_asks_etcd_as_a_start_does() {
     let said = check(&file);
     assert_eq!(said.ended(), Some(0), "{}", said.said());
     let reason = format!("cluster lab: etcd {}: Connection refused", etcd.url());
-    assert_says(&said.said(), &[&reason, "a start goes on at the safe share of what was known last"]);
+    assert_says(&said.said(), &[&reason, "a start uses the fallback share of the last known limits"]);
 }
 
 /// Each host has its safe share as soon as it is there, so it must not be more than all can have.
@@ -480,7 +480,7 @@ fn a_host_more_than_the_safe_share_is_enough_for_makes_it_less() {
     hosts[0].run(&[&["throttle", "gold", "--cluster"], &limits[..]].concat()).succeeds();
     until("it holds", || hosts[0].part() <= 1000);
     hosts.push(Host::start("b", &etcd));
-    hosts[0].weir().wait_for_log("the safe share was too much for so many hosts");
+    hosts[0].weir().wait_for_log("the fallback share was too much for this number of hosts");
     let safe = |host: &Host| host.cluster()["groups"][0]["safe-share-ppm"].as_u64();
     until("it is known", || hosts.iter().all(|host| safe(host) == Some(300_000)));
     until("it holds on both", || sum(&hosts) <= 1000);
@@ -614,21 +614,24 @@ fn a_group_that_was_a_slip_is_removed_and_nobody_writes_it_again() {
     until("both know all", || hosts.iter().all(|host| groups(host) == ["gold", "golf", "silver"]));
     let remove = |host: &Host, group: &str| host.run(&["group", "remove", group, "--cluster"]);
     // One that is here, one that is on another, and none.
-    assert_says(&remove(&hosts[0], "gold").fails(), &["group gold: it is on a (take [group.gold] out"]);
+    assert_says(&remove(&hosts[0], "gold").fails(), &["group gold: in use on a (remove [group.gold]"]);
     let file = hosts[1].scratch.path("weir.toml");
     let config = fs::read_to_string(&file).unwrap();
     fs::write(&file, config + "[group.silver]\ncluster = true\n").unwrap();
     hosts[1].run(&["reload"]).succeeds();
     until("the other has it", || stands(&etcd, "all/promise/b").contains("silver"));
-    assert_says(&remove(&hosts[0], "silver").fails(), &["group silver: it is on b (take [group.silver]"]);
-    assert_says(&remove(&hosts[0], "none").fails(), &["group none: cluster \"lab\" knows none of this name"]);
+    assert_says(&remove(&hosts[0], "silver").fails(), &["group silver: in use on b (remove [group.silver]"]);
+    assert_says(
+        &remove(&hosts[0], "none").fails(),
+        &["group none: cluster \"lab\" has no group of this name"],
+    );
     // A hint instead of what there is not.
     let said = hosts[0].run(&["group", "add", "bronze", "--cluster"]).run();
     assert_eq!(said.ended(), Some(2));
     assert_says(&said.said(), &["put [group.bronze] with cluster = true there", "weir reload"]);
     // The slip goes, and stays away whoever begins anew.
     assert_eq!(remove(&hosts[0], "golf").succeeds(), "group golf: removed\n");
-    assert_says(&remove(&hosts[0], "golf").fails(), &["knows none of this name"]);
+    assert_says(&remove(&hosts[0], "golf").fails(), &["has no group of this name"]);
     until("both know that", || hosts.iter().all(|host| groups(host) == ["gold", "silver"]));
     // A host that has the group in its file and was away meanwhile begins as at the first time, and
     // writes nothing again, though it leads now and knew the limits.
@@ -689,25 +692,24 @@ fn what_a_newer_weir_has_written_is_left_alone_and_the_safe_share_holds() {
     let newer = "{\"version\":99,\"limits\":\"of another kind\"}";
     write_to(&etcd, "all/group/gold", newer);
     for host in &hosts {
-        host.weir().wait_for_log(
-            "is of version 99, and this weir knows 1 (update the older weir): it is left alone",
-        );
+        host.weir()
+            .wait_for_log("has version 99, but this weir supports 1 (update the older weir): it is ignored");
     }
     until("both are at the safe share", || hosts.iter().all(|host| host.part() == 2000 / 800));
     for host in &hosts {
         let change = host.run(&["throttle", "gold", "--cluster", "--iops-total", "1000"]);
-        assert_says(&change.fails(), &["group gold: it is left alone", "is of version 99"]);
-        assert_says(&host.run(&["throttle", "gold", "--cluster"]).fails(), &["is of version 99"]);
+        assert_says(&change.fails(), &["group gold: not changed", "has version 99"]);
+        assert_says(&host.run(&["throttle", "gold", "--cluster"]).fails(), &["has version 99"]);
         assert_says(&host.run(&["group", "remove", "gold", "--cluster"]).fails(), &["group gold"]);
         let shown = host.run(&["cluster", "status"]).succeeds();
-        assert_says(&shown, &["group gold: what is in etcd is of version 99", "has its safe share"]);
+        assert_says(&shown, &["group gold: what is in etcd has version 99", "has its safe share"]);
         assert_eq!(host.cluster()["not-understood"][0]["group"], "gold");
     }
     // Nor is a group that nobody here has known.
     write_to(&etcd, "all/group/new", newer);
     until("it is known", || hosts[0].cluster()["not-understood"].as_array().map(Vec::len) == Some(2));
     let said = hosts[0].run(&["throttle", "new", "--cluster", "--iops-total", "1000"]).fails();
-    assert_says(&said, &["group new: it is left alone", "is of version 99"]);
+    assert_says(&said, &["group new: not changed", "has version 99"]);
     for group in ["gold", "new"] {
         assert_eq!(stands(&etcd, &format!("all/group/{group}")), newer);
     }
@@ -723,7 +725,7 @@ fn what_a_newer_weir_has_written_is_left_alone_and_the_safe_share_holds() {
     let key = "/weir/v1/lab/all/leader";
     etcd.control(&["put", "--lease", &lease, key, newer]).succeeds();
     let at = usize::from(leader == "b");
-    hosts[at].weir().wait_for_log("divides the cluster's limits no more");
+    hosts[at].weir().wait_for_log("this host no longer leads the cluster");
     hosts[1 - at].weir().wait_for_log("all/leader");
     assert_eq!(stands(&etcd, "all/leader"), newer);
     etcd.control(&["lease", "revoke", &lease]).succeeds();

@@ -315,7 +315,7 @@ fn what_cannot_move_stays_and_is_served() {
     late["described"]["keys"] = json!({ "image": scratch.path("nowhere.raw"), "format": "raw" });
     etcd.control(&["put", "/weir/v1/lab/host/c/move/z", &late.to_string()]).succeeds();
     c.weir().wait_for_log("the disk stays where it was: ghost has withdrawn its offer");
-    until("it is told so", || answer("z").contains("joined the cluster anew since (move it again)"));
+    until("it is told so", || answer("z").contains("rejoined the cluster (move the disk again)"));
     assert!(c.disk("z").is_none() && c.disk("y").is_none());
     // A host that sleeps does not answer; when it wakes, nothing is left to take.
     c.weir().signal(Signal::SIGSTOP);

@@ -27,7 +27,7 @@ fn promises_of_all_hosts_fit_into_the_limit() {
     until("all is told", || promised(&hosts[0]) == Some(3000));
     // Nor can the limit be lowered below.
     let said = hosts[0].run(&["throttle", "gold", "--cluster", "--iops-total", "2500"]).fails();
-    assert!(said.contains("3000 is promised on its hosts"), "{said}");
+    assert!(said.contains("3000 is reserved on its hosts"), "{said}");
     // Of two that promise at once one is refused.
     let promise = |host: &Host, iops: &str| {
         host.run(&["throttle", "vm", "--iops-reservation", iops]).run().ended() == Some(0)
@@ -117,7 +117,7 @@ fn a_start_is_served_without_what_others_leave_no_room_for() {
     // Its disk comes up, and says what it does without, and why.
     b.again();
     assert_eq!(promise_of(&b), (None, Some(1500)));
-    let expect = ["vm: served without its iops-reservation 1500", "others have promised: a 2000 IOPS"];
+    let expect = ["vm: served without its iops-reservation 1500", "on other hosts: a 2000 IOPS"];
     for expect in expect {
         b.weir().wait_for_log(expect);
     }
@@ -191,7 +191,7 @@ fn what_a_host_has_promised_waits_for_its_next_run() {
     etcd.start_again();
     until("it finds no room", || promise_of(&a) == (None, Some(2000)));
     a.weir().wait_for_log(
-        "2000 would be promised on a, and 1500 is left; of group gold others have promised: b 1500 IOPS",
+        "2000 would be reserved on a, but only 1500 is available; reserved in group gold on other hosts: b 1500 IOPS",
     );
     assert_eq!(promise_of(&b), (Some(1500), None));
     until("it is so in etcd", || by(&b, "a").is_none() && by(&b, "b") == Some(1500));

@@ -52,7 +52,7 @@ fn a_password_that_was_changed_is_told_as_what_it_is_and_read_again() {
     host.weir().signal(Signal::SIGCONT);
     host.weir().wait_for_log("apart from cluster lab");
     etcd.child = Etcd::spawn(&etcd.data, etcd.ports);
-    let said = "refuses the user and password of [cluster]: etcdserver: authentication failed";
+    let said = "rejects the user and password of [cluster]: etcdserver: authentication failed";
     host.weir().wait_for_log(said);
     until("it is shown", || {
         host.status()["cluster"]["reason"].as_str().is_some_and(|why| why.contains(said))
@@ -79,12 +79,12 @@ fn members_of_two_clusters_in_one_list_are_refused() {
         None => format!("{line}\n"),
     });
     fs::write(&file, lines.collect::<String>()).unwrap();
-    let said = ["are not of one cluster", "etcdctl member list"];
+    let said = ["belong to different clusters", "etcdctl member list"];
     assert_says(&Client::new(WEIR).args(["check-config", self::text(&file)]).fails(), &said);
     let control = place.socket("control");
     let weir = Some(Host::serve(&place, &file, &control).start());
     let host = Host { scratch: place, weir, control };
-    host.weir().wait_for_log("are not of one cluster");
+    host.weir().wait_for_log("belong to different clusters");
     assert_ne!(host.cluster()["joined"], true);
 }
 

@@ -132,7 +132,7 @@ impl Agent {
                 Err(error) => (error.to_string(), matches!(error, Error::Refused(_))),
             };
             if has_lasted && !lasts {
-                tracing::info!("cluster: etcd: {why}: the next member is asked");
+                tracing::info!("cluster: etcd: {why}: trying the next member");
             } else if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
                 return;
             }
@@ -155,7 +155,7 @@ impl Agent {
                 // The main thread judges by the last known reservations of other hosts.
                 Ok(Input::Promise(_, answer)) => drop(answer.try_send(Ok(()))),
                 Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
-                    let _ = answer.try_send(Err(format!("etcd cannot be asked: {why}")));
+                    let _ = answer.try_send(Err(format!("etcd is unreachable: {why}")));
                 }
                 Ok(Input::Move(_, answer)) => {
                     let _ = answer.try_send(Outcome::Apart(why.to_owned()));
@@ -355,7 +355,7 @@ impl Session<'_> {
             let watched = |value: &&KeyValue| value.key != report || value.mod_revision > known;
             if self.silence.look(found.iter().flatten().filter(watched), now()) {
                 return Err(Error::Unreachable(anyhow::anyhow!(
-                    "etcd {}: a watch does not say what has changed",
+                    "etcd {}: a watch has stalled",
                     etcd.member()
                 )));
             }
@@ -398,7 +398,7 @@ impl Session<'_> {
             tracing::warn!(
                 etcd = etcd.member(),
                 took_ms = took.as_millis() as u64,
-                "cluster: etcd is slow: parts of limits may end before they are prolonged, and the safe share holds then"
+                "cluster: etcd is slow: quota leases may expire before they are renewed; the fallback share applies then"
             );
         }
     }
@@ -465,7 +465,7 @@ impl Session<'_> {
     async fn is_taken(&self, by: &str) -> Result<(), Error> {
         let host = &self.agent.cluster.host;
         let why = format!(
-            "the name {host:?} is taken in cluster {:?} by {by} (give each host a name of its own)",
+            "the name {host:?} is taken in cluster {:?} by {by} (give each host a different name)",
             self.agent.cluster.name
         );
         self.tell(Word::Apart { why, lasts: true }).await
@@ -565,7 +565,7 @@ impl Session<'_> {
             }
         }
         Ok(Err(format!(
-            "group {}: somebody has changed it at the same time (look at it with `weir cluster status`, and try again)",
+            "group {}: it was changed at the same time by another client (check `weir cluster status`, and try again)",
             change.group
         )))
     }

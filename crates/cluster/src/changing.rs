@@ -35,7 +35,7 @@ pub(super) async fn change(
     let key = known.keys.key(Key::Group(&change.group));
     if let Some(why) = known.not_understood.get(&change.group) {
         let name = &change.group;
-        return Ok(Some(Err(format!("group {name}: it is left alone, as what is in etcd at {key} {why}"))));
+        return Ok(Some(Err(format!("group {name}: not changed, because the value at {key} in etcd {why}"))));
     }
     let before = known.groups.get(&change.group);
     let next = match change.removes {
@@ -92,7 +92,7 @@ fn takes_part(promises: &Promises, group: &str) -> bool {
 fn removed(known: &Known, name: &str, before: Option<&Group>) -> Result<Group, String> {
     let Some(before) = before.filter(|group| !group.removed) else {
         return Err(format!(
-            "group {name}: cluster {:?} knows none of this name (`weir cluster status` lists them)",
+            "group {name}: cluster {:?} has no group of this name (`weir cluster status` lists them)",
             known.cluster.name
         ));
     };
@@ -106,7 +106,7 @@ fn removed(known: &Known, name: &str, before: Option<&Group>) -> Result<Group, S
             more => format!(" and {more} more hosts"),
         };
         return Err(format!(
-            "group {name}: it is on {}{more} (take [group.{name}] out of the config files there, and reload; `weir cluster forget HOST` takes away what one has left that will not come back)",
+            "group {name}: in use on {}{more} (remove [group.{name}] from the config files there, and reload; `weir cluster forget HOST` deletes the keys of a host that will not return)",
             hosts.join(", ")
         ));
     }
@@ -148,7 +148,7 @@ fn next(before: Option<&Group>, change: &Change, safe_share_ppm: Option<u32>) ->
     // Only for a new group can the config file's fallback share be the cause.
     let is_of_file = change.safe_share_ppm.is_none() && before.is_none() && safe_share_ppm.is_some();
     group.spec().map_err(|why| match is_of_file && why.starts_with("safe-share: ") {
-        true => format!("{why}; it is that of [cluster] in this host's config file"),
+        true => format!("{why}; it is set in [cluster] of this host's config file"),
         false => why,
     })?;
     Ok(group)
@@ -166,7 +166,7 @@ pub(super) fn overcommitted(
     for (unit, name) in [(0, "iops"), (1, "bps")] {
         if let Some(there) = most(limits, unit).filter(|there| promised[unit] > *there) {
             return Some(format!(
-                "group {group}: {name}-reservation: {} is promised on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)",
+                "group {group}: {name}-reservation: {} is reserved on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)",
                 promised[unit]
             ));
         }
@@ -181,7 +181,7 @@ pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result
     let (_, found) = etcd.read(&left).await?;
     if found.iter().all(Vec::is_empty) {
         return Ok(Err(format!(
-            "host {host}: cluster {:?} knows none of this name (`weir cluster status` lists them)",
+            "host {host}: cluster {:?} has no host of this name (`weir cluster status` lists them)",
             known.cluster.name
         )));
     }
@@ -193,7 +193,7 @@ pub(super) async fn forget(known: &Known, etcd: &mut Etcd, host: &str) -> Result
     Ok(match done.held {
         true => Ok(json!({ "host": host, "key": report })),
         false => Err(format!(
-            "host {host}: it is there (stop weir on it; after a crash its name is free a minute later)"
+            "host {host}: is running (stop weir on it; after a crash its name is released within a minute)"
         )),
     })
 }

@@ -115,7 +115,7 @@ impl Proofs {
                 let read = read.and_then(|mut file| file.read_to_string(&mut text));
                 read.with_context(|| format!("password-file {}", file.display()))?;
                 let is_short = text.len() as u64 <= MAX_PASSWORD;
-                ensure!(is_short, "password-file {}: is no password: too long", file.display());
+                ensure!(is_short, "password-file {}: is too long for a password", file.display());
                 Some((user.to_owned(), text.trim_end_matches(['\n', '\r']).to_owned()))
             }
             None => None,
@@ -137,15 +137,13 @@ impl Terms {
                 Ok(found) => members.push(Member { said: said.clone(), addresses: found.collect() }),
                 // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {
-                    tracing::warn!(etcd = %said, %error, "this name stands for no address now: the member is left out");
+                    tracing::warn!(etcd = %said, %error, "the name cannot be resolved: the member is ignored until a restart");
                     unknown = Some(anyhow!("{said}: {error}"));
                 }
             }
         }
         if let Some(error) = unknown.filter(|_| members.is_empty()) {
-            return Err(
-                error.context("etcd: no name stands for an address (mend the names, or give addresses)")
-            );
+            return Err(error.context("etcd: no name can be resolved (correct the names, or use addresses)"));
         }
         let prefix = format!("/weir/v1/{}/", cluster.name);
         Ok(Self { members, proofs: Arc::new(Mutex::new(Proofs::read(cluster)?)), prefix })
@@ -450,8 +448,8 @@ fn is_of_token(why: &str) -> bool {
 /// Message for two members of different clusters.
 pub(super) fn of_two(member: &str, beside: &str) -> String {
     format!(
-        "etcd {member} and {beside} are not of one cluster (have members of one in etcd of [cluster]; \
-         `etcdctl member list` tells who is)"
+        "etcd {member} and {beside} belong to different clusters (list members of one in etcd of [cluster]; \
+         `etcdctl member list` shows them)"
     )
 }
 
@@ -479,7 +477,7 @@ fn refusal(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> Er
     }
     if text.contains("authentication failed") || text.contains("user name") {
         return Error::Refused(format!(
-            "etcd {member} refuses the user and password of [cluster]: {text} (mend user, and restart weir; or mend password-file, which `weir reload` reads)"
+            "etcd {member} rejects the user and password of [cluster]: {text} (correct user, and restart weir; or correct password-file, and run `weir reload`)"
         ));
     }
     let of_role = format!("give the user of [cluster] a role that reads and writes {prefix}");
@@ -505,7 +503,7 @@ mod tests {
         let answer = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
         let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(
-            said.starts_with("etcd http://e:2379 refuses the user and password of [cluster]: "),
+            said.starts_with("etcd http://e:2379 rejects the user and password of [cluster]: "),
             "{said}"
         );
         let answer = json!({ "error": "\x1b[2J\u{202e}" });

@@ -65,7 +65,7 @@ impl First {
     pub(super) fn recall(&mut self, known: &BTreeMap<String, Stored>) {
         for (name, stored) in known {
             if !self.specs.contains_key(name) && !self.removed.contains(name) {
-                tracing::warn!(group = %name, "etcd has lost this group's limits: those that were known here last hold");
+                tracing::warn!(group = %name, "etcd lost this group's limits: the last known ones apply");
                 self.specs.insert(name.clone(), stored.spec);
             }
         }
@@ -113,7 +113,7 @@ pub async fn check(plan: &Plan) -> anyhow::Result<()> {
     errors.sort_by_key(|error| matches!(error, Error::Refused(_)));
     let last = errors.pop_if(|_| !has_answer);
     for error in errors {
-        tracing::warn!("cluster {name}: {error}: another member is asked instead");
+        tracing::warn!("cluster {name}: {error}: a start uses another member");
     }
     match last {
         None => {}
@@ -122,7 +122,7 @@ pub async fn check(plan: &Plan) -> anyhow::Result<()> {
             let file = stored::file(plan.service.state.as_deref(), name);
             known(&file, plan, &error.to_string()).with_context(|| format!("cluster {name}"))?;
             tracing::warn!(
-                "cluster {name}: {error}: a start goes on at the safe share of what was known last"
+                "cluster {name}: {error}: a start uses the fallback share of the last known limits"
             );
         }
     }
@@ -182,7 +182,7 @@ async fn first_of(terms: &Terms, member: usize, keys: &Keys, own: &Asked) -> Res
                     Ok((true, _)) => drop(first.removed.insert(name.to_owned())),
                     Ok((false, spec)) => drop(first.specs.insert(name.to_owned(), spec)),
                     Err(why) if own.groups.iter().any(|own| own == name) => {
-                        let why = format!("group {name}: what is in etcd at {} {why}", value.key);
+                        let why = format!("group {name}: the value at {} in etcd {why}", value.key);
                         return Err(Error::Refused(why));
                     }
                     // Unreadable limits of a group that this host does not have.
@@ -218,7 +218,7 @@ pub(super) fn known(file: &Path, plan: &Plan, why: &str) -> anyhow::Result<First
     let of_control_groups = plan.service.cluster.iter().flat_map(|cluster| &cluster.control_groups);
     if let Some(group) = of_disks.chain(of_control_groups).find(is_unknown) {
         bail!(
-            "group {group}: nobody knows its limits: {why}, and this host has not asked for them before (mend etcd of [cluster], or start it; later starts do without)"
+            "group {group}: its limits are unknown: {why}, and this host has not stored them yet (correct etcd of [cluster], or start etcd; only the first start needs it)"
         );
     }
     Ok(First { specs, ..First::default() })

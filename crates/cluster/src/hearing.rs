@@ -109,7 +109,7 @@ impl Session<'_> {
                     self.known.leader = None;
                 }
                 _ => {
-                    tracing::warn!(key = %value.key, "cluster: what is in etcd there is no leader's: it is deleted");
+                    tracing::warn!(key = %value.key, "cluster: the value in etcd is not a leader's: it is deleted");
                     (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
                 }
             },
@@ -130,7 +130,7 @@ impl Session<'_> {
                                 group = %name,
                                 change = group.number,
                                 known,
-                                "etcd has older limits for this group than were known here, as if it was restored from a copy: they hold from now on (`weir throttle {name} --cluster` shows and changes them)"
+                                "etcd has older limits for this group than this host, as after a restored backup: the older ones apply (`weir throttle {name} --cluster` shows and changes them)"
                             );
                         }
                         let stored = Stored { group, spec, changed: value.mod_revision };
@@ -138,7 +138,7 @@ impl Session<'_> {
                     }
                     Err(why) => {
                         if self.is_news(value) {
-                            tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is left alone, and this host has its safe share of group {name} once its part has run out");
+                            tracing::warn!(key = %value.key, "cluster: the value in etcd {why}: it is ignored; the fallback share of group {name} applies once this host's lease has expired");
                         }
                         self.known.not_understood.insert(name.to_owned(), why);
                     }
@@ -195,7 +195,7 @@ impl Session<'_> {
             Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) => {}
             None => {
                 if self.is_news(value) {
-                    tracing::warn!(key = ?value.key, "cluster: a key in etcd is none of weir's, by its form or its names: it is left alone");
+                    tracing::warn!(key = ?value.key, "cluster: a key in etcd is not weir's, by its form or its names: it is ignored");
                 }
             }
         }
@@ -204,7 +204,7 @@ impl Session<'_> {
 
     fn pass_over(&mut self, value: &KeyValue, why: &str) {
         if self.is_news(value) {
-            tracing::warn!(key = %value.key, "cluster: what is in etcd there {why}: it is passed over");
+            tracing::warn!(key = %value.key, "cluster: the value in etcd {why}: it is ignored");
         }
     }
 

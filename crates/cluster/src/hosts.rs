@@ -180,7 +180,7 @@ impl Member {
         let at_least = if has_slept { Instant::MAX } else { now };
         host.run_out(at_least, |limits, credit, at| group.divide(limits, credit, lent, at.min(now)));
         if was_leased && !host.is_leased() {
-            tracing::debug!(group = %group.name(), "the lease has run out: the safe share holds");
+            tracing::debug!(group = %group.name(), "the lease has expired: the fallback share applies");
         }
     }
 

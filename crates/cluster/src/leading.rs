@@ -103,7 +103,7 @@ impl Leading {
         // The age of reports from before the election is unknown.
         leading.heard.values_mut().for_each(|(_, by_this_one)| *by_this_one = false);
         leading.follow(known);
-        tracing::info!(cluster = %known.cluster.name, "this host divides the cluster's limits");
+        tracing::info!(cluster = %known.cluster.name, "this host leads the cluster and divides its limits");
         Ok(Some(leading))
     }
 
@@ -271,7 +271,7 @@ impl Leading {
     }
 
     fn lost(&self) -> bool {
-        tracing::info!("this host divides the cluster's limits no more");
+        tracing::info!("this host no longer leads the cluster");
         false
     }
 
@@ -314,7 +314,7 @@ impl Leading {
             compare.push(Compare::Absent(key.clone()));
             let put = Operation::put(&key, &values::write(&stored.group), None);
             if etcd.transact(&compare, &[put]).await?.held {
-                tracing::warn!(group = %name, "etcd had lost this group's limits: those that were known here are written there again");
+                tracing::warn!(group = %name, "etcd lost this group's limits: this host's copy was written again");
             }
         }
         Ok(())
@@ -333,7 +333,7 @@ impl Leading {
                         tracing::error!(
                             group = %name,
                             hosts = group.hosts,
-                            "more hosts take part than the limits were made for, and they cannot be divided among more: {why}; by as many safe shares they may be exceeded (raise the limit)"
+                            "more hosts have this group than its limits are divided among, and they cannot be divided further: {why}; each further host may exceed them by its fallback share (raise the limit)"
                         );
                     }
                     continue;
@@ -347,7 +347,7 @@ impl Leading {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
                 if more.safe_share_ppm != group.safe_share_ppm {
                     let percent = more.safe_share_ppm.map(|ppm| f64::from(ppm) / 10_000.0);
-                    tracing::warn!(group = %name, percent, "the safe share was too much for so many hosts, and is less now");
+                    tracing::warn!(group = %name, percent, "the fallback share was too much for this number of hosts and was reduced");
                 }
             }
         }

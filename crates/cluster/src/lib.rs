@@ -83,7 +83,7 @@ const MOST_QUEUED: usize = 1024;
 const PATIENCE: Duration = Duration::from_secs(5);
 /// Number of different reasons for which a lost connection is reported until the host joins again.
 const MOST_REASONS: usize = 32;
-const ENDED: &str = "what speaks with etcd has ended, as the log says (restart weir)";
+const ENDED: &str = "the connection to etcd has ended; the log has the reason (restart weir)";
 /// Time that a stop waits for the agent to release the host's name in etcd.
 const FAREWELL: Duration = Duration::from_secs(2);
 
@@ -105,7 +105,7 @@ fn warn_of_namesake(group: &str, cluster: &str) {
     tracing::warn!(
         group,
         cluster,
-        "the cluster has limits for a group of this name, and this host's takes no part in them: what passes here comes on top (cluster = true in [group.{group}], or another name)"
+        "the cluster has limits for a group of this name, but this host's group does not belong to it: its requests come on top (set cluster = true in [group.{group}], or rename it)"
     );
 }
 
@@ -303,7 +303,7 @@ impl Cluster {
         ensure!(
             // A group has one quota per host. Disks and control groups together would use it twice.
             !self.hosts.borrow().has(group.name()),
-            "group {0}: control groups of this host have its part (name it otherwise, or leave {0} out of control-groups)",
+            "group {0}: control groups of this host use its quota (rename it, or remove {0} from control-groups)",
             group.name()
         );
         self.hosts.borrow_mut().add(group, spec);
@@ -316,7 +316,7 @@ impl Cluster {
             let reason = self.reason.borrow();
             ensure!(
                 reason.is_empty() || self.without_limits.contains(group),
-                "group {group}: nobody knows its limits: {reason} (try again once etcd can be asked)"
+                "group {group}: its limits are unknown: {reason} (try again once etcd is reachable)"
             );
             if reason.is_empty() && !self.without_limits.contains(group) {
                 let (file, name) = (self.file.clone(), group.to_owned());
@@ -325,7 +325,7 @@ impl Cluster {
                     reactor::blocking(move || stored::save_without_limits(&file, [name])).await;
                 });
             }
-            let when = if reason.is_empty() { "has" } else { "had, when etcd could be asked last," };
+            let when = if reason.is_empty() { "has" } else { "had, when etcd was last reachable," };
             tracing::warn!(
                 group,
                 "the cluster {when} no limits for this group yet (`weir throttle {group} --cluster --iops-total N` sets them)"
@@ -356,12 +356,12 @@ impl Cluster {
         let (end, ended) = mpsc::channel();
         let thread = thread::Builder::new().name("cluster".to_owned()).spawn(move || {
             if let Err(error) = agent.run() {
-                tracing::error!(%error, "etcd cannot be asked: the safe share holds (restart weir)");
+                tracing::error!(%error, "the thread for etcd has failed: the fallback share applies (restart weir)");
             }
             // The receiver is gone if the stop timed out.
             let _ = end.send(());
         });
-        thread.context("the thread that speaks with etcd")?;
+        thread.context("the thread for etcd")?;
         let cluster = Rc::clone(self);
         let task = reactor::spawn_joinable(async move {
             let mut next = reactor::now();
@@ -411,7 +411,7 @@ impl Cluster {
             let _ = self.input.try_send(Input::Reports(reports));
         }
     }
-// The tick also drops expired leases, so it has to run without any word from the agent.
+    // The tick also drops expired leases, so it has to run without any word from the agent.
 
     /// Calls [`warn_of_namesake`] once for each group.
     fn tell_namesakes(&self, around: &dyn Surroundings) {
@@ -573,7 +573,7 @@ impl Cluster {
         if is_here && change.removes {
             let name = &change.group;
             return Err(format!(
-                "group {name}: it is on {} (take [group.{name}] out of the config file here, and reload)",
+                "group {name}: in use on {} (remove [group.{name}] from the config file here, and reload)",
                 self.host
             ));
         }
@@ -716,7 +716,7 @@ impl Cluster {
     fn give(&self, input: Input) -> Result<(), &'static str> {
         self.input.try_send(input).map_err(|error| match error.is_closed() {
             true => ENDED,
-            false => "too much is asked at once (try again)",
+            false => "too many requests at once (try again)",
         })
     }
 
@@ -725,8 +725,10 @@ impl Cluster {
         self.give(input(answer))?;
         match reactor::timeout(PATIENCE, answered.recv()).await {
             Ok(Ok(done)) => done,
-            _ => Err("etcd does not answer in time; it may have been done (`weir cluster status` tells)"
-                .to_owned()),
+            _ => Err(
+                "etcd does not answer in time; the change may have been made (check `weir cluster status`)"
+                    .to_owned(),
+            ),
         }
     }
 }

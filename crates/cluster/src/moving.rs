@@ -54,7 +54,9 @@ pub(super) async fn step(known: &Known, etcd: &mut Etcd, step: Step) -> Result<O
                     match there.is_some_and(|there| there.given && (there.number, there.run) == (number, run))
                     {
                         true => Outcome::Done(done.revision),
-                        false => Outcome::Lost("the offer is gone from etcd (move it again)".to_owned()),
+                        false => {
+                            Outcome::Lost("the offer was deleted from etcd (move the disk again)".to_owned())
+                        }
                     }
                 }
             })
@@ -104,7 +106,7 @@ fn claimable(known: &Known, offered: &Offered) -> [Compare; 2] {
 fn lost(offered: &Offered) -> Outcome {
     let from = &offered.offer.from;
     Outcome::Lost(format!(
-        "{from} has withdrawn its offer, was started again, or has joined the cluster anew since (move it again)"
+        "{from} has withdrawn its offer, restarted, or rejoined the cluster (move the disk again)"
     ))
 }
 
@@ -132,7 +134,7 @@ async fn ask(
     let there = known.keys.key(Key::Host(to));
     let (Some(_), Some(KeyValue { mod_revision: run, .. })) = (of(&there), of(&own)) else {
         return Ok(Outcome::Absent(format!(
-            "no host of cluster {:?} that is there is called {to:?} (`weir cluster status` lists them)",
+            "no running host of cluster {:?} is called {to:?} (`weir cluster status` lists them)",
             known.cluster.name
         )));
     };
@@ -145,7 +147,7 @@ async fn ask(
     Ok(match done.held {
         true => Outcome::Done(done.revision),
         false => Outcome::Lost(format!(
-            "a disk of this name is on its way to {to} already (try again in a minute, or see which host it comes from)"
+            "a disk of this name is already being moved to {to} (try again in a minute, or check which host it comes from)"
         )),
     })
 }
@@ -182,7 +184,7 @@ async fn withdraw(
             _ => {
                 let host = &known.cluster.host;
                 return Ok(match is_taken(known, etcd, (host, disk), number).await? {
-                    true => Outcome::Lost("it is the other host's".to_owned()),
+                    true => Outcome::Lost("the other host has it".to_owned()),
                     false => Outcome::Done(0),
                 });
             }

@@ -29,7 +29,7 @@ pub struct Refusal {
 
 impl Refusal {
     pub(super) fn busy() -> Self {
-        let why = "other hosts promise something at the same time (try again)".to_owned();
+        let why = "other hosts reserve at the same time (try again)".to_owned();
         Self { group: None, why }
     }
 }
@@ -115,7 +115,7 @@ pub(super) fn judge(
             _ => (String::new(), "set a higher limit"),
         };
         let why = format!(
-            "group {group}: {name}-reservation: {} would be promised on {host}, and {room} is left{of}{} (lower a reservation here or there, or {remedy}; `weir cluster forget HOST` ends those of one that will not come back)",
+            "group {group}: {name}-reservation: {} would be reserved on {host}, but only {room} is available{of}{} (lower a reservation on any host, or {remedy}; `weir cluster forget HOST` removes those of a host that will not return)",
             asked[unit],
             elsewhere(all, host, group)
         );
@@ -134,7 +134,7 @@ fn measured(all: &BTreeMap<String, Promises>, (host, own): (&str, &Promises), un
     })
 }
 
-/// `; of group gold others have promised: a 2000 IOPS, b 900 IOPS`, without this host; empty
+/// `; reserved in group gold on other hosts: a 2000 IOPS, b 900 IOPS`, without this host; empty
 /// without reservations of others.
 pub(super) fn elsewhere(all: &BTreeMap<String, Promises>, host: &str, group: &str) -> String {
     let others = all.iter().filter(|(name, _)| *name != host);
@@ -151,7 +151,7 @@ pub(super) fn elsewhere(all: &BTreeMap<String, Promises>, host: &str, group: &st
     }
     let more = named.len().saturating_sub(MOST_NAMED);
     named.truncate(MOST_NAMED);
-    let mut said = format!("; of group {group} others have promised: {}", named.join(", "));
+    let mut said = format!("; reserved in group {group} on other hosts: {}", named.join(", "));
     if more > 0 {
         let _ = write!(said, " and {more} more hosts");
     }
@@ -190,7 +190,9 @@ mod tests {
         assert_eq!(judge("a", 100), None);
         let refusal = judge("a", 601).unwrap();
         assert_eq!(refusal.group, Some(("gold".to_owned(), [Some(600), None])));
-        for expect in ["601 would be promised on a, and 600 is left", "others have promised: b 700 IOPS ("] {
+        for expect in
+            ["601 would be reserved on a, but only 600 is available", "on other hosts: b 700 IOPS ("]
+        {
             assert!(refusal.why.contains(expect), "{}", refusal.why);
         }
         assert!(judge("c", 1).unwrap().why.contains("a 600 IOPS, b 700 IOPS"));
@@ -207,7 +209,7 @@ mod tests {
         assert_eq!(left(&there, ("b", &own), "silver", None), of_pool(600));
         let refused = judge(&there, ("b", &of(&[("gold", 1200)])), |_| None).unwrap();
         for expect in [
-            "1100 is left of the 2000 that `weir probe` measured below a (",
+            "1100 is available of the 2000 that `weir probe` measured below a (",
             "measure again with `weir probe`",
         ] {
             assert!(refused.why.contains(expect), "{}", refused.why);

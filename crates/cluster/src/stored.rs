@@ -158,7 +158,7 @@ fn change(file: &Path, change: impl FnOnce(Known) -> Known) {
         return;
     }
     if let Err(error) = whole_file::write(file, &content, true) {
-        tracing::warn!(file = %file.display(), %error, "the cluster's limits cannot be kept for the next start");
+        tracing::warn!(file = %file.display(), %error, "the cluster's limits cannot be stored for the next start");
     }
 }
 

@@ -44,10 +44,10 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     if versioned.version != VERSION {
         let version = versioned.version;
         return Err(format!(
-            "is of version {version}, and this weir knows {VERSION} (update the older weir)"
+            "has version {version}, but this weir supports {VERSION} (update the older weir)"
         ));
     }
-    serde_json::from_slice(bytes).map_err(|error| format!("is broken: {error}"))
+    serde_json::from_slice(bytes).map_err(|error| format!("is invalid: {error}"))
 }
 
 /// Holder of the leader's key.
@@ -124,7 +124,7 @@ impl Group {
         let hosts = self.hosts.saturating_mul(2).min(MAX_HOSTS);
         let mut more = Self { hosts, number: self.number.saturating_add(1), nonce, ..self.clone() };
         if hosts == self.hosts {
-            return Err(format!("{MAX_HOSTS} hosts are the most"));
+            return Err(format!("at most {MAX_HOSTS} hosts are supported"));
         }
         // The reduced share is at least 1 ppm; `spec` rejects it if the limit is too low even so.
         if more.spec().is_err() {
@@ -141,7 +141,7 @@ impl Group {
     pub(super) fn spec(&self) -> Result<Spec, String> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
-            let setting = Setting::from_name(name).ok_or_else(|| format!("{name}: is no limit"))?;
+            let setting = Setting::from_name(name).ok_or_else(|| format!("{name}: is not a limit"))?;
             limits.set(setting, *value).map_err(|invalid| format!("{name}: {}", invalid.rule))?;
         }
         limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
@@ -358,7 +358,7 @@ mod tests {
             group.spec()
         };
         assert!(spec("iops-total", 5000).is_ok());
-        assert!(spec("iops-totally", 5).unwrap_err().contains("is no limit"));
+        assert!(spec("iops-totally", 5).unwrap_err().contains("is not a limit"));
         assert!(spec("iops-total-max", 5).is_err());
         assert!(spec("iops-total", u64::MAX).is_err());
         assert!(Group::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("at least 100"));

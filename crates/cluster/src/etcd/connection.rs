@@ -79,11 +79,11 @@ impl Tls {
         }
         ensure!(
             found.is_ok_and(|found| found.is_dir()),
-            "{}: is no directory (put ca-cert.pem there, which signs etcd's members; or mend certificates of [cluster])",
+            "{}: is not a directory (set certificates of [cluster] to the directory with ca-cert.pem, the authority of etcd's certificates)",
             directory.display()
         );
         let signs =
-            "the authority that signs etcd's members: put it there, or mend certificates of [cluster]";
+            "the authority of etcd's certificates: put it there, or correct certificates of [cluster]";
         for authority in tls::certificates(&directory.join("ca-cert.pem"), signs)? {
             builder.cert_store_mut().add_cert(authority)?;
         }
@@ -100,7 +100,7 @@ fn fault(host: &str, chain: &X509StoreContextRef) -> String {
     let (error, certificate) = (chain.error(), chain.current_cert());
     let whose = match chain.error_depth() {
         0 => "etcd's certificate",
-        _ => "the certificate of the authority that signs etcd's",
+        _ => "the certificate of etcd's authority",
     };
     match (error.as_raw(), certificate) {
         (X509_V_ERR_CERT_HAS_EXPIRED, Some(certificate)) => {
@@ -114,12 +114,12 @@ fn fault(host: &str, chain: &X509StoreContextRef) -> String {
         (X509_V_ERR_HOSTNAME_MISMATCH | X509_V_ERR_IP_ADDRESS_MISMATCH, certificate) => {
             let names = certificate.map(names_of).unwrap_or_default();
             format!(
-                "the name {host:?} is expected, and etcd's certificate is for {names} (call it so in etcd of [cluster], or give it a certificate for this name)"
+                "the name {host:?} is expected, but etcd's certificate is for {names} (use that name in etcd of [cluster], or issue a certificate for this one)"
             )
         }
         _ => {
             let why = error.error_string();
-            format!("{whose} is not trusted: {why} (mend certificates of [cluster], or etcd's)")
+            format!("{whose} is not trusted: {why} (correct certificates of [cluster], or etcd's)")
         }
     }
 }
@@ -148,14 +148,14 @@ fn of_handshake(said: &Etcd, error: &ssl::Error) -> Error {
     match (error.io_error(), error.ssl_error()) {
         (Some(why), _) => Error::Unreachable(anyhow!("TLS: {why}")),
         _ if has("wrong version number") => Error::Refused(format!(
-            "etcd {said}: what answers there speaks no TLS \
+            "etcd {said}: the server does not use TLS \
              (write http:// in etcd of [cluster], or give the member a certificate)"
         )),
-        (None, Some(_)) if !has("unexpected eof while reading") => {
-            Error::Refused(format!("etcd {said}: TLS: {error} (mend certificates of [cluster], or etcd's)"))
-        }
+        (None, Some(_)) if !has("unexpected eof while reading") => Error::Refused(format!(
+            "etcd {said}: TLS: {error} (correct certificates of [cluster], or etcd's)"
+        )),
         _ => Error::Unreachable(anyhow!(
-            "TLS: it closed the connection (a member that speaks no TLS has an address with http://)"
+            "TLS: the server closed the connection (the address of a member without TLS begins with http://)"
         )),
     }
 }
@@ -269,13 +269,13 @@ impl Connection {
             Error::Unreachable(match (self.has_answered, said.tls) {
                 (true, _) => anyhow!("etcd {said}: {error:#}"),
                 (false, false) => {
-                    anyhow!("etcd {said}: {error:#} (a member that speaks TLS has an address with https://)")
+                    anyhow!("etcd {said}: {error:#} (the address of a member with TLS begins with https://)")
                 }
                 // With TLS 1.3 a server rejects the client certificate after the handshake.
                 (false, true) => anyhow!(
-                    "etcd {said}: it hangs up once there is TLS (a member with --client-cert-auth wants \
-                     client-cert.pem and client-key.pem of an authority that it knows, in certificates of \
-                     [cluster]; `weir reload` reads one that was renewed)"
+                    "etcd {said}: the server closed the connection after the handshake (with --client-cert-auth it requires \
+                     client-cert.pem and client-key.pem, signed by its authority, in certificates of \
+                     [cluster]; `weir reload` reads renewed ones)"
                 ),
             })
         })
@@ -295,7 +295,7 @@ impl Connection {
             let said = &self.said;
             Error::Unreachable(match error.is::<LengthLimitError>() {
                 true => anyhow!(
-                    "etcd {said}: its answer is longer than {} MiB (somebody keeps more than weir there: `etcdctl get --prefix --keys-only /weir/v1/` shows what)",
+                    "etcd {said}: its answer is longer than {} MiB (other data is stored there: `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
                     MAX_ANSWER_BYTES >> 20
                 ),
                 false => anyhow!("etcd {said}: {error}"),
@@ -306,15 +306,15 @@ impl Connection {
         let has = |words: &[u8]| answer.windows(words.len()).any(|bytes| bytes == words);
         let not_etcd = |_| {
             let why = if has(HTTPS) {
-                "what answers there speaks TLS (write https:// in etcd of [cluster])".to_owned()
+                "the server uses TLS (write https:// in etcd of [cluster])".to_owned()
             } else if has(COMMON_NAME) {
-                "its gateway takes no client certificate with a common name (CN) while etcd has users (make \
-                 client-cert.pem without a CN; user and password-file say who asks)"
+                "its gateway rejects client certificates with a common name (CN) if etcd has users (create \
+                 client-cert.pem without a CN; user and password-file identify the client)"
                     .to_owned()
             } else {
                 let first: String = String::from_utf8_lossy(&answer).trim().chars().take(80).collect();
                 format!(
-                    "what answers there is not etcd's gateway, version 3.4 or newer: {status}, {:?} (mend etcd \
+                    "the server is not etcd's gateway, version 3.4 or newer: {status}, {:?} (correct etcd \
                      of [cluster])",
                     plain(&first)
                 )
@@ -414,7 +414,7 @@ mod tests {
     #[test]
     fn what_is_wrong_with_a_certificate_is_told() {
         let other = certificate("192.0.2.7", -1, 2);
-        let expect = "the name \"127.0.0.1\" is expected, and etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
+        let expect = "the name \"127.0.0.1\" is expected, but etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
         let said = said_of(&other, &other.0);
         assert!(said.contains(expect), "{said}");
         let old = certificate(HERE, -9, -2);
@@ -448,13 +448,13 @@ mod tests {
         let said = said_to(b"HTTP/1.0 400 Bad Request\r\n\r\n", hello);
         assert!(
             said.ends_with(
-                "speaks no TLS (write http:// in etcd of [cluster], or give the member a certificate)"
+                "does not use TLS (write http:// in etcd of [cluster], or give the member a certificate)"
             ),
             "{said}"
         );
         let said = said_to(b"", hello);
         assert!(
-            said.contains("closed the connection (a member that speaks no TLS has an address with http://)"),
+            said.contains("closed the connection (the address of a member without TLS begins with http://)"),
             "{said}"
         );
     }
@@ -469,14 +469,11 @@ mod tests {
             })
         };
         let said = said_to(b"", ask);
-        assert!(said.ends_with("(a member that speaks TLS has an address with https://)"), "{said}");
+        assert!(said.ends_with("(the address of a member with TLS begins with https://)"), "{said}");
         let said = said_to(
             b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n",
             ask,
         );
-        assert!(
-            said.ends_with("what answers there speaks TLS (write https:// in etcd of [cluster])"),
-            "{said}"
-        );
+        assert!(said.ends_with("the server uses TLS (write https:// in etcd of [cluster])"), "{said}");
     }
 }

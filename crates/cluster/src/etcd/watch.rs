@@ -43,7 +43,10 @@ impl Watch {
         let begun = async {
             let response = connection.begin("/v3/watch", request, token).await?;
             if !response.status().is_success() {
-                return Err(Error::Unreachable(anyhow!("etcd: it does not watch: {}", response.status())));
+                return Err(Error::Unreachable(anyhow!(
+                    "etcd: the watch was rejected: {}",
+                    response.status()
+                )));
             }
             let mut watch = Self { _connection: connection, body: response.into_body(), rest: Vec::new() };
             let first = watch.line().await?;
@@ -51,11 +54,11 @@ impl Watch {
             events(&first)?;
             match is_created(&first) {
                 true => Ok(watch),
-                false => Err(Error::Unreachable(anyhow!("etcd: it does not say that it watches"))),
+                false => Err(Error::Unreachable(anyhow!("etcd: the watch was not confirmed"))),
             }
         };
         let begun = tokio::time::timeout(patience, begun).await;
-        begun.map_err(|_| Error::Unreachable(anyhow!("etcd: it begins no watch")))?
+        begun.map_err(|_| Error::Unreachable(anyhow!("etcd: the watch was not confirmed in time")))?
     }
 
     /// Next events, in order. May be empty.
@@ -76,7 +79,7 @@ impl Watch {
             let frame = frame.map_err(Error::unreachable)?;
             self.rest.extend_from_slice(frame.data_ref().map_or(&[][..], |data| data));
             if self.rest.len() > MAX_LINE_BYTES {
-                return Err(Error::Unreachable(anyhow!("etcd: it sends a line without an end")));
+                return Err(Error::Unreachable(anyhow!("etcd: a line of the watch is too long")));
             }
         }
     }
@@ -94,7 +97,7 @@ pub(crate) fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
     if value.get("error").is_some() || result["canceled"] == true {
         let why = [&value["error"]["message"], &result["cancel_reason"], &value["error"]];
         let why = why.iter().find_map(|why| why.as_str()).unwrap_or("no reason given");
-        return Err(Error::Unreachable(anyhow!("etcd: the watch was ended: {why}")));
+        return Err(Error::Unreachable(anyhow!("etcd: the watch was cancelled: {why}")));
     }
     Ok(result["events"].as_array().into_iter().flatten().filter_map(Event::read).collect())
 }
