@@ -37,7 +37,7 @@ pub struct ClusterReport {
     pub groups: Vec<ClusterGroup>,
     /// Sum of the reservations on all hosts.
     pub promised: ReservedRates,
-    /// Sum of the capacities of the devices on all hosts; 0 is unknown.
+    /// Lowest capacity that a host measured below its disks; 0 is unknown.
     pub capacity: ReservedRates,
     /// Groups in etcd that this version cannot read.
     #[serde(skip_serializing_if = "Vec::is_empty")]
