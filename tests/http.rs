@@ -175,13 +175,15 @@ fn what_runs_is_told_with_what_it_does() {
     assert_eq!(history["step-ms"], 10_000);
     assert_eq!(
         daemon.get("/api/v1/disks/memory/history?span=1y").refused(400),
-        "weir: span: there are 10m, 2h and 2d"
+        "weir: span: is not 10m, 2h or 2d"
     );
-    assert!(daemon.get("/api/v1/disks/other/history").refused(404).contains("disk other: there is none"));
+    assert!(daemon.get("/api/v1/disks/other/history").refused(404).contains("disk other: does not exist"));
     // What is refused before anybody looks for it has a reason in the same form.
     assert!(daemon.get("/api/v1/disks/%ff/history").refused(400).contains("UTF-8"));
-    assert!(daemon.get("/api/v1/nothing").refused(404).contains("there is nothing of this name"));
-    assert!(daemon.send("DELETE", "/api/v1/overview", "", "").refused(405).contains("no such method"));
+    assert!(daemon.get("/api/v1/nothing").refused(404).contains("there is no such path"));
+    assert!(
+        daemon.send("DELETE", "/api/v1/overview", "", "").refused(405).contains("method is not supported")
+    );
     let described = daemon.get("/api/v1/openapi.json").json();
     assert_eq!(described["openapi"], "3.1.0");
     daemon.weir.stop();

@@ -42,14 +42,14 @@ fn changes_are_all_or_nothing_and_need_the_token() {
         (json!({"iops-total": "0.4"}), "iops-total=0.4 is not a whole number of 0 or more"),
         (json!({"iops-total": "8M"}), "iops-total=8M is not a plain number; a count takes no suffix"),
         (json!({"bps-total": "0.4"}), "bps-total=0.4 is less than a byte"),
-        (json!({"group": "gold"}), "nothing of this name can be set here"),
-        (json!([1]), "no JSON object"),
+        (json!({"group": "gold"}), "cannot be set here"),
+        (json!([1]), "not a JSON object"),
     ] {
         let said = daemon.change(of_group, TOKEN, &body).refused(422);
         assert!(said.starts_with("weir: ") && said.contains(why), "{said}");
     }
     let head = format!("Authorization: Bearer {TOKEN}\r\n");
-    assert!(daemon.send("PATCH", of_group, &head, "{\"iops").refused(422).contains("no JSON"));
+    assert!(daemon.send("PATCH", of_group, &head, "{\"iops").refused(422).contains("not a JSON object"));
     let long = format!("{{\"iops-total\": 1{}}}", " ".repeat(64 << 10));
     assert!(daemon.send("PATCH", of_group, &head, &long).refused(413).contains("longer than 16384"));
     assert!(
@@ -59,7 +59,7 @@ fn changes_are_all_or_nothing_and_need_the_token() {
             .contains("group memory")
     );
     let said = daemon.send("PATCH", of_group, "", "{\"iops-total\": 1}").refused(401);
-    assert!(said.contains("a token is needed"), "{said}");
+    assert!(said.contains("a token is required"), "{said}");
     assert!(
         daemon.change(of_group, &TOKEN[1..], &json!({"iops-total": 1})).refused(403).contains("is wrong")
     );

@@ -98,7 +98,7 @@ fn one_address_does_not_have_all_streams() {
     let mut streams: Vec<_> = (0..64).map(|_| daemon.listen()).collect();
     streams.iter_mut().for_each(|stream| drop(stream.next("overview")));
     let said = daemon.get("/api/v1/stream").refused(429);
-    assert!(said.starts_with("weir: 64 pages of your address listen already"), "{said}");
+    assert!(said.starts_with("weir: 64 pages are open from your address"), "{said}");
     // This host has many addresses, and is one; it has room once one is gone.
     let url = format!("http://{}/api/v1/stream", daemon.address);
     let head = ["--silent", "--show-error", "--fail", "--head", "--interface", "127.0.0.2", &url];
@@ -152,7 +152,7 @@ fn a_token_is_not_sent_over_a_network_in_plain_text() {
     weir.stop();
     fs::set_permissions(&token, fs::Permissions::from_mode(0o644)).unwrap();
     let said = serve().args(["--http", "127.0.0.1:0", "--http-token-file", text(&token)]).fails();
-    assert!(said.contains("mode 0644 lets others than its owner have it (chmod 600"), "{said}");
+    assert!(said.contains("mode 0644 makes it accessible to others (chmod 600"), "{said}");
     let said = serve().args(["--http-token-file", text(&token)]).rejects_usage();
     assert!(said.contains("there is no page (set http too)"), "{said}");
 }

@@ -51,7 +51,7 @@ const HEADERS: [(HeaderName, &str); 6] = [
 const MOST_WRONG: u32 = 10;
 const AGAIN: Duration = Duration::from_secs(1);
 const WAIT: &str =
-    "too many wrong tokens came from there, so that the right one has to wait too (a second for each)";
+    "too many wrong tokens came from this address, so the right one has to wait too (one second for each)";
 /// Number of addresses whose wrong tokens are counted, the most recent ones.
 const MOST_ADDRESSES: usize = 256;
 /// Interval between two log messages about wrong tokens.
@@ -108,12 +108,13 @@ impl Guard {
             (first, all.next().is_some())
         };
         let (host, is_doubtful) = only(HOST);
-        let host =
-            host.filter(|_| !is_doubtful).ok_or((StatusCode::BAD_REQUEST, "Host: there must be one"))?;
+        let host = host
+            .filter(|_| !is_doubtful)
+            .ok_or((StatusCode::BAD_REQUEST, "Host: is missing or given twice"))?;
         // The request target may have an authority as well, as from a proxy.
         let said = uri.authority().map(Authority::as_str);
         if !self.knows_host(host) || !said.is_none_or(|said| self.knows_host(said)) {
-            let why = "Host: the page has no such name (use an address, or tell the name with --http-name)";
+            let why = "Host: is not a name of this page (use an address, or allow the name with --http-name)";
             return Err((StatusCode::MISDIRECTED_REQUEST, why));
         }
         let (origin, is_doubtful) = only(ORIGIN);
@@ -124,7 +125,7 @@ impl Guard {
         match origin {
             // Browsers send Origin with all requests but plain GET; other clients send none.
             Some(origin) if is_doubtful || !is_here(origin) => {
-                let why = "Origin: another page must not ask here (a proxy passes on the browser's Host)";
+                let why = "Origin: another page must not send this (a proxy must forward the browser's Host)";
                 Err((StatusCode::FORBIDDEN, why))
             }
             _ => Ok(()),
@@ -146,7 +147,7 @@ impl Guard {
 
     fn judge(&self, peer: Peer, headers: &HeaderMap, now: Instant) -> Result<(), (StatusCode, &'static str)> {
         let Some(token) = &self.token else {
-            let why = "nothing can be changed here (start weir with --http-token-file)";
+            let why = "changes are disabled (start weir with --http-token-file)";
             return Err((StatusCode::FORBIDDEN, why));
         };
         let said = headers.get(AUTHORIZATION).map(HeaderValue::as_bytes);
@@ -155,7 +156,8 @@ impl Guard {
             let (scheme, token) = said.split_at_checked(7)?;
             scheme.eq_ignore_ascii_case(b"Bearer ").then(|| token.trim_ascii())
         });
-        let why = "a token is needed (send Authorization: Bearer TOKEN, with what --http-token-file has)";
+        let why =
+            "a token is required (send Authorization: Bearer TOKEN, with the token of --http-token-file)";
         let bearer = bearer.ok_or((StatusCode::UNAUTHORIZED, why))?;
         let mut wrong = self.wrong.lock().unwrap_or_else(PoisonError::into_inner);
         if wrong.is_full(peer, now) {
@@ -208,7 +210,7 @@ impl Wrong {
             tracing::warn!(
                 wrong_tokens = self.unsaid,
                 from = %peer,
-                "a wrong token was sent over HTTP (the next are counted, and told in ten minutes)"
+                "a wrong token was sent over HTTP (more are counted and reported in ten minutes)"
             );
             (self.said, self.unsaid) = (Some(now), 0);
         }

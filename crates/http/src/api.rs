@@ -64,11 +64,9 @@ pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
             "/api/v1/groups/{name}/history",
             get(async |at, of, uri| history(at, Of::Group, of, uri).await),
         )
-        .fallback(async || {
-            failure(StatusCode::NOT_FOUND, "there is nothing of this name (see /api/v1/openapi.json)")
-        })
+        .fallback(async || failure(StatusCode::NOT_FOUND, "there is no such path (see /api/v1/openapi.json)"))
         .method_not_allowed_fallback(async || {
-            failure(StatusCode::METHOD_NOT_ALLOWED, "it takes no such method")
+            failure(StatusCode::METHOD_NOT_ALLOWED, "this method is not supported")
         })
         .layer(middleware::map_response(in_one_form))
         .layer(middleware::from_fn_with_state(guard, access::check))
@@ -86,7 +84,7 @@ async fn openapi() -> Response {
 async fn events(State(site): State<Arc<Site>>, uri: Uri) -> Response {
     match said(&uri, "since").map_or(Ok(0), str::parse) {
         Ok(id) => answer(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>()),
-        Err(_) => failure(StatusCode::BAD_REQUEST, "since: is no number of an event"),
+        Err(_) => failure(StatusCode::BAD_REQUEST, "since: is not the number of an event"),
     }
 }
 
@@ -109,15 +107,14 @@ async fn stream(
             let kind = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
             (kind, Body::new(streamed)).into_response()
         }
-        Ok(Err(Refused::All)) => silent("too many listen already (close some pages)"),
+        Ok(Err(Refused::All)) => silent("too many pages are open (close some)"),
         Ok(Err(Refused::Peer)) => {
             let from = match peer {
                 Peer::Address(_) => "your address",
                 Peer::User(_) => "your user",
             };
-            let why = format!(
-                "{MOST_OF_A_PEER} pages of {from} listen already, and others are to have room (close some)"
-            );
+            let why =
+                format!("{MOST_OF_A_PEER} pages are open from {from}, and no more are allowed (close some)");
             ([(RETRY_AFTER, "5")], failure(StatusCode::TOO_MANY_REQUESTS, &why)).into_response()
         }
         Err(why) => silent(why),
@@ -131,10 +128,10 @@ async fn history(State(site): State<Arc<Site>>, of: Of, Path(name): Path<String>
         Some(asked) => Span::ALL.into_iter().find(|(known, _)| *known == asked).map(|(_, span)| span),
     };
     let Some(span) = span else {
-        return failure(StatusCode::BAD_REQUEST, "span: there are 10m, 2h and 2d");
+        return failure(StatusCode::BAD_REQUEST, "span: is not 10m, 2h or 2d");
     };
     let Ok(since_ms) = said(&uri, "since").map_or(Ok(0), str::parse::<u64>) else {
-        return failure(StatusCode::BAD_REQUEST, "since: is no time in milliseconds since 1970");
+        return failure(StatusCode::BAD_REQUEST, "since: is not a time in milliseconds since 1970");
     };
     match site.watch.look(LONGEST).await {
         Ok(state) => {

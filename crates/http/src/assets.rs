@@ -94,7 +94,7 @@ mod tests {
         }
         for (index, (name, kind, content)) in ALL.iter().enumerate() {
             assert!(!content.is_empty() && kind.contains('/'), "{name}");
-            assert!(ALL[..index].iter().all(|(other, ..)| other != name), "{name} is there twice");
+            assert!(ALL[..index].iter().all(|(other, ..)| other != name), "{name} is given twice");
         }
     }
 

@@ -45,9 +45,9 @@ pub(super) async fn read(of: Of, name: String, peer: Peer, body: Body) -> Result
 async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)> {
     let whole = timeout(PATIENCE, to_bytes(body, MOST_BODY)).await;
     let whole =
-        whole.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not come in time".to_owned()))?;
+        whole.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned()))?;
     let whole = whole.map_err(|_| {
-        (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is cut off, or longer than {MOST_BODY} bytes"))
+        (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is incomplete, or longer than {MOST_BODY} bytes"))
     })?;
     parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
 }
@@ -59,13 +59,13 @@ fn known() -> impl Iterator<Item = &'static str> {
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
     let Members(members) = serde_json::from_slice(body)
-        .map_err(|error| format!("the body is no JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
+        .map_err(|error| format!("the body is not a JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
     let number = |(key, value): (String, Value)| {
         if !known().any(|name| name == key) {
             // A mistyped key must not be ignored: the change would be incomplete.
             let near = suggest::nearest(&key, known());
             let near = near.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
-            return Err(format!("{key:?}: nothing of this name can be set here{near}"));
+            return Err(format!("{key:?}: cannot be set here{near}"));
         }
         let value = said::number(&key, value)?;
         Ok((key, value))
@@ -103,15 +103,12 @@ mod tests {
         for (body, why) in [
             ("", "no JSON object: EOF"),
             ("[1]", "no JSON object"),
-            (
-                r#"{"iops-totl": 1}"#,
-                "\"iops-totl\": nothing of this name can be set here (did you mean iops-total?)",
-            ),
-            (r#"{"l2-cache-size": 1}"#, "\"l2-cache-size\": nothing of this name can be set here"),
-            (r#"{"name": "other"}"#, "\"name\": nothing of this name"),
+            (r#"{"iops-totl": 1}"#, "\"iops-totl\": cannot be set here (did you mean iops-total?)"),
+            (r#"{"l2-cache-size": 1}"#, "\"l2-cache-size\": cannot be set here"),
+            (r#"{"name": "other"}"#, "\"name\": cannot be set here"),
             (r#"{"bps-total": "lots"}"#, "bps-total=lots is not a size"),
             (r#"{"iops-total": "0.4"}"#, "iops-total=0.4 is not a whole number of 0 or more"),
-            (r#"{"iops-total": 100, "iops-total": 200}"#, "\"iops-total\" is there twice"),
+            (r#"{"iops-total": 100, "iops-total": 200}"#, "\"iops-total\" is given twice"),
         ] {
             let error = parse(body.as_bytes()).unwrap_err();
             assert!(error.contains(why), "{body}: {error}");

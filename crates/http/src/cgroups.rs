@@ -37,7 +37,11 @@ impl ControlGroups {
         let infos = self.figures.iter().map(|figure| {
             [("cgroup", &*figure.cgroup), ("device", &*figure.device), ("group", &*figure.group)]
         });
-        to.infos("weir_cgroup", "A control group with limits on a device, and whose they are.", infos)?;
+        to.infos(
+            "weir_cgroup",
+            "A control group with limits on a device, and the group that sets them.",
+            infos,
+        )?;
         self.limits(to)?;
         self.done(to)?;
         let stalled = self.stalled.iter().flat_map(|one| {
@@ -50,17 +54,21 @@ impl ControlGroups {
         to.counters("weir_cgroup_stalled_seconds", help, stalled)?;
         let watched = || self.figures.iter().filter(|figure| figure.watermark > 0);
         let rows = watched().map(|figure| (labels(figure), f64::from(figure.watermark) / 100.0));
-        to.gauges("weir_cgroup_watermark_ratio", "Use of the device from which on limits hold.", rows)?;
+        to.gauges(
+            "weir_cgroup_watermark_ratio",
+            "Device utilization above which limits are enforced.",
+            rows,
+        )?;
         let rows = watched().filter_map(|figure| {
             Some((labels(figure), u64::from(figure.enforcement? != Enforcement::Lifted)))
         });
-        to.gauges("weir_cgroup_limits_enforced", "Whether the watermark lets limits hold now.", rows)?;
+        to.gauges("weir_cgroup_limits_enforced", "1 while the watermark enforces limits.", rows)?;
         let rows = watched().filter_map(|figure| match figure.enforcement? {
             Enforcement::Scaled(scale) => Some((labels(figure), scale.thousandths() as f64 / 1000.0)),
             Enforcement::Enforced => Some((labels(figure), 1.0)),
             Enforcement::Lifted => None,
         });
-        to.gauges("weir_cgroup_limits_scale_ratio", "What the watermark multiplies limits by.", rows)
+        to.gauges("weir_cgroup_limits_scale_ratio", "Factor that the watermark applies to limits.", rows)
     }
 
     fn limits(&self, to: &mut Writer<'_>) -> fmt::Result {
@@ -75,10 +83,10 @@ impl ControlGroups {
                     })
                 })
             };
-            let help = "A limit that is set, on it or on the group that it is in.";
+            let help = "Limit of a control group, or of the group that it belongs to.";
             let rate = rows(|figure, kind| figure.limits.limit(kind).rate);
             to.gauges(&format!("weir_cgroup_limit_{rates}"), help, rate)?;
-            let help = "The rate of a limit's burst.";
+            let help = "Burst rate of a limit.";
             let burst = rows(|figure, kind| figure.limits.limit(kind).burst_rate);
             to.gauges(&format!("weir_cgroup_burst_limit_{rates}"), help, burst)?;
             let allowed = self.figures.iter().flat_map(|figure| {
@@ -90,7 +98,7 @@ impl ControlGroups {
                     Some((labels, told[direction.index()]?))
                 })
             });
-            let help = "What the kernel holds it to now.";
+            let help = "Limit that the kernel enforces now.";
             to.gauges(&format!("weir_cgroup_allowed_{rates}"), help, allowed)?;
         }
         Ok(())

@@ -64,7 +64,7 @@ pub(super) fn unknown(of: Of, name: &str) -> String {
         Of::Disk => "disk",
         Of::Group => "group",
     };
-    format!("{of} {name}: there is none of this name (`weir status` lists them)")
+    format!("{of} {name}: does not exist (`weir status` lists them)")
 }
 
 /// Performs a change on the main thread, as a command of the control socket.

@@ -60,27 +60,31 @@ impl Families {
         let Self { snapshot, process, .. } = self;
         to.infos("weir_build", "The daemon.", [[("version", env!("CARGO_PKG_VERSION"))]])?;
         let started = [([], snapshot.started.as_secs_f64())];
-        to.gauges("process_start_time_seconds", "When the daemon began, since the Epoch.", started)?;
+        to.gauges(
+            "process_start_time_seconds",
+            "Start time of the daemon, in seconds since the Epoch.",
+            started,
+        )?;
         let cpu = process.cpu.map(|cpu| ([], cpu.as_secs_f64()));
-        to.counters("process_cpu_seconds", "Processor time of the daemon, user's and system's.", cpu)?;
+        to.counters("process_cpu_seconds", "CPU time of the daemon, user and system.", cpu)?;
         let gauge = |value: Option<u64>| value.map(|value| ([], value));
-        let help = "Memory that is not swapped out or not touched yet.";
+        let help = "Resident memory.";
         to.gauges("process_resident_memory_bytes", help, gauge(process.resident_bytes))?;
-        to.gauges("process_virtual_memory_bytes", "Addresses in use.", gauge(process.virtual_bytes))?;
-        to.gauges("process_open_fds", "Descriptors that are open.", gauge(process.open_descriptors))?;
+        to.gauges("process_virtual_memory_bytes", "Virtual memory.", gauge(process.virtual_bytes))?;
+        to.gauges("process_open_fds", "Open file descriptors.", gauge(process.open_descriptors))?;
         let unopened = [([], snapshot.unopened as u64)];
         to.gauges("weir_unopened_disks", "Disks of the config whose images are not open yet.", unopened)?;
         let threads = process.threads.iter().map(|(name, cpu)| ([("thread", &**name)], cpu.as_secs_f64()));
-        to.counters("weir_thread_cpu_seconds", "Processor time of a thread that stays.", threads)?;
+        to.counters("weir_thread_cpu_seconds", "CPU time of a permanent thread.", threads)?;
         let rings = || snapshot.workers.iter().map(|(name, totals)| ([("thread", &**name)], totals));
-        let help = "Rounds of a worker's loop.";
+        let help = "Iterations of a worker's event loop.";
         to.counters("weir_worker_turns", help, rings().map(|(labels, totals)| (labels, totals.turns)))?;
-        let help = "How often a worker had nothing to do but wait.";
+        let help = "Times that a worker went to sleep because it had no work.";
         to.counters("weir_worker_sleeps", help, rings().map(|(labels, totals)| (labels, totals.sleeps)))?;
-        let help = "Operations that the kernel took from a worker's ring.";
+        let help = "Operations of a worker's io_uring that the kernel accepted.";
         let submitted = rings().map(|(labels, totals)| (labels, totals.submitted));
         to.counters("weir_ring_submitted_operations", help, submitted)?;
-        let help = "Operations of a worker's ring that the kernel completed.";
+        let help = "Operations of a worker's io_uring that the kernel completed.";
         let completed = rings().map(|(labels, totals)| (labels, totals.completed));
         to.counters("weir_ring_completed_operations", help, completed)?;
         self.memory(to)?;
@@ -93,7 +97,7 @@ impl Families {
         let memory = &self.snapshot.memory;
         // u64::MAX means unlimited.
         let total = (memory.total != u64::MAX).then_some(([], memory.total));
-        to.gauges("weir_memory_limit_bytes", "What may be used for data.", total)?;
+        to.gauges("weir_memory_limit_bytes", "Memory budget for data.", total)?;
         let owners = [
             ("reserved", memory.reserved),
             ("pages", memory.pages),
@@ -101,9 +105,13 @@ impl Families {
             ("requests", memory.requests),
         ];
         let owners = owners.map(|(owner, bytes)| ([("owner", owner)], bytes));
-        to.gauges("weir_memory_used_bytes", "What is used for data.", owners)?;
+        to.gauges("weir_memory_used_bytes", "Memory used for data.", owners)?;
         let most = [([], memory.most_requests)];
-        to.gauges("weir_memory_requests_limit_bytes", "The most that requests may use.", most)?;
+        to.gauges(
+            "weir_memory_requests_limit_bytes",
+            "Part of the memory budget that requests may use.",
+            most,
+        )?;
         let waiting = [([], memory.waiting)];
         to.gauges("weir_memory_waiting_requests", "Requests that wait for memory.", waiting)
     }
@@ -112,12 +120,12 @@ impl Families {
         let Snapshot { events, deliveries, .. } = &*self.snapshot;
         let counts =
             |which: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[which]));
-        to.counters("weir_events", "Events that were told.", counts(0))?;
-        let help = "Events that were not told, because there were too many of the kind.";
+        to.counters("weir_events", "Events reported.", counts(0))?;
+        let help = "Events not reported because there were too many of the kind.";
         to.counters("weir_events_left_out", help, counts(1))?;
         let results = ["delivered", "failed", "skipped"];
         let rows = deliveries.iter().flat_map(|counts| results.into_iter().zip(*counts));
-        let help = "Events for which the command of `--on-event` was to be started.";
+        let help = "Events for the command of `--on-event`.";
         to.counters("weir_event_deliveries", help, rows.map(|(result, count)| ([("result", result)], count)))
     }
 
@@ -126,11 +134,15 @@ impl Families {
             let recordings = self.snapshot.recordings.iter();
             recordings.map(move |one| ([("directory", &*one.directory)], get(one)))
         };
-        let help = "Requests in the daemon's own recording.";
+        let help = "Requests in the daemon's continuous recording.";
         to.counters("weir_record_requests", help, each(|one| one.requests))?;
-        let help = "Requests that are not in it.";
+        let help = "Requests missing in that recording.";
         to.counters("weir_record_lost_requests", help, each(|one| one.lost))?;
-        to.counters("weir_record_written_bytes", "Bytes of its files.", each(|one| one.bytes))
+        to.counters(
+            "weir_record_written_bytes",
+            "Bytes written to the files of that recording.",
+            each(|one| one.bytes),
+        )
     }
 
     fn cluster(&self, to: &mut Writer<'_>) -> fmt::Result {
@@ -138,27 +150,31 @@ impl Families {
         let one = |is: Option<bool>| is.map(|is| ([], u64::from(is)));
         to.gauges(
             "weir_cluster_connected",
-            "1 while this host has its part of the cluster's limits.",
+            "1 while this host holds its leases of the cluster's limits.",
             one(cluster.map(|cluster| cluster.is_connected)),
         )?;
         to.gauges(
             "weir_cluster_leader",
-            "1 while this host divides them.",
+            "1 while this host leads the cluster and divides its limits.",
             one(cluster.map(|cluster| cluster.is_leader)),
         )?;
         to.gauges(
             "weir_cluster_silent_hosts",
-            "Hosts that have not been heard of, where this host divides the limits.",
+            "Hosts whose reports are overdue; only on the leader.",
             cluster.and_then(|cluster| cluster.silent).map(|silent| ([], silent as u64)),
         )?;
         to.gauges(
             "weir_cluster_promises_left_out",
-            "Disks and groups that are served without what they are promised.",
+            "Disks and groups that are served without their reservations.",
             cluster.map(|cluster| ([], cluster.left_out as u64)),
         )?;
         let leases = cluster.into_iter().flat_map(|cluster| &cluster.leases);
         let rows = leases.map(|(group, is)| ([("group", &**group)], u64::from(*is)));
-        to.gauges("weir_cluster_leased", "1 while a group has more than its safe share.", rows)?;
+        to.gauges(
+            "weir_cluster_leased",
+            "1 while a group has a quota lease, and so more than its fallback share.",
+            rows,
+        )?;
         for (bytes, unit) in [(false, "operations"), (true, "bytes")] {
             let lent =
                 self.snapshot.groups.iter().filter_map(|group| Some((&*group.name, &group.lent.as_ref()?.0)));
@@ -168,7 +184,7 @@ impl Families {
                 set.map(move |(kind, rate)| ([("group", group), ("limit", name_of_limit(kind))], rate))
             });
             let name = format!("weir_cluster_limit_{unit}_per_second");
-            to.gauges(&name, "A limit of all hosts together.", rows)?;
+            to.gauges(&name, "A limit of a group over all hosts.", rows)?;
         }
         Ok(())
     }
@@ -177,7 +193,7 @@ impl Families {
         let Snapshot { servers, .. } = &*self.snapshot;
         self.exports(to)?;
         let rows = servers.iter().map(|server| ([("address", &*server.address)], server.connections as u64));
-        to.gauges("weir_server_connections", "Clients of NBD at an address.", rows)?;
+        to.gauges("weir_server_connections", "NBD clients at an address.", rows)?;
         let rows = servers.iter().flat_map(|server| {
             let refused = &server.refused;
             let reasons = [
@@ -188,7 +204,7 @@ impl Families {
             ];
             reasons.map(|(reason, count)| ([("address", &*server.address), ("reason", reason)], count))
         });
-        to.counters("weir_server_refused_clients", "Clients of NBD that were refused.", rows)
+        to.counters("weir_server_refused_clients", "NBD clients that were rejected.", rows)
     }
 
     fn exports(&self, to: &mut Writer<'_>) -> fmt::Result {
@@ -198,19 +214,19 @@ impl Families {
                 Some((labels, get(export)?))
             })
         };
-        let help = "Clients of an export.";
+        let help = "Clients connected to an export.";
         to.gauges("weir_export_connections", help, each(|export| Some(export.connections as u64)))?;
-        let help = "Rings of a machine, or queues of a device, that are served now.";
+        let help = "Virtqueues of a guest, or queues of a device, that are served now.";
         to.gauges("weir_export_queues", help, each(|export| export.counters.kernel_queues()))?;
-        let help = "Requests that a machine or a device has sent.";
+        let help = "Requests from a guest or a device.";
         to.counters("weir_export_requests", help, each(|export| export.counters.requests))?;
-        let help = "Of them, those that are not answered yet.";
+        let help = "Requests from a guest or a device that are not completed yet.";
         to.gauges("weir_export_in_flight_requests", help, each(|export| export.counters.in_flight))?;
-        let help = "How often a machine said that there are requests.";
+        let help = "Notifications from a guest that requests are available (kicks).";
         to.counters("weir_export_kicks", help, each(|export| export.counters.kicks))?;
-        let help = "How often a machine was told that there are answers.";
+        let help = "Notifications to a guest that requests are completed (calls).";
         to.counters("weir_export_calls", help, each(|export| export.counters.calls))?;
-        let help = "Pieces of data that could not go straight between a machine's memory and the disk.";
+        let help = "Buffers copied because the disk could not use the guest's memory directly.";
         to.counters("weir_export_copies", help, each(|export| export.counters.copies))
     }
 
@@ -226,9 +242,9 @@ impl Families {
             })
         };
         let rows = known(|can| can.read_iops, |can| can.write_iops);
-        to.gauges("weir_device_capacity_operations_per_second", "What a device was measured to do.", rows)?;
+        to.gauges("weir_device_capacity_operations_per_second", "Measured capacity of a device.", rows)?;
         let rows = known(|can| can.read_bps, |can| can.write_bps);
-        to.gauges("weir_device_capacity_bytes_per_second", "What a device was measured to do.", rows)?;
+        to.gauges("weir_device_capacity_bytes_per_second", "Measured capacity of a device.", rows)?;
         let done = || {
             devices
                 .iter()
@@ -243,10 +259,10 @@ impl Families {
         let help = "Bytes of a device's writes.";
         let rows = done().map(|(labels, done)| (labels, done.written_bytes));
         to.counters("weir_device_written_bytes", help, rows)?;
-        let help = "Time during which a device had something to do.";
+        let help = "Time during which a device was busy.";
         let rows = done().map(|(labels, done)| (labels, done.busy_ms as f64 / 1000.0));
         to.counters("weir_device_busy_seconds", help, rows)?;
-        let help = "Time for which requests were in flight at a device, of all added up.";
+        let help = "Sum of the times that requests were in flight at a device.";
         let rows = done().map(|(labels, done)| (labels, done.queued_ms as f64 / 1000.0));
         to.counters("weir_device_queue_seconds", help, rows)
     }
@@ -265,7 +281,7 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.counters("weir_disk_writes", help, each(|disk| disk.totals.writes))?;
     to.counters("weir_disk_read_bytes", "Bytes of those reads.", each(|disk| disk.totals.read_bytes))?;
     to.counters("weir_disk_written_bytes", "Bytes of those writes.", each(|disk| disk.totals.written_bytes))?;
-    let help = "Requests that were saved by merging.";
+    let help = "Requests saved by merging.";
     to.counters("weir_disk_merged_requests", help, each(|disk| disk.totals.merged_requests))?;
     let errors = disks.iter().flat_map(|disk| {
         let errors = &disk.errors;
@@ -278,32 +294,32 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
         kinds.map(|(operation, count)| ([("disk", &*disk.name), ("operation", operation)], count))
     });
     to.counters("weir_disk_errors", "Requests that the image or its device failed.", errors)?;
-    let help = "Whether an error has stopped a disk until it is resumed.";
+    let help = "1 while a disk is stopped by an error and waits for `weir resume`.";
     to.gauges("weir_disk_stopped", help, each(|disk| disk.is_stopped.into()))?;
-    let help = "Whether somebody else changed a file below an image.";
+    let help = "1 if another program changed a file of the backing chain.";
     to.gauges("weir_disk_backing_changed", help, each(|disk| disk.has_changed_below.into()))?;
     far_away(to, disks)?;
     let memory = disks.iter().flat_map(|disk| {
         [("reserved", disk.reserved_bytes), ("requests", disk.requests_bytes)]
             .map(|(owner, bytes)| ([("disk", &*disk.name), ("owner", owner)], bytes))
     });
-    to.gauges("weir_disk_memory_bytes", "What a disk has of the memory for data.", memory)
+    to.gauges("weir_disk_memory_bytes", "Part of the memory for data that a disk uses.", memory)
 }
 
 /// Families of disks in Ceph and at NBD servers.
 fn far_away(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let waited =
         disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.oldest_request?.as_secs_f64())));
-    let help = "How long the oldest request has waited for a storage far away; 0 where none waits.";
+    let help = "Age of the oldest request to remote storage; 0 if there is none.";
     to.gauges("weir_disk_oldest_request_seconds", help, waited)?;
     let servers = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.remote?)));
-    let help = "Whether there is a connection to the NBD server.";
+    let help = "1 while the disk is connected to its NBD server.";
     let rows = servers().map(|(labels, server)| (labels, u64::from(server.is_connected)));
     to.gauges("weir_disk_server_connected", help, rows)?;
-    let help = "How often a connection to the NBD server was made anew.";
+    let help = "Reconnections to the NBD server.";
     let rows = servers().map(|(labels, server)| (labels, server.reconnections));
     to.counters("weir_disk_server_reconnections", help, rows)?;
-    let help = "What is kept until the NBD server has flushed it.";
+    let help = "Written data kept until the NBD server has flushed it.";
     let rows = servers().map(|(labels, server)| (labels, server.unflushed_bytes));
     to.gauges("weir_disk_unflushed_bytes", help, rows)
 }
@@ -323,14 +339,14 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     });
     // Histograms are by far the largest families.
     let is_used = |(_, spread): &(_, Spread)| spread.count() > 0;
-    let help = "Time from a request's arrival to its answer, of those that succeeded.";
+    let help = "Latency of successful requests, from arrival to completion.";
     to.histograms("weir_disk_request_duration_seconds", help, latencies.filter(is_used))?;
     let waits = disks.iter().flat_map(|disk| {
         Direction::ALL.map(|direction| {
             ([("disk", &*disk.name), ("operation", name_of(direction))], disk.measures.waits(direction))
         })
     });
-    let help = "Time for which a request was held back by limits and shares.";
+    let help = "Time for which a request was throttled by limits and shares.";
     let has_waited = |(_, spread): &(_, Spread)| spread.sum_ns > 0;
     to.histograms("weir_disk_wait_duration_seconds", help, waits.filter(has_waited))?;
     let waiting = disks.iter().flat_map(|disk| {
@@ -339,7 +355,7 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
             (labels, seconds(disk.measures.waiting_ns(direction)))
         })
     });
-    let help = "Time during which some request was held back.";
+    let help = "Time during which at least one request was throttled.";
     to.counters("weir_disk_waiting_seconds", help, waiting)?;
     let held = disks.iter().flat_map(|disk| {
         Whose::ALL.into_iter().flat_map(move |whose| {
@@ -362,7 +378,7 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
             })
         })
     });
-    let help = "Time during which some request was held back, by the limit that held it.";
+    let help = "Time during which at least one request was throttled, by the limit that throttled it.";
     to.counters("weir_disk_throttled_seconds", help, held)
 }
 
@@ -378,13 +394,13 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
                 .map(|(operation, counters)| ([(key, name), ("operation", operation)], get(counters)))
         })
     };
-    let help = "Requests that limits or shares were asked for, and let pass.";
+    let help = "Requests admitted by limits and shares.";
     to.counters(&name("admitted_requests"), help, by_direction(|counters| counters.requests))?;
-    let help = "Bytes of those requests.";
+    let help = "Bytes of the admitted requests.";
     to.counters(&name("admitted_bytes"), help, by_direction(|counters| counters.bytes))?;
-    let help = "Those of them that had to wait.";
+    let help = "Admitted requests that were throttled before.";
     to.counters(&name("throttled_requests"), help, by_direction(|counters| counters.throttled))?;
-    let help = "Time during which requests waited for a limit that is set here.";
+    let help = "Time during which requests waited for a limit of this level.";
     let limited = all.iter().map(|&(name, throttle)| ([(key, name)], seconds(throttle.stats.limited_ns)));
     to.counters(&name("limited_seconds"), help, limited)?;
     let waiting = all.iter().flat_map(|&(name, throttle)| {
@@ -392,36 +408,36 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
         [("read", reads), ("write", writes)]
             .map(|(operation, count)| ([(key, name), ("operation", operation)], count as u64))
     });
-    to.gauges(&name("waiting_requests"), "Requests that are held back now.", waiting)?;
+    to.gauges(&name("waiting_requests"), "Requests that are throttled now.", waiting)?;
     limits(to, key, all)?;
-    to.gauges(&name("weight"), "Its weight among its neighbours.", each(|one| one.share.weight().into()))?;
+    to.gauges(&name("weight"), "Weight among its siblings.", each(|one| one.share.weight().into()))?;
     let promised = |get: fn(&ThrottleFigures) -> u64| each(get).filter(|&(_, promised)| promised > 0);
-    let help = "Operations that are promised, whatever others do.";
+    let help = "Reserved operations per second.";
     let rows = promised(|one| one.share.iops_reservation());
     to.gauges(&name("reservation_operations_per_second"), help, rows)?;
-    let help = "Bytes that are promised, whatever others do.";
+    let help = "Reserved bytes per second.";
     to.gauges(&name("reservation_bytes_per_second"), help, promised(|one| one.share.bps_reservation()))?;
     // Only members with a reservation have these counters.
     let kept = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.kept?)));
-    let help = "Time during which requests waited, and as much passed as is promised.";
+    let help = "Time during which requests waited and the reservation was met.";
     let rows = kept().map(|(labels, kept)| (labels, seconds(kept.met_ns)));
     to.counters(&name("reservation_met_seconds"), help, rows)?;
-    let help = "Time during which requests waited, and less passed than is promised.";
+    let help = "Time during which requests waited and the reservation was missed.";
     let rows = kept().map(|(labels, kept)| (labels, seconds(kept.missed_ns)));
     to.counters(&name("reservation_missed_seconds"), help, rows)?;
     // Without a watermark limits are always enforced.
     let watched = || all.iter().filter(|(_, throttle)| throttle.watermark > 0);
     let rows = watched().map(|&(name, one)| ([(key, name)], f64::from(one.watermark) / 100.0));
-    to.gauges(&name("watermark_ratio"), "Use of the device from which on limits hold.", rows)?;
+    to.gauges(&name("watermark_ratio"), "Device utilization above which limits are enforced.", rows)?;
     let rows =
         watched().map(|&(name, one)| ([(key, name)], u64::from(one.enforcement != Enforcement::Lifted)));
-    to.gauges(&name("limits_enforced"), "Whether the watermark lets limits hold now.", rows)?;
+    to.gauges(&name("limits_enforced"), "1 while the watermark enforces limits.", rows)?;
     let rows = watched().filter_map(|&(name, one)| match one.enforcement {
         Enforcement::Scaled(scale) => Some(([(key, name)], scale.thousandths() as f64 / 1000.0)),
         Enforcement::Enforced => Some(([(key, name)], 1.0)),
         Enforcement::Lifted => None,
     });
-    to.gauges(&name("limits_scale_ratio"), "What the watermark multiplies limits by.", rows)
+    to.gauges(&name("limits_scale_ratio"), "Factor that the watermark applies to limits.", rows)
 }
 
 /// Limits and their buckets, in the unit of the limit.
@@ -452,20 +468,20 @@ fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures
     for (bytes, unit, rates) in
         [(false, "operations", "operations_per_second"), (true, "bytes", "bytes_per_second")]
     {
-        let help = "A limit that is set.";
+        let help = "Configured limit.";
         to.gauges(&name(&format!("limit_{rates}")), help, rows(all, key, Some(bytes), rate))?;
-        let help = "The rate of a limit's burst.";
+        let help = "Burst rate of a limit.";
         to.gauges(&name(&format!("burst_limit_{rates}")), help, rows(all, key, Some(bytes), burst))?;
-        let help = "What has passed a limit and not run out of its bucket yet.";
+        let help = "Level of a limit's bucket: admitted and not drained yet.";
         to.gauges(&name(&format!("bucket_level_{unit}")), help, rows(all, key, Some(bytes), level))?;
         let help = "Capacity of a limit's bucket: the burst rate times the burst length.";
         to.gauges(&name(&format!("bucket_capacity_{unit}")), help, rows(all, key, Some(bytes), capacity))?;
-        let help = "Capacity of a limit's bucket less its level.";
+        let help = "Free room of a limit's bucket: capacity minus level.";
         to.gauges(&name(&format!("bucket_room_{unit}")), help, rows(all, key, Some(bytes), room))?;
     }
-    let help = "Level of a limit's bucket as a share of its capacity.";
+    let help = "Level of a limit's bucket divided by its capacity.";
     to.gauges(&name("bucket_level_ratio"), help, rows(all, key, None, ratio))?;
-    let help = "Time after which a limit's bucket is empty, if nothing passes.";
+    let help = "Time until a limit's bucket is empty if nothing more is admitted.";
     to.gauges(&name("bucket_empty_seconds"), help, rows(all, key, None, empty))
 }
 
@@ -481,8 +497,8 @@ fn prefetches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
         ];
         results.map(|(result, count)| ([("disk", name), ("result", result)], count))
     });
-    to.counters("weir_disk_prefetch_reads", "Reads by what was read ahead of them.", reads)?;
-    let help = "Hits that waited for data on its way.";
+    to.counters("weir_disk_prefetch_reads", "Reads by the result of their prefetch lookup.", reads)?;
+    let help = "Hits that waited for a prefetch in flight.";
     to.counters(
         "weir_disk_prefetch_waited_reads",
         help,
@@ -490,42 +506,42 @@ fn prefetches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     )?;
     type Get = fn(&prefetch::Stats) -> u64;
     let bytes: [(&str, &str, Get); 4] = [
-        ("hit", "Bytes that readers had from memory.", |stats| stats.hit_bytes),
-        ("read_ahead", "Bytes that were read ahead, or are being.", |stats| stats.read_ahead_bytes),
-        ("used", "Bytes that were read ahead and then read.", |stats| stats.used_bytes),
-        ("wasted", "Bytes that were read ahead and dropped unread.", |stats| stats.wasted_bytes),
+        ("hit", "Bytes of reads served from prefetched data.", |stats| stats.hit_bytes),
+        ("read_ahead", "Bytes prefetched, or being prefetched.", |stats| stats.read_ahead_bytes),
+        ("used", "Bytes prefetched and then read.", |stats| stats.used_bytes),
+        ("wasted", "Bytes prefetched and dropped unread.", |stats| stats.wasted_bytes),
     ];
     for (what, help, get) in bytes {
         let rows = all().map(|(labels, stats)| (labels, get(stats)));
         to.counters(&format!("weir_disk_prefetch_{what}_bytes"), help, rows)?;
     }
     let rows = all().map(|(labels, stats)| (labels, stats.memory_bytes));
-    to.gauges("weir_disk_prefetch_memory_bytes", "Memory of what was read ahead.", rows)?;
+    to.gauges("weir_disk_prefetch_memory_bytes", "Memory of prefetched data.", rows)?;
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.streams)));
-    to.gauges("weir_disk_prefetch_streams", "Streams with data that nobody has read yet.", rows)?;
+    to.gauges("weir_disk_prefetch_streams", "Streams with prefetched data that is not read yet.", rows)?;
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.closed)));
-    to.gauges("weir_disk_prefetch_closed", "Whether reading ahead does not pay now.", rows)
+    to.gauges("weir_disk_prefetch_closed", "1 while prefetching is off because it does not pay.", rows)
 }
 
 fn caches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let l2 = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], &disk.caches.as_ref()?.0)));
-    let help = "Lookups that found their part of the L2 tables in memory.";
+    let help = "L2 cache lookups that hit.";
     to.counters("weir_disk_l2_cache_hits", help, l2().map(|(labels, cache)| (labels, cache.hits)))?;
-    let help = "Parts of the L2 tables that had to be read.";
+    let help = "Slices of L2 tables read from the image.";
     to.counters("weir_disk_l2_cache_misses", help, l2().map(|(labels, cache)| (labels, cache.misses)))?;
-    let help = "Parts of the L2 tables that made room for others.";
+    let help = "Slices of L2 tables evicted.";
     to.counters("weir_disk_l2_cache_evictions", help, l2().map(|(labels, cache)| (labels, cache.evictions)))?;
     let rows = l2().map(|(labels, cache)| (labels, cache.bytes));
     to.gauges("weir_disk_l2_cache_bytes", "Memory of the L2 cache.", rows)?;
     let rows = l2().map(|(labels, cache)| (labels, cache.limit_bytes));
-    to.gauges("weir_disk_l2_cache_limit_bytes", "What the L2 cache may take.", rows)?;
-    let help = "How much of the disk a full L2 cache covers.";
+    to.gauges("weir_disk_l2_cache_limit_bytes", "Size limit of the L2 cache.", rows)?;
+    let help = "Bytes of the disk that a full L2 cache covers.";
     let rows = l2().map(|(labels, cache)| (labels, cache.covered_bytes));
     to.gauges("weir_disk_l2_cache_covered_bytes", help, rows)?;
     let counts = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], &disk.caches.as_ref()?.1)));
-    let help = "Lookups that found their refcount block in memory.";
+    let help = "Refcount cache lookups that hit.";
     to.counters("weir_disk_refcount_cache_hits", help, counts().map(|(labels, cache)| (labels, cache.hits)))?;
-    let help = "Refcount blocks that had to be read.";
+    let help = "Refcount blocks read from the image.";
     let rows = counts().map(|(labels, cache)| (labels, cache.misses));
     to.counters("weir_disk_refcount_cache_misses", help, rows)?;
     let rows = counts().map(|(labels, cache)| (labels, cache.bytes));

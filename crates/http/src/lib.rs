@@ -152,7 +152,8 @@ impl Http {
             });
         }
         let page = doors.page.map(|page| -> anyhow::Result<_> {
-            let recent = remembering.recordings.remember().context("what disks are asked cannot be kept")?;
+            let recent =
+                remembering.recordings.remember().context("the latest requests cannot be recorded")?;
             Ok(page.place(desk, recent, remembering.events.clone()))
         });
         let (place, watch) = page.transpose()?.unzip();
@@ -161,10 +162,10 @@ impl Http {
         let thread = thread::Builder::new().name("http".to_owned()).spawn(move || {
             let begin = || drop(watch.map(|watch| tokio::spawn(watch.run())));
             if let Err(error) = server::run(places, begin, stopped) {
-                tracing::error!(%error, "nothing can be had over HTTP (restart weir)");
+                tracing::error!(%error, "the HTTP server has failed (restart weir)");
             }
         });
-        let thread = thread.context("the thread that answers over HTTP")?;
+        let thread = thread.context("the HTTP thread cannot be started")?;
         Ok(Self { stop: Some(stop), thread: Some(thread), _answering: answering })
     }
 }

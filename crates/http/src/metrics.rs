@@ -41,7 +41,7 @@ use super::{
 /// Bound of the responses in memory for each format, including the cached one.
 const MOST_READ: usize = 3;
 
-const INDEX: &str = "weir: its figures for Prometheus are at /metrics\n";
+const INDEX: &str = "weir: metrics for Prometheus are at /metrics\n";
 
 /// Routes of `--metrics`.
 pub(super) fn router(desk: Arc<Desk>, cgroups: Option<Reader>) -> Router {
@@ -81,7 +81,7 @@ impl Page {
             if form.write(snapshot, page.cgroups.as_ref(), &mut sheet).is_some() {
                 given.keep(sheet.end());
             } else {
-                tracing::error!(?form, "figures cannot be written (ask for another format)");
+                tracing::error!(?form, "the metrics cannot be written (request another format)");
             }
         });
         Ok(pieces)

@@ -60,10 +60,10 @@ pub(super) async fn preview(
         Err(error) => return failure(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
     };
     let Outcome { past, was, would } = match timeout(PATIENCE, asked.told()).await {
-        Err(_) => return silent("the preview takes too long (try again when there is less to do)"),
+        Err(_) => return silent("the preview takes too long (try again when the host is less busy)"),
         Ok(Some(Ok(outcome))) => outcome,
         Ok(Some(Err(error))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
-        Ok(None) => return failure(StatusCode::CONFLICT, "another preview was asked for meanwhile"),
+        Ok(None) => return failure(StatusCode::CONFLICT, "another preview has replaced this one"),
     };
     answer(&Preview {
         seconds: rounded(past.as_secs_f64()),

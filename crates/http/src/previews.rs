@@ -176,7 +176,7 @@ const NICE: i32 = 19;
 /// Lowers the priority of this thread. On Linux it applies to the thread alone: setpriority(2).
 fn give_way() {
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
-        tracing::debug!(%error, "a preview has as much time as other threads");
+        tracing::debug!(%error, "a preview runs at normal priority");
     }
 }
 

@@ -30,7 +30,7 @@ impl<'de> Deserialize<'de> for Members {
                 while let Some((key, value)) = map.next_entry::<String, Value>()? {
                     // Ambiguous, so it is an error. A linear search is enough for a short body.
                     if members.iter().any(|(before, _)| *before == key) {
-                        return Err(A::Error::custom(format!("{key:?} is there twice")));
+                        return Err(A::Error::custom(format!("{key:?} is given twice")));
                     }
                     members.push((key, value));
                 }

@@ -164,7 +164,7 @@ async fn accept(socket: Socket, door: Arc<Door>) {
             Err(error) => {
                 // Logged once until an accept succeeds.
                 if !std::mem::replace(&mut has_said, true) {
-                    tracing::warn!(%error, "connections over HTTP cannot be accepted now");
+                    tracing::warn!(%error, "HTTP connections cannot be accepted now");
                 }
                 sleep(PAUSE).await;
             }

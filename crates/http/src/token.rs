@@ -36,7 +36,7 @@ impl Token {
         let mode = known.mode() & 0o777;
         // Checked on the open file, so that it cannot be replaced in between.
         if known.is_file() && mode & 0o077 != 0 {
-            bail!("mode {mode:04o} lets others than its owner have it (chmod 600 {})", path.display());
+            bail!("mode {mode:04o} makes it accessible to others (chmod 600 {})", path.display());
         }
         let mut text = Vec::new();
         // Bounded read. Two more bytes than the bound tell a too long token from a line end.
@@ -48,7 +48,7 @@ impl Token {
         );
         ensure!(
             token.len() >= LEAST && token.iter().all(u8::is_ascii_graphic),
-            "there must be one line of {LEAST} characters or more without spaces (`openssl rand -hex 32` makes one)"
+            "the file must hold one line of at least {LEAST} characters without spaces (`openssl rand -hex 32` makes one)"
         );
         Ok(Self(token.to_owned()))
     }
@@ -77,12 +77,12 @@ mod tests {
         assert_eq!(read("0123456789abcdef\n", 0o600).unwrap(), b"0123456789abcdef");
         assert_eq!(read("0123456789abcdef", 0o400).unwrap(), b"0123456789abcdef");
         for (content, mode, why) in [
-            ("0123456789abcdef", 0o640, "mode 0640 lets others"),
-            ("0123456789abcdef", 0o604, "mode 0604 lets others"),
-            ("0123456789abcde", 0o600, "one line of 16 characters"),
-            ("0123456789 abcdef", 0o600, "one line of 16 characters"),
-            ("0123456789abcdef\nanother", 0o600, "one line of 16 characters"),
-            ("", 0o600, "one line of 16 characters"),
+            ("0123456789abcdef", 0o640, "mode 0640 makes it"),
+            ("0123456789abcdef", 0o604, "mode 0604 makes it"),
+            ("0123456789abcde", 0o600, "one line of at least 16 characters"),
+            ("0123456789 abcdef", 0o600, "one line of at least 16 characters"),
+            ("0123456789abcdef\nanother", 0o600, "one line of at least 16 characters"),
+            ("", 0o600, "one line of at least 16 characters"),
             (&"x".repeat(MOST + 1), 0o600, "longer than 4096"),
         ] {
             let error = read(content, mode).unwrap_err();
