@@ -188,7 +188,7 @@ fn whatever_is_said_to_it_others_are_answered() {
     for name in ["../../../etc", "/etc/passwd", "a/../../b", "", "."] {
         assert_says(
             &plugin.refuses("Create", &json!({ "Name": name, "Opts": { "size": "16M" } })),
-            &["is no name of a volume"],
+            &["is not a volume name"],
         );
     }
     thread::scope(|scope| {
@@ -272,7 +272,7 @@ fn what_is_written_into_a_volume_stays_in_it() {
     mount(&plugin, "b");
     assert_says(
         &plugin.refuses("Remove", &plugin.named()),
-        &["is mounted: several containers use it (a, b)"],
+        &["is mounted: several containers are using it (a, b)"],
     );
     unmount(&plugin, "a");
     assert!(is_mounted(&at.0), "b has it");

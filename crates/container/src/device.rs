@@ -59,6 +59,6 @@ impl Devices for Weir {
 
     fn is_mounted(&self, at: &Path) -> anyhow::Result<bool> {
         // Reads mountinfo only: a stat of the mount point could hang with its device.
-        is_mount_point(at).context("what is mounted cannot be known")
+        is_mount_point(at).context("the mount table cannot be read")
     }
 }

@@ -30,7 +30,7 @@ impl FileSystem {
 
     pub(crate) fn named(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|known| known.name() == name);
-        found.ok_or_else(|| "is none of ext4, xfs and btrfs".to_owned())
+        found.ok_or_else(|| "is not one of ext4, xfs and btrfs".to_owned())
     }
 
     /// Debian package of the program that creates it.
@@ -54,9 +54,9 @@ impl FileSystem {
         // The largest file on ext4 with blocks of 4 KiB, where the image may be stored.
         const MOST: u64 = 16 << 40;
         match bytes {
-            bytes if bytes < least => Err(format!("is too small; {} needs {text} at least", self.name())),
+            bytes if bytes < least => Err(format!("is too small; {} needs at least {text}", self.name())),
             // Not equal either: the image has metadata besides the data.
-            bytes if bytes >= MOST => Err("is too large; a volume is below 16T".to_owned()),
+            bytes if bytes >= MOST => Err("is too large; a volume must be smaller than 16T".to_owned()),
             _ => Ok(()),
         }
     }
@@ -72,7 +72,7 @@ impl FileSystem {
         });
         command.arg(file).env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
         program::run(&mut command, program::SOON)
-            .with_context(|| format!("the file system cannot be made ({name} is in {})", self.package()))
+            .with_context(|| format!("the file system cannot be created ({name} is in {})", self.package()))
     }
 }
 
@@ -85,7 +85,10 @@ mod tests {
         for known in FileSystem::ALL {
             assert!(known.check_size(1 << 30).is_ok());
             assert!(known.check_size(1 << 20).unwrap_err().starts_with("is too small; "));
-            assert_eq!(known.check_size(u64::MAX).unwrap_err(), "is too large; a volume is below 16T");
+            assert_eq!(
+                known.check_size(u64::MAX).unwrap_err(),
+                "is too large; a volume must be smaller than 16T"
+            );
             assert_eq!(FileSystem::named(known.name()), Ok(known));
         }
     }

@@ -65,14 +65,14 @@ pub(crate) fn read(stream: &mut impl Timed, deadline: Instant) -> Result<Request
         if let Some(head) = head(&bytes)? {
             // Pipelining is not supported: a response closes the connection.
             if bytes.len() - head.bytes > head.body_bytes {
-                return Err(Refusal::Answer(400, "more follows the request than it says"));
+                return Err(Refusal::Answer(400, "the request is longer than its Content-Length"));
             }
             if bytes.len() - head.bytes == head.body_bytes {
                 return Ok(Request { path: head.path, body: bytes.split_off(head.bytes) });
             }
         // Checked only while the head is incomplete; the body has its own bound.
         } else if bytes.len() >= MOST_HEAD_BYTES {
-            return Err(Refusal::Answer(431, "the head of the request is too long"));
+            return Err(Refusal::Answer(431, "the header of the request is too long"));
         }
         more(stream, &mut bytes, deadline)?;
     }
@@ -116,12 +116,12 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
         Ok(httparse::Status::Partial) => return Ok(None),
         Ok(httparse::Status::Complete(length)) if length <= MOST_HEAD_BYTES => length,
         Ok(_) | Err(httparse::Error::TooManyHeaders) => {
-            return Err(Refusal::Answer(431, "the head of the request is too long"));
+            return Err(Refusal::Answer(431, "the header of the request is too long"));
         }
-        Err(_) => return Err(Refusal::Answer(400, "this is no HTTP")),
+        Err(_) => return Err(Refusal::Answer(400, "the request is not HTTP")),
     };
     if request.method != Some("POST") {
-        return Err(Refusal::Answer(405, "requests of the plugin protocol are POST"));
+        return Err(Refusal::Answer(405, "the plugin protocol uses POST only"));
     }
     let named = |name: &'static str| {
         let headers = request.headers.iter();
@@ -129,14 +129,16 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
     };
     // Chunked bodies are not supported; neither Docker nor Podman sends them.
     if named("transfer-encoding").next().is_some() {
-        return Err(Refusal::Answer(411, "the request does not say how long it is (send Content-Length)"));
+        return Err(Refusal::Answer(411, "the length of the request is unknown (send Content-Length)"));
     }
     let mut lengths = named("content-length");
     let body_bytes = match (lengths.next(), lengths.next()) {
         (None, _) => 0,
         (Some(text), None) => length_of(text)?,
         // Two lengths are an attack or a bug (RFC 9112, section 6.3).
-        (Some(_), Some(_)) => return Err(Refusal::Answer(400, "the request says twice how long it is")),
+        (Some(_), Some(_)) => {
+            return Err(Refusal::Answer(400, "the request has more than one Content-Length"));
+        }
     };
     let path = request.path.unwrap_or_default().to_owned();
     Ok(Some(Head { bytes: length, path, body_bytes }))
@@ -145,7 +147,7 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
 fn length_of(text: &[u8]) -> Result<usize, Refusal> {
     // `parse` would accept a plus sign.
     if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
-        return Err(Refusal::Answer(400, "Content-Length is no number"));
+        return Err(Refusal::Answer(400, "Content-Length is not a number"));
     }
     let length = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
     // A number that does not fit a usize is too long as well.

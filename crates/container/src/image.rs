@@ -26,7 +26,7 @@ pub(crate) fn make(weir: &Path, image: &Path, options: &Options) -> anyhow::Resu
     fs::File::create_new(&raw)
         // Sparse. A multiple of the block size, which O_DIRECT needs.
         .and_then(|file| file.set_len(options.size_bytes.next_multiple_of(4096)))
-        .with_context(|| format!("{}: cannot be made", raw.display()))?;
+        .with_context(|| format!("{}: cannot be created", raw.display()))?;
     options.file_system.make(&raw)?;
     if options.format == Format::Qcow2 {
         let mut command = Command::new(weir);

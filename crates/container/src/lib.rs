@@ -50,47 +50,47 @@ pub const EXAMPLES: &str = concat!(
     "\
 Examples:
   weir docker-plugin
-      Docker finds the plugin by its socket's name, /run/docker/plugins/weir.sock.
+      Docker finds the plugin by the name of its socket, /run/docker/plugins/weir.sock.
   docker volume create -d weir -o size=10G -o group=gold -o iops-total=2000 db
   docker run -v db:/var/lib/postgresql/data postgres
-      A volume of 10 GiB, made once, and a container that has it.
+      Create a volume of 10 GiB, and run a container with it.
   podman volume create --driver weir -o size=10G db
       The same with Podman; containers.conf(5) names the socket below [engine.volume_plugins].
 
 Options of a volume (-o KEY=VALUE):
-  size=SIZE             how large it is; the only one that is needed
-  format=FORMAT         of its image: qcow2 or raw [qcow2]
-  fstype=TYPE           its file system: ext4, xfs or btrfs [ext4]
-  mount-options=LIST    for mount(8), such as noatime,discard
-  device=WAY            how it becomes a device: ublk, nbd or fuse [the best there is]
+  size=SIZE             size of the volume (required)
+  format=FORMAT         image format: qcow2 or raw [qcow2]
+  fstype=TYPE           file system: ext4, xfs or btrfs [ext4]
+  mount-options=LIST    options of mount(8), such as noatime,discard
+  device=WAY            kind of block device: ublk, nbd or fuse [the best available]
   group, weight, cache, l2-cache-size, prefetch, prefetch-…, iops-reservation, bps-reservation,
   watermark, and the limits iops-total, bps-total and so on
-                        as `weir attach` has them
+                        same as the options of `weir attach`
 
 ",
     settings::sizes!(),
     "
-SIGTERM and SIGINT end it once what has begun is done; volumes stay mounted, and the next one knows them.
+SIGTERM and SIGINT end it after the requests in progress; volumes stay mounted, and the next start finds them.
 Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 );
 
-/// What `weir docker-plugin` is told.
+/// Command-line arguments of `weir docker-plugin`.
 #[derive(Debug, Args)]
 pub struct PluginArgs {
-    /// Where to listen, unless the service manager passes a socket
+    /// Socket to listen on, unless the service manager passes one
     #[arg(long, value_name = "unix:PATH", default_value = "unix:/run/docker/plugins/weir.sock", value_parser = settings::socket)]
     socket: PathBuf,
-    /// Where volumes lie
+    /// Directory of the volumes
     #[arg(long, value_name = "DIR", default_value = "/var/lib/weir/volumes")]
     directory: PathBuf,
-    /// Attach through the daemon with this control socket, whose groups then hold [default: as
+    /// Attach through the daemon at this control socket, whose groups then apply [default: as for
     /// `weir attach`]
     #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
     qmp: Option<PathBuf>,
     /// off, error, warn, info, debug or trace
     #[arg(long, value_name = "FILTER", default_value = "info", value_parser = settings::log::filter)]
     log: String,
-    /// Lines for people or JSON objects: text or json
+    /// Format of log messages: text or json
     #[arg(long, value_name = "FORMAT", default_value = "text")]
     log_format: LogFormat,
 }
@@ -106,7 +106,7 @@ pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     logging::start(&LogSettings { filter: log, format: log_format, file: None })?;
     // Blocked before other threads start, which inherit the mask.
     let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
-    let weir = env::current_exe().context("the program's own file is not known")?;
+    let weir = env::current_exe().context("the path of the weir program is unknown")?;
     let store = Store::open(&directory)?;
     let (listener, _file) = control::listen::only(inherited, &socket, || {
         // Docker creates it only when it first looks for plugins.
@@ -135,21 +135,21 @@ fn until_ended(signals: Signals) -> anyhow::Result<&'static str> {
     let (sender, requests) = mpsc::channel();
     let hear = move |request| match request {
         Request::EndAtOnce(signal) => {
-            console::say(&format!("{signal} again: what has begun is left as it is"));
+            console::say(&format!("{signal} again: ending at once; requests in progress are abandoned"));
             logging::exit(1)
         }
         request => sender.send(request).is_ok(),
     };
-    signals.forward(hear).context("no thread can be started")?;
+    signals.forward(hear).context("a thread cannot be started")?;
     let signal = requests.iter().find_map(|request| match request {
         Request::End(signal) => Some(signal),
         _ => None,
     });
-    signal.context("signals are not heard any more")
+    signal.context("the signal thread has ended")
 }
 
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be told");
+        tracing::warn!(%error, "the service manager at NOTIFY_SOCKET cannot be notified");
     }
 }

@@ -53,11 +53,11 @@ impl Options {
         }
         // Rules between options, such as a burst rate below its rate.
         draft.disk.checked().map_err(|wrong| wrong.to_string())?;
-        let size_bytes = draft.size.ok_or("size: is missing (say how large the volume is: -o size=10G)")?;
+        let size_bytes = draft.size.ok_or("size: is missing (set the size of the volume: -o size=10G)")?;
         let format = draft.format.unwrap_or(Format::Qcow2);
         // `weir attach` would reject it only at the first mount.
         if let (Some(value), Format::Raw) = (given.get(L2_CACHE_SIZE), format) {
-            return Err(format!("{L2_CACHE_SIZE}={value}: raw images have no such cache (leave it out)"));
+            return Err(format!("{L2_CACHE_SIZE}={value}: raw images have no L2 cache (remove the option)"));
         }
         let file_system = draft.file_system.unwrap_or_default();
         file_system.check_size(size_bytes).map_err(|rule| match given.get(SIZE) {
@@ -106,7 +106,7 @@ impl Draft {
             FILE_SYSTEM => self.file_system = Some(FileSystem::named(value).map_err(wrong)?),
             MOUNT_OPTIONS => check_mount_options(value).map_err(wrong)?,
             DEVICE if DEVICES.contains(&value) => {}
-            DEVICE => return Err(wrong("is none of ublk, nbd and fuse".to_owned())),
+            DEVICE => return Err(wrong("is not one of ublk, nbd and fuse".to_owned())),
             _ => {
                 let Some(key) = DiskConfig::key(name).filter(|key| is_handed_on(key)) else {
                     return Err(wrong(unknown(name)));
@@ -125,8 +125,8 @@ impl Draft {
 fn unknown(name: &str) -> String {
     let handed_on = DiskConfig::keys().iter().filter(|key| is_handed_on(key)).map(|key| key.name);
     match suggest::nearest(name, OWN.into_iter().chain(handed_on)) {
-        Some(other) => format!("is no option of a volume (did you mean {other}?)"),
-        None => "is no option of a volume (`weir docker-plugin --help` lists them)".to_owned(),
+        Some(other) => format!("is not a volume option (did you mean {other}?)"),
+        None => "is not a volume option (`weir docker-plugin --help` lists them)".to_owned(),
     }
 }
 
@@ -135,20 +135,20 @@ fn check_mount_options(value: &str) -> Result<(), String> {
     let is_plain = |c: char| c.is_ascii_graphic();
     let options = value.split(',');
     if value.is_empty() || !value.chars().all(is_plain) || options.clone().any(str::is_empty) {
-        return Err("is no list of mount options (write them as noatime,discard)".to_owned());
+        return Err("is not a list of mount options (such as noatime,discard)".to_owned());
     }
     // These would change the meaning of the mount, or access paths of the host.
     match options.into_iter().find(|option| ["bind", "rbind", "move", "remount", "loop"].contains(option)) {
-        Some(option) => Err(format!("{option} is about another kind of mount (leave it out)")),
+        Some(option) => Err(format!("{option} is not allowed for a volume (remove it)")),
         None => Ok(()),
     }
 }
 
 fn check_group(name: &str) -> Result<(), String> {
     match name {
-        "" => Err("the name is empty (give it one)".to_owned()),
+        "" => Err("the name is empty".to_owned()),
         _ if name.chars().any(char::is_control) => {
-            Err("the name holds a control character (leave it out)".to_owned())
+            Err("the name has a control character (remove it)".to_owned())
         }
         _ => Ok(()),
     }
@@ -172,7 +172,7 @@ mod tests {
         let options = read(&[("size", "10G")]).unwrap();
         assert_eq!((options.size_bytes, options.format), (10 << 30, Format::Qcow2));
         assert_eq!(options.words(), ["--format=qcow2", "--fstype=ext4"]);
-        refused(&[], "size: is missing (say how large the volume is: -o size=10G)");
+        refused(&[], "size: is missing (set the size of the volume: -o size=10G)");
     }
 
     #[test]
@@ -210,13 +210,13 @@ mod tests {
     fn a_slip_names_the_key_the_value_and_the_rule() {
         let with = |key: &str, value: &str| read(&[("size", "1G"), (key, value)]).unwrap_err();
         for (key, value, expect) in [
-            ("sizes", "1", "sizes=1: is no option of a volume (did you mean size?)"),
-            ("zzz", "", "zzz=: is no option of a volume (`weir docker-plugin --help` lists them)"),
+            ("sizes", "1", "sizes=1: is not a volume option (did you mean size?)"),
+            ("zzz", "", "zzz=: is not a volume option (`weir docker-plugin --help` lists them)"),
             ("format", "vmdk", "format=vmdk: is not a format that weir serves (raw, qcow2)"),
-            ("fstype", "ntfs", "fstype=ntfs: is none of ext4, xfs and btrfs"),
-            ("device", "scsi", "device=scsi: is none of ublk, nbd and fuse"),
+            ("fstype", "ntfs", "fstype=ntfs: is not one of ext4, xfs and btrfs"),
+            ("device", "scsi", "device=scsi: is not one of ublk, nbd and fuse"),
             ("prefetch", "maybe", "prefetch=maybe: is none of on, off and auto"),
-            ("group", "", "group=: the name is empty (give it one)"),
+            ("group", "", "group=: the name is empty"),
             ("weight", "0", "weight=0: is out of range; a weight is from 1 to 10000"),
             ("watermark", "101", "watermark=101: is out of range; a watermark is from 0 to 100 percent"),
             ("iops-total", "-5", "iops-total=-5: is not a whole number of 0 or more"),
@@ -224,19 +224,15 @@ mod tests {
             (
                 "mount-options",
                 "noatime,--help /",
-                "mount-options=noatime,--help /: is no list of mount options (write them as noatime,discard)",
+                "mount-options=noatime,--help /: is not a list of mount options (such as noatime,discard)",
             ),
-            (
-                "mount-options",
-                "bind",
-                "mount-options=bind: bind is about another kind of mount (leave it out)",
-            ),
+            ("mount-options", "bind", "mount-options=bind: bind is not allowed for a volume (remove it)"),
         ] {
             assert_eq!(with(key, value), expect);
         }
         refused(
             &[("size", "1G"), ("format", "raw"), ("l2-cache-size", "1M")],
-            "l2-cache-size=1M: raw images have no such cache (leave it out)",
+            "l2-cache-size=1M: raw images have no L2 cache (remove the option)",
         );
         let crossed = read(&[("size", "1G"), ("iops-total", "1000"), ("iops-total-max", "500")]).unwrap_err();
         assert!(crossed.starts_with("iops-total-max=500: "), "{crossed}");
@@ -248,7 +244,7 @@ mod tests {
     fn every_option_is_known_by_its_own_name() {
         for key in OWN.into_iter().chain([GROUP, L2_CACHE_SIZE, "weight", "iops-total"]) {
             let said = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
-            assert!(!said.contains("no option of a volume"), "{said}");
+            assert!(!said.contains("not a volume option"), "{said}");
         }
     }
 }

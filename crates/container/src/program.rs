@@ -31,29 +31,29 @@ const MOST_SAID_BYTES: u64 = 16 << 10;
 /// Returns its error message, or the reason why it could not be run.
 pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> {
     let name = command.get_program().to_string_lossy().into_owned();
-    let mut said = tempfile::tempfile().context("no temporary file can be made")?;
-    let errors = said.try_clone().context("no temporary file can be made")?;
+    let mut said = tempfile::tempfile().context("a temporary file cannot be created")?;
+    let errors = said.try_clone().context("a temporary file cannot be created")?;
     // No terminal: a program that asks a question fails instead of waiting.
     let child = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors).spawn();
     let mut child = child.map_err(|error| match error.kind() {
-        ErrorKind::NotFound => anyhow!("{name}: there is no such program (install it)"),
-        _ => anyhow!("{name}: cannot be run: {error}"),
+        ErrorKind::NotFound => anyhow!("{name}: is not installed"),
+        _ => anyhow!("{name}: cannot be started: {error}"),
     })?;
     let in_time = ends_within(&child, limit).with_context(|| format!("{name}: cannot be waited for"))?;
     if !in_time {
         // A child in an uninterruptible system call dies only when that returns.
-        child.kill().with_context(|| format!("{name}: cannot be ended"))?;
+        child.kill().with_context(|| format!("{name}: cannot be killed"))?;
     }
     let status = child.wait().with_context(|| format!("{name}: cannot be waited for"))?;
     if !in_time {
-        bail!("{name}: did not end within {} s, and was killed", limit.as_secs());
+        bail!("{name}: did not finish within {} s, and was killed", limit.as_secs());
     }
     if status.success() {
         return Ok(());
     }
     match complaint(&read(&mut said)) {
         Some(line) => bail!("{line}"),
-        None => bail!("{name}: failed ({status}), and did not say why"),
+        None => bail!("{name}: failed ({status}) without a message"),
     }
 }
 
@@ -104,19 +104,16 @@ mod tests {
             fails("echo mke2fs 1.47 >&2; echo; echo too small >&2; echo usage >&2; exit 1"),
             "too small"
         );
-        assert_eq!(fails("exit 3"), "sh: failed (exit status: 3), and did not say why");
+        assert_eq!(fails("exit 3"), "sh: failed (exit status: 3) without a message");
         assert_eq!(fails("yes x | head -c 1000000 >&2; exit 1"), "x");
         let missing = run(&mut Command::new("/nonexistent/mkfs"), Duration::from_secs(60));
-        assert_eq!(
-            missing.unwrap_err().to_string(),
-            "/nonexistent/mkfs: there is no such program (install it)"
-        );
+        assert_eq!(missing.unwrap_err().to_string(), "/nonexistent/mkfs: is not installed");
     }
 
     #[test]
     fn one_that_does_not_end_is_ended() {
         let error = run(&mut shell("exec sleep 1000"), Duration::from_millis(10)).unwrap_err();
-        assert_eq!(error.to_string(), "sh: did not end within 0 s, and was killed");
+        assert_eq!(error.to_string(), "sh: did not finish within 0 s, and was killed");
     }
 
     #[test]

@@ -63,7 +63,7 @@ pub(crate) fn answer<D: Devices>(
         "/VolumeDriver.Path" => call.path(),
         "/VolumeDriver.Get" => call.get(),
         "/VolumeDriver.List" => call.list(),
-        _ => return Some(refused(404, "there is no such request of volume plugins")),
+        _ => return Some(refused(404, "the plugin protocol has no such request")),
     };
     match outcome {
         Ok(value) => Some(Answer { status: 200, body: value.to_string() }),
@@ -105,7 +105,7 @@ impl<D: Devices> Call<'_, D> {
         let Create { name, opts } = self.read()?;
         let held = self.hold(&name)?;
         self.volumes.create(&held, opts.unwrap_or_default())?;
-        tracing::info!(volume = name, "made");
+        tracing::info!(volume = name, "created");
         Ok(json!({ "Err": "" }))
     }
 
@@ -166,7 +166,7 @@ impl<D: Devices> Call<'_, D> {
 
     fn read<T: DeserializeOwned>(&self) -> Result<T, Stopped> {
         let read = serde_json::from_slice(self.body);
-        read.map_err(|error| Stopped::Refused(400, anyhow!("the request is not as it should be: {error}")))
+        read.map_err(|error| Stopped::Refused(400, anyhow!("the request is malformed: {error}")))
     }
 }
 
@@ -257,14 +257,14 @@ mod tests {
         assert!(create(json!({ "size": "much" })).starts_with("size=much: is not a size"));
         for name in ["", "..", "../../etc", "a/b", "/etc"] {
             let said = fails(&volumes, "Create", json!({ "Name": name, "Opts": small() }), 400);
-            assert!(said.contains("is no name of a volume"), "{said}");
+            assert!(said.contains("is not a volume name"), "{said}");
         }
         for (body, what) in
             [("", "EOF"), ("{", "EOF"), ("[]", "Name"), ("{}", "Name"), ("{\"Name\": 1}", "string")]
         {
             let (status, value) = send(&volumes, "/VolumeDriver.Mount", body);
             let said = value["Err"].as_str().unwrap();
-            assert!(status == 400 && said.starts_with("the request is not as it should be: "), "{said}");
+            assert!(status == 400 && said.starts_with("the request is malformed: "), "{said}");
             assert!(body == "[]" || said.contains(what), "{said}");
         }
         let opts = json!({ "Name": "v", "Opts": { "size": 10 } });

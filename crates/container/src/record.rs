@@ -56,7 +56,7 @@ impl Name {
         }
         let shown: String = text.chars().take(MOST_BYTES).collect();
         Err(format!(
-            "{shown:?}: is no name of a volume; that has 1 to {MOST_BYTES} of a-z, A-Z, 0-9, _, . and -, and begins with a letter or a digit"
+            "{shown:?}: is not a volume name; use 1 to {MOST_BYTES} characters of a-z, A-Z, 0-9, _, . and -, the first a letter or a digit"
         ))
     }
 }
@@ -173,7 +173,7 @@ impl Store {
         let Some(bytes) = bytes else { return Ok(None) };
         let record = serde_json::from_slice(&bytes);
         record.map(Some).map_err(|error| {
-            anyhow!("{}: is no record of a volume: {error} (mend it, or move it away)", path.display())
+            anyhow!("{}: is not a volume record: {error} (repair it, or move it away)", path.display())
         })
     }
 
@@ -241,7 +241,7 @@ mod tests {
         for text in
             ["", ".", "..", "../x", "a/b", "/etc", ".lock", "-x", "a\0", "a b", "é", "a\n", &"x".repeat(129)]
         {
-            assert!(Name::read(text).unwrap_err().contains("is no name of a volume"), "{text:?}");
+            assert!(Name::read(text).unwrap_err().contains("is not a volume name"), "{text:?}");
         }
     }
 
@@ -300,7 +300,7 @@ mod tests {
         for text in ["", "{", "[]", r#"{"options": {}}"#, r#"{"options": {}, "users": [], "more": 1}"#] {
             fs::write(store.record(&name("v")), text).unwrap();
             let error = store.read(&name("v")).unwrap_err().to_string();
-            assert!(error.contains("v/volume.json: is no record of a volume: "), "{error}");
+            assert!(error.contains("v/volume.json: is not a volume record: "), "{error}");
         }
     }
 }

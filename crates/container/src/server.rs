@@ -100,14 +100,17 @@ impl Server {
                     Err(error) => {
                         keeper.change(|state| state.connections -= 1);
                         if !passes(error.kind()) {
-                            tracing::error!(%error, "clients cannot be accepted; this is tried again");
+                            tracing::error!(%error, "connections cannot be accepted; retrying");
                             thread::sleep(TRY_AGAIN);
                         }
                     }
                 }
             }
         };
-        thread::Builder::new().name("accept".to_owned()).spawn(accept).context("no thread can be started")?;
+        thread::Builder::new()
+            .name("accept".to_owned())
+            .spawn(accept)
+            .context("a thread cannot be started")?;
         Ok(Self { door })
     }
 
@@ -211,7 +214,7 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
         // A second descriptor, by which another thread can shut the stream down.
         Ok(again) => door.arrives(again),
         Err(error) => {
-            tracing::error!(%error, "a connection is closed: no file descriptor is left");
+            tracing::error!(%error, "connection closed: out of file descriptors");
             return door.change(|state| state.connections -= 1);
         }
     };
@@ -221,7 +224,7 @@ fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volum
         }
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
-        tracing::error!(%error, "a connection is closed: no thread can be started");
+        tracing::error!(%error, "connection closed: a thread cannot be started");
         // Exactly one of the two counters has this connection.
         let has_place = door.has_arrived(number);
         door.change(|state| if has_place { state.connections -= 1 } else { state.displaced -= 1 });
@@ -254,7 +257,7 @@ fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volum
         Err(Refusal::Gone) => None,
     };
     if let Some(Err(error)) = answer {
-        tracing::info!(%error, "an answer was not taken");
+        tracing::info!(%error, "a client has not read its answer");
     }
     true
 }

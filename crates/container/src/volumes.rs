@@ -79,7 +79,7 @@ impl<D: Devices> Volumes<D> {
             let name = self.hold(name);
             if let Err(error) = self.recover_one(&name) {
                 let volume = &name.name;
-                tracing::warn!(%volume, error = format!("{error:#}"), "what was left of it stays");
+                tracing::warn!(%volume, error = format!("{error:#}"), "leftovers of the volume cannot be removed");
             }
         }
         Ok(())
@@ -115,10 +115,10 @@ impl<D: Devices> Volumes<D> {
             if record.options == *options.given() {
                 return Ok(());
             }
-            bail!("a volume {name} is there already, with other options (remove it, or choose another name)");
+            bail!("volume {name} exists with other options (remove it, or choose another name)");
         }
         if self.store.names()?.contains(name) {
-            self.store.remove(name).context("what is left of a volume of this name")?;
+            self.store.remove(name).context("leftovers of a volume of this name cannot be removed")?;
         }
         let make = || {
             self.store.prepare(name)?;
@@ -137,8 +137,9 @@ impl<D: Devices> Volumes<D> {
         let (record, is_mounted) = self.now(held, self.known(held)?)?;
         if !record.users.is_empty() {
             let count = record.users.len();
-            let who = if count == 1 { "one container uses it" } else { "several containers use it" };
-            bail!("is mounted: {who} ({}) (stop what uses it first)", shown(&record.users));
+            let who =
+                if count == 1 { "one container is using it" } else { "several containers are using it" };
+            bail!("is mounted: {who} ({}) (stop them first)", shown(&record.users));
         }
         if is_mounted {
             self.devices.detach(&self.store.mount_point(&held.name))?;
@@ -162,7 +163,7 @@ impl<D: Devices> Volumes<D> {
             return Ok(at);
         }
         if record.users.len() >= MOST_USERS {
-            bail!("has {MOST_USERS} users, and no more may be (unmount some)");
+            bail!("has {MOST_USERS} users, the maximum (unmount some)");
         }
         // Recorded after the mount: a crash leaves a mount without users, which recovery undoes.
         record.users.insert(user.to_owned());
@@ -205,7 +206,7 @@ impl<D: Devices> Volumes<D> {
         let names = self.store.names()?.into_iter();
         let look = |name| {
             self.look(&name).unwrap_or_else(|error| {
-                tracing::warn!(volume = %name, error = format!("{error:#}"), "it is not listed");
+                tracing::warn!(volume = %name, error = format!("{error:#}"), "the volume is not listed");
                 None
             })
         };
@@ -229,14 +230,14 @@ impl<D: Devices> Volumes<D> {
 
 /// Message about a volume that does not exist.
 pub(crate) fn no_such(name: &Name) -> String {
-    format!("there is no volume {name} (`docker volume create -d weir -o size=10G {name}` makes it)")
+    format!("there is no volume {name} (create it with `docker volume create -d weir -o size=10G {name}`)")
 }
 
 fn check_user(user: &str) -> anyhow::Result<()> {
     match user.len() {
-        0 => bail!("ID: is empty (a mount is for somebody, whom it names)"),
+        0 => bail!("ID: is empty (send the ID of the container)"),
         length if length > MOST_USER_BYTES => {
-            bail!("ID: has {length} bytes; it has {MOST_USER_BYTES} at most")
+            bail!("ID: is {length} bytes long; at most {MOST_USER_BYTES} are allowed")
         }
         _ => Ok(()),
     }

@@ -113,7 +113,7 @@ fn a_volume_is_made_once() {
     let mut other = small();
     other.insert("group".to_owned(), "gold".to_owned());
     let error = volumes.create(&held, other).unwrap_err().to_string();
-    assert_eq!(error, "a volume v is there already, with other options (remove it, or choose another name)");
+    assert_eq!(error, "volume v exists with other options (remove it, or choose another name)");
 }
 
 #[test]
@@ -123,7 +123,7 @@ fn what_is_used_is_not_removed() {
     volumes.mount(&held, "0123456789abcdef").unwrap();
     assert_eq!(
         volumes.remove(&held).unwrap_err().to_string(),
-        "is mounted: one container uses it (0123456789ab) (stop what uses it first)"
+        "is mounted: one container is using it (0123456789ab) (stop them first)"
     );
     volumes.unmount(&held, "0123456789abcdef").unwrap();
     volumes.remove(&held).unwrap();
@@ -160,7 +160,7 @@ fn an_image_that_cannot_be_made_leaves_nothing() {
     // Converting to qcow2 needs the program, which is missing here.
     let given: Given = [("size".to_owned(), "8M".to_owned())].into();
     let error = format!("{:#}", volumes.create(&hold(&volumes, "w"), given).unwrap_err());
-    assert_eq!(error, "/nonexistent: there is no such program (install it)");
+    assert_eq!(error, "/nonexistent: is not installed");
     assert!(!directory.path().join("w").exists());
     volumes.create(&hold(&volumes, "w"), small()).unwrap();
 }
@@ -249,7 +249,7 @@ fn who_a_mount_is_for_has_bounds() {
     volumes.store.write(&held.name, &record).unwrap();
     volumes.mount(&held, "0").unwrap();
     let error = volumes.mount(&held, "one more").unwrap_err().to_string();
-    assert_eq!(error, "has 1000 users, and no more may be (unmount some)");
+    assert_eq!(error, "has 1000 users, the maximum (unmount some)");
 }
 
 #[test]
