@@ -301,6 +301,60 @@ pub struct DiskStatus {
     /// Connection to the NBD server that has the image.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<RemoteStatus>,
+    /// Latencies since the daemon counts them. Only `weir status` adds it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_ns: Option<IntervalLatency>,
+    /// Rates of an interval. Only `weir status` adds them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate: Option<RateStatus>,
+}
+
+/// Rates of a disk or group over an interval between two answers of the daemon.
+#[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(rename_all = "kebab-case", default)]
+pub struct RateStatus {
+    /// Length of the interval.
+    pub interval_ns: u64,
+    /// Reads that completed.
+    pub reads: TransferRate,
+    /// Writes that completed.
+    pub writes: TransferRate,
+    /// Share of the interval, 0 to 1, in which requests waited for a limit.
+    pub limited: f64,
+    /// Latencies of the requests that completed. Absent if there were none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency_ns: Option<IntervalLatency>,
+    /// Waits for limits of the same requests. Absent if there were none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub wait_ns: Option<WaitRate>,
+}
+
+/// Requests and bytes per second.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+#[serde(default)]
+pub struct TransferRate {
+    /// Requests per second.
+    pub iops: f64,
+    /// Bytes per second.
+    pub bps: f64,
+}
+
+/// Latency that 50 and 99 of 100 requests do not exceed, in nanoseconds, known to a tenth.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct IntervalLatency {
+    /// Median.
+    pub p50: u64,
+    /// 99th percentile.
+    pub p99: u64,
+}
+
+/// Wait for limits that 99 of 100 requests do not exceed, in nanoseconds.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Eq, Serialize)]
+#[serde(default)]
+pub struct WaitRate {
+    /// 99th percentile.
+    pub p99: u64,
 }
 
 impl DiskStatus {
@@ -446,6 +500,9 @@ pub struct GroupStatus {
     /// The limits of all hosts together, of which `settings` has this host's quota.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cluster: Option<ClusterLimits>,
+    /// Rates of an interval. Only `weir status` adds them.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub rate: Option<RateStatus>,
 }
 
 /// Limits that several hosts share.

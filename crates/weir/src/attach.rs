@@ -316,7 +316,7 @@ fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, F
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
     let at = target.whole().context("the current directory")?.to_string();
     let report = match Client::connect(&target).map(|mut client| client.status()) {
-        Ok(Ok((_, report))) => report,
+        Ok(Ok(report)) => report,
         Err(error) | Ok(Err(error)) if is_asked_for => return Err(error.into()),
         Err(Error::Silent(_)) | Ok(Err(Error::Silent(_))) => return Ok(Running::Silent(at)),
         Err(_) => return Ok(Running::None),

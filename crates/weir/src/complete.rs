@@ -101,7 +101,7 @@ fn named(list: fn(&Report) -> Vec<CompletionCandidate>) -> Vec<CompletionCandida
         let mut client = Client::connect_with(&target, PATIENCE).ok()?;
         client.status().ok()
     });
-    asked.map(|(_, report)| list(&report)).unwrap_or_default()
+    asked.map(|report| list(&report)).unwrap_or_default()
 }
 
 /// Of the daemon's cluster: what it knows of hosts that are not there.

@@ -36,8 +36,8 @@ impl Setter for PrefetchArgs {
         show(disk)
     }
 
-    fn entry(&self, answer: &Value, _: Node<'_>) -> Value {
-        entry(answer, &self.name)
+    fn entry(&self, node: Node<'_>) -> Value {
+        entry(node)
     }
 }
 
@@ -83,10 +83,9 @@ fn figures(read_ahead: &PrefetchStatus) -> Vec<(&'static str, String)> {
     ]
 }
 
-fn entry(answer: &Value, name: &str) -> Value {
-    let disk = answer["disks"].as_array().into_iter().flatten().find(|disk| disk["name"] == name);
-    let part = |key: &str| disk.map_or(Value::Null, |disk| disk[key].clone());
-    json!({ "name": name, "prefetch": part("prefetch"), "read-ahead": part("read-ahead") })
+fn entry(node: Node<'_>) -> Value {
+    let Node::Disk(DiskStatus { name, settings, read_ahead, .. }) = node else { return Value::Null };
+    json!({ "name": name, "prefetch": settings.prefetch, "read-ahead": read_ahead })
 }
 
 #[cfg(test)]
@@ -109,7 +108,7 @@ mod tests {
             }],
             "groups": [{ "name": "gold" }]
         });
-        let report = Report::read(&answer).unwrap();
+        let report = Report::read(&answer.to_string()).unwrap();
         (answer, report)
     }
 
@@ -132,9 +131,11 @@ disk vm1
   streams                   3
 ";
         assert_eq!(show(find(&report, "vm1").unwrap()), expect);
-        let printed = entry(&answer, "vm1");
+        let printed = entry(report.find("vm1").unwrap());
         let disk = &answer["disks"][0];
-        assert_eq!((&printed["prefetch"], &printed["read-ahead"]), (&disk["prefetch"], &disk["read-ahead"]));
+        assert_eq!((&printed["prefetch"], &printed["name"]), (&disk["prefetch"], &disk["name"]));
+        let counters = disk["read-ahead"].as_object().unwrap();
+        assert!(counters.iter().all(|(key, value)| printed["read-ahead"][key] == *value), "{printed}");
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub(crate) struct ResumeArgs {
 
 pub(crate) fn run(arguments: ResumeArgs) -> Result<(), Failure> {
     let mut client = Client::reach(arguments.qmp)?;
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     let mut asked = json!({});
     if let Some(disk) = &arguments.disk {
         if !report.disks.iter().any(|known| known.name == *disk) {

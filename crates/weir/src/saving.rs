@@ -35,7 +35,7 @@ pub(crate) trait Setter {
 
     fn show(&self, report: &Report, node: Node<'_>) -> String;
 
-    fn entry(&self, answer: &Value, node: Node<'_>) -> Value;
+    fn entry(&self, node: Node<'_>) -> Value;
 }
 
 pub(crate) struct Common<'a> {
@@ -51,7 +51,7 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     // Which settings it has does not depend on what is in force, only those that go with them.
     setter.change(&MemberSettings::default()).judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp.clone())?;
-    let (answer, report) = client.status()?;
+    let report = client.status()?;
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;
     let change = setter.change(node.settings());
     if !change.is_empty() {
@@ -68,7 +68,7 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
         let rule = format!("there is no setting to save (name one, such as {example})");
         return Err(Failure::Usage(anyhow!("--save: {rule}")));
     }
-    Ok(if json { print_json(&setter.entry(&answer, node)) } else { print(&setter.show(&report, node)) }?)
+    Ok(if json { print_json(&setter.entry(node)) } else { print(&setter.show(&report, node)) }?)
 }
 
 /// Has a change made, and saved if that is asked for: the file's name then.

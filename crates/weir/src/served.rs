@@ -23,7 +23,7 @@ pub(crate) fn find(image: &Path) -> Option<Served> {
     let image = image.canonicalize().ok()?;
     let target = Target::choose(None).ok()?;
     let mut client = Client::connect(&target).ok()?;
-    let (_, report) = client.status().ok()?;
+    let report = client.status().ok()?;
     let from = working_directory(&target);
     let is_it = |disk: &DiskStatus| {
         let path = from.as_ref().map_or_else(|| PathBuf::from(&disk.image), |from| from.join(&disk.image));

@@ -11,9 +11,9 @@ use std::{
     time::Duration,
 };
 
+use api::{IntervalLatency, RateStatus, Status, TransferRate, WaitRate};
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
 use console::{Failure, print, print_json};
-use serde_json::{Value, json};
 
 use crate::client::{
     Client,
@@ -31,15 +31,15 @@ pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
     let mut earlier = None;
     if !arguments.interval.is_zero() {
         thread::sleep(LEAD_IN);
-        earlier = Some(client.measured()?.1);
+        earlier = Some(client.measured()?);
         // Not a wait for an event: the interval is what is measured over.
         thread::sleep(arguments.interval);
     }
-    let (answer, report) = client.measured()?;
+    let report = client.measured()?;
     let rates = earlier.map(|earlier| Rates::between(&earlier, &report)).unwrap_or_default();
     let shown = Shown::new(&report, &arguments.names).map_err(anyhow::Error::msg)?;
     if arguments.json {
-        return Ok(print_json(&with_rates(shown.only(answer), &report, &rates))?);
+        return Ok(print_json(&shown.only(with_rates(&report, &rates)))?);
     }
     let form = Form { all: arguments.all, wide: arguments.wide };
     Ok(print(&tables::render(&report, &rates, &shown, form, stdout().is_terminal()))?)
@@ -80,62 +80,47 @@ impl Shown {
         self.names.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
     }
 
-    fn only(&self, mut answer: Value) -> Value {
-        if self.names.is_none() {
-            return answer;
+    fn only(&self, mut status: Status) -> Status {
+        if self.names.is_some() {
+            status.disks.retain(|disk| self.has(&disk.name));
+            status.unopened.retain(|disk| self.has(&disk.name));
+            status.groups.retain(|group| self.has(&group.name));
+            status.exports.retain(|export| self.has(&export.disk));
+            status.devices.retain(|device| device.disks.iter().any(|disk| self.has(disk)));
         }
-        let name_of = |entry: &Value, key: &str| entry[key].as_str().unwrap_or_default().to_owned();
-        for (list, key) in [("disks", "name"), ("unopened", "name"), ("groups", "name"), ("exports", "disk")]
-        {
-            if let Some(entries) = answer[list].as_array_mut() {
-                entries.retain(|entry| self.has(&name_of(entry, key)));
-            }
-        }
-        if let Some(devices) = answer["devices"].as_array_mut() {
-            let disks = |device: &Value| device["disks"].as_array().cloned().unwrap_or_default();
-            devices.retain(|device| disks(device).iter().any(|disk| self.has(disk.as_str().unwrap_or(""))));
-        }
-        answer
+        status
     }
 }
 
-/// With how long requests took of late, and of disks also since that is counted.
-fn with_rates(mut answer: Value, report: &Report, rates: &Rates) -> Value {
-    for disk in answer["disks"].as_array_mut().into_iter().flatten() {
-        let counted = disk["name"].as_str().and_then(|name| report.latencies.get(name));
-        if let Some(latency) = counted.and_then(|counted| Latency::of(&counted.latencies)) {
-            disk["latency-ns"] = latency_json(latency);
-        }
+/// Returns the status with the rates of the interval, and of disks the latencies since the daemon
+/// counts them.
+fn with_rates(report: &Report, rates: &Rates) -> Status {
+    let mut status = report.status.clone();
+    let rate = |name: &str| rates.of(name).map(|rate| rate_status(rate, rates.interval_ns));
+    for disk in &mut status.disks {
+        let counted = report.latencies.get(&disk.name);
+        disk.latency_ns = counted.and_then(|counted| Latency::of(&counted.latencies)).map(percentiles);
+        disk.rate = rate(&disk.name);
     }
-    for list in ["disks", "groups"] {
-        for entry in answer[list].as_array_mut().into_iter().flatten() {
-            let rate = entry["name"].as_str().and_then(|name| rates.of(name));
-            if let (Some(rate), Some(entry)) = (rate, entry.as_object_mut()) {
-                entry.insert("rate".to_owned(), rate_json(rate, rates.interval_ns));
-            }
-        }
+    for group in &mut status.groups {
+        group.rate = rate(&group.name);
     }
-    answer
+    status
 }
 
-fn rate_json(rate: &Rate, interval_ns: u64) -> Value {
-    let mut told = json!({
-        "interval-ns": interval_ns,
-        "reads": { "iops": rate.read_iops, "bps": rate.read_bps },
-        "writes": { "iops": rate.write_iops, "bps": rate.write_bps },
-        "limited": rate.limited,
-    });
-    if let Some(latency) = rate.latency {
-        told["latency-ns"] = latency_json(latency);
+fn rate_status(rate: &Rate, interval_ns: u64) -> RateStatus {
+    RateStatus {
+        interval_ns,
+        reads: TransferRate { iops: rate.read_iops, bps: rate.read_bps },
+        writes: TransferRate { iops: rate.write_iops, bps: rate.write_bps },
+        limited: rate.limited,
+        latency_ns: rate.latency.map(percentiles),
+        wait_ns: rate.wait_p99_ns.map(|p99| WaitRate { p99 }),
     }
-    if let Some(p99_ns) = rate.wait_p99_ns {
-        told["wait-ns"] = json!({ "p99": p99_ns });
-    }
-    told
 }
 
-fn latency_json(Latency { p50_ns, p99_ns }: Latency) -> Value {
-    json!({ "p50": p50_ns, "p99": p99_ns })
+fn percentiles(Latency { p50_ns, p99_ns }: Latency) -> IntervalLatency {
+    IntervalLatency { p50: p50_ns, p99: p99_ns }
 }
 
 #[cfg(test)]

@@ -36,8 +36,8 @@ impl Setter for ThrottleArgs {
         show(report, &self.name, node)
     }
 
-    fn entry(&self, answer: &Value, node: Node<'_>) -> Value {
-        entry(answer, node.kind(), &self.name)
+    fn entry(&self, node: Node<'_>) -> Value {
+        serde_json::to_value(node).expect("all keys are strings")
     }
 }
 
@@ -174,12 +174,6 @@ fn show(report: &Report, name: &str, node: Node<'_>) -> String {
         text += &format!("  held with others by group {}: {limits}\n", group.name);
     }
     text
-}
-
-fn entry(answer: &Value, kind: &str, name: &str) -> Value {
-    let list = answer[format!("{kind}s")].as_array();
-    let entry = list.into_iter().flatten().find(|entry| entry["name"] == name);
-    entry.cloned().unwrap_or_default()
 }
 
 #[cfg(test)]

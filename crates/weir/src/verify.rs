@@ -45,7 +45,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     let begun = Instant::now();
     let look = |client: &mut Client| -> Result<Look, Failure> {
         let asked_s = begun.elapsed().as_secs_f64();
-        let report = client.status()?.1;
+        let report = client.status()?;
         Ok(Look { report, asked_s, had_s: begun.elapsed().as_secs_f64() })
     };
     let first = look(&mut client)?;

@@ -9,14 +9,14 @@
 
 use std::rc::Rc;
 
-use serde_json::Value;
+use serde_json::{Value, value::RawValue};
 use settings::suggest;
 
 use super::{
     arguments::Arguments,
     error::{Class, Error},
     json::shown,
-    server::{Execute, Running},
+    server::{Execute, Reply, Running},
 };
 use crate::registry::Registry;
 
@@ -31,6 +31,20 @@ pub(crate) trait Command: Sized + 'static {
     fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Value, Error>> + 'static;
 }
 
+/// A command that serializes its answer by itself.
+///
+/// For answers that describe all disks: a tree of [`Value`]s of ten thousand disks costs several
+/// times the processor time and the memory of their text.
+pub(crate) trait TextCommand: Sized + 'static {
+    const NAME: &'static str;
+
+    /// As [`Command::read`].
+    fn read(arguments: &mut Arguments) -> Result<Self, Error>;
+
+    /// As [`Command::run`].
+    fn run(self, registry: Rc<Registry>) -> impl Future<Output = Result<Box<RawValue>, Error>> + 'static;
+}
+
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Entry {
     pub(crate) name: &'static str,
@@ -41,12 +55,24 @@ impl Entry {
     pub(crate) const fn of<C: Command>() -> Self {
         Self { name: C::NAME, start: start::<C> }
     }
+
+    pub(crate) const fn of_text<C: TextCommand>() -> Self {
+        Self { name: C::NAME, start: start_text::<C> }
+    }
 }
 
 fn start<C: Command>(registry: &Rc<Registry>, mut arguments: Arguments) -> Result<Running, Error> {
     let command = C::read(&mut arguments)?;
     arguments.finish()?;
-    Ok(Box::pin(command.run(Rc::clone(registry))))
+    let running = command.run(Rc::clone(registry));
+    Ok(Box::pin(async { running.await.map(Reply::Value) }))
+}
+
+fn start_text<C: TextCommand>(registry: &Rc<Registry>, mut arguments: Arguments) -> Result<Running, Error> {
+    let command = C::read(&mut arguments)?;
+    arguments.finish()?;
+    let running = command.run(Rc::clone(registry));
+    Ok(Box::pin(async { running.await.map(Reply::Text) }))
 }
 
 pub(crate) struct Commands {

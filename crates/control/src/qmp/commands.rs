@@ -80,7 +80,7 @@ pub(crate) const TABLE: &[Entry] = &[
     Entry::of::<object::QomList>(),
     Entry::of::<object::QomGet>(),
     Entry::of::<object::QomSet>(),
-    Entry::of::<status::QueryStatus>(),
+    Entry::of_text::<status::QueryStatus>(),
     Entry::of::<latency::QueryLatencies>(),
     Entry::of::<weir::Set>(),
     Entry::of::<adding::AddGroup>(),

@@ -12,7 +12,7 @@ use super::{
     commands::TABLE,
     error::{Class, Error},
     json,
-    server::Execute as _,
+    server::{Execute as _, Reply},
     session::{Session, Turn},
     stream::{Item, MAX_MESSAGE_BYTES, Stream},
 };
@@ -66,20 +66,21 @@ pub fn qmp_session(data: &[u8]) {
         let mut session = Session::default();
         let mut input = &text[..];
         while let Some(turn) = session.advance(&mut input) {
-            check_answer(&match turn {
+            let answer = match turn {
                 Turn::Answer(answer) => answer,
                 Turn::Execute(call) if OUTSIDE.contains(&call.name.as_str()) => continue,
                 Turn::Execute(call) => {
                     let result = execute(&commands, &call.name, call.arguments).await;
                     call.id.answer(result)
                 }
-            });
+            };
+            check_answer(&serde_json::to_value(answer).expect("all keys are strings"));
         }
         check_registry(&registry, &commands).await;
     });
 }
 
-async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Result<Value, Error> {
+async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Result<Reply, Error> {
     commands.execute(name, arguments)?.await
 }
 

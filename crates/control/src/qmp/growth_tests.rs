@@ -9,7 +9,8 @@ use crate::registry::{Registry, visits};
 
 async fn run(commands: &Commands, name: &str, arguments: Value) -> Result<Value, Error> {
     let Value::Object(arguments) = arguments else { panic!("arguments are an object") };
-    commands.execute(name, Arguments::new(arguments))?.await
+    let reply = commands.execute(name, Arguments::new(arguments))?.await?;
+    Ok(serde_json::to_value(reply).expect("all keys are strings"))
 }
 
 fn disk(number: usize, group: &str) -> Value {

@@ -9,6 +9,7 @@ use std::{
 };
 
 use reactor::Signal;
+use serde::Serialize;
 use serde_json::Value;
 
 /// Above this the next command waits.
@@ -44,7 +45,7 @@ impl Outbox {
         }
     }
 
-    pub(super) fn push(&self, value: &Value) {
+    pub(super) fn push(&self, value: &impl Serialize) {
         if !self.closed.get() {
             append(&mut self.bytes.borrow_mut(), value);
             self.filled.raise();
@@ -113,8 +114,8 @@ impl Outbox {
 }
 
 /// A value on a line of its own, which ends as QEMU's do.
-fn append(bytes: &mut Vec<u8>, value: &Value) {
-    // A `Value` has string keys alone, and writing to memory does not fail.
+fn append(bytes: &mut Vec<u8>, value: &impl Serialize) {
+    // All keys are strings, and writing to memory does not fail.
     let written = serde_json::to_writer(&mut *bytes, value);
     debug_assert!(written.is_ok(), "{written:?}");
     bytes.extend_from_slice(b"\r\n");

@@ -30,7 +30,8 @@ use reactor::{
     buffer::Buffer,
     op::{self, Fd},
 };
-use serde_json::{Value, json};
+use serde::Serialize;
+use serde_json::{Value, json, value::RawValue};
 
 use super::{
     arguments::Arguments,
@@ -38,7 +39,7 @@ use super::{
     error::Error,
     event::Events,
     outbox::Outbox,
-    session::{Id, Session, Turn, greeting},
+    session::{Answer, Id, Session, Turn, greeting},
 };
 
 const MAX_CLIENTS: usize = 64;
@@ -53,7 +54,16 @@ const LOOK_AGAIN: Duration = Duration::from_millis(10);
 const INTAKE_BYTES: usize = 16 << 10;
 const SEND_BYTES: usize = 256 << 10;
 
-pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Value, Error>>>>;
+pub(crate) type Running = Pin<Box<dyn Future<Output = Result<Reply, Error>>>>;
+
+/// Result of a command.
+#[derive(Debug, Serialize)]
+#[serde(untagged)]
+pub(crate) enum Reply {
+    Value(Value),
+    /// Serialized by the command.
+    Text(Box<RawValue>),
+}
 
 pub(crate) trait Execute {
     /// Errors: no such command, or wrong arguments; then nothing has happened.
@@ -235,7 +245,7 @@ impl Server {
         input: &mut &[u8],
         (passed, actor): (&Rc<Passed>, &Actor),
         outbox: &Rc<Outbox>,
-    ) -> Option<Value> {
+    ) -> Option<Answer> {
         if self.stopping.get() {
             return None;
         }

@@ -24,21 +24,21 @@ impl Execute for Commands {
         let (events, quit) = (self.events.clone(), Rc::clone(&self.quit));
         let value = arguments.optional::<Value>("value")?;
         arguments.finish()?;
-        let answer = Ok(json!(value));
+        let answer = Ok(Reply::Value(json!(value)));
         Ok(match name {
             "echo" => Box::pin(async { answer }),
             "wait" => Box::pin(async {
                 reactor::yield_now().await;
                 answer
             }),
-            "big" => Box::pin(async { Ok(json!("x".repeat(1 << 20))) }),
+            "big" => Box::pin(async { Ok(Reply::Value(json!("x".repeat(1 << 20)))) }),
             "emit" => Box::pin(async move {
                 events.emit("X", json!({ "data": "x".repeat(1_000_000) }));
                 answer
             }),
             "quit" => Box::pin(async move {
                 quit.raise();
-                Ok(json!({}))
+                Ok(Reply::Value(json!({})))
             }),
             _ => {
                 return Err(Error::new(

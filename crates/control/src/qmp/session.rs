@@ -8,12 +8,14 @@
 //! The caller executes and answers each request before it calls [`Session::advance`] again, so a
 //! client's commands happen in their order. Knows no command but the one that negotiates.
 
+use serde::Serialize;
 use serde_json::{Map, Value, json};
 
 use super::{
     arguments::Arguments,
     error::{Class, Error},
     json::shown,
+    server::Reply,
     stream::{Item, Stream},
 };
 
@@ -43,7 +45,7 @@ pub(super) fn greeting() -> Value {
 
 #[derive(Debug)]
 pub(super) enum Turn {
-    Answer(Value),
+    Answer(Answer),
     Execute(Call),
 }
 
@@ -59,17 +61,24 @@ pub(super) struct Call {
 pub(super) struct Id(Option<Value>);
 
 impl Id {
-    pub(super) fn answer(self, result: Result<Value, Error>) -> Value {
-        let mut answer = Map::new();
-        match result {
-            Ok(value) => answer.insert("return".to_owned(), value),
-            Err(error) => answer.insert("error".to_owned(), error.to_json()),
+    pub(super) fn answer(self, result: Result<Reply, Error>) -> Answer {
+        let (value, error) = match result {
+            Ok(reply) => (Some(reply), None),
+            Err(error) => (None, Some(error.to_json())),
         };
-        if let Some(id) = self.0 {
-            answer.insert("id".to_owned(), id);
-        }
-        Value::Object(answer)
+        Answer { error, id: self.0, value }
     }
+}
+
+/// A command's answer: one of `return` and `error`, and the client's `id`.
+#[derive(Debug, Serialize)]
+pub(super) struct Answer {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    error: Option<Value>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    id: Option<Value>,
+    #[serde(rename = "return", skip_serializing_if = "Option::is_none")]
+    value: Option<Reply>,
 }
 
 #[derive(Debug, Default)]
@@ -101,7 +110,7 @@ impl Session {
         match command(members) {
             Err(error) => Turn::Answer(id.answer(Err(error))),
             Ok((name, arguments)) if name == NEGOTIATE => {
-                Turn::Answer(id.answer(self.negotiate(arguments).map(|()| json!({}))))
+                Turn::Answer(id.answer(self.negotiate(arguments).map(|()| Reply::Value(json!({})))))
             }
             Ok((name, arguments)) if self.negotiated => Turn::Execute(Call { name, arguments, id }),
             Ok(_) => Turn::Answer(id.answer(Err(Error::new(
@@ -160,10 +169,11 @@ mod tests {
         let mut input = text.as_bytes();
         let mut answers = Vec::new();
         while let Some(turn) = session.advance(&mut input) {
-            answers.push(match turn {
+            let answer = match turn {
                 Turn::Answer(answer) => answer,
-                Turn::Execute(call) => call.id.answer(Ok(json!(call.name))),
-            });
+                Turn::Execute(call) => call.id.answer(Ok(Reply::Value(json!(call.name)))),
+            };
+            answers.push(serde_json::to_value(answer).unwrap());
         }
         answers
     }

@@ -137,7 +137,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let mut config = added::disk(&name, &image, &disk).map_err(Failure::Usage)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     // How the daemon reaches its other images is of interest only for one in a Ceph cluster.
-    let report = if image.is_rbd() { client.status()?.1 } else { client.summary()? };
+    let report = if image.is_rbd() { client.status()? } else { client.summary()? };
     added::reach_alike(&mut config, &report.disks).map_err(anyhow::Error::from)?;
     let nbd = match is_over_nbd {
         true => nbd_exports(&name, &nbd, &here, &report.servers, save.save)?,
@@ -237,7 +237,7 @@ fn places<'a>(
 fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     let served = report.disks.iter().map(|disk| (&disk.name, &disk.image));
     let unopened = report.unopened.iter().map(|disk| (&disk.name, &disk.image));
     let Some((_, image)) = served.chain(unopened).find(|(known, _)| **known == name) else {
@@ -257,7 +257,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
 fn move_away(arguments: MoveArgs) -> Result<(), Failure> {
     let MoveArgs { name, to, nbd, force, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     if !report.disks.iter().any(|disk| disk.name == name) {
         return Err(anyhow!(report.no_such_disk(&name)).into());
     }

@@ -109,7 +109,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     let read = keys.read_into(&mut group, Path::new(""), |_| true);
     let group = read.and_then(|()| group.checked()).map_err(|wrong| Failure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp)?;
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     let saving = saving::prepare(&report, &save, |text| saving::added(text, "group", &name, &group))?;
     client.execute("x-weir-add-group", json!({ "name": name, "keys": added::keys(&group) }))?;
     finish(("group", &name, "added"), saving, json)
@@ -122,7 +122,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
         client.execute("x-weir-cluster-remove", json!({ "group": name }))?;
         return finish(("group", &name, "removed"), None, json);
     }
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     if !report.groups.iter().any(|group| group.name == name) {
         return Err(anyhow::anyhow!(
             "{name}: no group here has this name (`weir status` lists them; with --cluster it is one of the cluster's)"

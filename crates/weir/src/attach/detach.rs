@@ -158,7 +158,7 @@ fn remove(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<()> {
 fn remove_export(what: &Path, force: bool, qmp: Option<Target>) -> anyhow::Result<bool> {
     let target = Target::choose(qmp).map_err(anyhow::Error::msg)?;
     let Ok(mut client) = Client::connect(&target) else { return Ok(false) };
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     let (whole, real) = (absolute(what)?, what.canonicalize());
     let is_meant = |device: &str| Path::new(device) == whole;
     let is_real = |point: &String| real.as_ref().is_ok_and(|real| Path::new(point) == real);

@@ -131,7 +131,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
     let is_asked_for = qmp.is_some();
     let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
     let report = match Client::connect(&target).and_then(|mut client| client.status()) {
-        Ok((_, report)) => report,
+        Ok(report) => report,
         Err(error) if is_asked_for => return Err(error.into()),
         Err(_) => return Ok(rows),
     };
@@ -159,7 +159,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
 }
 
 fn status(target: &Target) -> Option<Report> {
-    Some(Client::connect(target).ok()?.status().ok()?.1)
+    Some(Client::connect(target).ok()?.status().ok()?)
 }
 
 fn size_of(report: &Report, disk: &str) -> Option<u64> {

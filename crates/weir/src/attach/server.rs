@@ -224,7 +224,7 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     let mut client = Client::connect(&target)?;
     // Before there is an export that may end.
     let watch = Client::connect(&target)?;
-    let (_, report) = client.status()?;
+    let report = client.status()?;
     let is_taken = report.disks.iter().any(|disk| disk.name == wanted.name)
         || report.exports.iter().any(|export| export.id == wanted.name);
     ensure!(
@@ -255,7 +255,7 @@ fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Door> {
 /// The node or the file of an export.
 pub(super) fn device(qmp: &str, export: &str) -> anyhow::Result<PathBuf> {
     let target: Target = qmp.parse().map_err(anyhow::Error::msg)?;
-    let (_, report) = Client::connect(&target)?.status()?;
+    let report = Client::connect(&target)?.status()?;
     let found = report.status.exports.into_iter().find(|found| found.id == export);
     let device = found.and_then(|found| found.device).map(PathBuf::from);
     device.with_context(|| format!("{export}: the server has no device of this name"))
@@ -320,7 +320,7 @@ pub(super) fn let_go(attached: &Attached, place: &Place) -> anyhow::Result<()> {
     } else {
         let gone = client.execute("blockdev-del", json!({ "node-name": attached.name }));
         if let Err(error @ Error::Refused(_)) = gone
-            && client.status().is_ok_and(|(_, report)| report.find(&attached.name).is_some())
+            && client.status().is_ok_and(|report| report.find(&attached.name).is_some())
         {
             return Err(error.into());
         }

@@ -1,10 +1,11 @@
 //! What a QMP server may say: an answer, a refusal, or an event.
 
-use serde_json::Value;
+use serde::Deserialize;
+use serde_json::{Value, value::RawValue};
 
-#[derive(Debug, PartialEq)]
+#[derive(Debug)]
 pub(super) enum Answer {
-    Return(Value),
+    Return(Box<RawValue>),
     Error(Refusal),
     Event(Event),
 }
@@ -25,20 +26,39 @@ pub(super) struct Refusal {
     pub(super) description: String,
 }
 
+/// A message with the members that this program reads; `return` is kept as text.
+#[derive(Deserialize)]
+struct Message {
+    event: Option<Value>,
+    data: Option<Value>,
+    #[serde(rename = "return")]
+    value: Option<Box<RawValue>>,
+    error: Option<Value>,
+}
+
 impl Answer {
-    pub(super) fn read(mut message: Value) -> Option<Self> {
-        let message = message.as_object_mut()?;
-        if let Some(event) = message.get("event") {
-            let id = message.get("data").and_then(|data| data.get("id")).and_then(Value::as_str);
+    /// `None` if the line is JSON and no message of QMP.
+    ///
+    /// # Errors
+    /// If the line is not JSON.
+    pub(super) fn read(line: &[u8]) -> Result<Option<Self>, serde_json::Error> {
+        // serde reads a struct from a list as well, and reports another type as it reports bad JSON.
+        let is_object = line.iter().find(|byte| !byte.is_ascii_whitespace()) == Some(&b'{');
+        if !is_object {
+            return serde_json::from_slice::<Value>(line).map(|_| None);
+        }
+        let Message { event, data, value, error } = serde_json::from_slice(line)?;
+        if let Some(event) = event {
+            let id = data.as_ref().and_then(|data| data.get("id")).and_then(Value::as_str);
             let name = event.as_str().unwrap_or_default().to_owned();
-            return Some(Self::Event(Event { name, id: id.map(str::to_owned) }));
+            return Ok(Some(Self::Event(Event { name, id: id.map(str::to_owned) })));
         }
-        if let Some(value) = message.remove("return") {
-            return Some(Self::Return(value));
+        if let Some(value) = value {
+            return Ok(Some(Self::Return(value)));
         }
-        let error = message.get("error")?;
-        let text = |key: &str| error.get(key).and_then(Value::as_str).map(str::to_owned);
-        Some(Self::Error(Refusal { class: text("class")?, description: text("desc")? }))
+        let text = |key: &str| error.as_ref()?.get(key).and_then(Value::as_str).map(str::to_owned);
+        let refusal = text("class").zip(text("desc"));
+        Ok(refusal.map(|(class, description)| Self::Error(Refusal { class, description })))
     }
 }
 
@@ -48,19 +68,25 @@ mod tests {
 
     #[test]
     fn messages_are_told_apart() {
-        let read = |text: &str| Answer::read(serde_json::from_str(text).unwrap());
-        assert_eq!(read(r#"{"return": {}}"#), Some(Answer::Return(Value::Object(Default::default()))));
-        let event = |name: &str, id: Option<&str>| {
-            Some(Answer::Event(Event { name: name.to_owned(), id: id.map(str::to_owned) }))
+        let read = |text: &str| Answer::read(text.as_bytes()).unwrap();
+        assert!(
+            matches!(read(r#"{"return": {"a": 1}}"#), Some(Answer::Return(text)) if text.get() == r#"{"a": 1}"#)
+        );
+        let event = |text: &str| match read(text) {
+            Some(Answer::Event(Event { name, id })) => (name, id),
+            other => panic!("{other:?}"),
         };
-        assert_eq!(read(r#"{"event": "SHUTDOWN", "timestamp": {}}"#), event("SHUTDOWN", None));
+        assert_eq!(event(r#"{"event": "SHUTDOWN", "timestamp": {}}"#), ("SHUTDOWN".to_owned(), None));
         let deleted = r#"{"event": "BLOCK_EXPORT_DELETED", "data": {"id": "e"}}"#;
-        assert_eq!(read(deleted), event("BLOCK_EXPORT_DELETED", Some("e")));
-        let refusal = Refusal { class: "GenericError".to_owned(), description: "no".to_owned() };
+        assert_eq!(event(deleted), ("BLOCK_EXPORT_DELETED".to_owned(), Some("e".to_owned())));
         let error = r#"{"error": {"class": "GenericError", "desc": "no"}}"#;
-        assert_eq!(read(error), Some(Answer::Error(refusal)));
+        let Some(Answer::Error(refusal)) = read(error) else { panic!("{error}") };
+        assert_eq!((refusal.class.as_str(), refusal.description.as_str()), ("GenericError", "no"));
         for nonsense in ["1", "[]", "{}", r#"{"error": 1}"#, r#"{"error": {"class": "GenericError"}}"#] {
-            assert_eq!(read(nonsense), None, "{nonsense}");
+            assert!(read(nonsense).is_none(), "{nonsense}");
+        }
+        for broken in ["", "{", "[1", "x"] {
+            assert!(Answer::read(broken.as_bytes()).is_err(), "{broken}");
         }
     }
 }

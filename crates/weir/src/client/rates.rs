@@ -203,12 +203,12 @@ mod tests {
             })
         };
         let held = json!({ "limited-ns": limited_ns, "binding": "iops-total" });
-        Report::read(&json!({
+        let status = json!({
             "uptime-ns": uptime_ns,
             "disks": [disk("a", "inner"), disk("b", "outer")],
             "groups": [{ "name": "inner", "group": "outer" }, { "name": "outer", "throttle": held }]
-        }))
-        .unwrap()
+        });
+        Report::read(&status.to_string()).unwrap()
     }
 
     #[test]
@@ -307,7 +307,7 @@ mod tests {
     #[test]
     fn groups_that_hold_each_other_end_nothing() {
         let ring = json!({ "groups": [{ "name": "a", "group": "b" }, { "name": "b", "group": "a" }] });
-        let ring = Report::read(&ring).unwrap();
+        let ring = Report::read(&ring.to_string()).unwrap();
         assert_eq!(ring.groups_above(&ring.groups[0].settings).len(), 2);
     }
 }

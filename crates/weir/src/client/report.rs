@@ -8,8 +8,7 @@ use api::{
     ThrottleStatus, WatermarkStatus,
 };
 use policy::prefetch::{Mode, Setting};
-use serde::Deserialize;
-use serde_json::Value;
+use serde::Serialize;
 use settings::prefetch::short_name;
 
 use super::latency::Counted;
@@ -58,7 +57,8 @@ pub(crate) fn prefetch_memory(settings: &PrefetchSettings) -> u64 {
     settings.numbers.get(short_name(Setting::Memory)).copied().unwrap_or(0)
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Serialize)]
+#[serde(untagged)]
 pub(crate) enum Node<'a> {
     Disk(&'a DiskStatus),
     Group(&'a GroupStatus),
@@ -96,8 +96,8 @@ impl<'a> Node<'a> {
 }
 
 impl Report {
-    pub(crate) fn read(value: &Value) -> Result<Self, serde_json::Error> {
-        let mut status = Status::deserialize(value)?;
+    pub(crate) fn read(text: &str) -> Result<Self, serde_json::Error> {
+        let mut status: Status = serde_json::from_str(text)?;
         // `group` finds them by this order.
         status.groups.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(Self { status, latencies: Counted::default() })

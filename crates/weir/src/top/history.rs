@@ -68,7 +68,7 @@ mod tests {
     fn report(names: &[&str], second: u64) -> Report {
         let disk = |name: &&str| json!({ "name": name, "reads": { "requests": second * 10, "bytes": 0 } });
         let disks: Vec<_> = names.iter().map(disk).collect();
-        Report::read(&json!({ "uptime-ns": second * 1_000_000_000, "disks": disks })).unwrap()
+        Report::read(&json!({ "uptime-ns": second * 1_000_000_000, "disks": disks }).to_string()).unwrap()
     }
 
     #[test]

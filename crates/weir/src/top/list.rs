@@ -131,7 +131,7 @@ mod tests {
     fn report() -> Report {
         let disk = |name: &str, group: Option<&str>, waiting: u64| json!({ "name": name, "group": group, "throttle": { "waiting": { "reads": waiting } } });
         let disks = [disk("vm2", Some("gold"), 5), disk("vm10", None, 9), disk("Vm1", None, 5)];
-        Report::read(&json!({ "disks": disks, "groups": [{ "name": "gold" }] })).unwrap()
+        Report::read(&json!({ "disks": disks, "groups": [{ "name": "gold" }] }).to_string()).unwrap()
     }
 
     #[track_caller]

@@ -63,7 +63,7 @@ fn ask(client: Client, requests: &Receiver<Asked>, events: &Sender<Event>, inter
     let mut daemon = Daemon { target: client.target().clone(), client: Some(client) };
     loop {
         let event = match daemon.try_with(Client::measured) {
-            Ok((_, report)) => Event::Report(Box::new(report)),
+            Ok(report) => Event::Report(Box::new(report)),
             Err(error) => Event::Unreachable(error.to_string()),
         };
         if events.send(event).is_err() {

@@ -44,7 +44,7 @@ pub(in crate::top) fn report(second: u64, disks: &[&str]) -> Report {
     let report = json!({
         "version": "0.1.0", "uptime-ns": second * 1_000_000_000, "disks": disks, "groups": [gold]
     });
-    Report { latencies, ..Report::read(&report).unwrap() }
+    Report { latencies, ..Report::read(&report.to_string()).unwrap() }
 }
 
 /// After that many seconds of watching.

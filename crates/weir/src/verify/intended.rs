@@ -181,7 +181,8 @@ mod tests {
         std::fs::write(&file, text).unwrap();
         let intended = load(&file).unwrap();
         let group = |name: &str, weight: u64| json!({ "name": name, "weight": weight, "limits": { "iops-total": 500 } });
-        let report = Report::read(&json!({ "groups": [group("all", 100), group("own", 100)] })).unwrap();
+        let report =
+            Report::read(&json!({ "groups": [group("all", 100), group("own", 100)] }).to_string()).unwrap();
         let told: Vec<_> = intended.compare(&report).into_iter().map(|finding| finding.measured).collect();
         let expect = [
             "in force",

@@ -23,7 +23,7 @@ fn disk(name: &str, requests: u64, bytes: u64, more: &Value) -> Value {
 fn look(second: f64, disks: &[Value], groups: &[Value]) -> Look {
     let uptime_ns = 1_000_000_000 + (second * 1e9) as u64;
     let report = json!({ "uptime-ns": uptime_ns, "disks": disks, "groups": groups });
-    Look { report: Report::read(&report).unwrap(), asked_s: second, had_s: second }
+    Look { report: Report::read(&report.to_string()).unwrap(), asked_s: second, had_s: second }
 }
 
 fn judged(looks: impl IntoIterator<Item = Look>, wait_p99_ns: Option<u64>) -> Vec<Finding> {

@@ -22,12 +22,12 @@ use policy::{
     watermark::{Capacity, Watermark},
 };
 use reactor::memory::{Budget, Usage};
-use serde_json::Value;
+use serde_json::value::{RawValue, to_raw_value};
 
 use crate::{
     devices::Listed,
     left_out::LeftOut,
-    qmp::{arguments::Arguments, caches, command::Command, error::Error, errors, prefetch, settings},
+    qmp::{arguments::Arguments, caches, command::TextCommand, error::Error, errors, prefetch, settings},
     registry::{Door, Registry, RunningDisk, RunningExport},
     serving::Serving,
     users::Users,
@@ -39,14 +39,14 @@ pub(super) struct QueryStatus {
     lists: bool,
 }
 
-impl Command for QueryStatus {
+impl TextCommand for QueryStatus {
     const NAME: &'static str = "x-weir-query-status";
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         Ok(Self { lists: arguments.optional("lists")?.unwrap_or(true) })
     }
 
-    async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
+    async fn run(self, registry: Rc<Registry>) -> Result<Box<RawValue>, Error> {
         let mut status = Status {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ns: nanoseconds(registry.lifecycle.uptime()),
@@ -57,14 +57,17 @@ impl Command for QueryStatus {
             config: registry.config.as_ref().map(|path| path.display().to_string()),
             ..Status::default()
         };
-        if self.lists {
+        let text = if self.lists {
             add_lists(&registry, &mut status);
-        }
-        let mut answer = serde_json::to_value(status).expect("all keys are strings");
-        if let (false, Some(members)) = (self.lists, answer.as_object_mut()) {
-            members.retain(|key, _| !Status::LISTS.contains(&key.as_str()));
-        }
-        Ok(answer)
+            to_raw_value(&status)
+        } else {
+            let mut summary = serde_json::to_value(status).expect("all keys are strings");
+            if let Some(members) = summary.as_object_mut() {
+                members.retain(|key, _| !Status::LISTS.contains(&key.as_str()));
+            }
+            to_raw_value(&summary)
+        };
+        Ok(text.expect("all keys are strings"))
     }
 }
 
@@ -137,6 +140,8 @@ fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
         io_status: errors::io_status(failures).map(str::to_owned),
         oldest_request: storage.is_far().then(|| storage.oldest_request().map_or(0, nanoseconds)),
         memory: DiskMemory { reserved: disk.memory().reserved(), requests: disk.memory().used() },
+        latency_ns: None,
+        rate: None,
         server: storage.remote().map(|remote| RemoteStatus {
             connected: remote.is_connected,
             reconnections: remote.reconnections,
@@ -184,6 +189,7 @@ fn group(
         watermark_status: watermark_status(watermark, group.enforcement()),
         throttle: throttle(&group.stats()),
         cluster: shared,
+        rate: None,
     }
 }
 
