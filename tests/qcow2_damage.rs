@@ -31,12 +31,12 @@ use std::{
 
 use fastrand::Rng;
 use image::{
-    Image, Raw,
+    Image, RawImage,
     qcow2::{
-        CacheSettings, Parts, Qcow2,
-        check::{GuestRange, Repair, Report, check},
-        header::{Crypt, Header},
-        luks::{Cipher, CipherKind},
+        CacheSettings, Qcow2Components, Qcow2Image,
+        check::{GuestRange, Repair, CheckReport, check},
+        header::{EncryptionMethod, Qcow2Header},
+        luks::{SectorCipher, CipherKind},
         read_header,
     },
 };
@@ -236,7 +236,7 @@ impl Workplace {
         template: &Template,
         bytes: &[u8],
         about: &str,
-        report: &Report,
+        report: &CheckReport,
     ) -> Result<(), String> {
         self.put(bytes);
         let check = qemu_img(["check"]).args(open_arguments("image", template.is_encrypted));
@@ -305,17 +305,17 @@ fn dumps(printed: &str, grain: u64) -> BTreeMap<u64, Vec<u8>> {
     read
 }
 
-fn is_clean(report: &Report) -> bool {
+fn is_clean(report: &CheckReport) -> bool {
     report.corruptions + report.leaks + report.check_errors == 0
 }
 
 /// The report of a check, and the file after it; `None` where the header cannot be used.
-fn repaired(content: &DamagedImage, repair: Repair) -> Option<(Report, Vec<u8>)> {
+fn repaired(content: &DamagedImage, repair: Repair) -> Option<(CheckReport, Vec<u8>)> {
     let bytes = content.bytes.clone();
     sim::run(1, async move {
-        let storage = Storage::holding(&bytes).await;
+        let storage = Storage::with_content(&bytes).await;
         let report = check(&storage, repair).await.ok()?;
-        Some((report, storage.content().await.expect("memory")))
+        Some((report, storage.read_all().await.expect("memory")))
     })
 }
 
@@ -324,21 +324,21 @@ fn disks(content: &DamagedImage) -> Disks {
     let content = content.clone();
     sim::run(1, async move {
         let mut disks = Disks::new();
-        let storage = Storage::holding(&content.bytes).await;
+        let storage = Storage::with_content(&content.bytes).await;
         let Ok(header) = read_header(&storage).await else { return disks };
-        let Ok(image) = Qcow2::open(parts(&content, &header).await).await else { return disks };
+        let Ok(image) = Qcow2Image::open(parts(&content, &header).await).await else { return disks };
         let snapshots = image.snapshots().await.unwrap_or_default();
         disks.insert(None, read_all(&image, content.grain).await);
         for snapshot in snapshots.iter().take(4) {
             let parts = parts(&content, &header).await;
-            let Ok(disk) = Qcow2::open_snapshot(parts, &snapshot.id()).await else { continue };
+            let Ok(disk) = Qcow2Image::open_snapshot(parts, &snapshot.id()).await else { continue };
             disks.insert(Some(snapshot.name().into_owned()), read_all(&disk, content.grain).await);
         }
         disks
     })
 }
 
-async fn read_all(image: &Qcow2, grain: u64) -> Vec<Option<Vec<u8>>> {
+async fn read_all(image: &Qcow2Image, grain: u64) -> Vec<Option<Vec<u8>>> {
     let mut read = Vec::new();
     for part in 0..image.size_bytes().min(MOST_BYTES) / grain {
         let mut bytes = vec![0; grain as usize];
@@ -351,22 +351,22 @@ async fn read_all(image: &Qcow2, grain: u64) -> Vec<Option<Vec<u8>>> {
     read
 }
 
-async fn parts(content: &DamagedImage, header: &Header) -> Parts {
+async fn parts(content: &DamagedImage, header: &Qcow2Header) -> Qcow2Components {
     let backing = match &header.backing {
-        Some(_) => Some(Box::new(Image::Raw(Raw::new(Storage::holding(&content.base).await).read_only()))),
+        Some(_) => Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&content.base).await).read_only()))),
         None => None,
     };
     let data = match &content.data {
-        Some(data) if header.has_data_file() => Some(Storage::holding(data).await),
+        Some(data) if header.has_data_file() => Some(Storage::with_content(data).await),
         _ => None,
     };
     // Any key shows whether the same bytes are decrypted.
     let key: [u8; 64] = std::array::from_fn(|index| index as u8);
-    Parts {
-        storage: Storage::holding(&content.bytes).await,
+    Qcow2Components {
+        storage: Storage::with_content(&content.bytes).await,
         backing,
         data,
-        cipher: (header.crypt == Crypt::Luks).then(|| Cipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+        cipher: (header.crypt == EncryptionMethod::Luks).then(|| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
         read_only: true,
         caches: CacheSettings::default(),
     }
@@ -378,7 +378,7 @@ fn is_lost(lost: &[GuestRange], snapshot: &Option<String>, offset: u64) -> bool 
     })
 }
 
-fn compare_disks(before: &Disks, after: &Disks, grain: u64, report: &Report) -> Result<(), String> {
+fn compare_disks(before: &Disks, after: &Disks, grain: u64, report: &CheckReport) -> Result<(), String> {
     for (name, parts) in before {
         let now = after.get(name).ok_or_else(|| format!("{name:?} cannot be opened any more"))?;
         for (number, part) in parts.iter().enumerate() {
@@ -395,7 +395,7 @@ fn compare_samples(
     before: &BTreeMap<u64, Vec<u8>>,
     after: &BTreeMap<u64, Vec<u8>>,
     grain: u64,
-    report: &Report,
+    report: &CheckReport,
 ) -> Result<(), String> {
     for (number, part) in before {
         let offset = number * grain;

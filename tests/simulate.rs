@@ -204,7 +204,7 @@ fn limits_beside_a_config_file_are_refused() {
     let scratch = Scratch::new();
     let trace = scratch.file("trace.csv", csv(&requests()));
     let config = scratch.file("weir.toml", "[disk.null]\nimage = \"null:1G\"\n");
-    for setting in policy::throttle::Setting::ALL {
+    for setting in policy::throttle::LimitSetting::ALL {
         let option = format!("--{}", setting.name());
         let said = weir(&["simulate", text(&trace), "--config", text(&config), &option, "1"]).run();
         assert_eq!(said.code(), 2, "{option}");

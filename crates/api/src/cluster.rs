@@ -40,8 +40,8 @@ pub struct ClusterReport {
     /// Lowest capacity that a host measured below its disks; 0 is unknown.
     pub capacity: ReservedRates,
     /// Groups in etcd that this version cannot read.
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub not_understood: Vec<UnreadableGroup>,
+    #[serde(rename = "not-understood", skip_serializing_if = "Vec::is_empty")]
+    pub unreadable_groups: Vec<UnreadableGroup>,
     /// The groups of the cluster on the host that reports.
     pub here: Vec<LocalQuota>,
 }
@@ -101,7 +101,7 @@ pub struct ClusterMember {
     /// Name of the host.
     pub host: String,
     /// Rate that its disks would use, by the limit's name.
-    pub demand: BTreeMap<String, Demand>,
+    pub demand: BTreeMap<String, DemandValue>,
     /// Time that its requests waited in the last interval.
     pub waiting_ns: u64,
     /// Sum of the weights of its disks.
@@ -119,22 +119,22 @@ pub struct ClusterMember {
 /// Rate that the disks of a host would use.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(untagged)]
-pub enum Demand {
+pub enum DemandValue {
     /// Operations or bytes per second.
     Rate(u64),
     /// As much as the limit admits: written as `"all"`.
-    Unbounded(Unbounded),
+    Unbounded(AllDemand),
 }
 
 /// The word `all`.
 #[derive(Clone, Copy, Debug, Deserialize, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Unbounded {
+pub enum AllDemand {
     /// Written as `"all"`.
     All,
 }
 
-impl fmt::Display for Unbounded {
+impl fmt::Display for AllDemand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("all")
     }

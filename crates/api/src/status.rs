@@ -13,7 +13,7 @@ pub type LimitValues = BTreeMap<String, u64>;
 /// Status of one daemon.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case", default)]
-pub struct Status {
+pub struct DaemonStatus {
     /// Version of the daemon.
     pub version: String,
     /// Time since the daemon started, or since the first process of a chain of upgrades did.
@@ -46,7 +46,7 @@ pub struct Status {
     pub servers: Vec<ServerStatus>,
 }
 
-impl Status {
+impl DaemonStatus {
     /// Keys of the lists whose length grows with the number of disks. A client that needs none of
     /// them sends `lists: false`, and the answer leaves them out.
     pub const LISTS: [&'static str; 4] = ["disks", "groups", "devices", "exports"];
@@ -751,7 +751,7 @@ mod tests {
             "version": "9.9", "a-new-key": { "x": 1 },
             "disks": [{ "name": "vm1", "weight": 100, "a-new-key": true }],
         });
-        let status: Status = serde_json::from_value(answer).unwrap();
+        let status: DaemonStatus = serde_json::from_value(answer).unwrap();
         assert_eq!((status.disks[0].name.as_str(), status.disks[0].settings.weight), ("vm1", Some(100)));
         assert_eq!((status.servers.len(), status.cluster), (0, None));
     }
@@ -770,14 +770,14 @@ mod tests {
         let export = ExportStatus { kind: "vhost-user-blk".into(), counters, ..ExportStatus::default() };
         let prefetch = PrefetchSettings { mode: "on".into(), numbers: [("memory".into(), 1 << 20)].into() };
         let settings = MemberSettings { prefetch: Some(prefetch), ..MemberSettings::default() };
-        let status = Status {
+        let status = DaemonStatus {
             exports: vec![export],
             disks: vec![DiskStatus { settings, ..DiskStatus::default() }],
-            ..Status::default()
+            ..DaemonStatus::default()
         };
         let answer = serde_json::to_value(&status).unwrap();
         assert_eq!(answer["exports"][0]["kicks"], 7);
         assert_eq!(answer["disks"][0]["prefetch"]["memory"], 1 << 20);
-        assert_eq!(serde_json::from_value::<Status>(answer).unwrap(), status);
+        assert_eq!(serde_json::from_value::<DaemonStatus>(answer).unwrap(), status);
     }
 }

@@ -24,10 +24,10 @@ mod observed;
 mod sampler;
 mod statistics;
 
-pub use identity::{Identity, Number, Roots};
-pub use observed::Observed;
-pub use sampler::{Sampler, Subject, Target};
-pub use statistics::{Source, Statistics};
+pub use identity::{DeviceIdentity, DeviceNumber, SysfsRoots};
+pub use observed::DeviceObserver;
+pub use sampler::{Sampler, SampledTarget, SamplerTarget};
+pub use statistics::{StatisticsFile, DeviceStatistics};
 
 use std::{
     fmt, io,
@@ -35,27 +35,27 @@ use std::{
 };
 
 use policy::{
-    throttle::Reservable,
+    throttle::ReservableCapacity,
     time::{Duration, Instant, NANOS_PER_SECOND},
-    watermark::{Capacity, Rates},
+    watermark::{MeasuredCapacity, DeviceLoad},
 };
 
 use storage::{
     Storage,
-    rate::{Budget, Completed, RateOptions},
+    rate::{RateBudget, Completed, RateOptions},
 };
 
 use crate::disk::Disk;
 
 /// Minimum interval of a measurement; a shorter one would cover only a few requests.
-const SHORTEST_MEASURE: Duration = Duration::from_millis(20);
+const MIN_INTERVAL: Duration = Duration::from_millis(20);
 /// Minimum interval that [`Device::use_now`] averages over.
-const A_WHILE: Duration = Duration::from_secs(1);
+const AVERAGING_INTERVAL: Duration = Duration::from_secs(1);
 /// Maximum age of a measurement's beginning.
-const LONG_AGO: Duration = Duration::from_secs(3);
+const MAX_AVERAGING_INTERVAL: Duration = Duration::from_secs(3);
 
 /// Upper bound of utilization, in thousandths: a thousand times the capacity.
-const MOST: u32 = 1_000_000;
+const MAX_UTILIZATION: u32 = 1_000_000;
 
 /// Source of a device's capacity.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -81,62 +81,62 @@ impl fmt::Display for CapacitySource {
 /// A physical device, or an imitated one.
 #[derive(Debug)]
 pub struct Device {
-    kind: Kind,
+    kind: DeviceKind,
     name: String,
-    capacity: Option<Capacity>,
+    capacity: Option<MeasuredCapacity>,
     /// Time of the measurement, in seconds since 1970, if it is known.
     probed_at_s: Option<u32>,
-    lately: Mutex<Lately>,
+    recent: Mutex<RecentUtilization>,
 }
 
 /// Utilization shared by occasional readers: each gets an average over at least [`A_WHILE`].
 #[derive(Clone, Copy, Debug, Default)]
-struct Lately {
+struct RecentUtilization {
     /// Begun at least [`A_WHILE`] before the next.
-    older: Meter,
-    newer: Meter,
-    told: u32,
+    older: UtilizationMeter,
+    newer: UtilizationMeter,
+    utilization: u32,
 }
 
 #[derive(Debug)]
-enum Kind {
-    Physical { identity: Identity, source: Source },
-    Imitated(Arc<Budget>),
+enum DeviceKind {
+    Physical { identity: DeviceIdentity, source: StatisticsFile },
+    Imitated(Arc<RateBudget>),
 }
 
 /// Identity of a device while the program runs.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum DeviceId {
     /// A physical disk.
-    Physical(Number),
+    Physical(DeviceNumber),
     /// A budget, by its address: budgets may have no name.
     Imitated(usize),
 }
 
 /// Device of a disk, not resolved yet.
 #[derive(Debug)]
-enum Below<'a> {
+enum UnderlyingDevice<'a> {
     File(u64),
-    Imitated(&'a Arc<Budget>),
+    Imitated(&'a Arc<RateBudget>),
     Nothing,
 }
 
 /// The outermost imitated rate, or the bottom storage.
-fn below(mut storage: &Storage) -> Below<'_> {
+fn underlying_device(mut storage: &Storage) -> UnderlyingDevice<'_> {
     loop {
         storage = match storage {
             Storage::Wrapped(wrapped) => match wrapped.budget() {
                 // An imitated rate hides the device below it.
-                Some(budget) => return Below::Imitated(budget),
+                Some(budget) => return UnderlyingDevice::Imitated(budget),
                 None => wrapped.inner(),
             },
-            Storage::File(file) => return Below::File(file.device().device_number()),
+            Storage::File(file) => return UnderlyingDevice::File(file.device().device_number()),
             Storage::Memory(_)
             | Storage::Nbd(_)
             | Storage::Null(_)
             | Storage::Rbd(_)
             | Storage::Simulated(_) => {
-                return Below::Nothing;
+                return UnderlyingDevice::Nothing;
             }
         };
     }
@@ -147,12 +147,12 @@ fn below(mut storage: &Storage) -> Below<'_> {
 ///
 /// # Errors
 /// The file system is on no local disk, such as a network file system.
-pub fn id_of(disk: &Disk, roots: &Roots) -> io::Result<Option<DeviceId>> {
-    match below(disk.image().storage()) {
-        Below::Nothing => Ok(None),
-        Below::Imitated(budget) => Ok(Some(DeviceId::Imitated(Arc::as_ptr(budget).addr()))),
-        Below::File(number) => {
-            let identity = Identity::resolve(Number::unpack(number), roots)?;
+pub fn id_of(disk: &Disk, roots: &SysfsRoots) -> io::Result<Option<DeviceId>> {
+    match underlying_device(disk.image().storage()) {
+        UnderlyingDevice::Nothing => Ok(None),
+        UnderlyingDevice::Imitated(budget) => Ok(Some(DeviceId::Imitated(Arc::as_ptr(budget).addr()))),
+        UnderlyingDevice::File(number) => {
+            let identity = DeviceIdentity::resolve(DeviceNumber::unpack(number), roots)?;
             Ok(Some(DeviceId::Physical(identity.number())))
         }
     }
@@ -166,16 +166,16 @@ impl Device {
     ///
     /// # Errors
     /// The file system is on no local disk, or that disk has no statistics.
-    pub fn under(
+    pub fn below_disk(
         disk: &Disk,
-        roots: &Roots,
-        measured: impl FnOnce(&Identity) -> Option<(Capacity, u32)>,
+        roots: &SysfsRoots,
+        measured: impl FnOnce(&DeviceIdentity) -> Option<(MeasuredCapacity, u32)>,
     ) -> io::Result<Option<Self>> {
-        match below(disk.image().storage()) {
-            Below::Nothing => Ok(None),
-            Below::Imitated(budget) => Ok(Some(Self::imitated(budget, disk.name()))),
-            Below::File(number) => {
-                let identity = Identity::resolve(Number::unpack(number), roots)?;
+        match underlying_device(disk.image().storage()) {
+            UnderlyingDevice::Nothing => Ok(None),
+            UnderlyingDevice::Imitated(budget) => Ok(Some(Self::imitated(budget, disk.name()))),
+            UnderlyingDevice::File(number) => {
+                let identity = DeviceIdentity::resolve(DeviceNumber::unpack(number), roots)?;
                 let (capacity, probed_at_s) = measured(&identity).unzip();
                 Ok(Some(Self { probed_at_s, ..Self::physical(identity, capacity)? }))
             }
@@ -186,30 +186,30 @@ impl Device {
     ///
     /// # Errors
     /// It has no statistics.
-    pub fn physical(identity: Identity, capacity: Option<Capacity>) -> io::Result<Self> {
-        let source = Source::open(identity.directory())?;
+    pub fn physical(identity: DeviceIdentity, capacity: Option<MeasuredCapacity>) -> io::Result<Self> {
+        let source = StatisticsFile::open(identity.directory())?;
         let name = identity.node();
-        Ok(Self::new(Kind::Physical { identity, source }, name, capacity))
+        Ok(Self::new(DeviceKind::Physical { identity, source }, name, capacity))
     }
 
-    fn imitated(budget: &Arc<Budget>, disk: &str) -> Self {
+    fn imitated(budget: &Arc<RateBudget>, disk: &str) -> Self {
         let options = budget.options();
         let name = match &options.shared {
             Some(name) => format!("rate:{name}"),
             None => format!("rate of {disk}"),
         };
-        Self::new(Kind::Imitated(Arc::clone(budget)), name, Some(capacity_of(options)))
+        Self::new(DeviceKind::Imitated(Arc::clone(budget)), name, Some(capacity_of(options)))
     }
 
-    fn new(kind: Kind, name: String, capacity: Option<Capacity>) -> Self {
-        Self { kind, name, capacity, probed_at_s: None, lately: Mutex::default() }
+    fn new(kind: DeviceKind, name: String, capacity: Option<MeasuredCapacity>) -> Self {
+        Self { kind, name, capacity, probed_at_s: None, recent: Mutex::default() }
     }
 
     /// Identity of the device.
     pub fn id(&self) -> DeviceId {
         match &self.kind {
-            Kind::Physical { identity, .. } => DeviceId::Physical(identity.number()),
-            Kind::Imitated(budget) => DeviceId::Imitated(Arc::as_ptr(budget).addr()),
+            DeviceKind::Physical { identity, .. } => DeviceId::Physical(identity.number()),
+            DeviceKind::Imitated(budget) => DeviceId::Imitated(Arc::as_ptr(budget).addr()),
         }
     }
 
@@ -219,30 +219,30 @@ impl Device {
     }
 
     /// The physical disk, if it is one.
-    pub fn identity(&self) -> Option<&Identity> {
+    pub fn identity(&self) -> Option<&DeviceIdentity> {
         match &self.kind {
-            Kind::Physical { identity, .. } => Some(identity),
-            Kind::Imitated(_) => None,
+            DeviceKind::Physical { identity, .. } => Some(identity),
+            DeviceKind::Imitated(_) => None,
         }
     }
 
     /// Capacity; fields that were not measured are 0.
-    pub fn capacity(&self) -> Option<Capacity> {
+    pub fn capacity(&self) -> Option<MeasuredCapacity> {
         self.capacity
     }
 
     /// Capacity that reservations may use.
-    pub fn reservable(&self) -> Reservable {
+    pub fn reservable(&self) -> ReservableCapacity {
         let amounts = self.capacity.map(|capacity| capacity.reservable()).unwrap_or_default();
-        Reservable { amounts, probed_at_s: self.probed_at_s }
+        ReservableCapacity { amounts, probed_at_s: self.probed_at_s }
     }
 
     /// Source of the capacity.
     pub fn capacity_source(&self) -> CapacitySource {
         match (&self.kind, &self.capacity) {
-            (Kind::Imitated(_), _) => CapacitySource::Rate,
-            (Kind::Physical { .. }, Some(_)) => CapacitySource::Probe,
-            (Kind::Physical { .. }, None) => CapacitySource::BusyTime,
+            (DeviceKind::Imitated(_), _) => CapacitySource::Rate,
+            (DeviceKind::Physical { .. }, Some(_)) => CapacitySource::Probe,
+            (DeviceKind::Physical { .. }, None) => CapacitySource::BusyTime,
         }
     }
 
@@ -251,20 +251,20 @@ impl Device {
     ///
     /// # Errors
     /// The statistics cannot be read; the device may be gone.
-    pub fn use_now(&self, now: Instant) -> io::Result<u32> {
+    pub fn utilization(&self, now: Instant) -> io::Result<u32> {
         // The result and the meters are replaced together.
-        let mut lately = self.lately.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_for = |meter: &Meter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
-        let is_old = is_for(&lately.older, LONG_AGO);
+        let mut lately = self.recent.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_for = |meter: &UtilizationMeter, time| meter.last.is_none_or(|(at, _)| now - at >= time);
+        let is_old = is_for(&lately.older, MAX_AVERAGING_INTERVAL);
         // The older meter covers at least `A_WHILE`, unless it is too old to be recent.
         let mut meter = if is_old { lately.newer } else { lately.older };
         if let Some(used) = meter.measure(self, now)? {
-            lately.told = used;
+            lately.utilization = used;
         }
-        if is_for(&lately.newer, A_WHILE) {
+        if is_for(&lately.newer, AVERAGING_INTERVAL) {
             (lately.older, lately.newer) = (lately.newer, meter);
         }
-        Ok(lately.told)
+        Ok(lately.utilization)
     }
 
     /// Counters of the kernel, or of an imitated device: those begin when it was created, and it is
@@ -272,26 +272,26 @@ impl Device {
     ///
     /// # Errors
     /// The statistics cannot be read; the device may be gone.
-    pub fn statistics(&self, now: Instant) -> io::Result<Statistics> {
+    pub fn statistics(&self, now: Instant) -> io::Result<DeviceStatistics> {
         match &self.kind {
-            Kind::Physical { source, .. } => source.read(),
-            Kind::Imitated(budget) => Ok(statistics_of(budget, now)),
+            DeviceKind::Physical { source, .. } => source.read(),
+            DeviceKind::Imitated(budget) => Ok(statistics_of(budget, now)),
         }
     }
 
-    fn reading(&self, now: Instant) -> io::Result<Reading> {
+    fn reading(&self, now: Instant) -> io::Result<DeviceReading> {
         match &self.kind {
-            Kind::Physical { source, .. } => source.read().map(Reading::Statistics),
-            Kind::Imitated(budget) => Ok(Reading::Worked(budget.worked(now))),
+            DeviceKind::Physical { source, .. } => source.read().map(DeviceReading::Statistics),
+            DeviceKind::Imitated(budget) => Ok(DeviceReading::Worked(budget.busy_time(now))),
         }
     }
 }
 
 /// Capacity of an imitated device; a rate that is not set is unknown (0).
-fn capacity_of(options: &RateOptions) -> Capacity {
+fn capacity_of(options: &RateOptions) -> MeasuredCapacity {
     let narrower = |one: Option<u64>, other: Option<u64>| one.into_iter().chain(other).min().unwrap_or(0);
     let iops = options.iops.unwrap_or(0);
-    Capacity {
+    MeasuredCapacity {
         read_iops: iops,
         write_iops: iops,
         read_bps: narrower(options.bytes, options.read),
@@ -300,28 +300,28 @@ fn capacity_of(options: &RateOptions) -> Capacity {
 }
 
 /// Counters of an imitated device, in the form of the kernel's.
-fn statistics_of(budget: &Budget, now: Instant) -> Statistics {
+fn statistics_of(budget: &RateBudget, now: Instant) -> DeviceStatistics {
     let Completed { requests: [reads, writes], bytes: [read_bytes, written_bytes], in_flight } =
         budget.completed();
     let milliseconds = |time: Duration| u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
-    let (busy_ms, queued_ms) = (milliseconds(budget.worked(now)), milliseconds(in_flight));
-    Statistics { reads, read_bytes, writes, written_bytes, busy_ms, queued_ms }
+    let (busy_ms, queued_ms) = (milliseconds(budget.busy_time(now)), milliseconds(in_flight));
+    DeviceStatistics { reads, read_bytes, writes, written_bytes, busy_ms, queued_ms }
 }
 
 /// State of a device at one moment.
 #[derive(Clone, Copy, Debug)]
-enum Reading {
-    Statistics(Statistics),
+enum DeviceReading {
+    Statistics(DeviceStatistics),
     Worked(Duration),
 }
 
 /// Last reading of one observer: utilization is the difference of two readings.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Meter {
-    last: Option<(Instant, Reading)>,
+pub struct UtilizationMeter {
+    last: Option<(Instant, DeviceReading)>,
 }
 
-impl Meter {
+impl UtilizationMeter {
     /// Utilization of `device` since the last measurement, in thousandths. `None` for the first
     /// call, before 20 ms have passed, and if a total decreased.
     ///
@@ -331,27 +331,27 @@ impl Meter {
     /// The statistics cannot be read; the device may be gone.
     pub fn measure(&mut self, device: &Device, now: Instant) -> io::Result<Option<u32>> {
         let last = match self.last {
-            Some((at, _)) if now - at < SHORTEST_MEASURE => return Ok(None),
+            Some((at, _)) if now - at < MIN_INTERVAL => return Ok(None),
             last => last,
         };
         let reading = device.reading(now)?;
         self.last = Some((now, reading));
-        Ok(last.and_then(|(at, before)| used(device.capacity.as_ref(), before, reading, now - at)))
+        Ok(last.and_then(|(at, before)| utilization_between(device.capacity.as_ref(), before, reading, now - at)))
     }
 }
 
 /// Utilization of a device between two readings that are `elapsed` apart, in thousandths; `None` if
 /// a total decreased.
-fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: Duration) -> Option<u32> {
+fn utilization_between(capacity: Option<&MeasuredCapacity>, before: DeviceReading, after: DeviceReading, elapsed: Duration) -> Option<u32> {
     match (before, after) {
-        (Reading::Worked(before), Reading::Worked(after)) => {
+        (DeviceReading::Worked(before), DeviceReading::Worked(after)) => {
             Some(thousandths(after.checked_sub(before)?.as_nanos(), elapsed.as_nanos()))
         }
-        (Reading::Statistics(before), Reading::Statistics(after)) => {
+        (DeviceReading::Statistics(before), DeviceReading::Statistics(after)) => {
             let done = after.since(&before)?;
             // The kernel counts in milliseconds, which may exceed the interval a little.
             let busy = || thousandths(u128::from(done.busy_ms), elapsed.as_millis()).min(1000);
-            Some(capacity.and_then(|capacity| share(capacity, &done, elapsed)).unwrap_or_else(busy))
+            Some(capacity.and_then(|capacity| capacity_share(capacity, &done, elapsed)).unwrap_or_else(busy))
         }
         // Both readings are of the same device, and so of the same type.
         _ => None,
@@ -360,7 +360,7 @@ fn used(capacity: Option<&Capacity>, before: Reading, after: Reading, elapsed: D
 
 /// Utilization of a device whose capacity is known; `None` if a direction without a known capacity
 /// was used.
-fn share(capacity: &Capacity, done: &Statistics, elapsed: Duration) -> Option<u32> {
+fn capacity_share(capacity: &MeasuredCapacity, done: &DeviceStatistics, elapsed: Duration) -> Option<u32> {
     let a_second = |amount: u64| {
         let scaled = u128::from(amount) * u128::from(NANOS_PER_SECOND) / elapsed.as_nanos().max(1);
         u64::try_from(scaled).unwrap_or(u64::MAX)
@@ -372,17 +372,17 @@ fn share(capacity: &Capacity, done: &Statistics, elapsed: Duration) -> Option<u3
     {
         return None;
     }
-    let rates = Rates {
+    let rates = DeviceLoad {
         read_iops: a_second(done.reads),
         write_iops: a_second(done.writes),
         read_bps: a_second(done.read_bytes),
         write_bps: a_second(done.written_bytes),
     };
-    capacity.use_of(rates).map(|used| u32::try_from(used).unwrap_or(u32::MAX).min(MOST))
+    capacity.utilization(rates).map(|used| u32::try_from(used).unwrap_or(u32::MAX).min(MAX_UTILIZATION))
 }
 
 fn thousandths(part: u128, whole: u128) -> u32 {
-    u32::try_from(part * 1000 / whole.max(1)).unwrap_or(u32::MAX).min(MOST)
+    u32::try_from(part * 1000 / whole.max(1)).unwrap_or(u32::MAX).min(MAX_UTILIZATION)
 }
 
 #[cfg(test)]

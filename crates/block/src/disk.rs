@@ -24,40 +24,40 @@ use std::sync::{
     atomic::{AtomicU64, Ordering},
 };
 
-use failures::Request;
-pub use failures::{ErrorPolicies, Errors, Failure, Failures, OnError, Patience};
+use failures::RequestInfo;
+pub use failures::{ErrorPolicies, Errors, RequestFailure, Failures, OnError, CancelToken};
 use handover::Handover;
-pub use handover::NotHeld;
-pub use silence::Closed;
-pub use takeover::NotTaken;
+pub use handover::HoldError;
+pub use silence::FilesClosed;
+pub use takeover::UpgradeRefusal;
 pub use zeroes::DetectZeroes;
 
 use event_listener::Event;
 use policy::{
-    prefetch::Ahead,
+    prefetch::ReadAhead,
     request::Direction,
-    throttle::{Cost, Held, Refused},
+    throttle::{RequestCost, LevelCause, ThrottleError},
     time::Instant,
 };
 
-use image::{Depth, Image};
+use image::{ChainDepthRun, Image};
 use reactor::{
-    buffer::{Segments, Target},
+    buffer::{Segments, ReadTarget},
     error::{Error, Result},
-    guest::Place,
-    memory::{Account, Budget, NotEnough},
-    seldom::Seldom,
-    ublk::Registered,
+    guest::GuestBytes,
+    memory::{MemoryAccount, MemoryBudget, OutOfBudget},
+    seldom::LogRateLimit,
+    ublk::RegisteredData,
 };
 use storage::{Durability, Extent, ResizeError, ZeroOptions};
 
 use crate::{
     layer::{
         prefetch::Prefetch,
-        throttle::{DiskSettings, Group, Member},
+        throttle::{DiskSettings, ThrottleGroup, ThrottleMember},
     },
-    measures::{Measured, Measures},
-    recorder::{self, Finished, Operation, Recorded},
+    measures::{MeasuresSnapshot, Measures},
+    recorder::{self, RequestRecord, DiskOperation, RecordingSwitch},
 };
 
 /// A virtual disk.
@@ -65,24 +65,24 @@ use crate::{
 pub struct Disk {
     name: Arc<str>,
     image: Arc<Image>,
-    member: Member,
+    member: ThrottleMember,
     prefetch: Prefetch,
-    counters: Counters,
+    counters: DiskCounters,
     failures: Arc<Failures>,
-    memory: Arc<Account>,
+    memory: Arc<MemoryAccount>,
     /// State of handover, if the image can pass to another process.
     handover: Option<Handover>,
     discards: Discards,
     detect_zeroes: DetectZeroes,
-    cuts: Seldom,
+    shrink_log: LogRateLimit,
     resized: Arc<Event>,
-    recorded: Recorded,
+    recording: RecordingSwitch,
     measures: OnceLock<Arc<Measures>>,
-    opened: u64,
+    opening_id: u64,
 }
 
 /// Unique number of an opening, also among processes: the sequence begins at a random number.
-fn next_opening() -> u64 {
+fn next_opening_id() -> u64 {
     static FIRST: LazyLock<u64> = LazyLock::new(|| fastrand::u64(..));
     static OPENED: AtomicU64 = AtomicU64::new(0);
     FIRST.wrapping_add(OPENED.fetch_add(1, Ordering::Relaxed))
@@ -102,41 +102,41 @@ pub enum Discards {
 /// requires one.
 #[derive(Debug)]
 #[must_use = "it has been charged for"]
-pub struct Pass {
+pub struct AdmissionPermit {
     /// Number of client requests that it stands for.
     requests: u64,
-    patience: Option<Arc<Patience>>,
+    cancel_token: Option<Arc<CancelToken>>,
     /// Set if the disk is recorded or measured.
-    times: Option<Times>,
+    times: Option<AdmissionTimes>,
     /// Lengths of merged requests that differ, if the disk is recorded or measured.
     lengths: Option<Box<[u64]>>,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Times {
+struct AdmissionTimes {
     arrived: Instant,
     admitted: Instant,
-    held: Option<Held>,
+    throttle_cause: Option<LevelCause>,
 }
 
-impl Times {
+impl AdmissionTimes {
     /// Times of a request that did not wait.
     fn at(now: Instant) -> Self {
-        Self { arrived: now, admitted: now, held: None }
+        Self { arrived: now, admitted: now, throttle_cause: None }
     }
 }
 
-impl Pass {
+impl AdmissionPermit {
     /// Attaches a cancel token: if the disk stops, the request waits only until it is cancelled.
-    pub fn while_awaited(self, patience: &Arc<Patience>) -> Self {
-        Self { patience: Some(Arc::clone(patience)), ..self }
+    pub fn with_cancel_token(self, patience: &Arc<CancelToken>) -> Self {
+        Self { cancel_token: Some(Arc::clone(patience)), ..self }
     }
 }
 
 /// Counters of the requests that succeeded since the disk was opened, as clients made them, before
 /// merging.
 #[derive(Debug, Default)]
-pub struct Counters {
+pub struct DiskCounters {
     reads: AtomicU64,
     writes: AtomicU64,
     read_bytes: AtomicU64,
@@ -146,7 +146,7 @@ pub struct Counters {
 
 /// Snapshot of [`Counters`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Totals {
+pub struct DiskTotals {
     /// Reads.
     pub reads: u64,
     /// Writes, write-zeroes and discards.
@@ -171,29 +171,29 @@ impl Disk {
         name: &str,
         image: Image,
         settings: DiskSettings,
-        group: Option<&Arc<Group>>,
-    ) -> std::result::Result<Self, Refused> {
+        group: Option<&Arc<ThrottleGroup>>,
+    ) -> std::result::Result<Self, ThrottleError> {
         // The only fallible step, so a failure leaves nothing behind.
-        let member = Member::new(settings, group)?;
+        let member = ThrottleMember::new(settings, group)?;
         image.watch_backing();
         let handover = image.is_handed_over().then(Handover::default);
         let image = Arc::new(image);
         let prefetch = Prefetch::new(&image);
         Ok(Self {
-            opened: next_opening(),
+            opening_id: next_opening_id(),
             name: name.into(),
             image,
             member,
             prefetch,
-            counters: Counters::default(),
+            counters: DiskCounters::default(),
             failures: Arc::default(),
-            memory: Account::new(Budget::process()),
+            memory: MemoryAccount::new(MemoryBudget::process()),
             handover,
             discards: Discards::default(),
             detect_zeroes: DetectZeroes::default(),
-            cuts: Seldom::default(),
+            shrink_log: LogRateLimit::default(),
             resized: Arc::default(),
-            recorded: Recorded::default(),
+            recording: RecordingSwitch::default(),
             measures: OnceLock::new(),
         })
     }
@@ -220,8 +220,8 @@ impl Disk {
 
     /// Number of this opening, unique among all disks and processes. Cached content is valid for
     /// one opening.
-    pub fn opened(&self) -> u64 {
-        self.opened
+    pub fn opening_id(&self) -> u64 {
+        self.opening_id
     }
 
     /// Name in config, logs and exports.
@@ -235,7 +235,7 @@ impl Disk {
     }
 
     /// Its limits and its group, which can be changed while it runs.
-    pub fn throttle(&self) -> &Member {
+    pub fn throttle(&self) -> &ThrottleMember {
         &self.member
     }
 
@@ -245,7 +245,7 @@ impl Disk {
     }
 
     /// Account of the memory that its requests and caches use.
-    pub fn memory(&self) -> &Arc<Account> {
+    pub fn memory(&self) -> &Arc<MemoryAccount> {
         &self.memory
     }
 
@@ -254,8 +254,8 @@ impl Disk {
     ///
     /// # Errors
     /// [`NotEnough`]; the previous reservation stays in force.
-    pub fn reserve_memory(&self) -> std::result::Result<(), NotEnough> {
-        let bytes = self.image.most_cache_bytes() + self.prefetch.most_bytes();
+    pub fn reserve_memory(&self) -> std::result::Result<(), OutOfBudget> {
+        let bytes = self.image.most_cache_bytes() + self.prefetch.max_bytes();
         self.memory.reserve("its metadata caches and read-ahead", bytes)
     }
 
@@ -276,8 +276,8 @@ impl Disk {
     }
 
     /// Recording state, which can be changed while it runs.
-    pub fn recorded(&self) -> &Recorded {
-        &self.recorded
+    pub fn recording(&self) -> &RecordingSwitch {
+        &self.recording
     }
 
     /// Latency measurement, which starts with the first call.
@@ -286,8 +286,8 @@ impl Disk {
     }
 
     /// Results of the measurement; `None` if it was not started.
-    pub fn measured(&self) -> Option<Measured> {
-        self.measures.get().map(|measures| measures.measured())
+    pub fn measures_snapshot(&self) -> Option<MeasuresSnapshot> {
+        self.measures.get().map(|measures| measures.snapshot())
     }
 
     /// Current size in bytes.
@@ -296,9 +296,9 @@ impl Disk {
     }
 
     /// Counters so far.
-    pub fn totals(&self) -> Totals {
+    pub fn totals(&self) -> DiskTotals {
         let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        Totals {
+        DiskTotals {
             reads: get(&self.counters.reads),
             writes: get(&self.counters.writes),
             read_bytes: get(&self.counters.read_bytes),
@@ -308,7 +308,7 @@ impl Disk {
     }
 
     /// Adds the counters of another process that served the disk before.
-    pub fn count_on(&self, totals: &Totals) {
+    pub fn add_totals(&self, totals: &DiskTotals) {
         let add = |counter: &AtomicU64, more: u64| {
             let _ = counter.fetch_add(more, Ordering::Relaxed);
         };
@@ -324,57 +324,57 @@ impl Disk {
     ///
     /// Separate from the I/O, so that the caller can cancel a request before anything has happened:
     /// a dropped future is not charged.
-    pub async fn admit(&self, direction: Direction, cost: Cost) -> Pass {
+    pub async fn admit(&self, direction: Direction, cost: RequestCost) -> AdmissionPermit {
         let (requests, arrived) = (cost.requests(), self.clock());
         // Lengths are copied only for a recording or a measurement.
         let lengths = arrived.and_then(|_| cost.lengths()).map(Box::from);
         let held = self.member.admit(direction, cost).await;
-        let times = arrived.map(|arrived| Times { arrived, admitted: reactor::recently(), held });
-        Pass { requests, patience: None, times, lengths }
+        let times = arrived.map(|arrived| AdmissionTimes { arrived, admitted: reactor::coarse_now(), throttle_cause: held });
+        AdmissionPermit { requests, cancel_token: None, times, lengths }
     }
 
     /// As [`Disk::admit`], for a request that must not wait: it is charged at once, and later
     /// requests wait until the limits have made up for it.
-    pub fn admit_anyway(&self, direction: Direction, cost: &Cost) -> Pass {
-        self.member.admit_anyway(direction, cost);
-        Pass { requests: cost.requests(), patience: None, times: self.clock().map(Times::at), lengths: None }
+    pub fn charge_unconditionally(&self, direction: Direction, cost: &RequestCost) -> AdmissionPermit {
+        self.member.charge_unconditionally(direction, cost);
+        AdmissionPermit { requests: cost.requests(), cancel_token: None, times: self.clock().map(AdmissionTimes::at), lengths: None }
     }
 
     /// Reads `length` bytes at `offset`; bytes that were read ahead are copied from memory. If
     /// merged requests fail together, it is unknown which of them did: retry each by
     /// [`Disk::retry_read`].
-    pub async fn read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
-        self.read_to(pass, offset, Target::Anywhere(length)).await
+    pub async fn read(&self, pass: AdmissionPermit, offset: u64, length: usize) -> Result<Segments> {
+        self.read_to(pass, offset, ReadTarget::Anywhere(length)).await
     }
 
     /// As [`Disk::read`], into `target`. If that is guest memory, the guest may reuse it only after
     /// the future has completed: a dropped future leaves reads in flight that still write there.
-    pub async fn read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
-        if self.may_hold() {
+    pub async fn read_to(&self, pass: AdmissionPermit, offset: u64, target: ReadTarget) -> Result<Segments> {
+        if self.may_wait() {
             // Boxed: the unusual path must not enlarge the future of every read.
-            return Box::pin(self.read_or_hold(pass, offset, target, true)).await;
+            return Box::pin(self.read_until_done(pass, offset, target, true)).await;
         }
         let length = target.len() as u64;
         let result = self.prefetched(&pass, offset, target).await;
-        self.ended(Operation::Read, (offset, length), &pass, result)
+        self.finish_once(DiskOperation::Read, (offset, length), &pass, result)
     }
 
     /// Reads one of the merged requests after [`Disk::read`] has failed for all.
-    pub async fn retry_read(&self, pass: Pass, offset: u64, length: usize) -> Result<Segments> {
-        self.retry_read_to(pass, offset, Target::Anywhere(length)).await
+    pub async fn retry_read(&self, pass: AdmissionPermit, offset: u64, length: usize) -> Result<Segments> {
+        self.retry_read_to(pass, offset, ReadTarget::Anywhere(length)).await
     }
 
     /// As [`Disk::retry_read`], for [`Disk::read_to`].
-    pub async fn retry_read_to(&self, pass: Pass, offset: u64, target: Target) -> Result<Segments> {
-        self.read_or_hold(pass, offset, target, false).await
+    pub async fn retry_read_to(&self, pass: AdmissionPermit, offset: u64, target: ReadTarget) -> Result<Segments> {
+        self.read_until_done(pass, offset, target, false).await
     }
 
     /// Attempts a read until its result can be returned, with or without the prefetch cache.
-    async fn read_or_hold(
+    async fn read_until_done(
         &self,
-        pass: Pass,
+        pass: AdmissionPermit,
         offset: u64,
-        target: Target,
+        target: ReadTarget,
         with_prefetch: bool,
     ) -> Result<Segments> {
         let range = (offset, target.len() as u64);
@@ -382,27 +382,27 @@ impl Disk {
             true => self.prefetched(&pass, offset, target.again()).await,
             false => self.image.read_to(offset, target.again()).await,
         };
-        self.done(Operation::Read, range, &pass, attempt).await
+        self.run_until_done(DiskOperation::Read, range, &pass, attempt).await
     }
 
     /// True if its image may support zero copy: see [`Disk::read_registered`].
-    pub fn takes_registered(&self) -> bool {
+    pub fn supports_registered(&self) -> bool {
         self.image.takes_registered()
     }
 
     /// As [`Disk::read_to`], into the registered buffer of a ublk request. Zero copy, unless data
     /// was read ahead, or the image or the buffer does not support it.
-    pub async fn read_registered(&self, pass: Pass, offset: u64, buffer: &Registered) -> Result<()> {
+    pub async fn read_registered(&self, pass: AdmissionPermit, offset: u64, buffer: &RegisteredData) -> Result<()> {
         let range = (offset, buffer.bytes() as u64);
         let attempt = async || {
-            let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
+            let may = |ahead: &ReadAhead, given_back| self.member.try_read_ahead(&ahead.cost(), given_back);
             self.prefetch.read_registered(offset, buffer, pass.requests, may).await
         };
-        if self.may_hold() {
-            return Box::pin(self.done(Operation::Read, range, &pass, attempt)).await;
+        if self.may_wait() {
+            return Box::pin(self.run_until_done(DiskOperation::Read, range, &pass, attempt)).await;
         }
         let result = attempt().await;
-        self.ended(Operation::Read, range, &pass, result)
+        self.finish_once(DiskOperation::Read, range, &pass, result)
     }
 
     /// As [`Disk::write`], from the registered buffer of a ublk request.
@@ -411,15 +411,15 @@ impl Disk {
     /// As [`Disk::write`].
     pub async fn write_registered(
         &self,
-        pass: Pass,
+        pass: AdmissionPermit,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Result<()> {
         self.check_writable()?;
         if self.detect_zeroes != DetectZeroes::Off {
             // Detection must read the data, so it needs a copy.
-            let data = buffer.take()?.into();
+            let data = buffer.copy_out()?.into();
             return Box::pin(self.write(pass, offset, data, durability)).await;
         }
         let range = (offset, buffer.bytes() as u64);
@@ -427,16 +427,16 @@ impl Disk {
             let writing = self.image.write_registered(offset, buffer, durability);
             self.prefetch.change(range.0, range.1, writing).await
         };
-        if self.may_hold() {
-            return Box::pin(self.done(Operation::Write, range, &pass, attempt)).await;
+        if self.may_wait() {
+            return Box::pin(self.run_until_done(DiskOperation::Write, range, &pass, attempt)).await;
         }
         let result = attempt().await;
-        self.ended(Operation::Write, range, &pass, result)
+        self.finish_once(DiskOperation::Write, range, &pass, result)
     }
 
     /// True if reads and writes wait for nothing but limits: see [`Disk::read_now`].
     pub fn is_instant(&self) -> bool {
-        !self.may_hold()
+        !self.may_wait()
             && !self.prefetch.is_on()
             && self.detect_zeroes == DetectZeroes::Off
             && self.image.is_instant()
@@ -444,36 +444,36 @@ impl Disk {
 
     /// As [`Disk::admit`], for a batch of requests, without waiting. Calls `answer` for each in
     /// order, with a permit if it is admitted and charged, else `None`.
-    pub fn admit_now(
+    pub fn try_admit_batch(
         &self,
-        requests: impl Iterator<Item = (Direction, Cost)>,
-        mut answer: impl FnMut(Option<Pass>),
+        requests: impl Iterator<Item = (Direction, RequestCost)>,
+        mut answer: impl FnMut(Option<AdmissionPermit>),
     ) {
-        let times = self.clock().map(Times::at);
-        self.member.admit_now(requests, |cost, passes| {
-            answer(passes.then(|| Pass { requests: cost.requests(), patience: None, times, lengths: None }));
+        let times = self.clock().map(AdmissionTimes::at);
+        self.member.try_admit_batch(requests, |cost, passes| {
+            answer(passes.then(|| AdmissionPermit { requests: cost.requests(), cancel_token: None, times, lengths: None }));
         });
     }
 
     /// As [`Disk::read_to`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn read_now(&self, pass: &Pass, offset: u64, into: &[Place]) -> Option<Result<()>> {
-        let length = into.iter().map(Place::bytes).sum::<usize>() as u64;
+    pub fn read_now(&self, pass: &AdmissionPermit, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
+        let length = into.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
         let result = self.image.read_now(offset, into)?;
-        Some(self.ended(Operation::Read, (offset, length), pass, result))
+        Some(self.finish_once(DiskOperation::Read, (offset, length), pass, result))
     }
 
     /// As [`Disk::write`], synchronously; `None` if the disk is not [instant](Disk::is_instant).
-    pub fn write_now(&self, pass: &Pass, offset: u64, from: &[Place]) -> Option<Result<()>> {
-        let length = from.iter().map(Place::bytes).sum::<usize>() as u64;
+    pub fn write_now(&self, pass: &AdmissionPermit, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
+        let length = from.iter().map(GuestBytes::bytes).sum::<usize>() as u64;
         // The change begins before the write and ends after it, so that no reader caches old data.
         let change = self.prefetch.change_begins(offset, length);
         let result = self.image.write_now(offset, from);
         self.prefetch.change_ends(change);
-        Some(self.ended(Operation::Write, (offset, length), pass, result?))
+        Some(self.finish_once(DiskOperation::Write, (offset, length), pass, result?))
     }
 
-    fn prefetched(&self, pass: &Pass, offset: u64, target: Target) -> impl Future<Output = Result<Segments>> {
-        let may = |ahead: &Ahead, given_back| self.member.spare(&ahead.cost(), given_back);
+    fn prefetched(&self, pass: &AdmissionPermit, offset: u64, target: ReadTarget) -> impl Future<Output = Result<Segments>> {
+        let may = |ahead: &ReadAhead, given_back| self.member.try_read_ahead(&ahead.cost(), given_back);
         self.prefetch.read(offset, target, pass.requests, may)
     }
 
@@ -483,33 +483,33 @@ impl Disk {
     }
 
     /// Hints that `length` bytes at `offset` will be read soon; the storage may read them ahead.
-    pub async fn will_need(&self, _: Pass, offset: u64, length: u64) {
+    pub async fn will_need(&self, _: AdmissionPermit, offset: u64, length: u64) {
         let Ok(_inside) = self.enter().await else { return };
-        self.image.will_need(offset, length).await;
+        self.image.advise_willneed(offset, length).await;
     }
 
     /// Writes `data` at `offset`.
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn write(&self, pass: Pass, offset: u64, data: Segments, durability: Durability) -> Result<()> {
+    pub async fn write(&self, pass: AdmissionPermit, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let length = data.len() as u64;
         if self.detect_zeroes != DetectZeroes::Off && data.is_zero() {
-            return Box::pin(self.write_seen_zeroes(&pass, (offset, length), durability)).await;
+            return Box::pin(self.write_detected_zeroes(&pass, (offset, length), durability)).await;
         }
-        if !self.may_hold() {
+        if !self.may_wait() {
             let change = self.prefetch.change_begins(offset, length);
             let result = self.image.write(offset, data, durability).await;
             self.prefetch.change_ends(change);
-            return self.ended(Operation::Write, (offset, length), &pass, result);
+            return self.finish_once(DiskOperation::Write, (offset, length), &pass, result);
         }
         // The data is kept (`again`) for a retry after the disk is resumed.
         let write = async || {
             let writing = self.image.write(offset, data.again(), durability);
             self.prefetch.change(offset, length, writing).await
         };
-        Box::pin(self.done(Operation::Write, (offset, length), &pass, write)).await
+        Box::pin(self.run_until_done(DiskOperation::Write, (offset, length), &pass, write)).await
     }
 
     /// Makes all completed writes durable. Not throttled: it transfers no data.
@@ -522,20 +522,20 @@ impl Disk {
 
     /// As [`Disk::flush`], with a cancel token: if the disk stops, it waits only until it is
     /// cancelled.
-    pub async fn flush_for(&self, patience: Option<&Arc<Patience>>) -> Result<()> {
-        if self.is_let_go() {
+    pub async fn flush_for(&self, patience: Option<&Arc<CancelToken>>) -> Result<()> {
+        if self.is_released() {
             // Everything was written when the image was handed over.
             return Ok(());
         }
-        let times = self.clock().map(Times::at);
-        let pass = Pass { requests: 1, patience: patience.cloned(), times, lengths: None };
+        let times = self.clock().map(AdmissionTimes::at);
+        let pass = AdmissionPermit { requests: 1, cancel_token: patience.cloned(), times, lengths: None };
         let flush = async || self.image.flush().await;
-        self.done(Operation::Flush, (0, 0), &pass, flush).await
+        self.run_until_done(DiskOperation::Flush, (0, 0), &pass, flush).await
     }
 
     /// See [`Image::would_lose`].
-    pub fn would_lose(&self) -> bool {
-        self.image.would_lose()
+    pub fn has_volatile_writes(&self) -> bool {
+        self.image.has_volatile_writes()
     }
 
     /// Makes `length` bytes at `offset` read as zeroes.
@@ -545,45 +545,45 @@ impl Disk {
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
     pub async fn write_zeroes(
         &self,
-        pass: Pass,
+        pass: AdmissionPermit,
         offset: u64,
         length: u64,
         options: ZeroOptions,
     ) -> Result<()> {
         self.check_writable()?;
         let options = ZeroOptions { may_unmap: self.may_unmap(options.may_unmap), ..options };
-        self.zero(Operation::WriteZeroes, &pass, (offset, length), options).await
+        self.zero(DiskOperation::WriteZeroes, &pass, (offset, length), options).await
     }
 
     /// Discards `length` bytes at `offset`, which read as undefined content afterwards.
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn discard(&self, pass: Pass, offset: u64, length: u64, durability: Durability) -> Result<()> {
+    pub async fn discard(&self, pass: AdmissionPermit, offset: u64, length: u64, durability: Durability) -> Result<()> {
         self.check_writable()?;
         let discard = async || match self.discards {
             Discards::Unmap => self.prefetch.change(offset, length, self.image.discard(offset, length)).await,
             Discards::Ignore => Ok(()),
         };
-        self.done(Operation::Discard, (offset, length), &pass, discard).await?;
+        self.run_until_done(DiskOperation::Discard, (offset, length), &pass, discard).await?;
         // Storage has no durable discard: a flush follows instead.
         match durability {
             Durability::Cached => Ok(()),
-            Durability::Synchronous => self.flush_for(pass.patience.as_ref()).await,
+            Durability::Synchronous => self.flush_for(pass.cancel_token.as_ref()).await,
         }
     }
 
     /// Allocation status from `offset` on: adjacent extents, which cover at least a part of
     /// `length` bytes. One permit for a read of zero bytes covers all calls for a client's query,
     /// since only metadata is read.
-    pub async fn block_status(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Extent>> {
+    pub async fn block_status(&self, _: &AdmissionPermit, offset: u64, length: u64) -> Result<Vec<Extent>> {
         let _inside = self.enter().await?;
         self.image.block_status(offset, length).await
     }
 
     /// Depth in the backing chain at which a range is allocated: see [`Image::allocation_depth`].
     /// The permit is as for [`Disk::block_status`].
-    pub async fn allocation_depth(&self, _: &Pass, offset: u64, length: u64) -> Result<Vec<Depth>> {
+    pub async fn allocation_depth(&self, _: &AdmissionPermit, offset: u64, length: u64) -> Result<Vec<ChainDepthRun>> {
         let _inside = self.enter().await?;
         self.image.allocation_depth(offset, length).await
     }
@@ -599,7 +599,7 @@ impl Disk {
         }
         // Rate-limited: a client of an export as a file may resize it at any rate.
         if size_bytes < old
-            && let Some(left_out) = self.cuts.line(reactor::recently())
+            && let Some(left_out) = self.shrink_log.try_log(reactor::coarse_now())
         {
             tracing::warn!(
                 disk = %self.name,
@@ -616,7 +616,7 @@ impl Disk {
     ///
     /// # Errors
     /// [`Error::NOT_PERMITTED`] on a read-only disk, or the image's.
-    pub async fn reserve(&self, _: Pass, offset: u64, length: u64) -> Result<()> {
+    pub async fn reserve(&self, _: AdmissionPermit, offset: u64, length: u64) -> Result<()> {
         self.check_writable()?;
         let _inside = self.enter().await?;
         self.image.reserve(offset, length).await
@@ -637,14 +637,14 @@ impl Disk {
     ///
     /// # Errors
     /// The size cannot be read.
-    pub async fn look_again(&self) -> Result<u64> {
+    pub async fn poll_size(&self) -> Result<u64> {
         let before = self.size_bytes();
-        let size_bytes = self.image.look_again().await?;
-        self.heard_of_size(before, size_bytes);
+        let size_bytes = self.image.probe_size().await?;
+        self.notify_size(before, size_bytes);
         Ok(size_bytes)
     }
 
-    fn heard_of_size(&self, before: u64, size_bytes: u64) {
+    fn notify_size(&self, before: u64, size_bytes: u64) {
         self.compare_size(before, size_bytes);
         if size_bytes != before {
             self.resized.notify(usize::MAX);
@@ -667,18 +667,18 @@ impl Disk {
     /// last call.
     pub async fn close(&self) -> Result<()> {
         self.prefetch.stop().await;
-        if self.is_let_go() {
+        if self.is_released() {
             return Ok(());
         }
         self.image.close().await
     }
 
     /// Attempts a request until its result can be returned, and counts it.
-    async fn done<T>(
+    async fn run_until_done<T>(
         &self,
-        operation: Operation,
+        operation: DiskOperation,
         range: (u64, u64),
-        pass: &Pass,
+        pass: &AdmissionPermit,
         attempt: impl AsyncFnMut() -> Result<T>,
     ) -> Result<T> {
         let _inside = self.enter().await?;
@@ -686,7 +686,7 @@ impl Disk {
         // A retry does not recover writes that the page cache has lost: the client must see the
         // error.
         let may_hold = || !self.image.storage().has_lost_writes();
-        let result = self.failures.until_done(request, may_hold, attempt).await;
+        let result = self.failures.run_until_done(request, may_hold, attempt).await;
         self.record(&request, pass, result.is_err());
         let result = result?;
         self.count(&request);
@@ -694,11 +694,11 @@ impl Disk {
     }
 
     /// Counts a request that was attempted once, with its result.
-    fn ended<T>(&self, operation: Operation, range: (u64, u64), pass: &Pass, result: Result<T>) -> Result<T> {
+    fn finish_once<T>(&self, operation: DiskOperation, range: (u64, u64), pass: &AdmissionPermit, result: Result<T>) -> Result<T> {
         let request = self.request(operation, range, pass);
         match &result {
             Ok(_) => self.count(&request),
-            Err(error) => self.failures.tell(&request, *error),
+            Err(error) => self.failures.report(&request, *error),
         }
         self.record(&request, pass, result.is_err());
         result
@@ -706,26 +706,26 @@ impl Disk {
 
     fn request<'a>(
         &'a self,
-        operation: Operation,
+        operation: DiskOperation,
         (offset, length): (u64, u64),
-        pass: &'a Pass,
-    ) -> Request<'a> {
-        let patience = pass.patience.as_deref();
-        Request { disk: &self.name, operation, offset, length, requests: pass.requests, patience }
+        pass: &'a AdmissionPermit,
+    ) -> RequestInfo<'a> {
+        let patience = pass.cancel_token.as_deref();
+        RequestInfo { disk: &self.name, operation, offset, length, requests: pass.requests, patience }
     }
 
-    fn count(&self, request: &Request<'_>) {
-        if request.operation != Operation::Flush {
+    fn count(&self, request: &RequestInfo<'_>) {
+        if request.operation != DiskOperation::Flush {
             self.counters.count(request.operation.direction(), request.requests, request.length);
         }
     }
 
-    fn record(&self, request: &Request<'_>, pass: &Pass, has_failed: bool) {
+    fn record(&self, request: &RequestInfo<'_>, pass: &AdmissionPermit, has_failed: bool) {
         // Merged reads that failed are retried one by one, and each retry is recorded.
-        let is_tried_again = has_failed && request.operation == Operation::Read && request.requests > 1;
+        let is_tried_again = has_failed && request.operation == DiskOperation::Read && request.requests > 1;
         let (Some(times), false) = (pass.times, is_tried_again) else { return };
-        let (recorded, measures) = (self.recorded.get(), self.measures.get());
-        let finished = Finished {
+        let (recorded, measures) = (self.recording.get(), self.measures.get());
+        let finished = RequestRecord {
             disk: recorded.unwrap_or_default(),
             operation: request.operation,
             offset: request.offset,
@@ -734,8 +734,8 @@ impl Disk {
             has_failed,
             arrived: times.arrived,
             admitted: times.admitted,
-            held: times.held,
-            ended: reactor::recently(),
+            throttle_cause: times.throttle_cause,
+            ended: reactor::coarse_now(),
         };
         // The measurement counts a merged request with its number of requests; the recording lists
         // each.
@@ -746,11 +746,11 @@ impl Disk {
             return;
         }
         match &pass.lengths {
-            None => recorder::tell(finished, &self.recorded),
+            None => recorder::record(finished, &self.recording),
             Some(lengths) => {
                 let mut offset = request.offset;
                 for &length in lengths {
-                    recorder::tell(Finished { offset, length, requests: 1, ..finished }, &self.recorded);
+                    recorder::record(RequestRecord { offset, length, requests: 1, ..finished }, &self.recording);
                     offset += length;
                 }
             }
@@ -759,14 +759,14 @@ impl Disk {
 
     /// Current time, if the disk is recorded or measured.
     fn clock(&self) -> Option<Instant> {
-        let is_asked = self.recorded.get().is_some() || self.measures.get().is_some();
-        is_asked.then(reactor::recently)
+        let is_asked = self.recording.get().is_some() || self.measures.get().is_some();
+        is_asked.then(reactor::coarse_now)
     }
 
     /// True if a request that begins now may have to wait in the middle, so that it must keep its
     /// data.
-    fn may_hold(&self) -> bool {
-        self.failures.may_hold() || self.handover.is_some()
+    fn may_wait(&self) -> bool {
+        self.failures.may_wait() || self.handover.is_some()
     }
 
     fn check_writable(&self) -> Result<()> {
@@ -774,7 +774,7 @@ impl Disk {
     }
 }
 
-impl Counters {
+impl DiskCounters {
     fn count(&self, direction: Direction, requests: u64, bytes: u64) {
         let (of_requests, of_bytes) = match direction {
             Direction::Read => (&self.reads, &self.read_bytes),

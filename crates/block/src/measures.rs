@@ -17,11 +17,11 @@ use std::sync::{
 
 use policy::{
     request::Direction,
-    throttle::{Held, LimitKind},
+    throttle::{LevelCause, LimitKind},
     time::Instant,
 };
 
-use crate::recorder::{Finished, Operation};
+use crate::recorder::{RequestRecord, DiskOperation};
 
 /// Upper bounds for people, in nanoseconds: from 20 µs to 10 s.
 pub const ROUND_BOUNDS_NS: [u64; 18] = [
@@ -53,16 +53,16 @@ pub const SCHEMA: i32 = 2;
 const EXPONENTS: std::ops::RangeInclusive<i32> = -17..=12;
 
 /// Bounds of both formats, merged: each bucket of either format is a whole number of these.
-static BOUNDS: LazyLock<Box<[Bound]>> = LazyLock::new(|| {
+static BOUNDS: LazyLock<Box<[BucketBound]>> = LazyLock::new(|| {
     let steps = 1 << SCHEMA;
     let indices = EXPONENTS.start() * steps..=EXPONENTS.end() * steps;
     let native = |index: i32| (f64::from(index) / f64::from(steps)).exp2() * 1e9;
-    let exact = |index| Bound { at_most_ns: native(index) as u64, index };
+    let exact = |index| BucketBound { at_most_ns: native(index) as u64, index };
     let mut bounds: Vec<_> = indices.clone().map(exact).collect();
     for at_most_ns in ROUND_BOUNDS_NS {
         let index = indices.clone().find(|&index| at_most_ns <= native(index) as u64);
         // A round bound splits the native bucket that contains it.
-        bounds.extend(index.map(|index| Bound { at_most_ns, index }));
+        bounds.extend(index.map(|index| BucketBound { at_most_ns, index }));
     }
     bounds.sort_by_key(|bound| bound.at_most_ns);
     // 1 s is a bound of both formats.
@@ -72,7 +72,7 @@ static BOUNDS: LazyLock<Box<[Bound]>> = LazyLock::new(|| {
 
 /// Upper bound of a bucket.
 #[derive(Clone, Copy, Debug)]
-struct Bound {
+struct BucketBound {
     at_most_ns: u64,
     /// Index of the native bucket that contains it.
     index: i32,
@@ -89,7 +89,7 @@ pub struct Histogram {
 
 /// Snapshot of a [`Histogram`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Spread {
+pub struct HistogramSnapshot {
     counts: Vec<u64>,
     /// Sum of all durations, in nanoseconds.
     pub sum_ns: u64,
@@ -111,7 +111,7 @@ impl Histogram {
     }
 
     /// Adds another process's counts. Counts beyond the last bucket are added to it.
-    fn count_on(&self, spread: &Spread) {
+    fn count_on(&self, spread: &HistogramSnapshot) {
         for (place, more) in spread.counts.iter().enumerate().filter(|(_, more)| **more > 0) {
             self.counts()[place.min(BOUNDS.len())].fetch_add(*more, Relaxed);
         }
@@ -119,16 +119,16 @@ impl Histogram {
     }
 
     /// Snapshot of the counts.
-    pub fn spread(&self) -> Spread {
+    pub fn snapshot(&self) -> HistogramSnapshot {
         let counts = match self.counts.get() {
             Some(counts) => counts.iter().map(|count| count.load(Relaxed)).collect(),
             None => vec![0; BOUNDS.len() + 1],
         };
-        Spread { counts, sum_ns: self.sum_ns.load(Relaxed) }
+        HistogramSnapshot { counts, sum_ns: self.sum_ns.load(Relaxed) }
     }
 }
 
-impl Spread {
+impl HistogramSnapshot {
     /// Creates a snapshot from counts by bucket.
     pub fn new(counts: Vec<u64>, sum_ns: u64) -> Self {
         Self { counts, sum_ns }
@@ -141,7 +141,7 @@ impl Spread {
 
     /// Quantile `part`, from 0 to 1, of counts by bucket, in nanoseconds: the middle of its bucket,
     /// with a relative error of at most a tenth. `None` without counts.
-    pub fn rank_ns(counts: &[u64], part: f64) -> Option<u64> {
+    pub fn quantile_ns(counts: &[u64], part: f64) -> Option<u64> {
         let sum: u64 = counts.iter().sum();
         // Nearest rank: the first bucket that includes at least this part of the counts.
         let rank = ((sum as f64 * part).ceil() as u64).clamp(1, sum.max(1));
@@ -169,7 +169,7 @@ impl Spread {
 
     /// Counts by [`ROUND_BOUNDS_NS`]: each greater than the bound before and at most this one; the
     /// last count has no upper bound.
-    pub fn round(&self) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
+    pub fn round_counts(&self) -> [u64; ROUND_BOUNDS_NS.len() + 1] {
         Self::round_of(&self.counts)
     }
 
@@ -186,7 +186,7 @@ impl Spread {
     /// Native buckets that are not empty, in ascending order: `(i, n)` means that `n` values were
     /// at most 2<sup>i/4</sup> seconds and greater than the bound before. The first includes all
     /// smaller values, the last all larger ones.
-    pub fn native(&self) -> Vec<(i32, u64)> {
+    pub fn native_counts(&self) -> Vec<(i32, u64)> {
         let mut buckets: Vec<(i32, u64)> = Vec::new();
         for (place, &count) in self.counts.iter().enumerate().filter(|(_, count)| **count > 0) {
             let past = || EXPONENTS.end() * (1 << SCHEMA) + 1;
@@ -202,7 +202,7 @@ impl Spread {
 
 /// Class of operations in latencies.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Timed {
+pub enum OperationClass {
     /// Reads.
     Read,
     /// Writes, write-zeroes and discards.
@@ -211,22 +211,22 @@ pub enum Timed {
     Flush,
 }
 
-impl Timed {
+impl OperationClass {
     /// All classes.
     pub const ALL: [Self; 3] = [Self::Read, Self::Write, Self::Flush];
 
-    fn of(operation: Operation) -> Self {
+    fn of(operation: DiskOperation) -> Self {
         match operation {
-            Operation::Read => Self::Read,
-            Operation::Write | Operation::WriteZeroes | Operation::Discard => Self::Write,
-            Operation::Flush => Self::Flush,
+            DiskOperation::Read => Self::Read,
+            DiskOperation::Write | DiskOperation::WriteZeroes | DiskOperation::Discard => Self::Write,
+            DiskOperation::Flush => Self::Flush,
         }
     }
 }
 
 /// Owner of the limit that throttled a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Whose {
+pub enum CauseLevel {
     /// The disk.
     Disk,
     /// The disk's group.
@@ -235,7 +235,7 @@ pub enum Whose {
     Above,
 }
 
-impl Whose {
+impl CauseLevel {
     /// All owners.
     pub const ALL: [Self; 3] = [Self::Disk, Self::Group, Self::Above];
 }
@@ -243,12 +243,12 @@ impl Whose {
 /// Time covered by waits that overlap. It assumes that waits end in the order in which they began,
 /// as those of one disk and direction do; otherwise the sum is too small.
 #[derive(Debug, Default)]
-struct Covered {
+struct CoveredTime {
     until_ns: AtomicU64,
     sum_ns: AtomicU64,
 }
 
-impl Covered {
+impl CoveredTime {
     fn add(&self, from: Instant, until: Instant) {
         let (from_ns, until_ns) = (from.as_nanos(), until.as_nanos());
         // Only the part behind the latest end so far is new.
@@ -262,18 +262,18 @@ impl Covered {
 pub struct Measures {
     latency: [Histogram; 3],
     waits: [Histogram; 2],
-    waiting: [Covered; 2],
+    waiting: [CoveredTime; 2],
     /// By [`Whose`], [`LimitKind::index`] and direction.
-    held: [[[Covered; 2]; 6]; 3],
+    held: [[[CoveredTime; 2]; 6]; 3],
 }
 
 /// Snapshot of [`Measures`].
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Measured {
+pub struct MeasuresSnapshot {
     /// By [`Timed`].
-    pub latency: [Spread; 3],
+    pub latency: [HistogramSnapshot; 3],
     /// By direction.
-    pub waits: [Spread; 2],
+    pub waits: [HistogramSnapshot; 2],
     /// Time with a waiting request, in nanoseconds, by direction.
     pub waiting_ns: [u64; 2],
     /// Time by throttle cause, in nanoseconds, by [`Whose`], [`LimitKind::index`] and direction.
@@ -282,19 +282,19 @@ pub struct Measured {
 
 impl Measures {
     /// Snapshot of everything, for another process.
-    pub fn measured(&self) -> Measured {
-        let covered = |both: &[Covered; 2]| both.each_ref().map(|covered| covered.sum_ns.load(Relaxed));
-        Measured {
-            latency: self.latency.each_ref().map(Histogram::spread),
-            waits: self.waits.each_ref().map(Histogram::spread),
+    pub fn snapshot(&self) -> MeasuresSnapshot {
+        let covered = |both: &[CoveredTime; 2]| both.each_ref().map(|covered| covered.sum_ns.load(Relaxed));
+        MeasuresSnapshot {
+            latency: self.latency.each_ref().map(Histogram::snapshot),
+            waits: self.waits.each_ref().map(Histogram::snapshot),
             waiting_ns: covered(&self.waiting),
             held_ns: self.held.each_ref().map(|kinds| kinds.each_ref().map(covered)),
         }
     }
 
     /// Adds the values of another process that served the disk before.
-    pub fn count_on(&self, measured: &Measured) {
-        let Measured { latency, waits, waiting_ns, held_ns } = measured;
+    pub fn count_on(&self, measured: &MeasuresSnapshot) {
+        let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
         let histograms = self.latency.iter().chain(&self.waits).zip(latency.iter().chain(waits));
         histograms.for_each(|(own, more)| own.count_on(more));
         let own = self.waiting.iter().chain(self.held.as_flattened().as_flattened());
@@ -304,13 +304,13 @@ impl Measures {
     }
 
     /// Counts a completed request: its latency if it succeeded, and its wait in any case.
-    pub(crate) fn count(&self, finished: &Finished) {
-        let Finished { operation, requests, arrived, admitted, ended, held, has_failed, .. } = *finished;
+    pub(crate) fn count(&self, finished: &RequestRecord) {
+        let RequestRecord { operation, requests, arrived, admitted, ended, throttle_cause: held, has_failed, .. } = *finished;
         if !has_failed {
-            self.latency[Timed::of(operation) as usize].add(ended.nanos_since(arrived), requests.into());
+            self.latency[OperationClass::of(operation) as usize].add(ended.nanos_since(arrived), requests.into());
         }
         // Flushes are not throttled, so they have no wait.
-        if operation == Operation::Flush {
+        if operation == DiskOperation::Flush {
             return;
         }
         let direction = operation.direction();
@@ -319,20 +319,20 @@ impl Measures {
         if waited_ns > 0 {
             self.waiting[direction.index()].add(arrived, admitted);
             // All groups above the disk's group count as `Whose::Above`.
-            if let Some(Held { level, kind }) = held {
+            if let Some(LevelCause { level, kind }) = held {
                 self.held[level.min(2)][kind.index()][direction.index()].add(arrived, admitted);
             }
         }
     }
 
     /// Latencies of successful requests, from arrival to completion.
-    pub fn latency(&self, of: Timed) -> Spread {
-        self.latency[of as usize].spread()
+    pub fn latency(&self, of: OperationClass) -> HistogramSnapshot {
+        self.latency[of as usize].snapshot()
     }
 
     /// Waits of requests for admission, including zero waits.
-    pub fn waits(&self, direction: Direction) -> Spread {
-        self.waits[direction.index()].spread()
+    pub fn waits(&self, direction: Direction) -> HistogramSnapshot {
+        self.waits[direction.index()].snapshot()
     }
 
     /// Time during which an admitted request had waited for any limit, in nanoseconds.
@@ -341,7 +341,7 @@ impl Measures {
     }
 
     /// As [`Measures::waiting_ns`], for requests whose last throttle cause was this limit.
-    pub fn held_ns(&self, whose: Whose, kind: LimitKind, direction: Direction) -> u64 {
+    pub fn throttled_ns(&self, whose: CauseLevel, kind: LimitKind, direction: Direction) -> u64 {
         self.held[whose as usize][kind.index()][direction.index()].sum_ns.load(Relaxed)
     }
 }
@@ -356,18 +356,18 @@ mod tests {
         Instant::ZERO + Duration::from_micros(us)
     }
 
-    fn read(arrived_us: u64, admitted_us: u64, ended_us: u64) -> Finished {
+    fn read(arrived_us: u64, admitted_us: u64, ended_us: u64) -> RequestRecord {
         let waits = admitted_us > arrived_us;
-        Finished {
+        RequestRecord {
             disk: 0,
-            operation: Operation::Read,
+            operation: DiskOperation::Read,
             offset: 0,
             length: 4096,
             requests: 1,
             has_failed: false,
             arrived: at(arrived_us),
             admitted: at(admitted_us),
-            held: waits.then_some(Held { level: 1, kind: LimitKind::IopsTotal }),
+            throttle_cause: waits.then_some(LevelCause { level: 1, kind: LimitKind::IopsTotal }),
             ended: at(ended_us),
         }
     }
@@ -378,17 +378,17 @@ mod tests {
             let histogram = Histogram::default();
             histogram.add(bound, 1);
             histogram.add(bound + 1, 10);
-            let round = histogram.spread().round();
+            let round = histogram.snapshot().round_counts();
             assert_eq!((round[place], round[place + 1]), (1, 10), "{bound} ns");
         }
     }
 
     #[test]
-    fn a_native_bucket_has_what_its_power_says() {
+    fn native_buckets_match_their_bounds() {
         for ns in [0, 1, 7_629, 7_630, 20_000, 65_537, 1_000_000_000, 1_000_000_001, 3 * 3_600_000_000_000] {
             let histogram = Histogram::default();
             histogram.add(ns, 3);
-            let native = histogram.spread().native();
+            let native = histogram.snapshot().native_counts();
             let [(index, 3)] = native[..] else { panic!("{ns} ns: {native:?}") };
             let bound = |index: i32| (f64::from(index) / 4.0).exp2();
             let seconds = ns as f64 / 1e9;
@@ -403,68 +403,68 @@ mod tests {
         for ns in 1..=1000 {
             histogram.add(ns * 100_000, 1);
         }
-        let spread = histogram.spread();
+        let spread = histogram.snapshot();
         for part in [0.01, 0.5, 0.9, 0.99, 1.0] {
-            let ns = Spread::rank_ns(spread.counts(), part).unwrap() as f64;
+            let ns = HistogramSnapshot::quantile_ns(spread.counts(), part).unwrap() as f64;
             let exact = part * 1e8;
             assert!((ns / exact - 1.0).abs() < 0.1, "{part}: {ns} instead of {exact}");
         }
-        assert_eq!(Spread::rank_ns(&[0; 3], 0.5), None);
-        assert_eq!(Spread::rank_ns(&[], 0.5), None);
+        assert_eq!(HistogramSnapshot::quantile_ns(&[0; 3], 0.5), None);
+        assert_eq!(HistogramSnapshot::quantile_ns(&[], 0.5), None);
     }
 
     #[test]
     fn both_kinds_of_buckets_have_all() {
         let histogram = Histogram::default();
         (0..64).for_each(|power| histogram.add(1 << power, 2));
-        let spread = histogram.spread();
+        let spread = histogram.snapshot();
         assert_eq!(spread.count(), 128);
-        assert_eq!(spread.round().iter().sum::<u64>(), 128);
-        assert_eq!(spread.native().iter().map(|(_, count)| count).sum::<u64>(), 128);
+        assert_eq!(spread.round_counts().iter().sum::<u64>(), 128);
+        assert_eq!(spread.native_counts().iter().map(|(_, count)| count).sum::<u64>(), 128);
     }
 
     #[test]
-    fn time_that_several_waited_counts_once() {
+    fn overlapping_waits_count_once() {
         let measures = Measures::default();
         for finished in [read(0, 10, 12), read(5, 20, 25), read(30, 30, 31), read(40, 45, 50)] {
             measures.count(&finished);
         }
-        let held = |whose, kind| measures.held_ns(whose, kind, Direction::Read);
-        assert_eq!(held(Whose::Group, LimitKind::IopsTotal), 25_000);
-        assert_eq!(held(Whose::Disk, LimitKind::IopsTotal), 0);
-        assert_eq!(held(Whose::Group, LimitKind::BpsTotal), 0);
+        let held = |whose, kind| measures.throttled_ns(whose, kind, Direction::Read);
+        assert_eq!(held(CauseLevel::Group, LimitKind::IopsTotal), 25_000);
+        assert_eq!(held(CauseLevel::Disk, LimitKind::IopsTotal), 0);
+        assert_eq!(held(CauseLevel::Group, LimitKind::BpsTotal), 0);
         assert_eq!(measures.waiting_ns(Direction::Read), 25_000);
-        let (latency, waits) = (measures.latency(Timed::Read), measures.waits(Direction::Read));
+        let (latency, waits) = (measures.latency(OperationClass::Read), measures.waits(Direction::Read));
         assert_eq!((latency.count(), latency.sum_ns), (4, 43_000));
         assert_eq!((waits.count(), waits.sum_ns), (4, 30_000));
     }
 
     #[test]
-    fn another_counts_on() {
+    fn counts_of_another_process_are_added() {
         let (one, other) = (Measures::default(), Measures::default());
         for finished in [read(0, 10, 12), read(5, 20, 25), read(30, 30, 31)] {
             one.count(&finished);
             other.count(&finished);
         }
-        other.count_on(&one.measured());
+        other.count_on(&one.snapshot());
         for (counts, twice) in [
-            (one.latency(Timed::Read), other.latency(Timed::Read)),
+            (one.latency(OperationClass::Read), other.latency(OperationClass::Read)),
             (one.waits(Direction::Read), other.waits(Direction::Read)),
         ] {
             assert!(counts.counts().iter().zip(twice.counts()).all(|(one, two)| 2 * one == *two));
             assert_eq!((2 * counts.count(), 2 * counts.sum_ns), (twice.count(), twice.sum_ns));
         }
         let held =
-            |measures: &Measures| measures.held_ns(Whose::Group, LimitKind::IopsTotal, Direction::Read);
+            |measures: &Measures| measures.throttled_ns(CauseLevel::Group, LimitKind::IopsTotal, Direction::Read);
         assert_eq!((held(&one), held(&other)), (20_000, 40_000));
         assert_eq!(other.waiting_ns(Direction::Read), 40_000);
     }
 
     #[test]
-    fn what_failed_has_waited_and_took_no_time() {
+    fn failed_requests_count_as_waits_only() {
         let measures = Measures::default();
-        measures.count(&Finished { has_failed: true, requests: 3, ..read(0, 10, 12) });
-        assert_eq!(measures.latency(Timed::Read).count(), 0);
+        measures.count(&RequestRecord { has_failed: true, requests: 3, ..read(0, 10, 12) });
+        assert_eq!(measures.latency(OperationClass::Read).count(), 0);
         assert_eq!(measures.waits(Direction::Read).count(), 3);
     }
 }

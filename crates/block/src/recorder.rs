@@ -18,7 +18,7 @@ use std::{
     },
 };
 
-use policy::{request::Direction, throttle::Held, time::Instant};
+use policy::{request::Direction, throttle::LevelCause, time::Instant};
 use rtrb::{Consumer, Producer, RingBuffer};
 
 /// Number of records in a ring: 65 ms at half a million requests a second.
@@ -26,7 +26,7 @@ const RING: usize = 1 << 15;
 
 /// Type of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum DiskOperation {
     /// Read.
     Read,
     /// Write.
@@ -39,7 +39,7 @@ pub enum Operation {
     Discard,
 }
 
-impl Operation {
+impl DiskOperation {
     /// Direction of the limits that apply; flushes are not throttled.
     pub(crate) fn direction(self) -> Direction {
         if self == Self::Read { Direction::Read } else { Direction::Write }
@@ -48,11 +48,11 @@ impl Operation {
 
 /// Record of a completed request.
 #[derive(Clone, Copy, Debug)]
-pub struct Finished {
+pub struct RequestRecord {
     /// Number that the disk was given by [`Recorded::set`].
     pub disk: u32,
     /// Type of the request.
-    pub operation: Operation,
+    pub operation: DiskOperation,
     /// Offset in bytes.
     pub offset: u64,
     /// Length in bytes, of all merged requests.
@@ -66,24 +66,24 @@ pub struct Finished {
     /// Admission by the limits.
     pub admitted: Instant,
     /// Throttle cause: the limit that it waited for last, if any.
-    pub held: Option<Held>,
+    pub throttle_cause: Option<LevelCause>,
     /// Completion.
     pub ended: Instant,
 }
 
 /// Recording state of a disk.
 #[derive(Debug, Default)]
-pub struct Recorded {
+pub struct RecordingSwitch {
     /// The disk's number plus one; 0 if it is not recorded.
-    number: AtomicU32,
-    lost: Arc<Lost>,
+    disk_plus_one: AtomicU32,
+    dropped: Arc<DroppedRecords>,
 }
 
 /// Number of records of a disk that were dropped because a ring was full.
 #[derive(Debug, Default)]
-pub struct Lost(AtomicU64);
+pub struct DroppedRecords(AtomicU64);
 
-impl Lost {
+impl DroppedRecords {
     /// Number of dropped records since the last call.
     pub fn take(&self) -> u64 {
         self.0.swap(0, Ordering::Relaxed)
@@ -95,69 +95,69 @@ impl Lost {
     }
 }
 
-impl Recorded {
+impl RecordingSwitch {
     /// Records its requests from now on as those of `disk`; `None` ends the recording.
     ///
     /// # Panics
     /// If the number is [`u32::MAX`].
     pub fn set(&self, disk: Option<u32>) {
         let number = disk.map_or(0, |disk| disk.checked_add(1).expect("there are fewer disks"));
-        self.number.store(number, Ordering::Relaxed);
+        self.disk_plus_one.store(number, Ordering::Relaxed);
     }
 
     pub(crate) fn get(&self) -> Option<u32> {
-        self.number.load(Ordering::Relaxed).checked_sub(1)
+        self.disk_plus_one.load(Ordering::Relaxed).checked_sub(1)
     }
 
     /// Its dropped records. Read it after [`Collector::take`] has returned true.
-    pub fn lost(&self) -> &Arc<Lost> {
-        &self.lost
+    pub fn dropped(&self) -> &Arc<DroppedRecords> {
+        &self.dropped
     }
 }
 
 thread_local! {
-    static TAP: RefCell<Option<Tap>> = const { RefCell::new(None) };
+    static TAP: RefCell<Option<RecordProducer>> = const { RefCell::new(None) };
 }
 
 /// Rings of the current collector; its number, 0 for none.
-static COLLECTED: Mutex<Vec<Ring>> = Mutex::new(Vec::new());
+static COLLECTED: Mutex<Vec<RecordRing>> = Mutex::new(Vec::new());
 static COLLECTOR: AtomicU64 = AtomicU64::new(0);
-static IS_THERE_ONE: AtomicBool = AtomicBool::new(false);
+static HAS_COLLECTOR: AtomicBool = AtomicBool::new(false);
 
 /// The producer of a thread.
-struct Tap {
+struct RecordProducer {
     collector: u64,
-    ring: Producer<Finished>,
+    ring: Producer<RequestRecord>,
     has_lost: Arc<AtomicBool>,
 }
 
 /// The collector's end of a ring.
-struct Ring {
-    ring: Consumer<Finished>,
+struct RecordRing {
+    ring: Consumer<RequestRecord>,
     has_lost: Arc<AtomicBool>,
 }
 
 /// Records a request of the disk of `recorded`, if there is a collector.
-pub fn tell(finished: Finished, recorded: &Recorded) {
-    if !IS_THERE_ONE.load(Ordering::Relaxed) {
+pub fn record(finished: RequestRecord, recorded: &RecordingSwitch) {
+    if !HAS_COLLECTOR.load(Ordering::Relaxed) {
         return;
     }
     TAP.with_borrow_mut(|tap| {
         let collector = COLLECTOR.load(Ordering::Relaxed);
         // A new collector: the ring belongs to the previous one, so this thread creates another.
         if tap.as_ref().is_none_or(|tap| tap.collector != collector) {
-            *tap = Some(Tap::new(collector));
+            *tap = Some(RecordProducer::new(collector));
         }
         let tap = tap.as_mut().expect("it was made");
         if tap.ring.push(finished).is_err() {
-            recorded.lost.add(finished.requests.max(1).into());
+            recorded.dropped.add(finished.requests.max(1).into());
             // Release: a collector that sees the flag sees the count.
             tap.has_lost.store(true, Ordering::Release);
         }
     });
 }
 
-impl Tap {
+impl RecordProducer {
     fn new(collector: u64) -> Self {
         let (ours, ring) = RingBuffer::new(RING);
         let has_lost = Arc::new(AtomicBool::new(false));
@@ -165,7 +165,7 @@ impl Tap {
         // Another collector may have begun meanwhile. Then this ring is not registered, and the
         // next request creates another.
         if COLLECTOR.load(Ordering::Relaxed) == collector {
-            rings.push(Ring { ring, has_lost: Arc::clone(&has_lost) });
+            rings.push(RecordRing { ring, has_lost: Arc::clone(&has_lost) });
         }
         Self { collector, ring: ours, has_lost }
     }
@@ -179,21 +179,21 @@ impl Collector {
     /// Creates the collector; `None` if there is one already.
     pub fn begin() -> Option<Self> {
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
-        if IS_THERE_ONE.load(Ordering::Relaxed) {
+        if HAS_COLLECTOR.load(Ordering::Relaxed) {
             return None;
         }
         rings.clear();
         // The new number makes each thread create a new ring.
         COLLECTOR.fetch_add(1, Ordering::Relaxed);
-        IS_THERE_ONE.store(true, Ordering::Relaxed);
+        HAS_COLLECTOR.store(true, Ordering::Relaxed);
         Some(Self(()))
     }
 
     /// Calls `each` for all records since the last call, thread by thread. Returns true if records
     /// were dropped since then; [`Recorded::lost`] of each disk returns how many.
-    pub fn take(&mut self, mut each: impl FnMut(&Finished)) -> bool {
+    pub fn take(&mut self, mut each: impl FnMut(&RequestRecord)) -> bool {
         let mut have_lost = false;
-        for Ring { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+        for RecordRing { ring, has_lost } in COLLECTED.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
             // Read once: a producer that keeps adding must not make this loop endless.
             let ready = ring.slots();
             if let Ok(chunk) = ring.read_chunk(ready) {
@@ -212,7 +212,7 @@ impl Drop for Collector {
     fn drop(&mut self) {
         let mut rings = COLLECTED.lock().unwrap_or_else(PoisonError::into_inner);
         // Threads keep their producers, unused, until the next collector or their end.
-        IS_THERE_ONE.store(false, Ordering::Relaxed);
+        HAS_COLLECTOR.store(false, Ordering::Relaxed);
         rings.clear();
     }
 }
@@ -222,29 +222,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_finds_no_room_is_counted_for_its_disk_each_request_of_those_that_were_merged() {
+    fn dropped_records_are_counted_per_disk() {
         let mut collector = Collector::begin().expect("no other test has one");
-        let (full, other) = (Recorded::default(), Recorded::default());
-        let merged = Finished {
+        let (full, other) = (RecordingSwitch::default(), RecordingSwitch::default());
+        let merged = RequestRecord {
             disk: 0,
-            operation: Operation::Read,
+            operation: DiskOperation::Read,
             offset: 0,
             length: 12288,
             requests: 3,
             has_failed: false,
             arrived: Instant::ZERO,
             admitted: Instant::ZERO,
-            held: None,
+            throttle_cause: None,
             ended: Instant::ZERO,
         };
         for _ in 0..RING + 5 {
-            tell(merged, &full);
+            record(merged, &full);
         }
         let mut kept = 0;
         assert!(collector.take(|_| kept += 1));
-        assert_eq!((kept, full.lost().take(), other.lost().take()), (RING, 15, 0));
-        tell(merged, &other);
+        assert_eq!((kept, full.dropped().take(), other.dropped().take()), (RING, 15, 0));
+        record(merged, &other);
         assert!(!collector.take(|_| kept += 1));
-        assert_eq!((kept, full.lost().take()), (RING + 1, 0));
+        assert_eq!((kept, full.dropped().take()), (RING + 1, 0));
     }
 }

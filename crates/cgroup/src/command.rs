@@ -5,9 +5,9 @@ use clap::Subcommand;
 
 use crate::{
     explain::arguments::{ExplainArgs, LoadArgs},
-    limit::arguments::LimitArgs,
+    limit::arguments::CgroupLimitArgs,
     run::arguments::{EnterArgs, RunArgs},
-    show::arguments::{ShowArgs, TopArgs},
+    show::arguments::{ShowArgs, CgroupTopArgs},
     watch::arguments::{GuardArgs, WatchArgs},
 };
 
@@ -18,10 +18,10 @@ DEV is a disk or its number (254:0), or any path on it; limits are for whole dis
 
 /// The subcommands of `weir cgroup`.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum CgroupCommand {
     /// Limit what a control group does to a disk, or change that
     #[command(after_help = crate::limit::arguments::EXAMPLES)]
-    Limit(Box<LimitArgs>),
+    Limit(Box<CgroupLimitArgs>),
     /// Say which I/O a limit covers, which escapes it, why, and what to do about it
     #[command(after_help = crate::explain::arguments::EXAMPLES)]
     Explain(ExplainArgs),
@@ -36,7 +36,7 @@ pub enum Command {
     Show(ShowArgs),
     /// The same as `show`, live on the whole terminal
     #[command(after_help = crate::show::arguments::TOP_EXAMPLES)]
-    Top(TopArgs),
+    Top(CgroupTopArgs),
     /// Become a command in a control group, which `run` starts
     #[command(hide = true)]
     Enter(EnterArgs),

@@ -14,12 +14,12 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 
 /// The controllers of a cgroup of v2.
-const CONTROLLERS: &str = "cgroup.controllers";
+const CONTROLLERS_FILE: &str = "cgroup.controllers";
 /// The controllers that are enabled for its children.
-const SUBTREE: &str = "cgroup.subtree_control";
+const SUBTREE_CONTROL_FILE: &str = "cgroup.subtree_control";
 
 /// Polling interval until the last process has left: version 1 has no notification.
-const LOOK: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Version {
@@ -113,7 +113,7 @@ impl ControlGroup {
             match self.clone().remove() {
                 Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::ResourceBusy && begin.elapsed() < longest => {
-                    thread::sleep(LOOK);
+                    thread::sleep(POLL_INTERVAL);
                 }
                 removed => return removed,
             }
@@ -124,21 +124,21 @@ impl ControlGroup {
         self.directory.is_dir()
     }
 
-    pub(crate) fn has(&self, file: &str) -> bool {
+    pub(crate) fn has_file(&self, file: &str) -> bool {
         self.directory.join(file).exists()
     }
 
     pub(crate) fn controllers(&self) -> io::Result<Vec<String>> {
-        Ok(words(&self.read(CONTROLLERS)?))
+        Ok(words(&self.read(CONTROLLERS_FILE)?))
     }
 
     /// Enables controllers for the cgroup in all levels above; no effect in v1. If a lower level
     /// refuses, upper levels remain changed: an enabled controller without settings limits nothing.
-    pub(crate) fn enable(&self, controllers: &[&str]) -> anyhow::Result<()> {
+    pub(crate) fn enable_controllers(&self, controllers: &[&str]) -> anyhow::Result<()> {
         if self.version == Version::V1 {
             return Ok(());
         }
-        let has = self.controllers().with_context(|| self.about(CONTROLLERS))?;
+        let has = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
         // Without a write if nothing is missing: an unprivileged user may then set limits, too.
         if controllers.iter().all(|wanted| has.iter().any(|name| name == wanted)) {
             return Ok(());
@@ -148,14 +148,14 @@ impl ControlGroup {
         // it.
         above.reverse();
         for level in above {
-            level.hand_down(controllers)?;
+            level.enable_in_subtree(controllers)?;
         }
         Ok(())
     }
 
-    fn hand_down(&self, controllers: &[&str]) -> anyhow::Result<()> {
-        let has = self.controllers().with_context(|| self.about(CONTROLLERS))?;
-        let hands_down = words(&self.read(SUBTREE).with_context(|| self.about(SUBTREE))?);
+    fn enable_in_subtree(&self, controllers: &[&str]) -> anyhow::Result<()> {
+        let has = self.controllers().with_context(|| self.read_context(CONTROLLERS_FILE))?;
+        let hands_down = words(&self.read(SUBTREE_CONTROL_FILE).with_context(|| self.read_context(SUBTREE_CONTROL_FILE))?);
         let mut change = Vec::new();
         for &wanted in controllers {
             // Repeating `+io` would be harmless, but fails with EBUSY in a cgroup that has
@@ -176,11 +176,11 @@ impl ControlGroup {
             return Ok(());
         }
         let change = change.join(" ");
-        self.write(SUBTREE, &change).map_err(|error| self.refusal(&change, &error))
+        self.write(SUBTREE_CONTROL_FILE, &change).map_err(|error| self.describe_refusal(&change, &error))
     }
 
     /// Source: cgroup-v2.rst, "No Internal Process Constraint" and "Threads".
-    fn refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
+    fn describe_refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
         let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
             Some(nix::errno::Errno::EBUSY) => {
                 "it has processes of its own, and only the root may have both: move them into a child of it"
@@ -193,10 +193,10 @@ impl ControlGroup {
             Some(nix::errno::Errno::ENOENT | nix::errno::Errno::ENODEV) => "it has been removed",
             _ => "see the kernel's log",
         };
-        anyhow!("cgroup {}: {SUBTREE} refuses \"{change}\": {error} ({mend})", self.name.display())
+        anyhow!("cgroup {}: {SUBTREE_CONTROL_FILE} refuses \"{change}\": {error} ({mend})", self.name.display())
     }
 
-    fn about(&self, file: &str) -> String {
+    fn read_context(&self, file: &str) -> String {
         format!("cgroup {}: {file} cannot be read", self.name.display())
     }
 

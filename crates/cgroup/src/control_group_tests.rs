@@ -2,11 +2,11 @@
 
 use nix::errno::Errno;
 
-use super::{super::machine::Machine, *};
+use super::{super::machine::FakeMachine, *};
 
 #[test]
 fn files_are_read_and_written() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     let group = machine.group("/a");
     machine.write("/a", "io.max", "8:0 rbps=1 wbps=max riops=max wiops=max\n");
     group.write("io.max", "8:0 rbps=2").expect("written");
@@ -18,7 +18,7 @@ fn files_are_read_and_written() {
 
 #[test]
 fn processes_are_listed_but_for_those_without_a_number_here() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     let group = machine.group("/a");
     machine.write("/a", "cgroup.procs", "17\n0\n4194303\n0\n");
     assert_eq!(group.processes().expect("there"), [17, 4_194_303]);
@@ -30,7 +30,7 @@ fn processes_are_listed_but_for_those_without_a_number_here() {
 
 #[test]
 fn a_tree_is_walked_both_ways() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     let (a, b) = (machine.group("/a"), machine.group("/a/b.slice"));
     machine.group("/a/a b");
     machine.write("/a", "io.max", "");
@@ -44,8 +44,8 @@ fn a_tree_is_walked_both_ways() {
 }
 
 #[test]
-fn one_is_made_and_removed() {
-    let machine = Machine::v2("io");
+fn cgroup_is_created_and_removed() {
+    let machine = FakeMachine::v2("io");
     let parent = machine.group("/a");
     let group = ControlGroup::create(&parent, "weir-1").expect("made");
     assert_eq!(group, machine.group("/a/weir-1"));
@@ -62,51 +62,51 @@ fn one_is_made_and_removed() {
 }
 
 /// A machine with cgroups down to `/a/b/c`; the levels between have these controllers.
-fn levels(controllers: &str) -> (Machine, ControlGroup) {
-    let machine = Machine::v2("cpu io memory");
+fn levels(controllers: &str) -> (FakeMachine, ControlGroup) {
+    let machine = FakeMachine::v2("cpu io memory");
     let group = machine.group("/a/b/c");
     for (level, hands_down) in [("/", "io\n"), ("/a", "\n"), ("/a/b", "")] {
-        machine.write(level, SUBTREE, hands_down);
+        machine.write(level, SUBTREE_CONTROL_FILE, hands_down);
     }
     for level in ["/a", "/a/b"] {
-        machine.write(level, CONTROLLERS, controllers);
+        machine.write(level, CONTROLLERS_FILE, controllers);
     }
-    machine.write("/a/b/c", CONTROLLERS, "");
+    machine.write("/a/b/c", CONTROLLERS_FILE, "");
     (machine, group)
 }
 
 #[test]
-fn every_level_above_hands_down_what_it_does_not_yet() {
+fn missing_controllers_are_enabled_at_every_level() {
     let (machine, group) = levels("io memory");
-    group.enable(&["io", "memory"]).expect("enabled");
-    let written = ["/", "/a", "/a/b"].map(|level| machine.group(level).read(SUBTREE).expect("there"));
+    group.enable_controllers(&["io", "memory"]).expect("enabled");
+    let written = ["/", "/a", "/a/b"].map(|level| machine.group(level).read(SUBTREE_CONTROL_FILE).expect("there"));
     assert_eq!(written, ["+memory", "+io +memory", "+io +memory"]);
-    assert!(group.read(SUBTREE).is_err(), "its own children are not concerned");
+    assert!(group.read(SUBTREE_CONTROL_FILE).is_err(), "its own children are not concerned");
 }
 
 #[test]
 fn a_cgroup_that_has_the_controllers_is_left_alone() {
     let (machine, group) = levels("");
-    machine.write("/a/b/c", CONTROLLERS, "cpu io\n");
-    group.enable(&["io"]).expect("there already");
-    assert_eq!(machine.group("/").read(SUBTREE).expect("there"), "io\n");
-    let v1 = Machine::v1();
-    v1.group("/a").enable(&["io"]).expect("nothing to do");
+    machine.write("/a/b/c", CONTROLLERS_FILE, "cpu io\n");
+    group.enable_controllers(&["io"]).expect("there already");
+    assert_eq!(machine.group("/").read(SUBTREE_CONTROL_FILE).expect("there"), "io\n");
+    let v1 = FakeMachine::v1();
+    v1.group("/a").enable_controllers(&["io"]).expect("nothing to do");
 }
 
 #[test]
 fn the_level_that_lacks_a_controller_is_named() {
     let (_machine, group) = levels("memory");
-    let error = group.enable(&["io"]).expect_err("not handed down").to_string();
+    let error = group.enable_controllers(&["io"]).expect_err("not handed down").to_string();
     assert!(error.starts_with("cgroup /a: it has no io controller (the kernel lacks it"), "{error}");
 }
 
 #[test]
 fn a_refusal_says_why_and_what_to_do() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     let group = machine.group("/a");
     let check = |errno: Errno, expect: &str| {
-        let error = group.refusal("+io", &errno.into()).to_string();
+        let error = group.describe_refusal("+io", &errno.into()).to_string();
         assert!(error.starts_with("cgroup /a: cgroup.subtree_control refuses \"+io\": "), "{error}");
         assert!(error.contains(expect), "{error}");
     };
@@ -119,9 +119,9 @@ fn a_refusal_says_why_and_what_to_do() {
 }
 
 #[test]
-fn what_cannot_be_read_is_said_with_its_file() {
-    let machine = Machine::v2("io");
+fn read_error_names_the_file() {
+    let machine = FakeMachine::v2("io");
     let group = machine.group("/a");
-    let error = format!("{:#}", group.enable(&["io"]).expect_err("no such file"));
+    let error = format!("{:#}", group.enable_controllers(&["io"]).expect_err("no such file"));
     assert!(error.starts_with("cgroup /a: cgroup.controllers cannot be read: No such file"), "{error}");
 }

@@ -17,46 +17,46 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::device::{Identity, Number};
+use block::device::{DeviceIdentity, DeviceNumber};
 
 use super::{
-    hierarchy::Roots,
+    hierarchy::KernelRoots,
     kernel::{
         self,
         mountinfo::{self, Mount},
     },
-    nature::Nature,
+    nature::FileSystemClass,
 };
 
 /// The kernel stacks at most two file systems (FILESYSTEM_MAX_STACK_DEPTH); a device follows.
 const MAX_STEPS: usize = 4;
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Target {
-    pub(crate) identity: Identity,
+pub(crate) struct ResolvedDisk {
+    pub(crate) identity: DeviceIdentity,
     pub(crate) notices: Vec<String>,
 }
 
-pub(crate) fn resolve(roots: &Roots, text: &str) -> anyhow::Result<Target> {
+pub(crate) fn resolve(roots: &KernelRoots, text: &str) -> anyhow::Result<ResolvedDisk> {
     let mut notices = Vec::new();
     let number = match kernel::number(text) {
         Some(number) => number,
         None => number_of_path(roots, text, &mut notices)?,
     };
     // Maps a partition to its disk: `io.max` accepts no partitions.
-    let identity = Identity::resolve(number, &roots.of_devices()).map_err(|error| {
+    let identity = DeviceIdentity::resolve(number, &roots.device_roots()).map_err(|error| {
         anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
     })?;
     // File systems without a device (Btrfs, NFS, tmpfs) have an anonymous number with major 0.
     if number.major != 0 && identity.number() != number {
-        let part = name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
+        let part = device_name(roots, number).map_or_else(|| number.to_string(), |name| format!("/dev/{name}"));
         let disk = identity.node();
         notices.push(format!("{part} is a partition; limits are for the whole disk {disk}"));
     }
-    Ok(Target { identity, notices })
+    Ok(ResolvedDisk { identity, notices })
 }
 
-fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyhow::Result<Number> {
+fn number_of_path(roots: &KernelRoots, text: &str, notices: &mut Vec<String>) -> anyhow::Result<DeviceNumber> {
     let mut path = PathBuf::from(text);
     // Each step replaces the path by one that is closer to the device: an overlay by its upper
     // directory, a mount by its source. The loop ends at a block device.
@@ -68,9 +68,9 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
         })?;
         let kind = metadata.file_type();
         if kind.is_block_device() {
-            let number = Number::unpack(metadata.rdev());
+            let number = DeviceNumber::unpack(metadata.rdev());
             if of_btrfs {
-                notices.extend(others_of_btrfs(roots, text, number));
+                notices.extend(btrfs_devices_notice(roots, text, number));
             }
             return Ok(number);
         }
@@ -81,7 +81,7 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
             );
         }
         // A file or directory: the number of its file system, unless this has no device.
-        let number = Number::unpack(metadata.dev());
+        let number = DeviceNumber::unpack(metadata.dev());
         if number.major != 0 {
             return Ok(number);
         }
@@ -91,7 +91,7 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
         let Some(mount) = mount_of(&mounts, number, &real) else {
             bail!("device {text:?}: nothing is known of the file system it is on (give the disk itself)");
         };
-        path = below(text, mount)?;
+        path = next_path(text, mount)?;
         of_btrfs = mount.kind == "btrfs";
         if mount.kind == "overlay" {
             let upper = path.display();
@@ -105,18 +105,18 @@ fn number_of_path(roots: &Roots, text: &str, notices: &mut Vec<String>) -> anyho
 
 /// The mount that contains a path. The fallback to any mount is for Btrfs, where each subvolume
 /// has its own anonymous device number.
-fn mount_of<'a>(mounts: &'a [Mount], number: Number, path: &Path) -> Option<&'a Mount> {
+fn mount_of<'a>(mounts: &'a [Mount], number: DeviceNumber, path: &Path) -> Option<&'a Mount> {
     let of_number = mounts.iter().filter(|mount| mount.number == number);
-    mountinfo::holding(of_number, path).or_else(|| mountinfo::holding(mounts, path))
+    mountinfo::mount_containing(of_number, path).or_else(|| mountinfo::mount_containing(mounts, path))
 }
 
 /// Next path to resolve for a file system without a device: its source, or an overlay's upper
 /// directory.
-fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
+fn next_path(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
     let at = mount.point.display();
     let source = &mount.source;
     let kind = mount.kind.as_str();
-    match Nature::of(kind) {
+    match FileSystemClass::of(kind) {
         _ if kind == "overlay" => match mount.option("upperdir") {
             Some(upper) if upper.is_dir() => Ok(upper),
             Some(upper) => bail!(
@@ -128,18 +128,18 @@ fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
                 "device {text:?}: it is on an overlay that is read-only (limits must go to the disk of its lower directories: give that)"
             ),
         },
-        Nature::Network => bail!(
+        FileSystemClass::Network => bail!(
             "device {text:?}: {at} is on another machine ({kind}, {source}), not on a disk of this one (limit it there)"
         ),
-        Nature::Zfs => bail!(
+        FileSystemClass::Zfs => bail!(
             "device {text:?}: {at} is on ZFS, whose own threads do the I/O, in no cgroup but the root (no limit reaches it; ZFS \
              volumes and other file systems can be limited)"
         ),
-        Nature::Memory => bail!(
+        FileSystemClass::Memory => bail!(
             "device {text:?}: {at} is in memory ({kind}), on no disk (swapping it out can be limited: give the disk with the swap)"
         ),
         // `fuseblk` has a block device as source.
-        Nature::Fuse if kind != "fuseblk" => bail!(
+        FileSystemClass::Fuse if kind != "fuseblk" => bail!(
             "device {text:?}: {at} is on FUSE ({kind}, {source}): its daemon does the I/O (limit the daemon's cgroup on the disk it \
              uses)"
         ),
@@ -151,8 +151,8 @@ fn below(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
 }
 
 /// A notice for a Btrfs on several devices, of which mountinfo names only one.
-fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> {
-    let own = name(roots, number)?;
+fn btrfs_devices_notice(roots: &KernelRoots, text: &str, number: DeviceNumber) -> Option<String> {
+    let own = device_name(roots, number)?;
     // sysfs lists the devices of each Btrfs by its UUID; the right one contains this device.
     let systems = fs::read_dir(roots.sys.join("fs/btrfs")).ok()?;
     let devices = systems.flatten().find_map(|system| {
@@ -173,7 +173,7 @@ fn others_of_btrfs(roots: &Roots, text: &str, number: Number) -> Option<String> 
     })
 }
 
-fn name(roots: &Roots, number: Number) -> Option<String> {
+fn device_name(roots: &KernelRoots, number: DeviceNumber) -> Option<String> {
     let directory = roots.sys.join("dev/block").join(number.to_string()).canonicalize().ok()?;
     Some(directory.file_name()?.to_str()?.replace('!', "/"))
 }

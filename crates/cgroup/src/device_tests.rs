@@ -1,9 +1,9 @@
 //! Texts of users, and the disks that they resolve to.
 
-use super::{super::machine::Machine, *};
+use super::{super::machine::FakeMachine, *};
 
-fn machine() -> Machine {
-    let machine = Machine::v2("io");
+fn machine() -> FakeMachine {
+    let machine = FakeMachine::v2("io");
     machine.disk("254:0", "vda");
     machine.disk("254:1", "vda/vda1");
     machine.disk("254:16", "vdb");
@@ -11,21 +11,21 @@ fn machine() -> Machine {
 }
 
 /// Mounts a different file system, given as type, source and options, on `/proc`.
-fn mounted(what: &str) -> Machine {
+fn mounted(what: &str) -> FakeMachine {
     let machine = machine();
     fs::write(machine.roots().mountinfo(), format!("30 25 0:999999 / /proc rw - {what}\n")).expect("written");
     machine
 }
 
 #[track_caller]
-fn check(machine: &Machine, text: &str, disk: &str, notices: &[&str]) {
+fn check(machine: &FakeMachine, text: &str, disk: &str, notices: &[&str]) {
     let target = resolve(&machine.roots(), text).unwrap_or_else(|error| panic!("{text}: {error:#}"));
     assert_eq!(target.identity.node(), disk);
     assert_eq!(target.notices, notices);
 }
 
 #[track_caller]
-fn refused(machine: &Machine, text: &str, expect: &str) {
+fn refused(machine: &FakeMachine, text: &str, expect: &str) {
     let error = format!("{:#}", resolve(&machine.roots(), text).expect_err(text));
     assert!(error.starts_with(&format!("device {text:?}: ")) && error.contains(expect), "{error}");
 }
@@ -45,7 +45,7 @@ fn a_number_is_a_disk_and_a_partition_s_that_of_its_disk() {
 }
 
 #[test]
-fn what_is_no_disk_is_refused() {
+fn non_disk_is_rejected() {
     let machine = machine();
     refused(
         &machine,
@@ -90,7 +90,7 @@ fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
 #[test]
 fn a_path_is_on_the_disk_of_its_file_system_also_below_an_overlay() {
     let upper = tempfile::tempdir_in(env!("CARGO_MANIFEST_DIR")).expect("a directory");
-    let number = Number::unpack(fs::metadata(upper.path()).expect("there").dev());
+    let number = DeviceNumber::unpack(fs::metadata(upper.path()).expect("there").dev());
     // File systems such as overlay have no device number that a fake machine could have.
     if number.major == 0 {
         return;
@@ -114,7 +114,7 @@ fn a_path_is_in_the_mount_of_its_number_even_if_another_seems_nearer() {
         "1 0 0:5 / /a rw - tmpfs one rw\n2 1 0:6 / /a/b rw - nfs two rw\n3 1 0:7 / /a rw - btrfs three rw\n";
     let mounts = mountinfo::parse(text).expect("known");
     let source = |minor| {
-        let mount = mount_of(&mounts, Number { major: 0, minor }, Path::new("/a/b/c")).expect("mounted");
+        let mount = mount_of(&mounts, DeviceNumber { major: 0, minor }, Path::new("/a/b/c")).expect("mounted");
         mount.source.as_str()
     };
     assert_eq!((source(5), source(6), source(7)), ("one", "two", "three"));
@@ -124,7 +124,7 @@ fn a_path_is_in_the_mount_of_its_number_even_if_another_seems_nearer() {
 #[test]
 fn a_btrfs_of_several_devices_is_limited_on_one_and_that_is_said() {
     let machine = machine();
-    let of = |minor| others_of_btrfs(&machine.roots(), "/srv", Number { major: 254, minor });
+    let of = |minor| btrfs_devices_notice(&machine.roots(), "/srv", DeviceNumber { major: 254, minor });
     assert_eq!(of(0), None, "no Btrfs is known");
     for device in ["vda1", "vdb"] {
         fs::create_dir_all(machine.path("sys/fs/btrfs/4a-uuid/devices").join(device)).expect("made");
@@ -138,8 +138,8 @@ fn a_btrfs_of_several_devices_is_limited_on_one_and_that_is_said() {
 }
 
 #[test]
-fn the_disk_below_this_very_test_is_found_or_it_is_said_why_not() {
-    match resolve(&Roots::default(), env!("CARGO_MANIFEST_DIR")) {
+fn disk_of_the_test_directory_resolves_or_explains() {
+    match resolve(&KernelRoots::default(), env!("CARGO_MANIFEST_DIR")) {
         Ok(target) => assert!(target.identity.directory().join("stat").exists(), "{target:?}"),
         Err(error) => assert!(error.to_string().starts_with("device \""), "{error:#}"),
     }

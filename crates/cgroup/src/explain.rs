@@ -54,27 +54,27 @@ mod tests;
 
 use std::time::Duration;
 
-use console::{Failure, print, print_json};
-use facts::Subject;
-use measure::Wish;
+use console::{CommandFailure, print, print_json};
+use facts::ExplainSubject;
+use measure::MeasureOptions;
 pub(crate) use measure::run_load;
 
 use super::{
-    hierarchy::{Hierarchy, Roots},
+    hierarchy::{CgroupHierarchy, KernelRoots},
     target,
 };
 use crate::explain::arguments::ExplainArgs;
 
 /// Succeeds if the cgroup could be examined, whatever was found: scripts read `verdict` of
 /// `--json`.
-pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), Failure> {
-    let hierarchy = Hierarchy::discover(Roots::default())?;
+pub(crate) fn run(arguments: &ExplainArgs) -> Result<(), CommandFailure> {
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup)?;
     let subject =
-        Subject { group, only: arguments.cgroup.parse().ok(), limits: arguments.kept.path().to_owned() };
+        ExplainSubject { group, only: arguments.cgroup.parse().ok(), limits: arguments.kept.path().to_owned() };
     let facts = facts::collect(&hierarchy, &subject)?;
     let findings = findings::find(&facts);
-    let wish = Wish {
+    let wish = MeasureOptions {
         directory: arguments.directory.as_deref(),
         most_bytes: arguments.size,
         time: Duration::from_secs(arguments.seconds),

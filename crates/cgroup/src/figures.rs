@@ -16,24 +16,24 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use block::device::{Identity, Number, Roots as DeviceRoots};
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots as DeviceRoots};
 use policy::{
-    steering::Rates,
+    steering::IoMaxRates,
     throttle::{Enforcement, Limits},
 };
 
 use crate::{
-    hierarchy::{Hierarchy, Roots},
+    hierarchy::{CgroupHierarchy, KernelRoots},
     kernel::{io_max, io_stat, pressure},
-    limit::kept::Kept,
+    limit::kept::LimitsFile,
 };
 
 /// Limits reported at most, in the order of the file: each costs some hundred microseconds.
-const MOST: usize = 4096;
+const MAX_FIGURES: usize = 4096;
 
 /// A control group on a device, with its limits.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Figure {
+pub struct CgroupFigures {
     /// Path from the mount of the cgroup hierarchy.
     pub cgroup: String,
     /// `/dev/vda`, or the number if the disk is absent.
@@ -48,15 +48,15 @@ pub struct Figure {
     /// decided.
     pub enforcement: Option<Enforcement>,
     /// Limits in force in the kernel (`io.max`).
-    pub told: Rates,
+    pub kernel_limits: IoMaxRates,
     /// Counters since the cgroup was created; `None` if it does not exist.
-    pub done: Option<Done>,
+    pub counters: Option<CgroupIoCounters>,
 }
 
 /// The kernel's counters (`io.stat`).
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Done {
+pub struct CgroupIoCounters {
     pub reads: u64,
     pub writes: u64,
     pub read_bytes: u64,
@@ -67,43 +67,43 @@ pub struct Done {
 
 /// Time that tasks of a control group waited for I/O, over all devices (`io.pressure`).
 #[derive(Clone, Debug, PartialEq)]
-pub struct Stalled {
+pub struct CgroupPressure {
     /// Path of the control group.
     pub cgroup: String,
     /// Microseconds in which at least one task waited.
     pub some_us: u64,
     /// Microseconds in which all runnable tasks waited.
-    pub all_us: u64,
+    pub full_us: u64,
 }
 
 /// Enforcement decided by `watch`, which no file contains.
-pub(crate) type Known = Arc<Mutex<HashMap<(PathBuf, Number), Enforcement>>>;
+pub(crate) type KnownEnforcement = Arc<Mutex<HashMap<(PathBuf, DeviceNumber), Enforcement>>>;
 
 /// Reads the figures; can be used from any thread.
 #[derive(Clone, Debug)]
-pub struct Reader {
+pub struct CgroupFiguresReader {
     path: PathBuf,
-    roots: Roots,
-    known: Known,
+    roots: KernelRoots,
+    known: KnownEnforcement,
 }
 
-impl Reader {
-    pub(crate) fn new(path: &Path, roots: Roots, known: Known) -> Self {
+impl CgroupFiguresReader {
+    pub(crate) fn new(path: &Path, roots: KernelRoots, known: KnownEnforcement) -> Self {
         Self { path: path.to_owned(), roots, known }
     }
 
     /// All figures, and the waiting time of each control group. Empty if the limits file is
     /// unreadable, which `watch` reports.
-    pub fn read(&self) -> (Vec<Figure>, Vec<Stalled>) {
-        let Ok(kept) = Kept::load(&self.path) else { return Default::default() };
-        let Ok(hierarchy) = Hierarchy::discover(self.roots.clone()) else { return Default::default() };
+    pub fn read(&self) -> (Vec<CgroupFigures>, Vec<CgroupPressure>) {
+        let Ok(kept) = LimitsFile::load(&self.path) else { return Default::default() };
+        let Ok(hierarchy) = CgroupHierarchy::discover(self.roots.clone()) else { return Default::default() };
         // Copied, so that the lock is not held while files are read.
         let known = self.known.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut reading = Reading { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
+        let mut reading = CgroupFilesCache { hierarchy: &hierarchy, cgroups: HashMap::new(), devices: HashMap::new() };
         let mut figures = Vec::new();
-        for entry in kept.limits.iter().take(MOST) {
+        for entry in kept.limits.iter().take(MAX_FIGURES) {
             // An entry that is invalid by itself is skipped; `watch` reports it.
-            let shared = kept.shared(entry);
+            let shared = kept.limits_of(entry);
             let (Ok(number), Ok(limits), Ok(watermark)) =
                 (entry.device(), shared.limits(), shared.watermark())
             else {
@@ -111,17 +111,17 @@ impl Reader {
             };
             let device = reading.device(number);
             let (stat, max) = reading.cgroup(&entry.cgroup);
-            figures.push(Figure {
+            figures.push(CgroupFigures {
                 cgroup: entry.cgroup.to_string_lossy().into_owned(),
                 device,
                 group: entry.group.clone().unwrap_or_default(),
                 limits,
                 watermark: watermark.percent(),
                 enforcement: known.get(&(entry.cgroup.clone(), number)).copied(),
-                told: max.get(&number).copied().unwrap_or_default(),
+                kernel_limits: max.get(&number).copied().unwrap_or_default(),
                 // io.stat has no line for a device without I/O: an existing cgroup then has zero
                 // counters.
-                done: stat.as_ref().map(|stat| stat.get(&number).copied().unwrap_or_default()),
+                counters: stat.as_ref().map(|stat| stat.get(&number).copied().unwrap_or_default()),
             });
         }
         let mut stalled: Vec<_> =
@@ -133,53 +133,53 @@ impl Reader {
 }
 
 /// Caches the files of a control group, which may have limits on several devices.
-struct Reading<'a> {
-    hierarchy: &'a Hierarchy,
-    cgroups: HashMap<PathBuf, Files>,
-    devices: HashMap<Number, String>,
+struct CgroupFilesCache<'a> {
+    hierarchy: &'a CgroupHierarchy,
+    cgroups: HashMap<PathBuf, CgroupFiles>,
+    devices: HashMap<DeviceNumber, String>,
 }
 
 /// `None` if the cgroup does not exist.
-type Stat = Option<HashMap<Number, Done>>;
+type DeviceCounters = Option<HashMap<DeviceNumber, CgroupIoCounters>>;
 
-struct Files {
-    stat: Stat,
-    max: HashMap<Number, Rates>,
-    pressure: Option<pressure::Pressure>,
+struct CgroupFiles {
+    stat: DeviceCounters,
+    max: HashMap<DeviceNumber, IoMaxRates>,
+    pressure: Option<pressure::IoPressure>,
 }
 
-impl Files {
-    fn stalled(&self, cgroup: &Path) -> Option<Stalled> {
+impl CgroupFiles {
+    fn stalled(&self, cgroup: &Path) -> Option<CgroupPressure> {
         let pressure = self.pressure?;
         let all_us = pressure.full.map_or(0, |full| full.total_us);
         let cgroup = cgroup.to_string_lossy().into_owned();
-        Some(Stalled { cgroup, some_us: pressure.some.total_us, all_us })
+        Some(CgroupPressure { cgroup, some_us: pressure.some.total_us, full_us: all_us })
     }
 }
 
-impl Reading<'_> {
-    fn device(&mut self, number: Number) -> String {
-        let roots: DeviceRoots = self.hierarchy.roots.of_devices();
+impl CgroupFilesCache<'_> {
+    fn device(&mut self, number: DeviceNumber) -> String {
+        let roots: DeviceRoots = self.hierarchy.roots.device_roots();
         let name =
-            || Identity::resolve(number, &roots).map_or_else(|_| number.to_string(), |known| known.node());
+            || DeviceIdentity::resolve(number, &roots).map_or_else(|_| number.to_string(), |known| known.node());
         self.devices.entry(number).or_insert_with(name).clone()
     }
 
-    fn cgroup(&mut self, name: &Path) -> (&Stat, &HashMap<Number, Rates>) {
+    fn cgroup(&mut self, name: &Path) -> (&DeviceCounters, &HashMap<DeviceNumber, IoMaxRates>) {
         if !self.cgroups.contains_key(name) {
             let files = self.files(name);
             self.cgroups.insert(name.to_owned(), files);
         }
-        let Files { stat, max, .. } = &self.cgroups[name];
+        let CgroupFiles { stat, max, .. } = &self.cgroups[name];
         (stat, max)
     }
 
-    fn files(&self, name: &Path) -> Files {
+    fn files(&self, name: &Path) -> CgroupFiles {
         let group = self.hierarchy.group(name).ok();
         let text = |file: &str| group.as_ref().and_then(|group| group.read(file).ok());
         let stat = text("io.stat").and_then(|text| io_stat::parse(&text).ok());
         let max = text("io.max").and_then(|text| io_max::parse(&text).ok());
-        Files {
+        CgroupFiles {
             stat: stat.map(|all| all.into_iter().map(|(number, usage)| (number, usage.into())).collect()),
             max: max.unwrap_or_default().into_iter().collect(),
             pressure: text("io.pressure").and_then(|text| pressure::parse(&text).ok()),
@@ -187,8 +187,8 @@ impl Reading<'_> {
     }
 }
 
-impl From<io_stat::Usage> for Done {
-    fn from(usage: io_stat::Usage) -> Self {
+impl From<io_stat::CgroupIoUsage> for CgroupIoCounters {
+    fn from(usage: io_stat::CgroupIoUsage) -> Self {
         Self {
             reads: usage.reads,
             writes: usage.writes,
@@ -202,24 +202,24 @@ impl From<io_stat::Usage> for Done {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{LimitKind, Scale};
+    use policy::throttle::{LimitKind, LimitScale};
 
     use super::*;
-    use crate::{limit::kept::Change, machine::Machine};
+    use crate::{limit::kept::LimitsChange, machine::FakeMachine};
 
-    const DISK: (Number, &str) = (Number { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
+    const DISK: (DeviceNumber, &str) = (DeviceNumber { major: 254, minor: 0 }, "number 254:0, 1048576 bytes");
 
     #[test]
-    fn a_control_group_is_told_with_what_it_may_does_and_waits() {
-        let machine = Machine::v2("io");
+    fn figures_have_limits_counters_and_pressure() {
+        let machine = FakeMachine::v2("io");
         machine.disk("254:0", "vda");
-        let mut kept = Kept::default();
+        let mut kept = LimitsFile::default();
         for (name, group) in [("a", None), ("b", Some("tenant".to_owned())), ("gone", None)] {
             let limited = machine.group(name);
-            let change = Change {
+            let change = LimitsChange {
                 group,
                 watermark: Some(80),
-                ..Change::of(&[("iops-read", 100), ("bps-total", 4096)])
+                ..LimitsChange::of(&[("iops-read", 100), ("bps-total", 4096)])
             };
             kept.change(&limited, DISK, &change).unwrap();
         }
@@ -233,16 +233,16 @@ mod tests {
         machine.write("a", "io.pressure", pressure);
         let path = machine.path("cgroups.json");
         settings::state::whole_file::write(&path, &serde_json::to_vec(&kept).unwrap(), false).unwrap();
-        let known = Known::default();
-        let scaled = Enforcement::Scaled(Scale::from_thousandths(2000));
+        let known = KnownEnforcement::default();
+        let scaled = Enforcement::Scaled(LimitScale::from_thousandths(2000));
         known.lock().unwrap().insert(("a".into(), DISK.0), scaled);
 
-        let (figures, stalled) = Reader::new(&path, machine.roots(), known).read();
+        let (figures, stalled) = CgroupFiguresReader::new(&path, machine.roots(), known).read();
         let [a, b, gone] = &figures[..] else { panic!("{figures:?}") };
         assert_eq!((&*a.cgroup, &*a.device, &*a.group, a.watermark), ("a", "/dev/vda", "", 80));
         assert_eq!((a.limits.limit(LimitKind::IopsRead).rate, a.enforcement), (100, Some(scaled)));
-        assert_eq!(a.told.iops, [Some(50), None]);
-        let done = Done {
+        assert_eq!(a.kernel_limits.iops, [Some(50), None]);
+        let done = CgroupIoCounters {
             reads: 2,
             writes: 1,
             read_bytes: 8192,
@@ -250,9 +250,9 @@ mod tests {
             discards: 3,
             discarded_bytes: 7,
         };
-        assert_eq!(a.done, Some(done));
+        assert_eq!(a.counters, Some(done));
         assert_eq!((&*b.group, b.enforcement), ("tenant", None));
-        assert_eq!((&*gone.cgroup, gone.done, gone.told), ("gone", None, Rates::NONE));
-        assert_eq!(stalled, [Stalled { cgroup: "a".into(), some_us: 2_500_000, all_us: 1_500_000 }]);
+        assert_eq!((&*gone.cgroup, gone.counters, gone.kernel_limits), ("gone", None, IoMaxRates::NONE));
+        assert_eq!(stalled, [CgroupPressure { cgroup: "a".into(), some_us: 2_500_000, full_us: 1_500_000 }]);
     }
 }

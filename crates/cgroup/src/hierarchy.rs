@@ -24,28 +24,28 @@ use super::{
 
 /// Roots of the kernel's file systems; tests use other directories.
 #[derive(Debug, Clone)]
-pub(crate) struct Roots {
+pub(crate) struct KernelRoots {
     pub(crate) proc: PathBuf,
     pub(crate) sys: PathBuf,
     /// `/run`, where systemd marks that it is running.
     pub(crate) run: PathBuf,
 }
 
-impl Default for Roots {
+impl Default for KernelRoots {
     fn default() -> Self {
         Self { proc: "/proc".into(), sys: "/sys".into(), run: "/run".into() }
     }
 }
 
-impl Roots {
+impl KernelRoots {
     pub(crate) fn mounts(&self) -> anyhow::Result<Vec<mountinfo::Mount>> {
         let path = self.mountinfo();
         let text = read(&path).with_context(|| path.display().to_string())?;
         Ok(mountinfo::parse(&text)?)
     }
 
-    pub(crate) fn of_devices(&self) -> block::device::Roots {
-        block::device::Roots { sys: self.sys.clone(), mounts: self.mountinfo() }
+    pub(crate) fn device_roots(&self) -> block::device::SysfsRoots {
+        block::device::SysfsRoots { sys: self.sys.clone(), mounts: self.mountinfo() }
     }
 
     pub(crate) fn mountinfo(&self) -> PathBuf {
@@ -60,8 +60,8 @@ fn read(path: &Path) -> io::Result<String> {
 
 /// The mounted hierarchies that are relevant for block I/O.
 #[derive(Debug, Clone)]
-pub(crate) struct Hierarchy {
-    pub(crate) roots: Roots,
+pub(crate) struct CgroupHierarchy {
+    pub(crate) roots: KernelRoots,
     pub(crate) unified: Option<PathBuf>,
     pub(crate) blkio: Option<PathBuf>,
     pub(crate) memory_v1: Option<PathBuf>,
@@ -71,9 +71,9 @@ pub(crate) struct Hierarchy {
     top: PathBuf,
 }
 
-impl Hierarchy {
+impl CgroupHierarchy {
     /// Reads the mounts. Succeeds without any cgroup mount; [`Hierarchy::root_group`] then fails.
-    pub(crate) fn discover(roots: Roots) -> anyhow::Result<Self> {
+    pub(crate) fn discover(roots: KernelRoots) -> anyhow::Result<Self> {
         let mounts = roots.mounts()?;
         // The first mount is the machine's own; those of containers follow.
         let v2 = mounts.iter().find(|mount| mount.kind == "cgroup2");
@@ -145,7 +145,7 @@ impl Hierarchy {
     }
 
     /// The cgroup of a process in the hierarchy that limits block I/O.
-    pub(crate) fn of_pid(&self, pid: i32) -> anyhow::Result<ControlGroup> {
+    pub(crate) fn group_of_pid(&self, pid: i32) -> anyhow::Result<ControlGroup> {
         let root = self.root_group()?;
         let file = self.roots.proc.join(pid.to_string()).join("cgroup");
         let text = read(&file).map_err(|error| match error.kind() {
@@ -179,7 +179,7 @@ impl Hierarchy {
     }
 
     /// True if systemd is the init system (sd_booted(3)).
-    pub(crate) fn systemd(&self) -> bool {
+    pub(crate) fn has_systemd(&self) -> bool {
         self.roots.run.join("systemd/system").is_dir()
     }
 }

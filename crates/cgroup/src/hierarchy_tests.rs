@@ -1,10 +1,10 @@
 //! Discovery of the hierarchies on machines of every kind.
 
-use super::{super::machine::Machine, *};
+use super::{super::machine::FakeMachine, *};
 
 #[test]
 fn version_2_limits_block_io_where_its_root_has_the_controller() {
-    let machine = Machine::v2("cpuset cpu io memory");
+    let machine = FakeMachine::v2("cpuset cpu io memory");
     let hierarchy = machine.hierarchy();
     assert_eq!((hierarchy.version(), hierarchy.root()), (Some(Version::V2), Some(machine.root().as_path())));
     assert_eq!((&hierarchy.blkio, &hierarchy.memory_v1), (&None, &None));
@@ -13,7 +13,7 @@ fn version_2_limits_block_io_where_its_root_has_the_controller() {
 
 #[test]
 fn version_1_does_where_it_has_blkio() {
-    let machine = Machine::v1();
+    let machine = FakeMachine::v1();
     let hierarchy = machine.hierarchy();
     assert_eq!((hierarchy.version(), hierarchy.root()), (Some(Version::V1), Some(machine.root().as_path())));
     assert_eq!(hierarchy.unified, Some(machine.path("sys/fs/cgroup/unified")));
@@ -21,11 +21,11 @@ fn version_1_does_where_it_has_blkio() {
 }
 
 #[test]
-fn none_does_where_neither_has() {
-    let machine = Machine::v2("cpu memory iolike");
+fn no_version_without_controller() {
+    let machine = FakeMachine::v2("cpu memory iolike");
     let hierarchy = machine.hierarchy();
     assert_eq!((hierarchy.version(), hierarchy.root()), (None, None));
-    let error = hierarchy.of_pid(1).expect_err("no hierarchy").to_string();
+    let error = hierarchy.group_of_pid(1).expect_err("no hierarchy").to_string();
     assert!(
         error.starts_with("cgroups: no hierarchy that is mounted has a controller of block I/O (mount "),
         "{error}"
@@ -33,54 +33,54 @@ fn none_does_where_neither_has() {
 }
 
 #[test]
-fn what_cannot_be_read_is_said() {
-    let machine = Machine::v2("io");
+fn unreadable_mountinfo_is_an_error() {
+    let machine = FakeMachine::v2("io");
     fs::write(machine.roots().mountinfo(), "no mount\n").expect("written");
-    let error = Hierarchy::discover(machine.roots()).expect_err("unknown").to_string();
+    let error = CgroupHierarchy::discover(machine.roots()).expect_err("unknown").to_string();
     assert!(error.starts_with("mountinfo: a line of unknown form: \"no mount\""), "{error}");
     fs::remove_file(machine.roots().mountinfo()).expect("removed");
-    let error = format!("{:#}", Hierarchy::discover(machine.roots()).expect_err("missing"));
+    let error = format!("{:#}", CgroupHierarchy::discover(machine.roots()).expect_err("missing"));
     assert!(error.contains("proc/self/mountinfo: No such file"), "{error}");
 }
 
 #[test]
 fn the_first_of_several_mounts_is_the_machine_s_own() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     machine.mount(&machine.path("containers/x/cgroup"), "/docker/x", "cgroup2 cgroup rw");
     assert_eq!(machine.hierarchy().root(), Some(machine.root().as_path()));
 }
 
 #[test]
 fn a_process_is_in_the_cgroup_of_the_hierarchy_that_limits() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     machine.group("/system.slice/a:b.service");
     machine.process(7, "1:name=systemd:/elsewhere\n0::/system.slice/a:b.service\n");
-    let group = machine.hierarchy().of_pid(7).expect("there");
+    let group = machine.hierarchy().group_of_pid(7).expect("there");
     assert_eq!(group.name, Path::new("/system.slice/a:b.service"));
     assert_eq!(group.directory, machine.root().join("system.slice/a:b.service"));
 
-    let machine = Machine::v1();
+    let machine = FakeMachine::v1();
     machine.group("/x");
     machine.process(7, "9:cpu,blkio:/x\n1:name=systemd:/elsewhere\n0::/other\n");
-    assert_eq!(machine.hierarchy().of_pid(7).expect("there"), machine.group("/x"));
+    assert_eq!(machine.hierarchy().group_of_pid(7).expect("there"), machine.group("/x"));
 }
 
 #[test]
 fn the_root_is_a_cgroup_too() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     machine.process(2, "0::/\n");
-    let group = machine.hierarchy().of_pid(2).expect("there");
+    let group = machine.hierarchy().group_of_pid(2).expect("there");
     assert!(group.is_root() && group == machine.hierarchy().root_group().expect("mounted"));
 }
 
 #[test]
 fn a_process_that_has_no_cgroup_here_is_an_error_that_says_why() {
     #[track_caller]
-    fn check(machine: &Machine, expect: &str) {
-        let error = format!("{:#}", machine.hierarchy().of_pid(7).expect_err("none"));
+    fn check(machine: &FakeMachine, expect: &str) {
+        let error = format!("{:#}", machine.hierarchy().group_of_pid(7).expect_err("none"));
         assert!(error.contains(expect), "{error}");
     }
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     check(&machine, "process 7: there is none of that id (it may have ended)");
     machine.process(7, "0::/gone.service (deleted)\n");
     check(&machine, "process 7: its cgroup /gone.service (deleted) has been removed");
@@ -94,30 +94,30 @@ fn a_process_that_has_no_cgroup_here_is_an_error_that_says_why() {
 
 #[test]
 fn in_a_container_without_a_namespace_of_its_own_what_is_above_is_taken_away() {
-    let machine = Machine::v2("io");
+    let machine = FakeMachine::v2("io");
     fs::write(machine.roots().mountinfo(), "").expect("written");
     machine.mount(&machine.root(), "/docker/4f", "cgroup2 cgroup ro");
     machine.group("/inner");
     machine.process(7, "0::/docker/4f/inner\n");
-    assert_eq!(machine.hierarchy().of_pid(7).expect("there"), machine.group("/inner"));
+    assert_eq!(machine.hierarchy().group_of_pid(7).expect("there"), machine.group("/inner"));
     machine.process(7, "0::/docker/4e\n");
-    let error = machine.hierarchy().of_pid(7).expect_err("outside").to_string();
+    let error = machine.hierarchy().group_of_pid(7).expect_err("outside").to_string();
     assert!(error.contains("its cgroup /docker/4e is outside of what is mounted at"), "{error}");
 }
 
 #[test]
 fn systemd_is_there_if_it_says_so() {
-    let machine = Machine::v2("io");
-    assert!(!machine.hierarchy().systemd());
+    let machine = FakeMachine::v2("io");
+    assert!(!machine.hierarchy().has_systemd());
     fs::create_dir_all(machine.path("run/systemd/system")).expect("made");
-    assert!(machine.hierarchy().systemd());
+    assert!(machine.hierarchy().has_systemd());
 }
 
 #[test]
 fn this_very_machine_s_are_found_or_there_are_none() {
-    let hierarchy = Hierarchy::discover(Roots::default()).expect("mounts are always there");
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default()).expect("mounts are always there");
     if hierarchy.version().is_some() {
-        let group = hierarchy.of_pid(i32::try_from(std::process::id()).expect("small")).expect("in one");
+        let group = hierarchy.group_of_pid(i32::try_from(std::process::id()).expect("small")).expect("in one");
         assert!(
             group.exists() && group.directory.starts_with(hierarchy.root().expect("mounted")),
             "{group:?}"

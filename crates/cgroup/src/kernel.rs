@@ -31,20 +31,20 @@ pub mod fuzzing;
 #[cfg(test)]
 mod tests;
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
 const MAX_LINE_CHARS: usize = 120;
 
 /// A line in a format that no known kernel prints.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[error("{what}: a line of unknown form: {line:?} (weir does not know this kernel's {what})")]
-pub(crate) struct Unknown {
+pub(crate) struct UnknownFormat {
     pub(crate) what: &'static str,
     /// Truncated to [`MAX_LINE_CHARS`].
     pub(crate) line: String,
 }
 
-impl Unknown {
+impl UnknownFormat {
     pub(crate) fn new(what: &'static str, line: &str) -> Self {
         let mut kept: String = line.chars().take(MAX_LINE_CHARS).collect();
         if kept.len() < line.len() {
@@ -55,9 +55,9 @@ impl Unknown {
 }
 
 /// Parses a device number in the kernel's format, `8:0`.
-pub(crate) fn number(text: &str) -> Option<Number> {
+pub(crate) fn number(text: &str) -> Option<DeviceNumber> {
     let (major, minor) = text.split_once(':')?;
-    Some(Number { major: count(major)?, minor: count(minor)? })
+    Some(DeviceNumber { major: count(major)?, minor: count(minor)? })
 }
 
 /// Parses digits only: `str::parse` would accept a sign, which the kernel never prints.

@@ -37,8 +37,8 @@ mod show;
 pub(crate) mod target;
 pub mod watch;
 
-pub use command::{ABOUT, Command};
-use console::Failure;
+pub use command::{ABOUT, CgroupCommand};
+use console::CommandFailure;
 #[doc(hidden)]
 pub use kernel::fuzzing;
 
@@ -46,16 +46,16 @@ pub use kernel::fuzzing;
 ///
 /// # Errors
 /// The subcommand's.
-pub fn run(command: Command) -> Result<(), Failure> {
+pub fn run(command: CgroupCommand) -> Result<(), CommandFailure> {
     match command {
-        Command::Limit(arguments) => limit::run(*arguments),
-        Command::Explain(arguments) => explain::run(&arguments),
-        Command::Watch(arguments) => watch::run(arguments),
-        Command::Run(arguments) => run::run(*arguments),
-        Command::Show(arguments) => show::show(arguments),
-        Command::Top(arguments) => show::top(arguments),
-        Command::Enter(arguments) => run::enter(arguments),
-        Command::Guard(arguments) => watch::guard(&arguments),
-        Command::Load(arguments) => explain::run_load(&arguments),
+        CgroupCommand::Limit(arguments) => limit::run(*arguments),
+        CgroupCommand::Explain(arguments) => explain::run(&arguments),
+        CgroupCommand::Watch(arguments) => watch::run(arguments),
+        CgroupCommand::Run(arguments) => run::run(*arguments),
+        CgroupCommand::Show(arguments) => show::show(arguments),
+        CgroupCommand::Top(arguments) => show::top(arguments),
+        CgroupCommand::Enter(arguments) => run::enter(arguments),
+        CgroupCommand::Guard(arguments) => watch::guard(&arguments),
+        CgroupCommand::Load(arguments) => explain::run_load(&arguments),
     }
 }

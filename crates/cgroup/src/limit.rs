@@ -23,32 +23,32 @@ pub(crate) mod weight;
 use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail};
-use asked::Asked;
-use block::device::{Identity, Number};
-use console::{Failure, print, print_json, signals::Signals};
-use kept::{Change, Entry, Kept};
-use locks::{Locked, Watched};
-use outcome::Outcome;
-use policy::{steering::Rates, throttle::Limits, time::Instant, watermark::Watermark};
-use pools::Sharing;
-use tell::Telling;
+use asked::ConfiguredLimits;
+use block::device::{DeviceIdentity, DeviceNumber};
+use console::{CommandFailure, print, print_json, signals::BlockedSignals};
+use kept::{LimitsChange, CgroupEntry, LimitsFile};
+use locks::{LockedLimitsFile, WatchLock};
+use outcome::LimitReport;
+use policy::{steering::IoMaxRates, throttle::Limits, time::Instant, watermark::Watermark};
+use pools::LimitPool;
+use tell::LimitWrite;
 
 use super::{
     control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Roots},
+    hierarchy::{CgroupHierarchy, KernelRoots},
     target,
 };
-use crate::limit::arguments::LimitArgs;
+use crate::limit::arguments::CgroupLimitArgs;
 
-pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
     if arguments.remove && !change.is_empty() {
-        return Err(Failure::Usage(anyhow!("--remove removes all limits: it goes with no other setting")));
+        return Err(CommandFailure::Usage(anyhow!("--remove removes all limits: it goes with no other setting")));
     }
     // A signal in the middle would leave half of a change.
-    let _signals = Signals::block().context("signals cannot be blocked")?;
-    let hierarchy = Hierarchy::discover(Roots::default())?;
+    let _signals = BlockedSignals::block().context("signals cannot be blocked")?;
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     let group = target::resolve(&hierarchy, &arguments.cgroup);
     let device = device::resolve(&hierarchy.roots, &arguments.device);
     let (group, device) = match (group, device) {
@@ -57,17 +57,17 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
         // changed.
         (Err(why), device) if arguments.remove => {
             let known = device.ok().map(|device| device.identity.number());
-            return forget(&hierarchy, &arguments, known, why);
+            return remove_stale_entries(&hierarchy, &arguments, known, why);
         }
-        (_, Err(why)) if arguments.remove => return forget(&hierarchy, &arguments, None, why),
+        (_, Err(why)) if arguments.remove => return remove_stale_entries(&hierarchy, &arguments, None, why),
         (Err(why), _) | (_, Err(why)) => return Err(why.into()),
     };
     let mut outcome = if arguments.remove {
-        remove(&hierarchy, arguments.kept.path(), &group, &device.identity)?
+        remove_limits(&hierarchy, arguments.kept.path(), &group, &device.identity)?
     } else if change.is_empty() {
-        holds(arguments.kept.path(), &group, &device.identity)?
+        current_limits(arguments.kept.path(), &group, &device.identity)?
     } else {
-        set(&hierarchy, arguments.kept.path(), &group, &device.identity, &change)?
+        set_limits(&hierarchy, arguments.kept.path(), &group, &device.identity, &change)?
     };
     // Notices about the device come first.
     outcome.notices.splice(0..0, device.notices);
@@ -86,39 +86,39 @@ pub(crate) fn run(arguments: LimitArgs) -> Result<(), Failure> {
 }
 
 /// The limits in force in the kernel, and those in the limits file.
-fn holds(file: &Path, group: &ControlGroup, device: &Identity) -> anyhow::Result<Outcome> {
-    let kept = Kept::load(file)?;
-    let asked = Asked::of(&kept, &group.name, device.number());
-    let told = tell::told(group, device.number())?;
-    Ok(Outcome::new(group, device, told, asked, Vec::new()))
+fn current_limits(file: &Path, group: &ControlGroup, device: &DeviceIdentity) -> anyhow::Result<LimitReport> {
+    let kept = LimitsFile::load(file)?;
+    let asked = ConfiguredLimits::of(&kept, &group.name, device.number());
+    let told = tell::read_limits(group, device.number())?;
+    Ok(LimitReport::new(group, device, told, asked, Vec::new()))
 }
 
 /// Changes the limits of a control group on a device and stores them; rolls back on an error.
-pub(crate) fn set(
-    hierarchy: &Hierarchy,
+pub(crate) fn set_limits(
+    hierarchy: &CgroupHierarchy,
     file: &Path,
     group: &ControlGroup,
-    device: &Identity,
-    change: &Change,
-) -> anyhow::Result<Outcome> {
+    device: &DeviceIdentity,
+    change: &LimitsChange,
+) -> anyhow::Result<LimitReport> {
     if group.is_root() {
         bail!("the root cgroup has no limits (limit a cgroup below it, or several with --group)");
     }
-    let mut locked = Locked::open(file)?;
+    let mut locked = LockedLimitsFile::open(file)?;
     let before = locked.kept.clone();
     let place = (device.number(), device.key());
     let is_new = before.entry(group, device.number()).is_none();
     // Without the io controller the cgroup has no limits file.
-    let has_limits = group.version == Version::V1 || group.has("io.max");
+    let has_limits = group.version == Version::V1 || group.has_file("io.max");
     // Limits that another program set, which this change could overwrite.
-    let found = if is_new && has_limits { tell::told(group, device.number())? } else { Rates::NONE };
+    let found = if is_new && has_limits { tell::read_limits(group, device.number())? } else { IoMaxRates::NONE };
     let mut notices = Vec::new();
-    if let (true, Some(name)) = (found != Rates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
+    if let (true, Some(name)) = (found != IoMaxRates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
     {
         notices.push(format!("it had limits that were not set by weir; those of group {name} hold instead"));
-    } else if found != Rates::NONE {
+    } else if found != IoMaxRates::NONE {
         // Unnamed limits stay in force, even if another program set them.
-        locked.kept.change(group, place, &Change::of_rates(found))?;
+        locked.kept.change(group, place, &LimitsChange::of_rates(found))?;
         notices.push(
             "it had limits that were not set by weir; those that are not named stay, and are weir's now"
                 .to_owned(),
@@ -127,66 +127,66 @@ pub(crate) fn set(
     locked.kept.change(group, place, change)?;
     let entry = locked.kept.entry(group, device.number()).context("a change keeps its entry")?;
     if group.version == Version::V1 {
-        only_rates(&locked.kept.shared(entry).limits()?, change)?;
+        reject_unsupported_on_v1(&locked.kept.limits_of(entry).limits()?, change)?;
         notices.push(V1.to_owned());
     } else {
         // The controllers must be enabled before the first limit is written.
-        enable(group, &mut notices)?;
+        enable_controllers(group, &mut notices)?;
     }
     // Planned before anything is written: an invalid weight must not leave half of a change.
     let weight = weight::plan(hierarchy, group, device, change.weight, entry.group.is_some())?;
     // The kernel first, the file last: an error up to here leaves the file unchanged.
-    let rates = settling::change(hierarchy, &before, &locked.kept, Some((group, device.number())))?;
-    let told = weight.map(|weight| weight.tell(hierarchy, group, &device.node())).transpose();
+    let rates = settling::apply_change(hierarchy, &before, &locked.kept, Some((group, device.number())))?;
+    let told = weight.map(|weight| weight.write(hierarchy, group, &device.node())).transpose();
     match told.and_then(|notice| locked.save().map(|()| notice)) {
         Ok(notice) => notices.extend(notice),
         Err(error) => {
             // Best effort: the kernel accepted these values a moment ago. The first error is
             // reported.
-            let _ = settling::change(hierarchy, &locked.kept, &before, None);
+            let _ = settling::apply_change(hierarchy, &locked.kept, &before, None);
             if is_new {
                 let place = (device.number(), device.node());
-                let telling = Telling { group: group.clone(), device: place, rates: found, before: found };
-                let _ = tell::tell_all(hierarchy, &[telling]);
+                let telling = LimitWrite { group: group.clone(), device: place, rates: found, before: found };
+                let _ = tell::write_all(hierarchy, &[telling]);
             }
             return Err(error);
         }
     }
-    remarks(&before, &locked.kept, file, (group, device.number()), &mut notices)?;
-    if hierarchy.systemd() && tell::is_of_a_user(group) {
+    add_notices(&before, &locked.kept, file, (group, device.number()), &mut notices)?;
+    if hierarchy.has_systemd() && tell::is_user_unit(group) {
         notices.push(
             "it is a unit of a user's systemd, which may undo this change at its next occasion".to_owned(),
         );
     }
-    let asked = Asked::of(&locked.kept, &group.name, device.number());
-    Ok(Outcome::new(group, device, rates.unwrap_or(Rates::NONE), asked, notices))
+    let asked = ConfiguredLimits::of(&locked.kept, &group.name, device.number());
+    Ok(LimitReport::new(group, device, rates.unwrap_or(IoMaxRates::NONE), asked, notices))
 }
 
 /// Removes all limits of a control group on a device, in the kernel and in the limits file.
-pub(crate) fn remove(
-    hierarchy: &Hierarchy,
+pub(crate) fn remove_limits(
+    hierarchy: &CgroupHierarchy,
     file: &Path,
     group: &ControlGroup,
-    device: &Identity,
-) -> anyhow::Result<Outcome> {
-    let mut locked = Locked::open(file)?;
+    device: &DeviceIdentity,
+) -> anyhow::Result<LimitReport> {
+    let mut locked = LockedLimitsFile::open(file)?;
     let before = locked.kept.clone();
     // Only a weight that weir set is reset.
-    let weighted = before.entry(group, device.number()).and_then(Entry::given_weight);
-    let told = tell::told(group, device.number())?;
-    if !locked.kept.remove(group, device.number()) && told == Rates::NONE {
+    let weighted = before.entry(group, device.number()).and_then(CgroupEntry::given_weight);
+    let told = tell::read_limits(group, device.number())?;
+    if !locked.kept.remove(group, device.number()) && told == IoMaxRates::NONE {
         bail!("{} has no limit on {} (see `weir cgroup show`)", group.name.display(), device.node());
     }
     let place = (device.number(), device.node());
     // Roll back to the settled rates: the present value may be a burst of `watch`.
-    let settled = settling::settled(hierarchy, &before)?.into_iter();
+    let settled = settling::settled_rates(hierarchy, &before)?.into_iter();
     let mut settled = settled.filter(|(other, number, _)| other == group && *number == device.number());
     let before_rates = settled.next().map_or(told, |(.., rates)| rates);
-    let telling = Telling { group: group.clone(), device: place, rates: Rates::NONE, before: before_rates };
+    let telling = LimitWrite { group: group.clone(), device: place, rates: IoMaxRates::NONE, before: before_rates };
     // Stored first: `watch` would otherwise write the old limits again until it reads the change.
     locked.save()?;
-    let removed = tell::tell_all(hierarchy, &[telling])
-        .and_then(|()| settling::change(hierarchy, &before, &locked.kept, None))
+    let removed = tell::write_all(hierarchy, &[telling])
+        .and_then(|()| settling::apply_change(hierarchy, &before, &locked.kept, None))
         .and_then(|_| match weighted {
             Some(_) => weight::reset(hierarchy, group, device, &locked.kept),
             None => Ok(()),
@@ -197,30 +197,30 @@ pub(crate) fn remove(
         let after = std::mem::replace(&mut locked.kept, before);
         let place = (device.number(), device.node());
         let telling =
-            Telling { group: group.clone(), device: place, rates: before_rates, before: before_rates };
-        let _ = tell::tell_all(hierarchy, &[telling]);
-        let _ = settling::change(hierarchy, &after, &locked.kept, None);
+            LimitWrite { group: group.clone(), device: place, rates: before_rates, before: before_rates };
+        let _ = tell::write_all(hierarchy, &[telling]);
+        let _ = settling::apply_change(hierarchy, &after, &locked.kept, None);
         if let Ok(Some(weight)) = weight::plan(hierarchy, group, device, weighted, true) {
-            let _ = weight.tell(hierarchy, group, &device.node());
+            let _ = weight.write(hierarchy, group, &device.node());
         }
         let _ = locked.save();
         return Err(error);
     }
-    Ok(Outcome::new(group, device, Rates::NONE, None, Vec::new()))
+    Ok(LimitReport::new(group, device, IoMaxRates::NONE, None, Vec::new()))
 }
 
 /// Removes the entries of a cgroup or disk that no longer exists, and redistributes their share;
 /// returns `why` if there is no such entry.
-fn forget(
-    hierarchy: &Hierarchy,
-    arguments: &LimitArgs,
-    known: Option<Number>,
+fn remove_stale_entries(
+    hierarchy: &CgroupHierarchy,
+    arguments: &CgroupLimitArgs,
+    known: Option<DeviceNumber>,
     why: anyhow::Error,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let (cgroup, device) = (arguments.cgroup.as_str(), arguments.device.as_str());
-    let mut locked = Locked::open(arguments.kept.path())?;
+    let mut locked = LockedLimitsFile::open(arguments.kept.path())?;
     let before = locked.kept.clone();
-    let is_gone = |entry: &Entry| {
+    let is_gone = |entry: &CgroupEntry| {
         let there = hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
         !there
             || entry
@@ -228,9 +228,9 @@ fn forget(
                 .is_ok_and(|number| !hierarchy.roots.sys.join(format!("dev/block/{number}")).exists())
     };
     // A name can only be guessed: the cgroup or the disk no longer exists to resolve it.
-    let forgotten = locked.kept.forget(|entry| {
+    let forgotten = locked.kept.remove_where(|entry| {
         is_gone(entry)
-            && target::could_mean(hierarchy, cgroup, &entry.cgroup)
+            && target::could_have_named(hierarchy, cgroup, &entry.cgroup)
             && entry.could_be_on(device, known)
     });
     if forgotten.is_empty() {
@@ -238,7 +238,7 @@ fn forget(
     }
     // Several entries could be meant, and removing the wrong one cannot be undone.
     if forgotten.len() > 1 {
-        let fit = |entry: &Entry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
+        let fit = |entry: &CgroupEntry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
         let all: Vec<String> = forgotten.iter().map(fit).collect();
         let what = anyhow!(
             "cgroup {cgroup:?} on {device:?}: {} that are gone fit: {} (give the path of one, and its disk's number)",
@@ -248,7 +248,7 @@ fn forget(
         return Err(what.into());
     }
     locked.save()?;
-    settling::change(hierarchy, &before, &locked.kept, None)?;
+    settling::apply_change(hierarchy, &before, &locked.kept, None)?;
     let forgotten: Vec<String> = forgotten.iter().map(|entry| entry.cgroup.display().to_string()).collect();
     if arguments.json {
         return Ok(print_json(&serde_json::json!({ "forgotten": forgotten }))?);
@@ -261,10 +261,10 @@ const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes are cha
                   (`weir cgroup explain` shows it; boot with systemd.unified_cgroup_hierarchy=1 for v2)";
 
 /// Rejects settings that need `watch`, which supports v2 only.
-fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
+fn reject_unsupported_on_v1(limits: &Limits, change: &LimitsChange) -> anyhow::Result<()> {
     // The same decision as in `watch`: bursts and totals need steering.
-    let mut pool = policy::steering::Pool::new(limits, Instant::ZERO);
-    pool.add(policy::steering::Member::new(kept::DEFAULT_WEIGHT));
+    let mut pool = policy::steering::SteeringPool::new(limits, Instant::ZERO);
+    pool.add(policy::steering::SteeredMember::new(kept::DEFAULT_WEIGHT));
     let what = if pool.is_steered() {
         "bursts and limits on reads and writes together"
     } else if change.watermark.is_some_and(|percent| percent > 0) {
@@ -282,31 +282,31 @@ fn only_rates(limits: &Limits, change: &Change) -> anyhow::Result<()> {
 }
 
 /// Enables the required controllers: io, and memory, which attributes buffered writes.
-fn enable(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
+fn enable_controllers(group: &ControlGroup, notices: &mut Vec<String>) -> anyhow::Result<()> {
     // Without io there is no limit at all; without memory only buffered writes escape.
-    group.enable(&["io"])?;
-    if let Err(error) = group.enable(&["memory"]) {
+    group.enable_controllers(&["io"])?;
+    if let Err(error) = group.enable_controllers(&["memory"]) {
         notices.push(format!("buffered writes escape this limit: {error:#}"));
     }
     Ok(())
 }
 
-fn remarks(
-    before: &Kept,
-    kept: &Kept,
+fn add_notices(
+    before: &LimitsFile,
+    kept: &LimitsFile,
     file: &Path,
-    (group, device): (&ControlGroup, Number),
+    (group, device): (&ControlGroup, DeviceNumber),
     notices: &mut Vec<String>,
 ) -> anyhow::Result<()> {
     // The group that this entry belongs to now.
     let mine =
-        |entry: &Entry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device);
-    let sharing = Sharing::all(kept)?.into_iter().find(|sharing| sharing.members.iter().any(mine));
+        |entry: &CgroupEntry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == device);
+    let sharing = LimitPool::all(kept)?.into_iter().find(|sharing| sharing.members.iter().any(mine));
     let Some(sharing) = sharing else { return Ok(()) };
     let joined = kept.entry(group, device).and_then(|entry| entry.group.as_ref());
     let alone_before = before.entry(group, device).filter(|entry| entry.group.is_none());
     if let (Some(name), Some(alone)) = (joined, alone_before)
-        && !before.shared(alone).limits()?.is_unlimited()
+        && !before.limits_of(alone).limits()?.is_unlimited()
     {
         notices.push(format!("its own limits are gone: those of group {name} hold instead"));
     }
@@ -318,7 +318,7 @@ fn remarks(
     } else if sharing.limits.is_unlimited() {
         let who = joined.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
         notices.push(format!("{who} has no limits yet: a watermark, a weight or a group does nothing without (set one, such as --bps-write 20M)"));
-    } else if sharing.needs_watch() && !Watched::is_taken(file) {
+    } else if sharing.needs_watch() && !WatchLock::is_taken(file) {
         notices.push(
             "bursts, watermarks, totals and groups are run by `weir cgroup watch`, and none runs: until then the limits hold \
              without bursts, in equal parts of totals and by weight in groups"

@@ -3,9 +3,9 @@
 use std::{collections::BTreeMap, io};
 
 use anyhow::Context as _;
-use block::device::Number;
+use block::device::DeviceNumber;
 use nix::errno::Errno;
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 
 use crate::{
     control_group::{ControlGroup, Version},
@@ -17,7 +17,7 @@ pub(crate) struct LimitFile {
     pub(crate) name: &'static str,
     pub(crate) text: String,
     /// In the file's order; in version 1 each entry has only the rate of this file.
-    pub(crate) limits: Vec<(Number, Rates)>,
+    pub(crate) limits: Vec<(DeviceNumber, IoMaxRates)>,
 }
 
 pub(crate) fn names(version: Version) -> &'static [&'static str] {
@@ -44,19 +44,19 @@ pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Vec<LimitFile>> {
     Ok(files)
 }
 
-pub(crate) fn merged(files: &[LimitFile]) -> BTreeMap<Number, Rates> {
-    let mut all: BTreeMap<Number, Rates> = BTreeMap::new();
+pub(crate) fn merged(files: &[LimitFile]) -> BTreeMap<DeviceNumber, IoMaxRates> {
+    let mut all: BTreeMap<DeviceNumber, IoMaxRates> = BTreeMap::new();
     for (device, rates) in files.iter().flat_map(|file| &file.limits) {
-        add(all.entry(*device).or_default(), *rates);
+        merge_rates(all.entry(*device).or_default(), *rates);
     }
     all
 }
 
 /// Merges the rates from another file of the same device.
-pub(crate) fn add(rates: &mut Rates, more: Rates) {
+pub(crate) fn merge_rates(rates: &mut IoMaxRates, more: IoMaxRates) {
     let of = |index: usize| (rates.bps[index].or(more.bps[index]), rates.iops[index].or(more.iops[index]));
     let ((read_bps, read_iops), (write_bps, write_iops)) = (of(0), of(1));
-    *rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
+    *rates = IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
 }
 
 /// True if the cgroup is being removed or the kernel has disabled the file.

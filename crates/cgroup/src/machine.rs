@@ -16,16 +16,16 @@ use std::{
 
 use super::{
     control_group::{ControlGroup, Version},
-    hierarchy::{Hierarchy, Roots},
+    hierarchy::{CgroupHierarchy, KernelRoots},
 };
 
 #[derive(Debug)]
-pub(crate) struct Machine {
+pub(crate) struct FakeMachine {
     directory: tempfile::TempDir,
     version: Version,
 }
 
-impl Machine {
+impl FakeMachine {
     /// A machine with cgroup v2 only, whose root has these controllers: `cpu io memory`.
     pub(crate) fn v2(controllers: &str) -> Self {
         let machine = Self::empty(Version::V2);
@@ -58,12 +58,12 @@ impl Machine {
         self.directory.path().join(path)
     }
 
-    pub(crate) fn roots(&self) -> Roots {
-        Roots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") }
+    pub(crate) fn roots(&self) -> KernelRoots {
+        KernelRoots { proc: self.path("proc"), sys: self.path("sys"), run: self.path("run") }
     }
 
-    pub(crate) fn hierarchy(&self) -> Hierarchy {
-        Hierarchy::discover(self.roots()).expect("discovered")
+    pub(crate) fn hierarchy(&self) -> CgroupHierarchy {
+        CgroupHierarchy::discover(self.roots()).expect("discovered")
     }
 
     /// Mount point of the hierarchy that limits block I/O.

@@ -38,7 +38,7 @@ const PSEUDO: [&str; 25] = [
 ];
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Nature {
+pub(crate) enum FileSystemClass {
     /// On a disk of this machine; I/O is charged to its submitter.
     Disk,
     Network,
@@ -49,7 +49,7 @@ pub(crate) enum Nature {
     Pseudo,
 }
 
-impl Nature {
+impl FileSystemClass {
     /// Classifies a file system type of mountinfo.
     pub(crate) fn of(kind: &str) -> Self {
         match kind {

@@ -23,26 +23,26 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::device::{Identity, Number};
+use block::device::{DeviceIdentity, DeviceNumber};
 pub(crate) use command::enter;
-use command::{Ended, Signals};
-use console::{Failure, complain, say};
-use hold::Places;
-use place::Place;
+use command::{CommandEnd, ForwardedSignals};
+use console::{CommandFailure, print_error, print_notice};
+use hold::CommandPaths;
+use place::CommandCgroup;
 use policy::counter;
-use summary::{Summary, Waited};
+use summary::{CommandSummary, IoWait};
 
 use super::{
     control_group::{ControlGroup, Version},
     device,
-    hierarchy::{Hierarchy, Roots},
+    hierarchy::{CgroupHierarchy, KernelRoots},
     kernel::{
-        io_stat::Usage,
-        memory_stat::{self, Waiting},
+        io_stat::CgroupIoUsage,
+        memory_stat::{self, DirtyBytes},
     },
-    limit::asked::Asked,
+    limit::asked::ConfiguredLimits,
     show::{
-        reading::{self, Reading},
+        reading::{self, CgroupReading},
         tasks,
     },
     target,
@@ -50,10 +50,10 @@ use super::{
 use crate::run::arguments::RunArgs;
 
 /// Runs the command and returns its exit status ([`Failure::Found`]).
-pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: RunArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
-    let limits = hold::limits(&change).map_err(|invalid| Failure::Usage(anyhow!("--{invalid}")))?;
-    let hierarchy = Hierarchy::discover(Roots::default())?;
+    let limits = hold::limits(&change).map_err(|invalid| CommandFailure::Usage(anyhow!("--{invalid}")))?;
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     // Without limits no disk is needed; the current directory may be on a network file system.
     let device = match device::resolve(&hierarchy.roots, arguments.device.as_deref().unwrap_or(".")) {
         Err(_) if arguments.device.is_none() && change.is_empty() => None,
@@ -62,32 +62,32 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
     let disk = device.as_ref().map(|device| &device.identity);
     let parent = arguments.parent.as_ref().map(|parent| target::resolve(&hierarchy, parent)).transpose()?;
     // Blocked before anything needs cleaning up: from here on no signal kills weir.
-    let signals = Signals::block().context("signals cannot be awaited")?;
-    let place = Place::make(&hierarchy, parent, arguments.name.as_deref())?;
-    let places = Places { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
+    let signals = ForwardedSignals::block().context("signals cannot be awaited")?;
+    let place = CommandCgroup::make(&hierarchy, parent, arguments.name.as_deref())?;
+    let places = CommandPaths { limits: arguments.limits.as_deref(), state: arguments.state.as_deref() };
     // In force before the command starts, so that its first request is throttled as well.
-    let held = hold::hold(&hierarchy, place.group(), disk, &change, &places)?;
+    let held = hold::apply_limits(&hierarchy, place.group(), disk, &change, &places)?;
     // Before the command's own output begins.
     let notices = device.iter().flat_map(|device| &device.notices);
     for notice in notices.chain(&held.notices) {
-        say(notice);
+        print_notice(notice);
     }
 
-    let ran = see_it_run(place.group(), &arguments.command, &signals, &hierarchy)?;
-    let asked = Asked {
+    let ran = run_command(place.group(), &arguments.command, &signals, &hierarchy)?;
+    let asked = ConfiguredLimits {
         limits,
         watermark: change.watermark.unwrap_or(0),
         weight: change.weight,
         group: change.group.filter(|name| !name.is_empty()),
     };
-    let mut summary = Summary {
+    let mut summary = CommandSummary {
         cgroup: place.group().name.clone(),
         status: ran.ended.status,
         wall: ran.wall,
-        limited: disk.map(Identity::number),
+        limited: disk.map(DeviceIdentity::number),
         asked,
-        devices: done(&ran, disk.map(Identity::number)),
-        waited: waited(&ran, &hierarchy),
+        devices: device_usage(&ran, disk.map(DeviceIdentity::number)),
+        waited: time_waited(&ran, &hierarchy),
         dirty_bytes: dirty_bytes(place.group()),
         left: None,
     };
@@ -99,71 +99,71 @@ pub(crate) fn run(arguments: RunArgs) -> Result<(), Failure> {
         held.leave();
     }
     summary.left = place.remove(outlived);
-    if let Err(error) = tell(&arguments, &summary) {
+    if let Err(error) = write_summary(&arguments, &summary) {
         // The command's status is returned even if the report cannot be written.
-        complain(&error);
+        print_error(&error);
     }
     match ran.ended.status {
         0 => Ok(()),
-        status => Err(Failure::Found(status)),
+        status => Err(CommandFailure::Found(status)),
     }
 }
 
-struct Ran {
-    before: Reading,
-    after: Reading,
-    ended: Ended,
+struct FinishedCommand {
+    before: CgroupReading,
+    after: CgroupReading,
+    ended: CommandEnd,
     wall: Duration,
 }
 
-fn see_it_run(
+fn run_command(
     group: &ControlGroup,
     command: &[OsString],
-    signals: &Signals,
-    hierarchy: &Hierarchy,
-) -> anyhow::Result<Ran> {
+    signals: &ForwardedSignals,
+    hierarchy: &CgroupHierarchy,
+) -> anyhow::Result<FinishedCommand> {
     let began = Instant::now();
-    let before = look(group)?;
+    let before = read_cgroup(group)?;
     let mut child = command::start(group, command)?;
     let ended = signals.await_end(&mut child, &hierarchy.roots.proc);
     let ended = ended.context("the command cannot be awaited")?;
     let wall = began.elapsed();
     // The command's status is returned even if the command removed its cgroup.
-    let after = look(group).unwrap_or_else(|error| {
-        complain(&error);
+    let after = read_cgroup(group).unwrap_or_else(|error| {
+        print_error(&error);
         before.clone()
     });
-    Ok(Ran { before, after, ended, wall })
+    Ok(FinishedCommand { before, after, ended, wall })
 }
 
 /// Usage of each device, always including the limited one; `None` for a device whose counters fell.
-fn done(Ran { before, after, .. }: &Ran, limited: Option<Number>) -> Vec<(Number, String, Option<Usage>)> {
-    let usage = |reading: &Reading, number| {
+fn device_usage(FinishedCommand { before, after, .. }: &FinishedCommand, limited: Option<DeviceNumber>) -> Vec<(DeviceNumber, String, Option<CgroupIoUsage>)> {
+    let usage = |reading: &CgroupReading, number| {
         reading.devices.get(&number).map(|account| account.usage).unwrap_or_default()
     };
     // The limited device comes first.
     let others = after.devices.keys().copied().filter(|&number| Some(number) != limited);
-    let numbers: Vec<Number> = limited.into_iter().chain(others).collect();
+    let numbers: Vec<DeviceNumber> = limited.into_iter().chain(others).collect();
     let of = |number| (number, reading::node(number), usage(after, number).since(&usage(before, number)));
     numbers
         .into_iter()
         .map(of)
         // Other devices only if the command used them.
-        .filter(|(number, _, done)| Some(*number) == limited || *done != Some(Usage::default()))
+        .filter(|(number, _, done)| Some(*number) == limited || *done != Some(CgroupIoUsage::default()))
         .collect()
 }
 
-fn waited(Ran { before, after, ended, .. }: &Ran, hierarchy: &Hierarchy) -> Waited {
+fn time_waited(FinishedCommand { before, after, ended, .. }: &FinishedCommand, hierarchy: &CgroupHierarchy) -> IoWait {
     let pressure = before.pressure.zip(after.pressure).and_then(|(before, after)| {
         counter::growth(before.some.total_us, after.some.total_us).map(Duration::from_micros)
     });
     // Both are lower bounds of the time waited: report the larger one.
     match (pressure, ended.waited) {
-        (Some(anyone), Some(first)) if first > anyone => Waited::First(first),
-        (Some(anyone), _) => Waited::Anyone(anyone),
-        (None, Some(first)) => Waited::First(first),
-        (None, None) if tasks::are_waits_counted(&hierarchy.roots.proc) => Waited::Unknown,
-        (None, None) => Waited::NotCounted,
+        (Some(anyone), Some(first)) if first > anyone => IoWait::FirstTask(first),
+        (Some(anyone), _) => IoWait::AnyTask(anyone),
+        (None, Some(first)) => IoWait::FirstTask(first),
+        (None, None) if tasks::has_delay_accounting(&hierarchy.roots.proc) => IoWait::Unknown,
+        (None, None) => IoWait::NotCounted,
     }
 }
 
@@ -173,16 +173,16 @@ fn dirty_bytes(group: &ControlGroup) -> Option<u64> {
         return None;
     }
     let text = group.read("memory.stat").ok()?;
-    memory_stat::parse(&text).ok().map(Waiting::total)
+    memory_stat::parse(&text).ok().map(DirtyBytes::total)
 }
 
-fn look(group: &ControlGroup) -> anyhow::Result<Reading> {
+fn read_cgroup(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
     reading::read(group)?.with_context(|| {
         format!("cgroup {}: somebody has removed it (the command may have)", group.name.display())
     })
 }
 
-fn tell(arguments: &RunArgs, summary: &Summary) -> anyhow::Result<()> {
+fn write_summary(arguments: &RunArgs, summary: &CommandSummary) -> anyhow::Result<()> {
     let text = if arguments.json { summary.json() } else { summary.text() };
     match &arguments.output {
         Some(path) => fs::write(path, text).with_context(|| format!("{}: cannot be written", path.display())),

@@ -25,17 +25,17 @@ use std::{
 };
 
 use anyhow::anyhow;
-use console::{Failure, complain, print, print_json, say};
+use console::{CommandFailure, print_error, print, print_json, print_notice};
 use rates::rows;
-use survey::Survey;
+use survey::CgroupSurvey;
 pub(crate) use top::top;
 
-use super::hierarchy::{Hierarchy, Roots};
+use super::hierarchy::{CgroupHierarchy, KernelRoots};
 use crate::show::arguments::ShowArgs;
 
-pub(crate) fn show(arguments: ShowArgs) -> Result<(), Failure> {
-    let hierarchy = Hierarchy::discover(Roots::default())?;
-    let survey = Survey::new(
+pub(crate) fn show(arguments: ShowArgs) -> Result<(), CommandFailure> {
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
+    let survey = CgroupSurvey::new(
         hierarchy,
         arguments.kept.path(),
         &arguments.groups,
@@ -45,21 +45,21 @@ pub(crate) fn show(arguments: ShowArgs) -> Result<(), Failure> {
     let earlier = if arguments.interval.is_zero() {
         None
     } else {
-        let earlier = survey.look(arguments.tasks)?;
+        let earlier = survey.snapshot(arguments.tasks)?;
         thread::sleep(arguments.interval);
         Some(earlier)
     };
-    let later = survey.look(arguments.tasks)?;
+    let later = survey.snapshot(arguments.tasks)?;
     let missing = if arguments.groups.is_empty() { survey.missing(&later.kept) } else { Vec::new() };
     for notice in survey.notices.iter().chain(&missing) {
-        say(notice);
+        print_notice(notice);
     }
     for said in &later.wrong {
-        complain(&anyhow!("{said}"));
+        print_error(&anyhow!("{said}"));
     }
     let mut rows = rows(earlier.as_ref(), &later, survey.wish());
     for row in &mut rows {
-        row.tasks.retain(|task| arguments.tasks && (arguments.all || task.has_done_something()));
+        row.tasks.retain(|task| arguments.tasks && (arguments.all || task.has_io()));
     }
     if arguments.json {
         let interval = earlier.map(|earlier| later.at.saturating_sub(earlier.at));

@@ -19,12 +19,12 @@ use anyhow::{Context as _, bail};
 
 use super::{
     control_group::{ControlGroup, Version},
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
 };
 
 const ID_DIGITS: usize = 64;
 /// Length of the ids that `docker ps` prints.
-const LEAST_ID_DIGITS: usize = 12;
+const MIN_ID_DIGITS: usize = 12;
 /// More digits than the kernel's limit of 2²² has (proc_sys_kernel(5), pid_max).
 const MAX_PID_DIGITS: usize = 10;
 /// Prefixes by which `kubectl` and other tools name the runtime of an id.
@@ -37,24 +37,24 @@ pub(crate) fn is_process(text: &str) -> bool {
     is_pid || text == "self"
 }
 
-pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<ControlGroup> {
+pub(crate) fn resolve(hierarchy: &CgroupHierarchy, text: &str) -> anyhow::Result<ControlGroup> {
     let root = hierarchy.root_group()?;
     if text.is_empty() {
         bail!("cgroup \"\": empty (give a path, a systemd unit, a container's id or a pid)");
     }
     if text == "self" {
         let pid = i32::try_from(std::process::id()).context("this process has no pid")?;
-        return hierarchy.of_pid(pid).with_context(|| format!("cgroup {text:?}"));
+        return hierarchy.group_of_pid(pid).with_context(|| format!("cgroup {text:?}"));
     }
     if is_process(text) {
         let pid = text.parse().with_context(|| format!("cgroup {text:?}: not a pid"))?;
-        return hierarchy.of_pid(pid).with_context(|| format!("cgroup {text:?}"));
+        return hierarchy.group_of_pid(pid).with_context(|| format!("cgroup {text:?}"));
     }
     if let Some(id) = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)) {
         if !is_id(id) {
             bail!("cgroup {text:?}: {id:?} is no container's id (it has 12 to 64 hexadecimal digits)");
         }
-        return one(text, root.version, find(&root, |name| is_container(name, id)));
+        return only_match(text, root.version, find(&root, |name| is_container(name, id)));
     }
     // Paths take precedence over units: a relative path may have the form of a unit's name.
     if let Some(group) = by_path(hierarchy, text)? {
@@ -66,7 +66,7 @@ pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Contr
             root.directory.display()
         );
     }
-    one(
+    only_match(
         text,
         root.version,
         find(&root, |name| is_unit(name, text) || (is_id(text) && is_container(name, text))),
@@ -74,7 +74,7 @@ pub(crate) fn resolve(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Contr
 }
 
 /// True if `text` could have named the cgroup `name`, which may be gone.
-pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool {
+pub(crate) fn could_have_named(hierarchy: &CgroupHierarchy, text: &str, name: &Path) -> bool {
     let last = name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
     if let Some(id) = SCHEMES.iter().find_map(|scheme| text.strip_prefix(scheme)) {
         return is_id(id) && is_container(last, id);
@@ -88,7 +88,7 @@ pub(crate) fn could_mean(hierarchy: &Hierarchy, text: &str, name: &Path) -> bool
     !text.is_empty() && (is_unit(last, text) || (is_id(text) && is_container(last, text)))
 }
 
-fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
+fn by_path(hierarchy: &CgroupHierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
     let path = Path::new(text);
     if path.components().any(|component| component == Component::ParentDir) {
         bail!("cgroup {text:?}: \"..\" leads out of it (write the path without)");
@@ -99,19 +99,19 @@ fn by_path(hierarchy: &Hierarchy, text: &str) -> anyhow::Result<Option<ControlGr
     let below = [path, &real].into_iter().find_map(|path| path.strip_prefix(&root).ok());
     // A path elsewhere may belong to another cgroup mount, which deserves a message of its own.
     if below.is_none() {
-        in_another(hierarchy, text, &real)?;
+        reject_other_hierarchy(hierarchy, text, &real)?;
     }
     let group = hierarchy.group(below.unwrap_or(path))?;
     Ok(group.exists().then_some(group))
 }
 
 /// Rejects the path of a cgroup in a hierarchy that does not limit block I/O.
-fn in_another(hierarchy: &Hierarchy, text: &str, path: &Path) -> anyhow::Result<()> {
+fn reject_other_hierarchy(hierarchy: &CgroupHierarchy, text: &str, path: &Path) -> anyhow::Result<()> {
     if !path.is_absolute() || !path.is_dir() {
         return Ok(());
     }
     let mounts = hierarchy.roots.mounts()?;
-    let mount = super::kernel::mountinfo::holding(&mounts, path);
+    let mount = super::kernel::mountinfo::mount_containing(&mounts, path);
     if let Some(mount) = mount.filter(|mount| mount.kind.starts_with("cgroup")) {
         let here = hierarchy.root_group()?.directory;
         bail!(
@@ -139,7 +139,7 @@ fn find(root: &ControlGroup, fits: impl Fn(&str) -> bool) -> Vec<ControlGroup> {
     found
 }
 
-fn one(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
+fn only_match(text: &str, version: Version, mut found: Vec<ControlGroup>) -> anyhow::Result<ControlGroup> {
     // In cgroup v1 a unit has a cgroup only in the hierarchies that its settings require
     // (systemd.resource-control(5)).
     let mend = match version {
@@ -177,7 +177,7 @@ fn is_unit(name: &str, unit: &str) -> bool {
 }
 
 fn is_id(text: &str) -> bool {
-    (LEAST_ID_DIGITS..=ID_DIGITS).contains(&text.len())
+    (MIN_ID_DIGITS..=ID_DIGITS).contains(&text.len())
         && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
 }
 

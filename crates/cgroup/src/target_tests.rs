@@ -1,12 +1,12 @@
 //! Texts of users, and the cgroups that they resolve to.
 
-use super::{super::machine::Machine, *};
+use super::{super::machine::FakeMachine, *};
 
 const ID: &str = "4426af4f45ae09720a1e50f220d19db5b71cfe897480d860f0bc761d7f4be69d";
 const OTHER_ID: &str = "4426af4f45aeffffffffffffffffffffffffffffffffffffffffffffffffffff";
 
-fn server() -> Machine {
-    let machine = Machine::v2("cpu io memory");
+fn server() -> FakeMachine {
+    let machine = FakeMachine::v2("cpu io memory");
     for name in [
         "/system.slice/nginx.service",
         "/system.slice/system-getty.slice/getty@tty1.service",
@@ -22,14 +22,14 @@ fn server() -> Machine {
 }
 
 #[track_caller]
-fn check(machine: &Machine, text: &str, expect: &str) {
+fn check(machine: &FakeMachine, text: &str, expect: &str) {
     let group = resolve(&machine.hierarchy(), text).unwrap_or_else(|error| panic!("{text}: {error:#}"));
     assert_eq!(group.name, Path::new(expect));
     assert!(group.exists());
 }
 
 #[track_caller]
-fn refused(machine: &Machine, text: &str, expect: &str) {
+fn refused(machine: &FakeMachine, text: &str, expect: &str) {
     let error = format!("{:#}", resolve(&machine.hierarchy(), text).expect_err(text));
     assert!(error.starts_with(&format!("cgroup {text:?}: ")) && error.contains(expect), "{error}");
 }
@@ -65,7 +65,7 @@ fn a_path_that_is_none_is_refused() {
 
 #[test]
 fn a_path_in_a_hierarchy_that_does_not_limit_is_refused() {
-    let machine = Machine::v1();
+    let machine = FakeMachine::v1();
     let wrong = machine.path("sys/fs/cgroup/memory/x");
     std::fs::create_dir(&wrong).expect("made");
     refused(
@@ -160,7 +160,7 @@ fn a_container_is_found_whoever_runs_it() {
 
 #[test]
 fn a_container_is_found_in_version_1_too() {
-    let machine = Machine::v1();
+    let machine = FakeMachine::v1();
     machine.group(&format!("/docker/{ID}"));
     check(&machine, &ID[..12], &format!("/docker/{ID}"));
     refused(
@@ -171,7 +171,7 @@ fn a_container_is_found_in_version_1_too() {
 }
 
 #[test]
-fn who_watches_a_container_is_not_it() {
+fn container_monitor_is_not_the_container() {
     let machine = server();
     machine.group(&format!("/machine.slice/libpod-{ID}.scope"));
     machine.group(&format!("/machine.slice/libpod-conmon-{ID}.scope"));
@@ -190,7 +190,7 @@ fn a_beginning_of_several_ids_is_refused_with_their_list() {
 }
 
 #[test]
-fn what_is_no_id_is_refused() {
+fn invalid_container_id_is_rejected() {
     let machine = server();
     machine.group(&format!("/docker/{ID}"));
     refused(&machine, &ID[..11], "no cgroup, unit, container or process of that name (");
@@ -214,7 +214,7 @@ fn an_id_of_decimal_digits_is_no_pid() {
 
 #[test]
 fn where_nothing_limits_block_io_there_is_no_cgroup_to_find() {
-    let machine = Machine::v2("cpu");
+    let machine = FakeMachine::v2("cpu");
     let error = resolve(&machine.hierarchy(), "/").expect_err("none").to_string();
     assert!(
         error.starts_with("cgroups: no hierarchy that is mounted has a controller of block I/O"),
@@ -223,11 +223,11 @@ fn where_nothing_limits_block_io_there_is_no_cgroup_to_find() {
 }
 
 #[test]
-fn what_is_gone_is_known_by_what_it_was_called() {
+fn removed_cgroup_is_matched_by_name() {
     let machine = server();
     let hierarchy = machine.hierarchy();
     let root = machine.root();
-    let means = |text: &str, name: &str| could_mean(&hierarchy, text, Path::new(name));
+    let means = |text: &str, name: &str| could_have_named(&hierarchy, text, Path::new(name));
     let service = "/system.slice/nginx.service";
     let below = root.join("system.slice/nginx.service");
     for text in ["nginx", "nginx.service", service, "system.slice/nginx.service", below.to_str().unwrap()] {

@@ -19,13 +19,13 @@ use serde_json::{Value, json};
 /// Originator of a change.
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the variants name their fields")]
-pub enum Actor {
+pub enum ChangeOrigin {
     /// A client of a control socket, by the peer credentials of the socket.
     Qmp { pid: i32, uid: u32 },
     /// SIGHUP.
     Signal,
     /// A reload of the config file, and its originator.
-    Reload(Box<Actor>),
+    Reload(Box<ChangeOrigin>),
     /// A client over HTTP: its address, or the socket's path.
     Http { client: String },
     /// Another host of the cluster, which knows the originator.
@@ -33,23 +33,23 @@ pub enum Actor {
 }
 
 thread_local! {
-    static ACTING: RefCell<Option<Actor>> = const { RefCell::new(None) };
+    static ACTING: RefCell<Option<ChangeOrigin>> = const { RefCell::new(None) };
 }
 
 /// Originator of the change that runs now on this thread; `None`: the daemon itself.
-pub fn now_acting() -> Option<Actor> {
+pub fn current_actor() -> Option<ChangeOrigin> {
     ACTING.with_borrow(Clone::clone)
 }
 
-impl Actor {
+impl ChangeOrigin {
     /// Attributes all polls of `change` to this actor.
-    pub fn run<F: Future>(self, change: F) -> By<F> {
-        By { actor: self, change: Box::pin(change) }
+    pub fn attribute<F: Future>(self, change: F) -> Attributed<F> {
+        Attributed { actor: self, change: Box::pin(change) }
     }
 
     /// A reload on behalf of the current actor; by SIGHUP if there is none.
-    pub fn reload() -> Self {
-        Self::Reload(Box::new(now_acting().unwrap_or(Self::Signal)))
+    pub fn reload_for_current() -> Self {
+        Self::Reload(Box::new(current_actor().unwrap_or(Self::Signal)))
     }
 
     /// Text for messages, after "by".
@@ -76,17 +76,17 @@ impl Actor {
 }
 
 /// A change that is attributed to an actor.
-pub struct By<F> {
-    actor: Actor,
+pub struct Attributed<F> {
+    actor: ChangeOrigin,
     change: Pin<Box<F>>,
 }
 
-impl<F: Future> Future for By<F> {
+impl<F: Future> Future for Attributed<F> {
     type Output = F::Output;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<F::Output> {
         // Restored by a destructor, so that a panic in the change does not leave the wrong actor.
-        struct Restore(Option<Actor>);
+        struct Restore(Option<ChangeOrigin>);
         impl Drop for Restore {
             fn drop(&mut self) {
                 ACTING.set(self.0.take());
@@ -104,24 +104,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_change_is_its_own_maker_s_over_all_its_turns() {
+    fn each_poll_restores_the_actor() {
         sim::run(1, async {
             let change = |pid| {
-                reactor::spawn_joinable(Actor::Qmp { pid, uid: 0 }.run(async move {
+                reactor::spawn_joinable(ChangeOrigin::Qmp { pid, uid: 0 }.attribute(async move {
                     for _ in 0..5 {
-                        assert_eq!(now_acting(), Some(Actor::Qmp { pid, uid: 0 }));
+                        assert_eq!(current_actor(), Some(ChangeOrigin::Qmp { pid, uid: 0 }));
                         reactor::yield_now().await;
                     }
-                    let reload = Actor::reload();
-                    reload.run(async { assert!(matches!(now_acting(), Some(Actor::Reload(_)))) }).await;
-                    assert_eq!(now_acting(), Some(Actor::Qmp { pid, uid: 0 }));
+                    let reload = ChangeOrigin::reload_for_current();
+                    reload.attribute(async { assert!(matches!(current_actor(), Some(ChangeOrigin::Reload(_)))) }).await;
+                    assert_eq!(current_actor(), Some(ChangeOrigin::Qmp { pid, uid: 0 }));
                 }))
             };
             let both = [change(1), change(2)];
             for one in both {
                 one.await;
             }
-            assert_eq!((now_acting(), Actor::reload()), (None, Actor::Reload(Box::new(Actor::Signal))));
+            assert_eq!((current_actor(), ChangeOrigin::reload_for_current()), (None, ChangeOrigin::Reload(Box::new(ChangeOrigin::Signal))));
         });
     }
 }

@@ -30,20 +30,20 @@ use serde_json::Value;
 
 use super::{
     changing,
-    etcd::{Compare, Error, Etcd, KeyValue, Operation, Terms},
+    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, EtcdOperation, EtcdParameters},
     identity,
-    keys::Key,
-    known::{Known, Leases},
-    leading::Leading,
+    keys::EtcdKey,
+    known::{SessionState, HostLeases},
+    leading::LeaderTerm,
     moving,
-    offers::Outcome,
-    outside::{self, draw, now},
-    promising::{self, Refusal},
+    offers::StepOutcome,
+    outside::{self, random, now},
+    promising::{self, ReservationRefusal},
     status,
-    stored::{Keeper, Stored},
-    values::{self, Group, Identity, MAX_INSTANCE, Promises, Reports},
-    watching::{Silence, forward},
-    words::{Change, Input, Word},
+    stored::{LimitSaver, StoredGroup},
+    values::{self, GroupValue, HostIdentity, MAX_INSTANCE, HostReservations, HostReports},
+    watching::{StallDetector, forward},
+    words::{GroupLimitChange, AgentInput, AgentMessage},
 };
 
 /// Lease of a host's name in seconds: the time that the name stays taken after a machine is lost.
@@ -52,30 +52,30 @@ const NAME_TTL: u64 = NAME_LEASE.as_secs();
 const PROMISE_TTL: u64 = 600;
 const KEEP_NAME: Duration = Duration::from_secs(NAME_TTL / 3);
 /// Age of a session whose end is logged only. A shorter one is reported: the next may fail as well.
-const LASTING: Duration = Duration::from_secs(10);
+const MIN_NORMAL_SESSION: Duration = Duration::from_secs(10);
 /// Longest sleep of the loop.
-const IDLE: Duration = Duration::from_secs(1);
+const MAX_SLEEP: Duration = Duration::from_secs(1);
 /// Duration of a request that is logged as slow, and the interval between two such messages.
-const SLOW: Duration = Duration::from_millis(300);
-const BETWEEN_SLOW: Duration = Duration::from_secs(60);
+const SLOW_REQUEST: Duration = Duration::from_millis(300);
+const SLOW_LOG_INTERVAL: Duration = Duration::from_secs(60);
 /// First and last pause between two rounds over all members.
 const FIRST_PAUSE: Duration = Duration::from_millis(200);
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 
-pub(super) struct Agent {
-    pub(super) cluster: settings::Cluster,
-    pub(super) terms: Terms,
+pub(super) struct EtcdAgent {
+    pub(super) cluster: settings::ClusterConfig,
+    pub(super) terms: EtcdParameters,
     pub(super) machine_id: String,
     /// File with the limits for the next start.
     pub(super) file: PathBuf,
     /// Limits that the file had at the start.
-    pub(super) recalled: BTreeMap<String, Stored>,
-    pub(super) inbox: (Sender<Input>, Receiver<Input>),
-    pub(super) words: Sender<Word>,
+    pub(super) recalled: BTreeMap<String, StoredGroup>,
+    pub(super) inbox: (Sender<AgentInput>, Receiver<AgentInput>),
+    pub(super) words: Sender<AgentMessage>,
     pub(super) timing: Timing,
 }
 
-impl Agent {
+impl EtcdAgent {
     /// Runs until `Input::Stop`.
     pub(super) fn run(self) -> std::io::Result<()> {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build()?;
@@ -84,9 +84,9 @@ impl Agent {
     }
 
     async fn serve(self) {
-        let mut session = Session {
+        let mut session = EtcdSession {
             agent: &self,
-            known: Known::new(self.cluster.clone(), self.timing, self.inbox.0.clone(), self.recalled.clone()),
+            known: SessionState::new(self.cluster.clone(), self.timing, self.inbox.0.clone(), self.recalled.clone()),
             instance: 0,
             own_promises: None,
             reports: None,
@@ -94,19 +94,19 @@ impl Agent {
             campaign_at: None,
             leading: None,
             told_silent: None,
-            silence: Silence::new(self.timing.lease / 2),
+            silence: StallDetector::new(self.timing.lease / 2),
             answered: None,
             strange: BTreeSet::new(),
-            keeper: Keeper::default(),
+            keeper: LimitSaver::default(),
             told_slow: None,
         };
         // A random first member: if one stalls, few hosts have to find another.
-        let (mut member, mut pause) = (draw() as usize % Etcd::members(&self.terms).max(1), FIRST_PAUSE);
+        let (mut member, mut pause) = (random() as usize % EtcdClient::members(&self.terms).max(1), FIRST_PAUSE);
         loop {
             // A session that worked for long ended normally: the member was stopped, or a proxy
             // closed an idle watch. If the next member answers, nothing is reported.
             let mut has_lasted = false;
-            let ended = match Etcd::connect(&self.terms, member).await {
+            let ended = match EtcdClient::connect(&self.terms, member).await {
                 Ok(mut etcd) => {
                     member = etcd.at() + 1;
                     let began = now();
@@ -115,104 +115,104 @@ impl Agent {
                     // connected.
                     let has_worked = session.known.joined.is_some();
                     pause = if has_worked { Duration::ZERO } else { FIRST_PAUSE };
-                    has_lasted = has_worked && now() - began >= LASTING;
-                    if matches!(ended, Ok(End::Stopped)) {
+                    has_lasted = has_worked && now() - began >= MIN_NORMAL_SESSION;
+                    if matches!(ended, Ok(SessionEnd::Stopped)) {
                         session.leave(&mut etcd).await;
                         return;
                     }
-                    session.keeper.keep(&self.file, &session.known.groups, Instant::MAX);
+                    session.keeper.save_if_due(&self.file, &session.known.groups, Instant::MAX);
                     ended
                 }
                 Err(error) => Err(error),
             };
             session.end();
             let (why, lasts) = match ended {
-                Ok(End::Stopped) => return,
-                Ok(End::Broken(why)) => (why, false),
-                Err(error) => (error.to_string(), matches!(error, Error::Refused(_))),
+                Ok(SessionEnd::Stopped) => return,
+                Ok(SessionEnd::Broken(why)) => (why, false),
+                Err(error) => (error.to_string(), matches!(error, EtcdError::Refused(_))),
             };
             if has_lasted && !lasts {
                 tracing::info!("cluster: etcd: {why}: trying the next member");
-            } else if self.words.send(Word::Apart { why: why.clone(), lasts }).await.is_err() {
+            } else if self.words.send(AgentMessage::Disconnected { why: why.clone(), is_permanent: lasts }).await.is_err() {
                 return;
             }
             // Jitter, so that hosts do not reconnect at the same time.
-            let until = now() + pause + pause.max(self.timing.tick).mul_f64((draw() % 256) as f64 / 256.0);
+            let until = now() + pause + pause.max(self.timing.tick).mul_f64((random() % 256) as f64 / 256.0);
             pause = (pause * 2).clamp(FIRST_PAUSE, LAST_PAUSE);
-            if self.answer_apart(until, &why, &session).await {
+            if self.serve_disconnected(until, &why, &session).await {
                 return;
             }
         }
     }
 
     /// Answers commands without etcd until an instant. True if the agent has to stop.
-    async fn answer_apart(&self, until: Instant, why: &str, session: &Session<'_>) -> bool {
+    async fn serve_disconnected(&self, until: Instant, why: &str, session: &EtcdSession<'_>) -> bool {
         loop {
             let left = until - now();
             let Ok(input) = tokio::time::timeout(left, self.inbox.1.recv()).await else { return false };
             match input {
-                Ok(Input::Stop) | Err(_) => return true,
+                Ok(AgentInput::Stop) | Err(_) => return true,
                 // The main thread judges by the last known reservations of other hosts.
-                Ok(Input::Promise(_, answer)) => drop(answer.try_send(Ok(()))),
-                Ok(Input::Change(_, answer) | Input::Forget(_, answer)) => {
+                Ok(AgentInput::ReserveIfFits(_, answer)) => drop(answer.try_send(Ok(()))),
+                Ok(AgentInput::Change(_, answer) | AgentInput::Forget(_, answer)) => {
                     let _ = answer.try_send(Err(format!("etcd is unreachable: {why}")));
                 }
-                Ok(Input::Move(_, answer)) => {
-                    let _ = answer.try_send(Outcome::Apart(why.to_owned()));
+                Ok(AgentInput::Move(_, answer)) => {
+                    let _ = answer.try_send(StepOutcome::Disconnected(why.to_owned()));
                 }
-                Ok(Input::Status(answer)) => {
-                    let _ = answer.try_send(status::last(&session.known, session.answered, why));
+                Ok(AgentInput::Status(answer)) => {
+                    let _ = answer.try_send(status::last_known(&session.known, session.answered, why));
                 }
-                Ok(Input::Reports(_) | Input::Promises(_) | Input::Watched(..) | Input::Ended(..)) => {}
+                Ok(AgentInput::Reports(_) | AgentInput::Reservations(_) | AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
             }
         }
     }
 }
 
-enum End {
+enum SessionEnd {
     Stopped,
     Broken(String),
 }
 
 /// State of the sessions, which follow each other, each with one member of etcd.
-pub(super) struct Session<'a> {
-    pub(super) agent: &'a Agent,
-    pub(super) known: Known,
+pub(super) struct EtcdSession<'a> {
+    pub(super) agent: &'a EtcdAgent,
+    pub(super) known: SessionState,
     /// Number of this run in its last registration.
     instance: u64,
-    pub(super) own_promises: Option<Promises>,
-    reports: Option<Reports>,
+    pub(super) own_promises: Option<HostReservations>,
+    reports: Option<HostReports>,
     kept_at: Instant,
     campaign_at: Option<Instant>,
-    pub(super) leading: Option<Leading>,
+    pub(super) leading: Option<LeaderTerm>,
     told_silent: Option<BTreeSet<String>>,
-    pub(super) silence: Silence,
+    pub(super) silence: StallDetector,
     /// Time of etcd's last answer.
     answered: Option<Instant>,
     /// Keys that were logged as foreign or unreadable.
     pub(super) strange: BTreeSet<String>,
     /// Stores the limits for the next start.
-    pub(super) keeper: Keeper,
+    pub(super) keeper: LimitSaver,
     told_slow: Option<Instant>,
 }
 
-impl Session<'_> {
+impl EtcdSession<'_> {
     /// Resets the state of one session. Leadership belongs to its key: the next session may
     /// continue it.
     fn end(&mut self) {
         (self.known.joined, self.campaign_at) = (None, None);
     }
 
-    pub(super) async fn tell(&self, word: Word) -> Result<(), Error> {
-        let gone = |_| Error::Unreachable(anyhow::anyhow!("the daemon ends"));
+    pub(super) async fn send(&self, word: AgentMessage) -> Result<(), EtcdError> {
+        let gone = |_| EtcdError::Unreachable(anyhow::anyhow!("the daemon ends"));
         self.agent.words.send(word).await.map_err(gone)
     }
 
-    async fn run(&mut self, etcd: &mut Etcd) -> Result<End, Error> {
+    async fn run(&mut self, etcd: &mut EtcdClient) -> Result<SessionEnd, EtcdError> {
         self.known.number += 1;
         self.end();
         let host = self.agent.cluster.host.clone();
-        let ranges = [self.known.keys.of_all(), self.known.keys.of_host(&host)];
+        let ranges = [self.known.keys.shared(), self.known.keys.below_host(&host)];
         let (revision, found) = etcd.read(&ranges).await?;
         let mut watching = Vec::new();
         for range in &ranges {
@@ -221,36 +221,36 @@ impl Session<'_> {
             let watch = etcd.watch(range, revision + 1).await?;
             watching.push(forward(watch, self.known.number, self.agent.inbox.0.clone()));
         }
-        (self.known.leader, self.known.usurped) = (None, None);
+        (self.known.leader, self.known.foreign_leader_revision) = (None, None);
         self.known.promises.clear();
-        self.known.not_understood.clear();
+        self.known.unreadable_groups.clear();
         // 0 marks limits as absent in etcd until the read below finds them; the leader writes lost
         // ones.
         self.known.groups.values_mut().for_each(|stored| stored.changed = 0);
         self.known.promises_at = revision;
-        self.silence = Silence::new(self.agent.timing.lease / 2);
+        self.silence = StallDetector::new(self.agent.timing.lease / 2);
         // The own name and grant come last: joining needs the leader, and a grant needs the
         // limits.
         let (mut own, mut granted) = (None, None);
         for value in found.into_iter().flatten() {
-            self.silence.saw(&value);
-            match self.known.keys.read(&value.key) {
-                Some(Key::Host(name)) if name == host => own = Some(value),
-                Some(Key::Grant(name)) if name == host => granted = Some(value),
+            self.silence.note_value(&value);
+            match self.known.keys.parse(&value.key) {
+                Some(EtcdKey::Host(name)) if name == host => own = Some(value),
+                Some(EtcdKey::Grant(name)) if name == host => granted = Some(value),
                 _ => self.on_put(&value).await?,
             }
         }
         // A removal is remembered in etcd only. If etcd lost it, the name is free.
         self.known.groups.retain(|_, stored| stored.changed != 0 || !stored.group.removed);
-        self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
-        self.tell(Word::Promises(self.known.promises.clone())).await?;
+        self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
+        self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
         self.join(etcd, own.as_ref()).await?;
         // A former leadership continues only if its key survived the change of the member.
         let leads =
-            |leading: &Leading| self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term());
+            |leading: &LeaderTerm| self.known.leader.as_ref().is_some_and(|(term, _)| *term == leading.term());
         if let Some(mut leading) = self.leading.take().filter(leads)
             && self.known.joined.is_some()
-            && leading.go_on(&self.known, etcd).await?
+            && leading.resume(&self.known, etcd).await?
         {
             self.leading = Some(leading);
         }
@@ -258,53 +258,53 @@ impl Session<'_> {
             self.on_put(&value).await?;
         }
         if self.known.leader.is_none() {
-            self.stand(Duration::ZERO);
+            self.schedule_campaign(Duration::ZERO);
         }
         loop {
-            self.tend(etcd).await?;
+            self.perform_due(etcd).await?;
             self.answered = Some(now());
             let wait = self.next() - now();
             let Ok(input) = tokio::time::timeout(wait, self.agent.inbox.1.recv()).await else { continue };
             match input {
-                Err(_) | Ok(Input::Stop) => return Ok(End::Stopped),
-                Ok(Input::Ended(number, why)) if number == self.known.number => return Ok(End::Broken(why)),
-                Ok(Input::Watched(number, events)) if number == self.known.number => {
+                Err(_) | Ok(AgentInput::Stop) => return Ok(SessionEnd::Stopped),
+                Ok(AgentInput::Ended(number, why)) if number == self.known.number => return Ok(SessionEnd::Broken(why)),
+                Ok(AgentInput::Watched(number, events)) if number == self.known.number => {
                     for event in events {
                         self.on_event(etcd, event).await?;
                     }
                 }
                 // Of an earlier session, whose tasks may still have been sending.
-                Ok(Input::Watched(..) | Input::Ended(..)) => {}
-                Ok(Input::Reports(reports)) => {
+                Ok(AgentInput::Watched(..) | AgentInput::Ended(..)) => {}
+                Ok(AgentInput::Reports(reports)) => {
                     if self.known.joined.is_some() {
-                        etcd.put(&self.known.keys.key(Key::Report(&host)), &values::write(&reports), None)
+                        etcd.put(&self.known.keys.key(EtcdKey::Report(&host)), &values::write(&reports), None)
                             .await?;
-                        self.silence.said(now());
+                        self.silence.note_report(now());
                     }
                     self.reports = Some(reports);
                 }
-                Ok(Input::Promises(promises)) => {
+                Ok(AgentInput::Reservations(promises)) => {
                     self.own_promises = Some(promises);
-                    self.promise(etcd).await?;
+                    self.write_reservations(etcd).await?;
                 }
-                Ok(Input::Promise(promises, answer)) => {
-                    let done = self.promise_if(etcd, promises).await?;
+                Ok(AgentInput::ReserveIfFits(promises, answer)) => {
+                    let done = self.reserve_if_fits(etcd, promises).await?;
                     let _ = answer.try_send(done);
                 }
-                Ok(Input::Change(change, answer)) => {
+                Ok(AgentInput::Change(change, answer)) => {
                     let done = self.change(etcd, &change).await?;
                     let _ = answer.try_send(done);
                 }
-                Ok(Input::Forget(host, answer)) => {
-                    let done = changing::forget(&self.known, etcd, &host).await?;
+                Ok(AgentInput::Forget(host, answer)) => {
+                    let done = changing::forget_host(&self.known, etcd, &host).await?;
                     let _ = answer.try_send(done);
                 }
-                Ok(Input::Move(step, answer)) => {
-                    let done = moving::step(&self.known, etcd, *step).await?;
+                Ok(AgentInput::Move(step, answer)) => {
+                    let done = moving::perform_step(&self.known, etcd, *step).await?;
                     let _ = answer.try_send(done);
                 }
-                Ok(Input::Status(answer)) => {
-                    let shown = status::connected(&self.known, self.leading.as_ref(), etcd).await?;
+                Ok(AgentInput::Status(answer)) => {
+                    let shown = status::current(&self.known, self.leading.as_ref(), etcd).await?;
                     let _ = answer.try_send(shown);
                 }
             }
@@ -313,17 +313,17 @@ impl Session<'_> {
 
     /// Time of the next action, if no input arrives.
     fn next(&self) -> Instant {
-        let leading = self.leading.as_ref().map(Leading::next);
+        let leading = self.leading.as_ref().map(LeaderTerm::next);
         let keep = self.known.joined.map(|_| self.kept_at + KEEP_NAME);
         let all =
-            [leading, keep, self.campaign_at, self.silence.due(), self.keeper.due(), Some(now() + IDLE)];
+            [leading, keep, self.campaign_at, self.silence.due(), self.keeper.due(), Some(now() + MAX_SLEEP)];
         all.into_iter().flatten().min().unwrap_or(Instant::ZERO)
     }
 
     /// Performs the actions that are due: renews leases, campaigns, leads.
-    async fn tend(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
-        self.keeper.keep(&self.agent.file, &self.known.groups, now());
-        if let Some(Leases { name, promises }) = self.known.joined
+    async fn perform_due(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+        self.keeper.save_if_due(&self.agent.file, &self.known.groups, now());
+        if let Some(HostLeases { name, promises }) = self.known.joined
             && now() >= self.kept_at + KEEP_NAME
         {
             self.kept_at = now();
@@ -333,67 +333,67 @@ impl Session<'_> {
                 self.known.joined = None;
                 // The lease expired, perhaps during a suspend. Another host may have the name by
                 // now.
-                let own = etcd.read_one(self.known.keys.one(Key::Host(&self.agent.cluster.host))).await?;
+                let own = etcd.read_one(self.known.keys.single(EtcdKey::Host(&self.agent.cluster.host))).await?;
                 self.join(etcd, own.as_ref()).await?;
             }
         }
-        let has_ended = |value: &mut KeyValue| {
-            let own = identity::own(&self.agent.machine_id, 0);
-            values::read::<Identity>(&value.value).is_ok_and(|other| identity::has_ended(&other, &own))
+        let has_ended = |value: &mut EtcdKeyValue| {
+            let own = identity::own_identity(&self.agent.machine_id, 0);
+            values::read::<HostIdentity>(&value.value).is_ok_and(|other| identity::has_ended(&other, &own))
         };
         if let Some(value) = self.known.namesake.take_if(has_ended) {
             self.join(etcd, Some(&value)).await?;
         }
         if self.silence.due().is_some_and(|due| now() >= due) {
             let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
-            let ranges = [keys.one(Key::Leader), keys.of_host(host), keys.one(Key::Report(host))];
+            let ranges = [keys.single(EtcdKey::Leader), keys.below_host(host), keys.single(EtcdKey::Report(host))];
             let (_, found) = etcd.read(&ranges).await?;
             // The watch of reports is the leader's; changes before its start were read, not
             // watched.
-            let known = self.leading.as_ref().map_or(i64::MAX, Leading::reports_at);
-            let report = keys.key(Key::Report(host));
-            let watched = |value: &&KeyValue| value.key != report || value.mod_revision > known;
-            if self.silence.look(found.iter().flatten().filter(watched), now()) {
-                return Err(Error::Unreachable(anyhow::anyhow!(
+            let known = self.leading.as_ref().map_or(i64::MAX, LeaderTerm::reports_at);
+            let report = keys.key(EtcdKey::Report(host));
+            let watched = |value: &&EtcdKeyValue| value.key != report || value.mod_revision > known;
+            if self.silence.check(found.iter().flatten().filter(watched), now()) {
+                return Err(EtcdError::Unreachable(anyhow::anyhow!(
                     "etcd {}: a watch has stalled",
                     etcd.member()
                 )));
             }
         }
         // Compares the revision: a real leader may have replaced the value meanwhile.
-        if let Some(revision) = self.known.usurped.take() {
-            let range = self.known.keys.one(Key::Leader);
-            let compare = Compare::Changed(self.known.keys.key(Key::Leader), revision);
-            etcd.transact(&[compare], &[Operation::Delete(range)]).await?;
+        if let Some(revision) = self.known.foreign_leader_revision.take() {
+            let range = self.known.keys.single(EtcdKey::Leader);
+            let compare = TransactionCondition::Changed(self.known.keys.key(EtcdKey::Leader), revision);
+            etcd.transact(&[compare], &[EtcdOperation::Delete(range)]).await?;
         }
         if self.campaign_at.is_some_and(|at| now() >= at) {
             self.campaign_at = None;
             if self.known.joined.is_some() && self.known.leader.is_none() {
-                self.leading = Leading::campaign(&self.known, etcd).await?;
+                self.leading = LeaderTerm::campaign(&self.known, etcd).await?;
                 if let Some(leading) = &self.leading {
                     self.known.leader = Some((leading.term(), self.agent.cluster.host.clone()));
-                    self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
+                    self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
                 }
             }
         }
         if let Some(leading) = &mut self.leading
-            && !leading.tend(&self.known, etcd).await?
+            && !leading.perform_due(&self.known, etcd).await?
         {
             self.leading = None;
         }
-        let silent = self.leading.as_ref().map(|leading| leading.silent(&self.known));
+        let silent = self.leading.as_ref().map(|leading| leading.silent_hosts(&self.known));
         if silent != self.told_silent {
             self.told_silent.clone_from(&silent);
-            self.tell(Word::Silent(silent)).await?;
+            self.send(AgentMessage::Silent(silent)).await?;
         }
-        self.tell_of_slowness(etcd);
+        self.log_slow_requests(etcd);
         Ok(())
     }
 
     /// Logs slow requests: a report and its grant are several requests within one lease.
-    fn tell_of_slowness(&mut self, etcd: &mut Etcd) {
+    fn log_slow_requests(&mut self, etcd: &mut EtcdClient) {
         let took = etcd.take_slowest();
-        if took > SLOW && self.told_slow.is_none_or(|told| now() >= told + BETWEEN_SLOW) {
+        if took > SLOW_REQUEST && self.told_slow.is_none_or(|told| now() >= told + SLOW_LOG_INTERVAL) {
             self.told_slow = Some(now());
             tracing::warn!(
                 etcd = etcd.member(),
@@ -404,87 +404,87 @@ impl Session<'_> {
     }
 
     /// Schedules a campaign after a random part of a tick, so that hosts do not all stand at once.
-    pub(super) fn stand(&mut self, after: Duration) {
-        let tick = self.agent.timing.tick.mul_f64((draw() % 1024) as f64 / 1024.0);
+    pub(super) fn schedule_campaign(&mut self, after: Duration) {
+        let tick = self.agent.timing.tick.mul_f64((random() % 1024) as f64 / 1024.0);
         self.campaign_at = Some(now() + after + tick);
     }
 
     /// Takes this host's name, unless another live process has it.
-    pub(super) async fn join(&mut self, etcd: &mut Etcd, taken: Option<&KeyValue>) -> Result<(), Error> {
+    pub(super) async fn join(&mut self, etcd: &mut EtcdClient, taken: Option<&EtcdKeyValue>) -> Result<(), EtcdError> {
         let host = self.agent.cluster.host.clone();
-        let key = self.known.keys.key(Key::Host(&host));
+        let key = self.known.keys.key(EtcdKey::Host(&host));
         self.known.namesake = None;
-        let own = identity::own(&self.agent.machine_id, 0);
-        let other = taken.map(|value| values::read::<Identity>(&value.value));
+        let own = identity::own_identity(&self.agent.machine_id, 0);
+        let other = taken.map(|value| values::read::<HostIdentity>(&value.value));
         let has_lease = taken.is_some_and(|value| value.lease != 0);
         let before = match &other {
             None => 0,
             // Without a lease it is no host's: a host always attaches one.
             Some(_) if !has_lease => 0,
             Some(Ok(other))
-                if (other.pid, other.began, &other.machine) == (own.pid, own.began, &own.machine) =>
+                if (other.pid, other.start_ticks, &other.machine) == (own.pid, own.start_ticks, &own.machine) =>
             {
                 0
             }
             Some(Ok(other)) if identity::has_ended(other, &own) => other.instance,
             Some(Ok(other)) => {
                 self.known.namesake = taken.cloned();
-                return self.is_taken(&format!("process {} of another daemon", other.pid)).await;
+                return self.report_name_taken(&format!("process {} of another daemon", other.pid)).await;
             }
-            Some(Err(why)) => return self.is_taken(&format!("a value that {why}")).await,
+            Some(Err(why)) => return self.report_name_taken(&format!("a value that {why}")).await,
         };
-        let report = etcd.read_one(self.known.keys.one(Key::Report(&host))).await?;
-        let report = report.and_then(|value| values::read::<Reports>(&value.value).ok());
+        let report = etcd.read_one(self.known.keys.single(EtcdKey::Report(&host))).await?;
+        let report = report.and_then(|value| values::read::<HostReports>(&value.value).ok());
         let reported = report
-            .map_or(0, |reports| reports.groups.values().map(values::Report::instance).max().unwrap_or(0));
+            .map_or(0, |reports| reports.groups.values().map(values::ReportValue::instance).max().unwrap_or(0));
         let instance = match self.instance {
             own if own >= reported.max(before) && own > 0 => own,
             // The clock is a hint: if etcd lost the earlier run's number, the new one is still
             // larger.
-            _ => outside::clock().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
+            _ => outside::wall_clock_ns().max(reported + 1).max(before + 1).min(MAX_INSTANCE),
         };
         let lease = etcd.grant_lease(NAME_TTL).await?;
         let promises = etcd.grant_lease(PROMISE_TTL).await?;
         let compare = match taken {
-            None => Compare::Absent(key.clone()),
-            Some(value) => Compare::Changed(key.clone(), value.mod_revision),
+            None => TransactionCondition::Absent(key.clone()),
+            Some(value) => TransactionCondition::Changed(key.clone(), value.mod_revision),
         };
-        let value = values::write(&identity::own(&self.agent.machine_id, instance));
-        let done = etcd.transact(&[compare], &[Operation::put(&key, &value, Some(lease))]).await?;
-        if !done.held {
+        let value = values::write(&identity::own_identity(&self.agent.machine_id, instance));
+        let done = etcd.transact(&[compare], &[EtcdOperation::put(&key, &value, Some(lease))]).await?;
+        if !done.succeeded {
             // Another process was faster. The watch reports it.
             return Ok(());
         }
-        let leases = Leases { name: lease, promises };
+        let leases = HostLeases { name: lease, promises };
         (self.instance, self.known.joined, self.kept_at) = (instance, Some(leases), now());
         // The main thread then records its reservations again: other hosts may have made some
         // since.
-        self.tell(Word::Joined { instance }).await
+        self.send(AgentMessage::Joined { instance }).await
     }
 
-    async fn is_taken(&self, by: &str) -> Result<(), Error> {
+    async fn report_name_taken(&self, by: &str) -> Result<(), EtcdError> {
         let host = &self.agent.cluster.host;
         let why = format!(
             "the name {host:?} is taken in cluster {:?} by {by} (give each host a different name)",
             self.agent.cluster.name
         );
-        self.tell(Word::Apart { why, lasts: true }).await
+        self.send(AgentMessage::Disconnected { why, is_permanent: true }).await
     }
 
     /// Writes this host's reservations, unless a reservation of another host is not yet known here.
-    pub(super) async fn promise(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
-        let (Some(own), Some(Leases { promises: lease, .. })) = (&self.own_promises, self.known.joined)
+    pub(super) async fn write_reservations(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+        let (Some(own), Some(HostLeases { promises: lease, .. })) = (&self.own_promises, self.known.joined)
         else {
             return Ok(());
         };
-        let key = self.known.keys.key(Key::Promise(&self.agent.cluster.host));
-        let put = Operation::put(&key, &values::write(own), Some(lease));
+        let key = self.known.keys.key(EtcdKey::Reservation(&self.agent.cluster.host));
+        let put = EtcdOperation::put(&key, &values::write(own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..3 {
             // Fails if any reservation changed after the revision by which this one was judged.
-            let compare = Compare::NotSince(all.clone(), self.known.promises_at);
+            let compare = TransactionCondition::UnchangedSince(all.clone(), self.known.promises_at);
             let done = etcd.transact(&[compare], std::slice::from_ref(&put)).await?;
-            if done.held {
+            if done.succeeded {
                 return Ok(());
             }
             self.read_promises(etcd).await?;
@@ -495,27 +495,27 @@ impl Session<'_> {
 
     /// Writes these reservations if the sum over all hosts fits. Of two concurrent writers one is
     /// refused. Reservations that etcd has for this host already always fit.
-    async fn promise_if(&mut self, etcd: &mut Etcd, own: Promises) -> Result<Result<(), Refusal>, Error> {
+    async fn reserve_if_fits(&mut self, etcd: &mut EtcdClient, own: HostReservations) -> Result<Result<(), ReservationRefusal>, EtcdError> {
         // Reservations are recorded when the host joins.
-        let Some(Leases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
+        let Some(HostLeases { promises: lease, .. }) = self.known.joined else { return Ok(Ok(())) };
         let host = self.agent.cluster.host.clone();
         let put =
-            Operation::put(&self.known.keys.key(Key::Promise(&host)), &values::write(&own), Some(lease));
+            EtcdOperation::put(&self.known.keys.key(EtcdKey::Reservation(&host)), &values::write(&own), Some(lease));
         let all = self.known.keys.promises();
         for _ in 0..5 {
             let limits = |group: &str| self.known.groups.get(group).map(|stored| *stored.spec.limits());
-            if let Some(refusal) = promising::judge(&self.known.promises, (&host, &own), limits) {
+            if let Some(refusal) = promising::check(&self.known.promises, (&host, &own), limits) {
                 return Ok(Err(refusal));
             }
-            let compare = Compare::NotSince(all.clone(), self.known.promises_at);
-            if etcd.transact(&[compare], std::slice::from_ref(&put)).await?.held {
+            let compare = TransactionCondition::UnchangedSince(all.clone(), self.known.promises_at);
+            if etcd.transact(&[compare], std::slice::from_ref(&put)).await?.succeeded {
                 self.known.promises.insert(host, own.clone());
                 self.own_promises = Some(own);
                 return Ok(Ok(()));
             }
             self.read_promises(etcd).await?;
         }
-        Ok(Err(Refusal::busy()))
+        Ok(Err(ReservationRefusal::busy()))
     }
 
     /// Changes a group's limits.
@@ -524,20 +524,20 @@ impl Session<'_> {
     /// Nor does a leader that restores lost limits, which may be older than the limits known here.
     /// The change is applied to the local state before it is acknowledged: if etcd lost it right
     /// after, this host would otherwise take it for another host's change.
-    async fn change(&mut self, etcd: &mut Etcd, change: &Change) -> Result<Result<Value, String>, Error> {
-        let version = |known: &Known| known.groups.get(&change.group).map(|stored| stored.spec.version());
+    async fn change(&mut self, etcd: &mut EtcdClient, change: &GroupLimitChange) -> Result<Result<Value, String>, EtcdError> {
+        let version = |known: &SessionState| known.groups.get(&change.group).map(|stored| stored.spec.version());
         let before = version(&self.known);
         if change.removes {
             // A host may have left just now; the watch may lag behind.
             self.read_promises(etcd).await?;
         }
         for _ in 0..5 {
-            match changing::change(&self.known, etcd, change).await? {
+            match changing::change_group(&self.known, etcd, change).await? {
                 Some(Ok(stored)) => {
-                    let shown = changing::shown(&self.known, &change.group, &stored.group);
+                    let shown = changing::change_report(&self.known, &change.group, &stored.group);
                     self.on_limits(change.group.clone(), stored, change.by.clone()).await?;
                     if change.removes {
-                        changing::forget_removed(&self.known, etcd).await?;
+                        changing::delete_old_removal_marks(&self.known, etcd).await?;
                     }
                     return Ok(Ok(shown));
                 }
@@ -545,10 +545,10 @@ impl Session<'_> {
                 None => {}
             }
             self.read_promises(etcd).await?;
-            let there = etcd.read_one(self.known.keys.one(Key::Group(&change.group))).await?;
+            let there = etcd.read_one(self.known.keys.single(EtcdKey::Group(&change.group))).await?;
             let number = there
                 .as_ref()
-                .and_then(|value| values::read::<Group>(&value.value).ok())
+                .and_then(|value| values::read::<GroupValue>(&value.value).ok())
                 .map(|group| group.number);
             match (there, self.known.groups.get_mut(&change.group)) {
                 // An older number is the leader's restored copy: the change is retried on top of
@@ -571,50 +571,50 @@ impl Session<'_> {
     }
 
     /// Reads the reservations from etcd, independent of the watch.
-    pub(super) async fn read_promises(&mut self, etcd: &mut Etcd) -> Result<(), Error> {
+    pub(super) async fn read_promises(&mut self, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
         let (revision, found) = etcd.read(&[self.known.keys.promises()]).await?;
         let keys = &self.known.keys;
         let names: BTreeSet<_> = found
             .iter()
             .flatten()
-            .filter_map(|value| match keys.read(&value.key) {
-                Some(Key::Promise(name)) => Some(name),
+            .filter_map(|value| match keys.parse(&value.key) {
+                Some(EtcdKey::Reservation(name)) => Some(name),
                 _ => None,
             })
             .collect();
         self.known.promises.retain(|name, _| names.contains(name.as_str()));
         for value in found.iter().flatten() {
-            if matches!(self.known.keys.read(&value.key), Some(Key::Promise(_))) {
+            if matches!(self.known.keys.parse(&value.key), Some(EtcdKey::Reservation(_))) {
                 self.on_put(value).await?;
             }
         }
         self.known.promises_at = revision;
-        self.tell(Word::Promises(self.known.promises.clone())).await
+        self.send(AgentMessage::Reservations(self.known.promises.clone())).await
     }
 
     /// Releases the name and the leadership. No quota is in force on this host any more.
-    async fn leave(&mut self, etcd: &mut Etcd) {
+    async fn leave(&mut self, etcd: &mut EtcdClient) {
         if let Some(leading) = self.leading.take() {
             leading.resign(etcd).await;
         }
         let (keys, host) = (&self.known.keys, &self.agent.cluster.host);
-        if let Some(Leases { name, promises: lease }) = self.known.joined.take() {
+        if let Some(HostLeases { name, promises: lease }) = self.known.joined.take() {
             // Reservations stay for the next run, until their lease expires.
             let waits = self.own_promises.as_ref().filter(|own| !own.groups.is_empty()).map(|own| {
                 let groups = own.groups.clone();
-                Promises { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
+                HostReservations { groups, capacity: [0; 2], members: Some(BTreeSet::new()) }
             });
-            let promise = Key::Promise(host);
+            let promise = EtcdKey::Reservation(host);
             let promise = match waits {
-                Some(waits) => Operation::put(&keys.key(promise), &values::write(&waits), Some(lease)),
-                None => Operation::Delete(keys.one(promise)),
+                Some(waits) => EtcdOperation::put(&keys.key(promise), &values::write(&waits), Some(lease)),
+                None => EtcdOperation::Delete(keys.single(promise)),
             };
-            let report = Operation::Delete(keys.one(Key::Report(host)));
+            let report = EtcdOperation::Delete(keys.single(EtcdKey::Report(host)));
             // The name is revoked last: until then no other run can take it and see stale keys.
             // Best effort: leases expire without this as well.
             let _ = etcd.transact(&[], &[report, promise]).await;
             let _ = etcd.revoke_lease(name).await;
         }
-        self.keeper.end(&self.agent.file, &self.known.groups).await;
+        self.keeper.finish(&self.agent.file, &self.known.groups).await;
     }
 }

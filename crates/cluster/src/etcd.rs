@@ -23,32 +23,32 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, ensure};
-use reactor::{plain::plain, regular};
+use reactor::{plain::sanitize, regular};
 use serde_json::{Value, json};
-use settings::Cluster;
+use settings::ClusterConfig;
 use tokio::task::JoinSet;
 
-use connection::{Connection, Tls};
-pub(super) use message::{Compare, Event, KeyValue, Operation, Range};
-pub(super) use watch::{Watch, events};
+use connection::{EtcdConnection, EtcdTls};
+pub(super) use message::{TransactionCondition, EtcdEvent, EtcdKeyValue, EtcdOperation, KeyRange};
+pub(super) use watch::{EtcdWatch, parse_events};
 
 /// Timeout of a request: less than half a lease, so that another member can be tried.
-const PATIENCE: Duration = Duration::from_secs(1);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time after which the next member is tried in parallel.
-const BESIDE: Duration = Duration::from_millis(100);
+const PARALLEL_CONNECT_DELAY: Duration = Duration::from_millis(100);
 /// Timeout of a login: etcd hashes passwords slowly by design.
-const PATIENCE_FOR_PASSWORDS: Duration = Duration::from_secs(4);
+const LOGIN_TIMEOUT: Duration = Duration::from_secs(4);
 const AUTHENTICATE: &str = "/v3/auth/authenticate";
 /// Operations in a transaction: etcd's default of `--max-txn-ops`.
 pub(super) const MAX_OPERATIONS: usize = 128;
 /// Bytes in a transaction: well below etcd's default of `--max-request-bytes`.
 pub(super) const MAX_BYTES: usize = 1 << 20;
 /// Largest password in bytes.
-const MAX_PASSWORD: u64 = 4096;
+const MAX_PASSWORD_BYTES: u64 = 4096;
 
 /// Failure of a request.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Error {
+pub(super) enum EtcdError {
     /// No answer, or not in time. Another member may answer.
     #[error("{0:#}")]
     Unreachable(anyhow::Error),
@@ -57,18 +57,18 @@ pub(super) enum Error {
     Refused(String),
 }
 
-impl Error {
+impl EtcdError {
     fn unreachable(error: impl Into<anyhow::Error>) -> Self {
         Self::Unreachable(error.into())
     }
 
     /// Error before the first attempt.
-    pub(super) fn no_member() -> Self {
+    pub(super) fn unknown_member() -> Self {
         Self::Unreachable(anyhow!("etcd: no member is known"))
     }
 
     /// The later of two members' errors, but a refusal has precedence: an administrator has to act.
-    pub(super) fn or_rather(self, later: Self) -> Self {
+    pub(super) fn prefer_refusal(self, later: Self) -> Self {
         match (&self, &later) {
             (Self::Refused(_), Self::Unreachable(_)) => self,
             _ => later,
@@ -78,43 +78,43 @@ impl Error {
 
 /// Member as in the config, and its addresses.
 #[derive(Clone, Debug)]
-struct Member {
-    said: settings::Etcd,
+struct EtcdMember {
+    config: settings::EtcdEndpoint,
     addresses: Vec<SocketAddr>,
 }
 
 /// Parameters of all connections, read before the sandbox is entered. Clones share credentials.
 #[derive(Clone, Debug)]
-pub(super) struct Terms {
-    members: Vec<Member>,
-    proofs: Arc<Mutex<Proofs>>,
+pub(super) struct EtcdParameters {
+    members: Vec<EtcdMember>,
+    proofs: Arc<Mutex<EtcdCredentials>>,
     /// Prefix of the cluster's keys.
     prefix: String,
 }
 
 /// Credentials: TLS and login, from files that may be replaced.
 #[derive(Clone, Debug)]
-pub struct Proofs {
-    tls: Option<Tls>,
+pub struct EtcdCredentials {
+    tls: Option<EtcdTls>,
     user: Option<(String, String)>,
 }
 
-impl Proofs {
+impl EtcdCredentials {
     /// Reads the files. Blocks.
     ///
     /// # Errors
     /// Fails if a file is unreadable or has the wrong content.
-    pub fn read(cluster: &Cluster) -> anyhow::Result<Self> {
+    pub fn read(cluster: &ClusterConfig) -> anyhow::Result<Self> {
         let is_tls = cluster.etcd.iter().any(|said| said.tls);
-        let tls = is_tls.then(|| Tls::new(cluster.certificates.as_deref())).transpose()?;
+        let tls = is_tls.then(|| EtcdTls::new(cluster.certificates.as_deref())).transpose()?;
         let user = match cluster.login() {
             Some((user, file)) => {
                 let mut text = String::new();
                 // Bounded, because a device file may have no end.
-                let read = regular::open(file).map(|file| file.take(MAX_PASSWORD + 1));
+                let read = regular::open(file).map(|file| file.take(MAX_PASSWORD_BYTES + 1));
                 let read = read.and_then(|mut file| file.read_to_string(&mut text));
                 read.with_context(|| format!("password-file {}", file.display()))?;
-                let is_short = text.len() as u64 <= MAX_PASSWORD;
+                let is_short = text.len() as u64 <= MAX_PASSWORD_BYTES;
                 ensure!(is_short, "password-file {}: is too long for a password", file.display());
                 Some((user.to_owned(), text.trim_end_matches(['\n', '\r']).to_owned()))
             }
@@ -124,17 +124,17 @@ impl Proofs {
     }
 }
 
-impl Terms {
+impl EtcdParameters {
     /// Resolves names and reads the credentials. Blocks.
     ///
     /// # Errors
     /// Fails if a file is unreadable, or if no name can be resolved.
-    pub(super) fn new(cluster: &Cluster) -> anyhow::Result<Self> {
+    pub(super) fn new(cluster: &ClusterConfig) -> anyhow::Result<Self> {
         let mut members = Vec::new();
         let mut unknown = None;
         for said in &cluster.etcd {
             match (said.host.as_str(), said.port).to_socket_addrs() {
-                Ok(found) => members.push(Member { said: said.clone(), addresses: found.collect() }),
+                Ok(found) => members.push(EtcdMember { config: said.clone(), addresses: found.collect() }),
                 // Skipped for good: the sandbox forbids resolving it later.
                 Err(error) => {
                     tracing::warn!(etcd = %said, %error, "the name cannot be resolved: the member is ignored until a restart");
@@ -146,26 +146,26 @@ impl Terms {
             return Err(error.context("etcd: no name can be resolved (correct the names, or use addresses)"));
         }
         let prefix = format!("/weir/v1/{}/", cluster.name);
-        Ok(Self { members, proofs: Arc::new(Mutex::new(Proofs::read(cluster)?)), prefix })
+        Ok(Self { members, proofs: Arc::new(Mutex::new(EtcdCredentials::read(cluster)?)), prefix })
     }
 
     /// Sets the credentials of later connections.
-    pub(super) fn renew(&self, proofs: Proofs) {
+    pub(super) fn set_credentials(&self, proofs: EtcdCredentials) {
         *self.proofs.lock().unwrap_or_else(PoisonError::into_inner) = proofs;
     }
 
-    fn proofs(&self) -> Proofs {
+    fn credentials(&self) -> EtcdCredentials {
         self.proofs.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Connects to a member.
-    async fn open(&self, at: usize) -> Result<Connection, Error> {
-        let (member, tls) = (&self.members[at], self.proofs().tls);
-        Connection::open(member.said.clone(), &member.addresses, tls.as_ref(), PATIENCE).await
+    async fn open(&self, at: usize) -> Result<EtcdConnection, EtcdError> {
+        let (member, tls) = (&self.members[at], self.credentials().tls);
+        EtcdConnection::open(member.config.clone(), &member.addresses, tls.as_ref(), REQUEST_TIMEOUT).await
     }
 
     /// Ports that connections use.
-    pub(super) fn ports(cluster: &Cluster) -> Vec<u16> {
+    pub(super) fn ports(cluster: &ClusterConfig) -> Vec<u16> {
         let mut ports: Vec<_> = cluster.etcd.iter().map(|member| member.port).collect();
         ports.sort_unstable();
         ports.dedup();
@@ -175,10 +175,10 @@ impl Terms {
 
 /// Connection to a member of etcd that answers.
 #[derive(Debug)]
-pub(super) struct Etcd {
-    terms: Terms,
+pub(super) struct EtcdClient {
+    terms: EtcdParameters,
     at: usize,
-    connection: Connection,
+    connection: EtcdConnection,
     token: Option<String>,
     slowest: Duration,
     /// Id of the member's etcd cluster, after the first answer.
@@ -189,14 +189,14 @@ pub(super) struct Etcd {
 
 /// Result of a transaction.
 #[derive(Debug)]
-pub(super) struct Done {
-    pub(super) held: bool,
+pub(super) struct TransactionResult {
+    pub(super) succeeded: bool,
     pub(super) revision: i64,
     /// Results of its range operations, in order.
-    pub(super) found: Vec<Vec<KeyValue>>,
+    pub(super) found: Vec<Vec<EtcdKeyValue>>,
 }
 
-impl Etcd {
+impl EtcdClient {
     /// Connects to the first member that answers, beginning with `first`, and logs in if needed.
     ///
     /// A slow member does not delay the rest: leases run, and a stalled member is recognized only
@@ -204,23 +204,23 @@ impl Etcd {
     ///
     /// # Errors
     /// Returns the last member's error; a refusal has precedence.
-    pub(super) async fn connect(terms: &Terms, first: usize) -> Result<Self, Error> {
+    pub(super) async fn connect(terms: &EtcdParameters, first: usize) -> Result<Self, EtcdError> {
         let count = terms.members.len();
-        let mut last = Error::no_member();
+        let mut last = EtcdError::unknown_member();
         let (mut next, mut asked) = ((0..count).map(|step| (first + step) % count), JoinSet::new());
         loop {
             match next.next() {
-                Some(at) => drop(asked.spawn(Self::connect_to_one_that_answers(terms.clone(), at))),
+                Some(at) => drop(asked.spawn(Self::connect_and_probe(terms.clone(), at))),
                 None if asked.is_empty() => return Err(last),
                 None => {}
             }
-            let patience = if next.len() > 0 { BESIDE } else { Duration::MAX };
+            let patience = if next.len() > 0 { PARALLEL_CONNECT_DELAY } else { Duration::MAX };
             match tokio::time::timeout(patience, asked.join_next()).await {
                 Ok(Some(Ok(Ok(mut etcd)))) => {
                     etcd.check_others().await?;
                     return Ok(etcd);
                 }
-                Ok(Some(Ok(Err(error)))) => last = last.or_rather(error),
+                Ok(Some(Ok(Err(error)))) => last = last.prefer_refusal(error),
                 // Timeout of `BESIDE`: try the next member in parallel.
                 _ => {}
             }
@@ -232,7 +232,7 @@ impl Etcd {
     ///
     /// Members that do not answer at once are asked again at the next call, until all have
     /// answered.
-    pub(super) async fn check_others(&mut self) -> Result<(), Error> {
+    pub(super) async fn check_others(&mut self) -> Result<(), EtcdError> {
         if self.is_checked {
             return Ok(());
         }
@@ -248,27 +248,27 @@ impl Etcd {
                     continue;
                 };
                 if self.cluster.as_ref().is_some_and(|own| *own != cluster) {
-                    return Err(Error::Refused(of_two(&self.member(), &member)));
+                    return Err(EtcdError::Refused(different_clusters(&self.member(), &member)));
                 }
             }
             Ok(have_all_answered)
         };
-        self.is_checked = tokio::time::timeout(BESIDE, check).await.unwrap_or(Ok(false))?;
+        self.is_checked = tokio::time::timeout(PARALLEL_CONNECT_DELAY, check).await.unwrap_or(Ok(false))?;
         Ok(())
     }
 
     /// Name of a member and the id of its cluster, which needs no login.
-    async fn cluster_of(terms: Terms, at: usize) -> Option<(String, String)> {
+    async fn cluster_of(terms: EtcdParameters, at: usize) -> Option<(String, String)> {
         let mut connection = terms.open(at).await.ok()?;
-        let (_, answer) = connection.ask("/v3/maintenance/status", &json!({}), None).await.ok()?;
-        Some((terms.members[at].said.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
+        let (_, answer) = connection.request("/v3/maintenance/status", &json!({}), None).await.ok()?;
+        Some((terms.members[at].config.to_string(), answer["header"]["cluster_id"].as_str()?.to_owned()))
     }
 
     /// Connects, and requires one answer: the kernel accepts connections for a stalled process as
     /// well.
-    async fn connect_to_one_that_answers(terms: Terms, at: usize) -> Result<Self, Error> {
+    async fn connect_and_probe(terms: EtcdParameters, at: usize) -> Result<Self, EtcdError> {
         let mut etcd = Self::connect_to(&terms, at).await?;
-        etcd.keys(&[Range::Key(terms.prefix)]).await?;
+        etcd.keys(&[KeyRange::Key(terms.prefix)]).await?;
         Ok(etcd)
     }
 
@@ -276,7 +276,7 @@ impl Etcd {
     ///
     /// # Errors
     /// Fails if it does not answer, or refuses the login.
-    pub(super) async fn connect_to(terms: &Terms, at: usize) -> Result<Self, Error> {
+    pub(super) async fn connect_to(terms: &EtcdParameters, at: usize) -> Result<Self, EtcdError> {
         let connection = terms.open(at).await?;
         let mut etcd = Self {
             terms: terms.clone(),
@@ -302,7 +302,7 @@ impl Etcd {
     }
 
     /// Number of members.
-    pub(super) fn members(terms: &Terms) -> usize {
+    pub(super) fn members(terms: &EtcdParameters) -> usize {
         terms.members.len()
     }
 
@@ -312,11 +312,11 @@ impl Etcd {
     }
 
     pub(super) fn member(&self) -> String {
-        self.terms.members[self.at].said.to_string()
+        self.terms.members[self.at].config.to_string()
     }
 
-    async fn authenticate(&mut self) -> Result<(), Error> {
-        let Some((name, password)) = self.terms.proofs().user else { return Ok(()) };
+    async fn authenticate(&mut self) -> Result<(), EtcdError> {
+        let Some((name, password)) = self.terms.credentials().user else { return Ok(()) };
         self.token = None;
         let answer = self.post_once(AUTHENTICATE, json!({ "name": name, "password": password })).await;
         match answer {
@@ -325,15 +325,15 @@ impl Etcd {
                 Ok(())
             }
             // Without users in etcd the password is superfluous and harmless.
-            Err(Error::Refused(why)) if why.contains("authentication is not enabled") => Ok(()),
+            Err(EtcdError::Refused(why)) if why.contains("authentication is not enabled") => Ok(()),
             Err(error) => Err(error),
         }
     }
 
-    async fn post(&mut self, path: &str, body: Value) -> Result<Value, Error> {
+    async fn post(&mut self, path: &str, body: Value) -> Result<Value, EtcdError> {
         match self.post_once(path, body.clone()).await {
             // Simple tokens expire after five minutes (etcd's default).
-            Err(Error::Refused(why)) if self.token.is_some() && is_of_token(&why) => {
+            Err(EtcdError::Refused(why)) if self.token.is_some() && is_token_error(&why) => {
                 self.authenticate().await?;
                 self.post_once(path, body).await
             }
@@ -341,51 +341,51 @@ impl Etcd {
         }
     }
 
-    async fn post_once(&mut self, path: &str, body: Value) -> Result<Value, Error> {
-        let asked = self.connection.ask(path, &body, self.token.as_deref());
-        let patience = if path == AUTHENTICATE { PATIENCE_FOR_PASSWORDS } else { PATIENCE };
+    async fn post_once(&mut self, path: &str, body: Value) -> Result<Value, EtcdError> {
+        let asked = self.connection.request(path, &body, self.token.as_deref());
+        let patience = if path == AUTHENTICATE { LOGIN_TIMEOUT } else { REQUEST_TIMEOUT };
         let began = Instant::now();
         let asked = tokio::time::timeout(patience, asked).await;
         // Measured for failures as well: a timeout is the slowest request.
         self.slowest = self.slowest.max(began.elapsed());
-        let member = || self.terms.members[self.at].said.to_string();
+        let member = || self.terms.members[self.at].config.to_string();
         match asked {
             Ok(Ok((status, answer))) if status.is_success() => {
                 self.cluster = answer["header"]["cluster_id"].as_str().map(str::to_owned);
                 Ok(answer)
             }
             Ok(Ok((_, answer))) => {
-                Err(refusal(&member(), &self.terms.prefix, (self.token.is_some(), &answer)))
+                Err(refusal_error(&member(), &self.terms.prefix, (self.token.is_some(), &answer)))
             }
             Ok(Err(error)) => Err(error),
-            Err(_) => Err(Error::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs()))),
+            Err(_) => Err(EtcdError::Unreachable(anyhow!("{}: no answer in {} s", member(), patience.as_secs()))),
         }
     }
 
     /// Reads all keys of several ranges, at one revision.
-    pub(super) async fn read(&mut self, ranges: &[Range]) -> Result<(i64, Vec<Vec<KeyValue>>), Error> {
-        let operations: Vec<_> = ranges.iter().cloned().map(Operation::Get).collect();
+    pub(super) async fn read(&mut self, ranges: &[KeyRange]) -> Result<(i64, Vec<Vec<EtcdKeyValue>>), EtcdError> {
+        let operations: Vec<_> = ranges.iter().cloned().map(EtcdOperation::Get).collect();
         let done = self.transact(&[], &operations).await?;
         Ok((done.revision, done.found))
     }
 
     /// Reads the keys without their values.
-    pub(super) async fn keys(&mut self, ranges: &[Range]) -> Result<Vec<Vec<KeyValue>>, Error> {
-        let operations: Vec<_> = ranges.iter().cloned().map(Operation::Keys).collect();
+    pub(super) async fn keys(&mut self, ranges: &[KeyRange]) -> Result<Vec<Vec<EtcdKeyValue>>, EtcdError> {
+        let operations: Vec<_> = ranges.iter().cloned().map(EtcdOperation::Keys).collect();
         Ok(self.transact(&[], &operations).await?.found)
     }
 
     /// Reads one key.
-    pub(super) async fn read_one(&mut self, key: Range) -> Result<Option<KeyValue>, Error> {
+    pub(super) async fn read_one(&mut self, key: KeyRange) -> Result<Option<EtcdKeyValue>, EtcdError> {
         let (_, found) = self.read(&[key]).await?;
         Ok(found.into_iter().flatten().next())
     }
 
     /// Performs all operations if all comparisons hold, else none.
-    pub(super) async fn transact(&mut self, compare: &[Compare], then: &[Operation]) -> Result<Done, Error> {
+    pub(super) async fn transact(&mut self, compare: &[TransactionCondition], then: &[EtcdOperation]) -> Result<TransactionResult, EtcdError> {
         let body = json!({
-            "compare": compare.iter().map(Compare::body).collect::<Vec<_>>(),
-            "success": then.iter().map(Operation::body).collect::<Vec<_>>(),
+            "compare": compare.iter().map(TransactionCondition::body).collect::<Vec<_>>(),
+            "success": then.iter().map(EtcdOperation::body).collect::<Vec<_>>(),
         });
         let answer = self.post("/v3/kv/txn", body).await?;
         let revision = message::number(&answer["header"]["revision"]).unwrap_or(0);
@@ -393,60 +393,60 @@ impl Etcd {
         let mut found = Vec::new();
         for response in answer["responses"].as_array().into_iter().flatten() {
             if let Some(range) = response.get("response_range") {
-                found.push(KeyValue::all(&range["kvs"]));
+                found.push(EtcdKeyValue::all(&range["kvs"]));
             }
         }
-        Ok(Done { held, revision, found })
+        Ok(TransactionResult { succeeded: held, revision, found })
     }
 
     /// Fails if the user may not write the cluster's keys. Writes nothing: etcd checks the rights
     /// first, and the comparison (created at a revision below 0) never holds.
-    pub(super) async fn check_rights(&mut self) -> Result<(), Error> {
+    pub(super) async fn check_rights(&mut self) -> Result<(), EtcdError> {
         let key = self.terms.prefix.clone();
-        let put = Operation::put(&key, b"", None);
-        self.transact(&[Compare::Created(key, -1)], &[put]).await.map(drop)
+        let put = EtcdOperation::put(&key, b"", None);
+        self.transact(&[TransactionCondition::Created(key, -1)], &[put]).await.map(drop)
     }
 
-    pub(super) async fn put(&mut self, key: &str, value: &[u8], lease: Option<i64>) -> Result<(), Error> {
-        let body = Operation::put(key, value, lease).put_body();
+    pub(super) async fn put(&mut self, key: &str, value: &[u8], lease: Option<i64>) -> Result<(), EtcdError> {
+        let body = EtcdOperation::put(key, value, lease).put_body();
         self.post("/v3/kv/put", body).await.map(drop)
     }
 
     /// Creates a lease.
-    pub(super) async fn grant_lease(&mut self, seconds: u64) -> Result<i64, Error> {
+    pub(super) async fn grant_lease(&mut self, seconds: u64) -> Result<i64, EtcdError> {
         let answer = self.post("/v3/lease/grant", json!({ "TTL": seconds.to_string() })).await?;
         let id = message::number(&answer["ID"]);
         // Other software, or an older etcd with other paths, answers without an id.
         id.ok_or_else(|| {
-            Error::Unreachable(anyhow!("etcd: its answer has no lease (is this etcd 3.4 or newer?)"))
+            EtcdError::Unreachable(anyhow!("etcd: its answer has no lease (is this etcd 3.4 or newer?)"))
         })
     }
 
     /// Renews a lease. False if it has expired.
-    pub(super) async fn keep_lease(&mut self, lease: i64) -> Result<bool, Error> {
+    pub(super) async fn keep_lease(&mut self, lease: i64) -> Result<bool, EtcdError> {
         let answer = self.post("/v3/lease/keepalive", json!({ "ID": lease.to_string() })).await?;
         Ok(message::number(&answer["result"]["TTL"]).is_some_and(|seconds| seconds > 0))
     }
 
     /// Revokes a lease and deletes its keys.
-    pub(super) async fn revoke_lease(&mut self, lease: i64) -> Result<(), Error> {
+    pub(super) async fn revoke_lease(&mut self, lease: i64) -> Result<(), EtcdError> {
         self.post("/v3/lease/revoke", json!({ "ID": lease.to_string() })).await.map(drop)
     }
 
     /// Watches a range from a revision on, over a second connection.
-    pub(super) async fn watch(&self, range: &Range, from: i64) -> Result<Watch, Error> {
+    pub(super) async fn watch(&self, range: &KeyRange, from: i64) -> Result<EtcdWatch, EtcdError> {
         let connection = self.terms.open(self.at).await?;
-        Watch::open(connection, range, from, self.token.as_deref(), PATIENCE).await
+        EtcdWatch::open(connection, range, from, self.token.as_deref(), REQUEST_TIMEOUT).await
     }
 }
 
 /// True if the token expired, or users changed since.
-fn is_of_token(why: &str) -> bool {
+fn is_token_error(why: &str) -> bool {
     why.contains("invalid auth token") || why.contains("auth store is old")
 }
 
 /// Message for two members of different clusters.
-pub(super) fn of_two(member: &str, beside: &str) -> String {
+pub(super) fn different_clusters(member: &str, beside: &str) -> String {
     format!(
         "etcd {member} and {beside} belong to different clusters (list members of one in etcd of [cluster]; \
          `etcdctl member list` shows them)"
@@ -454,9 +454,9 @@ pub(super) fn of_two(member: &str, beside: &str) -> String {
 }
 
 /// Error for a member's refusal. Some are transient, and another member may answer.
-fn refusal(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> Error {
+fn refusal_error(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> EtcdError {
     let text = ["message", "error"].iter().find_map(|key| answer[*key].as_str()).unwrap_or("no reason given");
-    let text: String = plain(text).chars().take(200).collect();
+    let text: String = sanitize(text).chars().take(200).collect();
     // No quorum, a member that starts or stops, or overload.
     let passing = [
         "no leader",
@@ -469,14 +469,14 @@ fn refusal(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> Er
     ];
     let said = format!("etcd {member}: {text}");
     if passing.iter().any(|word| text.contains(word)) {
-        return Error::Unreachable(anyhow!(said));
+        return EtcdError::Unreachable(anyhow!(said));
     }
     if !has_user && ["permission denied", "user name is empty"].iter().any(|word| text.contains(word)) {
         let advice = "etcd has users: set user and password-file of [cluster]";
-        return Error::Refused(format!("{said} ({advice})"));
+        return EtcdError::Refused(format!("{said} ({advice})"));
     }
     if text.contains("authentication failed") || text.contains("user name") {
-        return Error::Refused(format!(
+        return EtcdError::Refused(format!(
             "etcd {member} rejects the user and password of [cluster]: {text} (correct user, and restart weir; or correct password-file, and run `weir reload`)"
         ));
     }
@@ -488,7 +488,7 @@ fn refusal(member: &str, prefix: &str, (has_user, answer): (bool, &Value)) -> Er
         }
         () => "is this etcd 3.4 or newer?",
     };
-    Error::Refused(format!("{said} ({advice})"))
+    EtcdError::Refused(format!("{said} ({advice})"))
 }
 
 #[cfg(test)]
@@ -496,18 +496,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn whoever_lacks_a_right_is_told_of_the_clusters_own_keys() {
+    fn a_missing_right_names_the_key_prefix() {
         let answer = json!({ "message": "etcdserver: permission denied" });
-        let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
+        let said = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(said.ends_with("a role that reads and writes /weir/v1/lab/)"), "{said}");
         let answer = json!({ "message": "etcdserver: authentication failed, invalid user ID or password" });
-        let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
+        let said = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(
             said.starts_with("etcd http://e:2379 rejects the user and password of [cluster]: "),
             "{said}"
         );
         let answer = json!({ "error": "\x1b[2J\u{202e}" });
-        let said = refusal("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
+        let said = refusal_error("http://e:2379", "/weir/v1/lab/", (true, &answer)).to_string();
         assert!(said.starts_with("etcd http://e:2379: ?[2J? ("), "{said}");
     }
 }

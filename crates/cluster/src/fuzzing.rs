@@ -1,18 +1,18 @@
 //! Checks for the fuzz target and a test: invariants that hold for any value in etcd.
 
 use policy::{
-    cluster::{self, Action, Host, Leader, Spec, Timing, Usage},
+    cluster::{self, LeaderAction, HostQuota, QuotaLeader, ClusterGroupLimits, Timing, ReportedDemand},
     throttle::{LimitKind, Limits},
     time::Instant,
 };
 
 use super::{
-    etcd::{Event, events},
-    values::{self, Grants, Group, Identity, Promises, Reports},
+    etcd::{EtcdEvent, parse_events},
+    values::{self, HostGrants, GroupValue, HostIdentity, HostReservations, HostReports},
 };
 
 const SECOND: u64 = 1_000_000_000;
-const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
+const ALL: ReportedDemand = ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, reserved: [0; 2] };
 
 /// Parses bytes as a line of a watch and as each value.
 ///
@@ -20,51 +20,51 @@ const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 1, rese
 /// If reports make a leader grant more than the limits, or a grant makes a host use more.
 pub fn etcd_values(bytes: &[u8]) {
     value(bytes);
-    for event in events(bytes).into_iter().flatten() {
-        if let Event::Put(put) = event {
+    for event in parse_events(bytes).into_iter().flatten() {
+        if let EtcdEvent::Put(put) = event {
             value(&put.value);
         }
     }
 }
 
 fn value(bytes: &[u8]) {
-    let _ = values::read::<Identity>(bytes);
-    let _ = values::read::<values::Leader>(bytes);
-    let _ = values::read::<Promises>(bytes);
-    if let Ok(group) = values::read::<Group>(bytes)
+    let _ = values::read::<HostIdentity>(bytes);
+    let _ = values::read::<values::LeaderValue>(bytes);
+    let _ = values::read::<HostReservations>(bytes);
+    if let Ok(group) = values::read::<GroupValue>(bytes)
         && let Ok(spec) = group.spec()
     {
-        assert_eq!(Group::from_spec(&spec, group.safe_share_ppm).spec(), Ok(spec));
+        assert_eq!(GroupValue::from_spec(&spec, group.safe_share_ppm).spec(), Ok(spec));
     }
-    if let Ok(reports) = values::read::<Reports>(bytes) {
-        lead(reports.groups.iter().map(|(name, report)| (name.as_str(), report.into())).collect());
+    if let Ok(reports) = values::read::<HostReports>(bytes) {
+        check_leader(reports.groups.iter().map(|(name, report)| (name.as_str(), report.into())).collect());
     }
-    for grant in values::read::<Grants>(bytes).into_iter().flat_map(|grants| grants.groups.into_values()) {
+    for grant in values::read::<HostGrants>(bytes).into_iter().flat_map(|grants| grants.groups.into_values()) {
         if let Ok(grant) = grant.read() {
-            obey(&grant);
+            check_host(&grant);
         }
     }
 }
 
 /// Gives the reports to a leader, each as one host's.
-fn lead(reports: Vec<(&str, cluster::Report)>) {
-    let Some(term) = reports.iter().find_map(|(_, report)| report.follows) else { return };
+fn check_leader(reports: Vec<(&str, cluster::HostReport)>) {
+    let Some(term) = reports.iter().find_map(|(_, report)| report.followed_term) else { return };
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = 10_000;
     limits.limit_mut(LimitKind::BpsRead).rate = 1 << 30;
-    let Ok(spec) = Spec::new(1, limits, 16, None) else { return };
+    let Ok(spec) = ClusterGroupLimits::new(1, limits, 16, None) else { return };
     let at = |seconds: u64| Instant::from_nanos(seconds * SECOND);
-    let mut leader = Leader::new(term, spec, Timing::DEFAULT, at(0), at(0));
+    let mut leader = QuotaLeader::new(term, spec, Timing::DEFAULT, at(0), at(0));
     for seconds in [1, 6, 7, 12] {
-        leader.kept_alive(at(seconds));
+        leader.on_key_renewed(at(seconds));
         for (host, report) in &reports {
             leader.on_report(host, report.clone(), at(seconds));
         }
         if seconds == 7 {
-            reports.iter().take(1).for_each(|(host, _)| leader.on_gone(host));
+            reports.iter().take(1).for_each(|(host, _)| leader.on_host_removed(host));
         }
         for action in leader.tick(at(seconds)) {
-            let Action::Write(grants) = action else { panic!("it is elected still") };
+            let LeaderAction::Write(grants) = action else { panic!("it is elected still") };
             // Reports may claim more in total than the limits have; each grant must not.
             for (host, grant) in grants {
                 let told = LimitKind::ALL.map(|kind| (grant.leased[kind.index()], limits.limit(kind).rate));
@@ -74,19 +74,19 @@ fn lead(reports: Vec<(&str, cluster::Report)>) {
     }
 }
 
-fn obey(grant: &cluster::Grant) {
-    let mut host = Host::new(grant.instance, grant.spec, Timing::DEFAULT);
+fn check_host(grant: &cluster::QuotaGrant) {
+    let mut host = HostQuota::new(grant.instance, grant.spec, Timing::DEFAULT);
     host.on_leader(grant.term);
     let now = Instant::from_nanos(SECOND);
     let _ = host.tick(ALL, now);
-    host.on_grant(&cluster::Grant { answers: 1, ..*grant }, now, |_, _, _| [0; 6]);
-    let parts = |host: &Host| LimitKind::ALL.map(|kind| host.limits().limit(kind).rate);
+    host.on_grant(&cluster::QuotaGrant { report_number: 1, ..*grant }, now, |_, _, _| [0; 6]);
+    let parts = |host: &HostQuota| LimitKind::ALL.map(|kind| host.limits().limit(kind).rate);
     for (part, kind) in parts(&host).into_iter().zip(LimitKind::ALL) {
-        let (safe, whole) = (host.safe().limit(kind).rate, host.spec().limits().limit(kind).rate);
+        let (safe, whole) = (host.fallback_limits().limit(kind).rate, host.spec().limits().limit(kind).rate);
         assert!((safe..=whole.max(safe)).contains(&part), "{part} of {whole}");
     }
-    host.run_out(Instant::MAX, |_, _, _| [0; 6]);
-    assert_eq!(parts(&host), LimitKind::ALL.map(|kind| host.safe().limit(kind).rate));
+    host.expire_lease(Instant::MAX, |_, _, _| [0; 6]);
+    assert_eq!(parts(&host), LimitKind::ALL.map(|kind| host.fallback_limits().limit(kind).rate));
 }
 
 #[cfg(test)]
@@ -100,30 +100,30 @@ mod tests {
     fn samples() -> Vec<Vec<u8>> {
         let mut limits = Limits::default();
         limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
-        let spec = Spec::new(7 << 32 | 5, limits, 16, None).unwrap();
+        let spec = ClusterGroupLimits::new(7 << 32 | 5, limits, 16, None).unwrap();
         let term = cluster::Term { revision: 3, nonce: 4 };
-        let mut host = Host::new(9, spec, Timing::DEFAULT);
+        let mut host = HostQuota::new(9, spec, Timing::DEFAULT);
         host.on_leader(term);
         let report = host.tick(ALL, Instant::from_nanos(SECOND)).unwrap();
         let reports = [("a", &report), ("b", &report)].map(|(name, report)| (name.to_owned(), report.into()));
         let leased = [0, 0, 0, 100, 0, 0];
-        let grant = cluster::Grant { term, instance: 9, answers: 1, seq: 1, spec, leased, credit: [0; 6] };
-        let grants = [("g".to_owned(), values::Grant::of(&grant, None))];
-        let reports = values::write(&Reports { groups: reports.into_iter().collect() });
+        let grant = cluster::QuotaGrant { term, instance: 9, report_number: 1, seq: 1, spec, leased, credit: [0; 6] };
+        let grants = [("g".to_owned(), values::GrantValue::of(&grant, None))];
+        let reports = values::write(&HostReports { groups: reports.into_iter().collect() });
         let line = json!({ "result": { "events": [{ "kv": {
             "key": base64::encode_block(b"k"), "value": base64::encode_block(&reports),
         } }] } });
         vec![
             reports,
-            values::write(&Grants { groups: grants.into_iter().collect() }),
-            values::write(&Group::of(&limits, 16, None, 1, 1)),
+            values::write(&HostGrants { groups: grants.into_iter().collect() }),
+            values::write(&GroupValue::of(&limits, 16, None, 1, 1)),
             line.to_string().into_bytes(),
         ]
     }
 
     proptest! {
         #[test]
-        fn damaged_values_are_refused_or_harmless(
+        fn damaged_values_are_rejected_or_harmless(
             sample in 0_usize..4, at in any::<prop::sample::Index>(), digits in "[0-9]{0,20}|[a-z\"{}]{1,3}",
         ) {
             let mut bytes = samples().swap_remove(sample);
@@ -136,12 +136,12 @@ mod tests {
     }
 
     #[test]
-    fn samples_are_understood() {
+    fn samples_parse() {
         for sample in samples() {
             etcd_values(&sample);
         }
-        let read = values::read::<Reports>(&samples()[0]).unwrap();
+        let read = values::read::<HostReports>(&samples()[0]).unwrap();
         assert_eq!(read.groups.len(), 2);
-        assert_eq!(events(&samples()[3]).unwrap().len(), 1);
+        assert_eq!(parse_events(&samples()[3]).unwrap().len(), 1);
     }
 }

@@ -6,50 +6,50 @@ use std::time::Duration;
 use policy::cluster::Term;
 
 use super::{
-    agent::Session,
-    etcd::{Error, Etcd, Event, KeyValue},
+    agent::EtcdSession,
+    etcd::{EtcdError, EtcdClient, EtcdEvent, EtcdKeyValue},
     identity,
-    keys::Key,
-    offers::{Answer, Offer, Offered},
-    stored::Stored,
-    values::{self, Grants, Group, Identity, Promises, Reports},
-    words::Word,
+    keys::EtcdKey,
+    offers::{MigrationAnswer, MigrationOffer, ReceivedOffer},
+    stored::StoredGroup,
+    values::{self, HostGrants, GroupValue, HostIdentity, HostReservations, HostReports},
+    words::AgentMessage,
 };
-use crate::actor::Actor;
+use crate::actor::ChangeOrigin;
 
 /// Number of keys to log.
-const MOST_STRANGE: usize = 64;
+const MAX_LOGGED_KEYS: usize = 64;
 
-impl Session<'_> {
-    pub(super) async fn on_event(&mut self, etcd: &mut Etcd, event: Event) -> Result<(), Error> {
+impl EtcdSession<'_> {
+    pub(super) async fn on_event(&mut self, etcd: &mut EtcdClient, event: EtcdEvent) -> Result<(), EtcdError> {
         match event {
-            Event::Put(value) => {
-                self.silence.saw(&value);
-                match self.known.keys.read(&value.key) {
-                    Some(Key::Host(name)) => {
+            EtcdEvent::Put(value) => {
+                self.silence.note_value(&value);
+                match self.known.keys.parse(&value.key) {
+                    Some(EtcdKey::Host(name)) => {
                         if name == self.agent.cluster.host {
                             self.on_own_host(etcd, Some(&value)).await?;
                         }
                     }
-                    Some(Key::Leader) => {
+                    Some(EtcdKey::Leader) => {
                         self.on_put(&value).await?;
-                        self.tell(Word::Led { leader: self.known.leader.clone() }).await?;
+                        self.send(AgentMessage::LeaderChanged { leader: self.known.leader.clone() }).await?;
                     }
-                    Some(Key::Promise(host)) => {
+                    Some(EtcdKey::Reservation(host)) => {
                         self.on_put(&value).await?;
-                        self.tell(Word::Promises(self.known.promises.clone())).await?;
+                        self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
                         let known = self.known.promises.get(host);
                         // Lost or changed by another run: this host's reservations are written
                         // again.
                         if host == self.agent.cluster.host && known != self.own_promises.as_ref() {
-                            self.promise(etcd).await?;
+                            self.write_reservations(etcd).await?;
                         }
                     }
-                    Some(Key::Grant(_)) => {
-                        self.silence.answered();
+                    Some(EtcdKey::Grant(_)) => {
+                        self.silence.note_grant();
                         self.on_put(&value).await?;
                     }
-                    Some(Key::Move(..)) => {
+                    Some(EtcdKey::Move(..)) => {
                         // The reservation on the source host is free by now, but its key belongs to
                         // another watch, which may lag behind.
                         self.read_promises(etcd).await?;
@@ -58,33 +58,33 @@ impl Session<'_> {
                     _ => self.on_put(&value).await?,
                 }
             }
-            Event::Deleted(key) => match self.known.keys.read(&key) {
-                Some(Key::Leader) => {
+            EtcdEvent::Deleted(key) => match self.known.keys.parse(&key) {
+                Some(EtcdKey::Leader) => {
                     self.known.leader = None;
-                    self.tell(Word::Led { leader: None }).await?;
-                    self.stand(Duration::ZERO);
+                    self.send(AgentMessage::LeaderChanged { leader: None }).await?;
+                    self.schedule_campaign(Duration::ZERO);
                 }
-                Some(Key::Host(name)) if name == self.agent.cluster.host => {
+                Some(EtcdKey::Host(name)) if name == self.agent.cluster.host => {
                     self.on_own_host(etcd, None).await?;
                 }
-                Some(Key::Promise(name)) => {
+                Some(EtcdKey::Reservation(name)) => {
                     self.known.promises.remove(name);
-                    self.tell(Word::Promises(self.known.promises.clone())).await?;
+                    self.send(AgentMessage::Reservations(self.known.promises.clone())).await?;
                     if name == self.agent.cluster.host {
-                        self.promise(etcd).await?;
+                        self.write_reservations(etcd).await?;
                     }
                 }
                 // The known limits stay; the leader writes them again.
-                Some(Key::Group(name)) => {
-                    self.known.not_understood.remove(name);
+                Some(EtcdKey::Group(name)) => {
+                    self.known.unreadable_groups.remove(name);
                     self.known.groups.retain(|known, stored| known != name || !stored.group.removed);
                     if let Some(stored) = self.known.groups.get_mut(name) {
                         stored.changed = 0;
                     }
                 }
-                Some(Key::Report(name)) => {
+                Some(EtcdKey::Report(name)) => {
                     if let Some(leading) = &mut self.leading {
-                        leading.on_gone(name);
+                        leading.on_report_deleted(name);
                     }
                 }
                 // A deleted grant stays in force until its lease ends.
@@ -95,9 +95,9 @@ impl Session<'_> {
     }
 
     /// Handles any value except this host's own name.
-    pub(super) async fn on_put(&mut self, value: &KeyValue) -> Result<(), Error> {
-        match self.known.keys.read(&value.key) {
-            Some(Key::Leader) => match values::read::<values::Leader>(&value.value) {
+    pub(super) async fn on_put(&mut self, value: &EtcdKeyValue) -> Result<(), EtcdError> {
+        match self.known.keys.parse(&value.key) {
+            Some(EtcdKey::Leader) => match values::read::<values::LeaderValue>(&value.value) {
                 // A leader without a lease would never end.
                 Ok(leader) if value.lease != 0 => {
                     let term = Term { revision: value.create_revision.cast_unsigned(), nonce: leader.nonce };
@@ -105,22 +105,22 @@ impl Session<'_> {
                 }
                 // Unreadable, but with a lease: it expires.
                 Err(why) if value.lease != 0 => {
-                    self.pass_over(value, &why);
+                    self.log_skipped(value, &why);
                     self.known.leader = None;
                 }
                 _ => {
                     tracing::warn!(key = %value.key, "cluster: the value in etcd is not a leader's: it is deleted");
-                    (self.known.leader, self.known.usurped) = (None, Some(value.mod_revision));
+                    (self.known.leader, self.known.foreign_leader_revision) = (None, Some(value.mod_revision));
                 }
             },
             // The watch may lag behind a direct read, or behind this host's own write.
-            Some(Key::Group(name))
+            Some(EtcdKey::Group(name))
                 if self.known.groups.get(name).is_some_and(|known| known.changed > value.mod_revision) => {}
-            Some(Key::Group(name)) => {
-                let read = values::read::<Group>(&value.value).and_then(|group| Ok((group.spec()?, group)));
+            Some(EtcdKey::Group(name)) => {
+                let read = values::read::<GroupValue>(&value.value).and_then(|group| Ok((group.spec()?, group)));
                 match read {
                     Ok((spec, group)) => {
-                        self.known.not_understood.remove(name);
+                        self.known.unreadable_groups.remove(name);
                         self.strange.remove(&value.key);
                         let known = self.known.groups.get(name).map_or(0, |known| known.group.number);
                         // A restored backup. etcd decides: all hosts have to follow the same
@@ -133,68 +133,68 @@ impl Session<'_> {
                                 "etcd has older limits for this group than this host, as after a restored backup: the older ones apply (`weir throttle {name} --cluster` shows and changes them)"
                             );
                         }
-                        let stored = Stored { group, spec, changed: value.mod_revision };
+                        let stored = StoredGroup { group, spec, changed: value.mod_revision };
                         self.on_limits(name.to_owned(), stored, None).await?;
                     }
                     Err(why) => {
-                        if self.is_news(value) {
+                        if self.is_first_message(value) {
                             tracing::warn!(key = %value.key, "cluster: the value in etcd {why}: it is ignored; the fallback share of group {name} applies once this host's lease has expired");
                         }
-                        self.known.not_understood.insert(name.to_owned(), why);
+                        self.known.unreadable_groups.insert(name.to_owned(), why);
                     }
                 }
             }
-            Some(Key::Promise(name)) => match values::read::<Promises>(&value.value) {
+            Some(EtcdKey::Reservation(name)) => match values::read::<HostReservations>(&value.value) {
                 Ok(promises) => {
                     self.known.promises.insert(name.to_owned(), promises);
                     self.known.promises_at = self.known.promises_at.max(value.mod_revision);
                 }
-                Err(why) => self.pass_over(value, &why),
+                Err(why) => self.log_skipped(value, &why),
             },
-            Some(Key::Grant(name)) if name == self.agent.cluster.host => {
-                match values::read::<Grants>(&value.value) {
+            Some(EtcdKey::Grant(name)) if name == self.agent.cluster.host => {
+                match values::read::<HostGrants>(&value.value) {
                     Ok(grants) => {
                         for (group, grant) in grants.groups {
                             match grant.read() {
                                 // Unreadable limits: a grant from them cannot be judged, so the
                                 // lease runs out.
-                                _ if self.known.not_understood.contains_key(&group) => {}
-                                Ok(grant) => self.tell(Word::Granted { group, grant }).await?,
-                                Err(why) => self.pass_over(value, &why),
+                                _ if self.known.unreadable_groups.contains_key(&group) => {}
+                                Ok(grant) => self.send(AgentMessage::Granted { group, grant }).await?,
+                                Err(why) => self.log_skipped(value, &why),
                             }
                         }
                     }
-                    Err(why) => self.pass_over(value, &why),
+                    Err(why) => self.log_skipped(value, &why),
                 }
             }
-            Some(Key::Report(name)) => {
+            Some(EtcdKey::Report(name)) => {
                 if let Some(leading) = &mut self.leading {
-                    match values::read::<Reports>(&value.value) {
+                    match values::read::<HostReports>(&value.value) {
                         Ok(reports) => leading.on_reports(name, &reports),
-                        Err(why) => self.pass_over(value, &why),
+                        Err(why) => self.log_skipped(value, &why),
                     }
                 }
             }
-            Some(Key::Move(host, disk)) if host == self.agent.cluster.host => {
-                let named = |offer: Offer| settings::cluster_name(&offer.from).map(|_| offer);
-                match values::read::<Offer>(&value.value).and_then(named) {
+            Some(EtcdKey::Move(host, disk)) if host == self.agent.cluster.host => {
+                let named = |offer: MigrationOffer| settings::parse_cluster_name(&offer.from).map(|_| offer);
+                match values::read::<MigrationOffer>(&value.value).and_then(named) {
                     Ok(offer) => {
-                        let offered = Offered { disk: disk.to_owned(), offer, revision: value.mod_revision };
-                        self.tell(Word::Offered(Box::new(offered))).await?;
+                        let offered = ReceivedOffer { disk: disk.to_owned(), offer, revision: value.mod_revision };
+                        self.send(AgentMessage::Offered(Box::new(offered))).await?;
                     }
-                    Err(why) => self.pass_over(value, &why),
+                    Err(why) => self.log_skipped(value, &why),
                 }
             }
-            Some(Key::Moved(host, disk)) if host == self.agent.cluster.host => {
-                let named = |answer: Answer| settings::cluster_name(&answer.by).map(|_| answer);
-                match values::read::<Answer>(&value.value).and_then(named) {
-                    Ok(answer) => self.tell(Word::Answered { disk: disk.to_owned(), answer }).await?,
-                    Err(why) => self.pass_over(value, &why),
+            Some(EtcdKey::Moved(host, disk)) if host == self.agent.cluster.host => {
+                let named = |answer: MigrationAnswer| settings::parse_cluster_name(&answer.by).map(|_| answer);
+                match values::read::<MigrationAnswer>(&value.value).and_then(named) {
+                    Ok(answer) => self.send(AgentMessage::Answered { disk: disk.to_owned(), answer }).await?,
+                    Err(why) => self.log_skipped(value, &why),
                 }
             }
-            Some(Key::Host(_) | Key::Grant(_) | Key::Move(..) | Key::Moved(..)) => {}
+            Some(EtcdKey::Host(_) | EtcdKey::Grant(_) | EtcdKey::Move(..) | EtcdKey::Moved(..)) => {}
             None => {
-                if self.is_news(value) {
+                if self.is_first_message(value) {
                     tracing::warn!(key = ?value.key, "cluster: a key in etcd is not weir's, by its form or its names: it is ignored");
                 }
             }
@@ -202,36 +202,36 @@ impl Session<'_> {
         Ok(())
     }
 
-    fn pass_over(&mut self, value: &KeyValue, why: &str) {
-        if self.is_news(value) {
+    fn log_skipped(&mut self, value: &EtcdKeyValue, why: &str) {
+        if self.is_first_message(value) {
             tracing::warn!(key = %value.key, "cluster: the value in etcd {why}: it is ignored");
         }
     }
 
     /// True for the first message about this key. Bounded, since a foreign writer may create any
     /// number.
-    fn is_news(&mut self, value: &KeyValue) -> bool {
-        self.strange.len() < MOST_STRANGE && self.strange.insert(value.key.clone())
+    fn is_first_message(&mut self, value: &EtcdKeyValue) -> bool {
+        self.strange.len() < MAX_LOGGED_KEYS && self.strange.insert(value.key.clone())
     }
 
     pub(super) async fn on_limits(
         &mut self,
         name: String,
-        stored: Stored,
-        by: Option<Actor>,
-    ) -> Result<(), Error> {
+        stored: StoredGroup,
+        by: Option<ChangeOrigin>,
+    ) -> Result<(), EtcdError> {
         let spec = stored.spec;
         self.known.groups.insert(name.clone(), stored);
-        self.keeper.note();
-        self.tell(Word::Group { name, spec, by }).await
+        self.keeper.mark_changed();
+        self.send(AgentMessage::Group { name, spec, by }).await
     }
 
-    async fn on_own_host(&mut self, etcd: &mut Etcd, value: Option<&KeyValue>) -> Result<(), Error> {
-        let read = value.and_then(|value| values::read::<Identity>(&value.value).ok());
+    async fn on_own_host(&mut self, etcd: &mut EtcdClient, value: Option<&EtcdKeyValue>) -> Result<(), EtcdError> {
+        let read = value.and_then(|value| values::read::<HostIdentity>(&value.value).ok());
         let is_own = read.is_some_and(|identity| {
-            let own = identity::own(&self.agent.machine_id, identity.instance);
+            let own = identity::own_identity(&self.agent.machine_id, identity.instance);
             self.known.joined.is_some()
-                && (identity.pid, identity.began, &identity.machine) == (own.pid, own.began, &own.machine)
+                && (identity.pid, identity.start_ticks, &identity.machine) == (own.pid, own.start_ticks, &own.machine)
         });
         // Deleted or replaced: joins again, or reports that another process has the name.
         if !is_own {

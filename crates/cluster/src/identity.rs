@@ -7,10 +7,10 @@
 
 use std::{fs, process};
 
-use super::values::Identity;
+use super::values::HostIdentity;
 
 /// Boot id of the kernel.
-const BOOT: &str = "/proc/sys/kernel/random/boot_id";
+const BOOT_ID_FILE: &str = "/proc/sys/kernel/random/boot_id";
 
 /// Machine id. Has to be read before the sandbox hides the file.
 pub(super) fn machine_id() -> String {
@@ -22,16 +22,16 @@ fn read(path: &str) -> String {
 }
 
 /// Identity of this process. Reads only files that the sandbox leaves readable.
-pub(super) fn own(machine_id: &str, instance: u64) -> Identity {
+pub(super) fn own_identity(machine_id: &str, instance: u64) -> HostIdentity {
     let space = fs::read_link("/proc/self/ns/pid").unwrap_or_default();
-    let machine = format!("{machine_id} {} {}", read(BOOT), space.display());
+    let machine = format!("{machine_id} {} {}", read(BOOT_ID_FILE), space.display());
     let pid = process::id();
-    let began = began(pid).unwrap_or(0);
-    Identity { instance, machine, pid, began, weir: env!("CARGO_PKG_VERSION").to_owned() }
+    let began = start_ticks(pid).unwrap_or(0);
+    HostIdentity { instance, machine, pid, start_ticks: began, weir: env!("CARGO_PKG_VERSION").to_owned() }
 }
 
 /// True if `other` is a different process that has certainly ended.
-pub(super) fn has_ended(other: &Identity, own: &Identity) -> bool {
+pub(super) fn has_ended(other: &HostIdentity, own: &HostIdentity) -> bool {
     if other.machine != own.machine {
         // The same machine after a reboot.
         let mut words = (other.machine.split(' '), own.machine.split(' '));
@@ -39,11 +39,11 @@ pub(super) fn has_ended(other: &Identity, own: &Identity) -> bool {
         let (boot, own_boot) = (words.0.next(), words.1.next());
         return id == own_id && id.is_some_and(|id| !id.is_empty()) && boot != own_boot;
     }
-    began(other.pid) != Some(other.began)
+    start_ticks(other.pid) != Some(other.start_ticks)
 }
 
 /// Start time of a running process: field 22 of proc_pid_stat(5). `None` for a zombie.
-fn began(pid: u32) -> Option<u64> {
+fn start_ticks(pid: u32) -> Option<u64> {
     let text = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
     // The second field is the name in parentheses, which may itself contain any character.
     let (_, rest) = text.rsplit_once(')')?;
@@ -57,27 +57,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_lives_has_not_ended_and_who_is_elsewhere_may_live() {
-        let own = own("id", 1);
-        assert!(own.began > 0);
+    fn a_running_or_remote_process_has_not_ended() {
+        let own = own_identity("id", 1);
+        assert!(own.start_ticks > 0);
         assert!(!has_ended(&own, &own));
         assert!(
-            has_ended(&Identity { began: own.began + 1, ..own.clone() }, &own),
+            has_ended(&HostIdentity { start_ticks: own.start_ticks + 1, ..own.clone() }, &own),
             "another with its number"
         );
-        assert!(has_ended(&Identity { pid: u32::MAX, ..own.clone() }, &own));
+        assert!(has_ended(&HostIdentity { pid: u32::MAX, ..own.clone() }, &own));
         let mut child = process::Command::new("true").spawn().unwrap();
-        let ended = Identity { pid: child.id(), began: began(child.id()).unwrap_or(0), ..own.clone() };
+        let ended = HostIdentity { pid: child.id(), start_ticks: start_ticks(child.id()).unwrap_or(0), ..own.clone() };
         let is_zombie = || fs::read_to_string(format!("/proc/{}/stat", child.id())).unwrap().contains(") Z ");
         while !is_zombie() {
             std::thread::yield_now();
         }
         assert!(has_ended(&ended, &own), "nobody has waited for it");
         child.wait().unwrap();
-        let other = Identity { machine: "other boot pid:[1]".to_owned(), pid: u32::MAX, ..own.clone() };
+        let other = HostIdentity { machine: "other boot pid:[1]".to_owned(), pid: u32::MAX, ..own.clone() };
         assert!(!has_ended(&other, &own));
-        let this = Identity { machine: "m now pid:[1]".to_owned(), ..own.clone() };
-        let before = Identity { machine: "m before pid:[1]".to_owned(), ..own };
+        let this = HostIdentity { machine: "m now pid:[1]".to_owned(), ..own.clone() };
+        let before = HostIdentity { machine: "m before pid:[1]".to_owned(), ..own };
         assert!(has_ended(&before, &this));
     }
 }

@@ -17,21 +17,21 @@
 //! `v1` is the version of keys and values: weir of another version has other keys, and never reads
 //! these.
 
-use settings::{check::named, cluster_name};
+use settings::{check::check_object_name, parse_cluster_name};
 
-use super::etcd::Range;
+use super::etcd::KeyRange;
 
 /// Keys of one cluster; holds their prefix.
 #[derive(Clone, Debug)]
-pub(super) struct Keys(String);
+pub(super) struct EtcdKeys(String);
 
 /// Parsed key, with the name of its host or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Key<'a> {
+pub(super) enum EtcdKey<'a> {
     Leader,
     Group(&'a str),
     Host(&'a str),
-    Promise(&'a str),
+    Reservation(&'a str),
     Report(&'a str),
     Grant(&'a str),
     /// Receiving host, and the disk.
@@ -40,87 +40,87 @@ pub(super) enum Key<'a> {
     Moved(&'a str, &'a str),
 }
 
-impl Keys {
-    pub(super) fn of(cluster: &str) -> Self {
+impl EtcdKeys {
+    pub(super) fn new(cluster: &str) -> Self {
         Self(format!("/weir/v1/{cluster}/"))
     }
 
-    pub(super) fn key(&self, key: Key<'_>) -> String {
+    pub(super) fn key(&self, key: EtcdKey<'_>) -> String {
         let prefix = &self.0;
         match key {
-            Key::Leader => format!("{prefix}all/leader"),
-            Key::Group(name) => format!("{prefix}all/group/{name}"),
-            Key::Promise(name) => format!("{prefix}all/promise/{name}"),
-            Key::Host(name) => format!("{prefix}host/{name}/name"),
-            Key::Grant(name) => format!("{prefix}host/{name}/grant"),
-            Key::Report(name) => format!("{prefix}report/{name}"),
-            Key::Move(host, disk) => format!("{prefix}host/{host}/move/{disk}"),
-            Key::Moved(host, disk) => format!("{prefix}host/{host}/moved/{disk}"),
+            EtcdKey::Leader => format!("{prefix}all/leader"),
+            EtcdKey::Group(name) => format!("{prefix}all/group/{name}"),
+            EtcdKey::Reservation(name) => format!("{prefix}all/promise/{name}"),
+            EtcdKey::Host(name) => format!("{prefix}host/{name}/name"),
+            EtcdKey::Grant(name) => format!("{prefix}host/{name}/grant"),
+            EtcdKey::Report(name) => format!("{prefix}report/{name}"),
+            EtcdKey::Move(host, disk) => format!("{prefix}host/{host}/move/{disk}"),
+            EtcdKey::Moved(host, disk) => format!("{prefix}host/{host}/moved/{disk}"),
         }
     }
 
     /// Keys that all hosts watch.
-    pub(super) fn of_all(&self) -> Range {
-        Range::Prefix(format!("{}all/", self.0))
+    pub(super) fn shared(&self) -> KeyRange {
+        KeyRange::Prefix(format!("{}all/", self.0))
     }
 
     /// Name, grant and migrations of a host.
-    pub(super) fn of_host(&self, name: &str) -> Range {
-        Range::Prefix(format!("{}host/{name}/", self.0))
+    pub(super) fn below_host(&self, name: &str) -> KeyRange {
+        KeyRange::Prefix(format!("{}host/{name}/", self.0))
     }
 
     /// Names, grants and migrations of all hosts.
-    pub(super) fn of_hosts(&self) -> Range {
-        Range::Prefix(format!("{}host/", self.0))
+    pub(super) fn below_all_hosts(&self) -> KeyRange {
+        KeyRange::Prefix(format!("{}host/", self.0))
     }
 
-    pub(super) fn groups(&self) -> Range {
-        Range::Prefix(self.key(Key::Group("")))
+    pub(super) fn groups(&self) -> KeyRange {
+        KeyRange::Prefix(self.key(EtcdKey::Group("")))
     }
 
-    pub(super) fn promises(&self) -> Range {
-        Range::Prefix(self.key(Key::Promise("")))
+    pub(super) fn promises(&self) -> KeyRange {
+        KeyRange::Prefix(self.key(EtcdKey::Reservation("")))
     }
 
-    pub(super) fn reports(&self) -> Range {
-        Range::Prefix(self.key(Key::Report("")))
+    pub(super) fn reports(&self) -> KeyRange {
+        KeyRange::Prefix(self.key(EtcdKey::Report("")))
     }
 
-    pub(super) fn one(&self, key: Key<'_>) -> Range {
-        Range::Key(self.key(key))
+    pub(super) fn single(&self, key: EtcdKey<'_>) -> KeyRange {
+        KeyRange::Key(self.key(key))
     }
 
     /// Parses a key. `None` if it is not weir's, or has a name that no config could have.
-    pub(super) fn read<'a>(&self, key: &'a str) -> Option<Key<'a>> {
+    pub(super) fn parse<'a>(&self, key: &'a str) -> Option<EtcdKey<'a>> {
         let rest = key.strip_prefix(&self.0)?;
         if rest == "all/leader" {
-            return Some(Key::Leader);
+            return Some(EtcdKey::Leader);
         }
         let found = if let Some(name) = rest.strip_prefix("all/group/") {
-            Key::Group(name)
+            EtcdKey::Group(name)
         } else if let Some(name) = rest.strip_prefix("all/promise/") {
-            Key::Promise(name)
+            EtcdKey::Reservation(name)
         } else if let Some(name) = rest.strip_prefix("report/") {
-            Key::Report(name)
+            EtcdKey::Report(name)
         } else {
             match rest.strip_prefix("host/")?.split_once('/')? {
-                (name, "name") => Key::Host(name),
-                (name, "grant") => Key::Grant(name),
+                (name, "name") => EtcdKey::Host(name),
+                (name, "grant") => EtcdKey::Grant(name),
                 (host, rest) => match rest.split_once('/')? {
-                    ("move", disk) => Key::Move(host, disk),
-                    ("moved", disk) => Key::Moved(host, disk),
+                    ("move", disk) => EtcdKey::Move(host, disk),
+                    ("moved", disk) => EtcdKey::Moved(host, disk),
                     _ => return None,
                 },
             }
         };
         let is_named = match found {
-            Key::Leader => true,
-            Key::Group(group) => named(group).is_ok(),
-            Key::Host(host) | Key::Promise(host) | Key::Report(host) | Key::Grant(host) => {
-                cluster_name(host).is_ok()
+            EtcdKey::Leader => true,
+            EtcdKey::Group(group) => check_object_name(group).is_ok(),
+            EtcdKey::Host(host) | EtcdKey::Reservation(host) | EtcdKey::Report(host) | EtcdKey::Grant(host) => {
+                parse_cluster_name(host).is_ok()
             }
-            Key::Move(host, disk) | Key::Moved(host, disk) => {
-                cluster_name(host).is_ok() && named(disk).is_ok()
+            EtcdKey::Move(host, disk) | EtcdKey::Moved(host, disk) => {
+                parse_cluster_name(host).is_ok() && check_object_name(disk).is_ok()
             }
         };
         is_named.then_some(found)
@@ -132,19 +132,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read() {
-        let keys = Keys::of("lab");
+    fn keys_round_trip() {
+        let keys = EtcdKeys::new("lab");
         for key in [
-            Key::Leader,
-            Key::Group("a/b"),
-            Key::Host("h"),
-            Key::Promise("h"),
-            Key::Report("h"),
-            Key::Grant("h"),
-            Key::Move("h", "vm/1"),
-            Key::Moved("h", "vm1"),
+            EtcdKey::Leader,
+            EtcdKey::Group("a/b"),
+            EtcdKey::Host("h"),
+            EtcdKey::Reservation("h"),
+            EtcdKey::Report("h"),
+            EtcdKey::Grant("h"),
+            EtcdKey::Move("h", "vm/1"),
+            EtcdKey::Moved("h", "vm1"),
         ] {
-            assert_eq!(keys.read(&keys.key(key)), Some(key));
+            assert_eq!(keys.parse(&keys.key(key)), Some(key));
         }
         for other in [
             "",
@@ -167,7 +167,7 @@ mod tests {
             "/weir/v1/lab/host/h/moved/v\tm",
             &format!("/weir/v1/lab/host/h/move/{}", "x".repeat(4097)),
         ] {
-            assert_eq!(keys.read(other), None, "{other}");
+            assert_eq!(keys.parse(other), None, "{other}");
         }
     }
 }

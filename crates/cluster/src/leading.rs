@@ -8,44 +8,44 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
-    cluster::{Action, Leader, Term},
+    cluster::{LeaderAction, QuotaLeader, Term},
     time::Instant,
 };
 
 use super::{
-    etcd::{Compare, Error, Etcd, KeyValue, MAX_BYTES, MAX_OPERATIONS, Operation},
-    keys::{Key, Keys},
-    known::Known,
-    outside::{draw, now},
-    stored::Stored,
-    values::{self, Grants, Promises, Report, Reports},
-    watching::{Watching, forward},
+    etcd::{TransactionCondition, EtcdError, EtcdClient, EtcdKeyValue, MAX_BYTES, MAX_OPERATIONS, EtcdOperation},
+    keys::{EtcdKey, EtcdKeys},
+    known::SessionState,
+    outside::{random, now},
+    stored::StoredGroup,
+    values::{self, HostGrants, HostReservations, ReportValue, HostReports},
+    watching::{WatchTask, forward},
 };
 
 /// Grants deleted in a row: each is a transaction, and the leader has to renew its lease in
 /// between.
-const MOST_SWEPT: usize = 32;
+const MAX_DELETED_GRANTS: usize = 32;
 
 /// State of an elected leader.
 #[derive(Debug)]
-pub(super) struct Leading {
+pub(super) struct LeaderTerm {
     term: Term,
-    keys: Keys,
+    keys: EtcdKeys,
     value: Vec<u8>,
     lease: i64,
     asked: Instant,
     kept_at: Instant,
-    leaders: BTreeMap<String, Leader>,
+    leaders: BTreeMap<String, QuotaLeader>,
     /// Earliest instant since which no other leader can have existed: the election, or the last
     /// renewal that found the key after a gap longer than the lease.
-    alone: Instant,
+    sole_since: Instant,
     /// Last division of groups that have no limits any more.
     dropped: BTreeMap<String, Instant>,
     /// Last reports, for groups whose limits appear later.
-    reports: BTreeMap<String, BTreeMap<String, Report>>,
+    reports: BTreeMap<String, BTreeMap<String, ReportValue>>,
     /// Last report of each host, and whether this leader received it; for older hosts the election.
     heard: BTreeMap<String, (Instant, bool)>,
-    grants: BTreeMap<String, Grants>,
+    grants: BTreeMap<String, HostGrants>,
     changed: BTreeSet<String>,
     /// Groups with more hosts than their limits can be divided among; logged once.
     too_many: BTreeSet<String>,
@@ -55,23 +55,23 @@ pub(super) struct Leading {
     sweep_at: Option<Instant>,
     /// Revision up to which reports were read. Later ones are watched.
     reports_at: i64,
-    watching: Watching,
+    watching: WatchTask,
 }
 
-impl Leading {
+impl LeaderTerm {
     /// Creates the leader's key, unless it exists.
-    pub(super) async fn campaign(known: &Known, etcd: &mut Etcd) -> Result<Option<Self>, Error> {
+    pub(super) async fn campaign(known: &SessionState, etcd: &mut EtcdClient) -> Result<Option<Self>, EtcdError> {
         let (timing, keys) = (known.timing, known.keys.clone());
-        let key = keys.key(Key::Leader);
+        let key = keys.key(EtcdKey::Leader);
         let asked = now();
         // Rounded up to seconds: etcd must not end the lease before this leader does.
         let lease = timing.term_lease();
         let lease = etcd.grant_lease(lease.as_secs().max(1) + u64::from(lease.subsec_nanos() > 0)).await?;
-        let leader = values::Leader { host: known.cluster.host.clone(), nonce: draw() };
+        let leader = values::LeaderValue { host: known.cluster.host.clone(), nonce: random() };
         let value = values::write(&leader);
-        let put = Operation::put(&key, &value, Some(lease));
-        let done = etcd.transact(&[Compare::Absent(key)], &[put]).await?;
-        if !done.held {
+        let put = EtcdOperation::put(&key, &value, Some(lease));
+        let done = etcd.transact(&[TransactionCondition::Absent(key)], &[put]).await?;
+        if !done.succeeded {
             etcd.revoke_lease(lease).await?;
             return Ok(None);
         }
@@ -86,7 +86,7 @@ impl Leading {
             asked,
             kept_at: asked,
             leaders: BTreeMap::new(),
-            alone,
+            sole_since: alone,
             dropped: BTreeMap::new(),
             reports: BTreeMap::new(),
             heard: BTreeMap::new(),
@@ -102,15 +102,15 @@ impl Leading {
         found.iter().for_each(|(host, reports)| leading.on_reports(host, reports));
         // The age of reports from before the election is unknown.
         leading.heard.values_mut().for_each(|(_, by_this_one)| *by_this_one = false);
-        leading.follow(known);
+        leading.follow_limits(known);
         tracing::info!(cluster = %known.cluster.name, "this host leads the cluster and divides its limits");
         Ok(Some(leading))
     }
 
     /// Continues with another member of etcd, before the key expires. True if it still leads.
-    pub(super) async fn go_on(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
+    pub(super) async fn resume(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
         if !self.keep_alive(etcd).await? {
-            return Ok(self.lost());
+            return Ok(self.log_lost());
         }
         let found;
         (self.reports_at, found, self.watching) = read_reports(known, etcd).await?;
@@ -118,14 +118,14 @@ impl Leading {
         // Hosts that left between the two watches.
         // Removed first, then re-added by the reports that were found.
         for host in known.iter().filter(|host| found.iter().all(|(there, _)| there != *host)) {
-            self.on_gone(host);
+            self.on_report_deleted(host);
         }
         found.iter().for_each(|(host, reports)| self.on_reports(host, reports));
         Ok(true)
     }
 
     /// Renews the lease of the key. False if it expired.
-    async fn keep_alive(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
+    async fn keep_alive(&mut self, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
         self.kept_at = now();
         let asked = self.kept_at;
         if !etcd.keep_lease(self.lease).await? {
@@ -133,10 +133,10 @@ impl Leading {
         }
         if asked >= self.asked + policy::cluster::Timing::DEFAULT.term_lease() {
             // The process slept. Meanwhile another leader may have come and gone.
-            self.alone = now();
+            self.sole_since = now();
         }
         self.asked = asked;
-        self.leaders.values_mut().for_each(|leader| leader.kept_alive(asked));
+        self.leaders.values_mut().for_each(|leader| leader.on_key_renewed(asked));
         Ok(true)
     }
 
@@ -150,31 +150,31 @@ impl Leading {
     }
 
     /// Time of a host's last report to this leader.
-    pub(super) fn heard(&self, host: &str) -> Option<Instant> {
+    pub(super) fn last_report_at(&self, host: &str) -> Option<Instant> {
         self.heard.get(host).filter(|(_, by_this_one)| *by_this_one).map(|(at, _)| *at)
     }
 
     /// Hosts that are overdue with a report: they have groups and did not sign off.
-    pub(super) fn silent(&self, known: &Known) -> BTreeSet<String> {
+    pub(super) fn silent_hosts(&self, known: &SessionState) -> BTreeSet<String> {
         let long_ago = 2 * policy::cluster::Timing::DEFAULT.lease;
         let at = now();
         let silent = self.heard.iter().filter(|(_, (since, _))| at >= *since + long_ago);
-        let takes_part = |promises: &Promises| promises.members.as_ref().is_none_or(|all| !all.is_empty());
+        let takes_part = |promises: &HostReservations| promises.members.as_ref().is_none_or(|all| !all.is_empty());
         let silent = silent.filter(|(host, _)| known.promises.get(*host).is_some_and(takes_part));
         silent.map(|(host, _)| host.clone()).collect()
     }
 
     pub(super) fn next(&self) -> Instant {
-        let leaders = self.leaders.values().map(Leader::next);
+        let leaders = self.leaders.values().map(QuotaLeader::next);
         leaders.chain(self.sweep_at).fold(self.kept_at + self.keep(), Instant::min)
     }
 
     /// Interval at which the lease of the key is renewed. Policy takes the same lease for its own.
     fn keep(&self) -> core::time::Duration {
-        policy::cluster::Timing::DEFAULT.keep()
+        policy::cluster::Timing::DEFAULT.key_renewal_interval()
     }
 
-    pub(super) fn on_reports(&mut self, host: &str, reports: &Reports) {
+    pub(super) fn on_reports(&mut self, host: &str, reports: &HostReports) {
         let at = now();
         // A report that was read before is no sign of life.
         let is_known =
@@ -191,20 +191,20 @@ impl Leading {
     }
 
     /// Handles the deletion of a host's report. Its grants expire by themselves.
-    pub(super) fn on_gone(&mut self, host: &str) {
+    pub(super) fn on_report_deleted(&mut self, host: &str) {
         self.heard.remove(host);
         self.reports.values_mut().for_each(|hosts| {
             hosts.remove(host);
         });
-        self.leaders.values_mut().for_each(|leader| leader.on_gone(host));
+        self.leaders.values_mut().for_each(|leader| leader.on_host_removed(host));
         self.sweep_at.get_or_insert(now() + 2 * policy::cluster::Timing::DEFAULT.lease);
     }
 
     /// Follows the limits in etcd. Groups with unreadable limits get no grants from this leader; a
     /// newer weir that can read them may become the leader.
-    fn follow(&mut self, known: &Known) {
+    fn follow_limits(&mut self, known: &SessionState) {
         let at = now();
-        let is_understood = |name: &String| !known.not_understood.contains_key(name);
+        let is_understood = |name: &String| !known.unreadable_groups.contains_key(name);
         let dropped = &mut self.dropped;
         self.leaders.retain(|name, _| {
             let stays = known.groups.contains_key(name) && is_understood(name);
@@ -220,8 +220,8 @@ impl Leading {
             }
             // Limits created after the election need not wait for grants of an earlier leader:
             // there are none. Otherwise hosts would stay at their fallback share meanwhile.
-            let since = self.dropped.remove(name).map_or(self.alone, |at| at.max(self.alone));
-            let mut leader = Leader::new(self.term, stored.spec, known.timing, self.asked, since);
+            let since = self.dropped.remove(name).map_or(self.sole_since, |at| at.max(self.sole_since));
+            let mut leader = QuotaLeader::new(self.term, stored.spec, known.timing, self.asked, since);
             for (host, report) in self.reports.get(name).into_iter().flatten() {
                 leader.on_report(host, report.into(), at);
             }
@@ -230,11 +230,11 @@ impl Leading {
     }
 
     /// Divides the limits and writes the grants. True if it still leads.
-    pub(super) async fn tend(&mut self, known: &Known, etcd: &mut Etcd) -> Result<bool, Error> {
+    pub(super) async fn perform_due(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
         if now() >= self.kept_at + self.keep() && !self.keep_alive(etcd).await? {
-            return Ok(self.lost());
+            return Ok(self.log_lost());
         }
-        self.follow(known);
+        self.follow_limits(known);
         let at = now();
         let mut stands_down = false;
         for (group, leader) in &mut self.leaders {
@@ -244,10 +244,10 @@ impl Leading {
             let safe_share = known.groups.get(group).and_then(|stored| stored.group.safe_share_ppm);
             for action in leader.tick(at) {
                 match action {
-                    Action::StandDown => stands_down = true,
-                    Action::Write(grants) => {
+                    LeaderAction::StandDown => stands_down = true,
+                    LeaderAction::Write(grants) => {
                         for (host, grant) in grants {
-                            let grant = values::Grant::of(&grant, safe_share);
+                            let grant = values::GrantValue::of(&grant, safe_share);
                             self.grants.entry(host.clone()).or_default().groups.insert(group.clone(), grant);
                             self.changed.insert(host);
                         }
@@ -259,39 +259,39 @@ impl Leading {
             // Deletes the key only if it is still this leader's, and gives up the leadership either
             // way.
             let value = self.value.clone();
-            let key = self.keys.key(Key::Leader);
-            let mine = Operation::Delete(self.keys.one(Key::Leader));
-            etcd.transact(&[Compare::Value(key, value)], &[mine]).await?;
-            return Ok(self.lost());
+            let key = self.keys.key(EtcdKey::Leader);
+            let mine = EtcdOperation::Delete(self.keys.single(EtcdKey::Leader));
+            etcd.transact(&[TransactionCondition::Value(key, value)], &[mine]).await?;
+            return Ok(self.log_lost());
         }
-        self.restore(known, etcd).await?;
-        self.make_room(known, etcd).await?;
-        self.sweep(known, etcd).await?;
+        self.restore_limits(known, etcd).await?;
+        self.raise_hosts(known, etcd).await?;
+        self.delete_stale_grants(known, etcd).await?;
         Ok(true)
     }
 
-    fn lost(&self) -> bool {
+    fn log_lost(&self) -> bool {
         tracing::info!("this host no longer leads the cluster");
         false
     }
 
-    fn fence(&self) -> [Compare; 2] {
+    fn fencing_conditions(&self) -> [TransactionCondition; 2] {
         // Revision and value: a restored etcd may reuse a revision, the nonce in the value differs.
-        let key = self.keys.key(Key::Leader);
+        let key = self.keys.key(EtcdKey::Leader);
         [
-            Compare::Created(key.clone(), self.term.revision.cast_signed()),
-            Compare::Value(key, self.value.clone()),
+            TransactionCondition::Created(key.clone(), self.term.revision.cast_signed()),
+            TransactionCondition::Value(key, self.value.clone()),
         ]
     }
 
     /// Writes changed grants. False if the key is no longer this leader's.
-    async fn write(&mut self, etcd: &mut Etcd) -> Result<bool, Error> {
+    async fn write(&mut self, etcd: &mut EtcdClient) -> Result<bool, EtcdError> {
         let changed = std::mem::take(&mut self.changed).into_iter();
         let values =
-            changed.map(|host| (self.keys.key(Key::Grant(&host)), values::write(&self.grants[&host])));
-        for parcel in parcels(values.collect()) {
-            let puts: Vec<_> = parcel.iter().map(|(key, value)| Operation::put(key, value, None)).collect();
-            if !etcd.transact(&self.fence(), &puts).await?.held {
+            changed.map(|host| (self.keys.key(EtcdKey::Grant(&host)), values::write(&self.grants[&host])));
+        for parcel in split_transactions(values.collect()) {
+            let puts: Vec<_> = parcel.iter().map(|(key, value)| EtcdOperation::put(key, value, None)).collect();
+            if !etcd.transact(&self.fencing_conditions(), &puts).await?.succeeded {
                 return Ok(false);
             }
         }
@@ -299,9 +299,9 @@ impl Leading {
     }
 
     /// Writes limits again that etcd lost.
-    async fn restore(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
-        let is_lost = |(name, stored): &(&String, &Stored)| {
-            stored.changed == 0 && !stored.group.removed && !known.not_understood.contains_key(*name)
+    async fn restore_limits(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
+        let is_lost = |(name, stored): &(&String, &StoredGroup)| {
+            stored.changed == 0 && !stored.group.removed && !known.unreadable_groups.contains_key(*name)
         };
         for (name, stored) in known.groups.iter().filter(is_lost) {
             let last = self.restored.get(name);
@@ -309,11 +309,11 @@ impl Leading {
                 continue;
             }
             self.restored.insert(name.clone(), now());
-            let key = self.keys.key(Key::Group(name));
-            let mut compare = self.fence().to_vec();
-            compare.push(Compare::Absent(key.clone()));
-            let put = Operation::put(&key, &values::write(&stored.group), None);
-            if etcd.transact(&compare, &[put]).await?.held {
+            let key = self.keys.key(EtcdKey::Group(name));
+            let mut compare = self.fencing_conditions().to_vec();
+            compare.push(TransactionCondition::Absent(key.clone()));
+            let put = EtcdOperation::put(&key, &values::write(&stored.group), None);
+            if etcd.transact(&compare, &[put]).await?.succeeded {
                 tracing::warn!(group = %name, "etcd lost this group's limits: this host's copy was written again");
             }
         }
@@ -321,12 +321,12 @@ impl Leading {
     }
 
     /// Divides limits among more hosts, if more take part than the limits were made for.
-    async fn make_room(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
+    async fn raise_hosts(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
         let crowded =
-            self.leaders.iter().filter(|(_, leader)| leader.is_crowded()).map(|(name, _)| name.clone());
+            self.leaders.iter().filter(|(_, leader)| leader.has_too_many_hosts()).map(|(name, _)| name.clone());
         for name in crowded.collect::<Vec<_>>() {
-            let Some(Stored { group, changed, .. }) = known.groups.get(&name) else { continue };
-            let more = match group.for_more_hosts(draw() as u32) {
+            let Some(StoredGroup { group, changed, .. }) = known.groups.get(&name) else { continue };
+            let more = match group.for_more_hosts(random() as u32) {
                 Ok(more) => more,
                 Err(why) => {
                     if self.too_many.insert(name.clone()) {
@@ -339,11 +339,11 @@ impl Leading {
                     continue;
                 }
             };
-            let key = self.keys.key(Key::Group(&name));
-            let mut compare = self.fence().to_vec();
-            compare.push(Compare::Changed(key.clone(), *changed));
-            let done = etcd.transact(&compare, &[Operation::put(&key, &values::write(&more), None)]).await?;
-            if done.held {
+            let key = self.keys.key(EtcdKey::Group(&name));
+            let mut compare = self.fencing_conditions().to_vec();
+            compare.push(TransactionCondition::Changed(key.clone(), *changed));
+            let done = etcd.transact(&compare, &[EtcdOperation::put(&key, &values::write(&more), None)]).await?;
+            if done.succeeded {
                 tracing::info!(group = %name, hosts = more.hosts, "the limits are divided among more hosts");
                 if more.safe_share_ppm != group.safe_share_ppm {
                     let percent = more.safe_share_ppm.map(|ppm| f64::from(ppm) / 10_000.0);
@@ -358,57 +358,57 @@ impl Leading {
     ///
     /// A host left if neither its name nor its report exists. It may return meanwhile and then
     /// keeps its new grant. A deleted grant has expired by then.
-    async fn sweep(&mut self, known: &Known, etcd: &mut Etcd) -> Result<(), Error> {
+    async fn delete_stale_grants(&mut self, known: &SessionState, etcd: &mut EtcdClient) -> Result<(), EtcdError> {
         if self.sweep_at.is_none_or(|at| now() < at) {
             return Ok(());
         }
         self.sweep_at = None;
-        let found = etcd.keys(&[self.keys.of_hosts(), self.keys.reports()]).await?;
+        let found = etcd.keys(&[self.keys.below_all_hosts(), self.keys.reports()]).await?;
         let (mut there, mut grants) = (BTreeSet::new(), Vec::new());
         for value in found.iter().flatten() {
-            match self.keys.read(&value.key) {
-                Some(Key::Host(host) | Key::Report(host)) => drop(there.insert(host)),
-                Some(Key::Grant(host)) => grants.push((host, value)),
+            match self.keys.parse(&value.key) {
+                Some(EtcdKey::Host(host) | EtcdKey::Report(host)) => drop(there.insert(host)),
+                Some(EtcdKey::Grant(host)) => grants.push((host, value)),
                 _ => {}
             }
         }
         grants.retain(|(host, _)| !there.contains(host));
         let at = now();
-        let may_hold = |host: &str| self.leaders.values().any(|leader| leader.may_hold(host, at));
+        let may_hold = |host: &str| self.leaders.values().any(|leader| leader.may_have_lease(host, at));
         let (held, over): (Vec<_>, Vec<_>) = grants.into_iter().partition(|(host, _)| may_hold(host));
-        for (host, value) in over.iter().take(MOST_SWEPT) {
-            let mut compare = self.fence().to_vec();
+        for (host, value) in over.iter().take(MAX_DELETED_GRANTS) {
+            let mut compare = self.fencing_conditions().to_vec();
             // The host may have returned: neither its keys nor a new grant may exist.
-            let absent = [Key::Host(host), Key::Report(host)].map(|key| Compare::Absent(self.keys.key(key)));
+            let absent = [EtcdKey::Host(host), EtcdKey::Report(host)].map(|key| TransactionCondition::Absent(self.keys.key(key)));
             compare.extend(absent);
-            compare.push(Compare::Changed(value.key.clone(), value.mod_revision));
-            let gone = Operation::Delete(self.keys.one(Key::Grant(host)));
-            if etcd.transact(&compare, &[gone]).await?.held {
+            compare.push(TransactionCondition::Changed(value.key.clone(), value.mod_revision));
+            let gone = EtcdOperation::Delete(self.keys.single(EtcdKey::Grant(host)));
+            if etcd.transact(&compare, &[gone]).await?.succeeded {
                 self.grants.remove(*host);
             }
         }
-        if over.len() > MOST_SWEPT || !held.is_empty() {
+        if over.len() > MAX_DELETED_GRANTS || !held.is_empty() {
             self.sweep_at = Some(now() + known.timing.lease);
         }
         Ok(())
     }
 
     /// Ends the leadership, so that another host can be elected at once.
-    pub(super) async fn resign(self, etcd: &mut Etcd) {
+    pub(super) async fn resign(self, etcd: &mut EtcdClient) {
         let _ = etcd.revoke_lease(self.lease).await;
     }
 }
 
 /// Reads all reports, and watches from the next revision on.
 async fn read_reports(
-    known: &Known,
-    etcd: &mut Etcd,
-) -> Result<(i64, Vec<(String, Reports)>, Watching), Error> {
+    known: &SessionState,
+    etcd: &mut EtcdClient,
+) -> Result<(i64, Vec<(String, HostReports)>, WatchTask), EtcdError> {
     let range = known.keys.reports();
     let (revision, found) = etcd.read(std::slice::from_ref(&range)).await?;
     let watch = etcd.watch(&range, revision + 1).await?;
-    let read = |value: &KeyValue| match (known.keys.read(&value.key), values::read(&value.value)) {
-        (Some(Key::Report(host)), Ok(reports)) => Some((host.to_owned(), reports)),
+    let read = |value: &EtcdKeyValue| match (known.keys.parse(&value.key), values::read(&value.value)) {
+        (Some(EtcdKey::Report(host)), Ok(reports)) => Some((host.to_owned(), reports)),
         _ => None,
     };
     let found = found.iter().flatten().filter_map(read).collect();
@@ -416,7 +416,7 @@ async fn read_reports(
 }
 
 /// Splits values into transactions within etcd's bounds.
-fn parcels(values: Vec<(String, Vec<u8>)>) -> Vec<Vec<(String, Vec<u8>)>> {
+fn split_transactions(values: Vec<(String, Vec<u8>)>) -> Vec<Vec<(String, Vec<u8>)>> {
     let mut parcels: Vec<Vec<_>> = Vec::new();
     let mut bytes = 0;
     for (key, value) in values {
@@ -437,9 +437,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_transaction_has_no_more_operations_nor_bytes_than_etcd_takes() {
+    fn transactions_stay_within_etcds_bounds() {
         let sizes = |count: usize, bytes: usize| {
-            let parcels = parcels(vec![(String::new(), vec![0; bytes]); count]);
+            let parcels = split_transactions(vec![(String::new(), vec![0; bytes]); count]);
             parcels.iter().map(Vec::len).collect::<Vec<_>>()
         };
         assert_eq!(sizes(0, 1), [0; 0]);

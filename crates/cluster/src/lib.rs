@@ -50,50 +50,50 @@ use std::{
 use anyhow::{Context as _, bail, ensure};
 use api::{ClusterReport, ClusterStatus, LocalQuota};
 use async_channel::{Receiver, Sender};
-use block::layer::throttle::Group;
-use cgroup::watch::Lending;
+use block::layer::throttle::ThrottleGroup;
+use cgroup::watch::CgroupLeases;
 use policy::{
-    cluster::{Spec, Timing},
+    cluster::{ClusterGroupLimits, Timing},
     throttle::Limits,
     time::Duration,
 };
 use serde_json::{Value, json};
-use settings::Plan;
+use settings::DesiredState;
 
-use agent::Agent;
-pub use etcd::Proofs;
-use etcd::{Error, Terms};
-pub use first::check;
-use first::{Asked, first, known};
+use agent::EtcdAgent;
+pub use etcd::EtcdCredentials;
+use etcd::{EtcdError, EtcdParameters};
+pub use first::check_start;
+use first::{StartQuery, read_start_state, stored_start_state};
 pub use fuzzing::etcd_values;
-pub(crate) use hosts::Standing;
-use hosts::{Hosts, Turn};
-use keys::Keys;
-use offers::{Answer, Offered, Outcome, Said, Step};
-pub use promising::Refusal;
-use values::Promises;
-pub use words::Change;
-use words::{Input, Word};
+pub(crate) use hosts::LocalGroupState;
+use hosts::{LocalGroups, MembershipEvent};
+use keys::EtcdKeys;
+use offers::{MigrationAnswer, ReceivedOffer, StepOutcome, MigrationReply, MigrationStep};
+pub use promising::ReservationRefusal;
+use values::HostReservations;
+pub use words::GroupLimitChange;
+use words::{AgentInput, AgentMessage};
 
-use actor::Actor;
+use actor::ChangeOrigin;
 
 /// Bound of the queues to and from the agent thread.
-const MOST_QUEUED: usize = 1024;
+const QUEUE_LENGTH: usize = 1024;
 /// Time that a command waits for etcd: longer than one round of requests to all members.
-const PATIENCE: Duration = Duration::from_secs(5);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of different reasons for which a lost connection is reported until the host joins again.
-const MOST_REASONS: usize = 32;
-const ENDED: &str = "the connection to etcd has ended; the log has the reason (restart weir)";
+const MAX_REPORTED_REASONS: usize = 32;
+const AGENT_ENDED: &str = "the connection to etcd has ended; the log has the reason (restart weir)";
 /// Time that a stop waits for the agent to release the host's name in etcd.
-const FAREWELL: Duration = Duration::from_secs(2);
+const LEAVE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Returns the ports of the etcd members, for the sandbox's rules.
-pub fn ports(cluster: &settings::Cluster) -> Vec<u16> {
-    Terms::ports(cluster)
+pub fn ports(cluster: &settings::ClusterConfig) -> Vec<u16> {
+    EtcdParameters::ports(cluster)
 }
 
 /// Directory of the file that stores the cluster's limits between runs.
-pub fn directory(state: Option<&Path>, cluster: &settings::Cluster) -> Option<PathBuf> {
+pub fn directory(state: Option<&Path>, cluster: &settings::ClusterConfig) -> Option<PathBuf> {
     stored::file(state, &cluster.name).parent().map(Path::to_owned)
 }
 
@@ -101,7 +101,7 @@ pub fn directory(state: Option<&Path>, cluster: &settings::Cluster) -> Option<Pa
 ///
 /// The group's requests come on top of the cluster's limit: a tenant may exceed its limit by a slip
 /// in a config file.
-fn warn_of_namesake(group: &str, cluster: &str) {
+fn warn_of_local_group(group: &str, cluster: &str) {
     tracing::warn!(
         group,
         cluster,
@@ -110,7 +110,7 @@ fn warn_of_namesake(group: &str, cluster: &str) {
 }
 
 /// The daemon's side of this crate: measurements, registry and events.
-pub trait Surroundings {
+pub trait ClusterHooks {
     /// Measured capacity of the devices below the disks of groups that `is_shared` selects, as
     /// operations and bytes per second; 0 where it is unknown.
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2];
@@ -120,40 +120,40 @@ pub trait Surroundings {
 
     /// Reports that the host joined the cluster, or, with the reason in `apart`, that it is
     /// disconnected: once leases have expired, its fallback share applies.
-    fn tell(&self, cluster: &str, host: &str, apart: Option<&str>);
+    fn report_connection(&self, cluster: &str, host: &str, apart: Option<&str>);
 
     /// Puts unmet reservations in force again, as far as the known reservations leave room.
-    fn promise_again(&self);
+    fn restore_reservations(&self);
 
     /// Suspends reservations of disks and groups that the cluster refused, so that the rest fits.
-    fn leave_out(&self, refusal: &Refusal);
+    fn suspend_reservations(&self, refusal: &ReservationRefusal);
 
     /// Reports the outcome: unmet reservations stay unmet for now; restored ones are known to all
     /// hosts.
-    fn tell_promises(&self);
+    fn report_reservations(&self);
 
     /// Called after each step in which this host's quota may have changed.
-    fn follow_quota(&self);
+    fn quota_changed(&self);
 
     /// Reports changed cluster-wide limits of a group that this host has, or whose change it made.
     /// `limits` are the old and the new ones.
-    fn tell_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &Actor);
+    fn report_limits(&self, cluster: &str, group: &str, limits: [&Limits; 2], by: &ChangeOrigin);
 
     /// Reports that a host stopped reporting, or (with `silent` false) that it reports again or
     /// left. Only the leader calls this.
-    fn tell_silent(&self, cluster: &str, host: &str, silent: bool);
+    fn report_silent_host(&self, cluster: &str, host: &str, silent: bool);
 
     /// Reports that the reservations of a group exceed its limit: `promised` is their sum and the
     /// limit, in `unit` per second.
-    fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
+    fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, promised: [u64; 2]);
 }
 
 /// This daemon's membership in its cluster. Belongs to the main thread.
-pub struct Cluster {
+pub struct ClusterMembership {
     name: String,
     host: String,
-    hosts: RefCell<Hosts>,
-    specs: RefCell<BTreeMap<String, Spec>>,
+    hosts: RefCell<LocalGroups>,
+    specs: RefCell<BTreeMap<String, ClusterGroupLimits>>,
     /// Hosts that stopped reporting; `None` unless this host leads.
     silent: RefCell<Option<BTreeSet<String>>>,
     /// Groups without limits in etcd when etcd was last read.
@@ -161,101 +161,101 @@ pub struct Cluster {
     file: PathBuf,
     /// Disks of this host that moved to another host, with that host's name.
     moved: RefCell<BTreeMap<String, String>>,
-    overpromised: RefCell<BTreeMap<(String, usize), [u64; 2]>>,
+    overbooked: RefCell<BTreeMap<(String, usize), [u64; 2]>>,
     /// True while a request to record this host's reservations is in flight.
-    is_asking: Cell<bool>,
+    is_recording: Cell<bool>,
     is_connected: Cell<bool>,
     /// Reasons already reported since the host last joined.
-    told_apart: RefCell<BTreeSet<String>>,
+    reported_reasons: RefCell<BTreeSet<String>>,
     /// Local groups for which [`warn_of_namesake`] was called.
-    told_namesakes: RefCell<BTreeSet<String>>,
+    warned_namesakes: RefCell<BTreeSet<String>>,
     /// Reason for the missing connection; empty while connected.
     reason: RefCell<String>,
     leader: RefCell<Option<String>>,
     /// Disks that other hosts offer to this one.
-    offers: (Sender<Offered>, Receiver<Offered>),
+    offers: (Sender<ReceivedOffer>, Receiver<ReceivedOffer>),
     /// Receivers of answers to this host's offers, by the offer's number.
-    awaited: RefCell<BTreeMap<u64, Sender<Answer>>>,
-    input: Sender<Input>,
-    words: Receiver<Word>,
-    agent: RefCell<Option<Agent>>,
+    answer_senders: RefCell<BTreeMap<u64, Sender<MigrationAnswer>>>,
+    input: Sender<AgentInput>,
+    messages: Receiver<AgentMessage>,
+    agent: RefCell<Option<EtcdAgent>>,
     /// Shared with the agent, for renewed credentials.
-    terms: Terms,
+    terms: EtcdParameters,
     /// Quotas of control groups.
-    lending: Option<Lending>,
+    lending: Option<CgroupLeases>,
 }
 
 /// The agent thread and the main thread's task. Dropping it leaves the cluster.
-pub struct Running {
-    input: Sender<Input>,
+pub struct AgentHandle {
+    input: Sender<AgentInput>,
     ended: mpsc::Receiver<()>,
     _task: reactor::JoinHandle<()>,
 }
 
-impl Drop for Running {
+impl Drop for AgentHandle {
     fn drop(&mut self) {
-        if self.input.try_send(Input::Stop).is_ok() {
+        if self.input.try_send(AgentInput::Stop).is_ok() {
             // Without an answer of etcd the leases expire.
-            let _ = self.ended.recv_timeout(FAREWELL);
+            let _ = self.ended.recv_timeout(LEAVE_TIMEOUT);
         }
     }
 }
 
-impl Cluster {
+impl ClusterMembership {
     /// Reads the limits of this host's groups from etcd, or, if etcd is unreachable, from the state
     /// directory. `None` without a cluster in the config.
     ///
     /// # Errors
     /// Fails on wrong certificates, passwords or names, and if the limits of a group are unknown.
-    pub async fn prepare(plan: &Plan) -> anyhow::Result<Option<Rc<Self>>> {
-        let Some(cluster) = plan.service.cluster.clone() else { return Ok(None) };
-        let file = stored::file(plan.service.state.as_deref(), &cluster.name);
+    pub async fn prepare(plan: &DesiredState) -> anyhow::Result<Option<Rc<Self>>> {
+        let Some(cluster) = plan.process.cluster.clone() else { return Ok(None) };
+        let file = stored::file(plan.process.state.as_deref(), &cluster.name);
         make_directory(&file, plan)
             .with_context(|| format!("cluster {}: {}", cluster.name, file.display()))?;
         let settings = cluster.clone();
-        let own = Asked::of(plan, &cluster)?;
+        let own = StartQuery::of(plan, &cluster)?;
         let groups = own.groups.clone();
         // Before the sandbox: certificates are readable and names can be resolved only now.
-        let asked = reactor::blocking(move || {
-            let terms = Terms::new(&settings)?;
-            let first = first(&Keys::of(&settings.name), &own, &terms);
+        let asked = reactor::run_blocking(move || {
+            let terms = EtcdParameters::new(&settings)?;
+            let first = read_start_state(&EtcdKeys::new(&settings.name), &own, &terms);
             anyhow::Ok((terms, first))
         });
         let (terms, first) = asked.await.with_context(|| format!("cluster {}", cluster.name))?;
         let mut reason = String::new();
-        let recalled = stored::recall(&file);
+        let recalled = stored::load_for_session(&file);
         let first = match first {
             Ok(mut first) => {
-                first.recall(&recalled);
+                first.add_stored_limits(&recalled);
                 let bare = groups.into_iter().filter(|name| !first.specs.contains_key(name));
                 let bare: Vec<_> = bare.collect();
                 if !bare.is_empty() {
                     let file = file.clone();
-                    reactor::blocking(move || stored::save_without_limits(&file, bare)).await;
+                    reactor::run_blocking(move || stored::save_without_limits(&file, bare)).await;
                 }
                 first
             }
             // Only unreachability falls back to stored limits. A refusal (certificate, password,
             // foreign value) needs an administrator, so the start fails.
-            Err(Error::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
+            Err(EtcdError::Refused(why)) => bail!("cluster {}: {why}", cluster.name),
             Err(error) => {
                 reason = error.to_string();
-                known(&file, plan, &reason).with_context(|| format!("cluster {}", cluster.name))?
+                stored_start_state(&file, plan, &reason).with_context(|| format!("cluster {}", cluster.name))?
             }
         };
-        let (to_agent, inbox) = async_channel::bounded(MOST_QUEUED);
-        let (to_main, words) = async_channel::bounded(MOST_QUEUED);
+        let (to_agent, inbox) = async_channel::bounded(QUEUE_LENGTH);
+        let (to_main, words) = async_channel::bounded(QUEUE_LENGTH);
         let timing = Timing::DEFAULT;
-        let mut hosts = Hosts::new(&cluster.host, timing);
-        let _ = hosts.hear(Word::Promises(first.promises), reactor::now());
+        let mut hosts = LocalGroups::new(&cluster.host, timing);
+        let _ = hosts.handle_message(AgentMessage::Reservations(first.promises), reactor::now());
         let control_groups = cluster.control_groups.clone();
-        let lending = Lending::new(control_groups.iter().map(String::as_str));
+        let lending = CgroupLeases::new(control_groups.iter().map(String::as_str));
         let (name, host) = (cluster.name.clone(), cluster.host.clone());
         let inbox = (to_agent.clone(), inbox);
         let machine_id = identity::machine_id();
         let known_terms = terms.clone();
         let agent =
-            Agent { cluster, terms, machine_id, file: file.clone(), recalled, inbox, words: to_main, timing };
+            EtcdAgent { cluster, terms, machine_id, file: file.clone(), recalled, inbox, words: to_main, timing };
         let cluster = Self {
             name,
             host,
@@ -265,17 +265,17 @@ impl Cluster {
             without_limits: stored::without_limits(&file),
             file,
             moved: RefCell::new(first.moved),
-            overpromised: RefCell::default(),
-            is_asking: Cell::new(false),
+            overbooked: RefCell::default(),
+            is_recording: Cell::new(false),
             is_connected: Cell::new(false),
-            told_apart: RefCell::default(),
-            told_namesakes: RefCell::default(),
+            reported_reasons: RefCell::default(),
+            warned_namesakes: RefCell::default(),
             reason: RefCell::new(reason),
             leader: RefCell::default(),
-            offers: async_channel::bounded(MOST_QUEUED),
-            awaited: RefCell::default(),
+            offers: async_channel::bounded(QUEUE_LENGTH),
+            answer_senders: RefCell::default(),
             input: to_agent,
-            words,
+            messages: words,
             agent: RefCell::new(Some(agent)),
             terms: known_terms,
             lending: (!control_groups.is_empty()).then_some(lending),
@@ -290,15 +290,15 @@ impl Cluster {
     }
 
     /// Sets the credentials of later connections to etcd.
-    pub fn renew(&self, proofs: Proofs) {
-        self.terms.renew(proofs);
+    pub fn renew(&self, proofs: EtcdCredentials) {
+        self.terms.set_credentials(proofs);
     }
 
     /// Adds a group at its fallback share, if the cluster has limits for it.
     ///
     /// # Errors Fails if etcd is unreachable and the group's limits are unknown, or if control
     /// groups of this host use this quota.
-    pub fn take_part(&self, group: &Arc<Group>) -> anyhow::Result<()> {
+    pub fn add_group(&self, group: &Arc<ThrottleGroup>) -> anyhow::Result<()> {
         let spec = self.spec(group.name())?;
         ensure!(
             // A group has one quota per host. Disks and control groups together would use it twice.
@@ -310,7 +310,7 @@ impl Cluster {
         Ok(())
     }
 
-    fn spec(&self, group: &str) -> anyhow::Result<Option<Spec>> {
+    fn spec(&self, group: &str) -> anyhow::Result<Option<ClusterGroupLimits>> {
         let spec = self.specs.borrow().get(group).copied();
         if spec.is_none() {
             let reason = self.reason.borrow();
@@ -322,7 +322,7 @@ impl Cluster {
                 let (file, name) = (self.file.clone(), group.to_owned());
                 // An optimization: the next start without etcd then does not fail for this group.
                 reactor::spawn(async move {
-                    reactor::blocking(move || stored::save_without_limits(&file, [name])).await;
+                    reactor::run_blocking(move || stored::save_without_limits(&file, [name])).await;
                 });
             }
             let when = if reason.is_empty() { "has" } else { "had, when etcd was last reachable," };
@@ -335,23 +335,23 @@ impl Cluster {
     }
 
     /// Quotas of this host's control groups, if the config names any.
-    pub fn lending(&self) -> Option<Lending> {
+    pub fn lending(&self) -> Option<CgroupLeases> {
         self.lending.clone()
     }
 
     /// Removes a group, which then has no quota on this host.
-    pub fn leave(&self, group: &str) {
+    pub fn remove_group(&self, group: &str) {
         self.hosts.borrow_mut().remove(group);
     }
 
     /// True if the cluster sets the limits of this group.
-    pub fn has(&self, group: &str) -> bool {
+    pub fn has_group(&self, group: &str) -> bool {
         self.hosts.borrow().has(group)
     }
 
     /// Starts the agent thread, with the rights that the sandbox leaves, and the main thread's
     /// task.
-    pub fn start(self: &Rc<Self>, around: Weak<dyn Surroundings>) -> anyhow::Result<Running> {
+    pub fn start(self: &Rc<Self>, around: Weak<dyn ClusterHooks>) -> anyhow::Result<AgentHandle> {
         let agent = self.agent.take().context("the cluster runs already")?;
         let (end, ended) = mpsc::channel();
         let thread = thread::Builder::new().name("cluster".to_owned()).spawn(move || {
@@ -369,7 +369,7 @@ impl Cluster {
                 let now = reactor::now();
                 let word = match next - now {
                     Duration::ZERO => None,
-                    left => match reactor::timeout(left, cluster.words.recv()).await {
+                    left => match reactor::timeout(left, cluster.messages.recv()).await {
                         Ok(Ok(word)) => Some(word),
                         // The agent ended. Ticks go on, so that leases expire.
                         Ok(Err(_)) => {
@@ -381,7 +381,7 @@ impl Cluster {
                 };
                 let Some(around) = around.upgrade() else { return };
                 match word {
-                    Some(word) => cluster.hear(word, &*around),
+                    Some(word) => cluster.handle_message(word, &*around),
                     None => {
                         cluster.tick(&around);
                         next = reactor::now() + Timing::DEFAULT.tick;
@@ -389,37 +389,37 @@ impl Cluster {
                 }
             }
         });
-        Ok(Running { input: self.input.clone(), ended, _task: task })
+        Ok(AgentHandle { input: self.input.clone(), ended, _task: task })
     }
 
-    fn tick(self: &Rc<Self>, around: &Rc<dyn Surroundings>) {
-        self.ask_promises(around);
+    fn tick(self: &Rc<Self>, around: &Rc<dyn ClusterHooks>) {
+        self.record_reservations(around);
         if self.is_leader() && self.is_connected.get() {
             // Only the leader reports an overbooked limit, or each host would.
-            let over = self.hosts.borrow().overpromised(&self.specs.borrow());
-            let before = self.overpromised.replace(over.clone());
+            let over = self.hosts.borrow().overbooked(&self.specs.borrow());
+            let before = self.overbooked.replace(over.clone());
             for ((group, unit), promised) in over {
                 if !before.contains_key(&(group.clone(), unit)) {
-                    around.tell_overpromised(&self.name, &group, ["iops", "bps"][unit], promised);
+                    around.report_overbooked(&self.name, &group, ["iops", "bps"][unit], promised);
                 }
             }
         }
-        self.tell_namesakes(&**around);
+        self.warn_of_namesakes(&**around);
         let reports = self.hosts.borrow_mut().tick(reactor::now());
-        around.follow_quota();
+        around.quota_changed();
         if let Some(reports) = reports {
-            let _ = self.input.try_send(Input::Reports(reports));
+            let _ = self.input.try_send(AgentInput::Reports(reports));
         }
     }
     // The tick also drops expired leases, so it has to run without any word from the agent.
 
     /// Calls [`warn_of_namesake`] once for each group.
-    fn tell_namesakes(&self, around: &dyn Surroundings) {
-        let mut told = self.told_namesakes.borrow_mut();
+    fn warn_of_namesakes(&self, around: &dyn ClusterHooks) {
+        let mut told = self.warned_namesakes.borrow_mut();
         for (group, spec) in &*self.specs.borrow() {
-            let is_namesake = !spec.limits().is_unlimited() && !self.has(group) && around.has_group(group);
+            let is_namesake = !spec.limits().is_unlimited() && !self.has_group(group) && around.has_group(group);
             if is_namesake && told.insert(group.clone()) {
-                warn_of_namesake(group, &self.name);
+                warn_of_local_group(group, &self.name);
             } else if !is_namesake {
                 told.remove(group);
             }
@@ -429,87 +429,87 @@ impl Cluster {
     /// Records this host's reservations in etcd after a start, a change or an outage.
     ///
     /// Refused reservations become unmet. Disks do not wait for the answer.
-    fn ask_promises(self: &Rc<Self>, around: &Rc<dyn Surroundings>) {
-        if self.is_asking.get() {
+    fn record_reservations(self: &Rc<Self>, around: &Rc<dyn ClusterHooks>) {
+        if self.is_recording.get() {
             return;
         }
         if self.is_connected.get() {
-            around.promise_again();
+            around.restore_reservations();
         }
-        let Some(promised) = self.promised(&**around) else {
-            around.tell_promises();
+        let Some(promised) = self.changed_reservations(&**around) else {
+            around.report_reservations();
             return;
         };
-        self.is_asking.set(true);
+        self.is_recording.set(true);
         let (cluster, around) = (Rc::clone(self), Rc::clone(around));
         reactor::spawn(async move {
-            if let Err(refusal) = cluster.settle(promised).await {
-                around.leave_out(&refusal);
-                cluster.hosts.borrow_mut().ask_again();
+            if let Err(refusal) = cluster.record_and_wait(promised).await {
+                around.suspend_reservations(&refusal);
+                cluster.hosts.borrow_mut().resend_reservations();
             }
-            cluster.is_asking.set(false);
+            cluster.is_recording.set(false);
         });
     }
 
-    fn hear_silence(&self, silent: Option<BTreeSet<String>>, around: &dyn Surroundings) {
+    fn handle_silent_hosts(&self, silent: Option<BTreeSet<String>>, around: &dyn ClusterHooks) {
         let before = self.silent.replace(silent.clone()).unwrap_or_default();
         // Only the leader receives reports. The next leader starts with an empty set.
         let Some(silent) = silent else { return };
-        silent.difference(&before).for_each(|host| around.tell_silent(&self.name, host, true));
-        before.difference(&silent).for_each(|host| around.tell_silent(&self.name, host, false));
+        silent.difference(&before).for_each(|host| around.report_silent_host(&self.name, host, true));
+        before.difference(&silent).for_each(|host| around.report_silent_host(&self.name, host, false));
     }
 
-    fn hear(&self, word: Word, around: &dyn Surroundings) {
+    fn handle_message(&self, word: AgentMessage, around: &dyn ClusterHooks) {
         let word = match word {
-            Word::Offered(offered) => {
+            AgentMessage::Offered(offered) => {
                 // A full queue drops the offer; its host withdraws it after a timeout.
                 let _ = self.offers.0.try_send(*offered);
                 return;
             }
-            Word::Answered { disk, answer } => {
-                self.hear_answer(disk, answer);
+            AgentMessage::Answered { disk, answer } => {
+                self.handle_answer(disk, answer);
                 return;
             }
-            Word::Silent(silent) => {
-                self.hear_silence(silent, around);
+            AgentMessage::Silent(silent) => {
+                self.handle_silent_hosts(silent, around);
                 return;
             }
             word => word,
         };
-        if let Word::Group { name, spec, by } = &word {
+        if let AgentMessage::Group { name, spec, by } = &word {
             let before = self.specs.borrow_mut().insert(name.clone(), *spec);
             let none = Limits::default();
-            let limits = [before.as_ref().map_or(&none, Spec::limits), spec.limits()];
+            let limits = [before.as_ref().map_or(&none, ClusterGroupLimits::limits), spec.limits()];
             // A change made by a client of this host is reported even if no local group uses the
             // limit.
-            if limits[0] != limits[1] && (by.is_some() || self.has(name)) {
-                around.tell_limits(&self.name, name, limits, by.as_ref().unwrap_or(&Actor::AnotherHost));
+            if limits[0] != limits[1] && (by.is_some() || self.has_group(name)) {
+                around.report_limits(&self.name, name, limits, by.as_ref().unwrap_or(&ChangeOrigin::AnotherHost));
             }
         }
-        let (turn, reports) = self.hosts.borrow_mut().hear(word, reactor::now());
-        around.follow_quota();
+        let (turn, reports) = self.hosts.borrow_mut().handle_message(word, reactor::now());
+        around.quota_changed();
         if let Some(reports) = reports {
-            let _ = self.input.try_send(Input::Reports(reports));
+            let _ = self.input.try_send(AgentInput::Reports(reports));
         }
         match turn {
-            Some(Turn::Joined) if !self.is_connected.replace(true) => {
+            Some(MembershipEvent::Joined) if !self.is_connected.replace(true) => {
                 self.reason.borrow_mut().clear();
-                self.told_apart.borrow_mut().clear();
-                around.tell(&self.name, &self.host, None);
+                self.reported_reasons.borrow_mut().clear();
+                around.report_connection(&self.name, &self.host, None);
             }
-            Some(Turn::Apart { why, lasts }) => {
+            Some(MembershipEvent::Apart { why, lasts }) => {
                 self.reason.replace(why.clone());
                 self.is_connected.set(false);
-                let mut told = self.told_apart.borrow_mut();
+                let mut told = self.reported_reasons.borrow_mut();
                 // The agent retries all members in turn. Each may fail for another reason.
-                let is_new = lasts && told.len() < MOST_REASONS && !told.contains(&why);
+                let is_new = lasts && told.len() < MAX_REPORTED_REASONS && !told.contains(&why);
                 if told.is_empty() || is_new {
-                    around.tell(&self.name, &self.host, Some(&why));
+                    around.report_connection(&self.name, &self.host, Some(&why));
                     told.insert(why);
                 }
             }
-            Some(Turn::Led(leader)) => drop(self.leader.replace(leader)),
-            Some(Turn::Joined) | None => {}
+            Some(MembershipEvent::Led(leader)) => drop(self.leader.replace(leader)),
+            Some(MembershipEvent::Joined) | None => {}
         }
     }
 
@@ -541,25 +541,25 @@ impl Cluster {
     }
 
     /// State of each local group that belongs to a cluster-wide limit.
-    pub fn standings(&self) -> Vec<Standing> {
+    pub fn group_states(&self) -> Vec<LocalGroupState> {
         self.hosts.borrow().standings()
     }
 
     /// Report for `weir cluster status`. Waits up to `PATIENCE` for etcd.
     pub async fn status(&self) -> ClusterReport {
         let (answer, answered) = async_channel::bounded(1);
-        let report = match self.give(Input::Status(answer)) {
-            Ok(()) => match reactor::timeout(PATIENCE, answered.recv()).await {
+        let report = match self.send(AgentInput::Status(answer)) {
+            Ok(()) => match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {
                 Ok(Ok(shown)) => shown,
-                _ => status::apart("etcd does not answer in time"),
+                _ => status::unavailable("etcd does not answer in time"),
             },
-            Err(why) => status::apart(why),
+            Err(why) => status::unavailable(why),
         };
-        let quota = |standing: Standing| LocalQuota { name: standing.group, leased: standing.is_leased };
+        let quota = |standing: LocalGroupState| LocalQuota { name: standing.group, leased: standing.is_leased };
         ClusterReport {
             name: self.name.clone(),
             host: self.host.clone(),
-            here: self.standings().into_iter().map(quota).collect(),
+            here: self.group_states().into_iter().map(quota).collect(),
             ..report
         }
     }
@@ -568,8 +568,8 @@ impl Cluster {
     ///
     /// # Errors
     /// Returns the reason as a message.
-    pub async fn change(&self, change: Change) -> Result<Value, String> {
-        let is_here = self.has(&change.group);
+    pub async fn change(&self, change: GroupLimitChange) -> Result<Value, String> {
+        let is_here = self.has_group(&change.group);
         if is_here && change.removes {
             let name = &change.group;
             return Err(format!(
@@ -578,8 +578,8 @@ impl Cluster {
             ));
         }
         // Taken here, not in the agent: the actor is known on the main thread, during the poll.
-        let change = Change { by: actor::now_acting(), ..change };
-        let mut done = self.ask(|answer| Input::Change(change, answer)).await?;
+        let change = GroupLimitChange { by: actor::current_actor(), ..change };
+        let mut done = self.request(|answer| AgentInput::Change(change, answer)).await?;
         if is_here {
             done["used"] = json!(true);
         }
@@ -591,33 +591,33 @@ impl Cluster {
     /// # Errors
     /// Returns the reason of a refusal; the caller undoes its change. Without etcd the last known
     /// reservations of all hosts decide.
-    pub async fn settle_promises(&self, around: &dyn Surroundings) -> Result<(), String> {
-        match self.promised(around) {
-            Some(promised) => self.settle(promised).await.map_err(|refusal| refusal.why),
+    pub async fn record_reservations_now(&self, around: &dyn ClusterHooks) -> Result<(), String> {
+        match self.changed_reservations(around) {
+            Some(promised) => self.record_and_wait(promised).await.map_err(|refusal| refusal.why),
             None => Ok(()),
         }
     }
 
-    async fn settle(&self, promised: Promises) -> Result<(), Refusal> {
+    async fn record_and_wait(&self, promised: HostReservations) -> Result<(), ReservationRefusal> {
         let (answer, answered) = async_channel::bounded(1);
-        if self.give(Input::Promise(promised, answer)).is_err() {
+        if self.send(AgentInput::ReserveIfFits(promised, answer)).is_err() {
             return Ok(());
         }
         // After a timeout the next session records them again.
-        match reactor::timeout(PATIENCE, answered.recv()).await {
+        match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {
             Ok(Ok(done)) => done,
             _ => Ok(()),
         }
     }
 
     /// This host's reservations, if they changed since the last call.
-    fn promised(&self, around: &dyn Surroundings) -> Option<Promises> {
-        let capacity = around.capacity(&|group| self.has(group));
+    fn changed_reservations(&self, around: &dyn ClusterHooks) -> Option<HostReservations> {
+        let capacity = around.capacity(&|group| self.has_group(group));
         self.hosts.borrow_mut().promised(capacity)
     }
 
     /// Reservations of other hosts in a group, as text for a message; empty without any.
-    pub fn elsewhere(&self, group: &str) -> String {
+    pub fn reservations_elsewhere(&self, group: &str) -> String {
         self.hosts.borrow().elsewhere(group)
     }
 
@@ -627,7 +627,7 @@ impl Cluster {
     }
 
     /// Records that a disk moved to another host, or (`None`) that it is back.
-    pub fn know_moved(&self, disk: &str, to: Option<&str>) {
+    pub fn set_moved(&self, disk: &str, to: Option<&str>) {
         let mut moved = self.moved.borrow_mut();
         match to {
             Some(to) => drop(moved.insert(disk.to_owned(), to.to_owned())),
@@ -636,10 +636,10 @@ impl Cluster {
     }
 
     /// Records that a disk that moved away exists here again without a migration.
-    pub fn has_again(&self, disk: &str) {
+    pub fn forget_moved(&self, disk: &str) {
         if self.moved.borrow_mut().remove(disk).is_some() {
-            let step = Step::Own { disk: disk.to_owned() };
-            let _ = self.give(Input::Move(Box::new(step), async_channel::bounded(1).0));
+            let step = MigrationStep::Reclaim { disk: disk.to_owned() };
+            let _ = self.send(AgentInput::Move(Box::new(step), async_channel::bounded(1).0));
         }
     }
 
@@ -649,7 +649,7 @@ impl Cluster {
     }
 
     /// Reason why the last start could not check in etcd for disks that moved away.
-    pub fn unasked(&self) -> Option<String> {
+    pub fn start_failure(&self) -> Option<String> {
         Some(self.reason.borrow().clone()).filter(|reason| !reason.is_empty())
     }
 
@@ -662,8 +662,8 @@ impl Cluster {
     ///
     /// # Errors
     /// Returns the reason as a message.
-    pub async fn forget(&self, host: String) -> Result<Value, String> {
-        self.ask(|answer| Input::Forget(host, answer)).await
+    pub async fn forget_host(&self, host: String) -> Result<Value, String> {
+        self.request(|answer| AgentInput::Forget(host, answer)).await
     }
 
     /// Name of this host.
@@ -672,58 +672,58 @@ impl Cluster {
     }
 
     /// Next disk that another host offers; `None` after the end of the agent.
-    pub async fn next_offer(&self) -> Option<Offered> {
+    pub async fn next_offer(&self) -> Option<ReceivedOffer> {
         self.offers.1.recv().await.ok()
     }
 
     /// Answers to the offer of this number, until the receiver is dropped.
-    pub fn answers(&self, number: u64) -> Receiver<Answer> {
+    pub fn await_answers(&self, number: u64) -> Receiver<MigrationAnswer> {
         let (sender, receiver) = async_channel::bounded(4);
-        let mut awaited = self.awaited.borrow_mut();
+        let mut awaited = self.answer_senders.borrow_mut();
         awaited.retain(|_, sender| !sender.is_closed());
         awaited.insert(number, sender);
         receiver
     }
 
-    fn hear_answer(&self, disk: String, answer: Answer) {
-        let sent = self.awaited.borrow().get(&answer.number).map(|sender| sender.try_send(answer.clone()));
-        if !matches!(sent, Some(Ok(()))) && answer.said != Said::Taken {
+    fn handle_answer(&self, disk: String, answer: MigrationAnswer) {
+        let sent = self.answer_senders.borrow().get(&answer.number).map(|sender| sender.try_send(answer.clone()));
+        if !matches!(sent, Some(Ok(()))) && answer.said != MigrationReply::Taken {
             // The offer is an earlier run's, or the receiver gave up. Withdrawing it frees the
             // other host.
-            let step = Step::Withdraw { to: answer.by, disk, number: answer.number };
-            let _ = self.input.try_send(Input::Move(Box::new(step), async_channel::bounded(1).0));
+            let step = MigrationStep::Withdraw { to: answer.by, disk, number: answer.number };
+            let _ = self.input.try_send(AgentInput::Move(Box::new(step), async_channel::bounded(1).0));
         }
     }
 
     /// Performs one step of a migration. `None` if the outcome is unknown.
-    pub async fn step(&self, step: Step) -> Option<Outcome> {
+    pub async fn step(&self, step: MigrationStep) -> Option<StepOutcome> {
         let (answer, answered) = async_channel::bounded(1);
-        if let Err(why) = self.give(Input::Move(Box::new(step), answer)) {
-            return Some(Outcome::Apart(why.to_owned()));
+        if let Err(why) = self.send(AgentInput::Move(Box::new(step), answer)) {
+            return Some(StepOutcome::Disconnected(why.to_owned()));
         }
-        reactor::timeout(PATIENCE, answered.recv()).await.ok()?.ok()
+        reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await.ok()?.ok()
     }
 
     /// Records lower reservations in etcd before any later step.
-    pub fn promise(&self, around: &dyn Surroundings) {
+    pub fn record_lowered_reservations(&self, around: &dyn ClusterHooks) {
         // With a full queue the next session records them.
-        if let Some(promised) = self.promised(around) {
-            let _ = self.input.try_send(Input::Promises(promised));
+        if let Some(promised) = self.changed_reservations(around) {
+            let _ = self.input.try_send(AgentInput::Reservations(promised));
         }
     }
 
     /// Sends to the agent; the error is the text for the user.
-    fn give(&self, input: Input) -> Result<(), &'static str> {
+    fn send(&self, input: AgentInput) -> Result<(), &'static str> {
         self.input.try_send(input).map_err(|error| match error.is_closed() {
-            true => ENDED,
+            true => AGENT_ENDED,
             false => "too many requests at once (try again)",
         })
     }
 
-    async fn ask(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> Input) -> Result<Value, String> {
+    async fn request(&self, input: impl FnOnce(Sender<Result<Value, String>>) -> AgentInput) -> Result<Value, String> {
         let (answer, answered) = async_channel::bounded(1);
-        self.give(input(answer))?;
-        match reactor::timeout(PATIENCE, answered.recv()).await {
+        self.send(input(answer))?;
+        match reactor::timeout(REQUEST_TIMEOUT, answered.recv()).await {
             Ok(Ok(done)) => done,
             _ => Err(
                 "etcd does not answer in time; the change may have been made (check `weir cluster status`)"
@@ -734,10 +734,10 @@ impl Cluster {
 }
 
 /// Creates the state directory for the user that the daemon runs as after its start.
-fn make_directory(file: &Path, plan: &Plan) -> io::Result<()> {
+fn make_directory(file: &Path, plan: &DesiredState) -> io::Result<()> {
     let Some(directory) = file.parent() else { return Ok(()) };
     fs::create_dir_all(directory)?;
-    if let Some(owner) = &plan.service.user
+    if let Some(owner) = &plan.process.user
         && let Ok((uid, gid)) = sandbox::ids(owner)
         && fs::metadata(directory)?.uid() != uid
     {

@@ -7,37 +7,39 @@ use serde_json::Value;
 /// Offer of a disk to another host.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Offer {
+pub struct MigrationOffer {
     /// Host that offers the disk.
     pub from: String,
     /// Revision of that host's key: differs for each run.
-    pub run: i64,
+    #[serde(rename = "run")]
+    pub host_revision: i64,
     /// Random number of the migration.
     pub number: u64,
     /// True once the image is closed there and may be opened here.
-    pub given: bool,
+    #[serde(rename = "given")]
+    pub is_released: bool,
     /// Description of the disk, in the format of the control crate.
     pub described: Value,
 }
 
 /// A received offer.
 #[derive(Clone, Debug)]
-pub struct Offered {
+pub struct ReceivedOffer {
     /// Name of the disk.
     pub disk: String,
     /// Offer that etcd has.
-    pub offer: Offer,
+    pub offer: MigrationOffer,
     pub(crate) revision: i64,
 }
 
 /// Answer to an offer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Answer {
+pub struct MigrationAnswer {
     pub(crate) by: String,
     /// Number of the offer.
     pub(crate) number: u64,
     /// The answer.
-    pub said: Said,
+    pub said: MigrationReply,
     /// Image of a disk that was taken.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) image: Option<String>,
@@ -52,7 +54,7 @@ pub struct Answer {
 /// Content of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub enum Said {
+pub enum MigrationReply {
     /// The disk can be migrated.
     Ready,
     /// The disk cannot be migrated, with the reason.
@@ -64,18 +66,18 @@ pub enum Said {
 /// Step of a migration in etcd.
 #[derive(Debug)]
 #[expect(missing_docs, reason = "the variants name their fields")]
-pub enum Step {
+pub enum MigrationStep {
     /// Offers a disk. `Done` has the offer's revision.
-    Ask {
+    Offer {
         to: String,
         disk: String,
-        offer: Box<Offer>,
+        offer: Box<MigrationOffer>,
     },
     /// Changes the offer of this revision to one that may be claimed. Idempotent.
-    Give {
+    Release {
         to: String,
         disk: String,
-        offer: Box<Offer>,
+        offer: Box<MigrationOffer>,
         revision: i64,
     },
     /// `Done`: the disk stays on this host.
@@ -85,22 +87,22 @@ pub enum Step {
         number: u64,
     },
     Reply {
-        offered: Box<Offered>,
-        said: Said,
+        offered: Box<ReceivedOffer>,
+        said: MigrationReply,
     },
     /// `Done`: the offer could be claimed at this moment.
     Check {
-        offered: Box<Offered>,
+        offered: Box<ReceivedOffer>,
     },
     /// `Done`: the disk belongs to this host. Idempotent.
     Claim {
-        offered: Box<Offered>,
+        offered: Box<ReceivedOffer>,
         /// True if this host's config file lists the disk.
         listed: Option<bool>,
     },
     /// Confirms to the offering host that this host knows the result of its claim.
     Settle {
-        offered: Box<Offered>,
+        offered: Box<ReceivedOffer>,
     },
     /// Deletes the record of a disk that left this host and is not in its config file, once no host
     /// needs it.
@@ -108,14 +110,14 @@ pub enum Step {
         disk: String,
     },
     /// Deletes the record that a disk of this name left this host: it exists here again.
-    Own {
+    Reclaim {
         disk: String,
     },
 }
 
 /// Result of a step in etcd.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Outcome {
+pub enum StepOutcome {
     /// Done, at this revision of etcd.
     Done(i64),
     /// A concurrent step of either host was faster, or the step is impossible, for this reason.
@@ -123,5 +125,5 @@ pub enum Outcome {
     /// No running host has this name.
     Absent(String),
     /// Nothing was done: etcd is unreachable.
-    Apart(String),
+    Disconnected(String),
 }

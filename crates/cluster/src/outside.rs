@@ -10,7 +10,7 @@ pub(super) fn now() -> Instant {
 
 /// Time that this machine was suspended since its boot. Preemption between the two readings makes
 /// it smaller, never larger.
-pub(super) fn slept() -> Duration {
+pub(super) fn suspended_time() -> Duration {
     let with_sleep = now();
     with_sleep - read(ClockId::CLOCK_MONOTONIC)
 }
@@ -22,7 +22,7 @@ fn read(clock: ClockId) -> Instant {
 }
 
 /// Returns a random number.
-pub(super) fn draw() -> u64 {
+pub(super) fn random() -> u64 {
     let mut bytes = [0; 8];
     // After a failure the buffer's content is used: uniqueness matters, not secrecy.
     let _ = openssl::rand::rand_bytes(&mut bytes);
@@ -30,7 +30,7 @@ pub(super) fn draw() -> u64 {
 }
 
 /// Nanoseconds since 1970 by the wall clock.
-pub(super) fn clock() -> u64 {
+pub(super) fn wall_clock_ns() -> u64 {
     let since = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_nanos()).unwrap_or(u64::MAX)
 }

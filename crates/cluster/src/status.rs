@@ -6,63 +6,63 @@
 use std::collections::BTreeMap;
 
 use api::{
-    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, Demand, LimitValues, ReservedRates, Unbounded,
+    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, DemandValue, LimitValues, ReservedRates, AllDemand,
     UnreadableGroup,
 };
 use policy::{
-    throttle::{LimitKind, Part, Setting},
+    throttle::{LimitKind, LimitPart, LimitSetting},
     time::Instant,
 };
 
 use super::{
-    etcd::{Error, Etcd, KeyValue},
-    keys::Key,
-    known::Known,
-    leading::Leading,
+    etcd::{EtcdError, EtcdClient, EtcdKeyValue},
+    keys::EtcdKey,
+    known::SessionState,
+    leading::LeaderTerm,
     outside::now,
-    promising::{capacity, most},
-    values::{self, Grants, Identity, Report, Reports},
+    promising::{capacity, max_reservable},
+    values::{self, HostGrants, HostIdentity, ReportValue, HostReports},
 };
 
 /// Report without any data, if the agent does not answer.
-pub(super) fn apart(why: &str) -> ClusterReport {
+pub(super) fn unavailable(why: &str) -> ClusterReport {
     ClusterReport { reason: Some(why.to_owned()), ..ClusterReport::default() }
 }
 
 /// Report while etcd is unreachable: the last known state and its age, if etcd has answered this
 /// run at all. Demand and use are unknown.
-pub(super) fn last(known: &Known, answered: Option<Instant>, why: &str) -> ClusterReport {
+pub(super) fn last_known(known: &SessionState, answered: Option<Instant>, why: &str) -> ClusterReport {
     ClusterReport {
         connected: false,
         joined: false,
         reason: Some(why.to_owned()),
         known_ms_ago: answered.and_then(|at| u64::try_from((now() - at).as_millis()).ok()),
-        ..shown(known, None, &[])
+        ..assemble(known, None, &[])
     }
 }
 
 /// Complete report.
-pub(super) async fn connected(
-    known: &Known,
-    leading: Option<&Leading>,
-    etcd: &mut Etcd,
-) -> Result<ClusterReport, Error> {
-    let (_, found) = etcd.read(&[known.keys.of_hosts(), known.keys.reports()]).await?;
-    Ok(ClusterReport { etcd: Some(etcd.member()), ..shown(known, leading, &found) })
+pub(super) async fn current(
+    known: &SessionState,
+    leading: Option<&LeaderTerm>,
+    etcd: &mut EtcdClient,
+) -> Result<ClusterReport, EtcdError> {
+    let (_, found) = etcd.read(&[known.keys.below_all_hosts(), known.keys.reports()]).await?;
+    Ok(ClusterReport { etcd: Some(etcd.member()), ..assemble(known, leading, &found) })
 }
 
 /// Assembles the report. `found` are the keys of hosts and their reports.
-fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> ClusterReport {
+fn assemble(known: &SessionState, leading: Option<&LeaderTerm>, found: &[Vec<EtcdKeyValue>]) -> ClusterReport {
     let keys = &known.keys;
     let (mut hosts, mut reports, mut grants) = (BTreeMap::new(), BTreeMap::new(), BTreeMap::new());
     for value in found.iter().flatten() {
-        match keys.read(&value.key) {
-            Some(Key::Host(host)) => drop(hosts.insert(host, values::read::<Identity>(&value.value).ok())),
-            Some(Key::Report(host)) => {
-                drop(values::read(&value.value).map(|read: Reports| reports.insert(host, read)));
+        match keys.parse(&value.key) {
+            Some(EtcdKey::Host(host)) => drop(hosts.insert(host, values::read::<HostIdentity>(&value.value).ok())),
+            Some(EtcdKey::Report(host)) => {
+                drop(values::read(&value.value).map(|read: HostReports| reports.insert(host, read)));
             }
-            Some(Key::Grant(host)) => {
-                drop(values::read(&value.value).map(|read: Grants| grants.insert(host, read)));
+            Some(EtcdKey::Grant(host)) => {
+                drop(values::read(&value.value).map(|read: HostGrants| grants.insert(host, read)));
             }
             _ => {}
         }
@@ -74,7 +74,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> C
     names.sort_unstable();
     names.dedup();
     let age = |host: &str| {
-        let heard = leading?.heard(host)?;
+        let heard = leading?.last_report_at(host)?;
         u64::try_from((now() - heard).as_millis()).ok()
     };
     let lease_ms = u64::try_from(known.timing.lease.as_millis()).unwrap_or(u64::MAX);
@@ -117,13 +117,13 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> C
             change: stored.group.number,
             limits: stored.group.limits.clone(),
             most_hosts: stored.group.hosts,
-            safe_share: by_kind(stored.spec.safe()),
+            safe_share: by_kind(stored.spec.fallback_share()),
             safe_share_ppm: stored.group.safe_share_ppm,
             promised: committed.into(),
             promised_by: by.into_iter().map(|(host, promised)| (host, promised.into())).collect(),
-            promisable: [0, 1].map(|unit| most(&limits, unit).unwrap_or(0)).into(),
+            promisable: [0, 1].map(|unit| max_reservable(&limits, unit).unwrap_or(0)).into(),
             overpromised: [0, 1]
-                .map(|unit| most(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there)))
+                .map(|unit| max_reservable(&limits, unit).map_or(0, |there| committed[unit].saturating_sub(there)))
                 .into(),
             hosts: names.iter().filter_map(member).collect(),
         }
@@ -139,7 +139,7 @@ fn shown(known: &Known, leading: Option<&Leading>, found: &[Vec<KeyValue>]) -> C
         groups: groups.collect(),
         promised: all.into(),
         capacity: ReservedRates::from(capacity(known.promises.values())),
-        not_understood: known.not_understood.iter().map(unreadable).collect(),
+        unreadable_groups: known.unreadable_groups.iter().map(unreadable).collect(),
         ..ClusterReport::default()
     }
 }
@@ -155,21 +155,21 @@ fn by_kind(numbers: policy::cluster::ByKind) -> LimitValues {
 }
 
 fn limit_name(kind: LimitKind) -> String {
-    Setting::Limit(kind, Part::Rate).name().to_owned()
+    LimitSetting::Limit(kind, LimitPart::Rate).name().to_owned()
 }
 
 /// Quota that a host may use. A host that left or is partitioned has only its fallback share:
 /// leases end long before its name does.
-fn in_force(report: &Report, may_have_lease: bool) -> LimitValues {
+fn in_force(report: &ReportValue, may_have_lease: bool) -> LimitValues {
     let leased = |kind: LimitKind| if may_have_lease { report.leased[kind.index()] } else { 0 };
     by_kind(LimitKind::ALL.map(|kind| leased(kind).saturating_add(report.safe[kind.index()])))
 }
 
-fn demand(report: &Report) -> BTreeMap<String, Demand> {
+fn demand(report: &ReportValue) -> BTreeMap<String, DemandValue> {
     let limited = LimitKind::ALL.into_iter().filter(|kind| report.safe[kind.index()] > 0);
     let demand = |kind: LimitKind| match report.demand[kind.index()] {
-        u64::MAX => Demand::Unbounded(Unbounded::All),
-        units => Demand::Rate(units),
+        u64::MAX => DemandValue::Unbounded(AllDemand::All),
+        units => DemandValue::Rate(units),
     };
     limited.map(|kind| (limit_name(kind), demand(kind))).collect()
 }

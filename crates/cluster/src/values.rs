@@ -6,8 +6,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use policy::{
-    cluster::{self, ByKind, MAX_HOSTS, Spec, Term, Usage},
-    throttle::{Limits, Setting},
+    cluster::{self, ByKind, MAX_HOSTS, ClusterGroupLimits, Term, ReportedDemand},
+    throttle::{Limits, LimitSetting},
 };
 use serde::{
     Deserialize, Deserializer, Serialize,
@@ -52,7 +52,7 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
 
 /// Holder of the leader's key.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Leader {
+pub(super) struct LeaderValue {
     pub(super) host: String,
     pub(super) nonce: u64,
 }
@@ -70,7 +70,7 @@ fn instance<'de, D: Deserializer<'de>>(from: D) -> Result<u64, D::Error> {
 
 /// Process that owns a host's name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Identity {
+pub(super) struct HostIdentity {
     /// Increases with each run of the host.
     #[serde(deserialize_with = "instance")]
     pub(super) instance: u64,
@@ -78,13 +78,14 @@ pub(super) struct Identity {
     pub(super) machine: String,
     pub(super) pid: u32,
     /// Start time of the process, in clock ticks since the boot.
-    pub(super) began: u64,
+    #[serde(rename = "began")]
+    pub(super) start_ticks: u64,
     pub(super) weir: String,
 }
 
 /// Limits over all hosts.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Group {
+pub(super) struct GroupValue {
     /// Number of the change, from 1.
     pub(super) number: u32,
     /// Random for each change: distinguishes changes of equal number after etcd was restored.
@@ -100,7 +101,7 @@ pub(super) struct Group {
     pub(super) removed: bool,
 }
 
-impl Group {
+impl GroupValue {
     pub(super) fn of(
         limits: &Limits,
         hosts: u32,
@@ -108,7 +109,7 @@ impl Group {
         number: u32,
         nonce: u32,
     ) -> Self {
-        let set = Setting::ALL
+        let set = LimitSetting::ALL
             .into_iter()
             .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), limits.get(setting))).collect();
@@ -138,20 +139,20 @@ impl Group {
     ///
     /// # Errors
     /// Fails if the limits break a rule or cannot be divided.
-    pub(super) fn spec(&self) -> Result<Spec, String> {
+    pub(super) fn spec(&self) -> Result<ClusterGroupLimits, String> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
-            let setting = Setting::from_name(name).ok_or_else(|| format!("{name}: is not a limit"))?;
+            let setting = LimitSetting::from_name(name).ok_or_else(|| format!("{name}: is not a limit"))?;
             limits.set(setting, *value).map_err(|invalid| format!("{name}: {}", invalid.rule))?;
         }
         limits.validate().map_err(|invalid| format!("{}: {}", invalid.setting.name(), invalid.rule))?;
         // Number and nonce together: a restored etcd may reuse a number with other limits.
         let version = u64::from(self.number) << 32 | u64::from(self.nonce);
-        let spec = Spec::new(version, limits, self.hosts, self.safe_share_ppm);
-        spec.map_err(|error| error.told("--hosts"))
+        let spec = ClusterGroupLimits::new(version, limits, self.hosts, self.safe_share_ppm);
+        spec.map_err(|error| error.message("--hosts"))
     }
 
-    pub(super) fn from_spec(spec: &Spec, safe_share_ppm: Option<u32>) -> Self {
+    pub(super) fn from_spec(spec: &ClusterGroupLimits, safe_share_ppm: Option<u32>) -> Self {
         let version = spec.version();
         Self::of(spec.limits(), spec.hosts(), safe_share_ppm, (version >> 32) as u32, version as u32)
     }
@@ -160,7 +161,7 @@ impl Group {
 /// Reservations of a host by group, and the measured capacity below its disks, in operations and
 /// bytes per second; a capacity of 0 is unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Promises {
+pub(super) struct HostReservations {
     pub(super) groups: BTreeMap<String, [u64; 2]>,
     pub(super) capacity: [u64; 2],
     /// Groups of the host that belong to the cluster; `None` from an older weir.
@@ -170,40 +171,40 @@ pub(super) struct Promises {
 
 /// Reports of a host, by group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Reports {
-    pub(super) groups: BTreeMap<String, Report>,
+pub(super) struct HostReports {
+    pub(super) groups: BTreeMap<String, ReportValue>,
 }
 
 /// Grants to a host, by group.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Grants {
-    pub(super) groups: BTreeMap<String, Grant>,
+pub(super) struct HostGrants {
+    pub(super) groups: BTreeMap<String, GrantValue>,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Follows {
+pub(super) struct TermValue {
     revision: u64,
     nonce: u64,
 }
 
-impl From<Term> for Follows {
+impl From<Term> for TermValue {
     fn from(Term { revision, nonce }: Term) -> Self {
         Self { revision, nonce }
     }
 }
 
-impl From<&Follows> for Term {
-    fn from(follows: &Follows) -> Self {
+impl From<&TermValue> for Term {
+    fn from(follows: &TermValue) -> Self {
         Self { revision: follows.revision, nonce: follows.nonce }
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Report {
+pub(super) struct ReportValue {
     #[serde(deserialize_with = "instance")]
     instance: u64,
     number: u64,
-    follows: Option<Follows>,
+    follows: Option<TermValue>,
     seq: u64,
     pub(super) leased: ByKind,
     spec: u64,
@@ -215,7 +216,7 @@ pub(super) struct Report {
     reserved: [u64; 2],
 }
 
-impl Report {
+impl ReportValue {
     pub(super) const fn instance(&self) -> u64 {
         self.instance
     }
@@ -229,12 +230,12 @@ impl Report {
     }
 }
 
-impl From<&cluster::Report> for Report {
-    fn from(report: &cluster::Report) -> Self {
-        let cluster::Report { instance, number, follows, seq, leased, version, safe, given, wants } =
+impl From<&cluster::HostReport> for ReportValue {
+    fn from(report: &cluster::HostReport) -> Self {
+        let cluster::HostReport { instance, report_number: number, followed_term: follows, seq, leased, version, fallback: safe, released_capacity: given, demand: wants } =
             report.clone();
-        let Usage { demand, waiting_ns, weight, reserved } = wants;
-        let follows = follows.map(Follows::from);
+        let ReportedDemand { demand, waiting_ns, weight, reserved } = wants;
+        let follows = follows.map(TermValue::from);
         Self {
             instance,
             number,
@@ -252,43 +253,43 @@ impl From<&cluster::Report> for Report {
     }
 }
 
-impl From<&Report> for cluster::Report {
-    fn from(report: &Report) -> Self {
-        let Report { demand, waiting_ns, weight, reserved, .. } = *report;
+impl From<&ReportValue> for cluster::HostReport {
+    fn from(report: &ReportValue) -> Self {
+        let ReportValue { demand, waiting_ns, weight, reserved, .. } = *report;
         Self {
             instance: report.instance,
-            number: report.number,
-            follows: report.follows.as_ref().map(Term::from),
+            report_number: report.number,
+            followed_term: report.follows.as_ref().map(Term::from),
             seq: report.seq,
             leased: report.leased,
             version: report.spec,
-            safe: report.safe,
-            given: report.given,
-            wants: Usage { demand, waiting_ns, weight, reserved },
+            fallback: report.safe,
+            released_capacity: report.given,
+            demand: ReportedDemand { demand, waiting_ns, weight, reserved },
         }
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Grant {
-    term: Follows,
+pub(super) struct GrantValue {
+    term: TermValue,
     instance: u64,
     answers: u64,
     seq: u64,
-    spec: Group,
+    spec: GroupValue,
     pub(super) leased: ByKind,
     credit: ByKind,
 }
 
-impl Grant {
-    pub(super) fn of(grant: &cluster::Grant, safe_share_ppm: Option<u32>) -> Self {
-        let cluster::Grant { term, instance, answers, seq, spec, leased, credit } = *grant;
+impl GrantValue {
+    pub(super) fn of(grant: &cluster::QuotaGrant, safe_share_ppm: Option<u32>) -> Self {
+        let cluster::QuotaGrant { term, instance, report_number: answers, seq, spec, leased, credit } = *grant;
         Self {
             term: term.into(),
             instance,
             answers,
             seq,
-            spec: Group::from_spec(&spec, safe_share_ppm),
+            spec: GroupValue::from_spec(&spec, safe_share_ppm),
             leased,
             credit,
         }
@@ -298,11 +299,11 @@ impl Grant {
     ///
     /// # Errors
     /// Fails if its limits are invalid.
-    pub(super) fn read(&self) -> Result<cluster::Grant, String> {
-        Ok(cluster::Grant {
+    pub(super) fn read(&self) -> Result<cluster::QuotaGrant, String> {
+        Ok(cluster::QuotaGrant {
             term: Term::from(&self.term),
             instance: self.instance,
-            answers: self.answers,
+            report_number: self.answers,
             seq: self.seq,
             spec: self.spec.spec()?,
             leased: self.leased,
@@ -313,7 +314,7 @@ impl Grant {
 
 #[cfg(test)]
 mod tests {
-    use policy::{cluster::simulated::Word, throttle::LimitKind};
+    use policy::{cluster::simulated::StoreValue, throttle::LimitKind};
     use proptest::prelude::*;
     use simulator::cluster_values;
 
@@ -326,20 +327,20 @@ mod tests {
     }
 
     #[test]
-    fn a_newer_version_is_named_and_garbage_is_none() {
-        let group = Group::of(&limits(1000), 16, None, 3, 7);
-        assert_eq!(read::<Group>(&write(&group)).as_ref(), Ok(&group));
+    fn newer_versions_and_garbage_are_rejected() {
+        let group = GroupValue::of(&limits(1000), 16, None, 3, 7);
+        assert_eq!(read::<GroupValue>(&write(&group)).as_ref(), Ok(&group));
         let newer = String::from_utf8(write(&group)).unwrap().replace("\"version\":1", "\"version\":2");
-        assert!(read::<Group>(newer.as_bytes()).unwrap_err().contains("is of version 2"));
+        assert!(read::<GroupValue>(newer.as_bytes()).unwrap_err().contains("is of version 2"));
         for garbage in ["", "{}", "[]", "\u{0}", "{\"version\":1}", "{\"version\":\"1\"}"] {
-            assert!(read::<Group>(garbage.as_bytes()).is_err(), "{garbage}");
+            assert!(read::<GroupValue>(garbage.as_bytes()).is_err(), "{garbage}");
         }
     }
 
     #[test]
-    fn more_hosts_have_no_more_without_etcd_than_there_is() {
+    fn fallback_shares_never_exceed_the_limit() {
         let more = |hosts, safe_share_ppm| {
-            let more = Group::of(&limits(1000), hosts, safe_share_ppm, 3, 7).for_more_hosts(8);
+            let more = GroupValue::of(&limits(1000), hosts, safe_share_ppm, 3, 7).for_more_hosts(8);
             more.map(|more| (more.hosts, more.safe_share_ppm, more.number, more.nonce))
         };
         assert_eq!(more(16, None), Ok((32, None, 4, 8)));
@@ -351,9 +352,9 @@ mod tests {
     }
 
     #[test]
-    fn limits_that_break_a_rule_are_no_group() {
+    fn invalid_limits_are_rejected() {
         let spec = |name: &str, value| {
-            let mut group = Group::of(&limits(1000), 16, None, 1, 1);
+            let mut group = GroupValue::of(&limits(1000), 16, None, 1, 1);
             group.limits.insert(name.to_owned(), value);
             group.spec()
         };
@@ -361,66 +362,66 @@ mod tests {
         assert!(spec("iops-totally", 5).unwrap_err().contains("is not a limit"));
         assert!(spec("iops-total-max", 5).is_err());
         assert!(spec("iops-total", u64::MAX).is_err());
-        assert!(Group::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("at least 100"));
-        assert!(Group::of(&limits(10), 0, None, 1, 1).spec().unwrap_err().contains("hosts"));
+        assert!(GroupValue::of(&limits(10), 100, None, 1, 1).spec().unwrap_err().contains("at least 100"));
+        assert!(GroupValue::of(&limits(10), 0, None, 1, 1).spec().unwrap_err().contains("hosts"));
     }
 
     #[test]
     fn what_is_simulated_is_as_long_as_what_is_written() {
         let term = Term { revision: 17, nonce: u64::MAX };
         let wants =
-            Usage { demand: [u64::MAX, 2, 3, 44, 5, 6], waiting_ns: 1 << 40, weight: 300, reserved: [70, 0] };
+            ReportedDemand { demand: [u64::MAX, 2, 3, 44, 5, 6], waiting_ns: 1 << 40, weight: 300, reserved: [70, 0] };
         let by_kind = [0, 0, 0, 1234, 0, 0];
         for follows in [None, Some(term)] {
-            let report = cluster::Report {
+            let report = cluster::HostReport {
                 instance: 1 << 50,
-                number: 12,
-                follows,
+                report_number: 12,
+                followed_term: follows,
                 seq: 3,
                 leased: by_kind,
                 version: 7 << 32 | 5,
-                safe: by_kind,
-                given: [0; 6],
-                wants,
+                fallback: by_kind,
+                released_capacity: [0; 6],
+                demand: wants,
             };
-            let there = Reports { groups: BTreeMap::from([("group".to_owned(), Report::from(&report))]) };
-            assert_eq!(cluster_values::length(Word::Report(&report)), write(&there).len() as u64);
+            let there = HostReports { groups: BTreeMap::from([("group".to_owned(), ReportValue::from(&report))]) };
+            assert_eq!(cluster_values::length(StoreValue::Report(&report)), write(&there).len() as u64);
         }
-        let spec = Spec::new(7 << 32 | 5, limits(1000), 16, None).unwrap();
+        let spec = ClusterGroupLimits::new(7 << 32 | 5, limits(1000), 16, None).unwrap();
         let grant =
-            cluster::Grant { term, instance: 9, answers: 8, seq: 7, spec, leased: by_kind, credit: by_kind };
-        let there = Grants { groups: BTreeMap::from([("group".to_owned(), Grant::of(&grant, None))]) };
-        assert_eq!(cluster_values::length(Word::Grant(&grant)), write(&there).len() as u64);
+            cluster::QuotaGrant { term, instance: 9, report_number: 8, seq: 7, spec, leased: by_kind, credit: by_kind };
+        let there = HostGrants { groups: BTreeMap::from([("group".to_owned(), GrantValue::of(&grant, None))]) };
+        assert_eq!(cluster_values::length(StoreValue::Grant(&grant)), write(&there).len() as u64);
     }
 
     proptest! {
         #[test]
-        fn reports_and_grants_come_back_as_they_went(
+        fn reports_and_grants_round_trip(
             numbers in prop::array::uniform8(any::<u64>()), by_kind in prop::array::uniform6(any::<u64>()), leads in any::<bool>(),
         ) {
             let [instance, number, revision, nonce, seq, waiting_ns, weight, answers] = numbers;
             let instance = instance / 2;
             let term = Term { revision, nonce };
-            let wants = Usage { demand: by_kind, waiting_ns, weight, reserved: [seq, number] };
-            let report = cluster::Report {
-                instance, number, follows: leads.then_some(term), seq, leased: by_kind, version: nonce,
-                safe: by_kind, given: by_kind, wants,
+            let wants = ReportedDemand { demand: by_kind, waiting_ns, weight, reserved: [seq, number] };
+            let report = cluster::HostReport {
+                instance, report_number: number, followed_term: leads.then_some(term), seq, leased: by_kind, version: nonce,
+                fallback: by_kind, released_capacity: by_kind, demand: wants,
             };
-            let there = Reports { groups: BTreeMap::from([("g".to_owned(), Report::from(&report))]) };
-            let back = read::<Reports>(&write(&there)).unwrap();
-            prop_assert_eq!(cluster::Report::from(&back.groups["g"]), report);
-            let spec = Spec::new(7 << 32 | 5, limits(1000), 16, Some(99)).unwrap();
-            let grant = cluster::Grant { term, instance, answers, seq, spec, leased: by_kind, credit: by_kind };
-            let there = Grants { groups: BTreeMap::from([("g".to_owned(), Grant::of(&grant, Some(99)))]) };
-            let back = read::<Grants>(&write(&there)).unwrap();
+            let there = HostReports { groups: BTreeMap::from([("g".to_owned(), ReportValue::from(&report))]) };
+            let back = read::<HostReports>(&write(&there)).unwrap();
+            prop_assert_eq!(cluster::HostReport::from(&back.groups["g"]), report);
+            let spec = ClusterGroupLimits::new(7 << 32 | 5, limits(1000), 16, Some(99)).unwrap();
+            let grant = cluster::QuotaGrant { term, instance, report_number: answers, seq, spec, leased: by_kind, credit: by_kind };
+            let there = HostGrants { groups: BTreeMap::from([("g".to_owned(), GrantValue::of(&grant, Some(99)))]) };
+            let back = read::<HostGrants>(&write(&there)).unwrap();
             prop_assert_eq!(back.groups["g"].read(), Ok(grant));
         }
 
         #[test]
-        fn whatever_is_written_there_is_read_or_refused(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            let _ = read::<Reports>(&bytes);
-            let _ = read::<Grants>(&bytes);
-            let _ = read::<Group>(&bytes).map(|group| group.spec());
+        fn any_bytes_parse_or_fail(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let _ = read::<HostReports>(&bytes);
+            let _ = read::<HostGrants>(&bytes);
+            let _ = read::<GroupValue>(&bytes).map(|group| group.spec());
         }
     }
 }

@@ -6,12 +6,12 @@
 use std::collections::BTreeMap;
 
 use policy::{
-    throttle::{Limit, LimitKind, Part, Setting},
+    throttle::{RateLimit, LimitKind, LimitPart, LimitSetting},
     time::Date,
 };
 
 /// Settings by name, such as `iops-total`. A setting of 0 may be missing.
-pub type Limits = BTreeMap<String, u64>;
+pub type SettingValues = BTreeMap<String, u64>;
 
 const UNITS: [&str; 5] = ["", "K", "M", "G", "T"];
 
@@ -90,20 +90,20 @@ pub fn share(value: f64) -> String {
 
 /// Limits in short form, `-` if none is set: `iops 1000↑5000×5s, bps-r 10M` (rate ↑ burst rate ×
 /// burst length).
-pub fn limits(limits: &Limits) -> String {
+pub fn limits(limits: &SettingValues) -> String {
     let shown: Vec<String> = LimitKind::ALL.iter().filter_map(|&kind| limit(limits, kind)).collect();
     if shown.is_empty() { "-".to_owned() } else { shown.join(", ") }
 }
 
 /// Durations of full bursts, one line for each limit with a burst: `a full burst of iops-total
 /// lasts 40 s`.
-pub fn full_bursts(limits: &Limits) -> Vec<String> {
+pub fn full_bursts(limits: &SettingValues) -> Vec<String> {
     let lines = LimitKind::ALL.into_iter().filter_map(|kind| {
-        let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
-        let limit = Limit {
-            rate: value(Part::Rate),
-            burst_rate: value(Part::BurstRate),
-            burst_length_s: value(Part::BurstLength).max(1),
+        let value = |part| limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0);
+        let limit = RateLimit {
+            rate: value(LimitPart::Rate),
+            burst_rate: value(LimitPart::BurstRate),
+            burst_length_s: value(LimitPart::BurstLength).max(1),
         };
         full_burst(kind, limit)
     });
@@ -112,9 +112,9 @@ pub fn full_bursts(limits: &Limits) -> Vec<String> {
 
 /// Duration of a full burst of one limit. `None` if the limit has no burst, or if its bucket never
 /// fills because the burst rate is not above the rate.
-pub fn full_burst(kind: LimitKind, limit: Limit) -> Option<String> {
+pub fn full_burst(kind: LimitKind, limit: RateLimit) -> Option<String> {
     let seconds = limit.full_burst_ms()? as f64 / 1000.0;
-    let name = Setting::Limit(kind, Part::Rate).name();
+    let name = LimitSetting::Limit(kind, LimitPart::Rate).name();
     // `Display` of f64 prints only the decimals that exist; milliseconds give three at most.
     Some(format!("a full burst of {name} lasts {seconds} s"))
 }
@@ -140,20 +140,20 @@ pub fn size(value: u64) -> String {
     if exact.len() <= 6 { exact } else { bytes(value as f64) }
 }
 
-fn limit(limits: &Limits, kind: LimitKind) -> Option<String> {
-    let value = |part| limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0);
-    let rate = value(Part::Rate);
+fn limit(limits: &SettingValues, kind: LimitKind) -> Option<String> {
+    let value = |part| limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0);
+    let rate = value(LimitPart::Rate);
     if rate == 0 {
         return None;
     }
     let number = |value| if kind.counts_bytes() { size(value) } else { value.to_string() };
     let mut text = format!("{} {}", short(kind), number(rate));
-    if value(Part::BurstRate) > 0 {
-        text += &format!("↑{}", number(value(Part::BurstRate)));
+    if value(LimitPart::BurstRate) > 0 {
+        text += &format!("↑{}", number(value(LimitPart::BurstRate)));
     }
     // A length of 1 s is the default (QEMU's `*-max-length`).
-    if value(Part::BurstLength) > 1 {
-        text += &format!("×{}s", value(Part::BurstLength));
+    if value(LimitPart::BurstLength) > 1 {
+        text += &format!("×{}s", value(LimitPart::BurstLength));
     }
     Some(text)
 }
@@ -200,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_are_told_in_short() {
+    fn limits_are_abbreviated() {
         let set = |pairs: &[(&str, u64)]| {
             limits(&pairs.iter().map(|&(name, value)| (name.to_owned(), value)).collect())
         };
@@ -225,7 +225,7 @@ mod tests {
     }
 
     #[test]
-    fn dates_are_the_calendar_s() {
+    fn dates_match_the_calendar() {
         assert_eq!(date(0), "1970-01-01 00:00:00");
         assert_eq!(date(951_782_399), "2000-02-28 23:59:59");
         assert_eq!(date(951_782_400), "2000-02-29 00:00:00");

@@ -20,9 +20,9 @@ pub fn is_foreground() -> bool {
 
 /// Terminal for [`indicatif`] on standard error; discards output in the background.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Foreground;
+pub(crate) struct ForegroundTerminal;
 
-impl Foreground {
+impl ForegroundTerminal {
     fn put(self, text: &str) -> io::Result<()> {
         if is_foreground() { stderr().write_all(text.as_bytes()) } else { Ok(()) }
     }
@@ -34,7 +34,7 @@ impl Foreground {
     }
 }
 
-impl TermLike for Foreground {
+impl TermLike for ForegroundTerminal {
     fn width(&self) -> u16 {
         // A pseudo-terminal without a window reports 0×0: 80×24 is the size of a VT100.
         terminal::size().ok().map(|(columns, _)| columns).filter(|columns| *columns > 0).unwrap_or(80)

@@ -8,7 +8,7 @@ use ratatui::crossterm::event::{self, KeyEvent, KeyEventKind};
 
 /// Event for the main loop.
 #[derive(Debug)]
-pub enum Input {
+pub enum TerminalEvent {
     /// Key press or repeat.
     Key(KeyEvent),
     /// The size of the terminal changed.
@@ -25,7 +25,7 @@ pub enum Input {
 ///
 /// # Errors
 /// Fails if the signals cannot be blocked or a thread cannot be started.
-pub fn listen(hear: impl Fn(Input) -> bool + Clone + Send + 'static) -> io::Result<()> {
+pub fn listen(hear: impl Fn(TerminalEvent) -> bool + Clone + Send + 'static) -> io::Result<()> {
     let set: SigSet =
         [Signal::SIGTERM, Signal::SIGINT, Signal::SIGHUP, Signal::SIGTSTP].into_iter().collect();
     // Before the threads start, because they inherit the mask.
@@ -38,25 +38,25 @@ pub fn listen(hear: impl Fn(Input) -> bool + Clone + Send + 'static) -> io::Resu
     spawn("keys", Box::new(move || await_keys(hear)))
 }
 
-fn await_signals(set: SigSet, hear: impl Fn(Input) -> bool) {
+fn await_signals(set: SigSet, hear: impl Fn(TerminalEvent) -> bool) {
     while let Ok(signal) = set.wait() {
-        let input = if signal == Signal::SIGTSTP { Input::Stop } else { Input::End };
+        let input = if signal == Signal::SIGTSTP { TerminalEvent::Stop } else { TerminalEvent::End };
         if !hear(input) {
             return;
         }
     }
 }
 
-fn await_keys(hear: impl Fn(Input) -> bool) {
+fn await_keys(hear: impl Fn(TerminalEvent) -> bool) {
     loop {
         let input = match event::read() {
             // Terminals with the kitty keyboard protocol also report releases.
-            Ok(event::Event::Key(key)) if key.kind != KeyEventKind::Release => Input::Key(key),
-            Ok(event::Event::Resize(..)) => Input::Resized,
+            Ok(event::Event::Key(key)) if key.kind != KeyEventKind::Release => TerminalEvent::Key(key),
+            Ok(event::Event::Resize(..)) => TerminalEvent::Resized,
             Ok(_) => continue,
-            Err(_) => Input::End,
+            Err(_) => TerminalEvent::End,
         };
-        let is_end = matches!(input, Input::End);
+        let is_end = matches!(input, TerminalEvent::End);
         if !hear(input) || is_end {
             return;
         }

@@ -21,14 +21,14 @@ pub fn interval(text: &str) -> Result<Duration, String> {
 
 /// Key that ends or stops the program on every screen.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Leave {
+pub enum ExitKey {
     /// Ends the program.
     End,
     /// Stops the program until SIGCONT.
     Stop,
 }
 
-impl Leave {
+impl ExitKey {
     /// Meaning of Ctrl-C and Ctrl-Z; `None` for all other keys. In raw mode the terminal does not
     /// turn them into signals.
     pub fn of(key: KeyEvent) -> Option<Self> {
@@ -43,7 +43,7 @@ impl Leave {
 
 /// Meaning of a key in a list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum InList {
+pub enum ListKey {
     /// Ends the program.
     End,
     /// Moves the selection down by this number of rows (up if negative), at most to the first or
@@ -57,7 +57,7 @@ pub enum InList {
     Help,
 }
 
-impl InList {
+impl ListKey {
     /// Meaning of a key in a list that shows `page` rows; `None` if the key has none.
     pub fn of(key: KeyEvent, page: usize) -> Option<Self> {
         let page = page.cast_signed();
@@ -85,12 +85,12 @@ pub fn next<T: Copy + PartialEq>(all: &[T], current: T) -> T {
 
 /// Selected row of a list.
 #[derive(Clone, Debug, Default)]
-pub struct Chosen {
+pub struct SelectedRow {
     name: String,
     place: usize,
 }
 
-impl Chosen {
+impl SelectedRow {
     /// Index of the selected row in a list of these names; 0 if it is not among them.
     pub fn index<'a>(&self, mut names: impl Iterator<Item = &'a str>) -> usize {
         names.position(|name| name == self.name).unwrap_or(0)
@@ -106,20 +106,20 @@ impl Chosen {
     pub fn step(&mut self, names: &[&str], by: isize) -> bool {
         let last = names.len().saturating_sub(1);
         let next = self.index(names.iter().copied()).saturating_add_signed(by).min(last);
-        self.take(names, next)
+        self.select_at(names, next)
     }
 
     /// Adjusts the selection to a new list. If the selected row is gone, the row at its old
     /// position is selected. Without `stays` it is the first row.
-    pub fn settle(&mut self, names: &[&str], stays: bool) {
+    pub fn update(&mut self, names: &[&str], stays: bool) {
         if stays && names.contains(&self.name.as_str()) {
             return;
         }
         let place = if stays { self.place.min(names.len().saturating_sub(1)) } else { 0 };
-        self.take(names, place);
+        self.select_at(names, place);
     }
 
-    fn take(&mut self, names: &[&str], place: usize) -> bool {
+    fn select_at(&mut self, names: &[&str], place: usize) -> bool {
         let Some(name) = names.get(place) else { return false };
         (self.name, self.place) = ((*name).to_owned(), place);
         true
@@ -137,15 +137,15 @@ mod tests {
     }
 
     #[test]
-    fn who_stands_where_the_chosen_one_was_is_chosen_next() {
-        let mut chosen = Chosen::default();
-        chosen.settle(&["a", "b", "c"], true);
+    fn row_at_the_old_position_is_selected_next() {
+        let mut chosen = SelectedRow::default();
+        chosen.update(&["a", "b", "c"], true);
         assert!(chosen.step(&["a", "b", "c"], 1) && !chosen.step(&[], 1));
-        chosen.settle(&["z", "c", "b"], true);
+        chosen.update(&["z", "c", "b"], true);
         assert_eq!(chosen.index(["z", "c", "b"].into_iter()), 2, "it is the same row elsewhere");
-        chosen.settle(&["a", "c"], true);
+        chosen.update(&["a", "c"], true);
         assert_eq!(chosen.index(["a", "c"].into_iter()), 1);
-        chosen.settle(&["a", "c"], false);
+        chosen.update(&["a", "c"], false);
         assert_eq!(chosen.index(["a", "c"].into_iter()), 0, "the first, where the user has chosen none");
     }
 }

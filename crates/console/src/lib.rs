@@ -30,9 +30,9 @@ pub mod undo;
 use std::io::{self, ErrorKind, Write as _, stderr, stdout};
 
 use anyhow::Context as _;
-use logging::Priority;
+use logging::JournalPriority;
 use policy::time::Duration;
-use reactor::{Polling, error::what_gives_descriptors, plain::is_hidden};
+use reactor::{PollingMode, error::descriptor_remedy, plain::is_unsafe_for_display};
 
 /// Environment variable that is set for a server in the background. Its parent waits until every
 /// copy of the server's standard error is closed.
@@ -40,7 +40,7 @@ pub const IN_BACKGROUND: &str = "WEIR_IN_BACKGROUND";
 
 /// Reason for an exit status other than 0.
 #[derive(Debug)]
-pub enum Failure {
+pub enum CommandFailure {
     /// The command line is invalid: status 2.
     Usage(anyhow::Error),
     /// The command failed: status 1.
@@ -50,26 +50,26 @@ pub enum Failure {
     Found(u8),
 }
 
-impl<E: Into<anyhow::Error>> From<E> for Failure {
+impl<E: Into<anyhow::Error>> From<E> for CommandFailure {
     fn from(error: E) -> Self {
         Self::Failed(error.into())
     }
 }
 
 /// Prints an error in the common form.
-pub fn complain(error: &anyhow::Error) {
-    complain_as("weir", error);
+pub fn print_error(error: &anyhow::Error) {
+    print_error_as("weir", error);
 }
 
 /// Prints an error in the common form, with another program name than `weir`.
-pub fn complain_as(program: &str, error: &anyhow::Error) {
-    say_as(program, &Priority::ERROR, &told(error));
+pub fn print_error_as(program: &str, error: &anyhow::Error) {
+    print_notice_as(program, &JournalPriority::ERROR, &error_line(error));
 }
 
 /// Error and its causes in one line, each text once: the text of an error often includes that of
 /// its cause. `(os error N)` is removed, and a remedy for that error is appended unless the line
 /// already ends with one.
-fn told(error: &anyhow::Error) -> String {
+fn error_line(error: &anyhow::Error) -> String {
     let mut line = String::new();
     for cause in error.chain() {
         // Context and cause may overlap: "disk a: vm1" with the cause "vm1: locked" is "disk a:
@@ -86,13 +86,13 @@ fn told(error: &anyhow::Error) -> String {
         }
         line.push_str(text);
     }
-    let mut remedy = "";
+    let mut hint = "";
     while let Some((before, number, after)) = system_error(&line) {
-        remedy = what_helps(&io::Error::from_raw_os_error(number));
+        hint = remedy(&io::Error::from_raw_os_error(number));
         line = format!("{before}{after}");
     }
-    if !remedy.is_empty() && !line.ends_with(')') {
-        line = format!("{line} ({remedy})");
+    if !hint.is_empty() && !line.ends_with(')') {
+        line = format!("{line} ({hint})");
     }
     line
 }
@@ -105,8 +105,8 @@ fn system_error(text: &str) -> Option<(&str, i32, &str)> {
 }
 
 /// General remedy for an error of the operating system.
-fn what_helps(error: &io::Error) -> &'static str {
-    if let Some(remedy) = what_gives_descriptors(error) {
+fn remedy(error: &io::Error) -> &'static str {
+    if let Some(remedy) = descriptor_remedy(error) {
         return remedy;
     }
     match error.kind() {
@@ -130,14 +130,14 @@ fn what_helps(error: &io::Error) -> &'static str {
 }
 
 /// Prints a notice on standard error.
-pub fn say(text: &str) {
-    say_as("weir", &Priority::NOTICE, text);
+pub fn print_notice(text: &str) {
+    print_notice_as("weir", &JournalPriority::NOTICE, text);
 }
 
-fn say_as(program: &str, priority: &Priority, text: &str) {
+fn print_notice_as(program: &str, priority: &JournalPriority, text: &str) {
     // Names in the text may come from clients or from files: control characters would reach the
     // terminal.
-    let text = text.replace(|c| is_hidden(c) && c != '\n' && c != '\t', "?");
+    let text = text.replace(|c| is_unsafe_for_display(c) && c != '\n' && c != '\t', "?");
     let _ = writeln!(stderr(), "{priority}{program}: {text}");
 }
 
@@ -149,17 +149,17 @@ pub const NO_RING: &str = "io_uring cannot be used (see kernel.io_uring_disabled
 /// # Errors
 /// Returns the error of `work`, or fails if io_uring is not available.
 pub fn on_reactor<T: 'static>(
-    work: impl Future<Output = Result<T, Failure>> + 'static,
-) -> Result<T, Failure> {
-    let result = reactor::run(Polling::Off, work);
+    work: impl Future<Output = Result<T, CommandFailure>> + 'static,
+) -> Result<T, CommandFailure> {
+    let result = reactor::run(PollingMode::Off, work);
     // Closed files release their locks: the next command can then open the same images.
-    reactor::wait_for_closings(TO_CLOSE);
+    reactor::wait_for_closings(CLOSE_TIMEOUT);
     result.context(NO_RING)?
 }
 
 // Longest time that the end of a command waits for files that are being closed. Reached only if a
 // file system does not respond.
-const TO_CLOSE: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Prints results. Ends the process with status 0 if the reader has closed the pipe.
 ///
@@ -222,7 +222,7 @@ mod tests {
             ),
             (anyhow!("x: odd (os error what)"), "x: odd (os error what)"),
         ] {
-            assert_eq!(told(&error), expect);
+            assert_eq!(error_line(&error), expect);
         }
     }
 }

@@ -57,16 +57,16 @@ pub fn start(settings: &LogSettings) -> anyhow::Result<()> {
         .with_ansi(!is_file && stderr().is_terminal());
     // A second start, as in tests, fails and leaves the first log in place.
     let started = match (format, !is_file && is_journal()) {
-        (LogFormat::Text, false) => log.finish().with(Warnings).with(targets).try_init(),
+        (LogFormat::Text, false) => log.finish().with(WarningCounter).with(targets).try_init(),
         (LogFormat::Text, true) => {
-            log.without_time().map_event_format(Prioritised).finish().with(Warnings).with(targets).try_init()
+            log.without_time().map_event_format(PriorityFormat).finish().with(WarningCounter).with(targets).try_init()
         }
         (LogFormat::Json, false) => {
-            log.json().flatten_event(true).finish().with(Warnings).with(targets).try_init()
+            log.json().flatten_event(true).finish().with(WarningCounter).with(targets).try_init()
         }
         (LogFormat::Json, true) => {
-            let log = log.json().flatten_event(true).map_event_format(Prioritised);
-            log.finish().with(Warnings).with(targets).try_init()
+            let log = log.json().flatten_event(true).map_event_format(PriorityFormat);
+            log.finish().with(WarningCounter).with(targets).try_init()
         }
     };
     if started.is_ok() {
@@ -119,9 +119,9 @@ pub fn warnings() -> usize {
 static WARNINGS: AtomicUsize = AtomicUsize::new(0);
 
 // Layer that counts warnings.
-struct Warnings;
+struct WarningCounter;
 
-impl<S: Subscriber> Layer<S> for Warnings {
+impl<S: Subscriber> Layer<S> for WarningCounter {
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         if *event.metadata().level() == Level::WARN {
             WARNINGS.fetch_add(1, Relaxed);
@@ -130,9 +130,9 @@ impl<S: Subscriber> Layer<S> for Warnings {
 }
 
 // Format with the journal's priority at the start of the line.
-struct Prioritised<F>(F);
+struct PriorityFormat<F>(F);
 
-impl<S, N, F> FormatEvent<S, N> for Prioritised<F>
+impl<S, N, F> FormatEvent<S, N> for PriorityFormat<F>
 where
     S: Subscriber + for<'a> LookupSpan<'a>,
     N: for<'a> FormatFields<'a> + 'static,
@@ -144,15 +144,15 @@ where
         mut writer: Writer<'_>,
         event: &Event<'_>,
     ) -> fmt::Result {
-        write!(writer, "{}", Priority::of(*event.metadata().level()))?;
+        write!(writer, "{}", JournalPriority::of(*event.metadata().level()))?;
         self.0.format_event(context, writer, event)
     }
 }
 
 // Syslog priority of a line (sd-daemon(3)).
-pub(crate) struct Priority(u8);
+pub(crate) struct JournalPriority(u8);
 
-impl Priority {
+impl JournalPriority {
     pub(crate) const ERROR: Self = Self(3);
     const WARNING: Self = Self(4);
     pub(crate) const NOTICE: Self = Self(5);
@@ -168,7 +168,7 @@ impl Priority {
 }
 
 /// Prints nothing unless the journal reads standard error.
-impl Display for Priority {
+impl Display for JournalPriority {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if is_journal() { write!(f, "<{}>", self.0) } else { Ok(()) }
     }

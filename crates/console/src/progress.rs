@@ -11,12 +11,12 @@ use std::{
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 
-use crate::{foreground::Foreground, say};
+use crate::{foreground::ForegroundTerminal, print_notice};
 
 const TICK: Duration = Duration::from_millis(100);
 const DRAWINGS_A_SECOND: u8 = 20;
 // Delay before the reason of a wait is printed.
-const MOMENT: Duration = Duration::from_secs(2);
+const NOTICE_DELAY: Duration = Duration::from_secs(2);
 const SPINNER: &str = "{spinner} {msg} {elapsed}";
 
 /// Progress bar of this length; an invalid template falls back to the default style.
@@ -25,32 +25,32 @@ pub fn bar(template: &str, length: u64) -> ProgressBar {
 }
 
 fn styled(bar: ProgressBar, template: &str) -> ProgressBar {
-    bar.set_draw_target(ProgressDrawTarget::term_like_with_hz(Box::new(Foreground), DRAWINGS_A_SECOND));
+    bar.set_draw_target(ProgressDrawTarget::term_like_with_hz(Box::new(ForegroundTerminal), DRAWINGS_A_SECOND));
     bar.set_style(ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar()));
     bar
 }
 
 /// Progress of a command in steps.
 #[derive(Debug)]
-pub struct Progress {
-    how: How,
+pub struct StepProgress {
+    how: ProgressMode,
     bar: RefCell<Option<ProgressBar>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum How {
+enum ProgressMode {
     Bars,
     Lines,
     Silent,
 }
 
-impl Progress {
+impl StepProgress {
     /// Draws nothing with `json`: the output is for a program.
     pub fn new(json: bool) -> Self {
         let how = match (json, stderr().is_terminal()) {
-            (true, _) => How::Silent,
-            (false, true) => How::Bars,
-            (false, false) => How::Lines,
+            (true, _) => ProgressMode::Silent,
+            (false, true) => ProgressMode::Bars,
+            (false, false) => ProgressMode::Lines,
         };
         Self { how, bar: RefCell::default() }
     }
@@ -82,11 +82,11 @@ impl Progress {
 
     fn show(&self, what: &str, bar: impl Fn() -> ProgressBar, template: &str) {
         match self.how {
-            How::Silent => {}
-            How::Lines => {
+            ProgressMode::Silent => {}
+            ProgressMode::Lines => {
                 let _ = writeln!(stderr(), "{what}");
             }
-            How::Bars => {
+            ProgressMode::Bars => {
                 let bar = styled(bar(), template).with_message(what.to_owned());
                 // A separate thread draws: the command may block in a system call.
                 bar.enable_steady_tick(TICK);
@@ -98,9 +98,9 @@ impl Progress {
 
 /// Line with the current activity of a command, only on a terminal. Removed on drop.
 #[derive(Debug)]
-pub struct Spinner(Option<ProgressBar>);
+pub struct ActivitySpinner(Option<ProgressBar>);
 
-impl Spinner {
+impl ActivitySpinner {
     /// Starts to draw, if standard error is a terminal.
     #[expect(clippy::new_without_default, reason = "it begins to be drawn")]
     pub fn new() -> Self {
@@ -119,7 +119,7 @@ impl Spinner {
     }
 }
 
-impl Drop for Spinner {
+impl Drop for ActivitySpinner {
     fn drop(&mut self) {
         if let Some(bar) = self.0.take() {
             bar.finish_and_clear();
@@ -131,23 +131,23 @@ impl Drop for Spinner {
 /// dropped earlier.
 #[derive(Debug)]
 #[must_use]
-pub struct IfLong(Option<(Sender<()>, JoinHandle<()>)>);
+pub struct DelayedNotice(Option<(Sender<()>, JoinHandle<()>)>);
 
-impl IfLong {
+impl DelayedNotice {
     /// Starts the delay.
     // A thread, because the caller blocks in the operation that it waits for.
     pub fn say(text: String) -> Self {
         let (end, ended) = channel();
         let telling = thread::spawn(move || {
-            if ended.recv_timeout(MOMENT) == Err(RecvTimeoutError::Timeout) {
-                say(&text);
+            if ended.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {
+                print_notice(&text);
             }
         });
         Self(Some((end, telling)))
     }
 }
 
-impl Drop for IfLong {
+impl Drop for DelayedNotice {
     fn drop(&mut self) {
         let Some((end, telling)) = self.0.take() else { return };
         drop(end);

@@ -25,17 +25,17 @@ use ratatui::{
 };
 
 /// Smallest terminal, in columns and rows, that all screens fit in.
-pub const LEAST: (u16, u16) = (80, 24);
+pub const MIN_SIZE: (u16, u16) = (80, 24);
 
 /// Secondary text.
-pub const DIM: Style = Style::new().fg(Color::DarkGray);
+pub const DIMMED: Style = Style::new().fg(Color::DarkGray);
 /// Throttled devices, and the limits that throttle them.
-pub const HELD: Style = Style::new().fg(Color::Yellow);
+pub const THROTTLED: Style = Style::new().fg(Color::Yellow);
 /// Faults.
-pub const WRONG: Style = Style::new().fg(Color::Red);
+pub const FAULT: Style = Style::new().fg(Color::Red);
 
 /// True if the user disabled colours (`NO_COLOR`, <https://no-color.org>).
-pub fn is_plain() -> bool {
+pub fn has_no_colours() -> bool {
     env::var_os("NO_COLOR").is_some_and(|value| !value.is_empty())
 }
 
@@ -46,7 +46,7 @@ pub fn is_plain() -> bool {
 /// attributes.
 pub fn without_colours(buffer: &mut Buffer) {
     for cell in &mut buffer.content {
-        if [HELD.fg, WRONG.fg].contains(&Some(cell.fg)) {
+        if [THROTTLED.fg, FAULT.fg].contains(&Some(cell.fg)) {
             cell.modifier |= Modifier::BOLD;
         }
         (cell.fg, cell.bg) = (Color::Reset, Color::Reset);
@@ -56,7 +56,7 @@ pub fn without_colours(buffer: &mut Buffer) {
 /// True if the terminal is large enough for the screen of `command`. Otherwise draws a message
 /// that says so.
 pub fn has_room(frame: &mut Frame<'_>, command: &str) -> bool {
-    let (area, (width, height)) = (frame.area(), LEAST);
+    let (area, (width, height)) = (frame.area(), MIN_SIZE);
     if area.width >= width && area.height >= height {
         return true;
     }
@@ -81,7 +81,7 @@ pub fn window(frame: &mut Frame<'_>, area: Rect, width: u16, height: u16, title:
 /// Draws a window with help for the keys.
 pub fn help(frame: &mut Frame<'_>, text: &str) {
     let height = text.lines().count() as u16 + 2;
-    let inside = window(frame, frame.area(), LEAST.0, height, " keys; any key closes ".to_owned());
+    let inside = window(frame, frame.area(), MIN_SIZE.0, height, " keys; any key closes ".to_owned());
     frame.render_widget(Text::from(text), inside);
 }
 
@@ -105,11 +105,11 @@ impl Screen {
         panic::set_hook(Box::new(move |information| {
             // Before the message, which would otherwise be printed on the alternate screen and
             // vanish with it.
-            leave();
+            restore();
             before(information);
         }));
-        take().inspect_err(|_| leave())?;
-        let terminal = Terminal::new(CrosstermBackend::new(stdout())).inspect_err(|_| leave())?;
+        set_up().inspect_err(|_| restore())?;
+        let terminal = Terminal::new(CrosstermBackend::new(stdout())).inspect_err(|_| restore())?;
         Ok(Self { terminal })
     }
 
@@ -120,7 +120,7 @@ impl Screen {
     pub fn draw(&mut self, draw: impl FnOnce(&mut Frame<'_>)) -> io::Result<()> {
         let draw = |frame: &mut Frame<'_>| {
             draw(frame);
-            if is_plain() {
+            if has_no_colours() {
                 without_colours(frame.buffer_mut());
             }
         };
@@ -132,12 +132,12 @@ impl Screen {
     ///
     /// # Errors
     /// Fails if the terminal cannot be written after SIGCONT.
-    pub fn stop(&mut self) -> io::Result<()> {
-        leave();
+    pub fn suspend(&mut self) -> io::Result<()> {
+        restore();
         // SIGTSTP is blocked and would reach the signal thread; SIGSTOP can be neither blocked nor
         // caught.
         raise(Signal::SIGSTOP)?;
-        take()?;
+        set_up()?;
         // A new `Terminal` draws every cell. `Terminal::clear` would query the cursor's position,
         // and the thread that reads keys would receive the reply.
         self.terminal = Terminal::new(CrosstermBackend::new(stdout()))?;
@@ -147,17 +147,17 @@ impl Screen {
 
 impl Drop for Screen {
     fn drop(&mut self) {
-        leave();
+        restore();
     }
 }
 
-fn take() -> io::Result<()> {
+fn set_up() -> io::Result<()> {
     enable_raw_mode()?;
     execute!(stdout(), EnterAlternateScreen, Clear(ClearType::All))
 }
 
 // Ignores errors: a closed terminal can neither be restored nor show a message.
-fn leave() {
+fn restore() {
     let _ = execute!(stdout(), LeaveAlternateScreen, Show);
     let _ = disable_raw_mode();
 }

@@ -28,11 +28,11 @@ use nix::sys::{
 use reactor::op::{self, Fd};
 
 /// Time after the first terminating signal in which further ones are ignored.
-pub const TOGETHER: Duration = Duration::from_secs(1);
+pub const SECOND_SIGNAL_DELAY: Duration = Duration::from_secs(1);
 
 /// Request that a signal stands for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Request {
+pub enum SignalRequest {
     /// Orderly end, with the signal's name: SIGTERM or SIGINT, and SIGHUP unless the process is a
     /// daemon.
     End(&'static str),
@@ -49,12 +49,12 @@ pub enum Request {
 }
 
 /// Signals that are blocked in the calling thread and in all threads that it starts afterwards.
-pub struct Signals {
+pub struct BlockedSignals {
     set: SigSet,
     is_daemon: bool,
 }
 
-impl Signals {
+impl BlockedSignals {
     /// Blocks the terminating signals. Call it before other threads start: the kernel delivers a
     /// signal to any thread that does not block it, and the default action would end the process.
     ///
@@ -84,11 +84,11 @@ impl Signals {
     ///
     /// # Errors
     /// Fails if the thread cannot be started.
-    pub fn forward(self, hear: impl Fn(Request) -> bool + Send + 'static) -> io::Result<()> {
+    pub fn forward(self, hear: impl Fn(SignalRequest) -> bool + Send + 'static) -> io::Result<()> {
         let wait = move || {
-            let mut wishes = Wishes { is_daemon: self.is_daemon, first: None };
+            let mut wishes = SignalInterpreter { is_daemon: self.is_daemon, first: None };
             while let Ok(signal) = self.set.wait() {
-                let Some(request) = wishes.understand(signal, Instant::now()) else { continue };
+                let Some(request) = wishes.interpret(signal, Instant::now()) else { continue };
                 if !hear(request) {
                     return;
                 }
@@ -101,32 +101,32 @@ impl Signals {
     ///
     /// # Errors
     /// Fails if the system call fails.
-    pub fn hear(self) -> io::Result<Heard> {
+    pub fn stream(self) -> io::Result<SignalStream> {
         let signals = SignalFd::with_flags(&self.set, SfdFlags::SFD_NONBLOCK | SfdFlags::SFD_CLOEXEC)?;
         let readable = Fd::from(signals.as_fd().try_clone_to_owned()?);
-        Ok(Heard { signals, readable, wishes: Wishes { is_daemon: self.is_daemon, first: None } })
+        Ok(SignalStream { signals, readable, wishes: SignalInterpreter { is_daemon: self.is_daemon, first: None } })
     }
 }
 
 /// Stream of requests, awaited on the reactor of this thread.
-pub struct Heard {
+pub struct SignalStream {
     signals: SignalFd,
     readable: Fd,
-    wishes: Wishes,
+    wishes: SignalInterpreter,
 }
 
-impl Heard {
+impl SignalStream {
     /// Waits for the next request.
     ///
     /// # Errors
     /// Fails if the system call fails.
-    pub async fn next(&mut self) -> io::Result<Request> {
+    pub async fn next(&mut self) -> io::Result<SignalRequest> {
         loop {
             // Nonblocking: drains all pending signals before it waits for the descriptor again.
             while let Some(told) = self.signals.read_signal()? {
                 let signal =
                     i32::try_from(told.ssi_signo).ok().and_then(|number| Signal::try_from(number).ok());
-                let request = signal.and_then(|signal| self.wishes.understand(signal, Instant::now()));
+                let request = signal.and_then(|signal| self.wishes.interpret(signal, Instant::now()));
                 if let Some(request) = request {
                     return Ok(request);
                 }
@@ -137,29 +137,29 @@ impl Heard {
 }
 
 // Interpretation of a sequence of signals.
-struct Wishes {
+struct SignalInterpreter {
     is_daemon: bool,
     // Time of the first terminating signal.
     first: Option<Instant>,
 }
 
-impl Wishes {
+impl SignalInterpreter {
     /// Request of a signal; `None` for a terminating signal within [`TOGETHER`] of the first.
-    fn understand(&mut self, signal: Signal, now: Instant) -> Option<Request> {
+    fn interpret(&mut self, signal: Signal, now: Instant) -> Option<SignalRequest> {
         match signal {
-            Signal::SIGHUP if self.is_daemon => return Some(Request::HangUp),
-            Signal::SIGUSR1 if self.is_daemon => return Some(Request::ReopenLog),
+            Signal::SIGHUP if self.is_daemon => return Some(SignalRequest::HangUp),
+            Signal::SIGUSR1 if self.is_daemon => return Some(SignalRequest::ReopenLog),
             Signal::SIGTERM | Signal::SIGINT | Signal::SIGHUP => {}
-            other => return Some(Request::Meaningless(other.as_str())),
+            other => return Some(SignalRequest::Meaningless(other.as_str())),
         }
         // Measured from the first signal, not from the previous one: repeated Ctrl-C must take
         // effect.
         let Some(first) = self.first else {
             self.first = Some(now);
-            return Some(Request::End(signal.as_str()));
+            return Some(SignalRequest::End(signal.as_str()));
         };
-        let again = now.saturating_duration_since(first) >= TOGETHER;
-        again.then_some(Request::EndAtOnce(signal.as_str()))
+        let again = now.saturating_duration_since(first) >= SECOND_SIGNAL_DELAY;
+        again.then_some(SignalRequest::EndAtOnce(signal.as_str()))
     }
 }
 
@@ -170,15 +170,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn signals_right_behind_the_first_are_the_same_wish() {
+    fn signals_shortly_after_the_first_are_ignored() {
         let meant = |is_daemon, signals: &[(u64, Signal)]| {
-            let mut wishes = Wishes { is_daemon, first: None };
+            let mut wishes = SignalInterpreter { is_daemon, first: None };
             let start = Instant::now();
-            let hear = |&(at, signal)| wishes.understand(signal, start + Duration::from_millis(at));
+            let hear = |&(at, signal)| wishes.interpret(signal, start + Duration::from_millis(at));
             signals.iter().map(hear).collect::<Vec<_>>()
         };
-        let end = |name| Some(Request::End(name));
-        let at_once = |name| Some(Request::EndAtOnce(name));
+        let end = |name| Some(SignalRequest::End(name));
+        let at_once = |name| Some(SignalRequest::EndAtOnce(name));
         for (is_daemon, signals, expect) in [
             (true, &[(0, SIGTERM), (0, SIGTERM)][..], vec![end("SIGTERM"), None]),
             (true, &[(5, SIGINT), (1004, SIGTERM)], vec![end("SIGINT"), None]),
@@ -195,9 +195,9 @@ mod tests {
                 true,
                 &[(0, SIGHUP), (1, SIGUSR1), (2, SIGUSR2), (1002, SIGTERM)],
                 vec![
-                    Some(Request::HangUp),
-                    Some(Request::ReopenLog),
-                    Some(Request::Meaningless("SIGUSR2")),
+                    Some(SignalRequest::HangUp),
+                    Some(SignalRequest::ReopenLog),
+                    Some(SignalRequest::Meaningless("SIGUSR2")),
                     end("SIGTERM"),
                 ],
             ),

@@ -3,11 +3,11 @@
 //!
 //! Never prints a control character: cells may hold names from a client's configuration.
 
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 
 /// Alignment of a column.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Side {
+pub enum ColumnAlignment {
     /// For text.
     Left,
     /// For numbers.
@@ -15,29 +15,29 @@ pub enum Side {
 }
 
 /// Columns for text, followed by columns for numbers.
-pub fn columns<'a>(words: &[&'a str], numbers: &[&'a str]) -> Vec<(&'a str, Side)> {
-    let words = words.iter().map(|&word| (word, Side::Left));
-    words.chain(numbers.iter().map(|&number| (number, Side::Right))).collect()
+pub fn columns<'a>(words: &[&'a str], numbers: &[&'a str]) -> Vec<(&'a str, ColumnAlignment)> {
+    let words = words.iter().map(|&word| (word, ColumnAlignment::Left));
+    words.chain(numbers.iter().map(|&number| (number, ColumnAlignment::Right))).collect()
 }
 
 /// Rows under a heading.
 #[derive(Debug)]
-pub struct Table {
-    columns: Vec<(String, Side)>,
+pub struct TextTable {
+    columns: Vec<(String, ColumnAlignment)>,
     rows: Vec<Vec<String>>,
 }
 
-impl Table {
+impl TextTable {
     /// Table without rows.
-    pub fn new<'a>(columns: impl IntoIterator<Item = (&'a str, Side)>) -> Self {
-        let columns = columns.into_iter().map(|(name, side)| (plain(name), side));
+    pub fn new<'a>(columns: impl IntoIterator<Item = (&'a str, ColumnAlignment)>) -> Self {
+        let columns = columns.into_iter().map(|(name, side)| (sanitize(name), side));
         Self { columns: columns.collect(), rows: Vec::new() }
     }
 
     /// Adds a row with one cell for each column.
     pub fn row(&mut self, cells: Vec<String>) {
         debug_assert_eq!(cells.len(), self.columns.len(), "a cell for each column");
-        self.rows.push(cells.iter().map(|cell| plain(cell)).collect());
+        self.rows.push(cells.iter().map(|cell| sanitize(cell)).collect());
     }
 
     /// Text of the table, each line with a newline; empty if there are no rows. With `bold` the
@@ -65,8 +65,8 @@ impl Table {
                 line += "  ";
             }
             match self.columns[index].1 {
-                Side::Left => line.extend([cell.as_str(), &padding]),
-                Side::Right => line.extend([&padding, cell.as_str()]),
+                ColumnAlignment::Left => line.extend([cell.as_str(), &padding]),
+                ColumnAlignment::Right => line.extend([&padding, cell.as_str()]),
             }
         }
         // The last column of a row may be padded or empty.
@@ -86,7 +86,7 @@ mod tests {
 
     #[test]
     fn columns_are_as_wide_as_their_content() {
-        let mut table = Table::new([("DISK", Side::Left), ("IOPS", Side::Right)]);
+        let mut table = TextTable::new([("DISK", ColumnAlignment::Left), ("IOPS", ColumnAlignment::Right)]);
         assert_eq!(table.render(false), "");
         table.row(vec!["a\x1b[2J".to_owned(), "1".to_owned()]);
         table.row(vec!["vm×1".to_owned(), "10000".to_owned()]);

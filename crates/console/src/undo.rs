@@ -5,30 +5,30 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use anyhow::Context as _;
 
-use crate::{logging, say, signals::Signals};
+use crate::{logging, print_notice, signals::BlockedSignals};
 
 /// Cleanup steps that run if SIGINT, SIGTERM or SIGHUP ends the process, in reverse order.
 #[derive(Clone, Default)]
-pub struct Undo(Arc<Mutex<Vec<Step>>>);
+pub struct SignalCleanup(Arc<Mutex<Vec<CleanupStep>>>);
 
-type Step = Box<dyn Fn() + Send>;
+type CleanupStep = Box<dyn Fn() + Send>;
 
-impl Undo {
+impl SignalCleanup {
     /// Starts to handle signals: they run the cleanup steps and end the process with status 1.
     /// Call it before other threads start.
     ///
     /// # Errors
     /// Fails if the signals cannot be blocked or no thread can be started.
-    pub fn watch() -> anyhow::Result<Self> {
+    pub fn start() -> anyhow::Result<Self> {
         let this = Self::default();
         let made = this.clone();
-        let signals = Signals::block().context("signals cannot be awaited")?;
+        let signals = BlockedSignals::block().context("signals cannot be awaited")?;
         let hear = move |_| {
             // The lock is held until the process ends: `making` cannot add a step that would not
             // be undone.
             let steps = made.0.lock().unwrap_or_else(PoisonError::into_inner);
             steps.iter().rev().for_each(|step| step());
-            say("interrupted: nothing was left behind (run the command again)");
+            print_notice("interrupted: nothing was left behind (run the command again)");
             logging::exit(1)
         };
         signals.forward(hear).context("no thread can be started")?;
@@ -38,7 +38,7 @@ impl Undo {
     /// Runs `make` and registers its cleanup. A signal in between waits for the registration. The
     /// cleanup may run although the command itself already undid the step, so it must tolerate
     /// that.
-    pub fn making<T, U: Fn() + Send + 'static>(
+    pub fn with_cleanup<T, U: Fn() + Send + 'static>(
         &self,
         make: impl FnOnce() -> anyhow::Result<(T, U)>,
     ) -> anyhow::Result<T> {

@@ -19,10 +19,10 @@ use control::users::is_mount_point;
 use crate::program;
 
 /// Timeout of a child: Docker waits two minutes for a mount.
-const TIME: Duration = Duration::from_secs(100);
+const CHILD_TIMEOUT: Duration = Duration::from_secs(100);
 
 /// Mounting of images, replaced in tests.
-pub(crate) trait Devices: Send + Sync {
+pub(crate) trait ImageMounter: Send + Sync {
     /// Mounts the file system in `image` at the directory `at`, with these options of
     /// `weir attach`.
     fn attach(&self, image: &Path, words: &[String], at: &Path) -> anyhow::Result<()>;
@@ -33,20 +33,20 @@ pub(crate) trait Devices: Send + Sync {
 }
 
 /// Mounting by this program's own commands.
-pub(crate) struct Weir {
+pub(crate) struct CommandMounter {
     pub(crate) program: PathBuf,
     /// Control socket of the daemon to attach through; `None` uses the default of `weir attach`.
     pub(crate) qmp: Option<String>,
 }
 
-impl Devices for Weir {
+impl ImageMounter for CommandMounter {
     fn attach(&self, image: &Path, words: &[String], at: &Path) -> anyhow::Result<()> {
         let mut command = Command::new(&self.program);
         command.arg("attach").arg(image).arg("--mount").arg(at).args(words);
         if let Some(qmp) = &self.qmp {
             command.args(["--qmp", qmp]);
         }
-        program::run(&mut command, TIME)?;
+        program::run(&mut command, CHILD_TIMEOUT)?;
         // Part of a new ext file system. Databases require an empty directory, and so does Docker
         // if an image has files for the volume. e2fsck(8) creates it again when needed.
         let _ = fs::remove_dir(at.join("lost+found"));
@@ -54,7 +54,7 @@ impl Devices for Weir {
     }
 
     fn detach(&self, at: &Path) -> anyhow::Result<()> {
-        program::run(Command::new(&self.program).arg("detach").arg(at), TIME)
+        program::run(Command::new(&self.program).arg("detach").arg(at), CHILD_TIMEOUT)
     }
 
     fn is_mounted(&self, at: &Path) -> anyhow::Result<bool> {

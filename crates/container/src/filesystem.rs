@@ -10,14 +10,14 @@ use crate::program;
 
 /// File system of a volume.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) enum FileSystem {
+pub(crate) enum VolumeFileSystem {
     #[default]
     Ext4,
     Xfs,
     Btrfs,
 }
 
-impl FileSystem {
+impl VolumeFileSystem {
     const ALL: [Self; 3] = [Self::Ext4, Self::Xfs, Self::Btrfs];
 
     pub(crate) fn name(self) -> &'static str {
@@ -28,7 +28,7 @@ impl FileSystem {
         }
     }
 
-    pub(crate) fn named(name: &str) -> Result<Self, String> {
+    pub(crate) fn from_name(name: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|known| known.name() == name);
         found.ok_or_else(|| "is not one of ext4, xfs and btrfs".to_owned())
     }
@@ -62,7 +62,7 @@ impl FileSystem {
     }
 
     /// Creates one in a file, with the file's size.
-    pub(crate) fn make(self, file: &Path) -> anyhow::Result<()> {
+    pub(crate) fn create(self, file: &Path) -> anyhow::Result<()> {
         let name = format!("mkfs.{}", self.name());
         let mut command = Command::new(&name);
         // Quiet, and forced: the target is a regular file. A service may have a PATH without sbin.
@@ -71,7 +71,7 @@ impl FileSystem {
             Self::Xfs | Self::Btrfs => &["-q", "-f"],
         });
         command.arg(file).env("PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
-        program::run(&mut command, program::SOON)
+        program::run(&mut command, program::SHORT_TIMEOUT)
             .with_context(|| format!("the file system cannot be created ({name} is in {})", self.package()))
     }
 }
@@ -82,14 +82,14 @@ mod tests {
 
     #[test]
     fn sizes_have_bounds() {
-        for known in FileSystem::ALL {
+        for known in VolumeFileSystem::ALL {
             assert!(known.check_size(1 << 30).is_ok());
             assert!(known.check_size(1 << 20).unwrap_err().starts_with("is too small; "));
             assert_eq!(
                 known.check_size(u64::MAX).unwrap_err(),
                 "is too large; a volume must be smaller than 16T"
             );
-            assert_eq!(FileSystem::named(known.name()), Ok(known));
+            assert_eq!(VolumeFileSystem::from_name(known.name()), Ok(known));
         }
     }
 }

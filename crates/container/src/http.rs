@@ -13,33 +13,33 @@ use std::{
 };
 
 /// Largest request head; Docker's have about 300 bytes.
-pub(crate) const MOST_HEAD_BYTES: usize = 8 << 10;
+pub(crate) const MAX_HEAD_BYTES: usize = 8 << 10;
 /// Largest request body; a volume with every option has about 2000 bytes.
-pub(crate) const MOST_BODY_BYTES: usize = 64 << 10;
+pub(crate) const MAX_BODY_BYTES: usize = 64 << 10;
 /// Largest number of headers; Docker sends five.
-const MOST_HEADERS: usize = 32;
+const MAX_HEADERS: usize = 32;
 /// Time within which the client has to read the response.
-const ANSWER_TIME: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Content type of the protocol's second version, which is JSON.
 const CONTENT_TYPE: &str = "application/vnd.docker.plugins.v1.1+json";
 
 /// A valid request.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Request {
+pub(crate) struct PluginRequest {
     pub(crate) path: String,
     pub(crate) body: Vec<u8>,
 }
 
 /// Response: a status and JSON.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Answer {
+pub(crate) struct PluginResponse {
     pub(crate) status: u16,
     pub(crate) body: String,
 }
 
 /// Reason for a missing request.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) enum Refusal {
+pub(crate) enum PluginRequestError {
     /// The client disconnected.
     Gone,
     /// Status and message of the response.
@@ -47,40 +47,40 @@ pub(crate) enum Refusal {
 }
 
 /// Stream with a timeout for reads.
-pub(crate) trait Timed: Read {
+pub(crate) trait ReadTimeout: Read {
     /// Sets the timeout of later reads; not zero.
     fn let_wait(&self, time: Duration) -> io::Result<()>;
 }
 
-impl Timed for UnixStream {
+impl ReadTimeout for UnixStream {
     fn let_wait(&self, time: Duration) -> io::Result<()> {
         self.set_read_timeout(Some(time))
     }
 }
 
 /// Reads a request, which has to be complete before `deadline`.
-pub(crate) fn read(stream: &mut impl Timed, deadline: Instant) -> Result<Request, Refusal> {
+pub(crate) fn read(stream: &mut impl ReadTimeout, deadline: Instant) -> Result<PluginRequest, PluginRequestError> {
     let mut bytes = Vec::new();
     loop {
         if let Some(head) = head(&bytes)? {
             // Pipelining is not supported: a response closes the connection.
             if bytes.len() - head.bytes > head.body_bytes {
-                return Err(Refusal::Answer(400, "the request is longer than its Content-Length"));
+                return Err(PluginRequestError::Answer(400, "the request is longer than its Content-Length"));
             }
             if bytes.len() - head.bytes == head.body_bytes {
-                return Ok(Request { path: head.path, body: bytes.split_off(head.bytes) });
+                return Ok(PluginRequest { path: head.path, body: bytes.split_off(head.bytes) });
             }
         // Checked only while the head is incomplete; the body has its own bound.
-        } else if bytes.len() >= MOST_HEAD_BYTES {
-            return Err(Refusal::Answer(431, "the header of the request is too long"));
+        } else if bytes.len() >= MAX_HEAD_BYTES {
+            return Err(PluginRequestError::Answer(431, "the header of the request is too long"));
         }
-        more(stream, &mut bytes, deadline)?;
+        read_more(stream, &mut bytes, deadline)?;
     }
 }
 
 /// Waits for more bytes and appends a bounded number.
-fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Result<(), Refusal> {
-    const TOO_SLOW: Refusal = Refusal::Answer(408, "the request did not arrive in time");
+fn read_more(stream: &mut impl ReadTimeout, bytes: &mut Vec<u8>, deadline: Instant) -> Result<(), PluginRequestError> {
+    const TOO_SLOW: PluginRequestError = PluginRequestError::Answer(408, "the request did not arrive in time");
     let left = deadline.saturating_duration_since(Instant::now());
     // A zero timeout would mean none to the kernel.
     if left.is_zero() {
@@ -89,7 +89,7 @@ fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Resu
     let mut some = [0; 4096];
     let received = stream.let_wait(left).and_then(|()| stream.read(&mut some));
     match received {
-        Ok(0) => Err(Refusal::Gone),
+        Ok(0) => Err(PluginRequestError::Gone),
         Ok(count) => {
             bytes.extend_from_slice(&some[..count]);
             Ok(())
@@ -97,11 +97,11 @@ fn more(stream: &mut impl Timed, bytes: &mut Vec<u8>, deadline: Instant) -> Resu
         // The caller's loop checks the deadline again.
         Err(error) if error.kind() == ErrorKind::Interrupted => Ok(()),
         Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => Err(TOO_SLOW),
-        Err(_) => Err(Refusal::Gone),
+        Err(_) => Err(PluginRequestError::Gone),
     }
 }
 
-struct Head {
+struct RequestHead {
     /// Length in bytes.
     bytes: usize,
     path: String,
@@ -109,19 +109,19 @@ struct Head {
 }
 
 /// Parses the head of the request; `None` while it is incomplete.
-fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
-    let mut headers = [httparse::EMPTY_HEADER; MOST_HEADERS];
+fn head(bytes: &[u8]) -> Result<Option<RequestHead>, PluginRequestError> {
+    let mut headers = [httparse::EMPTY_HEADER; MAX_HEADERS];
     let mut request = httparse::Request::new(&mut headers);
     let length = match request.parse(bytes) {
         Ok(httparse::Status::Partial) => return Ok(None),
-        Ok(httparse::Status::Complete(length)) if length <= MOST_HEAD_BYTES => length,
+        Ok(httparse::Status::Complete(length)) if length <= MAX_HEAD_BYTES => length,
         Ok(_) | Err(httparse::Error::TooManyHeaders) => {
-            return Err(Refusal::Answer(431, "the header of the request is too long"));
+            return Err(PluginRequestError::Answer(431, "the header of the request is too long"));
         }
-        Err(_) => return Err(Refusal::Answer(400, "the request is not HTTP")),
+        Err(_) => return Err(PluginRequestError::Answer(400, "the request is not HTTP")),
     };
     if request.method != Some("POST") {
-        return Err(Refusal::Answer(405, "the plugin protocol uses POST only"));
+        return Err(PluginRequestError::Answer(405, "the plugin protocol uses POST only"));
     }
     let named = |name: &'static str| {
         let headers = request.headers.iter();
@@ -129,7 +129,7 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
     };
     // Chunked bodies are not supported; neither Docker nor Podman sends them.
     if named("transfer-encoding").next().is_some() {
-        return Err(Refusal::Answer(411, "the length of the request is unknown (send Content-Length)"));
+        return Err(PluginRequestError::Answer(411, "the length of the request is unknown (send Content-Length)"));
     }
     let mut lengths = named("content-length");
     let body_bytes = match (lengths.next(), lengths.next()) {
@@ -137,29 +137,29 @@ fn head(bytes: &[u8]) -> Result<Option<Head>, Refusal> {
         (Some(text), None) => length_of(text)?,
         // Two lengths are an attack or a bug (RFC 9112, section 6.3).
         (Some(_), Some(_)) => {
-            return Err(Refusal::Answer(400, "the request has more than one Content-Length"));
+            return Err(PluginRequestError::Answer(400, "the request has more than one Content-Length"));
         }
     };
     let path = request.path.unwrap_or_default().to_owned();
-    Ok(Some(Head { bytes: length, path, body_bytes }))
+    Ok(Some(RequestHead { bytes: length, path, body_bytes }))
 }
 
-fn length_of(text: &[u8]) -> Result<usize, Refusal> {
+fn length_of(text: &[u8]) -> Result<usize, PluginRequestError> {
     // `parse` would accept a plus sign.
     if text.is_empty() || !text.iter().all(u8::is_ascii_digit) {
-        return Err(Refusal::Answer(400, "Content-Length is not a number"));
+        return Err(PluginRequestError::Answer(400, "Content-Length is not a number"));
     }
     let length = str::from_utf8(text).ok().and_then(|text| text.parse().ok());
     // A number that does not fit a usize is too long as well.
-    let length = length.filter(|&length| length <= MOST_BODY_BYTES);
-    length.ok_or(Refusal::Answer(413, "the request is too long"))
+    let length = length.filter(|&length| length <= MAX_BODY_BYTES);
+    length.ok_or(PluginRequestError::Answer(413, "the request is too long"))
 }
 
 /// Sends the response. A client that disconnected does not receive it.
-pub(crate) fn send(stream: &mut UnixStream, answer: &Answer) -> io::Result<()> {
-    let Answer { status, body } = answer;
+pub(crate) fn send(stream: &mut UnixStream, answer: &PluginResponse) -> io::Result<()> {
+    let PluginResponse { status, body } = answer;
     let length = body.len();
-    stream.set_write_timeout(Some(ANSWER_TIME))?;
+    stream.set_write_timeout(Some(RESPONSE_TIMEOUT))?;
     stream.write_all(
         format!(
             "HTTP/1.1 {status} {}\r\nContent-Type: {CONTENT_TYPE}\r\nContent-Length: {length}\r\nConnection: close\r\n\r\n{body}",
@@ -191,12 +191,12 @@ mod tests {
     use super::*;
 
     /// Stream of these pieces; then it ends, or fails as `then` says.
-    struct Pieces {
+    struct ScriptedStream {
         pieces: Vec<Vec<u8>>,
         then: Option<ErrorKind>,
     }
 
-    impl Read for Pieces {
+    impl Read for ScriptedStream {
         fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
             if self.pieces.is_empty() {
                 return self.then.map_or(Ok(0), |kind| Err(kind.into()));
@@ -211,7 +211,7 @@ mod tests {
         }
     }
 
-    impl Timed for Pieces {
+    impl ReadTimeout for ScriptedStream {
         fn let_wait(&self, time: Duration) -> io::Result<()> {
             assert!(!time.is_zero());
             Ok(())
@@ -222,23 +222,23 @@ mod tests {
         Instant::now() + Duration::from_secs(60)
     }
 
-    fn said(pieces: &[&[u8]]) -> Result<Request, Refusal> {
+    fn said(pieces: &[&[u8]]) -> Result<PluginRequest, PluginRequestError> {
         let pieces = pieces.iter().map(|piece| piece.to_vec()).collect();
-        read(&mut Pieces { pieces, then: None }, later())
+        read(&mut ScriptedStream { pieces, then: None }, later())
     }
 
     #[track_caller]
     fn refused(text: &[u8], expect: u16) {
         match said(&[text]) {
-            Err(Refusal::Answer(status, _)) => assert_eq!(status, expect),
+            Err(PluginRequestError::Answer(status, _)) => assert_eq!(status, expect),
             other => panic!("{other:?}"),
         }
     }
 
     #[test]
-    fn a_request_is_read_however_it_is_cut() {
+    fn requests_parse_in_any_pieces() {
         let text = b"POST /VolumeDriver.List HTTP/1.1\r\nHost: plugin\r\ncontent-length: 2\r\n\r\n{}";
-        let expect = Request { path: "/VolumeDriver.List".to_owned(), body: b"{}".to_vec() };
+        let expect = PluginRequest { path: "/VolumeDriver.List".to_owned(), body: b"{}".to_vec() };
         for cut in 1..text.len() {
             assert_eq!(said(&[&text[..cut], &text[cut..]]).as_ref(), Ok(&expect), "{cut}");
         }
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_request_is_told_so() {
+    fn invalid_requests_get_a_status() {
         refused(b"GET / HTTP/1.1\r\n\r\n", 405);
         refused(b"\x16\x03\x01\x02\x00\x01\x00", 400);
         refused(b"POST / HTTP/1.1\r\nContent-Length: 2\r\nContent-Length: 3\r\n\r\n{}", 400);
@@ -263,21 +263,21 @@ mod tests {
     }
 
     #[test]
-    fn a_body_as_long_as_may_be_is_taken() {
-        let body = vec![b'x'; MOST_BODY_BYTES];
-        let head = format!("POST / HTTP/1.1\r\nContent-Length: {MOST_BODY_BYTES}\r\n\r\n");
+    fn the_longest_body_is_accepted() {
+        let body = vec![b'x'; MAX_BODY_BYTES];
+        let head = format!("POST / HTTP/1.1\r\nContent-Length: {MAX_BODY_BYTES}\r\n\r\n");
         assert_eq!(said(&[head.as_bytes(), &body]).unwrap().body, body);
     }
 
     #[test]
-    fn nobody_is_waited_for_longer_than_told() {
+    fn the_deadline_ends_slow_requests() {
         let half = b"POST / HTTP/1.1\r\nContent-Length: 2\r\n\r\n{".to_vec();
-        let mut quiet = Pieces { pieces: vec![half.clone()], then: Some(ErrorKind::WouldBlock) };
-        assert!(matches!(read(&mut quiet, later()), Err(Refusal::Answer(408, _))));
+        let mut quiet = ScriptedStream { pieces: vec![half.clone()], then: Some(ErrorKind::WouldBlock) };
+        assert!(matches!(read(&mut quiet, later()), Err(PluginRequestError::Answer(408, _))));
         // One byte at a time, still incomplete at the deadline.
-        let mut slow = Pieces { pieces: vec![b"P".to_vec()], then: None };
-        assert!(matches!(read(&mut slow, Instant::now()), Err(Refusal::Answer(408, _))));
-        assert_eq!(said(&[&half]), Err(Refusal::Gone));
+        let mut slow = ScriptedStream { pieces: vec![b"P".to_vec()], then: None };
+        assert!(matches!(read(&mut slow, Instant::now()), Err(PluginRequestError::Answer(408, _))));
+        assert_eq!(said(&[&half]), Err(PluginRequestError::Gone));
     }
 
     proptest! {

@@ -9,30 +9,30 @@
 use std::{fs, path::Path, process::Command};
 
 use anyhow::Context as _;
-use storage::Format;
+use storage::ImageFormat;
 
-use crate::{options::Options, program};
+use crate::{options::VolumeOptions, program};
 
 /// Creates `image`, which must not exist; temporary files are created beside it. `weir` is this
 /// program's path.
 ///
 /// # Errors
 /// Fails if a program fails or is missing. Files may be left behind.
-pub(crate) fn make(weir: &Path, image: &Path, options: &Options) -> anyhow::Result<()> {
+pub(crate) fn create(weir: &Path, image: &Path, options: &VolumeOptions) -> anyhow::Result<()> {
     let raw = match options.format {
-        Format::Raw => image.to_owned(),
-        Format::Qcow2 => image.with_extension("unformatted"),
+        ImageFormat::Raw => image.to_owned(),
+        ImageFormat::Qcow2 => image.with_extension("unformatted"),
     };
     fs::File::create_new(&raw)
         // Sparse. A multiple of the block size, which O_DIRECT needs.
         .and_then(|file| file.set_len(options.size_bytes.next_multiple_of(4096)))
         .with_context(|| format!("{}: cannot be created", raw.display()))?;
-    options.file_system.make(&raw)?;
-    if options.format == Format::Qcow2 {
+    options.file_system.create(&raw)?;
+    if options.format == ImageFormat::Qcow2 {
         let mut command = Command::new(weir);
         // Skips holes, so only the file system's metadata is written.
         command.args(["image", "convert", "-q", "-f", "raw", "-O", "qcow2"]).arg(&raw).arg(image);
-        program::run(&mut command, program::SOON)?;
+        program::run(&mut command, program::SHORT_TIMEOUT)?;
         fs::remove_file(&raw).with_context(|| format!("{}: cannot be removed", raw.display()))?;
     }
     // Durable before the record declares the volume to exist.
@@ -50,7 +50,7 @@ mod tests {
         let image = directory.path().join("disk.raw");
         let given = [("size", "8M"), ("format", "raw")];
         let given = given.map(|(key, value)| (key.to_owned(), value.to_owned())).into();
-        make(Path::new("/nonexistent"), &image, &Options::read(given).unwrap()).unwrap();
+        create(Path::new("/nonexistent"), &image, &VolumeOptions::read(given).unwrap()).unwrap();
         let content = fs::read(&image).unwrap();
         assert_eq!(content.len(), 8 << 20);
         assert_eq!(content[0x438..0x43a], [0x53, 0xef], "the signature of ext4");

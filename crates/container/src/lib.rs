@@ -36,14 +36,14 @@ use std::{env, fs, path::PathBuf, sync::mpsc};
 use anyhow::Context as _;
 use clap::Args;
 use console::{
-    Failure, logging,
-    signals::{Request, Signals},
+    CommandFailure, logging,
+    signals::{SignalRequest, BlockedSignals},
 };
 use nix::sys::stat::{Mode, umask};
 use sd_notify::NotifyState;
 use settings::{LogFormat, LogSettings};
 
-use self::{device::Weir, record::Store, server::Server, volumes::Volumes};
+use self::{device::CommandMounter, record::VolumeStore, server::PluginServer, volumes::Volumes};
 
 /// Text below the options in the help.
 pub const EXAMPLES: &str = concat!(
@@ -78,14 +78,14 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 #[derive(Debug, Args)]
 pub struct PluginArgs {
     /// Socket to listen on, unless the service manager passes one
-    #[arg(long, value_name = "unix:PATH", default_value = "unix:/run/docker/plugins/weir.sock", value_parser = settings::socket)]
+    #[arg(long, value_name = "unix:PATH", default_value = "unix:/run/docker/plugins/weir.sock", value_parser = settings::parse_unix_socket)]
     socket: PathBuf,
     /// Directory of the volumes
     #[arg(long, value_name = "DIR", default_value = "/var/lib/weir/volumes")]
     directory: PathBuf,
     /// Attach through the daemon at this control socket, whose groups then apply [default: as for
     /// `weir attach`]
-    #[arg(long, value_name = "unix:PATH", value_parser = settings::socket)]
+    #[arg(long, value_name = "unix:PATH", value_parser = settings::parse_unix_socket)]
     qmp: Option<PathBuf>,
     /// off, error, warn, info, debug or trace
     #[arg(long, value_name = "FILTER", default_value = "info", value_parser = settings::log::filter)]
@@ -99,15 +99,15 @@ pub struct PluginArgs {
 ///
 /// # Errors
 /// Fails if the directory or the socket is unusable.
-pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
+pub fn run(arguments: PluginArgs) -> Result<(), CommandFailure> {
     let PluginArgs { socket, directory, qmp, log, log_format } = arguments;
     // Before any thread starts: this changes the environment.
     let inherited = control::listen::Inherited::take();
     logging::start(&LogSettings { filter: log, format: log_format, file: None })?;
     // Blocked before other threads start, which inherit the mask.
-    let signals = Signals::block_for_daemon().context("signals cannot be blocked")?;
+    let signals = BlockedSignals::block_for_daemon().context("signals cannot be blocked")?;
     let weir = env::current_exe().context("the path of the weir program is unknown")?;
-    let store = Store::open(&directory)?;
+    let store = VolumeStore::open(&directory)?;
     let (listener, _file) = control::listen::only(inherited, &socket, || {
         // Docker creates it only when it first looks for plugins.
         socket.parent().map_or(Ok(()), fs::create_dir_all)
@@ -115,10 +115,10 @@ pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
     // Images, and files of child processes, are readable by this user only.
     umask(Mode::S_IRWXG | Mode::S_IRWXO);
     let qmp = qmp.map(|path| format!("unix:{}", path.display()));
-    let volumes = Volumes::new(store, Weir { program: weir.clone(), qmp }, &weir);
+    let volumes = Volumes::new(store, CommandMounter { program: weir.clone(), qmp }, &weir);
     // Before the first request, which must not see leftovers.
     volumes.recover()?;
-    let server = Server::start(listener, volumes)?;
+    let server = PluginServer::start(listener, volumes)?;
     tracing::info!(socket = %socket.display(), directory = %directory.display(), "ready");
     notify(&[NotifyState::Ready]);
     let signal = until_ended(signals)?;
@@ -131,18 +131,18 @@ pub fn run(arguments: PluginArgs) -> Result<(), Failure> {
 
 /// Waits for a signal that requests the end, and returns its name. A second signal exits the
 /// process at once.
-fn until_ended(signals: Signals) -> anyhow::Result<&'static str> {
+fn until_ended(signals: BlockedSignals) -> anyhow::Result<&'static str> {
     let (sender, requests) = mpsc::channel();
     let hear = move |request| match request {
-        Request::EndAtOnce(signal) => {
-            console::say(&format!("{signal} again: ending at once; requests in progress are abandoned"));
+        SignalRequest::EndAtOnce(signal) => {
+            console::print_notice(&format!("{signal} again: ending at once; requests in progress are abandoned"));
             logging::exit(1)
         }
         request => sender.send(request).is_ok(),
     };
     signals.forward(hear).context("a thread cannot be started")?;
     let signal = requests.iter().find_map(|request| match request {
-        Request::End(signal) => Some(signal),
+        SignalRequest::End(signal) => Some(signal),
         _ => None,
     });
     signal.context("the signal thread has ended")

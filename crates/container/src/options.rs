@@ -7,13 +7,13 @@
 
 use std::{collections::BTreeMap, path::Path};
 
-use settings::{DiskConfig, Key, KeySet as _, Place, Placed, suggest};
-use storage::Format;
+use settings::{DiskConfig, ConfigKey, KeyTable as _, Origin, ConfigWithOrigins, suggest};
+use storage::ImageFormat;
 
-use crate::filesystem::FileSystem;
+use crate::filesystem::VolumeFileSystem;
 
 /// Given options by key.
-pub(crate) type Given = BTreeMap<String, String>;
+pub(crate) type OptionValues = BTreeMap<String, String>;
 
 const SIZE: &str = "size";
 const FORMAT: &str = "format";
@@ -21,12 +21,12 @@ const FILE_SYSTEM: &str = "fstype";
 const MOUNT_OPTIONS: &str = "mount-options";
 const DEVICE: &str = "device";
 /// Options of volumes.
-const OWN: [&str; 5] = [SIZE, FORMAT, FILE_SYSTEM, MOUNT_OPTIONS, DEVICE];
+const VOLUME_KEYS: [&str; 5] = [SIZE, FORMAT, FILE_SYSTEM, MOUNT_OPTIONS, DEVICE];
 const GROUP: &str = "group";
 const L2_CACHE_SIZE: &str = "l2-cache-size";
 
 /// True if the key is passed to `weir attach`.
-fn is_handed_on(key: &Key<DiskConfig>) -> bool {
+fn is_attach_option(key: &ConfigKey<DiskConfig>) -> bool {
     ["Limits", "Shares", "Reading ahead"].contains(&key.heading)
         || [GROUP, "cache", L2_CACHE_SIZE].contains(&key.name)
 }
@@ -36,27 +36,27 @@ const DEVICES: [&str; 3] = ["ublk", "nbd", "fuse"];
 
 /// Checked options.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Options {
+pub(crate) struct VolumeOptions {
     pub(crate) size_bytes: u64,
-    pub(crate) format: Format,
-    pub(crate) file_system: FileSystem,
-    given: Given,
+    pub(crate) format: ImageFormat,
+    pub(crate) file_system: VolumeFileSystem,
+    given: OptionValues,
 }
 
-impl Options {
+impl VolumeOptions {
     /// Checks the options. Fails with the key, the value and the rule.
-    pub(crate) fn read(given: Given) -> Result<Self, String> {
-        let disk = Placed::new(DiskConfig::default(), Place::new("the options"));
-        let mut draft = Draft { size: None, format: None, file_system: None, disk };
+    pub(crate) fn read(given: OptionValues) -> Result<Self, String> {
+        let disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("the options"));
+        let mut draft = VolumeOptionsDraft { size: None, format: None, file_system: None, disk };
         for (key, value) in &given {
-            draft.take(key, value)?;
+            draft.set(key, value)?;
         }
         // Rules between options, such as a burst rate below its rate.
-        draft.disk.checked().map_err(|wrong| wrong.to_string())?;
+        draft.disk.into_checked().map_err(|wrong| wrong.to_string())?;
         let size_bytes = draft.size.ok_or("size: is missing (set the size of the volume: -o size=10G)")?;
-        let format = draft.format.unwrap_or(Format::Qcow2);
+        let format = draft.format.unwrap_or(ImageFormat::Qcow2);
         // `weir attach` would reject it only at the first mount.
-        if let (Some(value), Format::Raw) = (given.get(L2_CACHE_SIZE), format) {
+        if let (Some(value), ImageFormat::Raw) = (given.get(L2_CACHE_SIZE), format) {
             return Err(format!("{L2_CACHE_SIZE}={value}: raw images have no L2 cache (remove the option)"));
         }
         let file_system = draft.file_system.unwrap_or_default();
@@ -68,12 +68,12 @@ impl Options {
     }
 
     /// The options as given.
-    pub(crate) fn given(&self) -> &Given {
+    pub(crate) fn given(&self) -> &OptionValues {
         &self.given
     }
 
     /// Arguments of `weir attach` besides image and mount point.
-    pub(crate) fn words(&self) -> Vec<String> {
+    pub(crate) fn attach_arguments(&self) -> Vec<String> {
         let mut words =
             vec![format!("--format={}", self.format.name()), format!("--fstype={}", self.file_system.name())];
         for (key, value) in &self.given {
@@ -89,27 +89,27 @@ impl Options {
 }
 
 /// Options read so far.
-struct Draft {
+struct VolumeOptionsDraft {
     size: Option<u64>,
-    format: Option<Format>,
-    file_system: Option<FileSystem>,
-    disk: Placed<DiskConfig>,
+    format: Option<ImageFormat>,
+    file_system: Option<VolumeFileSystem>,
+    disk: ConfigWithOrigins<DiskConfig>,
 }
 
-impl Draft {
-    fn take(&mut self, name: &str, value: &str) -> Result<(), String> {
-        let place = Place::new(format!("{name}={value}"));
-        let wrong = |rule: String| place.wrong(rule).to_string();
+impl VolumeOptionsDraft {
+    fn set(&mut self, name: &str, value: &str) -> Result<(), String> {
+        let place = Origin::new(format!("{name}={value}"));
+        let wrong = |rule: String| place.error(rule).to_string();
         match name {
             SIZE => self.size = Some(settings::size(value).map_err(wrong)?),
-            FORMAT => self.format = Some(settings::read(value).map_err(wrong)?),
-            FILE_SYSTEM => self.file_system = Some(FileSystem::named(value).map_err(wrong)?),
+            FORMAT => self.format = Some(settings::parse(value).map_err(wrong)?),
+            FILE_SYSTEM => self.file_system = Some(VolumeFileSystem::from_name(value).map_err(wrong)?),
             MOUNT_OPTIONS => check_mount_options(value).map_err(wrong)?,
             DEVICE if DEVICES.contains(&value) => {}
             DEVICE => return Err(wrong("is not one of ublk, nbd and fuse".to_owned())),
             _ => {
-                let Some(key) = DiskConfig::key(name).filter(|key| is_handed_on(key)) else {
-                    return Err(wrong(unknown(name)));
+                let Some(key) = DiskConfig::key(name).filter(|key| is_attach_option(key)) else {
+                    return Err(wrong(unknown_option(name)));
                 };
                 if name == GROUP {
                     check_group(value).map_err(wrong)?;
@@ -122,9 +122,9 @@ impl Draft {
     }
 }
 
-fn unknown(name: &str) -> String {
-    let handed_on = DiskConfig::keys().iter().filter(|key| is_handed_on(key)).map(|key| key.name);
-    match suggest::nearest(name, OWN.into_iter().chain(handed_on)) {
+fn unknown_option(name: &str) -> String {
+    let handed_on = DiskConfig::keys().iter().filter(|key| is_attach_option(key)).map(|key| key.name);
+    match suggest::nearest(name, VOLUME_KEYS.into_iter().chain(handed_on)) {
         Some(other) => format!("is not a volume option (did you mean {other}?)"),
         None => "is not a volume option (`weir docker-plugin --help` lists them)".to_owned(),
     }
@@ -158,8 +158,8 @@ fn check_group(name: &str) -> Result<(), String> {
 mod tests {
     use super::*;
 
-    fn read(options: &[(&str, &str)]) -> Result<Options, String> {
-        Options::read(options.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
+    fn read(options: &[(&str, &str)]) -> Result<VolumeOptions, String> {
+        VolumeOptions::read(options.iter().map(|(key, value)| ((*key).to_owned(), (*value).to_owned())).collect())
     }
 
     #[track_caller]
@@ -170,13 +170,13 @@ mod tests {
     #[test]
     fn a_volume_needs_a_size_alone() {
         let options = read(&[("size", "10G")]).unwrap();
-        assert_eq!((options.size_bytes, options.format), (10 << 30, Format::Qcow2));
-        assert_eq!(options.words(), ["--format=qcow2", "--fstype=ext4"]);
+        assert_eq!((options.size_bytes, options.format), (10 << 30, ImageFormat::Qcow2));
+        assert_eq!(options.attach_arguments(), ["--format=qcow2", "--fstype=ext4"]);
         refused(&[], "size: is missing (set the size of the volume: -o size=10G)");
     }
 
     #[test]
-    fn what_attach_knows_is_handed_on() {
+    fn attach_options_are_passed_on() {
         let options = read(&[
             ("size", "1G"),
             ("format", "raw"),
@@ -190,7 +190,7 @@ mod tests {
             ("device", "fuse"),
         ]);
         assert_eq!(
-            options.unwrap().words(),
+            options.unwrap().attach_arguments(),
             [
                 "--format=raw",
                 "--fstype=xfs",
@@ -207,7 +207,7 @@ mod tests {
 
     /// Every mistake is reported with its own rule when the volume is created.
     #[test]
-    fn a_slip_names_the_key_the_value_and_the_rule() {
+    fn mistakes_name_key_value_and_rule() {
         let with = |key: &str, value: &str| read(&[("size", "1G"), (key, value)]).unwrap_err();
         for (key, value, expect) in [
             ("sizes", "1", "sizes=1: is not a volume option (did you mean size?)"),
@@ -242,7 +242,7 @@ mod tests {
 
     #[test]
     fn every_option_is_known_by_its_own_name() {
-        for key in OWN.into_iter().chain([GROUP, L2_CACHE_SIZE, "weight", "iops-total"]) {
+        for key in VOLUME_KEYS.into_iter().chain([GROUP, L2_CACHE_SIZE, "weight", "iops-total"]) {
             let said = read(&[("size", "1G"), (key, "\u{1}")]).unwrap_err();
             assert!(!said.contains("not a volume option"), "{said}");
         }

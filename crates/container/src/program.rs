@@ -21,9 +21,9 @@ use nix::{
 };
 
 /// Limit of short programs: Docker waits two minutes for a volume, which may need two of them.
-pub(crate) const SOON: Duration = Duration::from_secs(50);
+pub(crate) const SHORT_TIMEOUT: Duration = Duration::from_secs(50);
 /// Bytes of standard error to read.
-const MOST_SAID_BYTES: u64 = 16 << 10;
+const MAX_STDERR_BYTES: u64 = 16 << 10;
 
 /// Runs a program, killed after `limit`. Its standard output is discarded.
 ///
@@ -39,7 +39,7 @@ pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> 
         ErrorKind::NotFound => anyhow!("{name}: is not installed"),
         _ => anyhow!("{name}: cannot be started: {error}"),
     })?;
-    let in_time = ends_within(&child, limit).with_context(|| format!("{name}: cannot be waited for"))?;
+    let in_time = exits_within(&child, limit).with_context(|| format!("{name}: cannot be waited for"))?;
     if !in_time {
         // A child in an uninterruptible system call dies only when that returns.
         child.kill().with_context(|| format!("{name}: cannot be killed"))?;
@@ -51,14 +51,14 @@ pub(crate) fn run(command: &mut Command, limit: Duration) -> anyhow::Result<()> 
     if status.success() {
         return Ok(());
     }
-    match complaint(&read(&mut said)) {
+    match error_line(&read(&mut said)) {
         Some(line) => bail!("{line}"),
         None => bail!("{name}: failed ({status}) without a message"),
     }
 }
 
 /// Waits without reaping the child, so that its pid cannot be reused before `kill`.
-fn ends_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
+fn exits_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
     let pid = Pid::from_raw(child.id().cast_signed());
     let (ended, is_ended) = mpsc::channel();
     thread::Builder::new().name("child".to_owned()).spawn(move || {
@@ -70,13 +70,13 @@ fn ends_within(child: &Child, limit: Duration) -> anyhow::Result<bool> {
 
 fn read(said: &mut File) -> String {
     let mut bytes = Vec::new();
-    let read = said.seek(SeekFrom::Start(0)).and_then(|_| said.take(MOST_SAID_BYTES).read_to_end(&mut bytes));
+    let read = said.seek(SeekFrom::Start(0)).and_then(|_| said.take(MAX_STDERR_BYTES).read_to_end(&mut bytes));
     read.map_or_else(|_| String::new(), |_| String::from_utf8_lossy(&bytes).into_owned())
 }
 
 /// Line of the error message: weir's last one; of another program the first that is not its name
 /// and version.
-fn complaint(said: &str) -> Option<&str> {
+fn error_line(said: &str) -> Option<&str> {
     // weir logs warnings before the error.
     let own = said.lines().rev().find_map(|line| line.strip_prefix("weir: "));
     own.or_else(|| said.lines().map(str::trim).find(|line| !line.is_empty() && !line.starts_with("mke2fs ")))
@@ -97,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_program_says_is_the_error() {
+    fn standard_error_becomes_the_error() {
         run(&mut shell("echo x >&2"), Duration::from_secs(60)).unwrap();
         assert_eq!(fails("echo weir: by ublk, as it is there >&2; echo weir: a: b >&2; exit 1"), "a: b");
         assert_eq!(
@@ -111,13 +111,13 @@ mod tests {
     }
 
     #[test]
-    fn one_that_does_not_end_is_ended() {
+    fn a_hanging_program_is_killed() {
         let error = run(&mut shell("exec sleep 1000"), Duration::from_millis(10)).unwrap_err();
         assert_eq!(error.to_string(), "sh: did not finish within 0 s, and was killed");
     }
 
     #[test]
-    fn what_it_leaves_running_is_not_waited_for() {
+    fn background_processes_are_not_awaited() {
         let directory = tempfile::tempdir().unwrap();
         let fifo = directory.path().join("fifo");
         nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();

@@ -13,32 +13,32 @@ use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Value, json};
 
 use crate::{
-    device::Devices,
-    http::{Answer, Request},
-    options::Given,
-    record::Name,
-    volumes::{self, Held, Volume, Volumes},
+    device::ImageMounter,
+    http::{PluginResponse, PluginRequest},
+    options::OptionValues,
+    record::VolumeName,
+    volumes::{self, VolumeLock, VolumeState, Volumes},
 };
 
 /// Request that names a volume.
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Named {
+struct NameRequest {
     name: String,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct Create {
+struct CreateRequest {
     name: String,
     /// `null` without options.
     #[serde(default)]
-    opts: Option<Given>,
+    opts: Option<OptionValues>,
 }
 
 #[derive(Deserialize)]
 #[serde(rename_all = "PascalCase")]
-struct User {
+struct MountRequest {
     name: String,
     #[serde(rename = "ID", default)]
     id: String,
@@ -46,12 +46,12 @@ struct User {
 
 /// Performs a request. `None` if the client disconnected while it waited for the volume: a result
 /// that it never sees must not take effect.
-pub(crate) fn answer<D: Devices>(
-    request: &Request,
+pub(crate) fn perform<D: ImageMounter>(
+    request: &PluginRequest,
     volumes: &Volumes<D>,
     is_gone: &dyn Fn() -> bool,
-) -> Option<Answer> {
-    let call = Call { volumes, body: &request.body, is_gone };
+) -> Option<PluginResponse> {
+    let call = PluginCall { volumes, body: &request.body, is_gone };
     let outcome = match request.path.as_str() {
         "/Plugin.Activate" => Ok(json!({ "Implements": ["VolumeDriver"] })),
         // Local: each host has its own volumes.
@@ -63,120 +63,120 @@ pub(crate) fn answer<D: Devices>(
         "/VolumeDriver.Path" => call.path(),
         "/VolumeDriver.Get" => call.get(),
         "/VolumeDriver.List" => call.list(),
-        _ => return Some(refused(404, "the plugin protocol has no such request")),
+        _ => return Some(error_response(404, "the plugin protocol has no such request")),
     };
     match outcome {
-        Ok(value) => Some(Answer { status: 200, body: value.to_string() }),
-        Err(Stopped::Gone) => None,
-        Err(Stopped::Refused(status, error)) => {
+        Ok(value) => Some(PluginResponse { status: 200, body: value.to_string() }),
+        Err(CallError::Disconnected) => None,
+        Err(CallError::Rejected(status, error)) => {
             let what = format!("{error:#}");
             tracing::info!(request = %request.path, error = %what, "refused");
-            Some(refused(status, &what))
+            Some(error_response(status, &what))
         }
     }
 }
 
 /// Error response.
-pub(crate) fn refused(status: u16, what: &str) -> Answer {
-    Answer { status, body: json!({ "Err": what }).to_string() }
+pub(crate) fn error_response(status: u16, what: &str) -> PluginResponse {
+    PluginResponse { status, body: json!({ "Err": what }).to_string() }
 }
 
-enum Stopped {
-    Gone,
-    Refused(u16, anyhow::Error),
+enum CallError {
+    Disconnected,
+    Rejected(u16, anyhow::Error),
 }
 
-impl From<anyhow::Error> for Stopped {
+impl From<anyhow::Error> for CallError {
     fn from(error: anyhow::Error) -> Self {
-        Self::Refused(500, error)
+        Self::Rejected(500, error)
     }
 }
 
-type Outcome = Result<Value, Stopped>;
+type CallResult = Result<Value, CallError>;
 
-struct Call<'a, D> {
+struct PluginCall<'a, D> {
     volumes: &'a Volumes<D>,
     body: &'a [u8],
     is_gone: &'a dyn Fn() -> bool,
 }
 
-impl<D: Devices> Call<'_, D> {
-    fn create(&self) -> Outcome {
-        let Create { name, opts } = self.read()?;
-        let held = self.hold(&name)?;
+impl<D: ImageMounter> PluginCall<'_, D> {
+    fn create(&self) -> CallResult {
+        let CreateRequest { name, opts } = self.read()?;
+        let held = self.lock(&name)?;
         self.volumes.create(&held, opts.unwrap_or_default())?;
         tracing::info!(volume = name, "created");
         Ok(json!({ "Err": "" }))
     }
 
-    fn remove(&self) -> Outcome {
-        let Named { name } = self.read()?;
-        let held = self.hold(&name)?;
+    fn remove(&self) -> CallResult {
+        let NameRequest { name } = self.read()?;
+        let held = self.lock(&name)?;
         self.volumes.remove(&held)?;
         tracing::info!(volume = name, "removed");
         Ok(json!({ "Err": "" }))
     }
 
-    fn mount(&self) -> Outcome {
-        let User { name, id } = self.read()?;
-        let held = self.hold(&name)?;
+    fn mount(&self) -> CallResult {
+        let MountRequest { name, id } = self.read()?;
+        let held = self.lock(&name)?;
         let at = self.volumes.mount(&held, &id)?;
         tracing::info!(volume = name, user = id, "mounted");
         Ok(json!({ "Mountpoint": at, "Err": "" }))
     }
 
-    fn unmount(&self) -> Outcome {
-        let User { name, id } = self.read()?;
-        let held = self.hold(&name)?;
+    fn unmount(&self) -> CallResult {
+        let MountRequest { name, id } = self.read()?;
+        let held = self.lock(&name)?;
         self.volumes.unmount(&held, &id)?;
         tracing::info!(volume = name, user = id, "unmounted");
         Ok(json!({ "Err": "" }))
     }
 
-    fn path(&self) -> Outcome {
-        Ok(json!({ "Mountpoint": place(self.look()?.mount_point), "Err": "" }))
+    fn path(&self) -> CallResult {
+        Ok(json!({ "Mountpoint": mount_point_text(self.volume()?.mount_point), "Err": "" }))
     }
 
-    fn get(&self) -> Outcome {
-        let Volume { name, options, image, mount_point, users } = self.look()?;
+    fn get(&self) -> CallResult {
+        let VolumeState { name, options, image, mount_point, users } = self.volume()?;
         let status = json!({ "options": options, "image": image, "users": users.len() });
         Ok(json!({
-            "Volume": { "Name": name.to_string(), "Mountpoint": place(mount_point), "Status": status },
+            "Volume": { "Name": name.to_string(), "Mountpoint": mount_point_text(mount_point), "Status": status },
             "Err": "",
         }))
     }
 
-    fn list(&self) -> Outcome {
-        let listed = |volume: Volume| json!({ "Name": volume.name.to_string(), "Mountpoint": place(volume.mount_point) });
+    fn list(&self) -> CallResult {
+        let listed = |volume: VolumeState| json!({ "Name": volume.name.to_string(), "Mountpoint": mount_point_text(volume.mount_point) });
         let volumes: Vec<_> = self.volumes.list()?.into_iter().map(listed).collect();
         Ok(json!({ "Volumes": volumes, "Err": "" }))
     }
 
-    fn look(&self) -> Result<Volume, Stopped> {
-        let Named { name } = self.read()?;
-        let name = named(&name)?;
-        Ok(self.volumes.look(&name)?.ok_or_else(|| anyhow!(volumes::no_such(&name)))?)
+    fn volume(&self) -> Result<VolumeState, CallError> {
+        let NameRequest { name } = self.read()?;
+        let name = parse_name(&name)?;
+        Ok(self.volumes.state(&name)?.ok_or_else(|| anyhow!(volumes::unknown_volume(&name)))?)
     }
 
-    fn hold(&self, name: &str) -> Result<Held<'_>, Stopped> {
-        let held = self.volumes.hold(named(name)?);
+    fn lock(&self, name: &str) -> Result<VolumeLock<'_>, CallError> {
+        let held = self.volumes.lock(parse_name(name)?);
         // Checked after the wait for the lock, which may take minutes.
-        if (self.is_gone)() { Err(Stopped::Gone) } else { Ok(held) }
+        if (self.is_gone)() { Err(CallError::Disconnected) } else { Ok(held) }
     }
 
-    fn read<T: DeserializeOwned>(&self) -> Result<T, Stopped> {
+    fn read<T: DeserializeOwned>(&self) -> Result<T, CallError> {
         let read = serde_json::from_slice(self.body);
-        read.map_err(|error| Stopped::Refused(400, anyhow!("the request is malformed: {error}")))
+        read.map_err(|error| CallError::Rejected(400, anyhow!("the request is malformed: {error}")))
     }
 }
 
-fn named(name: &str) -> Result<Name, Stopped> {
-    Name::read(name).map_err(|what| Stopped::Refused(400, anyhow!(what)))
+fn parse_name(name: &str) -> Result<VolumeName, CallError> {
+    VolumeName::read(name).map_err(|what| CallError::Rejected(400, anyhow!(what)))
 }
 
 /// Path of the mount point; empty while unmounted, as Docker requires. UTF-8, as the volumes'
 /// directory is.
-fn place(mount_point: Option<PathBuf>) -> String {
+fn mount_point_text(mount_point: Option<PathBuf>) -> String {
     mount_point.map(|path| path.to_string_lossy().into_owned()).unwrap_or_default()
 }
 
@@ -187,35 +187,35 @@ mod tests {
 
     use super::*;
     use crate::{
-        record::Store,
-        volumes::tests::{Pretended, small},
+        record::VolumeStore,
+        volumes::tests::{FakeMounter, small},
     };
 
-    fn start() -> (TempDir, Volumes<Pretended>) {
+    fn start() -> (TempDir, Volumes<FakeMounter>) {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(directory.path()).unwrap();
-        (directory, Volumes::new(store, Pretended::default(), "/nonexistent".as_ref()))
+        let store = VolumeStore::open(directory.path()).unwrap();
+        (directory, Volumes::new(store, FakeMounter::default(), "/nonexistent".as_ref()))
     }
 
-    fn send(volumes: &Volumes<Pretended>, path: &str, body: impl Into<Vec<u8>>) -> (u16, Value) {
-        let request = Request { path: path.to_owned(), body: body.into() };
-        let answer = answer(&request, volumes, &|| false).expect("the client waits");
+    fn send(volumes: &Volumes<FakeMounter>, path: &str, body: impl Into<Vec<u8>>) -> (u16, Value) {
+        let request = PluginRequest { path: path.to_owned(), body: body.into() };
+        let answer = perform(&request, volumes, &|| false).expect("the client waits");
         (answer.status, serde_json::from_str(&answer.body).expect("it is JSON"))
     }
 
-    fn call(volumes: &Volumes<Pretended>, what: &str, body: Value) -> (u16, Value) {
+    fn call(volumes: &Volumes<FakeMounter>, what: &str, body: Value) -> (u16, Value) {
         send(volumes, &format!("/VolumeDriver.{what}"), body.to_string())
     }
 
     #[track_caller]
-    fn done(volumes: &Volumes<Pretended>, what: &str, body: Value) -> Value {
+    fn done(volumes: &Volumes<FakeMounter>, what: &str, body: Value) -> Value {
         let (status, value) = call(volumes, what, body);
         assert_eq!((status, &value["Err"]), (200, &json!("")), "{value}");
         value
     }
 
     #[track_caller]
-    fn fails(volumes: &Volumes<Pretended>, what: &str, body: Value, expect: u16) -> String {
+    fn fails(volumes: &Volumes<FakeMounter>, what: &str, body: Value, expect: u16) -> String {
         let (status, value) = call(volumes, what, body);
         assert_eq!(status, expect, "{value}");
         value["Err"].as_str().expect("it says why").to_owned()
@@ -250,7 +250,7 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_makes_no_sense_says_why() {
+    fn invalid_requests_name_the_reason() {
         let (_directory, volumes) = start();
         let create = |opts: Value| fails(&volumes, "Create", json!({ "Name": "v", "Opts": opts }), 500);
         assert!(create(Value::Null).starts_with("size: is missing"));
@@ -276,12 +276,12 @@ mod tests {
     }
 
     #[test]
-    fn what_nobody_waits_for_is_not_begun() {
+    fn requests_of_disconnected_clients_are_dropped() {
         let (_directory, volumes) = start();
         done(&volumes, "Create", json!({ "Name": "v", "Opts": small() }));
         let body = json!({ "Name": "v", "ID": "a" }).to_string().into_bytes();
-        let request = Request { path: "/VolumeDriver.Mount".to_owned(), body };
-        assert_eq!(answer(&request, &volumes, &|| true), None);
+        let request = PluginRequest { path: "/VolumeDriver.Mount".to_owned(), body };
+        assert_eq!(perform(&request, &volumes, &|| true), None);
         assert_eq!(done(&volumes, "Path", json!({ "Name": "v" }))["Mountpoint"], "");
     }
 

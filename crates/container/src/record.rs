@@ -26,25 +26,25 @@ use anyhow::{Context as _, anyhow};
 use nix::fcntl::{Flock, FlockArg};
 use serde::{Deserialize, Serialize};
 use settings::state::whole_file;
-use storage::Format;
+use storage::ImageFormat;
 
-use crate::options::{Given, Options};
+use crate::options::{OptionValues, VolumeOptions};
 
 /// Largest record; [`MOST_USERS`] and all options need a tenth of it.
-const MOST_RECORD_BYTES: u64 = 1 << 20;
+const MAX_RECORD_BYTES: u64 = 1 << 20;
 /// Largest number of containers that use one volume.
-pub(crate) const MOST_USERS: usize = 1000;
+pub(crate) const MAX_USERS: usize = 1000;
 /// Largest id of a user in bytes; Docker's have 64.
-pub(crate) const MOST_USER_BYTES: usize = 256;
+pub(crate) const MAX_USER_BYTES: usize = 256;
 /// Other users may traverse the directory but not list it.
 const DIRECTORY_MODE: u32 = 0o711;
 
 /// Name of a volume and of its directory, by Docker's rule `[a-zA-Z0-9][a-zA-Z0-9_.-]*`, with at
 /// most 128 bytes.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub(crate) struct Name(String);
+pub(crate) struct VolumeName(String);
 
-impl Name {
+impl VolumeName {
     /// Parses a name. Fails with the rule.
     pub(crate) fn read(text: &str) -> Result<Self, String> {
         const MOST_BYTES: usize = 128;
@@ -61,10 +61,10 @@ impl Name {
     }
 }
 
-impl Name {
+impl VolumeName {
     /// Name of its disk while mounted. A name that is too long for `weir attach` (31 bytes) is cut
     /// and completed by a hash.
-    pub(crate) fn of_disk(&self) -> String {
+    pub(crate) fn disk_name(&self) -> String {
         const MOST_BYTES: usize = 31;
         let name = format!("volume-{}", self.0);
         if name.len() <= MOST_BYTES {
@@ -78,7 +78,7 @@ impl Name {
     }
 }
 
-impl fmt::Display for Name {
+impl fmt::Display for VolumeName {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
@@ -87,27 +87,27 @@ impl fmt::Display for Name {
 /// Content of `volume.json`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(crate) struct Record {
-    pub(crate) options: Given,
+pub(crate) struct VolumeRecord {
+    pub(crate) options: OptionValues,
     /// Users that mounted the volume and have not unmounted it.
     pub(crate) users: BTreeSet<String>,
 }
 
-impl Record {
+impl VolumeRecord {
     /// Options, which were valid when the record was written.
-    pub(crate) fn checked(&self) -> anyhow::Result<Options> {
-        Options::read(self.options.clone()).map_err(|what| anyhow!("{what}"))
+    pub(crate) fn checked(&self) -> anyhow::Result<VolumeOptions> {
+        VolumeOptions::read(self.options.clone()).map_err(|what| anyhow!("{what}"))
     }
 }
 
 /// Volumes of one directory.
 #[derive(Debug)]
-pub(crate) struct Store {
+pub(crate) struct VolumeStore {
     root: PathBuf,
     _lock: Flock<File>,
 }
 
-impl Store {
+impl VolumeStore {
     /// Opens the directory, which is created if it does not exist.
     ///
     /// # Errors
@@ -135,37 +135,37 @@ impl Store {
         Ok(Self { root, _lock: lock })
     }
 
-    fn directory(&self, name: &Name) -> PathBuf {
+    fn directory(&self, name: &VolumeName) -> PathBuf {
         self.root.join(&name.0)
     }
 
-    fn record(&self, name: &Name) -> PathBuf {
+    fn record(&self, name: &VolumeName) -> PathBuf {
         self.directory(name).join("volume.json")
     }
 
-    pub(crate) fn image(&self, name: &Name, format: Format) -> PathBuf {
+    pub(crate) fn image(&self, name: &VolumeName, format: ImageFormat) -> PathBuf {
         self.directory(name).join(format!("disk.{}", format.name()))
     }
 
     /// Mount point: an absolute path without links.
-    pub(crate) fn mount_point(&self, name: &Name) -> PathBuf {
+    pub(crate) fn mount_point(&self, name: &VolumeName) -> PathBuf {
         self.directory(name).join("mount")
     }
 
     /// Names of all entries that could be volumes, including leftovers.
-    pub(crate) fn names(&self) -> anyhow::Result<Vec<Name>> {
+    pub(crate) fn names(&self) -> anyhow::Result<Vec<VolumeName>> {
         let entries = fs::read_dir(&self.root).and_then(Iterator::collect::<io::Result<Vec<_>>>);
         let entries = entries.with_context(|| self.root.display().to_string())?;
         let mut names: Vec<_> =
-            entries.iter().filter_map(|entry| Name::read(entry.file_name().to_str()?).ok()).collect();
+            entries.iter().filter_map(|entry| VolumeName::read(entry.file_name().to_str()?).ok()).collect();
         names.sort();
         Ok(names)
     }
 
     /// Record of a volume; `None` if it does not exist.
-    pub(crate) fn read(&self, name: &Name) -> anyhow::Result<Option<Record>> {
+    pub(crate) fn read(&self, name: &VolumeName) -> anyhow::Result<Option<VolumeRecord>> {
         let path = self.record(name);
-        let bytes = match whole_file::read(&path, MOST_RECORD_BYTES) {
+        let bytes = match whole_file::read(&path, MAX_RECORD_BYTES) {
             // The name belongs to something other than a directory.
             Err(error) if error.kind() == ErrorKind::NotADirectory => None,
             other => other.with_context(|| path.display().to_string())?,
@@ -178,14 +178,14 @@ impl Store {
     }
 
     /// Writes a record atomically and durably.
-    pub(crate) fn write(&self, name: &Name, record: &Record) -> anyhow::Result<()> {
+    pub(crate) fn write(&self, name: &VolumeName, record: &VolumeRecord) -> anyhow::Result<()> {
         let path = self.record(name);
         let text = serde_json::to_vec_pretty(record).context("a record is JSON")?;
         whole_file::write(&path, &text, true).with_context(|| path.display().to_string())
     }
 
     /// Creates the directories of a new volume.
-    pub(crate) fn prepare(&self, name: &Name) -> anyhow::Result<()> {
+    pub(crate) fn create_directories(&self, name: &VolumeName) -> anyhow::Result<()> {
         let make = |path: PathBuf| {
             // The mode of `create_dir` is subject to the umask.
             let made = fs::create_dir(&path)
@@ -200,14 +200,14 @@ impl Store {
     ///
     /// # Errors May fail after the record was deleted; the volume is gone then, and leftovers are
     /// removed later.
-    pub(crate) fn remove(&self, name: &Name) -> anyhow::Result<()> {
+    pub(crate) fn remove(&self, name: &VolumeName) -> anyhow::Result<()> {
         let directory = self.directory(name);
         let remove = || {
             // First and durably: without its record the volume does not exist any more.
-            missing_is_fine(fs::remove_file(self.record(name)))?;
+            ignore_not_found(fs::remove_file(self.record(name)))?;
             File::open(&directory)?.sync_all()?;
             // Fails on a mount point and on a directory with content.
-            missing_is_fine(fs::remove_dir(self.mount_point(name)))?;
+            ignore_not_found(fs::remove_dir(self.mount_point(name)))?;
             for entry in fs::read_dir(&directory)? {
                 fs::remove_file(entry?.path())?;
             }
@@ -217,7 +217,7 @@ impl Store {
     }
 }
 
-fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
+fn ignore_not_found(result: io::Result<()>) -> io::Result<()> {
     result.or_else(|error| if error.kind() == ErrorKind::NotFound { Ok(()) } else { Err(error) })
 }
 
@@ -225,47 +225,47 @@ fn missing_is_fine(result: io::Result<()>) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn name(text: &str) -> Name {
-        Name::read(text).unwrap()
+    fn name(text: &str) -> VolumeName {
+        VolumeName::read(text).unwrap()
     }
 
-    fn record() -> Record {
-        Record { options: [("size".to_owned(), "8M".to_owned())].into(), users: ["a".to_owned()].into() }
+    fn record() -> VolumeRecord {
+        VolumeRecord { options: [("size".to_owned(), "8M".to_owned())].into(), users: ["a".to_owned()].into() }
     }
 
     #[test]
-    fn names_lead_nowhere_else() {
+    fn names_cannot_leave_the_directory() {
         for text in ["a", "0", "my-volume_1.2", &"x".repeat(128)] {
-            assert_eq!(Name::read(text).unwrap().to_string(), text);
+            assert_eq!(VolumeName::read(text).unwrap().to_string(), text);
         }
         for text in
             ["", ".", "..", "../x", "a/b", "/etc", ".lock", "-x", "a\0", "a b", "é", "a\n", &"x".repeat(129)]
         {
-            assert!(Name::read(text).unwrap_err().contains("is not a volume name"), "{text:?}");
+            assert!(VolumeName::read(text).unwrap_err().contains("is not a volume name"), "{text:?}");
         }
     }
 
     #[test]
-    fn long_names_have_disks_of_their_own() {
-        assert_eq!(name("db").of_disk(), "volume-db");
+    fn long_names_have_unique_disk_names() {
+        assert_eq!(name("db").disk_name(), "volume-db");
         let (one, other) = ("f".repeat(64), "f".repeat(63) + "e");
-        let (one, other) = (name(&one).of_disk(), name(&other).of_disk());
+        let (one, other) = (name(&one).disk_name(), name(&other).disk_name());
         assert_eq!((one.len(), other.len()), (31, 31));
         assert!(one.starts_with("volume-fffffff-") && one != other, "{one} {other}");
     }
 
     #[test]
-    fn a_volume_is_there_after_a_restart_and_gone_once_it_is_removed() {
+    fn volumes_survive_a_restart_until_removed() {
         let directory = tempfile::tempdir().unwrap();
         let root = directory.path().join("made/on/the/way");
-        let store = Store::open(&root).unwrap();
+        let store = VolumeStore::open(&root).unwrap();
         assert_eq!(store.read(&name("v")).unwrap(), None);
-        store.prepare(&name("v")).unwrap();
+        store.create_directories(&name("v")).unwrap();
         assert_eq!(store.read(&name("v")).unwrap(), None, "it has no record yet");
-        fs::write(store.image(&name("v"), Format::Raw), "x").unwrap();
+        fs::write(store.image(&name("v"), ImageFormat::Raw), "x").unwrap();
         store.write(&name("v"), &record()).unwrap();
         drop(store);
-        let store = Store::open(&root).unwrap();
+        let store = VolumeStore::open(&root).unwrap();
         assert_eq!(store.names().unwrap(), [name("v")]);
         assert_eq!(store.read(&name("v")).unwrap(), Some(record()));
         store.remove(&name("v")).unwrap();
@@ -275,17 +275,17 @@ mod tests {
     #[test]
     fn one_process_uses_a_directory() {
         let directory = tempfile::tempdir().unwrap();
-        let _store = Store::open(directory.path()).unwrap();
-        let error = Store::open(directory.path()).unwrap_err().to_string();
+        let _store = VolumeStore::open(directory.path()).unwrap();
+        let error = VolumeStore::open(directory.path()).unwrap_err().to_string();
         assert!(error.contains("another `weir docker-plugin` uses this directory"), "{error}");
     }
 
     /// A directory with content stands for a file system that is still mounted.
     #[test]
-    fn what_is_in_a_volume_is_never_removed() {
+    fn mounted_content_is_never_removed() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(directory.path()).unwrap();
-        store.prepare(&name("v")).unwrap();
+        let store = VolumeStore::open(directory.path()).unwrap();
+        store.create_directories(&name("v")).unwrap();
         let precious = store.mount_point(&name("v")).join("precious");
         fs::write(&precious, "x").unwrap();
         store.remove(&name("v")).unwrap_err();
@@ -293,10 +293,10 @@ mod tests {
     }
 
     #[test]
-    fn a_record_that_is_none_is_named() {
+    fn invalid_records_are_named() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(directory.path()).unwrap();
-        store.prepare(&name("v")).unwrap();
+        let store = VolumeStore::open(directory.path()).unwrap();
+        store.create_directories(&name("v")).unwrap();
         for text in ["", "{", "[]", r#"{"options": {}}"#, r#"{"options": {}, "users": [], "more": 1}"#] {
             fs::write(store.record(&name("v")), text).unwrap();
             let error = store.read(&name("v")).unwrap_err().to_string();

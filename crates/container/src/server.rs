@@ -29,35 +29,35 @@ use anyhow::Context as _;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use crate::{
-    device::Devices,
-    http::{self, Refusal},
+    device::ImageMounter,
+    http::{self, PluginRequestError},
     protocol,
     volumes::Volumes,
 };
 
 /// Bound of the connections with a place: each has a thread and possibly a child process.
-const MOST_CONNECTIONS: usize = 32;
+const MAX_CONNECTIONS: usize = 32;
 /// Bound of the threads whose connection lost its place and that have not noticed yet, or that
 /// wait for another place. At this bound no further connection loses its place.
-const MOST_DISPLACED: usize = MOST_CONNECTIONS;
+const MAX_DISPLACED: usize = MAX_CONNECTIONS;
 /// Time within which a request has to arrive.
-const REQUEST_TIME: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time that an arriving request keeps its place while another client waits. Docker sends a request
 /// at once.
-const UNDISTURBED: Duration = Duration::from_millis(250);
+const MIN_ARRIVAL_TIME: Duration = Duration::from_millis(250);
 
 /// Pause without descriptors or memory: the kernel does not notify when there are some again.
-const TRY_AGAIN: Duration = Duration::from_secs(1);
+const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
 /// Places of connections, and the state of the shutdown.
 #[derive(Default)]
-struct Doorkeeper {
-    state: Mutex<State>,
+struct ConnectionGate {
+    state: Mutex<ConnectionPlaces>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct State {
+struct ConnectionPlaces {
     connections: usize,
     /// Connections whose requests are still arriving, by number, oldest first.
     arriving: BTreeMap<u64, ArrivingRequest>,
@@ -68,7 +68,7 @@ struct State {
     /// wait for a place. New connections are served after all of these.
     returning: VecDeque<u64>,
     /// Requests that were read and are not answered yet.
-    begun: usize,
+    in_progress: usize,
     is_ending: bool,
 }
 
@@ -78,30 +78,30 @@ struct ArrivingRequest {
 }
 
 /// Server of the socket, with its threads.
-pub(crate) struct Server {
-    door: Arc<Doorkeeper>,
+pub(crate) struct PluginServer {
+    door: Arc<ConnectionGate>,
 }
 
-impl Server {
+impl PluginServer {
     /// Starts accepting.
-    pub(crate) fn start<D: Devices + 'static>(
+    pub(crate) fn start<D: ImageMounter + 'static>(
         listener: UnixListener,
         volumes: Volumes<D>,
     ) -> anyhow::Result<Self> {
-        let door = Arc::<Doorkeeper>::default();
+        let door = Arc::<ConnectionGate>::default();
         let (keeper, volumes) = (Arc::clone(&door), Arc::new(volumes));
         let accept = move || {
             loop {
                 // A place is freed only once a client waits.
                 let _ = poll(&mut [PollFd::new(listener.as_fd(), PollFlags::POLLIN)], PollTimeout::NONE);
-                keeper.make_room();
+                keeper.acquire_place();
                 match listener.accept() {
                     Ok((stream, _)) => serve(stream, &keeper, &volumes),
                     Err(error) => {
                         keeper.change(|state| state.connections -= 1);
-                        if !passes(error.kind()) {
+                        if !is_client_error(error.kind()) {
                             tracing::error!(%error, "connections cannot be accepted; retrying");
-                            thread::sleep(TRY_AGAIN);
+                            thread::sleep(ACCEPT_RETRY);
                         }
                     }
                 }
@@ -118,22 +118,22 @@ impl Server {
     pub(crate) fn end(&self) {
         self.door.change(|state| state.is_ending = true);
         // Without a timeout: a mount in progress must be recorded.
-        drop(self.door.wait_while(|state| state.begun > 0));
+        drop(self.door.wait_while(|state| state.in_progress > 0));
     }
 }
 
 /// True for errors of a single client, which has already disconnected.
-fn passes(kind: ErrorKind) -> bool {
+fn is_client_error(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::ConnectionAborted | ErrorKind::ConnectionReset | ErrorKind::Interrupted)
 }
 
-impl Doorkeeper {
-    fn wait_while(&self, is_so: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+impl ConnectionGate {
+    fn wait_while(&self, is_so: impl Fn(&ConnectionPlaces) -> bool) -> MutexGuard<'_, ConnectionPlaces> {
         let state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         self.changed.wait_while(state, |state| is_so(state)).unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn change(&self, change: impl FnOnce(&mut State)) {
+    fn change(&self, change: impl FnOnce(&mut ConnectionPlaces)) {
         change(&mut self.state.lock().unwrap_or_else(PoisonError::into_inner));
         self.changed.notify_all();
     }
@@ -142,18 +142,18 @@ impl Doorkeeper {
     ///
     /// If requests are still arriving, the oldest loses its place after [`UNDISTURBED`]. Displaced
     /// connections with a complete request have precedence.
-    fn make_room(&self) {
+    fn acquire_place(&self) {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        while state.connections >= MOST_CONNECTIONS || !state.returning.is_empty() {
+        while state.connections >= MAX_CONNECTIONS || !state.returning.is_empty() {
             // A returning connection takes the place first, or no further one may be displaced.
-            if state.connections < MOST_CONNECTIONS || state.displaced >= MOST_DISPLACED {
+            if state.connections < MAX_CONNECTIONS || state.displaced >= MAX_DISPLACED {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
                 continue;
             }
             let oldest = state.arriving.first_entry();
             let age = oldest.as_ref().map(|oldest| oldest.get().since.elapsed());
             state = match (oldest, age) {
-                (Some(oldest), Some(age)) if age >= UNDISTURBED => {
+                (Some(oldest), Some(age)) if age >= MIN_ARRIVAL_TIME => {
                     // The connection's thread reads the end of the stream and then finds its place
                     // reassigned.
                     let _ = oldest.remove().stream.shutdown(Shutdown::Read);
@@ -164,7 +164,7 @@ impl Doorkeeper {
                 }
                 // Wakes when the oldest may be displaced.
                 (_, Some(age)) => {
-                    let waited = self.changed.wait_timeout(state, UNDISTURBED - age);
+                    let waited = self.changed.wait_timeout(state, MIN_ARRIVAL_TIME - age);
                     waited.unwrap_or_else(PoisonError::into_inner).0
                 }
                 (_, None) => self.changed.wait(state).unwrap_or_else(PoisonError::into_inner),
@@ -174,7 +174,7 @@ impl Doorkeeper {
     }
 
     /// Registers a connection whose request begins to arrive; returns its number.
-    fn arrives(&self, stream: UnixStream) -> u64 {
+    fn register_arriving(&self, stream: UnixStream) -> u64 {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let number = state.next;
         state.next += 1;
@@ -183,15 +183,15 @@ impl Doorkeeper {
     }
 
     /// Removes a connection whose request has arrived or failed. False if its place was reassigned.
-    fn has_arrived(&self, number: u64) -> bool {
+    fn unregister_arriving(&self, number: u64) -> bool {
         self.state.lock().unwrap_or_else(PoisonError::into_inner).arriving.remove(&number).is_some()
     }
 
     /// Waits for a place for a displaced connection, behind those that already wait.
-    fn take_place(&self, number: u64) {
+    fn reacquire_place(&self, number: u64) {
         self.change(|state| state.returning.push_back(number));
         let mut state = self.wait_while(|state| {
-            state.connections >= MOST_CONNECTIONS || state.returning.front() != Some(&number)
+            state.connections >= MAX_CONNECTIONS || state.returning.front() != Some(&number)
         });
         state.returning.pop_front();
         state.displaced -= 1;
@@ -203,44 +203,44 @@ impl Doorkeeper {
     /// Counts a request as in progress; false after the end was requested.
     fn begin(&self) -> bool {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
-        state.begun += usize::from(!state.is_ending);
+        state.in_progress += usize::from(!state.is_ending);
         !state.is_ending
     }
 }
 
-fn serve<D: Devices + 'static>(stream: UnixStream, door: &Arc<Doorkeeper>, volumes: &Arc<Volumes<D>>) {
+fn serve<D: ImageMounter + 'static>(stream: UnixStream, door: &Arc<ConnectionGate>, volumes: &Arc<Volumes<D>>) {
     let (keeper, volumes) = (Arc::clone(door), Arc::clone(volumes));
     let number = match stream.try_clone() {
         // A second descriptor, by which another thread can shut the stream down.
-        Ok(again) => door.arrives(again),
+        Ok(again) => door.register_arriving(again),
         Err(error) => {
             tracing::error!(%error, "connection closed: out of file descriptors");
             return door.change(|state| state.connections -= 1);
         }
     };
     let work = move || {
-        if one(stream, number, &keeper, &volumes) {
+        if serve_client(stream, number, &keeper, &volumes) {
             keeper.change(|state| state.connections -= 1);
         }
     };
     if let Err(error) = thread::Builder::new().name("client".to_owned()).spawn(work) {
         tracing::error!(%error, "connection closed: a thread cannot be started");
         // Exactly one of the two counters has this connection.
-        let has_place = door.has_arrived(number);
+        let has_place = door.unregister_arriving(number);
         door.change(|state| if has_place { state.connections -= 1 } else { state.displaced -= 1 });
     }
 }
 
 /// Serves one client; false if its place was reassigned before its request arrived.
-fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volumes: &Volumes<D>) -> bool {
-    let request = http::read(&mut stream, Instant::now() + REQUEST_TIME);
-    if !door.has_arrived(number) {
+fn serve_client<D: ImageMounter>(mut stream: UnixStream, number: u64, door: &ConnectionGate, volumes: &Volumes<D>) -> bool {
+    let request = http::read(&mut stream, Instant::now() + REQUEST_TIMEOUT);
+    if !door.unregister_arriving(number) {
         if request.is_err() {
             door.change(|state| state.displaced -= 1);
             return false;
         }
         // The request was complete, but this thread read it late.
-        door.take_place(number);
+        door.reacquire_place(number);
     }
     let answer = match request {
         Ok(request) => {
@@ -248,13 +248,13 @@ fn one<D: Devices>(mut stream: UnixStream, number: u64, door: &Doorkeeper, volum
                 return true;
             }
             // Counted as in progress until the response is sent, so that the end waits for it.
-            let answer = protocol::answer(&request, volumes, &|| is_gone(&stream));
+            let answer = protocol::perform(&request, volumes, &|| is_gone(&stream));
             let sent = answer.map(|answer| http::send(&mut stream, &answer));
-            door.change(|state| state.begun -= 1);
+            door.change(|state| state.in_progress -= 1);
             sent
         }
-        Err(Refusal::Answer(status, what)) => Some(http::send(&mut stream, &protocol::refused(status, what))),
-        Err(Refusal::Gone) => None,
+        Err(PluginRequestError::Answer(status, what)) => Some(http::send(&mut stream, &protocol::error_response(status, what))),
+        Err(PluginRequestError::Gone) => None,
     };
     if let Some(Err(error)) = answer {
         tracing::info!(%error, "a client has not read its answer");
@@ -281,14 +281,14 @@ mod tests {
     use tempfile::TempDir;
 
     use super::*;
-    use crate::{record::Store, volumes::tests::Pretended};
+    use crate::{record::VolumeStore, volumes::tests::FakeMounter};
 
-    fn start() -> (TempDir, Server) {
+    fn start() -> (TempDir, PluginServer) {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("volumes")).unwrap();
-        let volumes = Volumes::new(store, Pretended::default(), Path::new("/nonexistent"));
+        let store = VolumeStore::open(&directory.path().join("volumes")).unwrap();
+        let volumes = Volumes::new(store, FakeMounter::default(), Path::new("/nonexistent"));
         let listener = UnixListener::bind(directory.path().join("socket")).unwrap();
-        let server = Server::start(listener, volumes).unwrap();
+        let server = PluginServer::start(listener, volumes).unwrap();
         (directory, server)
     }
 
@@ -316,21 +316,21 @@ mod tests {
     }
 
     #[test]
-    fn a_request_that_is_read_late_keeps_its_turn() {
+    fn a_displaced_complete_request_is_answered() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::open(&directory.path().join("volumes")).unwrap();
-        let volumes = Volumes::new(store, Pretended::default(), Path::new("/nonexistent"));
-        let door = Doorkeeper::default();
+        let store = VolumeStore::open(&directory.path().join("volumes")).unwrap();
+        let volumes = Volumes::new(store, FakeMounter::default(), Path::new("/nonexistent"));
+        let door = ConnectionGate::default();
         let (mut client, served) = UnixStream::pair().unwrap();
         client.write_all(ACTIVATE).unwrap();
-        let number = door.arrives(served.try_clone().unwrap());
+        let number = door.register_arriving(served.try_clone().unwrap());
         door.change(|state| {
             // Another client waits, and this connection's thread has not run yet.
             let reassigned = state.arriving.remove(&number).unwrap();
             reassigned.stream.shutdown(Shutdown::Read).unwrap();
             state.displaced += 1;
         });
-        assert!(one(served, number, &door, &volumes), "it has a place");
+        assert!(serve_client(served, number, &door, &volumes), "it has a place");
         let mut answer = String::new();
         client.read_to_string(&mut answer).unwrap();
         assert!(answer.starts_with("HTTP/1.1 200 OK\r\n"), "{answer}");
@@ -339,64 +339,64 @@ mod tests {
 
     #[test]
     fn displaced_connections_receive_places_in_order_and_before_new_ones() {
-        let door = Arc::<Doorkeeper>::default();
-        door.change(|state| (state.connections, state.displaced) = (MOST_CONNECTIONS, 2));
+        let door = Arc::<ConnectionGate>::default();
+        door.change(|state| (state.connections, state.displaced) = (MAX_CONNECTIONS, 2));
         let (sender, places) = std::sync::mpsc::channel();
-        let wait = |name: &'static str, take: fn(&Doorkeeper)| {
+        let wait = |name: &'static str, take: fn(&ConnectionGate)| {
             let (door, sender) = (Arc::clone(&door), sender.clone());
             thread::spawn(move || {
                 take(&door);
                 sender.send(name).unwrap();
             })
         };
-        let mut threads = vec![wait("first", |door| door.take_place(9))];
+        let mut threads = vec![wait("first", |door| door.reacquire_place(9))];
         drop(door.wait_while(|state| state.returning.is_empty()));
-        threads.push(wait("second", |door| door.take_place(3)));
+        threads.push(wait("second", |door| door.reacquire_place(3)));
         drop(door.wait_while(|state| state.returning.len() < 2));
-        threads.push(wait("new", Doorkeeper::make_room));
+        threads.push(wait("new", ConnectionGate::acquire_place));
         for name in ["first", "second", "new"] {
             door.change(|state| state.connections -= 1);
             assert_eq!(places.recv(), Ok(name));
         }
         threads.into_iter().for_each(|thread| thread.join().unwrap());
         let state = door.wait_while(|_| false);
-        assert_eq!((state.connections, state.displaced), (MOST_CONNECTIONS, 0));
+        assert_eq!((state.connections, state.displaced), (MAX_CONNECTIONS, 0));
     }
 
     #[test]
     fn displaced_connections_are_bounded() {
-        let door = Arc::<Doorkeeper>::default();
+        let door = Arc::<ConnectionGate>::default();
         let (_client, served) = UnixStream::pair().unwrap();
-        let number = door.arrives(served);
+        let number = door.register_arriving(served);
         door.change(|state| {
-            (state.connections, state.displaced) = (MOST_CONNECTIONS, MOST_DISPLACED);
-            state.arriving.get_mut(&number).unwrap().since -= UNDISTURBED;
+            (state.connections, state.displaced) = (MAX_CONNECTIONS, MAX_DISPLACED);
+            state.arriving.get_mut(&number).unwrap().since -= MIN_ARRIVAL_TIME;
         });
         let newcomer = thread::spawn({
             let door = Arc::clone(&door);
-            move || door.make_room()
+            move || door.acquire_place()
         });
         // An answered request frees a place.
         door.change(|state| state.connections -= 1);
         newcomer.join().unwrap();
         let state = door.wait_while(|_| false);
-        assert_eq!((state.connections, state.displaced), (MOST_CONNECTIONS, MOST_DISPLACED));
+        assert_eq!((state.connections, state.displaced), (MAX_CONNECTIONS, MAX_DISPLACED));
         assert!(state.arriving.contains_key(&number));
     }
 
     #[test]
     fn silent_clients_are_bounded_and_the_next_waits() {
         let (directory, _server) = start();
-        let silent: Vec<_> = (0..MOST_CONNECTIONS).map(|_| connect(&directory)).collect();
+        let silent: Vec<_> = (0..MAX_CONNECTIONS).map(|_| connect(&directory)).collect();
         let next = connect(&directory);
         drop(silent);
         assert!(ask(next).starts_with("HTTP/1.1 200 OK\r\n"));
     }
 
     #[test]
-    fn half_requests_give_their_places_to_clients_that_wait() {
+    fn incomplete_requests_lose_their_places() {
         let (directory, _server) = start();
-        let half: Vec<_> = (0..3 * MOST_CONNECTIONS)
+        let half: Vec<_> = (0..3 * MAX_CONNECTIONS)
             .map(|_| {
                 let mut stream = connect(&directory);
                 stream.write_all(&ACTIVATE[..10]).unwrap();
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn who_is_gone_is_told_from_who_has_said_all() {
+    fn a_closed_client_differs_from_a_half_closed_one() {
         let (mine, theirs) = UnixStream::pair().unwrap();
         assert!(!is_gone(&mine));
         theirs.shutdown(Shutdown::Write).unwrap();
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn at_the_end_nothing_begins() {
+    fn no_request_begins_after_the_end() {
         let (directory, server) = start();
         let mut early = connect(&directory);
         early.write_all(&ACTIVATE[..10]).unwrap();

@@ -27,30 +27,30 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 
 use crate::{
-    device::Devices,
+    device::ImageMounter,
     image,
-    options::{Given, Options},
-    record::{MOST_USER_BYTES, MOST_USERS, Name, Record, Store},
+    options::{OptionValues, VolumeOptions},
+    record::{MAX_USER_BYTES, MAX_USERS, VolumeName, VolumeRecord, VolumeStore},
 };
 
 /// Volumes of one directory.
 pub(crate) struct Volumes<D> {
-    store: Store,
+    store: VolumeStore,
     devices: D,
     /// Path of this program, which creates images.
     weir: PathBuf,
-    held: Mutex<HashSet<Name>>,
+    held: Mutex<HashSet<VolumeName>>,
     let_go: Condvar,
 }
 
 /// Lock of a volume.
-pub(crate) struct Held<'a> {
-    name: Name,
-    held: &'a Mutex<HashSet<Name>>,
+pub(crate) struct VolumeLock<'a> {
+    name: VolumeName,
+    held: &'a Mutex<HashSet<VolumeName>>,
     let_go: &'a Condvar,
 }
 
-impl Drop for Held<'_> {
+impl Drop for VolumeLock<'_> {
     fn drop(&mut self) {
         self.held.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.name);
         self.let_go.notify_all();
@@ -59,24 +59,24 @@ impl Drop for Held<'_> {
 
 /// Current state of a volume.
 #[derive(Debug, PartialEq, Eq)]
-pub(crate) struct Volume {
-    pub(crate) name: Name,
-    pub(crate) options: Given,
+pub(crate) struct VolumeState {
+    pub(crate) name: VolumeName,
+    pub(crate) options: OptionValues,
     pub(crate) image: PathBuf,
     /// `None` while unmounted.
     pub(crate) mount_point: Option<PathBuf>,
     pub(crate) users: BTreeSet<String>,
 }
 
-impl<D: Devices> Volumes<D> {
-    pub(crate) fn new(store: Store, devices: D, weir: &Path) -> Self {
+impl<D: ImageMounter> Volumes<D> {
+    pub(crate) fn new(store: VolumeStore, devices: D, weir: &Path) -> Self {
         Self { store, devices, weir: weir.to_owned(), held: Mutex::default(), let_go: Condvar::new() }
     }
 
     /// Cleans up after an earlier process, as described above. Failures are logged.
     pub(crate) fn recover(&self) -> anyhow::Result<()> {
         for name in self.store.names()? {
-            let name = self.hold(name);
+            let name = self.lock(name);
             if let Err(error) = self.recover_one(&name) {
                 let volume = &name.name;
                 tracing::warn!(%volume, error = format!("{error:#}"), "leftovers of the volume cannot be removed");
@@ -85,10 +85,10 @@ impl<D: Devices> Volumes<D> {
         Ok(())
     }
 
-    fn recover_one(&self, held: &Held<'_>) -> anyhow::Result<()> {
+    fn recover_one(&self, held: &VolumeLock<'_>) -> anyhow::Result<()> {
         match self.store.read(&held.name)? {
             Some(record) => {
-                let (record, is_mounted) = self.now(held, record)?;
+                let (record, is_mounted) = self.reconcile_record(held, record)?;
                 if is_mounted && record.users.is_empty() {
                     self.devices.detach(&self.store.mount_point(&held.name))?;
                 }
@@ -99,17 +99,17 @@ impl<D: Devices> Volumes<D> {
     }
 
     /// Waits for the lock of a volume.
-    pub(crate) fn hold(&self, name: Name) -> Held<'_> {
+    pub(crate) fn lock(&self, name: VolumeName) -> VolumeLock<'_> {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         let free = self.let_go.wait_while(held, |held| held.contains(&name));
         free.unwrap_or_else(PoisonError::into_inner).insert(name.clone());
-        Held { name, held: &self.held, let_go: &self.let_go }
+        VolumeLock { name, held: &self.held, let_go: &self.let_go }
     }
 
     /// Creates a volume, or succeeds if it exists with the same options.
-    pub(crate) fn create(&self, held: &Held<'_>, given: Given) -> anyhow::Result<()> {
+    pub(crate) fn create(&self, held: &VolumeLock<'_>, given: OptionValues) -> anyhow::Result<()> {
         let name = &held.name;
-        let options = Options::read(given).map_err(|what| anyhow!("{what}"))?;
+        let options = VolumeOptions::read(given).map_err(|what| anyhow!("{what}"))?;
         if let Some(record) = self.store.read(name)? {
             // Docker repeats a request after a lost response.
             if record.options == *options.given() {
@@ -121,10 +121,10 @@ impl<D: Devices> Volumes<D> {
             self.store.remove(name).context("leftovers of a volume of this name cannot be removed")?;
         }
         let make = || {
-            self.store.prepare(name)?;
-            image::make(&self.weir, &self.store.image(name, options.format), &options)?;
+            self.store.create_directories(name)?;
+            image::create(&self.weir, &self.store.image(name, options.format), &options)?;
             // Last, because it makes the volume exist.
-            self.store.write(name, &Record { options: options.given().clone(), users: BTreeSet::new() })
+            self.store.write(name, &VolumeRecord { options: options.given().clone(), users: BTreeSet::new() })
         };
         make().inspect_err(|_| {
             // The original error is returned; leftovers are removed before the next attempt.
@@ -133,13 +133,13 @@ impl<D: Devices> Volumes<D> {
     }
 
     /// Removes a volume. Fails while it has users.
-    pub(crate) fn remove(&self, held: &Held<'_>) -> anyhow::Result<()> {
-        let (record, is_mounted) = self.now(held, self.known(held)?)?;
+    pub(crate) fn remove(&self, held: &VolumeLock<'_>) -> anyhow::Result<()> {
+        let (record, is_mounted) = self.reconcile_record(held, self.existing_record(held)?)?;
         if !record.users.is_empty() {
             let count = record.users.len();
             let who =
                 if count == 1 { "one container is using it" } else { "several containers are using it" };
-            bail!("is mounted: {who} ({}) (stop them first)", shown(&record.users));
+            bail!("is mounted: {who} ({}) (stop them first)", abbreviate(&record.users));
         }
         if is_mounted {
             self.devices.detach(&self.store.mount_point(&held.name))?;
@@ -148,22 +148,22 @@ impl<D: Devices> Volumes<D> {
     }
 
     /// Mounts a volume for `user`; idempotent for the same user. Returns the mount point.
-    pub(crate) fn mount(&self, held: &Held<'_>, user: &str) -> anyhow::Result<PathBuf> {
+    pub(crate) fn mount(&self, held: &VolumeLock<'_>, user: &str) -> anyhow::Result<PathBuf> {
         check_user(user)?;
-        let (mut record, is_mounted) = self.now(held, self.known(held)?)?;
+        let (mut record, is_mounted) = self.reconcile_record(held, self.existing_record(held)?)?;
         let at = self.store.mount_point(&held.name);
         if !is_mounted {
             let options = record.checked()?;
-            let mut words = options.words();
+            let mut words = options.attach_arguments();
             // A stable name, so that limits and events can be assigned to the volume.
-            words.push(format!("--name={}", held.name.of_disk()));
+            words.push(format!("--name={}", held.name.disk_name()));
             self.devices.attach(&self.store.image(&held.name, options.format), &words, &at)?;
         }
         if record.users.contains(user) {
             return Ok(at);
         }
-        if record.users.len() >= MOST_USERS {
-            bail!("has {MOST_USERS} users, the maximum (unmount some)");
+        if record.users.len() >= MAX_USERS {
+            bail!("has {MAX_USERS} users, the maximum (unmount some)");
         }
         // Recorded after the mount: a crash leaves a mount without users, which recovery undoes.
         record.users.insert(user.to_owned());
@@ -176,8 +176,8 @@ impl<D: Devices> Volumes<D> {
     }
 
     /// Removes `user`, and unmounts the volume after the last one. Unknown users have no effect.
-    pub(crate) fn unmount(&self, held: &Held<'_>, user: &str) -> anyhow::Result<()> {
-        let (mut record, is_mounted) = self.now(held, self.known(held)?)?;
+    pub(crate) fn unmount(&self, held: &VolumeLock<'_>, user: &str) -> anyhow::Result<()> {
+        let (mut record, is_mounted) = self.reconcile_record(held, self.existing_record(held)?)?;
         let was_there = record.users.remove(user);
         if is_mounted && record.users.is_empty() {
             self.devices.detach(&self.store.mount_point(&held.name))?;
@@ -187,11 +187,11 @@ impl<D: Devices> Volumes<D> {
     }
 
     /// State of a volume; `None` if it does not exist.
-    pub(crate) fn look(&self, name: &Name) -> anyhow::Result<Option<Volume>> {
+    pub(crate) fn state(&self, name: &VolumeName) -> anyhow::Result<Option<VolumeState>> {
         let Some(record) = self.store.read(name)? else { return Ok(None) };
         let at = self.store.mount_point(name);
         let mount_point = self.devices.is_mounted(&at)?.then_some(at);
-        Ok(Some(Volume {
+        Ok(Some(VolumeState {
             name: name.clone(),
             image: self.store.image(name, record.checked()?.format),
             // Users of an unmounted volume are leftovers.
@@ -202,10 +202,10 @@ impl<D: Devices> Volumes<D> {
     }
 
     /// All volumes. Unreadable ones are logged and skipped.
-    pub(crate) fn list(&self) -> anyhow::Result<Vec<Volume>> {
+    pub(crate) fn list(&self) -> anyhow::Result<Vec<VolumeState>> {
         let names = self.store.names()?.into_iter();
         let look = |name| {
-            self.look(&name).unwrap_or_else(|error| {
+            self.state(&name).unwrap_or_else(|error| {
                 tracing::warn!(volume = %name, error = format!("{error:#}"), "the volume is not listed");
                 None
             })
@@ -213,12 +213,12 @@ impl<D: Devices> Volumes<D> {
         Ok(names.filter_map(look).collect())
     }
 
-    fn known(&self, held: &Held<'_>) -> anyhow::Result<Record> {
-        self.store.read(&held.name)?.with_context(|| no_such(&held.name))
+    fn existing_record(&self, held: &VolumeLock<'_>) -> anyhow::Result<VolumeRecord> {
+        self.store.read(&held.name)?.with_context(|| unknown_volume(&held.name))
     }
 
     /// Corrects the record by the kernel's mounts; returns it, and true if the volume is mounted.
-    fn now(&self, held: &Held<'_>, mut record: Record) -> anyhow::Result<(Record, bool)> {
+    fn reconcile_record(&self, held: &VolumeLock<'_>, mut record: VolumeRecord) -> anyhow::Result<(VolumeRecord, bool)> {
         let is_mounted = self.devices.is_mounted(&self.store.mount_point(&held.name))?;
         if !is_mounted && !record.users.is_empty() {
             record.users.clear();
@@ -229,22 +229,22 @@ impl<D: Devices> Volumes<D> {
 }
 
 /// Message about a volume that does not exist.
-pub(crate) fn no_such(name: &Name) -> String {
+pub(crate) fn unknown_volume(name: &VolumeName) -> String {
     format!("there is no volume {name} (create it with `docker volume create -d weir -o size=10G {name}`)")
 }
 
 fn check_user(user: &str) -> anyhow::Result<()> {
     match user.len() {
         0 => bail!("ID: is empty (send the ID of the container)"),
-        length if length > MOST_USER_BYTES => {
-            bail!("ID: is {length} bytes long; at most {MOST_USER_BYTES} are allowed")
+        length if length > MAX_USER_BYTES => {
+            bail!("ID: is {length} bytes long; at most {MAX_USER_BYTES} are allowed")
         }
         _ => Ok(()),
     }
 }
 
 /// First users, abbreviated as Docker does.
-fn shown(users: &BTreeSet<String>) -> String {
+fn abbreviate(users: &BTreeSet<String>) -> String {
     const SHOWN: usize = 3;
     const LENGTH: usize = 12;
     let short = |user: &String| user.chars().take(LENGTH).collect::<String>();

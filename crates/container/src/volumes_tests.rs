@@ -6,16 +6,16 @@ use super::*;
 
 /// Devices that record mounts as the kernel would, and fail on request.
 #[derive(Clone, Default)]
-pub(crate) struct Pretended(Arc<Mutex<State>>);
+pub(crate) struct FakeMounter(Arc<Mutex<FakeMounts>>);
 
 #[derive(Default)]
-struct State {
+struct FakeMounts {
     mounted: HashSet<PathBuf>,
     attached: usize,
     broken: bool,
 }
 
-impl Pretended {
+impl FakeMounter {
     fn set_broken(&self, broken: bool) {
         self.0.lock().unwrap().broken = broken;
     }
@@ -31,7 +31,7 @@ impl Pretended {
     }
 }
 
-impl Devices for Pretended {
+impl ImageMounter for FakeMounter {
     fn attach(&self, image: &Path, _: &[String], at: &Path) -> anyhow::Result<()> {
         let mut state = self.0.lock().unwrap();
         if state.broken {
@@ -57,34 +57,34 @@ impl Devices for Pretended {
     }
 }
 
-fn volumes(directory: &Path, devices: &Pretended) -> Volumes<Pretended> {
-    Volumes::new(Store::open(directory).unwrap(), devices.clone(), Path::new("/nonexistent"))
+fn volumes(directory: &Path, devices: &FakeMounter) -> Volumes<FakeMounter> {
+    Volumes::new(VolumeStore::open(directory).unwrap(), devices.clone(), Path::new("/nonexistent"))
 }
 
 /// An unmounted volume `v`.
-fn one() -> (tempfile::TempDir, Pretended, Volumes<Pretended>) {
+fn one() -> (tempfile::TempDir, FakeMounter, Volumes<FakeMounter>) {
     let directory = tempfile::tempdir().unwrap();
-    let devices = Pretended::default();
+    let devices = FakeMounter::default();
     let volumes = volumes(directory.path(), &devices);
     volumes.create(&hold(&volumes, "v"), small()).unwrap();
     (directory, devices, volumes)
 }
 
-fn name(text: &str) -> Name {
-    Name::read(text).unwrap()
+fn name(text: &str) -> VolumeName {
+    VolumeName::read(text).unwrap()
 }
 
-fn hold<'a>(volumes: &'a Volumes<Pretended>, text: &str) -> Held<'a> {
-    volumes.hold(name(text))
+fn hold<'a>(volumes: &'a Volumes<FakeMounter>, text: &str) -> VolumeLock<'a> {
+    volumes.lock(name(text))
 }
 
 /// Options of a volume that can be created without this program.
-pub(crate) fn small() -> Given {
+pub(crate) fn small() -> OptionValues {
     [("size", "8M"), ("format", "raw")].map(|(key, value)| (key.to_owned(), value.to_owned())).into()
 }
 
-fn users(volumes: &Volumes<Pretended>) -> Vec<String> {
-    volumes.look(&name("v")).unwrap().unwrap().users.into_iter().collect()
+fn users(volumes: &Volumes<FakeMounter>) -> Vec<String> {
+    volumes.state(&name("v")).unwrap().unwrap().users.into_iter().collect()
 }
 
 #[test]
@@ -106,7 +106,7 @@ fn a_volume_is_mounted_once_for_all_and_unmounted_after_the_last() {
 }
 
 #[test]
-fn a_volume_is_made_once() {
+fn creating_twice_is_idempotent() {
     let (_directory, _, volumes) = one();
     let held = hold(&volumes, "v");
     volumes.create(&held, small()).unwrap();
@@ -117,7 +117,7 @@ fn a_volume_is_made_once() {
 }
 
 #[test]
-fn what_is_used_is_not_removed() {
+fn volumes_with_users_are_not_removed() {
     let (_directory, _, volumes) = one();
     let held = hold(&volumes, "v");
     volumes.mount(&held, "0123456789abcdef").unwrap();
@@ -127,7 +127,7 @@ fn what_is_used_is_not_removed() {
     );
     volumes.unmount(&held, "0123456789abcdef").unwrap();
     volumes.remove(&held).unwrap();
-    assert_eq!(volumes.look(&name("v")).unwrap(), None);
+    assert_eq!(volumes.state(&name("v")).unwrap(), None);
     assert_eq!(volumes.list().unwrap(), []);
     for error in [
         volumes.remove(&held).unwrap_err(),
@@ -139,7 +139,7 @@ fn what_is_used_is_not_removed() {
 }
 
 #[test]
-fn what_fails_changes_nothing() {
+fn failures_change_nothing() {
     let (_directory, devices, volumes) = one();
     let held = hold(&volumes, "v");
     devices.set_broken(true);
@@ -158,7 +158,7 @@ fn what_fails_changes_nothing() {
 fn an_image_that_cannot_be_made_leaves_nothing() {
     let (directory, _, volumes) = one();
     // Converting to qcow2 needs the program, which is missing here.
-    let given: Given = [("size".to_owned(), "8M".to_owned())].into();
+    let given: OptionValues = [("size".to_owned(), "8M".to_owned())].into();
     let error = format!("{:#}", volumes.create(&hold(&volumes, "w"), given).unwrap_err());
     assert_eq!(error, "/nonexistent: is not installed");
     assert!(!directory.path().join("w").exists());
@@ -166,7 +166,7 @@ fn an_image_that_cannot_be_made_leaves_nothing() {
 }
 
 #[test]
-fn users_of_what_is_not_mounted_any_more_are_gone() {
+fn users_of_unmounted_volumes_are_dropped() {
     let (directory, devices, volumes) = one();
     volumes.mount(&hold(&volumes, "v"), "a").unwrap();
     drop(volumes);
@@ -182,7 +182,7 @@ fn users_of_what_is_not_mounted_any_more_are_gone() {
 }
 
 #[test]
-fn what_is_mounted_stays_so_over_a_restart() {
+fn mounts_survive_a_restart() {
     let (directory, devices, volumes) = one();
     let at = volumes.mount(&hold(&volumes, "v"), "a").unwrap();
     drop(volumes);
@@ -196,9 +196,9 @@ fn what_is_mounted_stays_so_over_a_restart() {
 
 /// The plugin was killed between the mount and the write of the record.
 #[test]
-fn a_mount_that_nobody_uses_is_undone() {
+fn recovery_undoes_mounts_without_users() {
     let (directory, devices, volumes) = one();
-    let image = volumes.look(&name("v")).unwrap().unwrap().image;
+    let image = volumes.state(&name("v")).unwrap().unwrap().image;
     let at = image.with_file_name("mount");
     devices.attach(&image, &[], &at).unwrap();
     drop(volumes);
@@ -215,7 +215,7 @@ fn a_mount_that_nobody_uses_is_undone() {
 }
 
 #[test]
-fn what_was_half_made_or_half_removed_is_cleared() {
+fn recovery_removes_leftovers() {
     let (directory, devices, volumes) = one();
     let at = directory.path().join("v");
     fs::remove_file(at.join("volume.json")).unwrap();
@@ -227,7 +227,7 @@ fn what_was_half_made_or_half_removed_is_cleared() {
 }
 
 #[test]
-fn one_broken_record_does_not_hide_the_others() {
+fn a_broken_record_hides_no_other_volume() {
     let (directory, _, volumes) = one();
     fs::create_dir(directory.path().join("w")).unwrap();
     fs::write(directory.path().join("w/volume.json"), "{").unwrap();
@@ -238,13 +238,13 @@ fn one_broken_record_does_not_hide_the_others() {
 }
 
 #[test]
-fn who_a_mount_is_for_has_bounds() {
+fn user_ids_are_bounded() {
     let (_directory, _, volumes) = one();
     let held = hold(&volumes, "v");
     assert!(volumes.mount(&held, "").unwrap_err().to_string().starts_with("ID: is empty"));
-    let long = "x".repeat(MOST_USER_BYTES + 1);
+    let long = "x".repeat(MAX_USER_BYTES + 1);
     assert!(volumes.mount(&held, &long).unwrap_err().to_string().starts_with("ID: has 257 bytes"));
-    let record = Record { options: small(), users: (0..MOST_USERS).map(|id| id.to_string()).collect() };
+    let record = VolumeRecord { options: small(), users: (0..MAX_USERS).map(|id| id.to_string()).collect() };
     volumes.mount(&held, "0").unwrap();
     volumes.store.write(&held.name, &record).unwrap();
     volumes.mount(&held, "0").unwrap();
@@ -273,7 +273,7 @@ fn many_at_a_time_mount_it_once() {
 }
 
 #[test]
-fn a_volume_is_let_go_by_one_who_panics() {
+fn a_panic_releases_the_lock() {
     let (_directory, _, volumes) = one();
     let panicked = panic::catch_unwind(panic::AssertUnwindSafe(|| {
         let _held = hold(&volumes, "v");

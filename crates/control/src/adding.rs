@@ -11,12 +11,12 @@
 use std::{os::fd::OwnedFd, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{anyhow, bail, ensure};
-use block::layer::throttle::{Group, GroupSettings};
+use block::layer::throttle::{ThrottleGroup, GroupSettings};
 use image::{Image, Secret};
 use reactor::regular;
 use serde_json::{Map, Value};
-use settings::{ExportConfig, Mistakes, PlacedDisk, PlannedDisk, SecretSource, Tls, Wrong, config};
-use storage::Passed;
+use settings::{ExportConfig, Diagnostics, PlacedDisk, CheckedDisk, SecretSource, TlsConfig, ConfigError, config};
+use storage::PassedFiles;
 
 use super::{
     assemble::{self, Assembly},
@@ -63,7 +63,7 @@ impl NewDisk {
                     bail!("{error:#}; and the disk stays: {left}");
                 }
                 if let Some(cluster) = registry.cluster() {
-                    cluster.promise(&**registry);
+                    cluster.record_lowered_reservations(&**registry);
                 }
                 Err(error)
             }
@@ -74,14 +74,14 @@ impl NewDisk {
     ///
     /// # Errors
     /// As [`NewDisk::add`].
-    pub(crate) async fn add_again(self, registry: &Rc<Registry>, passed: Passed) -> anyhow::Result<()> {
+    pub(crate) async fn add_again(self, registry: &Rc<Registry>, passed: PassedFiles) -> anyhow::Result<()> {
         registry.check_name(&self.name)?;
         let planned = self.plan(registry)?;
         let image = open(registry, &planned.disk, Some(passed)).await?;
         list(registry, &planned.disk, image)
     }
 
-    fn plan(self, registry: &Registry) -> anyhow::Result<PlannedDisk> {
+    fn plan(self, registry: &Registry) -> anyhow::Result<CheckedDisk> {
         let Self { name, mut keys, exports, sockets: _ } = self;
         ensure!(!keys.contains_key("export"), "export: belongs in `exports`, not in `keys` (move it there)");
         let standard = match &exports {
@@ -91,27 +91,27 @@ impl NewDisk {
         if let Some(exports) = exports.filter(|exports| !exports.is_empty()) {
             keys.insert("export".to_owned(), exports.into());
         }
-        let mistakes = Mistakes::default();
-        let Some(mut disk) = config::disk_of_object(&name, &keys, Path::new(""), &mistakes) else {
-            return Err(mistakes.unless(()).map_or_else(|all| joined(&all), |()| anyhow!("no disk")));
+        let mistakes = Diagnostics::default();
+        let Some(mut disk) = config::disk_from_json(&name, &keys, Path::new(""), &mistakes) else {
+            return Err(mistakes.finish(()).map_or_else(|all| joined(&all), |()| anyhow!("no disk")));
         };
         find_servers(registry, &mut disk, &mistakes);
         let standard: Vec<_> = standard
             .iter()
             .filter_map(|serving| Some((serving.endpoint.clone(), serving.standard.get()?)))
             .collect();
-        let tls = registry.exports.door_terms().map_or(Tls::Off, |terms| terms.tls.clone());
-        let planned = PlannedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined(&all))?;
+        let tls = registry.exports.door_terms().map_or(TlsConfig::Off, |terms| terms.tls.clone());
+        let planned = CheckedDisk::new(disk, &standard, &tls, mistakes).map_err(|all| joined(&all))?;
         if planned.disk.rate.as_ref().is_some_and(|rate| rate.shared.is_some()) {
             let rule = "shared=NAME is for disks of the config file (leave it out, or write the disk there and `weir reload`)";
-            return Err(planned.disk.wrong("rate", rule).into());
+            return Err(planned.disk.error("rate", rule).into());
         }
         let group = planned.disk.group.as_deref().filter(|group| registry.groups.get(group).is_err());
         if let Some(group) = group {
             let remedy = "`weir status` lists them; `weir group add` makes one";
             return Err(planned
                 .disk
-                .wrong("group", format!("there is no group {group:?} ({remedy})"))
+                .error("group", format!("there is no group {group:?} ({remedy})"))
                 .into());
         }
         Ok(planned)
@@ -120,7 +120,7 @@ impl NewDisk {
 
 /// Replaces the addresses of NBD servers, which can be spelled in several ways, by the endpoints
 /// that the running servers have.
-fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Mistakes) {
+fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Diagnostics) {
     let servers = registry.exports.servers();
     for index in 0..disk.exports.len() {
         let ExportConfig::Nbd(export) = &disk.exports[index] else { continue };
@@ -131,8 +131,8 @@ fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Mistakes)
             let known: Vec<_> = servers.iter().map(|serving| serving.address()).collect();
             let known =
                 if known.is_empty() { "nowhere".to_owned() } else { format!("at {}", known.join(", ")) };
-            let place = disk.item("export", index, "").unwrap_or(disk.own_place());
-            mistakes.tell(place.wrong(format!(
+            let place = disk.item_origin("export", index, "").unwrap_or(disk.own_origin());
+            mistakes.report(place.error(format!(
                 "the daemon does not listen there for NBD, but {known} (a new address is for the config file and `weir reload`)"
             )));
             continue;
@@ -144,12 +144,12 @@ fn find_servers(registry: &Registry, disk: &mut PlacedDisk, mistakes: &Mistakes)
 }
 
 /// Opens the image of a disk that is not in the config file.
-async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<Passed>) -> anyhow::Result<Image> {
+async fn open(registry: &Registry, disk: &PlacedDisk, passed: Option<PassedFiles>) -> anyhow::Result<Image> {
     registry.check_image(&disk.image).await?;
     let mut secrets = Vec::new();
     for source in &disk.qcow2.secrets {
         if let SecretSource::File(path) = source {
-            secrets.push(passphrase(registry, path).await.map_err(|why| disk.wrong("secret-file", why))?);
+            secrets.push(passphrase(registry, path).await.map_err(|why| disk.error("secret-file", why))?);
         }
     }
     let mut opening = Assembly::beside(registry).with_files(passed).opening_with(disk, secrets)?;
@@ -181,7 +181,7 @@ pub(crate) async fn passphrase(registry: &Registry, path: &Path) -> Result<Secre
         };
         Secret::read(file).map_err(|error| error.to_string())
     };
-    reactor::blocking(read).await
+    reactor::run_blocking(read).await
 }
 
 fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Result<()> {
@@ -194,14 +194,14 @@ fn list(registry: &Rc<Registry>, disk: &PlacedDisk, image: Image) -> anyhow::Res
 /// Does what a disk needs beside its image: room for what is reserved, and exports.
 async fn complete(
     registry: &Rc<Registry>,
-    planned: &PlannedDisk,
+    planned: &CheckedDisk,
     mut sockets: Vec<(String, OwnedFd)>,
 ) -> anyhow::Result<Vec<Rc<RunningExport>>> {
     let name = &planned.disk.name;
     registry.check_device_of(name)?;
     if let Some(cluster) = registry.cluster() {
-        cluster.settle_promises(&**registry).await.map_err(anyhow::Error::msg)?;
-        cluster.has_again(name);
+        cluster.record_reservations_now(&**registry).await.map_err(anyhow::Error::msg)?;
+        cluster.forget_moved(name);
     }
     let mut exports = Vec::new();
     for wanted in Wanted::of_added(planned) {
@@ -237,18 +237,18 @@ pub(crate) async fn group(
     name: &str,
     keys: &Map<String, Value>,
 ) -> anyhow::Result<()> {
-    let mistakes = Mistakes::default();
-    let Some(group) = config::group_of_object(name, keys, &mistakes) else {
-        return Err(mistakes.unless(()).map_or_else(|all| joined(&all), |()| anyhow!("no group")));
+    let mistakes = Diagnostics::default();
+    let Some(group) = config::group_from_json(name, keys, &mistakes) else {
+        return Err(mistakes.finish(()).map_or_else(|all| joined(&all), |()| anyhow!("no group")));
     };
     if group.cluster {
         let rule = "is a key of the config file: each host of the cluster has the group there";
         return Err(group
-            .wrong("cluster", format!("{rule} (write [group.{name}], and `weir reload`)"))
+            .error("cluster", format!("{rule} (write [group.{name}], and `weir reload`)"))
             .into());
     }
     let parent = group.group.as_deref().map(|parent| registry.groups.get(parent)).transpose()?;
-    make_group(registry, name, group.settings.of_group(), parent.as_ref()).await?;
+    make_group(registry, name, group.settings.to_group_settings(), parent.as_ref()).await?;
     registry.groups.added.borrow_mut().insert(name.to_owned());
     Ok(())
 }
@@ -261,7 +261,7 @@ pub(crate) async fn make_group(
     registry: &Rc<Registry>,
     name: &str,
     settings: GroupSettings,
-    parent: Option<&Arc<Group>>,
+    parent: Option<&Arc<ThrottleGroup>>,
 ) -> anyhow::Result<()> {
     let above = std::iter::successors(parent, |group| group.parent()).count();
     ensure!(
@@ -270,20 +270,20 @@ pub(crate) async fn make_group(
     );
     // Before it takes its reservation from its parent.
     registry.check_name(name)?;
-    let group = Group::new(name, settings, parent)?;
+    let group = ThrottleGroup::new(name, settings, parent)?;
     registry.add_group(&group)?;
     let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
-    if let Err(why) = cluster.settle_promises(&**registry).await {
+    if let Err(why) = cluster.record_reservations_now(&**registry).await {
         registry.remove_group(name)?;
         drop(group);
-        cluster.promise(&**registry);
+        cluster.record_lowered_reservations(&**registry);
         bail!("{why}");
     }
     Ok(())
 }
 
 /// All mistakes as one error, cut to [`MAX_ERROR_BYTES`].
-fn joined(all: &[Wrong]) -> anyhow::Error {
+fn joined(all: &[ConfigError]) -> anyhow::Error {
     let mut text = all.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ");
     if let Some((end, _)) = text.char_indices().find(|(at, _)| *at >= MAX_ERROR_BYTES) {
         text.truncate(end);

@@ -2,7 +2,7 @@
 
 use std::iter;
 
-use cluster::{Refusal, Surroundings, actor::Actor};
+use cluster::{ReservationRefusal, ClusterHooks, actor::ChangeOrigin};
 use policy::throttle::Limits;
 
 use super::{
@@ -11,7 +11,7 @@ use super::{
 };
 use crate::events::{Kind, News};
 
-impl Surroundings for Registry {
+impl ClusterHooks for Registry {
     fn capacity(&self, is_shared: &dyn Fn(&str) -> bool) -> [u64; 2] {
         let takes_part = |disk: &String| {
             let group = self.disks.get(disk).ok().and_then(|running| running.disk.throttle().group());
@@ -37,7 +37,7 @@ impl Surroundings for Registry {
         self.groups.get(name).is_ok()
     }
 
-    fn tell(&self, cluster: &str, host: &str, apart: Option<&str>) {
+    fn report_connection(&self, cluster: &str, host: &str, apart: Option<&str>) {
         let (kind, message) = match apart {
             None => (
                 Kind::ClusterJoined,
@@ -52,32 +52,32 @@ impl Surroundings for Registry {
         self.events.tell(news.with("reason", apart));
     }
 
-    fn follow_quota(&self) {
-        for group in self.groups.all().iter().filter(|group| group.lent().is_some()) {
+    fn quota_changed(&self) {
+        for group in self.groups.all().iter().filter(|group| group.quota_lease().is_some()) {
             self.recordings.follow_quota(group);
         }
     }
 
-    fn promise_again(&self) {
+    fn restore_reservations(&self) {
         self.make_left_out();
     }
 
-    fn leave_out(&self, refusal: &Refusal) {
+    fn suspend_reservations(&self, refusal: &ReservationRefusal) {
         self.leave_out_promises(refusal);
     }
 
-    fn tell_promises(&self) {
+    fn report_reservations(&self) {
         self.tell_left_out();
     }
 
-    fn tell_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &Actor) {
+    fn report_limits(&self, cluster: &str, group: &str, [before, after]: [&Limits; 2], by: &ChangeOrigin) {
         let changes = Settings::of_limits(after).since(&Settings::of_limits(before));
         let what = format!("group {group} was changed on all hosts by {}", by.shown());
         let news = Changed::news(&what, &changes).of_group(group).with("cluster", cluster);
         self.events.tell(news.with("by", by.to_json()));
     }
 
-    fn tell_silent(&self, cluster: &str, host: &str, silent: bool) {
+    fn report_silent_host(&self, cluster: &str, host: &str, silent: bool) {
         let (kind, message) = match silent {
             true => (
                 Kind::ClusterHostSilent,
@@ -90,7 +90,7 @@ impl Surroundings for Registry {
         self.events.tell(News::new(kind, message).with("cluster", cluster).with("host", host));
     }
 
-    fn tell_overpromised(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
+    fn report_overbooked(&self, cluster: &str, group: &str, unit: &'static str, [promised, there]: [u64; 2]) {
         let message = format!(
             "group {group}: {unit}-reservation: {promised} is promised on its hosts, more than the limit of {there} (lower reservations, or set a higher limit)"
         );

@@ -3,11 +3,11 @@
 use std::{fs::Metadata, os::unix::fs::MetadataExt as _, path::Path, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
-use block::{disk::Disk, layer::throttle::Group};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use export::nbd;
 use image::{Image, Secret, open::ImageOptions};
-use settings::{Credentials, Plan, SecretSource, Service, Settings, Tls, secret::Secrets};
-use storage::{OpenOptions, Passed, Root, rate::Budgets, rbd};
+use settings::{TlsCredentialFiles, DesiredState, SecretSource, ProcessSpec, ThrottleConfig, TlsConfig, secret::SecretReader};
+use storage::{OpenOptions, PassedFiles, Root, rate::RateBudgets, rbd};
 
 use super::{
     opening::Opening,
@@ -19,17 +19,17 @@ use crate::events::Events;
 pub struct Assembly {
     root: Option<Root>,
     /// Of devices that several imitate together.
-    budgets: Budgets,
+    budgets: RateBudgets,
     /// Files that another daemon has passed.
-    passed: Option<Passed>,
+    passed: Option<PassedFiles>,
     /// Each read once, because a pipe says its passphrase once.
-    secrets: Secrets,
+    secrets: SecretReader,
 }
 
 impl Assembly {
     /// Of images that lie below `root`, if that is one.
-    pub fn new(root: Option<Root>, budgets: Budgets) -> Self {
-        Self { root, budgets, passed: None, secrets: Secrets::default() }
+    pub fn new(root: Option<Root>, budgets: RateBudgets) -> Self {
+        Self { root, budgets, passed: None, secrets: SecretReader::default() }
     }
 
     /// For disks that are added to those of the registry.
@@ -40,7 +40,7 @@ impl Assembly {
     }
 
     /// The same, with files that another daemon has passed.
-    pub(crate) fn with_files(self, passed: Option<Passed>) -> Self {
+    pub(crate) fn with_files(self, passed: Option<PassedFiles>) -> Self {
         Self { passed, ..self }
     }
 
@@ -65,16 +65,16 @@ impl Assembly {
         secrets: Vec<Secret>,
     ) -> anyhow::Result<Opening> {
         let mut options = options(planned, &self.budgets, self.root.clone(), secrets);
-        options.storage.passed = self.passed.clone();
-        let (name, said) = (planned.name.clone(), planned.qcow2_key().cloned());
-        Ok(Opening { name, spec: planned.image.spec()?, options, said })
+        options.storage.passed_files = self.passed.clone();
+        let (name, said) = (planned.name.clone(), planned.first_qcow2_key().cloned());
+        Ok(Opening { name, spec: planned.image.to_spec()?, options, said })
     }
 
     async fn read_secrets(&mut self, sources: &[SecretSource]) -> anyhow::Result<Vec<Secret>> {
         let (sources, mut secrets) = (sources.to_vec(), std::mem::take(&mut self.secrets));
         let own;
         // On another thread: a pipe says nothing until its other end is closed.
-        (self.secrets, own) = reactor::blocking(move || {
+        (self.secrets, own) = reactor::run_blocking(move || {
             for source in &sources {
                 if let SecretSource::File(path) = source {
                     warn_of_readers("passphrase", path);
@@ -89,8 +89,8 @@ impl Assembly {
 }
 
 /// Logs a warning for each odd but valid setting of a plan.
-pub fn warn_of_remarks(plan: &Plan) {
-    for remark in plan.remarks() {
+pub fn warn_of_remarks(plan: &DesiredState) {
+    for remark in plan.ineffective_settings() {
         tracing::warn!(name = remark.name, "{}", remark.remark);
     }
 }
@@ -100,21 +100,21 @@ pub fn warn_of_remarks(plan: &Plan) {
 ///
 /// # Errors
 /// The library or the directory cannot be opened.
-pub async fn prepare(plan: &Plan, registry: &Registry) -> anyhow::Result<()> {
+pub async fn prepare(plan: &DesiredState, registry: &Registry) -> anyhow::Result<()> {
     if let Some(first) = plan.disks.iter().find(|disk| is_late(disk)) {
         let name = &first.name;
-        reactor::blocking(rbd::load)
+        reactor::run_blocking(rbd::load)
             .await
             .map_err(|why| anyhow!("disk {name}: librbd cannot be loaded: {why} ({})", rbd::remedy(&why)))?;
     }
-    if let Some(path) = &plan.service.image_root {
+    if let Some(path) = &plan.process.image_root {
         registry.confine(root(path)?);
     }
     Ok(())
 }
 
-fn promising_nothing(settings: Settings) -> Settings {
-    Settings { iops_reservation: 0, bps_reservation: 0, ..settings }
+fn promising_nothing(settings: ThrottleConfig) -> ThrottleConfig {
+    ThrottleConfig { iops_reservation: 0, bps_reservation: 0, ..settings }
 }
 
 /// A disk that is promised nothing yet.
@@ -125,7 +125,7 @@ pub(crate) fn bare(planned: &settings::PlacedDisk) -> settings::PlacedDisk {
 }
 
 /// Makes the reservations of a group or disk of a cluster's limits, as far as there is room.
-pub(crate) fn promise(registry: &Registry, name: &str, settings: &Settings) -> anyhow::Result<()> {
+pub(crate) fn promise(registry: &Registry, name: &str, settings: &ThrottleConfig) -> anyhow::Result<()> {
     match [settings.iops_reservation, settings.bps_reservation] {
         [0, 0] => Ok(()),
         wanted => registry.promise_at_start(name, wanted),
@@ -159,14 +159,14 @@ pub fn root(path: &Path) -> anyhow::Result<Root> {
 /// A disk of an opened image, in a group or in none.
 pub fn disk(
     planned: &settings::PlacedDisk,
-    group: Option<&Arc<Group>>,
+    group: Option<&Arc<ThrottleGroup>>,
     image: Image,
 ) -> anyhow::Result<RunningDisk> {
-    if let (Image::Raw(_), Some(place)) = (&image, planned.qcow2_key()) {
-        return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
+    if let (Image::Raw(_), Some(place)) = (&image, planned.first_qcow2_key()) {
+        return Err(place.error("is for qcow2 images, and this one is raw (leave it out)").into());
     }
     let named = || format!("disk {}", planned.name);
-    let disk = Disk::new(&planned.name, image, planned.settings.of_disk(), group)
+    let disk = Disk::new(&planned.name, image, planned.settings.to_disk_settings(), group)
         .with_context(named)?
         .with_discards(planned.discard)
         .with_detect_zeroes(planned.detect_zeroes);
@@ -178,7 +178,7 @@ pub fn disk(
 
 fn options(
     disk: &settings::PlacedDisk,
-    budgets: &Budgets,
+    budgets: &RateBudgets,
     root: Option<Root>,
     secrets: Vec<Secret>,
 ) -> ImageOptions {
@@ -193,9 +193,9 @@ fn options(
         handover: disk.handover,
         reconnect_delay: disk.reconnect_delay,
         open_timeout: disk.open_timeout,
-        known: Default::default(),
+        nbd_server: Default::default(),
         may_be_empty: false,
-        passed: None,
+        passed_files: None,
         delay: disk.delay,
         rate: disk.rate.clone(),
         budgets: budgets.clone(),
@@ -206,14 +206,14 @@ fn options(
 }
 
 /// Terms of NBD servers.
-pub fn terms(service: &Service, events: &Events) -> nbd::Terms {
-    nbd::Terms {
+pub fn terms(service: &ProcessSpec, events: &Events) -> nbd::NbdServerTerms {
+    nbd::NbdServerTerms {
         // A count that does not fit is more than there can ever be.
         max_connections: usize::try_from(service.max_connections).unwrap_or(usize::MAX),
         max_of_one_address: service.max_connections_per_address.map(|most| most as usize),
         access: service.access.clone(),
         visited: Some(Arc::new(events.clone())),
-        ..nbd::Terms::default()
+        ..nbd::NbdServerTerms::default()
     }
 }
 
@@ -221,22 +221,22 @@ pub fn terms(service: &Service, events: &Events) -> nbd::Terms {
 ///
 /// # Errors
 /// They cannot be read or used.
-pub fn credentials(tls: &Tls) -> anyhow::Result<Option<nbd::Tls>> {
+pub fn credentials(tls: &TlsConfig) -> anyhow::Result<Option<nbd::NbdServerTls>> {
     let (required, credentials) = match tls {
-        Tls::Off => return Ok(None),
-        Tls::On(credentials) => (false, credentials),
-        Tls::Required(credentials) => (true, credentials),
+        TlsConfig::Off => return Ok(None),
+        TlsConfig::On(credentials) => (false, credentials),
+        TlsConfig::Required(credentials) => (true, credentials),
     };
     let keys = match credentials {
-        Credentials::Certificates { directory, verify_peer } => {
+        TlsCredentialFiles::Certificates { directory, verify_peer } => {
             warn_of_readers("server's private key", &directory.join("server-key.pem"));
             tls::TlsServer::x509(directory, *verify_peer)
         }
-        Credentials::PreShared(file) => {
+        TlsCredentialFiles::PreShared(file) => {
             let inside = file.join("keys.psk");
             warn_of_readers("pre-shared keys", if file.is_dir() { &inside } else { file });
             tls::TlsServer::psk(file)
         }
     };
-    Ok(Some(nbd::Tls { required, keys: keys.context("TLS")? }))
+    Ok(Some(nbd::NbdServerTls { required, keys: keys.context("TLS")? }))
 }

@@ -3,18 +3,18 @@
 
 use std::sync::Arc;
 
-use export::nbd::MOST_BITMAPS;
+use export::nbd::MAX_BITMAPS;
 use image::{
     Image,
-    qcow2::bitmap::{BitmapView, NoView},
+    qcow2::bitmap::{BitmapView, BitmapViewError},
 };
 
 use super::registry::RunningDisk;
 
 /// The bitmaps of these names, in their order.
 pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow::Result<Arc<[BitmapView]>> {
-    if names.len() > MOST_BITMAPS {
-        anyhow::bail!("{} bitmaps for one export; {MOST_BITMAPS} is the most", names.len());
+    if names.len() > MAX_BITMAPS {
+        anyhow::bail!("{} bitmaps for one export; {MAX_BITMAPS} is the most", names.len());
     }
     let mut views = Vec::with_capacity(names.len());
     for name in names {
@@ -33,13 +33,13 @@ pub(crate) async fn of_image(running: &RunningDisk, names: &[String]) -> anyhow:
 }
 
 /// The first bitmap of this name down the chain: a new overlay has none yet.
-async fn topmost(image: &Image, name: &str) -> Result<BitmapView, NoView> {
+async fn topmost(image: &Image, name: &str) -> Result<BitmapView, BitmapViewError> {
     for image in image.chain() {
         let Image::Qcow2(qcow2) = image else { continue };
         match qcow2.view_bitmap(name).await {
-            Err(NoView::NotThere(_)) => {}
+            Err(BitmapViewError::NotThere(_)) => {}
             found => return found,
         }
     }
-    Err(NoView::NotThere(name.to_owned()))
+    Err(BitmapViewError::NotThere(name.to_owned()))
 }

@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 
-use block::disk::Failure;
+use block::disk::RequestFailure;
 
 /// Change of the running state.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -14,7 +14,7 @@ pub enum Change {
     /// A disk or a group came or went.
     Listed { name: String },
     /// The device failed a request of a disk. Of many in a second, the first and the last.
-    Failed { disk: String, failure: Failure },
+    Failed { disk: String, failure: RequestFailure },
     /// A disk has stopped at an error; before, none was stopped.
     Stopped,
     /// Disks that were stopped go on: all, or one of them.

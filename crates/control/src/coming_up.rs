@@ -17,8 +17,8 @@ use anyhow::{anyhow, ensure};
 use api::UnavailableDisk;
 use image::Image;
 use policy::time::Duration;
-use settings::{PlacedDisk, Plan};
-use storage::rate::Budgets;
+use settings::{PlacedDisk, DesiredState};
+use storage::rate::RateBudgets;
 
 use super::{
     opening::{Opened, Opening, Silent, State},
@@ -34,7 +34,7 @@ const AGAIN: Duration = Duration::from_secs(10);
 
 impl Registry {
     /// Goes on without a disk of the plan.
-    pub(crate) fn put_off(self: &Rc<Self>, (name, plan): (&str, Rc<Plan>), silent: Silent) {
+    pub(crate) fn put_off(self: &Rc<Self>, (name, plan): (&str, Rc<DesiredState>), silent: Silent) {
         let Silent { opening, since, state } = silent;
         let one = Rc::new(Unopened::new(name, since, plan));
         let first = match state {
@@ -98,11 +98,11 @@ impl Registry {
         let images = difference.new_disks.first().map(|&index| (index, image)).into_iter().collect();
         let _arrival = self.arrival(name)?;
         self.disks.unavailable.borrow_mut().remove(name);
-        let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, Budgets::default());
+        let mut work = Reconciliation::new(Occasion::Retry, self, &plan, None, RateBudgets::default());
         work.apply(&difference, images, &mut Fresh).await?;
         self.promise_late(name, [planned.settings.iops_reservation, planned.settings.bps_reservation]);
         if let Some(cluster) = self.cluster() {
-            cluster.promise(&**self);
+            cluster.record_lowered_reservations(&**self);
         }
         tracing::info!(disk = name, after_s = one.age(reactor::now()).as_secs(), "its image is open now");
         Ok(())
@@ -116,12 +116,12 @@ impl Registry {
         };
         let places: Vec<_> = self.exports.of_disk(name).into_iter().filter_map(place).collect();
         // First: nobody gets another in between.
-        places.iter().for_each(|(serving, name, number)| serving.server.expect_again(name, *number));
+        places.iter().for_each(|(serving, name, number)| serving.server.reserve_again(name, *number));
         if self.disks.get(name).is_ok()
             && let Err(error) = self.take_back(name).await
         {
             tracing::error!("disk {name}: it did not come whole, and what is there of it stays: {error}");
-            places.iter().for_each(|(serving, name, _)| serving.server.expect_no_more(name));
+            places.iter().for_each(|(serving, name, _)| serving.server.release_reserved(name));
             return;
         }
         if self.check_name(name).is_ok() {
@@ -136,7 +136,7 @@ impl Registry {
 
     /// What the config file says now holds for one of them, which is opened in another way from now
     /// on if there is one.
-    pub(super) fn plan_unopened(self: &Rc<Self>, name: &str, plan: Rc<Plan>, opening: Option<Opening>) {
+    pub(super) fn plan_unopened(self: &Rc<Self>, name: &str, plan: Rc<DesiredState>, opening: Option<Opening>) {
         let Some(one) = self.disks.unavailable.borrow().get(name).cloned() else { return };
         let wanted = Wanted::all(&plan);
         self.expect_no_more(name, &one, |old| !wanted.contains(old));
@@ -163,7 +163,7 @@ impl Registry {
             if let Way::Nbd { endpoint, name, .. } = &export.way
                 && let Some(serving) = wanted::server(self, endpoint)
             {
-                serving.server.expect_no_more(name);
+                serving.server.release_reserved(name);
             }
         }
     }

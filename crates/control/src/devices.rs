@@ -23,19 +23,19 @@ use std::{
 
 use anyhow::Context as _;
 use block::{
-    device::{Device, DeviceId, Roots, Sampler, Subject, Target, id_of},
+    device::{Device, DeviceId, SysfsRoots, Sampler, SampledTarget, SamplerTarget, id_of},
     disk::Disk,
-    layer::throttle::Group,
+    layer::throttle::ThrottleGroup,
 };
-use policy::{throttle::Reservable, watermark::Watermark};
-use settings::state::Store;
+use policy::{throttle::ReservableCapacity, watermark::Watermark};
+use settings::state::CapacityStore;
 
 type Found = (Weak<Disk>, Option<Arc<Device>>);
 
 #[derive(Debug)]
 pub(crate) struct Devices {
-    roots: Roots,
-    store: Store,
+    roots: SysfsRoots,
+    store: CapacityStore,
     /// By the disk's name; the disk tells whether it is still the one of that name.
     of_disks: RefCell<HashMap<String, Found>>,
     /// Devices that disks lie on.
@@ -51,21 +51,21 @@ struct Placements {
     disks: HashMap<String, Placement>,
     /// Devices below a group, by its address, with the number of its disks on each. Groups stay
     /// alive by their members alone; a [`Weak`] keeps the address.
-    on: HashMap<*const Group, HashMap<DeviceId, (Arc<Device>, usize)>>,
+    on: HashMap<*const ThrottleGroup, HashMap<DeviceId, (Arc<Device>, usize)>>,
     /// Targets in the sampler, by the name of the disk or the group.
-    targets: HashMap<String, Weak<dyn Target>>,
+    targets: HashMap<String, Weak<dyn SamplerTarget>>,
 }
 
 /// One disk's device, and the groups that it is in, innermost first.
 #[derive(Debug)]
 struct Placement {
     device: Option<Arc<Device>>,
-    groups: Vec<Weak<Group>>,
+    groups: Vec<Weak<ThrottleGroup>>,
 }
 
 impl Placements {
     /// Counts a disk; adds the groups that have one device more to `changed`.
-    fn put(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<Group>>) {
+    fn put(&mut self, disk: &Disk, device: Option<Arc<Device>>, changed: &mut Vec<Weak<ThrottleGroup>>) {
         let above = iter::successors(disk.throttle().group(), |group| group.parent().cloned());
         let groups: Vec<_> = above.map(|group| Arc::downgrade(&group)).collect();
         if let Some(device) = &device {
@@ -82,7 +82,7 @@ impl Placements {
     }
 
     /// Removes a disk from the counts; adds the groups that have one device less to `changed`.
-    fn take(&mut self, disk: &str, changed: &mut Vec<Weak<Group>>) -> Option<Arc<Device>> {
+    fn take(&mut self, disk: &str, changed: &mut Vec<Weak<ThrottleGroup>>) -> Option<Arc<Device>> {
         let Placement { device, groups } = self.disks.remove(disk)?;
         let device = device?;
         for group in groups {
@@ -101,13 +101,13 @@ impl Placements {
         Some(device)
     }
 
-    fn under(&self, group: &Arc<Group>) -> Vec<Arc<Device>> {
+    fn under(&self, group: &Arc<ThrottleGroup>) -> Vec<Arc<Device>> {
         let on = self.on.get(&Arc::as_ptr(group));
         on.into_iter().flat_map(HashMap::values).map(|(device, _)| Arc::clone(device)).collect()
     }
 
     /// The device below a group, if there is just one.
-    fn only_under(&self, group: &Arc<Group>) -> Option<&Arc<Device>> {
+    fn only_under(&self, group: &Arc<ThrottleGroup>) -> Option<&Arc<Device>> {
         let on = self.on.get(&Arc::as_ptr(group)).filter(|on| on.len() == 1)?;
         on.values().next().map(|(device, _)| device)
     }
@@ -126,8 +126,8 @@ impl Devices {
     /// None yet. What was measured is in the state directory, or the usual one.
     pub(crate) fn new(state: Option<&Path>) -> Self {
         Self {
-            roots: Roots::default(),
-            store: Store::new(state),
+            roots: SysfsRoots::default(),
+            store: CapacityStore::new(state),
             of_disks: RefCell::default(),
             known: RefCell::default(),
             placements: RefCell::default(),
@@ -168,8 +168,8 @@ impl Devices {
         if let Some(known) = self.known.borrow().get(&id).and_then(Weak::upgrade) {
             return Ok(Some(known));
         }
-        let measured = |identity: &block::device::Identity| self.store.measured(identity.key());
-        let device = Device::under(disk, &self.roots, measured)?.map(Arc::new);
+        let measured = |identity: &block::device::DeviceIdentity| self.store.measured(identity.key());
+        let device = Device::below_disk(disk, &self.roots, measured)?.map(Arc::new);
         if let Some(device) = &device {
             self.known.borrow_mut().insert(id, Arc::downgrade(device));
         }
@@ -181,7 +181,7 @@ impl Devices {
     pub(crate) fn refresh(
         &self,
         disks: impl IntoIterator<Item = Arc<Disk>>,
-        groups: impl IntoIterator<Item = Arc<Group>>,
+        groups: impl IntoIterator<Item = Arc<ThrottleGroup>>,
     ) -> anyhow::Result<()> {
         self.of_disks.borrow_mut().retain(|_, (disk, _)| disk.strong_count() > 0);
         self.known.borrow_mut().retain(|_, device| device.strong_count() > 0);
@@ -207,7 +207,7 @@ impl Devices {
         &self,
         name: &str,
         disk: Option<&Arc<Disk>>,
-        group: Option<&Arc<Group>>,
+        group: Option<&Arc<ThrottleGroup>>,
     ) -> anyhow::Result<()> {
         let device = disk.and_then(|disk| self.under(disk));
         let mut placements = self.placements.borrow_mut();
@@ -243,33 +243,33 @@ impl Devices {
 
 impl Placements {
     /// A disk outside groups is watched itself.
-    fn add_disk(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<Subject> {
+    fn add_disk(&mut self, disk: &Arc<Disk>, device: Option<&Arc<Device>>) -> Option<SampledTarget> {
         if disk.throttle().group().is_some() {
             return None;
         }
         let target: Weak<Disk> = Arc::downgrade(disk);
-        let target: Weak<dyn Target> = target;
+        let target: Weak<dyn SamplerTarget> = target;
         self.targets.insert(disk.name().to_string(), Weak::clone(&target));
-        Some(Subject { target, devices: device.into_iter().cloned().collect() })
+        Some(SampledTarget { target, devices: device.into_iter().cloned().collect() })
     }
 
-    fn add_group(&mut self, group: &Arc<Group>) -> Subject {
-        let target: Weak<Group> = Arc::downgrade(group);
-        let target: Weak<dyn Target> = target;
+    fn add_group(&mut self, group: &Arc<ThrottleGroup>) -> SampledTarget {
+        let target: Weak<ThrottleGroup> = Arc::downgrade(group);
+        let target: Weak<dyn SamplerTarget> = target;
         self.targets.insert(group.name().to_owned(), Weak::clone(&target));
         // A target without a watermark is not watched and needs no list of devices.
         let is_watched = group.watermark() != Watermark::ALWAYS;
-        Subject { target, devices: if is_watched { self.under(group) } else { Vec::new() } }
+        SampledTarget { target, devices: if is_watched { self.under(group) } else { Vec::new() } }
     }
 
     /// An outermost group can reserve up to the capacity of its device; a group on several devices,
     /// or on one without a measured capacity, up to its limits.
-    fn bound(&self, group: &Arc<Group>) -> anyhow::Result<()> {
+    fn bound(&self, group: &Arc<ThrottleGroup>) -> anyhow::Result<()> {
         if group.parent().is_some() {
             return Ok(());
         }
         let device = self.only_under(group);
-        let reservable = device.map_or_else(Reservable::default, |device| device.reservable());
+        let reservable = device.map_or_else(ReservableCapacity::default, |device| device.reservable());
         group.set_device(reservable).with_context(|| format!("group {}", group.name()))
     }
 }

@@ -30,8 +30,8 @@ use anyhow::ensure;
 use api::ExportCounters;
 use block::disk::Disk;
 use policy::time::Duration;
-use reactor::{JoinHandle, Worker};
-use settings::{Door, SocketAccess};
+use reactor::{JoinHandle, ReactorWorker};
+use settings::{ExportTarget, SocketAccess};
 
 use super::running::RunningDisk;
 use crate::{
@@ -118,7 +118,7 @@ pub(crate) struct Terms<'a> {
     pub(crate) access: &'a SocketAccess,
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: &'a RefCell<Inherited>,
-    pub(crate) workers: &'a Rc<Vec<Worker>>,
+    pub(crate) workers: &'a Rc<Vec<ReactorWorker>>,
     pub(crate) events: &'a Events,
     /// What it is made of, where another daemon had it.
     pub(crate) taken: Cell<Option<Taken>>,
@@ -128,8 +128,8 @@ pub(crate) struct Terms<'a> {
 pub(crate) enum Taken {
     /// It has ended, or is about to have: the kernel has all that there is.
     Ublk,
-    NbdDevice(export::nbd::kernel::Rested),
-    Fuse(export::fuse::Rested),
+    NbdDevice(export::nbd::kernel::QuiescedNbdDevice),
+    Fuse(export::fuse::QuiescedFuseFile),
 }
 
 /// A door that is open, or about to be.
@@ -154,27 +154,27 @@ pub struct Entrance {
     /// What goes when the door is closed, such as a socket's file.
     kept: RefCell<Option<Box<dyn Any>>>,
     /// The threads end, and the clients with them, once nobody holds these.
-    _workers: Rc<Vec<Worker>>,
+    _workers: Rc<Vec<ReactorWorker>>,
 }
 
 /// Makes a door. Of a device this takes the kernel's time; nobody is let in before
 /// [`Entrance::accept`].
-pub(crate) async fn open(door: &Door, terms: &Terms<'_>) -> anyhow::Result<Rc<Entrance>> {
-    let is_device = !matches!(door, Door::VhostUserBlk(_));
+pub(crate) async fn open(door: &ExportTarget, terms: &Terms<'_>) -> anyhow::Result<Rc<Entrance>> {
+    let is_device = !matches!(door, ExportTarget::VhostUserBlk(_));
     ensure!(
-        !(is_device && terms.disk.disk.is_handed_over()),
+        !(is_device && terms.disk.disk.has_handover()),
         "disk {}: handover is for virtual machines, and {} is on this host (leave it out)",
         terms.disk.disk.name(),
         door.address()
     );
     check_size(&terms.disk.disk, door)?;
     let entrance = match door {
-        Door::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
-        Door::Ublk(settings) => ublk::open(settings, terms).await?,
-        Door::Fuse(settings) => fuse::open(settings, terms).await?,
-        Door::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
+        ExportTarget::VhostUserBlk(settings) => vhost_user_blk::open(settings, terms)?,
+        ExportTarget::Ublk(settings) => ublk::open(settings, terms).await?,
+        ExportTarget::Fuse(settings) => fuse::open(settings, terms).await?,
+        ExportTarget::NbdDevice(settings) => nbd_device::open(settings, terms).await?,
     };
-    Ok(Rc::new(Entrance { block_bytes: door.blocks().map(|(bytes, _)| bytes), ..entrance }))
+    Ok(Rc::new(Entrance { block_bytes: door.logical_block().map(|(bytes, _)| bytes), ..entrance }))
 }
 
 impl Entrance {
@@ -305,7 +305,7 @@ impl Entrance {
 
 /// The door of a virtual machine, as another daemon takes it over.
 pub(crate) struct Machine {
-    pub(crate) server: Arc<export::vhost_user_blk::Server>,
+    pub(crate) server: Arc<export::vhost_user_blk::VhostUserServer>,
     /// Where it listens, if it does, as it was asked for.
     pub(crate) listening: Option<(String, Listening)>,
 }
@@ -323,29 +323,29 @@ impl Machine {
 #[derive(Clone)]
 pub enum Host {
     /// A ublk device.
-    Ublk(Arc<export::ublk::Server>),
+    Ublk(Arc<export::ublk::UblkServer>),
     /// An NBD device of the kernel.
-    NbdDevice(Arc<export::nbd::kernel::Server>),
+    NbdDevice(Arc<export::nbd::kernel::NbdDeviceServer>),
     /// A file over FUSE.
-    Fuse(Arc<export::fuse::Server>),
+    Fuse(Arc<export::fuse::FuseExportServer>),
 }
 
 impl Host {
     /// Has what was begun end, and nothing more begin. Returns false if that takes longer.
     pub(crate) async fn come_to_rest(&self, patience: Duration) -> bool {
         match self {
-            Self::Ublk(server) => server.come_to_rest(patience).await,
-            Self::NbdDevice(server) => server.come_to_rest(patience).await,
-            Self::Fuse(server) => server.come_to_rest(patience).await,
+            Self::Ublk(server) => server.quiesce(patience).await,
+            Self::NbdDevice(server) => server.quiesce(patience).await,
+            Self::Fuse(server) => server.quiesce(patience).await,
         }
     }
 
     /// Goes on as if nothing had been.
     pub(crate) fn go_on(&self) {
         match self {
-            Self::Ublk(server) => server.go_on(),
-            Self::NbdDevice(server) => server.go_on(),
-            Self::Fuse(server) => server.go_on(),
+            Self::Ublk(server) => server.resume(),
+            Self::NbdDevice(server) => server.resume(),
+            Self::Fuse(server) => server.resume(),
         }
     }
 }
@@ -361,8 +361,8 @@ fn identity(running: &RunningDisk) -> anyhow::Result<String> {
 
 /// Whoever is behind a door counts in blocks, and would never see what lies behind the last whole
 /// one.
-pub fn check_size(disk: &Disk, door: &Door) -> anyhow::Result<()> {
-    let Some((block_bytes, who)) = door.blocks() else { return Ok(()) };
+pub fn check_size(disk: &Disk, door: &ExportTarget) -> anyhow::Result<()> {
+    let Some((block_bytes, who)) = door.logical_block() else { return Ok(()) };
     let (size, block) = (disk.size_bytes(), u64::from(block_bytes));
     let (whole, rest) = (size.next_multiple_of(block), size % block);
     ensure!(

@@ -12,7 +12,7 @@ use std::{
 use anyhow::ensure;
 use export::nbd::{NotRemoved, Removal};
 use image::qcow2::bitmap::BitmapView;
-use policy::access::Access;
+use policy::access::AccessRules;
 
 use super::{doors::Entrance, running::RunningDisk, serving::Serving};
 use crate::users::Users;
@@ -28,7 +28,7 @@ pub struct RunningExport {
     /// Its endpoint.
     pub door: Door,
     /// What was said of a door of its own.
-    pub said: Option<settings::Door>,
+    pub said: Option<settings::ExportTarget>,
     /// What it was made of, over NBD.
     pub(crate) new: Option<NewExport>,
     pub(crate) read_only: bool,
@@ -73,7 +73,7 @@ impl Door {
         match self {
             Self::Nbd(serving, number) => serving.server.remove(*number, removal),
             Self::Own(entrance) => match (removal, entrance.server.connections()) {
-                (Removal::Safe, connections @ 1..) if entrance.device().is_none() => {
+                (Removal::IfUnused, connections @ 1..) if entrance.device().is_none() => {
                     Err(NotRemoved::InUse { connections })
                 }
                 _ => {
@@ -145,7 +145,7 @@ impl RunningExport {
             );
             return Ok(());
         };
-        let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
+        let users = reactor::run_blocking(move || Users::of(&device).with_processes().with_claims()).await;
         ensure!(users.is_empty(), "export {id} of disk {disk}: in use: {users} (let it go first)");
         Ok(())
     }
@@ -163,7 +163,7 @@ pub struct NewExport {
     pub(crate) name: String,
     /// A line for people; may be empty.
     pub(crate) description: String,
-    pub(crate) access: Access,
+    pub(crate) access: AccessRules,
     pub(crate) disk: String,
     pub(crate) read_only: bool,
     pub(crate) bitmaps: Arc<[BitmapView]>,

@@ -14,7 +14,7 @@ use std::{
     sync::Arc,
 };
 
-use reactor::op::ForeignFd;
+use reactor::op::PassedFd;
 use rustix::fs::{OFlags, fcntl_getfl};
 
 /// Where the sets seem to be.
@@ -27,7 +27,7 @@ const MOST_TEXT: usize = 1024;
 /// One of a set.
 #[derive(Debug)]
 pub(crate) struct Member {
-    pub(crate) descriptor: Arc<ForeignFd>,
+    pub(crate) descriptor: Arc<PassedFd>,
     pub(crate) opaque: Option<String>,
 }
 
@@ -47,7 +47,7 @@ impl Sets {
     pub(crate) fn add(
         &self,
         set: Option<u64>,
-        descriptor: ForeignFd,
+        descriptor: PassedFd,
         opaque: Option<String>,
     ) -> Result<u64, String> {
         if opaque.as_ref().is_some_and(|text| text.len() > MOST_TEXT) {
@@ -84,7 +84,7 @@ impl Sets {
     /// What is to be opened where a file of this name is; `None` where it is no set's. One that can
     /// do more than is asked for will do where none is just so. One that can write is for one disk:
     /// its locks are those of all that is opened with it, and keep none of that from the other.
-    pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<ForeignFd>>, String> {
+    pub(crate) fn of_path(&self, path: &Path, read_only: bool) -> Result<Option<Arc<PassedFd>>, String> {
         let Ok(number) = path.strip_prefix(SETS) else { return Ok(None) };
         let number = number.to_str().and_then(|text| text.parse::<u64>().ok());
         let shown = number.map_or_else(|| SETS.to_owned(), |number| format!("{SETS}/{number}"));
@@ -109,7 +109,7 @@ impl Sets {
                 "Could not open '{shown}': Permission denied (no descriptor of the set was opened {how}; add-fd one)"
             ));
         }
-        let is_reader = |descriptor: &Arc<ForeignFd>| {
+        let is_reader = |descriptor: &Arc<PassedFd>| {
             fcntl_getfl(&**descriptor).is_ok_and(|flags| flags & OFlags::RWMODE == OFlags::RDONLY)
         };
         let free = fitting.into_iter().find(|descriptor| is_reader(descriptor) || is_free(descriptor));
@@ -123,7 +123,7 @@ impl Sets {
 
 /// Nothing is being opened with it, nor has been: an image's locks are shown with the open file
 /// that has them (proc_pid_fdinfo(5)), however many descriptors that has.
-fn is_free(descriptor: &Arc<ForeignFd>) -> bool {
+fn is_free(descriptor: &Arc<PassedFd>) -> bool {
     let info = format!("/proc/self/fdinfo/{}", descriptor.as_fd().as_raw_fd());
     let info = std::fs::read_to_string(info).unwrap_or_default();
     let is_lock = |line: &str| line.starts_with("lock:") && line.contains("OFDLCK");
@@ -144,7 +144,7 @@ mod tests {
 
     use super::*;
 
-    fn descriptor(write: bool) -> ForeignFd {
+    fn descriptor(write: bool) -> PassedFd {
         let file = tempfile::NamedTempFile::new().expect("a file");
         OpenOptions::new()
             .read(true)
@@ -181,7 +181,7 @@ mod tests {
         let sets = Sets::default();
         let open = |path: &str| sets.of_path(Path::new(path), false);
         let one = descriptor(true);
-        let again = ForeignFd::from(one.as_fd().try_clone_to_owned().expect("a descriptor"));
+        let again = PassedFd::from(one.as_fd().try_clone_to_owned().expect("a descriptor"));
         let (_, _) = (sets.add(Some(0), one, None), sets.add(Some(1), again, None));
         let being_opened = open("/dev/fdset/0").expect("it is free").expect("is there");
         assert!(open("/dev/fdset/0").unwrap_err().contains("in use by another disk"));
@@ -212,7 +212,7 @@ mod tests {
     fn what_is_kept_is_bounded() {
         let sets = Sets::default();
         let file = File::open("/dev/null").expect("it is there");
-        let another = || ForeignFd::from(OwnedFd::from(file.try_clone().expect("a descriptor")));
+        let another = || PassedFd::from(OwnedFd::from(file.try_clone().expect("a descriptor")));
         for _ in 0..MOST_KEPT {
             sets.add(None, another(), None).expect("room");
         }

@@ -4,10 +4,10 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use block::{disk::Disk, layer::throttle::Group};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use policy::{
     counter,
-    throttle::{Part, Setting, Stats, limited_with_groups},
+    throttle::{LimitPart, LimitSetting, ThrottleStats, throttled_with_groups_ns},
     time::{Duration, Instant},
 };
 
@@ -62,11 +62,11 @@ struct Seen {
 }
 
 impl Seen {
-    fn of(stats: &Stats) -> Self {
+    fn of(stats: &ThrottleStats) -> Self {
         Self {
             throttled: stats.reads.throttled.saturating_add(stats.writes.throttled),
             waited_ns: stats.reads.waited_ns.saturating_add(stats.writes.waited_ns),
-            limited_ns: stats.limited_ns,
+            limited_ns: stats.throttled_ns,
         }
     }
 
@@ -82,12 +82,12 @@ impl Seen {
 /// A disk or a group now, with the groups above it, nearest first.
 struct Now {
     name: String,
-    stats: Stats,
-    above: Vec<Arc<Group>>,
+    stats: ThrottleStats,
+    above: Vec<Arc<ThrottleGroup>>,
 }
 
 impl Now {
-    fn new(name: &str, stats: Stats, group: Option<Arc<Group>>) -> Self {
+    fn new(name: &str, stats: ThrottleStats, group: Option<Arc<ThrottleGroup>>) -> Self {
         let above = std::iter::successors(group, |group| group.parent().cloned());
         Self { name: name.to_owned(), stats, above: above.collect() }
     }
@@ -105,7 +105,7 @@ impl Last {
     fn look(&mut self, registry: &Registry, elapsed: Duration) {
         let (disks, groups) = (registry.disks.all(), registry.groups.all());
         let of_disk = |disk: &Disk| Now::new(disk.name(), disk.throttle().stats(), disk.throttle().group());
-        let of_group = |group: &Arc<Group>| Now::new(group.name(), group.stats(), group.parent().cloned());
+        let of_group = |group: &Arc<ThrottleGroup>| Now::new(group.name(), group.stats(), group.parent().cloned());
         let disks = disks.iter().map(|running| of_disk(&running.disk));
         let now: HashMap<_, _> =
             disks.chain(groups.iter().map(of_group)).map(|now| (now.name.clone(), now)).collect();
@@ -125,27 +125,27 @@ impl Last {
     }
 
     /// As `weir status` has it.
-    fn limited_by(&self, seen: Seen, still_waits: bool, above: &[(&str, &Stats)]) -> Seen {
+    fn limited_by(&self, seen: Seen, still_waits: bool, above: &[(&str, &ThrottleStats)]) -> Seen {
         let of_groups = above.iter().map(|(name, stats)| Seen::of(stats).since(self.before(name)).limited_ns);
-        let limited_ns = limited_with_groups(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
+        let limited_ns = throttled_with_groups_ns(seen.limited_ns, of_groups, seen.waited_ns, still_waits);
         Seen { limited_ns, ..seen }
     }
 }
 
 /// What happened since `before`; `None` if nothing was held back and nothing is.
-fn held_back(stats: &Stats, before: Seen) -> Option<Seen> {
+fn held_back(stats: &ThrottleStats, before: Seen) -> Option<Seen> {
     let seen = Seen::of(stats).since(before);
     (seen != Seen::default() || stats.waiting != [0, 0]).then_some(seen)
 }
 
 /// Its own limit, or that of the nearest group above: `tenant: iops-total`.
-fn binding(stats: &Stats, above: &[(&str, &Stats)]) -> Option<String> {
-    let limit = |stats: &Stats| stats.binding.map(|kind| Setting::Limit(kind, Part::Rate).name());
+fn binding(stats: &ThrottleStats, above: &[(&str, &ThrottleStats)]) -> Option<String> {
+    let limit = |stats: &ThrottleStats| stats.throttle_cause.map(|kind| LimitSetting::Limit(kind, LimitPart::Rate).name());
     let of_group = || above.iter().find_map(|(name, stats)| Some(format!("{name}: {}", limit(stats)?)));
     limit(stats).map(str::to_owned).or_else(of_group)
 }
 
-fn log(name: &str, stats: &Stats, seen: Seen, elapsed: Duration, above: &[(&str, &Stats)]) {
+fn log(name: &str, stats: &ThrottleStats, seen: Seen, elapsed: Duration, above: &[(&str, &ThrottleStats)]) {
     let [waiting_reads, waiting_writes] = stats.waiting;
     tracing::debug!(
         target: TARGET,
@@ -171,23 +171,23 @@ fn milliseconds(nanoseconds: u64) -> f64 {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{Counters, LimitKind, WaitSummary};
+    use policy::throttle::{AdmissionCounters, LimitKind, WaitSummary};
 
     use super::*;
 
-    fn stats(throttled: u64, waiting: [usize; 2]) -> Stats {
-        let reads = Counters { throttled, waited_ns: 10 * throttled, ..Counters::default() };
-        Stats {
+    fn stats(throttled: u64, waiting: [usize; 2]) -> ThrottleStats {
+        let reads = AdmissionCounters { throttled, waited_ns: 10 * throttled, ..AdmissionCounters::default() };
+        ThrottleStats {
             reads,
-            writes: Counters::default(),
+            writes: AdmissionCounters::default(),
             waits: WaitSummary::default(),
             recent_waits: WaitSummary::default(),
-            limited_ns: 5 * throttled,
-            binding: None,
+            throttled_ns: 5 * throttled,
+            throttle_cause: None,
             tokens: [None; 6],
             levels: [None; 6],
             waiting,
-            kept: None,
+            reservation: None,
         }
     }
 
@@ -207,9 +207,9 @@ mod tests {
 
     #[test]
     fn a_disk_that_waits_for_its_group_is_limited_as_the_group_is() {
-        let group = Stats { limited_ns: 7, binding: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
+        let group = ThrottleStats { throttled_ns: 7, throttle_cause: Some(LimitKind::IopsTotal), ..stats(0, [0, 1]) };
         let above = [("tenant", &group)];
-        let disk = Stats { limited_ns: 0, ..stats(2, [0, 1]) };
+        let disk = ThrottleStats { throttled_ns: 0, ..stats(2, [0, 1]) };
         let seen = held_back(&disk, Seen::default()).unwrap();
         let last = Last(HashMap::from([("tenant".to_owned(), Seen { limited_ns: 3, ..Seen::default() })]));
         assert_eq!(last.limited_by(seen, true, &above).limited_ns, 4);

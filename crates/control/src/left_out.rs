@@ -3,7 +3,7 @@
 //! Only data: who leaves promises out, and makes them later, is `promises`.
 
 use api::UnmetReservation;
-use policy::throttle::Share;
+use policy::throttle::NodeShare;
 
 /// Of one disk or group.
 #[derive(Clone, Debug)]
@@ -36,6 +36,6 @@ pub(super) fn reservations(wanted: [u64; 2]) -> impl Iterator<Item = (&'static s
 }
 
 /// What a share promises, in operations and bytes per second.
-pub(super) fn wanted_of(share: Share) -> [u64; 2] {
+pub(super) fn wanted_of(share: NodeShare) -> [u64; 2] {
     [share.iops_reservation(), share.bps_reservation()]
 }

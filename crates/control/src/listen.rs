@@ -28,8 +28,8 @@ use nix::sys::socket::{
 };
 use reactor::op::Fd;
 use sandbox::directory_of;
-use settings::{Address, Endpoint, Owner, SocketAccess, control::ControlSocket};
-use storage::Passed;
+use settings::{ListenAddress, ListenEndpoint, FileOwner, SocketAccess, control::ControlSocketLocation};
+use storage::PassedFiles;
 
 pub use inherited::Inherited;
 pub use unix::SocketFile;
@@ -54,17 +54,17 @@ impl Listener {
     /// made one; the other's until `passed` says that they are ours. Of several it has this number.
     pub(crate) fn adopt(
         socket: OwnedFd,
-        endpoint: &Endpoint,
+        endpoint: &ListenEndpoint,
         number: usize,
         file: Option<&Path>,
-        passed: &Passed,
+        passed: &PassedFiles,
     ) -> anyhow::Result<Self> {
         ensure!(
             getsockopt(&socket, AcceptConn).unwrap_or(false),
             "{number}: a socket came that does not listen"
         );
         let authority = match endpoint {
-            Endpoint::Address(Address::Tcp { host, .. }) => {
+            ListenEndpoint::Address(ListenAddress::Tcp { host, .. }) => {
                 let local = TcpListener::from(socket.try_clone()?).local_addr()?;
                 Authority::of_tcp(host, local.port())
             }
@@ -83,20 +83,20 @@ impl Listener {
 
 /// An address, or all sockets of the service manager that are left.
 pub fn open(
-    endpoint: &Endpoint,
+    endpoint: &ListenEndpoint,
     access: &SocketAccess,
     inherited: &mut Inherited,
 ) -> anyhow::Result<Vec<Listener>> {
     match endpoint {
-        Endpoint::Address(address) => bind(address, access),
-        Endpoint::Inherited => inherited.listeners(),
-        Endpoint::Passed(name) => Ok(vec![inherited.named(name)?]),
+        ListenEndpoint::Address(address) => bind(address, access),
+        ListenEndpoint::Inherited => inherited.listeners(),
+        ListenEndpoint::Passed(name) => Ok(vec![inherited.named(name)?]),
     }
 }
 
 /// The one socket of a virtual machine's door.
 pub(crate) fn of_machine(
-    socket: &settings::Socket,
+    socket: &settings::VhostUserSocket,
     access: &SocketAccess,
     inherited: &RefCell<Inherited>,
 ) -> anyhow::Result<Listener> {
@@ -104,11 +104,11 @@ pub(crate) fn of_machine(
         return Ok(listener);
     }
     match socket {
-        settings::Socket::Path(path) => {
+        settings::VhostUserSocket::Path(path) => {
             let bound = unix::bind(path, access).with_context(|| socket.to_string())?;
             Ok(at_path(bound))
         }
-        settings::Socket::Passed(name) => {
+        settings::VhostUserSocket::Inherited(name) => {
             let listener = inherited.borrow_mut().named(name)?;
             if let Authority::Tcp(authority) = listener.authority {
                 bail!("fd:{name}: {authority} is a TCP socket (set ListenStream= to a path)");
@@ -119,25 +119,25 @@ pub(crate) fn of_machine(
 }
 
 /// What two daemons call that socket.
-pub(crate) fn name_of_machine(socket: &settings::Socket) -> io::Result<String> {
+pub(crate) fn name_of_machine(socket: &settings::VhostUserSocket) -> io::Result<String> {
     Ok(match socket.path() {
-        Some(path) => settings::Socket::Path(path::absolute(path)?).to_string(),
+        Some(path) => settings::VhostUserSocket::Path(path::absolute(path)?).to_string(),
         None => socket.to_string(),
     })
 }
 
 /// A Unix socket that only its owner and root may connect to: the daemon's user, or another.
-pub(crate) fn private(path: &Path, owner: Option<&Owner>) -> anyhow::Result<Listener> {
+pub(crate) fn private(path: &Path, owner: Option<&FileOwner>) -> anyhow::Result<Listener> {
     let access = SocketAccess { owner: owner.cloned(), ..SocketAccess::default() };
     let bound = unix::bind(path, &access);
-    Ok(at_path(bound.with_context(|| Address::Unix(path.to_owned()).to_string())?))
+    Ok(at_path(bound.with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?))
 }
 
 /// A control socket, as [`private`] makes it, in a directory that is made if it is weir's own.
-pub fn control(place: &ControlSocket, owner: Option<&Owner>) -> anyhow::Result<Listener> {
+pub fn control(place: &ControlSocketLocation, owner: Option<&FileOwner>) -> anyhow::Result<Listener> {
     if let (Some(mode), Some(directory)) = (place.directory_mode, place.path.parent()) {
         make_directory(directory, mode).with_context(|| {
-            format!("{}: the directory cannot be made", Address::Unix(place.path.clone()))
+            format!("{}: the directory cannot be made", ListenAddress::Unix(place.path.clone()))
         })?;
     }
     private(&place.path, owner)
@@ -164,7 +164,7 @@ pub fn only(
 ) -> anyhow::Result<(UnixListener, Option<SocketFile>)> {
     let listener = match inherited.count() {
         0 => {
-            prepare().with_context(|| Address::Unix(path.to_owned()).to_string())?;
+            prepare().with_context(|| ListenAddress::Unix(path.to_owned()).to_string())?;
             private(path, None)?
         }
         1 => inherited.listeners()?.remove(0),
@@ -198,11 +198,11 @@ pub enum Others {
 
 /// What would keep anybody from listening there, as far as that can be told without listening.
 /// Nobody notices.
-pub fn check(address: &Address, others: Others) -> anyhow::Result<()> {
+pub fn check(address: &ListenAddress, others: Others) -> anyhow::Result<()> {
     match address {
-        Address::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
-        Address::Tcp { host, port } if others == Others::MayHave => resolve(address, host, *port).map(drop),
-        Address::Tcp { host, port } => each_of(address, host, *port, |one| {
+        ListenAddress::Unix(path) => unix::check(path, others).with_context(|| address.to_string()),
+        ListenAddress::Tcp { host, port } if others == Others::MayHave => resolve(address, host, *port).map(drop),
+        ListenAddress::Tcp { host, port } => each_of(address, host, *port, |one| {
             bind_alone(one)?;
             Ok((one.port(), ()))
         })
@@ -211,15 +211,15 @@ pub fn check(address: &Address, others: Others) -> anyhow::Result<()> {
 }
 
 /// The same for a control socket, whose directory may be still to be made.
-pub fn check_control(place: &ControlSocket, others: Others) -> anyhow::Result<()> {
+pub fn check_control(place: &ControlSocketLocation, others: Others) -> anyhow::Result<()> {
     let parent = directory_of(&place.path);
     let is_made = place.directory_mode.is_some() && !parent.exists();
     let path = if is_made { parent } else { &place.path };
-    unix::check(path, others).with_context(|| Address::Unix(place.path.clone()).to_string())
+    unix::check(path, others).with_context(|| ListenAddress::Unix(place.path.clone()).to_string())
 }
 
 /// Whether there are the user and the group that sockets are to belong to.
-pub fn check_owner(owner: &Owner) -> anyhow::Result<()> {
+pub fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
     unix::check_owner(owner)
 }
 
@@ -255,16 +255,16 @@ fn patiently<T>(mut attempt: impl FnMut() -> io::Result<T>) -> io::Result<T> {
 }
 
 /// One socket, or one for each address that a host name resolves to.
-fn bind(address: &Address, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
+fn bind(address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
     match address {
-        Address::Unix(path) => {
+        ListenAddress::Unix(path) => {
             Ok(vec![at_path(unix::bind(path, access).with_context(|| address.to_string())?)])
         }
-        Address::Tcp { host, port } => tcp(address, host, *port),
+        ListenAddress::Tcp { host, port } => tcp(address, host, *port),
     }
 }
 
-fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>> {
+fn tcp(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec<Listener>> {
     each_of(address, host, port, |one| {
         let listener = TcpListener::bind(one)?;
         let port = listener.local_addr()?.port();
@@ -275,7 +275,7 @@ fn tcp(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<Listener>
 
 /// Has `bind` tried with each address that a host name resolves to; it returns the port, too.
 fn each_of<T>(
-    address: &Address,
+    address: &ListenAddress,
     host: &str,
     port: u16,
     bind: impl Fn(SocketAddr) -> io::Result<(u16, T)>,
@@ -308,7 +308,7 @@ fn each_of<T>(
     Ok(bound)
 }
 
-fn resolve(address: &Address, host: &str, port: u16) -> anyhow::Result<Vec<SocketAddr>> {
+fn resolve(address: &ListenAddress, host: &str, port: u16) -> anyhow::Result<Vec<SocketAddr>> {
     let resolved = (host, port).to_socket_addrs();
     let resolved = resolved
         .map_err(|error| anyhow!("{address}: the host name is not known: {error} (use an IP address)"))?;
@@ -321,7 +321,7 @@ fn is_absent(error: &io::Error) -> bool {
     error.kind() == ErrorKind::AddrNotAvailable || error.raw_os_error() == Some(nix::libc::EAFNOSUPPORT)
 }
 
-fn refused(address: &Address, port: u16, error: &io::Error) -> anyhow::Error {
+fn refused(address: &ListenAddress, port: u16, error: &io::Error) -> anyhow::Error {
     match error.kind() {
         ErrorKind::AddrInUse => anyhow!(
             "{address}: the port is in use by another program (`ss -ltnp 'sport = {port}'` shows which; stop it, or choose another port)"
@@ -366,7 +366,7 @@ mod tests {
 
     #[test]
     fn a_port_is_looked_at_and_nobody_notices() {
-        let address = |port: u16| -> Address { format!("127.0.0.1:{port}").parse().unwrap() };
+        let address = |port: u16| -> ListenAddress { format!("127.0.0.1:{port}").parse().unwrap() };
         let taken = TcpListener::bind("127.0.0.1:0").unwrap();
         let port = taken.local_addr().unwrap().port();
         check(&address(port), Others::MayHave).unwrap();
@@ -386,7 +386,7 @@ mod tests {
     fn the_directory_of_a_control_socket_is_made_as_it_is_to_be() {
         let root = tempfile::tempdir().unwrap();
         let path = root.path().join("weir/qmp.sock");
-        let place = ControlSocket { path: path.clone(), directory_mode: Some(0o700) };
+        let place = ControlSocketLocation { path: path.clone(), directory_mode: Some(0o700) };
         let listener = control(&place, None).unwrap();
         let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
         assert_eq!((mode(path.parent().unwrap()), mode(&path)), (0o700, 0o600));
@@ -395,7 +395,7 @@ mod tests {
         drop(listener);
         drop(control(&place, None).unwrap());
         assert_eq!(mode(path.parent().unwrap()), 0o750);
-        let nowhere = ControlSocket { directory_mode: None, path: root.path().join("other/qmp.sock") };
+        let nowhere = ControlSocketLocation { directory_mode: None, path: root.path().join("other/qmp.sock") };
         assert!(format!("{:#}", control(&nowhere, None).unwrap_err()).contains("does not exist (create it)"));
     }
 

@@ -5,21 +5,21 @@
 use std::{path::PathBuf, rc::Rc};
 
 use export::nbd;
-use settings::{DaemonConfig, Placed, Plan};
-use storage::rate::Budgets;
+use settings::{DaemonConfig, ConfigWithOrigins, DesiredState};
+use storage::rate::RateBudgets;
 
 /// The configuration that is in force.
 pub struct Loaded {
     /// As it was named: places in messages and relative paths begin with it.
     pub file: PathBuf,
     /// Options of the command line, which replace keys of the file.
-    pub options: Placed<DaemonConfig>,
+    pub options: ConfigWithOrigins<DaemonConfig>,
     /// How many sockets the service manager passed.
     pub inherited: usize,
     /// As it was read.
-    pub plan: Rc<Plan>,
+    pub plan: Rc<DesiredState>,
     /// TLS credentials of NBD servers.
-    pub tls: Option<nbd::Tls>,
+    pub tls: Option<nbd::NbdServerTls>,
     /// Memory budgets.
-    pub budgets: Budgets,
+    pub budgets: RateBudgets,
 }

@@ -4,7 +4,7 @@
 
 use block::disk::Disk;
 use image::Image;
-use storage::{Identity, OpenError};
+use storage::{StorageIdentity, OpenError};
 
 use super::registry::{Registry, holder::held_by};
 
@@ -41,7 +41,7 @@ impl Files {
         for running in registry.disks.all() {
             let disk: &Disk = &running.disk;
             // What is handed over is locked while a machine runs.
-            if !disk.is_handed_over() {
+            if !disk.has_handover() {
                 let written = !disk.image().is_read_only();
                 let own = taken(disk.name(), disk.image(), written);
                 files.0.extend(own.into_iter().map(|(file, _)| file));
@@ -78,7 +78,7 @@ fn taken(disk: &str, image: &Image, is_written: bool) -> Vec<(Taken, String)> {
         // What lies below is read.
         let is_written = is_written && above.is_none();
         let mut own: Option<String> = None;
-        for Identity { what, path, .. } in layer.files {
+        for StorageIdentity { key: what, path, .. } in layer.files {
             let Some(path) = path else { continue };
             let name = match (&own, &above) {
                 (Some(own), _) => format!("{own}: its data file {path}"),

@@ -35,6 +35,6 @@ const PAUSE: Duration = Duration::from_millis(500);
 /// Whether the config file, as it is now, has a disk of this name; none where that cannot be told.
 async fn is_listed(registry: &Registry, disk: &str) -> Option<bool> {
     let file = registry.loaded.borrow().as_ref().map(|loaded| loaded.file.clone())?;
-    let draft = reactor::blocking(move || config::load(&file)).await.ok()?;
+    let draft = reactor::run_blocking(move || config::load(&file)).await.ok()?;
     Some(draft.disks.iter().any(|said| said.name == disk))
 }

@@ -20,7 +20,7 @@ use std::{
 
 use event_listener::Event;
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     op::{self, Fd},
 };
 use rustix::net::SendFlags;
@@ -116,7 +116,7 @@ impl Manager {
 
     async fn tell_rest(self: Arc<Self>) {
         loop {
-            let Some(message) = self.waiting().front().map(|message| Buffer::copy_of(message)) else {
+            let Some(message) = self.waiting().front().map(|message| IoBuffer::copy_of(message)) else {
                 return;
             };
             if let (Err(error), _) = op::send(&self.socket, message.into()).await {
@@ -134,13 +134,13 @@ fn warn(error: &io::Error) {
 
 #[cfg(test)]
 mod tests {
-    use reactor::Polling;
+    use reactor::PollingMode;
 
     use super::*;
 
     #[test]
     fn a_manager_that_does_not_read_keeps_nobody_waiting_and_hears_the_rest_in_order() {
-        let heard = reactor::run(Polling::Off, async {
+        let heard = reactor::run(PollingMode::Off, async {
             let (theirs, ours) = UnixDatagram::pair().unwrap();
             let manager = Manager::at(ours);
             let mut sent = 0;

@@ -8,7 +8,7 @@ use image::{
 };
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use settings::Place;
+use settings::Origin;
 use storage::OpenError;
 
 /// After this an image that is still being opened is one that nobody answers for. Less than an NBD
@@ -23,7 +23,7 @@ pub(crate) struct Opening {
     pub(super) spec: String,
     pub(super) options: ImageOptions,
     /// Where something was said that is for qcow2 images.
-    pub(super) said: Option<Place>,
+    pub(super) said: Option<Origin>,
 }
 
 /// An image, once it is open.
@@ -63,7 +63,7 @@ impl Opening {
     pub(crate) async fn open(self) -> anyhow::Result<Image> {
         let image = open(&self.spec, self.options).await?;
         if let (Image::Raw(_), Some(place)) = (&image, &self.said) {
-            return Err(place.wrong("is for qcow2 images, and this one is raw (leave it out)").into());
+            return Err(place.error("is for qcow2 images, and this one is raw (leave it out)").into());
         }
         tracing::debug!(disk = self.name, image = image.description(), "opened");
         Ok(image)
@@ -71,7 +71,7 @@ impl Opening {
 
     /// The same, now that the daemon that was taken over from has ended.
     fn without_files(mut self) -> Self {
-        self.options.storage.passed = None;
+        self.options.storage.passed_files = None;
         self
     }
 }

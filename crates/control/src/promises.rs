@@ -9,9 +9,9 @@
 use std::{iter, rc::Rc, sync::Arc};
 
 use anyhow::Context as _;
-use block::layer::throttle::Group;
-use cluster::Refusal;
-use policy::throttle::{Refused, Share};
+use block::layer::throttle::ThrottleGroup;
+use cluster::ReservationRefusal;
+use policy::throttle::{ThrottleError, NodeShare};
 
 use super::{
     change::Change,
@@ -23,7 +23,7 @@ use crate::events::{Kind, News};
 
 impl Registry {
     /// The group of the cluster's that a group is, or lies in.
-    pub(crate) fn shared_group(&self, group: Option<&Arc<Group>>) -> Option<Arc<Group>> {
+    pub(crate) fn shared_group(&self, group: Option<&Arc<ThrottleGroup>>) -> Option<Arc<ThrottleGroup>> {
         let mut above = iter::successors(group.cloned(), |group| group.parent().cloned());
         above.find(|group| self.cluster_of(group.name()).is_some())
     }
@@ -36,7 +36,7 @@ impl Registry {
     pub(crate) fn promise_at_start(&self, name: &str, wanted: [u64; 2]) -> anyhow::Result<()> {
         let node = self.node(name).context("what is not listed")?;
         let promised = seat(&node, wanted).take();
-        let Err(Refused::Overbooked(overbooked)) = &promised else { return promised.context(titled(&node)) };
+        let Err(ThrottleError::Overbooked(overbooked)) = &promised else { return promised.context(titled(&node)) };
         if !overbooked.bound.is_shared() {
             return promised.context(titled(&node));
         }
@@ -75,11 +75,11 @@ impl Registry {
     /// What others have promised of the cluster's group that it is in, as words.
     fn elsewhere(&self, node: &Node) -> String {
         let shared = self.shared_group_of(node);
-        let said = shared.and_then(|group| Some(self.cluster()?.elsewhere(group.name())));
+        let said = shared.and_then(|group| Some(self.cluster()?.reservations_elsewhere(group.name())));
         said.unwrap_or_default()
     }
 
-    fn shared_group_of(&self, node: &Node) -> Option<Arc<Group>> {
+    fn shared_group_of(&self, node: &Node) -> Option<Arc<ThrottleGroup>> {
         match node {
             Node::Group(group) => self.shared_group(Some(group)),
             Node::Disk(disk) => self.shared_group(disk.throttle().group().as_ref()),
@@ -123,7 +123,7 @@ impl Registry {
     }
 
     /// Leaves promises of a group out, the last by name first, until all that is promised has room.
-    pub(super) fn leave_out_promises(&self, refusal: &Refusal) {
+    pub(super) fn leave_out_promises(&self, refusal: &ReservationRefusal) {
         let Some((group, left)) = &refusal.group else { return };
         let Ok(shared) = self.groups.get(group) else { return };
         let disks = self.disks.all().into_iter().map(|running| Node::Disk(Arc::clone(&running.disk)));
@@ -132,7 +132,7 @@ impl Registry {
         // What was left out before goes before what is promised already.
         nodes.sort_by_key(|node| !self.groups.unmet.borrow().contains_key(&Seat::now(node).named().1));
         for node in &nodes {
-            let promised = shared.promised();
+            let promised = shared.reserved();
             let fits = |unit: usize| left[unit].is_none_or(|left| promised[unit] <= left);
             if fits(0) && fits(1) {
                 return;
@@ -184,7 +184,7 @@ impl Registry {
     }
 
     /// Whether exactly this is left out of what a disk or a group is promised.
-    pub(super) fn is_left_out(&self, name: &str, share: Share) -> bool {
+    pub(super) fn is_left_out(&self, name: &str, share: NodeShare) -> bool {
         self.groups.unmet.borrow().get(name).is_some_and(|one| one.wanted == wanted_of(share))
     }
 }

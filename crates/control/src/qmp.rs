@@ -47,7 +47,7 @@ pub use server::Ending;
 use server::Execute as _;
 pub use session::qemu_release;
 use settings::{Changes, LimitChanges, Naming};
-use storage::Passed;
+use storage::PassedFiles;
 
 use super::registry::Registry;
 
@@ -84,7 +84,7 @@ pub async fn perform_sent(
 pub async fn add_again(
     registry: &Rc<Registry>,
     told: &[Map<String, Value>],
-    passed: Passed,
+    passed: PassedFiles,
 ) -> Result<(), String> {
     commands::block::add_again(registry, told, passed).await.map_err(|error| error.to_string())
 }

@@ -29,17 +29,17 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::layer::throttle::{Group, GroupSettings};
+use block::layer::throttle::{ThrottleGroup, GroupSettings};
 pub use difference::Difference;
 use export::nbd::{self, Removal};
 use image::Image;
 pub(crate) use images::check_secrets;
-use policy::throttle::Share;
+use policy::throttle::NodeShare;
 use seats::{Node, Seat, promising_nothing};
 use serde_json::Value;
-use settings::{DiskConfig, Endpoint, PlacedDisk, Plan};
+use settings::{DiskConfig, ListenEndpoint, PlacedDisk, DesiredState};
 use source::Source;
-use storage::rate::Budgets;
+use storage::rate::RateBudgets;
 pub(crate) use undo::Done;
 use undo::configure;
 
@@ -69,9 +69,9 @@ pub enum Occasion {
 pub struct Reconciliation<'a> {
     registry: &'a Rc<Registry>,
     occasion: Occasion,
-    plan: &'a Plan,
+    plan: &'a DesiredState,
     /// Credentials of new NBD servers.
-    tls: Option<nbd::Tls>,
+    tls: Option<nbd::NbdServerTls>,
     assembly: Assembly,
     /// Steps to undo, the last first.
     pub(crate) done: Vec<Done>,
@@ -91,9 +91,9 @@ impl<'a> Reconciliation<'a> {
     pub fn new(
         occasion: Occasion,
         registry: &'a Rc<Registry>,
-        plan: &'a Plan,
-        tls: Option<nbd::Tls>,
-        budgets: Budgets,
+        plan: &'a DesiredState,
+        tls: Option<nbd::NbdServerTls>,
+        budgets: RateBudgets,
     ) -> Self {
         let assembly = Assembly::new(registry.image_root().cloned(), budgets);
         let (done, set, told, silent, uris) = Default::default();
@@ -113,7 +113,7 @@ impl<'a> Reconciliation<'a> {
 
     /// Puts the new disks whose storage did not answer on the list of unavailable disks, to be
     /// retried as `plan` has them.
-    pub fn retry_later(&mut self, plan: &Rc<Plan>) {
+    pub fn retry_later(&mut self, plan: &Rc<DesiredState>) {
         for (name, silent) in std::mem::take(&mut self.silent) {
             self.registry.put_off((&name, Rc::clone(plan)), silent);
         }
@@ -135,14 +135,14 @@ impl Reconciliation<'_> {
             let images = self.open(difference, source).await?;
             self.apply(difference, images, source).await?;
             match self.registry.cluster() {
-                Some(cluster) => cluster.settle_promises(&**self.registry).await.map_err(anyhow::Error::msg),
+                Some(cluster) => cluster.record_reservations_now(&**self.registry).await.map_err(anyhow::Error::msg),
                 None => Ok(()),
             }
         };
         if let Err(error) = applied.await {
             self.undo().await;
             if let Some(cluster) = self.registry.cluster() {
-                cluster.promise(&**self.registry);
+                cluster.record_lowered_reservations(&**self.registry);
             }
             return Err(error);
         }
@@ -189,7 +189,7 @@ impl Reconciliation<'_> {
             let told = wanted.told(self.registry);
             // A client may have connected while images were opened.
             export.check_unused().await?;
-            let gone = self.registry.removal(&export.id, Removal::Safe)?.await;
+            let gone = self.registry.removal(&export.id, Removal::IfUnused)?.await;
             let (wanted, id) = (Box::new(wanted.clone()), export.id.clone());
             self.told.push(applied::exported(told, &wanted.disk, "removed"));
             self.done.push(Done::ExportRemoved { wanted, id, gone });
@@ -206,7 +206,7 @@ impl Reconciliation<'_> {
                 continue;
             }
             let export = wanted.add(self.registry).await.map_err(|error| self.at(wanted, error))?;
-            self.uris.extend(wanted::uris(&export, &self.plan.service.tls));
+            self.uris.extend(wanted::uris(&export, &self.plan.process.tls));
             self.done.push(Done::ExportAdded(export.id.clone()));
             self.told.push(applied::exported(told, &wanted.disk, "added"));
         }
@@ -218,7 +218,7 @@ impl Reconciliation<'_> {
         let Some(sandbox) = self.registry.sandbox() else { return Ok(()) };
         for wanted in &difference.new_exports {
             if let Way::Own(door) = &wanted.way {
-                sandbox.check_door(door).map_err(|error| self.at(wanted, error))?;
+                sandbox.check_export(door).map_err(|error| self.at(wanted, error))?;
             }
         }
         Ok(())
@@ -243,24 +243,24 @@ impl Reconciliation<'_> {
     }
 
     /// The same of the first export at a server that is not there.
-    fn place_of_first(&self, server: &settings::Server) -> String {
+    fn place_of_first(&self, server: &settings::NbdServerSpec) -> String {
         let disk = server.exports.first().map(|export| &self.plan.disks[export.disk]);
         let Some(disk) = disk else { return "daemon".to_owned() };
         if !disk.exports.is_empty() {
             let export = disk.nbd_exports().find(|(_, export)| export.listen == server.endpoint);
-            let place = export.and_then(|(index, _)| disk.item("export", index, ""));
-            return format!("{}: disk {}", place.unwrap_or_else(|| disk.place("name")), disk.name);
+            let place = export.and_then(|(index, _)| disk.item_origin("export", index, ""));
+            return format!("{}: disk {}", place.unwrap_or_else(|| disk.origin("name")), disk.name);
         }
-        if !self.plan.service.nbd.is_empty() {
+        if !self.plan.process.nbd.is_empty() {
             return "daemon.nbd".to_owned();
         }
         let address = match &server.endpoint {
-            Endpoint::Address(address) => address.to_string(),
-            Endpoint::Inherited | Endpoint::Passed(_) => "the sockets that were passed".to_owned(),
+            ListenEndpoint::Address(address) => address.to_string(),
+            ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => "the sockets that were passed".to_owned(),
         };
         format!(
             "{}: has no export, and [daemon] no nbd, so it is for NBD at {address} (write its export, such as {{ type = \"nbd\", listen = \"unix:PATH\" }})",
-            disk.place("name")
+            disk.origin("name")
         )
     }
 
@@ -271,10 +271,10 @@ impl Reconciliation<'_> {
             return Ok(Vec::new());
         }
         let DoorTerms { workers, inherited, .. } = self.registry.exports.door_terms()?;
-        let service = &self.plan.service;
-        let mut open = |server: &settings::Server| {
+        let service = &self.plan.process;
+        let mut open = |server: &settings::NbdServerSpec| {
             let endpoint = &server.endpoint;
-            if let (Some(sandbox), Endpoint::Address(address)) = (self.registry.sandbox(), endpoint) {
+            if let (Some(sandbox), ListenEndpoint::Address(address)) = (self.registry.sandbox(), endpoint) {
                 sandbox.check_address(address)?;
             }
             match source.listeners(endpoint)? {
@@ -290,10 +290,10 @@ impl Reconciliation<'_> {
                 Occasion::Start => listeners?,
                 _ => listeners.with_context(|| self.place_of_first(planned))?,
             };
-            let server = nbd::Server::new(self.tls.clone(), assemble::terms(service, &self.registry.events));
-            server.expect(planned.exports.iter().map(|export| export.name.clone()));
+            let server = nbd::NbdServer::new(self.tls.clone(), assemble::terms(service, &self.registry.events));
+            server.reserve(planned.exports.iter().map(|export| export.name.clone()));
             let serving = Serving::new(server, planned.endpoint.clone(), listeners, workers);
-            serving.standard.set(planned.standard);
+            serving.standard.set(planned.default_read_only);
             all.push(serving);
         }
         Ok(all)
@@ -358,11 +358,11 @@ impl Reconciliation<'_> {
     }
 
     /// True if a reservation in this group is left unmet where a cluster has no room for it.
-    fn leaves_unmet(&self, group: Option<&Arc<Group>>) -> bool {
+    fn leaves_unmet(&self, group: Option<&Arc<ThrottleGroup>>) -> bool {
         self.occasion == Occasion::Start && self.registry.shared_group(group).is_some()
     }
 
-    fn group_of(&self, planned: &PlacedDisk) -> anyhow::Result<Option<Arc<Group>>> {
+    fn group_of(&self, planned: &PlacedDisk) -> anyhow::Result<Option<Arc<ThrottleGroup>>> {
         Ok(planned.group.as_ref().map(|group| self.registry.groups.get(group)).transpose()?)
     }
 
@@ -371,7 +371,7 @@ impl Reconciliation<'_> {
     }
 
     fn of_group(&self, planned: &settings::PlacedGroup, now: &GroupSettings) -> GroupSettings {
-        let mut settings = planned.settings.of_group();
+        let mut settings = planned.settings.to_group_settings();
         settings.share = self.kept(&planned.name, settings.share);
         if planned.cluster {
             // What is in force of the cluster's limits is not the file's.
@@ -381,31 +381,31 @@ impl Reconciliation<'_> {
     }
 
     fn of_disk(&self, planned: &PlacedDisk) -> GroupSettings {
-        let mut settings = planned.settings.of_group();
+        let mut settings = planned.settings.to_group_settings();
         settings.share = self.kept(&planned.name, settings.share);
         settings
     }
 
     /// What found no room and is asked for again waits as before: a reload is not refused for it.
-    fn kept(&self, name: &str, share: Share) -> Share {
+    fn kept(&self, name: &str, share: NodeShare) -> NodeShare {
         if self.registry.is_left_out(name, share) { promising_nothing(share) } else { share }
     }
 
     /// The groups to put in force, with their indexes in the plan. New ones reserve nothing yet.
-    fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Arc<Group>)>> {
+    fn make_groups(&mut self, difference: &Difference) -> anyhow::Result<Vec<(usize, Arc<ThrottleGroup>)>> {
         let kept = difference.kept_groups.iter();
         let kept = kept.map(|&index| Ok((index, self.registry.groups.get(&self.plan.groups[index].name)?)));
         let mut groups = kept.collect::<Result<Vec<_>, Refused>>()?;
         for &index in &difference.new_groups {
             let planned = &self.plan.groups[index];
-            let wanted = planned.settings.of_group();
+            let wanted = planned.settings.to_group_settings();
             let bare = GroupSettings { share: promising_nothing(wanted.share), ..wanted };
             let parent = planned.group.as_ref().map(|parent| self.registry.groups.get(parent)).transpose()?;
-            let group = Group::new(&planned.name, bare, parent.as_ref())
+            let group = ThrottleGroup::new(&planned.name, bare, parent.as_ref())
                 .with_context(|| format!("group {}", planned.name))?;
             self.registry.add_group(&group)?;
             if let Some(cluster) = self.registry.cluster().filter(|_| planned.cluster) {
-                cluster.take_part(&group)?;
+                cluster.add_group(&group)?;
             }
             self.done.push(Done::GroupAdded(planned.name.clone()));
             self.told.push(applied::listed("group", &planned.name, "added"));
@@ -458,13 +458,13 @@ impl Reconciliation<'_> {
             return Err(Refused::Exported { disk: name.to_owned(), export: export.id.clone() });
         }
         drop(exports);
-        self.registry.remove_disk_and_exports(name, Removal::Safe).await
+        self.registry.remove_disk_and_exports(name, Removal::IfUnused).await
     }
 
     /// Closes what the plan does not have any more and no client uses: disks and groups of the
     /// difference, and servers of `before`, the plan that was in force.
-    pub(crate) async fn clear(&mut self, difference: &Difference, before: &Plan) {
-        let endpoints: HashSet<&Endpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
+    pub(crate) async fn clear(&mut self, difference: &Difference, before: &DesiredState) {
+        let endpoints: HashSet<&ListenEndpoint> = self.plan.servers.iter().map(|server| &server.endpoint).collect();
         for server in &before.servers {
             let Some(serving) = wanted::server(self.registry, &server.endpoint) else { continue };
             if !endpoints.contains(&server.endpoint) && !self.registry.exports.has_some_at(&serving) {

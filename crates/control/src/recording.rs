@@ -30,7 +30,7 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use block::{disk::Disk, layer::throttle::Group};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use directory::Directory;
 use engine::{Engine, Output};
 use limits::LimitsInForce;
@@ -38,7 +38,7 @@ use names::Numbers;
 use recent::Keeping;
 pub use recent::Recent;
 use recording::LimitOwner;
-use settings::Record;
+use settings::RecordingConfig;
 pub(crate) use sink::Progress;
 use sink::Sink;
 
@@ -63,7 +63,7 @@ pub struct Running {
 ///
 /// # Errors
 /// With what to do about it.
-pub fn check(record: &Record, own: Option<&Record>) -> anyhow::Result<()> {
+pub fn check(record: &RecordingConfig, own: Option<&RecordingConfig>) -> anyhow::Result<()> {
     let cannot = || cannot_be_kept(record);
     directory::check(&record.directory).with_context(cannot)?;
     let own = own.map(|own| &*own.directory);
@@ -76,7 +76,7 @@ pub fn check(record: &Record, own: Option<&Record>) -> anyhow::Result<()> {
 }
 
 /// To follow a name and precede a reason.
-pub fn cannot_be_kept(record: &Record) -> String {
+pub fn cannot_be_kept(record: &RecordingConfig) -> String {
     let directory = record.directory.display();
     format!("record: {directory}: no recording can be kept there (name a directory that weir may write to)")
 }
@@ -146,7 +146,7 @@ impl Recordings {
     ///
     /// # Errors
     /// No thread to be had.
-    pub fn keep(self: &Rc<Self>, record: &Record) -> anyhow::Result<()> {
+    pub fn keep(self: &Rc<Self>, record: &RecordingConfig) -> anyhow::Result<()> {
         let path = record.directory.clone();
         let directory = Directory::new(record.clone());
         let progress = Arc::clone(directory.progress());
@@ -207,7 +207,7 @@ impl Recordings {
 
     /// Records all disks in this directory from now on, or in none, and no longer where it did: see
     /// [`Recordings::keep`].
-    pub(crate) async fn keep_instead(self: &Rc<Self>, record: Option<&Record>) {
+    pub(crate) async fn keep_instead(self: &Rc<Self>, record: Option<&RecordingConfig>) {
         for (id, _) in self.running().iter().filter(|(_, running)| running.directory.is_some()) {
             self.end(*id).await;
         }
@@ -279,7 +279,7 @@ impl Recordings {
 
     /// Records the limits of a group whose part of a cluster's limits may have changed, which is no
     /// [`Change`].
-    pub(crate) fn follow_quota(&self, group: &Group) {
+    pub(crate) fn follow_quota(&self, group: &ThrottleGroup) {
         // The engine skips unchanged limits.
         let now = reactor::now();
         self.send(|engine| engine.change_limits(LimitsInForce::of_group(group), now));
@@ -299,7 +299,7 @@ impl Recordings {
             let named = numbers.name(disk);
             let sinks = running.iter().filter(|(_, running)| named.is_one_of(&running.of));
             let sinks: Vec<u64> = sinks.map(|(id, _)| *id).collect();
-            disk.recorded().set((!sinks.is_empty()).then_some(named.number));
+            disk.recording().set((!sinks.is_empty()).then_some(named.number));
             (named, sinks)
         });
         let known = known.collect();

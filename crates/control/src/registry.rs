@@ -37,11 +37,11 @@ use std::{
     sync::Arc,
 };
 
-use block::{disk::Disk, layer::throttle::Group};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use by_name::ByName;
 #[cfg(test)]
 pub(crate) use by_name::visits;
-use cluster::Cluster;
+use cluster::ClusterMembership;
 pub use disks::Disks;
 pub(crate) use exports::DoorTerms;
 pub use exports::Exports;
@@ -49,8 +49,8 @@ pub use groups::Groups;
 pub use lifecycle::Lifecycle;
 pub(crate) use objects::{NamedObject, Objects};
 pub use refused::Refused;
-use sandbox::{self, Entered};
-use settings::Image;
+use sandbox::{self, EnteredSandbox};
+use settings::ImageLocation;
 use storage::Root;
 use watches::{look_at_changes, tell_failures, tell_sizes};
 
@@ -96,9 +96,9 @@ pub struct Registry {
     /// Secrets, credentials and rules, to which images and servers refer.
     pub(crate) objects: Objects,
     devices: OnceCell<Devices>,
-    cluster: OnceCell<Rc<Cluster>>,
+    cluster: OnceCell<Rc<ClusterMembership>>,
     image_root: OnceCell<Root>,
-    sandbox: OnceCell<Entered>,
+    sandbox: OnceCell<EnteredSandbox>,
     listeners: RefCell<Vec<Listener>>,
     /// Recordings of requests.
     pub recordings: Rc<Recordings>,
@@ -153,18 +153,18 @@ impl Registry {
     }
 
     /// Groups may be those of a cluster from now on.
-    pub fn join(&self, cluster: Rc<Cluster>) {
+    pub fn join(&self, cluster: Rc<ClusterMembership>) {
         let _ = self.cluster.set(cluster);
     }
 
     /// None where it is in none.
-    pub fn cluster(&self) -> Option<&Rc<Cluster>> {
+    pub fn cluster(&self) -> Option<&Rc<ClusterMembership>> {
         self.cluster.get()
     }
 
     /// The cluster, if a group's limits are its.
-    pub(crate) fn cluster_of(&self, group: &str) -> Option<&Rc<Cluster>> {
-        self.cluster().filter(|cluster| cluster.has(group))
+    pub(crate) fn cluster_of(&self, group: &str) -> Option<&Rc<ClusterMembership>> {
+        self.cluster().filter(|cluster| cluster.has_group(group))
     }
 
     /// Images that are opened from now on must lie in this directory, and all they name.
@@ -178,12 +178,12 @@ impl Registry {
     }
 
     /// From now on the daemon is in the sandbox.
-    pub fn enter(&self, sandbox: Entered) {
+    pub fn enter(&self, sandbox: EnteredSandbox) {
         let _ = self.sandbox.set(sandbox);
     }
 
     /// None where the daemon is in none.
-    pub(crate) fn sandbox(&self) -> Option<&Entered> {
+    pub(crate) fn sandbox(&self) -> Option<&EnteredSandbox> {
         self.sandbox.get()
     }
 
@@ -193,7 +193,7 @@ impl Registry {
     }
 
     /// Fails where the sandbox keeps an image from being opened.
-    pub(crate) async fn check_image(&self, image: &Image) -> anyhow::Result<()> {
+    pub(crate) async fn check_image(&self, image: &ImageLocation) -> anyhow::Result<()> {
         match (self.sandbox(), image.path()) {
             (Some(sandbox), Some(path)) => sandbox.check_image(path).await,
             (Some(sandbox), None) if image.is_rbd() => sandbox.check_cluster(),
@@ -279,8 +279,8 @@ impl Registry {
         let sizes = tell_sizes(Rc::downgrade(self), name.clone(), Arc::clone(disk.disk.resized()));
         let mut watches = vec![reactor::spawn_joinable(failures), reactor::spawn_joinable(sizes)];
         let storage = disk.disk.image().storage();
-        if let Some(bell) = storage.bell() {
-            let (bell, every) = (Arc::clone(bell), storage.look_every());
+        if let Some(bell) = storage.resize_notifier() {
+            let (bell, every) = (Arc::clone(bell), storage.poll_interval());
             let changes = look_at_changes(Rc::downgrade(self), name.clone(), bell, every);
             watches.push(reactor::spawn_joinable(changes));
         }
@@ -344,7 +344,7 @@ impl Registry {
         Ok(())
     }
 
-    pub(crate) fn add_group(&self, group: &Arc<Group>) -> Result<(), Refused> {
+    pub(crate) fn add_group(&self, group: &Arc<ThrottleGroup>) -> Result<(), Refused> {
         self.check_name(group.name())?;
         self.groups.insert(group);
         self.tell(&Change::Listed { name: group.name().to_owned() });
@@ -363,7 +363,7 @@ impl Registry {
         }
         self.groups.remove(name);
         if let Some(cluster) = self.cluster() {
-            cluster.leave(name);
+            cluster.remove_group(name);
         }
         self.tell(&Change::Listed { name: name.to_owned() });
         Ok(())
@@ -371,14 +371,14 @@ impl Registry {
 
     /// Names of a group's members: disks first, each kind in its order. For several groups see
     /// [`Registry::members`].
-    pub(crate) fn members_of(&self, group: &Arc<Group>) -> Vec<String> {
+    pub(crate) fn members_of(&self, group: &Arc<ThrottleGroup>) -> Vec<String> {
         self.members().remove(&Arc::as_ptr(group)).unwrap_or_default()
     }
 
     /// Names of the members of each group that has some, in one walk.
-    pub(crate) fn members(&self) -> HashMap<*const Group, Vec<String>> {
+    pub(crate) fn members(&self) -> HashMap<*const ThrottleGroup, Vec<String>> {
         let mut members: HashMap<_, Vec<_>> = HashMap::new();
-        let mut add = |group: Option<&Arc<Group>>, name: &str| {
+        let mut add = |group: Option<&Arc<ThrottleGroup>>, name: &str| {
             if let Some(group) = group {
                 members.entry(Arc::as_ptr(group)).or_default().push(name.to_owned());
             }

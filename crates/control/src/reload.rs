@@ -17,10 +17,10 @@ mod unopened;
 use std::{collections::BTreeMap, fs, path::Path, rc::Rc};
 
 use anyhow::{Context as _, ensure};
-use cluster::actor::Actor;
+use cluster::actor::ChangeOrigin;
 use renewed::Renewed;
 use serde_json::{Value, json};
-use settings::{Draft, Mistakes, Plan, Record, config};
+use settings::{ParsedConfig, Diagnostics, DesiredState, RecordingConfig, config};
 
 use super::{
     assemble,
@@ -44,7 +44,7 @@ pub async fn reload(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
         registry.tell(&Change::Reloaded);
         told
     };
-    Actor::reload().run(reloading).await
+    ChangeOrigin::reload_for_current().attribute(reloading).await
 }
 
 /// What [`reload`] would change, as it would tell it. Nothing changes.
@@ -66,7 +66,7 @@ pub(crate) async fn foresee(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value
     Ok(told)
 }
 
-fn reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &Loaded, plan: &'a Plan) -> Reconciliation<'a> {
+fn reconciliation<'a>(registry: &'a Rc<Registry>, loaded: &Loaded, plan: &'a DesiredState) -> Reconciliation<'a> {
     let (tls, budgets) = (loaded.tls.clone(), loaded.budgets.clone());
     Reconciliation::new(Occasion::Reload, registry, plan, tls, budgets)
 }
@@ -86,15 +86,15 @@ fn loaded(registry: &Registry) -> anyhow::Result<Rc<Loaded>> {
 ///
 /// # Errors
 /// What is wanted cannot be kept.
-async fn recorded(before: &Plan, (draft, after): (&Draft, &Plan)) -> anyhow::Result<Vec<Value>> {
-    let (before, after) = (before.service.record.as_ref(), after.service.record.as_ref());
+async fn recorded(before: &DesiredState, (draft, after): (&ParsedConfig, &DesiredState)) -> anyhow::Result<Vec<Value>> {
+    let (before, after) = (before.process.record.as_ref(), after.process.record.as_ref());
     if let Some(wanted) = after.filter(|_| after != before).cloned() {
-        let place = draft.service.given("record").map(ToString::to_string);
+        let place = draft.daemon.origin_of_given("record").map(ToString::to_string);
         let own = before.cloned();
-        let checked = reactor::blocking(move || recording::check(&wanted, own.as_ref())).await;
+        let checked = reactor::run_blocking(move || recording::check(&wanted, own.as_ref())).await;
         checked.with_context(|| place.unwrap_or_default())?;
     }
-    let values = |record: Option<&Record>| vec![("record", json!(record.map(Record::to_string)))];
+    let values = |record: Option<&RecordingConfig>| vec![("record", json!(record.map(RecordingConfig::to_string)))];
     Ok(applied::settings("daemon", "", values(before), values(after)).collect())
 }
 
@@ -126,7 +126,7 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     work.clear(&difference, &loaded.plan).await;
     let groups = plan.groups.iter().map(|group| (&group.name, group.settings));
     for (name, settings) in groups.chain(plan.disks.iter().map(|disk| (&disk.name, disk.settings))) {
-        if !registry.is_left_out(name, settings.of_group().share) {
+        if !registry.is_left_out(name, settings.to_group_settings().share) {
             registry.forget_left_out(name);
         }
     }
@@ -134,20 +134,20 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
     told.extend(renewed.told());
     renewed.settle(registry, &loaded);
     if !recorded.is_empty() {
-        registry.recordings.keep_instead(plan.service.record.as_ref()).await;
+        registry.recordings.keep_instead(plan.process.record.as_ref()).await;
         told.extend(recorded);
     }
     told.extend(moved);
     told.extend(of_unopened);
     if let Some(cluster) = registry.cluster() {
         for &index in &difference.new_disks {
-            cluster.has_again(&plan.disks[index].name);
+            cluster.forget_moved(&plan.disks[index].name);
         }
     }
     assemble::warn_of_remarks(&whole);
     // Also of those that only exports keep that no file has.
     let old = loaded.plan.servers.iter().map(|server| (&server.endpoint, None));
-    for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.standard))) {
+    for (endpoint, standard) in old.chain(plan.servers.iter().map(|new| (&new.endpoint, new.default_read_only))) {
         if let Some(serving) = wanted::server(registry, endpoint) {
             serving.standard.set(standard);
         }
@@ -164,15 +164,15 @@ async fn reload_for(registry: &Rc<Registry>) -> anyhow::Result<Vec<Value>> {
 async fn read(
     registry: &Registry,
     loaded: &Loaded,
-) -> anyhow::Result<(Draft, Plan, Vec<Value>, unopened::Said)> {
+) -> anyhow::Result<(ParsedConfig, DesiredState, Vec<Value>, unopened::Said)> {
     let (file, options, inherited) = (loaded.file.clone(), loaded.options.clone(), loaded.inherited);
-    let reading = reactor::blocking(move || {
+    let reading = reactor::run_blocking(move || {
         let is_file = fs::metadata(&file).with_context(|| file.display().to_string())?.is_file();
         ensure!(is_file, "{}: is no regular file (put the config file back there)", file.display());
-        let mistakes = Mistakes::default();
-        let draft = config::load_below(&file, &options, &mistakes);
-        let draft = mistakes.first_unless(draft)?;
-        let plan = Plan::new(draft.clone(), inherited)?;
+        let mistakes = Diagnostics::default();
+        let draft = config::load_with_options(&file, &options, &mistakes);
+        let draft = mistakes.finish_first(draft)?;
+        let plan = DesiredState::new(draft.clone(), inherited)?;
         anyhow::Ok((draft, plan))
     });
     let (draft, mut plan) = reading.await?;
@@ -184,7 +184,7 @@ async fn read(
 /// Leaves out disks that other hosts of the cluster have taken, as a start does, and tells where
 /// they are. One whose image is a file that nobody has locked is taken back; nothing keeps two
 /// hosts from writing to another image.
-async fn leave_out_moved(registry: &Registry, plan: &mut Plan) -> Vec<Value> {
+async fn leave_out_moved(registry: &Registry, plan: &mut DesiredState) -> Vec<Value> {
     let moved = registry.cluster().map(|cluster| cluster.moved()).unwrap_or_default();
     let mut out = BTreeMap::new();
     for (disk, host) in moved.into_iter().filter(|(disk, _)| registry.disks.get(disk).is_err()) {
@@ -193,8 +193,8 @@ async fn leave_out_moved(registry: &Registry, plan: &mut Plan) -> Vec<Value> {
             Some(path) => {
                 let read_only = planned.read_only;
                 let is_free =
-                    move || fs::File::open(&path).is_ok() && storage::in_use(&path, read_only).is_none();
-                reactor::blocking(is_free).await
+                    move || fs::File::open(&path).is_ok() && storage::find_user(&path, read_only).is_none();
+                reactor::run_blocking(is_free).await
             }
             None => false,
         };
@@ -202,6 +202,6 @@ async fn leave_out_moved(registry: &Registry, plan: &mut Plan) -> Vec<Value> {
             out.insert(disk, host);
         }
     }
-    plan.leave_out(|disk| out.contains_key(disk));
+    plan.remove_disks(|disk| out.contains_key(disk));
     out.iter().map(|(disk, host)| applied::left_out(disk, host)).collect()
 }

@@ -6,12 +6,12 @@ use std::{cell::Cell, path::absolute, rc::Rc, sync::Arc};
 
 use block::{
     disk::{DetectZeroes, Discards, Disk},
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
 use image::qcow2::CacheSettings;
 use policy::time::Duration;
 use serde_json::{Map, Value};
-use settings::{DiskConfig, Image, Key, KeySet as _, Settings};
+use settings::{DiskConfig, ImageLocation, ConfigKey, KeyTable as _, ThrottleConfig};
 use storage::CacheMode;
 
 /// Time that the removal of a disk waits for its files to be closed.
@@ -55,7 +55,7 @@ impl RunningDisk {
     }
 
     /// A disk without settings in a mebibyte of memory, for tests and fuzzing.
-    pub(crate) fn in_memory(name: &str, group: Option<&Arc<Group>>) -> Self {
+    pub(crate) fn in_memory(name: &str, group: Option<&Arc<ThrottleGroup>>) -> Self {
         let config = DiskConfig { image: "memory:1M".parse().expect("an image"), ..DiskConfig::default() };
         let image = image::open_raw("memory:1M", storage::OpenOptions::default());
         let image = image.expect("a mebibyte of memory");
@@ -67,7 +67,7 @@ impl RunningDisk {
         let throttle = self.disk.throttle();
         let DiskSettings { limits, share, watermark } = throttle.settings();
         let mut config = self.config.clone();
-        config.settings = Settings::running(&GroupSettings { limits, share, watermark });
+        config.settings = ThrottleConfig::from_running(&GroupSettings { limits, share, watermark });
         config.group = throttle.group().map(|group| group.name().to_owned());
         config.prefetch = self.disk.prefetch().settings();
         config.on_error = self.disk.failures().policies();
@@ -78,13 +78,13 @@ impl RunningDisk {
     /// The keys that are not at their defaults and that `which` selects, as they are now, with
     /// absolute paths. A format that was probed is not among them: opened as explicitly raw, the
     /// image would accept a header of another format from its guest.
-    pub(crate) fn keys_now(&self, which: impl Fn(&Key<DiskConfig>) -> bool) -> Map<String, Value> {
+    pub(crate) fn keys_now(&self, which: impl Fn(&ConfigKey<DiskConfig>) -> bool) -> Map<String, Value> {
         let mut config = self.current_config();
         if let Ok(here) = absolute(".") {
             config.image = config.image.relative_to(&here);
         }
         config.read_only = self.disk.image().is_read_only();
-        let is_set = |key: &&Key<DiskConfig>| self.has_key(key.name) && !key.is_default(&config);
+        let is_set = |key: &&ConfigKey<DiskConfig>| self.has_key(key.name) && !key.is_default(&config);
         let keys = DiskConfig::keys().iter().filter(is_set).filter(|key| which(key));
         keys.filter_map(|key| Some((key.name.to_owned(), Value::from(&key.write(&config)?)))).collect()
     }
@@ -104,7 +104,7 @@ impl RunningDisk {
     /// Flushes and closes it. What fails is only logged: it would keep the disk for ever.
     pub(crate) async fn close(&self) {
         let disk = self.disk.name();
-        self.disk.failures().lift();
+        self.disk.failures().stop_waiting();
         let ending = async {
             if let Err(error) = self.disk.flush().await {
                 tracing::error!(%disk, %error, "the last flush of a disk that is removed failed");
@@ -113,7 +113,7 @@ impl RunningDisk {
                 tracing::error!(%disk, %error, "a disk that is removed could not be closed");
             }
         };
-        self.disk.unless_silent(ending).await;
+        self.disk.run_unless_unresponsive(ending).await;
     }
 
     /// Waits until the files of a disk that was closed are free for other programs, for
@@ -131,7 +131,7 @@ impl RunningDisk {
 /// How `blockdev-add` opens the node that has the bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub struct StorageNode {
-    pub(crate) image: Image,
+    pub(crate) image: ImageLocation,
     /// Whether the path must be a block device's (true) or a regular file's (false).
     pub(crate) device: Option<bool>,
     pub(crate) cache: CacheMode,

@@ -12,28 +12,28 @@ use std::{
 
 use anyhow::anyhow;
 use export::nbd;
-use reactor::{JoinHandle, Worker, op::Fd};
-use settings::{Endpoint, Tls};
+use reactor::{JoinHandle, ReactorWorker, op::Fd};
+use settings::{ListenEndpoint, TlsConfig};
 
 use crate::listen::{self, Authority, Listener, Listening, SocketFile};
 
 /// An NBD server with its sockets.
 pub struct Serving {
     /// What it was to listen at.
-    pub endpoint: Endpoint,
+    pub endpoint: ListenEndpoint,
     /// By a client of the control socket: no config has it.
     pub(crate) added: Cell<Option<Added>>,
     /// For disks that are added and do not say where: whether they are read-only here.
     pub standard: Cell<Option<bool>>,
     authorities: Vec<Authority>,
     /// The server.
-    pub server: Arc<nbd::Server>,
+    pub server: Arc<nbd::NbdServer>,
     /// Those where nobody is let in yet.
     closed: RefCell<Vec<Listener>>,
     /// Dropping one ends the accepting and removes the socket's file.
     accepting: RefCell<Vec<Accepting>>,
     /// The threads end, and the clients with them, once nobody holds these.
-    workers: Rc<Vec<Worker>>,
+    workers: Rc<Vec<ReactorWorker>>,
 }
 
 /// What was said of a server that was added.
@@ -54,10 +54,10 @@ struct Accepting {
 impl Serving {
     /// Lets nobody in yet: clients that connect wait in the sockets' queues.
     pub fn new(
-        server: Arc<nbd::Server>,
-        endpoint: Endpoint,
+        server: Arc<nbd::NbdServer>,
+        endpoint: ListenEndpoint,
         listeners: Vec<Listener>,
-        workers: &Rc<Vec<Worker>>,
+        workers: &Rc<Vec<ReactorWorker>>,
     ) -> Rc<Self> {
         let authorities = listeners.iter().map(|listener| listener.authority.clone()).collect();
         Rc::new(Self {
@@ -96,7 +96,7 @@ impl Serving {
 
     /// What a config file calls it; none where it has no words for it.
     pub(crate) fn written(&self) -> Option<String> {
-        (self.endpoint != Endpoint::Inherited).then(|| self.endpoint.whole().to_string())
+        (self.endpoint != ListenEndpoint::Inherited).then(|| self.endpoint.absolute().to_string())
     }
 
     /// Whether it is the one at this address, as text, however a path to its socket is spelled.
@@ -112,7 +112,7 @@ impl Serving {
         accepting.iter().map(|Accepting { file, socket, .. }| (socket.clone(), path(file))).collect()
     }
 
-    pub(crate) fn uris(&self, export: &str, tls: &Tls) -> Vec<String> {
+    pub(crate) fn uris(&self, export: &str, tls: &TlsConfig) -> Vec<String> {
         let mut uris: Vec<_> = self.authorities.iter().map(|authority| authority.uri(export, tls)).collect();
         // A host name may stand for two addresses.
         uris.dedup();

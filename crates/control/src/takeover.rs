@@ -35,7 +35,7 @@ use std::sync::Arc;
 
 use block::disk::Disk;
 use policy::time::Duration;
-use settings::{Address, Endpoint};
+use settings::{ListenAddress, ListenEndpoint};
 use told::Origin;
 pub(crate) use told::{Buckets, FORMAT};
 
@@ -45,12 +45,12 @@ use super::registry::Registry;
 pub(crate) const COMMAND: &str = "x-weir-takeover";
 
 /// What both call a place where clients connect, from whatever directory each sees it.
-fn name(endpoint: &Endpoint) -> String {
-    endpoint.whole().to_string()
+fn name(endpoint: &ListenEndpoint) -> String {
+    endpoint.absolute().to_string()
 }
 
 /// The same of a place where figures are asked for, `metrics` or `http`.
-pub fn told_name(what: &str, address: &Address) -> String {
+pub fn told_name(what: &str, address: &ListenAddress) -> String {
     format!("{what} at {address}")
 }
 
@@ -73,7 +73,7 @@ fn let_go_soon(disk: Arc<Disk>) {
     const RINGS_BEGIN: Duration = Duration::from_secs(1);
     reactor::spawn(async move {
         reactor::sleep_until(reactor::now() + RINGS_BEGIN).await;
-        disk.let_go().await;
+        disk.release().await;
     });
 }
 
@@ -96,7 +96,7 @@ mod tests {
 
     #[test]
     fn a_socket_is_the_same_from_whatever_directory_it_is_seen() {
-        let called = |path: std::path::PathBuf| name(&Endpoint::Address(Address::Unix(path)));
+        let called = |path: std::path::PathBuf| name(&ListenEndpoint::Address(ListenAddress::Unix(path)));
         let here = std::env::current_dir().unwrap();
         let whole = called(here.join("w.sock"));
         assert_eq!(called("w.sock".into()), whole);

@@ -7,14 +7,14 @@ use std::{cell::RefCell, rc::Rc};
 use api::UnavailableDisk;
 use policy::time::{Duration, Instant};
 use reactor::JoinHandle;
-use settings::{PlacedDisk, Plan};
+use settings::{PlacedDisk, DesiredState};
 
 pub struct Unopened {
     name: String,
     /// When it was begun to open it.
     pub(super) since: Instant,
     /// What the config file says now: this disk, its group, its exports.
-    pub(super) plan: RefCell<Rc<Plan>>,
+    pub(super) plan: RefCell<Rc<DesiredState>>,
     /// What was told of it last: why it could not be opened.
     pub(super) why: RefCell<Option<String>>,
     /// Opens it.
@@ -23,7 +23,7 @@ pub struct Unopened {
 
 impl Unopened {
     /// `name` is that of a disk of the plan.
-    pub(super) fn new(name: &str, since: Instant, plan: Rc<Plan>) -> Self {
+    pub(super) fn new(name: &str, since: Instant, plan: Rc<DesiredState>) -> Self {
         Self {
             name: name.to_owned(),
             since,

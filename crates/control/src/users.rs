@@ -16,7 +16,7 @@ use std::{
 };
 
 use nix::libc;
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 use rustix::fs::{AtFlags, CWD, FileType, StatxFlags, statx};
 
 /// Processes that a message names.
@@ -291,7 +291,7 @@ impl Users {
 /// A process has chosen its name itself.
 fn name_of(process: &Path) -> String {
     let name = fs::read(process.join("comm")).unwrap_or_default();
-    plain(&String::from_utf8_lossy(name.trim_ascii_end()))
+    sanitize(&String::from_utf8_lossy(name.trim_ascii_end()))
 }
 
 /// Whether something is mounted at this directory itself; its path begins at the root and has no

@@ -6,9 +6,9 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use policy::access::Access;
+use policy::access::AccessRules;
 use settings::{
-    Door, DoorExport, Endpoint, PlacedDisk, Plan, PlannedDisk, Server, Socket, Tls, VhostUserBlk,
+    ExportTarget, ExportSpec, ListenEndpoint, PlacedDisk, DesiredState, CheckedDisk, NbdServerSpec, VhostUserSocket, TlsConfig, VhostUserBlkConfig,
 };
 
 use super::{
@@ -30,29 +30,29 @@ pub struct Wanted {
 /// How clients are to reach it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
-    Nbd { endpoint: Endpoint, name: String, description: String, access: Access, bitmaps: Vec<String> },
-    Own(Door),
+    Nbd { endpoint: ListenEndpoint, name: String, description: String, access: AccessRules, bitmaps: Vec<String> },
+    Own(ExportTarget),
 }
 
 impl Wanted {
     /// All that a plan has, those over NBD first.
-    pub fn all(plan: &Plan) -> Vec<Self> {
-        Self::of(&plan.disks, &plan.servers, &plan.doors)
+    pub fn all(plan: &DesiredState) -> Vec<Self> {
+        Self::of(&plan.disks, &plan.servers, &plan.exports)
     }
 
     /// Exports of a disk that is added.
-    pub(crate) fn of_added(planned: &PlannedDisk) -> Vec<Self> {
-        let PlannedDisk { disk, servers, doors } = planned;
+    pub(crate) fn of_added(planned: &CheckedDisk) -> Vec<Self> {
+        let CheckedDisk { disk, servers, doors } = planned;
         Self::of(std::slice::from_ref(disk), servers, doors)
     }
 
     /// True if a client passed the socket of this export under the name.
     pub(crate) fn is_at_passed(&self, name: &str) -> bool {
-        let Way::Own(Door::VhostUserBlk(export)) = &self.way else { return false };
-        matches!(&export.socket, Socket::Passed(passed) if passed == name)
+        let Way::Own(ExportTarget::VhostUserBlk(export)) = &self.way else { return false };
+        matches!(&export.socket, VhostUserSocket::Inherited(passed) if passed == name)
     }
 
-    fn of(disks: &[PlacedDisk], servers: &[Server], doors: &[DoorExport]) -> Vec<Self> {
+    fn of(disks: &[PlacedDisk], servers: &[NbdServerSpec], doors: &[ExportSpec]) -> Vec<Self> {
         let of_disk = |index: usize, read_only, way| {
             let disk = &disks[index];
             Self { disk: disk.name.clone(), read_only: read_only || disk.read_only, way }
@@ -71,7 +71,7 @@ impl Wanted {
             })
         });
         let own = doors.iter();
-        let own = own.map(|DoorExport { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
+        let own = own.map(|ExportSpec { door, disk }| of_disk(*disk, false, Way::Own(door.clone())));
         nbd.chain(own).collect()
     }
 
@@ -95,8 +95,8 @@ impl Wanted {
                 Way::Nbd { endpoint: other_endpoint, name: other_name, .. },
             ) => (endpoint, name) == (other_endpoint, other_name),
             (Way::Own(door), Way::Own(other)) => {
-                let place = (door.path(), door.passed());
-                place != (None, None) && place == (other.path(), other.passed())
+                let place = (door.path(), door.inherited_name());
+                place != (None, None) && place == (other.path(), other.inherited_name())
             }
             _ => false,
         }
@@ -121,7 +121,7 @@ impl Wanted {
             }
             (Way::Own(door), Way::Own(other)) => {
                 // As on the command line: the place, and each key that is not as it is by itself.
-                let said = |door: &Door| door.to_string().split(',').skip(1).map(str::to_owned).collect();
+                let said = |door: &ExportTarget| door.to_string().split(',').skip(1).map(str::to_owned).collect();
                 let (one, other): (BTreeSet<_>, BTreeSet<_>) = (said(door), said(other));
                 for word in one.symmetric_difference(&other) {
                     let key = word.split('=').next().unwrap_or_default().to_owned();
@@ -196,8 +196,8 @@ impl Wanted {
         match &self.way {
             Way::Nbd { endpoint, name, .. } => {
                 let address = match endpoint {
-                    Endpoint::Address(address) => address.to_string(),
-                    Endpoint::Inherited | Endpoint::Passed(_) => {
+                    ListenEndpoint::Address(address) => address.to_string(),
+                    ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => {
                         server(registry, endpoint).map_or_else(String::new, |serving| serving.address())
                     }
                 };
@@ -227,24 +227,24 @@ impl Running {
 }
 
 /// How clients call an export that runs.
-pub fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
+pub fn uris(export: &RunningExport, tls: &TlsConfig) -> Vec<String> {
     let entrance = match &export.door {
         registry::Door::Nbd(serving, _) => {
             // The config's TLS is that of its own servers.
             let is_plain = serving.added.get().is_some_and(|added| !added.has_objects);
-            return serving.uris(&export.name, if is_plain { &Tls::Off } else { tls });
+            return serving.uris(&export.name, if is_plain { &TlsConfig::Off } else { tls });
         }
         registry::Door::Own(entrance) => entrance,
     };
     let address = entrance.address();
     vec![match &export.said {
         // Where the machine listens, only weir is to connect.
-        Some(Door::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
-        Some(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(_), .. })) => {
+        Some(ExportTarget::VhostUserBlk(machine)) if machine.client => format!("{address},client"),
+        Some(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(_), .. })) => {
             address.replacen("unix:", "vhost-user:", 1)
         }
         // Of one that was passed, the kernel knows where it is.
-        Some(Door::VhostUserBlk(_)) => match entrance.machine().and_then(Machine::path) {
+        Some(ExportTarget::VhostUserBlk(_)) => match entrance.machine().and_then(Machine::path) {
             Some(path) => format!("vhost-user:{}", path.display()),
             None => address.to_owned(),
         },
@@ -252,11 +252,11 @@ pub fn uris(export: &RunningExport, tls: &Tls) -> Vec<String> {
     }]
 }
 
-fn serving(registry: &Registry, endpoint: &Endpoint) -> anyhow::Result<Rc<Serving>> {
+fn serving(registry: &Registry, endpoint: &ListenEndpoint) -> anyhow::Result<Rc<Serving>> {
     server(registry, endpoint).context("no server listens there")
 }
 
 /// The server of an endpoint.
-pub(crate) fn server(registry: &Registry, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+pub(crate) fn server(registry: &Registry, endpoint: &ListenEndpoint) -> Option<Rc<Serving>> {
     registry.exports.server_at(endpoint)
 }

@@ -24,7 +24,7 @@ use std::{
     rc::{Rc, Weak},
 };
 
-use block::disk::Failure;
+use block::disk::RequestFailure;
 use cluster::actor;
 use conditions::{Conditions, Devices};
 use policy::{
@@ -73,7 +73,7 @@ async fn look_on(mut look: impl FnMut() -> Option<bool>) -> Option<Infallible> {
         reactor::sleep_until(reactor::now() + SECOND).await;
         let looked = reactor::now();
         // Before the look: whoever wakes up after it may have been missed.
-        let somebody_wakes = reactor::next_to_wake();
+        let somebody_wakes = reactor::next_wake_up();
         if !look()? {
             continue;
         }
@@ -191,7 +191,7 @@ impl Watch {
         let mut before = std::mem::take(&mut self.unanswered);
         for running in registry.disks.all() {
             let storage = running.disk.image().storage();
-            let Some(age) = storage.oldest_request().filter(|_| storage.is_far()) else { continue };
+            let Some(age) = storage.oldest_request().filter(|_| storage.is_remote()) else { continue };
             let name = running.disk.name().to_string();
             let was_told = before.remove(&name).unwrap_or(false);
             // Of one that was told, others may be waited for still.
@@ -201,7 +201,7 @@ impl Watch {
                 let message =
                     format!("the storage of disk {name} does not answer: a request has waited {seconds} s");
                 let news = News::new(Kind::StorageSilent, message).of_disk(&name).with("seconds", seconds);
-                let connected = storage.remote().map(|remote| remote.is_connected);
+                let connected = storage.remote_status().map(|remote| remote.is_connected);
                 registry.events.tell(news.with("connected", connected));
             } else if was_told && !is_late {
                 registry.events.tell(answers(&name));
@@ -298,12 +298,12 @@ impl Watch {
         if changes.is_empty() {
             return;
         }
-        let who = actor::now_acting().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
+        let who = actor::current_actor().map(|actor| format!(" by {}", actor.shown())).unwrap_or_default();
         let news = Changed::news(&format!("{} {name} was changed{who}", of.name()), &changes);
         registry.events.tell(of.about(name, by(news)));
     }
 
-    fn failed(&mut self, registry: &Registry, disk: &str, failure: &Failure) {
+    fn failed(&mut self, registry: &Registry, disk: &str, failure: &RequestFailure) {
         let operation = match failure.direction {
             Direction::Read => "read",
             Direction::Write => "write",
@@ -352,11 +352,11 @@ const fn removed(of: Of) -> Kind {
 
 /// Whether the config file is at work, being read again.
 fn is_reload() -> bool {
-    matches!(actor::now_acting(), Some(actor::Actor::Reload(_)))
+    matches!(actor::current_actor(), Some(actor::ChangeOrigin::Reload(_)))
 }
 
 /// Who is at work, if anybody is.
 fn by(news: News) -> News {
-    let who = actor::now_acting().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
+    let who = actor::current_actor().map_or_else(|| json!({ "kind": "daemon" }), |actor| actor.to_json());
     news.with("by", who)
 }

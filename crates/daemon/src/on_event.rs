@@ -29,23 +29,23 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use console::{Failure, IN_BACKGROUND};
+use console::{CommandFailure, IN_BACKGROUND};
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
-use settings::{OnEvent, Owner, Sandbox, Service};
+use settings::{EventCommand, FileOwner, SandboxMode, ProcessSpec};
 
 /// Time for a target to process one event.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TARGET_TIMEOUT: Duration = Duration::from_secs(10);
 /// Time for the process to become ready: it may resolve a name and read certificates.
-const TO_BE_READY: Duration = Duration::from_secs(15);
+const READY_TIMEOUT: Duration = Duration::from_secs(15);
 /// Longest line in either direction, in bytes; an event has less than a tenth of it.
-const MOST_LINE: u64 = 64 << 10;
+const MAX_LINE_BYTES: u64 = 64 << 10;
 /// The hidden command of the process.
 const COMMAND: &str = "on-event-runner";
 
 /// Its first line of input.
 #[derive(Debug, Serialize, Deserialize)]
-struct Orders {
+struct RunnerOrders {
     target: String,
     user: Option<String>,
     sandboxed: bool,
@@ -53,30 +53,30 @@ struct Orders {
 
 /// The ready process.
 #[derive(Debug)]
-pub(crate) struct Runner {
+pub(crate) struct EventRunner {
     socket: UnixStream,
-    target: OnEvent,
+    target: EventCommand,
 }
 
 /// Checks the target as far as possible without running it.
 ///
 /// # Errors
 /// A message with the remedy.
-pub(crate) fn check(target: &OnEvent) -> anyhow::Result<()> {
+pub(crate) fn check(target: &EventCommand) -> anyhow::Result<()> {
     command::check(&target.words[0])
 }
 
-impl Runner {
+impl EventRunner {
     /// Starts the process. Call it while this process holds nothing that the child must not
     /// inherit.
     ///
     /// # Errors
     /// It cannot be started, or cannot prepare its target.
-    pub(crate) fn start(target: &OnEvent, service: &Service) -> anyhow::Result<Self> {
+    pub(crate) fn start(target: &EventCommand, service: &ProcessSpec) -> anyhow::Result<Self> {
         Self::spawn(target, service).with_context(|| format!("on-event: {}", shown(target)))
     }
 
-    fn spawn(target: &OnEvent, service: &Service) -> anyhow::Result<Self> {
+    fn spawn(target: &EventCommand, service: &ProcessSpec) -> anyhow::Result<Self> {
         check(target)?;
         let (ours, theirs) = UnixStream::pair()?;
         // /proc/self/exe is this very program, even if its file was replaced.
@@ -94,11 +94,11 @@ impl Runner {
             .process_group(0)
             .spawn()
             .context("its process cannot be started")?;
-        let user = service.user.as_ref().map(Owner::to_string);
-        let orders = Orders { target: target.to_string(), user, sandboxed: service.sandbox != Sandbox::Off };
-        ours.set_read_timeout(Some(TO_BE_READY))?;
-        say(&ours, &serde_json::to_string(&orders)?).context("its process has ended")?;
-        let answer = hear(&mut BufReader::new(&ours)).context("its process does not answer")?;
+        let user = service.user.as_ref().map(FileOwner::to_string);
+        let orders = RunnerOrders { target: target.to_string(), user, sandboxed: service.sandbox != SandboxMode::Off };
+        ours.set_read_timeout(Some(READY_TIMEOUT))?;
+        send_line(&ours, &serde_json::to_string(&orders)?).context("its process has ended")?;
+        let answer = receive_line(&mut BufReader::new(&ours)).context("its process does not answer")?;
         match answer.as_deref() {
             Some("") => Ok(Self { socket: ours, target: target.clone() }),
             Some(why) => bail!("{why}"),
@@ -108,20 +108,20 @@ impl Runner {
 }
 
 /// The program without its arguments, which may contain secrets.
-fn shown(target: &OnEvent) -> &str {
+fn shown(target: &EventCommand) -> &str {
     &target.words[0]
 }
 
 /// Sends a text as one line.
-fn say(mut socket: &UnixStream, line: &str) -> io::Result<()> {
+fn send_line(mut socket: &UnixStream, line: &str) -> io::Result<()> {
     let line = line.replace('\n', " ");
     socket.write_all(format!("{line}\n").as_bytes())
 }
 
 /// The next line; `None` once the peer has closed.
-fn hear(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String>> {
+fn receive_line(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String>> {
     let mut line = String::new();
-    socket.by_ref().take(MOST_LINE).read_line(&mut line)?;
+    socket.by_ref().take(MAX_LINE_BYTES).read_line(&mut line)?;
     Ok(line.strip_suffix('\n').map(str::to_owned))
 }
 
@@ -129,28 +129,28 @@ fn hear(socket: &mut BufReader<&UnixStream>) -> io::Result<Option<String>> {
 ///
 /// # Errors
 /// Standard input has no orders.
-pub fn run() -> Result<(), Failure> {
+pub fn run() -> Result<(), CommandFailure> {
     // A service manager that signals all processes of a service ends the daemon, which ends this
     // one.
-    let _signals = console::signals::Signals::block().context("signals cannot be blocked")?;
+    let _signals = console::signals::BlockedSignals::block().context("signals cannot be blocked")?;
     let stdin = std::os::fd::AsFd::as_fd(&io::stdin()).try_clone_to_owned().context("standard input")?;
     let socket = UnixStream::from(stdin);
     let mut lines = BufReader::new(&socket);
-    let orders = hear(&mut lines).ok().flatten().and_then(|line| serde_json::from_str::<Orders>(&line).ok());
+    let orders = receive_line(&mut lines).ok().flatten().and_then(|line| serde_json::from_str::<RunnerOrders>(&line).ok());
     let orders = orders.context("this is a part of `weir serve --on-event`, and nothing by itself")?;
     let mut command = match prepare(&orders) {
         Ok(command) => command,
         Err(error) => {
-            let _ = say(&socket, &format!("{error:#}"));
+            let _ = send_line(&socket, &format!("{error:#}"));
             return Ok(());
         }
     };
     // Later failures mean that the daemon is gone.
-    let _ = say(&socket, "");
-    while let Ok(Some(event)) = hear(&mut lines) {
-        let result = command.run(event.as_bytes(), Instant::now() + PATIENCE);
+    let _ = send_line(&socket, "");
+    while let Ok(Some(event)) = receive_line(&mut lines) {
+        let result = command.run(event.as_bytes(), Instant::now() + TARGET_TIMEOUT);
         let answer = result.err().unwrap_or_default();
-        if say(&socket, &answer).is_err() {
+        if send_line(&socket, &answer).is_err() {
             break;
         }
     }
@@ -159,16 +159,16 @@ pub fn run() -> Result<(), Failure> {
 }
 
 /// Checks everything that is needed, and drops all other rights.
-fn prepare(orders: &Orders) -> anyhow::Result<command::Command> {
-    let target: OnEvent = orders.target.parse().map_err(anyhow::Error::msg)?;
-    let user = orders.user.as_deref().map(str::parse::<Owner>).transpose().map_err(anyhow::Error::msg)?;
-    let command = command::Command::new(&target.words)?;
+fn prepare(orders: &RunnerOrders) -> anyhow::Result<command::OnEventCommand> {
+    let target: EventCommand = orders.target.parse().map_err(anyhow::Error::msg)?;
+    let user = orders.user.as_deref().map(str::parse::<FileOwner>).transpose().map_err(anyhow::Error::msg)?;
+    let command = command::OnEventCommand::new(&target.words)?;
     sandbox::runner::confine(user.as_ref(), orders.sandboxed)?;
     Ok(command)
 }
 
 /// Encodes an event with the number of events skipped before it.
-fn handed(mut event: Value, skipped: u64) -> String {
+fn encode_event(mut event: Value, skipped: u64) -> String {
     if skipped > 0 {
         event["skipped"] = skipped.into();
     }

@@ -27,10 +27,10 @@ use nix::{
 use policy::time::Duration;
 
 /// Interval of trying to lock the file of a process that is about to end; there is no notification.
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
+const LOCK_RETRY_INTERVAL: Duration = Duration::from_millis(10);
 const TRIES_TO_LOCK: u32 = 500;
 /// A number with a line feed is shorter.
-const MOST_BYTES: u64 = 32;
+const MAX_BYTES: u64 = 32;
 
 /// The file; removed on drop if it still holds this process's ID, or emptied if the directory is
 /// not writable any more (`--user`).
@@ -44,7 +44,7 @@ pub(crate) struct PidFile {
 impl PidFile {
     /// Fails if [`PidFile::write`] would because of the existing file; changes nothing.
     pub(crate) fn check(path: &Path) -> anyhow::Result<()> {
-        claim(path, false).map(drop).with_context(|| format!("pid file {}", path.display()))
+        open_and_lock(path, false).map(drop).with_context(|| format!("pid file {}", path.display()))
     }
 
     /// Writes the file, replacing the one of an ended process.
@@ -54,7 +54,7 @@ impl PidFile {
     pub(crate) fn write(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
-        let Some(file) = claim(&path, true).with_context(named)? else {
+        let Some(file) = open_and_lock(&path, true).with_context(named)? else {
             bail!("{}: cannot be written: it is removed again and again", named());
         };
         let write = || {
@@ -70,12 +70,12 @@ impl PidFile {
 /// A pid file whose process is about to end: opened while the rights for that are there, written
 /// once it is unlocked.
 #[derive(Debug)]
-pub(crate) struct Claimed {
+pub(crate) struct ClaimedPidFile {
     path: PathBuf,
     file: File,
 }
 
-impl Claimed {
+impl ClaimedPidFile {
     /// Opens the file, or creates it.
     ///
     /// # Errors
@@ -83,21 +83,21 @@ impl Claimed {
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
         let named = || format!("pid file {}", path.display());
         let path = std::path::absolute(path).with_context(named)?;
-        let file = how(true).open(&path).context("cannot be written").with_context(named)?;
+        let file = open_options(true).open(&path).context("cannot be written").with_context(named)?;
         ensure!(file.metadata()?.is_file(), "{}: is no file (choose another path)", named());
         Ok(Self { path, file })
     }
 
     /// Locks and writes the file once its process has ended. Logs a failure; the daemon then serves
     /// without one.
-    pub(crate) async fn take(self) -> Option<PidFile> {
+    pub(crate) async fn lock_and_write(self) -> Option<PidFile> {
         let Self { path, file } = self;
         let mut locked = lock(&file);
         for _ in 0..TRIES_TO_LOCK {
             if locked != Ok(false) {
                 break;
             }
-            reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            reactor::sleep_until(reactor::now() + LOCK_RETRY_INTERVAL).await;
             locked = lock(&file);
         }
         let taken = match locked {
@@ -131,19 +131,19 @@ fn write(file: &File) -> io::Result<()> {
 
 /// Options for opening. Does not follow a link, which another user may have created in a shared
 /// directory.
-fn how(make: bool) -> OpenOptions {
+fn open_options(make: bool) -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).write(true).create(make).mode(0o644).custom_flags(O_NOFOLLOW | O_NONBLOCK);
     options
 }
 
 /// Opens and locks the file; `None` if it does not exist and is not to be made.
-fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
+fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
     // A process that ends may remove the file between open and lock, so that is checked and
     // retried.
     const TRIES: usize = 16;
     for _ in 0..TRIES {
-        let mut file = match how(make).open(path) {
+        let mut file = match open_options(make).open(path) {
             Err(error) if error.kind() == ErrorKind::NotFound && !make => return Ok(None),
             file => file.context("cannot be written")?,
         };
@@ -159,11 +159,11 @@ fn claim(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
             continue;
         }
         let mut text = Vec::new();
-        (&mut file).take(MOST_BYTES).read_to_end(&mut text).context("cannot be read")?;
+        (&mut file).take(MAX_BYTES).read_to_end(&mut text).context("cannot be read")?;
         let text = String::from_utf8_lossy(&text);
         let text = text.trim();
         // A longer file may continue with anything.
-        let is_short = metadata.len() <= MOST_BYTES;
+        let is_short = metadata.len() <= MAX_BYTES;
         let number = text.parse::<u32>().ok().filter(|_| is_short);
         match number {
             Some(number) if !is_free => bail!(

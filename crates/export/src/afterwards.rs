@@ -6,19 +6,19 @@ use policy::time::Duration;
 use reactor::buffer;
 
 /// Delay after the last disconnect.
-const MOMENT: Duration = Duration::from_secs(1);
+const TRIM_DELAY: Duration = Duration::from_secs(1);
 
 /// Trims the buffer pool of this thread after [`MOMENT`], once for all clients that disconnect
 /// within it. The allocator keeps freed memory between live allocations: without the trim, 10,000
 /// clients that connected and disconnected would leave 300 MiB.
-pub(crate) fn give_memory_back() {
+pub(crate) fn trim_memory_soon() {
     thread_local! { static SOON: Cell<bool> = const { Cell::new(false) } }
     // A trim is already scheduled; it also covers this disconnect.
     if SOON.replace(true) {
         return;
     }
     reactor::spawn(async {
-        reactor::sleep_until(reactor::now() + MOMENT).await;
+        reactor::sleep_until(reactor::now() + TRIM_DELAY).await;
         SOON.set(false);
         buffer::trim();
     });

@@ -1,7 +1,7 @@
 //! Random choices that the simulations of exports share; all come from the simulation's seed.
 
 use policy::{
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{RateLimit, LimitKind, Limits},
     time::Duration,
 };
 use reactor::{now, sim, sleep_until};
@@ -11,7 +11,7 @@ pub(crate) fn chance(percent: u32) -> bool {
 }
 
 /// Sleeps for a random time up to `most`, distributed evenly over its logarithm.
-pub(crate) async fn some_time(most: Duration) {
+pub(crate) async fn sleep_randomly(most: Duration) {
     let share = sim::random(|random| 10_f64.powf(-4.0 * random.f64()));
     sleep_until(now() + Duration::from_nanos((most.as_nanos() as f64 * share) as u64)).await;
 }
@@ -24,7 +24,7 @@ pub(crate) fn limits(of_requests: u32) -> Limits {
             let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
             // Half of the limits have no burst rate.
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..5) };
-            Limit { rate, burst_rate, burst_length_s: 1 }
+            RateLimit { rate, burst_rate, burst_length_s: 1 }
         });
     };
     if chance(of_requests) {

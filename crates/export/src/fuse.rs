@@ -31,6 +31,6 @@ mod size;
 mod told;
 mod work;
 
-pub use device::{Export, Owner, Standing};
-pub use mount::{Mount, NotMounted, Options, Told, served_at};
-pub use server::{Rested, Server, Statistics};
+pub use device::{FuseExport, FuseFileOwner, FuseFileState};
+pub use mount::{FuseMount, NotMounted, FuseMountOptions, TransferredMount, served_at};
+pub use server::{QuiescedFuseFile, FuseExportServer, FuseStatistics};

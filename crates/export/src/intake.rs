@@ -1,40 +1,40 @@
 //! A batch of requests that arrived together, of any export. Adjacent requests become one I/O.
 
-use policy::merge::{Bounds, Candidate, Operation, Planner};
-use reactor::Launcher;
+use policy::merge::{MergeBounds, MergeCandidate, MergeOperation, MergePlanner};
+use reactor::TaskSpawner;
 
 /// Bounds of merging. The kernel splits longer I/O again, and the first request would wait for the
 /// last.
-const MERGE: Bounds = Bounds { segments: 256, bytes: 256 << 10 };
+const MERGE: MergeBounds = MergeBounds { segments: 256, bytes: 256 << 10 };
 
 /// A request that may be merged.
 pub(crate) trait Mergeable {
     /// Operation and range, for the merge planner.
-    fn candidate(&self) -> Candidate;
+    fn candidate(&self) -> MergeCandidate;
 }
 
 /// Requests that are served by one I/O.
-pub(crate) enum Joined<R> {
+pub(crate) enum MergedRequest<R> {
     One(R),
     Reads(Vec<R>),
     Writes(Vec<R>),
 }
 
 /// A request batch, and reusable memory for planning its merges.
-pub(crate) struct Intake<R> {
+pub(crate) struct MergeBatch<R> {
     batch: Vec<R>,
     taken: Vec<Option<R>>,
-    candidates: Vec<Candidate>,
-    planner: Planner,
+    candidates: Vec<MergeCandidate>,
+    planner: MergePlanner,
 }
 
-impl<R> Default for Intake<R> {
+impl<R> Default for MergeBatch<R> {
     fn default() -> Self {
-        Self { batch: Vec::new(), taken: Vec::new(), candidates: Vec::new(), planner: Planner::default() }
+        Self { batch: Vec::new(), taken: Vec::new(), candidates: Vec::new(), planner: MergePlanner::default() }
     }
 }
 
-impl<R: Mergeable> Intake<R> {
+impl<R: Mergeable> MergeBatch<R> {
     pub(crate) fn push(&mut self, request: R) {
         self.batch.push(request);
     }
@@ -61,7 +61,7 @@ impl<R: Mergeable> Intake<R> {
     /// ones.
     pub(crate) fn start<F, G, H>(
         &mut self,
-        launcher: &mut Launcher<F>,
+        launcher: &mut TaskSpawner<F>,
         one: impl Fn(R) -> F,
         reads: impl Fn(Vec<R>) -> G,
         writes: impl Fn(Vec<R>) -> H,
@@ -75,18 +75,18 @@ impl<R: Mergeable> Intake<R> {
         }
         if let Some(only) = self.take_only() {
             // The common case at low queue depths: no planning, no allocation.
-            return launcher.launch(one(only));
+            return launcher.spawn(one(only));
         }
-        for joined in self.take_joined() {
+        for joined in self.take_merged() {
             match joined {
-                Joined::One(only) => launcher.launch(one(only)),
-                Joined::Reads(parts) => reactor::spawn(reads(parts)),
-                Joined::Writes(parts) => reactor::spawn(writes(parts)),
+                MergedRequest::One(only) => launcher.spawn(one(only)),
+                MergedRequest::Reads(parts) => reactor::spawn(reads(parts)),
+                MergedRequest::Writes(parts) => reactor::spawn(writes(parts)),
             }
         }
     }
 
-    pub(crate) fn take_joined(&mut self) -> impl Iterator<Item = Joined<R>> {
+    pub(crate) fn take_merged(&mut self) -> impl Iterator<Item = MergedRequest<R>> {
         let Self { batch, taken, candidates, planner } = self;
         candidates.clear();
         candidates.extend(batch.iter().map(Mergeable::candidate));
@@ -97,13 +97,13 @@ impl<R: Mergeable> Intake<R> {
             // The planner returns each index exactly once, so each request is served exactly once.
             let mut parts = group.iter().map(|&index| taken[index].take().expect("planned once"));
             if let [_] = group {
-                return Joined::One(parts.next().expect("a group of one"));
+                return MergedRequest::One(parts.next().expect("a group of one"));
             }
             let parts: Vec<R> = parts.collect();
             match parts[0].candidate().operation {
                 // Barriers are never merged, so a group of several is of reads or of writes.
-                Operation::Read => Joined::Reads(parts),
-                _ => Joined::Writes(parts),
+                MergeOperation::Read => MergedRequest::Reads(parts),
+                _ => MergedRequest::Writes(parts),
             }
         })
     }

@@ -3,29 +3,29 @@
 use std::{fmt, fs, os::fd::AsFd, sync::Arc};
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 
 /// The process of a client, as the kernel recorded it at `connect`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Process {
+pub struct PeerProcess {
     /// Process ID, above 0.
     pub pid: u32,
     /// At most 15 bytes, chosen by the process itself. Empty if `/proc` does not show it.
     pub name: Arc<str>,
 }
 
-impl Process {
+impl PeerProcess {
     /// Process of a socket's peer; `None` if it is in another PID namespace.
-    pub(crate) fn of(socket: impl AsFd) -> Option<Self> {
+    pub(crate) fn of_peer(socket: impl AsFd) -> Option<Self> {
         let peer = getsockopt(&socket, PeerCredentials).ok()?;
         let pid = u32::try_from(peer.pid()).ok().filter(|pid| *pid > 0)?;
         let name = fs::read(format!("/proc/{pid}/comm")).unwrap_or_default();
         let name = String::from_utf8_lossy(name.trim_ascii_end());
-        Some(Self { pid, name: plain(&name).into() })
+        Some(Self { pid, name: sanitize(&name).into() })
     }
 }
 
-impl fmt::Display for Process {
+impl fmt::Display for PeerProcess {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pid, name } = self;
         if name.is_empty() { write!(f, "process {pid}") } else { write!(f, "{name} ({pid})") }
@@ -41,12 +41,12 @@ mod tests {
     #[test]
     fn a_process_is_known_by_its_number_and_its_name() {
         let (here, _there) = UnixStream::pair().unwrap();
-        let process = Process::of(&here).expect("it is ours");
+        let process = PeerProcess::of_peer(&here).expect("it is ours");
         let name = fs::read_to_string("/proc/self/comm").unwrap();
         assert_eq!((process.pid, &*process.name), (std::process::id(), name.trim_end()));
         assert_eq!(process.to_string(), format!("{} ({})", name.trim_end(), std::process::id()));
         assert_eq!(
-            Process { name: "".into(), ..process.clone() }.to_string(),
+            PeerProcess { name: "".into(), ..process.clone() }.to_string(),
             format!("process {}", process.pid)
         );
     }

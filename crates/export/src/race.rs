@@ -7,19 +7,19 @@ use std::{
 };
 
 /// Result of the future that completed first.
-pub(crate) enum First<A, B> {
+pub(crate) enum FirstReady<A, B> {
     One(A),
     Other(B),
 }
 
 /// Waits for either future and drops the rest. If both are ready, `one` wins.
-pub(crate) async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B>) -> First<A, B> {
+pub(crate) async fn first<A, B>(one: impl Future<Output = A>, other: impl Future<Output = B>) -> FirstReady<A, B> {
     let (mut one, mut other) = (pin!(one), pin!(other));
     poll_fn(|context| {
         if let Poll::Ready(one) = one.as_mut().poll(context) {
-            return Poll::Ready(First::One(one));
+            return Poll::Ready(FirstReady::One(one));
         }
-        other.as_mut().poll(context).map(First::Other)
+        other.as_mut().poll(context).map(FirstReady::Other)
     })
     .await
 }

@@ -38,6 +38,6 @@ pub mod server;
 #[cfg(test)]
 mod simulation;
 
-pub use device::{Export, Offer};
-pub use node::{Found, Refused};
-pub use server::{Server, Statistics};
+pub use device::{UblkExport, UblkOffer};
+pub use node::{UblkDeviceInfo, UblkError};
+pub use server::{UblkServer, UblkStatistics};

@@ -56,11 +56,11 @@ mod simulation;
 mod vain;
 pub mod vring;
 
-pub use connection::{Connection, Ended, Rested};
-pub use device::Export;
-pub use features::Offer;
+pub use connection::{VhostUserConnection, FrontEndEnd, QuiescedFrontEnd};
+pub use device::VhostUserExport;
+pub use features::VhostUserOffer;
 pub use front_ends::FrontEnds;
-pub use happening::{Happening, Process, Told};
-pub use server::{Server, Statistics, Threads};
-pub use session::{Effect, EventKind, Output, Refusal, Said, Session};
-pub use vring::{Fault, RingPlaces, RingSettings};
+pub use happening::{FrontEndEvent, PeerProcess, ExportObserver};
+pub use server::{VhostUserServer, VhostUserStatistics, Threads};
+pub use session::{Effect, EventKind, SessionOutput, RequestRejection, SessionMessage, VhostUserSession};
+pub use vring::{VringFault, RingPlaces, RingSettings};

@@ -11,8 +11,8 @@ use std::{
     },
 };
 
-use export::vhost_user_blk::{Connection, Offer, Session, fuzzing};
-use reactor::Polling;
+use export::vhost_user_blk::{VhostUserConnection, VhostUserOffer, VhostUserSession, fuzzing};
+use reactor::PollingMode;
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
 fn count() -> usize {
@@ -31,8 +31,8 @@ async fn one_message(code: u32, flags: u32, payload: usize, descriptors: usize) 
     bytes.resize(12 + payload, 0);
     sendmsg(&theirs, &[IoSlice::new(&bytes)], &mut control, SendFlags::empty()).expect("there is room");
     drop(theirs);
-    let session = Session::new(Offer { queues: 2, ..Offer::default() });
-    let mut connection = Connection::new("vm1".into(), ours.into(), session);
+    let session = VhostUserSession::new(VhostUserOffer { queues: 2, ..VhostUserOffer::default() });
+    let mut connection = VhostUserConnection::new("vm1".into(), ours.into(), session);
     while connection.next().await.is_ok() {}
 }
 
@@ -48,7 +48,7 @@ fn every_descriptor_is_closed() {
         fuzzing::vhost_user_session(&data);
         assert_eq!(count(), before, "seed {seed}");
     }
-    let left = reactor::run(Polling::Off, async move {
+    let left = reactor::run(PollingMode::Off, async move {
         one_message(3, 1, 0, 0).await;
         let before = count();
         for code in 0..46 {

@@ -32,7 +32,7 @@ use axum::{
 };
 use openssl::sha::sha256;
 
-use super::{answers::failure, peer::Peer};
+use super::{answers::error_response, peer::HttpPeer};
 
 const POLICY: &str = "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; \
                       connect-src 'self'; form-action 'none'; base-uri 'none'; frame-ancestors 'none'";
@@ -48,33 +48,33 @@ const HEADERS: [(HeaderName, &str); 6] = [
 ];
 
 /// Wrong tokens that an address may send in a burst, and then one in each [`AGAIN`].
-const MOST_WRONG: u32 = 10;
-const AGAIN: Duration = Duration::from_secs(1);
-const WAIT: &str =
+const MAX_WRONG_TOKENS: u32 = 10;
+const DECAY_INTERVAL: Duration = Duration::from_secs(1);
+const TOO_MANY_WRONG_TOKENS: &str =
     "too many wrong tokens came from this address, so the right one has to wait too (one second for each)";
 /// Number of addresses whose wrong tokens are counted, the most recent ones.
-const MOST_ADDRESSES: usize = 256;
+const MAX_PEERS: usize = 256;
 /// Interval between two log messages about wrong tokens.
-const QUIET: Duration = Duration::from_secs(600);
+const LOG_INTERVAL: Duration = Duration::from_secs(600);
 
-pub(super) struct Guard {
+pub(super) struct AccessGuard {
     /// Names of this host, in lower case.
     names: Vec<String>,
     /// SHA-256 of the token; `None` makes the page read-only.
     token: Option<[u8; 32]>,
-    wrong: Mutex<Wrong>,
+    wrong: Mutex<WrongTokens>,
 }
 
 #[derive(Default)]
-struct Wrong {
+struct WrongTokens {
     /// Client, count of wrong tokens, and the instant of that count; the most recent last.
-    of: VecDeque<(Peer, u32, Instant)>,
-    said: Option<Instant>,
+    by_peer: VecDeque<(HttpPeer, u32, Instant)>,
+    logged_at: Option<Instant>,
     /// Wrong tokens since the last log message.
-    unsaid: u64,
+    unlogged: u64,
 }
 
-impl Guard {
+impl AccessGuard {
     pub(super) fn new(names: Vec<String>, token: Option<&[u8]>) -> Arc<Self> {
         Arc::new(Self { names, token: token.map(sha256), wrong: Mutex::default() })
     }
@@ -83,7 +83,7 @@ impl Guard {
         self.token.is_some()
     }
 
-    fn knows_host(&self, authority: &str) -> bool {
+    fn is_known_host(&self, authority: &str) -> bool {
         // The port is digits or empty (RFC 3986, section 3.2.3).
         let is_port = |port: &str| port.bytes().all(|digit| digit.is_ascii_digit());
         let host = match authority.rsplit_once(':') {
@@ -113,7 +113,7 @@ impl Guard {
             .ok_or((StatusCode::BAD_REQUEST, "Host: is missing or given twice"))?;
         // The request target may have an authority as well, as from a proxy.
         let said = uri.authority().map(Authority::as_str);
-        if !self.knows_host(host) || !said.is_none_or(|said| self.knows_host(said)) {
+        if !self.is_known_host(host) || !said.is_none_or(|said| self.is_known_host(said)) {
             let why = "Host: is not a name of this page (use an address, or allow the name with --http-name)";
             return Err((StatusCode::MISDIRECTED_REQUEST, why));
         }
@@ -133,9 +133,9 @@ impl Guard {
     }
 
     /// Error response to a change without a valid token.
-    fn refuse(&self, peer: Peer, headers: &HeaderMap) -> Option<Response> {
-        let (status, why) = self.judge(peer, headers, Instant::now()).err()?;
-        let mut answer = failure(status, why);
+    fn reject_change(&self, peer: HttpPeer, headers: &HeaderMap) -> Option<Response> {
+        let (status, why) = self.check_bearer(peer, headers, Instant::now()).err()?;
+        let mut answer = error_response(status, why);
         let line = match status {
             StatusCode::TOO_MANY_REQUESTS => Some((RETRY_AFTER, "1")),
             StatusCode::UNAUTHORIZED => Some((WWW_AUTHENTICATE, "Bearer realm=\"weir\"")),
@@ -145,7 +145,7 @@ impl Guard {
         Some(answer)
     }
 
-    fn judge(&self, peer: Peer, headers: &HeaderMap, now: Instant) -> Result<(), (StatusCode, &'static str)> {
+    fn check_bearer(&self, peer: HttpPeer, headers: &HeaderMap, now: Instant) -> Result<(), (StatusCode, &'static str)> {
         let Some(token) = &self.token else {
             let why = "changes are disabled (start weir with --http-token-file)";
             return Err((StatusCode::FORBIDDEN, why));
@@ -160,10 +160,10 @@ impl Guard {
             "a token is required (send Authorization: Bearer TOKEN, with the token of --http-token-file)";
         let bearer = bearer.ok_or((StatusCode::UNAUTHORIZED, why))?;
         let mut wrong = self.wrong.lock().unwrap_or_else(PoisonError::into_inner);
-        if wrong.is_full(peer, now) {
+        if wrong.is_blocked(peer, now) {
             // Not compared: the response would reveal the right token.
             wrong.count(peer, now, false);
-            return Err((StatusCode::TOO_MANY_REQUESTS, WAIT));
+            return Err((StatusCode::TOO_MANY_REQUESTS, TOO_MANY_WRONG_TOKENS));
         }
         // Hashes have equal length, so the comparison does not reveal the token's.
         if openssl::memcmp::eq(&sha256(bearer), token) {
@@ -174,54 +174,54 @@ impl Guard {
     }
 }
 
-impl Wrong {
+impl WrongTokens {
     /// Count after decay by one in each [`AGAIN`], and its instant.
-    fn left(count: u32, as_of: Instant, now: Instant) -> (u32, Instant) {
+    fn decayed(count: u32, as_of: Instant, now: Instant) -> (u32, Instant) {
         let seconds = now.saturating_duration_since(as_of).as_secs();
         let over = u32::try_from(seconds).unwrap_or(u32::MAX);
-        (count.saturating_sub(over), as_of + AGAIN * over.min(count))
+        (count.saturating_sub(over), as_of + DECAY_INTERVAL * over.min(count))
     }
 
-    fn is_full(&self, peer: Peer, now: Instant) -> bool {
-        let known = self.of.iter().find(|(of, ..)| *of == peer.source());
-        known.is_some_and(|&(_, count, as_of)| Self::left(count, as_of, now).0 >= MOST_WRONG)
+    fn is_blocked(&self, peer: HttpPeer, now: Instant) -> bool {
+        let known = self.by_peer.iter().find(|(of, ..)| *of == peer.bound_key());
+        known.is_some_and(|&(_, count, as_of)| Self::decayed(count, as_of, now).0 >= MAX_WRONG_TOKENS)
     }
 
     /// Counts a wrong token, and logs unless there was a message in the last [`QUIET`].
-    fn count(&mut self, peer: Peer, now: Instant, is_compared: bool) {
+    fn count(&mut self, peer: HttpPeer, now: Instant, is_compared: bool) {
         if is_compared {
-            let key = peer.source();
+            let key = peer.bound_key();
             // Moved to the end, as the most recent.
-            let at = self.of.iter().position(|(of, ..)| *of == key);
-            let before = at.and_then(|at| self.of.remove(at));
+            let at = self.by_peer.iter().position(|(of, ..)| *of == key);
+            let before = at.and_then(|at| self.by_peer.remove(at));
             let (count, as_of) = match before {
-                Some((_, count, as_of)) => Self::left(count, as_of, now),
+                Some((_, count, as_of)) => Self::decayed(count, as_of, now),
                 None => (0, now),
             };
             let as_of = if count == 0 { now } else { as_of };
             // The least recent address is dropped, so that memory is bounded.
-            if self.of.len() >= MOST_ADDRESSES {
-                self.of.pop_front();
+            if self.by_peer.len() >= MAX_PEERS {
+                self.by_peer.pop_front();
             }
-            self.of.push_back((key, count + 1, as_of));
+            self.by_peer.push_back((key, count + 1, as_of));
         }
-        self.unsaid += 1;
-        if self.said.is_none_or(|said| now.saturating_duration_since(said) >= QUIET) {
+        self.unlogged += 1;
+        if self.logged_at.is_none_or(|said| now.saturating_duration_since(said) >= LOG_INTERVAL) {
             tracing::warn!(
-                wrong_tokens = self.unsaid,
+                wrong_tokens = self.unlogged,
                 from = %peer,
                 "a wrong token was sent over HTTP (more are counted and reported in ten minutes)"
             );
-            (self.said, self.unsaid) = (Some(now), 0);
+            (self.logged_at, self.unlogged) = (Some(now), 0);
         }
     }
 }
 
 /// Middleware for all requests.
-pub(super) async fn check(State(guard): State<Arc<Guard>>, request: Request, next: Next) -> Response {
+pub(super) async fn check(State(guard): State<Arc<AccessGuard>>, request: Request, next: Next) -> Response {
     let mut answer = match guard.check(request.uri(), request.headers()) {
         Ok(()) => next.run(request).await,
-        Err((status, why)) => failure(status, why),
+        Err((status, why)) => error_response(status, why),
     };
     let headers = HEADERS.map(|(name, value)| (name, HeaderValue::from_static(value)));
     answer.headers_mut().extend(headers);
@@ -230,12 +230,12 @@ pub(super) async fn check(State(guard): State<Arc<Guard>>, request: Request, nex
 
 /// Middleware for changes and previews.
 pub(super) async fn check_token(
-    State(guard): State<Arc<Guard>>,
-    Extension(peer): Extension<Peer>,
+    State(guard): State<Arc<AccessGuard>>,
+    Extension(peer): Extension<HttpPeer>,
     request: Request,
     next: Next,
 ) -> Response {
-    match guard.refuse(peer, request.headers()) {
+    match guard.reject_change(peer, request.headers()) {
         None => next.run(request).await,
         Some(refused) => refused,
     }
@@ -247,8 +247,8 @@ mod tests {
 
     use super::*;
 
-    fn guard() -> Arc<Guard> {
-        Guard::new(vec!["weir.example.org".to_owned()], Some(b"0123456789abcdef"))
+    fn guard() -> Arc<AccessGuard> {
+        AccessGuard::new(vec!["weir.example.org".to_owned()], Some(b"0123456789abcdef"))
     }
 
     fn headers(said: &[(HeaderName, &str)]) -> HeaderMap {
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_an_address_or_a_name_that_was_told() {
+    fn host_is_an_address_or_a_configured_name() {
         for known in [
             "127.0.0.1",
             "127.0.0.1:80",
@@ -309,10 +309,10 @@ mod tests {
     #[test]
     fn a_token_is_right_wrong_or_missing() {
         let (guard, now) = (guard(), Instant::now());
-        let peer = Peer::User(None);
+        let peer = HttpPeer::User(None);
         let judge = |said: &str| {
             guard
-                .judge(peer, &headers(&[(AUTHORIZATION, said)]), now)
+                .check_bearer(peer, &headers(&[(AUTHORIZATION, said)]), now)
                 .err()
                 .map(|(status, _)| status.as_u16())
         };
@@ -323,21 +323,21 @@ mod tests {
         }
         assert_eq!(judge("Basic 0123456789abcdef"), Some(401));
         assert_eq!(judge("Bear"), Some(401));
-        let none = Guard::new(Vec::new(), None);
-        let refused = none.judge(peer, &headers(&[(AUTHORIZATION, "Bearer x")]), now);
+        let none = AccessGuard::new(Vec::new(), None);
+        let refused = none.check_bearer(peer, &headers(&[(AUTHORIZATION, "Bearer x")]), now);
         assert_eq!(refused.unwrap_err().0, StatusCode::FORBIDDEN);
     }
 
     #[test]
-    fn who_sends_wrong_tokens_waits_and_others_do_not() {
+    fn wrong_tokens_block_only_their_sender() {
         let (guard, now) = (guard(), Instant::now());
-        let peer = |last| Peer::Address(IpAddr::from([192, 0, 2, last]));
+        let peer = |last| HttpPeer::Address(IpAddr::from([192, 0, 2, last]));
         let judge = |peer, token: &str, at| {
             let said = headers(&[(AUTHORIZATION, &format!("Bearer {token}"))]);
-            guard.judge(peer, &said, at).err().map(|(status, _)| status.as_u16())
+            guard.check_bearer(peer, &said, at).err().map(|(status, _)| status.as_u16())
         };
         let right = "0123456789abcdef";
-        for _ in 0..MOST_WRONG {
+        for _ in 0..MAX_WRONG_TOKENS {
             assert_eq!(judge(peer(1), "wrong", now), Some(403));
         }
         for _ in 0..10_000 {
@@ -345,21 +345,21 @@ mod tests {
         }
         assert_eq!(judge(peer(1), right, now), Some(429));
         assert_eq!(judge(peer(2), right, now), None);
-        assert_eq!(judge(peer(1), right, now + AGAIN), None);
-        assert_eq!(judge(peer(1), "wrong", now + AGAIN), Some(403));
-        assert_eq!(judge(peer(1), "wrong", now + AGAIN), Some(429));
+        assert_eq!(judge(peer(1), right, now + DECAY_INTERVAL), None);
+        assert_eq!(judge(peer(1), "wrong", now + DECAY_INTERVAL), Some(403));
+        assert_eq!(judge(peer(1), "wrong", now + DECAY_INTERVAL), Some(429));
         // All but the one in the log message.
-        assert_eq!(guard.wrong.lock().unwrap().unsaid, u64::from(MOST_WRONG) + 10_000 + 2 + 1 - 1);
+        assert_eq!(guard.wrong.lock().unwrap().unlogged, u64::from(MAX_WRONG_TOKENS) + 10_000 + 2 + 1 - 1);
     }
 
     #[test]
-    fn however_many_send_wrong_tokens_few_are_remembered() {
+    fn remembered_senders_are_bounded() {
         let (guard, now) = (guard(), Instant::now());
         for number in 0..10_000_u32 {
-            let peer = Peer::Address(IpAddr::from(number.to_be_bytes()));
+            let peer = HttpPeer::Address(IpAddr::from(number.to_be_bytes()));
             let said = headers(&[(AUTHORIZATION, "Bearer wrong")]);
-            let _ = guard.judge(peer, &said, now);
+            let _ = guard.check_bearer(peer, &said, now);
         }
-        assert_eq!(guard.wrong.lock().unwrap().of.len(), MOST_ADDRESSES);
+        assert_eq!(guard.wrong.lock().unwrap().by_peer.len(), MAX_PEERS);
     }
 }

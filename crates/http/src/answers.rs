@@ -10,7 +10,7 @@ use axum::{
 };
 use serde::Serialize;
 
-use super::{desk::Silent, stream::json};
+use super::{desk::NoAnswer, stream::json};
 
 /// Body of an error response.
 #[derive(Serialize)]
@@ -22,28 +22,28 @@ struct ErrorAnswer {
 const MOST_REASON: usize = 4096;
 
 /// JSON response that must not be cached.
-pub(super) fn answer(value: &impl Serialize) -> Response {
-    written(json(value))
+pub(super) fn json_response(value: &impl Serialize) -> Response {
+    serialized_response(json(value))
 }
 
 /// JSON response of serialized text.
-pub(super) fn written(json: Bytes) -> Response {
+pub(super) fn serialized_response(json: Bytes) -> Response {
     ([(CONTENT_TYPE, "application/json"), (CACHE_CONTROL, "no-store")], json).into_response()
 }
 
 /// Error response, in the daemon's form of messages.
-pub(super) fn failure(status: StatusCode, why: &str) -> Response {
-    (status, answer(&ErrorAnswer { error: format!("weir: {why}") })).into_response()
+pub(super) fn error_response(status: StatusCode, why: &str) -> Response {
+    (status, json_response(&ErrorAnswer { error: format!("weir: {why}") })).into_response()
 }
 
 /// Response if the main thread does not answer in time.
-pub(super) fn silent(why: Silent) -> Response {
+pub(super) fn unavailable_response(why: NoAnswer) -> Response {
     let again = [(RETRY_AFTER, "5")];
-    (again, failure(StatusCode::SERVICE_UNAVAILABLE, why)).into_response()
+    (again, error_response(StatusCode::SERVICE_UNAVAILABLE, why)).into_response()
 }
 
 /// Converts the framework's plain-text rejections, such as of a name that is not UTF-8, to JSON.
-pub(super) async fn in_one_form(answer: Response) -> Response {
+pub(super) async fn unify_errors(answer: Response) -> Response {
     let is_text = |kind: &HeaderValue| kind.as_bytes().starts_with(b"text/plain");
     // Only the framework answers in plain text.
     if !answer.status().is_client_error() || !answer.headers().get(CONTENT_TYPE).is_some_and(is_text) {
@@ -51,5 +51,5 @@ pub(super) async fn in_one_form(answer: Response) -> Response {
     }
     let (head, body) = answer.into_parts();
     let why = to_bytes(body, MOST_REASON).await.unwrap_or_default();
-    failure(head.status, &String::from_utf8_lossy(&why))
+    error_response(head.status, &String::from_utf8_lossy(&why))
 }

@@ -19,36 +19,36 @@ use axum::{
 };
 
 use super::{
-    access::{self, Guard},
-    answers::{answer, failure, in_one_form, silent, written},
+    access::{self, AccessGuard},
+    answers::{json_response, error_response, unify_errors, unavailable_response, serialized_response},
     assets, change,
-    connections::Connection,
-    desk::Of,
-    history::Span,
-    peer::Peer,
+    connections::ConnectionHandle,
+    desk::ObjectKind,
+    history::HistorySpan,
+    peer::HttpPeer,
     preview,
-    site::Site,
-    stream::{MOST_OF_A_PEER, Refused},
+    site::PageState,
+    stream::{MAX_STREAMS_PER_PEER, StreamRejection},
     watch::LONGEST,
 };
 
-pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
+pub(super) fn router(site: Arc<PageState>, guard: Arc<AccessGuard>) -> Router {
     let changes = Router::new()
         .route(
             "/api/v1/disks/{name}/limits",
-            patch(async |at, by, of, body| change::change(at, Of::Disk, by, of, body).await),
+            patch(async |at, by, of, body| change::change(at, ObjectKind::Disk, by, of, body).await),
         )
         .route(
             "/api/v1/groups/{name}/limits",
-            patch(async |at, by, of, body| change::change(at, Of::Group, by, of, body).await),
+            patch(async |at, by, of, body| change::change(at, ObjectKind::Group, by, of, body).await),
         )
         .route(
             "/api/v1/disks/{name}/preview",
-            post(async |at, by, of, body| preview::preview(at, Of::Disk, by, of, body).await),
+            post(async |at, by, of, body| preview::preview(at, ObjectKind::Disk, by, of, body).await),
         )
         .route(
             "/api/v1/groups/{name}/preview",
-            post(async |at, by, of, body| preview::preview(at, Of::Group, by, of, body).await),
+            post(async |at, by, of, body| preview::preview(at, ObjectKind::Group, by, of, body).await),
         )
         // Only the routes above: those below are readable without a token.
         .route_layer(middleware::from_fn_with_state(Arc::clone(&guard), access::check_token));
@@ -59,16 +59,16 @@ pub(super) fn router(site: Arc<Site>, guard: Arc<Guard>) -> Router {
         .route("/api/v1/stream", get(stream))
         .route("/api/v1/events", get(events))
         .route("/api/v1/openapi.json", get(openapi))
-        .route("/api/v1/disks/{name}/history", get(async |at, of, uri| history(at, Of::Disk, of, uri).await))
+        .route("/api/v1/disks/{name}/history", get(async |at, of, uri| history(at, ObjectKind::Disk, of, uri).await))
         .route(
             "/api/v1/groups/{name}/history",
-            get(async |at, of, uri| history(at, Of::Group, of, uri).await),
+            get(async |at, of, uri| history(at, ObjectKind::Group, of, uri).await),
         )
-        .fallback(async || failure(StatusCode::NOT_FOUND, "there is no such path (see /api/v1/openapi.json)"))
+        .fallback(async || error_response(StatusCode::NOT_FOUND, "there is no such path (see /api/v1/openapi.json)"))
         .method_not_allowed_fallback(async || {
-            failure(StatusCode::METHOD_NOT_ALLOWED, "this method is not supported")
+            error_response(StatusCode::METHOD_NOT_ALLOWED, "this method is not supported")
         })
-        .layer(middleware::map_response(in_one_form))
+        .layer(middleware::map_response(unify_errors))
         .layer(middleware::from_fn_with_state(guard, access::check))
         .with_state(site)
 }
@@ -81,75 +81,75 @@ async fn openapi() -> Response {
 }
 
 /// Recent events.
-async fn events(State(site): State<Arc<Site>>, uri: Uri) -> Response {
-    match said(&uri, "since").map_or(Ok(0), str::parse) {
-        Ok(id) => answer(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>()),
-        Err(_) => failure(StatusCode::BAD_REQUEST, "since: is not the number of an event"),
+async fn events(State(site): State<Arc<PageState>>, uri: Uri) -> Response {
+    match query_value(&uri, "since").map_or(Ok(0), str::parse) {
+        Ok(id) => json_response(&site.events.since(id).iter().map(|event| event.to_json()).collect::<Vec<_>>()),
+        Err(_) => error_response(StatusCode::BAD_REQUEST, "since: is not the number of an event"),
     }
 }
 
-async fn overview(State(site): State<Arc<Site>>) -> Response {
-    match site.watch.told().await {
-        Ok(told) => written(told),
-        Err(why) => silent(why),
+async fn overview(State(site): State<Arc<PageState>>) -> Response {
+    match site.watch.overview_json().await {
+        Ok(told) => serialized_response(told),
+        Err(why) => unavailable_response(why),
     }
 }
 
 async fn stream(
-    State(site): State<Arc<Site>>,
-    Extension(peer): Extension<Peer>,
-    Extension(connection): Extension<Connection>,
+    State(site): State<Arc<PageState>>,
+    Extension(peer): Extension<HttpPeer>,
+    Extension(connection): Extension<ConnectionHandle>,
 ) -> Response {
     match site.watch.listen(peer).await {
         Ok(Ok(streamed)) => {
             // From now on the connection is not closed in favour of a new one.
-            connection.becomes_stream();
+            connection.mark_stream();
             let kind = [(CONTENT_TYPE, "text/event-stream"), (CACHE_CONTROL, "no-store")];
             (kind, Body::new(streamed)).into_response()
         }
-        Ok(Err(Refused::All)) => silent("too many pages are open (close some)"),
-        Ok(Err(Refused::Peer)) => {
+        Ok(Err(StreamRejection::TooManyListeners)) => unavailable_response("too many pages are open (close some)"),
+        Ok(Err(StreamRejection::TooManyOfPeer)) => {
             let from = match peer {
-                Peer::Address(_) => "your address",
-                Peer::User(_) => "your user",
+                HttpPeer::Address(_) => "your address",
+                HttpPeer::User(_) => "your user",
             };
             let why =
-                format!("{MOST_OF_A_PEER} pages are open from {from}, and no more are allowed (close some)");
-            ([(RETRY_AFTER, "5")], failure(StatusCode::TOO_MANY_REQUESTS, &why)).into_response()
+                format!("{MAX_STREAMS_PER_PEER} pages are open from {from}, and no more are allowed (close some)");
+            ([(RETRY_AFTER, "5")], error_response(StatusCode::TOO_MANY_REQUESTS, &why)).into_response()
         }
-        Err(why) => silent(why),
+        Err(why) => unavailable_response(why),
     }
 }
 
-async fn history(State(site): State<Arc<Site>>, of: Of, Path(name): Path<String>, uri: Uri) -> Response {
-    let asked = said(&uri, "span");
+async fn history(State(site): State<Arc<PageState>>, of: ObjectKind, Path(name): Path<String>, uri: Uri) -> Response {
+    let asked = query_value(&uri, "span");
     let span = match asked {
-        None => Some(Span::TenMinutes),
-        Some(asked) => Span::ALL.into_iter().find(|(known, _)| *known == asked).map(|(_, span)| span),
+        None => Some(HistorySpan::TenMinutes),
+        Some(asked) => HistorySpan::ALL.into_iter().find(|(known, _)| *known == asked).map(|(_, span)| span),
     };
     let Some(span) = span else {
-        return failure(StatusCode::BAD_REQUEST, "span: is not 10m, 2h or 2d");
+        return error_response(StatusCode::BAD_REQUEST, "span: is not 10m, 2h or 2d");
     };
-    let Ok(since_ms) = said(&uri, "since").map_or(Ok(0), str::parse::<u64>) else {
-        return failure(StatusCode::BAD_REQUEST, "since: is not a time in milliseconds since 1970");
+    let Ok(since_ms) = query_value(&uri, "since").map_or(Ok(0), str::parse::<u64>) else {
+        return error_response(StatusCode::BAD_REQUEST, "since: is not a time in milliseconds since 1970");
     };
-    match site.watch.look(LONGEST).await {
+    match site.watch.refresh(LONGEST).await {
         Ok(state) => {
             let histories = match of {
-                Of::Disk => &state.disks,
-                Of::Group => &state.groups,
+                ObjectKind::Disk => &state.disks,
+                ObjectKind::Group => &state.groups,
             };
             match histories.get(&*name) {
-                Some(history) => answer(&history.tell(span, since_ms, state.set_s)),
-                None => failure(StatusCode::NOT_FOUND, &change::unknown(of, &name)),
+                Some(history) => json_response(&history.tell(span, since_ms, state.clock_step_s)),
+                None => error_response(StatusCode::NOT_FOUND, &change::unknown_object(of, &name)),
             }
         }
-        Err(why) => silent(why),
+        Err(why) => unavailable_response(why),
     }
 }
 
 /// Value of a key in the query, undecoded: no value here needs an encoding.
-fn said<'a>(uri: &'a Uri, key: &str) -> Option<&'a str> {
+fn query_value<'a>(uri: &'a Uri, key: &str) -> Option<&'a str> {
     let pairs = uri.query()?.split('&').filter_map(|pair| pair.split_once('='));
     pairs.filter(|(known, _)| *known == key).map(|(_, value)| value).next()
 }
@@ -163,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_description_has_every_route_and_no_other() {
+    fn openapi_lists_exactly_the_routes() {
         let described: Value = serde_json::from_str(OPENAPI).unwrap();
         let methods = ["get", "patch", "post"];
         let described: BTreeSet<_> = described["paths"]
@@ -192,6 +192,6 @@ mod tests {
     #[test]
     fn queries_are_read_as_they_are_written() {
         let uri = Uri::from_static("/x?a=1&span=2h&b&span=2d");
-        assert_eq!((said(&uri, "span"), said(&uri, "b"), said(&uri, "c")), (Some("2h"), None, None));
+        assert_eq!((query_value(&uri, "span"), query_value(&uri, "b"), query_value(&uri, "c")), (Some("2h"), None, None));
     }
 }

@@ -85,7 +85,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_file_has_a_name_of_its_own_and_a_type() {
+    fn file_names_are_unique() {
         let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/src/page");
         for file in std::fs::read_dir(folder).unwrap() {
             let name = file.unwrap().file_name().into_string().unwrap();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_known_is_not_sent_again() {
+    fn a_known_file_is_not_modified() {
         let mut headers = HeaderMap::new();
         let first = answer(HTML, INDEX, &headers);
         assert_eq!(first.status(), StatusCode::OK);

@@ -11,63 +11,63 @@ use axum::{
     http::StatusCode,
     response::Response,
 };
-use policy::throttle::Setting;
+use policy::throttle::LimitSetting;
 use serde_json::{Map, Value};
 use settings::suggest;
 use tokio::time::timeout;
 
 use super::{
-    answers::failure,
-    desk::{Of, Wanted},
-    peer::Peer,
-    said::{self, Members},
+    answers::error_response,
+    desk::{ObjectKind, SettingsRequest},
+    peer::HttpPeer,
+    said::{self, JsonMembers},
 };
 
 /// Largest body in bytes; all settings together take less than 1 KiB.
-const MOST_BODY: usize = 16 << 10;
+const MAX_BODY_BYTES: usize = 16 << 10;
 /// Time within which the body has to arrive.
-const PATIENCE: Duration = Duration::from_secs(10);
+const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 /// Settings other than limits.
-const OTHERS: [&str; 4] = ["weight", "iops-reservation", "bps-reservation", "watermark"];
+const OTHER_SETTINGS: [&str; 4] = ["weight", "iops-reservation", "bps-reservation", "watermark"];
 
 /// Reads the settings for a disk or a group.
 ///
 /// # Errors
 /// Returns the error response.
-pub(super) async fn read(of: Of, name: String, peer: Peer, body: Body) -> Result<Wanted, Response> {
+pub(super) async fn read(of: ObjectKind, name: String, peer: HttpPeer, body: Body) -> Result<SettingsRequest, Response> {
     match numbers(body).await {
-        Ok(settings) => Ok(Wanted { of, name, settings, who: peer.to_string() }),
-        Err((status, why)) => Err(failure(status, &why)),
+        Ok(settings) => Ok(SettingsRequest { of, name, settings, client: peer.to_string() }),
+        Err((status, why)) => Err(error_response(status, &why)),
     }
 }
 
 /// Reads the settings as numbers.
 async fn numbers(body: Body) -> Result<Map<String, Value>, (StatusCode, String)> {
-    let whole = timeout(PATIENCE, to_bytes(body, MOST_BODY)).await;
+    let whole = timeout(BODY_TIMEOUT, to_bytes(body, MAX_BODY_BYTES)).await;
     let whole =
         whole.map_err(|_| (StatusCode::REQUEST_TIMEOUT, "the body did not arrive in time".to_owned()))?;
     let whole = whole.map_err(|_| {
-        (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is incomplete, or longer than {MOST_BODY} bytes"))
+        (StatusCode::PAYLOAD_TOO_LARGE, format!("the body is incomplete, or longer than {MAX_BODY_BYTES} bytes"))
     })?;
     parse(&whole).map_err(|why| (StatusCode::UNPROCESSABLE_ENTITY, why))
 }
 
 /// Names of all settings.
-fn known() -> impl Iterator<Item = &'static str> {
-    Setting::ALL.into_iter().map(Setting::name).chain(OTHERS)
+fn setting_names() -> impl Iterator<Item = &'static str> {
+    LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(OTHER_SETTINGS)
 }
 
 fn parse(body: &[u8]) -> Result<Map<String, Value>, String> {
-    let Members(members) = serde_json::from_slice(body)
+    let JsonMembers(members) = serde_json::from_slice(body)
         .map_err(|error| format!("the body is not a JSON object: {error} (send {{\"iops-total\": 2000}})"))?;
     let number = |(key, value): (String, Value)| {
-        if !known().any(|name| name == key) {
+        if !setting_names().any(|name| name == key) {
             // A mistyped key must not be ignored: the change would be incomplete.
-            let near = suggest::nearest(&key, known());
+            let near = suggest::nearest(&key, setting_names());
             let near = near.map(|near| format!(" (did you mean {near}?)")).unwrap_or_default();
             return Err(format!("{key:?}: cannot be set here{near}"));
         }
-        let value = said::number(&key, value)?;
+        let value = said::parse_number(&key, value)?;
         Ok((key, value))
     };
     members.into_iter().map(number).collect()
@@ -86,11 +86,11 @@ mod tests {
     }
 
     #[test]
-    fn what_can_be_set_is_described_and_nothing_else() {
+    fn openapi_lists_exactly_the_settings() {
         let described: Value =
             serde_json::from_str(include_str!("../../../docs/reference/openapi.json")).unwrap();
         let changes = &described["components"]["schemas"]["Changes"];
-        let mut names: Vec<_> = known().collect();
+        let mut names: Vec<_> = setting_names().collect();
         names.sort_unstable();
         let mut told: Vec<_> = changes["properties"].as_object().unwrap().keys().collect();
         told.sort_unstable();
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn mistakes_are_named() {
         for (body, why) in [
             ("", "no JSON object: EOF"),
             ("[1]", "no JSON object"),

@@ -5,35 +5,35 @@
 
 use std::{fmt, time::Duration};
 
-use cgroup::figures::{Done, Figure, Stalled};
+use cgroup::figures::{CgroupIoCounters, CgroupFigures, CgroupPressure};
 use policy::{
     request::Direction,
     throttle::{Enforcement, LimitKind},
 };
 
 use super::{
-    words::{name_of, name_of_limit},
-    writer::{Labels, Writer},
+    words::{direction_label, limit_label},
+    writer::{SampleLabels, FamilyWriter},
 };
 
 #[derive(Debug, Default)]
-pub(super) struct ControlGroups {
-    figures: Vec<Figure>,
-    stalled: Vec<Stalled>,
+pub(super) struct CgroupMetrics {
+    figures: Vec<CgroupFigures>,
+    stalled: Vec<CgroupPressure>,
 }
 
-impl From<(Vec<Figure>, Vec<Stalled>)> for ControlGroups {
-    fn from((figures, stalled): (Vec<Figure>, Vec<Stalled>)) -> Self {
+impl From<(Vec<CgroupFigures>, Vec<CgroupPressure>)> for CgroupMetrics {
+    fn from((figures, stalled): (Vec<CgroupFigures>, Vec<CgroupPressure>)) -> Self {
         Self { figures, stalled }
     }
 }
 
-fn labels(figure: &Figure) -> Labels<'_, 2> {
+fn labels(figure: &CgroupFigures) -> SampleLabels<'_, 2> {
     [("cgroup", &*figure.cgroup), ("device", &*figure.device)]
 }
 
-impl ControlGroups {
-    pub(super) fn tell(&self, to: &mut Writer<'_>) -> fmt::Result {
+impl CgroupMetrics {
+    pub(super) fn write(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let infos = self.figures.iter().map(|figure| {
             [("cgroup", &*figure.cgroup), ("device", &*figure.device), ("group", &*figure.group)]
         });
@@ -45,7 +45,7 @@ impl ControlGroups {
         self.limits(to)?;
         self.done(to)?;
         let stalled = self.stalled.iter().flat_map(|one| {
-            [("some", one.some_us), ("all", one.all_us)].map(|(tasks, us)| {
+            [("some", one.some_us), ("all", one.full_us)].map(|(tasks, us)| {
                 let labels = [("cgroup", &*one.cgroup), ("tasks", tasks)];
                 (labels, Duration::from_micros(us).as_secs_f64())
             })
@@ -71,15 +71,15 @@ impl ControlGroups {
         to.gauges("weir_cgroup_limits_scale_ratio", "Factor that the watermark applies to limits.", rows)
     }
 
-    fn limits(&self, to: &mut Writer<'_>) -> fmt::Result {
+    fn limits(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         for (bytes, rates) in [(false, "operations_per_second"), (true, "bytes_per_second")] {
             let kinds = move || LimitKind::ALL.into_iter().filter(move |kind| kind.counts_bytes() == bytes);
-            let rows = |get: fn(&Figure, LimitKind) -> u64| {
+            let rows = |get: fn(&CgroupFigures, LimitKind) -> u64| {
                 self.figures.iter().flat_map(move |figure| {
                     kinds().filter_map(move |kind| {
                         let [cgroup, device] = labels(figure);
                         let rate = Some(get(figure, kind)).filter(|&rate| rate > 0)?;
-                        Some(([cgroup, device, ("limit", name_of_limit(kind))], rate))
+                        Some(([cgroup, device, ("limit", limit_label(kind))], rate))
                     })
                 })
             };
@@ -91,10 +91,10 @@ impl ControlGroups {
             to.gauges(&format!("weir_cgroup_burst_limit_{rates}"), help, burst)?;
             let allowed = self.figures.iter().flat_map(|figure| {
                 // The kernel's limit may be below the configured one, after division among cgroups.
-                let told = if bytes { figure.told.bps } else { figure.told.iops };
+                let told = if bytes { figure.kernel_limits.bps } else { figure.kernel_limits.iops };
                 Direction::ALL.into_iter().filter_map(move |direction| {
                     let [cgroup, device] = labels(figure);
-                    let labels = [cgroup, device, ("operation", name_of(direction))];
+                    let labels = [cgroup, device, ("operation", direction_label(direction))];
                     Some((labels, told[direction.index()]?))
                 })
             });
@@ -104,8 +104,8 @@ impl ControlGroups {
         Ok(())
     }
 
-    fn done(&self, to: &mut Writer<'_>) -> fmt::Result {
-        type Get = fn(&Done) -> u64;
+    fn done(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
+        type Get = fn(&CgroupIoCounters) -> u64;
         let families: [(&str, &str, Get); 6] = [
             ("reads", "Reads of a control group that a device completed.", |done| done.reads),
             ("writes", "Writes of a control group that a device completed.", |done| done.writes),
@@ -115,7 +115,7 @@ impl ControlGroups {
             ("discarded_bytes", "Bytes of those discards.", |done| done.discarded_bytes),
         ];
         for (name, help, get) in families {
-            let rows = self.figures.iter().filter_map(|one| Some((labels(one), get(one.done.as_ref()?))));
+            let rows = self.figures.iter().filter_map(|one| Some((labels(one), get(one.counters.as_ref()?))));
             to.counters(&format!("weir_cgroup_{name}"), help, rows)?;
         }
         Ok(())
@@ -125,8 +125,8 @@ impl ControlGroups {
 #[cfg(test)]
 mod tests {
     use policy::{
-        steering::Rates,
-        throttle::{Limits, Part, Scale, Setting},
+        steering::IoMaxRates,
+        throttle::{Limits, LimitPart, LimitScale, LimitSetting},
     };
     use prometheus_client::{
         collector::Collector,
@@ -137,31 +137,31 @@ mod tests {
     use super::*;
 
     #[derive(Debug)]
-    struct Told(ControlGroups);
+    struct CgroupCollector(CgroupMetrics);
 
-    impl Collector for Told {
+    impl Collector for CgroupCollector {
         fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-            self.0.tell(&mut Writer::new(encoder))
+            self.0.write(&mut FamilyWriter::new(encoder))
         }
     }
 
     #[test]
-    fn names_are_escaped_and_what_is_not_known_has_no_sample() {
+    fn names_are_escaped_and_unknown_values_have_no_sample() {
         let mut limits = Limits::default();
-        limits.set(Setting::Limit(LimitKind::IopsRead, Part::Rate), 100).unwrap();
-        let figure = Figure {
+        limits.set(LimitSetting::Limit(LimitKind::IopsRead, LimitPart::Rate), 100).unwrap();
+        let figure = CgroupFigures {
             cgroup: "/a\"\n".to_owned(),
             device: "/dev/vda".to_owned(),
             group: String::new(),
             limits,
             watermark: 80,
-            enforcement: Some(Enforcement::Scaled(Scale::from_thousandths(1500))),
-            told: Rates { bps: [None; 2], iops: [Some(50), None] },
-            done: None,
+            enforcement: Some(Enforcement::Scaled(LimitScale::from_thousandths(1500))),
+            kernel_limits: IoMaxRates { bps: [None; 2], iops: [Some(50), None] },
+            counters: None,
         };
-        let stalled = Stalled { cgroup: "/b".to_owned(), some_us: 1_500_000, all_us: 0 };
+        let stalled = CgroupPressure { cgroup: "/b".to_owned(), some_us: 1_500_000, full_us: 0 };
         let mut registry = Registry::default();
-        registry.register_collector(Box::new(Told((vec![figure], vec![stalled]).into())));
+        registry.register_collector(Box::new(CgroupCollector((vec![figure], vec![stalled]).into())));
         let mut page = String::new();
         text::encode(&mut page, &registry).unwrap();
         let samples: Vec<_> = page.lines().filter(|line| !line.starts_with('#')).collect();

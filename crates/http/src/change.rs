@@ -10,23 +10,23 @@ use axum::{
     http::StatusCode,
     response::Response,
 };
-use cluster::actor::Actor;
+use cluster::actor::ChangeOrigin;
 use control::{qmp, registry::Registry};
 use serde_json::{Value, json};
 
 use super::{
-    answers::{answer, failure, silent},
+    answers::{json_response, error_response, unavailable_response},
     body,
-    desk::{Of, Refused, Wanted},
-    objects::Objects,
-    peer::Peer,
-    site::Site,
+    desk::{ObjectKind, ChangeError, SettingsRequest},
+    objects::ActivityObjects,
+    peer::HttpPeer,
+    site::PageState,
 };
 
 pub(super) async fn change(
-    State(site): State<Arc<Site>>,
-    of: Of,
-    Extension(peer): Extension<Peer>,
+    State(site): State<Arc<PageState>>,
+    of: ObjectKind,
+    Extension(peer): Extension<HttpPeer>,
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
@@ -35,34 +35,34 @@ pub(super) async fn change(
         Err(refused) => return refused,
     };
     match site.desk.change(wanted).await {
-        Err(why) => return silent(why),
-        Ok(Err(Refused::Unknown(why))) => return failure(StatusCode::NOT_FOUND, &why),
-        Ok(Err(Refused::Rule(why))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &why),
+        Err(why) => return unavailable_response(why),
+        Ok(Err(ChangeError::Unknown(why))) => return error_response(StatusCode::NOT_FOUND, &why),
+        Ok(Err(ChangeError::Rejected(why))) => return error_response(StatusCode::UNPROCESSABLE_ENTITY, &why),
         Ok(Ok(())) => {}
     }
     // Collected anew, so that the response shows the change.
-    match site.watch.look(Duration::ZERO).await {
+    match site.watch.refresh(Duration::ZERO).await {
         Ok(state) => match find(&state.objects, of, &name) {
-            Some(object) => answer(&object),
+            Some(object) => json_response(&object),
             // Removed since the change.
-            None => failure(StatusCode::NOT_FOUND, &unknown(of, &name)),
+            None => error_response(StatusCode::NOT_FOUND, &unknown_object(of, &name)),
         },
-        Err(why) => silent(why),
+        Err(why) => unavailable_response(why),
     }
 }
 
-fn find(objects: &Objects, of: Of, name: &str) -> Option<Value> {
+fn find(objects: &ActivityObjects, of: ObjectKind, name: &str) -> Option<Value> {
     let all = match of {
-        Of::Disk => &objects.disks,
-        Of::Group => &objects.groups,
+        ObjectKind::Disk => &objects.disks,
+        ObjectKind::Group => &objects.groups,
     };
     all.get(name).cloned().map(Value::Object)
 }
 
-pub(super) fn unknown(of: Of, name: &str) -> String {
+pub(super) fn unknown_object(of: ObjectKind, name: &str) -> String {
     let of = match of {
-        Of::Disk => "disk",
-        Of::Group => "group",
+        ObjectKind::Disk => "disk",
+        ObjectKind::Group => "group",
     };
     format!("{of} {name}: does not exist (`weir status` lists them)")
 }
@@ -71,26 +71,26 @@ pub(super) fn unknown(of: Of, name: &str) -> String {
 ///
 /// # Errors
 /// Returns the command's error; nothing has changed then.
-pub(super) async fn carry_out(registry: &Rc<Registry>, wanted: Wanted) -> Result<(), Refused> {
-    let Wanted { of, name, mut settings, who } = wanted;
+pub(super) async fn apply(registry: &Rc<Registry>, wanted: SettingsRequest) -> Result<(), ChangeError> {
+    let SettingsRequest { of, name, mut settings, client: who } = wanted;
     // An empty change checks the name and, before, the token.
     let there = match of {
-        Of::Disk => registry.disks.get(&name).map(drop),
-        Of::Group => registry.groups.get(&name).map(drop),
+        ObjectKind::Disk => registry.disks.get(&name).map(drop),
+        ObjectKind::Group => registry.groups.get(&name).map(drop),
     };
     // Separate from the command's errors, for the status code.
-    there.map_err(|refused| Refused::Unknown(refused.to_string()))?;
+    there.map_err(|refused| ChangeError::Unknown(refused.to_string()))?;
     if settings.is_empty() {
         return Ok(());
     }
     let said = Value::Object(settings.clone()).to_string();
     settings.insert("name".to_owned(), json!(name));
-    let by = Actor::Http { client: who.clone() };
+    let by = ChangeOrigin::Http { client: who.clone() };
     // `by.run` attributes the event of this change to the HTTP client.
-    let done = by.run(qmp::perform_sent(registry, "x-weir-set", settings)).await;
+    let done = by.attribute(qmp::perform_sent(registry, "x-weir-set", settings)).await;
     match &done {
         Ok(()) => tracing::info!(name, %said, by = %who, "changed over HTTP"),
         Err(error) => tracing::info!(name, %said, by = %who, %error, "not changed over HTTP"),
     }
-    done.map_err(Refused::Rule)
+    done.map_err(ChangeError::Rejected)
 }

@@ -14,47 +14,47 @@ use tokio::{
 };
 
 /// Byte stream of a connection: TCP, Unix or TLS.
-pub(super) trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+pub(super) trait HttpStream: AsyncRead + AsyncWrite + Send + Unpin {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> HttpStream for S {}
 
 /// Handle of a connection for its requests.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Connection {
+pub(super) struct ConnectionHandle {
     is_stream: Arc<AtomicBool>,
 }
 
-impl Connection {
+impl ConnectionHandle {
     /// Marks the connection as a stream, which is not closed for a new connection.
-    pub(super) fn becomes_stream(&self) {
+    pub(super) fn mark_stream(&self) {
         // Relaxed: a connection that is closed for a new one just before is no harm.
         self.is_stream.store(true, Relaxed);
     }
 }
 
 /// Open connections, oldest first.
-pub(super) struct Connections {
+pub(super) struct ConnectionSlots {
     most: usize,
-    open: Mutex<VecDeque<(AbortHandle, Connection)>>,
+    open: Mutex<VecDeque<(AbortHandle, ConnectionHandle)>>,
 }
 
 /// Free slot for one connection.
-pub(super) struct Free<'a> {
-    among: &'a Connections,
-    connection: Connection,
+pub(super) struct FreeSlot<'a> {
+    among: &'a ConnectionSlots,
+    connection: ConnectionHandle,
 }
 
-impl Connections {
+impl ConnectionSlots {
     pub(super) fn new(most: usize) -> Self {
         Self { most, open: Mutex::default() }
     }
 
-    fn open(&self) -> MutexGuard<'_, VecDeque<(AbortHandle, Connection)>> {
+    fn open(&self) -> MutexGuard<'_, VecDeque<(AbortHandle, ConnectionHandle)>> {
         self.open.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns a free slot, after closing the oldest connection that is not a stream if necessary.
     /// `None` if all are streams.
-    pub(super) fn enter(&self) -> Option<Free<'_>> {
+    pub(super) fn enter(&self) -> Option<FreeSlot<'_>> {
         let mut open = self.open();
         // Ended connections free their slots here, at the next accept.
         open.retain(|(task, _)| !task.is_finished());
@@ -63,16 +63,16 @@ impl Connections {
             let oldest = open.iter().position(|(_, connection)| !connection.is_stream.load(Relaxed))?;
             open.remove(oldest).inspect(|(task, _)| task.abort());
         }
-        Some(Free { among: self, connection: Connection::default() })
+        Some(FreeSlot { among: self, connection: ConnectionHandle::default() })
     }
 }
 
-impl Free<'_> {
-    pub(super) fn connection(&self) -> Connection {
+impl FreeSlot<'_> {
+    pub(super) fn connection(&self) -> ConnectionHandle {
         self.connection.clone()
     }
 
-    pub(super) fn fill(self, task: AbortHandle) {
+    pub(super) fn occupy(self, task: AbortHandle) {
         self.among.open().push_back((task, self.connection));
     }
 }
@@ -86,20 +86,20 @@ mod tests {
     }
 
     /// A connection that stays open; its task shows whether it was aborted.
-    fn enter(connections: &Connections) -> Option<(Connection, tokio::task::JoinHandle<()>)> {
+    fn enter(connections: &ConnectionSlots) -> Option<(ConnectionHandle, tokio::task::JoinHandle<()>)> {
         let free = connections.enter()?;
         let task = tokio::spawn(std::future::pending::<()>());
         let connection = free.connection();
-        free.fill(task.abort_handle());
+        free.occupy(task.abort_handle());
         Some((connection, task))
     }
 
     #[test]
-    fn the_oldest_that_is_no_stream_makes_room() {
+    fn the_oldest_connection_is_closed_for_a_new_one() {
         on_runtime(async {
-            let connections = Connections::new(3);
+            let connections = ConnectionSlots::new(3);
             let (stream, streaming) = enter(&connections).unwrap();
-            stream.becomes_stream();
+            stream.mark_stream();
             let (_, oldest) = enter(&connections).unwrap();
             let (_, younger) = enter(&connections).unwrap();
             enter(&connections).unwrap();
@@ -109,11 +109,11 @@ mod tests {
     }
 
     #[test]
-    fn streams_are_never_ended_for_others() {
+    fn streams_are_never_closed_for_new_connections() {
         on_runtime(async {
-            let connections = Connections::new(2);
+            let connections = ConnectionSlots::new(2);
             let both = [(); 2].map(|()| enter(&connections).unwrap());
-            both.iter().for_each(|(connection, _)| connection.becomes_stream());
+            both.iter().for_each(|(connection, _)| connection.mark_stream());
             assert!(enter(&connections).is_none());
             both[0].1.abort();
             tokio::task::yield_now().await;

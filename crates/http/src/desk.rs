@@ -6,13 +6,13 @@
 use std::{sync::Arc, time::Duration};
 
 use serde_json::{Map, Value};
-use simulator::preview::{DiskThen, GroupThen};
+use simulator::preview::{PreviewDisk, PreviewGroup};
 use tokio::{
     sync::{Mutex, oneshot},
     time::timeout,
 };
 
-use super::snapshot::Snapshot;
+use super::snapshot::DaemonSnapshot;
 
 /// Maximum age of figures, unless the caller chooses another.
 pub(super) const FRESH: Duration = Duration::from_millis(250);
@@ -20,67 +20,67 @@ pub(super) const FRESH: Duration = Duration::from_millis(250);
 const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Reason for a missing answer; follows `weir: ` in messages.
-pub(crate) type Silent = &'static str;
+pub(crate) type NoAnswer = &'static str;
 
 /// Request to the main thread, with the sender for its answer.
 #[derive(Debug)]
-pub(super) enum Asked {
-    Figures(oneshot::Sender<Snapshot>),
-    Change(Wanted, oneshot::Sender<Result<(), Refused>>),
+pub(super) enum MainRequest {
+    Figures(oneshot::Sender<DaemonSnapshot>),
+    Change(SettingsRequest, oneshot::Sender<Result<(), ChangeError>>),
     /// Settings after a change that is not made.
-    Foresee(Wanted, oneshot::Sender<Result<Then, Refused>>),
+    PreviewInput(SettingsRequest, oneshot::Sender<Result<PreviewInput, ChangeError>>),
 }
 
 /// Requested settings of a disk or a group.
 #[derive(Debug)]
-pub(super) struct Wanted {
-    pub(super) of: Of,
+pub(super) struct SettingsRequest {
+    pub(super) of: ObjectKind,
     pub(super) name: String,
     /// Settings in the form of `x-weir-set`.
     pub(super) settings: Map<String, Value>,
     /// Client, for the log.
-    pub(super) who: String,
+    pub(super) client: String,
 }
 
 /// Kind of object.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Of {
+pub(super) enum ObjectKind {
     Disk,
     Group,
 }
 
 /// Settings after a change, of all objects that share limits with the changed one.
 #[derive(Debug)]
-pub(super) struct Then {
-    pub(super) groups: Vec<GroupThen>,
+pub(super) struct PreviewInput {
+    pub(super) groups: Vec<PreviewGroup>,
     /// Disks; their recorded requests are filled in later.
-    pub(super) disks: Vec<DiskThen>,
+    pub(super) disks: Vec<PreviewDisk>,
     /// Indexes of the disks to report.
     pub(super) of: Vec<usize>,
 }
 
 /// Reason why a change was rejected.
 #[derive(Debug)]
-pub(super) enum Refused {
+pub(super) enum ChangeError {
     /// No object has this name.
     Unknown(String),
-    Rule(String),
+    Rejected(String),
 }
 
 /// Access to the main thread.
 #[derive(Debug)]
-pub(super) struct Desk {
-    ask: async_channel::Sender<Asked>,
-    kept: Mutex<Option<Arc<Snapshot>>>,
+pub(super) struct MainThread {
+    ask: async_channel::Sender<MainRequest>,
+    kept: Mutex<Option<Arc<DaemonSnapshot>>>,
 }
 
-impl Desk {
-    pub(super) fn new(ask: async_channel::Sender<Asked>) -> Arc<Self> {
+impl MainThread {
+    pub(super) fn new(ask: async_channel::Sender<MainRequest>) -> Arc<Self> {
         Arc::new(Self { ask, kept: Mutex::default() })
     }
 
     /// Figures that are no older than `age`.
-    pub(super) async fn figures(&self, age: Duration) -> Result<Arc<Snapshot>, Silent> {
+    pub(super) async fn figures(&self, age: Duration) -> Result<Arc<DaemonSnapshot>, NoAnswer> {
         // The lock is held while the main thread answers: clients that wait for it share the
         // result.
         let mut kept = self.kept.lock().await;
@@ -89,21 +89,21 @@ impl Desk {
         {
             return Ok(Arc::clone(snapshot));
         }
-        let snapshot = self.answer(Asked::Figures).await?;
+        let snapshot = self.request(MainRequest::Figures).await?;
         Ok(Arc::clone(kept.insert(Arc::new(snapshot))))
     }
 
     /// Performs a change, all or nothing.
-    pub(super) async fn change(&self, wanted: Wanted) -> Result<Result<(), Refused>, Silent> {
-        self.answer(|answer| Asked::Change(wanted, answer)).await
+    pub(super) async fn change(&self, wanted: SettingsRequest) -> Result<Result<(), ChangeError>, NoAnswer> {
+        self.request(|answer| MainRequest::Change(wanted, answer)).await
     }
 
     /// Settings after that change, without making it.
-    pub(super) async fn foresee(&self, wanted: Wanted) -> Result<Result<Then, Refused>, Silent> {
-        self.answer(|answer| Asked::Foresee(wanted, answer)).await
+    pub(super) async fn preview_input(&self, wanted: SettingsRequest) -> Result<Result<PreviewInput, ChangeError>, NoAnswer> {
+        self.request(|answer| MainRequest::PreviewInput(wanted, answer)).await
     }
 
-    async fn answer<T>(&self, asked: impl FnOnce(oneshot::Sender<T>) -> Asked) -> Result<T, Silent> {
+    async fn request<T>(&self, asked: impl FnOnce(oneshot::Sender<T>) -> MainRequest) -> Result<T, NoAnswer> {
         let (answer, answered) = oneshot::channel();
         let answer = async {
             // Sending waits as well, while the main thread is busy with an earlier request.

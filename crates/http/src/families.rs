@@ -8,46 +8,46 @@
 
 use std::{fmt, sync::Arc, time::Duration};
 
-use block::measures::{Spread, Timed, Whose};
+use block::measures::{HistogramSnapshot, OperationClass, CauseLevel};
 use policy::{
     prefetch,
     request::Direction,
-    throttle::{Counters, Enforcement, LimitKind},
-    watermark::Capacity,
+    throttle::{AdmissionCounters, Enforcement, LimitKind},
+    watermark::MeasuredCapacity,
 };
 use prometheus_client::{collector::Collector, encoding::DescriptorEncoder};
 
 use super::{
-    cgroups::ControlGroups,
-    process::Process,
-    snapshot::{DiskFigures, ExportFigures, RecordingFigures, Snapshot, ThrottleFigures},
-    words::{name_of, name_of_limit, name_of_owner},
-    writer::{Labels, Writer},
+    cgroups::CgroupMetrics,
+    process::ProcessMetrics,
+    snapshot::{DiskFigures, ExportFigures, RecordingFigures, DaemonSnapshot, ThrottleFigures},
+    words::{direction_label, limit_label, owner_label},
+    writer::{SampleLabels, FamilyWriter},
 };
 
 #[derive(Debug)]
-pub(super) struct Families {
-    pub(super) snapshot: Arc<Snapshot>,
-    pub(super) process: Process,
-    pub(super) cgroups: ControlGroups,
+pub(super) struct MetricFamilies {
+    pub(super) snapshot: Arc<DaemonSnapshot>,
+    pub(super) process: ProcessMetrics,
+    pub(super) cgroups: CgroupMetrics,
 }
 
-impl Collector for Families {
+impl Collector for MetricFamilies {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        let mut writer = Writer::new(encoder);
-        let Snapshot { disks, groups, .. } = &*self.snapshot;
+        let mut writer = FamilyWriter::new(encoder);
+        let DaemonSnapshot { disks, groups, .. } = &*self.snapshot;
         self.daemon(&mut writer)?;
         of_disks(&mut writer, disks)?;
         latencies(&mut writer, disks)?;
         let of_disks: Vec<_> = disks.iter().map(|disk| (&*disk.name, &disk.throttle)).collect();
-        throttles(&mut writer, "disk", &of_disks)?;
+        throttle_families(&mut writer, "disk", &of_disks)?;
         let of_groups: Vec<_> = groups.iter().map(|group| (&*group.name, &group.throttle)).collect();
-        throttles(&mut writer, "group", &of_groups)?;
+        throttle_families(&mut writer, "group", &of_groups)?;
         prefetches(&mut writer, disks)?;
         caches(&mut writer, disks)?;
         self.devices(&mut writer)?;
         self.cluster(&mut writer)?;
-        self.cgroups.tell(&mut writer)
+        self.cgroups.write(&mut writer)
     }
 }
 
@@ -55,8 +55,8 @@ fn seconds(ns: u64) -> f64 {
     Duration::from_nanos(ns).as_secs_f64()
 }
 
-impl Families {
-    fn daemon(&self, to: &mut Writer<'_>) -> fmt::Result {
+impl MetricFamilies {
+    fn daemon(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let Self { snapshot, process, .. } = self;
         to.infos("weir_build", "The daemon.", [[("version", env!("CARGO_PKG_VERSION"))]])?;
         let started = [([], snapshot.started.as_secs_f64())];
@@ -93,7 +93,7 @@ impl Families {
         self.connections(to)
     }
 
-    fn memory(&self, to: &mut Writer<'_>) -> fmt::Result {
+    fn memory(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let memory = &self.snapshot.memory;
         // u64::MAX means unlimited.
         let total = (memory.total != u64::MAX).then_some(([], memory.total));
@@ -106,7 +106,7 @@ impl Families {
         ];
         let owners = owners.map(|(owner, bytes)| ([("owner", owner)], bytes));
         to.gauges("weir_memory_used_bytes", "Memory used for data.", owners)?;
-        let most = [([], memory.most_requests)];
+        let most = [([], memory.max_requests)];
         to.gauges(
             "weir_memory_requests_limit_bytes",
             "Part of the memory budget that requests may use.",
@@ -116,8 +116,8 @@ impl Families {
         to.gauges("weir_memory_waiting_requests", "Requests that wait for memory.", waiting)
     }
 
-    fn events(&self, to: &mut Writer<'_>) -> fmt::Result {
-        let Snapshot { events, deliveries, .. } = &*self.snapshot;
+    fn events(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
+        let DaemonSnapshot { events, deliveries, .. } = &*self.snapshot;
         let counts =
             |which: usize| events.iter().map(move |(kind, counts)| ([("kind", kind.name())], counts[which]));
         to.counters("weir_events", "Events reported.", counts(0))?;
@@ -129,7 +129,7 @@ impl Families {
         to.counters("weir_event_deliveries", help, rows.map(|(result, count)| ([("result", result)], count)))
     }
 
-    fn recordings(&self, to: &mut Writer<'_>) -> fmt::Result {
+    fn recordings(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let each = |get: fn(&RecordingFigures) -> u64| {
             let recordings = self.snapshot.recordings.iter();
             recordings.map(move |one| ([("directory", &*one.directory)], get(one)))
@@ -145,7 +145,7 @@ impl Families {
         )
     }
 
-    fn cluster(&self, to: &mut Writer<'_>) -> fmt::Result {
+    fn cluster(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let cluster = self.snapshot.cluster.as_ref();
         let one = |is: Option<bool>| is.map(|is| ([], u64::from(is)));
         to.gauges(
@@ -177,11 +177,11 @@ impl Families {
         )?;
         for (bytes, unit) in [(false, "operations"), (true, "bytes")] {
             let lent =
-                self.snapshot.groups.iter().filter_map(|group| Some((&*group.name, &group.lent.as_ref()?.0)));
+                self.snapshot.groups.iter().filter_map(|group| Some((&*group.name, &group.cluster_limits.as_ref()?.0)));
             let rows = lent.flat_map(|(group, limits)| {
                 let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == bytes);
                 let set = kinds.map(|kind| (kind, limits.limit(kind).rate)).filter(|(_, rate)| *rate > 0);
-                set.map(move |(kind, rate)| ([("group", group), ("limit", name_of_limit(kind))], rate))
+                set.map(move |(kind, rate)| ([("group", group), ("limit", limit_label(kind))], rate))
             });
             let name = format!("weir_cluster_limit_{unit}_per_second");
             to.gauges(&name, "A limit of a group over all hosts.", rows)?;
@@ -189,8 +189,8 @@ impl Families {
         Ok(())
     }
 
-    fn connections(&self, to: &mut Writer<'_>) -> fmt::Result {
-        let Snapshot { servers, .. } = &*self.snapshot;
+    fn connections(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
+        let DaemonSnapshot { servers, .. } = &*self.snapshot;
         self.exports(to)?;
         let rows = servers.iter().map(|server| ([("address", &*server.address)], server.connections as u64));
         to.gauges("weir_server_connections", "NBD clients at an address.", rows)?;
@@ -207,7 +207,7 @@ impl Families {
         to.counters("weir_server_refused_clients", "NBD clients that were rejected.", rows)
     }
 
-    fn exports(&self, to: &mut Writer<'_>) -> fmt::Result {
+    fn exports(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let each = |get: fn(&ExportFigures) -> Option<u64>| {
             self.snapshot.exports.iter().filter_map(move |export| {
                 let labels = [("export", &*export.id), ("disk", &*export.disk), ("type", export.kind)];
@@ -230,9 +230,9 @@ impl Families {
         to.counters("weir_export_copies", help, each(|export| export.counters.copies))
     }
 
-    fn devices(&self, to: &mut Writer<'_>) -> fmt::Result {
+    fn devices(&self, to: &mut FamilyWriter<'_>) -> fmt::Result {
         let devices = &self.snapshot.devices;
-        type Get = fn(&Capacity) -> u64;
+        type Get = fn(&MeasuredCapacity) -> u64;
         let known = |read: Get, write: Get| {
             devices.iter().flat_map(move |device| {
                 [("read", read), ("write", write)].into_iter().filter_map(move |(operation, get)| {
@@ -268,7 +268,7 @@ impl Families {
     }
 }
 
-fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+fn of_disks(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let infos = disks.iter().map(|disk| {
         [("disk", &*disk.name), ("format", disk.format), ("cache", disk.cache), ("group", &*disk.group)]
     });
@@ -298,7 +298,7 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.gauges("weir_disk_stopped", help, each(|disk| disk.is_stopped.into()))?;
     let help = "1 if another program changed a file of the backing chain.";
     to.gauges("weir_disk_backing_changed", help, each(|disk| disk.has_changed_below.into()))?;
-    far_away(to, disks)?;
+    remote_storage(to, disks)?;
     let memory = disks.iter().flat_map(|disk| {
         [("reserved", disk.reserved_bytes), ("requests", disk.requests_bytes)]
             .map(|(owner, bytes)| ([("disk", &*disk.name), ("owner", owner)], bytes))
@@ -307,7 +307,7 @@ fn of_disks(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
 }
 
 /// Families of disks in Ceph and at NBD servers.
-fn far_away(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+fn remote_storage(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let waited =
         disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.oldest_request?.as_secs_f64())));
     let help = "Age of the oldest request to remote storage; 0 if there is none.";
@@ -326,52 +326,52 @@ fn far_away(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
 
 /// Histograms. Idle disks, and disks that never waited, have no samples: these would be most of a
 /// response.
-fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+fn latencies(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let latencies = disks.iter().flat_map(|disk| {
-        Timed::ALL.map(|of| {
+        OperationClass::ALL.map(|of| {
             let operation = match of {
-                Timed::Read => "read",
-                Timed::Write => "write",
-                Timed::Flush => "flush",
+                OperationClass::Read => "read",
+                OperationClass::Write => "write",
+                OperationClass::Flush => "flush",
             };
             ([("disk", &*disk.name), ("operation", operation)], disk.measures.latency(of))
         })
     });
     // Histograms are by far the largest families.
-    let is_used = |(_, spread): &(_, Spread)| spread.count() > 0;
+    let is_used = |(_, spread): &(_, HistogramSnapshot)| spread.count() > 0;
     let help = "Latency of successful requests, from arrival to completion.";
     to.histograms("weir_disk_request_duration_seconds", help, latencies.filter(is_used))?;
     let waits = disks.iter().flat_map(|disk| {
         Direction::ALL.map(|direction| {
-            ([("disk", &*disk.name), ("operation", name_of(direction))], disk.measures.waits(direction))
+            ([("disk", &*disk.name), ("operation", direction_label(direction))], disk.measures.waits(direction))
         })
     });
     let help = "Time for which a request was throttled by limits and shares.";
-    let has_waited = |(_, spread): &(_, Spread)| spread.sum_ns > 0;
+    let has_waited = |(_, spread): &(_, HistogramSnapshot)| spread.sum_ns > 0;
     to.histograms("weir_disk_wait_duration_seconds", help, waits.filter(has_waited))?;
     let waiting = disks.iter().flat_map(|disk| {
         Direction::ALL.map(|direction| {
-            let labels = [("disk", &*disk.name), ("operation", name_of(direction))];
+            let labels = [("disk", &*disk.name), ("operation", direction_label(direction))];
             (labels, seconds(disk.measures.waiting_ns(direction)))
         })
     });
     let help = "Time during which at least one request was throttled.";
     to.counters("weir_disk_waiting_seconds", help, waiting)?;
     let held = disks.iter().flat_map(|disk| {
-        Whose::ALL.into_iter().flat_map(move |whose| {
+        CauseLevel::ALL.into_iter().flat_map(move |whose| {
             LimitKind::ALL.into_iter().flat_map(move |kind| {
                 // A write limit never throttles reads.
                 let applies = move |direction: &Direction| LimitKind::applying_to(*direction).contains(&kind);
                 Direction::ALL.into_iter().filter(applies).filter_map(move |direction| {
-                    let ns = disk.measures.held_ns(whose, kind, direction);
+                    let ns = disk.measures.throttled_ns(whose, kind, direction);
                     // A set limit has a sample from the start, so that `rate()` sees the first
                     // increase.
-                    let is_set = whose == Whose::Disk && disk.throttle.limits.limit(kind).rate > 0;
+                    let is_set = whose == CauseLevel::Disk && disk.throttle.limits.limit(kind).rate > 0;
                     let labels = [
                         ("disk", &*disk.name),
-                        ("of", name_of_owner(whose)),
-                        ("limit", name_of_limit(kind)),
-                        ("operation", name_of(direction)),
+                        ("of", owner_label(whose)),
+                        ("limit", limit_label(kind)),
+                        ("operation", direction_label(direction)),
                     ];
                     (ns > 0 || is_set).then(|| (labels, seconds(ns)))
                 })
@@ -383,12 +383,12 @@ fn latencies(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
 }
 
 /// Families that disks and groups share.
-fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
+fn throttle_families(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
     let name = |rest: &str| format!("weir_{key}_{rest}");
     let each = |get: fn(&ThrottleFigures) -> u64| {
         all.iter().map(move |&(name, throttle)| ([(key, name)], get(throttle)))
     };
-    let by_direction = |get: fn(&Counters) -> u64| {
+    let by_direction = |get: fn(&AdmissionCounters) -> u64| {
         all.iter().flat_map(move |&(name, throttle)| {
             [("read", &throttle.stats.reads), ("write", &throttle.stats.writes)]
                 .map(|(operation, counters)| ([(key, name), ("operation", operation)], get(counters)))
@@ -401,7 +401,7 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
     let help = "Admitted requests that were throttled before.";
     to.counters(&name("throttled_requests"), help, by_direction(|counters| counters.throttled))?;
     let help = "Time during which requests waited for a limit of this level.";
-    let limited = all.iter().map(|&(name, throttle)| ([(key, name)], seconds(throttle.stats.limited_ns)));
+    let limited = all.iter().map(|&(name, throttle)| ([(key, name)], seconds(throttle.stats.throttled_ns)));
     to.counters(&name("limited_seconds"), help, limited)?;
     let waiting = all.iter().flat_map(|&(name, throttle)| {
         let [reads, writes] = throttle.stats.waiting;
@@ -418,7 +418,7 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
     let help = "Reserved bytes per second.";
     to.gauges(&name("reservation_bytes_per_second"), help, promised(|one| one.share.bps_reservation()))?;
     // Only members with a reservation have these counters.
-    let kept = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.kept?)));
+    let kept = || all.iter().filter_map(|&(name, one)| Some(([(key, name)], one.stats.reservation?)));
     let help = "Time during which requests waited and the reservation was met.";
     let rows = kept().map(|(labels, kept)| (labels, seconds(kept.met_ns)));
     to.counters(&name("reservation_met_seconds"), help, rows)?;
@@ -441,7 +441,7 @@ fn throttles(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigu
 }
 
 /// Limits and their buckets, in the unit of the limit.
-fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
+fn limits(to: &mut FamilyWriter<'_>, key: &'static str, all: &[(&str, &ThrottleFigures)]) -> fmt::Result {
     let name = |rest: &str| format!("weir_{key}_{rest}");
     type Get<V> = fn(&ThrottleFigures, LimitKind) -> Option<V>;
     fn rows<'r, V: Copy>(
@@ -449,12 +449,12 @@ fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures
         key: &'static str,
         bytes: Option<bool>,
         get: Get<V>,
-    ) -> impl Iterator<Item = (Labels<'r, 2>, V)> {
+    ) -> impl Iterator<Item = (SampleLabels<'r, 2>, V)> {
         all.iter().flat_map(move |&(name, throttle)| {
             let kinds = LimitKind::ALL.into_iter();
             let kinds = kinds.filter(move |kind| bytes.is_none_or(|bytes| kind.counts_bytes() == bytes));
             kinds.filter_map(move |kind| {
-                Some(([(key, name), ("limit", name_of_limit(kind))], get(throttle, kind)?))
+                Some(([(key, name), ("limit", limit_label(kind))], get(throttle, kind)?))
             })
         })
     }
@@ -462,7 +462,7 @@ fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures
     let burst: Get<u64> = |one, kind| Some(one.limits.limit(kind).burst_rate).filter(|&rate| rate > 0);
     let level: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.units);
     let capacity: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.capacity);
-    let room: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.room());
+    let room: Get<u64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.free_units());
     let ratio: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| level.ratio());
     let empty: Get<f64> = |one, kind| one.stats.levels[kind.index()].map(|level| seconds(level.empty_in_ns));
     for (bytes, unit, rates) in
@@ -485,7 +485,7 @@ fn limits(to: &mut Writer<'_>, key: &'static str, all: &[(&str, &ThrottleFigures
     to.gauges(&name("bucket_empty_seconds"), help, rows(all, key, None, empty))
 }
 
-fn prefetches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+fn prefetches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let all = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], disk.prefetch.as_ref()?)));
     let reads = disks.iter().filter_map(|disk| Some((&*disk.name, disk.prefetch.as_ref()?)));
     let reads = reads.flat_map(|(name, stats)| {
@@ -504,7 +504,7 @@ fn prefetches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
         help,
         all().map(|(labels, stats)| (labels, stats.waited)),
     )?;
-    type Get = fn(&prefetch::Stats) -> u64;
+    type Get = fn(&prefetch::PrefetchStats) -> u64;
     let bytes: [(&str, &str, Get); 4] = [
         ("hit", "Bytes of reads served from prefetched data.", |stats| stats.hit_bytes),
         ("read_ahead", "Bytes prefetched, or being prefetched.", |stats| stats.read_ahead_bytes),
@@ -519,11 +519,11 @@ fn prefetches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
     to.gauges("weir_disk_prefetch_memory_bytes", "Memory of prefetched data.", rows)?;
     let rows = all().map(|(labels, stats)| (labels, u64::from(stats.streams)));
     to.gauges("weir_disk_prefetch_streams", "Streams with prefetched data that is not read yet.", rows)?;
-    let rows = all().map(|(labels, stats)| (labels, u64::from(stats.closed)));
+    let rows = all().map(|(labels, stats)| (labels, u64::from(stats.is_gate_closed)));
     to.gauges("weir_disk_prefetch_closed", "1 while prefetching is off because it does not pay.", rows)
 }
 
-fn caches(to: &mut Writer<'_>, disks: &[DiskFigures]) -> fmt::Result {
+fn caches(to: &mut FamilyWriter<'_>, disks: &[DiskFigures]) -> fmt::Result {
     let l2 = || disks.iter().filter_map(|disk| Some(([("disk", &*disk.name)], &disk.caches.as_ref()?.0)));
     let help = "L2 cache lookups that hit.";
     to.counters("weir_disk_l2_cache_hits", help, l2().map(|(labels, cache)| (labels, cache.hits)))?;

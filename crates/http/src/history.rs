@@ -15,8 +15,8 @@ use api::{ActivityHistory, LatencyHeat};
 use serde_json::Number;
 
 use super::{
-    lines::{Drawn, Lines},
-    sample::{BOUNDS, Latencies, Packed, ROWS, Sample, rounded},
+    lines::{DrawnLimit, LimitLines},
+    sample::{BOUNDS, Latencies, PackedSample, ROWS, ActivitySample, rounded},
 };
 
 /// Seconds of a step, and number of steps, of each level.
@@ -24,20 +24,20 @@ const LEVELS: [(u64, usize); 3] = [(1, 600), (10, 660), (60, 2760)];
 /// Seconds of a column of latencies, and number of columns, of each span.
 const COLUMNS: [(u64, usize); 3] = [(15, 40), (180, 40), (3600, 48)];
 /// Bytes of a column.
-const CELLS: usize = ROWS.div_ceil(2);
+const COLUMN_BYTES: usize = ROWS.div_ceil(2);
 /// Highest of a cell's levels: all requests of the column. Each lower level is half as many; the
 /// lowest is none.
-const DARKEST: u8 = 15;
+const MAX_LEVEL: u8 = 15;
 
 /// Span of a query, each with one of [`LEVELS`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Span {
+pub(super) enum HistorySpan {
     TenMinutes,
     TwoHours,
     TwoDays,
 }
 
-impl Span {
+impl HistorySpan {
     pub(super) const ALL: [(&str, Self); 3] =
         [("10m", Self::TenMinutes), ("2h", Self::TwoHours), ("2d", Self::TwoDays)];
 
@@ -51,12 +51,12 @@ impl Span {
 }
 
 /// Ring buffer that is allocated at its full size.
-struct Ring<T> {
+struct HistoryRing<T> {
     values: VecDeque<T>,
     most: usize,
 }
 
-impl<T> Ring<T> {
+impl<T> HistoryRing<T> {
     fn new(most: usize) -> Self {
         let mut values = VecDeque::new();
         values.reserve_exact(most);
@@ -72,19 +72,19 @@ impl<T> Ring<T> {
 }
 
 /// History of one disk or group.
-pub(super) struct History {
-    levels: [Ring<Packed>; 3],
+pub(super) struct ObjectHistory {
+    levels: [HistoryRing<PackedSample>; 3],
     /// Steps that left a level and do not yet fill a step of the next.
-    leaving: [Vec<Packed>; 2],
-    heat: [Heat; 3],
-    lines: Lines,
+    leaving: [Vec<PackedSample>; 2],
+    heat: [LatencyColumns; 3],
+    lines: LimitLines,
     /// Last second that was added, since the Epoch.
     second: u64,
 }
 
 /// Columns of one length.
-struct Heat {
-    columns: Ring<[u8; CELLS]>,
+struct LatencyColumns {
+    columns: HistoryRing<[u8; COLUMN_BYTES]>,
     /// Counts of the current, incomplete column.
     counts: Latencies,
     /// Number of the current column since the Epoch.
@@ -92,14 +92,14 @@ struct Heat {
     seconds: u64,
 }
 
-impl History {
+impl ObjectHistory {
     pub(super) fn new() -> Self {
         let [_, (ten, _), (minute, _)] = LEVELS;
         Self {
-            levels: LEVELS.map(|(_, most)| Ring::new(most)),
+            levels: LEVELS.map(|(_, most)| HistoryRing::new(most)),
             leaving: [ten, minute / ten].map(|most| Vec::with_capacity(most as usize)),
-            heat: COLUMNS.map(|(seconds, most)| Heat::new(seconds, most)),
-            lines: Lines::default(),
+            heat: COLUMNS.map(|(seconds, most)| LatencyColumns::new(seconds, most)),
+            lines: LimitLines::default(),
             second: 0,
         }
     }
@@ -108,9 +108,9 @@ impl History {
     pub(super) fn add(
         &mut self,
         second: u64,
-        sample: &Sample,
+        sample: &ActivitySample,
         latencies: Option<&Latencies>,
-        drawn: Vec<Drawn>,
+        drawn: Vec<DrawnLimit>,
     ) {
         // The clock of seconds is monotonic, but two collections may fall into one second.
         if self.second != 0 && second <= self.second {
@@ -119,7 +119,7 @@ impl History {
         let missed = if self.second == 0 { 0 } else { second - self.second - 1 };
         // Bounded by the finest level. A longer gap is stored as that many seconds.
         for _ in 0..missed.min(LEVELS[0].1 as u64) {
-            self.push(0, Sample::default().pack());
+            self.push(0, ActivitySample::default().pack());
         }
         self.second = second;
         self.push(0, sample.pack());
@@ -129,14 +129,14 @@ impl History {
         self.lines.add(second, drawn);
     }
 
-    fn push(&mut self, level: usize, step: Packed) {
+    fn push(&mut self, level: usize, step: PackedSample) {
         // Only values that leave a full level move to the next.
         let Some(oldest) = self.levels[level].push(step) else { return };
         let Some(leaving) = self.leaving.get_mut(level) else { return };
         leaving.push(oldest);
         // One step of the next level is complete.
         if leaving.len() as u64 == LEVELS[level + 1].0 / LEVELS[level].0 {
-            let together = Sample::of_all(leaving.iter()).pack();
+            let together = ActivitySample::merge(leaving.iter()).pack();
             leaving.clear();
             self.push(level + 1, together);
         }
@@ -144,8 +144,8 @@ impl History {
 
     /// Steps of a level, oldest first, completed from finer levels; and the number of seconds in
     /// the last one.
-    fn steps(&self, level: usize) -> (Vec<Packed>, u64) {
-        let mut steps: Vec<Packed> = self.levels[level].values.iter().copied().collect();
+    fn steps(&self, level: usize) -> (Vec<PackedSample>, u64) {
+        let mut steps: Vec<PackedSample> = self.levels[level].values.iter().copied().collect();
         let Some(below) = level.checked_sub(1) else { return (steps, LEVELS[0].0) };
         let (finer, newest) = self.steps(below);
         let mut all = self.leaving[below].clone();
@@ -154,7 +154,7 @@ impl History {
         let together = all.chunks((step / part) as usize);
         // The last chunk may be partial: its newest step counts only its own seconds.
         let of_last = together.clone().last().map_or(step, |last| (last.len() as u64 - 1) * part + newest);
-        steps.extend(together.map(|together| Sample::of_all(together.iter()).pack()));
+        steps.extend(together.map(|together| ActivitySample::merge(together.iter()).pack()));
         (steps, of_last)
     }
 
@@ -163,7 +163,7 @@ impl History {
     /// Times in and out are by the wall clock, which was set forward by `set_s` seconds since
     /// counting began; values from before that step are converted to the new time as well. Limits
     /// of the whole span are returned, since a limit may begin before `since_ms` and continue.
-    pub(super) fn tell(&self, span: Span, since_ms: u64, set_s: i64) -> ActivityHistory {
+    pub(super) fn tell(&self, span: HistorySpan, since_ms: u64, set_s: i64) -> ActivityHistory {
         // To the internal clock.
         let since_ms = since_ms.saturating_add_signed(set_s.saturating_mul(-1000));
         let clock_ms = |seconds: u64| seconds.saturating_add_signed(set_s) * 1000;
@@ -177,9 +177,9 @@ impl History {
         let wanted = newest.saturating_sub(since_ms.div_ceil(1000)) / step + 1;
         let wanted = if newest * 1000 < since_ms { 0 } else { wanted };
         let most = most.min(usize::try_from(wanted).unwrap_or(most));
-        let steps: Vec<_> = steps[steps.len().saturating_sub(most)..].iter().map(Sample::unpack).collect();
+        let steps: Vec<_> = steps[steps.len().saturating_sub(most)..].iter().map(ActivitySample::unpack).collect();
         let start = (newest + step).saturating_sub(step * steps.len() as u64);
-        let series = |get: &dyn Fn(&Sample) -> Option<f64>| -> Vec<Option<Number>> {
+        let series = |get: &dyn Fn(&ActivitySample) -> Option<f64>| -> Vec<Option<Number>> {
             steps.iter().map(|sample| get(sample).map(rounded)).collect()
         };
         ActivityHistory {
@@ -199,25 +199,25 @@ impl History {
                 ("l2-cache-hit-rate", series(&|sample| sample.ratios[3])),
             ]),
             latency_heat: self.heat[level].tell(since_ms, clock_ms),
-            limits: self.lines.tell(self.second.saturating_sub(span.seconds()), clock_ms),
+            limits: self.lines.intervals(self.second.saturating_sub(span.seconds()), clock_ms),
         }
     }
 }
 
 #[cfg(test)]
-impl History {
+impl ObjectHistory {
     /// Size in bytes, empty or full, without its lines.
     pub(super) fn size_bytes(&self) -> usize {
-        let levels: usize = self.levels.iter().map(|ring| ring.values.capacity() * size_of::<Packed>()).sum();
-        let leaving: usize = self.leaving.iter().map(|steps| steps.capacity() * size_of::<Packed>()).sum();
-        let heat: usize = self.heat.iter().map(|heat| heat.columns.values.capacity() * CELLS).sum();
+        let levels: usize = self.levels.iter().map(|ring| ring.values.capacity() * size_of::<PackedSample>()).sum();
+        let leaving: usize = self.leaving.iter().map(|steps| steps.capacity() * size_of::<PackedSample>()).sum();
+        let heat: usize = self.heat.iter().map(|heat| heat.columns.values.capacity() * COLUMN_BYTES).sum();
         size_of_val(self) + levels + leaving + heat
     }
 }
 
-impl Heat {
+impl LatencyColumns {
     fn new(seconds: u64, most: usize) -> Self {
-        Self { columns: Ring::new(most), counts: [0; ROWS], number: 0, seconds }
+        Self { columns: HistoryRing::new(most), counts: [0; ROWS], number: 0, seconds }
     }
 
     fn add(&mut self, second: u64, latencies: Option<&Latencies>) {
@@ -250,15 +250,15 @@ impl Heat {
         // Columns that begin before `since_ms` are left out.
         let before =
             since_ms.saturating_sub(start * 1000).div_ceil(self.seconds * 1000).min(columns.len() as u64);
-        let row = |column: &&[u8; CELLS]| -> Option<Vec<Number>> {
+        let row = |column: &&[u8; COLUMN_BYTES]| -> Option<Vec<Number>> {
             // Even rows are in the low half of a byte.
-            let darkness = |row: usize| column[row / 2] >> (row % 2 * 4) & DARKEST;
+            let darkness = |row: usize| column[row / 2] >> (row % 2 * 4) & MAX_LEVEL;
             if (0..ROWS).all(|row| darkness(row) == 0) {
                 return None;
             }
             let part = |darkness: u8| match darkness {
                 0 => 0.into(),
-                _ => rounded(0.5_f64.powi(i32::from(DARKEST - darkness))),
+                _ => rounded(0.5_f64.powi(i32::from(MAX_LEVEL - darkness))),
             };
             Some((0..ROWS).map(|row| part(darkness(row))).collect())
         };
@@ -272,13 +272,13 @@ impl Heat {
 }
 
 /// Packs counts into a column, two cells in a byte.
-fn column(counts: &Latencies) -> [u8; CELLS] {
+fn column(counts: &Latencies) -> [u8; COLUMN_BYTES] {
     let sum: u64 = counts.iter().map(|count| u64::from(*count)).sum();
-    let mut column = [0; CELLS];
+    let mut column = [0; COLUMN_BYTES];
     for (row, &count) in counts.iter().enumerate().filter(|(_, count)| **count > 0) {
         let halvings = (sum as f64 / f64::from(count)).log2().round();
         // At least 1, so that a rare latency differs from none.
-        let darkness = (f64::from(DARKEST) - halvings).max(1.0) as u8;
+        let darkness = (f64::from(MAX_LEVEL) - halvings).max(1.0) as u8;
         column[row / 2] |= darkness << (row % 2 * 4);
     }
     column
@@ -288,15 +288,15 @@ fn column(counts: &Latencies) -> [u8; CELLS] {
 mod tests {
     use serde_json::json;
 
-    use super::{super::lines::drawn, *};
+    use super::{super::lines::drawn_limits, *};
 
-    fn of_rate(rate: f64) -> Sample {
-        Sample { rates: [Some(rate); 4], ..Sample::default() }
+    fn of_rate(rate: f64) -> ActivitySample {
+        ActivitySample { rates: [Some(rate); 4], ..ActivitySample::default() }
     }
 
-    fn limited(iops: u64) -> Vec<Drawn> {
+    fn limited(iops: u64) -> Vec<DrawnLimit> {
         let object = json!({ "limits": { "iops-total": iops } });
-        drawn(object.as_object().unwrap(), &BTreeMap::new())
+        drawn_limits(object.as_object().unwrap(), &BTreeMap::new())
     }
 
     /// Value, begin and end of each line.
@@ -305,8 +305,8 @@ mod tests {
     }
 
     #[test]
-    fn it_never_grows() {
-        let mut history = History::new();
+    fn memory_never_grows() {
+        let mut history = ObjectHistory::new();
         let empty = history.size_bytes();
         let counts = [u32::MAX / 3600; ROWS];
         for second in 1_000_000..1_200_000 {
@@ -317,13 +317,13 @@ mod tests {
     }
 
     #[test]
-    fn each_span_has_what_there_was_in_its_steps() {
-        let mut history = History::new();
+    fn each_span_has_means_of_its_steps() {
+        let mut history = ObjectHistory::new();
         let (begin, end) = (1_000_000, 1_000_000 + 9_000);
         for second in begin..end {
             history.add(second, &of_rate((second - begin + 1) as f64), None, Vec::new());
         }
-        for (name, span) in Span::ALL {
+        for (name, span) in HistorySpan::ALL {
             let told = history.tell(span, 0, 0);
             let (step, start) = (told.step_ms / 1000, told.start_ms / 1000);
             let rates = &told.series["read-iops"];
@@ -348,42 +348,42 @@ mod tests {
     }
 
     #[test]
-    fn seconds_that_were_missed_are_not_known() {
-        let mut history = History::new();
+    fn skipped_seconds_are_unknown() {
+        let mut history = ObjectHistory::new();
         for second in [100, 101, 104, 104, 103, 105] {
             history.add(second, &of_rate(64.0), None, Vec::new());
         }
-        let told = history.tell(Span::TenMinutes, 0, 0);
+        let told = history.tell(HistorySpan::TenMinutes, 0, 0);
         let known: Vec<_> = told.series["write-bps"].iter().map(Option::is_some).collect();
         assert_eq!(known, [true, true, false, false, true, true]);
         assert_eq!(told.start_ms, 100_000);
     }
 
     #[test]
-    fn limits_are_those_of_the_span() {
-        let mut history = History::new();
+    fn limits_of_the_whole_span_are_returned() {
+        let mut history = ObjectHistory::new();
         for second in 1_000_000..1_009_000 {
-            history.add(second, &Sample::default(), None, limited(1 + second / 1000));
+            history.add(second, &ActivitySample::default(), None, limited(1 + second / 1000));
             // A second that was added already is ignored.
-            history.add(second, &Sample::default(), None, limited(5));
+            history.add(second, &ActivitySample::default(), None, limited(5));
         }
         let values = |span| lines(&history.tell(span, 0, 0)).iter().map(|line| line.0).collect::<Vec<_>>();
-        assert_eq!(values(Span::TenMinutes), [1009]);
-        assert_eq!(values(Span::TwoHours), (1002..=1009).collect::<Vec<_>>());
-        assert_eq!(values(Span::TwoDays), (1001..=1009).collect::<Vec<_>>());
+        assert_eq!(values(HistorySpan::TenMinutes), [1009]);
+        assert_eq!(values(HistorySpan::TwoHours), (1002..=1009).collect::<Vec<_>>());
+        assert_eq!(values(HistorySpan::TwoDays), (1001..=1009).collect::<Vec<_>>());
     }
 
     #[test]
     fn latencies_are_parts_of_their_column() {
-        let mut history = History::new();
+        let mut history = ObjectHistory::new();
         let mut counts = [0; ROWS];
         (counts[3], counts[5], counts[ROWS - 1]) = (800, 190, 1);
         for second in 150..180 {
             // No requests in the second column.
-            history.add(second, &Sample::default(), (second < 165).then_some(&counts), Vec::new());
+            history.add(second, &ActivitySample::default(), (second < 165).then_some(&counts), Vec::new());
         }
         let LatencyHeat { step_ms, start_ms, bounds_ns, rows } =
-            history.tell(Span::TenMinutes, 0, 0).latency_heat;
+            history.tell(HistorySpan::TenMinutes, 0, 0).latency_heat;
         assert_eq!((start_ms, step_ms), (150_000, 15_000));
         assert_eq!((rows.len(), &rows[1]), (2, &None));
         let row: Vec<_> = rows[0].iter().flatten().filter_map(Number::as_f64).collect();
@@ -394,30 +394,30 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_was_set_is_that_of_what_is_told() {
-        let mut history = History::new();
+    fn times_follow_a_clock_step() {
+        let mut history = ObjectHistory::new();
         for second in 100_000..100_100 {
             let drawn = limited(if second < 100_050 { 7 } else { 8 });
             history.add(second, &of_rate(second as f64), Some(&[1; ROWS]), drawn);
         }
         for set_s in [-7200, -1, 0, 3, 10_800] {
             let now_ms = 100_000_u64.saturating_add_signed(set_s) * 1000;
-            let told = history.tell(Span::TenMinutes, 0, set_s);
+            let told = history.tell(HistorySpan::TenMinutes, 0, set_s);
             assert_eq!(told.start_ms, now_ms);
             let heat = told.latency_heat.start_ms;
             assert_eq!(heat, 99_990_u64.saturating_add_signed(set_s) * 1000);
             let change_ms = now_ms + 50_000;
             assert_eq!(lines(&told), [(7, now_ms, Some(change_ms)), (8, change_ms, None)]);
             // Query by a program that has the wall clock's time of the last five seconds.
-            let told = history.tell(Span::TenMinutes, now_ms + 95_000, set_s);
+            let told = history.tell(HistorySpan::TenMinutes, now_ms + 95_000, set_s);
             let last = told.series["read-iops"].len();
             assert_eq!((told.start_ms, last), (now_ms + 95_000, 5), "{set_s}");
         }
     }
 
     #[test]
-    fn what_is_known_already_need_not_be_told_again() {
-        let mut history = History::new();
+    fn since_limits_the_steps() {
+        let mut history = ObjectHistory::new();
         for second in 100..200 {
             history.add(second, &of_rate(second as f64), None, limited(second / 150));
         }
@@ -429,7 +429,7 @@ mod tests {
             (199_000, 199, 1),
             (199_001, 200, 0),
         ] {
-            let told = history.tell(Span::TenMinutes, since_ms, 0);
+            let told = history.tell(HistorySpan::TenMinutes, since_ms, 0);
             let all = &told.series["read-iops"];
             assert_eq!((told.start_ms, all.len()), (start * 1000, steps), "since {since_ms}");
             // A limit's begin is reported even if it precedes the queried time.

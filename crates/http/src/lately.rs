@@ -5,45 +5,45 @@ use std::{
     time::{Duration, Instant},
 };
 
-use policy::counter::{self, Growth};
+use policy::counter::{self, CounterGrowth};
 
 /// Period of the rates.
-const SPAN: Duration = Duration::from_secs(1);
+const PERIOD: Duration = Duration::from_secs(1);
 /// Bound of the stored readings: with more than ten readings in a second the oldest are dropped.
-const MOST: usize = 16;
+const MAX_READINGS: usize = 16;
 
 /// Recent readings of `N` monotonic counters.
 #[derive(Clone, Debug)]
-pub(super) struct Lately<const N: usize> {
+pub(super) struct RecentCounters<const N: usize> {
     /// Oldest first.
     looks: VecDeque<(Instant, [u64; N])>,
 }
 
-impl<const N: usize> Default for Lately<N> {
+impl<const N: usize> Default for RecentCounters<N> {
     fn default() -> Self {
         Self { looks: VecDeque::new() }
     }
 }
 
-impl<const N: usize> Lately<N> {
+impl<const N: usize> RecentCounters<N> {
     /// Adds a reading. Returns the growth over the last second, or since the oldest reading if that
     /// is later; `None` for the first reading, and after a counter decreased.
-    pub(super) fn look(&mut self, at: Instant, counts: [u64; N]) -> Option<Growth<N>> {
+    pub(super) fn add_reading(&mut self, at: Instant, counts: [u64; N]) -> Option<CounterGrowth<N>> {
         let has_fallen = |(_, before): &(Instant, [u64; N])| counter::growths(before, &counts).is_none();
         // A counter decreased: another disk of the same name. Older readings are meaningless.
         if self.looks.back().is_some_and(has_fallen) {
             self.looks.clear();
         }
         // Keeps one reading that is at least a second old.
-        while self.looks.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= SPAN)
-            || self.looks.len() >= MOST
+        while self.looks.get(1).is_some_and(|(then, _)| at.saturating_duration_since(*then) >= PERIOD)
+            || self.looks.len() >= MAX_READINGS
         {
             self.looks.pop_front();
         }
         let growth = self
             .looks
             .front()
-            .and_then(|(then, before)| Growth::between(before, &counts, at.saturating_duration_since(*then)));
+            .and_then(|(then, before)| CounterGrowth::between(before, &counts, at.saturating_duration_since(*then)));
         self.looks.push_back((at, counts));
         growth
     }
@@ -56,40 +56,40 @@ mod tests {
     #[test]
     fn rates_are_of_the_last_second() {
         let begin = Instant::now();
-        let mut lately = Lately::<1>::default();
-        assert_eq!(lately.look(begin, [0]), None);
+        let mut lately = RecentCounters::<1>::default();
+        assert_eq!(lately.add_reading(begin, [0]), None);
         for tenth in 1..=30_u64 {
             // Twice the rate, from the second second on.
             let count = 10 * tenth + 10 * tenth.saturating_sub(10);
-            let growth = lately.look(begin + Duration::from_millis(100 * tenth), [count]).unwrap();
+            let growth = lately.add_reading(begin + Duration::from_millis(100 * tenth), [count]).unwrap();
             let rate = growth.per_second(0);
             match tenth {
                 ..=10 => assert!((rate - 100.0).abs() < 1.0, "{tenth}: {rate}"),
                 20.. => assert!((rate - 200.0).abs() < 1.0, "{tenth}: {rate}"),
                 _ => assert!((100.0..201.0).contains(&rate), "{tenth}: {rate}"),
             }
-            assert!(growth.elapsed < SPAN + SPAN / 100);
+            assert!(growth.elapsed < PERIOD + PERIOD / 100);
         }
     }
 
     #[test]
-    fn a_name_that_is_given_again_begins_anew() {
+    fn decreased_counters_restart() {
         let begin = Instant::now();
-        let mut lately = Lately::<2>::default();
-        lately.look(begin, [100, 5]);
-        assert_eq!(lately.look(begin + SPAN, [3, 5]), None);
-        let growth = lately.look(begin + 2 * SPAN, [4, 7]).unwrap();
+        let mut lately = RecentCounters::<2>::default();
+        lately.add_reading(begin, [100, 5]);
+        assert_eq!(lately.add_reading(begin + PERIOD, [3, 5]), None);
+        let growth = lately.add_reading(begin + 2 * PERIOD, [4, 7]).unwrap();
         assert_eq!(growth.by, [1, 2]);
         assert_eq!(growth.ratio(0, 1), Some(1.0 / 3.0));
     }
 
     #[test]
-    fn however_often_it_is_looked_at_it_is_bounded() {
+    fn readings_are_bounded() {
         let begin = Instant::now();
-        let mut lately = Lately::<1>::default();
+        let mut lately = RecentCounters::<1>::default();
         for step in 0..10_000 {
-            lately.look(begin + Duration::from_millis(step), [step]);
+            lately.add_reading(begin + Duration::from_millis(step), [step]);
         }
-        assert!(lately.looks.len() <= MOST && lately.looks.capacity() <= 2 * MOST);
+        assert!(lately.looks.len() <= MAX_READINGS && lately.looks.capacity() <= 2 * MAX_READINGS);
     }
 }

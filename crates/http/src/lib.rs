@@ -56,24 +56,24 @@ use control::{
     recording::Recent,
     registry::Registry,
 };
-use reactor::Worker;
-use settings::{Address, Endpoint, SocketAccess};
+use reactor::ReactorWorker;
+use settings::{ListenAddress, ListenEndpoint, SocketAccess};
 use tls::TlsServer;
 
-pub use token::Token;
+pub use token::ChangeToken;
 
 use self::{
-    access::Guard,
-    desk::{Asked, Desk},
+    access::AccessGuard,
+    desk::{MainRequest, MainThread},
     previews::Previews,
-    server::{Kind, Place},
-    snapshot::Snapshot,
-    watch::{About, Watch},
+    server::{HttpServiceKind, HttpListeners},
+    snapshot::DaemonSnapshot,
+    watch::{DaemonDescription, ActivityWatch},
 };
 
 /// The HTTP thread. Dropping it stops the thread.
 #[derive(Debug)]
-pub struct Http {
+pub struct HttpServer {
     stop: Option<tokio::sync::oneshot::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
     _answering: reactor::JoinHandle<()>,
@@ -81,80 +81,80 @@ pub struct Http {
 
 /// Listeners for metrics and for the page.
 #[derive(Debug, Default)]
-pub struct Doors {
+pub struct HttpEndpoints {
     /// Listeners for Prometheus.
     pub metrics: Option<Vec<Listener>>,
     /// The page and the API.
-    pub page: Option<Page>,
+    pub page: Option<PageEndpoint>,
 }
 
 /// Listeners of the page, and its access rules.
 #[derive(Debug)]
-pub struct Page {
+pub struct PageEndpoint {
     /// Sockets of the page.
     pub listeners: Vec<Listener>,
     /// Host names that are accepted in requests.
     pub names: Vec<String>,
     /// Token for changes; `None` makes the page read-only.
-    pub token: Option<Token>,
+    pub token: Option<ChangeToken>,
     /// TLS credentials; `None` serves plain HTTP.
-    pub keys: Option<TlsServer>,
+    pub tls: Option<TlsServer>,
 }
 
 /// Binds an address; `what` is the option's name in errors. Requests are accepted after
 /// [`Http::start`].
-pub fn bind(what: &'static str, address: &Address, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
-    let endpoint = Endpoint::Address(address.clone());
+pub fn bind(what: &'static str, address: &ListenAddress, access: &SocketAccess) -> anyhow::Result<Vec<Listener>> {
+    let endpoint = ListenEndpoint::Address(address.clone());
     listen::open(&endpoint, access, &mut Inherited::none()).context(what)
 }
 
-impl Doors {
+impl HttpEndpoints {
     /// True if nothing is served over HTTP.
     pub fn is_empty(&self) -> bool {
         self.metrics.is_none() && self.page.is_none()
     }
 }
 
-impl Http {
+impl HttpServer {
     /// Starts the thread, which inherits the rights of the caller's thread, and enables measuring
     /// of disks.
     pub fn start(
-        doors: Doors,
+        doors: HttpEndpoints,
         registry: &Rc<Registry>,
-        workers: &Rc<Vec<Worker>>,
-        cgroups: Option<cgroup::figures::Reader>,
+        workers: &Rc<Vec<ReactorWorker>>,
+        cgroups: Option<cgroup::figures::CgroupFiguresReader>,
     ) -> anyhow::Result<Self> {
-        measure(registry);
+        enable_measuring(registry);
         // Bounded: further requests wait at their sender, which times them out (`desk`).
-        let (ask, asked) = async_channel::bounded::<Asked>(1);
+        let (ask, asked) = async_channel::bounded::<MainRequest>(1);
         let remembering = Rc::clone(registry);
         let (registry, workers) = (Rc::clone(registry), Rc::clone(workers));
         let answering = reactor::spawn_joinable(async move {
             while let Ok(asked) = asked.recv().await {
                 // Sends fail if the requesting task timed out.
                 match asked {
-                    Asked::Figures(answer) => drop(answer.send(Snapshot::take(&registry, &workers))),
-                    Asked::Foresee(wanted, answer) => drop(answer.send(preview::foresee(&registry, wanted))),
-                    Asked::Change(wanted, answer) => {
-                        drop(answer.send(change::carry_out(&registry, wanted).await));
+                    MainRequest::Figures(answer) => drop(answer.send(DaemonSnapshot::take(&registry, &workers))),
+                    MainRequest::PreviewInput(wanted, answer) => drop(answer.send(preview::preview_input(&registry, wanted))),
+                    MainRequest::Change(wanted, answer) => {
+                        drop(answer.send(change::apply(&registry, wanted).await));
                     }
                 }
             }
         });
-        let desk = Desk::new(ask);
+        let desk = MainThread::new(ask);
         let mut places = Vec::new();
         if let Some(listeners) = doors.metrics {
             tracing::info!(at = %addresses(&listeners), "metrics");
-            places.push(Place {
+            places.push(HttpListeners {
                 listeners,
                 router: metrics::router(Arc::clone(&desk), cgroups),
-                kind: Kind::Metrics,
+                kind: HttpServiceKind::Metrics,
             });
         }
         let page = doors.page.map(|page| -> anyhow::Result<_> {
             let recent =
                 remembering.recordings.remember().context("the latest requests cannot be recorded")?;
-            Ok(page.place(desk, recent, remembering.events.clone()))
+            Ok(page.into_listeners(desk, recent, remembering.events.clone()))
         });
         let (place, watch) = page.transpose()?.unzip();
         places.extend(place);
@@ -170,19 +170,19 @@ impl Http {
     }
 }
 
-impl Page {
-    fn place(self, desk: Arc<Desk>, recent: Arc<Recent>, events: Events) -> (Place, Arc<Watch>) {
-        let Self { listeners, names, token, keys } = self;
+impl PageEndpoint {
+    fn into_listeners(self, desk: Arc<MainThread>, recent: Arc<Recent>, events: Events) -> (HttpListeners, Arc<ActivityWatch>) {
+        let Self { listeners, names, token, tls: keys } = self;
         let scheme = if keys.is_some() { "https" } else { "http" };
         let may = if token.is_some() { "change" } else { "read" };
         tracing::info!(at = %addresses(&listeners), scheme, may, "page");
         let name = names.first().cloned().unwrap_or_else(host_name);
-        let guard = Guard::new(names, token.as_ref().map(Token::bytes));
-        let about = About { name, has_token: guard.has_token() };
-        let watch = Watch::new(Arc::clone(&desk), about, events.clone());
+        let guard = AccessGuard::new(names, token.as_ref().map(ChangeToken::bytes));
+        let about = DaemonDescription { name, has_token: guard.has_token() };
+        let watch = ActivityWatch::new(Arc::clone(&desk), about, events.clone());
         let site =
-            Arc::new(site::Site { desk, previews: Previews::new(recent), watch: Arc::clone(&watch), events });
-        (Place { listeners, router: api::router(site, guard), kind: Kind::Page(keys) }, watch)
+            Arc::new(site::PageState { desk, previews: Previews::new(recent), watch: Arc::clone(&watch), events });
+        (HttpListeners { listeners, router: api::router(site, guard), kind: HttpServiceKind::Page(keys) }, watch)
     }
 }
 
@@ -195,7 +195,7 @@ fn host_name() -> String {
     std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default().trim().to_owned()
 }
 
-impl Drop for Http {
+impl Drop for HttpServer {
     fn drop(&mut self) {
         // The thread's future ends with the sender; then the thread can be joined.
         drop(self.stop.take());
@@ -207,7 +207,7 @@ impl Drop for Http {
 }
 
 /// Enables measuring of all current and future disks.
-fn measure(registry: &Rc<Registry>) {
+fn enable_measuring(registry: &Rc<Registry>) {
     let every = |registry: &Registry| {
         for running in registry.disks.all() {
             running.disk.measure();

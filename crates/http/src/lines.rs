@@ -8,20 +8,20 @@
 use std::{collections::BTreeMap, sync::Arc};
 
 use api::{ActivityObject, LimitInterval};
-use policy::throttle::{LimitKind, Part, Setting};
+use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 use serde_json::Value;
 
 /// Bound of the lines of one disk or group. At most eight limits are set at a time.
-const MOST: usize = 24;
+const MAX_LINES: usize = 24;
 /// Growth of the allocation, in lines: most objects have one or two.
-const ROOM: usize = 4;
+const GROWTH: usize = 4;
 /// End of a line that continues.
-const STILL: u64 = u64::MAX;
+const OPEN_END: u64 = u64::MAX;
 
 /// A limit to draw.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Drawn {
-    setting: Setting,
+pub(super) struct DrawnLimit {
+    setting: LimitSetting,
     /// Group above that has the limit; `None` for the object's own.
     of: Option<Arc<str>>,
     value: u64,
@@ -29,18 +29,18 @@ pub(super) struct Drawn {
 
 /// Line from a second since the Epoch until before another.
 #[derive(Debug)]
-struct Line {
-    drawn: Drawn,
+struct LimitLine {
+    drawn: DrawnLimit,
     from: u64,
     until: u64,
 }
 
 /// Recent lines, ordered by their begin.
 #[derive(Debug, Default)]
-pub(super) struct Lines(Vec<Line>);
+pub(super) struct LimitLines(Vec<LimitLine>);
 
 /// Limits to draw for a disk or a group now.
-pub(super) fn drawn(object: &ActivityObject, groups: &BTreeMap<Arc<str>, ActivityObject>) -> Vec<Drawn> {
+pub(super) fn drawn_limits(object: &ActivityObject, groups: &BTreeMap<Arc<str>, ActivityObject>) -> Vec<DrawnLimit> {
     let above = |object: &ActivityObject| {
         let name = object.get("group")?.as_str()?;
         groups.get_key_value(name)
@@ -50,21 +50,21 @@ pub(super) fn drawn(object: &ActivityObject, groups: &BTreeMap<Arc<str>, Activit
     });
     let holders: Vec<_> = own_and_above.map(|(of, object)| (of, limits(object))).collect();
     let of_unit = |bytes: bool| {
-        let is_of_unit = move |(kind, ..): &&(LimitKind, Setting, u64)| kind.counts_bytes() == bytes;
+        let is_of_unit = move |(kind, ..): &&(LimitKind, LimitSetting, u64)| kind.counts_bytes() == bytes;
         let mut each = holders.iter().map(move |(of, limits)| (of, limits.iter().filter(is_of_unit)));
         let nearest = each.find(|(_, limits)| limits.clone().next().is_some());
         nearest.into_iter().flat_map(|(of, limits)| {
-            limits.map(move |&(_, setting, value)| Drawn { setting, of: of.cloned(), value })
+            limits.map(move |&(_, setting, value)| DrawnLimit { setting, of: of.cloned(), value })
         })
     };
     [false, true].into_iter().flat_map(of_unit).collect()
 }
 
 /// Rates and burst rates that are set.
-fn limits(object: &ActivityObject) -> Vec<(LimitKind, Setting, u64)> {
+fn limits(object: &ActivityObject) -> Vec<(LimitKind, LimitSetting, u64)> {
     let all = object.get("limits").and_then(Value::as_object);
-    let rate = |(name, value): (&String, &Value)| match Setting::from_name(name)? {
-        setting @ Setting::Limit(kind, Part::Rate | Part::BurstRate) => {
+    let rate = |(name, value): (&String, &Value)| match LimitSetting::from_name(name)? {
+        setting @ LimitSetting::Limit(kind, LimitPart::Rate | LimitPart::BurstRate) => {
             Some((kind, setting, value.as_u64().filter(|value| *value > 0)?))
         }
         _ => None,
@@ -72,54 +72,54 @@ fn limits(object: &ActivityObject) -> Vec<(LimitKind, Setting, u64)> {
     all.into_iter().flatten().filter_map(rate).collect()
 }
 
-impl Lines {
+impl LimitLines {
     /// Records the limits that are in force from this second on.
-    pub(super) fn add(&mut self, second: u64, drawn: Vec<Drawn>) {
-        for line in self.0.iter_mut().filter(|line| line.until == STILL) {
+    pub(super) fn add(&mut self, second: u64, drawn: Vec<DrawnLimit>) {
+        for line in self.0.iter_mut().filter(|line| line.until == OPEN_END) {
             // Changed or removed, or now covered by another group's limit.
             if !drawn.contains(&line.drawn) {
                 line.until = second;
             }
         }
         for drawn in drawn {
-            if !self.0.iter().any(|line| line.until == STILL && line.drawn == drawn) {
+            if !self.0.iter().any(|line| line.until == OPEN_END && line.drawn == drawn) {
                 self.begin(second, drawn);
             }
         }
     }
 
-    fn begin(&mut self, second: u64, drawn: Drawn) {
-        if self.0.len() >= MOST {
-            self.forget_oldest();
+    fn begin(&mut self, second: u64, drawn: DrawnLimit) {
+        if self.0.len() >= MAX_LINES {
+            self.drop_oldest();
         }
         // Grows by few lines at a time: a vector would double.
         if self.0.len() == self.0.capacity() {
-            self.0.reserve_exact(ROOM);
+            self.0.reserve_exact(GROWTH);
         }
-        self.0.push(Line { drawn, from: second, until: STILL });
+        self.0.push(LimitLine { drawn, from: second, until: OPEN_END });
     }
 
-    fn forget_oldest(&mut self) {
+    fn drop_oldest(&mut self) {
         // Lines that continue are never dropped: they are the limits in force.
-        let ended = self.0.iter().enumerate().filter(|(_, line)| line.until != STILL);
+        let ended = self.0.iter().enumerate().filter(|(_, line)| line.until != OPEN_END);
         let Some((place, _)) = ended.min_by_key(|(_, line)| line.until) else { return };
-        let Line { drawn, from, until } = self.0.remove(place);
-        let follows = |line: &&mut Line| line.from == until && line.drawn.setting == drawn.setting;
+        let LimitLine { drawn, from, until } = self.0.remove(place);
+        let follows = |line: &&mut LimitLine| line.from == until && line.drawn.setting == drawn.setting;
         if let Some(next) = self.0.iter_mut().find(follows) {
             next.from = from;
         }
     }
 
     /// Lines that end after that second, converted by `clock_ms`.
-    pub(super) fn tell(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Vec<LimitInterval> {
+    pub(super) fn intervals(&self, after: u64, clock_ms: impl Fn(u64) -> u64) -> Vec<LimitInterval> {
         let told = self.0.iter().filter(|line| line.until > after).map(|line| {
-            let Drawn { setting, of, value } = &line.drawn;
+            let DrawnLimit { setting, of, value } = &line.drawn;
             LimitInterval {
                 name: setting.name(),
                 group: of.as_deref().map(str::to_owned),
                 value: *value,
                 start_ms: clock_ms(line.from),
-                end_ms: (line.until != STILL).then(|| clock_ms(line.until)),
+                end_ms: (line.until != OPEN_END).then(|| clock_ms(line.until)),
             }
         });
         told.collect()
@@ -127,11 +127,11 @@ impl Lines {
 
     /// Bound of the allocation of all lines, in bytes.
     #[cfg(test)]
-    pub(super) const MOST_BYTES: usize = MOST * size_of::<Line>();
+    pub(super) const MOST_BYTES: usize = MAX_LINES * size_of::<LimitLine>();
 
     #[cfg(test)]
     pub(super) fn size_bytes(&self) -> usize {
-        self.0.capacity() * size_of::<Line>()
+        self.0.capacity() * size_of::<LimitLine>()
     }
 }
 
@@ -146,19 +146,19 @@ mod tests {
         object
     }
 
-    fn of(limits: Value) -> Vec<Drawn> {
-        drawn(&object(json!({ "limits": limits })), &BTreeMap::new())
+    fn of(limits: Value) -> Vec<DrawnLimit> {
+        drawn_limits(&object(json!({ "limits": limits })), &BTreeMap::new())
     }
 
     /// Name, value, begin and end, in seconds.
-    fn told(lines: &Lines) -> Vec<(&'static str, u64, u64, Option<u64>)> {
-        let all = lines.tell(0, |second| second).into_iter();
+    fn told(lines: &LimitLines) -> Vec<(&'static str, u64, u64, Option<u64>)> {
+        let all = lines.intervals(0, |second| second).into_iter();
         all.map(|line| (line.name, line.value, line.start_ms, line.end_ms)).collect()
     }
 
     #[test]
-    fn a_line_goes_on_until_its_limit_is_another() {
-        let mut lines = Lines::default();
+    fn a_line_ends_when_its_limit_changes() {
+        let mut lines = LimitLines::default();
         lines.add(10, of(json!({ "iops-total": 2000, "iops-total-max": 3000, "iops-size": 4096 })));
         let one = lines.size_bytes();
         (11..1000).for_each(|second| {
@@ -177,22 +177,22 @@ mod tests {
         );
         assert_eq!(lines.size_bytes(), one);
         // Lines that ended before that time are left out.
-        assert_eq!(lines.tell(1000, |second| second).len(), 2);
+        assert_eq!(lines.intervals(1000, |second| second).len(), 2);
     }
 
     #[test]
-    fn each_unit_has_the_limits_of_the_nearest_that_has_some() {
+    fn each_unit_shows_the_nearest_limit() {
         let groups = [
             ("outer", json!({ "group": null, "limits": { "bps-read": 9, "iops-total": 8 } })),
             ("inner", json!({ "group": "outer", "limits": { "iops-write": 7, "iops-write-max": 70 } })),
         ];
         let groups = groups.map(|(name, group)| (name.into(), object(group))).into();
         let disk = object(json!({ "group": "inner", "limits": { "bps-total-max-length": 5 } }));
-        let mut lines = Lines::default();
-        lines.add(1, drawn(&disk, &groups));
+        let mut lines = LimitLines::default();
+        lines.add(1, drawn_limits(&disk, &groups));
         let own = object(json!({ "group": "inner", "limits": { "iops-total": 3 } }));
-        lines.add(2, drawn(&own, &groups));
-        let groups = lines.tell(0, |second| second).into_iter().map(|line| line.group);
+        lines.add(2, drawn_limits(&own, &groups));
+        let groups = lines.intervals(0, |second| second).into_iter().map(|line| line.group);
         let all: Vec<_> = groups.zip(told(&lines)).collect();
         let of = |group: &str| Some(group.to_owned());
         let expected = [
@@ -205,14 +205,14 @@ mod tests {
     }
 
     #[test]
-    fn however_often_a_limit_is_changed_there_are_few_lines() {
-        let mut lines = Lines::default();
+    fn lines_are_bounded() {
+        let mut lines = LimitLines::default();
         for second in 100..10_000 {
             lines.add(second, of(json!({ "iops-total": second, "bps-total": 5 })));
-            assert!(lines.0.len() <= MOST && lines.size_bytes() <= Lines::MOST_BYTES);
+            assert!(lines.0.len() <= MAX_LINES && lines.size_bytes() <= LimitLines::MOST_BYTES);
         }
         let told = told(&lines);
-        assert_eq!(told.len(), MOST);
+        assert_eq!(told.len(), MAX_LINES);
         assert!(told.contains(&("bps-total", 5, 100, None)));
         // The oldest known line is extended over those that were dropped.
         let first = told.iter().find(|(name, ..)| *name == "iops-total").unwrap();

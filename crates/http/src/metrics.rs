@@ -23,7 +23,7 @@ use axum::{
     response::{IntoResponse, Response},
     routing::get,
 };
-use cgroup::figures::Reader;
+use cgroup::figures::CgroupFiguresReader;
 use prometheus_client::{
     encoding::{prometheus_protobuf, text},
     registry::Registry,
@@ -31,55 +31,55 @@ use prometheus_client::{
 use tokio::{sync::Mutex, task::spawn_blocking};
 
 use super::{
-    desk::{Desk, FRESH, Silent},
-    families::Families,
-    pieces::{self, Pieces, Sheet},
-    process::Process,
-    snapshot::Snapshot,
+    desk::{MainThread, FRESH, NoAnswer},
+    families::MetricFamilies,
+    pieces::{self, ResponsePieces, ResponseBuffer},
+    process::ProcessMetrics,
+    snapshot::DaemonSnapshot,
 };
 
 /// Bound of the responses in memory for each format, including the cached one.
-const MOST_READ: usize = 3;
+const MAX_RESPONSES: usize = 3;
 
 const INDEX: &str = "weir: metrics for Prometheus are at /metrics\n";
 
 /// Routes of `--metrics`.
-pub(super) fn router(desk: Arc<Desk>, cgroups: Option<Reader>) -> Router {
-    let page = Page { desk, cgroups, given: Default::default() };
+pub(super) fn router(desk: Arc<MainThread>, cgroups: Option<CgroupFiguresReader>) -> Router {
+    let page = MetricsPage { desk, cgroups, given: Default::default() };
     Router::new().route("/", get(async || INDEX)).route("/metrics", get(metrics)).with_state(Arc::new(page))
 }
 
-struct Page {
-    desk: Arc<Desk>,
-    cgroups: Option<Reader>,
+struct MetricsPage {
+    desk: Arc<MainThread>,
+    cgroups: Option<CgroupFiguresReader>,
     /// Recent responses by [`Form`]. Locked while a response is written.
-    given: [Arc<Mutex<Given>>; 3],
+    given: [Arc<Mutex<RecentResponses>>; 3],
 }
 
-async fn metrics(State(page): State<Arc<Page>>, headers: HeaderMap) -> Response {
+async fn metrics(State(page): State<Arc<MetricsPage>>, headers: HeaderMap) -> Response {
     let accepted = headers.get_all(ACCEPT).iter().filter_map(|value| value.to_str().ok());
-    let form = Form::preferred(accepted);
+    let form = MetricsFormat::preferred(accepted);
     match page.answer(form).await {
         Ok(pieces) => ([(CONTENT_TYPE, form.content_type())], Body::new(pieces)).into_response(),
         Err(why) => (StatusCode::SERVICE_UNAVAILABLE, format!("weir: {why}\n")).into_response(),
     }
 }
 
-impl Page {
-    async fn answer(self: &Arc<Self>, form: Form) -> Result<Pieces, Silent> {
+impl MetricsPage {
+    async fn answer(self: &Arc<Self>, form: MetricsFormat) -> Result<ResponsePieces, NoAnswer> {
         // The lock is owned by the writing thread, so that concurrent clients wait for this
         // response.
         let mut given = Arc::clone(&self.given[form as usize]).lock_owned().await;
-        if let Some(written) = given.again() {
+        if let Some(written) = given.reusable() {
             return Ok(written.into());
         }
         let snapshot = self.desk.figures(FRESH).await?;
         let page = Arc::clone(self);
-        let (mut sheet, pieces) = pieces::blank();
+        let (mut sheet, pieces) = pieces::response_channel();
         spawn_blocking(move || {
             // Formatting is work of milliseconds, too long for the thread that serves connections.
             if form.write(snapshot, page.cgroups.as_ref(), &mut sheet).is_some() {
-                given.keep(sheet.end());
+                given.keep(sheet.finish());
             } else {
                 tracing::error!(?form, "the metrics cannot be written (request another format)");
             }
@@ -90,11 +90,11 @@ impl Page {
 
 /// Responses of one format that clients may still be reading, the newest last.
 #[derive(Default)]
-struct Given(Vec<(Instant, Vec<Bytes>)>);
+struct RecentResponses(Vec<(Instant, Vec<Bytes>)>);
 
-impl Given {
+impl RecentResponses {
     /// Last response, if it is fresh, or if there are too many to write another.
-    fn again(&mut self) -> Option<Vec<Bytes>> {
+    fn reusable(&mut self) -> Option<Vec<Bytes>> {
         if let Some((at, last)) = self.0.last()
             && at.elapsed() < FRESH
         {
@@ -102,7 +102,7 @@ impl Given {
         }
         // A response that only this cache references is not being read.
         self.0.retain(|(_, pieces)| !pieces.iter().all(Bytes::is_unique));
-        (self.0.len() >= MOST_READ).then(|| self.0.last().map(|(_, pieces)| pieces.clone()))?
+        (self.0.len() >= MAX_RESPONSES).then(|| self.0.last().map(|(_, pieces)| pieces.clone()))?
     }
 
     fn keep(&mut self, pieces: Vec<Bytes>) {
@@ -112,23 +112,23 @@ impl Given {
 
 /// Format of the metrics.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Form {
+enum MetricsFormat {
     /// Prometheus's text format 0.0.4, the default.
-    Plain,
+    Text,
     /// OpenMetrics 1.0.
-    Open,
+    OpenMetrics,
     /// Prometheus's protobuf messages, the only format with native histograms.
-    Messages,
+    Protobuf,
 }
 
-impl Form {
-    const ALL: [Self; 3] = [Self::Plain, Self::Open, Self::Messages];
+impl MetricsFormat {
+    const ALL: [Self; 3] = [Self::Text, Self::OpenMetrics, Self::Protobuf];
 
     fn content_type(self) -> &'static str {
         match self {
-            Self::Plain => "text/plain; version=0.0.4; charset=utf-8",
-            Self::Open => "application/openmetrics-text; version=1.0.0; charset=utf-8",
-            Self::Messages => {
+            Self::Text => "text/plain; version=0.0.4; charset=utf-8",
+            Self::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            Self::Protobuf => {
                 "application/vnd.google.protobuf; proto=io.prometheus.client.MetricFamily; encoding=delimited"
             }
         }
@@ -137,7 +137,7 @@ impl Form {
     /// Format with the highest quality value, the first of equal ones; [`Form::Plain`] if none
     /// matches (RFC 9110, section 12.5.1).
     fn preferred<'a>(accepted: impl Iterator<Item = &'a str>) -> Self {
-        let mut best = (Self::Plain, 0.0);
+        let mut best = (Self::Text, 0.0);
         for range in accepted.flat_map(|line| line.split(',')) {
             let mut parts = range.split(';').map(str::trim);
             let kind = parts.next().unwrap_or_default();
@@ -153,9 +153,9 @@ impl Form {
                 }
             }
             let form = Self::ALL.into_iter().find(|form| match form {
-                Self::Plain => kind.eq_ignore_ascii_case("text/plain"),
-                Self::Open => kind.eq_ignore_ascii_case("application/openmetrics-text"),
-                Self::Messages => {
+                Self::Text => kind.eq_ignore_ascii_case("text/plain"),
+                Self::OpenMetrics => kind.eq_ignore_ascii_case("application/openmetrics-text"),
+                Self::Protobuf => {
                     kind.eq_ignore_ascii_case("application/vnd.google.protobuf")
                         && (proto, encoding) == ("io.prometheus.client.MetricFamily", "delimited")
                 }
@@ -170,19 +170,19 @@ impl Form {
     }
 
     /// Writes all metrics. `None` if the format cannot express them.
-    fn write(self, snapshot: Arc<Snapshot>, cgroups: Option<&Reader>, to: &mut Sheet) -> Option<()> {
-        let cgroups = cgroups.map(Reader::read).unwrap_or_default().into();
-        let families = Families { snapshot, process: Process::now(), cgroups };
+    fn write(self, snapshot: Arc<DaemonSnapshot>, cgroups: Option<&CgroupFiguresReader>, to: &mut ResponseBuffer) -> Option<()> {
+        let cgroups = cgroups.map(CgroupFiguresReader::read).unwrap_or_default().into();
+        let families = MetricFamilies { snapshot, process: ProcessMetrics::now(), cgroups };
         let mut registry = Registry::default();
         registry.register_collector(Box::new(families));
         match self {
-            Self::Open => text::encode(to, &registry).ok()?,
-            Self::Plain => {
-                let mut older = Older { to, line: String::new(), help: String::new() };
+            Self::OpenMetrics => text::encode(to, &registry).ok()?,
+            Self::Text => {
+                let mut older = TextFormatConverter { to, line: String::new(), help: String::new() };
                 text::encode_registry(&mut older, &registry).ok()?;
             }
             // One piece: the library encodes to a buffer only.
-            Self::Messages => to.add(prometheus_protobuf::encode_to_vec(&registry).ok()?),
+            Self::Protobuf => to.add(prometheus_protobuf::encode_to_vec(&registry).ok()?),
         }
         Some(())
     }
@@ -193,15 +193,15 @@ impl Form {
 ///
 /// Converts while the text is written: a conversion of the complete text, nine megabytes, took a
 /// fifth of a scrape.
-struct Older<'a> {
-    to: &'a mut Sheet,
+struct TextFormatConverter<'a> {
+    to: &'a mut ResponseBuffer,
     /// Incomplete line about a family.
     line: String,
     /// HELP line, which precedes TYPE, but needs the type for its name.
     help: String,
 }
 
-impl fmt::Write for Older<'_> {
+impl fmt::Write for TextFormatConverter<'_> {
     /// The library writes the beginning of a line about a family as a separate piece.
     fn write_str(&mut self, piece: &str) -> fmt::Result {
         let is_about = piece.starts_with('#') && self.to.is_at_line();
@@ -218,7 +218,7 @@ impl fmt::Write for Older<'_> {
     }
 }
 
-impl Older<'_> {
+impl TextFormatConverter<'_> {
     fn tell(&mut self) -> fmt::Result {
         if self.line.starts_with("# HELP ") {
             // Kept until the TYPE line with the suffix.
@@ -244,10 +244,10 @@ mod tests {
 
     #[test]
     fn slow_readers_share_few_answers() {
-        let mut given = Given::default();
+        let mut given = RecentResponses::default();
         let mut ask = |number: usize| {
             given.0.iter_mut().for_each(|(at, _)| *at -= FRESH);
-            let again = given.again();
+            let again = given.reusable();
             again.unwrap_or_else(|| {
                 let written = vec![Bytes::from(vec![0; number]), Bytes::from(vec![0; 1])];
                 given.keep(written.clone());
@@ -269,19 +269,19 @@ mod tests {
     }
 
     #[test]
-    fn whoever_asks_has_what_is_liked_best() {
-        let form = |accept: &str| Form::preferred([accept].into_iter());
-        assert_eq!(Form::preferred(std::iter::empty()), Form::Plain);
-        assert_eq!(form("*/*"), Form::Plain);
-        assert_eq!(form("text/html, application/openmetrics-text"), Form::Open);
+    fn the_preferred_format_is_chosen() {
+        let form = |accept: &str| MetricsFormat::preferred([accept].into_iter());
+        assert_eq!(MetricsFormat::preferred(std::iter::empty()), MetricsFormat::Text);
+        assert_eq!(form("*/*"), MetricsFormat::Text);
+        assert_eq!(form("text/html, application/openmetrics-text"), MetricsFormat::OpenMetrics);
         // Headers of Prometheus 2.42, without and with native histograms.
         let text = "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1";
-        assert_eq!(form(text), Form::Open);
+        assert_eq!(form(text), MetricsFormat::OpenMetrics);
         let messages = "application/vnd.google.protobuf;proto=io.prometheus.client.MetricFamily;encoding=delimited,application/openmetrics-text;version=1.0.0;q=0.8,*/*;q=0.1";
-        assert_eq!(form(messages), Form::Messages);
-        assert_eq!(form("application/openmetrics-text;q=0.2,text/plain;q=0.5"), Form::Plain);
-        assert_eq!(form("application/vnd.google.protobuf;proto=other;encoding=delimited"), Form::Plain);
-        assert_eq!(form("application/openmetrics-text;q=lots"), Form::Plain);
+        assert_eq!(form(messages), MetricsFormat::Protobuf);
+        assert_eq!(form("application/openmetrics-text;q=0.2,text/plain;q=0.5"), MetricsFormat::Text);
+        assert_eq!(form("application/vnd.google.protobuf;proto=other;encoding=delimited"), MetricsFormat::Text);
+        assert_eq!(form("application/openmetrics-text;q=lots"), MetricsFormat::Text);
     }
 
     #[test]
@@ -297,9 +297,9 @@ mod tests {
                       weir_disk_read_bytes_total{disk=\"# TYPE\"} 1\n\
                       # HELP weir_build_info About.\n# TYPE weir_build_info gauge\nweir_build_info{version=\"1\"} 1\n\
                       # HELP weir_disk_size_bytes Size.\n# TYPE weir_disk_size_bytes gauge\n";
-        let (mut sheet, _reader) = pieces::blank();
-        let mut older = Older { to: &mut sheet, line: String::new(), help: String::new() };
+        let (mut sheet, _reader) = pieces::response_channel();
+        let mut older = TextFormatConverter { to: &mut sheet, line: String::new(), help: String::new() };
         open.concat().into_iter().try_for_each(|piece| older.write_str(piece)).unwrap();
-        assert_eq!(sheet.end().concat(), expect.as_bytes());
+        assert_eq!(sheet.finish().concat(), expect.as_bytes());
     }
 }

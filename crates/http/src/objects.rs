@@ -17,23 +17,23 @@ use api::{
     MemberActivity, PrefetchActivity, ThrottleCause, ThrottledTotals, TransferRates,
 };
 use block::{
-    device::Statistics,
-    disk::Totals,
-    measures::{Spread, Timed, Whose},
+    device::DeviceStatistics,
+    disk::DiskTotals,
+    measures::{HistogramSnapshot, OperationClass, CauseLevel},
 };
 use policy::{
-    counter::{self, Growth},
+    counter::{self, CounterGrowth},
     request::Direction,
-    throttle::{Counters, Enforcement, Level, LimitKind, Limits, Part, Setting, Stats},
+    throttle::{AdmissionCounters, Enforcement, LimitLevel, LimitKind, Limits, LimitPart, LimitSetting, ThrottleStats},
 };
 use serde::Serialize;
 use serde_json::{Number, Value};
 
 use super::{
-    desk::Of,
-    lately::Lately,
-    sample::{Latencies, Sample, rounded},
-    snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, Snapshot, ThrottleFigures},
+    desk::ObjectKind,
+    lately::RecentCounters,
+    sample::{Latencies, ActivitySample, rounded},
+    snapshot::{DeviceFigures, DiskFigures, ExportFigures, GroupFigures, DaemonSnapshot, ThrottleFigures},
 };
 
 /// Members of an activity, by name.
@@ -46,7 +46,7 @@ fn object(activity: &impl Serialize) -> ActivityObject {
 
 /// All objects at one moment.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Objects {
+pub(super) struct ActivityObjects {
     pub(super) time_ms: u64,
     pub(super) started_ms: u64,
     pub(super) disks: BTreeMap<Arc<str>, ActivityObject>,
@@ -56,47 +56,47 @@ pub(super) struct Objects {
 
 /// Previous readings, from which the activity of the last second is computed.
 #[derive(Debug, Default)]
-pub(super) struct Before {
-    disks: HashMap<Arc<str>, DiskBefore>,
-    groups: HashMap<Arc<str>, GroupBefore>,
-    devices: HashMap<Arc<str>, Lately<5>>,
+pub(super) struct PreviousReadings {
+    disks: HashMap<Arc<str>, DiskReadings>,
+    groups: HashMap<Arc<str>, GroupReadings>,
+    devices: HashMap<Arc<str>, RecentCounters<5>>,
 }
 
 #[derive(Debug, Default)]
-struct DiskBefore {
-    totals: Lately<10>,
-    last: LastSecond,
+struct DiskReadings {
+    totals: RecentCounters<10>,
+    last: SecondReadings,
 }
 
 #[derive(Debug, Default)]
-struct GroupBefore {
-    limited: Lately<1>,
-    took: Took,
+struct GroupReadings {
+    limited: RecentCounters<1>,
+    took: SecondLatencies,
     wait_p99_ns: Option<u64>,
 }
 
 /// Values that are computed once a second, because they are large: latencies and throttle causes.
 #[derive(Debug, Default)]
-struct LastSecond {
+struct SecondReadings {
     /// Reads and writes by latency bucket, modulo 2³², which halves the memory.
     counts: Vec<u32>,
     /// Requests by bucket of throttle wait.
     waits: Vec<u32>,
     /// Throttled time by owner, limit and direction.
-    held: Option<[u64; HELD]>,
-    took: Took,
+    held: Option<[u64; CAUSES]>,
+    took: SecondLatencies,
     wait_p99_ns: Option<u64>,
-    held_longest: Option<(Whose, LimitKind)>,
+    held_longest: Option<(CauseLevel, LimitKind)>,
 }
 
 /// Growth of a disk's counts in the last second, by bucket of latency and of wait.
 #[derive(Clone, Debug, Default)]
-struct LastCounts {
+struct LastSecondCounts {
     took: Vec<u64>,
     waited: Vec<u64>,
 }
 
-impl LastCounts {
+impl LastSecondCounts {
     fn add(&mut self, other: &Self) {
         for (sums, more) in [(&mut self.took, &other.took), (&mut self.waited, &other.waited)] {
             sums.resize(more.len(), 0);
@@ -107,7 +107,7 @@ impl LastCounts {
 
 /// Latencies of a second's requests; `None` if unknown.
 #[derive(Debug, Default, PartialEq, Eq)]
-struct Took {
+struct SecondLatencies {
     p50_ns: Option<u64>,
     p99_ns: Option<u64>,
     latencies: Option<Latencies>,
@@ -115,34 +115,34 @@ struct Took {
 
 /// Bound of the memory for each disk in bytes: both counts have 135 buckets.
 #[cfg(test)]
-pub(super) const MOST_OF_A_DISK: usize =
-    size_of::<DiskBefore>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;
+pub(super) const MAX_BYTES_PER_DISK: usize =
+    size_of::<DiskReadings>() + 16 * size_of::<(Instant, [u64; 10])>() + 2 * 4 * 160;
 
 pub(super) fn milliseconds(time: SystemTime) -> u64 {
     let since = time.duration_since(UNIX_EPOCH).unwrap_or_default();
     u64::try_from(since.as_millis()).unwrap_or(u64::MAX)
 }
 
-impl Before {
+impl PreviousReadings {
     /// Computes the objects of a snapshot newer than all before. `is_another`: a new second has
     /// begun.
-    pub(super) fn tell(&mut self, snapshot: &Snapshot, is_another: bool) -> Objects {
+    pub(super) fn objects(&mut self, snapshot: &DaemonSnapshot, is_another: bool) -> ActivityObjects {
         let mut exports: HashMap<&str, Vec<&ExportFigures>> = HashMap::new();
         for export in &snapshot.exports {
             exports.entry(&export.disk).or_default().push(export);
         }
         let groups: HashMap<&str, &GroupFigures> =
             snapshot.groups.iter().map(|group| (&*group.name, group)).collect();
-        let mut objects = Objects {
+        let mut objects = ActivityObjects {
             time_ms: milliseconds(SystemTime::now()),
             started_ms: u64::try_from(snapshot.started.as_millis()).unwrap_or(u64::MAX),
-            ..Objects::default()
+            ..ActivityObjects::default()
         };
-        let mut of_groups: HashMap<&str, OfDisks> = HashMap::new();
+        let mut of_groups: HashMap<&str, MemberTotals> = HashMap::new();
         for figures in &snapshot.disks {
             let before = self.disks.entry(Arc::clone(&figures.name)).or_default();
             // Histograms are read once a second only: they are large.
-            let grown = if is_another { before.last.look(figures) } else { None };
+            let grown = if is_another { before.last.update(figures) } else { None };
             let exports = exports.get(&*figures.name).map(Vec::as_slice).unwrap_or_default();
             let (activity, passed) = disk(figures, exports, &groups, before, snapshot.taken);
             objects.disks.insert(Arc::clone(&figures.name), object(&activity));
@@ -155,9 +155,9 @@ impl Before {
         for figures in &snapshot.groups {
             let name: Arc<str> = figures.name.as_str().into();
             let before = self.groups.entry(Arc::clone(&name)).or_default();
-            let OfDisks { passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
+            let MemberTotals { passed, grown } = of_groups.remove(&*figures.name).unwrap_or_default();
             if is_another {
-                before.took = Took::of(grown.as_ref().map(|grown| &*grown.took));
+                before.took = SecondLatencies::of(grown.as_ref().map(|grown| &*grown.took));
                 before.wait_p99_ns = grown.as_ref().and_then(|grown| wait_p99_ns(&grown.waited));
             }
             objects.groups.insert(name, object(&group(figures, &passed, before, snapshot.taken)));
@@ -183,16 +183,16 @@ fn ratio(value: f64) -> Number {
 /// Requests of disks. A limit that is set on no disk has no counters, so the counters of
 /// a group are those of its disks.
 #[derive(Clone, Copy, Debug, Default)]
-struct Passed {
-    totals: Totals,
+struct ServedRequests {
+    totals: DiskTotals,
     per_second: [f64; 4],
     /// Share of the last second during which some request was throttled.
     held: f64,
 }
 
-impl Passed {
+impl ServedRequests {
     fn add(&mut self, other: &Self) {
-        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = &mut self.totals;
+        let DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests } = &mut self.totals;
         for (sum, more) in [
             (reads, other.totals.reads),
             (writes, other.totals.writes),
@@ -210,13 +210,13 @@ impl Passed {
 
 /// Requests of the disks in and below a group.
 #[derive(Debug, Default)]
-struct OfDisks {
-    passed: Passed,
-    grown: Option<LastCounts>,
+struct MemberTotals {
+    passed: ServedRequests,
+    grown: Option<LastSecondCounts>,
 }
 
-impl OfDisks {
-    fn add(&mut self, passed: &Passed, grown: Option<&LastCounts>) {
+impl MemberTotals {
+    fn add(&mut self, passed: &ServedRequests, grown: Option<&LastSecondCounts>) {
         self.passed.add(passed);
         if let Some(grown) = grown {
             self.grown.get_or_insert_default().add(grown);
@@ -225,7 +225,7 @@ impl OfDisks {
 }
 
 /// Rates of counters in this order: operations, bytes; of each reads, writes.
-fn per_second<const N: usize>(growth: Option<&Growth<N>>) -> [f64; 4] {
+fn per_second<const N: usize>(growth: Option<&CounterGrowth<N>>) -> [f64; 4] {
     array::from_fn(|index| growth.map_or(0.0, |growth| growth.per_second(index)))
 }
 
@@ -238,9 +238,9 @@ fn disk(
     figures: &DiskFigures,
     exports: &[&ExportFigures],
     groups: &HashMap<&str, &GroupFigures>,
-    before: &mut DiskBefore,
+    before: &mut DiskReadings,
     now: Instant,
-) -> (DiskActivity, Passed) {
+) -> (DiskActivity, ServedRequests) {
     let DiskFigures { totals, errors, throttle: ThrottleFigures { stats, .. }, .. } = figures;
     let prefetch = figures.prefetch.as_ref();
     // Partial hits and skipped reads count as misses: the client waited for the device.
@@ -261,14 +261,14 @@ fn disk(
         lookups[0],
         lookups[1],
     ];
-    let growth = before.totals.look(now, counts);
+    let growth = before.totals.add_reading(now, counts);
     let waiting: usize = stats.waiting.iter().sum();
     // Reads and writes may be throttled at the same time, so the larger share counts.
     let waited = growth.map_or(0.0, |growth| growth.share_of_time(4).max(growth.share_of_time(5)));
     // A wait is counted when it ends. A longer one shows as waiting requests without progress.
     let is_stuck = waiting > 0 && growth.is_some_and(|growth| growth.by[..2] == [0, 0]);
     let held = if is_stuck { 1.0 } else { waited };
-    let passed = Passed { totals: *totals, per_second: per_second(growth.as_ref()), held };
+    let passed = ServedRequests { totals: *totals, per_second: per_second(growth.as_ref()), held };
     let latencies = LatencyPercentiles {
         latency_p50_ns: before.last.took.p50_ns,
         latency_p99_ns: before.last.took.p99_ns,
@@ -279,7 +279,7 @@ fn disk(
     let covered = |covered_bytes: u64| (covered_bytes as f64 / figures.size_bytes.max(1) as f64).min(1.0);
     let activity = DiskActivity {
         name: figures.name.to_string(),
-        member: member(group, latencies, cause, &passed, &figures.throttle),
+        member: member_activity(group, latencies, cause, &passed, &figures.throttle),
         format: figures.format,
         cache: figures.cache,
         size: figures.size_bytes,
@@ -296,7 +296,7 @@ fn disk(
             hit_rate: growth.and_then(|growth| growth.ratio(6, 7)).map(ratio),
             memory: stats.memory_bytes,
             streams: stats.streams.into(),
-            closed: stats.closed,
+            closed: stats.is_gate_closed,
         }),
         l2_cache: l2.map(|l2| CacheActivity {
             hit_rate: growth.and_then(|growth| growth.ratio(8, 9)).map(ratio),
@@ -312,10 +312,10 @@ fn export(figures: &ExportFigures) -> ExportActivity {
     ExportActivity { id: id.clone(), kind, connections: *connections, counters: counters.clone() }
 }
 
-fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now: Instant) -> GroupActivity {
-    let growth = before.limited.look(now, [figures.throttle.stats.limited_ns]);
+fn group(figures: &GroupFigures, passed: &ServedRequests, before: &mut GroupReadings, now: Instant) -> GroupActivity {
+    let growth = before.limited.add_reading(now, [figures.throttle.stats.throttled_ns]);
     let throttled = growth.map_or(0.0, |growth| growth.share_of_time(0));
-    let passed = Passed { held: passed.held.max(throttled), ..*passed };
+    let passed = ServedRequests { held: passed.held.max(throttled), ..*passed };
     let latencies = LatencyPercentiles {
         latency_p50_ns: before.took.p50_ns,
         latency_p99_ns: before.took.p99_ns,
@@ -323,25 +323,25 @@ fn group(figures: &GroupFigures, passed: &Passed, before: &mut GroupBefore, now:
     };
     // `binding` keeps the last cause, so it is shown only if time was added in this second.
     let has_waited = growth.is_some_and(|growth| growth.by[0] > 0);
-    let cause = figures.throttle.stats.binding.filter(|_| has_waited).map(|kind| ThrottleCause {
+    let cause = figures.throttle.stats.throttle_cause.filter(|_| has_waited).map(|kind| ThrottleCause {
         of: "group",
         name: figures.name.clone(),
         limit: limit_name(kind),
     });
     GroupActivity {
         name: figures.name.clone(),
-        member: member(figures.parent.clone(), latencies, cause, &passed, &figures.throttle),
+        member: member_activity(figures.parent.clone(), latencies, cause, &passed, &figures.throttle),
         cluster: figures
-            .lent
+            .cluster_limits
             .as_ref()
-            .map(|(whole, is_leased)| ClusterLimits { limits: set(whole), leased: *is_leased }),
+            .map(|(whole, is_leased)| ClusterLimits { limits: set_limits(whole), leased: *is_leased }),
     }
 }
 
-fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> DeviceActivity {
+fn device(figures: &DeviceFigures, before: &mut RecentCounters<5>, now: Instant) -> DeviceActivity {
     let growth = figures.statistics.as_ref().and_then(|statistics| {
-        let Statistics { reads, writes, read_bytes, written_bytes, busy_ms, .. } = *statistics;
-        before.look(now, [reads, writes, read_bytes, written_bytes, busy_ms.saturating_mul(1_000_000)])
+        let DeviceStatistics { reads, writes, read_bytes, written_bytes, busy_ms, .. } = *statistics;
+        before.add_reading(now, [reads, writes, read_bytes, written_bytes, busy_ms.saturating_mul(1_000_000)])
     });
     DeviceActivity {
         name: figures.name.clone(),
@@ -358,11 +358,11 @@ fn device(figures: &DeviceFigures, before: &mut Lately<5>, now: Instant) -> Devi
 }
 
 /// Members that disks and groups share.
-fn member(
+fn member_activity(
     group: Option<String>,
     latencies: LatencyPercentiles,
     throttle_cause: Option<ThrottleCause>,
-    passed: &Passed,
+    passed: &ServedRequests,
     figures: &ThrottleFigures,
 ) -> MemberActivity {
     let ThrottleFigures { stats, limits, share, watermark, enforcement } = figures;
@@ -374,7 +374,7 @@ fn member(
     let (has_watermark, totals) = (*watermark > 0, &passed.totals);
     let reserved = |amount: u64| (amount > 0).then_some(amount);
     // A limit that no disk has counts nothing, so totals are those of the disks.
-    let totals_of = |requests, bytes, counters: &Counters| ThrottledTotals {
+    let totals_of = |requests, bytes, counters: &AdmissionCounters| ThrottledTotals {
         requests,
         bytes,
         throttled: counters.throttled,
@@ -387,7 +387,7 @@ fn member(
         reads: totals_of(totals.reads, totals.read_bytes, &stats.reads),
         writes: totals_of(totals.writes, totals.written_bytes, &stats.writes),
         rates: rates(passed.per_second),
-        limits: set(limits),
+        limits: set_limits(limits),
         weight: share.weight(),
         iops_reservation: reserved(share.iops_reservation()),
         bps_reservation: reserved(share.bps_reservation()),
@@ -401,46 +401,46 @@ fn member(
 }
 
 /// Set limits, by name.
-fn set(limits: &Limits) -> LimitValues {
-    let is_set = |setting: &&Setting| match setting {
-        Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
+fn set_limits(limits: &Limits) -> LimitValues {
+    let is_set = |setting: &&LimitSetting| match setting {
+        LimitSetting::Limit(kind, LimitPart::BurstLength) => limits.limit(*kind).burst_length_s > 1,
         setting => limits.get(**setting) > 0,
     };
-    let entry = |setting: &Setting| (setting.name().to_owned(), limits.get(*setting));
-    Setting::ALL.iter().filter(is_set).map(entry).collect()
+    let entry = |setting: &LimitSetting| (setting.name().to_owned(), limits.get(*setting));
+    LimitSetting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
 /// Level of the fullest bucket; `None` without limits.
-fn bucket_level(stats: &Stats) -> Option<f64> {
-    stats.levels.iter().flatten().map(Level::ratio).max_by(f64::total_cmp)
+fn bucket_level(stats: &ThrottleStats) -> Option<f64> {
+    stats.levels.iter().flatten().map(LimitLevel::ratio).max_by(f64::total_cmp)
 }
 
 /// Level and capacity of each bucket, by the name of its limit.
-fn buckets(stats: &Stats) -> BTreeMap<&'static str, BucketActivity> {
+fn buckets(stats: &ThrottleStats) -> BTreeMap<&'static str, BucketActivity> {
     let bucket = |kind: LimitKind| {
         let level = stats.levels[kind.index()].as_ref()?;
-        let Level { units, capacity, .. } = *level;
+        let LimitLevel { units, capacity, .. } = *level;
         Some((limit_name(kind), BucketActivity { level: units, capacity, ratio: ratio(level.ratio()) }))
     };
     LimitKind::ALL.into_iter().filter_map(bucket).collect()
 }
 
 const fn limit_name(kind: LimitKind) -> &'static str {
-    Setting::Limit(kind, Part::Rate).name()
+    LimitSetting::Limit(kind, LimitPart::Rate).name()
 }
 
-const HELD: usize = Whose::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
+const CAUSES: usize = CauseLevel::ALL.len() * LimitKind::ALL.len() * Direction::ALL.len();
 
 /// Throttled time by owner, limit and direction.
-fn held(figures: &DiskFigures) -> [u64; HELD] {
-    let mut all = [0; HELD];
-    let each = Whose::ALL.into_iter().flat_map(|whose| {
+fn throttled_ns(figures: &DiskFigures) -> [u64; CAUSES] {
+    let mut all = [0; CAUSES];
+    let each = CauseLevel::ALL.into_iter().flat_map(|whose| {
         LimitKind::ALL
             .into_iter()
             .flat_map(move |kind| Direction::ALL.into_iter().map(move |direction| (whose, kind, direction)))
     });
     for (place, (whose, kind, direction)) in all.iter_mut().zip(each) {
-        *place = figures.measures.held_ns(whose, kind, direction);
+        *place = figures.measures.throttled_ns(whose, kind, direction);
     }
     all
 }
@@ -449,43 +449,43 @@ fn held(figures: &DiskFigures) -> [u64; HELD] {
 fn throttle_cause(
     figures: &DiskFigures,
     groups: &HashMap<&str, &GroupFigures>,
-    longest: Option<(Whose, LimitKind)>,
+    longest: Option<(CauseLevel, LimitKind)>,
 ) -> Option<ThrottleCause> {
-    let above = |whose: Whose| {
+    let above = |whose: CauseLevel| {
         let group = groups.get(&*figures.group).copied();
         match whose {
-            Whose::Disk => None,
-            Whose::Group => group,
-            Whose::Above => {
+            CauseLevel::Disk => None,
+            CauseLevel::Group => group,
+            CauseLevel::Above => {
                 let above =
                     std::iter::successors(group, |group| groups.get(group.parent.as_deref()?).copied());
                 // The first group above that is throttled, else the nearest one.
                 let mut above = above.skip(1);
                 let first = above.clone().next();
-                above.find(|group| group.throttle.stats.binding.is_some()).or(first)
+                above.find(|group| group.throttle.stats.throttle_cause.is_some()).or(first)
             }
         }
     };
-    let tell = |whose: Whose, kind: LimitKind| {
+    let tell = |whose: CauseLevel, kind: LimitKind| {
         let name = above(whose).map_or(&*figures.name, |group| &*group.name);
         let of = match whose {
-            Whose::Disk => "disk",
-            Whose::Group => "group",
-            Whose::Above => "above",
+            CauseLevel::Disk => "disk",
+            CauseLevel::Group => "group",
+            CauseLevel::Above => "above",
         };
         ThrottleCause { of, name: name.to_owned(), limit: limit_name(kind) }
     };
     if let Some((whose, kind)) = longest {
         return Some(tell(whose, kind));
     }
-    let waits = |stats: &Stats| stats.binding.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
+    let waits = |stats: &ThrottleStats| stats.throttle_cause.filter(|_| stats.waiting.iter().sum::<usize>() > 0);
     if figures.throttle.stats.waiting == [0, 0] {
         return None;
     }
     if let Some(kind) = waits(&figures.throttle.stats) {
-        return Some(tell(Whose::Disk, kind));
+        return Some(tell(CauseLevel::Disk, kind));
     }
-    for whose in [Whose::Group, Whose::Above] {
+    for whose in [CauseLevel::Group, CauseLevel::Above] {
         if let Some(kind) = above(whose).and_then(|group| waits(&group.throttle.stats)) {
             return Some(tell(whose, kind));
         }
@@ -493,37 +493,37 @@ fn throttle_cause(
     None
 }
 
-impl LastSecond {
+impl SecondReadings {
     /// Growth since the previous call; `None` for the first.
-    fn look(&mut self, figures: &DiskFigures) -> Option<LastCounts> {
+    fn update(&mut self, figures: &DiskFigures) -> Option<LastSecondCounts> {
         let measures = &figures.measures;
-        let took = grown(&mut self.counts, [Timed::Read, Timed::Write].map(|of| measures.latency(of)));
-        let waited = grown(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
-        self.took = Took::of(took.as_deref());
+        let took = growth_of_both(&mut self.counts, [OperationClass::Read, OperationClass::Write].map(|of| measures.latency(of)));
+        let waited = growth_of_both(&mut self.waits, Direction::ALL.map(|direction| measures.waits(direction)));
+        self.took = SecondLatencies::of(took.as_deref());
         self.wait_p99_ns = waited.as_deref().and_then(wait_p99_ns);
-        let now = held(figures);
+        let now = throttled_ns(figures);
         self.held_longest = self.held.replace(now).and_then(|before| {
             let grown = counter::growths(&before, &now)?;
             let (place, ns) = grown.into_iter().enumerate().max_by_key(|(_, ns)| *ns)?;
             // The index counts directions fastest, then limits, then owners.
             let place = (ns > 0).then_some(place / Direction::ALL.len())?;
-            Some((Whose::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
+            Some((CauseLevel::ALL[place / LimitKind::ALL.len()], LimitKind::ALL[place % LimitKind::ALL.len()]))
         });
-        Some(LastCounts { took: took?, waited: waited? })
+        Some(LastSecondCounts { took: took?, waited: waited? })
     }
 }
 
 /// 99th percentile of the wait, from counts by bucket. 0 in the first bucket, which holds requests
 /// that did not wait; `None` without requests.
 fn wait_p99_ns(counts: &[u64]) -> Option<u64> {
-    let (_, first_at_most_ns) = Spread::bounds_ns(0);
-    let p99_ns = Spread::rank_ns(counts, 0.99)?;
+    let (_, first_at_most_ns) = HistogramSnapshot::bounds_ns(0);
+    let p99_ns = HistogramSnapshot::quantile_ns(counts, 0.99)?;
     Some(if Some(p99_ns) > first_at_most_ns { p99_ns } else { 0 })
 }
 
 /// Growth of reads and writes together since the previous counts, which are replaced. `None` for
 /// the first call, and after another disk of the same name took over the counters.
-fn grown(before: &mut Vec<u32>, [reads, writes]: [Spread; 2]) -> Option<Vec<u64>> {
+fn growth_of_both(before: &mut Vec<u32>, [reads, writes]: [HistogramSnapshot; 2]) -> Option<Vec<u64>> {
     let sums = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let now: Vec<u32> = sums.map(|count| count as u32).collect();
     let before = std::mem::replace(before, now.clone());
@@ -533,12 +533,12 @@ fn grown(before: &mut Vec<u32>, [reads, writes]: [Spread; 2]) -> Option<Vec<u64>
     if before.is_empty() { None } else { grown.collect() }
 }
 
-impl Took {
+impl SecondLatencies {
     /// Percentiles of these counts.
     fn of(grown: Option<&[u64]>) -> Self {
-        let rank = |part| grown.and_then(|grown| Spread::rank_ns(grown, part));
+        let rank = |part| grown.and_then(|grown| HistogramSnapshot::quantile_ns(grown, part));
         let latencies = grown.map(|grown| {
-            let round = Spread::round_of(grown);
+            let round = HistogramSnapshot::round_of(grown);
             let mut rows = Latencies::default();
             for (place, count) in round.into_iter().enumerate() {
                 let row = &mut rows[place.min(Latencies::default().len() - 1)];
@@ -550,22 +550,22 @@ impl Took {
     }
 }
 
-impl Before {
+impl PreviousReadings {
     /// Latencies of a disk's or group's requests in the last second.
-    pub(super) fn latencies(&self, of: Of, name: &str) -> Option<&Latencies> {
+    pub(super) fn latencies(&self, of: ObjectKind, name: &str) -> Option<&Latencies> {
         let took = match of {
-            Of::Disk => self.disks.get(name).map(|disk| &disk.last.took),
-            Of::Group => self.groups.get(name).map(|group| &group.took),
+            ObjectKind::Disk => self.disks.get(name).map(|disk| &disk.last.took),
+            ObjectKind::Group => self.groups.get(name).map(|group| &group.took),
         };
         took?.latencies.as_ref()
     }
 }
 
 /// Sample of a disk or group for the history.
-pub(super) fn sample(object: &ActivityObject) -> Sample {
+pub(super) fn sample(object: &ActivityObject) -> ActivitySample {
     let number = |key: &str| object.get(key).and_then(Value::as_f64);
     let within = |key: &str| object.get(key)?.get("hit-rate")?.as_f64();
-    Sample {
+    ActivitySample {
         rates: [number("read-iops"), number("write-iops"), number("read-bps"), number("write-bps")],
         latency_ns: [number("latency-p50-ns"), number("latency-p99-ns")],
         waiting: number("waiting-requests"),
@@ -586,23 +586,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_second_bucket_of_a_burst_does_not_count_as_its_level() {
-        let mut stats = Stats {
-            reads: Counters::default(),
-            writes: Counters::default(),
+    fn level_is_of_the_first_burst_bucket() {
+        let mut stats = ThrottleStats {
+            reads: AdmissionCounters::default(),
+            writes: AdmissionCounters::default(),
             waits: WaitSummary::default(),
             recent_waits: WaitSummary::default(),
-            limited_ns: 0,
-            binding: Some(LimitKind::IopsTotal),
+            throttled_ns: 0,
+            throttle_cause: Some(LimitKind::IopsTotal),
             tokens: [None; 6],
             levels: [None; 6],
             waiting: [8, 0],
-            kept: None,
+            reservation: None,
         };
         assert_eq!((bucket_level(&stats), buckets(&stats).len()), (None, 0));
         // 4 s of a burst of 400 for 30 s over 100: requests wait for the burst rate.
         stats.tokens[LimitKind::IopsTotal.index()] = Some(0);
-        let level = Level { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
+        let level = LimitLevel { units: 1245, capacity: 12_000, empty_in_ns: 12_450_000_000 };
         stats.levels[LimitKind::IopsTotal.index()] = Some(level);
         assert_eq!(bucket_level(&stats).map(ratio), Number::from_f64(0.104));
         let bucket =
@@ -611,43 +611,43 @@ mod tests {
     }
 
     #[test]
-    fn waits_are_those_of_the_last_second_alone() {
-        let buckets = Measures::default().latency(Timed::Read).counts().len();
+    fn waits_are_of_the_last_second() {
+        let buckets = Measures::default().latency(OperationClass::Read).counts().len();
         let spread = |of: &[(usize, u64)]| {
             let mut counts = vec![0; buckets];
             of.iter().for_each(|&(place, count)| counts[place] = count);
-            Spread::new(counts, 0)
+            HistogramSnapshot::new(counts, 0)
         };
         let (short, long) = (40, 80);
         let mut before = Vec::new();
-        assert_eq!(grown(&mut before, [spread(&[(long, 100)]), spread(&[])]), None, "the first look");
-        let last = grown(&mut before, [spread(&[(long, 100)]), spread(&[(short, 50)])]).unwrap();
-        assert_eq!(wait_p99_ns(&last), Spread::rank_ns(spread(&[(short, 1)]).counts(), 0.5));
-        let last = grown(&mut before, [spread(&[(long, 100), (0, 900)]), spread(&[(short, 50)])]).unwrap();
+        assert_eq!(growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[])]), None, "the first look");
+        let last = growth_of_both(&mut before, [spread(&[(long, 100)]), spread(&[(short, 50)])]).unwrap();
+        assert_eq!(wait_p99_ns(&last), HistogramSnapshot::quantile_ns(spread(&[(short, 1)]).counts(), 0.5));
+        let last = growth_of_both(&mut before, [spread(&[(long, 100), (0, 900)]), spread(&[(short, 50)])]).unwrap();
         assert_eq!(wait_p99_ns(&last), Some(0), "none waited");
-        assert_eq!(grown(&mut before, [spread(&[(short, 3)]), spread(&[])]), None, "another disk counts");
-        let last = grown(&mut before, [spread(&[(short, 3)]), spread(&[])]).unwrap();
+        assert_eq!(growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]), None, "another disk counts");
+        let last = growth_of_both(&mut before, [spread(&[(short, 3)]), spread(&[])]).unwrap();
         assert_eq!(wait_p99_ns(&last), None, "no request was answered");
     }
 
     #[test]
     fn a_group_s_latencies_are_those_of_all_its_disks() {
-        let buckets = Measures::default().latency(Timed::Read).counts().len();
+        let buckets = Measures::default().latency(OperationClass::Read).counts().len();
         let counts = |place: usize, count| {
             let mut counts = vec![0; buckets];
             counts[place] = count;
             counts
         };
-        let grown = |took| LastCounts { took, waited: vec![0; buckets] };
-        let mut of_disks = OfDisks::default();
+        let grown = |took| LastSecondCounts { took, waited: vec![0; buckets] };
+        let mut of_disks = MemberTotals::default();
         // The growth of a new disk is unknown.
-        of_disks.add(&Passed::default(), None);
+        of_disks.add(&ServedRequests::default(), None);
         assert!(of_disks.grown.is_none());
         let (short, long) = (20, 60);
-        of_disks.add(&Passed::default(), Some(&grown(counts(short, 900))));
-        of_disks.add(&Passed::default(), Some(&grown(counts(long, 100))));
-        let took = Took::of(Some(&of_disks.grown.unwrap().took));
-        let alone = |place| Spread::rank_ns(&counts(place, 1), 0.5);
+        of_disks.add(&ServedRequests::default(), Some(&grown(counts(short, 900))));
+        of_disks.add(&ServedRequests::default(), Some(&grown(counts(long, 100))));
+        let took = SecondLatencies::of(Some(&of_disks.grown.unwrap().took));
+        let alone = |place| HistogramSnapshot::quantile_ns(&counts(place, 1), 0.5);
         assert_eq!((took.p50_ns, took.p99_ns), (alone(short), alone(long)));
         assert_eq!(took.latencies.unwrap().iter().sum::<u32>(), 1000);
     }

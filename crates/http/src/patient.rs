@@ -15,38 +15,38 @@ use tokio::{
     time::{Sleep, sleep},
 };
 
-use super::connections::Stream;
+use super::connections::HttpStream;
 
 /// Time that a client may leave data unread.
-const PATIENCE: Duration = Duration::from_secs(10);
+const STALL_LIMIT: Duration = Duration::from_secs(10);
 
-pub(super) struct Patient {
-    stream: Box<dyn Stream>,
-    patience: Duration,
+pub(super) struct StallTimeout {
+    stream: Box<dyn HttpStream>,
+    limit: Duration,
     /// Set while data waits to be sent.
     until: Option<Pin<Box<Sleep>>>,
 }
 
-impl Patient {
-    pub(super) fn new(stream: Box<dyn Stream>) -> Self {
-        Self { stream, patience: PATIENCE, until: None }
+impl StallTimeout {
+    pub(super) fn new(stream: Box<dyn HttpStream>) -> Self {
+        Self { stream, limit: STALL_LIMIT, until: None }
     }
 
     /// Returns the result of a write, or fails after a stall of `patience`.
-    fn judge<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+    fn check_stall<T>(&mut self, context: &mut Context<'_>, sent: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
         // Progress of any size resets the timer.
         if sent.is_ready() {
             self.until = None;
             return sent;
         }
-        let patience = self.patience;
+        let patience = self.limit;
         let until = self.until.get_or_insert_with(|| Box::pin(sleep(patience)));
         ready!(until.as_mut().poll(context));
         Poll::Ready(Err(io::ErrorKind::TimedOut.into()))
     }
 }
 
-impl AsyncRead for Patient {
+impl AsyncRead for StallTimeout {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -56,14 +56,14 @@ impl AsyncRead for Patient {
     }
 }
 
-impl AsyncWrite for Patient {
+impl AsyncWrite for StallTimeout {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
         bytes: &[u8],
     ) -> Poll<io::Result<usize>> {
         let sent = Pin::new(&mut self.stream).poll_write(context, bytes);
-        self.judge(context, sent)
+        self.check_stall(context, sent)
     }
 
     fn poll_write_vectored(
@@ -72,7 +72,7 @@ impl AsyncWrite for Patient {
         pieces: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         let sent = Pin::new(&mut self.stream).poll_write_vectored(context, pieces);
-        self.judge(context, sent)
+        self.check_stall(context, sent)
     }
 
     /// Forwarded: without vectored writes hyper copies all data once more.
@@ -82,12 +82,12 @@ impl AsyncWrite for Patient {
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let sent = Pin::new(&mut self.stream).poll_flush(context);
-        self.judge(context, sent)
+        self.check_stall(context, sent)
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
         let sent = Pin::new(&mut self.stream).poll_shutdown(context);
-        self.judge(context, sent)
+        self.check_stall(context, sent)
     }
 }
 
@@ -100,7 +100,7 @@ mod tests {
     use super::*;
 
     /// Writes until the socket is full, or until the connection fails.
-    async fn fill(patient: &mut Patient) -> io::Result<()> {
+    async fn fill(patient: &mut StallTimeout) -> io::Result<()> {
         poll_fn(|context| {
             loop {
                 match Pin::new(&mut *patient).poll_write(context, &[0; 4096]) {
@@ -114,12 +114,12 @@ mod tests {
     }
 
     #[test]
-    fn whoever_does_not_read_is_given_up_once_the_time_is_over() {
+    fn a_stalled_client_times_out() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let mut patient =
-                Patient { patience: Duration::from_secs(86_400), ..Patient::new(Box::new(ours)) };
+                StallTimeout { limit: Duration::from_secs(86_400), ..StallTimeout::new(Box::new(ours)) };
             fill(&mut patient).await.unwrap();
             assert!(patient.until.is_some());
             // Any progress of the client restarts the timeout.
@@ -128,7 +128,7 @@ mod tests {
             while theirs.try_read(&mut bytes).is_ok() {}
             poll_fn(|context| Pin::new(&mut patient).poll_write(context, &[0])).await.unwrap();
             assert!(patient.until.is_none());
-            patient.patience = Duration::ZERO;
+            patient.limit = Duration::ZERO;
             fill(&mut patient).await.unwrap();
             let error =
                 poll_fn(|context| Pin::new(&mut patient).poll_write(context, &[0])).await.unwrap_err();

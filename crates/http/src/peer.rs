@@ -9,16 +9,16 @@ use std::{
 
 /// Identity of a client. Every request carries it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Peer {
+pub(super) enum HttpPeer {
     Address(IpAddr),
     /// User of a Unix socket's peer (unix(7), SO_PEERCRED).
     User(Option<u32>),
 }
 
-impl Peer {
+impl HttpPeer {
     /// Unit of the bounds for clients: the /64 network for IPv6, and one for all loopback
     /// addresses, since one client may use all addresses of either.
-    pub(super) fn source(self) -> Self {
+    pub(super) fn bound_key(self) -> Self {
         match self {
             Self::Address(address) if address.is_loopback() => Self::Address(Ipv4Addr::LOCALHOST.into()),
             Self::Address(IpAddr::V6(v6)) => {
@@ -30,7 +30,7 @@ impl Peer {
     }
 }
 
-impl fmt::Display for Peer {
+impl fmt::Display for HttpPeer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Address(address) => address.fmt(f),

@@ -24,23 +24,23 @@ const PIECE: usize = 64 << 10;
 const LINE: usize = 1 << 10;
 
 /// Creates an empty sheet and the body that reads it.
-pub(super) fn blank() -> (Sheet, Pieces) {
+pub(super) fn response_channel() -> (ResponseBuffer, ResponsePieces) {
     let (reader, rest) = mpsc::unbounded_channel();
     (
-        Sheet { text: String::new(), written: Vec::new(), reader },
-        Pieces { ready: VecDeque::new(), rest: Some(rest) },
+        ResponseBuffer { text: String::new(), written: Vec::new(), reader },
+        ResponsePieces { ready: VecDeque::new(), rest: Some(rest) },
     )
 }
 
 /// Buffer of a response, written line by line. Dropped before [`Self::end`] it fails the response.
-pub(super) struct Sheet {
+pub(super) struct ResponseBuffer {
     text: String,
     written: Vec<Bytes>,
     /// Pieces for the reader; `None` marks the end.
     reader: mpsc::UnboundedSender<Option<Bytes>>,
 }
 
-impl Sheet {
+impl ResponseBuffer {
     /// True at the beginning of a line.
     pub(super) fn is_at_line(&self) -> bool {
         self.text.as_bytes().last().is_none_or(|last| *last == b'\n')
@@ -55,13 +55,13 @@ impl Sheet {
     }
 
     /// Completes the response and returns its pieces.
-    pub(super) fn end(mut self) -> Vec<Bytes> {
-        self.hand_over();
+    pub(super) fn finish(mut self) -> Vec<Bytes> {
+        self.flush_piece();
         let _ = self.reader.send(None);
         self.written
     }
 
-    fn hand_over(&mut self) {
+    fn flush_piece(&mut self) {
         if !self.text.is_empty() {
             // Allocated at full size: growing it would copy each piece.
             let next = String::with_capacity(PIECE + LINE);
@@ -71,31 +71,31 @@ impl Sheet {
     }
 }
 
-impl fmt::Write for Sheet {
+impl fmt::Write for ResponseBuffer {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         self.text.push_str(text);
         // Only at a line end: `Older` looks for the beginning of a line.
         if self.text.len() >= PIECE && text.ends_with('\n') {
-            self.hand_over();
+            self.flush_piece();
         }
         Ok(())
     }
 }
 
 /// Body of a response to one client.
-pub(super) struct Pieces {
+pub(super) struct ResponsePieces {
     ready: VecDeque<Bytes>,
     /// Receiver of pieces that are not written yet.
     rest: Option<mpsc::UnboundedReceiver<Option<Bytes>>>,
 }
 
-impl From<Vec<Bytes>> for Pieces {
+impl From<Vec<Bytes>> for ResponsePieces {
     fn from(written: Vec<Bytes>) -> Self {
         Self { ready: written.into(), rest: None }
     }
 }
 
-impl Body for Pieces {
+impl Body for ResponsePieces {
     type Data = Bytes;
     type Error = io::Error;
 
@@ -131,12 +131,12 @@ mod tests {
 
     use super::*;
 
-    fn next(pieces: &mut Pieces) -> Poll<Option<io::Result<Bytes>>> {
+    fn next(pieces: &mut ResponsePieces) -> Poll<Option<io::Result<Bytes>>> {
         let frame = Pin::new(pieces).poll_frame(&mut Context::from_waker(Waker::noop()));
         frame.map(|frame| frame.map(|frame| frame.map(|frame| frame.into_data().unwrap())))
     }
 
-    fn whole(mut pieces: Pieces) -> Vec<u8> {
+    fn whole(mut pieces: ResponsePieces) -> Vec<u8> {
         let mut all = Vec::new();
         while let Poll::Ready(Some(piece)) = next(&mut pieces) {
             all.extend(piece.unwrap());
@@ -145,8 +145,8 @@ mod tests {
     }
 
     #[test]
-    fn it_is_read_while_it_is_written_and_again_as_a_whole() {
-        let (mut sheet, mut pieces) = blank();
+    fn pieces_are_sent_while_written_and_shared_later() {
+        let (mut sheet, mut pieces) = response_channel();
         let line = "x".repeat(1000) + "\n";
         let mut expect = String::new();
         while expect.len() < PIECE {
@@ -161,16 +161,16 @@ mod tests {
         assert!(next(&mut pieces).is_pending() && sheet.is_at_line());
         sheet.write_str("the last").unwrap();
         assert!(!sheet.is_at_line());
-        let written = sheet.end();
+        let written = sheet.finish();
         assert_eq!(whole(pieces), b"the last");
-        let again = Pieces::from(written);
+        let again = ResponsePieces::from(written);
         assert_eq!(again.size_hint().exact(), Some(expect.len() as u64 + 8));
         assert_eq!(whole(again), (expect + "the last").into_bytes());
     }
 
     #[test]
-    fn half_of_it_is_an_error() {
-        let (mut sheet, mut pieces) = blank();
+    fn a_truncated_response_is_an_error() {
+        let (mut sheet, mut pieces) = response_channel();
         sheet.add("half");
         drop(sheet);
         assert!(matches!(next(&mut pieces), Poll::Ready(Some(Ok(_)))));

@@ -17,31 +17,31 @@ use axum::{
     http::StatusCode,
     response::Response,
 };
-use block::layer::throttle::{DiskSettings, Group, GroupSettings};
+use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings};
 use control::{
     qmp,
     registry::{Registry, RunningDisk},
 };
-use simulator::preview::{DiskThen, Felt, GroupThen};
+use simulator::preview::{PreviewDisk, PreviewResult, PreviewGroup};
 use tokio::time::timeout;
 
 use super::{
-    answers::{answer, failure, silent},
+    answers::{json_response, error_response, unavailable_response},
     body,
-    desk::{Of, Refused, Then, Wanted},
-    peer::Peer,
-    previews::Outcome,
+    desk::{ObjectKind, ChangeError, PreviewInput, SettingsRequest},
+    peer::HttpPeer,
+    previews::PreviewOutcome,
     sample::rounded,
-    site::Site,
+    site::PageState,
 };
 
 /// Time that a client waits for the result.
 const PATIENCE: Duration = Duration::from_secs(10);
 
 pub(super) async fn preview(
-    State(site): State<Arc<Site>>,
-    of: Of,
-    Extension(peer): Extension<Peer>,
+    State(site): State<Arc<PageState>>,
+    of: ObjectKind,
+    Extension(peer): Extension<HttpPeer>,
     Path(name): Path<String>,
     body: Body,
 ) -> Response {
@@ -49,23 +49,23 @@ pub(super) async fn preview(
         Ok(wanted) => wanted,
         Err(refused) => return refused,
     };
-    let then = match site.desk.foresee(wanted).await {
-        Err(why) => return silent(why),
-        Ok(Err(Refused::Unknown(why))) => return failure(StatusCode::NOT_FOUND, &why),
-        Ok(Err(Refused::Rule(why))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &why),
+    let then = match site.desk.preview_input(wanted).await {
+        Err(why) => return unavailable_response(why),
+        Ok(Err(ChangeError::Unknown(why))) => return error_response(StatusCode::NOT_FOUND, &why),
+        Ok(Err(ChangeError::Rejected(why))) => return error_response(StatusCode::UNPROCESSABLE_ENTITY, &why),
         Ok(Ok(then)) => then,
     };
     let mut asked = match site.previews.begin(then) {
         Ok(asked) => asked,
-        Err(error) => return failure(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
+        Err(error) => return error_response(StatusCode::SERVICE_UNAVAILABLE, &format!("{error:#}")),
     };
-    let Outcome { past, was, would } = match timeout(PATIENCE, asked.told()).await {
-        Err(_) => return silent("the preview takes too long (try again when the host is less busy)"),
+    let PreviewOutcome { past, recorded: was, simulated: would } = match timeout(PATIENCE, asked.result()).await {
+        Err(_) => return unavailable_response("the preview takes too long (try again when the host is less busy)"),
         Ok(Some(Ok(outcome))) => outcome,
-        Ok(Some(Err(error))) => return failure(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
-        Ok(None) => return failure(StatusCode::CONFLICT, "another preview has replaced this one"),
+        Ok(Some(Err(error))) => return error_response(StatusCode::UNPROCESSABLE_ENTITY, &format!("{error:#}")),
+        Ok(None) => return error_response(StatusCode::CONFLICT, "another preview has replaced this one"),
     };
-    answer(&Preview {
+    json_response(&Preview {
         seconds: rounded(past.as_secs_f64()),
         requests: was.requests(),
         now: figures(&was),
@@ -74,7 +74,7 @@ pub(super) async fn preview(
 }
 
 /// Figures of a result; `None` without requests.
-fn figures(felt: &Felt) -> Option<PreviewFigures> {
+fn figures(felt: &PreviewResult) -> Option<PreviewFigures> {
     (felt.requests() > 0).then(|| PreviewFigures {
         iops: rounded(felt.operations_per_second()),
         bps: rounded(felt.bytes_per_second()),
@@ -90,13 +90,13 @@ fn figures(felt: &Felt) -> Option<PreviewFigures> {
 ///
 /// # Errors
 /// Returns the errors of the change itself.
-pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refused> {
-    let Wanted { of, name, settings, .. } = wanted;
-    let unknown = |refused: control::registry::Refused| Refused::Unknown(refused.to_string());
-    let changed = |before| qmp::would_be(before, settings).map_err(Refused::Rule);
+pub(super) fn preview_input(registry: &Registry, wanted: SettingsRequest) -> Result<PreviewInput, ChangeError> {
+    let SettingsRequest { of, name, settings, .. } = wanted;
+    let unknown = |refused: control::registry::Refused| ChangeError::Unknown(refused.to_string());
+    let changed = |before| qmp::would_be(before, settings).map_err(ChangeError::Rejected);
     let disks = registry.disks.all();
     match of {
-        Of::Disk => {
+        ObjectKind::Disk => {
             let disk = registry.disks.get(&name).map_err(unknown)?;
             let DiskSettings { limits, share, watermark } = disk.disk.throttle().settings();
             let after = changed(GroupSettings { limits, share, watermark })?;
@@ -104,26 +104,26 @@ pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refus
             let mut then = match group {
                 // All disks that share limits with this one affect its latency, so all are
                 // replayed.
-                Some(group) => Family::of(&registry.groups.all(), &outermost(&group)).with(&disks),
-                None => Family::default().with(&[disk]),
+                Some(group) => GroupTree::of(&registry.groups.all(), &outermost(&group)).with_disks(&disks),
+                None => GroupTree::default().with_disks(&[disk]),
             };
             // All disks of the tree are replayed, but only this one is reported.
             then.of.retain(|place| then.disks[*place].name == name);
             for place in &then.of {
-                then.disks[*place].settings = of_disk(after);
+                then.disks[*place].settings = as_disk_settings(after);
             }
             Ok(then)
         }
-        Of::Group => {
+        ObjectKind::Group => {
             let group = registry.groups.get(&name).map_err(unknown)?;
             let after = changed(group.settings())?;
-            let family = Family::of(&registry.groups.all(), &outermost(&group));
-            let mut then = family.with(&disks);
+            let family = GroupTree::of(&registry.groups.all(), &outermost(&group));
+            let mut then = family.with_disks(&disks);
             let place = then.groups.iter().position(|known| known.name == name);
             if let Some(place) = place {
-                then.groups[place].settings = of_disk(after);
+                then.groups[place].settings = as_disk_settings(after);
                 // A change of a group is reported for the disks below it.
-                let is_below = |disk: &DiskThen| {
+                let is_below = |disk: &PreviewDisk| {
                     std::iter::successors(disk.group, |group| then.groups[*group].parent)
                         .any(|group| group == place)
                 };
@@ -134,11 +134,11 @@ pub(super) fn foresee(registry: &Registry, wanted: Wanted) -> Result<Then, Refus
     }
 }
 
-fn of_disk(GroupSettings { limits, share, watermark }: GroupSettings) -> DiskSettings {
+fn as_disk_settings(GroupSettings { limits, share, watermark }: GroupSettings) -> DiskSettings {
     DiskSettings { limits, share, watermark }
 }
 
-fn outermost(group: &Arc<Group>) -> Arc<Group> {
+fn outermost(group: &Arc<ThrottleGroup>) -> Arc<ThrottleGroup> {
     std::iter::successors(Some(group), |group| group.parent())
         .last()
         .cloned()
@@ -147,15 +147,15 @@ fn outermost(group: &Arc<Group>) -> Arc<Group> {
 
 /// Groups of one tree, each after its parent, with the parent's index.
 #[derive(Default)]
-struct Family(Vec<(Arc<Group>, Option<usize>)>);
+struct GroupTree(Vec<(Arc<ThrottleGroup>, Option<usize>)>);
 
-impl Family {
-    fn of(groups: &[Arc<Group>], outermost: &Arc<Group>) -> Self {
+impl GroupTree {
+    fn of(groups: &[Arc<ThrottleGroup>], outermost: &Arc<ThrottleGroup>) -> Self {
         let mut family = vec![(Arc::clone(outermost), None)];
         let mut at = 0;
         while let Some((parent, _)) = family.get(at).cloned() {
             let is_inside =
-                |group: &&Arc<Group>| group.parent().is_some_and(|above| Arc::ptr_eq(above, &parent));
+                |group: &&Arc<ThrottleGroup>| group.parent().is_some_and(|above| Arc::ptr_eq(above, &parent));
             // Breadth first, so that parents precede their children.
             family.extend(groups.iter().filter(is_inside).map(|group| (Arc::clone(group), Some(at))));
             at += 1;
@@ -164,8 +164,8 @@ impl Family {
     }
 
     /// Adds the groups' disks; without groups, the disks that belong to none.
-    fn with(self, disks: &[Rc<RunningDisk>]) -> Then {
-        let place = |group: &Arc<Group>| self.0.iter().position(|(known, _)| Arc::ptr_eq(known, group));
+    fn with_disks(self, disks: &[Rc<RunningDisk>]) -> PreviewInput {
+        let place = |group: &Arc<ThrottleGroup>| self.0.iter().position(|(known, _)| Arc::ptr_eq(known, group));
         let then = |running: &Rc<RunningDisk>| {
             let disk = &running.disk;
             let group = match disk.throttle().group() {
@@ -174,14 +174,14 @@ impl Family {
                 None => return None,
             };
             let (name, settings) = (disk.name().to_string(), disk.throttle().settings());
-            Some(DiskThen { name, settings, group, past: Vec::new() })
+            Some(PreviewDisk { name, settings, group, past: Vec::new() })
         };
         let disks: Vec<_> = disks.iter().filter_map(then).collect();
-        let groups = self.0.iter().map(|(group, parent)| GroupThen {
+        let groups = self.0.iter().map(|(group, parent)| PreviewGroup {
             name: group.name().to_owned(),
-            settings: of_disk(group.settings()),
+            settings: as_disk_settings(group.settings()),
             parent: *parent,
         });
-        Then { groups: groups.collect(), of: (0..disks.len()).collect(), disks }
+        PreviewInput { groups: groups.collect(), of: (0..disks.len()).collect(), disks }
     }
 }

@@ -13,62 +13,62 @@ use std::{
 use anyhow::Context as _;
 use control::recording::Recent;
 use policy::time::Duration;
-use simulator::preview::{Felt, replay};
+use simulator::preview::{PreviewResult, replay};
 use tokio::sync::oneshot;
 
-use super::desk::Then;
+use super::desk::PreviewInput;
 
 /// Most recent requests to replay: about a second of computation.
-const MOST_REQUESTS: usize = 300_000;
+const MAX_REQUESTS: usize = 300_000;
 
 pub(super) struct Previews {
-    desk: Arc<Desk>,
+    desk: Arc<PreviewQueue>,
     /// Started by the first preview.
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
-struct Desk {
+struct PreviewQueue {
     recent: Arc<Recent>,
-    next: Mutex<Next>,
-    is_other: Condvar,
+    next: Mutex<PreviewQueueState>,
+    changed: Condvar,
 }
 
 #[derive(Default)]
-struct Next {
-    job: Option<Job>,
+struct PreviewQueueState {
+    job: Option<PreviewJob>,
     /// Cancels the running job.
     stop: Arc<AtomicBool>,
     is_over: bool,
 }
 
-struct Job {
-    then: Then,
+struct PreviewJob {
+    then: PreviewInput,
     stop: Arc<AtomicBool>,
-    tell: oneshot::Sender<anyhow::Result<Outcome>>,
+    sender: oneshot::Sender<anyhow::Result<PreviewOutcome>>,
 }
 
 /// Result of a preview.
-pub(super) struct Outcome {
+pub(super) struct PreviewOutcome {
     /// Length of the replayed recording.
     pub(super) past: Duration,
-    pub(super) was: Felt,
-    pub(super) would: Felt,
+    pub(super) recorded: PreviewResult,
+    pub(super) simulated: PreviewResult,
 }
 
 /// Handle of a requested preview. Dropping it cancels the preview.
-pub(super) struct Asked {
+pub(super) struct PreviewHandle {
     stop: Arc<AtomicBool>,
-    told: oneshot::Receiver<anyhow::Result<Outcome>>,
+    told: oneshot::Receiver<anyhow::Result<PreviewOutcome>>,
 }
 
-impl Asked {
+impl PreviewHandle {
     /// Result; `None` if a newer preview replaced this one.
-    pub(super) async fn told(&mut self) -> Option<anyhow::Result<Outcome>> {
+    pub(super) async fn result(&mut self) -> Option<anyhow::Result<PreviewOutcome>> {
         (&mut self.told).await.ok()
     }
 }
 
-impl Drop for Asked {
+impl Drop for PreviewHandle {
     fn drop(&mut self) {
         self.stop.store(true, Relaxed);
     }
@@ -76,21 +76,21 @@ impl Drop for Asked {
 
 impl Previews {
     pub(super) fn new(recent: Arc<Recent>) -> Self {
-        let desk = Arc::new(Desk { recent, next: Mutex::default(), is_other: Condvar::new() });
+        let desk = Arc::new(PreviewQueue { recent, next: Mutex::default(), changed: Condvar::new() });
         Self { desk, thread: Mutex::default() }
     }
 
     /// Starts a preview, which replaces a running or waiting one.
-    pub(super) fn begin(&self, then: Then) -> anyhow::Result<Asked> {
+    pub(super) fn begin(&self, then: PreviewInput) -> anyhow::Result<PreviewHandle> {
         self.start()?;
         let stop = Arc::new(AtomicBool::new(false));
         let (tell, told) = oneshot::channel();
         let mut next = self.desk.next();
         // Relaxed: the flag guards no data. The job polls it.
         next.stop.store(true, Relaxed);
-        next.job = Some(Job { then, stop: Arc::clone(&stop), tell });
-        self.desk.is_other.notify_one();
-        Ok(Asked { stop, told })
+        next.job = Some(PreviewJob { then, stop: Arc::clone(&stop), sender: tell });
+        self.desk.changed.notify_one();
+        Ok(PreviewHandle { stop, told })
     }
 
     fn start(&self) -> anyhow::Result<()> {
@@ -99,9 +99,9 @@ impl Previews {
         if thread.as_ref().is_none_or(JoinHandle::is_finished) {
             let desk = Arc::clone(&self.desk);
             let started = thread::Builder::new().name("preview".to_owned()).spawn(move || {
-                give_way();
+                lower_priority();
                 while let Some(job) = desk.job() {
-                    desk.look(job);
+                    desk.run(job);
                 }
             });
             *thread = Some(started.context("no thread can be started")?);
@@ -116,30 +116,30 @@ impl Drop for Previews {
         next.is_over = true;
         next.stop.store(true, Relaxed);
         drop(next);
-        self.desk.is_other.notify_one();
+        self.desk.changed.notify_one();
         if let Some(thread) = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
             let _ = thread.join();
         }
     }
 }
 
-impl Desk {
-    fn next(&self) -> MutexGuard<'_, Next> {
+impl PreviewQueue {
+    fn next(&self) -> MutexGuard<'_, PreviewQueueState> {
         self.next.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Next job; `None` at the end.
-    fn job(&self) -> Option<Job> {
+    fn job(&self) -> Option<PreviewJob> {
         let next = self.next();
-        let waits = |next: &mut Next| next.job.is_none() && !next.is_over;
-        let mut next = self.is_other.wait_while(next, waits).unwrap_or_else(PoisonError::into_inner);
+        let waits = |next: &mut PreviewQueueState| next.job.is_none() && !next.is_over;
+        let mut next = self.changed.wait_while(next, waits).unwrap_or_else(PoisonError::into_inner);
         // After the end a waiting job is dropped, which fails its receiver.
         let job = next.job.take().filter(|_| !next.is_over)?;
         next.stop = Arc::clone(&job.stop);
         Some(job)
     }
 
-    fn look(&self, Job { mut then, stop, tell }: Job) {
+    fn run(&self, PreviewJob { mut then, stop, sender: tell }: PreviewJob) {
         // The client disconnected while the job waited.
         if stop.load(Relaxed) {
             return;
@@ -147,11 +147,11 @@ impl Desk {
         let names: Vec<Arc<str>> = then.disks.iter().map(|disk| disk.name.as_str().into()).collect();
         let now = reactor::real_time();
         // Copied here: the recording continues meanwhile.
-        let (since, past) = self.recent.tell(&names, now, MOST_REQUESTS);
-        let mut was = Felt::default();
+        let (since, past) = self.recent.tell(&names, now, MAX_REQUESTS);
+        let mut was = PreviewResult::default();
         for (place, (disk, past)) in then.disks.iter_mut().zip(past).enumerate() {
             if then.of.contains(&place) {
-                was.add(&Felt::was(&past));
+                was.add(&PreviewResult::of_recorded(&past));
             }
             disk.past = past;
         }
@@ -163,9 +163,9 @@ impl Desk {
         };
         // The client may have disconnected.
         let _ = tell.send(felt.map(|felt| {
-            let mut would = Felt::default();
+            let mut would = PreviewResult::default();
             then.of.iter().filter_map(|place| felt.get(*place)).for_each(|felt| would.add(felt));
-            Outcome { past: now - since, was, would }
+            PreviewOutcome { past: now - since, recorded: was, simulated: would }
         }));
     }
 }
@@ -174,7 +174,7 @@ impl Desk {
 const NICE: i32 = 19;
 
 /// Lowers the priority of this thread. On Linux it applies to the thread alone: setpriority(2).
-fn give_way() {
+fn lower_priority() {
     if let Err(error) = rustix::process::setpriority_process(None, NICE) {
         tracing::debug!(%error, "a preview runs at normal priority");
     }
@@ -187,16 +187,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn of_many_that_are_asked_for_at_once_the_last_is_told_by_one_thread() {
+    fn the_last_of_many_previews_wins_on_one_thread() {
         let previews = Previews::new(Arc::default());
-        let nothing = || Then { groups: Vec::new(), of: Vec::new(), disks: Vec::new() };
+        let nothing = || PreviewInput { groups: Vec::new(), of: Vec::new(), disks: Vec::new() };
         let mut asked: Vec<_> = (0..50).map(|_| previews.begin(nothing()).unwrap()).collect();
         let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        let told = runtime.block_on(asked.last_mut().unwrap().told()).unwrap().unwrap();
-        assert_eq!(told.would.requests(), 0);
+        let told = runtime.block_on(asked.last_mut().unwrap().result()).unwrap().unwrap();
+        assert_eq!(told.simulated.requests(), 0);
         // All replaced previews end.
         for asked in &mut asked[..49] {
-            let _ = runtime.block_on(asked.told());
+            let _ = runtime.block_on(asked.result());
         }
         let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
         let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());

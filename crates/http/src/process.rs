@@ -10,7 +10,7 @@ use std::{fs, path::Path, time::Duration};
 const TICK: Duration = Duration::from_millis(10);
 
 #[derive(Debug, Default)]
-pub(super) struct Process {
+pub(super) struct ProcessMetrics {
     pub(super) cpu: Option<Duration>,
     pub(super) resident_bytes: Option<u64>,
     pub(super) virtual_bytes: Option<u64>,
@@ -19,7 +19,7 @@ pub(super) struct Process {
     pub(super) threads: Vec<(String, Duration)>,
 }
 
-impl Process {
+impl ProcessMetrics {
     pub(super) fn now() -> Self {
         let stat = fs::read_to_string("/proc/self/stat").unwrap_or_default();
         let memory = fs::read_to_string("/proc/self/status").unwrap_or_default();
@@ -82,7 +82,7 @@ mod tests {
 
     #[test]
     fn this_process_has_memory_descriptors_and_a_main_thread() {
-        let process = Process::now();
+        let process = ProcessMetrics::now();
         assert!(process.resident_bytes > Some(0) && process.virtual_bytes >= process.resident_bytes);
         assert!(process.open_descriptors > Some(2));
         assert!(process.cpu.is_some());

@@ -7,25 +7,25 @@
 use std::fmt;
 
 use control::qmp;
-use policy::throttle::Setting;
+use policy::throttle::LimitSetting;
 use serde::de::{Deserialize, Deserializer, Error, MapAccess, Visitor};
 use serde_json::{Value, json};
 
 /// Members of a JSON object, in order.
-pub(super) struct Members(pub(super) Vec<(String, Value)>);
+pub(super) struct JsonMembers(pub(super) Vec<(String, Value)>);
 
-impl<'de> Deserialize<'de> for Members {
+impl<'de> Deserialize<'de> for JsonMembers {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Object;
 
         impl<'de> Visitor<'de> for Object {
-            type Value = Members;
+            type Value = JsonMembers;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("a JSON object")
             }
 
-            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Members, A::Error> {
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<JsonMembers, A::Error> {
                 let mut members: Vec<(String, Value)> = Vec::new();
                 while let Some((key, value)) = map.next_entry::<String, Value>()? {
                     // Ambiguous, so it is an error. A linear search is enough for a short body.
@@ -34,7 +34,7 @@ impl<'de> Deserialize<'de> for Members {
                     }
                     members.push((key, value));
                 }
-                Ok(Members(members))
+                Ok(JsonMembers(members))
             }
         }
 
@@ -46,7 +46,7 @@ impl<'de> Deserialize<'de> for Members {
 ///
 /// # Errors
 /// Returns the rule that the string breaks.
-pub(super) fn number(key: &str, value: Value) -> Result<Value, String> {
+pub(super) fn parse_number(key: &str, value: Value) -> Result<Value, String> {
     let text = match value {
         Value::String(text) => text,
         Value::Number(number) if number.is_f64() => {
@@ -56,7 +56,7 @@ pub(super) fn number(key: &str, value: Value) -> Result<Value, String> {
         other => return Ok(other),
     };
     // Sizes accept units (`10M`), counts do not.
-    let is_size = key == "bps-reservation" || Setting::from_name(key).is_some_and(Setting::is_size);
+    let is_size = key == "bps-reservation" || LimitSetting::from_name(key).is_some_and(LimitSetting::is_size);
     let read = if is_size { settings::size(&text) } else { settings::count(&text) };
     read.map(|number| json!(number)).map_err(|rule| format!("{key}={text} {rule}"))
 }
@@ -67,7 +67,7 @@ mod tests {
 
     #[test]
     fn counts_take_no_units_and_no_fractions() {
-        let said = |key, text: &str| number(key, json!(text));
+        let said = |key, text: &str| parse_number(key, json!(text));
         for key in ["iops-total", "iops-total-max-length", "weight", "iops-reservation", "watermark"] {
             assert_eq!(said(key, "300"), Ok(json!(300)), "{key}");
             for text in ["1.5", "8M", "7KB"] {
@@ -82,23 +82,23 @@ mod tests {
     }
 
     #[test]
-    fn a_whole_number_is_one_however_it_is_written() {
+    fn whole_floats_are_integers() {
         for (said, expected) in
             [(json!(10.0), json!(10)), (json!(1e3), json!(1000)), (json!(-1.0), json!(-1))]
         {
-            assert_eq!(number("iops-total", said), Ok(expected));
+            assert_eq!(parse_number("iops-total", said), Ok(expected));
         }
         for said in [json!(0.4), json!(1e30), json!(true)] {
-            assert_eq!(number("iops-total", said.clone()), Ok(said), "which is refused for what it is");
+            assert_eq!(parse_number("iops-total", said.clone()), Ok(said), "which is refused for what it is");
         }
     }
 
     #[test]
     fn sizes_take_units() {
         for key in ["bps-total", "bps-read-max", "bps-reservation", "iops-size"] {
-            assert_eq!(number(key, json!("1.5K")), Ok(json!(1536)), "{key}");
+            assert_eq!(parse_number(key, json!("1.5K")), Ok(json!(1536)), "{key}");
         }
-        let rule = number("bps-total", json!("0.4")).unwrap_err();
+        let rule = parse_number("bps-total", json!("0.4")).unwrap_err();
         assert!(rule.starts_with("bps-total=0.4 is less than a byte"), "{rule}");
     }
 }

@@ -17,7 +17,7 @@ use serde_json::Number;
 
 /// Values of one second; `None` if unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(super) struct Sample {
+pub(super) struct ActivitySample {
     /// Operations read and written, then bytes read and written, per second.
     pub(super) rates: [Option<f64>; 4],
     /// Median and 99th percentile, in nanoseconds.
@@ -57,24 +57,24 @@ pub(super) fn rounded(value: f64) -> Number {
 }
 
 /// A packed [`Sample`].
-pub(super) type Packed = [u8; 9];
+pub(super) type PackedSample = [u8; 9];
 
 /// Logarithmic scale from `least` to `most`, with codes for zero and unknown.
-struct Scale {
+struct LogScale {
     bits: u32,
     least: f64,
     most: f64,
 }
 
-const OPERATIONS: Scale = Scale { bits: 9, least: 0.5, most: 2e7 };
-const BYTES: Scale = Scale { bits: 9, least: 256.0, most: 1e12 };
-const LATENCY: Scale = Scale { bits: 7, least: 1e3, most: 1e12 };
-const WAITING: Scale = Scale { bits: 6, least: 1.0, most: 1e6 };
+const OPERATIONS: LogScale = LogScale { bits: 9, least: 0.5, most: 2e7 };
+const BYTES: LogScale = LogScale { bits: 9, least: 256.0, most: 1e12 };
+const LATENCY: LogScale = LogScale { bits: 7, least: 1e3, most: 1e12 };
+const WAITING: LogScale = LogScale { bits: 6, least: 1.0, most: 1e6 };
 /// Values of a ratio; one more code is unknown.
 const RATIOS: [f64; 15] = [0.0, 0.005, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97, 1.0];
 const UNKNOWN_RATIO: u128 = RATIOS.len() as u128;
 
-impl Scale {
+impl LogScale {
     /// Highest code, for `most`. 0 is unknown, 1 is zero.
     fn last(&self) -> u128 {
         (1 << self.bits) - 1
@@ -120,17 +120,17 @@ fn ratio_of(code: u128) -> Option<f64> {
 }
 
 /// Scales in the order of their bits, without the ratios.
-const SCALES: [Scale; 7] = [OPERATIONS, OPERATIONS, BYTES, BYTES, LATENCY, LATENCY, WAITING];
+const SCALES: [LogScale; 7] = [OPERATIONS, OPERATIONS, BYTES, BYTES, LATENCY, LATENCY, WAITING];
 const RATIO_BITS: u32 = 4;
 
-impl Sample {
+impl ActivitySample {
     fn numbers(&self) -> [Option<f64>; 7] {
         let [reads, writes, read_bytes, written_bytes] = self.rates;
         let [median, high] = self.latency_ns;
         [reads, writes, read_bytes, written_bytes, median, high, self.waiting]
     }
 
-    pub(super) fn pack(&self) -> Packed {
+    pub(super) fn pack(&self) -> PackedSample {
         let mut all = 0_u128;
         // The first value ends up in the highest bits; `unpack` reads from the lowest.
         for (scale, value) in SCALES.iter().zip(self.numbers()) {
@@ -143,7 +143,7 @@ impl Sample {
         array::from_fn(|index| bytes[index])
     }
 
-    pub(super) fn unpack(packed: &Packed) -> Self {
+    pub(super) fn unpack(packed: &PackedSample) -> Self {
         let mut all = packed.iter().rev().fold(0_u128, |all, byte| all << 8 | u128::from(*byte));
         let mut ratios = [None; 4];
         for value in ratios.iter_mut().rev() {
@@ -165,7 +165,7 @@ impl Sample {
     }
 
     /// Sample of several seconds: means, but the maximum of the 99th percentiles.
-    pub(super) fn of_all<'a>(all: impl Iterator<Item = &'a Packed>) -> Self {
+    pub(super) fn merge<'a>(all: impl Iterator<Item = &'a PackedSample>) -> Self {
         let all: Vec<_> = all.map(Self::unpack).collect();
         let mean = |get: &dyn Fn(&Self) -> Option<f64>| {
             let known: Vec<f64> = all.iter().filter_map(get).collect();
@@ -185,14 +185,14 @@ impl Sample {
 mod tests {
     use super::*;
 
-    fn again(sample: Sample) -> Sample {
-        Sample::unpack(&sample.pack())
+    fn again(sample: ActivitySample) -> ActivitySample {
+        ActivitySample::unpack(&sample.pack())
     }
 
     #[test]
-    fn what_is_not_known_is_told_from_nothing() {
-        assert_eq!(again(Sample::default()), Sample::default());
-        let nothing = Sample {
+    fn unknown_differs_from_zero() {
+        assert_eq!(again(ActivitySample::default()), ActivitySample::default());
+        let nothing = ActivitySample {
             rates: [Some(0.0); 4],
             latency_ns: [Some(0.0); 2],
             waiting: Some(0.0),
@@ -206,7 +206,7 @@ mod tests {
     fn numbers_come_back_within_half_a_step() {
         for (rate, bytes) in [(1.0, 512.0), (17.0, 4096.0), (2000.0, 8_192_000.0), (1.5e6, 3e10)] {
             for (latency, waiting) in [(3_800.0, 1.0), (81_000.0, 7.0), (4e9, 25_000.0)] {
-                let sample = Sample {
+                let sample = ActivitySample {
                     rates: [Some(rate), Some(rate * 1.01), Some(bytes), Some(bytes * 1.7)],
                     latency_ns: [Some(latency), Some(latency * 3.0)],
                     waiting: Some(waiting),
@@ -229,23 +229,23 @@ mod tests {
     }
 
     #[test]
-    fn what_is_out_of_all_scales_is_their_end() {
-        let sample = Sample { rates: [Some(1e30); 4], waiting: Some(f64::INFINITY), ..Sample::default() };
+    fn values_are_clamped_to_the_scale() {
+        let sample = ActivitySample { rates: [Some(1e30); 4], waiting: Some(f64::INFINITY), ..ActivitySample::default() };
         let back = again(sample);
         assert!(
             (back.rates[0].unwrap() / 2e7 - 1.0).abs() < 1e-6
                 && (back.waiting.unwrap() / 1e6 - 1.0).abs() < 1e-6
         );
-        assert_eq!(again(Sample { waiting: Some(f64::NAN), ..Sample::default() }).waiting, Some(1.0));
+        assert_eq!(again(ActivitySample { waiting: Some(f64::NAN), ..ActivitySample::default() }).waiting, Some(1.0));
     }
 
     #[test]
     fn seconds_together_are_their_mean_and_the_highest_99th_percentile() {
         let second = |rate, high| {
-            Sample { rates: [Some(rate); 4], latency_ns: [Some(1e6), Some(high)], ..Sample::default() }.pack()
+            ActivitySample { rates: [Some(rate); 4], latency_ns: [Some(1e6), Some(high)], ..ActivitySample::default() }.pack()
         };
-        let all = [second(1000.0, 1e6), second(3000.0, 8e6), Sample::default().pack()];
-        let together = Sample::of_all(all.iter());
+        let all = [second(1000.0, 1e6), second(3000.0, 8e6), ActivitySample::default().pack()];
+        let together = ActivitySample::merge(all.iter());
         assert!((together.rates[0].unwrap() / 2000.0 - 1.0).abs() < 0.02, "{together:?}");
         assert!((together.latency_ns[1].unwrap() / 8e6 - 1.0).abs() < 0.1, "{together:?}");
         assert_eq!(together.waiting, None);

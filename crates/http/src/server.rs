@@ -36,32 +36,32 @@ use tokio::{
 use tokio_openssl::SslStream;
 
 use super::{
-    connections::{Connection, Connections, Stream},
-    patient::Patient,
-    peer::Peer,
+    connections::{ConnectionHandle, ConnectionSlots, HttpStream},
+    patient::StallTimeout,
+    peer::HttpPeer,
 };
 
 /// Prometheus's default scrape timeout.
-const LONGEST: Duration = Duration::from_secs(10);
+const SCRAPE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Scrapers at a time: several may scrape one daemon for redundancy.
-const MOST_SCRAPERS: usize = 16;
+const MAX_SCRAPERS: usize = 16;
 /// Connections of the page: all streams, and 64 for requests. A browser opens six for one page.
-const MOST_READERS: usize = super::stream::MOST_STREAMS + 64;
+const MAX_PAGE_CONNECTIONS: usize = super::stream::MAX_STREAMS + 64;
 /// Largest request head in bytes; hyper's minimum is 8 KiB.
-const MOST_HEAD: usize = 16 << 10;
+const MAX_HEAD_BYTES: usize = 16 << 10;
 /// Send buffer of a connection in bytes; the kernel doubles the value (socket(7)).
-const MOST_SENT: usize = 64 << 10;
+const SEND_BUFFER_BYTES: usize = 64 << 10;
 /// Pause after `accept` failed, for example without free descriptors.
-const PAUSE: Duration = Duration::from_secs(1);
+const ACCEPT_RETRY: Duration = Duration::from_secs(1);
 
 /// Listeners and their routes.
-pub(super) struct Place {
+pub(super) struct HttpListeners {
     pub(super) listeners: Vec<Listener>,
     pub(super) router: Router,
-    pub(super) kind: Kind,
+    pub(super) kind: HttpServiceKind,
 }
 
-pub(super) enum Kind {
+pub(super) enum HttpServiceKind {
     Metrics,
     /// Encrypted, if credentials are set.
     Page(Option<TlsServer>),
@@ -69,7 +69,7 @@ pub(super) enum Kind {
 
 /// Serves until `stopped` is sent or its sender is dropped. Calls `begin` on the runtime.
 pub(super) fn run(
-    places: Vec<Place>,
+    places: Vec<HttpListeners>,
     begin: impl FnOnce(),
     stopped: oneshot::Receiver<()>,
 ) -> io::Result<()> {
@@ -79,26 +79,26 @@ pub(super) fn run(
     runtime.block_on(async {
         // Dropping a handle removes the socket's file.
         let mut files = Vec::new();
-        for Place { listeners, router, kind } in places {
+        for HttpListeners { listeners, router, kind } in places {
             let most = match &kind {
-                Kind::Metrics => MOST_SCRAPERS,
-                Kind::Page(_) => MOST_READERS,
+                HttpServiceKind::Metrics => MAX_SCRAPERS,
+                HttpServiceKind::Page(_) => MAX_PAGE_CONNECTIONS,
             };
             // With few descriptors allowed, the page yields to disks.
-            let most = most.min(some_descriptors());
-            let door = Arc::new(Door { router, kind, connections: Connections::new(most) });
+            let most = most.min(connection_bound());
+            let door = Arc::new(HttpService { router, kind, connections: ConnectionSlots::new(most) });
             for Listener { socket, authority, file } in listeners {
                 files.push(file);
                 let socket = match authority {
                     Authority::Tcp(_) => {
                         let socket = std::net::TcpListener::from(socket);
                         socket.set_nonblocking(true)?;
-                        Socket::Tcp(TcpListener::from_std(socket)?)
+                        HttpSocket::Tcp(TcpListener::from_std(socket)?)
                     }
                     Authority::Unix(_) | Authority::Unnamed(_) => {
                         let socket = std::os::unix::net::UnixListener::from(socket);
                         socket.set_nonblocking(true)?;
-                        Socket::Unix(UnixListener::from_std(socket)?)
+                        HttpSocket::Unix(UnixListener::from_std(socket)?)
                     }
                 };
                 tokio::spawn(accept(socket, Arc::clone(&door)));
@@ -111,44 +111,44 @@ pub(super) fn run(
 }
 
 /// Bound by descriptors, so that enough remain for disks and their clients.
-fn some_descriptors() -> usize {
+fn connection_bound() -> usize {
     let limit = getrlimit(Resource::Nofile).current.unwrap_or(u64::MAX);
     usize::try_from(limit / 4).unwrap_or(usize::MAX)
 }
 
-enum Socket {
+enum HttpSocket {
     Tcp(TcpListener),
     Unix(UnixListener),
 }
 
-struct Door {
+struct HttpService {
     router: Router,
-    kind: Kind,
-    connections: Connections,
+    kind: HttpServiceKind,
+    connections: ConnectionSlots,
 }
 
-impl Socket {
-    async fn next(&self) -> io::Result<(Box<dyn Stream>, Peer)> {
+impl HttpSocket {
+    async fn next(&self) -> io::Result<(Box<dyn HttpStream>, HttpPeer)> {
         Ok(match self {
             Self::Tcp(listener) => {
                 let (stream, address) = listener.accept().await?;
                 // Best effort: the connection works without these options.
                 let _ = stream.set_nodelay(true);
-                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
+                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES);
                 // An IPv4 client of a dual-stack socket counts by its IPv4 address.
-                (Box::new(stream), Peer::Address(address.ip().to_canonical()))
+                (Box::new(stream), HttpPeer::Address(address.ip().to_canonical()))
             }
             Self::Unix(listener) => {
                 let (stream, _) = listener.accept().await?;
-                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, MOST_SENT);
+                let _ = rustix::net::sockopt::set_socket_send_buffer_size(&stream, SEND_BUFFER_BYTES);
                 let user = stream.peer_cred().ok().map(|peer| peer.uid());
-                (Box::new(stream), Peer::User(user))
+                (Box::new(stream), HttpPeer::User(user))
             }
         })
     }
 }
 
-async fn accept(socket: Socket, door: Arc<Door>) {
+async fn accept(socket: HttpSocket, door: Arc<HttpService>) {
     let mut has_said = false;
     loop {
         match socket.next().await {
@@ -158,7 +158,7 @@ async fn accept(socket: Socket, door: Arc<Door>) {
                 if let Some(place) = door.connections.enter() {
                     let (door, connection) = (Arc::clone(&door), place.connection());
                     let serving = tokio::spawn(async move { door.serve(stream, peer, connection).await });
-                    place.fill(serving.abort_handle());
+                    place.occupy(serving.abort_handle());
                 }
             }
             Err(error) => {
@@ -166,42 +166,42 @@ async fn accept(socket: Socket, door: Arc<Door>) {
                 if !std::mem::replace(&mut has_said, true) {
                     tracing::warn!(%error, "HTTP connections cannot be accepted now");
                 }
-                sleep(PAUSE).await;
+                sleep(ACCEPT_RETRY).await;
             }
         }
     }
 }
 
 /// Performs a TLS handshake.
-async fn encrypted(stream: Box<dyn Stream>, keys: &TlsServer) -> io::Result<SslStream<Box<dyn Stream>>> {
+async fn encrypted(stream: Box<dyn HttpStream>, keys: &TlsServer) -> io::Result<SslStream<Box<dyn HttpStream>>> {
     let mut stream = SslStream::new(keys.ssl()?, stream)?;
     Pin::new(&mut stream).accept().await.map_err(io::Error::other)?;
     Ok(stream)
 }
 
-impl Door {
-    async fn serve(&self, stream: Box<dyn Stream>, peer: Peer, connection: Connection) {
+impl HttpService {
+    async fn serve(&self, stream: Box<dyn HttpStream>, peer: HttpPeer, connection: ConnectionHandle) {
         match &self.kind {
-            Kind::Metrics => {
-                let whole = self.answer(stream, false, peer, connection);
+            HttpServiceKind::Metrics => {
+                let whole = self.serve_http(stream, false, peer, connection);
                 // After the timeout the connection is closed; the response may be incomplete.
-                let _ = timeout(LONGEST, whole).await;
+                let _ = timeout(SCRAPE_TIMEOUT, whole).await;
             }
-            Kind::Page(None) => self.answer(stream, true, peer, connection).await,
-            Kind::Page(Some(keys)) => {
+            HttpServiceKind::Page(None) => self.serve_http(stream, true, peer, connection).await,
+            HttpServiceKind::Page(Some(keys)) => {
                 // A client whose handshake fails or is slow is disconnected.
-                if let Ok(Ok(stream)) = timeout(LONGEST, encrypted(stream, keys)).await {
-                    self.answer(Box::new(stream), true, peer, connection).await;
+                if let Ok(Ok(stream)) = timeout(SCRAPE_TIMEOUT, encrypted(stream, keys)).await {
+                    self.serve_http(Box::new(stream), true, peer, connection).await;
                 }
             }
         }
     }
 
-    async fn answer(&self, stream: Box<dyn Stream>, has_more: bool, peer: Peer, connection: Connection) {
+    async fn serve_http(&self, stream: Box<dyn HttpStream>, has_more: bool, peer: HttpPeer, connection: ConnectionHandle) {
         let mut protocol = http1::Builder::new();
-        protocol.timer(TokioTimer::new()).header_read_timeout(LONGEST);
+        protocol.timer(TokioTimer::new()).header_read_timeout(SCRAPE_TIMEOUT);
         // Bounds the time and size of a head, against slow clients.
-        protocol.keep_alive(has_more).max_buf_size(MOST_HEAD);
+        protocol.keep_alive(has_more).max_buf_size(MAX_HEAD_BYTES);
         let router = TowerToHyperService::new(self.router.clone());
         // Not a layer of the router: layers are applied to each route for each connection, which
         // dominated the cost of a connection.
@@ -211,6 +211,6 @@ impl Door {
             router.call(request)
         });
         // After an error the client has a response, or has disconnected.
-        let _ = protocol.serve_connection(TokioIo::new(Patient::new(stream)), service).await;
+        let _ = protocol.serve_connection(TokioIo::new(StallTimeout::new(stream)), service).await;
     }
 }

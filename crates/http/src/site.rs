@@ -4,11 +4,11 @@ use std::sync::Arc;
 
 use control::events::Events;
 
-use super::{desk::Desk, previews::Previews, watch::Watch};
+use super::{desk::MainThread, previews::Previews, watch::ActivityWatch};
 
-pub(super) struct Site {
-    pub(super) desk: Arc<Desk>,
+pub(super) struct PageState {
+    pub(super) desk: Arc<MainThread>,
     pub(super) previews: Previews,
-    pub(super) watch: Arc<Watch>,
+    pub(super) watch: Arc<ActivityWatch>,
     pub(super) events: Events,
 }

@@ -12,8 +12,8 @@ use std::{
 
 use api::ExportCounters;
 use block::{
-    device::Statistics,
-    disk::{Errors, Totals},
+    device::DeviceStatistics,
+    disk::{Errors, DiskTotals},
     layer::throttle::{DiskSettings, GroupSettings},
     measures::Measures,
 };
@@ -24,29 +24,29 @@ use control::{
     registry::{Door, Registry, RunningDisk},
     serving::Serving,
 };
-use export::nbd::Refused;
+use export::nbd::RejectedClientCounts;
 use image::{
     Image,
     qcow2::{CacheStatistics, RefcountStatistics},
 };
 use policy::{
     prefetch,
-    throttle::{Enforcement, Limits, Share, Stats},
-    watermark::Capacity,
+    throttle::{Enforcement, Limits, NodeShare, ThrottleStats},
+    watermark::MeasuredCapacity,
 };
 use reactor::{
-    RingTotals, Worker,
-    memory::{Budget, Usage},
+    RingTotals, ReactorWorker,
+    memory::{MemoryBudget, BudgetUsage},
     now,
 };
-use storage::nbd::Remote;
+use storage::nbd::NbdLinkStatus;
 
 #[derive(Debug)]
-pub(super) struct Snapshot {
+pub(super) struct DaemonSnapshot {
     pub(super) taken: Instant,
     /// Time since the Epoch.
     pub(super) started: Duration,
-    pub(super) memory: Usage,
+    pub(super) memory: BudgetUsage,
     pub(super) disks: Vec<DiskFigures>,
     pub(super) groups: Vec<GroupFigures>,
     pub(super) devices: Vec<DeviceFigures>,
@@ -85,19 +85,19 @@ pub(super) struct DiskFigures {
     /// Empty without a group.
     pub(super) group: String,
     pub(super) size_bytes: u64,
-    pub(super) totals: Totals,
+    pub(super) totals: DiskTotals,
     pub(super) errors: Errors,
     pub(super) is_stopped: bool,
     pub(super) has_changed_below: bool,
     /// Age of the oldest request at remote storage; zero if none waits, `None` for local storage.
     pub(super) oldest_request: Option<Duration>,
     /// State of the connection to an NBD server; `None` for other storage.
-    pub(super) remote: Option<Remote>,
+    pub(super) remote: Option<NbdLinkStatus>,
     pub(super) reserved_bytes: u64,
     pub(super) requests_bytes: u64,
     pub(super) throttle: ThrottleFigures,
     /// `None` if reading ahead is off.
-    pub(super) prefetch: Option<prefetch::Stats>,
+    pub(super) prefetch: Option<prefetch::PrefetchStats>,
     pub(super) caches: Option<(CacheStatistics, RefcountStatistics)>,
     pub(super) measures: Arc<Measures>,
 }
@@ -105,9 +105,9 @@ pub(super) struct DiskFigures {
 /// Throttle figures of a disk or a group.
 #[derive(Debug)]
 pub(super) struct ThrottleFigures {
-    pub(super) stats: Stats,
+    pub(super) stats: ThrottleStats,
     pub(super) limits: Limits,
-    pub(super) share: Share,
+    pub(super) share: NodeShare,
     /// Percent; 0 is none.
     pub(super) watermark: u8,
     pub(super) enforcement: Enforcement,
@@ -120,7 +120,7 @@ pub(super) struct GroupFigures {
     pub(super) parent: Option<String>,
     /// Cluster-wide limits that its limits are a part of, and whether its quota exceeds the
     /// fallback share.
-    pub(super) lent: Option<(Limits, bool)>,
+    pub(super) cluster_limits: Option<(Limits, bool)>,
     pub(super) throttle: ThrottleFigures,
 }
 
@@ -129,9 +129,9 @@ pub(super) struct DeviceFigures {
     pub(super) name: String,
     /// Disks on this device.
     pub(super) disks: Vec<String>,
-    pub(super) capacity: Option<Capacity>,
+    pub(super) capacity: Option<MeasuredCapacity>,
     /// `None` if the device is gone.
-    pub(super) statistics: Option<Statistics>,
+    pub(super) statistics: Option<DeviceStatistics>,
 }
 
 #[derive(Debug)]
@@ -155,18 +155,18 @@ pub(super) struct ExportFigures {
 pub(super) struct ServerFigures {
     pub(super) address: String,
     pub(super) connections: usize,
-    pub(super) refused: Refused,
+    pub(super) refused: RejectedClientCounts,
 }
 
-impl Snapshot {
-    pub(super) fn take(registry: &Registry, workers: &[Worker]) -> Self {
+impl DaemonSnapshot {
+    pub(super) fn take(registry: &Registry, workers: &[ReactorWorker]) -> Self {
         let servers = registry.exports.servers();
         // The start is derived from the uptime, so a step of the wall clock moves it as well.
         let since_epoch = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         Self {
             taken: Instant::now(),
             started: since_epoch.saturating_sub(registry.lifecycle.uptime()),
-            memory: Budget::process().usage(),
+            memory: MemoryBudget::process().usage(),
             disks: registry.disks.all().iter().map(|running| disk(running)).collect(),
             groups: registry.groups.all().iter().map(|one| group(one)).collect(),
             devices: registry.devices().into_iter().map(device).collect(),
@@ -176,11 +176,11 @@ impl Snapshot {
             events: registry.events.counts(),
             deliveries: registry.deliveries.get().map(|counts| counts.numbers()),
             unopened: registry.disks.unavailable.borrow().len(),
-            workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.figures())).collect(),
+            workers: workers.iter().map(|worker| (worker.name().to_owned(), worker.counters())).collect(),
             cluster: registry.cluster().map(|cluster| ClusterFigures {
                 is_connected: cluster.is_connected(),
                 is_leader: cluster.is_leader(),
-                leases: cluster.standings().into_iter().map(|one| (one.group, one.is_leased)).collect(),
+                leases: cluster.group_states().into_iter().map(|one| (one.group, one.is_leased)).collect(),
                 silent: cluster.silent(),
                 left_out: registry.groups.unmet.borrow().len(),
             }),
@@ -208,7 +208,7 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         Image::Raw(_) => None,
     };
     // Without reading ahead its counters are all 0 and would only be noise.
-    let reads_ahead = disk.prefetch().settings().mode != prefetch::Mode::Off;
+    let reads_ahead = disk.prefetch().settings().mode != prefetch::PrefetchMode::Off;
     DiskFigures {
         name: Arc::clone(disk.name()),
         format: disk.image().format().name(),
@@ -220,8 +220,8 @@ fn disk(running: &RunningDisk) -> DiskFigures {
         is_stopped: disk.failures().stopped_by().is_some(),
         has_changed_below: disk.image().has_changed_below(),
         // Reported for remote storage only.
-        oldest_request: storage.is_far().then(|| storage.oldest_request().unwrap_or_default()),
-        remote: storage.remote(),
+        oldest_request: storage.is_remote().then(|| storage.oldest_request().unwrap_or_default()),
+        remote: storage.remote_status(),
         reserved_bytes: disk.memory().reserved(),
         requests_bytes: disk.memory().used(),
         throttle: ThrottleFigures {
@@ -237,13 +237,13 @@ fn disk(running: &RunningDisk) -> DiskFigures {
     }
 }
 
-fn group(group: &block::layer::throttle::Group) -> GroupFigures {
+fn group(group: &block::layer::throttle::ThrottleGroup) -> GroupFigures {
     let GroupSettings { limits, share, watermark } = group.settings();
     GroupFigures {
         name: group.name().to_owned(),
         parent: group.parent().map(|parent| parent.name().to_owned()),
         // Limits that differ from the fallback share are leased.
-        lent: group.lent().map(|lent| (lent.whole, limits != lent.safe)),
+        cluster_limits: group.quota_lease().map(|lent| (lent.whole, limits != lent.fallback)),
         throttle: ThrottleFigures {
             stats: group.stats(),
             limits,
@@ -294,6 +294,6 @@ fn server(serving: &Serving) -> ServerFigures {
     ServerFigures {
         address: serving.address(),
         connections: serving.server.connections(),
-        refused: serving.server.refused(),
+        refused: serving.server.rejected_counts(),
     }
 }

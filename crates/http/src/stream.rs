@@ -15,19 +15,19 @@ use hyper::body::{Body, Frame};
 use serde::Serialize;
 use tokio::sync::mpsc;
 
-use super::peer::Peer;
+use super::peer::HttpPeer;
 
 /// Bound of the listeners.
-pub(super) const MOST_STREAMS: usize = 256;
+pub(super) const MAX_STREAMS: usize = 256;
 /// Bound of the listeners with one address, or of one user over a Unix socket, so that one client
 /// cannot use all. A proxy counts as one client.
-pub(super) const MOST_OF_A_PEER: usize = 64;
+pub(super) const MAX_STREAMS_PER_PEER: usize = 64;
 /// Messages that may wait for one listener, in addition to its socket's buffer.
-const MOST_BEHIND: usize = 32;
+const MAX_LAG: usize = 32;
 /// Bytes passed to the connection at a time, which bounds its copy of a long message.
-const PIECE: usize = 8 << 10;
+const PIECE_BYTES: usize = 8 << 10;
 /// Delay before a browser reconnects, in milliseconds.
-const COME_AGAIN_MS: u32 = 1000;
+const RECONNECT_MS: u32 = 1000;
 
 /// Formats a message with its type and number.
 pub(super) fn message(event: &str, id: u64, data: &impl Serialize) -> Bytes {
@@ -44,17 +44,17 @@ pub(super) fn json(data: &impl Serialize) -> Bytes {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Refused {
+pub(super) enum StreamRejection {
     /// [`MOST_STREAMS`] is reached.
-    All,
+    TooManyListeners,
     /// [`MOST_OF_A_PEER`] is reached for this client.
-    Peer,
+    TooManyOfPeer,
 }
 
 #[derive(Default)]
-pub(super) struct Listeners(Vec<(Peer, mpsc::Sender<Bytes>)>);
+pub(super) struct StreamListeners(Vec<(HttpPeer, mpsc::Sender<Bytes>)>);
 
-impl Listeners {
+impl StreamListeners {
     pub(super) fn len(&self) -> usize {
         self.0.len()
     }
@@ -64,21 +64,21 @@ impl Listeners {
     }
 
     /// Adds a listener, which first receives the messages in `before`.
-    pub(super) fn add(&mut self, peer: Peer, before: Vec<Bytes>) -> Result<Streamed, Refused> {
+    pub(super) fn add(&mut self, peer: HttpPeer, before: Vec<Bytes>) -> Result<EventStream, StreamRejection> {
         // Disconnected listeners are noticed here or at the next message.
         self.0.retain(|(_, listener)| !listener.is_closed());
-        let source = peer.source();
-        if self.0.iter().filter(|(of, _)| *of == source).count() >= MOST_OF_A_PEER {
-            return Err(Refused::Peer);
+        let source = peer.bound_key();
+        if self.0.iter().filter(|(of, _)| *of == source).count() >= MAX_STREAMS_PER_PEER {
+            return Err(StreamRejection::TooManyOfPeer);
         }
         // After the check of the peer, whose error tells the client what to do.
-        if self.0.len() >= MOST_STREAMS {
-            return Err(Refused::All);
+        if self.0.len() >= MAX_STREAMS {
+            return Err(StreamRejection::TooManyListeners);
         }
-        let (sender, news) = mpsc::channel(MOST_BEHIND);
+        let (sender, news) = mpsc::channel(MAX_LAG);
         self.0.push((source, sender));
-        let retry = Bytes::from(format!("retry: {COME_AGAIN_MS}\n\n"));
-        Ok(Streamed { first: std::iter::once(retry).chain(before).collect(), news })
+        let retry = Bytes::from(format!("retry: {RECONNECT_MS}\n\n"));
+        Ok(EventStream { first: std::iter::once(retry).chain(before).collect(), news })
     }
 
     /// Sends a message to all, and drops those that lag too far behind.
@@ -89,12 +89,12 @@ impl Listeners {
 }
 
 /// Response body of a listener.
-pub(super) struct Streamed {
+pub(super) struct EventStream {
     first: VecDeque<Bytes>,
     news: mpsc::Receiver<Bytes>,
 }
 
-impl Body for Streamed {
+impl Body for EventStream {
     type Data = Bytes;
     type Error = Infallible;
 
@@ -110,7 +110,7 @@ impl Body for Streamed {
             }
         }
         // `split_to` shares the message's memory; nothing is copied.
-        let piece = self.first.front_mut().map(|message| message.split_to(message.len().min(PIECE)));
+        let piece = self.first.front_mut().map(|message| message.split_to(message.len().min(PIECE_BYTES)));
         if self.first.front().is_some_and(Bytes::is_empty) {
             self.first.pop_front();
         }
@@ -124,9 +124,9 @@ mod tests {
 
     use super::*;
 
-    const SOMEBODY: Peer = Peer::User(None);
+    const SOMEBODY: HttpPeer = HttpPeer::User(None);
 
-    fn next(streamed: &mut Streamed) -> Option<Bytes> {
+    fn next(streamed: &mut EventStream) -> Option<Bytes> {
         match Pin::new(streamed).poll_frame(&mut Context::from_waker(Waker::noop())) {
             Poll::Ready(Some(Ok(frame))) => frame.into_data().ok(),
             _ => None,
@@ -134,12 +134,12 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_that_does_not_read_is_let_go_and_others_stay() {
-        let mut listeners = Listeners::default();
+    fn lagging_listeners_are_dropped() {
+        let mut listeners = StreamListeners::default();
         let mut reads = listeners.add(SOMEBODY, Vec::new()).unwrap();
         let mut sleeps = listeners.add(SOMEBODY, Vec::new()).unwrap();
         assert!(next(&mut reads).unwrap().starts_with(b"retry: "));
-        for step in 0..MOST_BEHIND + 8 {
+        for step in 0..MAX_LAG + 8 {
             listeners.send(&message("delta", step as u64, &()));
             assert!(next(&mut reads).unwrap().starts_with(b"event: delta\nid: "));
         }
@@ -149,47 +149,47 @@ mod tests {
             waiting += 1;
         }
         // Includes the `retry` line.
-        assert_eq!(waiting, MOST_BEHIND + 1);
+        assert_eq!(waiting, MAX_LAG + 1);
     }
 
     #[test]
-    fn a_long_message_goes_out_in_pieces() {
-        let mut listeners = Listeners::default();
-        let long = Bytes::from(vec![b'x'; 3 * PIECE + 1]);
+    fn long_messages_are_split() {
+        let mut listeners = StreamListeners::default();
+        let long = Bytes::from(vec![b'x'; 3 * PIECE_BYTES + 1]);
         let mut streamed = listeners.add(SOMEBODY, vec![long]).unwrap();
         next(&mut streamed);
         let lengths: Vec<_> = std::iter::from_fn(|| next(&mut streamed)).map(|piece| piece.len()).collect();
-        assert_eq!(lengths, [PIECE, PIECE, PIECE, 1]);
+        assert_eq!(lengths, [PIECE_BYTES, PIECE_BYTES, PIECE_BYTES, 1]);
     }
 
-    fn hosts() -> impl Iterator<Item = Peer> {
-        (0..=255).map(|last| Peer::Address(IpAddr::from([192, 0, 2, last])))
+    fn hosts() -> impl Iterator<Item = HttpPeer> {
+        (0..=255).map(|last| HttpPeer::Address(IpAddr::from([192, 0, 2, last])))
     }
 
     #[test]
-    fn there_is_a_number_of_listeners_at_most() {
-        let mut listeners = Listeners::default();
+    fn listeners_are_bounded() {
+        let mut listeners = StreamListeners::default();
         let mut all: Vec<_> = hosts().map(|host| listeners.add(host, Vec::new()).unwrap()).collect();
-        assert_eq!(all.len(), MOST_STREAMS);
-        assert_eq!(listeners.add(SOMEBODY, Vec::new()).err(), Some(Refused::All));
+        assert_eq!(all.len(), MAX_STREAMS);
+        assert_eq!(listeners.add(SOMEBODY, Vec::new()).err(), Some(StreamRejection::TooManyListeners));
         all.pop();
         assert!(listeners.add(SOMEBODY, Vec::new()).is_ok());
     }
 
     #[test]
-    fn nobody_keeps_all_others_from_listening() {
-        let address = |text: &str| Peer::Address(text.parse().unwrap());
+    fn one_peer_cannot_use_all_streams() {
+        let address = |text: &str| HttpPeer::Address(text.parse().unwrap());
         for (one, same, others) in [
-            (SOMEBODY, SOMEBODY, [Peer::User(Some(0)), address("::1")]),
-            (Peer::User(Some(0)), Peer::User(Some(0)), [SOMEBODY, Peer::User(Some(1))]),
+            (SOMEBODY, SOMEBODY, [HttpPeer::User(Some(0)), address("::1")]),
+            (HttpPeer::User(Some(0)), HttpPeer::User(Some(0)), [SOMEBODY, HttpPeer::User(Some(1))]),
             (address("192.0.2.1"), address("192.0.2.1"), [address("192.0.2.2"), SOMEBODY]),
             // One client may have a whole IPv6 network.
             (address("2001:db8::1"), address("2001:db8::2"), [address("2001:db8:0:1::1"), SOMEBODY]),
         ] {
-            let mut listeners = Listeners::default();
+            let mut listeners = StreamListeners::default();
             let mut all: Vec<_> =
-                (0..MOST_OF_A_PEER).map(|_| listeners.add(one, Vec::new()).unwrap()).collect();
-            assert_eq!(listeners.add(same, Vec::new()).err(), Some(Refused::Peer), "{same}");
+                (0..MAX_STREAMS_PER_PEER).map(|_| listeners.add(one, Vec::new()).unwrap()).collect();
+            assert_eq!(listeners.add(same, Vec::new()).err(), Some(StreamRejection::TooManyOfPeer), "{same}");
             let others: Vec<_> = others.into_iter().map(|other| listeners.add(other, Vec::new())).collect();
             assert!(others.iter().all(Result::is_ok));
             all.pop();

@@ -6,21 +6,21 @@ use anyhow::{Context as _, bail, ensure};
 use reactor::regular;
 
 /// Least length: shorter tokens can be guessed.
-const LEAST: usize = 16;
+const MIN_LENGTH: usize = 16;
 /// Greatest length: longer tokens do not fit into a request head.
-const MOST: usize = 4096;
+const MAX_LENGTH: usize = 4096;
 
 /// Token that authorizes changes.
-pub struct Token(Vec<u8>);
+pub struct ChangeToken(Vec<u8>);
 
 /// Hides the token.
-impl fmt::Debug for Token {
+impl fmt::Debug for ChangeToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token")
     }
 }
 
-impl Token {
+impl ChangeToken {
     /// Reads the file's only line.
     ///
     /// # Errors Fails if the file is readable by users other than its owner, or if its line cannot
@@ -40,15 +40,15 @@ impl Token {
         }
         let mut text = Vec::new();
         // Bounded read. Two more bytes than the bound tell a too long token from a line end.
-        file.take(MOST as u64 + 2).read_to_end(&mut text)?;
+        file.take(MAX_LENGTH as u64 + 2).read_to_end(&mut text)?;
         let token = text.trim_ascii();
         ensure!(
-            token.len() <= MOST,
-            "the token is longer than {MOST} characters (`openssl rand -hex 32` makes one)"
+            token.len() <= MAX_LENGTH,
+            "the token is longer than {MAX_LENGTH} characters (`openssl rand -hex 32` makes one)"
         );
         ensure!(
-            token.len() >= LEAST && token.iter().all(u8::is_ascii_graphic),
-            "the file must hold one line of at least {LEAST} characters without spaces (`openssl rand -hex 32` makes one)"
+            token.len() >= MIN_LENGTH && token.iter().all(u8::is_ascii_graphic),
+            "the file must hold one line of at least {MIN_LENGTH} characters without spaces (`openssl rand -hex 32` makes one)"
         );
         Ok(Self(token.to_owned()))
     }
@@ -69,11 +69,11 @@ mod tests {
         let path = directory.path().join("token");
         fs::write(&path, content).unwrap();
         fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
-        Token::of(&path).map(|token| token.bytes().to_owned()).map_err(|error| error.to_string())
+        ChangeToken::of(&path).map(|token| token.bytes().to_owned()).map_err(|error| error.to_string())
     }
 
     #[test]
-    fn a_token_is_a_line_that_only_its_owner_reads() {
+    fn a_token_is_one_line_readable_by_its_owner() {
         assert_eq!(read("0123456789abcdef\n", 0o600).unwrap(), b"0123456789abcdef");
         assert_eq!(read("0123456789abcdef", 0o400).unwrap(), b"0123456789abcdef");
         for (content, mode, why) in [
@@ -83,12 +83,12 @@ mod tests {
             ("0123456789 abcdef", 0o600, "one line of at least 16 characters"),
             ("0123456789abcdef\nanother", 0o600, "one line of at least 16 characters"),
             ("", 0o600, "one line of at least 16 characters"),
-            (&"x".repeat(MOST + 1), 0o600, "longer than 4096"),
+            (&"x".repeat(MAX_LENGTH + 1), 0o600, "longer than 4096"),
         ] {
             let error = read(content, mode).unwrap_err();
             assert!(error.contains(why), "{error}");
         }
-        let missing = Token::read(Path::new("/nonexistent/token")).unwrap_err();
+        let missing = ChangeToken::read(Path::new("/nonexistent/token")).unwrap_err();
         assert!(
             format!("{missing:#}").starts_with("http-token-file /nonexistent/token: No such file"),
             "{missing:#}"

@@ -26,12 +26,12 @@ use tokio::{
 };
 
 use super::{
-    desk::{Desk, Of, Silent},
-    history::History,
-    lines::drawn,
-    objects::{Before, Objects, milliseconds, sample},
-    peer::Peer,
-    stream::{self, Listeners, Refused, Streamed},
+    desk::{MainThread, ObjectKind, NoAnswer},
+    history::ObjectHistory,
+    lines::drawn_limits,
+    objects::{PreviousReadings, ActivityObjects, milliseconds, sample},
+    peer::HttpPeer,
+    stream::{self, StreamListeners, StreamRejection, EventStream},
 };
 
 /// Shortest interval between two collections.
@@ -42,55 +42,55 @@ const SECOND: Duration = Duration::from_secs(1);
 pub(super) const LONGEST: Duration = Duration::from_secs(5);
 /// Bound of the bytes per second to all listeners together: this thread serializes them, and has to
 /// leave the processor to the workers.
-const MOST_SENT: f64 = (16 << 20) as f64;
+const MAX_SENT_BYTES_PER_SECOND: f64 = (16 << 20) as f64;
 /// Inverse of the largest share of time that collections take, here and on the main thread.
-const PART: u32 = 10;
+const INVERSE_LOAD: u32 = 10;
 /// Changes that are stored for new listeners before the state is serialized again.
-const MOST_CHANGES: usize = 10;
+const MAX_CHANGES: usize = 10;
 /// Interval of empty messages, by which the page detects a lost connection.
 const HEARTBEAT: Duration = Duration::from_secs(2);
 
 /// Description of the daemon for its clients.
 #[derive(Clone, Debug)]
-pub(super) struct About {
+pub(super) struct DaemonDescription {
     pub(super) name: String,
     /// True if changes are possible at all.
     pub(super) has_token: bool,
 }
 
-pub(super) struct Watch {
-    desk: Arc<Desk>,
-    about: About,
+pub(super) struct ActivityWatch {
+    desk: Arc<MainThread>,
+    about: DaemonDescription,
     events: Events,
     /// Begin of the count of seconds, since the Epoch. Independent of later changes of the clock.
     began_ms: u64,
     began: Duration,
-    state: Mutex<State>,
+    state: Mutex<WatchState>,
     /// Notified when a listener is added.
     listened: Notify,
 }
 
 #[derive(Default)]
-pub(super) struct State {
-    before: Before,
-    pub(super) objects: Objects,
+pub(super) struct WatchState {
+    before: PreviousReadings,
+    pub(super) objects: ActivityObjects,
     /// Histories of disks, by name.
-    pub(super) disks: HashMap<Arc<str>, History>,
-    pub(super) groups: HashMap<Arc<str>, History>,
+    pub(super) disks: HashMap<Arc<str>, ObjectHistory>,
+    pub(super) groups: HashMap<Arc<str>, ObjectHistory>,
     looked: Option<Instant>,
     /// Last second added to the histories, counted from [`Watch::began_ms`] on.
     second: u64,
     /// Seconds by which the wall clock was set forward since then; negative if back.
-    pub(super) set_s: i64,
-    listeners: Listeners,
+    pub(super) clock_step_s: i64,
+    listeners: StreamListeners,
     /// Messages for a new listener: the state at some moment, and the changes since.
-    all: Option<Bytes>,
+    base_state: Option<Bytes>,
     changes: VecDeque<Bytes>,
     /// Number of the last message.
     id: u64,
     /// Number of the last event that was sent.
     event: u64,
-    said: Option<Instant>,
+    last_message_at: Option<Instant>,
     pause: Duration,
     /// Maximum age of an overview.
     age: Duration,
@@ -98,12 +98,12 @@ pub(super) struct State {
     overview: Option<Bytes>,
 }
 
-impl Watch {
-    pub(super) fn new(desk: Arc<Desk>, about: About, events: Events) -> Arc<Self> {
+impl ActivityWatch {
+    pub(super) fn new(desk: Arc<MainThread>, about: DaemonDescription, events: Events) -> Arc<Self> {
         let began_ms = milliseconds(SystemTime::now());
-        let (began, listened) = (awake_or_not(), Notify::new());
+        let (began, listened) = (boot_time(), Notify::new());
         // Events from before the start of the page are not sent.
-        let state = Mutex::new(State { event: events.last(), ..State::default() });
+        let state = Mutex::new(WatchState { event: events.last(), ..WatchState::default() });
         Arc::new(Self { desk, about, events, began_ms, began, state, listened })
     }
 
@@ -111,14 +111,14 @@ impl Watch {
     pub(super) async fn run(self: Arc<Self>) {
         loop {
             let pause = {
-                let looked = self.look(SHORTEST).await;
+                let looked = self.refresh(SHORTEST).await;
                 looked.ok().filter(|state| !state.listeners.is_empty()).map(|state| state.pause)
             };
             match pause {
                 Some(pause) => sleep(pause).await,
                 // A new listener ends the wait.
                 None => {
-                    let part = self.counted().subsec_nanos();
+                    let part = self.monotonic_time().subsec_nanos();
                     let rest = SECOND.saturating_sub(Duration::from_nanos(part.into()));
                     let _ = timeout(rest, self.listened.notified()).await;
                 }
@@ -126,34 +126,34 @@ impl Watch {
         }
     }
 
-    fn counted(&self) -> Duration {
-        awake_or_not().saturating_sub(self.began)
+    fn monotonic_time(&self) -> Duration {
+        boot_time().saturating_sub(self.began)
     }
 
     /// Collects the figures, unless they are younger than `age`.
-    pub(super) async fn look(&self, age: Duration) -> Result<MutexGuard<'_, State>, Silent> {
+    pub(super) async fn refresh(&self, age: Duration) -> Result<MutexGuard<'_, WatchState>, NoAnswer> {
         let mut state = self.state.lock().await;
         if state.looked.is_none_or(|looked| looked.elapsed() >= age) {
             let began = Instant::now();
             let snapshot = self.desk.figures(SHORTEST.min(age)).await?;
-            let counted = self.counted();
+            let counted = self.monotonic_time();
             let second = self.began_ms / 1000 + counted.as_secs();
             let counted_ms =
                 self.began_ms.saturating_add(u64::try_from(counted.as_millis()).unwrap_or(u64::MAX));
             // Detects a step of the wall clock, by comparison with the monotonic one.
-            state.set_s = set_forward(state.set_s, milliseconds(SystemTime::now()), counted_ms);
+            state.clock_step_s = clock_step(state.clock_step_s, milliseconds(SystemTime::now()), counted_ms);
             // The history has one sample for each second, whatever the interval of collections.
             let is_another = std::mem::replace(&mut state.second, second) != second;
-            let objects = state.before.tell(&snapshot, is_another);
+            let objects = state.before.objects(&snapshot, is_another);
             if is_another {
-                state.remember(&objects);
+                state.add_to_histories(&objects);
             }
-            let bytes = state.tell(objects) + state.tell_events(&self.events);
+            let bytes = state.send_changes(objects) + state.send_events(&self.events);
             state.looked = Some(began);
             // The interval grows with the bytes sent, so that the rate stays below `MOST_SENT`.
             let sent = bytes as f64 * state.listeners.len() as f64;
-            let rest = began.elapsed() * PART;
-            state.pause = Duration::from_secs_f64(sent / MOST_SENT).max(rest).clamp(SHORTEST, LONGEST);
+            let rest = began.elapsed() * INVERSE_LOAD;
+            state.pause = Duration::from_secs_f64(sent / MAX_SENT_BYTES_PER_SECOND).max(rest).clamp(SHORTEST, LONGEST);
             state.age = rest.clamp(SHORTEST, SECOND);
         }
         Ok(state)
@@ -163,9 +163,9 @@ impl Watch {
     ///
     /// # Errors
     /// Fails if the main thread does not answer.
-    pub(super) async fn told(&self) -> Result<Bytes, Silent> {
+    pub(super) async fn overview_json(&self) -> Result<Bytes, NoAnswer> {
         let age = self.state.lock().await.age;
-        let mut state = self.look(age).await?;
+        let mut state = self.refresh(age).await?;
         if let Some(told) = &state.overview {
             return Ok(told.clone());
         }
@@ -174,7 +174,7 @@ impl Watch {
     }
 
     /// Overview of these objects.
-    fn overview<'a>(&'a self, objects: &'a Objects) -> Overview<'a> {
+    fn overview<'a>(&'a self, objects: &'a ActivityObjects) -> Overview<'a> {
         Overview {
             time_ms: objects.time_ms,
             daemon: DaemonIdentity {
@@ -193,39 +193,39 @@ impl Watch {
     ///
     /// # Errors
     /// Fails if the main thread does not answer, or if there are too many listeners.
-    pub(super) async fn listen(&self, peer: Peer) -> Result<Result<Streamed, Refused>, Silent> {
-        let mut state = self.look(LONGEST).await?;
-        if state.all.is_none() {
+    pub(super) async fn listen(&self, peer: HttpPeer) -> Result<Result<EventStream, StreamRejection>, NoAnswer> {
+        let mut state = self.refresh(LONGEST).await?;
+        if state.base_state.is_none() {
             let id = state.id;
-            state.all = Some(stream::message("overview", id, &self.overview(&state.objects)));
+            state.base_state = Some(stream::message("overview", id, &self.overview(&state.objects)));
         }
         // The state may be up to ten messages old, so the changes since then follow it.
-        let before: Vec<_> = state.all.iter().chain(&state.changes).cloned().collect();
+        let before: Vec<_> = state.base_state.iter().chain(&state.changes).cloned().collect();
         let streamed = state.listeners.add(peer, before);
         self.listened.notify_one();
         Ok(streamed)
     }
 }
 
-impl State {
+impl WatchState {
     /// Adds a second to all histories. Histories of removed objects are dropped.
-    fn remember(&mut self, objects: &Objects) {
+    fn add_to_histories(&mut self, objects: &ActivityObjects) {
         let Self { before, disks, groups, second, .. } = self;
-        for (of, all, histories) in [(Of::Disk, &objects.disks, disks), (Of::Group, &objects.groups, groups)]
+        for (of, all, histories) in [(ObjectKind::Disk, &objects.disks, disks), (ObjectKind::Group, &objects.groups, groups)]
         {
             histories.retain(|name, _| all.contains_key(name));
             for (name, object) in all {
                 let latencies = before.latencies(of, name);
-                let history = histories.entry(Arc::clone(name)).or_insert_with(History::new);
-                history.add(*second, &sample(object), latencies, drawn(object, &objects.groups));
+                let history = histories.entry(Arc::clone(name)).or_insert_with(ObjectHistory::new);
+                history.add(*second, &sample(object), latencies, drawn_limits(object, &objects.groups));
             }
         }
     }
 
     /// Sends the changes to all listeners; returns the number of bytes for each.
-    fn tell(&mut self, objects: Objects) -> usize {
+    fn send_changes(&mut self, objects: ActivityObjects) -> usize {
         let now = Instant::now();
-        let is_time = self.said.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
+        let is_time = self.last_message_at.is_none_or(|said| now.duration_since(said) >= HEARTBEAT);
         let delta = self.delta(&objects);
         let is_empty = delta.is_empty();
         // Replaced also if nothing is sent: the times in it changed.
@@ -236,20 +236,20 @@ impl State {
         self.id += 1;
         let message = stream::message("delta", self.id, &delta);
         // Serialized again for the next listener only.
-        if self.changes.len() >= MOST_CHANGES {
-            (self.all, self.changes) = (None, VecDeque::new());
+        if self.changes.len() >= MAX_CHANGES {
+            (self.base_state, self.changes) = (None, VecDeque::new());
         }
-        if self.all.is_some() {
+        if self.base_state.is_some() {
             self.changes.push_back(message.clone());
         }
-        self.said = Some(now);
+        self.last_message_at = Some(now);
         let bytes = message.len();
         self.listeners.send(&message);
         bytes
     }
 
     /// Sends new events to all listeners; returns the number of bytes for each.
-    fn tell_events(&mut self, events: &Events) -> usize {
+    fn send_events(&mut self, events: &Events) -> usize {
         // One message for all events, so that a burst does not overflow a listener's queue.
         let mut all = Vec::new();
         for event in events.since(self.event) {
@@ -264,7 +264,7 @@ impl State {
         bytes
     }
 
-    fn delta(&self, objects: &Objects) -> Delta {
+    fn delta(&self, objects: &ActivityObjects) -> Delta {
         let (disks, gone_disks) = changes(&self.objects.disks, &objects.disks);
         let (groups, gone_groups) = changes(&self.objects.groups, &objects.groups);
         let (devices, gone_devices) = changes(&self.objects.devices, &objects.devices);
@@ -274,14 +274,14 @@ impl State {
 }
 
 /// Time since the boot, including suspend, which shows as a gap in the history.
-fn awake_or_not() -> Duration {
+fn boot_time() -> Duration {
     // CLOCK_BOOTTIME always exists (clock_gettime(2)).
     clock_gettime(ClockId::CLOCK_BOOTTIME).map(Duration::from).unwrap_or_default()
 }
 
 /// Seconds by which `clock_ms` is ahead of `counted_ms`. Returns `before_s` if the difference may
 /// be rounding, so that reported times do not jitter.
-fn set_forward(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
+fn clock_step(before_s: i64, clock_ms: u64, counted_ms: u64) -> i64 {
     let forward_ms = clock_ms.saturating_sub(counted_ms).cast_signed();
     let forward_ms = forward_ms - counted_ms.saturating_sub(clock_ms).cast_signed();
     let has_moved = (forward_ms - before_s.saturating_mul(1000)).unsigned_abs() > 750;
@@ -314,22 +314,22 @@ mod tests {
     use serde_json::json;
 
     use super::{
-        super::{lines::Lines, objects::MOST_OF_A_DISK},
+        super::{lines::LimitLines, objects::MAX_BYTES_PER_DISK},
         *,
     };
 
-    fn objects(disks: &[(&str, Value)]) -> Objects {
+    fn objects(disks: &[(&str, Value)]) -> ActivityObjects {
         let disk = |(name, value): &(&str, Value)| {
             let Value::Object(object) = value.clone() else { panic!("an object") };
             ((*name).into(), object)
         };
-        Objects { disks: disks.iter().map(disk).collect(), ..Objects::default() }
+        ActivityObjects { disks: disks.iter().map(disk).collect(), ..ActivityObjects::default() }
     }
 
     #[test]
-    fn only_what_changed_is_told_and_what_is_gone() {
-        let mut state = State::default();
-        state.tell(objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]));
+    fn deltas_have_changes_and_removals() {
+        let mut state = WatchState::default();
+        state.send_changes(objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]));
         let same = objects(&[("a", json!({"name": "a", "x": 1, "y": 2})), ("b", json!({"name": "b"}))]);
         assert!(state.delta(&same).is_empty());
         let after =
@@ -340,7 +340,7 @@ mod tests {
     }
 
     #[test]
-    fn a_clock_that_is_set_is_followed_and_one_that_drifts_does_not_waver() {
+    fn clock_steps_are_followed_and_drift_is_not() {
         let mut set_s = 0;
         for (clock_ms, expected) in [
             (1_000_000, 0),
@@ -352,26 +352,26 @@ mod tests {
             (0, -1_000),
             (1_000_000, 0),
         ] {
-            set_s = set_forward(set_s, clock_ms, 1_000_000);
+            set_s = clock_step(set_s, clock_ms, 1_000_000);
             assert_eq!(set_s, expected, "{clock_ms}");
         }
     }
 
     #[test]
-    fn what_newcomers_have_is_bounded() {
-        let mut state = State { all: Some(Bytes::new()), ..State::default() };
+    fn messages_for_new_listeners_are_bounded() {
+        let mut state = WatchState { base_state: Some(Bytes::new()), ..WatchState::default() };
         for step in 0..100 {
-            state.tell(objects(&[("a", json!({"name": "a", "x": step}))]));
-            assert!(state.changes.len() <= MOST_CHANGES);
+            state.send_changes(objects(&[("a", json!({"name": "a", "x": step}))]));
+            assert!(state.changes.len() <= MAX_CHANGES);
             // Changes without the state before them are useless.
-            assert!(state.all.is_some() || state.changes.is_empty());
+            assert!(state.base_state.is_some() || state.changes.is_empty());
         }
     }
 
     #[test]
     fn a_hundred_disks_take_less_than_4_and_a_half_mib() {
         // Includes all lines of limits, and the readings of the previous second.
-        let all = 100 * (History::new().size_bytes() + Lines::MOST_BYTES + MOST_OF_A_DISK);
+        let all = 100 * (ObjectHistory::new().size_bytes() + LimitLines::MOST_BYTES + MAX_BYTES_PER_DISK);
         assert!(all <= 9 << 19, "{all} bytes");
     }
 }

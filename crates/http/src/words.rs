@@ -1,26 +1,26 @@
 //! Label values of metrics: directions, limits and owners.
 
-use block::measures::Whose;
+use block::measures::CauseLevel;
 use policy::{
     request::Direction,
-    throttle::{LimitKind, Part, Setting},
+    throttle::{LimitKind, LimitPart, LimitSetting},
 };
 
-pub(super) fn name_of(direction: Direction) -> &'static str {
+pub(super) fn direction_label(direction: Direction) -> &'static str {
     match direction {
         Direction::Read => "read",
         Direction::Write => "write",
     }
 }
 
-pub(super) fn name_of_owner(whose: Whose) -> &'static str {
+pub(super) fn owner_label(whose: CauseLevel) -> &'static str {
     match whose {
-        Whose::Disk => "disk",
-        Whose::Group => "group",
-        Whose::Above => "above",
+        CauseLevel::Disk => "disk",
+        CauseLevel::Group => "group",
+        CauseLevel::Above => "above",
     }
 }
 
-pub(super) const fn name_of_limit(kind: LimitKind) -> &'static str {
-    Setting::Limit(kind, Part::Rate).name()
+pub(super) const fn limit_label(kind: LimitKind) -> &'static str {
+    LimitSetting::Limit(kind, LimitPart::Rate).name()
 }

@@ -5,7 +5,7 @@
 
 use std::{fmt, time::Duration};
 
-use block::measures::{ROUND_BOUNDS_NS, SCHEMA, Spread};
+use block::measures::{ROUND_BOUNDS_NS, SCHEMA, HistogramSnapshot};
 use prometheus_client::{
     encoding::{
         DescriptorEncoder, EncodeCounterValue, EncodeGaugeValue, MetricEncoder, NativeHistogram,
@@ -16,11 +16,11 @@ use prometheus_client::{
 };
 
 /// Labels of a sample.
-pub(super) type Labels<'a, const N: usize> = [(&'static str, &'a str); N];
+pub(super) type SampleLabels<'a, const N: usize> = [(&'static str, &'a str); N];
 
-pub(super) struct Writer<'a>(DescriptorEncoder<'a>);
+pub(super) struct FamilyWriter<'a>(DescriptorEncoder<'a>);
 
-impl<'a> Writer<'a> {
+impl<'a> FamilyWriter<'a> {
     pub(super) fn new(encoder: DescriptorEncoder<'a>) -> Self {
         Self(encoder)
     }
@@ -29,7 +29,7 @@ impl<'a> Writer<'a> {
         &mut self,
         name: &str,
         help: &str,
-        rows: impl IntoIterator<Item = (Labels<'r, N>, V)>,
+        rows: impl IntoIterator<Item = (SampleLabels<'r, N>, V)>,
     ) -> fmt::Result {
         self.family(name, help, MetricType::Counter, rows, |sample, value| {
             sample.encode_counter::<NoLabelSet, _, u64>(&value, None)
@@ -40,7 +40,7 @@ impl<'a> Writer<'a> {
         &mut self,
         name: &str,
         help: &str,
-        rows: impl IntoIterator<Item = (Labels<'r, N>, V)>,
+        rows: impl IntoIterator<Item = (SampleLabels<'r, N>, V)>,
     ) -> fmt::Result {
         self.family(name, help, MetricType::Gauge, rows, |sample, value| sample.encode_gauge(&value))
     }
@@ -49,7 +49,7 @@ impl<'a> Writer<'a> {
         &mut self,
         name: &str,
         help: &str,
-        rows: impl IntoIterator<Item = Labels<'r, N>>,
+        rows: impl IntoIterator<Item = SampleLabels<'r, N>>,
     ) -> fmt::Result {
         let rows = rows.into_iter().map(|labels| ([], labels));
         self.family(name, help, MetricType::Info, rows, |sample, labels| sample.encode_info(&labels))
@@ -59,7 +59,7 @@ impl<'a> Writer<'a> {
         &mut self,
         name: &str,
         help: &str,
-        rows: impl IntoIterator<Item = (Labels<'r, N>, Spread)>,
+        rows: impl IntoIterator<Item = (SampleLabels<'r, N>, HistogramSnapshot)>,
     ) -> fmt::Result {
         self.family(name, help, MetricType::Histogram, rows, |sample, spread| histogram(sample, &spread))
     }
@@ -70,7 +70,7 @@ impl<'a> Writer<'a> {
         name: &str,
         help: &str,
         kind: MetricType,
-        rows: impl IntoIterator<Item = (Labels<'r, N>, V)>,
+        rows: impl IntoIterator<Item = (SampleLabels<'r, N>, V)>,
         tell: impl Fn(&mut MetricEncoder<'_>, V) -> fmt::Result,
     ) -> fmt::Result {
         let (stem, unit) = with_unit(name);
@@ -96,11 +96,11 @@ fn with_unit(name: &str) -> (&str, Option<Unit>) {
     (&name[..name.len() - unit.as_str().len() - 1], Some(unit))
 }
 
-fn histogram(sample: &mut MetricEncoder<'_>, spread: &Spread) -> fmt::Result {
+fn histogram(sample: &mut MetricEncoder<'_>, spread: &HistogramSnapshot) -> fmt::Result {
     // The last bucket has no bound.
     let bounds = ROUND_BOUNDS_NS.into_iter().map(seconds).chain([f64::INFINITY]);
-    let buckets: Vec<_> = bounds.zip(spread.round()).collect();
-    let native = spread.native();
+    let buckets: Vec<_> = bounds.zip(spread.round_counts()).collect();
+    let native = spread.native_counts();
     // Native histograms encode runs of used buckets as (gap, length), and counts as differences.
     let mut spans: Vec<(i32, u32)> = Vec::new();
     let mut deltas = Vec::new();

@@ -6,17 +6,17 @@
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::qcow2::{
-    self, Qcow2,
+    self, Qcow2Image,
     amend::Amendment,
     check::{Repair, check},
     header::compatible,
 };
 use settings::suggest::nearest;
-use storage::{CacheMode, Format, Storage};
+use storage::{CacheMode, ImageFormat, Storage};
 
-use super::{create, named::Subject, opening::How, options::Options, progress::Talk};
+use super::{create, named::ImageArg, opening::OpenMode, options::FormatOptions, progress::ProgressArgs};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -38,31 +38,31 @@ Options of qcow2 that can be amended:
 
 /// The options of `weir image amend`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct AmendArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     /// Options to change, such as compat=1.1,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", required = true)]
     options: Vec<String>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     #[command(flatten)]
-    talk: Talk,
+    talk: ProgressArgs,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if Options::ask_for_help(&arguments.options) {
+pub(crate) fn run(arguments: AmendArgs) -> Result<(), CommandFailure> {
+    if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
     }
     let image = arguments.subject.named()?;
     let name = image.name();
-    let usage = |what: String| Failure::Usage(anyhow!("{name}: {what}"));
+    let usage = |what: String| CommandFailure::Usage(anyhow!("{name}: {what}"));
     let options = AmendOptions::read(&arguments.options).map_err(usage)?;
-    if image.format()? != Format::Qcow2 {
+    if image.format()? != ImageFormat::Qcow2 {
         return Err(usage("raw images have no options to amend".to_owned()));
     }
-    let storage = image.storage(How { write: true, cache: arguments.cache, ..How::default() })?;
+    let storage = image.storage(OpenMode { write: true, cache: arguments.cache, ..OpenMode::default() })?;
     on_reactor(async move { Ok(amend(storage, options).await.with_context(|| name)?) })?;
     arguments.talk.progress("amending", 1).end();
     Ok(())
@@ -77,10 +77,10 @@ struct AmendOptions {
 
 impl AmendOptions {
     fn read(texts: &[String]) -> Result<Self, String> {
-        let mut options = Options::read(texts)?;
+        let mut options = FormatOptions::read(texts)?;
         let version = create::take_version(&mut options)?;
         let lazy_refcounts = options.take_switch("lazy_refcounts")?;
-        if let Some(key) = options.first_left() {
+        if let Some(key) = options.first_unused() {
             return Err(refusal(key));
         }
         Ok(Self { version, lazy_refcounts })
@@ -156,7 +156,7 @@ async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
             );
         }
     }
-    let image = Qcow2::open_for_upkeep(storage).await?;
+    let image = Qcow2Image::open_for_maintenance(storage).await?;
     // Version 3 requires extra data in snapshots, so it is written while the image still is
     // version 2.
     let done = async {

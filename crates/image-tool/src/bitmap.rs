@@ -5,13 +5,13 @@ use std::path::PathBuf;
 
 use anyhow::{Context as _, anyhow};
 use clap::{ArgAction, ArgMatches, Args, FromArgMatches};
-use console::{Failure, on_reactor};
-use image::qcow2::{Qcow2, bitmap::DirtyBits};
-use storage::Format;
+use console::{CommandFailure, on_reactor};
+use image::qcow2::{Qcow2Image, bitmap::DirtyBits};
+use storage::ImageFormat;
 
 use super::{
     named::{NamedImage, NamingArgs, named},
-    opening::{self, How},
+    opening::{self, OpenMode},
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -26,7 +26,7 @@ A bitmap that was not stored by who used the image last may be wrong; it can onl
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Action {
+enum BitmapAction {
     Add,
     Remove,
     Clear,
@@ -36,7 +36,7 @@ enum Action {
 }
 
 #[derive(Debug, Args)]
-struct Options {
+struct BitmapOptions {
     /// The image
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
@@ -51,10 +51,10 @@ struct Options {
     source_file: Option<PathBuf>,
     /// Its format: qcow2
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file", value_parser = opening::format_option())]
-    source_format: Option<Format>,
+    source_format: Option<ImageFormat>,
     /// The image's format: qcow2
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
-    format: Option<Format>,
+    format: Option<ImageFormat>,
     #[command(flatten)]
     naming: NamingArgs,
 }
@@ -62,7 +62,7 @@ struct Options {
 #[derive(Debug, Args)]
 #[group(required = true, multiple = true)]
 #[command(next_help_heading = "Actions, in their order")]
-struct Actions {
+struct BitmapActions {
     /// Add it, recording
     #[arg(long, action = ArgAction::Count)]
     add: u8,
@@ -85,24 +85,24 @@ struct Actions {
 
 /// The options of `weir image bitmap`.
 #[derive(Debug)]
-pub struct Arguments {
-    options: Options,
-    actions: Vec<Action>,
+pub struct BitmapArgs {
+    options: BitmapOptions,
+    actions: Vec<BitmapAction>,
 }
 
-impl FromArgMatches for Arguments {
+impl FromArgMatches for BitmapArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let options = Options::from_arg_matches(matches)?;
+        let options = BitmapOptions::from_arg_matches(matches)?;
         let plain = [
-            ("add", Action::Add),
-            ("remove", Action::Remove),
-            ("clear", Action::Clear),
-            ("enable", Action::Enable),
-            ("disable", Action::Disable),
+            ("add", BitmapAction::Add),
+            ("remove", BitmapAction::Remove),
+            ("clear", BitmapAction::Clear),
+            ("enable", BitmapAction::Enable),
+            ("disable", BitmapAction::Disable),
         ];
         // The order of actions is significant, so clap's indices restore the order of the command
         // line.
-        let mut actions: Vec<(usize, Action)> = Vec::new();
+        let mut actions: Vec<(usize, BitmapAction)> = Vec::new();
         for (name, action) in plain {
             if matches.get_count(name) > 0 {
                 actions.extend(matches.indices_of(name).into_iter().flatten().map(|at| (at, action.clone())));
@@ -110,7 +110,7 @@ impl FromArgMatches for Arguments {
         }
         let merges = matches.get_many::<String>("merge").into_iter().flatten();
         let places = matches.indices_of("merge").into_iter().flatten();
-        actions.extend(places.zip(merges).map(|(at, source)| (at, Action::Merge(source.clone()))));
+        actions.extend(places.zip(merges).map(|(at, source)| (at, BitmapAction::Merge(source.clone()))));
         actions.sort_by_key(|(at, _)| *at);
         Ok(Self { options, actions: actions.into_iter().map(|(_, action)| action).collect() })
     }
@@ -121,9 +121,9 @@ impl FromArgMatches for Arguments {
     }
 }
 
-impl Args for Arguments {
+impl Args for BitmapArgs {
     fn augment_args(command: clap::Command) -> clap::Command {
-        Actions::augment_args(Options::augment_args(command))
+        BitmapActions::augment_args(BitmapOptions::augment_args(command))
     }
 
     fn augment_args_for_update(command: clap::Command) -> clap::Command {
@@ -131,17 +131,17 @@ impl Args for Arguments {
     }
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let Arguments { options, actions } = arguments;
+pub(crate) fn run(arguments: BitmapArgs) -> Result<(), CommandFailure> {
+    let BitmapArgs { options, actions } = arguments;
     let objects = options.naming.objects()?;
     let image = options.naming.named(&options.file, options.format, &objects)?;
-    objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
     // As in qemu-img, --image-opts applies to FILE only.
     let source = options.source_file.as_ref();
     let source = source.map(|file| named(file, options.source_format, false, &objects)).transpose()?;
     let name = image.name();
     for image in [Some(&image), source.as_ref()].into_iter().flatten() {
-        if image.format()? != Format::Qcow2 {
+        if image.format()? != ImageFormat::Qcow2 {
             return Err(anyhow!(
                 "{}: raw images have no bitmaps (weir image convert -O qcow2 makes one that has)",
                 image.name()
@@ -150,13 +150,13 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
     }
     if let Some(granularity) = options.granularity.filter(|size| !size.is_power_of_two()) {
-        return Err(Failure::Usage(anyhow!("--granularity {granularity}: is not a power of two")));
+        return Err(CommandFailure::Usage(anyhow!("--granularity {granularity}: is not a power of two")));
     }
     on_reactor(async move {
         // For upkeep: no key is needed, and bitmaps do not begin to record.
-        let storage = image.storage(How { write: true, ..How::default() })?;
-        let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
-        let done = act(&image, source.as_ref(), &options, &actions).await;
+        let storage = image.storage(OpenMode { write: true, ..OpenMode::default() })?;
+        let image = Qcow2Image::open_for_maintenance(storage).await.with_context(|| name.clone())?;
+        let done = apply_action(&image, source.as_ref(), &options, &actions).await;
         // Closed even after an error: actions that succeeded are kept.
         let closed = image.close().await;
         done.with_context(|| name.clone())?;
@@ -165,25 +165,25 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
-async fn act(
-    image: &Qcow2,
+async fn apply_action(
+    image: &Qcow2Image,
     source_image: Option<&NamedImage>,
-    options: &Options,
-    actions: &[Action],
+    options: &BitmapOptions,
+    actions: &[BitmapAction],
 ) -> anyhow::Result<()> {
     let bitmap = &options.bitmap;
     for action in actions {
         match action {
-            Action::Add => {
+            BitmapAction::Add => {
                 let cluster = image.header().cluster_bytes().max(4096);
                 let granularity = options.granularity.unwrap_or(cluster);
                 image.add_bitmap(bitmap, granularity.trailing_zeros()).await?;
             }
-            Action::Remove => image.remove_bitmap(bitmap).await?,
-            Action::Clear => image.clear_bitmap(bitmap).await?,
-            Action::Enable => image.enable_bitmap(bitmap, true).await?,
-            Action::Disable => image.enable_bitmap(bitmap, false).await?,
-            Action::Merge(source) => {
+            BitmapAction::Remove => image.remove_bitmap(bitmap).await?,
+            BitmapAction::Clear => image.clear_bitmap(bitmap).await?,
+            BitmapAction::Enable => image.enable_bitmap(bitmap, true).await?,
+            BitmapAction::Disable => image.enable_bitmap(bitmap, false).await?,
+            BitmapAction::Merge(source) => {
                 let bits = source_bits(image, source_image, source).await?;
                 image.merge_bitmap(bitmap, &bits).await?;
             }
@@ -193,13 +193,13 @@ async fn act(
 }
 
 async fn source_bits(
-    image: &Qcow2,
+    image: &Qcow2Image,
     source_image: Option<&NamedImage>,
     source: &str,
 ) -> anyhow::Result<DirtyBits> {
     let Some(source_image) = source_image else { return Ok(image.bitmap_bits(source).await?) };
     let context = || source_image.name();
-    let storage = source_image.storage(How::default())?;
-    let other = Qcow2::open_for_upkeep(storage).await.with_context(context)?;
+    let storage = source_image.storage(OpenMode::default())?;
+    let other = Qcow2Image::open_for_maintenance(storage).await.with_context(context)?;
     other.bitmap_bits(source).await.with_context(context)
 }

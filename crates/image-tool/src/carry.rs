@@ -10,20 +10,20 @@ use anyhow::{Context as _, anyhow, bail};
 use image::{
     Image,
     qcow2::{
-        Qcow2,
-        bitmap::{Entry, flag},
+        Qcow2Image,
+        bitmap::{BitmapEntry, flag},
     },
 };
 
-use super::opening::{self, How};
+use super::opening::{self, OpenMode};
 
 #[derive(Debug)]
-pub(super) struct Carry {
+pub(super) struct BitmapCopier {
     source: Arc<Image>,
-    bitmaps: Vec<Entry>,
+    bitmaps: Vec<BitmapEntry>,
 }
 
-impl Carry {
+impl BitmapCopier {
     /// Fails if the format of `source`, opened read-only, has no bitmaps, or if one of them cannot
     /// be copied.
     pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
@@ -37,7 +37,7 @@ impl Carry {
                 check(&entry).with_context(|| format!("{name}: bitmap {bitmap:?}"))?;
                 bitmaps.push(entry);
             } else if skip_broken {
-                console::complain(&anyhow!("{name}: bitmap {bitmap:?} may be wrong; it is left out"));
+                console::print_error(&anyhow!("{name}: bitmap {bitmap:?} may be wrong; it is left out"));
             } else {
                 bail!(
                     "{name}: bitmap {bitmap:?} was not stored by who used it last, and may be wrong (--skip-broken-bitmaps leaves it out, \
@@ -75,14 +75,14 @@ impl Carry {
         }
         let image =
             // Opened again without its chain: only metadata is written.
-            Qcow2::open_for_upkeep(opening::storage(path, How { write: true, ..How::default() })?).await?;
+            Qcow2Image::open_for_maintenance(opening::storage(path, OpenMode { write: true, ..OpenMode::default() })?).await?;
         let stored = self.store_all(&image).await;
         let closed = image.close().await;
         stored?;
         Ok(closed?)
     }
 
-    async fn store_all(&self, image: &Qcow2) -> anyhow::Result<()> {
+    async fn store_all(&self, image: &Qcow2Image) -> anyhow::Result<()> {
         let Image::Qcow2(source) = &*self.source else { unreachable!("others have no bitmaps") };
         for entry in &self.bitmaps {
             let name = &*entry.name();
@@ -100,7 +100,7 @@ impl Carry {
     }
 }
 
-fn check(entry: &Entry) -> anyhow::Result<()> {
+fn check(entry: &BitmapEntry) -> anyhow::Result<()> {
     if std::str::from_utf8(&entry.name).is_err() {
         bail!("its name is no text");
     }

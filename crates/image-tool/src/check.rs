@@ -5,17 +5,17 @@
 
 use anyhow::{Context as _, anyhow};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::qcow2::{
     self,
-    check::{GuestRange, Repair, Report, check},
+    check::{GuestRange, Repair, CheckReport, check},
     header::incompatible,
 };
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 use serde_json::{Value, json};
-use storage::{CacheMode, Format};
+use storage::{CacheMode, ImageFormat};
 
-use super::{Output, OutputArgs, form, named::Subject, opening::How};
+use super::{ImageOutput, ImageOutputArgs, form, named::ImageArg, opening::OpenMode};
 
 pub(super) const EXAMPLES: &str = "\
 Examples:
@@ -35,30 +35,30 @@ A wrong command line exits with 2 as well, and prints usage.";
 const NOT_SUPPORTED: u8 = 63;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
-enum What {
+enum RepairScope {
     Leaks,
     All,
 }
 
 /// The options of `weir image check`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct ImageCheckArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     #[command(flatten)]
-    output: OutputArgs,
+    output: ImageOutputArgs,
     /// Repair it: leaks, or all
     #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all", conflicts_with = "short_repair")]
-    repair: Option<What>,
+    repair: Option<RepairScope>,
     /// The same, as qemu-img has it
     #[arg(short = 'r', value_name = "WHAT")]
-    short_repair: Option<What>,
+    short_repair: Option<RepairScope>,
     /// With a repair of all: give up guest data whose content is ambiguous, and print its ranges
     #[arg(long)]
     force: bool,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
     /// writeback]
-    #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::parse::<CacheMode>)]
     cache: Option<CacheMode>,
     /// Check it although somebody else writes to it
     #[arg(short = 'U', long)]
@@ -68,35 +68,35 @@ pub struct Arguments {
     quiet: bool,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: ImageCheckArgs) -> Result<(), CommandFailure> {
     let image = arguments.subject.named()?;
     let name = image.name();
     let format = image.format()?;
-    if format == Format::Raw {
+    if format == ImageFormat::Raw {
         eprint(&format!("weir: {name}: raw images have nothing to check\n"));
-        return Err(Failure::Found(NOT_SUPPORTED));
+        return Err(CommandFailure::Found(NOT_SUPPORTED));
     }
     let repair = match arguments.repair.or(arguments.short_repair) {
         None => Repair::Nothing,
-        Some(What::Leaks) => Repair::Leaks,
-        Some(What::All) if arguments.force => Repair::Forced,
-        Some(What::All) => Repair::All,
+        Some(RepairScope::Leaks) => Repair::Leaks,
+        Some(RepairScope::All) if arguments.force => Repair::Forced,
+        Some(RepairScope::All) => Repair::All,
     };
     if arguments.force && repair != Repair::Forced {
-        return Err(Failure::Usage(anyhow!("{name}: --force: needs a repair of all (add -r all)")));
+        return Err(CommandFailure::Usage(anyhow!("{name}: --force: needs a repair of all (add -r all)")));
     }
     let write = repair != Repair::Nothing;
     // Two writers would overwrite each other's metadata.
     if write && arguments.force_share {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "{name}: repairing it while somebody writes to it would ruin it (leave out -U)"
         )));
     }
-    let how = How {
+    let how = OpenMode {
         write,
         force_share: arguments.force_share,
         cache: arguments.cache.unwrap_or_default(),
-        ..How::default()
+        ..OpenMode::default()
     };
     let storage = image.storage(how)?;
     let (report, is_marked) = on_reactor(async move {
@@ -108,49 +108,49 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let report = report.with_context(|| name.clone())?;
     if !arguments.quiet {
         for finding in &report.findings {
-            eprint(&format!("{}\n", plain(&finding.to_string())));
+            eprint(&format!("{}\n", sanitize(&finding.to_string())));
         }
         if report.unsaid > 0 {
             eprint(&format!("and {} more\n", report.unsaid));
         }
         // Findings go to standard error, so that standard output is the report alone.
-        eprint(&unjudged_leaks(&report));
+        eprint(&unknown_leaks_reason(&report));
         eprint(&ranges(&report, &name, repair));
         eprint(&remaining_errors(&report, &name, repair));
         if repair == Repair::Nothing {
             eprint(&next_steps(&report, is_marked, &name));
         }
         print(&match arguments.output.kind() {
-            Output::Human => text(&report),
-            Output::Json => form::json(&json(&report, &name)),
+            ImageOutput::Human => text(&report),
+            ImageOutput::Json => form::json(&json(&report, &name)),
         })?;
     }
     status(&report)
 }
 
-fn status(report: &Report) -> Result<(), Failure> {
+fn status(report: &CheckReport) -> Result<(), CommandFailure> {
     match report {
         // The order is that of qemu-img: an incomplete check outranks its findings.
-        Report { check_errors: 1.., .. } => Err(Failure::Found(1)),
-        Report { corruptions: 1.., .. } => Err(Failure::Found(2)),
-        Report { leaks: 1.., .. } => Err(Failure::Found(3)),
+        CheckReport { check_errors: 1.., .. } => Err(CommandFailure::Found(1)),
+        CheckReport { corruptions: 1.., .. } => Err(CommandFailure::Found(2)),
+        CheckReport { leaks: 1.., .. } => Err(CommandFailure::Found(3)),
         _ => Ok(()),
     }
 }
 
 /// Reason why leaks could not be judged.
-fn unjudged_leaks(report: &Report) -> String {
+fn unknown_leaks_reason(report: &CheckReport) -> String {
     match &report.missed_references {
         Some(why) => format!(
             "Leaks cannot be judged, and nothing is freed, because references may be missing: {}\n",
-            plain(why)
+            sanitize(why)
         ),
         None => String::new(),
     }
 }
 
 /// Reason why a repair of leaks did not make the image consistent.
-fn remaining_errors(report: &Report, name: &str, repair: Repair) -> String {
+fn remaining_errors(report: &CheckReport, name: &str, repair: Repair) -> String {
     let errors = report.corruptions + report.check_errors;
     if repair != Repair::Leaks || errors == 0 {
         return String::new();
@@ -158,15 +158,15 @@ fn remaining_errors(report: &Report, name: &str, repair: Repair) -> String {
     format!(
         "weir: {}: {errors} errors are left: a repair of leaks only frees leaked clusters \
          (`weir image check -r all` repairs damage that has exactly one correct repair)\n",
-        plain(name)
+        sanitize(name)
     )
 }
 
 /// Commands for the findings of a check without a repair, a line each. `is_marked` is true if the
 /// image is marked corrupt.
-fn next_steps(report: &Report, is_marked: bool, name: &str) -> String {
+fn next_steps(report: &CheckReport, is_marked: bool, name: &str) -> String {
     let mut text = String::new();
-    let mut say = |what: &str| text += &format!("weir: {}: {what}\n", plain(name));
+    let mut say = |what: &str| text += &format!("weir: {}: {what}\n", sanitize(name));
     let is_damaged = report.corruptions + report.check_errors > 0;
     match (is_damaged, is_marked) {
         (true, _) => say(
@@ -187,13 +187,13 @@ fn next_steps(report: &Report, is_marked: bool, name: &str) -> String {
 }
 
 /// Guest ranges that were lost, and those that a repair left unchanged.
-fn ranges(report: &Report, name: &str, repair: Repair) -> String {
+fn ranges(report: &CheckReport, name: &str, repair: Repair) -> String {
     let mut text = String::new();
     for range in &report.lost {
-        text += &format!("Lost: {}\n", plain(&range.to_string()));
+        text += &format!("Lost: {}\n", sanitize(&range.to_string()));
     }
     for range in &report.ambiguous {
-        text += &format!("Ambiguous: {}\n", plain(&range.to_string()));
+        text += &format!("Ambiguous: {}\n", sanitize(&range.to_string()));
     }
     if repair == Repair::All && report.corruptions > 0 {
         let remedy = if report.ambiguous.is_empty() {
@@ -203,7 +203,7 @@ fn ranges(report: &Report, name: &str, repair: Repair) -> String {
         };
         text += &format!(
             "weir: {}: not repaired: a repair could lose data or bring back old data ({remedy})\n",
-            plain(name)
+            sanitize(name)
         );
     }
     text
@@ -227,7 +227,7 @@ fn json_ranges(ranges: &[GuestRange]) -> Value {
 }
 
 /// JSON as printed by qemu-img: counters of zero are omitted, except for `check-errors`.
-fn json(report: &Report, name: &str) -> Value {
+fn json(report: &CheckReport, name: &str) -> Value {
     let mut json = json!({ "filename": name, "format": "qcow2", "check-errors": report.check_errors });
     for (key, value) in [
         ("image-end-offset", report.image_end_offset),
@@ -253,7 +253,7 @@ fn json(report: &Report, name: &str) -> Value {
     json
 }
 
-fn text(report: &Report) -> String {
+fn text(report: &CheckReport) -> String {
     let mut text = String::new();
     if report.leaks_fixed + report.corruptions_fixed > 0 {
         text += &format!(
@@ -309,16 +309,16 @@ mod tests {
 
     #[test]
     fn each_finding_names_the_command_that_repairs_it() {
-        let steps = |report: Report, is_marked| next_steps(&report, is_marked, "a.qcow2");
-        assert_eq!(steps(Report::default(), false), "");
-        let marked = steps(Report::default(), true);
+        let steps = |report: CheckReport, is_marked| next_steps(&report, is_marked, "a.qcow2");
+        assert_eq!(steps(CheckReport::default(), false), "");
+        let marked = steps(CheckReport::default(), true);
         assert!(marked.contains("marked corrupt") && marked.contains("-r all"), "{marked}");
-        let leaks = steps(Report { leaks: 1, ..Report::default() }, false);
+        let leaks = steps(CheckReport { leaks: 1, ..CheckReport::default() }, false);
         assert!(leaks.contains("`weir image check -r leaks`"), "{leaks}");
-        let damaged = steps(Report { corruptions: 1, leaks: 1, ..Report::default() }, false);
+        let damaged = steps(CheckReport { corruptions: 1, leaks: 1, ..CheckReport::default() }, false);
         assert!(damaged.contains("`weir image check -r all`") && damaged.lines().count() == 1, "{damaged}");
         let range = GuestRange { offset: 0, length: 512, snapshot: None };
-        let ambiguous = steps(Report { corruptions: 1, ambiguous: vec![range], ..Report::default() }, false);
+        let ambiguous = steps(CheckReport { corruptions: 1, ambiguous: vec![range], ..CheckReport::default() }, false);
         assert!(ambiguous.contains("--force") && ambiguous.lines().count() == 2, "{ambiguous}");
     }
 }

@@ -11,17 +11,17 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::{Image, open::LONGEST_CHAIN};
-use storage::{CacheMode, Format};
+use storage::{CacheMode, ImageFormat};
 
 use super::{
     copy, disk,
-    keys::{KeyArgs, Keys},
-    named::{NamedImage, Subject, with_secrets},
-    opening::{self, How},
-    progress::Talk,
-    source::Source,
+    keys::{PassphraseArgs, PassphraseSet},
+    named::{NamedImage, ImageArg, with_secrets},
+    opening::{self, OpenMode},
+    progress::ProgressArgs,
+    source::CopySource,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -35,9 +35,9 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image commit`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct CommitArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     /// The image of the chain to move it into, with all that lies above, relative to the image's
     /// directory; implies -d [default: the backing file]
     #[arg(short, long, value_name = "FILE")]
@@ -46,21 +46,21 @@ pub struct Arguments {
     #[arg(short, long)]
     drop: bool,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     /// Bytes to write per second at most
     #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
     rate_limit: Option<u64>,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
     #[command(flatten)]
-    talk: Talk,
+    talk: ProgressArgs,
 }
 
 const TASKS: usize = 8;
 const UNIT: u64 = 1 << 20;
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: CommitArgs) -> Result<(), CommandFailure> {
     let subject = arguments.subject.named()?;
     subject.check_backing()?;
     let keys = with_secrets(arguments.keys.read()?, &[&subject])?;
@@ -75,12 +75,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     })
 }
 
-type Layer = (PathBuf, Format);
+type ChainLayer = (PathBuf, ImageFormat);
 
 /// Images from the given one down to the target of the commit.
-async fn layers(subject: &NamedImage, arguments: &Arguments) -> anyhow::Result<Vec<Layer>> {
+async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<Vec<ChainLayer>> {
     let mut layers = vec![(subject.path.clone(), subject.format_of_chain().await?)];
-    let base = arguments.base.as_deref().map(|base| opening::behind(&subject.path, base)).transpose()?;
+    let base = arguments.base.as_deref().map(|base| opening::resolve_backing(&subject.path, base)).transpose()?;
     loop {
         let (path, format) = layers.last().context("the first is there")?.clone();
         let name = path.display().to_string();
@@ -108,15 +108,15 @@ async fn layers(subject: &NamedImage, arguments: &Arguments) -> anyhow::Result<V
 }
 
 /// Backing file of an image.
-async fn below(path: &Path, format: Format) -> anyhow::Result<Option<Layer>> {
+async fn below(path: &Path, format: ImageFormat) -> anyhow::Result<Option<ChainLayer>> {
     match format {
-        Format::Raw => Ok(None),
-        Format::Qcow2 => opening::backing_in(path, &opening::header_of(path).await?),
+        ImageFormat::Raw => Ok(None),
+        ImageFormat::Qcow2 => opening::backing_in(path, &opening::header_of(path).await?),
     }
 }
 
 /// Fails if the backing chain below these images leads back to one of them.
-async fn check_end(layers: &[Layer]) -> anyhow::Result<()> {
+async fn check_end(layers: &[ChainLayer]) -> anyhow::Result<()> {
     let mut seen: Vec<PathBuf> = Vec::new();
     for (path, format) in layers {
         let mut next = Some((path.clone(), *format));
@@ -139,17 +139,17 @@ async fn check_end(layers: &[Layer]) -> anyhow::Result<()> {
 
 async fn commit(
     subject: &NamedImage,
-    layers: &[Layer],
-    arguments: &Arguments,
-    mut keys: Keys,
+    layers: &[ChainLayer],
+    arguments: &CommitArgs,
+    mut keys: PassphraseSet,
 ) -> anyhow::Result<()> {
     let Some(((base_path, base_format), above)) = layers.split_last() else { bail!("there is no image") };
-    let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
+    let how = OpenMode { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..OpenMode::default() };
     let mut sources = Vec::new();
     for (index, (path, format)) in above.iter().enumerate() {
         // Only the first image is written to. All are opened without backing files: each
         // contributes its own content.
-        let how = How { write: index == 0, alone: true, rate_bps: None, ..how };
+        let how = OpenMode { write: index == 0, alone: true, rate_bps: None, ..how };
         let how = if index == 0 { subject.how(how)? } else { how };
         sources.push((path.display().to_string(), disk::open(path, Some(*format), how, &mut keys).await?));
     }
@@ -168,7 +168,7 @@ async fn commit(
     // image below, each hides the content of the target.
     let mut below_bytes = base_bytes;
     for source in sources.iter().rev() {
-        let layer = Source::new([source.clone()]).layer_on(below_bytes);
+        let layer = CopySource::new([source.clone()]).layer_on(below_bytes);
         let copied = copy::copy(layer, Arc::clone(&base), how_to_copy(), Arc::clone(&progress)).await;
         copied.with_context(|| format!("{}: committing to it failed", base_path.display()))?;
         below_bytes = source.1.size_bytes();
@@ -186,8 +186,8 @@ async fn commit(
     Ok(())
 }
 
-fn how_to_copy() -> copy::How {
-    copy::How {
+fn how_to_copy() -> copy::CopyOptions {
+    copy::CopyOptions {
         hides_backing: false,
         tasks: TASKS,
         in_order: false,

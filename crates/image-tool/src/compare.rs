@@ -13,18 +13,18 @@ use std::{
 
 use anyhow::anyhow;
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use reactor::spawn_joinable;
-use storage::{CacheMode, Format};
+use storage::{CacheMode, ImageFormat};
 
 use super::{
     copy::is_zero,
-    disk::Kind,
-    keys::KeyArgs,
+    disk::ExtentKind,
+    keys::PassphraseArgs,
     named::{NamingArgs, with_secrets},
-    opening::{self, How},
-    progress::{Progress, Talk},
-    source::Source,
+    opening::{self, OpenMode},
+    progress::{CommandProgress, ProgressArgs},
+    source::CopySource,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -38,7 +38,7 @@ Exit status: 0 the same, 1 different, 2 wrong use of the command line or an imag
 
 /// The options of `weir image compare`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct CompareArgs {
     /// One image
     #[arg(value_name = "FILE1", value_parser = opening::image_name())]
     first: PathBuf,
@@ -47,23 +47,23 @@ pub struct Arguments {
     second: PathBuf,
     /// The first one's format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
-    format: Option<Format>,
+    format: Option<ImageFormat>,
     /// The second one's format [default: as its signature says]
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
-    second_format: Option<Format>,
+    second_format: Option<ImageFormat>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
-    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     /// Sizes and what is allocated must be the same too
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
-    talk: Talk,
+    talk: ProgressArgs,
     /// Read images although somebody else writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
     #[command(flatten)]
     naming: NamingArgs,
 }
@@ -74,37 +74,37 @@ const NOT_READ: u8 = 4;
 const PIECE: u64 = 1 << 20;
 const TASKS: usize = 8;
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: CompareArgs) -> Result<(), CommandFailure> {
     let objects = arguments.naming.objects()?;
     let first = arguments.naming.named(&arguments.first, arguments.format, &objects)?;
     let second = arguments.naming.named(&arguments.second, arguments.second_format, &objects)?;
-    objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&first, &second])?;
     on_reactor(async move {
-        let how = How { cache: arguments.cache, force_share: arguments.force_share, ..How::default() };
+        let how = OpenMode { cache: arguments.cache, force_share: arguments.force_share, ..OpenMode::default() };
         let mut sources = Vec::new();
         for named in [first, second] {
             let image = named.open(how, &mut keys).await;
             let image = image.map_err(|error| failed(&error, NOT_OPENED))?;
-            sources.push(Source::new([(named.name(), image)]));
+            sources.push(CopySource::new([(named.name(), image)]));
         }
         keys.check_used()?;
-        let outcome = Comparison::of(&sources, arguments.strict, arguments.talk).await;
+        let outcome = ImageComparison::of(&sources, arguments.strict, arguments.talk).await;
         let verdict = outcome.map_err(|error| failed(&error, NOT_READ))?;
         if !arguments.talk.quiet {
             print(&verdict.text())?;
         }
-        if verdict.is_same() { Ok(()) } else { Err(Failure::Found(DIFFERENT)) }
+        if verdict.is_same() { Ok(()) } else { Err(CommandFailure::Found(DIFFERENT)) }
     })
 }
 
-fn failed(error: &anyhow::Error, status: u8) -> Failure {
-    console::complain(error);
-    Failure::Found(status)
+fn failed(error: &anyhow::Error, status: u8) -> CommandFailure {
+    console::print_error(error);
+    CommandFailure::Found(status)
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Verdict {
+enum CompareVerdict {
     Same {
         /// The excess of the longer image is zeroes.
         sizes_differ: bool,
@@ -119,7 +119,7 @@ enum Verdict {
     },
 }
 
-impl Verdict {
+impl CompareVerdict {
     fn is_same(self) -> bool {
         matches!(self, Self::Same { .. })
     }
@@ -139,31 +139,31 @@ impl Verdict {
 
 /// State shared by the tasks. The common range is compared piece by piece, then the excess of the
 /// longer image.
-struct Comparison {
-    sources: [Source; 2],
-    progress: Progress,
+struct ImageComparison {
+    sources: [CopySource; 2],
+    progress: CommandProgress,
     /// Offset of the first difference so far: tasks take pieces in order and complete them.
     different: Cell<Option<u64>>,
     failed: RefCell<Option<anyhow::Error>>,
-    work: RefCell<VecDeque<Piece>>,
+    work: RefCell<VecDeque<ComparedRange>>,
 }
 
 /// A range in which each image has one kind; beyond the end of an image that is [`Kind::Below`].
 #[derive(Clone, Copy, Debug)]
-struct Piece {
+struct ComparedRange {
     offset: u64,
     length: u64,
-    kinds: [Kind; 2],
+    kinds: [ExtentKind; 2],
 }
 
-impl Comparison {
-    async fn of(sources: &[Source], strict: bool, talk: Talk) -> anyhow::Result<Verdict> {
+impl ImageComparison {
+    async fn of(sources: &[CopySource], strict: bool, talk: ProgressArgs) -> anyhow::Result<CompareVerdict> {
         let [first, second] = sources else { unreachable!("two images were opened") };
         let sizes = [first.size_bytes(), second.size_bytes()];
         let sizes_differ = sizes[0] != sizes[1];
         // As in qemu-img, strict mode fails on the sizes before it reads anything.
         if strict && sizes_differ {
-            return Ok(Verdict::Size);
+            return Ok(CompareVerdict::Size);
         }
         let total = sizes[0].max(sizes[1]);
         let progress = talk.progress("comparing", total);
@@ -175,7 +175,7 @@ impl Comparison {
             work: RefCell::default(),
         });
         // Block status is queried in batches; a batch is compared before the next query.
-        let mut walk = Walk::new(&this.sources);
+        let mut walk = ExtentWalk::new(&this.sources);
         let mut status = None;
         while let Some(pieces) = walk.next().await? {
             status = pieces
@@ -192,14 +192,14 @@ impl Comparison {
         Ok(match (this.different.get(), status) {
             // A mismatch of status precedes a difference of content at the same offset, as in
             // qemu-img.
-            (Some(at), Some(status)) if status <= at => Verdict::Status { at: status },
-            (Some(at), _) => Verdict::Content { at, sizes_differ },
-            (None, Some(at)) => Verdict::Status { at },
-            (None, None) => Verdict::Same { sizes_differ },
+            (Some(at), Some(status)) if status <= at => CompareVerdict::Status { at: status },
+            (Some(at), _) => CompareVerdict::Content { at, sizes_differ },
+            (None, Some(at)) => CompareVerdict::Status { at },
+            (None, None) => CompareVerdict::Same { sizes_differ },
         })
     }
 
-    async fn compare(self: &Rc<Self>, pieces: Vec<Piece>) -> anyhow::Result<()> {
+    async fn compare(self: &Rc<Self>, pieces: Vec<ComparedRange>) -> anyhow::Result<()> {
         self.work.borrow_mut().extend(pieces);
         let tasks: Vec<_> = (0..TASKS).map(|_| spawn_joinable(Rc::clone(self).task())).collect();
         for task in tasks {
@@ -231,12 +231,12 @@ impl Comparison {
     }
 
     /// Offset of the first difference in a piece.
-    async fn piece(&self, piece: Piece) -> anyhow::Result<Option<u64>> {
+    async fn piece(&self, piece: ComparedRange) -> anyhow::Result<Option<u64>> {
         let length = piece.length as usize;
         let mut data = Vec::new();
         for (source, kind) in self.sources.iter().zip(piece.kinds) {
             // Zeroes and ranges beyond the end are not read.
-            if kind == Kind::Data {
+            if kind == ExtentKind::Data {
                 data.push(source.read(piece.offset, length).await?);
             }
         }
@@ -252,20 +252,20 @@ impl Comparison {
     }
 }
 
-struct Walk<'a> {
-    sources: &'a [Source; 2],
+struct ExtentWalk<'a> {
+    sources: &'a [CopySource; 2],
     at: u64,
     /// Known lengths and kinds of each image from `at` on.
-    ahead: [VecDeque<(u64, Kind)>; 2],
+    ahead: [VecDeque<(u64, ExtentKind)>; 2],
 }
 
-impl<'a> Walk<'a> {
-    fn new(sources: &'a [Source; 2]) -> Self {
+impl<'a> ExtentWalk<'a> {
+    fn new(sources: &'a [CopySource; 2]) -> Self {
         Self { sources, at: 0, ahead: Default::default() }
     }
 
-    async fn next(&mut self) -> anyhow::Result<Option<Vec<Piece>>> {
-        let end = self.sources.iter().map(Source::size_bytes).max().unwrap_or(0);
+    async fn next(&mut self) -> anyhow::Result<Option<Vec<ComparedRange>>> {
+        let end = self.sources.iter().map(CopySource::size_bytes).max().unwrap_or(0);
         if self.at == end {
             return Ok(None);
         }
@@ -273,7 +273,7 @@ impl<'a> Walk<'a> {
             if ahead.is_empty() {
                 let left = source.size_bytes().saturating_sub(self.at);
                 if left == 0 {
-                    ahead.push_back((end - self.at, Kind::Below));
+                    ahead.push_back((end - self.at, ExtentKind::Below));
                 } else {
                     ahead.extend(source.status(self.at, left).await?);
                 }
@@ -288,8 +288,8 @@ impl<'a> Walk<'a> {
             let whole = one.0.min(other.0);
             // Data is limited to one read, aligned to it; ranges without data are compared as a
             // whole.
-            let length = if kinds.contains(&Kind::Data) { whole.min(PIECE - self.at % PIECE) } else { whole };
-            pieces.push(Piece { offset: self.at, length, kinds });
+            let length = if kinds.contains(&ExtentKind::Data) { whole.min(PIECE - self.at % PIECE) } else { whole };
+            pieces.push(ComparedRange { offset: self.at, length, kinds });
             self.at += length;
             one.0 -= length;
             other.0 -= length;
@@ -309,7 +309,7 @@ mod tests {
     use std::{fs::File, os::unix::fs::FileExt as _, path::Path};
 
     use super::*;
-    use crate::{disk, keys::Keys};
+    use crate::{disk, keys::PassphraseSet};
 
     fn image(directory: &Path, name: &str, size: u64, data: &[(u64, &[u8])]) -> PathBuf {
         let path = directory.join(name);
@@ -321,15 +321,15 @@ mod tests {
         path
     }
 
-    fn verdict(first: PathBuf, second: PathBuf, strict: bool) -> Verdict {
+    fn verdict(first: PathBuf, second: PathBuf, strict: bool) -> CompareVerdict {
         on_reactor(async move {
             let mut sources = Vec::new();
             for path in [&first, &second] {
-                let mut keys = Keys::default();
-                let image = disk::open(path, Some(Format::Raw), How::default(), &mut keys).await?;
-                sources.push(Source::new([(String::new(), image)]));
+                let mut keys = PassphraseSet::default();
+                let image = disk::open(path, Some(ImageFormat::Raw), OpenMode::default(), &mut keys).await?;
+                sources.push(CopySource::new([(String::new(), image)]));
             }
-            Ok(Comparison::of(&sources, strict, Talk::default()).await?)
+            Ok(ImageComparison::of(&sources, strict, ProgressArgs::default()).await?)
         })
         .unwrap()
     }
@@ -342,29 +342,29 @@ mod tests {
         for at in [0, (5 << 20) - 1, (5 << 20) + 299, size - 1] {
             let other =
                 image(directory.path(), "other", size, &[(5 << 20, &[1; 300]), (size - 1, &[7]), (at, &[9])]);
-            let expect = Verdict::Content { at, sizes_differ: false };
+            let expect = CompareVerdict::Content { at, sizes_differ: false };
             assert_eq!(verdict(one.clone(), other, false), expect);
         }
     }
 
     #[test]
-    fn zeroes_are_zeroes_whether_they_are_written_or_not() {
+    fn written_and_unwritten_zeroes_are_equal() {
         let directory = tempfile::tempdir().unwrap();
         let one = image(directory.path(), "one", 3 << 20, &[(0, &[1])]);
         let other = image(directory.path(), "other", 3 << 20, &[(0, &[1]), (1 << 20, &[0; 8192])]);
-        assert_eq!(verdict(one.clone(), other.clone(), false), Verdict::Same { sizes_differ: false });
-        assert_eq!(verdict(one, other, true), Verdict::Status { at: 1 << 20 });
+        assert_eq!(verdict(one.clone(), other.clone(), false), CompareVerdict::Same { sizes_differ: false });
+        assert_eq!(verdict(one, other, true), CompareVerdict::Status { at: 1 << 20 });
     }
 
     #[test]
-    fn what_one_has_more_must_be_zeroes() {
+    fn excess_of_the_larger_image_must_be_zero() {
         let directory = tempfile::tempdir().unwrap();
         let one = image(directory.path(), "one", 1 << 20, &[]);
         let longer = image(directory.path(), "longer", 3 << 20, &[]);
         let other = image(directory.path(), "other", 3 << 20, &[(2 << 20, &[0, 1])]);
-        assert_eq!(verdict(one.clone(), longer.clone(), false), Verdict::Same { sizes_differ: true });
-        assert_eq!(verdict(longer, one.clone(), true), Verdict::Size);
-        let expect = Verdict::Content { at: (2 << 20) + 1, sizes_differ: true };
+        assert_eq!(verdict(one.clone(), longer.clone(), false), CompareVerdict::Same { sizes_differ: true });
+        assert_eq!(verdict(longer, one.clone(), true), CompareVerdict::Size);
+        let expect = CompareVerdict::Content { at: (2 << 20) + 1, sizes_differ: true };
         assert_eq!(verdict(other, one, false), expect);
     }
 }

@@ -11,25 +11,25 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
-use console::{Failure, on_reactor, print, undo::Undo};
+use console::{CommandFailure, on_reactor, print, undo::SignalCleanup};
 use image::{
     Image,
-    qcow2::{create::Preallocation, header::Crypt},
+    qcow2::{create::Preallocation, header::EncryptionMethod},
 };
-use storage::{CacheMode, Format};
+use storage::{CacheMode, ImageFormat};
 
 use super::{
-    carry::Carry,
+    carry::BitmapCopier,
     copy, create, disk,
-    encrypt::{Encryption, Objects},
-    keys::{self, KeyArgs, Keys},
+    encrypt::{Encryption, SecretObjects},
+    keys::{self, PassphraseArgs, PassphraseSet},
     named::{NamedImage, NamingArgs, named, with_secrets},
-    opening::{self, How},
-    options::Options,
-    pick::Pick,
-    progress::Talk,
-    source::Source,
-    unfinished::Unfinished,
+    opening::{self, OpenMode},
+    options::FormatOptions,
+    pick::SnapshotSelector,
+    progress::ProgressArgs,
+    source::CopySource,
+    unfinished::UnfinishedFile,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -51,23 +51,23 @@ Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image convert`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct ImageConvertArgs {
     /// What is copied, several one behind the other as one disk; and last where to
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     files: Vec<PathBuf>,
     /// The source's format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
-    format: Option<Format>,
+    format: Option<ImageFormat>,
     /// The new image's format [default: raw]
     #[arg(short = 'O', long, value_name = "FORMAT", value_parser = opening::format_option())]
-    output_format: Option<Format>,
+    output_format: Option<ImageFormat>,
     /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
     options: Vec<String>,
     /// Read this internal snapshot instead of the disk: its id or name, or
     /// snapshot.id=ID,snapshot.name=NAME
-    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::read::<Pick>)]
-    snapshot: Option<Pick>,
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::parse::<SnapshotSelector>)]
+    snapshot: Option<SnapshotSelector>,
     /// Copy the persistent bitmaps too; from qcow2 to qcow2
     #[arg(long)]
     bitmaps: bool,
@@ -83,7 +83,7 @@ pub struct Arguments {
     backing: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing", value_parser = opening::format_option())]
-    backing_format: Option<Format>,
+    backing_format: Option<ImageFormat>,
     /// Write into an image that is there
     #[arg(short, long)]
     no_create: bool,
@@ -104,10 +104,10 @@ pub struct Arguments {
     #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
     rate_limit: Option<u64>,
     /// The page cache for the new image: writeback, writethrough, none, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe", value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe", value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     /// The page cache for the source
-    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     source_cache: CacheMode,
     /// Write zeroes for what cannot be read, and say so
     #[arg(long)]
@@ -116,7 +116,7 @@ pub struct Arguments {
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
     #[command(flatten)]
     target_keys: TargetKeyArgs,
     #[command(flatten)]
@@ -125,7 +125,7 @@ pub struct Arguments {
     #[arg(long, requires = "no_create", conflicts_with = "output_format")]
     target_image_opts: bool,
     #[command(flatten)]
-    talk: Talk,
+    talk: ProgressArgs,
 }
 
 #[derive(Debug, Args)]
@@ -150,8 +150,8 @@ const UNIT: u64 = 2 << 20;
 // Block size of most file systems.
 const FILE_BLOCK: u64 = 4096;
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if Options::ask_for_help(&arguments.options) {
+pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
+    if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
     }
     let Some((target, sources)) = arguments.files.split_last().filter(|(_, sources)| !sources.is_empty())
@@ -159,10 +159,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         let what = anyhow!(
             "two files are needed, what is copied and where to (weir image convert --help has examples)"
         );
-        return Err(Failure::Usage(what));
+        return Err(CommandFailure::Usage(what));
     };
-    let options = Options::read(&arguments.options);
-    let options = options.map_err(|what| Failure::Usage(anyhow!("{}: {what}", target.display())))?;
+    let options = FormatOptions::read(&arguments.options);
+    let options = options.map_err(|what| CommandFailure::Usage(anyhow!("{}: {what}", target.display())))?;
     // Both forms of the option: only then do unallocated ranges of the source stay unallocated.
     let has_backing = arguments.backing.is_some() || options.has("backing_file");
     let objects = arguments.naming.objects()?;
@@ -172,18 +172,18 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     let target_image = named(target, arguments.output_format, arguments.target_image_opts, &objects)?;
     let output_format = match (target_image.format, arguments.target_image_opts) {
         (Some(format), _) => format,
-        (None, false) => Format::Raw,
+        (None, false) => ImageFormat::Raw,
         // Not probed: a guest may have written the header.
         (None, true) => {
             let what = "the format of the target is not given (add driver=raw or driver=qcow2)";
-            return Err(Failure::Usage(anyhow!("{}: {what}", target.display())));
+            return Err(CommandFailure::Usage(anyhow!("{}: {what}", target.display())));
         }
     };
-    check(&arguments, output_format, &sources, has_backing).map_err(Failure::Usage)?;
-    let is_file = !opening::is_elsewhere(&target_image.path) && target_image.path == *target;
+    check(&arguments, output_format, &sources, has_backing).map_err(CommandFailure::Usage)?;
+    let is_file = !opening::is_remote_or_null(&target_image.path) && target_image.path == *target;
     if !arguments.no_create && !is_file {
         let what = anyhow!("{}: can only be made where it is (make it there, and add -n)", target.display());
-        return Err(Failure::Usage(what));
+        return Err(CommandFailure::Usage(what));
     }
     let target = &target_image.path;
     // Writing to the source would destroy it before it is read.
@@ -192,17 +192,17 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             "{}: is what is copied, and cannot be where to (give the new image another name)",
             target.display()
         );
-        return Err(Failure::Usage(what));
+        return Err(CommandFailure::Usage(what));
     }
     // From here on signals remove the unfinished file.
-    let undo = Undo::watch()?;
+    let undo = SignalCleanup::start()?;
     let (source, carry) = open_sources(sources, has_backing, &arguments)?;
     let target_keys =
         keys::read(&arguments.target_keys.target_secret_file, &arguments.target_keys.target_secret_fd)?;
     if arguments.no_create {
-        objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+        objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
         let target_keys = with_secrets(target_keys, &[&target_image])?;
-        let target = Target {
+        let target = ConvertTarget {
             name: target.clone(),
             image: target_image,
             format: output_format,
@@ -211,10 +211,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         return on_reactor(copy_into(source, carry, target, target_keys, arguments));
     }
     // The target is written under a temporary name, so a failure leaves the previous file.
-    let place = Unfinished::new(target, &undo)?;
+    let place = UnfinishedFile::new(target, &undo)?;
     let target_keys = (&target_keys, &objects);
     let made = make(&place, target, source.size_bytes(), target_keys, output_format, options, &arguments)?;
-    let target = Target {
+    let target = ConvertTarget {
         image: NamedImage::plain(place.path().to_owned(), Some(output_format)),
         name: target.clone(),
         format: output_format,
@@ -225,12 +225,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 }
 
 fn check(
-    arguments: &Arguments,
-    output_format: Format,
+    arguments: &ImageConvertArgs,
+    output_format: ImageFormat,
     sources: &[NamedImage],
     has_backing: bool,
 ) -> anyhow::Result<()> {
-    let raw = output_format == Format::Raw;
+    let raw = output_format == ImageFormat::Raw;
     if raw && arguments.compress {
         bail!("-c: raw images cannot be compressed (use -O qcow2)");
     }
@@ -264,9 +264,9 @@ fn check(
 fn open_sources(
     sources: Vec<NamedImage>,
     has_backing: bool,
-    arguments: &Arguments,
-) -> Result<(Source, Option<Carry>), Failure> {
-    let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
+    arguments: &ImageConvertArgs,
+) -> Result<(CopySource, Option<BitmapCopier>), CommandFailure> {
+    let how = OpenMode { cache: arguments.source_cache, force_share: arguments.force_share, ..OpenMode::default() };
     let pick = arguments.snapshot.clone();
     let bitmaps = arguments.bitmaps;
     let skip_broken = arguments.skip_broken_bitmaps;
@@ -279,37 +279,37 @@ fn open_sources(
         }
         keys.check_used()?;
         let carry = match &images[..] {
-            [(name, image)] if bitmaps => Some(Carry::of(image, name, skip_broken).await?),
+            [(name, image)] if bitmaps => Some(BitmapCopier::of(image, name, skip_broken).await?),
             _ => None,
         };
         // Unallocated ranges stay unallocated: the new image reads them from its own backing file.
         let below_bytes = images.first().and_then(|(_, image)| image.backing()).map_or(0, Image::size_bytes);
-        let source = Source::new(images);
+        let source = CopySource::new(images);
         Ok((if has_backing { source.layer_on(below_bytes) } else { source }, carry))
     })
 }
 
-struct Made {
+struct CreatedTarget {
     has_backing: bool,
-    keys: Keys,
+    keys: PassphraseSet,
 }
 
 fn make(
-    place: &Unfinished,
+    place: &UnfinishedFile,
     target: &Path,
     size: u64,
-    (keys, objects): (&Keys, &Objects),
-    output_format: Format,
-    mut options: Options,
-    arguments: &Arguments,
-) -> Result<Made, Failure> {
+    (keys, objects): (&PassphraseSet, &SecretObjects),
+    output_format: ImageFormat,
+    mut options: FormatOptions,
+    arguments: &ImageConvertArgs,
+) -> Result<CreatedTarget, CommandFailure> {
     let name = target.display().to_string();
-    let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
+    let usage = |text: String| CommandFailure::Usage(anyhow!("{name}: {text}"));
     let larger = options.take_size("size").map_err(usage)?;
     // `-o size=` may enlarge the copy; the added range reads as zeroes.
     let size = larger.unwrap_or(size);
     match output_format {
-        Format::Raw => {
+        ImageFormat::Raw => {
             if objects.has_unused() {
                 return Err(usage("--object: raw images are not encrypted (use -O qcow2)".to_owned()));
             }
@@ -317,9 +317,9 @@ fn make(
             create::take_hints(&mut options).map_err(usage)?;
             options.finish("raw").map_err(usage)?;
             create::create_raw(place.path(), size, preallocation, &name)?;
-            Ok(Made { has_backing: false, keys: Keys::default() })
+            Ok(CreatedTarget { has_backing: false, keys: PassphraseSet::default() })
         }
-        Format::Qcow2 => {
+        ImageFormat::Qcow2 => {
             let backing = (arguments.backing.clone(), arguments.backing_format);
             let mut wish = create::qcow2_options(&mut options, backing).map_err(usage)?;
             let encryption = Encryption::take(&mut options, keys.first(), objects);
@@ -341,28 +341,28 @@ fn make(
                 wish.luks = Some(encryption.area().map_err(|why| anyhow!("{name}: {why}"))?);
             }
             create::create_qcow2(place.path(), &wish, &name)?;
-            let own = encryption.filter(|_| keys.first().is_none()).map(|own| Keys::one(own.secret));
-            Ok(Made { has_backing: wish.backing.is_some(), keys: own.unwrap_or_else(|| keys.clone()) })
+            let own = encryption.filter(|_| keys.first().is_none()).map(|own| PassphraseSet::one(own.secret));
+            Ok(CreatedTarget { has_backing: wish.backing.is_some(), keys: own.unwrap_or_else(|| keys.clone()) })
         }
     }
 }
 
-struct Target {
+struct ConvertTarget {
     image: NamedImage,
     name: PathBuf,
-    format: Format,
+    format: ImageFormat,
     is_zero: bool,
 }
 
 async fn copy_into(
-    source: Source,
-    carry: Option<Carry>,
-    target: Target,
-    mut keys: Keys,
-    arguments: Arguments,
-) -> Result<(), Failure> {
+    source: CopySource,
+    carry: Option<BitmapCopier>,
+    target: ConvertTarget,
+    mut keys: PassphraseSet,
+    arguments: ImageConvertArgs,
+) -> Result<(), CommandFailure> {
     let name = target.name.display().to_string();
-    let how = How { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..How::default() };
+    let how = OpenMode { cache: arguments.cache, write: true, rate_bps: arguments.rate_limit, ..OpenMode::default() };
     let path = &target.image.path;
     let image = disk::open(path, Some(target.format), target.image.how(how)?, &mut keys).await?;
     keys.check_used()?;
@@ -375,7 +375,7 @@ async fn copy_into(
         carry.check_target(&image).await.with_context(|| name.clone())?;
     }
     let progress = Arc::new(arguments.talk.progress(&format!("copying to {name}"), size));
-    let how = copy::How {
+    let how = copy::CopyOptions {
         hides_backing,
         may_unmap: !target.image.keeps_place,
         ..how_to_copy(&image, &arguments, target.is_zero)
@@ -396,15 +396,15 @@ async fn copy_into(
 }
 
 /// Checks that the options fit the target. Returns true if the target gets its backing file later.
-fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::Result<bool> {
+fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> anyhow::Result<bool> {
     let Image::Qcow2(qcow2) = target else { return Ok(false) };
     let header = qcow2.header();
     let mut is_given_later = false;
     if let (true, Some(backing)) = (arguments.no_create, &arguments.backing) {
         opening::check_name(path, backing)?;
-        let own = header.backing.as_ref().map(|own| opening::beside(path, &own.name));
+        let own = header.backing.as_ref().map(|own| opening::referenced_path(path, &own.name));
         match own {
-            Some(own) if opening::is_same(&own, &opening::beside(path, backing)) => {}
+            Some(own) if opening::is_same(&own, &opening::referenced_path(path, backing)) => {}
             Some(own) => bail!(
                 "-B {backing}: its backing file is {}, where data of {backing} would be missing (leave -B out, or \
                  name {backing} with `weir image rebase -u` first)",
@@ -415,7 +415,7 @@ fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::R
             ),
             None => {
                 is_given_later = true;
-                console::say(&format!(
+                console::print_notice(&format!(
                     "{}: -B {backing}: it has no backing file yet (name {backing} with `weir image rebase -u`; until \
                      then, data of {backing} reads as zeroes)",
                     path.display()
@@ -423,7 +423,7 @@ fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::R
             }
         }
     }
-    if arguments.compress && header.crypt != Crypt::None {
+    if arguments.compress && header.crypt != EncryptionMethod::None {
         bail!("-c: an encrypted image has no compressed clusters (leave out -c, or the encryption)");
     }
     if arguments.compress && header.has_data_file() {
@@ -435,7 +435,7 @@ fn check_target(target: &Image, path: &Path, arguments: &Arguments) -> anyhow::R
     Ok(is_given_later)
 }
 
-fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> copy::How {
+fn how_to_copy(target: &Image, arguments: &ImageConvertArgs, target_is_zero: bool) -> copy::CopyOptions {
     let sparse = arguments.sparse_size;
     let blocks = disk::blocks(target);
     // Less than a file system block saves nothing, unless the user asks for finer runs with -S.
@@ -443,7 +443,7 @@ fn how_to_copy(target: &Image, arguments: &Arguments, target_is_zero: bool) -> c
         blocks.map_or(FILE_BLOCK.min(sparse.next_power_of_two().max(512)), |blocks| blocks.subcluster);
     let align = blocks.map_or(grain, |blocks| blocks.cluster);
     let unit = if arguments.compress { align } else { UNIT };
-    copy::How {
+    copy::CopyOptions {
         hides_backing: false,
         tasks: arguments.parallel.into(),
         in_order: !arguments.out_of_order && !arguments.compress,

@@ -24,18 +24,18 @@ use std::{
 use anyhow::Context as _;
 use async_channel::{Receiver, Sender};
 use image::Image;
-use reactor::{Polling, Worker, buffer::Buffer, error::Error};
+use reactor::{PollingMode, ReactorWorker, buffer::IoBuffer, error::Error};
 use storage::{Durability, ZeroOptions};
 
 pub(super) use self::zero::is_zero;
-use self::{plan::Item, turn::Turns};
-use super::{disk::Kind, progress::Progress, source::Source};
+use self::{plan::CopyItem, turn::WriteOrder};
+use super::{disk::ExtentKind, progress::CommandProgress, source::CopySource};
 
 const MOST_THREADS: usize = 4;
 const SALVAGED_BYTES: usize = 4096;
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct How {
+pub(super) struct CopyOptions {
     /// Number of items in flight; not 0.
     pub(super) tasks: usize,
     pub(super) in_order: bool,
@@ -62,30 +62,30 @@ pub(super) struct How {
 }
 
 #[derive(Debug)]
-struct Copy {
-    source: Source,
+struct ImageCopy {
+    source: CopySource,
     target: Arc<Image>,
-    how: How,
-    progress: Arc<Progress>,
-    turns: Turns,
+    how: CopyOptions,
+    progress: Arc<CommandProgress>,
+    turns: WriteOrder,
     failed: Mutex<Option<anyhow::Error>>,
 }
 
 pub(super) async fn copy(
-    source: Source,
+    source: CopySource,
     target: Arc<Image>,
-    how: How,
-    progress: Arc<Progress>,
+    how: CopyOptions,
+    progress: Arc<CommandProgress>,
 ) -> anyhow::Result<()> {
     // Reads and writes are asynchronous; threads only spread compression and the search for
     // zeroes.
     let threads = thread::available_parallelism().map_or(1, usize::from).min(MOST_THREADS).min(how.tasks);
     let workers = (0..threads)
-        .map(|number| Worker::start(&format!("copy {number}"), Polling::Off))
+        .map(|number| ReactorWorker::start(&format!("copy {number}"), PollingMode::Off))
         .collect::<Result<Vec<_>, _>>()
         .context(console::NO_RING)?;
     let failed = Mutex::new(None);
-    let copy = Arc::new(Copy { source, target, how, progress, turns: Turns::default(), failed });
+    let copy = Arc::new(ImageCopy { source, target, how, progress, turns: WriteOrder::default(), failed });
     // Bounded: the scout waits when it is far ahead of the tasks.
     let (items, incoming) = async_channel::bounded(2 * how.tasks);
     // Bounded by the number of tasks, so that sending the end never waits.
@@ -111,11 +111,11 @@ pub(super) async fn copy(
     failed.map_or(scouted, Err)
 }
 
-impl Copy {
+impl ImageCopy {
     /// Walks through the source and sends items. Ends early if all tasks have ended.
-    async fn scout(&self, items: Sender<(u64, Item)>) -> anyhow::Result<()> {
+    async fn scout(&self, items: Sender<(u64, CopyItem)>) -> anyhow::Result<()> {
         let size = self.source.size_bytes();
-        let mut planner = plan::Planner::new(size, self.how.align, self.how.unit);
+        let mut planner = plan::CopyPlanner::new(size, self.how.align, self.how.unit);
         let (mut at, mut number, mut told) = (0, 0, 0);
         let mut ready = Vec::new();
         while at < size {
@@ -128,15 +128,15 @@ impl Copy {
                 // backing file are left to it.
                 for (length, kind) in self.source.status(at, size - at).await? {
                     let end = at + length;
-                    let hidden = if kind == Kind::Zero { below_bytes.clamp(at, end) } else { at };
-                    for (range, kind) in [(at..hidden, Kind::Data), (hidden..end, kind)] {
+                    let hidden = if kind == ExtentKind::Zero { below_bytes.clamp(at, end) } else { at };
+                    for (range, kind) in [(at..hidden, ExtentKind::Data), (hidden..end, kind)] {
                         self.plan(&mut planner, range, kind, &mut ready);
                     }
                     at = end;
                 }
             } else if self.how.sparse == 0 {
                 let end = size.min(at + self.how.unit);
-                planner.piece(at..end, Kind::Data, &mut ready);
+                planner.piece(at..end, ExtentKind::Data, &mut ready);
                 at = end;
             } else {
                 for (length, kind) in self.source.status(at, size - at).await? {
@@ -152,7 +152,7 @@ impl Copy {
                 self.progress.advance(item.range.start - told);
                 told = item.range.end;
                 // Nothing to do: the target already reads as zeroes there.
-                if item.kind == Kind::Zero && self.how.target_is_zero {
+                if item.kind == ExtentKind::Zero && self.how.target_is_zero {
                     self.progress.advance(item.range.end - item.range.start);
                     continue;
                 }
@@ -168,21 +168,21 @@ impl Copy {
 
     /// Adds a range to the plan. Zeroes that must hide a backing file can do so in whole clusters;
     /// the rest of a cluster is copied as data.
-    fn plan(&self, planner: &mut plan::Planner, range: Range<u64>, kind: Kind, ready: &mut Vec<Item>) {
+    fn plan(&self, planner: &mut plan::CopyPlanner, range: Range<u64>, kind: ExtentKind, ready: &mut Vec<CopyItem>) {
         // A partial cluster cannot become a zero cluster: its other part is data or belongs below.
         let whole = match kind {
-            Kind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),
+            ExtentKind::Zero if self.how.hides_backing => self.whole_clusters(range.clone()),
             _ => range.clone(),
         };
         let (before, behind) = (range.start..whole.start, whole.end..range.end);
-        for (range, kind) in [(before, Kind::Data), (whole, kind), (behind, Kind::Data)] {
+        for (range, kind) in [(before, ExtentKind::Data), (whole, kind), (behind, ExtentKind::Data)] {
             if !range.is_empty() {
                 planner.piece(range, kind, ready);
             }
         }
     }
 
-    async fn task(&self, incoming: &Receiver<(u64, Item)>) {
+    async fn task(&self, incoming: &Receiver<(u64, CopyItem)>) {
         while let Ok((number, item)) = incoming.recv().await {
             if let Err(error) = self.item(number, item).await {
                 self.failed.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
@@ -194,11 +194,11 @@ impl Copy {
         }
     }
 
-    async fn item(&self, number: u64, item: Item) -> anyhow::Result<()> {
+    async fn item(&self, number: u64, item: CopyItem) -> anyhow::Result<()> {
         let Range { start, end } = item.range;
         let data = match item.kind {
-            Kind::Data => Some(self.read(start, (end - start) as usize).await?),
-            Kind::Zero | Kind::Below => None,
+            ExtentKind::Data => Some(self.read(start, (end - start) as usize).await?),
+            ExtentKind::Zero | ExtentKind::Below => None,
         };
         // The turn comes after the read: reads overlap, writes do not.
         if self.how.in_order && !self.turns.wait(number).await {
@@ -216,30 +216,30 @@ impl Copy {
         Ok(())
     }
 
-    async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
+    async fn read(&self, offset: u64, length: usize) -> anyhow::Result<IoBuffer> {
         let read = self.source.read(offset, length).await;
         match read {
             Ok(data) => Ok(data),
-            Err(_) if self.how.salvage => Ok(self.salvage(offset, length).await),
+            Err(_) if self.how.salvage => Ok(self.read_sector_wise(offset, length).await),
             Err(error) => Err(error),
         }
     }
 
-    async fn salvage(&self, offset: u64, length: usize) -> Buffer {
+    async fn read_sector_wise(&self, offset: u64, length: usize) -> IoBuffer {
         // Small pieces, so that a bad sector loses as little as possible.
-        let mut data = Buffer::zeroed(length);
+        let mut data = IoBuffer::zeroed(length);
         for (number, part) in data.chunks_mut(SALVAGED_BYTES).enumerate() {
             let at = offset + (number * SALVAGED_BYTES) as u64;
             match self.source.read(at, part.len()).await {
                 Ok(read) => part.copy_from_slice(&read),
                 Err(_) if self.how.quiet => {}
-                Err(error) => console::complain(&anyhow::anyhow!("{error:#} (zeroes are written there)")),
+                Err(error) => console::print_error(&anyhow::anyhow!("{error:#} (zeroes are written there)")),
             }
         }
         data
     }
 
-    async fn write_parts(&self, offset: u64, mut data: Buffer) -> anyhow::Result<()> {
+    async fn write_parts(&self, offset: u64, mut data: IoBuffer) -> anyhow::Result<()> {
         // The source may store zeroes as data, which its block status does not show.
         let parts = zero::parts(&data, offset, self.how.grain, self.how.sparse);
         let mut at = offset;
@@ -257,7 +257,7 @@ impl Copy {
         Ok(())
     }
 
-    async fn write(&self, offset: u64, data: Buffer) -> anyhow::Result<()> {
+    async fn write(&self, offset: u64, data: IoBuffer) -> anyhow::Result<()> {
         let length = data.len();
         let range = offset..offset + length as u64;
         // Only whole clusters can be compressed. The source may end inside a cluster.
@@ -271,7 +271,7 @@ impl Copy {
 
     /// Writes zeroes that stay zeroes when the target gets a backing file: zero clusters as far as
     /// possible, data otherwise.
-    async fn hide(&self, offset: u64, length: u64) -> anyhow::Result<()> {
+    async fn write_persistent_zeroes(&self, offset: u64, length: u64) -> anyhow::Result<()> {
         let end = offset + length;
         let whole = self.whole_clusters(offset..end);
         let hidden = match &*self.target {
@@ -307,7 +307,7 @@ impl Copy {
         let mut at = range.start;
         while at < range.end {
             let next = range.end.min((at + 1).next_multiple_of(self.how.unit));
-            self.write(at, Buffer::zeroed((next - at) as usize)).await?;
+            self.write(at, IoBuffer::zeroed((next - at) as usize)).await?;
             at = next;
         }
         Ok(())
@@ -315,7 +315,7 @@ impl Copy {
 
     async fn zero(&self, offset: u64, length: u64) -> anyhow::Result<()> {
         if self.how.hides_backing {
-            return self.hide(offset, length).await;
+            return self.write_persistent_zeroes(offset, length).await;
         }
         let may_unmap = self.how.may_unmap;
         let mut how = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };

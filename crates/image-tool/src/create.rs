@@ -11,19 +11,19 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::qcow2::{
     self,
     create::{CreateOptions, Preallocation},
-    header::{Backing, Compression},
+    header::{BackingReference, CompressionType},
 };
-use reactor::{buffer::Buffer, plain::plain};
-use storage::{Durability, Format, Storage, ZeroOptions};
+use reactor::{buffer::IoBuffer, plain::sanitize};
+use storage::{Durability, ImageFormat, Storage, ZeroOptions};
 
 use super::{
     encrypt::{Encryption, SecretArgs},
-    opening::{self, How},
-    options::Options,
+    opening::{self, OpenMode},
+    options::FormatOptions,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -67,7 +67,7 @@ taken and change nothing.
 
 /// The options of `weir image create`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct CreateArgs {
     /// The image to make
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: Option<PathBuf>,
@@ -76,13 +76,13 @@ pub struct Arguments {
     size: Option<u64>,
     /// The format: raw or qcow2
     #[arg(short, long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
-    format: Format,
+    format: ImageFormat,
     /// What unallocated clusters are read from; relative to the image's directory
     #[arg(short, long, value_name = "FILE")]
     backing: Option<String>,
     /// The backing file's format
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
-    backing_format: Option<Format>,
+    backing_format: Option<ImageFormat>,
     /// Do not look at the backing file, which may be missing; a size is then needed
     #[arg(short, long)]
     unsafe_backing: bool,
@@ -96,23 +96,23 @@ pub struct Arguments {
     quiet: bool,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if Options::ask_for_help(&arguments.options) {
+pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
+    if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(OPTIONS)?);
     }
-    let no_file = || Failure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
+    let no_file = || CommandFailure::Usage(anyhow!("no file was named (weir image create --help has examples)"));
     let path = arguments.file.clone().ok_or_else(no_file)?;
     let name = path.display().to_string();
-    let usage = |text: String| Failure::Usage(anyhow!("{name}: {text}"));
-    if opening::is_elsewhere(&path) && !opening::is_at_server(&path) {
+    let usage = |text: String| CommandFailure::Usage(anyhow!("{name}: {text}"));
+    if opening::is_remote_or_null(&path) && !opening::is_nbd_uri(&path) {
         return Err(usage(
             "can only be made where it is (with `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
                 .to_owned(),
         ));
     }
-    let mut options = Options::read(&arguments.options).map_err(usage)?;
+    let mut options = FormatOptions::read(&arguments.options).map_err(usage)?;
     match arguments.format {
-        Format::Raw => {
+        ImageFormat::Raw => {
             if arguments.backing.is_some() {
                 return Err(usage("-b: raw images have no backing file (use -f qcow2)".to_owned()));
             }
@@ -128,7 +128,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             create_raw(&path, size, preallocation, &name)?;
             say(&arguments, format_args!("Formatting '{name}', fmt=raw size={size}"))
         }
-        Format::Qcow2 => {
+        ImageFormat::Qcow2 => {
             let size = size(&mut options, &arguments).map_err(usage)?;
             let backing = (arguments.backing.clone(), arguments.backing_format);
             let mut wish = qcow2_options(&mut options, backing).map_err(usage)?;
@@ -154,11 +154,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     }
 }
 
-fn say(arguments: &Arguments, line: std::fmt::Arguments<'_>) -> Result<(), Failure> {
+fn say(arguments: &CreateArgs, line: std::fmt::Arguments<'_>) -> Result<(), CommandFailure> {
     if arguments.quiet { Ok(()) } else { Ok(print(&format!("{line}\n"))?) }
 }
 
-fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, String> {
+fn size(options: &mut FormatOptions, arguments: &CreateArgs) -> Result<Option<u64>, String> {
     match (options.take_size("size")?, arguments.size) {
         (Some(_), Some(_)) => {
             Err("the size is said twice, as SIZE and with -o size (leave one of them out)".to_owned())
@@ -167,7 +167,7 @@ fn size(options: &mut Options, arguments: &Arguments) -> Result<Option<u64>, Str
     }
 }
 
-pub(super) fn preallocation(options: &mut Options) -> Result<Option<Preallocation>, String> {
+pub(super) fn preallocation(options: &mut FormatOptions) -> Result<Option<Preallocation>, String> {
     options.take_as("preallocation", preallocation_mode)
 }
 
@@ -183,14 +183,14 @@ pub(super) fn preallocation_mode(name: &str) -> Result<Preallocation, String> {
 
 /// Removes the options that set hints of btrfs and XFS on the file. They do not affect the image's
 /// content; their values are checked and then ignored.
-pub(super) fn take_hints(options: &mut Options) -> Result<(), String> {
+pub(super) fn take_hints(options: &mut FormatOptions) -> Result<(), String> {
     options.take_size("extent_size_hint")?;
     options.take_switch("nocow")?;
     Ok(())
 }
 
 /// Version of qcow2 for the option `compat`.
-pub(super) fn take_version(options: &mut Options) -> Result<Option<u32>, String> {
+pub(super) fn take_version(options: &mut FormatOptions) -> Result<Option<u32>, String> {
     options.take_as("compat", |value| match value {
         "0.10" | "v2" => Ok(2),
         "1.1" | "v3" => Ok(3),
@@ -200,8 +200,8 @@ pub(super) fn take_version(options: &mut Options) -> Result<Option<u32>, String>
 
 /// Reads all options except for the size. `backing` are the values of -b and -F.
 pub(super) fn qcow2_options(
-    options: &mut Options,
-    backing: (Option<String>, Option<Format>),
+    options: &mut FormatOptions,
+    backing: (Option<String>, Option<ImageFormat>),
 ) -> Result<CreateOptions, String> {
     let default = CreateOptions::default();
     let backing_file = options.take("backing_file");
@@ -209,8 +209,8 @@ pub(super) fn qcow2_options(
     let backing_format = options.take("backing_fmt").or(backing.1.map(|format| format.name().to_owned()));
     let version = take_version(options)?;
     let compression = options.take_as("compression_type", |value| match value {
-        "zlib" => Ok(Compression::Zlib),
-        "zstd" => Ok(Compression::Zstd),
+        "zlib" => Ok(CompressionType::Zlib),
+        "zstd" => Ok(CompressionType::Zstd),
         _ => Err("is neither zlib nor zstd".to_owned()),
     })?;
     let number = |value: &str| value.parse().map_err(|_| "is not a whole number".to_owned());
@@ -236,7 +236,7 @@ pub(super) fn qcow2_options(
         lazy_refcounts: options.take_switch("lazy_refcounts")?.unwrap_or(false),
         extended_l2: options.take_switch("extended_l2")?.unwrap_or(false),
         compression: compression.unwrap_or(default.compression),
-        backing: backing.map(|name| Backing { name, format: backing_format }),
+        backing: backing.map(|name| BackingReference { name, format: backing_format }),
         data_file: options.take("data_file"),
         data_file_raw: options.take_switch("data_file_raw")?.unwrap_or(false),
         preallocation: preallocation(options)?.unwrap_or_default(),
@@ -245,26 +245,26 @@ pub(super) fn qcow2_options(
 }
 
 /// Size of the backing file's disk; `None` without a backing file, or if it must not be opened.
-fn backing_size(wish: &CreateOptions, arguments: &Arguments, path: &Path) -> Result<Option<u64>, Failure> {
+fn backing_size(wish: &CreateOptions, arguments: &CreateArgs, path: &Path) -> Result<Option<u64>, CommandFailure> {
     let Some(backing) = &wish.backing else { return Ok(None) };
     if arguments.unsafe_backing {
         opening::check_name(path, &backing.name)?;
         return Ok(None);
     }
     // Relative to the image, as every later open resolves it.
-    let place = opening::behind(path, &backing.name)?;
+    let place = opening::resolve_backing(path, &backing.name)?;
     if opening::is_same(&place, path) {
         let what = anyhow!("{}: would be its own backing file (choose another)", path.display());
-        return Err(Failure::Usage(what));
+        return Err(CommandFailure::Usage(what));
     }
     let format = opening::format_named(backing.format.as_deref())
         .with_context(|| format!("{}: is the backing file", place.display()))?;
     virtual_size(&place, format).map(Some)
 }
 
-fn virtual_size(path: &Path, format: Format) -> Result<u64, Failure> {
-    let storage = opening::storage(path, How { force_share: true, ..How::default() })?;
-    if format == Format::Raw {
+fn virtual_size(path: &Path, format: ImageFormat) -> Result<u64, CommandFailure> {
+    let storage = opening::storage(path, OpenMode { force_share: true, ..OpenMode::default() })?;
+    if format == ImageFormat::Raw {
         return Ok(storage.size_bytes());
     }
     let header = on_reactor(async move { Ok(qcow2::read_header(&storage).await) })?;
@@ -279,8 +279,8 @@ struct NewFile {
 impl NewFile {
     /// Creates the file, or opens an existing one unless it is in use.
     fn open(path: &Path) -> anyhow::Result<(Self, Storage)> {
-        if opening::is_at_server(path) {
-            let storage = opening::storage(path, How { write: true, ..How::default() })?;
+        if opening::is_nbd_uri(path) {
+            let storage = opening::storage(path, OpenMode { write: true, ..OpenMode::default() })?;
             return Ok((Self { path: path.to_owned(), is_new: false }, storage));
         }
         let name = path.display();
@@ -303,7 +303,7 @@ impl NewFile {
             file.and_then(|file| file.set_len(LEAST_FILE))
                 .with_context(|| format!("{name}: cannot be made"))?;
         }
-        let storage = opening::storage(path, How { write: true, ..How::default() })?;
+        let storage = opening::storage(path, OpenMode { write: true, ..OpenMode::default() })?;
         Ok((this, storage))
     }
 
@@ -326,16 +326,16 @@ const LEAST_FILE: u64 = 512;
 const HEADER_BYTES: u64 = 512;
 
 /// Creates the file and its metadata. Messages refer to the image as `name`.
-pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), Failure> {
+pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Result<(), CommandFailure> {
     let (file, storage) = NewFile::open(path)?;
     // The image's lock is taken first, so that two commands for one image do not share a data
     // file.
     let data = match &wish.data_file {
         None => None,
         Some(data) => {
-            let place = opening::behind(path, data)?;
+            let place = opening::resolve_backing(path, data)?;
             if place == path {
-                return Err(Failure::Usage(anyhow!("data_file={data}: is the image itself (name another)")));
+                return Err(CommandFailure::Usage(anyhow!("data_file={data}: is the image itself (name another)")));
             }
             Some(NewFile::open(&place)?)
         }
@@ -363,7 +363,7 @@ pub(super) fn create_qcow2(path: &Path, wish: &CreateOptions, name: &str) -> Res
 }
 
 fn is_regular(path: &Path) -> anyhow::Result<bool> {
-    if opening::is_at_server(path) {
+    if opening::is_nbd_uri(path) {
         return Ok(false);
     }
     let kind = fs::metadata(path).with_context(|| format!("{}: cannot be read", path.display()))?.file_type();
@@ -389,10 +389,10 @@ pub(super) fn create_raw(
     size: u64,
     preallocation: Preallocation,
     name: &str,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let size = size.next_multiple_of(512);
     if preallocation == Preallocation::Metadata {
-        return Err(Failure::Usage(anyhow!("{name}: preallocation=metadata: raw images have no metadata")));
+        return Err(CommandFailure::Usage(anyhow!("{name}: preallocation=metadata: raw images have no metadata")));
     }
     let (file, storage) = NewFile::open(path)?;
     let is_file = is_regular(path)?;
@@ -404,11 +404,11 @@ pub(super) fn create_raw(
                 storage.resize(size).await.context("cannot have this size")?;
             }
         } else if storage.size_bytes() < size {
-            return Err(Failure::Failed(anyhow!("has {} bytes, and the image {size}", storage.size_bytes())));
+            return Err(CommandFailure::Failed(anyhow!("has {} bytes, and the image {size}", storage.size_bytes())));
         } else {
             // Otherwise the header of an earlier image would decide the format that a later
             // command probes.
-            let header = Buffer::zeroed(HEADER_BYTES.min(storage.size_bytes()) as usize);
+            let header = IoBuffer::zeroed(HEADER_BYTES.min(storage.size_bytes()) as usize);
             storage.write(0, header.into(), Durability::Cached).await?;
         }
         match preallocation {
@@ -438,15 +438,15 @@ async fn fill(storage: &Storage, size: u64) -> anyhow::Result<()> {
     let mut at = 0;
     while at < size {
         let length = PIECE.min(size - at) as usize;
-        storage.write(at, Buffer::zeroed(length).into(), Durability::Cached).await?;
+        storage.write(at, IoBuffer::zeroed(length).into(), Durability::Cached).await?;
         at += length as u64;
     }
     Ok(())
 }
 
-fn named(failure: Failure, name: &str) -> Failure {
+fn named(failure: CommandFailure, name: &str) -> CommandFailure {
     match failure {
-        Failure::Failed(error) => Failure::Failed(error.context(name.to_owned())),
+        CommandFailure::Failed(error) => CommandFailure::Failed(error.context(name.to_owned())),
         other => other,
     }
 }
@@ -455,8 +455,8 @@ fn named(failure: Failure, name: &str) -> Failure {
 fn formatting(name: &str, wish: &CreateOptions) -> String {
     let switch = |is_on: bool| if is_on { "on" } else { "off" };
     let compression = match wish.compression {
-        Compression::Zlib => "zlib",
-        Compression::Zstd => "zstd",
+        CompressionType::Zlib => "zlib",
+        CompressionType::Zstd => "zstd",
     };
     let mut line = format!(
         "Formatting '{name}', fmt=qcow2 cluster_size={} extended_l2={} compression_type={compression} size={}",
@@ -467,7 +467,7 @@ fn formatting(name: &str, wish: &CreateOptions) -> String {
     if wish.version < 3 {
         line += " compat=0.10";
     }
-    if let Some(Backing { name, format }) = &wish.backing {
+    if let Some(BackingReference { name, format }) = &wish.backing {
         line += &format!(" backing_file={name}");
         if let Some(format) = format {
             line += &format!(" backing_fmt={format}");
@@ -480,5 +480,5 @@ fn formatting(name: &str, wish: &CreateOptions) -> String {
         line += " encrypt.format=luks";
     }
     line += &format!(" lazy_refcounts={} refcount_bits={}", switch(wish.lazy_refcounts), wish.refcount_bits);
-    plain(&line)
+    sanitize(&line)
 }

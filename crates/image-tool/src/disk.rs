@@ -4,29 +4,29 @@
 use std::{path::Path, sync::Arc};
 
 use image::{
-    Image, Qcow2,
+    Image, Qcow2Image,
     open::{BackingChoice, ImageOptions},
-    qcow2::{Piece, What},
+    qcow2::{MappedRun, GuestMapping},
 };
 use reactor::{
     buffer::Segments,
     error::{Error, Result},
 };
-use storage::{Format, OpenOptions};
+use storage::{ImageFormat, OpenOptions};
 
 use super::{
-    keys::Keys,
-    opening::{self, How},
-    pick::Pick,
+    keys::PassphraseSet,
+    opening::{self, OpenMode},
+    pick::SnapshotSelector,
 };
 
 /// Opens an image with its backing chain. An image whose format is probed must not name other
 /// files.
 pub(super) async fn open(
     path: &Path,
-    format: Option<Format>,
-    how: How,
-    keys: &mut Keys,
+    format: Option<ImageFormat>,
+    how: OpenMode,
+    keys: &mut PassphraseSet,
 ) -> anyhow::Result<Arc<Image>> {
     open_at(path, format, how, keys, None).await
 }
@@ -34,10 +34,10 @@ pub(super) async fn open(
 /// Opens an image like [`open`], or one of its internal snapshots.
 pub(super) async fn open_at(
     path: &Path,
-    format: Option<Format>,
-    how: How,
-    keys: &mut Keys,
-    pick: Option<&Pick>,
+    format: Option<ImageFormat>,
+    how: OpenMode,
+    keys: &mut PassphraseSet,
+    pick: Option<&SnapshotSelector>,
 ) -> anyhow::Result<Arc<Image>> {
     opening::warn_if_container(path);
     let snapshot = match pick {
@@ -57,15 +57,15 @@ pub(super) async fn open_at(
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Blocks {
+pub(super) struct AllocationUnits {
     /// Unit of allocation in bytes.
     pub(super) cluster: u64,
     /// Unit that is allocated or zero separately, in bytes.
     pub(super) subcluster: u64,
 }
 
-impl Blocks {
-    pub(super) fn of(image: &Qcow2) -> Self {
+impl AllocationUnits {
+    pub(super) fn of(image: &Qcow2Image) -> Self {
         let header = image.header();
         let cluster = header.cluster_bytes();
         let subcluster = if header.has_subclusters() { cluster / 32 } else { cluster };
@@ -73,15 +73,15 @@ impl Blocks {
     }
 }
 
-pub(super) fn blocks(image: &Image) -> Option<Blocks> {
+pub(super) fn blocks(image: &Image) -> Option<AllocationUnits> {
     match image {
         Image::Raw(_) => None,
-        Image::Qcow2(qcow2) => Some(Blocks::of(qcow2)),
+        Image::Qcow2(qcow2) => Some(AllocationUnits::of(qcow2)),
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ExtentKind {
     Data,
     Zero,
     /// Not allocated in this layer; read from the layers below.
@@ -95,19 +95,19 @@ pub(super) async fn layer(
     offset: u64,
     length: u64,
     below_bytes: u64,
-) -> Result<Vec<(u64, Kind)>> {
+) -> Result<Vec<(u64, ExtentKind)>> {
     let Image::Qcow2(qcow2) = image else {
         // A raw image has no layer below it.
-        return Ok(vec![(length, Kind::Data)]);
+        return Ok(vec![(length, ExtentKind::Data)]);
     };
     let (mut at, mut kinds) = (offset, Vec::new());
-    for Piece { length, what } in qcow2.map(offset, length).await? {
+    for MappedRun { length, what } in qcow2.map(offset, length).await? {
         let below = below_bytes.saturating_sub(at).min(length);
         match what {
             // Beyond the end of the layers below there is nothing to read: zeroes.
-            What::Unallocated => kinds.extend([(below, Kind::Below), (length - below, Kind::Zero)]),
-            What::Zero { .. } => kinds.push((length, Kind::Zero)),
-            What::Data { .. } | What::Compressed { .. } => kinds.push((length, Kind::Data)),
+            GuestMapping::Unallocated => kinds.extend([(below, ExtentKind::Below), (length - below, ExtentKind::Zero)]),
+            GuestMapping::Zero { .. } => kinds.push((length, ExtentKind::Zero)),
+            GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => kinds.push((length, ExtentKind::Data)),
         }
         at += length;
     }

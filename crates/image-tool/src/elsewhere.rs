@@ -47,27 +47,27 @@ fn repair_without_equals(subcommand: &str, words: &[String]) -> Option<StyledStr
 mod tests {
     use clap::Parser as _;
     #[derive(Debug, clap::Parser)]
-    struct Line {
+    struct TestCommandLine {
         #[command(subcommand)]
-        _command: Words,
+        _command: CommandWords,
     }
 
     #[derive(Debug, clap::Subcommand)]
-    enum Words {
+    enum CommandWords {
         #[command(subcommand)]
-        Image(Box<crate::Command>),
+        Image(Box<crate::ImageCommand>),
         Serve,
     }
 
     fn said(line: &str) -> String {
         let words: Vec<_> = line.split(' ').map(str::to_owned).collect();
-        let mut error = Line::try_parse_from(&words).unwrap_err();
+        let mut error = TestCommandLine::try_parse_from(&words).unwrap_err();
         super::advise(&mut error, &words[1..]);
         error.render().to_string()
     }
 
     #[test]
-    fn what_qemu_img_has_is_refused_with_a_way_on() {
+    fn qemu_img_options_are_rejected_with_advice() {
         for (line, instead) in [
             ("weir image convert -C a b", "cp --reflink"),
             ("weir image convert -s one a b", "-l SNAPSHOT"),

@@ -6,10 +6,10 @@ use std::{cell::RefCell, collections::BTreeSet, path::PathBuf, time::Duration};
 use clap::Args;
 use image::{
     Secret,
-    qcow2::luks::{self, CipherKind, Hash, LuksOptions, NewLuks},
+    qcow2::luks::{self, CipherKind, LuksHash, LuksOptions, NewLuks},
 };
 
-use super::{keys, options::Options};
+use super::{keys, options::FormatOptions};
 
 #[derive(Debug, Args)]
 pub(super) struct SecretArgs {
@@ -26,8 +26,8 @@ pub(super) struct SecretArgs {
 }
 
 impl SecretArgs {
-    pub(super) fn objects(&self) -> Result<Objects, String> {
-        Objects::read(&self.object)
+    pub(super) fn objects(&self) -> Result<SecretObjects, String> {
+        SecretObjects::read(&self.object)
     }
 
     pub(super) fn is_given(&self) -> bool {
@@ -50,9 +50,9 @@ impl Encryption {
     /// Reads the encryption options; `None` if the image is not to be encrypted. The passphrase is
     /// `own` or that of an object.
     pub(super) fn take(
-        options: &mut Options,
+        options: &mut FormatOptions,
         own: Option<&Secret>,
-        objects: &Objects,
+        objects: &SecretObjects,
     ) -> Result<Option<Self>, String> {
         let format = options.take("encrypt.format");
         let key = options.take("encrypt.key-secret");
@@ -94,7 +94,7 @@ impl Encryption {
 
 /// Size of the LUKS header of an image with these options, without its passphrase; `None` if the
 /// image is not encrypted. A passphrase that is named must be among the objects.
-pub(super) fn luks_bytes(options: &mut Options, objects: &Objects) -> Result<Option<u64>, String> {
+pub(super) fn luks_bytes(options: &mut FormatOptions, objects: &SecretObjects) -> Result<Option<u64>, String> {
     let format = options.take("encrypt.format");
     let key = options.take("encrypt.key-secret");
     match format.as_deref() {
@@ -113,12 +113,12 @@ pub(super) fn luks_bytes(options: &mut Options, objects: &Objects) -> Result<Opt
 
 /// Secrets defined by `--object`, by id. A file is read when its secret is used.
 #[derive(Debug, Default)]
-pub(super) struct Objects {
+pub(super) struct SecretObjects {
     files: Vec<(String, PathBuf)>,
     used: RefCell<BTreeSet<String>>,
 }
 
-impl Objects {
+impl SecretObjects {
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut objects = Self::default();
         for text in texts {
@@ -126,7 +126,7 @@ impl Objects {
             else {
                 return Err(format!("--object {text}: is no secret (secret,id=ID,file=FILE)"));
             };
-            let mut fields = Options::read(&[rest.to_owned()])?;
+            let mut fields = FormatOptions::read(&[rest.to_owned()])?;
             // A passphrase in `data` is visible in the process list.
             let id = fields.take("id").ok_or_else(|| format!("--object {text}: has no id=ID"))?;
             if fields.take("data").is_some() {
@@ -141,7 +141,7 @@ impl Objects {
                     "--object {text}: format={format} is not supported (write the file raw)"
                 ));
             }
-            if let Some(key) = fields.first_left() {
+            if let Some(key) = fields.first_unused() {
                 return Err(format!("--object {text}: {key} is not known (secret,id=ID,file=FILE)"));
             }
             if objects.files.iter().any(|(known, _)| *known == id) {
@@ -184,7 +184,7 @@ impl Objects {
     }
 }
 
-fn luks_options(options: &mut Options) -> Result<LuksOptions, String> {
+fn luks_options(options: &mut FormatOptions) -> Result<LuksOptions, String> {
     let default = LuksOptions::default();
     let bits = options.take_as("encrypt.cipher-alg", |value| match value {
         "aes-128" => Ok(16),
@@ -201,7 +201,7 @@ fn luks_options(options: &mut Options) -> Result<LuksOptions, String> {
     let cipher =
         CipherKind::parse("aes", &format!("{mode}-{iv}"), key_bytes).map_err(|error| error.to_string())?;
     let hash =
-        options.take_as("encrypt.hash-alg", |value| Hash::parse(value).map_err(|error| error.to_string()))?;
+        options.take_as("encrypt.hash-alg", |value| LuksHash::parse(value).map_err(|error| error.to_string()))?;
     let time = options.take_as("encrypt.iter-time", |value| match value.parse() {
         Ok(millis @ 1..=3_600_000) => Ok(Duration::from_millis(millis)),
         _ => Err("is not a number of milliseconds, from 1 to an hour".to_owned()),

@@ -12,26 +12,26 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::{
     open::LONGEST_CHAIN,
     qcow2::{
         self, MetadataError, bitmap,
-        header::{Header, autoclear},
+        header::{Qcow2Header, autoclear},
         luks::{self, KeySlot, LuksHeader},
-        snapshot::Snapshot,
+        snapshot::InternalSnapshot,
     },
 };
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 use serde_json::{Map, Value, json};
-use settings::image_info::describe;
-use storage::{Format, Storage};
+use settings::image_info::add_header_facts;
+use storage::{ImageFormat, Storage};
 
 use super::{
-    Output, OutputArgs,
+    ImageOutput, ImageOutputArgs,
     form::{self, human},
-    named::Subject,
-    opening::{self, How},
+    named::ImageArg,
+    opening::{self, OpenMode},
     snapshot,
 };
 
@@ -46,11 +46,11 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image info`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct ImageInfoArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     #[command(flatten)]
-    output: OutputArgs,
+    output: ImageOutputArgs,
     /// Show the backing files too
     #[arg(long)]
     backing_chain: bool,
@@ -59,8 +59,8 @@ pub struct Arguments {
     force_share: bool,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    let how = How { force_share: arguments.force_share, ..How::default() };
+pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
+    let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
     let image = arguments.subject.named()?;
     let file = &image.path;
     let mut shown = vec![show(file, image.format, image.how(how)?)?];
@@ -68,7 +68,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         let mut seen = HashSet::from([identity(file)?]);
         let mut of = file.clone();
         while let Some((name, format)) = shown.last().and_then(|last| last.backing.clone()) {
-            let path = opening::behind(&of, &name)?;
+            let path = opening::resolve_backing(&of, &name)?;
             // Files are compared, not names: a loop may use several names of one file.
             if !seen.insert(identity(&path)?) {
                 bail_in(
@@ -87,9 +87,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         }
     }
     let text = match (arguments.output.kind(), arguments.backing_chain) {
-        (Output::Human, _) => shown.iter().map(Shown::text).collect::<Vec<_>>().join("\n"),
-        (Output::Json, false) => form::json(&shown[0].json),
-        (Output::Json, true) => form::json(&shown.into_iter().map(|shown| shown.json).collect()),
+        (ImageOutput::Human, _) => shown.iter().map(ImageReport::text).collect::<Vec<_>>().join("\n"),
+        (ImageOutput::Json, false) => form::json(&shown[0].json),
+        (ImageOutput::Json, true) => form::json(&shown.into_iter().map(|shown| shown.json).collect()),
     };
     print(&text)?;
     Ok(())
@@ -101,33 +101,33 @@ fn bail_in(path: &Path, what: &str) -> anyhow::Result<()> {
 
 /// Identity of an image, to detect a loop in a chain.
 #[derive(PartialEq, Eq, Hash)]
-enum Identity {
+enum ChainMember {
     File(u64, u64),
     Elsewhere(PathBuf),
 }
 
-fn identity(path: &Path) -> anyhow::Result<Identity> {
+fn identity(path: &Path) -> anyhow::Result<ChainMember> {
     Ok(match metadata(path)? {
-        Some(metadata) => Identity::File(metadata.dev(), metadata.ino()),
-        None => Identity::Elsewhere(path.to_owned()),
+        Some(metadata) => ChainMember::File(metadata.dev(), metadata.ino()),
+        None => ChainMember::Elsewhere(path.to_owned()),
     })
 }
 
 /// Metadata of the file; `None` if the image is not a file of this host.
 fn metadata(path: &Path) -> anyhow::Result<Option<fs::Metadata>> {
-    if opening::is_elsewhere(path) {
+    if opening::is_remote_or_null(path) {
         return Ok(None);
     }
     fs::metadata(path).map(Some).with_context(|| format!("{}: cannot be read", path.display()))
 }
 
-struct Shown {
+struct ImageReport {
     json: Value,
-    snapshots: Vec<Snapshot>,
-    backing: Option<(String, Option<Format>)>,
+    snapshots: Vec<InternalSnapshot>,
+    backing: Option<(String, Option<ImageFormat>)>,
 }
 
-fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure> {
+fn show(path: &Path, format: Option<ImageFormat>, how: OpenMode) -> Result<ImageReport, CommandFailure> {
     let format = opening::format(path, format)?;
     let mut json = json!({
         "filename": path.display().to_string(),
@@ -142,12 +142,12 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
     let mut backing = None;
     let mut listed = Vec::new();
     match format {
-        Format::Raw => json["virtual-size"] = storage.size_bytes().into(),
-        Format::Qcow2 => {
+        ImageFormat::Raw => json["virtual-size"] = storage.size_bytes().into(),
+        ImageFormat::Qcow2 => {
             let at = path.to_owned();
             let read = on_reactor(async move { Ok(read(&storage, &at).await) })?;
-            let Inside { header, snapshots, bitmaps, luks } = read?;
-            describe(&header, &mut json);
+            let ImageDetails { header, snapshots, bitmaps, luks } = read?;
+            add_header_facts(&header, &mut json);
             let data = &mut json["format-specific"]["data"];
             if let Some(luks) = luks {
                 data["encrypt"] = encryption(&luks);
@@ -165,21 +165,21 @@ fn show(path: &Path, format: Option<Format>, how: How) -> Result<Shown, Failure>
                 (backing.name.clone(), format)
             });
             if let Some((name, _)) = &backing {
-                json["full-backing-filename"] = opening::beside(path, name).display().to_string().into();
+                json["full-backing-filename"] = opening::referenced_path(path, name).display().to_string().into();
             }
         }
     }
-    Ok(Shown { json, snapshots: listed, backing })
+    Ok(ImageReport { json, snapshots: listed, backing })
 }
 
-struct Inside {
-    header: Header,
-    snapshots: Vec<Snapshot>,
-    bitmaps: Vec<bitmap::Entry>,
+struct ImageDetails {
+    header: Qcow2Header,
+    snapshots: Vec<InternalSnapshot>,
+    bitmaps: Vec<bitmap::BitmapEntry>,
     luks: Option<LuksHeader>,
 }
 
-async fn read(storage: &Storage, path: &Path) -> Result<Inside, anyhow::Error> {
+async fn read(storage: &Storage, path: &Path) -> Result<ImageDetails, anyhow::Error> {
     let context = || path.display().to_string();
     let header = qcow2::read_header(storage).await.with_context(context)?;
     let snapshots = opening::snapshots_in(storage, path).await?;
@@ -188,7 +188,7 @@ async fn read(storage: &Storage, path: &Path) -> Result<Inside, anyhow::Error> {
             // Damaged bitmaps must not prevent the display of the rest.
             match bitmap::read(storage, &header, bitmaps).await {
                 Err(MetadataError::Invalid(fault)) => {
-                    console::say(&format!(
+                    console::print_notice(&format!(
                         "{}: its bitmaps cannot be read: {fault} (`weir image check` shows the damage)",
                         path.display()
                     ));
@@ -203,7 +203,7 @@ async fn read(storage: &Storage, path: &Path) -> Result<Inside, anyhow::Error> {
         Some(place) => Some(luks::read_header(storage, place).await.with_context(context)?),
         None => None,
     };
-    Ok(Inside { header, snapshots, bitmaps, luks })
+    Ok(ImageDetails { header, snapshots, bitmaps, luks })
 }
 
 fn encryption(luks: &LuksHeader) -> Value {
@@ -228,14 +228,14 @@ fn encryption(luks: &LuksHeader) -> Value {
     })
 }
 
-fn bitmap_json(entry: &bitmap::Entry) -> Value {
+fn bitmap_json(entry: &bitmap::BitmapEntry) -> Value {
     let flags = [(bitmap::flag::IN_USE, "in-use"), (bitmap::flag::AUTO, "auto")];
     let flags: Vec<_> =
         flags.iter().filter(|(bit, _)| entry.flags & bit != 0).map(|(_, name)| *name).collect();
     json!({ "name": entry.name(), "granularity": 1_u64 << entry.granularity_bits, "flags": flags })
 }
 
-impl Shown {
+impl ImageReport {
     /// Lines as printed by qemu-img.
     fn text(&self) -> String {
         let json = &self.json;
@@ -243,7 +243,7 @@ impl Shown {
         let size = |key: &str| json[key].as_u64().unwrap_or(0);
         let mut text = String::new();
         let mut line = |name: &str, value: String| {
-            let value = plain(&value);
+            let value = sanitize(&value);
             let _ = writeln!(text, "{name}: {value}");
         };
         line("image", word("filename"));
@@ -297,7 +297,7 @@ fn one(text: &mut String, key: &str, value: &Value, depth: usize) {
             }
             return;
         }
-        Value::String(word) => writeln!(text, "{indent}{key}: {}", plain(word)),
+        Value::String(word) => writeln!(text, "{indent}{key}: {}", sanitize(word)),
         other => writeln!(text, "{indent}{key}: {other}"),
     };
 }

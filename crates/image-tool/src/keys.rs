@@ -11,15 +11,15 @@ use clap::Args;
 use image::{
     Secret,
     open::LONGEST_CHAIN,
-    qcow2::header::{Crypt, Header},
+    qcow2::header::{EncryptionMethod, Qcow2Header},
 };
-use settings::{SecretSource, secret::Secrets};
-use storage::Format;
+use settings::{SecretSource, secret::SecretReader};
+use storage::ImageFormat;
 
 use super::opening;
 
 #[derive(Debug, Args)]
-pub(super) struct KeyArgs {
+pub(super) struct PassphraseArgs {
     /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
     /// the top, or one for all
     #[arg(long, value_name = "FILE")]
@@ -29,29 +29,29 @@ pub(super) struct KeyArgs {
     secret_fd: Vec<u32>,
 }
 
-impl KeyArgs {
-    pub(super) fn read(&self) -> anyhow::Result<Keys> {
+impl PassphraseArgs {
+    pub(super) fn read(&self) -> anyhow::Result<PassphraseSet> {
         read(&self.secret_file, &self.secret_fd)
     }
 }
 
-pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<Keys> {
-    let mut secrets = Secrets::default();
+pub(super) fn read(files: &[PathBuf], descriptors: &[u32]) -> anyhow::Result<PassphraseSet> {
+    let mut secrets = SecretReader::default();
     let files = files.iter().cloned().map(SecretSource::File);
     let sources = files.chain(descriptors.iter().copied().map(SecretSource::Descriptor));
     let given = sources.map(|source| secrets.get(&source)).collect::<Result<_, _>>()?;
-    Ok(Keys { given, ..Keys::default() })
+    Ok(PassphraseSet { given, ..PassphraseSet::default() })
 }
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Keys {
+pub(super) struct PassphraseSet {
     given: Vec<Secret>,
     next: usize,
     /// Number of `given` secrets that belong to descriptions of images.
     described: usize,
 }
 
-impl Keys {
+impl PassphraseSet {
     pub(super) fn one(secret: Secret) -> Self {
         Self { given: vec![secret], ..Self::default() }
     }
@@ -79,7 +79,7 @@ impl Keys {
     pub(super) async fn of(
         &mut self,
         path: &Path,
-        format: Option<Format>,
+        format: Option<ImageFormat>,
         alone: bool,
     ) -> anyhow::Result<Vec<Secret>> {
         if self.given.is_empty() {
@@ -103,9 +103,9 @@ impl Keys {
         }
     }
 
-    pub(super) fn behind(&self, header: &Header) -> Self {
+    pub(super) fn backing_passphrases(&self, header: &Qcow2Header) -> Self {
         // The image's own passphrase comes first; those of its backing chain follow.
-        let next = usize::from(header.crypt == Crypt::Luks);
+        let next = usize::from(header.crypt == EncryptionMethod::Luks);
         Self { next, ..self.clone() }
     }
 
@@ -121,13 +121,13 @@ impl Keys {
     }
 }
 
-async fn encrypted(path: &Path, format: Option<Format>, alone: bool) -> anyhow::Result<usize> {
+async fn encrypted(path: &Path, format: Option<ImageFormat>, alone: bool) -> anyhow::Result<usize> {
     let mut count = 0;
     let mut next = Some((path.to_owned(), opening::format(path, format)?));
     for _ in 0..LONGEST_CHAIN {
-        let Some((path, Format::Qcow2)) = next else { break };
+        let Some((path, ImageFormat::Qcow2)) = next else { break };
         let header = opening::header_of(&path).await?;
-        count += usize::from(header.crypt == Crypt::Luks);
+        count += usize::from(header.crypt == EncryptionMethod::Luks);
         next = if alone { None } else { opening::backing_in(&path, &header)? };
     }
     Ok(count)
@@ -137,13 +137,13 @@ async fn encrypted(path: &Path, format: Option<Format>, alone: bool) -> anyhow::
 mod tests {
     use super::*;
 
-    fn keys(given: usize, next: usize) -> Keys {
+    fn keys(given: usize, next: usize) -> PassphraseSet {
         let given = (0..given).map(|number| Secret::new(vec![number as u8 + 1])).collect();
-        Keys { given, next, ..Keys::default() }
+        PassphraseSet { given, next, ..PassphraseSet::default() }
     }
 
     #[test]
-    fn a_passphrase_for_nothing_is_a_mistake() {
+    fn unused_passphrase_is_rejected() {
         for (given, used, right) in
             [(0, 0, true), (0, 2, true), (1, 0, false), (1, 3, true), (2, 1, false), (2, 2, true)]
         {

@@ -48,95 +48,95 @@ mod unfinished;
 use std::path::Path;
 
 use clap::{Args, Subcommand, ValueEnum};
-use console::Failure;
+use console::CommandFailure;
 
 // The daemon answers QMP's `query-block` with the `ImageInfo` that `info` prints.
-pub use self::{elsewhere::advise, resize::Served};
+pub use self::{elsewhere::advise, resize::ServedDisk};
 
 /// What to do with images.
 #[derive(Debug, Subcommand)]
-pub enum Command {
+pub enum ImageCommand {
     /// Make an image
     #[command(after_help = create::EXAMPLES)]
-    Create(create::Arguments),
+    Create(create::CreateArgs),
     /// Find out whether an image is consistent, and repair it
     #[command(after_help = check::EXAMPLES)]
-    Check(check::Arguments),
+    Check(check::ImageCheckArgs),
     /// Change options of an image in place
     #[command(after_help = amend::EXAMPLES)]
-    Amend(amend::Arguments),
+    Amend(amend::AmendArgs),
     /// Change persistent bitmaps
     #[command(after_help = bitmap::EXAMPLES)]
-    Bitmap(bitmap::Arguments),
+    Bitmap(bitmap::BitmapArgs),
     /// List internal snapshots, take them, go back to them, delete them
     #[command(after_help = snapshot::EXAMPLES)]
-    Snapshot(snapshot::Arguments),
+    Snapshot(snapshot::SnapshotArgs),
     /// Show what an image is
     #[command(after_help = info::EXAMPLES)]
-    Info(info::Arguments),
+    Info(info::ImageInfoArgs),
     /// Copy a disk into a new image
     #[command(after_help = convert::EXAMPLES)]
-    Convert(convert::Arguments),
+    Convert(convert::ImageConvertArgs),
     /// Find out whether two images hold the same
     #[command(after_help = compare::EXAMPLES)]
-    Compare(compare::Arguments),
+    Compare(compare::CompareArgs),
     /// Show what a disk is made of, and where it lies
     #[command(after_help = map::EXAMPLES)]
-    Map(map::Arguments),
+    Map(map::MapArgs),
     /// Show how large the file of a new image would be
     #[command(after_help = measure::EXAMPLES)]
-    Measure(measure::Arguments),
+    Measure(measure::MeasureArgs),
     /// Give a disk another size
     #[command(after_help = resize::EXAMPLES)]
-    Resize(resize::Arguments),
+    Resize(resize::ResizeArgs),
     /// Move what an image has into its backing file
     #[command(after_help = commit::EXAMPLES)]
-    Commit(commit::Arguments),
+    Commit(commit::CommitArgs),
     /// Give an image another backing file
     #[command(after_help = rebase::EXAMPLES)]
-    Rebase(rebase::Arguments),
+    Rebase(rebase::RebaseArgs),
 }
 
 /// Runs the command. `serving` finds the disk that a running daemon serves from an image.
 ///
 /// # Errors
 /// The command failed, or its options are invalid.
-pub fn run(command: Command, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
+pub fn run(command: ImageCommand, serving: fn(&Path) -> Option<ServedDisk>) -> Result<(), CommandFailure> {
     match command {
-        Command::Create(arguments) => create::run(arguments),
-        Command::Check(arguments) => check::run(arguments),
-        Command::Amend(arguments) => amend::run(arguments),
-        Command::Bitmap(arguments) => bitmap::run(arguments),
-        Command::Snapshot(arguments) => snapshot::run(arguments),
-        Command::Info(arguments) => info::run(arguments),
-        Command::Convert(arguments) => convert::run(arguments),
-        Command::Compare(arguments) => compare::run(arguments),
-        Command::Map(arguments) => map::run(arguments),
-        Command::Measure(arguments) => measure::run(arguments),
-        Command::Resize(arguments) => resize::run(arguments, serving),
-        Command::Commit(arguments) => commit::run(arguments),
-        Command::Rebase(arguments) => rebase::run(arguments),
+        ImageCommand::Create(arguments) => create::run(arguments),
+        ImageCommand::Check(arguments) => check::run(arguments),
+        ImageCommand::Amend(arguments) => amend::run(arguments),
+        ImageCommand::Bitmap(arguments) => bitmap::run(arguments),
+        ImageCommand::Snapshot(arguments) => snapshot::run(arguments),
+        ImageCommand::Info(arguments) => info::run(arguments),
+        ImageCommand::Convert(arguments) => convert::run(arguments),
+        ImageCommand::Compare(arguments) => compare::run(arguments),
+        ImageCommand::Map(arguments) => map::run(arguments),
+        ImageCommand::Measure(arguments) => measure::run(arguments),
+        ImageCommand::Resize(arguments) => resize::run(arguments, serving),
+        ImageCommand::Commit(arguments) => commit::run(arguments),
+        ImageCommand::Rebase(arguments) => rebase::run(arguments),
     }
 }
 
 #[derive(Clone, Copy, Debug, Args)]
-pub(crate) struct OutputArgs {
+pub(crate) struct ImageOutputArgs {
     /// How to print
     #[arg(long, value_name = "KIND", value_enum, default_value_t)]
-    output: Output,
+    output: ImageOutput,
     /// The same as --output=json
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }
 
-impl OutputArgs {
-    pub(crate) fn kind(self) -> Output {
-        if self.json { Output::Json } else { self.output }
+impl ImageOutputArgs {
+    pub(crate) fn kind(self) -> ImageOutput {
+        if self.json { ImageOutput::Json } else { self.output }
     }
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, ValueEnum)]
-pub(crate) enum Output {
+pub(crate) enum ImageOutput {
     #[default]
     Human,
     Json,

@@ -6,19 +6,19 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::{
-    Image, Qcow2,
-    qcow2::{Piece, What},
+    Image, Qcow2Image,
+    qcow2::{MappedRun, GuestMapping},
 };
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 use storage::Storage;
 
 use super::{
-    Output, OutputArgs, disk,
-    keys::KeyArgs,
-    named::{Subject, with_secrets},
-    opening::How,
+    ImageOutput, ImageOutputArgs, disk,
+    keys::PassphraseArgs,
+    named::{ImageArg, with_secrets},
+    opening::OpenMode,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -32,11 +32,11 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image map`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct MapArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     #[command(flatten)]
-    output: OutputArgs,
+    output: ImageOutputArgs,
     /// Begin here
     #[arg(short, long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]
     start_offset: u64,
@@ -47,32 +47,32 @@ pub struct Arguments {
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: MapArgs) -> Result<(), CommandFailure> {
     let subject = arguments.subject.named()?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
         let name = subject.name();
-        let how = How { force_share: arguments.force_share, ..How::default() };
+        let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
         let image = subject.open(how, &mut keys).await?;
         keys.check_used()?;
         let size = image.size_bytes();
         let start = arguments.start_offset.min(size);
         let end = arguments.max_length.and_then(|length| start.checked_add(length)).unwrap_or(size).min(size);
-        let mut map = Map::default();
+        let mut map = ImageMap::default();
         map.add(&image, subject.offset(), start, end)
             .await
             .with_context(|| format!("{name}: what is where cannot be found out"))?;
         if start == end {
             // An entry even for an empty range: scripts read the last entry.
             let name = disk::data_file(&image);
-            map.0.push(Entry { zero: false, ..Entry::nothing(arguments.start_offset, 0, 0, name) });
+            map.0.push(MappedExtent { zero: false, ..MappedExtent::nothing(arguments.start_offset, 0, 0, name) });
         }
         print(&match arguments.output.kind() {
-            Output::Json => map.json(),
-            Output::Human => map.text().with_context(|| name)?,
+            ImageOutput::Json => map.json(),
+            ImageOutput::Human => map.text().with_context(|| name)?,
         })?;
         Ok(())
     })
@@ -80,7 +80,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 
 /// A run of the disk: `MapEntry` of QEMU's qapi/block-core.json.
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Entry {
+struct MappedExtent {
     start: u64,
     length: u64,
     /// Position in the backing chain; 0 for the image itself.
@@ -95,8 +95,8 @@ struct Entry {
     file: String,
 }
 
-impl Entry {
-    fn goes_on(&self, next: &Self) -> bool {
+impl MappedExtent {
+    fn continues(&self, next: &Self) -> bool {
         let same = |entry: &Self| (entry.depth, entry.present, entry.zero, entry.data, entry.compressed);
         same(self) == same(next)
             && self.offset.map(|offset| offset + self.length) == next.offset
@@ -106,12 +106,12 @@ impl Entry {
 }
 
 #[derive(Debug, Default)]
-struct Map(Vec<Entry>);
+struct ImageMap(Vec<MappedExtent>);
 
-impl Map {
-    fn push(&mut self, entry: Entry) {
+impl ImageMap {
+    fn push(&mut self, entry: MappedExtent) {
         match self.0.last_mut() {
-            Some(last) if last.goes_on(&entry) => last.length += entry.length,
+            Some(last) if last.continues(&entry) => last.length += entry.length,
             _ => self.0.push(entry),
         }
     }
@@ -155,12 +155,12 @@ impl Map {
         while start < end {
             for extent in image.block_status(start, end - start).await? {
                 let (zero, length) = (extent.zero, extent.length);
-                self.push(Entry {
+                self.push(MappedExtent {
                     present: true,
                     zero,
                     data: !zero,
                     offset: Some(offset + start),
-                    ..Entry::nothing(start, length, depth, disk::data_file(image))
+                    ..MappedExtent::nothing(start, length, depth, disk::data_file(image))
                 });
                 start += length;
             }
@@ -172,7 +172,7 @@ impl Map {
     /// the end of the part that was covered, and that range.
     async fn add_qcow2(
         &mut self,
-        qcow2: &Qcow2,
+        qcow2: &Qcow2Image,
         file: &str,
         depth: u32,
         start: u64,
@@ -182,24 +182,24 @@ impl Map {
         let mut at = start;
         // A shorter backing file provides nothing beyond its end.
         let below_end = qcow2.backing().map_or(0, Image::size_bytes);
-        for Piece { length, what } in qcow2.map(start, end - start).await? {
-            let nothing = Entry::nothing(at, length, depth, file.to_owned());
+        for MappedRun { length, what } in qcow2.map(start, end - start).await? {
+            let nothing = MappedExtent::nothing(at, length, depth, file.to_owned());
             at += length;
             let entry = match what {
-                What::Unallocated if nothing.start < below_end => {
+                GuestMapping::Unallocated if nothing.start < below_end => {
                     let end = at.min(below_end);
                     return Ok((end, Some((nothing.start, end))));
                 }
-                What::Unallocated => nothing,
-                What::Zero { host } => Entry { present: true, offset: host, ..nothing },
+                GuestMapping::Unallocated => nothing,
+                GuestMapping::Zero { host } => MappedExtent { present: true, offset: host, ..nothing },
                 // No offset: the bytes in the file are not those of the guest.
-                What::Data { .. } if encrypted => Entry { present: true, zero: false, data: true, ..nothing },
-                What::Data { host, .. } => {
+                GuestMapping::Data { .. } if encrypted => MappedExtent { present: true, zero: false, data: true, ..nothing },
+                GuestMapping::Data { host, .. } => {
                     // Holes of the file, as in preallocated clusters, are zeroes.
                     for (into, length, zero) in in_file(qcow2.storage(), host, length).await? {
                         let start = nothing.start + into;
                         let offset = Some(host + into);
-                        self.push(Entry {
+                        self.push(MappedExtent {
                             start,
                             length,
                             present: true,
@@ -211,8 +211,8 @@ impl Map {
                     }
                     continue;
                 }
-                What::Compressed { .. } => {
-                    Entry { present: true, zero: false, data: true, compressed: true, ..nothing }
+                GuestMapping::Compressed { .. } => {
+                    MappedExtent { present: true, zero: false, data: true, compressed: true, ..nothing }
                 }
             };
             self.push(entry);
@@ -221,7 +221,7 @@ impl Map {
     }
 
     fn json(&self) -> String {
-        let lines: Vec<_> = self.0.iter().map(Entry::json).collect();
+        let lines: Vec<_> = self.0.iter().map(MappedExtent::json).collect();
         format!("[{}]\n", lines.join(",\n"))
     }
 
@@ -233,7 +233,7 @@ impl Map {
                     "has encrypted or compressed clusters, which are nowhere as they are (use --output=json)"
                 );
             };
-            let file = plain(&entry.file);
+            let file = sanitize(&entry.file);
             let _ =
                 writeln!(text, "{:<16}{:<16}{:<16}{file}", hex(entry.start), hex(entry.length), hex(offset));
         }
@@ -263,7 +263,7 @@ pub(super) async fn in_file(
     Ok(pieces)
 }
 
-impl Entry {
+impl MappedExtent {
     fn nothing(start: u64, length: u64, depth: u32, file: String) -> Self {
         Self {
             start,

@@ -13,26 +13,26 @@ use std::{ops::Range, path::PathBuf, sync::Arc};
 
 use anyhow::{Context as _, anyhow};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::{
     Image,
-    qcow2::{Piece, What, bitmap, create::Preallocation},
+    qcow2::{MappedRun, GuestMapping, bitmap, create::Preallocation},
 };
 use serde_json::json;
-use storage::Format;
+use storage::ImageFormat;
 
 use super::{
-    Output, OutputArgs, create,
-    disk::Kind,
-    encrypt::{self, Objects},
+    ImageOutput, ImageOutputArgs, create,
+    disk::ExtentKind,
+    encrypt::{self, SecretObjects},
     form,
-    keys::KeyArgs,
+    keys::PassphraseArgs,
     map,
     named::{NamedImage, NamingArgs, with_secrets},
-    opening::{self, How},
-    options::Options,
-    pick::Pick,
-    source::Source,
+    opening::{self, OpenMode},
+    options::FormatOptions,
+    pick::SnapshotSelector,
+    source::CopySource,
     sparse,
 };
 
@@ -47,46 +47,46 @@ Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image measure`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct MeasureArgs {
     /// The image that would be copied
     #[arg(value_name = "FILE", value_parser = opening::image_name(), conflicts_with = "size")]
     file: Option<PathBuf>,
     /// Its format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
-    format: Option<Format>,
+    format: Option<ImageFormat>,
     /// Measure an empty disk of this size instead
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     size: Option<u64>,
     /// The new image's format
     #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
-    output_format: Format,
+    output_format: ImageFormat,
     /// Options of the new image, such as cluster_size=2M,preallocation=full; help lists them
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
     /// Measure this internal snapshot instead of the disk: its id or name, or
     /// snapshot.id=ID,snapshot.name=NAME
-    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::read::<Pick>)]
-    snapshot: Option<Pick>,
+    #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::parse::<SnapshotSelector>)]
+    snapshot: Option<SnapshotSelector>,
     #[command(flatten)]
-    output: OutputArgs,
+    output: ImageOutputArgs,
     /// Read the image although another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
     #[command(flatten)]
     naming: NamingArgs,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
-    if Options::ask_for_help(&arguments.options) {
+pub(crate) fn run(arguments: MeasureArgs) -> Result<(), CommandFailure> {
+    if FormatOptions::ask_for_help(&arguments.options) {
         return Ok(print(create::OPTIONS)?);
     }
-    let usage = |what: String| Failure::Usage(anyhow!(what));
+    let usage = |what: String| CommandFailure::Usage(anyhow!(what));
     let objects = arguments.naming.objects()?;
     let file = arguments.file.as_ref();
     let file = file.map(|file| arguments.naming.named(file, arguments.format, &objects)).transpose()?;
-    let target = Target::read(&arguments, &objects).map_err(usage)?;
+    let target = MeasureTarget::read(&arguments, &objects).map_err(usage)?;
     objects.check_used().map_err(usage)?;
     let measured = match (file, arguments.size) {
         (Some(file), _) => measure_file(file, target, &arguments)?,
@@ -94,25 +94,25 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
             let of_file = arguments.format.is_some() || arguments.snapshot.is_some();
             if of_file || arguments.force_share || arguments.naming.image_opts {
                 let what = "-f, -l, -U and --image-opts apply to FILE, not to --size";
-                return Err(Failure::Usage(anyhow!(what)));
+                return Err(CommandFailure::Usage(anyhow!(what)));
             }
             arguments.keys.read()?.check_used()?;
-            target.measure(size, &Contents::default())?
+            target.measure(size, &MeasuredContents::default())?
         }
         (None, None) => {
             let what = "no FILE was named and no --size given (weir image measure --help has examples)";
-            return Err(Failure::Usage(anyhow!(what)));
+            return Err(CommandFailure::Usage(anyhow!(what)));
         }
     };
     print(&match arguments.output.kind() {
-        Output::Human => measured.text(),
-        Output::Json => measured.json(),
+        ImageOutput::Human => measured.text(),
+        ImageOutput::Json => measured.json(),
     })?;
     Ok(())
 }
 
-fn measure_file(file: NamedImage, target: Target, arguments: &Arguments) -> Result<Measured, Failure> {
-    let how = How { force_share: arguments.force_share, ..How::default() };
+fn measure_file(file: NamedImage, target: MeasureTarget, arguments: &MeasureArgs) -> Result<MeasuredSize, CommandFailure> {
+    let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
     let pick = arguments.snapshot.clone();
     let mut keys = with_secrets(arguments.keys.read()?, &[&file])?;
     on_reactor(async move {
@@ -130,8 +130,8 @@ fn measure_file(file: NamedImage, target: Target, arguments: &Arguments) -> Resu
             Image::Raw(_) => false,
         };
         let holes_of = sparse.then(|| Arc::clone(&image));
-        let source = Source::new([(file.name(), image)]);
-        let mut contents = Contents { bitmaps, is_of_image: true, data_clusters: 0 };
+        let source = CopySource::new([(file.name(), image)]);
+        let mut contents = MeasuredContents { bitmaps, is_of_image: true, data_clusters: 0 };
         if let Some(cluster_bytes) = target.cluster_bytes() {
             contents.data_clusters = data_clusters(&source, holes_of.as_deref(), cluster_bytes).await?;
         }
@@ -141,7 +141,7 @@ fn measure_file(file: NamedImage, target: Target, arguments: &Arguments) -> Resu
 
 /// Number of target clusters that data of the source touches. Clusters of `holes_of`, the source
 /// itself, count as data only where its file has no hole.
-async fn data_clusters(source: &Source, holes_of: Option<&Image>, cluster_bytes: u64) -> anyhow::Result<u64> {
+async fn data_clusters(source: &CopySource, holes_of: Option<&Image>, cluster_bytes: u64) -> anyhow::Result<u64> {
     let size = source.size_bytes();
     let (mut at, mut next, mut count) = (0, 0, 0);
     let mut add = |range: Range<u64>| {
@@ -154,10 +154,10 @@ async fn data_clusters(source: &Source, holes_of: Option<&Image>, cluster_bytes:
         for (length, kind) in source.status(at, size - at).await? {
             let end = at + length;
             match holes_of {
-                Some(image) if kind == Kind::Data => {
+                Some(image) if kind == ExtentKind::Data => {
                     data_in_file(image, at..end).await?.into_iter().for_each(&mut add);
                 }
-                _ if kind == Kind::Data => add(at..end),
+                _ if kind == ExtentKind::Data => add(at..end),
                 _ => {}
             }
             at = end;
@@ -171,9 +171,9 @@ async fn data_in_file(image: &Image, range: Range<u64>) -> anyhow::Result<Vec<Ra
     let Image::Qcow2(qcow2) = image else { return Ok(vec![range]) };
     let (mut at, mut data) = (range.start, Vec::new());
     while at < range.end {
-        for Piece { length, what } in qcow2.map(at, range.end - at).await? {
+        for MappedRun { length, what } in qcow2.map(at, range.end - at).await? {
             match what {
-                What::Data { host, .. } => {
+                GuestMapping::Data { host, .. } => {
                     let parts = map::in_file(qcow2.storage(), host, length).await?;
                     let parts = parts.into_iter().filter(|(.., is_zero)| !is_zero);
                     data.extend(parts.map(|(into, length, _)| at + into..at + into + length));
@@ -188,28 +188,28 @@ async fn data_in_file(image: &Image, range: Range<u64>) -> anyhow::Result<Vec<Ra
 
 /// Contents of the new image; empty by default.
 #[derive(Debug, Default)]
-struct Contents {
+struct MeasuredContents {
     /// Bitmaps of the source; `None` if its format has none.
-    bitmaps: Option<Vec<bitmap::Entry>>,
+    bitmaps: Option<Vec<bitmap::BitmapEntry>>,
     is_of_image: bool,
     data_clusters: u64,
 }
 
 /// Format and options of the new image, without its size.
 #[derive(Debug)]
-enum Target {
+enum MeasureTarget {
     Raw,
     Qcow2(Box<image::qcow2::create::CreateOptions>),
 }
 
-impl Target {
-    fn read(arguments: &Arguments, objects: &Objects) -> Result<Self, String> {
-        let mut options = Options::read(&arguments.options)?;
+impl MeasureTarget {
+    fn read(arguments: &MeasureArgs, objects: &SecretObjects) -> Result<Self, String> {
+        let mut options = FormatOptions::read(&arguments.options)?;
         if options.has("size") {
             return Err("-o size: the size is that of FILE or --size (leave one of them out)".to_owned());
         }
         match arguments.output_format {
-            Format::Raw => {
+            ImageFormat::Raw => {
                 let preallocation = create::preallocation(&mut options)?;
                 if preallocation == Some(Preallocation::Metadata) {
                     return Err("preallocation=metadata: raw images have no metadata".to_owned());
@@ -221,7 +221,7 @@ impl Target {
                 options.finish("raw")?;
                 Ok(Self::Raw)
             }
-            Format::Qcow2 => {
+            ImageFormat::Qcow2 => {
                 let mut wish = create::qcow2_options(&mut options, (None, None))?;
                 let luks_bytes = encrypt::luks_bytes(&mut options, objects)?;
                 options.finish("qcow2")?;
@@ -239,10 +239,10 @@ impl Target {
         }
     }
 
-    fn measure(&self, size: u64, contents: &Contents) -> anyhow::Result<Measured> {
+    fn measure(&self, size: u64, contents: &MeasuredContents) -> anyhow::Result<MeasuredSize> {
         let Self::Qcow2(wish) = self else {
             let size = size.checked_next_multiple_of(512).context("sizes are below 8E")?;
-            return Ok(Measured { required: size, fully_allocated: size, bitmaps: None });
+            return Ok(MeasuredSize { required: size, fully_allocated: size, bitmaps: None });
         };
         let mut wish = wish.checked()?;
         wish.size_bytes = size;
@@ -261,20 +261,20 @@ impl Target {
         // Version 2 has no bitmaps; qemu-img then prints no size for them.
         let bitmaps = contents.bitmaps.as_ref().filter(|_| wish.version >= 3);
         let bitmaps = bitmaps.map(|bitmaps| bitmap::copied_bytes(bitmaps, size, cluster_bytes));
-        Ok(Measured { required, fully_allocated, bitmaps })
+        Ok(MeasuredSize { required, fully_allocated, bitmaps })
     }
 }
 
 /// `BlockMeasureInfo` of QEMU's qapi/block-core.json, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Measured {
+struct MeasuredSize {
     required: u64,
     fully_allocated: u64,
     /// Additional bytes for bitmaps, if the source can have them and the new image can keep them.
     bitmaps: Option<u64>,
 }
 
-impl Measured {
+impl MeasuredSize {
     fn text(self) -> String {
         let Self { required, fully_allocated, bitmaps } = self;
         let mut text = format!("required size: {required}\nfully allocated size: {fully_allocated}\n");
@@ -298,15 +298,15 @@ mod tests {
     use super::*;
 
     #[derive(Debug, clap::Parser)]
-    struct Line {
+    struct MeasureTestLine {
         #[command(flatten)]
-        arguments: Arguments,
+        arguments: MeasureArgs,
     }
 
-    fn measured(line: &str, contents: &Contents) -> Measured {
+    fn measured(line: &str, contents: &MeasuredContents) -> MeasuredSize {
         let words = ["measure"].into_iter().chain(line.split(' '));
-        let Line { arguments } = clap::Parser::try_parse_from(words).expect(line);
-        let target = Target::read(&arguments, &Objects::default()).expect(line);
+        let MeasureTestLine { arguments } = clap::Parser::try_parse_from(words).expect(line);
+        let target = MeasureTarget::read(&arguments, &SecretObjects::default()).expect(line);
         target.measure(arguments.size.unwrap(), contents).expect(line)
     }
 
@@ -329,14 +329,14 @@ mod tests {
             ("-O qcow2 -o backing_file=a,backing_fmt=raw --size 1G", 393_216, 1_074_135_040),
             ("-O qcow2 -o encrypt.format=luks --size 1G", 2_490_368, 1_076_232_192),
         ] {
-            let expect = Measured { required, fully_allocated, bitmaps: None };
-            assert_eq!(measured(line, &Contents::default()), expect, "{line}");
+            let expect = MeasuredSize { required, fully_allocated, bitmaps: None };
+            assert_eq!(measured(line, &MeasuredContents::default()), expect, "{line}");
         }
     }
 
     #[test]
     fn bitmaps_need_their_bits_a_table_and_a_directory() {
-        let entry = bitmap::Entry {
+        let entry = bitmap::BitmapEntry {
             table_offset: 0,
             table_entries: 1,
             flags: 0,
@@ -344,7 +344,7 @@ mod tests {
             name: b"b0".to_vec(),
             extra: Vec::new(),
         };
-        let contents = Contents { bitmaps: Some(vec![entry]), is_of_image: true, data_clusters: 17 };
+        let contents = MeasuredContents { bitmaps: Some(vec![entry]), is_of_image: true, data_clusters: 17 };
         let found = measured("-O qcow2 --size 1G", &contents);
         assert_eq!((found.required, found.bitmaps), (1_507_328, Some(196_608)));
         let text = "required size: 1507328\nfully allocated size: 1074135040\nbitmaps size: 196608\n";

@@ -12,38 +12,38 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use block::disk::Discards;
 use clap::Args;
-use console::Failure;
+use console::CommandFailure;
 use image::{Image, Secret};
 use settings::ImageDescription;
-use storage::{Format, Storage};
+use storage::{ImageFormat, Storage};
 
 use super::{
     disk,
-    encrypt::Objects,
-    keys::Keys,
-    opening::{self, How},
-    pick::Pick,
+    encrypt::SecretObjects,
+    keys::PassphraseSet,
+    opening::{self, OpenMode},
+    pick::SnapshotSelector,
 };
 
 /// The image that a command operates on.
 #[derive(Debug, Args)]
-pub(super) struct Subject {
+pub(super) struct ImageArg {
     /// The image
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
     /// Its format [default: as its signature says]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
-    format: Option<Format>,
+    format: Option<ImageFormat>,
     #[command(flatten)]
     naming: NamingArgs,
 }
 
-impl Subject {
+impl ImageArg {
     /// Returns the image with the options of its description. All secrets must be used.
-    pub(super) fn named(&self) -> Result<NamedImage, Failure> {
+    pub(super) fn named(&self) -> Result<NamedImage, CommandFailure> {
         let objects = self.naming.objects()?;
         let image = self.naming.named(&self.file, self.format, &objects)?;
-        objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+        objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
         Ok(image)
     }
 }
@@ -60,17 +60,17 @@ pub(super) struct NamingArgs {
 }
 
 impl NamingArgs {
-    pub(super) fn objects(&self) -> Result<Objects, Failure> {
-        Objects::read(&self.object).map_err(|what| Failure::Usage(anyhow!(what)))
+    pub(super) fn objects(&self) -> Result<SecretObjects, CommandFailure> {
+        SecretObjects::read(&self.object).map_err(|what| CommandFailure::Usage(anyhow!(what)))
     }
 
     /// Returns the image that `file` names; `format` is the value of -f or -F.
     pub(super) fn named(
         &self,
         file: &Path,
-        format: Option<Format>,
-        objects: &Objects,
-    ) -> Result<NamedImage, Failure> {
+        format: Option<ImageFormat>,
+        objects: &SecretObjects,
+    ) -> Result<NamedImage, CommandFailure> {
         named(file, format, self.image_opts, objects)
     }
 }
@@ -78,13 +78,13 @@ impl NamingArgs {
 /// As [`NamingArgs::named`]; `has_options` is true if `file` is a set of options.
 pub(super) fn named(
     file: &Path,
-    format: Option<Format>,
+    format: Option<ImageFormat>,
     has_options: bool,
-    objects: &Objects,
-) -> Result<NamedImage, Failure> {
+    objects: &SecretObjects,
+) -> Result<NamedImage, CommandFailure> {
     if has_options && format.is_some() {
         let what = "--image-opts and a format do not go together (write driver=FORMAT into the options)";
-        return Err(Failure::Usage(anyhow!("{}: {what}", file.display())));
+        return Err(CommandFailure::Usage(anyhow!("{}: {what}", file.display())));
     }
     let is_json = file.as_os_str().as_encoded_bytes().starts_with(b"json:");
     if !has_options && !is_json {
@@ -92,12 +92,12 @@ pub(super) fn named(
     }
     let text =
         file.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", file.display()));
-    let text = text.map_err(Failure::Usage)?;
+    let text = text.map_err(CommandFailure::Usage)?;
     let description = match has_options {
-        true => ImageDescription::of_options(text),
-        false => ImageDescription::of_name(text),
+        true => ImageDescription::from_options(text),
+        false => ImageDescription::from_name(text),
     };
-    NamedImage::described(description.map_err(Failure::Usage)?, format, objects).map_err(Failure::Usage)
+    NamedImage::described(description.map_err(CommandFailure::Usage)?, format, objects).map_err(CommandFailure::Usage)
 }
 
 /// An image and the options to open it with.
@@ -106,25 +106,25 @@ pub(super) struct NamedImage {
     /// Path or address.
     pub(super) path: PathBuf,
     /// Format given by the user.
-    pub(super) format: Option<Format>,
+    pub(super) format: Option<ImageFormat>,
     read_only: bool,
     /// Clusters that become zeroes keep their host cluster in the file.
     pub(super) keeps_place: bool,
-    how: How,
+    how: OpenMode,
     /// Passphrase, or the reason why it is missing, for commands that need it.
     secret: Option<Result<Secret, String>>,
 }
 
 impl NamedImage {
     /// An image at a path or an address, without further options.
-    pub(super) fn plain(path: PathBuf, format: Option<Format>) -> Self {
-        Self { path, format, read_only: false, keeps_place: false, how: How::default(), secret: None }
+    pub(super) fn plain(path: PathBuf, format: Option<ImageFormat>) -> Self {
+        Self { path, format, read_only: false, keeps_place: false, how: OpenMode::default(), secret: None }
     }
 
     fn described(
         description: ImageDescription,
-        format: Option<Format>,
-        objects: &Objects,
+        format: Option<ImageFormat>,
+        objects: &SecretObjects,
     ) -> anyhow::Result<Self> {
         let ImageDescription {
             image,
@@ -155,11 +155,11 @@ impl NamedImage {
                 given.name()
             );
         }
-        let how = How {
+        let how = OpenMode {
             force_share,
             alone: no_backing,
-            of_user: opening::OfUser { part, cache, caches, reconnect_delay, open_timeout },
-            ..How::default()
+            of_user: opening::DescribedOptions { part, cache, caches, reconnect_delay, open_timeout },
+            ..OpenMode::default()
         };
         let secret = match key_secret {
             None => None,
@@ -184,7 +184,7 @@ impl NamedImage {
     }
 
     /// Format given by the user, or else that of the signature.
-    pub(super) fn format(&self) -> anyhow::Result<Format> {
+    pub(super) fn format(&self) -> anyhow::Result<ImageFormat> {
         opening::format(&self.path, self.format)
     }
 
@@ -192,11 +192,11 @@ impl NamedImage {
     ///
     /// # Errors
     /// The command writes, and `read-only=on` was given.
-    pub(super) fn how(&self, how: How) -> anyhow::Result<How> {
+    pub(super) fn how(&self, how: OpenMode) -> anyhow::Result<OpenMode> {
         if how.write && self.read_only {
             bail!("{}: read-only=on, and this command writes to the image (leave it out)", self.name());
         }
-        Ok(How {
+        Ok(OpenMode {
             force_share: how.force_share || self.how.force_share,
             alone: how.alone || self.how.alone,
             of_user: self.how.of_user,
@@ -206,9 +206,9 @@ impl NamedImage {
 
     /// Format for a command that opens the files behind the image. If it was probed, the header
     /// must not name other files: a guest could have written it into its raw disk.
-    pub(super) async fn format_of_chain(&self) -> anyhow::Result<Format> {
+    pub(super) async fn format_of_chain(&self) -> anyhow::Result<ImageFormat> {
         let format = self.format()?;
-        if self.format.is_none() && format == Format::Qcow2 {
+        if self.format.is_none() && format == ImageFormat::Qcow2 {
             let header = opening::header_of(&self.path).await?;
             if header.backing.is_some() || header.has_data_file() {
                 bail!(
@@ -222,39 +222,39 @@ impl NamedImage {
     }
 
     /// Fails if the image is to be opened without its backing file, which the command needs.
-    pub(super) fn check_backing(&self) -> Result<(), Failure> {
+    pub(super) fn check_backing(&self) -> Result<(), CommandFailure> {
         match self.how.alone {
             true => {
                 let what = "backing: is empty, and this command works on the backing file (leave it out)";
-                Err(Failure::Usage(anyhow!("{}: {what}", self.name())))
+                Err(CommandFailure::Usage(anyhow!("{}: {what}", self.name())))
             }
             false => Ok(()),
         }
     }
 
     /// Opens the file of the image as storage.
-    pub(super) fn storage(&self, how: How) -> anyhow::Result<Storage> {
+    pub(super) fn storage(&self, how: OpenMode) -> anyhow::Result<Storage> {
         opening::storage(&self.path, self.how(how)?)
     }
 
     /// Opens the disk inside the image.
-    pub(super) async fn open(&self, how: How, keys: &mut Keys) -> anyhow::Result<Arc<Image>> {
+    pub(super) async fn open(&self, how: OpenMode, keys: &mut PassphraseSet) -> anyhow::Result<Arc<Image>> {
         self.open_at(how, keys, None).await
     }
 
     /// Opens the disk inside the image, or one of its internal snapshots.
     pub(super) async fn open_at(
         &self,
-        how: How,
-        keys: &mut Keys,
-        pick: Option<&Pick>,
+        how: OpenMode,
+        keys: &mut PassphraseSet,
+        pick: Option<&SnapshotSelector>,
     ) -> anyhow::Result<Arc<Image>> {
         disk::open_at(&self.path, self.format, self.how(how)?, keys, pick).await
     }
 }
 
 /// The passphrases of `keys`, followed by those of the images' descriptions, in their order.
-pub(super) fn with_secrets(mut keys: Keys, images: &[&NamedImage]) -> anyhow::Result<Keys> {
+pub(super) fn with_secrets(mut keys: PassphraseSet, images: &[&NamedImage]) -> anyhow::Result<PassphraseSet> {
     for secret in images.iter().filter_map(|image| image.secret.as_ref()) {
         keys.add(secret.clone().map_err(|what| anyhow!(what))?)?;
     }

@@ -18,24 +18,24 @@ use image::{
     open::{check_base, resolve},
     qcow2::{
         CacheSettings,
-        header::Header,
+        header::Qcow2Header,
         read_header,
-        snapshot::{Snapshot, SnapshotTable},
+        snapshot::{InternalSnapshot, SnapshotTable},
     },
 };
 use policy::time::Duration;
-pub(super) use settings::image_info::{beside, is_at_server, is_elsewhere};
+pub(super) use settings::image_info::{referenced_path, is_nbd_uri, is_remote_or_null};
 use storage::{
-    CacheMode, Format, OpenError, OpenOptions, Part, Storage, open_storage,
+    CacheMode, ImageFormat, OpenError, OpenOptions, StoragePart, Storage, open_storage,
     probe::{self, Probed},
     probe_anywhere,
 };
 
 /// Parser of a format. `--help` lists the names only: a line for each would triple the length of
 /// the pages.
-pub(super) fn format_option() -> impl TypedValueParser<Value = Format> {
-    PossibleValuesParser::new([Format::Raw, Format::Qcow2].map(Format::name))
-        .try_map(|name| name.parse::<Format>())
+pub(super) fn format_option() -> impl TypedValueParser<Value = ImageFormat> {
+    PossibleValuesParser::new([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name))
+        .try_map(|name| name.parse::<ImageFormat>())
 }
 
 /// Parser of an image's name. As in QEMU, `file:PATH` is the file PATH, regardless of its form.
@@ -87,11 +87,11 @@ fn without_prefix(name: &Path) -> Option<PathBuf> {
 
 /// Path in a form that always names a file of this host.
 pub(super) fn local(path: &Path) -> PathBuf {
-    if is_elsewhere(path) || is_json(path) { Path::new(".").join(path) } else { path.to_owned() }
+    if is_remote_or_null(path) || is_json(path) { Path::new(".").join(path) } else { path.to_owned() }
 }
 
 /// Parses the name of a format in an image.
-pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
+pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<ImageFormat> {
     match name {
         Some(name) => match name.parse() {
             Ok(format) => Ok(format),
@@ -102,7 +102,7 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<Format> {
 }
 
 /// Resolves a name in an image, by the rules for all images: a path, never an address.
-pub(super) fn behind(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
+pub(super) fn resolve_backing(image: &Path, name: &str) -> anyhow::Result<PathBuf> {
     let path = resolve(in_directory(image), name).map_err(|why| unusable(image, name, &why))?;
     Ok(local(&path))
 }
@@ -117,7 +117,7 @@ pub(super) fn check_name(image: &Path, name: &str) -> anyhow::Result<()> {
 
 /// Path of an image that is a file of this host.
 fn in_directory(image: &Path) -> Option<&Path> {
-    Some(image).filter(|image| !is_elsewhere(image))
+    Some(image).filter(|image| !is_remote_or_null(image))
 }
 
 fn unusable(image: &Path, name: &str, why: &str) -> anyhow::Error {
@@ -131,7 +131,7 @@ pub(super) fn is_same(one: &Path, other: &Path) -> bool {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct How {
+pub(super) struct OpenMode {
     pub(super) cache: CacheMode,
     pub(super) write: bool,
     /// Allow other processes to write to it.
@@ -140,13 +140,13 @@ pub(super) struct How {
     pub(super) rate_bps: Option<u64>,
     /// Without its backing file.
     pub(super) alone: bool,
-    pub(super) of_user: OfUser,
+    pub(super) of_user: DescribedOptions,
 }
 
 /// Options from the user's description of one image; they do not apply to files behind it.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct OfUser {
-    pub(super) part: Option<Part>,
+pub(super) struct DescribedOptions {
+    pub(super) part: Option<StoragePart>,
     /// Overrides the command's cache mode.
     pub(super) cache: Option<CacheMode>,
     pub(super) caches: CacheSettings,
@@ -154,7 +154,7 @@ pub(super) struct OfUser {
     pub(super) open_timeout: Duration,
 }
 
-impl How {
+impl OpenMode {
     /// Replaces the remedy of a lock conflict by one for commands that change an image.
     pub(super) fn refused(self, mut error: OpenError) -> OpenError {
         if self.write && error.why.starts_with("locked") && !error.held_here {
@@ -170,13 +170,13 @@ impl How {
 
 /// Format given by the user, or else that of the signature. Warns of a file that only contains a
 /// disk, such as a compressed image.
-pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Format> {
+pub(super) fn format(path: &Path, given: Option<ImageFormat>) -> anyhow::Result<ImageFormat> {
     if let Some(format) = given {
         warn_if_container(path);
         return Ok(format);
     }
     let name = path.display().to_string();
-    let probed = match path.to_str().filter(|_| is_elsewhere(path)) {
+    let probed = match path.to_str().filter(|_| is_remote_or_null(path)) {
         Some(elsewhere) => probe_anywhere(elsewhere)?,
         None => probe::probe(path).with_context(|| format!("{name}: cannot be read"))?,
     };
@@ -187,7 +187,7 @@ pub(super) fn format(path: &Path, given: Option<Format>) -> anyhow::Result<Forma
 
 /// Warns of a file of this host that only contains a disk. Errors are reported by the later open.
 pub(super) fn warn_if_container(path: &Path) {
-    if !is_elsewhere(path)
+    if !is_remote_or_null(path)
         && let Ok(probed) = probe::probe(path)
     {
         warn_of_container(path, probed);
@@ -200,25 +200,25 @@ fn warn_of_container(path: &Path, probed: Probed) {
     if let Some(warning) = probe::warning(probed)
         && WARNED.lock().unwrap_or_else(PoisonError::into_inner).insert(path.to_owned())
     {
-        console::say(&format!("{}: {warning}", path.display()));
+        console::print_notice(&format!("{}: {warning}", path.display()));
     }
 }
 
-pub(super) fn storage(path: &Path, how: How) -> anyhow::Result<Storage> {
+pub(super) fn storage(path: &Path, how: OpenMode) -> anyhow::Result<Storage> {
     Ok(open_storage(&spec(path)?, options(how)?).map_err(|error| how.refused(error))?)
 }
 
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
     let text =
         path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
-    Ok(if is_elsewhere(path) { text.to_owned() } else { format!("file:{text}") })
+    Ok(if is_remote_or_null(path) { text.to_owned() } else { format!("file:{text}") })
 }
 
 fn is_json(path: &Path) -> bool {
     path.as_os_str().as_encoded_bytes().starts_with(b"json:")
 }
 
-pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
+pub(super) fn options(how: OpenMode) -> anyhow::Result<OpenOptions> {
     let rate = match how.rate_bps {
         Some(rate) => {
             Some(format!("bytes={rate}").parse().with_context(|| format!("{rate} bytes per second"))?)
@@ -238,13 +238,13 @@ pub(super) fn options(how: How) -> anyhow::Result<OpenOptions> {
     })
 }
 
-pub(super) async fn header_of(path: &Path) -> anyhow::Result<Header> {
-    let storage = storage(path, How { force_share: true, ..How::default() })?;
+pub(super) async fn header_of(path: &Path) -> anyhow::Result<Qcow2Header> {
+    let storage = storage(path, OpenMode { force_share: true, ..OpenMode::default() })?;
     read_header(&storage).await.with_context(|| path.display().to_string())
 }
 
 /// Reads the snapshots of an image, and warns if their table is damaged.
-pub(super) async fn snapshots_in(storage: &Storage, path: &Path) -> anyhow::Result<Vec<Snapshot>> {
+pub(super) async fn snapshots_in(storage: &Storage, path: &Path) -> anyhow::Result<Vec<InternalSnapshot>> {
     let context = || path.display().to_string();
     let header = read_header(storage).await.with_context(context)?;
     let table = SnapshotTable::read(storage, &header).await.with_context(context)?;
@@ -253,20 +253,20 @@ pub(super) async fn snapshots_in(storage: &Storage, path: &Path) -> anyhow::Resu
 }
 
 /// Prints one line for all faults: there may be many.
-fn warn_of_faults(table: &SnapshotTable, header: &Header, path: &Path) {
-    let mut faults = table.faults(header);
+fn warn_of_faults(table: &SnapshotTable, header: &Qcow2Header, path: &Path) {
+    let mut faults = table.decode_errors(header);
     let Some(first) = faults.next() else { return };
     let more = match faults.count() {
         0 => String::new(),
         count => format!(", and {count} more faults"),
     };
-    console::say(&format!(
+    console::print_notice(&format!(
         "{}: its snapshot table is damaged: {first}{more} (`weir image check` shows the damage)",
         path.display()
     ));
 }
 
-pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<(PathBuf, Format)>> {
+pub(super) fn backing_in(path: &Path, header: &Qcow2Header) -> anyhow::Result<Option<(PathBuf, ImageFormat)>> {
     let Some(backing) = &header.backing else { return Ok(None) };
     let format = format_named(backing.format.as_deref()).with_context(|| {
         format!(
@@ -275,7 +275,7 @@ pub(super) fn backing_in(path: &Path, header: &Header) -> anyhow::Result<Option<
             backing.name
         )
     })?;
-    Ok(Some((behind(path, &backing.name)?, format)))
+    Ok(Some((resolve_backing(path, &backing.name)?, format)))
 }
 
 #[cfg(test)]
@@ -317,7 +317,7 @@ mod tests {
     #[test]
     fn an_image_leads_to_files_alone() {
         let path =
-            |image: &str, name: &str| behind(Path::new(image), name).map(|path| path.display().to_string());
+            |image: &str, name: &str| resolve_backing(Path::new(image), name).map(|path| path.display().to_string());
         assert_eq!(path("/images/vm.qcow2", "file:base").unwrap(), "/images/base");
         assert_eq!(path("vm.qcow2", "./nbd:a").unwrap(), "./nbd:a");
         assert_eq!(path("vm.qcow2", "file:nbd:a").unwrap(), "./nbd:a");

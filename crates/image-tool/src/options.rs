@@ -11,9 +11,9 @@ const SWITCHES: [&str; 5] = ["data_file_raw", "encryption", "extended_l2", "lazy
 /// Options of `-o`, each key once. Callers remove the keys that they support; the remaining ones
 /// are unknown.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Options(Vec<(String, String)>);
+pub(super) struct FormatOptions(Vec<(String, String)>);
 
-impl Options {
+impl FormatOptions {
     /// Parses options. Fails for a key without a value that is not a switch.
     pub(super) fn read(texts: &[String]) -> Result<Self, String> {
         let mut options = Self::default();
@@ -72,7 +72,7 @@ impl Options {
         })
     }
 
-    pub(super) fn first_left(&self) -> Option<&str> {
+    pub(super) fn first_unused(&self) -> Option<&str> {
         self.0.first().map(|(key, _)| &**key)
     }
 
@@ -105,8 +105,8 @@ fn split(text: &str) -> Vec<String> {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Result<Options, String> {
-        Options::read(&[text.to_owned()])
+    fn read(text: &str) -> Result<FormatOptions, String> {
+        FormatOptions::read(&[text.to_owned()])
     }
 
     #[test]
@@ -119,7 +119,7 @@ mod tests {
 
     #[test]
     fn the_last_of_a_key_counts() {
-        let mut options = Options::read(&["a=1,a=2".to_owned(), "b=1".to_owned(), "a=3".to_owned()]).unwrap();
+        let mut options = FormatOptions::read(&["a=1,a=2".to_owned(), "b=1".to_owned(), "a=3".to_owned()]).unwrap();
         assert_eq!(options.take("a").unwrap(), "3");
         assert_eq!((options.take("b").as_deref(), options.finish("raw")), (Some("1"), Ok(())));
     }
@@ -129,7 +129,7 @@ mod tests {
         for (text, asks) in
             [("help", true), ("size=1M,help", true), ("?", true), ("backing_file=help", false)]
         {
-            assert_eq!(Options::ask_for_help(&[text.to_owned()]), asks, "{text}");
+            assert_eq!(FormatOptions::ask_for_help(&[text.to_owned()]), asks, "{text}");
         }
     }
 

@@ -3,42 +3,42 @@
 use std::{path::Path, str::FromStr};
 
 use anyhow::{Context as _, bail};
-use image::qcow2::snapshot::Snapshot;
-use storage::Format;
+use image::qcow2::snapshot::InternalSnapshot;
+use storage::ImageFormat;
 
 use super::{
-    opening::{self, How},
-    options::Options,
+    opening::{self, OpenMode},
+    options::FormatOptions,
 };
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Pick {
+pub(super) enum SnapshotSelector {
     /// Snapshot with this id, or else with this name.
     Either(String),
     /// Snapshot with all of the given attributes.
     Exactly { id: Option<String>, name: Option<String> },
 }
 
-impl FromStr for Pick {
+impl FromStr for SnapshotSelector {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         if !text.starts_with("snapshot.") {
             return Ok(Self::Either(text.to_owned()));
         }
-        let mut options = Options::read(&[text.to_owned()])?;
+        let mut options = FormatOptions::read(&[text.to_owned()])?;
         let (id, name) = (options.take("snapshot.id"), options.take("snapshot.name"));
-        match options.first_left() {
+        match options.first_unused() {
             None => Ok(Self::Exactly { id, name }),
             Some(key) => Err(format!("{key}: is neither snapshot.id nor snapshot.name")),
         }
     }
 }
 
-impl Pick {
-    pub(super) async fn id(&self, path: &Path, format: Option<Format>, how: How) -> anyhow::Result<String> {
+impl SnapshotSelector {
+    pub(super) async fn id(&self, path: &Path, format: Option<ImageFormat>, how: OpenMode) -> anyhow::Result<String> {
         let name = path.display();
-        if opening::format(path, format)? == Format::Raw {
+        if opening::format(path, format)? == ImageFormat::Raw {
             bail!("{name}: raw images have no snapshots (leave -l away)");
         }
         let snapshots = opening::snapshots_in(&opening::storage(path, how)?, path).await?;
@@ -49,9 +49,9 @@ impl Pick {
         Ok(found.id().into_owned())
     }
 
-    fn find<'a>(&self, snapshots: &'a [Snapshot]) -> Option<&'a Snapshot> {
+    fn find<'a>(&self, snapshots: &'a [InternalSnapshot]) -> Option<&'a InternalSnapshot> {
         match self {
-            Self::Either(word) => Snapshot::find(snapshots, word).map(|found| &snapshots[found]),
+            Self::Either(word) => InternalSnapshot::find(snapshots, word).map(|found| &snapshots[found]),
             Self::Exactly { id, name } => {
                 let fits = |asked: &Option<String>, own: &[u8]| {
                     asked.as_ref().is_none_or(|asked| asked.as_bytes() == own)
@@ -68,9 +68,9 @@ mod tests {
 
     fn found(text: &str) -> Option<String> {
         let snapshot =
-            |id: &str, name: &str| Snapshot { id: id.into(), name: name.into(), ..Snapshot::default() };
+            |id: &str, name: &str| InternalSnapshot { id: id.into(), name: name.into(), ..InternalSnapshot::default() };
         let snapshots = [snapshot("1", "2"), snapshot("2", "one"), snapshot("3", "one")];
-        text.parse::<Pick>().unwrap().find(&snapshots).map(|found| found.id().into_owned())
+        text.parse::<SnapshotSelector>().unwrap().find(&snapshots).map(|found| found.id().into_owned())
     }
 
     #[test]
@@ -86,7 +86,7 @@ mod tests {
         ] {
             assert_eq!(found(text).as_deref(), id, "{text}");
         }
-        let wrong = "snapshot.ID=1".parse::<Pick>().unwrap_err();
+        let wrong = "snapshot.ID=1".parse::<SnapshotSelector>().unwrap_err();
         assert_eq!(wrong, "snapshot.ID: is neither snapshot.id nor snapshot.name");
     }
 }

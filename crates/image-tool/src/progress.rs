@@ -21,7 +21,7 @@ const STEPS: u64 = 100;
 const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";
 
 #[derive(Clone, Copy, Debug, Default, Args)]
-pub(super) struct Talk {
+pub(super) struct ProgressArgs {
     /// Show how far it has come
     #[arg(short, long)]
     progress: bool,
@@ -30,45 +30,45 @@ pub(super) struct Talk {
     pub(super) quiet: bool,
 }
 
-impl Talk {
-    pub(super) fn progress(self, what: &str, total: u64) -> Progress {
+impl ProgressArgs {
+    pub(super) fn progress(self, what: &str, total: u64) -> CommandProgress {
         let how = match (stderr().is_terminal(), self.progress) {
-            _ if self.quiet => How::Silent,
-            (true, _) => How::Bar(bar(TEMPLATE, total).with_message(what.to_owned())),
+            _ if self.quiet => ProgressOutput::Silent,
+            (true, _) => ProgressOutput::Bar(bar(TEMPLATE, total).with_message(what.to_owned())),
             (false, true) => {
                 print(0);
-                How::Lines(Mutex::new(0))
+                ProgressOutput::Lines(Mutex::new(0))
             }
-            (false, false) => How::Silent,
+            (false, false) => ProgressOutput::Silent,
         };
-        Progress { how, total, done: AtomicU64::new(0) }
+        CommandProgress { how, total, done: AtomicU64::new(0) }
     }
 }
 
-pub(super) struct Progress {
-    how: How,
+pub(super) struct CommandProgress {
+    how: ProgressOutput,
     total: u64,
     done: AtomicU64,
 }
 
-enum How {
+enum ProgressOutput {
     Bar(ProgressBar),
     Lines(Mutex<u64>),
     Silent,
 }
 
-impl fmt::Debug for Progress {
+impl fmt::Debug for CommandProgress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Progress({} of {})", self.done.load(Ordering::Relaxed), self.total)
     }
 }
 
-impl Progress {
+impl CommandProgress {
     pub(super) fn advance(&self, bytes: u64) {
         let done = self.done.fetch_add(bytes, Ordering::Relaxed) + bytes;
         match &self.how {
-            How::Bar(bar) => bar.set_position(done),
-            How::Lines(printed) => {
+            ProgressOutput::Bar(bar) => bar.set_position(done),
+            ProgressOutput::Lines(printed) => {
                 let step = (u128::from(done) * u128::from(STEPS) / u128::from(self.total.max(1))) as u64;
                 let mut printed = printed.lock().unwrap_or_else(PoisonError::into_inner);
                 if step > *printed {
@@ -76,18 +76,18 @@ impl Progress {
                     print(step);
                 }
             }
-            How::Silent => {}
+            ProgressOutput::Silent => {}
         }
     }
 
     pub(super) fn end(&self) {
         match &self.how {
-            How::Bar(bar) => bar.finish_and_clear(),
-            How::Lines(_) => {
+            ProgressOutput::Bar(bar) => bar.finish_and_clear(),
+            ProgressOutput::Lines(_) => {
                 print(STEPS);
                 let _ = writeln!(stdout());
             }
-            How::Silent => {}
+            ProgressOutput::Silent => {}
         }
     }
 }

@@ -11,23 +11,23 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
-use console::{Failure, on_reactor};
+use console::{CommandFailure, on_reactor};
 use image::{
-    Image, Qcow2,
+    Image, Qcow2Image,
     open::LONGEST_CHAIN,
-    qcow2::{Piece, What, header::Backing},
+    qcow2::{MappedRun, GuestMapping, header::BackingReference},
 };
-use reactor::buffer::Buffer;
-use storage::{CacheMode, Durability, Format};
+use reactor::buffer::IoBuffer;
+use storage::{CacheMode, Durability, ImageFormat};
 
 use super::{
     copy::is_zero,
-    disk::{self, Blocks, Kind},
-    keys::{KeyArgs, Keys},
-    named::{NamedImage, Subject, with_secrets},
-    opening::{self, How},
-    progress::Talk,
-    source::Source,
+    disk::{self, AllocationUnits, ExtentKind},
+    keys::{PassphraseArgs, PassphraseSet},
+    named::{NamedImage, ImageArg, with_secrets},
+    opening::{self, OpenMode},
+    progress::ProgressArgs,
+    source::CopySource,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -43,37 +43,37 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image rebase`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct RebaseArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     /// The new backing file, relative to the image's directory; nothing for none
     #[arg(short, long, value_name = "FILE")]
     backing: String,
     /// The new backing file's format
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
-    backing_format: Option<Format>,
+    backing_format: Option<ImageFormat>,
     /// Change the name alone; both are said to have the same content, and need not be there
     #[arg(short, long)]
     unsafe_backing: bool,
     /// The page cache for the image: writeback, writethrough, none, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     /// The page cache for the backing files
-    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     source_cache: CacheMode,
     /// Read backing files although somebody else writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
     #[command(flatten)]
-    talk: Talk,
+    talk: ProgressArgs,
 }
 
 // The largest cluster: smaller pieces could not become zero clusters as a whole.
 const PIECE: u64 = 2 << 20;
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: RebaseArgs) -> Result<(), CommandFailure> {
     let subject = arguments.subject.named()?;
     subject.check_backing()?;
     let name = subject.name();
@@ -81,14 +81,14 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
         ("", _) => None,
         (_, None) => {
             let what = "the new backing file's format is not said (-F raw or -F qcow2)";
-            return Err(Failure::Usage(anyhow!("{name}: {what}")));
+            return Err(CommandFailure::Usage(anyhow!("{name}: {what}")));
         }
         (backing, Some(format)) => Some((backing.to_owned(), format)),
     };
     let keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
-        if subject.format_of_chain().await? == Format::Raw {
-            return Err(Failure::Usage(anyhow!("{name}: raw images have no backing file")));
+        if subject.format_of_chain().await? == ImageFormat::Raw {
+            return Err(CommandFailure::Usage(anyhow!("{name}: raw images have no backing file")));
         }
         Ok(rebase(&subject, &arguments, backing, keys).await.with_context(|| name)?)
     })
@@ -96,31 +96,31 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
 
 async fn rebase(
     subject: &NamedImage,
-    arguments: &Arguments,
-    backing: Option<(String, Format)>,
-    mut keys: Keys,
+    arguments: &RebaseArgs,
+    backing: Option<(String, ImageFormat)>,
+    mut keys: PassphraseSet,
 ) -> anyhow::Result<()> {
-    let how = How { cache: arguments.cache, write: true, ..How::default() };
+    let how = OpenMode { cache: arguments.cache, write: true, ..OpenMode::default() };
     let file = &subject.path;
     let named =
-        backing.clone().map(|(name, format)| Backing { name, format: Some(format.name().to_owned()) });
+        backing.clone().map(|(name, format)| BackingReference { name, format: Some(format.name().to_owned()) });
     if arguments.unsafe_backing {
         if let Some((name, _)) = &backing {
             opening::check_name(file, name)?;
         }
-        let qcow2 = Qcow2::open_for_upkeep(subject.storage(how)?).await?;
+        let qcow2 = Qcow2Image::open_for_maintenance(subject.storage(how)?).await?;
         qcow2.set_backing(named).await.context("its header cannot be changed")?;
         return Ok(qcow2.close().await?);
     }
     if let Some((name, format)) = &backing {
-        check_no_loop(file, opening::behind(file, name)?, *format).await?;
+        check_no_loop(file, opening::resolve_backing(file, name)?, *format).await?;
     }
-    let image = disk::open(file, Some(Format::Qcow2), subject.how(how)?, &mut keys).await?;
+    let image = disk::open(file, Some(ImageFormat::Qcow2), subject.how(how)?, &mut keys).await?;
     let Image::Qcow2(qcow2) = &*image else { unreachable!("it was opened as qcow2") };
-    let sources = Below::open(file, arguments, backing.as_ref(), &mut keys).await?;
+    let sources = BackingPair::open(file, arguments, backing.as_ref(), &mut keys).await?;
     keys.check_used()?;
     // The header changes last: until then the image still reads from the old backing file.
-    sources.keep_differences(qcow2, arguments).await?;
+    sources.copy_differences(qcow2, arguments).await?;
     qcow2.flush().await?;
     qcow2.set_backing(named).await.context("its header cannot be changed")?;
     Ok(qcow2.close().await?)
@@ -128,7 +128,7 @@ async fn rebase(
 
 /// Fails if the image is in its new backing chain. Opening it would only report a lock held by
 /// this command.
-async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow::Result<()> {
+async fn check_no_loop(file: &Path, backing: PathBuf, format: ImageFormat) -> anyhow::Result<()> {
     let mut next = Some((backing, format));
     // Bounded: the new chain itself may contain a loop.
     for _ in 0..LONGEST_CHAIN {
@@ -137,55 +137,55 @@ async fn check_no_loop(file: &Path, backing: PathBuf, format: Format) -> anyhow:
             bail!("{}: would be its own backing file (choose another)", file.display());
         }
         next = match format {
-            Format::Raw => None,
-            Format::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
+            ImageFormat::Raw => None,
+            ImageFormat::Qcow2 => opening::backing_in(&path, &opening::header_of(&path).await?)?,
         };
     }
     Ok(())
 }
 
-struct Below {
-    old: Option<Source>,
-    new: Option<Source>,
+struct BackingPair {
+    old: Option<CopySource>,
+    new: Option<CopySource>,
 }
 
-impl Below {
+impl BackingPair {
     async fn open(
         file: &Path,
-        arguments: &Arguments,
-        new: Option<&(String, Format)>,
-        keys: &mut Keys,
+        arguments: &RebaseArgs,
+        new: Option<&(String, ImageFormat)>,
+        keys: &mut PassphraseSet,
     ) -> anyhow::Result<Self> {
-        let how = How { cache: arguments.source_cache, force_share: arguments.force_share, ..How::default() };
-        let source = async |path: &Path, format, keys: &mut Keys| -> anyhow::Result<Source> {
+        let how = OpenMode { cache: arguments.source_cache, force_share: arguments.force_share, ..OpenMode::default() };
+        let source = async |path: &Path, format, keys: &mut PassphraseSet| -> anyhow::Result<CopySource> {
             let image = disk::open(path, Some(format), how, keys).await?;
-            Ok(Source::new([(path.display().to_string(), image)]))
+            Ok(CopySource::new([(path.display().to_string(), image)]))
         };
         let header = opening::header_of(file).await?;
         let old = match opening::backing_in(file, &header)? {
-            Some((path, format)) => Some(source(&path, format, &mut keys.behind(&header)).await?),
+            Some((path, format)) => Some(source(&path, format, &mut keys.backing_passphrases(&header)).await?),
             None => None,
         };
         let new = match new {
-            Some((name, format)) => Some(source(&opening::behind(file, name)?, *format, keys).await?),
+            Some((name, format)) => Some(source(&opening::resolve_backing(file, name)?, *format, keys).await?),
             None => None,
         };
         Ok(Self { old, new })
     }
 
     /// Copies the ranges in which the old backing file differs from the new one.
-    async fn keep_differences(&self, image: &Qcow2, arguments: &Arguments) -> anyhow::Result<()> {
+    async fn copy_differences(&self, image: &Qcow2Image, arguments: &RebaseArgs) -> anyhow::Result<()> {
         let size = image.size_bytes();
-        let blocks = Blocks::of(image);
+        let blocks = AllocationUnits::of(image);
         let progress = arguments.talk.progress("rebasing", size);
         let mut at = 0;
         while at < size {
-            for Piece { length, what } in image.map(at, size - at).await? {
+            for MappedRun { length, what } in image.map(at, size - at).await? {
                 let end = at + length;
                 // Only unallocated ranges read from the backing file, so only they can change.
-                while what == What::Unallocated && at < end {
+                while what == GuestMapping::Unallocated && at < end {
                     let next = end.min((at / PIECE + 1) * PIECE);
-                    self.keep(image, at, next, blocks).await?;
+                    self.copy_range(image, at, next, blocks).await?;
                     progress.advance(next - at);
                     at = next;
                 }
@@ -199,7 +199,7 @@ impl Below {
 
     /// Copies the differences in a range. Zeroes of the old backing file become zero clusters if
     /// the format has them.
-    async fn keep(&self, image: &Qcow2, start: u64, end: u64, blocks: Blocks) -> anyhow::Result<()> {
+    async fn copy_range(&self, image: &Qcow2Image, start: u64, end: u64, blocks: AllocationUnits) -> anyhow::Result<()> {
         let length = (end - start) as usize;
         let old = content(self.old.as_ref(), start, length).await?;
         let new = content(self.new.as_ref(), start, length).await?;
@@ -207,7 +207,7 @@ impl Below {
             return Ok(());
         }
         // A missing backing file, and one that ends earlier, read as zeroes.
-        let [old, new] = [old, new].map(|content| content.unwrap_or_else(|| Buffer::zeroed(length)));
+        let [old, new] = [old, new].map(|content| content.unwrap_or_else(|| IoBuffer::zeroed(length)));
         let (mut at, size) = (0, image.size_bytes());
         while at < length {
             let (next, offset) = (end_of_block(start, at, length, blocks.cluster), start + at as u64);
@@ -222,7 +222,7 @@ impl Below {
             } else if differs {
                 // Equal subclusters stay unallocated.
                 for part in differences(&old, &new, start, cluster, blocks.subcluster) {
-                    let (offset, bytes) = (start + part.start as u64, Buffer::copy_of(&old[part.clone()]));
+                    let (offset, bytes) = (start + part.start as u64, IoBuffer::copy_of(&old[part.clone()]));
                     let written = image.write(offset, bytes.into(), Durability::Cached).await;
                     written.with_context(|| format!("writing {} bytes at {offset}", part.len()))?;
                 }
@@ -259,7 +259,7 @@ fn end_of_block(start: u64, at: usize, end: usize, block: u64) -> usize {
 
 /// Content of a backing file, with zeroes beyond its end; `None` if it reports zeroes for the
 /// whole range.
-async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::Result<Option<Buffer>> {
+async fn content(source: Option<&CopySource>, start: u64, length: usize) -> anyhow::Result<Option<IoBuffer>> {
     let Some(source) = source else { return Ok(None) };
     // A backing file may be shorter than the image.
     let there = source.size_bytes().saturating_sub(start).min(length as u64);
@@ -267,13 +267,13 @@ async fn content(source: Option<&Source>, start: u64, length: usize) -> anyhow::
     while at < there && !data {
         for (length, kind) in source.status(start + at, there - at).await? {
             at += length;
-            data |= kind == Kind::Data;
+            data |= kind == ExtentKind::Data;
         }
     }
     if !data {
         return Ok(None);
     }
-    let mut bytes = Buffer::zeroed(length);
+    let mut bytes = IoBuffer::zeroed(length);
     bytes[..there as usize].copy_from_slice(&source.read(start, there as usize).await?);
     Ok(Some(bytes))
 }

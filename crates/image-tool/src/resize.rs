@@ -9,16 +9,16 @@ use std::path::Path;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use clap::Args;
-use console::{Failure, on_reactor, print};
+use console::{CommandFailure, on_reactor, print};
 use image::{Image, qcow2::create::Preallocation};
-use reactor::buffer::Buffer;
+use reactor::buffer::IoBuffer;
 use storage::{Durability, OpenError, ZeroOptions, parse_size};
 
 use super::{
     create,
-    keys::KeyArgs,
-    named::{NamedImage, Subject, with_secrets},
-    opening::How,
+    keys::PassphraseArgs,
+    named::{NamedImage, ImageArg, with_secrets},
+    opening::OpenMode,
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -38,12 +38,12 @@ Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image resize`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct ResizeArgs {
     #[command(flatten)]
-    subject: Subject,
+    subject: ImageArg,
     /// The new size, a multiple of 512 bytes; with + or - in front, so much more or less
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
-    size: Change,
+    size: SizeChange,
     /// What of the new part has its place at once: off, metadata (qcow2 alone), falloc or full
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = create::preallocation_mode)]
     preallocation: Preallocation,
@@ -51,30 +51,30 @@ pub struct Arguments {
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]
-    keys: KeyArgs,
+    keys: PassphraseArgs,
     /// Print nothing but errors
     #[arg(short, long)]
     quiet: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Change {
+enum SizeChange {
     To(u64),
     More(u64),
     Less(u64),
 }
 
-fn change(text: &str) -> Result<Change, String> {
+fn change(text: &str) -> Result<SizeChange, String> {
     let size = |text: &str| parse_size(text).map_err(|error| error.rule.into_owned());
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
-        (Some(more), _) => size(more).map(Change::More),
-        (_, Some(less)) => size(less).map(Change::Less),
-        _ => size(text).map(Change::To),
+        (Some(more), _) => size(more).map(SizeChange::More),
+        (_, Some(less)) => size(less).map(SizeChange::Less),
+        _ => size(text).map(SizeChange::To),
     }
 }
 
 /// A disk that a running daemon serves from an image.
-pub struct Served {
+pub struct ServedDisk {
     /// Name of the disk in the daemon.
     pub name: String,
     /// The daemon's control socket.
@@ -91,12 +91,12 @@ const PIECE: u64 = 1 << 20;
 const SECTOR: u64 = 512;
 
 /// Runs the command. After a failure the size is unchanged, unless restoring it failed too.
-pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) -> Result<(), Failure> {
+pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk>) -> Result<(), CommandFailure> {
     let subject = arguments.subject.named()?;
     let mut keys = with_secrets(arguments.keys.read()?, &[&subject])?;
     on_reactor(async move {
         let name = subject.name();
-        let how = How { write: true, ..How::default() };
+        let how = OpenMode { write: true, ..OpenMode::default() };
         let image = match subject.open(how, &mut keys).await {
             Ok(image) => image,
             Err(error) if error.is::<OpenError>() => {
@@ -109,9 +109,9 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
         };
         keys.check_used()?;
         let old = image.size_bytes();
-        let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(Failure::Usage)?;
+        let size = wanted(arguments.size, old).with_context(|| name.clone()).map_err(CommandFailure::Usage)?;
         // Before the resize: nothing is changed if an option does not fit.
-        check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(Failure::Usage)?;
+        check(&image, old, size, &arguments).with_context(|| name.clone()).map_err(CommandFailure::Usage)?;
         image.resize(size).await.with_context(|| name.clone())?;
         // Preallocation follows the resize, so a failure takes the added space back.
         let filled = fill(&image, old, size, arguments.preallocation).await;
@@ -134,10 +134,10 @@ pub(crate) fn run(arguments: Arguments, serving: fn(&Path) -> Option<Served>) ->
 }
 
 /// Resizes the disk in the daemon that serves it.
-fn resize_served(served: Served, subject: &NamedImage, arguments: &Arguments) -> Result<(), Failure> {
-    let Served { name, daemon, format, size_bytes: old, resize } = served;
+fn resize_served(served: ServedDisk, subject: &NamedImage, arguments: &ResizeArgs) -> Result<(), CommandFailure> {
+    let ServedDisk { name, daemon, format, size_bytes: old, resize } = served;
     let of = subject.name();
-    let usage = |what: String| Failure::Usage(anyhow!("{of}: {what}"));
+    let usage = |what: String| CommandFailure::Usage(anyhow!("{of}: {what}"));
     if let Some(given) = subject.format.filter(|given| given.name() != format) {
         return Err(usage(format!(
             "the daemon at {daemon} serves it as {format}, not as {} (leave -f out)",
@@ -149,8 +149,8 @@ fn resize_served(served: Served, subject: &NamedImage, arguments: &Arguments) ->
             "the daemon at {daemon} serves it, and sets nothing aside (leave --preallocation out)"
         )));
     }
-    let size = wanted(arguments.size, old).with_context(|| of.clone()).map_err(Failure::Usage)?;
-    check_loss(old, size, arguments.shrink).with_context(|| of.clone()).map_err(Failure::Usage)?;
+    let size = wanted(arguments.size, old).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
+    check_loss(old, size, arguments.shrink).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
     resize(size).with_context(|| of.clone())?;
     if !arguments.quiet {
         print(&format!("Image resized by the daemon at {daemon}, which serves it as {name}.\n"))?;
@@ -172,13 +172,13 @@ fn say_where(error: anyhow::Error) -> anyhow::Error {
 
 /// New size, which must be whole sectors, as in QEMU. A relative change counts from the end of the
 /// sector in which the disk ends.
-fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
+fn wanted(change: SizeChange, old: u64) -> anyhow::Result<u64> {
     // A raw file may end inside a sector.
     let end = old.checked_next_multiple_of(SECTOR);
     let size = match change {
-        Change::To(size) => Some(size),
-        Change::More(more) => end.and_then(|end| end.checked_add(more)),
-        Change::Less(less) => end.and_then(|end| end.checked_sub(less)),
+        SizeChange::To(size) => Some(size),
+        SizeChange::More(more) => end.and_then(|end| end.checked_add(more)),
+        SizeChange::Less(less) => end.and_then(|end| end.checked_sub(less)),
     };
     let size = size.filter(|&size| size > 0);
     let none = || anyhow!("has {old} bytes, which leaves no size that can be (choose another change)");
@@ -186,7 +186,7 @@ fn wanted(change: Change, old: u64) -> anyhow::Result<u64> {
     ensure!(
         size.is_multiple_of(SECTOR),
         "{size} bytes cannot be: a size is a multiple of {SECTOR} bytes (make it {})",
-        settings::sizes_around(size, SECTOR)
+        settings::nearest_multiples(size, SECTOR)
     );
     Ok(size)
 }
@@ -200,7 +200,7 @@ fn check_loss(old: u64, size: u64, shrink: bool) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn check(image: &Image, old: u64, size: u64, arguments: &Arguments) -> anyhow::Result<()> {
+fn check(image: &Image, old: u64, size: u64, arguments: &ResizeArgs) -> anyhow::Result<()> {
     check_loss(old, size, arguments.shrink)?;
     if size <= old && arguments.preallocation != Preallocation::Off {
         bail!("--preallocation is about what is added, and nothing is (leave it out)");
@@ -229,7 +229,7 @@ async fn fill(
             Preallocation::Off | Preallocation::Metadata => return Ok(()),
             Preallocation::Falloc => image.write_zeroes(at, length, zeroes).await?,
             Preallocation::Full => {
-                image.write(at, Buffer::zeroed(length as usize).into(), Durability::Cached).await?;
+                image.write(at, IoBuffer::zeroed(length as usize).into(), Durability::Cached).await?;
             }
         }
         at += length;
@@ -243,24 +243,24 @@ mod tests {
 
     #[test]
     fn sizes_are_absolute_or_changes() {
-        assert_eq!(change("2G"), Ok(Change::To(2 << 30)));
-        assert_eq!(change("+1M"), Ok(Change::More(1 << 20)));
-        assert_eq!(change("-1M"), Ok(Change::Less(1 << 20)));
+        assert_eq!(change("2G"), Ok(SizeChange::To(2 << 30)));
+        assert_eq!(change("+1M"), Ok(SizeChange::More(1 << 20)));
+        assert_eq!(change("-1M"), Ok(SizeChange::Less(1 << 20)));
         assert!(change("+-1M").is_err());
-        assert_eq!(wanted(Change::More(512), 1000).unwrap(), 1536, "from the end of a sector on");
-        assert_eq!(wanted(Change::Less(512), 1000).unwrap(), 512);
-        assert_eq!(wanted(Change::To(1024), 1000).unwrap(), 1024);
+        assert_eq!(wanted(SizeChange::More(512), 1000).unwrap(), 1536, "from the end of a sector on");
+        assert_eq!(wanted(SizeChange::Less(512), 1000).unwrap(), 512);
+        assert_eq!(wanted(SizeChange::To(1024), 1000).unwrap(), 1024);
         for (change, size, others) in [
-            (Change::Less(1), 1023, "512 or 1024"),
-            (Change::More(1000), 2024, "1536 or 2048"),
-            (Change::To(1), 1, "512"),
+            (SizeChange::Less(1), 1023, "512 or 1024"),
+            (SizeChange::More(1000), 2024, "1536 or 2048"),
+            (SizeChange::To(1), 1, "512"),
         ] {
             assert_eq!(
                 wanted(change, 1024).unwrap_err().to_string(),
                 format!("{size} bytes cannot be: a size is a multiple of 512 bytes (make it {others})")
             );
         }
-        assert!(wanted(Change::Less(1024), 1024).is_err());
-        assert!(wanted(Change::More(u64::MAX), 1024).is_err());
+        assert!(wanted(SizeChange::Less(1024), 1024).is_err());
+        assert!(wanted(SizeChange::More(u64::MAX), 1024).is_err());
     }
 }

@@ -9,20 +9,20 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use clap::Args;
 use console::{
-    Failure, figures, on_reactor, print,
-    table::{Side, Table},
+    CommandFailure, figures, on_reactor, print,
+    table::{ColumnAlignment, TextTable},
 };
 use image::qcow2::{
-    Qcow2,
-    snapshot::{NewSnapshot, Snapshot},
+    Qcow2Image,
+    snapshot::{NewSnapshot, InternalSnapshot},
 };
 use serde_json::{Value, json};
-use storage::{Format, OpenError, Storage};
+use storage::{ImageFormat, OpenError, Storage};
 
 use super::{
     form::human,
     named::NamingArgs,
-    opening::{self, How},
+    opening::{self, OpenMode},
 };
 
 pub(super) const EXAMPLES: &str = "\
@@ -41,7 +41,7 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image snapshot`.
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub struct SnapshotArgs {
     /// The image
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
@@ -67,29 +67,29 @@ pub struct Arguments {
     naming: NamingArgs,
 }
 
-pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
+pub(crate) fn run(arguments: SnapshotArgs) -> Result<(), CommandFailure> {
     let objects = arguments.naming.objects()?;
     let image = arguments.naming.named(&arguments.file, None, &objects)?;
-    objects.check_used().map_err(|what| Failure::Usage(anyhow!(what)))?;
+    objects.check_used().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
     let path = &image.path;
     let name = image.name();
-    if image.format()? != Format::Qcow2 {
+    if image.format()? != ImageFormat::Qcow2 {
         return Err(anyhow!(
             "{name}: raw images have no snapshots (weir image convert -O qcow2 makes one that has)"
         )
         .into());
     }
     let action = [
-        arguments.create.map(Action::Create),
-        arguments.apply.map(Action::Apply),
-        arguments.delete.map(Action::Delete),
+        arguments.create.map(SnapshotAction::Create),
+        arguments.apply.map(SnapshotAction::Apply),
+        arguments.delete.map(SnapshotAction::Delete),
     ];
     if let Some(action) = action.into_iter().flatten().next() {
-        let storage = image.storage(How { write: true, ..How::default() });
+        let storage = image.storage(OpenMode { write: true, ..OpenMode::default() });
         let storage = storage.map_err(|error| in_use(error, &action))?;
-        return on_reactor(act(storage, action, name));
+        return on_reactor(apply_action(storage, action, name));
     }
-    let how = How { force_share: arguments.force_share, ..How::default() };
+    let how = OpenMode { force_share: arguments.force_share, ..OpenMode::default() };
     let (storage, at) = (image.storage(how)?, path.clone());
     let text = list(&on_reactor(async move { Ok(opening::snapshots_in(&storage, &at).await?) })?);
     if !arguments.quiet {
@@ -98,37 +98,37 @@ pub(crate) fn run(arguments: Arguments) -> Result<(), Failure> {
     Ok(())
 }
 
-enum Action {
+enum SnapshotAction {
     Create(String),
     Apply(String),
     Delete(String),
 }
 
 /// Replaces the remedy of a lock conflict: an image in use cannot be changed from outside.
-fn in_use(mut error: anyhow::Error, action: &Action) -> anyhow::Error {
+fn in_use(mut error: anyhow::Error, action: &SnapshotAction) -> anyhow::Error {
     let locked = error.downcast_mut::<OpenError>().filter(|error| error.why.starts_with("locked"));
     if let Some(locked) = locked {
         locked.remedy = match action {
-            Action::Create(_) => "stop it first; while it runs, `weir image convert` from an NBD export of the disk makes a copy, and no snapshot can be taken",
-            Action::Apply(_) | Action::Delete(_) => "stop it first: an image in use keeps its snapshots as they are",
+            SnapshotAction::Create(_) => "stop it first; while it runs, `weir image convert` from an NBD export of the disk makes a copy, and no snapshot can be taken",
+            SnapshotAction::Apply(_) | SnapshotAction::Delete(_) => "stop it first: an image in use keeps its snapshots as they are",
         }
         .to_owned();
     }
     error
 }
 
-async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failure> {
-    let image = Qcow2::open_for_upkeep(storage).await.with_context(|| name.clone())?;
+async fn apply_action(storage: Storage, action: SnapshotAction, name: String) -> Result<(), CommandFailure> {
+    let image = Qcow2Image::open_for_maintenance(storage).await.with_context(|| name.clone())?;
     let done = match action {
-        Action::Create(title) => {
+        SnapshotAction::Create(title) => {
             let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
             // The format's date ends in 2106.
             let date_s = u32::try_from(now.as_secs()).unwrap_or(u32::MAX);
             let new = NewSnapshot { name: &title, date_s, date_ns: now.subsec_nanos() };
             image.create_snapshot(new).await.map(drop)
         }
-        Action::Apply(snapshot) => image.apply_snapshot(&snapshot).await,
-        Action::Delete(snapshot) => image.delete_snapshot(&snapshot).await,
+        SnapshotAction::Apply(snapshot) => image.apply_snapshot(&snapshot).await,
+        SnapshotAction::Delete(snapshot) => image.delete_snapshot(&snapshot).await,
     };
     let closed = image.close().await;
     done.with_context(|| name.clone())?;
@@ -136,7 +136,7 @@ async fn act(storage: Storage, action: Action, name: String) -> Result<(), Failu
     Ok(())
 }
 
-pub(super) fn to_json(snapshot: &Snapshot) -> Value {
+pub(super) fn to_json(snapshot: &InternalSnapshot) -> Value {
     const NANOS: u64 = 1_000_000_000;
     let mut json = json!({
         "id": snapshot.id(),
@@ -153,17 +153,17 @@ pub(super) fn to_json(snapshot: &Snapshot) -> Value {
     json
 }
 
-pub(super) fn list(snapshots: &[Snapshot]) -> String {
+pub(super) fn list(snapshots: &[InternalSnapshot]) -> String {
     if snapshots.is_empty() {
         return String::new();
     }
-    let mut table = Table::new([
-        ("ID", Side::Left),
-        ("TAG", Side::Left),
-        ("VM SIZE", Side::Right),
-        ("DATE", Side::Right),
-        ("VM CLOCK", Side::Right),
-        ("ICOUNT", Side::Right),
+    let mut table = TextTable::new([
+        ("ID", ColumnAlignment::Left),
+        ("TAG", ColumnAlignment::Left),
+        ("VM SIZE", ColumnAlignment::Right),
+        ("DATE", ColumnAlignment::Right),
+        ("VM CLOCK", ColumnAlignment::Right),
+        ("ICOUNT", ColumnAlignment::Right),
     ]);
     for snapshot in snapshots {
         table.row(vec![

@@ -4,33 +4,33 @@ use std::sync::Arc;
 
 use anyhow::Context as _;
 use image::Image;
-use reactor::buffer::Buffer;
+use reactor::buffer::IoBuffer;
 
-use super::disk::{self, Kind};
+use super::disk::{self, ExtentKind};
 
 /// Images that are concatenated to one disk.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
-    parts: Vec<Part>,
+pub(super) struct CopySource {
+    parts: Vec<ConcatenatedImage>,
     size_bytes: u64,
     /// Size in bytes of the layers below, if only one layer is read.
     layer_on: Option<u64>,
 }
 
 #[derive(Clone, Debug)]
-struct Part {
+struct ConcatenatedImage {
     name: Arc<str>,
     image: Arc<Image>,
     start: u64,
 }
 
-impl Source {
+impl CopySource {
     pub(super) fn new(images: impl IntoIterator<Item = (String, Arc<Image>)>) -> Self {
         let mut source = Self { parts: Vec::new(), size_bytes: 0, layer_on: None };
         for (name, image) in images {
             let start = source.size_bytes;
             source.size_bytes += image.size_bytes();
-            source.parts.push(Part { name: name.into(), image, start });
+            source.parts.push(ConcatenatedImage { name: name.into(), image, start });
         }
         source
     }
@@ -50,7 +50,7 @@ impl Source {
         self.layer_on
     }
 
-    fn at(&self, offset: u64) -> (&Part, u64, u64) {
+    fn at(&self, offset: u64) -> (&ConcatenatedImage, u64, u64) {
         // The last part that begins at or before `offset`; empty images are skipped.
         let behind = self.parts.partition_point(|part| part.start <= offset);
         let part = &self.parts[behind - 1];
@@ -59,26 +59,26 @@ impl Source {
     }
 
     /// Returns the kinds of contiguous pieces from `offset` on, at least one.
-    pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, Kind)>> {
+    pub(super) async fn status(&self, offset: u64, length: u64) -> anyhow::Result<Vec<(u64, ExtentKind)>> {
         let (part, at, left) = self.at(offset);
         let length = length.min(left);
         let status = if let Some(below_bytes) = self.layer_on {
             disk::layer(&part.image, at, length, below_bytes).await
         } else {
             let extents = part.image.block_status(at, length).await;
-            let kind = |zero| if zero { Kind::Zero } else { Kind::Data };
+            let kind = |zero| if zero { ExtentKind::Zero } else { ExtentKind::Data };
             extents
                 .map(|extents| extents.into_iter().map(|extent| (extent.length, kind(extent.zero))).collect())
         };
         status.with_context(|| format!("{}: what is at {at} cannot be found out", part.name))
     }
 
-    pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
+    pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<IoBuffer> {
         let (part, at, left) = self.at(offset);
         if length as u64 <= left {
             return part.read(at, length).await;
         }
-        let mut data = Buffer::new(length);
+        let mut data = IoBuffer::new(length);
         let mut done = 0;
         // A read across the boundary of two images.
         while done < length {
@@ -91,8 +91,8 @@ impl Source {
     }
 }
 
-impl Part {
-    async fn read(&self, offset: u64, length: usize) -> anyhow::Result<Buffer> {
+impl ConcatenatedImage {
+    async fn read(&self, offset: u64, length: usize) -> anyhow::Result<IoBuffer> {
         let what = || format!("{}: reading {length} bytes at {offset}", self.name);
         Ok(self.image.read(offset, length).await.with_context(what)?.joined())
     }

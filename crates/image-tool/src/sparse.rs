@@ -6,32 +6,32 @@
 use std::{fs, os::unix::fs::MetadataExt as _, path::Path};
 
 use anyhow::Context as _;
-use image::qcow2::header::Header;
-use reactor::buffer::Buffer;
+use image::qcow2::header::Qcow2Header;
+use reactor::buffer::IoBuffer;
 use storage::Storage;
 
-use super::opening::{self, How};
+use super::opening::{self, OpenMode};
 
 // Bytes of refcounts that are read at a time, a multiple of every cluster size.
 const PIECE: u64 = 2 << 20;
 
 /// True if far more clusters of the file at `path` are in use than its file system has allocated:
 /// at least one ninth and two clusters more. This is QEMU's rule.
-pub(super) async fn is_sparse(path: &Path, header: &Header) -> anyhow::Result<bool> {
-    if opening::is_elsewhere(path) || header.has_data_file() || header.encryption.is_some() {
+pub(super) async fn is_sparse(path: &Path, header: &Qcow2Header) -> anyhow::Result<bool> {
+    if opening::is_remote_or_null(path) || header.has_data_file() || header.encryption.is_some() {
         return Ok(false);
     }
     let name = path.display();
     let metadata = fs::metadata(path).with_context(|| format!("{name}: cannot be read"))?;
     let allocated = metadata.blocks() * 512 / header.cluster_bytes();
     let most = (allocated * 10 / 9).max(allocated + 2);
-    let storage = opening::storage(path, How { force_share: true, ..How::default() })?;
+    let storage = opening::storage(path, OpenMode { force_share: true, ..OpenMode::default() })?;
     let in_use = clusters_in_use(&storage, header).await;
     Ok(in_use.with_context(|| format!("{name}: its refcounts cannot be read"))? >= most)
 }
 
 /// Number of clusters of the file with a nonzero refcount.
-async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::Result<u64> {
+async fn clusters_in_use(storage: &Storage, header: &Qcow2Header) -> reactor::error::Result<u64> {
     let (cluster_bytes, size) = (header.cluster_bytes(), storage.size_bytes());
     let refcount_bits = 1_u64 << header.refcount_order;
     let (mut left, mut in_use) = (size.div_ceil(cluster_bytes), 0);
@@ -39,7 +39,7 @@ async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::
     let table_end = at.saturating_add(u64::from(header.refcount_table_clusters) * cluster_bytes);
     while at < table_end.min(size) && left > 0 {
         let length = PIECE.min(table_end.min(size) - at);
-        let table = storage.read(at, Buffer::new(length as usize)).await?;
+        let table = storage.read(at, IoBuffer::new(length as usize)).await?;
         for entry in table.as_chunks::<8>().0 {
             // A refcount block is one cluster; its entries cover this number of clusters.
             let covered = (cluster_bytes * 8 / refcount_bits).min(left);
@@ -47,7 +47,7 @@ async fn clusters_in_use(storage: &Storage, header: &Header) -> reactor::error::
             // A block outside the file is skipped: this is an estimate, not a check.
             if offset != 0 && offset.checked_add(cluster_bytes).is_some_and(|end| end <= size) {
                 let bytes = (covered * refcount_bits).div_ceil(8);
-                let block = storage.read(offset, Buffer::new(bytes as usize)).await?;
+                let block = storage.read(offset, IoBuffer::new(bytes as usize)).await?;
                 in_use += nonzero(&block, refcount_bits);
             }
             left -= covered;

@@ -11,16 +11,16 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use console::undo::Undo;
+use console::undo::SignalCleanup;
 use tempfile::NamedTempFile;
 
-use super::opening::{self, How};
+use super::opening::{self, OpenMode};
 
 // Mode of a new file before the umask.
 const NEW_FILE: u32 = 0o666;
 
 #[derive(Debug)]
-pub(super) struct Unfinished {
+pub(super) struct UnfinishedFile {
     target: PathBuf,
     /// Temporary file; `None` if the target is written in place.
     file: Option<NamedTempFile>,
@@ -28,9 +28,9 @@ pub(super) struct Unfinished {
     _earlier: Option<storage::Storage>,
 }
 
-impl Unfinished {
+impl UnfinishedFile {
     /// Creates the temporary file. Fails if another process uses the previous file.
-    pub(super) fn new(target: &Path, undo: &Undo) -> anyhow::Result<Self> {
+    pub(super) fn new(target: &Path, undo: &SignalCleanup) -> anyhow::Result<Self> {
         // A symbolic link stays: the file that it refers to is replaced.
         let target = fs::canonicalize(target).unwrap_or_else(|_| target.to_owned());
         let earlier = fs::metadata(&target).ok();
@@ -43,7 +43,7 @@ impl Unfinished {
         }
         // Opened for writing, because that takes the locks that QEMU and weir respect.
         let held = match &earlier {
-            Some(_) => Some(opening::storage(&target, How { write: true, ..How::default() })?),
+            Some(_) => Some(opening::storage(&target, OpenMode { write: true, ..OpenMode::default() })?),
             None => None,
         };
         let name = target.file_name().with_context(|| format!("{}: is no file", target.display()))?;
@@ -56,7 +56,7 @@ impl Unfinished {
         }
         // Atomic with respect to signals: either there is no file yet, or its removal is
         // registered.
-        let file = undo.making(|| {
+        let file = undo.with_cleanup(|| {
             let file = tempfile::Builder::new()
                 .prefix(&format!(".{}.", name.to_string_lossy()))
                 .suffix(".unfinished")
@@ -104,12 +104,12 @@ mod tests {
     }
 
     #[test]
-    fn the_name_stands_for_the_old_file_until_the_new_one_is_complete() {
+    fn target_is_replaced_only_when_complete() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("disk");
         fs::write(&target, "old").unwrap();
         fs::set_permissions(&target, Permissions::from_mode(0o640)).unwrap();
-        let unfinished = Unfinished::new(&target, &Undo::default()).unwrap();
+        let unfinished = UnfinishedFile::new(&target, &SignalCleanup::default()).unwrap();
         fs::write(unfinished.path(), "new").unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "old");
         unfinished.finish().unwrap();
@@ -119,22 +119,22 @@ mod tests {
     }
 
     #[test]
-    fn what_is_given_up_leaves_nothing() {
+    fn abandoned_target_is_removed() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("disk");
-        let unfinished = Unfinished::new(&target, &Undo::default()).unwrap();
+        let unfinished = UnfinishedFile::new(&target, &SignalCleanup::default()).unwrap();
         assert_eq!(names(directory.path()).len(), 1);
         drop(unfinished);
         assert!(names(directory.path()).is_empty());
     }
 
     #[test]
-    fn a_link_stays_a_link() {
+    fn symbolic_link_is_preserved() {
         let directory = tempfile::tempdir().unwrap();
         let (target, link) = (directory.path().join("disk"), directory.path().join("link"));
         fs::write(&target, "old").unwrap();
         std::os::unix::fs::symlink("disk", &link).unwrap();
-        let unfinished = Unfinished::new(&link, &Undo::default()).unwrap();
+        let unfinished = UnfinishedFile::new(&link, &SignalCleanup::default()).unwrap();
         fs::write(unfinished.path(), "new").unwrap();
         unfinished.finish().unwrap();
         assert_eq!(fs::read_to_string(&target).unwrap(), "new");
@@ -142,12 +142,12 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_somebody_writes_to_is_not_replaced() {
+    fn target_in_use_is_not_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let target = directory.path().join("disk");
         fs::write(&target, [0; 512]).unwrap();
-        let _user = opening::storage(&target, How { write: true, ..How::default() }).unwrap();
-        Unfinished::new(&target, &Undo::default()).unwrap_err();
+        let _user = opening::storage(&target, OpenMode { write: true, ..OpenMode::default() }).unwrap();
+        UnfinishedFile::new(&target, &SignalCleanup::default()).unwrap_err();
         assert_eq!(names(directory.path()), ["disk"]);
     }
 }

@@ -2,24 +2,24 @@
 //! continues with the disk (upgrade, handover).
 
 use super::Image;
-use storage::Format;
+use storage::ImageFormat;
 
 /// Identity of one image of a chain.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Layer {
+pub struct LayerIdentity {
     /// Format that it is opened as.
-    pub format: Format,
+    pub format: ImageFormat,
     /// Offset of the L1 table of an image that is opened read-only; distinguishes internal
     /// snapshots.
     pub table: Option<u64>,
     /// Its file, and its external data file if it has one.
-    pub files: Vec<storage::Identity>,
+    pub files: Vec<storage::StorageIdentity>,
 }
 
 impl Image {
     /// Identities of the image and its backing chain, in order.
-    pub fn layers(&self) -> Vec<Layer> {
-        let layer = |image: &Self| Layer {
+    pub fn layers(&self) -> Vec<LayerIdentity> {
+        let layer = |image: &Self| LayerIdentity {
             format: image.format(),
             table: match image {
                 Self::Qcow2(qcow2) if qcow2.is_read_only() => Some(qcow2.header().l1_offset),

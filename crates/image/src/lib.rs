@@ -19,33 +19,33 @@ use policy::time::Duration;
 
 use self::qcow2::{OpenFailure, header::incompatible};
 pub use self::{
-    identity::Layer,
-    qcow2::Qcow2,
-    raw::{Raw, open_raw},
+    identity::LayerIdentity,
+    qcow2::Qcow2Image,
+    raw::{RawImage, open_raw},
     secret::Secret,
 };
 use reactor::{
-    buffer::{Segments, Target},
+    buffer::{Segments, ReadTarget},
     error::{Error, Result},
-    guest::Place,
-    ublk::Registered,
+    guest::GuestBytes,
+    ublk::RegisteredData,
 };
 use storage::{
-    BlockSize, Durability, Extent, Format, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
+    BlockSize, Durability, Extent, ImageFormat, OpenError, PassedFile, ResizeError, Storage, ZeroOptions,
 };
 
 /// An image of any format.
 #[derive(Debug)]
 pub enum Image {
     /// Offsets of the disk are offsets of the storage.
-    Raw(Raw),
+    Raw(RawImage),
     /// Copy-on-write clusters, mapped by tables in the file.
-    Qcow2(Qcow2),
+    Qcow2(Qcow2Image),
 }
 
 /// Contiguous guest bytes that one image of the backing chain provides.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Depth {
+pub struct ChainDepthRun {
     /// Length in bytes, never zero.
     pub length: u64,
     /// 1 for the image itself, 2 for its backing file and so on; 0 if no image of the chain
@@ -55,10 +55,10 @@ pub struct Depth {
 
 impl Image {
     /// Format that the image was opened as.
-    pub fn format(&self) -> Format {
+    pub fn format(&self) -> ImageFormat {
         match self {
-            Self::Raw(_) => Format::Raw,
-            Self::Qcow2(_) => Format::Qcow2,
+            Self::Raw(_) => ImageFormat::Raw,
+            Self::Qcow2(_) => ImageFormat::Qcow2,
         }
     }
 
@@ -72,9 +72,9 @@ impl Image {
 
     /// See [`Storage::look_again`]. Returns the stored size for a format that stores its
     /// size.
-    pub async fn look_again(&self) -> Result<u64> {
+    pub async fn probe_size(&self) -> Result<u64> {
         if let Self::Raw(raw) = self {
-            raw.storage().look_again().await?;
+            raw.storage().poll_size().await?;
         }
         self.refresh_size().await
     }
@@ -124,7 +124,7 @@ impl Image {
     pub fn check_marks(&self, name: &str) -> std::result::Result<(), OpenError> {
         match self {
             Self::Qcow2(qcow2) if qcow2.header().incompatible & incompatible::CORRUPT != 0 => {
-                Err(open::said(name, &OpenFailure::Corrupt))
+                Err(open::open_error(name, &OpenFailure::Corrupt))
             }
             Self::Qcow2(_) | Self::Raw(_) => Ok(()),
         }
@@ -146,7 +146,7 @@ impl Image {
     /// Upper bound, in bytes, of the metadata caches of the whole chain and of the
     /// libraries below it.
     pub fn most_cache_bytes(&self) -> u64 {
-        let below: u64 = self.chain().flat_map(Self::files).map(Storage::most_cache_bytes).sum();
+        let below: u64 = self.chain().flat_map(Self::files).map(Storage::max_cache_bytes).sum();
         let caches = self.chain().map(|image| match image {
             Self::Raw(_) => 0,
             Self::Qcow2(qcow2) => {
@@ -209,20 +209,20 @@ impl Image {
     /// Reads `length` bytes at `offset`: see [`Storage::read`]. Storage in memory lends its
     /// pages instead of copying them.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
-        self.read_to(offset, Target::Anywhere(length)).await
+        self.read_to(offset, ReadTarget::Anywhere(length)).await
     }
 
     /// Reads `target.len()` bytes at `offset` into the memory that `target` names: see
     /// [`Storage::read_into`].
-    pub async fn read_to(&self, offset: u64, target: Target) -> Result<Segments> {
+    pub async fn read_to(&self, offset: u64, target: ReadTarget) -> Result<Segments> {
         match self {
             Self::Raw(raw) => {
-                if let Target::Anywhere(length) = target
-                    && let Some(data) = raw.storage().lend(offset, length)
+                if let ReadTarget::Anywhere(length) = target
+                    && let Some(data) = raw.storage().read_shared(offset, length)
                 {
                     return Ok(data);
                 }
-                raw.storage().read_into(offset, target.memory()).await
+                raw.storage().read_into(offset, target.into_memory()).await
             }
             // Boxed: otherwise the future of every raw read would have the size of qcow2's.
             Self::Qcow2(qcow2) => Box::pin(qcow2.read_to(offset, target)).await,
@@ -233,20 +233,20 @@ impl Image {
     /// copy: see [`Image::read_registered`].
     pub fn takes_registered(&self) -> bool {
         match self {
-            Self::Raw(raw) => raw.storage().takes_registered(),
+            Self::Raw(raw) => raw.storage().supports_registered(),
             Self::Qcow2(_) => false,
         }
     }
 
     /// Reads like [`Image::read_to`] into the pages of a ublk request; falls back to a copy
     /// if the storage or format does not support registered buffers.
-    pub async fn read_registered(&self, offset: u64, buffer: &Registered) -> Result<()> {
+    pub async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Result<()> {
         if let Self::Raw(raw) = self
             && let Some(result) = raw.storage().read_registered(offset, buffer).await
         {
             return result;
         }
-        buffer.put_all(&Box::pin(self.read(offset, buffer.bytes())).await?)
+        buffer.copy_in_segments(&Box::pin(self.read(offset, buffer.bytes())).await?)
     }
 
     /// Writes like [`Image::write`] from the pages of a ublk request; falls back to a copy
@@ -257,7 +257,7 @@ impl Image {
     pub async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Result<()> {
         if let Self::Raw(raw) = self
@@ -265,7 +265,7 @@ impl Image {
         {
             return result;
         }
-        Box::pin(self.write(offset, buffer.take()?.into(), durability)).await
+        Box::pin(self.write(offset, buffer.copy_out()?.into(), durability)).await
     }
 
     /// True if reads and writes complete without waiting: see [`Image::read_now`].
@@ -278,7 +278,7 @@ impl Image {
 
     /// Reads synchronously if the image [is instant](Image::is_instant), `None` otherwise:
     /// see [`Storage::read_now`].
-    pub fn read_now(&self, offset: u64, into: &[Place]) -> Option<Result<()>> {
+    pub fn read_now(&self, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
         match self {
             Self::Raw(raw) if raw.is_instant() => raw.storage().read_now(offset, into),
             _ => None,
@@ -287,7 +287,7 @@ impl Image {
 
     /// Writes synchronously if the image [is instant](Image::is_instant), `None` otherwise:
     /// see [`Storage::write_now`].
-    pub fn write_now(&self, offset: u64, from: &[Place]) -> Option<Result<()>> {
+    pub fn write_now(&self, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
         match self {
             Self::Raw(raw) if raw.is_instant() => match raw.is_read_only() {
                 true => Some(Err(Error::NOT_PERMITTED)),
@@ -320,7 +320,7 @@ impl Image {
     }
 
     /// See [`Storage::will_need`].
-    pub async fn will_need(&self, offset: u64, length: u64) {
+    pub async fn advise_willneed(&self, offset: u64, length: u64) {
         match self {
             Self::Raw(raw) => raw.storage().will_need(offset, length).await,
             Self::Qcow2(_) => {}
@@ -329,10 +329,10 @@ impl Image {
 
     /// True if killing this process now would lose an acknowledged write: its data, or the
     /// metadata that leads to it, exists only in this process until the next flush.
-    pub fn would_lose(&self) -> bool {
+    pub fn has_volatile_writes(&self) -> bool {
         match self {
-            Self::Raw(raw) => raw.storage().would_lose(),
-            Self::Qcow2(qcow2) => qcow2.would_lose() || qcow2.storage().would_lose(),
+            Self::Raw(raw) => raw.storage().has_volatile_writes(),
+            Self::Qcow2(qcow2) => qcow2.would_lose() || qcow2.storage().has_volatile_writes(),
         }
     }
 
@@ -351,20 +351,20 @@ impl Image {
             Self::Raw(_) => {}
             Self::Qcow2(qcow2) => qcow2.close().await?,
         }
-        self.close_own().await
+        self.close_local_handles().await
     }
 
     /// True if the image was opened for handover: see
     /// [`OpenOptions::handover`](storage::OpenOptions::handover).
     pub fn is_handed_over(&self) -> bool {
-        self.files().any(Storage::is_handed_over)
+        self.files().any(Storage::has_handover)
     }
 
     /// Tries to take the locks of an image that was opened for handover. Takes those of all
     /// its files or none: see [`Storage::take_locks`].
     pub fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
         for storage in self.files() {
-            match storage.take_locks(last) {
+            match storage.try_lock(last) {
                 Ok(true) => {}
                 other => {
                     // All or none: a process that holds some of the locks would block the
@@ -398,8 +398,8 @@ impl Image {
     }
 
     /// True if another process holds its locks.
-    pub fn is_anothers(&self) -> bool {
-        self.files().any(Storage::is_anothers)
+    pub fn is_locked_elsewhere(&self) -> bool {
+        self.files().any(Storage::may_be_resumed_elsewhere)
     }
 
     /// Files of this image alone, without those of its backing chain.
@@ -416,21 +416,21 @@ impl Image {
     /// # Errors
     /// [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT) if one does not answer in
     /// time, or after [`Image::give_up`].
-    pub async fn ask_within(&self, timeout: Duration) -> Result<()> {
+    pub async fn request_within(&self, timeout: Duration) -> Result<()> {
         for storage in self.chain().flat_map(Self::files) {
-            reactor::timeout(timeout, storage.ask()).await.unwrap_or(Err(Error::TIMED_OUT))?;
+            reactor::timeout(timeout, storage.ping()).await.unwrap_or(Err(Error::TIMED_OUT))?;
         }
         Ok(())
     }
 
     /// See [`Storage::give_up`], for all files of the chain.
-    pub fn give_up(&self) {
-        self.chain().flat_map(Self::files).for_each(Storage::give_up);
+    pub fn abandon(&self) {
+        self.chain().flat_map(Self::files).for_each(Storage::abandon);
     }
 
     /// See [`Storage::closed`], for all files of the chain.
     pub fn closed(&self) -> Vec<async_channel::Receiver<()>> {
-        self.chain().flat_map(Self::files).filter_map(Storage::closed).collect()
+        self.chain().flat_map(Self::files).filter_map(Storage::closed_channel).collect()
     }
 
     /// Names of the dirty bitmaps that record writes.
@@ -443,10 +443,10 @@ impl Image {
 
     /// Writes the metadata that the format holds in memory to the file, for a process on
     /// the same host, which shares the page cache. Does not make guest data durable.
-    pub async fn lay_down(&self) -> Result<()> {
+    pub async fn write_metadata_for_handover(&self) -> Result<()> {
         match self {
             Self::Raw(_) => Ok(()),
-            Self::Qcow2(qcow2) => qcow2.lay_down().await,
+            Self::Qcow2(qcow2) => qcow2.write_for_handover().await,
         }
     }
 
@@ -462,27 +462,27 @@ impl Image {
     /// See [`Storage::lay_down`]. Must be the last step of handing the image over.
     pub async fn leave_clusters(&self) -> Result<()> {
         for storage in self.files() {
-            storage.lay_down().await?;
+            storage.suspend().await?;
         }
         Ok(())
     }
 
     /// See [`Storage::shut_out`].
-    pub async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+    pub async fn close_for_new_requests(&self, clients: &[u64]) -> Result<()> {
         for storage in self.files() {
-            storage.shut_out(clients).await?;
+            storage.blocklist(clients).await?;
         }
         Ok(())
     }
 
     /// See [`Storage::is_lost`].
     pub fn is_lost(&self) -> bool {
-        self.files().any(Storage::is_lost)
+        self.files().any(Storage::is_blocklisted)
     }
 
     /// Closes what belongs to this process alone when another process continues to use the
     /// image: its handles of clusters.
-    pub async fn close_own(&self) -> Result<()> {
+    pub async fn close_local_handles(&self) -> Result<()> {
         let mut outcome = Ok(());
         for storage in self.files() {
             outcome = outcome.and(storage.close().await);
@@ -502,14 +502,14 @@ impl Image {
     /// The locks of files must have been taken. `heirs`: see [`Storage::take_up`].
     pub async fn take_over(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         let name = self.files().next().and_then(Storage::path).unwrap_or_default();
-        let said = |failure| open::said(name, &failure);
+        let said = |failure| open::open_error(name, &failure);
         for storage in self.files() {
             // Order: a cluster's lock protects the size that is read next, and `take_over` below
             // reads
             // metadata, which must not come from pages that were cached before the handover.
-            storage.take_up(heirs).await?;
+            storage.resume(heirs).await?;
             storage.refresh_size().await.map_err(|error| said(error.into()))?;
-            storage.was_changed();
+            storage.note_external_writes();
         }
         match self {
             Self::Raw(_) => Ok(()),
@@ -605,9 +605,9 @@ impl Image {
     /// by QEMU. Returns 1 to [`MOST_EXTENTS`](storage::MOST_EXTENTS) contiguous runs from
     /// `offset` on, which cover at most `length` bytes and may end earlier. `length` must
     /// not be zero.
-    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
+    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<ChainDepthRun>> {
         match self {
-            Self::Raw(_) => Ok(vec![Depth { length, depth: 1 }]),
+            Self::Raw(_) => Ok(vec![ChainDepthRun { length, depth: 1 }]),
             Self::Qcow2(qcow2) => qcow2.allocation_depth(offset, length).await,
         }
     }

@@ -23,14 +23,14 @@ mod secrets;
 #[cfg(test)]
 mod tests;
 
-use self::chain::Level;
+use self::chain::ChainLevel;
 pub use self::{
     chain::LONGEST_CHAIN,
     names::{check_base, resolve},
 };
 use super::{
-    Image, Raw, Secret,
-    qcow2::{CacheSettings, OpenFailure, Parts, Qcow2, luks::Cipher},
+    Image, RawImage, Secret,
+    qcow2::{CacheSettings, OpenFailure, Qcow2Components, Qcow2Image, luks::SectorCipher},
 };
 use storage::OpenError;
 
@@ -78,20 +78,20 @@ pub async fn open(spec: &str, options: ImageOptions) -> Result<Image, OpenError>
     while levels.len() > 1
         && let (Some(level), Some(cipher)) = (levels.pop(), ciphers.pop())
     {
-        below = Some(Box::new(assemble(level, below, cipher, options.caches, As::Disk).await?));
+        below = Some(Box::new(assemble(level, below, cipher, options.caches, OpenPurpose::Disk).await?));
     }
     let (top, cipher) = (levels.pop(), ciphers.pop());
     let top = top.expect("a chain has a beginning");
     let wanted = match options.snapshot.as_deref() {
-        Some(snapshot) => As::Snapshot(snapshot),
-        None if options.storage.handover || top.storage.is_passed() => As::Handover,
-        None => As::Disk,
+        Some(snapshot) => OpenPurpose::Snapshot(snapshot),
+        None if options.storage.handover || top.storage.is_passed() => OpenPurpose::Handover,
+        None => OpenPurpose::Disk,
     };
     assemble(top, below, cipher.flatten(), options.caches, wanted).await
 }
 
 /// Purpose that an image is opened for.
-enum As<'a> {
+enum OpenPurpose<'a> {
     Disk,
     /// Another process may still use it.
     Handover,
@@ -99,30 +99,30 @@ enum As<'a> {
 }
 
 async fn assemble(
-    level: Level,
+    level: ChainLevel,
     below: Option<Box<Image>>,
-    cipher: Option<Cipher>,
+    cipher: Option<SectorCipher>,
     caches: CacheSettings,
-    wanted: As<'_>,
+    wanted: OpenPurpose<'_>,
 ) -> Result<Image, OpenError> {
-    let Level { name, storage, read_only, guessed, qcow2, .. } = level;
+    let ChainLevel { name, storage, read_only, guessed, qcow2, .. } = level;
     let Some(parts) = qcow2 else {
-        if let As::Snapshot(_) = wanted {
+        if let OpenPurpose::Snapshot(_) = wanted {
             let remedy = "only qcow2 images do";
             return Err(OpenError::new(&name, "is raw, and so has no snapshots", remedy));
         }
-        return Ok(Image::Raw(Raw::of(storage, guessed, read_only)));
+        return Ok(Image::Raw(RawImage::of(storage, guessed, read_only)));
     };
-    let parts = Parts { storage, backing: below, data: parts.data, cipher, read_only, caches };
+    let parts = Qcow2Components { storage, backing: below, data: parts.data, cipher, read_only, caches };
     let opened = match wanted {
-        As::Snapshot(snapshot) => Qcow2::open_snapshot(parts, snapshot).await,
-        As::Disk => Qcow2::open(parts).await,
-        As::Handover => Qcow2::open_for_handover(parts).await,
+        OpenPurpose::Snapshot(snapshot) => Qcow2Image::open_snapshot(parts, snapshot).await,
+        OpenPurpose::Disk => Qcow2Image::open(parts).await,
+        OpenPurpose::Handover => Qcow2Image::open_for_handover(parts).await,
     };
-    opened.map(Image::Qcow2).map_err(|failure| said(&name, &failure))
+    opened.map(Image::Qcow2).map_err(|failure| open_error(&name, &failure))
 }
 
-pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
+pub(super) fn open_error(name: &str, failure: &OpenFailure) -> OpenError {
     let (why, remedy) = match failure {
         OpenFailure::Invalid(invalid) => (invalid.to_string(), "`weir image check` shows the damage"),
         OpenFailure::Failed(error) => {
@@ -143,7 +143,7 @@ pub(super) fn said(name: &str, failure: &OpenFailure) -> OpenError {
             ("is another image than it was, or has another backing file".to_owned(), "serve it anew")
         }
         OpenFailure::Bitmaps(error) => (
-            format!("cannot be opened: {}", error.why()),
+            format!("cannot be opened: {}", error.describe()),
             "allow more with --memory, or make coarser bitmaps: `weir image bitmap`",
         ),
         OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),

@@ -70,13 +70,13 @@ use std::{
     sync::{Arc, atomic::Ordering::Acquire},
 };
 
-use self::header::Header;
+use self::header::Qcow2Header;
 pub use self::{
     bytes::{MetadataError, read_header},
     cache::CacheStatistics,
-    cache_settings::{CacheSettings, CacheSizes, InvalidCache, L2Size},
-    lookup::{Piece, What},
-    open::{OpenFailure, Opened, Parts},
+    cache_settings::{CacheSettings, CacheSizes, InvalidCache, L2CacheSize},
+    lookup::{MappedRun, GuestMapping},
+    open::{OpenFailure, Qcow2State, Qcow2Components},
     refcounts::RefcountStatistics,
 };
 use reactor::error::{Error, Result};
@@ -85,9 +85,9 @@ use storage::{BlockSize, Storage};
 /// Description of an invalid structure and its location, as text for users.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{0}")]
-pub struct Invalid(String);
+pub struct InvalidImage(String);
 
-impl Invalid {
+impl InvalidImage {
     pub(crate) fn new(what: impl Into<String>) -> Self {
         Self(what.into())
     }
@@ -98,24 +98,24 @@ impl Invalid {
 /// Requests may come from any worker. Changed metadata stays in memory until a flush,
 /// so [`Qcow2::close`] must be the last call; otherwise unflushed changes are lost.
 #[derive(Clone, Debug)]
-pub struct Qcow2(Arc<Opened>);
+pub struct Qcow2Image(Arc<Qcow2State>);
 
-impl Deref for Qcow2 {
-    type Target = Opened;
+impl Deref for Qcow2Image {
+    type Target = Qcow2State;
 
-    fn deref(&self) -> &Opened {
+    fn deref(&self) -> &Qcow2State {
         &self.0
     }
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Size of the virtual disk in bytes.
     pub fn size_bytes(&self) -> u64 {
         self.size.load(Acquire)
     }
 
     /// Current header in the file.
-    pub fn header(&self) -> Header {
+    pub fn header(&self) -> Qcow2Header {
         self.file.header()
     }
 

@@ -9,21 +9,21 @@
 
 use super::Image;
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    ublk::Registered,
+    ublk::RegisteredData,
 };
 use storage::{
-    Durability, Format, OpenError, OpenOptions, RangeLocks, ResizeError, Storage, ZeroOptions, open_bottom,
+    Durability, ImageFormat, OpenError, OpenOptions, RangeLocks, ResizeError, Storage, ZeroOptions, open_bottom,
     probe::{HEADER_BYTES, Probed, check_format, probe_header},
-    wrapped,
+    add_wrappers,
 };
 
 const HEADER_END: u64 = HEADER_BYTES as u64;
 
 /// A raw image.
 #[derive(Debug)]
-pub struct Raw {
+pub struct RawImage {
     storage: Storage,
     read_only: bool,
     /// Serializes changes to the header; `None` if the format was given, which allows any
@@ -31,7 +31,7 @@ pub struct Raw {
     header: Option<RangeLocks>,
 }
 
-impl Raw {
+impl RawImage {
     /// Uses `storage` as a disk with arbitrary content.
     pub fn new(storage: Storage) -> Self {
         Self { read_only: storage.read_only(), storage, header: None }
@@ -90,7 +90,7 @@ impl Raw {
     pub(super) async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>> {
         // A guarded header is checked on a private copy, see `write_header`.
@@ -125,14 +125,14 @@ impl Raw {
         }
         // Parts of a header may arrive in several writes, so the check covers the merged
         // sector.
-        let mut header = Buffer::new(length);
+        let mut header = IoBuffer::new(length);
         if change.len() < length {
             header = self.storage.read(0, header).await?;
         }
         header[offset as usize..end].copy_from_slice(change);
         match probe_header(&header) {
-            Probed::Raw | Probed::Packed(_) => Ok(()),
-            Probed::Looks(format) => {
+            Probed::Raw | Probed::Archive(_) => Ok(()),
+            Probed::Format(format) => {
                 tracing::warn!(
                     image = self.storage.description(),
                     format,
@@ -201,7 +201,7 @@ impl Raw {
 /// format.
 pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, OpenError> {
     let (bottom, probed) = open_bottom(spec, &options)?;
-    if check_format(options.format, probed, spec)? != Format::Raw {
+    if check_format(options.format, probed, spec)? != ImageFormat::Raw {
         return Err(OpenError::new(
             spec,
             "is not a raw image",
@@ -210,7 +210,7 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
     }
     let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));
     let read_only = options.read_only;
-    Ok(Image::Raw(Raw::of(wrapped(spec, bottom, options)?, guessed, read_only)))
+    Ok(Image::Raw(RawImage::of(add_wrappers(spec, bottom, options)?, guessed, read_only)))
 }
 
 #[cfg(test)]
@@ -219,23 +219,23 @@ mod tests {
 
     use super::*;
     use reactor::{
-        guest::{Memory, Region},
+        guest::{GuestMemory, Region},
         now, sim, sleep_until, spawn_joinable,
     };
     use storage::{
         align::Align,
-        simulated::{Behaviour, Simulated},
+        simulated::{Behaviour, SimulatedStorage},
     };
 
-    fn memory() -> Raw {
-        Raw::new(Storage::memory(4096))
+    fn memory() -> RawImage {
+        RawImage::new(Storage::memory(4096))
     }
 
-    async fn write(raw: &Raw, offset: u64, bytes: &[u8]) -> Result<()> {
-        let mut data = Segments::from(Buffer::copy_of(bytes));
+    async fn write(raw: &RawImage, offset: u64, bytes: &[u8]) -> Result<()> {
+        let mut data = Segments::from(IoBuffer::copy_of(bytes));
         let second = data.split_off(bytes.len() / 2);
         for part in second.iter() {
-            data.push(Buffer::copy_of(&part.bytes()));
+            data.push(IoBuffer::copy_of(&part.bytes()));
         }
         raw.write(offset, data, Durability::Cached).await
     }
@@ -251,7 +251,7 @@ mod tests {
             assert_eq!(write(&raw, 3, b"\xfb").await, Err(Error::NOT_PERMITTED));
             assert_eq!(write(&raw, 2, b"I\xfbxyz").await, Err(Error::NOT_PERMITTED));
             assert_eq!(write(&raw, 512, b"QFI\xfb").await, Ok(()), "no place for a header");
-            let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
+            let read = raw.storage().read(0, IoBuffer::new(8)).await.expect("memory");
             assert_eq!(read[..], *b"QFI\0\0\0\0\0", "what was refused was not written");
         });
     }
@@ -307,9 +307,9 @@ mod tests {
     fn a_guest_that_changes_its_memory_meanwhile_writes_what_was_judged() {
         sim::run(1, async {
             let delayed = Storage::memory(4096).delayed("read=1ms".parse().expect("valid"));
-            let raw = std::rc::Rc::new(Raw::new(delayed).guarding_header());
-            let memory = Memory::new(vec![Region::on_heap(0, 0, 8)]).expect("one region");
-            let place = memory.place(0, 8).expect("inside");
+            let raw = std::rc::Rc::new(RawImage::new(delayed).guarding_header());
+            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 8)]).expect("one region");
+            let place = memory.range(0, 8).expect("inside");
             place.write(0, b"harmless");
             let writing = {
                 let (raw, data) = (std::rc::Rc::clone(&raw), place.clone().into());
@@ -321,7 +321,7 @@ mod tests {
             assert!(!writing.is_finished());
             place.write(0, b"QFI\xfbabcd");
             assert_eq!(writing.await, Ok(()));
-            let read = raw.storage().read(0, Buffer::new(8)).await.expect("memory");
+            let read = raw.storage().read(0, IoBuffer::new(8)).await.expect("memory");
             assert_eq!(read[..], *b"harmless");
         });
     }
@@ -330,12 +330,12 @@ mod tests {
     fn data_stays_where_it_is_unless_it_might_be_a_header() {
         sim::run(1, async {
             let behaviour = Behaviour { block_bytes: 512, ..Behaviour::default() };
-            let storage = Storage::Simulated(Align::new(Simulated::new(vec![0; 4096], behaviour)));
-            let image = Image::Raw(Raw::new(storage).guarding_header());
-            let memory = Memory::new(vec![Region::on_heap(0, 0, 512)]).expect("one region");
-            let place = memory.place(0, 512).expect("inside");
+            let storage = Storage::Simulated(Align::new(SimulatedStorage::new(vec![0; 4096], behaviour)));
+            let image = Image::Raw(RawImage::new(storage).guarding_header());
+            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 512)]).expect("one region");
+            let place = memory.range(0, 512).expect("inside");
             let copied = Arc::default();
-            let buffer = Registered::simulated(place.clone(), true, &copied);
+            let buffer = RegisteredData::simulated(place.clone(), true, &copied);
             place.write(0, b"QFI\xfb");
             let write = async |offset| image.write_registered(offset, &buffer, Durability::Cached).await;
             assert_eq!(write(0).await, Err(Error::NOT_PERMITTED));
@@ -344,7 +344,7 @@ mod tests {
             assert_eq!(write(4096).await, Err(Error::INVALID));
             assert_eq!(write(1000).await, Ok(()), "no whole blocks");
             assert_eq!(copied.load(Relaxed), 3 * 512);
-            let none = Registered::simulated(place.clone(), false, &copied);
+            let none = RegisteredData::simulated(place.clone(), false, &copied);
             for (buffer, copies) in [(&buffer, 3), (&none, 4)] {
                 place.write(0, b"QQQQ");
                 assert_eq!(image.read_registered(512, buffer).await, Ok(()));
@@ -368,7 +368,7 @@ mod tests {
     #[test]
     fn past_the_end_of_a_tiny_disk_is_an_error() {
         sim::run(1, async {
-            let raw = Raw::new(Storage::memory(100)).guarding_header();
+            let raw = RawImage::new(Storage::memory(100)).guarding_header();
             assert_eq!(write(&raw, 99, b"xy").await, Err(Error::INVALID));
         });
     }

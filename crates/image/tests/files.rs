@@ -12,13 +12,13 @@ use std::{
 use image::{Image, open_raw};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use reactor::{
-    Polling,
-    buffer::{Buffer, Segments, Target, guest_copies},
+    PollingMode,
+    buffer::{IoBuffer, Segments, ReadTarget, guest_copies},
     error::Error,
-    guest::{DirtyLog, Memory, Quota, Region},
+    guest::{DirtyLog, GuestMemory, MappingQuota, Region},
     run, spawn_joinable,
 };
-use storage::{CacheMode, Durability, Extent, Format, OpenError, OpenOptions, ResizeError, ZeroOptions};
+use storage::{CacheMode, Durability, Extent, ImageFormat, OpenError, OpenOptions, ResizeError, ZeroOptions};
 
 /// Not a multiple of a block or a page, to get an unaligned tail.
 const ODD_SIZE: usize = (256 << 10) + 1234;
@@ -29,7 +29,7 @@ const KEEP: ZeroOptions =
 const UNMAP: ZeroOptions = ZeroOptions { may_unmap: true, ..KEEP };
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    run(Polling::Off, future).expect("io_uring works on a test machine")
+    run(PollingMode::Off, future).expect("io_uring works on a test machine")
 }
 
 fn directories() -> Vec<PathBuf> {
@@ -76,12 +76,12 @@ fn everywhere<F: Future<Output = ()>>(
 }
 
 /// Guest memory of `bytes` bytes, and the file behind it.
-fn guest(bytes: usize) -> (Memory, std::fs::File) {
+fn guest(bytes: usize) -> (GuestMemory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MFdFlags::MFD_CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
     let descriptor = file.try_clone().expect("a descriptor").into();
-    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &Quota::new(1, u64::MAX)).expect("maps");
-    (Memory::new(vec![region]).expect("one region"), file)
+    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &MappingQuota::new(1, u64::MAX)).expect("maps");
+    (GuestMemory::new(vec![region]).expect("one region"), file)
 }
 
 /// Reads into our own memory and, at several alignments, into guest memory.
@@ -92,13 +92,13 @@ async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
         let memory = guest(skew + length + gap + 1).0.with_log(Some(log.clone()));
         let half = (length / 2).next_multiple_of(512).min(length);
         let places = [(skew, half), (skew + half + gap, length - half)];
-        let places = places.map(|(at, bytes)| memory.place(at as u64, bytes).expect("inside"));
-        let target = Target::Here(places.into_iter().collect());
+        let places = places.map(|(at, bytes)| memory.range(at as u64, bytes).expect("inside"));
+        let target = ReadTarget::Segments(places.into_iter().collect());
         let read = image.read_to(offset as u64, target).await.expect("reads");
         assert!(read.to_vec() == bytes, "{length} bytes at {offset}, in memory at {skew}, {gap} between");
         assert!(length == 0 || log.is_marked(skew as u64));
         let mut last = [1];
-        memory.place((skew + length + gap) as u64, 1).expect("inside").read(0, &mut last);
+        memory.range((skew + length + gap) as u64, 1).expect("inside").read(0, &mut last);
         assert_eq!(last, [0], "read too far");
     }
     bytes
@@ -107,7 +107,7 @@ async fn read(image: &Image, offset: usize, length: usize) -> Vec<u8> {
 /// Bytes in guest memory, at an offset of `skew`.
 fn in_guest(bytes: &[u8], skew: usize) -> Segments {
     let (memory, _) = guest(skew + bytes.len() + 1);
-    let place = memory.place(skew as u64, bytes.len()).expect("inside");
+    let place = memory.range(skew as u64, bytes.len()).expect("inside");
     place.write(0, bytes);
     place.into()
 }
@@ -135,11 +135,11 @@ async fn change(image: &Image, random: &mut fastrand::Rng, model: &mut [u8], off
         }
         kind => {
             random.fill(&mut model[range.clone()]);
-            let mut data = Segments::from(Buffer::copy_of(&model[range.clone()]));
+            let mut data = Segments::from(IoBuffer::copy_of(&model[range.clone()]));
             let rest = data.split_off(random.usize(..=length));
             for part in rest.iter() {
                 match random.usize(..4) {
-                    0 => data.push(Buffer::copy_of(&part.bytes())),
+                    0 => data.push(IoBuffer::copy_of(&part.bytes())),
                     skew => data.append(in_guest(&part.bytes(), (skew - 1) * 256)),
                 }
             }
@@ -176,9 +176,9 @@ fn what_suits_the_device_is_not_copied() {
         let (memory, _) = guest(20_000);
         let is_picky = image.block_size().minimum > 1;
         for (skew, copies) in [(0, 0), (4096, 0), (1, if is_picky { 2 } else { 0 })] {
-            let place = || memory.place(skew, 8192).expect("inside");
+            let place = || memory.range(skew, 8192).expect("inside");
             let before = guest_copies().count;
-            image.read_to(65_536, Target::Here(place().into())).await.expect("reads");
+            image.read_to(65_536, ReadTarget::Segments(place().into())).await.expect("reads");
             image.write(65_536, place().into(), Durability::Cached).await.expect("writes");
             assert_eq!(guest_copies().count - before, copies, "at {skew}: {}", image.description());
         }
@@ -189,11 +189,11 @@ fn what_suits_the_device_is_not_copied() {
 fn memory_that_is_gone_fails_its_request_and_no_other() {
     everywhere(1 << 20, |image, content, _| async move {
         let (memory, file) = guest(8192);
-        let place = || memory.place(0, 8192).expect("inside");
+        let place = || memory.range(0, 8192).expect("inside");
         place().fill(0, 8192, 7);
         image.write(4096, place().into(), Durability::Cached).await.expect("writes");
         file.set_len(0).expect("shrinks");
-        let target = Target::Here(place().into());
+        let target = ReadTarget::Segments(place().into());
         assert_eq!(image.read_to(4096, target).await.err(), Some(Error::FAULT));
         assert_eq!(image.write(65_536, place().into(), Durability::Cached).await, Err(Error::FAULT));
         // The lost region reads as zeroes if a copy is made, and stays lost.
@@ -218,7 +218,7 @@ fn neighbours_in_one_block_and_across_the_tail_do_not_disturb_each_other() {
                     let offset = first + usize::from(index) * 300;
                     model[offset..offset + 300].fill(index ^ round);
                     spawn_joinable(async move {
-                        let data = Buffer::copy_of(&[index ^ round; 300]);
+                        let data = IoBuffer::copy_of(&[index ^ round; 300]);
                         image.write(offset as u64, data.into(), Durability::Cached).await
                     })
                 })
@@ -284,11 +284,11 @@ fn a_file_is_resized_while_it_is_used() {
         assert_eq!((image.size_bytes(), length()), (1 << 20, 1 << 20));
         assert!(read(&image, 0, ODD_SIZE).await == content, "also the end, which was half a block");
         assert_eq!(read(&image, (1 << 20) - 4096, 4096).await, [0; 4096]);
-        let late = Buffer::copy_of(&[5; 4096]).into();
+        let late = IoBuffer::copy_of(&[5; 4096]).into();
         image.write((1 << 20) - 4096, late, Durability::Cached).await.expect("inside");
         assert_eq!(image.resize(64 << 10).await, Ok(()));
         assert_eq!((image.size_bytes(), length()), (64 << 10, 64 << 10));
-        let past = Buffer::copy_of(&[5; 4096]).into();
+        let past = IoBuffer::copy_of(&[5; 4096]).into();
         assert_eq!(image.write(64 << 10, past, Durability::Cached).await, Err(Error::INVALID));
         assert_eq!(length(), 64 << 10, "nothing makes it longer");
         assert!(image.resize(u64::MAX << 12).await.is_err(), "no file system has room");
@@ -309,7 +309,7 @@ fn a_file_is_cut_at_any_byte_and_grows_with_zeroes() {
             assert!(read(&image, 0, size).await == model, "of {size} bytes");
             // Across the last blocks, so that part of it is cut off.
             let first = size.saturating_sub(5000);
-            let data = Buffer::copy_of(&vec![number as u8 + 1; size - first]);
+            let data = IoBuffer::copy_of(&vec![number as u8 + 1; size - first]);
             model[first..].fill(number as u8 + 1);
             image.write(first as u64, data.into(), Durability::Cached).await.expect("inside");
             assert!(read(&image, 0, size).await == model, "of {size} bytes");
@@ -349,7 +349,7 @@ fn more_segments_than_a_system_call_takes_are_written() {
     everywhere(ODD_SIZE, |image, mut model, _| async move {
         let mut data = Segments::default();
         for index in 0..3000_usize {
-            data.push(Buffer::copy_of(&[index as u8; 7]));
+            data.push(IoBuffer::copy_of(&[index as u8; 7]));
             model[index * 7..(index + 1) * 7].fill(index as u8);
         }
         image.write(0, data, Durability::Cached).await.expect("writes");
@@ -364,7 +364,7 @@ fn read_only_reads_and_refuses_everything_else() {
     let image = open_raw(file.path().to_str().expect("UTF-8"), options).expect("opens");
     real(async move {
         assert_eq!(read(&image, 1, ODD_SIZE - 1).await, content[1..]);
-        let data = Buffer::copy_of(&[1]).into();
+        let data = IoBuffer::copy_of(&[1]).into();
         assert_eq!(image.write(0, data, Durability::Cached).await, Err(Error::NOT_PERMITTED));
         assert_eq!(image.write_zeroes(0, 1, KEEP).await, Err(Error::NOT_PERMITTED));
         assert_eq!(image.discard(0, 1).await, Err(Error::NOT_PERMITTED));
@@ -423,11 +423,11 @@ fn a_header_cannot_be_forged_where_the_format_was_guessed() {
     file.as_file().write_all_at(&[0; 512], 0).expect("written");
     let path = file.path().to_owned();
     real(async move {
-        let header = || Segments::from(Buffer::copy_of(b"QFI\xfb\0\0\0\x03"));
+        let header = || Segments::from(IoBuffer::copy_of(b"QFI\xfb\0\0\0\x03"));
         let guessed = open_with(&path, CacheMode::None).expect("opens");
         assert_eq!(guessed.write(0, header(), Durability::Cached).await, Err(Error::NOT_PERMITTED));
         drop(guessed);
-        let options = OpenOptions { format: Some(Format::Raw), ..OpenOptions::default() };
+        let options = OpenOptions { format: Some(ImageFormat::Raw), ..OpenOptions::default() };
         let given = open_raw(path.to_str().expect("UTF-8"), options).expect("opens");
         assert_eq!(given.write(0, header(), Durability::Cached).await, Ok(()));
     });

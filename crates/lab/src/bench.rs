@@ -29,48 +29,48 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{BenchArgs, EXAMPLES};
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use console::{Failure, complain, on_reactor, print, print_json};
+use console::{CommandFailure, print_error, on_reactor, print, print_json};
 use export::vhost_user_blk::client;
 use image::{
     Image,
     open::{BackingChoice, ImageOptions, open},
 };
-use nbd::{client::Wanted, uri::Uri};
+use nbd::{client::HandshakeOptions, uri::Uri};
 use nix::sys::{
     resource::{UsageWho, getrusage},
     time::TimeValLike as _,
 };
-use policy::{prefetch::Stats, time::Duration};
-use reactor::{error::Error, guest::driver::Slots, now, sleep_until, spawn};
+use policy::{prefetch::PrefetchStats, time::Duration};
+use reactor::{error::Error, guest::driver::RequestSlots, now, sleep_until, spawn};
 use storage::{OpenOptions, rbd};
 
-use self::progress::Progress;
+use self::progress::BenchProgress;
 pub(crate) use self::target::BenchTarget;
 use super::{
-    interruption::Interruption,
-    load::{Job, Outcome, PATIENCE, Ran, Source, Stop, put_all},
-    result::{Begun, Header, INTERRUPTED, ResultFile},
+    interruption::SignalInterruption,
+    load::{LoadJob, LoadOutcome, CONNECT_TIMEOUT, JobResult, LoadSource, LoadStop, run_jobs},
+    result::{HeaderStart, ResultHeader, INTERRUPTED, ResultFile},
 };
-use crate::probe::in_use::{Claim, claim};
+use crate::probe::in_use::{ExclusiveDevice, claim};
 
 /// Puts a load on an image or export and prints the result.
 ///
 /// # Errors
 /// Impossible options, the first failed request, or an interruption (after printing the result).
-pub fn run(mut arguments: BenchArgs) -> Result<(), Failure> {
-    arguments.resolve().map_err(Failure::Usage)?;
-    check::check(&arguments).map_err(Failure::Usage)?;
+pub fn run(mut arguments: BenchArgs) -> Result<(), CommandFailure> {
+    arguments.resolve().map_err(CommandFailure::Usage)?;
+    check::check(&arguments).map_err(CommandFailure::Usage)?;
     arguments.results.check()?;
-    let begun = Header::begin();
-    let stop = Stop::default();
+    let begun = ResultHeader::begin();
+    let stop = LoadStop::default();
     let stopped = stop.clone();
     // Before the reactor's threads start: they inherit the blocked signals.
-    let interruption = Interruption::watch(move || _ = stopped.stop(), || {})?;
+    let interruption = SignalInterruption::watch(move || _ = stopped.stop(), || {})?;
     // Held until the end, so that nothing mounts the device during the run.
     let _claim = claimed(&arguments)?;
     let name = arguments.target.to_string();
     on_reactor(async move {
-        let run = Run {
+        let run = BenchRun {
             arguments,
             begun,
             interruption,
@@ -83,7 +83,7 @@ pub fn run(mut arguments: BenchArgs) -> Result<(), Failure> {
 }
 
 /// Claims a device before writing to it: `-w` is permission to destroy its data.
-fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
+fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<ExclusiveDevice>> {
     let BenchTarget::Image(image) = &arguments.target else { return Ok(None) };
     let Some(path) = image.path().filter(|_| arguments.write) else { return Ok(None) };
     // A missing path is reported when it is opened.
@@ -91,18 +91,18 @@ fn claimed(arguments: &BenchArgs) -> anyhow::Result<Option<Claim>> {
     meta.map(|meta| claim(path, meta.rdev(), true)).transpose()
 }
 
-struct Run {
+struct BenchRun {
     arguments: BenchArgs,
-    begun: Begun,
-    interruption: Interruption,
-    stop: Stop,
+    begun: HeaderStart,
+    interruption: SignalInterruption,
+    stop: LoadStop,
     /// Size of the disk, once it is open.
     size_bytes: Cell<u64>,
     /// CPU time of the load, excluding the ramp time.
     processor: Cell<Duration>,
 }
 
-impl Run {
+impl BenchRun {
     async fn measure(&self) -> anyhow::Result<()> {
         match &self.arguments.target {
             BenchTarget::Image(image) => self.measure_image(image).await,
@@ -111,53 +111,53 @@ impl Run {
         }
     }
 
-    async fn measure_image(&self, image: &settings::Image) -> anyhow::Result<()> {
+    async fn measure_image(&self, image: &settings::ImageLocation) -> anyhow::Result<()> {
         let disk = Arc::new(self.unless_stopped(open_disk(&self.arguments, image)).await?);
         // The image is opened once; all jobs share the disk, as clients of a daemon do.
-        let (job, ran) = self.put(disk.size_bytes(), Source::Disk(Arc::clone(&disk))).await?;
+        let (job, ran) = self.run_load(disk.size_bytes(), LoadSource::Disk(Arc::clone(&disk))).await?;
         let prefetch = disk.prefetch().stats();
-        let closed = match disk.image().storage().is_far() {
+        let closed = match disk.image().storage().is_remote() {
             true => self.stop.unless_overdue(disk.close()).await.unwrap_or_else(|| {
                 // An unresponsive Ceph cluster keeps the image's lock until it times this client
                 // out.
-                rbd::abandon_ends();
+                rbd::abandon_closing();
                 Err(Error::TIMED_OUT)
             }),
             false => disk.close().await,
         };
         let closed = closed.context("the image could not be completed");
-        self.tell(&job, ran, Some(prefetch)).and(closed)
+        self.report(&job, ran, Some(prefetch)).and(closed)
     }
 
     async fn measure_export(&self, export: &Uri) -> anyhow::Result<()> {
         let place = export.clone();
-        let tls = reactor::blocking(move || place.credentials()).await?;
-        let wanted = Wanted { export: export.export.clone(), tls, allocation: false };
-        let client = self.unless_stopped(Source::client(&export.server, &wanted)).await?;
-        let about = client.about().clone();
+        let tls = reactor::run_blocking(move || place.credentials()).await?;
+        let wanted = HandshakeOptions { export: export.export.clone(), tls, allocation: false };
+        let client = self.unless_stopped(LoadSource::client(&export.server, &wanted)).await?;
+        let about = client.export().clone();
         // Only for the handshake: each job opens a separate connection later.
         client.disconnect().await;
         if self.arguments.write && about.is_read_only() {
             bail!("is read-only (leave -w away to read)");
         }
         // Checked before the first request, which a server would answer with an error.
-        self.fits(about.minimum_block.into(), Some(about.maximum_payload.into()), about.can_flush())?;
-        let source = Source::Nbd { server: export.server.clone(), wanted };
-        let (job, ran) = self.put(about.size_bytes, source).await?;
-        self.tell(&job, ran, None)
+        self.check_server(about.minimum_block.into(), Some(about.maximum_payload.into()), about.can_flush())?;
+        let source = LoadSource::Nbd { server: export.server.clone(), wanted };
+        let (job, ran) = self.run_load(about.size_bytes, source).await?;
+        self.report(&job, ran, None)
     }
 
     async fn measure_vhost_user(&self, path: &str) -> anyhow::Result<()> {
         let BenchArgs { jobs, depth, readers, write, rwmixread, pattern, buffer_size, .. } = self.arguments;
-        let device = self.unless_stopped(client::connect(path, !write, PATIENCE)).await?;
+        let device = self.unless_stopped(client::connect(path, !write, CONNECT_TIMEOUT)).await?;
         let about = *device.about();
-        self.fits(about.block_bytes, about.request_bytes, about.has_cache)?;
+        self.check_server(about.block_bytes, about.request_bytes, about.has_cache)?;
         if jobs as usize > about.queues {
             let most =
                 if about.queues == 1 { "1 queue".to_owned() } else { format!("{} queues", about.queues) };
             bail!("has {most}, and {jobs} jobs need one each (choose a smaller --jobs)");
         }
-        let slots = Slots {
+        let slots = RequestSlots {
             count: depth as usize * readers as usize,
             bytes: usize::try_from(buffer_size).context("a request is larger than memory")?,
             read: !write || rwmixread.is_some(),
@@ -165,10 +165,10 @@ impl Run {
         };
         // Before the queues start: an invalid job must not leave the device in use.
         check::job(&self.arguments, about.size_bytes)?;
-        let queues = self.unless_stopped(client::start(device, jobs as usize, slots, PATIENCE)).await?;
-        let source = Source::VhostUser(Arc::new(Mutex::new(queues)));
-        let (job, ran) = self.put(about.size_bytes, source).await?;
-        self.tell(&job, ran, None)
+        let queues = self.unless_stopped(client::start(device, jobs as usize, slots, CONNECT_TIMEOUT)).await?;
+        let source = LoadSource::VhostUser(Arc::new(Mutex::new(queues)));
+        let (job, ran) = self.run_load(about.size_bytes, source).await?;
+        self.report(&job, ran, None)
     }
 
     /// Waits for a server, which may never respond, or for an interruption.
@@ -183,7 +183,7 @@ impl Run {
     }
 
     /// Fails if the server does not accept requests of this form.
-    fn fits(&self, block_bytes: u64, most_bytes: Option<u64>, can_flush: bool) -> anyhow::Result<()> {
+    fn check_server(&self, block_bytes: u64, most_bytes: Option<u64>, can_flush: bool) -> anyhow::Result<()> {
         let BenchArgs { offset, step_size, buffer_size, flush_interval, .. } = self.arguments;
         if let Some(most) = most_bytes.filter(|&most| buffer_size > most) {
             bail!(
@@ -199,48 +199,48 @@ impl Run {
         Ok(())
     }
 
-    async fn put(&self, size_bytes: u64, source: Source) -> anyhow::Result<(Job, Ran)> {
+    async fn run_load(&self, size_bytes: u64, source: LoadSource) -> anyhow::Result<(LoadJob, JobResult)> {
         let BenchArgs { jobs, quiet, json, .. } = self.arguments;
         self.size_bytes.set(size_bytes);
         let job = check::job(&self.arguments, size_bytes)?;
-        let job = Job { stop: self.stop.clone(), ..job };
+        let job = LoadJob { stop: self.stop.clone(), ..job };
         // Every part has a separate counter, so that jobs on different threads share no cache line.
         let parts = job.clone().split(jobs);
         let counts: Vec<_> = parts.iter().map(|part| part.answered.clone()).collect();
-        let mut progress = Progress::default();
+        let mut progress = BenchProgress::default();
         let before = Rc::new(Cell::new(None));
         let begin = || {
             let (before, ramp) = (Rc::clone(&before), job.ramp);
-            before.set(Some(processor_time()));
+            before.set(Some(cpu_time()));
             spawn(async move {
                 // CPU time of the ramp is excluded by reading the counter again at its end.
                 sleep_until(now() + ramp).await;
-                before.set(Some(processor_time()));
+                before.set(Some(cpu_time()));
             });
             if !quiet && !json {
                 print(&text::announcement(&job, jobs))?;
             }
-            progress = Progress::begin(quiet || json, &job, &counts);
+            progress = BenchProgress::begin(quiet || json, &job, &counts);
             Ok(())
         };
-        let ran = put_all(parts, source, begin).await?;
-        let spent = before.get().map(|before| processor_time().saturating_sub(before));
+        let ran = run_jobs(parts, source, begin).await?;
+        let spent = before.get().map(|before| cpu_time().saturating_sub(before));
         self.processor.set(spent.unwrap_or_default());
         drop(progress);
         Ok((job, ran))
     }
 
-    fn tell(&self, job: &Job, ran: Ran, prefetch: Option<Stats>) -> anyhow::Result<()> {
-        let Ran { outcome, failed } = ran;
-        let partial = match (&failed, self.interruption.happened()) {
+    fn report(&self, job: &LoadJob, ran: JobResult, prefetch: Option<PrefetchStats>) -> anyhow::Result<()> {
+        let JobResult { outcome, failed } = ran;
+        let partial = match (&failed, self.interruption.is_interrupted()) {
             (Some(_), _) => Some("a request failed"),
             (None, true) => Some(INTERRUPTED),
             (None, false) => None,
         };
         // Both are attempted; the first error is returned.
-        let kept = self.keep(job, &outcome, partial);
+        let kept = self.save_result(job, &outcome, partial);
         if let Some(failed) = failed {
-            kept.err().iter().for_each(complain);
+            kept.err().iter().for_each(print_error);
             return Err(failed);
         }
         let printed = self.print(job, &outcome, prefetch, partial);
@@ -254,13 +254,13 @@ impl Run {
 
     fn print(
         &self,
-        job: &Job,
-        outcome: &Outcome,
-        prefetch: Option<Stats>,
+        job: &LoadJob,
+        outcome: &LoadOutcome,
+        prefetch: Option<PrefetchStats>,
         partial: Option<&'static str>,
     ) -> anyhow::Result<()> {
         if self.arguments.json {
-            let own = json::own(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
+            let own = json::weir_json(&self.arguments, job, (outcome, self.processor.get()), prefetch, partial);
             return print_json(&json::report(&self.arguments, job, outcome, &own));
         }
         if self.arguments.quiet {
@@ -288,7 +288,7 @@ impl Run {
         })
     }
 
-    fn keep(&self, job: &Job, outcome: &Outcome, partial: Option<&str>) -> anyhow::Result<()> {
+    fn save_result(&self, job: &LoadJob, outcome: &LoadOutcome, partial: Option<&str>) -> anyhow::Result<()> {
         let place = match &self.arguments.target {
             BenchTarget::Image(image) => image.path(),
             BenchTarget::Nbd(_) | BenchTarget::VhostUser(_) => None,
@@ -303,14 +303,14 @@ impl Run {
 }
 
 /// CPU time of all threads of this process.
-fn processor_time() -> Duration {
+fn cpu_time() -> Duration {
     let Ok(usage) = getrusage(UsageWho::RUSAGE_SELF) else { return Duration::ZERO };
     let [user, system] = [usage.user_time(), usage.system_time()]
         .map(|time| Duration::from_micros(u64::try_from(time.num_microseconds()).unwrap_or(0)));
     user + system
 }
 
-async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Result<Disk> {
+async fn open_disk(arguments: &BenchArgs, image: &settings::ImageLocation) -> anyhow::Result<Disk> {
     let disk = arguments.disk()?;
     let mut caches = disk.qcow2.caches;
     let (mut part, mut backing) = (None, BackingChoice::AsInImage);
@@ -338,8 +338,8 @@ async fn open_disk(arguments: &BenchArgs, image: &settings::Image) -> anyhow::Re
         backing,
         ..ImageOptions::default()
     };
-    let image = open(&image.spec()?, options).await?;
-    if let (Image::Raw(_), Some(option)) = (&image, disk.qcow2_key()) {
+    let image = open(&image.to_spec()?, options).await?;
+    if let (Image::Raw(_), Some(option)) = (&image, disk.first_qcow2_key()) {
         bail!("{option} is for qcow2 images, and this one is raw (leave it away)");
     }
     let measured = Disk::new("bench", image, DiskSettings::default(), None)?;
@@ -354,13 +354,13 @@ mod tests {
     use super::*;
 
     #[derive(Debug, clap::Parser)]
-    pub(super) struct Line {
+    pub(super) struct BenchLine {
         #[command(flatten)]
         pub(super) arguments: BenchArgs,
     }
 
     pub(super) fn arguments(text: &str) -> BenchArgs {
         let words = ["bench"].into_iter().chain(text.split_whitespace());
-        Line::try_parse_from(words).unwrap_or_else(|error| panic!("{text}: {error}")).arguments
+        BenchLine::try_parse_from(words).unwrap_or_else(|error| panic!("{text}: {error}")).arguments
     }
 }

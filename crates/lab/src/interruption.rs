@@ -11,13 +11,13 @@ use std::{
 };
 
 use anyhow::Context as _;
-use console::signals::{Request, Signals};
+use console::signals::{SignalRequest, BlockedSignals};
 
 /// True after SIGINT, SIGTERM or SIGHUP.
 #[derive(Clone, Debug, Default)]
-pub struct Interruption(Arc<AtomicBool>);
+pub struct SignalInterruption(Arc<AtomicBool>);
 
-impl Interruption {
+impl SignalInterruption {
     /// Runs `first` at the first signal; at the second runs `second` and exits. Must be called
     /// before threads start.
     ///
@@ -29,9 +29,9 @@ impl Interruption {
     ) -> anyhow::Result<Self> {
         let this = Self::default();
         let heard = this.clone();
-        let signals = Signals::block().context("signals cannot be awaited")?;
+        let signals = BlockedSignals::block().context("signals cannot be awaited")?;
         let hear = move |request| {
-            if matches!(request, Request::EndAtOnce(_)) {
+            if matches!(request, SignalRequest::EndAtOnce(_)) {
                 second();
                 let _ = writeln!(stderr(), "weir: interrupted twice: results discarded");
                 process::exit(1);
@@ -45,12 +45,12 @@ impl Interruption {
     }
 
     #[cfg(test)]
-    pub(super) fn happens(&self) {
+    pub(super) fn interrupt(&self) {
         self.0.store(true, Ordering::SeqCst);
     }
 
     /// True if the first signal has arrived.
-    pub fn happened(&self) -> bool {
+    pub fn is_interrupted(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
 }

@@ -24,7 +24,7 @@ pub(super) fn new() -> Latencies {
 }
 
 /// Histogram of one second of a run, the source of [`Counts`].
-pub(super) fn of_a_second() -> Latencies {
+pub(super) fn one_second() -> Latencies {
     Histogram::new_with_bounds(1, LONGEST_NS, SIMULATED_DIGITS).expect("constants that are in range")
 }
 
@@ -39,8 +39,8 @@ pub(super) fn take_counts(latencies: &mut Latencies) -> Counts {
     counts
 }
 
-pub(super) fn of_counts(counts: &Counts) -> Latencies {
-    let mut latencies = of_a_second();
+pub(super) fn from_counts(counts: &Counts) -> Latencies {
+    let mut latencies = one_second();
     counts.iter().for_each(|&(ns, count)| latencies.saturating_record_n(ns, count));
     latencies
 }
@@ -71,19 +71,19 @@ impl Percentiles {
 }
 
 /// Times of any length; mean and maximum are exact, percentiles within 1 %.
-pub(super) struct Exact {
+pub(super) struct ExactTimes {
     times: Latencies,
     sum_ns: u128,
     max_ns: u64,
 }
 
-impl Default for Exact {
+impl Default for ExactTimes {
     fn default() -> Self {
         Self { times: growing(), sum_ns: 0, max_ns: 0 }
     }
 }
 
-impl Exact {
+impl ExactTimes {
     pub(super) fn note(&mut self, ns: u64) {
         note(&mut self.times, ns);
         self.sum_ns += u128::from(ns);
@@ -171,20 +171,20 @@ mod tests {
 
     #[test]
     fn a_mean_and_a_maximum_are_exact() {
-        let mut times = Exact::default();
+        let mut times = ExactTimes::default();
         for ns in [1, 1_000_003, 123_456_789, u64::MAX] {
             times.note(ns);
         }
         let told = times.percentiles();
         assert_eq!((told.max, told.mean), (u64::MAX, (u128::from(u64::MAX) + 124_456_793) as f64 / 4.0));
-        let mut one = Exact::default();
+        let mut one = ExactTimes::default();
         one.note(1_000_003);
         let told = one.percentiles();
         assert_eq!(
             (told.p50, told.p99_9, told.max, told.mean),
             (1_000_003, 1_000_003, 1_000_003, 1_000_003.0)
         );
-        assert_eq!(Exact::default().percentiles().mean, 0.0);
+        assert_eq!(ExactTimes::default().percentiles().mean, 0.0);
     }
 
     #[test]

@@ -6,11 +6,11 @@
 use std::ops::Range;
 
 use policy::{
-    throttle::{LimitKind, Limits, Part, Setting},
+    throttle::{LimitKind, Limits, LimitPart, LimitSetting},
     watermark::Watermark,
 };
 
-use crate::result::Series;
+use crate::result::ChartSeries;
 
 /// A limit above this multiple of the highest rate is not drawn.
 const FAR: f64 = 3.0;
@@ -110,19 +110,19 @@ impl LimitOverTime {
             _ => values.join(" → "),
         };
         let of = self.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
-        format!("{} {shown}{of}", Setting::Limit(self.kind, Part::Rate).name())
+        format!("{} {shown}{of}", LimitSetting::Limit(self.kind, LimitPart::Rate).name())
     }
 
     /// Points of a line for each time in which the limit is in force.
-    fn lines(&self, (first_s, last_s): (f64, f64), is_near: impl Fn(&LimitStretch) -> bool) -> Vec<Series> {
+    fn lines(&self, (first_s, last_s): (f64, f64), is_near: impl Fn(&LimitStretch) -> bool) -> Vec<ChartSeries> {
         let drawn = || self.stretches.iter().filter(|stretch| is_near(stretch));
         let name = if drawn().next().is_some() { self.name(drawn()) } else { return Vec::new() };
-        let mut lines: Vec<Series> = Vec::new();
+        let mut lines: Vec<ChartSeries> = Vec::new();
         let mut end_ns = None;
         for LimitStretch { during_ns, rate, .. } in drawn() {
             let at_s = |ns: u64| (ns as f64 / 1e9).clamp(first_s, last_s);
             if end_ns != Some(during_ns.start) {
-                lines.push(Series { name: name.clone(), points: Vec::new() });
+                lines.push(ChartSeries { name: name.clone(), points: Vec::new() });
             }
             let points = &mut lines.last_mut().expect("a line has begun").points;
             // The end point of the previous stretch is replaced by the new rate at the same time.
@@ -152,7 +152,7 @@ impl LimitStretch {
 
 /// Limits to draw in a chart of these rates, and a note on those that are not drawn. A limit with
 /// gaps in time has several lines of the same name.
-pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[Series]) -> (Vec<Series>, Option<String>) {
+pub(crate) fn lines_of(limits: &[LimitOverTime], drawn: &[ChartSeries]) -> (Vec<ChartSeries>, Option<String>) {
     let points = || drawn.iter().flat_map(|series| &series.points);
     let highest = points().map(|(_, rate)| *rate).fold(0.0, f64::max);
     let ends = points().map(|(at, _)| *at);
@@ -195,8 +195,8 @@ mod tests {
         of
     }
 
-    fn rates() -> [Series; 1] {
-        [Series { name: "vm1".to_owned(), points: vec![(0.5, 14.0), (1.5, 16.0)] }]
+    fn rates() -> [ChartSeries; 1] {
+        [ChartSeries { name: "vm1".to_owned(), points: vec![(0.5, 14.0), (1.5, 16.0)] }]
     }
 
     #[test]
@@ -223,7 +223,7 @@ mod tests {
         limits.add_during(None, &self::limits(), watermark, ms(900, 9000));
         let (lines, _) = lines_of(&limits.iops, &rates());
         let name = "iops-total 15 → 15 (from 80 % utilization)";
-        let line = |points: [(f64, f64); 2]| Series { name: name.to_owned(), points: points.to_vec() };
+        let line = |points: [(f64, f64); 2]| ChartSeries { name: name.to_owned(), points: points.to_vec() };
         assert_eq!(lines, [line([(0.5, 15.0), (0.7, 15.0)]), line([(0.9, 15.0), (1.5, 15.0)])]);
     }
 

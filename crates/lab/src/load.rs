@@ -25,17 +25,17 @@ use policy::time::Duration;
 
 pub(crate) use self::arrivals::{Spacing, exponential};
 pub(super) use self::{
-    arrivals::Arrivals,
-    jobs::{PATIENCE, Ran, Source, put_all},
-    measured::{Measured, Second, Sent},
-    places::{Draw, Locality, Part, Places},
-    run::put,
-    target::Target,
-    watch::{Count, Stop},
+    arrivals::OpenLoop,
+    jobs::{CONNECT_TIMEOUT, JobResult, LoadSource, run_jobs},
+    measured::{Measured, SecondCounts, SentRequest},
+    places::{RandomBlocks, Locality, JobPart, OffsetPattern},
+    run::run_job,
+    target::LoadTarget,
+    watch::{CompletedCount, LoadStop},
 };
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Load {
+pub(super) struct LoadSpec {
     /// Total number of requests; not 0.
     pub(super) count: u64,
     /// Requests in flight of each reader; not 0.
@@ -44,13 +44,13 @@ pub(super) struct Load {
     pub(super) readers: u32,
     /// Request size in bytes; not 0, and at most the image's size.
     pub(super) block_bytes: usize,
-    pub(super) places: Places,
+    pub(super) places: OffsetPattern,
     pub(super) write: Option<u8>,
-    pub(super) flush: Option<Flush>,
+    pub(super) flush: Option<FlushSpec>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Flush {
+pub(super) struct FlushSpec {
     /// Writes between two flushes; not 0.
     pub(super) interval: u64,
     /// True to drain requests in flight before the flush, and to send none during it.
@@ -58,25 +58,25 @@ pub(super) struct Flush {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Job {
-    pub(super) load: Load,
+pub(super) struct LoadJob {
+    pub(super) load: LoadSpec,
     /// Percentage of reads in a load that writes.
     pub(super) read_percent: u8,
     /// `Even` unless places are random.
     pub(super) locality: Locality,
     /// `None` for a closed loop.
-    pub(super) arrivals: Option<Arrivals>,
+    pub(super) arrivals: Option<OpenLoop>,
     /// Warm-up: requests in it count neither as measured nor as sent.
     pub(super) ramp: Duration,
     /// Duration after the ramp, after which no request is sent.
     pub(super) runtime: Option<Duration>,
-    pub(super) part: Part,
-    pub(super) stop: Stop,
-    pub(super) answered: Count,
+    pub(super) part: JobPart,
+    pub(super) stop: LoadStop,
+    pub(super) answered: CompletedCount,
 }
 
-impl From<Load> for Job {
-    fn from(load: Load) -> Self {
+impl From<LoadSpec> for LoadJob {
+    fn from(load: LoadSpec) -> Self {
         Self {
             load,
             read_percent: 0,
@@ -84,29 +84,29 @@ impl From<Load> for Job {
             arrivals: None,
             ramp: Duration::ZERO,
             runtime: None,
-            part: Part::WHOLE,
-            stop: Stop::default(),
-            answered: Count::default(),
+            part: JobPart::WHOLE,
+            stop: LoadStop::default(),
+            answered: CompletedCount::default(),
         }
     }
 }
 
-impl Job {
+impl LoadJob {
     /// Divides requests and rate among 1 to `load.count` jobs, each with the full depth.
     pub(super) fn split(self, count: u32) -> Vec<Self> {
         let of = |number: u32| {
             let all = self.load.count;
             // The remainder goes to the first jobs, one request each.
             let share = all / u64::from(count) + u64::from(u64::from(number) < all % u64::from(count));
-            let rate = |arrivals: Arrivals| Arrivals {
+            let rate = |arrivals: OpenLoop| OpenLoop {
                 per_second: arrivals.per_second / f64::from(count),
                 ..arrivals
             };
             Self {
-                load: Load { count: share, ..self.load.clone() },
+                load: LoadSpec { count: share, ..self.load.clone() },
                 arrivals: self.arrivals.map(rate),
-                part: Part { number, of: count },
-                answered: Count::default(),
+                part: JobPart { number, of: count },
+                answered: CompletedCount::default(),
                 ..self.clone()
             }
         };
@@ -115,7 +115,7 @@ impl Job {
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(super) struct Outcome {
+pub(super) struct LoadOutcome {
     /// Time from the first counted request to the last completion.
     pub(super) elapsed: Duration,
     /// Completed requests of the reader with the fewest.
@@ -125,7 +125,7 @@ pub(super) struct Outcome {
     pub(super) measured: Measured,
 }
 
-impl Outcome {
+impl LoadOutcome {
     /// Elapsed seconds; never 0.
     pub(super) fn seconds(&self) -> f64 {
         self.elapsed.as_secs_f64().max(1e-9)
@@ -138,8 +138,8 @@ impl Outcome {
 
 #[derive(Debug, thiserror::Error)]
 #[error("{request}: {error}")]
-pub(super) struct Failed {
-    pub(super) request: Sent,
+pub(super) struct FailedLoad {
+    pub(super) request: SentRequest,
     pub(super) error: reactor::error::Error,
-    pub(super) outcome: Box<Outcome>,
+    pub(super) outcome: Box<LoadOutcome>,
 }

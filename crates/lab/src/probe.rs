@@ -26,14 +26,14 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail};
 pub use arguments::{EXAMPLES, ProbeArgs};
-use block::device::{Identity, Number, Roots};
-use console::{Failure, on_reactor, print, progress::Progress};
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
+use console::{CommandFailure, on_reactor, print, progress::StepProgress};
 pub(crate) use load::DEPTH;
-use load::{Field, Figure, Load};
+use load::{ProbedRange, ProbeResult, ProbeLoad};
 use policy::{request::Direction, time::Duration};
-use report::Report;
-use settings::state::{Figures, Record, Store};
-use target::{Kind, LEAST_SIZE, Target, Wish};
+use report::ProbeReport;
+use settings::state::{CapacityFigures, CapacityRecord, CapacityStore};
+use target::{ProbeTargetKind, LEAST_SIZE, ProbeTarget, ProbeOptions};
 
 /// Bound on the time for filling the file, in multiples of a load's time; a slower device gets a
 /// smaller file.
@@ -43,25 +43,25 @@ const FILL_TIMES: u32 = 5;
 ///
 /// # Errors
 /// Anything that prevents measuring or storing.
-pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
-    let wish = Wish {
+pub fn run(arguments: ProbeArgs) -> Result<(), CommandFailure> {
+    let wish = ProbeOptions {
         path: &arguments.path,
         size_bytes: arguments.size,
         write: arguments.write,
         force: arguments.force,
     };
-    let target = Target::open(wish)?;
-    let roots = Roots::default();
+    let target = ProbeTarget::open(wish)?;
+    let roots = SysfsRoots::default();
     // Without an identity (a file system in memory) the result is not stored.
-    let identity = Identity::resolve(Number::unpack(target.device_number), &roots).ok();
+    let identity = DeviceIdentity::resolve(DeviceNumber::unpack(target.device_number), &roots).ok();
     let name = arguments.path.display().to_string();
     let device = identity.map(|identity| (identity.node(), identity.key().to_owned()));
-    let store = Store::new(arguments.state.as_deref());
+    let store = CapacityStore::new(arguments.state.as_deref());
     // Tested before minutes of measuring.
     if device.is_some() {
-        store.try_out()?;
+        store.check_writable()?;
     }
-    let progress = Progress::new(arguments.json);
+    let progress = StepProgress::new(arguments.json);
     let read_only = arguments.read_only;
     let seconds = Duration::from_secs(arguments.seconds);
     let accept = arguments.accept;
@@ -70,30 +70,30 @@ pub fn run(arguments: ProbeArgs) -> Result<(), Failure> {
         let measured = measure(&target, &name, seconds, read_only, &progress).await;
         Ok(measured.with_context(|| format!("{name}: cannot be measured"))?)
     })?;
-    let (report, kept) = keep(measured, &store, device, arguments.path.display().to_string(), accept);
+    let (report, kept) = store_record(measured, &store, device, arguments.path.display().to_string(), accept);
     let text = if arguments.json { report.json() } else { report.text() };
     print(&text)?;
     Ok(kept?)
 }
 
 #[derive(Debug)]
-struct Measured {
+struct ProbedLoads {
     size_bytes: u64,
-    figures: Vec<Figure>,
+    figures: Vec<ProbeResult>,
     not_measured: Vec<&'static str>,
 }
 
 async fn measure(
-    target: &Target,
+    target: &ProbeTarget,
     name: &str,
     time: Duration,
     read_only: bool,
-    progress: &Progress,
-) -> anyhow::Result<Measured> {
+    progress: &StepProgress,
+) -> anyhow::Result<ProbedLoads> {
     // Incompressible, or devices and file systems with compression would look faster.
     let noise: Rc<[u8]> = (0..1 << 20).map(|_| fastrand::u8(..)).collect();
-    let mut field = Field { image: Rc::clone(&target.image), size_bytes: target.size_bytes, noise };
-    if target.kind == Kind::File {
+    let mut field = ProbedRange { image: Rc::clone(&target.image), size_bytes: target.size_bytes, noise };
+    if target.kind == ProbeTargetKind::File {
         progress.begin(&format!("{name}: writing a file to measure"), field.size_bytes);
         // Reads of holes would not reach the device.
         field.size_bytes = field.fill(time * FILL_TIMES, |done| progress.advance(done)).await?;
@@ -111,11 +111,11 @@ async fn measure(
     let mut not_measured = Vec::new();
     let writes = match target.kind {
         _ if read_only => Err("writes: not asked for (--read-only)"),
-        Kind::Device { writable: false } => Err("writes: they would destroy what is on the device (--write)"),
-        Kind::File | Kind::Device { writable: true } => Ok(()),
+        ProbeTargetKind::Device { writable: false } => Err("writes: they would destroy what is on the device (--write)"),
+        ProbeTargetKind::File | ProbeTargetKind::Device { writable: true } => Ok(()),
     };
     not_measured.extend(writes.err());
-    let loads = Load::all().filter(|load| load.direction == Direction::Read || writes.is_ok());
+    let loads = ProbeLoad::all().filter(|load| load.direction == Direction::Read || writes.is_ok());
     let mut figures = Vec::new();
     for load in loads {
         progress.step(&format!("{} of {}", load.name(), report::size(load.block_bytes as u64)));
@@ -127,23 +127,23 @@ async fn measure(
         figures.push(field.measure_steadily(load, time, longer).await?);
         progress.end();
     }
-    Ok(Measured { size_bytes: field.size_bytes, figures, not_measured })
+    Ok(ProbedLoads { size_bytes: field.size_bytes, figures, not_measured })
 }
 
 /// Capacities; 0 if not measured.
-fn capacity(figures: &[Figure]) -> Figures {
-    let best = |direction: Direction, block_bytes: usize, part: fn(&Figure) -> u64, random_only: bool| {
-        let of = |figure: &&Figure| {
+fn capacity(figures: &[ProbeResult]) -> CapacityFigures {
+    let best = |direction: Direction, block_bytes: usize, part: fn(&ProbeResult) -> u64, random_only: bool| {
+        let of = |figure: &&ProbeResult| {
             figure.load.direction == direction
                 && figure.load.block_bytes == block_bytes
-                && (!random_only || figure.load.pattern == load::Pattern::Random)
+                && (!random_only || figure.load.pattern == load::ProbePattern::Random)
         };
         // The better of the two patterns, unless only random requests count.
         figures.iter().filter(of).map(part).max().unwrap_or(0)
     };
-    let iops = |direction| best(direction, 4096, Figure::iops, true);
-    let bps = |direction| best(direction, 1 << 20, Figure::bps, false);
-    Figures {
+    let iops = |direction| best(direction, 4096, ProbeResult::iops, true);
+    let bps = |direction| best(direction, 1 << 20, ProbeResult::bps, false);
+    CapacityFigures {
         read_iops: iops(Direction::Read),
         write_iops: iops(Direction::Write),
         read_bps: bps(Direction::Read),
@@ -153,14 +153,14 @@ fn capacity(figures: &[Figure]) -> Figures {
 
 /// Returns the report, and an error if the record was not stored. It is not stored if a rate
 /// varies, unless `accept` is set.
-fn keep(
-    measured: Measured,
-    store: &Store,
+fn store_record(
+    measured: ProbedLoads,
+    store: &CapacityStore,
     device: Option<(String, String)>,
     target: String,
     accept: bool,
-) -> (Report, anyhow::Result<()>) {
-    let Measured { size_bytes, figures, mut not_measured } = measured;
+) -> (ProbeReport, anyhow::Result<()>) {
+    let ProbedLoads { size_bytes, figures, mut not_measured } = measured;
     let mut capacity = capacity(&figures);
     let mut saved = Ok(None);
     // Includes loads that are not part of the capacity: a device whose sequential rate varies was
@@ -186,78 +186,78 @@ fn keep(
         }
         // Shown by commands that print the age of a record.
         let time = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        let record = Record { key: key.clone(), device: node.clone(), time, capacity };
+        let record = CapacityRecord { key: key.clone(), device: node.clone(), time, capacity };
         saved = store.save(&record).map(Some);
     }
     let (kept, outcome) = match saved {
         Ok(kept) => (kept, Ok(())),
         Err(error) => (None, Err(error)),
     };
-    (Report { target, device, size_bytes, figures, capacity, not_measured, kept }, outcome)
+    (ProbeReport { target, device, size_bytes, figures, capacity, not_measured, kept }, outcome)
 }
 
 #[cfg(test)]
 mod tests {
-    use load::Pattern;
+    use load::ProbePattern;
 
     use super::*;
 
-    fn figure(pattern: Pattern, direction: Direction, block_bytes: usize, rate: f64) -> Figure {
-        Figure { load: Load { pattern, direction, block_bytes }, rate, spread: 0.0 }
+    fn figure(pattern: ProbePattern, direction: Direction, block_bytes: usize, rate: f64) -> ProbeResult {
+        ProbeResult { load: ProbeLoad { pattern, direction, block_bytes }, rate, spread: 0.0 }
     }
 
     #[test]
-    fn what_cannot_be_kept_is_told() {
+    fn unwritable_store_is_reported() {
         let directory = tempfile::tempdir().unwrap();
         let file = directory.path().join("file");
         std::fs::write(&file, "").unwrap();
         let device = Some(("/dev/vda".to_owned(), "serial".to_owned()));
-        let measure = || Measured {
+        let measure = || ProbedLoads {
             size_bytes: 1 << 20,
-            figures: vec![figure(Pattern::Random, Direction::Read, 4096, 100.0)],
+            figures: vec![figure(ProbePattern::Random, Direction::Read, 4096, 100.0)],
             not_measured: Vec::new(),
         };
-        let store = Store::new(Some(&file));
-        let (report, outcome) = keep(measure(), &store, device.clone(), "x".to_owned(), false);
+        let store = CapacityStore::new(Some(&file));
+        let (report, outcome) = store_record(measure(), &store, device.clone(), "x".to_owned(), false);
         assert_eq!((report.capacity.read_iops, report.kept), (100, None));
         let error = outcome.unwrap_err().to_string();
         assert!(error.contains("cannot be written (give another place with --state)"), "{error}");
-        let error = store.try_out().unwrap_err().to_string();
+        let error = store.check_writable().unwrap_err().to_string();
         assert!(error.contains("cannot be written to (give another place with --state)"), "{error}");
-        let store = Store::new(Some(directory.path()));
-        store.try_out().unwrap();
-        let (report, outcome) = keep(measure(), &store, device, "x".to_owned(), false);
+        let store = CapacityStore::new(Some(directory.path()));
+        store.check_writable().unwrap();
+        let (report, outcome) = store_record(measure(), &store, device, "x".to_owned(), false);
         assert!(outcome.is_ok() && report.kept.is_some());
     }
 
     #[test]
     fn a_capacity_that_varies_is_kept_only_on_request() {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::new(Some(directory.path()));
+        let store = CapacityStore::new(Some(directory.path()));
         let device = Some(("/dev/vda".to_owned(), "serial".to_owned()));
-        let varying = |pattern, block_bytes, rate| Figure {
+        let varying = |pattern, block_bytes, rate| ProbeResult {
             spread: 2.55,
             ..figure(pattern, Direction::Read, block_bytes, rate)
         };
-        let steady = figure(Pattern::Random, Direction::Read, 4096, 100.0);
-        let measured = |figures: &[Figure]| Measured {
+        let steady = figure(ProbePattern::Random, Direction::Read, 4096, 100.0);
+        let measured = |figures: &[ProbeResult]| ProbedLoads {
             size_bytes: 1 << 20,
             figures: figures.to_vec(),
             not_measured: Vec::new(),
         };
-        let decisive = [varying(Pattern::Random, 4096, 100.0)];
-        let (report, outcome) = keep(measured(&decisive), &store, device.clone(), "x".to_owned(), false);
+        let decisive = [varying(ProbePattern::Random, 4096, 100.0)];
+        let (report, outcome) = store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), false);
         let error = outcome.unwrap_err().to_string();
         assert!(
             error.starts_with("x: not kept: the rate of random read of 4 KiB varies by 255 % ("),
             "{error}"
         );
         assert!(report.kept.is_none() && store.load("serial").unwrap().is_none());
-        let (report, outcome) = keep(measured(&decisive), &store, device.clone(), "x".to_owned(), true);
+        let (report, outcome) = store_record(measured(&decisive), &store, device.clone(), "x".to_owned(), true);
         assert!(outcome.is_ok() && report.kept.is_some());
         // The same rule applies to loads that are not part of the capacity.
-        let other = [steady, varying(Pattern::Sequential, 4096, 9000.0)];
-        let (report, outcome) = keep(measured(&other), &store, device, "x".to_owned(), false);
+        let other = [steady, varying(ProbePattern::Sequential, 4096, 9000.0)];
+        let (report, outcome) = store_record(measured(&other), &store, device, "x".to_owned(), false);
         let error = outcome.unwrap_err().to_string();
         assert!(error.contains("the rate of sequential read of 4 KiB varies by 255 %"), "{error}");
         assert!(report.kept.is_none());
@@ -266,12 +266,12 @@ mod tests {
     #[test]
     fn operations_are_those_of_random_requests_and_bytes_those_of_the_better_pattern() {
         let figures = [
-            figure(Pattern::Random, Direction::Read, 4096, 100.0),
-            figure(Pattern::Sequential, Direction::Read, 4096, 20_000.0),
-            figure(Pattern::Random, Direction::Read, 1 << 20, 70.0),
-            figure(Pattern::Sequential, Direction::Read, 1 << 20, 90.0),
+            figure(ProbePattern::Random, Direction::Read, 4096, 100.0),
+            figure(ProbePattern::Sequential, Direction::Read, 4096, 20_000.0),
+            figure(ProbePattern::Random, Direction::Read, 1 << 20, 70.0),
+            figure(ProbePattern::Sequential, Direction::Read, 1 << 20, 90.0),
         ];
-        let expect = Figures { read_iops: 100, read_bps: 90 << 20, write_iops: 0, write_bps: 0 };
+        let expect = CapacityFigures { read_iops: 100, read_bps: 90 << 20, write_iops: 0, write_bps: 0 };
         assert_eq!(capacity(&figures), expect);
     }
 }

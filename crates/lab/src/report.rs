@@ -31,13 +31,13 @@ mod text;
 pub use arguments::{EXAMPLES, ReportArgs};
 pub use command::run;
 use differences::Differences;
-use page::Page;
+use page::ReportPage;
 
 use super::result::ResultFile;
 
 pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     let ResultFile { header, findings, .. } = result;
-    let mut page = Page::new(&title(result));
+    let mut page = ReportPage::new(&title(result));
     page.command(header);
     // Before the results, so that nobody overlooks it.
     if let Some(warning) = result.warning() {
@@ -64,7 +64,7 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
 
 fn comparison((name_a, a): (&str, &ResultFile), (name_b, b): (&str, &ResultFile)) -> anyhow::Result<String> {
     let differences = Differences::between(a, b);
-    let mut page = Page::new(&format!("{name_b} beside {name_a}"));
+    let mut page = ReportPage::new(&format!("{name_b} beside {name_a}"));
     page.summary(&[differences.conclusion()]);
     for text in text::warnings((name_a, a), (name_b, b)) {
         page.warning(&text);

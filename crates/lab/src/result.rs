@@ -14,10 +14,10 @@ pub(crate) mod arguments;
 mod file;
 mod header;
 
-pub(crate) use file::{Kind, check, load, save, write};
+pub(crate) use file::{OutputKind, check, load, save, write};
 #[cfg(test)]
-pub(crate) use header::Device;
-pub(crate) use header::{Begun, Header, Machine};
+pub(crate) use header::MeasuredDevice;
+pub(crate) use header::{HeaderStart, ResultHeader, MachineInfo};
 use serde::{Deserialize, Serialize};
 
 pub(crate) const FORMAT: &str = "weir-result";
@@ -31,7 +31,7 @@ pub(crate) const INTERRUPTED: &str = "interrupted";
 pub(crate) struct ResultFile {
     pub(crate) format: String,
     pub(crate) version: u32,
-    pub(crate) header: Header,
+    pub(crate) header: ResultHeader,
     /// Reason why the result is incomplete; its content is valid nevertheless.
     pub(crate) partial: Option<String>,
     pub(crate) findings: Findings,
@@ -41,7 +41,7 @@ pub(crate) struct ResultFile {
 }
 
 impl ResultFile {
-    pub(crate) fn new(header: Header, findings: Findings) -> Self {
+    pub(crate) fn new(header: ResultHeader, findings: Findings) -> Self {
         Self {
             format: FORMAT.to_owned(),
             version: VERSION,
@@ -66,11 +66,11 @@ pub(crate) struct Findings {
     pub(crate) summary: Vec<String>,
     /// Tables before the charts.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) opening: Vec<Table>,
+    pub(crate) opening: Vec<ResultTable>,
     #[serde(default)]
     pub(crate) measures: Vec<Measure>,
     #[serde(default)]
-    pub(crate) tables: Vec<Table>,
+    pub(crate) tables: Vec<ResultTable>,
     #[serde(default)]
     pub(crate) charts: Vec<Chart>,
 }
@@ -80,7 +80,7 @@ pub(crate) struct Findings {
 pub(crate) struct Measure {
     /// Unique in its file, and the same in every run.
     pub(crate) name: String,
-    pub(crate) unit: Unit,
+    pub(crate) unit: MeasureUnit,
     pub(crate) better: Better,
     /// Not empty, all finite.
     pub(crate) samples: Vec<f64>,
@@ -101,14 +101,14 @@ pub(crate) enum SamplesAre {
 }
 
 impl Measure {
-    pub(crate) fn new(name: impl Into<String>, unit: Unit, better: Better, samples: Vec<f64>) -> Self {
+    pub(crate) fn new(name: impl Into<String>, unit: MeasureUnit, better: Better, samples: Vec<f64>) -> Self {
         Self { name: name.into(), unit, better, samples, samples_are: SamplesAre::Runs }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) enum Unit {
+pub(crate) enum MeasureUnit {
     Iops,
     Bytes,
     BytesPerSecond,
@@ -128,7 +128,7 @@ pub(crate) enum Better {
 
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Table {
+pub(crate) struct ResultTable {
     pub(crate) title: String,
     pub(crate) columns: Vec<String>,
     pub(crate) rows: Vec<Vec<String>>,
@@ -136,7 +136,7 @@ pub(crate) struct Table {
     pub(crate) note: Option<String>,
 }
 
-impl Table {
+impl ResultTable {
     pub(crate) fn new<'a>(
         title: &str,
         columns: impl IntoIterator<Item = &'a str>,
@@ -158,16 +158,16 @@ pub(crate) enum Chart {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct Lines {
     pub(crate) title: String,
-    pub(crate) x: Axis,
-    pub(crate) y: Axis,
+    pub(crate) x: ChartAxis,
+    pub(crate) y: ChartAxis,
     /// True for a step function.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) steps: bool,
     /// At most eight lines can be distinguished.
-    pub(crate) series: Vec<Series>,
+    pub(crate) series: Vec<ChartSeries>,
     /// Limits on the drawn series, as dashed step functions.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) limits: Vec<Series>,
+    pub(crate) limits: Vec<ChartSeries>,
     /// A sentence below the chart.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(crate) note: Option<String>,
@@ -175,16 +175,16 @@ pub(crate) struct Lines {
 
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Axis {
+pub(crate) struct ChartAxis {
     pub(crate) label: String,
-    pub(crate) unit: Unit,
+    pub(crate) unit: MeasureUnit,
     /// Requires values above 0.
     #[serde(default)]
     pub(crate) logarithmic: bool,
 }
 
-impl Axis {
-    pub(crate) fn new(label: &str, unit: Unit) -> Self {
+impl ChartAxis {
+    pub(crate) fn new(label: &str, unit: MeasureUnit) -> Self {
         Self { label: label.to_owned(), unit, logarithmic: false }
     }
 
@@ -195,11 +195,11 @@ impl Axis {
 
 impl Lines {
     /// The share of requests within a latency in nanoseconds.
-    pub(crate) fn distribution(title: &str, series: Vec<Series>) -> Self {
+    pub(crate) fn distribution(title: &str, series: Vec<ChartSeries>) -> Self {
         Self {
             title: title.to_owned(),
-            x: Axis::new("latency", Unit::Nanoseconds).logarithmic(),
-            y: Axis::new("requests", Unit::Share),
+            x: ChartAxis::new("latency", MeasureUnit::Nanoseconds).logarithmic(),
+            y: ChartAxis::new("requests", MeasureUnit::Share),
             steps: true,
             series,
             limits: Vec::new(),
@@ -210,7 +210,7 @@ impl Lines {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Series {
+pub(crate) struct ChartSeries {
     pub(crate) name: String,
     /// x never decreases; all values are finite.
     pub(crate) points: Vec<(f64, f64)>,
@@ -220,7 +220,7 @@ pub(crate) struct Series {
 #[serde(rename_all = "kebab-case")]
 pub(crate) struct HeatMap {
     pub(crate) title: String,
-    pub(crate) unit: Unit,
+    pub(crate) unit: MeasureUnit,
     pub(crate) better: Better,
     pub(crate) columns: Vec<String>,
     pub(crate) rows: Vec<String>,

@@ -43,28 +43,28 @@ use std::{
 };
 
 use anyhow::anyhow;
-pub(crate) use arguments::Terms;
+pub(crate) use arguments::DefaultDiskSettings;
 pub use arguments::{EXAMPLES, SimulateArgs};
 pub(crate) use cluster::ClusterSpec;
-use console::{Failure, figures, print, print_json, progress::Spinner};
+use console::{CommandFailure, figures, print, print_json, progress::ActivitySpinner};
 pub(crate) use device_spec::DeviceSpec;
-use drive::{Input, Job, Silence, simulate};
-use events::Events;
-use generator::Generator;
-use output::Summary;
-use policy::throttle::Setting;
-use recording::Merged;
+use drive::{SimulationInput, SimulationJob, EmptySource, simulate};
+use events::EventsFile;
+use generator::WorkloadGenerator;
+use output::SimulationSummary;
+use policy::throttle::LimitSetting;
+use recording::MergedTraces;
 use serde::Serialize;
-pub(crate) use setup::{MOST_DISKS, Names, Setup, device_of};
-use story::Story;
-pub(crate) use sweep::Sweep;
-use swept::{Point, Swept, SweptNames, sweep};
+pub(crate) use setup::{MOST_DISKS, DiskResolver, SimulationSetup, device_of};
+use story::ScenarioTable;
+pub(crate) use sweep::SweepValues;
+use swept::{SweepPoint, SweepResult, SweptNames, sweep};
 use workload::names;
 pub(crate) use workload::{Workload, generators};
 
 use super::{
-    interruption::Interruption,
-    result::{Header, ResultFile},
+    interruption::SignalInterruption,
+    result::{ResultHeader, ResultFile},
 };
 
 const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
@@ -74,22 +74,22 @@ const OF_STORIES: [&str; 4] = ["workload", "json", "result", "report"];
 /// # Errors
 /// Anything that prevents the simulation or ends it early; the partial result is printed in the
 /// latter case.
-pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
+pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
     if let Some(spec) = &arguments.cluster {
         return run_cluster(&arguments, spec);
     }
-    if let Some(Workload::Story(tale)) = &arguments.input.workload {
+    if let Some(Workload::Scenario(tale)) = &arguments.input.workload {
         if let Some(option) = arguments.given.first_but(&OF_STORIES) {
-            return Err(Failure::Usage(anyhow!(
+            return Err(CommandFailure::Usage(anyhow!(
                 "--{option}: this workload brings its own limits, devices and disks (leave --{option} out, or use another --workload)"
             )));
         }
-        return tell(&arguments, &scenario::told(tale).map_err(|error| anyhow!(error))?);
+        return tell(&arguments, &scenario::simulate(tale).map_err(|error| anyhow!(error))?);
     }
     if let (Some(Workload::Sequential(_)), Some("seed")) =
         (&arguments.input.workload, arguments.given.first_of(&["seed"]))
     {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "--seed: nothing of the workload sequential is drawn at random (leave it out)"
         )));
     }
@@ -97,7 +97,7 @@ pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
     if let (Some(values), Some(_)) = (&arguments.sweep.sweep, arguments.sweep.p99)
         && !values.has_smallest()
     {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "--p99: {} is no rate, of which the smallest that is fast enough could be told (leave --p99 out, or sweep a rate)",
             values.setting
         )));
@@ -105,28 +105,28 @@ pub fn run(arguments: SimulateArgs) -> Result<(), Failure> {
     arguments.results.check()?;
     let stop = Arc::new(AtomicBool::new(false));
     let heard = Arc::clone(&stop);
-    Interruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
-    let setup = Setup::new(&arguments)?;
+    SignalInterruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
+    let setup = SimulationSetup::new(&arguments)?;
     match &arguments.sweep.sweep {
         Some(values) => run_sweep(&arguments, &setup, values, &stop),
         None => run_once(&arguments, &setup, &stop),
     }
 }
 
-fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), Failure> {
-    let known: Vec<_> = Setting::ALL.into_iter().map(Setting::name).chain(cluster::OTHERS).collect();
+fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), CommandFailure> {
+    let known: Vec<_> = LimitSetting::ALL.into_iter().map(LimitSetting::name).chain(cluster::OTHERS).collect();
     if let Some(option) = arguments.given.first_but(&known) {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "--{option}: is not for --cluster, which brings its own hosts, disks and requests (leave --{option} out)"
         )));
     }
     arguments.results.check()?;
-    let settings = arguments.terms().map_err(|wrong| Failure::Usage(wrong.into()))?.disk;
+    let settings = arguments.terms().map_err(|wrong| CommandFailure::Usage(wrong.into()))?.disk;
     let stop = Arc::new(AtomicBool::new(false));
     let heard = Arc::clone(&stop);
-    Interruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
-    let begun = Header::begin();
-    let simulated = cluster::simulate(spec, settings.of_disk().limits, arguments.input.seed, &stop)?;
+    SignalInterruption::watch(move || heard.store(true, Ordering::Relaxed), || {})?;
+    let begun = ResultHeader::begin();
+    let simulated = cluster::simulate(spec, settings.to_disk_settings().limits, arguments.input.seed, &stop)?;
     let summary = &simulated.summary;
     let mut result = ResultFile::new(begun.end(None), simulated.findings.clone());
     result.partial.clone_from(&summary.partial);
@@ -134,8 +134,8 @@ fn run_cluster(arguments: &SimulateArgs, spec: &ClusterSpec) -> Result<(), Failu
     ended(simulated.failure())
 }
 
-fn tell(arguments: &SimulateArgs, story: &Story) -> Result<(), Failure> {
-    let begun = Header::begin();
+fn tell(arguments: &SimulateArgs, story: &ScenarioTable) -> Result<(), CommandFailure> {
+    let begun = ResultHeader::begin();
     let result = ResultFile::new(begun.end(None), findings::of_story(story));
     Ok(print_and_keep(arguments, &story.table(), || story.text(), &result)?)
 }
@@ -152,30 +152,30 @@ fn print_and_keep(
     printed.and(arguments.results.keep(result))
 }
 
-fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Result<(), Failure> {
-    let begun = Header::begin();
+fn run_once(arguments: &SimulateArgs, setup: &SimulationSetup, stop: &AtomicBool) -> Result<(), CommandFailure> {
+    let begun = ResultHeader::begin();
     // Opened before the events file is created, which could be one of the inputs.
     let input = input(arguments)?;
     let inputs = || arguments.traces.iter().chain(&arguments.config);
-    let events = arguments.output.events.as_deref().map(|path| Events::create(path, inputs())).transpose()?;
+    let events = arguments.output.events.as_deref().map(|path| EventsFile::create(path, inputs())).transpose()?;
     let events = events.map(|events| Arc::new(Mutex::new(events)));
-    let progress = Spinner::new();
+    let progress = ActivitySpinner::new();
     let tell = |requests, at| {
         let requests = figures::count(requests as f64);
         progress.say(|| format!("{requests} requests, {} simulated", figures::time(at)));
     };
-    let outcome = simulate(Job {
+    let outcome = simulate(SimulationJob {
         threads: threads(arguments),
         events: events.clone(),
         tell: &tell,
-        ..Job::new(setup, input, stop)
+        ..SimulationJob::new(setup, input, stop)
     })?;
     drop(progress);
     // The simulation has released its clone, so the file can be completed.
     let events = events.and_then(Arc::into_inner).map(Mutex::into_inner);
     let events = events.map(|events| events.unwrap_or_else(PoisonError::into_inner));
-    let written = events.map_or(Ok(()), Events::finish);
-    let summary = Summary::new(&outcome, &setup.remarks);
+    let written = events.map_or(Ok(()), EventsFile::finish);
+    let summary = SimulationSummary::new(&outcome, &setup.remarks);
     let mut result = ResultFile::new(begun.end(None), findings::of_run(&summary, &outcome));
     result.partial.clone_from(&outcome.partial);
     // An incomplete events file is an error, but must not suppress the summary.
@@ -185,31 +185,31 @@ fn run_once(arguments: &SimulateArgs, setup: &Setup, stop: &AtomicBool) -> Resul
 
 fn run_sweep(
     arguments: &SimulateArgs,
-    setup: &Setup,
-    values: &Sweep,
+    setup: &SimulationSetup,
+    values: &SweepValues,
     stop: &AtomicBool,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     if arguments.traces.iter().any(|path| path.as_os_str() == "-") {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "--sweep: standard input can be read once only (write the trace to a file)"
         )));
     }
-    let begun = Header::begin();
+    let begun = ResultHeader::begin();
     let of = arguments.sweep.sweep_of.as_deref();
     let judged = arguments.sweep.p99_of.as_deref();
     let between = SweptNames { limited: of, judged };
     // All values are validated before the first simulation, which may take long.
-    let setups = values.values.iter().map(|&value| setup.with(of, values.setting, value));
-    setups.collect::<anyhow::Result<Vec<_>>>().map_err(Failure::Usage)?;
-    let progress = Spinner::new();
+    let setups = values.values.iter().map(|&value| setup.with_limit(of, values.setting, value));
+    setups.collect::<anyhow::Result<Vec<_>>>().map_err(CommandFailure::Usage)?;
+    let progress = ActivitySpinner::new();
     let one = |value| {
-        let setup = setup.with(of, values.setting, value)?;
+        let setup = setup.with_limit(of, values.setting, value)?;
         // Each value on one thread; values run in parallel.
-        let outcome = simulate(Job { before: false, ..Job::new(&setup, input(arguments)?, stop) })?;
+        let outcome = simulate(SimulationJob { before: false, ..SimulationJob::new(&setup, input(arguments)?, stop) })?;
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        Ok(Some((Point::new(value, &outcome, between)?, outcome.partial)))
+        Ok(Some((SweepPoint::new(value, &outcome, between)?, outcome.partial)))
     };
     let count = values.values.len();
     let points = sweep(&values.values, threads(arguments), one, |done| {
@@ -221,17 +221,17 @@ fn run_sweep(
     // The same trace is read each time, so one reason stands for all values.
     let partial = partial.into_iter().flatten().next().or(interrupted);
     let below_ns = arguments.sweep.p99.map(|time| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
-    let swept = Swept::new(values, points, below_ns.map(|below_ns| (below_ns, judged.or(of))), partial);
+    let swept = SweepResult::new(values, points, below_ns.map(|below_ns| (below_ns, judged.or(of))), partial);
     let mut result = ResultFile::new(begun.end(None), findings::of_sweep(&swept));
     result.partial.clone_from(&swept.partial);
     print_and_keep(arguments, &swept, || swept.text(), &result)?;
     ended(swept.partial)
 }
 
-fn ended(partial: Option<String>) -> Result<(), Failure> {
+fn ended(partial: Option<String>) -> Result<(), CommandFailure> {
     match partial {
         None => Ok(()),
-        Some(why) => Err(Failure::Failed(anyhow!("{why}"))),
+        Some(why) => Err(CommandFailure::Failed(anyhow!("{why}"))),
     }
 }
 
@@ -240,16 +240,16 @@ fn threads(arguments: &SimulateArgs) -> usize {
     arguments.output.threads.map_or_else(all, NonZeroUsize::get)
 }
 
-fn input(arguments: &SimulateArgs) -> anyhow::Result<Input> {
+fn input(arguments: &SimulateArgs) -> anyhow::Result<SimulationInput> {
     Ok(match &arguments.input.workload {
         None => {
             let options = arguments.input.reading.options();
-            Input::of(Merged::open(&arguments.traces, &options)?)
+            SimulationInput::of(MergedTraces::open(&arguments.traces, &options)?)
         }
         Some(Workload::Sequential(sequential)) => {
-            Input { disks: names(sequential.disks), clients: sequential.clients(), ..Input::of(Silence) }
+            SimulationInput { disks: names(sequential.disks), clients: sequential.clients(), ..SimulationInput::of(EmptySource) }
         }
-        Some(Workload::Open(open)) => Input::of(Generator::new(open, arguments.input.seed)),
-        Some(Workload::Story(tale)) => unreachable!("{tale:?} is told and not simulated here"),
+        Some(Workload::Open(open)) => SimulationInput::of(WorkloadGenerator::new(open, arguments.input.seed)),
+        Some(Workload::Scenario(tale)) => unreachable!("{tale:?} is told and not simulated here"),
     })
 }

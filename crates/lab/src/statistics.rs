@@ -19,5 +19,5 @@ mod steady;
 pub(crate) use compare::compare;
 pub(crate) use estimate::{Estimate, estimate, median};
 pub(crate) use paired::compare_rounds;
-pub(crate) use ranks::{Comparison, Verdict};
+pub(crate) use ranks::{RankComparison, RankVerdict};
 pub(crate) use steady::steady;

@@ -11,4 +11,4 @@ mod output;
 mod recorded_limits;
 
 pub(crate) use arguments::ReadingArgs;
-pub(crate) use output::Output;
+pub(crate) use output::TraceOutput;

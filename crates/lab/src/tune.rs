@@ -32,26 +32,26 @@ use std::{io::IsTerminal as _, path::Path, rc::Rc};
 
 use anyhow::{Context as _, anyhow};
 pub use arguments::{EXAMPLES, TuneArgs};
-use console::{Failure, on_reactor, print, progress::Progress};
-pub(crate) use goal::Goal;
+use console::{CommandFailure, on_reactor, print, progress::StepProgress};
+pub(crate) use goal::TuneGoal;
 use image::{
     Image,
     open::{ImageOptions, open},
 };
 pub(crate) use preset::Preset;
-use storage::{CacheMode, Format, OpenOptions};
+use storage::{CacheMode, ImageFormat, OpenOptions};
 
 use self::{
-    place::{Kind, Place, Seen, Wish},
-    resume::Kept,
-    samples::Samples,
-    session::Session,
-    stop::Stop,
+    place::{TuneTargetKind, TuneTarget, InspectedImage, TuneTargetOptions},
+    resume::StoredSamples,
+    samples::TuneSamples,
+    session::TuneSession,
+    stop::TuneStop,
 };
-use super::result::{Begun, Findings, Header, ResultFile};
+use super::result::{HeaderStart, Findings, ResultHeader, ResultFile};
 
 #[derive(Debug)]
-struct Outcome {
+struct TuneOutcome {
     findings: Findings,
     text: String,
     details: serde_json::Value,
@@ -62,12 +62,12 @@ struct Outcome {
 ///
 /// # Errors
 /// Anything that prevents the measurement; results until then are printed and saved.
-pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
-    let begun = Header::begin();
+pub fn run(arguments: TuneArgs) -> Result<(), CommandFailure> {
+    let begun = ResultHeader::begin();
     arguments.results.check()?;
-    let stop = Stop::after(arguments.budget)?;
-    let earlier = arguments.resume.as_deref().map(Kept::load).transpose()?;
-    let wish = Wish {
+    let stop = TuneStop::after(arguments.budget)?;
+    let earlier = arguments.resume.as_deref().map(StoredSamples::load).transpose()?;
+    let wish = TuneTargetOptions {
         path: &arguments.path,
         // A resumed run must have the same size, which the earlier result knows.
         size_bytes: arguments.size.or(earlier.as_ref().map(|kept| kept.size_bytes)),
@@ -76,13 +76,13 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
         force: arguments.force,
         budget_seconds: arguments.budget.as_secs(),
     };
-    let place = Rc::new(Place::open(wish, look)?);
+    let place = Rc::new(TuneTarget::open(wish, inspect_image)?);
     // From here on a second interruption also removes the directory.
     place.removed_by(&stop);
-    let progress = Progress::new(arguments.json);
+    let progress = StepProgress::new(arguments.json);
     let outcome = if let Some(preset) = arguments.preset {
-        if !matches!(place.kind, Kind::Made { .. }) {
-            return Err(Failure::Usage(anyhow!(
+        if !matches!(place.kind, TuneTargetKind::Made { .. }) {
+            return Err(CommandFailure::Usage(anyhow!(
                 "{}: a published table is measured on images that are made for it (name a directory)",
                 arguments.path.display()
             )));
@@ -92,16 +92,16 @@ pub fn run(arguments: TuneArgs) -> Result<(), Failure> {
     } else {
         let samples = match &earlier {
             Some(earlier) => (earlier.samples(&place, &place.space())?, Some(earlier.slice())),
-            None => (Samples::default(), None),
+            None => (TuneSamples::default(), None),
         };
-        let session = Session::new(place, samples, stop.clone(), progress, &arguments);
+        let session = TuneSession::new(place, samples, stop.clone(), progress, &arguments);
         on_reactor(async move { Ok(session.work().await) })?
     };
-    tell(outcome, stop.is_interrupted(), &arguments, begun)
+    print_and_save(outcome, stop.is_interrupted(), &arguments, begun)
 }
 
 /// An image's properties, and the amount of data in its first `part` bytes (or all).
-fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Result<Seen> {
+fn inspect_image(path: &Path, format: Option<ImageFormat>, part: Option<u64>) -> anyhow::Result<InspectedImage> {
     let name = path.display().to_string();
     let text = path.to_str().with_context(|| format!("{name}: not UTF-8 (use another name of it)"))?;
     let spec = format!("file:{text}");
@@ -123,18 +123,18 @@ fn look(path: &Path, format: Option<Format>, part: Option<u64>) -> anyhow::Resul
                 data_bytes += if extent.hole || extent.zero { 0 } else { extent.length };
             }
         }
-        let found = Seen { size_bytes, cluster_bytes, data_bytes };
+        let found = InspectedImage { size_bytes, cluster_bytes, data_bytes };
         image.close().await?;
         Ok(found)
     });
     found.map_err(|failure| match failure {
-        Failure::Usage(error) | Failure::Failed(error) => error,
-        Failure::Found(status) => anyhow::anyhow!("{name}: cannot be opened ({status})"),
+        CommandFailure::Usage(error) | CommandFailure::Failed(error) => error,
+        CommandFailure::Found(status) => anyhow::anyhow!("{name}: cannot be opened ({status})"),
     })
 }
 
-fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun) -> Result<(), Failure> {
-    let Outcome { findings, text, details, failed } = outcome;
+fn print_and_save(outcome: TuneOutcome, interrupted: bool, arguments: &TuneArgs, begun: HeaderStart) -> Result<(), CommandFailure> {
+    let TuneOutcome { findings, text, details, failed } = outcome;
     let mut result = ResultFile::new(begun.end(Some(&arguments.path)), findings);
     result.details = details;
     result.partial = match &failed {
@@ -155,9 +155,9 @@ fn tell(outcome: Outcome, interrupted: bool, arguments: &TuneArgs, begun: Begun)
     match failed {
         Some(error) => {
             let place = arguments.path.display();
-            Err(Failure::Failed(error.context(format!("{place}: cannot be measured to the end"))))
+            Err(CommandFailure::Failed(error.context(format!("{place}: cannot be measured to the end"))))
         }
-        None if interrupted => Err(Failure::Failed(anyhow!(
+        None if interrupted => Err(CommandFailure::Failed(anyhow!(
             "interrupted: nothing was left behind (--resume goes on with what --result kept)"
         ))),
         None => Ok(()),

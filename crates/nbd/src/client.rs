@@ -38,70 +38,70 @@ use policy::time::Duration;
 use slab::Slab;
 
 pub use self::{
-    connect::{Address, Endpoint, Established, addresses, connect, dial_any, shake_hands, within},
-    handshake::{About, NotConnected, Wanted},
-    list::{Listed, list},
+    connect::{NbdAddress, NbdEndpoint, EstablishedConnection, resolve, connect, dial_any, shake_hands, with_timeout},
+    handshake::{NbdExportInfo, NbdConnectError, HandshakeOptions},
+    list::{ListedExport, list},
 };
 use self::{
     outgoing::Outgoing,
-    pieces::Pieces,
-    reply::{Chunk, EXTENT_BYTES, Header, Longest},
+    pieces::ReceivedPieces,
+    reply::{ReplyChunk, EXTENT_BYTES, ClientReplyHeader, ChunkLimits},
 };
 use super::{
-    inbox::Inbox,
+    inbox::ReceiveBuffer,
     proto::{self, cmd, cmd_flag},
-    stream::Stream,
-    wire::Fields,
+    stream::NbdStream,
+    wire::WireFields,
 };
 use reactor::{
     JoinHandle, Signal,
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
     spawn_joinable, timeout,
 };
 
 /// Error of requests after the connection is lost; [`Client::fault`] returns the reason.
-pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
+pub const CONNECTION_LOST: Error = Error::from_errno(libc::ENOTCONN);
 
 /// Maximum number of errors in one reply: one for each part of a large request.
-const MOST_ERRORS: u32 = 1024;
+const MAX_ERRORS: u32 = 1024;
 
 /// Maximum number of extents kept from one reply; a server may send many more.
-const MOST_EXTENTS: usize = 1024;
+const MAX_EXTENTS: usize = 1024;
 
-const FAREWELL: Duration = Duration::from_secs(1);
+const DISCONNECT_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// A connection to an export, on the reactor that it was created on; dropping it ends the
 /// connection.
 #[derive(Debug)]
-pub struct Client {
-    connection: Open,
+pub struct NbdClient {
+    connection: OpenConnection,
     sender: JoinHandle<()>,
     /// Receives the inbox when the receiving task ends. The task is detached, so it ends with its
     /// reactor, and with it the connection.
-    left: Receiver<Inbox>,
+    retired_inbox: Receiver<ReceiveBuffer>,
 }
 
 /// Closes the connection when dropped.
 #[derive(Debug)]
-struct Open(Option<Rc<Connection>>);
+struct OpenConnection(Option<Rc<ClientConnection>>);
 
-impl Open {
+impl OpenConnection {
     /// Returns the connection without closing it.
-    fn taken(mut self) -> Rc<Connection> {
+    fn into_inner(mut self) -> Rc<ClientConnection> {
         self.0.take().expect("only this takes it")
     }
 }
 
-impl std::ops::Deref for Open {
-    type Target = Rc<Connection>;
+impl std::ops::Deref for OpenConnection {
+    type Target = Rc<ClientConnection>;
 
-    fn deref(&self) -> &Rc<Connection> {
+    fn deref(&self) -> &Rc<ClientConnection> {
         self.0.as_ref().expect("it is taken at its end")
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenConnection {
     fn drop(&mut self) {
         if let Some(connection) = &self.0 {
             connection.stream.close();
@@ -110,7 +110,7 @@ impl Drop for Open {
 }
 
 #[derive(Debug, thiserror::Error)]
-enum Fault {
+enum ConnectionFault {
     #[error("the server has closed the connection")]
     Closed,
     #[error("the connection broke: {0}")]
@@ -123,27 +123,27 @@ enum Fault {
     Ended,
 }
 
-type Taken<T> = std::result::Result<T, Fault>;
+type FaultResult<T> = std::result::Result<T, ConnectionFault>;
 
 #[derive(Debug)]
-struct Connection {
-    stream: Stream,
-    about: About,
-    in_flight: RefCell<Slab<InFlight>>,
+struct ClientConnection {
+    stream: NbdStream,
+    export: NbdExportInfo,
+    in_flight: RefCell<Slab<PendingRequest>>,
     /// Distinguishes successive requests in one slot of the slab.
     sequence: Cell<u32>,
     outgoing: RefCell<Outgoing>,
-    something_to_send: Signal,
+    send_signal: Signal,
     leaving: Cell<bool>,
     /// True while the connection is being retired, to continue on another thread.
     retiring: Cell<bool>,
-    fault: RefCell<Option<Fault>>,
+    fault: RefCell<Option<ConnectionFault>>,
     /// Waker of the task that waits for the end of the connection.
-    watching: RefCell<Option<Waker>>,
+    close_waker: RefCell<Option<Waker>>,
 }
 
 #[derive(Debug)]
-struct InFlight {
+struct PendingRequest {
     cookie: u64,
     expects: Expects,
     error: Option<Error>,
@@ -158,7 +158,7 @@ struct InFlight {
 #[derive(Debug)]
 enum Expects {
     Nothing,
-    Data(Read),
+    Data(PendingRead),
     Extents { asked: u32, found: Vec<RawExtent> },
 }
 
@@ -172,31 +172,31 @@ pub struct RawExtent {
 }
 
 #[derive(Debug)]
-struct Read {
+struct PendingRead {
     offset: u64,
     length: usize,
-    pieces: Pieces,
-    data: Option<Buffer>,
+    pieces: ReceivedPieces,
+    data: Option<IoBuffer>,
 }
 
-impl Client {
+impl NbdClient {
     /// Continues after the handshake, on this thread.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn start(established: Established) -> Self {
-        let (stream, about, inbox) = established.taken();
-        let connection = Rc::new(Connection {
+    pub fn start(established: EstablishedConnection) -> Self {
+        let (stream, about, inbox) = established.into_parts();
+        let connection = Rc::new(ClientConnection {
             stream,
-            about,
+            export: about,
             in_flight: RefCell::default(),
             sequence: Cell::new(0),
             outgoing: RefCell::default(),
-            something_to_send: Signal::default(),
+            send_signal: Signal::default(),
             leaving: Cell::new(false),
             retiring: Cell::new(false),
             fault: RefCell::default(),
-            watching: RefCell::default(),
+            close_waker: RefCell::default(),
         });
         // `disconnect` and `retire` join the sender; the receiver is detached.
         let sender = spawn_joinable(Rc::clone(&connection).send());
@@ -208,12 +208,12 @@ impl Client {
             let _ = leave.try_send(inbox);
         })
         .detach();
-        Self { connection: Open(Some(connection)), sender, left }
+        Self { connection: OpenConnection(Some(connection)), sender, retired_inbox: left }
     }
 
     /// Properties of the export.
-    pub fn about(&self) -> &About {
-        &self.connection.about
+    pub fn export(&self) -> &NbdExportInfo {
+        &self.connection.export
     }
 
     /// Reason why the connection is lost; `None` while it is open.
@@ -227,12 +227,12 @@ impl Client {
     }
 
     /// Returns when the connection is lost. For one task at a time.
-    pub async fn gone(&self) {
+    pub async fn closed(&self) {
         poll_fn(|context| {
             if self.connection.fault.borrow().is_some() {
                 return Poll::Ready(());
             }
-            *self.connection.watching.borrow_mut() = Some(context.waker().clone());
+            *self.connection.close_waker.borrow_mut() = Some(context.waker().clone());
             Poll::Pending
         })
         .await;
@@ -242,11 +242,11 @@ impl Client {
     ///
     /// # Errors
     /// The server's, or [`GONE`]; [`Error::INVALID`] for more than [`About::maximum_payload`].
-    pub async fn read(&self, offset: u64, length: usize) -> Result<Buffer> {
-        let read = Read { offset, length, pieces: Pieces::default(), data: None };
-        let ask = Ask { command: cmd::READ, flags: 0, offset, length };
+    pub async fn read(&self, offset: u64, length: usize) -> Result<IoBuffer> {
+        let read = PendingRead { offset, length, pieces: ReceivedPieces::default(), data: None };
+        let ask = RequestFields { command: cmd::READ, flags: 0, offset, length };
         match self.connection.request(ask, Expects::Data(read), None).await? {
-            Expects::Data(Read { data: Some(data), .. }) => Ok(data),
+            Expects::Data(PendingRead { data: Some(data), .. }) => Ok(data),
             _ => Err(Error::IO),
         }
     }
@@ -258,7 +258,7 @@ impl Client {
     /// As for reads; [`Error::NOT_PERMITTED`], without a request, if the export is read-only.
     pub async fn write(&self, offset: u64, data: Segments, force: bool) -> Result<()> {
         let flags = if force { cmd_flag::FUA } else { 0 };
-        self.change(Ask { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data)).await
+        self.change(RequestFields { command: cmd::WRITE, flags, offset, length: data.len() }, Some(data)).await
     }
 
     /// Zeroes a range. `flags` are those of the command (`proto::cmd_flag`). Requires
@@ -267,7 +267,7 @@ impl Client {
     /// # Errors
     /// As for writes.
     pub async fn write_zeroes(&self, offset: u64, length: u32, flags: u16) -> Result<()> {
-        self.change(Ask { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize }, None).await
+        self.change(RequestFields { command: cmd::WRITE_ZEROES, flags, offset, length: length as usize }, None).await
     }
 
     /// Discards a range. Requires [`About::can_trim`].
@@ -275,7 +275,7 @@ impl Client {
     /// # Errors
     /// As for writes.
     pub async fn trim(&self, offset: u64, length: u32) -> Result<()> {
-        self.change(Ask { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None).await
+        self.change(RequestFields { command: cmd::TRIM, flags: 0, offset, length: length as usize }, None).await
     }
 
     /// Allocation status of a range, from its beginning: at least one extent, perhaps not up to its
@@ -284,7 +284,7 @@ impl Client {
     /// # Errors
     /// The server's, or [`GONE`].
     pub async fn extents(&self, offset: u64, length: u32) -> Result<Vec<RawExtent>> {
-        let ask = Ask { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
+        let ask = RequestFields { command: cmd::BLOCK_STATUS, flags: 0, offset, length: length as usize };
         let expects = Expects::Extents { asked: length, found: Vec::new() };
         match self.connection.request(ask, expects, None).await? {
             Expects::Extents { found, .. } => Ok(found),
@@ -292,8 +292,8 @@ impl Client {
         }
     }
 
-    async fn change(&self, ask: Ask, payload: Option<Segments>) -> Result<()> {
-        if self.about().is_read_only() {
+    async fn change(&self, ask: RequestFields, payload: Option<Segments>) -> Result<()> {
+        if self.export().is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }
         self.connection.request(ask, Expects::Nothing, payload).await.map(drop)
@@ -304,30 +304,30 @@ impl Client {
     /// # Errors
     /// The server's, or [`GONE`].
     pub async fn flush(&self) -> Result<()> {
-        if !self.about().can_flush() {
+        if !self.export().can_flush() {
             return Ok(());
         }
-        let ask = Ask { command: cmd::FLUSH, flags: 0, offset: 0, length: 0 };
+        let ask = RequestFields { command: cmd::FLUSH, flags: 0, offset: 0, length: 0 };
         self.connection.request(ask, Expects::Nothing, None).await.map(drop)
     }
 
     /// Disconnects. Waits up to a second until the disconnect request is sent, but not for requests
     /// in flight.
     pub async fn disconnect(self) {
-        let Self { connection, sender, left: _left } = self;
+        let Self { connection, sender, retired_inbox: _left } = self;
         // DISC has no reply ("Request types"), so only the sending is awaited.
         connection.outgoing.borrow_mut().push(cmd::DISC, 0, 0, 0, 0, None);
         connection.leaving.set(true);
-        connection.something_to_send.raise();
-        let _ = timeout(FAREWELL, sender).await;
+        connection.send_signal.raise();
+        let _ = timeout(DISCONNECT_TIMEOUT, sender).await;
     }
 
     /// Retires the connection, so that another thread can continue it. The caller ensures that no
     /// request is in flight or made meanwhile; `None` if the connection is lost.
-    pub async fn retire(self) -> Option<Established> {
-        let Self { connection, sender, left } = self;
+    pub async fn retire(self) -> Option<EstablishedConnection> {
+        let Self { connection, sender, retired_inbox: left } = self;
         connection.retiring.set(true);
-        connection.something_to_send.raise();
+        connection.send_signal.raise();
         // The sender ends when everything queued is sent.
         sender.await;
         // The receiver waits for a reply that will not arrive: interrupt it to get its inbox.
@@ -336,16 +336,16 @@ impl Client {
         if connection.fault.borrow().is_some() {
             return None;
         }
-        let (unfinished, behind, skip) = inbox.rest();
+        let (unfinished, behind, skip) = inbox.take_rest();
         // Both tasks have ended, so this is the last reference.
-        let Connection { stream, about, .. } = Rc::try_unwrap(connection.taken()).ok()?;
+        let ClientConnection { stream, export: about, .. } = Rc::try_unwrap(connection.into_inner()).ok()?;
         // A server sends nothing unsolicited, so remaining bytes would violate the protocol.
-        (unfinished.is_empty() && skip == 0).then_some(Established { stream, about, behind })
+        (unfinished.is_empty() && skip == 0).then_some(EstablishedConnection { stream, about, received: behind })
     }
 }
 
 /// Fields of a request's header.
-struct Ask {
+struct RequestFields {
     command: u16,
     flags: u16,
     offset: u64,
@@ -353,35 +353,35 @@ struct Ask {
 }
 
 /// Fails the requests in flight if the reactor ends.
-struct Ending(Rc<Connection>);
+struct ReactorEndGuard(Rc<ClientConnection>);
 
-impl Drop for Ending {
+impl Drop for ReactorEndGuard {
     fn drop(&mut self) {
         if !self.0.retiring.get() {
-            self.0.lose(Fault::Ended);
+            self.0.fail_all(ConnectionFault::Ended);
         }
     }
 }
 
-impl Connection {
-    async fn request(&self, ask: Ask, expects: Expects, payload: Option<Segments>) -> Result<Expects> {
+impl ClientConnection {
+    async fn request(&self, ask: RequestFields, expects: Expects, payload: Option<Segments>) -> Result<Expects> {
         if self.fault.borrow().is_some() {
-            return Err(GONE);
+            return Err(CONNECTION_LOST);
         }
-        let Ask { command, flags, offset, length } = ask;
+        let RequestFields { command, flags, offset, length } = ask;
         let most = match command {
-            cmd::READ | cmd::WRITE => self.about.maximum_payload,
+            cmd::READ | cmd::WRITE => self.export.maximum_payload,
             _ => u32::MAX,
         };
         // Compact headers have 32-bit lengths; the server's maximum applies to payloads only.
         let length = u32::try_from(length).ok().filter(|&length| length <= most).ok_or(Error::INVALID)?;
-        let ticket = self.enter(expects);
+        let ticket = self.register(expects);
         self.outgoing.borrow_mut().push(command, flags, ticket.cookie, offset, length, payload);
-        self.something_to_send.raise();
-        ticket.answer().await
+        self.send_signal.raise();
+        ticket.wait().await
     }
 
-    fn enter(&self, expects: Expects) -> Ticket<'_> {
+    fn register(&self, expects: Expects) -> PendingReply<'_> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = in_flight.vacant_entry();
         let key = entry.key();
@@ -389,7 +389,7 @@ impl Connection {
         // number.
         let sequence = self.sequence.replace(self.sequence.get().wrapping_add(1));
         let cookie = u64::from(sequence) << 32 | key as u64;
-        entry.insert(InFlight {
+        entry.insert(PendingRequest {
             cookie,
             expects,
             error: None,
@@ -398,7 +398,7 @@ impl Connection {
             abandoned: false,
             waiting: None,
         });
-        Ticket { connection: self, key, cookie }
+        PendingReply { connection: self, key, cookie }
     }
 
     async fn send(self: Rc<Self>) {
@@ -408,25 +408,25 @@ impl Connection {
                 Some(batch) => {
                     if let Err(error) = self.stream.send_now(batch).await {
                         self.stream.close();
-                        self.lose(error.into());
+                        self.fail_all(error.into());
                         return;
                     }
                 }
                 // Ends only with an empty queue, so that no request is lost.
                 None if self.leaving.get() || self.retiring.get() => return,
                 None if self.fault.borrow().is_some() => return,
-                None => self.something_to_send.wait().await,
+                None => self.send_signal.wait().await,
             }
         }
     }
 
-    async fn receive(self: Rc<Self>, mut inbox: Inbox) -> Inbox {
-        let ending = Ending(Rc::clone(&self));
+    async fn receive(self: Rc<Self>, mut inbox: ReceiveBuffer) -> ReceiveBuffer {
+        let ending = ReactorEndGuard(Rc::clone(&self));
         let fault = loop {
             match self.reply(&mut inbox).await {
                 Ok(()) => {}
                 // Interrupted by `retire`, before any byte of a reply.
-                Err(Fault::Broken(error))
+                Err(ConnectionFault::Broken(error))
                     if self.retiring.get() && error.raw_os_error() == Some(libc::ECANCELED) =>
                 {
                     drop(ending);
@@ -436,109 +436,109 @@ impl Connection {
             }
         };
         self.stream.close();
-        self.lose(fault);
-        self.something_to_send.raise();
+        self.fail_all(fault);
+        self.send_signal.raise();
         inbox
     }
 
     /// Records the end of the connection and wakes all waiting requests; the first reason is kept.
-    fn lose(&self, fault: Fault) {
+    fn fail_all(&self, fault: ConnectionFault) {
         self.fault.borrow_mut().get_or_insert(fault);
         // Collected first: a woken task may borrow `in_flight`.
         let waiting: Vec<Waker> =
             self.in_flight.borrow_mut().iter_mut().filter_map(|(_, entry)| entry.waiting.take()).collect();
-        let watching = self.watching.borrow_mut().take();
+        let watching = self.close_waker.borrow_mut().take();
         waiting.into_iter().chain(watching).for_each(Waker::wake);
     }
 
     /// Processes one reply, or one chunk of a structured reply.
-    async fn reply(&self, inbox: &mut Inbox) -> Taken<()> {
+    async fn reply(&self, inbox: &mut ReceiveBuffer) -> FaultResult<()> {
         let (header, length) = loop {
-            let longest = |cookie| self.longest(cookie);
-            match reply::parse(inbox.bytes(), self.about.structured, longest).map_err(Fault::Breach)? {
+            let longest = |cookie| self.chunk_limits(cookie);
+            match reply::parse(inbox.bytes(), self.export.structured, longest).map_err(ConnectionFault::Breach)? {
                 Some(found) => break found,
                 None if inbox.fill(&self.stream).await? => {}
-                None => return Err(Fault::Closed),
+                None => return Err(ConnectionFault::Closed),
             }
         };
         // Only the header is consumed; a payload is received in place below.
         inbox.consume(length);
         match header {
-            Header::Simple { cookie, error: 0 } => {
+            ClientReplyHeader::Simple { cookie, error: 0 } => {
                 let key = self.find(cookie)?;
                 let length = match &self.in_flight.borrow()[key].expects {
                     Expects::Data(read) => Some(read.length),
                     Expects::Nothing => None,
                     Expects::Extents { .. } => {
-                        return Err(Fault::Breach("a simple reply to what has extents for an answer"));
+                        return Err(ConnectionFault::Breach("a simple reply to what has extents for an answer"));
                     }
                 };
                 if let Some(length) = length {
                     // With structured replies, a server must not answer a READ with a simple reply.
-                    if self.about.structured {
-                        return Err(Fault::Breach(
+                    if self.export.structured {
+                        return Err(ConnectionFault::Breach(
                             "a simple reply to a read, after structured ones were agreed on",
                         ));
                     }
                     let data = inbox.payload(length, &self.stream).await?;
-                    self.cover(key, 0, data)?;
+                    self.store_data(key, 0, data)?;
                 }
                 self.finish(key)
             }
-            Header::Simple { cookie, error } => {
+            ClientReplyHeader::Simple { cookie, error } => {
                 let key = self.find(cookie)?;
-                self.fail(key, error)?;
+                self.record_error(key, error)?;
                 self.finish(key)
             }
-            Header::Chunk { cookie, last, chunk } => self.chunk(inbox, cookie, last, chunk).await,
+            ClientReplyHeader::Chunk { cookie, last, chunk } => self.chunk(inbox, cookie, last, chunk).await,
         }
     }
 
-    async fn chunk(&self, inbox: &mut Inbox, cookie: u64, last: bool, chunk: Chunk) -> Taken<()> {
+    async fn chunk(&self, inbox: &mut ReceiveBuffer, cookie: u64, last: bool, chunk: ReplyChunk) -> FaultResult<()> {
         let key = self.find(cookie)?;
         match chunk {
-            Chunk::None => {}
-            Chunk::Data { offset, length } => {
-                let at = self.place(key, offset, length)?;
+            ReplyChunk::None => {}
+            ReplyChunk::Data { offset, length } => {
+                let at = self.chunk_offset(key, offset, length)?;
                 let data = inbox.payload(length, &self.stream).await?;
-                self.cover(key, at, data)?;
+                self.store_data(key, at, data)?;
             }
-            Chunk::Hole { offset, length } => {
-                let at = self.place(key, offset, length)?;
-                self.cover(key, at, Buffer::zeroed(length))?;
+            ReplyChunk::Hole { offset, length } => {
+                let at = self.chunk_offset(key, offset, length)?;
+                self.store_data(key, at, IoBuffer::zeroed(length))?;
             }
             // The text of the error is skipped; only its number reaches the caller.
-            Chunk::Error { error, rest } => {
-                self.fail(key, error)?;
+            ReplyChunk::Error { error, rest } => {
+                self.record_error(key, error)?;
                 inbox.skip(rest, &self.stream).await?;
             }
-            Chunk::Status { context, length } => self.extents(inbox, key, context, length).await?,
+            ReplyChunk::Status { context, length } => self.extents(inbox, key, context, length).await?,
         }
         if last { self.finish(key) } else { Ok(()) }
     }
 
-    async fn extents(&self, inbox: &mut Inbox, key: usize, context: u32, length: usize) -> Taken<()> {
+    async fn extents(&self, inbox: &mut ReceiveBuffer, key: usize, context: u32, length: usize) -> FaultResult<()> {
         let asked = match &self.in_flight.borrow()[key].expects {
             Expects::Extents { asked, found }
                 // One context was negotiated, so one chunk with its id is valid.
-                if found.is_empty() && Some(context) == self.about.allocation =>
+                if found.is_empty() && Some(context) == self.export.allocation =>
             {
                 *asked
             }
             Expects::Extents { .. } => {
-                return Err(Fault::Breach("extents twice, or of a context that was not agreed on"));
+                return Err(ConnectionFault::Breach("extents twice, or of a context that was not agreed on"));
             }
-            _ => return Err(Fault::Breach("extents in a reply to a request other than block status")),
+            _ => return Err(ConnectionFault::Breach("extents in a reply to a request other than block status")),
         };
         // Extents beyond the limit are dropped, but their bytes must be consumed.
-        let kept = length.min(MOST_EXTENTS * EXTENT_BYTES);
+        let kept = length.min(MAX_EXTENTS * EXTENT_BYTES);
         let bytes = inbox.payload(kept, &self.stream).await?;
         inbox.skip(length - kept, &self.stream).await?;
         let mut found = Vec::with_capacity(kept / EXTENT_BYTES);
-        let mut fields = Fields::new(&bytes);
+        let mut fields = WireFields::new(&bytes);
         while let Some((length, flags)) = fields.u32().zip(fields.u32()) {
             if length == 0 {
-                return Err(Fault::Breach("an extent without a length"));
+                return Err(ConnectionFault::Breach("an extent without a length"));
             }
             found.push(RawExtent { length, flags });
         }
@@ -546,8 +546,8 @@ impl Connection {
         Ok(())
     }
 
-    fn find(&self, cookie: u64) -> Taken<usize> {
-        self.key_of(cookie).map_err(Fault::Breach)
+    fn find(&self, cookie: u64) -> FaultResult<usize> {
+        self.key_of(cookie).map_err(ConnectionFault::Breach)
     }
 
     fn key_of(&self, cookie: u64) -> std::result::Result<usize, &'static str> {
@@ -559,70 +559,70 @@ impl Connection {
     }
 
     /// Limits of the chunks in the reply to a request in flight.
-    fn longest(&self, cookie: u64) -> std::result::Result<Longest, &'static str> {
+    fn chunk_limits(&self, cookie: u64) -> std::result::Result<ChunkLimits, &'static str> {
         let key = self.key_of(cookie)?;
         Ok(match &self.in_flight.borrow()[key].expects {
-            Expects::Nothing => Longest::default(),
-            Expects::Data(read) => Longest { data: read.length, extents: 0 },
-            Expects::Extents { asked, .. } => Longest { data: 0, extents: *asked as usize },
+            Expects::Nothing => ChunkLimits::default(),
+            Expects::Data(read) => ChunkLimits { data: read.length, extents: 0 },
+            Expects::Extents { asked, .. } => ChunkLimits { data: 0, extents: *asked as usize },
         })
     }
 
     /// Offset of a chunk in a read's buffer, if it fits.
-    fn place(&self, key: usize, offset: u64, length: usize) -> Taken<usize> {
+    fn chunk_offset(&self, key: usize, offset: u64, length: usize) -> FaultResult<usize> {
         let in_flight = self.in_flight.borrow();
         let Expects::Data(read) = &in_flight[key].expects else {
-            return Err(Fault::Breach("data in a reply to a request other than a read"));
+            return Err(ConnectionFault::Breach("data in a reply to a request other than a read"));
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
         let fits = at.filter(|&at| at <= read.length && length <= read.length - at);
-        fits.ok_or(Fault::Breach("more data than was asked for"))
+        fits.ok_or(ConnectionFault::Breach("more data than was asked for"))
     }
 
     /// Stores data in a read's buffer; data of the full length becomes the buffer without a copy.
-    fn cover(&self, key: usize, at: usize, data: Buffer) -> Taken<()> {
+    fn store_data(&self, key: usize, at: usize, data: IoBuffer) -> FaultResult<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let Expects::Data(read) = &mut in_flight[key].expects else {
-            return Err(Fault::Breach("data in a reply to a request other than a read"));
+            return Err(ConnectionFault::Breach("data in a reply to a request other than a read"));
         };
         // Each byte may arrive once, so that a server cannot replace data.
-        read.pieces.add(at..at + data.len()).map_err(Fault::Breach)?;
+        read.pieces.add(at..at + data.len()).map_err(ConnectionFault::Breach)?;
         if data.len() == read.length {
             read.data = Some(data);
         } else {
-            let whole = read.data.get_or_insert_with(|| Buffer::zeroed(read.length));
+            let whole = read.data.get_or_insert_with(|| IoBuffer::zeroed(read.length));
             whole[at..at + data.len()].copy_from_slice(&data);
         }
         Ok(())
     }
 
-    fn fail(&self, key: usize, error: u32) -> Taken<()> {
+    fn record_error(&self, key: usize, error: u32) -> FaultResult<()> {
         let error = Error::from_errno(proto::to_linux(error));
         // The server is shutting down: it replies to no other request ("Error values").
         if error == Error::SHUTDOWN {
-            return Err(Fault::ShuttingDown);
+            return Err(ConnectionFault::ShuttingDown);
         }
         let entry = &mut self.in_flight.borrow_mut()[key];
         entry.error.get_or_insert(error);
         entry.errors += 1;
-        if entry.errors > MOST_ERRORS {
-            Err(Fault::Breach("more errors than one reply can have"))
+        if entry.errors > MAX_ERRORS {
+            Err(ConnectionFault::Breach("more errors than one reply can have"))
         } else {
             Ok(())
         }
     }
 
-    fn finish(&self, key: usize) -> Taken<()> {
+    fn finish(&self, key: usize) -> FaultResult<()> {
         let mut in_flight = self.in_flight.borrow_mut();
         let entry = &mut in_flight[key];
         let is_whole = match &entry.expects {
             Expects::Nothing => true,
-            Expects::Data(read) => read.pieces.are_all_of(read.length),
+            Expects::Data(read) => read.pieces.covers(read.length),
             Expects::Extents { found, .. } => !found.is_empty(),
         };
         // After an error the content is irrelevant; a success must be complete.
         if entry.error.is_none() && !is_whole {
-            return Err(Fault::Breach("less data than was asked for"));
+            return Err(ConnectionFault::Breach("less data than was asked for"));
         }
         entry.answered = true;
         let waiting = entry.waiting.take();
@@ -638,14 +638,14 @@ impl Connection {
 }
 
 /// A request in flight, from its caller's side.
-struct Ticket<'a> {
-    connection: &'a Connection,
+struct PendingReply<'a> {
+    connection: &'a ClientConnection,
     key: usize,
     cookie: u64,
 }
 
-impl Ticket<'_> {
-    async fn answer(self) -> Result<Expects> {
+impl PendingReply<'_> {
+    async fn wait(self) -> Result<Expects> {
         poll_fn(|context| {
             let mut in_flight = self.connection.in_flight.borrow_mut();
             let entry = &mut in_flight[self.key];
@@ -654,7 +654,7 @@ impl Ticket<'_> {
                 return Poll::Ready(entry.error.map_or(Ok(answer), Err));
             }
             if self.connection.fault.borrow().is_some() {
-                return Poll::Ready(Err(GONE));
+                return Poll::Ready(Err(CONNECTION_LOST));
             }
             entry.waiting = Some(context.waker().clone());
             Poll::Pending
@@ -663,7 +663,7 @@ impl Ticket<'_> {
     }
 }
 
-impl Drop for Ticket<'_> {
+impl Drop for PendingReply<'_> {
     fn drop(&mut self) {
         let mut in_flight = self.connection.in_flight.borrow_mut();
         let entry = &mut in_flight[self.key];

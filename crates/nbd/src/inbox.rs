@@ -2,10 +2,10 @@
 
 use std::{io, sync::Arc};
 
-use super::stream::Stream;
+use super::stream::NbdStream;
 use reactor::{
-    buffer::Buffer,
-    memory::{Budget, ConnectionMemory},
+    buffer::IoBuffer,
+    memory::{MemoryBudget, ConnectionMemory},
 };
 
 /// Receive size during the handshake, and for a client that sends little: a hundred requests
@@ -21,16 +21,16 @@ const BUSY_BYTES: usize = 256 << 10;
 
 /// The inbox of one stream.
 #[derive(Debug)]
-pub struct Inbox {
+pub struct ReceiveBuffer {
     /// `None` while a receive is in flight.
-    buffer: Option<Buffer>,
+    buffer: Option<IoBuffer>,
     start: usize,
     end: usize,
     /// Size of a buffer that waits for data.
     idle_bytes: usize,
     /// Budget that [`USUAL_BYTES`] are charged to; `None` during the handshake and on the client
     /// side.
-    budget: Option<Arc<Budget>>,
+    budget: Option<Arc<MemoryBudget>>,
     /// The charge, while [`USUAL_BYTES`] are in use.
     larger: Option<ConnectionMemory>,
     /// Number of small receives in succession.
@@ -43,7 +43,7 @@ pub struct Inbox {
     to_skip: usize,
 }
 
-impl Inbox {
+impl ReceiveBuffer {
     /// Creates the inbox of a handshake.
     // No `Default`: the size is that of a handshake, which the caller should state.
     #[allow(clippy::new_without_default, reason = "it is for a handshake, and says so")]
@@ -53,7 +53,7 @@ impl Inbox {
             budget: None,
             larger: None,
             quiet: 0,
-            buffer: Some(Buffer::new(idle_bytes)),
+            buffer: Some(IoBuffer::new(idle_bytes)),
             start: 0,
             end: 0,
             idle_bytes,
@@ -65,11 +65,11 @@ impl Inbox {
 
     /// Creates the inbox of a connection that continues: it starts with `bytes`, and skips the next
     /// `skip` received ones.
-    pub fn holding(bytes: &[u8], skip: usize) -> Self {
+    pub fn with_content(bytes: &[u8], skip: usize) -> Self {
         let mut inbox = Self::new();
         // A continued connection may bring more bytes than the buffer of a handshake holds.
         if bytes.len() > inbox.idle_bytes {
-            inbox.buffer = Some(Buffer::new(bytes.len()));
+            inbox.buffer = Some(IoBuffer::new(bytes.len()));
         }
         if let Some(buffer) = &mut inbox.buffer {
             buffer[..bytes.len()].copy_from_slice(bytes);
@@ -79,7 +79,7 @@ impl Inbox {
 
     /// Removes the state of an interrupted receive: the partial payload, the bytes behind it, and
     /// the number of bytes still to skip.
-    pub fn rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
+    pub fn take_rest(&mut self) -> (Vec<u8>, Vec<u8>, usize) {
         let behind = self.bytes().to_vec();
         self.consume(behind.len());
         (std::mem::take(&mut self.unfinished), behind, std::mem::take(&mut self.to_skip))
@@ -87,7 +87,7 @@ impl Inbox {
 
     /// Adapts the receive size to the client from now on, after the handshake. A size above
     /// [`SMALL_BYTES`] is charged to `budget`.
-    pub fn await_requests(&mut self, budget: &Arc<Budget>) {
+    pub fn adapt_to_requests(&mut self, budget: &Arc<MemoryBudget>) {
         self.budget = Some(Arc::clone(budget));
     }
 
@@ -130,16 +130,16 @@ impl Inbox {
     ///
     /// # Errors
     /// As reported by the stream.
-    pub async fn fill(&mut self, stream: &Stream) -> io::Result<bool> {
+    pub async fn fill(&mut self, stream: &NbdStream) -> io::Result<bool> {
         let mut buffer = self.buffer.take().expect("one receive at a time");
         // At most the beginning of a request or an option is left, so this moves a few bytes.
         self.adapt();
-        let room = self.room(stream);
+        let room = self.next_size(stream);
         // A buffer that has the right size already is reused.
         if room == buffer.len() {
             buffer.copy_within(self.start..self.end, 0);
         } else {
-            let mut other = Buffer::new(room);
+            let mut other = IoBuffer::new(room);
             other[..self.end - self.start].copy_from_slice(&buffer[self.start..self.end]);
             buffer = other;
         }
@@ -154,7 +154,7 @@ impl Inbox {
 
     /// Size of the buffer for the next receive. It is large only if more bytes are waiting, so that
     /// an idle client occupies no large buffer.
-    fn room(&self, stream: &Stream) -> usize {
+    fn next_size(&self, stream: &NbdStream) -> usize {
         let left = self.end - self.start;
         // The query costs a system call, so only after a receive that filled much of its buffer.
         let waiting = if self.received >= self.idle_bytes / 2 { stream.waiting_bytes() } else { 0 };
@@ -171,7 +171,7 @@ impl Inbox {
     ///
     /// # Errors
     /// As reported by the stream; `UnexpectedEof` if it ends before.
-    pub async fn payload(&mut self, length: usize, stream: &Stream) -> io::Result<Buffer> {
+    pub async fn payload(&mut self, length: usize, stream: &NbdStream) -> io::Result<IoBuffer> {
         self.payload_in_parts(length, stream, |_| {}).await
     }
 
@@ -182,10 +182,10 @@ impl Inbox {
     pub async fn payload_in_parts(
         &mut self,
         length: usize,
-        stream: &Stream,
+        stream: &NbdStream,
         moved: impl Fn(usize),
-    ) -> io::Result<Buffer> {
-        let mut payload = Buffer::new(length);
+    ) -> io::Result<IoBuffer> {
+        let mut payload = IoBuffer::new(length);
         let mut filled = self.take(&mut payload);
         moved(filled);
         while filled < length {
@@ -208,7 +208,7 @@ impl Inbox {
     }
 
     /// True if a payload of this length is buffered already.
-    pub fn holds(&self, length: usize) -> bool {
+    pub fn has_payload(&self, length: usize) -> bool {
         self.end - self.start >= length
     }
 
@@ -216,7 +216,7 @@ impl Inbox {
     ///
     /// # Errors
     /// As reported by the stream; `UnexpectedEof` if it ends before.
-    pub async fn skip(&mut self, length: usize, stream: &Stream) -> io::Result<()> {
+    pub async fn skip(&mut self, length: usize, stream: &NbdStream) -> io::Result<()> {
         self.to_skip += length;
         loop {
             let here = self.to_skip.min(self.bytes().len());

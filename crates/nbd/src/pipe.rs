@@ -10,7 +10,7 @@ use std::{
 };
 
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     sim,
 };
 
@@ -18,7 +18,7 @@ use reactor::{
 const CAPACITY: usize = 8 << 10;
 
 #[derive(Debug, Default)]
-struct Direction {
+struct PipeDirection {
     bytes: VecDeque<u8>,
     closed: bool,
     interrupted: bool,
@@ -26,7 +26,7 @@ struct Direction {
     waiting: [Option<Waker>; 2],
 }
 
-impl Direction {
+impl PipeDirection {
     fn wake(&mut self) -> [Option<Waker>; 2] {
         std::mem::take(&mut self.waiting)
     }
@@ -35,11 +35,11 @@ impl Direction {
 /// One end of a simulated stream.
 #[derive(Clone, Debug)]
 pub struct Pipe {
-    incoming: Arc<Mutex<Direction>>,
-    outgoing: Arc<Mutex<Direction>>,
+    incoming: Arc<Mutex<PipeDirection>>,
+    outgoing: Arc<Mutex<PipeDirection>>,
 }
 
-fn lock(direction: &Mutex<Direction>) -> MutexGuard<'_, Direction> {
+fn lock(direction: &Mutex<PipeDirection>) -> MutexGuard<'_, PipeDirection> {
     direction.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -58,7 +58,7 @@ impl Pipe {
     }
 
     /// Receives as a socket does: at least one byte; 0 after the peer has closed and all is read.
-    pub async fn receive(&self, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+    pub async fn receive(&self, mut buffer: IoBuffer, filled: usize) -> (io::Result<usize>, IoBuffer) {
         let count = poll_fn(|context| {
             let mut incoming = lock(&self.incoming);
             // Bytes that have arrived win over the interruption, as with a socket.

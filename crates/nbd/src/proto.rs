@@ -26,7 +26,7 @@ pub const MAX_STRING_BYTES: usize = 4096;
 /// treat a longer one as an attack ("Size constraints").
 pub const DEFAULT_MAX_PAYLOAD: u32 = 1 << 25;
 /// Maximum of a server's minimum block size, in bytes ("Size constraints").
-pub const LARGEST_MINIMUM_BLOCK: u32 = 64 << 10;
+pub const MAX_MINIMUM_BLOCK: u32 = 64 << 10;
 /// Maximum number of extents in one block status chunk ("Structured reply types").
 pub const MAX_EXTENTS: usize = 1 << 20;
 /// Zeroes after the reply to EXPORT_NAME, unless both sides agreed to omit them.

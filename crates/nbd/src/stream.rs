@@ -11,7 +11,7 @@ use nix::{
 
 use super::pipe::Pipe;
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     op::{self, Fd},
 };
 use std::os::fd::{AsFd, AsRawFd};
@@ -22,7 +22,7 @@ const CIPHERTEXT_BYTES: usize = 64 << 10;
 
 /// Transport of a connection.
 #[derive(Debug)]
-pub enum Stream {
+pub enum NbdStream {
     /// A socket without encryption.
     Plain(Fd),
     /// TLS over a socket.
@@ -36,9 +36,9 @@ pub enum Stream {
     Simulated(Pipe),
 }
 
-impl Stream {
+impl NbdStream {
     /// Receives behind the first `filled` bytes of `buffer`; 0 if the peer has closed the stream.
-    pub async fn receive(&self, buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+    pub async fn receive(&self, buffer: IoBuffer, filled: usize) -> (io::Result<usize>, IoBuffer) {
         match self {
             Self::Plain(fd) => op::receive(fd, buffer, filled).await,
             Self::Tls { fd, tls } => receive_tls(fd, tls, buffer, filled).await,
@@ -73,7 +73,7 @@ impl Stream {
             // A socket usually accepts everything at once; the rest is sent below.
             let (result, rest) = op::send_now(fd, segments).await;
             segments = rest;
-            segments.advance(uninterrupted(result)?);
+            segments.advance(sent_bytes(result)?);
         }
         self.send(segments).await
     }
@@ -110,7 +110,7 @@ impl Stream {
     /// Not while a send is in flight.
     pub fn interrupt(&self) {
         match self {
-            Self::Plain(fd) | Self::Tls { fd, .. } => op::interrupt(fd),
+            Self::Plain(fd) | Self::Tls { fd, .. } => op::cancel_all_on(fd),
             Self::Simulated(pipe) => pipe.interrupt(),
         }
     }
@@ -207,13 +207,13 @@ async fn send_plain(fd: &Fd, mut segments: Segments) -> io::Result<()> {
     while !segments.is_empty() {
         let (result, rest) = op::send(fd, segments).await;
         segments = rest;
-        segments.advance(uninterrupted(result)?);
+        segments.advance(sent_bytes(result)?);
     }
     Ok(())
 }
 
 /// Number of bytes sent; 0 if a signal interrupted the call.
-fn uninterrupted(sent: io::Result<usize>) -> io::Result<usize> {
+fn sent_bytes(sent: io::Result<usize>) -> io::Result<usize> {
     match sent {
         Err(error) if error.kind() == io::ErrorKind::Interrupted => Ok(0),
         sent => sent,
@@ -233,7 +233,7 @@ async fn encrypt(fd: &Fd, tls: &RefCell<Box<TlsStream>>, mut plaintext: &[u8]) -
 async fn send_outgoing(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
     let outgoing = {
         let mut tls = tls.borrow_mut();
-        let outgoing = Buffer::copy_of(tls.outgoing());
+        let outgoing = IoBuffer::copy_of(tls.outgoing());
         tls.sent(outgoing.len());
         outgoing
     };
@@ -241,7 +241,7 @@ async fn send_outgoing(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()>
 }
 
 async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<()> {
-    let (result, buffer) = op::receive(fd, Buffer::new(CIPHERTEXT_BYTES), 0).await;
+    let (result, buffer) = op::receive(fd, IoBuffer::new(CIPHERTEXT_BYTES), 0).await;
     let count = result?;
     if count == 0 {
         return Err(io::ErrorKind::UnexpectedEof.into());
@@ -255,9 +255,9 @@ async fn feed_from_socket(fd: &Fd, tls: &RefCell<Box<TlsStream>>) -> io::Result<
 async fn receive_tls(
     fd: &Fd,
     tls: &RefCell<Box<TlsStream>>,
-    mut buffer: Buffer,
+    mut buffer: IoBuffer,
     filled: usize,
-) -> (io::Result<usize>, Buffer) {
+) -> (io::Result<usize>, IoBuffer) {
     loop {
         let outcome = tls.borrow_mut().read(&mut buffer[filled..]);
         let result = match outcome {

@@ -15,7 +15,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::{client::Endpoint, proto};
+use super::{client::NbdEndpoint, proto};
 
 use tls::{CredentialsError, TlsClient};
 
@@ -27,7 +27,7 @@ pub const PORT: u16 = 10809;
 pub struct Uri {
     text: String,
     /// The server.
-    pub server: Endpoint,
+    pub server: NbdEndpoint,
     /// Name of the export.
     pub export: String,
     /// TLS settings; `None` without TLS.
@@ -46,12 +46,12 @@ pub struct TlsChoice {
     /// Name that the server's certificate must have, if it is not the host's.
     pub hostname: Option<String>,
     /// True if the server's certificate is not verified.
-    pub is_anybody: bool,
+    pub accepts_any_certificate: bool,
 }
 
 impl Uri {
     /// True if a text looks like an NBD URI, valid or not.
-    pub fn is_meant(text: &str) -> bool {
+    pub fn looks_like_uri(text: &str) -> bool {
         ["nbd:", "nbds:", "nbd+", "nbds+"].iter().any(|scheme| text.starts_with(scheme))
     }
 
@@ -59,11 +59,11 @@ impl Uri {
     ///
     /// # Errors
     /// The violated rule, as the continuation of a message that begins with the text.
-    pub fn parse(text: &str) -> Result<Self, Rule> {
+    pub fn parse(text: &str) -> Result<Self, UriRule> {
         let known = "is a kind of NBD URI that is not known; write nbd:// or nbd+unix://";
         // Without a slash it is QEMU's legacy syntax.
         if let Some(rest) = text.strip_prefix("nbd:").filter(|rest| !rest.starts_with('/')) {
-            return Self::parse(&of_qemu(rest).ok_or(known)?);
+            return Self::parse(&from_qemu_syntax(rest).ok_or(known)?);
         }
         let (scheme, rest) = text.split_once("://").ok_or(known)?;
         let (rest, query) = rest.split_once('?').map_or((rest, None), |(rest, query)| (rest, Some(query)));
@@ -85,7 +85,7 @@ impl Uri {
                 "tls-certificates" if is_secret => tls.certificates = Some(path_of(value)?),
                 "tls-psk-file" if is_secret => tls.psk_file = Some(path_of(value)?),
                 "tls-hostname" if is_secret => tls.hostname = Some(text_of(value)?),
-                "tls-verify-peer" if is_secret => tls.is_anybody = !truth(value)?,
+                "tls-verify-peer" if is_secret => tls.accepts_any_certificate = !parse_bool(value)?,
                 _ if scheme == "nbd" => return Err("takes no parameters after a `?`"),
                 _ if scheme == "nbd+unix" => return Err(ONE_SOCKET),
                 _ => return Err(PARAMETERS),
@@ -132,11 +132,11 @@ impl Uri {
         }
         let own = match &self.server {
             // A Unix socket has no host name to verify.
-            Endpoint::Unix(_) => "localhost",
-            Endpoint::Tcp { host, .. } => host,
+            NbdEndpoint::Unix(_) => "localhost",
+            NbdEndpoint::Tcp { host, .. } => host,
         };
         let host = tls.hostname.clone().unwrap_or_else(|| own.to_owned());
-        TlsClient::x509(tls.certificates.as_deref(), (!tls.is_anybody).then_some(host)).map(Some)
+        TlsClient::x509(tls.certificates.as_deref(), (!tls.accepts_any_certificate).then_some(host)).map(Some)
     }
 }
 
@@ -148,7 +148,7 @@ impl fmt::Display for Uri {
 
 /// Converts QEMU's legacy syntax after `nbd:` to a URI: `HOST:PORT` or `unix:PATH`, optionally
 /// followed by `:exportname=NAME`.
-fn of_qemu(text: &str) -> Option<String> {
+fn from_qemu_syntax(text: &str) -> Option<String> {
     let (server, export) = text.split_once(":exportname=").unwrap_or((text, ""));
     let export = encoded(export.as_bytes());
     if let Some(path) = server.strip_prefix("unix:") {
@@ -160,20 +160,20 @@ fn of_qemu(text: &str) -> Option<String> {
 }
 
 /// A violated rule, as the continuation of a message that begins with the text.
-type Rule = &'static str;
+type UriRule = &'static str;
 
-const PARAMETERS: Rule = "has a parameter that is not known; there are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
+const PARAMETERS: UriRule = "has a parameter that is not known; there are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
 const ONE_SOCKET: &str = "takes one parameter, the socket; write nbd+unix:///EXPORT?socket=PATH";
 
-fn unix(socket: Option<&str>) -> Result<Endpoint, Rule> {
+fn unix(socket: Option<&str>) -> Result<NbdEndpoint, UriRule> {
     let path = decoded(socket.ok_or(ONE_SOCKET)?)?;
     if path.is_empty() || path.contains(&0) {
         return Err("has no path for its socket; write nbd+unix:///EXPORT?socket=PATH");
     }
-    Ok(Endpoint::Unix(OsString::from_vec(path).into()))
+    Ok(NbdEndpoint::Unix(OsString::from_vec(path).into()))
 }
 
-fn tcp(authority: &str) -> Result<Endpoint, Rule> {
+fn tcp(authority: &str) -> Result<NbdEndpoint, UriRule> {
     let usage = "has no host; write nbd://HOST/EXPORT, nbd://HOST:PORT/EXPORT or nbd://[IPv6]:PORT/EXPORT";
     // An IPv6 address contains colons, so it is in brackets.
     let (host, port) = match authority.strip_prefix('[') {
@@ -187,15 +187,15 @@ fn tcp(authority: &str) -> Result<Endpoint, Rule> {
     let host = host.filter(|host| !host.is_empty() && !host.contains(['@', '/', '\0'])).ok_or(usage)?;
     let plain = |port: &str| port.bytes().all(|byte| byte.is_ascii_digit()).then(|| port.parse().ok())?;
     let port = port.map_or(Some(PORT), plain).filter(|&port| port > 0);
-    Ok(Endpoint::Tcp { host, port: port.ok_or("has a port that is not a number from 1 to 65535")? })
+    Ok(NbdEndpoint::Tcp { host, port: port.ok_or("has a port that is not a number from 1 to 65535")? })
 }
 
-fn text_of(encoded: &str) -> Result<String, Rule> {
+fn text_of(encoded: &str) -> Result<String, UriRule> {
     let text = String::from_utf8(decoded(encoded)?).ok().filter(|text| !text.is_empty());
     text.ok_or("has an empty name, or one that is not UTF-8")
 }
 
-fn path_of(encoded: &str) -> Result<PathBuf, Rule> {
+fn path_of(encoded: &str) -> Result<PathBuf, UriRule> {
     let path = decoded(encoded)?;
     if path.is_empty() || path.contains(&0) {
         return Err("has an empty path");
@@ -203,7 +203,7 @@ fn path_of(encoded: &str) -> Result<PathBuf, Rule> {
     Ok(OsString::from_vec(path).into())
 }
 
-fn truth(text: &str) -> Result<bool, Rule> {
+fn parse_bool(text: &str) -> Result<bool, UriRule> {
     match text {
         "true" | "on" | "1" | "yes" => Ok(true),
         "false" | "off" | "0" | "no" => Ok(false),
@@ -212,13 +212,13 @@ fn truth(text: &str) -> Result<bool, Rule> {
 }
 
 /// URI of an export of a server at a TCP port; the host may be an IPv6 address.
-pub fn of_inet(host: &str, port: &str, export: &str) -> String {
+pub fn inet_uri(host: &str, port: &str, export: &str) -> String {
     let host = if host.contains(':') { format!("[{host}]") } else { encoded(host.as_bytes()) };
     format!("nbd://{host}:{}/{}", encoded(port.as_bytes()), encoded(export.as_bytes()))
 }
 
 /// URI of an export of a server at a Unix socket.
-pub fn of_unix(path: &str, export: &str) -> String {
+pub fn unix_uri(path: &str, export: &str) -> String {
     format!("nbd+unix:///{}?socket={}", encoded(export.as_bytes()), encoded(path.as_bytes()))
 }
 
@@ -237,7 +237,7 @@ pub fn encoded(bytes: &[u8]) -> String {
 }
 
 /// Decodes percent-encoding (RFC 3986, section 2.1).
-fn decoded(text: &str) -> Result<Vec<u8>, Rule> {
+fn decoded(text: &str) -> Result<Vec<u8>, UriRule> {
     let mut bytes = Vec::with_capacity(text.len());
     let mut rest = text.as_bytes();
     while let [first, tail @ ..] = rest {
@@ -264,26 +264,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_kind_is_understood() {
+    fn each_scheme_is_parsed() {
         let uri = Uri::parse("nbds://alice@h:7/a%20b?tls-psk-file=/k%2F1&tls-verify-peer=false").unwrap();
         let tls = uri.tls.clone().expect("it is nbds");
         assert_eq!(
-            (tls.user.as_deref(), tls.psk_file, tls.is_anybody),
+            (tls.user.as_deref(), tls.psk_file, tls.accepts_any_certificate),
             (Some("alice"), Some("/k/1".into()), true)
         );
-        assert_eq!((uri.server, uri.export.as_str()), (Endpoint::Tcp { host: "h".into(), port: 7 }, "a b"));
+        assert_eq!((uri.server, uri.export.as_str()), (NbdEndpoint::Tcp { host: "h".into(), port: 7 }, "a b"));
         let uri = Uri::parse("nbds+unix:///?tls-certificates=/pki&socket=/s&tls-hostname=vm").unwrap();
         let tls = uri.tls.expect("it is nbds");
         assert_eq!((tls.certificates, tls.hostname.as_deref()), (Some("/pki".into()), Some("vm")));
-        assert_eq!((uri.server, uri.export.as_str()), (Endpoint::Unix("/s".into()), ""));
+        assert_eq!((uri.server, uri.export.as_str()), (NbdEndpoint::Unix("/s".into()), ""));
         assert_eq!(
             Uri::parse("nbd://[::1]").unwrap().server,
-            Endpoint::Tcp { host: "::1".into(), port: PORT }
+            NbdEndpoint::Tcp { host: "::1".into(), port: PORT }
         );
     }
 
     #[test]
-    fn the_older_names_of_qemu_are_understood() {
+    fn qemu_legacy_syntax_is_parsed() {
         for (text, uri) in [
             ("nbd:localhost:10809", "nbd://localhost:10809/"),
             ("nbd:[::1]:7:exportname=a b", "nbd://[::1]:7/a%20b"),
@@ -297,7 +297,7 @@ mod tests {
     }
 
     #[test]
-    fn relative_files_are_seen_from_a_directory() {
+    fn relative_files_resolve_against_a_directory() {
         let seen = |text| Uri::parse(text).unwrap().relative_to(Path::new("/my dir&")).to_string();
         assert_eq!(seen("nbd+unix:///x?socket=a%20b/s"), "nbd+unix:///x?socket=/my%20dir%26/a%20b/s");
         assert_eq!(
@@ -310,7 +310,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_said() {
+    fn errors_name_the_violated_rule() {
         for (text, why) in [
             ("nbd:localhost", "is a kind of NBD URI that is not known"),
             ("nbd:localhost:x", "is a kind of NBD URI that is not known"),

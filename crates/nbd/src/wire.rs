@@ -7,9 +7,9 @@ use super::proto::MAX_STRING_BYTES;
 
 /// The unparsed rest of a slice.
 #[derive(Clone, Copy, Debug)]
-pub struct Fields<'a>(&'a [u8]);
+pub struct WireFields<'a>(&'a [u8]);
 
-impl<'a> Fields<'a> {
+impl<'a> WireFields<'a> {
     /// Parses these bytes.
     pub fn new(bytes: &'a [u8]) -> Self {
         Self(bytes)
@@ -73,9 +73,9 @@ mod tests {
 
     #[test]
     fn a_string_longer_than_its_message_is_none() {
-        assert_eq!(Fields::new(b"\0\0\0\x03ab").string(), None);
-        assert_eq!(Fields::new(b"\0\0\0\x02ab").string(), Some("ab"));
-        assert_eq!(Fields::new(b"\xff\xff\xff\xffab").string(), None);
+        assert_eq!(WireFields::new(b"\0\0\0\x03ab").string(), None);
+        assert_eq!(WireFields::new(b"\0\0\0\x02ab").string(), Some("ab"));
+        assert_eq!(WireFields::new(b"\xff\xff\xff\xffab").string(), None);
     }
 
     #[test]

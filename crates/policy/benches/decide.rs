@@ -10,7 +10,7 @@
 
 use criterion::{Bencher, BenchmarkId, Criterion, criterion_group, criterion_main};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, GivenBack, LimitKind, Limits, NodeId, Share, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, SpareRefund, LimitKind, Limits, NodeId, NodeShare, ThrottleTree};
 use policy::time::{Duration, Instant};
 use std::hint::black_box;
 use std::time::Instant as Clock;
@@ -24,23 +24,23 @@ fn limits() -> Limits {
 }
 
 /// A group at its limit, and disks that always have more requests.
-struct Busy {
-    tree: Tree<u32>,
+struct SaturatedGroup {
+    tree: ThrottleTree<u32>,
     disks: Vec<NodeId>,
     now: Instant,
 }
 
-impl Busy {
+impl SaturatedGroup {
     /// Disks in groups of their own, nested `levels` deep.
     fn new(disks: u32, levels: usize, promised: bool) -> Self {
-        let mut tree = Tree::new(Instant::ZERO);
-        let mut group = tree.add(None, limits(), Share::default()).unwrap();
+        let mut tree = ThrottleTree::new(Instant::ZERO);
+        let mut group = tree.add(None, limits(), NodeShare::default()).unwrap();
         for _ in 1..levels {
-            group = tree.add(Some(group), limits(), Share::default()).unwrap();
+            group = tree.add(Some(group), limits(), NodeShare::default()).unwrap();
         }
         let disks = (0..disks)
             .map(|number| {
-                let share = Share::new(1 + number % 1000).unwrap();
+                let share = NodeShare::new(1 + number % 1000).unwrap();
                 let share = if promised { share.with_reservation(1, 0) } else { share };
                 tree.add(Some(group), Limits::default(), share).unwrap()
             })
@@ -57,8 +57,8 @@ impl Busy {
     fn ask(&mut self, number: u32) {
         let (disk, now) = (self.disks[number as usize], self.now);
         // Until the bucket is full, requests are admitted at once.
-        while let Admission::Admitted(_) =
-            self.tree.request(disk, Direction::Read, Cost::one(4096), number, now)
+        while let AdmissionResult::Admitted(_) =
+            self.tree.submit(disk, Direction::Read, RequestCost::one(4096), number, now)
         {}
     }
 
@@ -66,12 +66,12 @@ impl Busy {
         self.now += Duration::from_nanos(1_000_000_000 / IOPS);
         loop {
             match self.tree.poll(self.now) {
-                Decision::Admit(number) => self.ask(black_box(number)),
-                Decision::Wait { until } => {
+                PollDecision::Admit(number) => self.ask(black_box(number)),
+                PollDecision::Wait { until } => {
                     black_box(until);
                     return;
                 }
-                Decision::Idle => unreachable!("there is always more"),
+                PollDecision::Idle => unreachable!("there is always more"),
             }
         }
     }
@@ -99,13 +99,13 @@ fn timed(mut step: impl FnMut()) -> impl FnMut(&mut Bencher<'_>) {
 fn busy(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("busy");
     for disks in [1, 10, 100, 1000, 10_000] {
-        let mut busy = Busy::new(disks, 1, false);
+        let mut busy = SaturatedGroup::new(disks, 1, false);
         group.bench_function(BenchmarkId::from_parameter(disks), timed(|| busy.decide()));
     }
     for disks in [10, 10_000] {
-        let mut busy = Busy::new(disks, 1, true);
+        let mut busy = SaturatedGroup::new(disks, 1, true);
         group.bench_function(BenchmarkId::new("promised", disks), timed(|| busy.decide()));
-        let mut busy = Busy::new(disks, 3, false);
+        let mut busy = SaturatedGroup::new(disks, 3, false);
         group.bench_function(BenchmarkId::new("three levels", disks), timed(|| busy.decide()));
     }
     group.finish();
@@ -115,23 +115,23 @@ fn idle(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("idle");
     for disks in [0, 10_000] {
         // At the limit, and below it, where requests are admitted at once.
-        let mut busy = Busy::new(1, 1, false);
+        let mut busy = SaturatedGroup::new(1, 1, false);
         let host = busy.tree.parent(busy.disks[0]).unwrap();
         for _ in 0..disks {
-            busy.tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+            busy.tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
         }
         group.bench_function(BenchmarkId::new("at the limit", disks), timed(|| busy.decide()));
 
-        let mut tree = Tree::<u32>::new(Instant::ZERO);
-        let host = tree.add(None, limits(), Share::default()).unwrap();
+        let mut tree = ThrottleTree::<u32>::new(Instant::ZERO);
+        let host = tree.add(None, limits(), NodeShare::default()).unwrap();
         let all: Vec<_> =
-            (0..=disks).map(|_| tree.add(Some(host), Limits::default(), Share::default()).unwrap()).collect();
+            (0..=disks).map(|_| tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap()).collect();
         let (disk, mut now) = (all[all.len() / 2], Instant::ZERO);
         group.bench_function(
             BenchmarkId::new("below it", disks),
             timed(|| {
                 now += Duration::from_nanos(2_000_000_000 / IOPS);
-                assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
+                assert!(tree.try_admit(disk, Direction::Read, black_box(&RequestCost::one(4096)), now));
             }),
         );
     }
@@ -140,19 +140,19 @@ fn idle(criterion: &mut Criterion) {
 
 fn spare(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("spare");
-    let ahead = Cost::one(8 * 4096);
-    let mut used = GivenBack::NOTHING;
+    let ahead = RequestCost::one(8 * 4096);
+    let mut used = SpareRefund::NONE;
     used.add(8 * 4096, 8 * 4096);
-    for (answer, given_back) in [("yes", used), ("no", GivenBack::NOTHING)] {
-        let mut tree = Tree::<u32>::new(Instant::ZERO);
-        let host = tree.add(None, limits(), Share::default()).unwrap();
-        let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+    for (answer, given_back) in [("yes", used), ("no", SpareRefund::NONE)] {
+        let mut tree = ThrottleTree::<u32>::new(Instant::ZERO);
+        let host = tree.add(None, limits(), NodeShare::default()).unwrap();
+        let disk = tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
         // Overruns the bucket; a refund of the same amount reverses it.
-        while tree.spare(disk, &ahead, GivenBack::NOTHING, Instant::ZERO) {}
+        while tree.try_admit_read_ahead(disk, &ahead, SpareRefund::NONE, Instant::ZERO) {}
         group.bench_function(
             answer,
             timed(|| {
-                let may = tree.spare(disk, black_box(&ahead), given_back, Instant::ZERO);
+                let may = tree.try_admit_read_ahead(disk, black_box(&ahead), given_back, Instant::ZERO);
                 assert_eq!(may, answer == "yes");
             }),
         );
@@ -160,17 +160,17 @@ fn spare(criterion: &mut Criterion) {
 
     let mut in_operations = limits();
     in_operations.iops_size = 4096;
-    let mut tree = Tree::<u32>::new(Instant::ZERO);
-    let host = tree.add(None, in_operations, Share::default()).unwrap();
-    let disk = tree.add(Some(host), Limits::default(), Share::default()).unwrap();
+    let mut tree = ThrottleTree::<u32>::new(Instant::ZERO);
+    let host = tree.add(None, in_operations, NodeShare::default()).unwrap();
+    let disk = tree.add(Some(host), Limits::default(), NodeShare::default()).unwrap();
     let mut now = Instant::ZERO;
     // Too much to leak during the measurement.
-    assert!(tree.spare(disk, &Cost::one(u64::MAX), GivenBack::NOTHING, now));
+    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(u64::MAX), SpareRefund::NONE, now));
     group.bench_function(
         "request below the limit",
         timed(|| {
             now += Duration::from_nanos(2_000_000_000 / IOPS);
-            assert!(tree.pass(disk, Direction::Read, black_box(&Cost::one(4096)), now));
+            assert!(tree.try_admit(disk, Direction::Read, black_box(&RequestCost::one(4096)), now));
         }),
     );
     group.finish();

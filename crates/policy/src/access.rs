@@ -15,12 +15,12 @@ mod network;
 use alloc::string::String;
 use core::net::IpAddr;
 
-pub use names::{Names, Rule};
-pub use network::{Network, Networks, origin};
+pub use names::{NameRules, NameRule};
+pub use network::{Network, NetworkRules, connection_origin};
 
 /// Identity of a connected client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Client {
+pub struct ClientIdentity {
     /// Address of the peer; `None` for a Unix socket, where file permissions restrict access.
     pub address: Option<IpAddr>,
     /// Authenticated name: the subject of a certificate, or the user of a pre-shared key.
@@ -29,27 +29,27 @@ pub struct Client {
 
 /// Access rules. The default allows every client.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Access {
+pub struct AccessRules {
     /// Rules for the client's address.
-    pub networks: Networks,
+    pub networks: NetworkRules,
     /// Rules for the client's name; `None` allows clients with any name, or without one.
-    pub names: Option<Names>,
+    pub names: Option<NameRules>,
 }
 
-impl Access {
+impl AccessRules {
     /// True if every client is allowed.
-    pub fn is_open(&self) -> bool {
+    pub fn allows_all(&self) -> bool {
         *self == Self::default()
     }
 
     /// True if the client is allowed. With rules for names, a client without a name is denied.
-    pub fn admits(&self, client: &Client) -> bool {
-        self.networks.admits(client.address) && self.admits_name(client.name.as_deref())
+    pub fn allows(&self, client: &ClientIdentity) -> bool {
+        self.networks.allows(client.address) && self.allows_name(client.name.as_deref())
     }
 
     /// True if the rules for names allow this name. Does not look at networks.
-    pub fn admits_name(&self, name: Option<&str>) -> bool {
-        self.names.as_ref().is_none_or(|names| name.is_some_and(|name| names.admits(name)))
+    pub fn allows_name(&self, name: Option<&str>) -> bool {
+        self.names.as_ref().is_none_or(|names| name.is_some_and(|name| names.allows(name)))
     }
 }
 
@@ -60,12 +60,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_decide_and_who_has_no_name_is_refused_where_names_are_asked_for() {
-        let networks = Networks { allow: vec!["10.0.0.0/8".parse().unwrap()], deny: Vec::new() };
-        let access = Access { networks, names: Some(Names::any_of(["alice".to_owned()])) };
+    fn both_rules_apply_and_unnamed_clients_are_denied_by_name_rules() {
+        let networks = NetworkRules { allow: vec!["10.0.0.0/8".parse().unwrap()], deny: Vec::new() };
+        let access = AccessRules { networks, names: Some(NameRules::any_of(["alice".to_owned()])) };
         let admits = |address: &str, name: Option<&str>| {
             let address = (!address.is_empty()).then(|| address.parse().unwrap());
-            access.admits(&Client { address, name: name.map(str::to_owned) })
+            access.allows(&ClientIdentity { address, name: name.map(str::to_owned) })
         };
         assert!(admits("10.1.2.3", Some("alice")));
         assert!(!admits("10.1.2.3", Some("bob")));
@@ -74,6 +74,6 @@ mod tests {
         // A Unix socket has no network.
         assert!(admits("", Some("alice")));
         assert!(!admits("", None));
-        assert!(!access.is_open() && Access::default().is_open());
+        assert!(!access.allows_all() && AccessRules::default().allows_all());
     }
 }

@@ -38,12 +38,12 @@ mod host;
 mod leader;
 pub mod simulated;
 
-pub use demand::{Demand, Usage};
-pub use division::{Claim, divide};
-pub use host::Host;
-pub use leader::{Action, Leader};
+pub use demand::{DemandEstimator, ReportedDemand};
+pub use division::{QuotaClaim, divide_quota};
+pub use host::HostQuota;
+pub use leader::{LeaderAction, QuotaLeader};
 
-use crate::throttle::{LimitKind, Limits, MAX_VALUE, Part, Setting};
+use crate::throttle::{LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting};
 use crate::time::Duration;
 use alloc::format;
 use alloc::string::String;
@@ -57,42 +57,42 @@ pub const MAX_HOSTS: u32 = 10_000;
 
 /// Default sum of all fallback shares, in millionths of the limit. At 2 %, shares are within 5 % of
 /// the ideal even if only one host is busy.
-const SAFE_OF_ALL: u64 = 20_000;
+const DEFAULT_FALLBACK_SUM_PPM: u64 = 20_000;
 
 /// Time that a host's name stays reserved after its last renewal; three renewal intervals.
 pub const NAME_LEASE: Duration = Duration::from_secs(60);
 
 /// The limits of a group over all its hosts, and the fallback share of each host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Spec {
+pub struct ClusterGroupLimits {
     version: u64,
     limits: Limits,
     hosts: u32,
-    safe_ppm: u32,
+    fallback_ppm: u32,
 }
 
 /// Reason why limits cannot be divided among hosts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Indivisible {
+pub enum DivisionError {
     /// No hosts, or more than [`MAX_HOSTS`].
     Hosts(u32),
     /// The rate of this limit is below 1 unit per second and host: limit, rate, number of hosts.
     TooLow(LimitKind, u64, u32),
     /// The fallback shares exceed the limit: millionths for each host, number of hosts.
-    SafeShare(u32, u32),
+    FallbackShare(u32, u32),
 }
 
-impl Indivisible {
+impl DivisionError {
     /// Message with a remedy; `name` is the key or option that sets the number of hosts.
-    pub fn told(&self, name: &str) -> String {
+    pub fn message(&self, name: &str) -> String {
         match self {
             Self::Hosts(hosts) => format!("hosts: {hosts} is not between 1 and {MAX_HOSTS}"),
             Self::TooLow(kind, rate, hosts) => format!(
                 "{}: {rate} is too low: each of up to {hosts} hosts may use 1 a second without etcd (set \
                  at least {hosts}, or fewer {name})",
-                Setting::Limit(*kind, Part::Rate).name()
+                LimitSetting::Limit(*kind, LimitPart::Rate).name()
             ),
-            Self::SafeShare(ppm, hosts) => format!(
+            Self::FallbackShare(ppm, hosts) => format!(
                 "safe-share: {} % for each of up to {hosts} hosts exceeds 100 % in total (set at most {} %, \
                  or fewer {name})",
                 f64::from(*ppm) / 10_000.0,
@@ -102,36 +102,36 @@ impl Indivisible {
     }
 }
 
-impl fmt::Display for Indivisible {
+impl fmt::Display for DivisionError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.told("hosts"))
+        f.write_str(&self.message("hosts"))
     }
 }
 
-impl core::error::Error for Indivisible {}
+impl core::error::Error for DivisionError {}
 
-impl Spec {
+impl ClusterGroupLimits {
     /// Limits for up to `hosts` hosts. `safe_ppm` is the fallback share of one host in millionths
     /// of the limits; by default all hosts together have 2 %. Specs with different contents must
     /// have different `version`s.
     ///
     /// # Errors
     /// [`Indivisible`] if a fallback share is below 1 unit per second or all exceed the limit.
-    pub fn new(version: u64, limits: Limits, hosts: u32, safe_ppm: Option<u32>) -> Result<Self, Indivisible> {
+    pub fn new(version: u64, limits: Limits, hosts: u32, safe_ppm: Option<u32>) -> Result<Self, DivisionError> {
         if !(1..=MAX_HOSTS).contains(&hosts) {
-            return Err(Indivisible::Hosts(hosts));
+            return Err(DivisionError::Hosts(hosts));
         }
-        let safe_ppm = safe_ppm.unwrap_or((SAFE_OF_ALL / u64::from(hosts)) as u32);
-        let spec = Self { version, limits, hosts, safe_ppm };
+        let safe_ppm = safe_ppm.unwrap_or((DEFAULT_FALLBACK_SUM_PPM / u64::from(hosts)) as u32);
+        let spec = Self { version, limits, hosts, fallback_ppm: safe_ppm };
         for kind in LimitKind::ALL {
             let rate = limits.limit(kind).rate;
-            if u128::from(spec.safe()[kind.index()]) * u128::from(hosts) > u128::from(rate) {
+            if u128::from(spec.fallback_share()[kind.index()]) * u128::from(hosts) > u128::from(rate) {
                 // `safe()` is raised to 1 unit, so the sum may be too large although the ppm are
                 // not.
                 let is_low = u64::from(safe_ppm) * u64::from(hosts) <= 1_000_000;
                 return Err(match is_low {
-                    true => Indivisible::TooLow(kind, rate, hosts),
-                    false => Indivisible::SafeShare(safe_ppm, hosts),
+                    true => DivisionError::TooLow(kind, rate, hosts),
+                    false => DivisionError::FallbackShare(safe_ppm, hosts),
                 });
             }
         }
@@ -155,10 +155,10 @@ impl Spec {
 
     /// Fallback share: the rates that each host may use without a lease, in units per second. At
     /// least 1 for each limit that is set.
-    pub fn safe(&self) -> ByKind {
+    pub fn fallback_share(&self) -> ByKind {
         self.rates().map(|rate| match rate {
             0 => 0,
-            _ => (u128::from(rate) * u128::from(self.safe_ppm) / 1_000_000).max(1) as u64,
+            _ => (u128::from(rate) * u128::from(self.fallback_ppm) / 1_000_000).max(1) as u64,
         })
     }
 
@@ -168,7 +168,7 @@ impl Spec {
 
     /// Limits of a host with these rates. Burst rates are scaled like the rates; burst lengths
     /// stay.
-    fn part(&self, rates: ByKind) -> Limits {
+    fn scaled_limits(&self, rates: ByKind) -> Limits {
         let mut part = self.limits;
         for kind in LimitKind::ALL {
             let (whole, rate) = (self.limits.limit(kind), rates[kind.index()]);
@@ -183,7 +183,7 @@ impl Spec {
     }
 
     /// Capacity of the buckets of a host with these rates, in units.
-    fn size(&self, rates: ByKind) -> ByKind {
+    fn scaled_capacity(&self, rates: ByKind) -> ByKind {
         LimitKind::ALL.map(|kind| {
             let (whole, rate) = (self.limits.limit(kind), u128::from(rates[kind.index()]));
             let size = match (whole.rate, whole.burst_rate) {
@@ -220,12 +220,12 @@ impl Timing {
     }
 
     /// Interval at which the leader's key is renewed.
-    pub fn keep(&self) -> Duration {
+    pub fn key_renewal_interval(&self) -> Duration {
         self.term_lease() / 3
     }
 
     /// Allowed clock drift over a lease: 1 in 1000, where the requirement on clocks is 400 ppm.
-    fn margin(&self) -> Duration {
+    fn clock_margin(&self) -> Duration {
         self.lease / 1000
     }
 }
@@ -242,13 +242,13 @@ pub struct Term {
 
 /// Report of a host to the leader.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Report {
+pub struct HostReport {
     /// Run of the host's process: larger in each later run.
     pub instance: u64,
     /// Number of the report, rising by one within a run.
-    pub number: u64,
+    pub report_number: u64,
     /// The only leader whose grants the host accepts as answers to this report.
-    pub follows: Option<Term>,
+    pub followed_term: Option<Term>,
     /// The latest grant of that leader that is or was in force; 0 for none.
     pub seq: u64,
     /// Leased rates in force besides the fallback share, in units per second.
@@ -256,43 +256,43 @@ pub struct Report {
     /// Version of the limits that the host uses.
     pub version: u64,
     /// Fallback share that the host uses.
-    pub safe: ByKind,
+    pub fallback: ByKind,
     /// Burst capacity that the host has given up under grants of that leader so far, in units.
-    pub given: ByKind,
+    pub released_capacity: ByKind,
     /// Measured demand.
-    pub wants: Usage,
+    pub demand: ReportedDemand,
 }
 
-impl Report {
+impl HostReport {
     /// Caps rates at the largest valid limit, so that sums over all hosts cannot overflow whatever
     /// the store contains. A demand may be `u64::MAX`.
-    fn bounded(mut self) -> Self {
+    fn clamped(mut self) -> Self {
         let most = |rate: u64| rate.min(MAX_VALUE);
-        (self.leased, self.safe) = (self.leased.map(most), self.safe.map(most));
-        self.wants.reserved = self.wants.reserved.map(most);
+        (self.leased, self.fallback) = (self.leased.map(most), self.fallback.map(most));
+        self.demand.reserved = self.demand.reserved.map(most);
         self
     }
 }
 
 /// Grant of a quota lease, the leader's answer to a report.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Grant {
+pub struct QuotaGrant {
     /// Term of the leader that granted it.
     pub term: Term,
     /// Run of the host that it is for.
     pub instance: u64,
     /// Number of the report that it answers. The lease begins when that report was sent.
-    pub answers: u64,
+    pub report_number: u64,
     /// Rises with each change of the contents.
     pub seq: u64,
     /// The limits that the quota is a part of.
-    pub spec: Spec,
+    pub spec: ClusterGroupLimits,
     /// Leased rates besides the fallback share, in units per second.
     pub leased: ByKind,
     /// Burst capacity added by the grants of this leader so far, in units.
     pub credit: ByKind,
 }
 
-fn zip(one: ByKind, other: ByKind, of: impl Fn(u64, u64) -> u64) -> ByKind {
+fn zip_with(one: ByKind, other: ByKind, of: impl Fn(u64, u64) -> u64) -> ByKind {
     core::array::from_fn(|at| of(one[at], other[at]))
 }

@@ -44,14 +44,14 @@ pub const fn growth_of_32_bits(before: u64, now: u64) -> Option<u64> {
 
 /// Growth of the counters of one object over a non-zero time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Growth<const N: usize> {
+pub struct CounterGrowth<const N: usize> {
     /// Growth of each counter.
     pub by: [u64; N],
     /// Time between the readings.
     pub elapsed: Duration,
 }
 
-impl<const N: usize> Growth<N> {
+impl<const N: usize> CounterGrowth<N> {
     /// Returns `None` if any counter fell or no time has passed.
     pub fn between(before: &[u64; N], now: &[u64; N], elapsed: Duration) -> Option<Self> {
         let by = growths(before, now)?;
@@ -87,16 +87,16 @@ mod tests {
         assert_eq!(growth(9, 7), None);
         assert_eq!(growths(&[1, 9], &[5, 9]), Some([4, 0]));
         assert_eq!(growths(&[1, 9], &[5, 8]), None, "nor have those beside it");
-        assert_eq!(Growth::between(&[9], &[7], Duration::from_secs(1)), None);
-        assert_eq!(Growth::between(&[7], &[9], Duration::ZERO), None, "in no time nothing has a rate");
+        assert_eq!(CounterGrowth::between(&[9], &[7], Duration::from_secs(1)), None);
+        assert_eq!(CounterGrowth::between(&[7], &[9], Duration::ZERO), None, "in no time nothing has a rate");
     }
 
     #[test]
     fn rates_and_shares() {
-        let growth = Growth::between(&[0, 0, 5], &[10, 500_000_000, 35], Duration::from_secs(2)).unwrap();
+        let growth = CounterGrowth::between(&[0, 0, 5], &[10, 500_000_000, 35], Duration::from_secs(2)).unwrap();
         assert_eq!((growth.per_second(0), growth.share_of_time(1)), (5.0, 0.25));
         assert_eq!((growth.ratio(0, 2), growth.ratio(2, 0)), (Some(0.25), Some(0.75)));
-        let idle = Growth::between(&[1, 1], &[1, 1], Duration::from_secs(2)).unwrap();
+        let idle = CounterGrowth::between(&[1, 1], &[1, 1], Duration::from_secs(2)).unwrap();
         assert_eq!(idle.ratio(0, 1), None);
     }
 

@@ -19,11 +19,11 @@ use crate::request::Direction;
 use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 
 /// Time that an idle line may catch up, in nanoseconds.
-pub const CATCH_UP_NS: u64 = 10_000_000;
+pub const IDLE_CREDIT_NS: u64 = 10_000_000;
 
 /// Rates per second; `None` and 0 are unlimited.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rates {
+pub struct DeviceRates {
     /// Bytes of reads and writes.
     pub bytes: Option<u64>,
     /// Requests of any kind.
@@ -36,16 +36,16 @@ pub struct Rates {
 
 /// The lines of one device.
 #[derive(Clone, Debug)]
-pub struct Lines {
-    bytes: Option<Line>,
-    iops: Option<Line>,
-    by_direction: [Option<Line>; 2],
+pub struct SimulatedDevice {
+    bytes: Option<RateLine>,
+    iops: Option<RateLine>,
+    by_direction: [Option<RateLine>; 2],
 }
 
-impl Lines {
+impl SimulatedDevice {
     /// An idle device with these rates.
-    pub fn new(rates: Rates) -> Self {
-        let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(Line::new);
+    pub fn new(rates: DeviceRates) -> Self {
+        let line = |rate: Option<u64>| rate.filter(|&rate| rate > 0).map(RateLine::new);
         Self {
             bytes: line(rates.bytes),
             iops: line(rates.iops),
@@ -58,7 +58,7 @@ impl Lines {
     pub fn charge(&mut self, direction: Direction, bytes: u64, now: Instant) -> Instant {
         let of_direction = &mut self.by_direction[direction.index()];
         let lines = [(&mut self.iops, 1), (&mut self.bytes, bytes), (of_direction, bytes)];
-        let end = |(line, units): (&mut Option<Line>, u64)| Some(line.as_mut()?.append(units, now));
+        let end = |(line, units): (&mut Option<RateLine>, u64)| Some(line.as_mut()?.append(units, now));
         lines.into_iter().filter_map(end).fold(Instant::ZERO, Instant::max)
     }
 
@@ -71,39 +71,39 @@ impl Lines {
 }
 
 #[derive(Clone, Debug)]
-struct Line {
+struct RateLine {
     rate: u64,
     end: Instant,
     /// Remainder of the last division, in units of 1 / rate ns, so that small requests add up.
-    left_over: u64,
-    work: Duration,
+    remainder: u64,
+    total_busy: Duration,
 }
 
-impl Line {
+impl RateLine {
     const fn new(rate: u64) -> Self {
-        Self { rate, end: Instant::ZERO, left_over: 0, work: Duration::ZERO }
+        Self { rate, end: Instant::ZERO, remainder: 0, total_busy: Duration::ZERO }
     }
 
     /// Returns the completion time of the appended units.
     fn append(&mut self, units: u64, now: Instant) -> Instant {
-        let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(CATCH_UP_NS));
+        let earliest = Instant::from_nanos(now.as_nanos().saturating_sub(IDLE_CREDIT_NS));
         if self.end < earliest {
             // The remainder belongs to work before the idle time and is dropped with it.
-            (self.end, self.left_over) = (earliest, 0);
+            (self.end, self.remainder) = (earliest, 0);
         }
         // 128 bits: units times 10⁹ exceed 64 bits above 18 GB.
-        let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(self.left_over);
+        let scaled = u128::from(units) * u128::from(NANOS_PER_SECOND) + u128::from(self.remainder);
         let rate = u128::from(self.rate);
         let cost = Duration::from_nanos(u64::try_from(scaled / rate).unwrap_or(u64::MAX));
-        self.left_over = (scaled % rate) as u64;
+        self.remainder = (scaled % rate) as u64;
         self.end += cost;
-        self.work = self.work.saturating_add(cost);
+        self.total_busy = self.total_busy.saturating_add(cost);
         self.end
     }
 
     fn worked(&self, now: Instant) -> Duration {
         // The part of the work that lies in the future is not done yet.
-        self.work.saturating_sub(Duration::from_nanos(self.end.nanos_since(now)))
+        self.total_busy.saturating_sub(Duration::from_nanos(self.end.nanos_since(now)))
     }
 }
 
@@ -114,7 +114,7 @@ mod tests {
     #[test]
     fn fractions_of_a_nanosecond_add_up() {
         // Three units per nanosecond: without the remainder, each would cost nothing.
-        let mut line = Line::new(3 * NANOS_PER_SECOND);
+        let mut line = RateLine::new(3 * NANOS_PER_SECOND);
         let mut end = Instant::ZERO;
         for _ in 0..3_000_000 {
             end = line.append(1, Instant::ZERO);

@@ -17,7 +17,7 @@ use core::ops::Range;
 
 /// Kind of a request, as far as merging distinguishes kinds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Operation {
+pub enum MergeOperation {
     /// Reads data.
     Read,
     /// Writes the data of the request.
@@ -28,9 +28,9 @@ pub enum Operation {
 
 /// A request of a batch, considered for merging.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Candidate {
+pub struct MergeCandidate {
     /// Kind of the request.
-    pub operation: Operation,
+    pub operation: MergeOperation,
     /// Offset of the first byte.
     pub offset: u64,
     /// Length in bytes. A request of zero bytes is not merged, and may separate its neighbours.
@@ -39,14 +39,14 @@ pub struct Candidate {
     pub key: u32,
 }
 
-impl Candidate {
+impl MergeCandidate {
     /// End of the range; `None` on overflow, so that nothing is adjacent to it.
     const fn end(&self) -> Option<u64> {
         self.offset.checked_add(self.length)
     }
 
-    fn is_plain(&self) -> bool {
-        self.operation != Operation::Barrier
+    fn is_mergeable(&self) -> bool {
+        self.operation != MergeOperation::Barrier
     }
 
     fn overlaps(&self, end_of_earlier: u64) -> bool {
@@ -56,14 +56,14 @@ impl Candidate {
 
 /// Maximum size of a merged request. A single request above it is left alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bounds {
+pub struct MergeBounds {
     /// Number of requests, each with one buffer. 0 and 1 disable merging.
     pub segments: usize,
     /// Total bytes.
     pub bytes: u64,
 }
 
-impl Default for Bounds {
+impl Default for MergeBounds {
     /// Linux's `IOV_MAX` segments, and the largest request that every NBD server must accept.
     fn default() -> Self {
         Self { segments: 1024, bytes: 32 << 20 }
@@ -72,13 +72,13 @@ impl Default for Bounds {
 
 /// Plans the merging of batches. Reuses its memory from one batch to the next.
 #[derive(Debug, Default)]
-pub struct Planner {
+pub struct MergePlanner {
     order: Vec<usize>,
     /// End of each group in `order`.
     ends: Vec<usize>,
 }
 
-impl Planner {
+impl MergePlanner {
     /// Returns a planner without allocating.
     pub const fn new() -> Self {
         Self { order: Vec::new(), ends: Vec::new() }
@@ -87,13 +87,13 @@ impl Planner {
     /// Divides a batch, given in order of arrival, into groups; each group can be one I/O.
     ///
     /// O(n) for most batches with nothing to merge, otherwise O(n log n).
-    pub fn plan(&mut self, batch: &[Candidate], bounds: Bounds) -> Plan<'_> {
+    pub fn plan(&mut self, batch: &[MergeCandidate], bounds: MergeBounds) -> MergePlan<'_> {
         self.order.clear();
         self.ends.clear();
         self.order.extend(0..batch.len());
         let mut start = 0;
         while start < batch.len() {
-            let plain = batch[start..].iter().take_while(|candidate| candidate.is_plain()).count();
+            let plain = batch[start..].iter().take_while(|candidate| candidate.is_mergeable()).count();
             match plain {
                 0 | 1 => self.ends.push(start + 1),
                 _ if !may_have_neighbours(&batch[start..start + plain]) => {
@@ -103,11 +103,11 @@ impl Planner {
             }
             start += plain.max(1);
         }
-        Plan { order: &self.order, ends: &self.ends }
+        MergePlan { order: &self.order, ends: &self.ends }
     }
 
     /// Plans a run: at least two reads and writes without a barrier between them.
-    fn plan_run(&mut self, batch: &[Candidate], run: Range<usize>, bounds: Bounds) {
+    fn plan_run(&mut self, batch: &[MergeCandidate], run: Range<usize>, bounds: MergeBounds) {
         let first_group = self.ends.len();
         let order = &mut self.order[run.clone()];
         // The index makes the order total, so equal requests stay in order of arrival.
@@ -145,8 +145,8 @@ impl Planner {
     }
 
     /// True if two requests of the run overlap and one of them writes.
-    fn has_conflict(&mut self, batch: &[Candidate], run: Range<usize>) -> bool {
-        if batch[run.clone()].iter().all(|candidate| candidate.operation == Operation::Read) {
+    fn has_conflict(&mut self, batch: &[MergeCandidate], run: Range<usize>) -> bool {
+        if batch[run.clone()].iter().all(|candidate| candidate.operation == MergeOperation::Read) {
             return false;
         }
         // A temporary order by offset, appended to the plan's own order and truncated below.
@@ -159,7 +159,7 @@ impl Planner {
         let conflict = self.order[scratch..].iter().any(|&i| {
             let candidate = &batch[i];
             let end = candidate.end().unwrap_or(u64::MAX);
-            let writes = candidate.operation == Operation::Write;
+            let writes = candidate.operation == MergeOperation::Write;
             let conflicts = candidate.overlaps(if writes { end_of_all } else { end_of_writes });
             if writes {
                 end_of_writes = end_of_writes.max(end);
@@ -176,7 +176,7 @@ impl Planner {
 ///
 /// Without this check, most of the planning time would be spent on sorting batches in vain. It is
 /// linear: a small hash table marks where requests begin, and their ends are looked up in it.
-fn may_have_neighbours(run: &[Candidate]) -> bool {
+fn may_have_neighbours(run: &[MergeCandidate]) -> bool {
     // 8192 bits. With 32 requests, one batch in eight is sorted in vain; with many, all are.
     let mut begins = [0u64; 128];
     let place = |offset: u64| {
@@ -194,7 +194,7 @@ fn may_have_neighbours(run: &[Candidate]) -> bool {
     })
 }
 
-fn adjacent(earlier: &Candidate, later: &Candidate) -> bool {
+fn adjacent(earlier: &MergeCandidate, later: &MergeCandidate) -> bool {
     earlier.operation == later.operation
         && earlier.key == later.key
         && earlier.length > 0
@@ -207,12 +207,12 @@ fn adjacent(earlier: &Candidate, later: &Candidate) -> bool {
 /// Executing group after group has the same effect as executing the batch in order of arrival.
 /// Groups between two barriers may run concurrently if their requests could have.
 #[derive(Clone, Copy, Debug)]
-pub struct Plan<'a> {
+pub struct MergePlan<'a> {
     order: &'a [usize],
     ends: &'a [usize],
 }
 
-impl<'a> Plan<'a> {
+impl<'a> MergePlan<'a> {
     /// The groups: indices into the batch, in order of rising offset, contiguous on the disk.
     pub fn groups(&self) -> impl ExactSizeIterator<Item = &'a [usize]> + use<'a> {
         let Self { order, ends } = *self;
@@ -221,7 +221,7 @@ impl<'a> Plan<'a> {
     }
 
     /// Number of requests saved by merging.
-    pub const fn merged(&self) -> usize {
+    pub const fn saved_requests(&self) -> usize {
         self.order.len() - self.ends.len()
     }
 }

@@ -1,37 +1,37 @@
 //! Merging of single batches. `tests/merge.rs` tests random ones.
 
 use super::*;
-use Operation::{Barrier, Read, Write};
+use MergeOperation::{Barrier, Read, Write};
 
 const K: u64 = 1024;
 
-const fn of(operation: Operation, offset: u64, length: u64) -> Candidate {
-    Candidate { operation, offset, length, key: 0 }
+const fn of(operation: MergeOperation, offset: u64, length: u64) -> MergeCandidate {
+    MergeCandidate { operation, offset, length, key: 0 }
 }
 
-const fn read(offset: u64, length: u64) -> Candidate {
+const fn read(offset: u64, length: u64) -> MergeCandidate {
     of(Read, offset, length)
 }
 
-const fn write(offset: u64, length: u64) -> Candidate {
+const fn write(offset: u64, length: u64) -> MergeCandidate {
     of(Write, offset, length)
 }
 
-const fn flush() -> Candidate {
+const fn flush() -> MergeCandidate {
     of(Barrier, 0, 0)
 }
 
 #[track_caller]
-fn check_within(bounds: Bounds, batch: &[Candidate], expected: &[&[usize]]) {
-    let mut planner = Planner::new();
+fn check_within(bounds: MergeBounds, batch: &[MergeCandidate], expected: &[&[usize]]) {
+    let mut planner = MergePlanner::new();
     let plan = planner.plan(batch, bounds);
     assert_eq!(plan.groups().collect::<Vec<_>>(), expected);
-    assert_eq!(plan.merged(), batch.len() - expected.len());
+    assert_eq!(plan.saved_requests(), batch.len() - expected.len());
 }
 
 #[track_caller]
-fn check(batch: &[Candidate], expected: &[&[usize]]) {
-    check_within(Bounds::default(), batch, expected);
+fn check(batch: &[MergeCandidate], expected: &[&[usize]]) {
+    check_within(MergeBounds::default(), batch, expected);
 }
 
 #[test]
@@ -52,9 +52,9 @@ fn adjacent_requests_of_one_kind_become_one() {
     check(&[write(4 * K, K), read(0, K), write(5 * K, K), read(K, K)], &[&[1, 3], &[0, 2]]);
     check(&[read(0, K), write(K, K)], &[&[0], &[1]]);
     // Different flags prevent merging.
-    let fua = Candidate { key: 1, ..write(K, K) };
+    let fua = MergeCandidate { key: 1, ..write(K, K) };
     check(&[write(0, K), fua, write(2 * K, K)], &[&[0], &[1], &[2]]);
-    check(&[Candidate { offset: 0, ..fua }, fua], &[&[0, 1]]);
+    check(&[MergeCandidate { offset: 0, ..fua }, fua], &[&[0, 1]]);
     // No overflow at the largest offset.
     let last = read(u64::MAX - 1, 1);
     check(&[last, read(u64::MAX, 1), read(u64::MAX, u64::MAX)], &[&[0, 1], &[2]]);
@@ -82,7 +82,7 @@ fn the_documented_example() {
 }
 
 #[test]
-fn a_conflict_keeps_everything_between_the_barriers_as_it_came() {
+fn conflict_preserves_order_between_barriers() {
     check(&[write(0, K), write(K, K), write(0, 512)], &[&[0], &[1], &[2]]);
     check(&[write(K, K), read(0, 4 * K), write(2 * K, K)], &[&[0], &[1], &[2]]);
     check(
@@ -94,7 +94,7 @@ fn a_conflict_keeps_everything_between_the_barriers_as_it_came() {
 #[test]
 fn merging_stops_at_the_bounds() {
     let batch: Vec<_> = (0..5).map(|i| read(i * K, K)).collect();
-    let bounds = |segments, bytes| Bounds { segments, bytes };
+    let bounds = |segments, bytes| MergeBounds { segments, bytes };
     check_within(bounds(2, u64::MAX), &batch, &[&[0, 1], &[2, 3], &[4]]);
     check_within(bounds(9, 3 * K), &batch, &[&[0, 1, 2], &[3, 4]]);
     check_within(bounds(9, 3 * K - 1), &batch, &[&[0, 1], &[2, 3], &[4]]);
@@ -104,8 +104,8 @@ fn merging_stops_at_the_bounds() {
 
 #[test]
 fn a_planner_forgets_the_batch_before() {
-    let mut planner = Planner::new();
+    let mut planner = MergePlanner::new();
     let batch = [read(0, K), read(K, K)];
-    assert_eq!(planner.plan(&batch, Bounds::default()).merged(), 1);
-    assert_eq!(planner.plan(&batch[..1], Bounds::default()).groups().collect::<Vec<_>>(), [[0]]);
+    assert_eq!(planner.plan(&batch, MergeBounds::default()).saved_requests(), 1);
+    assert_eq!(planner.plan(&batch[..1], MergeBounds::default()).groups().collect::<Vec<_>>(), [[0]]);
 }

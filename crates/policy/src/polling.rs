@@ -18,27 +18,27 @@ use crate::time::{Duration, Instant, NANOS_PER_SECOND};
 /// Duration of a measurement: some hundred completions at the lowest rate that is tried.
 const WINDOW: Duration = Duration::from_millis(16);
 /// Time before a measurement. The kernel moves threads apart at its ticks, every 1 to 10 ms.
-const SETTLING: Duration = Duration::from_millis(12);
+const SETTLE_TIME: Duration = Duration::from_millis(12);
 /// Measurements in a trial, alternately sleeping and polling.
 const WINDOWS: u8 = 4;
 /// Interval at which a polling thread checks that polling still pays.
-const LOOK: Duration = Duration::from_millis(20);
+const CHECK_INTERVAL: Duration = Duration::from_millis(20);
 /// Duration of a verdict: this at first, doubled each time it is confirmed.
-const SHORTEST: Duration = Duration::from_millis(500);
-const LONGEST: Duration = Duration::from_secs(8);
+const MIN_VERDICT: Duration = Duration::from_millis(500);
+const MAX_VERDICT: Duration = Duration::from_secs(8);
 /// Completions per second below which polling is not tried: too few would share its cost.
-const LEAST_RATE: u64 = 20_000;
+const MIN_RATE: u64 = 20_000;
 /// Minimum rate while polling, in percent of the rate while sleeping.
-const WORTH: u64 = 115;
+const MIN_RATE_PERCENT: u64 = 115;
 /// Allowed increase of processor time for a completion, in percent for each percent of the rate.
-const PRICE: u64 = 3;
+const COST_PERCENT_PER_RATE_PERCENT: u64 = 3;
 /// A thread that waits for a processor for more than this fraction (1 / n) of the time competes
 /// with other threads; polling would make that worse.
-const CONTENDED: u64 = 8;
+const CONTENTION_FRACTION: u64 = 8;
 
 /// Cumulative counters of a thread, from any start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Work {
+pub struct ThreadCounters {
     /// Completed operations.
     pub completions: u64,
     /// Processor time used, in nanoseconds.
@@ -47,7 +47,7 @@ pub struct Work {
     pub starved_ns: u64,
 }
 
-impl Work {
+impl ThreadCounters {
     fn since(self, earlier: Self) -> Self {
         Self {
             completions: self.completions.saturating_sub(earlier.completions),
@@ -59,12 +59,12 @@ impl Work {
 
 /// Work in an interval.
 #[derive(Clone, Copy, Debug, Default)]
-struct Measured {
-    work: Work,
+struct PollingSample {
+    work: ThreadCounters,
     elapsed_ns: u64,
 }
 
-impl Measured {
+impl PollingSample {
     fn add(&mut self, other: Self) {
         self.work.completions += other.work.completions;
         self.work.processor_ns += other.work.processor_ns;
@@ -84,12 +84,12 @@ impl Measured {
     }
 
     fn is_contended(&self) -> bool {
-        self.work.starved_ns.saturating_mul(CONTENDED) > self.elapsed_ns
+        self.work.starved_ns.saturating_mul(CONTENTION_FRACTION) > self.elapsed_ns
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Stage {
+enum PollingStage {
     /// Before a measurement of a trial. This time is not counted.
     Settling(u8),
     Window(u8),
@@ -100,110 +100,110 @@ enum Stage {
 /// The decision for one thread. Call [`Polling::next`] at [`Polling::ends`] or any time after it: a
 /// sleeping thread need not be woken for that.
 #[derive(Clone, Debug)]
-pub struct Polling {
+pub struct PollingDecision {
     awake: bool,
-    stage: Stage,
+    stage: PollingStage,
     ends: Instant,
     began: Instant,
-    before: Work,
-    asleep: Measured,
-    roused: Measured,
+    before: ThreadCounters,
+    sleeping_sample: PollingSample,
+    polling_sample: PollingSample,
     /// The last verdict, and its duration.
     verdict: bool,
-    stood: Duration,
+    verdict_duration: Duration,
 }
 
-impl Default for Polling {
+impl Default for PollingDecision {
     fn default() -> Self {
-        let (began, before) = (Instant::ZERO, Work::default());
-        let (asleep, roused) = (Measured::default(), Measured::default());
-        let stage = Stage::Standing(Instant::ZERO);
+        let (began, before) = (Instant::ZERO, ThreadCounters::default());
+        let (asleep, roused) = (PollingSample::default(), PollingSample::default());
+        let stage = PollingStage::Standing(Instant::ZERO);
         let (verdict, stood) = (false, Duration::ZERO);
-        Self { awake: false, stage, ends: began, began, before, asleep, roused, verdict, stood }
+        Self { awake: false, stage, ends: began, began, before, sleeping_sample: asleep, polling_sample: roused, verdict, verdict_duration: stood }
     }
 }
 
-impl Polling {
+impl PollingDecision {
     /// True if the thread should poll instead of sleeping.
-    pub fn is_awake(&self) -> bool {
+    pub fn polls(&self) -> bool {
         self.awake
     }
 
     /// Time of the next call of [`Polling::next`].
-    pub fn ends(&self) -> Instant {
+    pub fn next_check(&self) -> Instant {
         self.ends
     }
 
     /// Advances the trial; `work` are the current counters of the thread.
-    pub fn next(&mut self, now: Instant, work: Work) {
-        let measured = Measured { work: work.since(self.before), elapsed_ns: now.nanos_since(self.began) };
+    pub fn advance(&mut self, now: Instant, work: ThreadCounters) {
+        let measured = PollingSample { work: work.since(self.before), elapsed_ns: now.nanos_since(self.began) };
         (self.began, self.before) = (now, work);
         match self.stage {
-            Stage::Settling(window) => self.enter(Stage::Window(window), now + WINDOW),
-            Stage::Window(window) => self.measured(window, measured, now),
-            Stage::Standing(until) if now >= until => self.try_both(now),
-            Stage::Standing(until) => self.look(until, measured, now),
+            PollingStage::Settling(window) => self.enter(PollingStage::Window(window), now + WINDOW),
+            PollingStage::Window(window) => self.finish_window(window, measured, now),
+            PollingStage::Standing(until) if now >= until => self.start_trial(now),
+            PollingStage::Standing(until) => self.check_benefit(until, measured, now),
         }
     }
 
-    fn enter(&mut self, stage: Stage, ends: Instant) {
+    fn enter(&mut self, stage: PollingStage, ends: Instant) {
         (self.stage, self.ends) = (stage, ends);
     }
 
-    fn try_both(&mut self, now: Instant) {
-        (self.asleep, self.roused) = (Measured::default(), Measured::default());
+    fn start_trial(&mut self, now: Instant) {
+        (self.sleeping_sample, self.polling_sample) = (PollingSample::default(), PollingSample::default());
         self.awake = false;
-        self.enter(Stage::Settling(0), now + SETTLING);
+        self.enter(PollingStage::Settling(0), now + SETTLE_TIME);
     }
 
-    fn measured(&mut self, window: u8, measured: Measured, now: Instant) {
-        if measured.rate() < LEAST_RATE {
-            return self.stand(false, SHORTEST, now);
+    fn finish_window(&mut self, window: u8, measured: PollingSample, now: Instant) {
+        if measured.rate() < MIN_RATE {
+            return self.set_verdict(false, MIN_VERDICT, now);
         }
         if self.awake {
-            self.roused.add(measured);
+            self.polling_sample.add(measured);
         } else {
-            self.asleep.add(measured);
+            self.sleeping_sample.add(measured);
         }
         // Contention ends the trial early: its remaining windows would slow other threads down.
         if self.awake && measured.is_contended() {
-            return self.conclude(false, now);
+            return self.finish_trial(false, now);
         }
         if window + 1 == WINDOWS {
-            return self.conclude(self.pays(), now);
+            return self.finish_trial(self.pays(), now);
         }
         // Alternating, so that a drift of the load affects both averages.
         self.awake = !self.awake;
-        self.enter(Stage::Settling(window + 1), now + SETTLING);
+        self.enter(PollingStage::Settling(window + 1), now + SETTLE_TIME);
     }
 
     fn pays(&self) -> bool {
         let percent = |awake: u64, asleep: u64| awake.saturating_mul(100) / asleep.max(1);
-        let rate = percent(self.roused.rate(), self.asleep.rate());
-        let cost = percent(self.roused.cost(), self.asleep.cost());
+        let rate = percent(self.polling_sample.rate(), self.sleeping_sample.rate());
+        let cost = percent(self.polling_sample.cost(), self.sleeping_sample.cost());
         // The gain must be noticeable, and each percent of it may cost PRICE percent per
         // completion.
-        rate >= WORTH && cost <= 100 + PRICE * (rate - 100)
+        rate >= MIN_RATE_PERCENT && cost <= 100 + COST_PERCENT_PER_RATE_PERCENT * (rate - 100)
     }
 
-    fn look(&mut self, until: Instant, measured: Measured, now: Instant) {
-        if self.awake && (measured.is_contended() || measured.rate() < LEAST_RATE) {
-            return self.stand(false, SHORTEST, now);
+    fn check_benefit(&mut self, until: Instant, measured: PollingSample, now: Instant) {
+        if self.awake && (measured.is_contended() || measured.rate() < MIN_RATE) {
+            return self.set_verdict(false, MIN_VERDICT, now);
         }
-        self.enter(Stage::Standing(until), if self.awake { until.min(now + LOOK) } else { until });
+        self.enter(PollingStage::Standing(until), if self.awake { until.min(now + CHECK_INTERVAL) } else { until });
     }
 
-    fn conclude(&mut self, awake: bool, now: Instant) {
+    fn finish_trial(&mut self, awake: bool, now: Instant) {
         let again = self.verdict == awake;
-        let stood = if again { (self.stood * 2).clamp(SHORTEST, LONGEST) } else { SHORTEST };
-        self.stand(awake, stood, now);
+        let stood = if again { (self.verdict_duration * 2).clamp(MIN_VERDICT, MAX_VERDICT) } else { MIN_VERDICT };
+        self.set_verdict(awake, stood, now);
     }
 
-    fn stand(&mut self, awake: bool, stood: Duration, now: Instant) {
-        (self.awake, self.verdict, self.stood) = (awake, awake, stood);
+    fn set_verdict(&mut self, awake: bool, stood: Duration, now: Instant) {
+        (self.awake, self.verdict, self.verdict_duration) = (awake, awake, stood);
         // A sleeping thread keeps its verdict to the end. A polling one is checked in between.
         let until = now + stood;
-        self.enter(Stage::Standing(until), if awake { until.min(now + LOOK) } else { until });
+        self.enter(PollingStage::Standing(until), if awake { until.min(now + CHECK_INTERVAL) } else { until });
     }
 }
 
@@ -213,7 +213,7 @@ mod tests {
 
     /// A thread under load: its rates and costs while sleeping and while polling.
     #[derive(Clone, Copy)]
-    struct Machine {
+    struct SimulatedThread {
         rates: [u64; 2],
         /// Processor time of a completion, in nanoseconds.
         costs: [u64; 2],
@@ -221,30 +221,30 @@ mod tests {
         starved_ns: [u64; 2],
     }
 
-    const APART: Machine = Machine { rates: [43_000, 63_000], costs: [7_000, 13_600], starved_ns: [0, 0] };
-    const NO_GAIN: Machine = Machine { rates: [61_000, 61_500], costs: [7_000, 13_600], starved_ns: [0, 0] };
-    const IDLE: Machine = Machine { rates: [100, 100], costs: [30_000, 60_000], starved_ns: [0, 0] };
+    const APART: SimulatedThread = SimulatedThread { rates: [43_000, 63_000], costs: [7_000, 13_600], starved_ns: [0, 0] };
+    const NO_GAIN: SimulatedThread = SimulatedThread { rates: [61_000, 61_500], costs: [7_000, 13_600], starved_ns: [0, 0] };
+    const IDLE: SimulatedThread = SimulatedThread { rates: [100, 100], costs: [30_000, 60_000], starved_ns: [0, 0] };
     const TURN: Duration = Duration::from_micros(250);
 
-    struct Worker {
-        polling: Polling,
+    struct PollingBench {
+        polling: PollingDecision,
         now: Instant,
         done: f64,
-        work: Work,
+        work: ThreadCounters,
     }
 
-    impl Worker {
+    impl PollingBench {
         fn new() -> Self {
-            let (polling, work) = (Polling::default(), Work::default());
+            let (polling, work) = (PollingDecision::default(), ThreadCounters::default());
             Self { polling, now: Instant::from_nanos(5), done: 0.0, work }
         }
 
         /// Runs for `time` and returns the time spent polling.
-        fn run(&mut self, machine: Machine, time: Duration) -> Duration {
+        fn run(&mut self, machine: SimulatedThread, time: Duration) -> Duration {
             let (end, mut awake) = (self.now + time, Duration::ZERO);
             while self.now < end {
                 self.now += TURN;
-                let is_awake = self.polling.is_awake();
+                let is_awake = self.polling.polls();
                 let which = usize::from(is_awake);
                 let part = TURN.as_secs_f64();
                 self.done += machine.rates[which] as f64 * part;
@@ -253,30 +253,30 @@ mod tests {
                     (machine.rates[which] as f64 * part * machine.costs[which] as f64) as u64;
                 self.work.starved_ns += (machine.starved_ns[which] as f64 * part) as u64;
                 awake += if is_awake { TURN } else { Duration::ZERO };
-                if self.now >= self.polling.ends() {
-                    self.polling.next(self.now, self.work);
+                if self.now >= self.polling.next_check() {
+                    self.polling.advance(self.now, self.work);
                 }
             }
             awake
         }
 
-        fn part_awake(&mut self, machine: Machine, time: Duration) -> f64 {
+        fn part_awake(&mut self, machine: SimulatedThread, time: Duration) -> f64 {
             self.run(machine, time).as_secs_f64() / time.as_secs_f64()
         }
     }
 
     #[test]
-    fn what_pays_is_kept() {
-        let mut worker = Worker::new();
+    fn beneficial_polling_continues() {
+        let mut worker = PollingBench::new();
         worker.run(APART, Duration::from_millis(500));
-        assert!(worker.polling.is_awake());
+        assert!(worker.polling.polls());
         let part = worker.part_awake(APART, Duration::from_secs(60));
         assert!(part > 0.98, "{part}");
     }
 
     #[test]
-    fn what_does_not_pay_is_tried_ever_more_seldom() {
-        let mut worker = Worker::new();
+    fn unprofitable_polling_is_retried_less_often() {
+        let mut worker = PollingBench::new();
         let part = worker.part_awake(NO_GAIN, Duration::from_secs(4));
         assert!(part > 0.0 && part < 0.08, "{part}");
         let part = worker.part_awake(NO_GAIN, Duration::from_secs(60));
@@ -285,50 +285,50 @@ mod tests {
 
     #[test]
     fn a_gain_that_costs_too_much_does_not_pay() {
-        let dear = Machine { costs: [7_000, 15_500], ..APART };
-        let fast = Machine { rates: [43_000, 51_000], ..dear };
-        let mut worker = Worker::new();
+        let dear = SimulatedThread { costs: [7_000, 15_500], ..APART };
+        let fast = SimulatedThread { rates: [43_000, 51_000], ..dear };
+        let mut worker = PollingBench::new();
         worker.run(dear, Duration::from_secs(1));
-        assert!(worker.polling.is_awake(), "46 % more for 121 %");
-        let mut worker = Worker::new();
+        assert!(worker.polling.polls(), "46 % more for 121 %");
+        let mut worker = PollingBench::new();
         worker.run(fast, Duration::from_secs(1));
-        assert!(!worker.polling.is_awake(), "18 % more for 121 %");
+        assert!(!worker.polling.polls(), "18 % more for 121 %");
     }
 
     #[test]
     fn a_thread_with_little_to_do_sleeps() {
-        let mut worker = Worker::new();
+        let mut worker = PollingBench::new();
         assert_eq!(worker.run(IDLE, Duration::from_secs(10)), Duration::ZERO);
         worker.run(APART, Duration::from_secs(1));
-        assert!(worker.polling.is_awake(), "it has come to have much to do");
+        assert!(worker.polling.polls(), "it has come to have much to do");
         let awake = worker.run(IDLE, Duration::from_secs(10));
-        assert!(awake <= LOOK * 2, "{awake:?}");
+        assert!(awake <= CHECK_INTERVAL * 2, "{awake:?}");
     }
 
     #[test]
-    fn who_fights_for_a_processor_gives_up() {
-        let contended = Machine { starved_ns: [0, 200_000_000], ..APART };
-        let mut worker = Worker::new();
+    fn contended_thread_stops_polling() {
+        let contended = SimulatedThread { starved_ns: [0, 200_000_000], ..APART };
+        let mut worker = PollingBench::new();
         let part = worker.part_awake(contended, Duration::from_secs(10));
         assert!(part > 0.0 && part < 0.02, "{part}");
         // Contention that begins after the verdict.
-        let mut worker = Worker::new();
+        let mut worker = PollingBench::new();
         worker.run(APART, Duration::from_secs(1));
-        assert!(worker.polling.is_awake());
-        worker.run(contended, LOOK * 2);
-        assert!(!worker.polling.is_awake());
+        assert!(worker.polling.polls());
+        worker.run(contended, CHECK_INTERVAL * 2);
+        assert!(!worker.polling.polls());
     }
 
     #[test]
-    fn a_trial_that_sleep_interrupted_begins_anew() {
-        let mut worker = Worker::new();
-        worker.run(APART, SETTLING + WINDOW + SETTLING + TURN);
+    fn interrupted_trial_restarts() {
+        let mut worker = PollingBench::new();
+        worker.run(APART, SETTLE_TIME + WINDOW + SETTLE_TIME + TURN);
         worker.now += Duration::from_secs(3600);
-        worker.polling.next(worker.now, worker.work);
+        worker.polling.advance(worker.now, worker.work);
         worker.now += Duration::from_secs(3600);
-        worker.polling.next(worker.now, worker.work);
-        assert!(!worker.polling.is_awake());
+        worker.polling.advance(worker.now, worker.work);
+        assert!(!worker.polling.polls());
         worker.run(APART, Duration::from_secs(1));
-        assert!(worker.polling.is_awake());
+        assert!(worker.polling.polls());
     }
 }

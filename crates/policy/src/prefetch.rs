@@ -36,8 +36,8 @@ mod streams;
 mod window;
 mod writes;
 
-pub use ahead::{Ahead, whole_blocks};
-pub use cache::{Cache, Cached, Fetch, FetchId, Found, Part};
-pub use settings::{Invalid, Mode, Setting, Settings, UnknownMode};
-pub use stats::Stats;
+pub use ahead::{ReadAhead, whole_blocks};
+pub use cache::{PrefetchCache, CachedRange, Fetch, FetchId, CacheLookup, CachePart};
+pub use settings::{InvalidPrefetchSettings, PrefetchMode, PrefetchSetting, PrefetchConfig, UnknownPrefetchMode};
+pub use stats::PrefetchStats;
 pub use writes::WriteId;

@@ -25,19 +25,19 @@ mod demand;
 mod division;
 mod pool;
 
-pub use pool::{Member, Passed, Pool, is_steered};
+pub use pool::{SteeredMember, IoCounters, SteeringPool, is_steered};
 
 /// Rates of one control group on one device: the four keys of cgroup v2's `io.max`, in units per
 /// second; `None` for no limit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Rates {
+pub struct IoMaxRates {
     /// Bytes per second: reads, writes.
     pub bps: [Option<u64>; 2],
     /// Operations per second: reads, writes.
     pub iops: [Option<u64>; 2],
 }
 
-impl Rates {
+impl IoMaxRates {
     /// No limits.
     pub const NONE: Self = Self { bps: [None; 2], iops: [None; 2] };
 }

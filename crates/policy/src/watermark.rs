@@ -30,14 +30,14 @@
 
 mod consumption;
 
-pub use consumption::{Consumed, Taken};
+pub use consumption::{DeviceConsumption, GroupConsumption};
 
-use crate::throttle::{Enforcement, Scale};
+use crate::throttle::{Enforcement, LimitScale};
 use crate::time::Instant;
 
 /// Measured capacity of a device; 0 where unknown.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Capacity {
+pub struct MeasuredCapacity {
     /// Read operations per second.
     pub read_iops: u64,
     /// Write operations per second.
@@ -50,7 +50,7 @@ pub struct Capacity {
 
 /// Measured rates of a device, averaged over some short time.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Rates {
+pub struct DeviceLoad {
     /// Read operations per second.
     pub read_iops: u64,
     /// Write operations per second.
@@ -61,14 +61,14 @@ pub struct Rates {
     pub write_bps: u64,
 }
 
-impl Capacity {
+impl MeasuredCapacity {
     /// Utilization at these rates, in thousandths: the larger of operations and bytes.
     ///
     /// For a mix, the utilizations of reads and writes are added. `None` if no capacity is known.
     /// May exceed 1000: a device can be faster than when it was measured.
-    pub fn use_of(&self, rates: Rates) -> Option<u64> {
-        let operations = part(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
-        let bytes = part(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
+    pub fn utilization(&self, rates: DeviceLoad) -> Option<u64> {
+        let operations = combined_utilization(rates.read_iops, self.read_iops, rates.write_iops, self.write_iops);
+        let bytes = combined_utilization(rates.read_bps, self.read_bps, rates.write_bps, self.write_bps);
         operations.max(bytes)
     }
 
@@ -79,7 +79,7 @@ impl Capacity {
     }
 }
 
-fn part(read: u64, of_read: u64, write: u64, of_write: u64) -> Option<u64> {
+fn combined_utilization(read: u64, of_read: u64, write: u64, of_write: u64) -> Option<u64> {
     let one = |rate: u64, capacity: u64| {
         (capacity > 0)
             .then(|| u64::try_from(u128::from(rate) * 1000 / u128::from(capacity)).unwrap_or(u64::MAX))
@@ -126,20 +126,20 @@ impl Watermark {
 
 /// Measurements of a device since the last sample.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sample {
+pub struct UtilizationSample {
     /// Utilization in thousandths ([`Capacity::use_of`], or the busy time of the device).
-    pub used: u64,
+    pub utilization: u64,
     /// Consumption of all groups as a multiple of their limits, in thousandths
     /// ([`Consumed::together`]).
-    pub together: u64,
+    pub combined_multiple: u64,
     /// Consumption of the group with the largest multiple ([`Consumed::most`]).
-    pub most: u64,
+    pub max_multiple: u64,
 }
 
-impl Sample {
+impl UtilizationSample {
     /// A sample with utilization `used`, in thousandths, and the groups' consumption.
-    pub fn new(used: u64, consumed: &Consumed) -> Self {
-        Self { used, together: consumed.together(), most: consumed.most() }
+    pub fn new(used: u64, consumed: &DeviceConsumption) -> Self {
+        Self { utilization: used, combined_multiple: consumed.combined_multiple(), max_multiple: consumed.max_multiple() }
     }
 }
 
@@ -158,12 +158,12 @@ const FALL_FASTER: f64 = 4.0;
 const FALL_FASTEST: f64 = 2.5;
 /// If the factor has risen this many times and utilization has not, limits do not throttle any
 /// group.
-const UNANSWERED: f64 = 4.0;
+const UNRESPONSIVE_FACTOR: f64 = 4.0;
 /// Utilization counts as risen if it rose by this factor, and by this share of the device.
-const ANSWER: f64 = 1.1;
-const LEAST_ANSWER: f64 = 0.02;
+const RESPONSE_FACTOR: f64 = 1.1;
+const MIN_RESPONSE: f64 = 0.02;
 /// A factor this many times above the recent multiple of the greediest group throttles no group.
-const UNBOUND: f64 = 1.25;
+const UNBINDING_FACTOR: f64 = 1.25;
 const LATELY_S: f64 = 2.0;
 /// Time between samples, in seconds, above which the earlier one is discarded.
 const STALE_S: f64 = 1.0;
@@ -174,7 +174,7 @@ const STALE_S: f64 = 1.0;
 /// [`enforcement`](Controller::enforcement) for every watermark in use on the device; the state of
 /// all others is dropped.
 #[derive(Clone, Debug)]
-pub struct Controller {
+pub struct WatermarkController {
     last: Option<Instant>,
     /// Smoothed utilization; 1 is the whole device.
     used: f64,
@@ -184,24 +184,24 @@ pub struct Controller {
     /// Decaying maximum of `most`.
     most_lately: f64,
     /// Watermarks requested since the last sample, one bit for each percentage.
-    asked: u128,
+    requested: u128,
     /// Watermarks whose limits apply, one bit for each percentage.
-    holding: u128,
+    enforced: u128,
     factor: f64,
     /// Factor and utilization when utilization last responded to the factor.
-    answered: (f64, f64),
+    last_response: (f64, f64),
     /// Seconds for which smoothed utilization, and every single sample, has been saturated.
     saturated_s: f64,
     full_s: f64,
 }
 
-impl Default for Controller {
+impl Default for WatermarkController {
     fn default() -> Self {
         Self::new()
     }
 }
 
-impl Controller {
+impl WatermarkController {
     /// A controller without samples; limits are lifted.
     pub const fn new() -> Self {
         Self {
@@ -210,10 +210,10 @@ impl Controller {
             together: 0.0,
             most: 0.0,
             most_lately: 0.0,
-            asked: 0,
-            holding: 0,
+            requested: 0,
+            enforced: 0,
             factor: 1.0,
-            answered: (1.0, 0.0),
+            last_response: (1.0, 0.0),
             saturated_s: 0.0,
             full_s: 0.0,
         }
@@ -221,26 +221,26 @@ impl Controller {
 
     /// Current enforcement of limits with this watermark.
     pub fn enforcement(&mut self, watermark: Watermark) -> Enforcement {
-        self.asked |= watermark.bit();
+        self.requested |= watermark.bit();
         if watermark == Watermark::ALWAYS {
             Enforcement::Enforced
-        } else if self.holding & watermark.bit() == 0 {
+        } else if self.enforced & watermark.bit() == 0 {
             Enforcement::Lifted
         } else {
-            match Scale::from_thousandths((self.factor * 1000.0) as u64) {
-                Scale::ONE => Enforcement::Enforced,
+            match LimitScale::from_thousandths((self.factor * 1000.0) as u64) {
+                LimitScale::ONE => Enforcement::Enforced,
                 scale => Enforcement::Scaled(scale),
             }
         }
     }
 
     /// Smoothed utilization in thousandths.
-    pub fn used(&self) -> u64 {
+    pub fn utilization(&self) -> u64 {
         (self.used * 1000.0) as u64
     }
 
     /// Adds a sample taken at `now`.
-    pub fn observe(&mut self, now: Instant, sample: Sample) {
+    pub fn observe(&mut self, now: Instant, sample: UtilizationSample) {
         let elapsed_s = self.last.map_or(STALE_S, |last| now.nanos_since(last) as f64 / 1e9);
         self.last = Some(now);
         if elapsed_s >= STALE_S {
@@ -251,21 +251,21 @@ impl Controller {
         let elapsed_s = elapsed_s.min(SMOOTHING_S);
         let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
         // First-order low-pass filters with a common time constant.
-        self.used += (in_ones(sample.used) - self.used) * fresh;
-        self.together += (in_ones(sample.together) - self.together) * fresh;
-        self.most += (in_ones(sample.most) - self.most) * fresh;
-        self.full_s = if in_ones(sample.used) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
+        self.used += (as_fraction(sample.utilization) - self.used) * fresh;
+        self.together += (as_fraction(sample.combined_multiple) - self.together) * fresh;
+        self.most += (as_fraction(sample.max_multiple) - self.most) * fresh;
+        self.full_s = if as_fraction(sample.utilization) >= SATURATED { self.full_s + elapsed_s } else { 0.0 };
         self.most_lately = self.most.max(self.most_lately * (1.0 - elapsed_s / LATELY_S));
-        let held = self.holding != 0;
+        let held = self.enforced != 0;
         if held {
             self.steer(elapsed_s);
         }
-        self.judge();
-        if self.holding != 0 && !held {
+        self.update_enforced();
+        if self.enforced != 0 && !held {
             // Start at the current multiple of the limits, so that enforcement changes no rate
             // abruptly.
-            self.factor = self.together.clamp(1.0, largest());
-            self.answered = (self.factor, self.used);
+            self.factor = self.together.clamp(1.0, max_factor());
+            self.last_response = (self.factor, self.used);
             self.saturated_s = 0.0;
         }
     }
@@ -282,49 +282,49 @@ impl Controller {
             self.saturated_s = 0.0;
             GAIN * (TARGET - self.used) / TARGET
         };
-        let (factor_then, used_then) = self.answered;
-        let rose = self.used >= used_then * ANSWER + LEAST_ANSWER;
+        let (factor_then, used_then) = self.last_response;
+        let rose = self.used >= used_then * RESPONSE_FACTOR + MIN_RESPONSE;
         // A fall of utilization is not a response to the factor either, but demand has changed.
-        let fell = self.used <= used_then / ANSWER - LEAST_ANSWER;
+        let fell = self.used <= used_then / RESPONSE_FACTOR - MIN_RESPONSE;
         if change <= 0.0 || rose || fell {
-            self.answered = (self.factor, self.used);
-        } else if self.factor >= factor_then * UNANSWERED {
+            self.last_response = (self.factor, self.used);
+        } else if self.factor >= factor_then * UNRESPONSIVE_FACTOR {
             return;
         }
         let is_full = is_saturated || self.full_s >= SMOOTHING_S;
         // A larger factor would admit nothing more, or the device is full.
-        if change <= 0.0 || !(self.is_unbound() || is_full) {
+        if change <= 0.0 || !(self.is_unbinding() || is_full) {
             self.factor *= 1.0 + change * elapsed_s;
         }
         if is_full {
             // On a full device the factor is capped at the recent use, so that limits throttle at
             // once.
-            self.factor = self.factor.min(self.most_lately * UNBOUND);
+            self.factor = self.factor.min(self.most_lately * UNBINDING_FACTOR);
         }
-        self.factor = self.factor.clamp(1.0, largest());
+        self.factor = self.factor.clamp(1.0, max_factor());
     }
 
-    fn is_unbound(&self) -> bool {
-        self.factor > self.most_lately * UNBOUND
+    fn is_unbinding(&self) -> bool {
+        self.factor > self.most_lately * UNBINDING_FACTOR
     }
 
-    fn judge(&mut self) {
-        let unanswered = self.is_unbound() || self.factor >= (self.answered.0 * UNANSWERED).min(largest());
+    fn update_enforced(&mut self) {
+        let unanswered = self.is_unbinding() || self.factor >= (self.last_response.0 * UNRESPONSIVE_FACTOR).min(max_factor());
         let holds = |watermark: &Watermark| {
-            let held = self.holding & watermark.bit() != 0;
+            let held = self.enforced & watermark.bit() != 0;
             self.used >= watermark.upper() || held && (self.used >= watermark.lower() || !unanswered)
         };
         // Only watermarks in use are kept; `ALWAYS` (0) needs no state.
-        let asked = (1..=100).map(Watermark).filter(|watermark| self.asked & watermark.bit() != 0);
-        self.holding = asked.filter(holds).fold(0, |holding, watermark| holding | watermark.bit());
-        self.asked = 0;
+        let asked = (1..=100).map(Watermark).filter(|watermark| self.requested & watermark.bit() != 0);
+        self.enforced = asked.filter(holds).fold(0, |holding, watermark| holding | watermark.bit());
+        self.requested = 0;
     }
 }
 
-fn in_ones(thousandths: u64) -> f64 {
+fn as_fraction(thousandths: u64) -> f64 {
     thousandths as f64 / 1000.0
 }
 
-fn largest() -> f64 {
-    Scale::MAX.thousandths() as f64 / 1000.0
+fn max_factor() -> f64 {
+    LimitScale::MAX.thousandths() as f64 / 1000.0
 }

@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 
 use policy::{
-    steering::{Member, Passed, Pool, Rates},
-    throttle::{Enforcement, Limits, Scale, Setting},
+    steering::{SteeredMember, IoCounters, SteeringPool, IoMaxRates},
+    throttle::{Enforcement, Limits, LimitScale, LimitSetting},
     time::{Duration, Instant},
 };
 use proptest::prelude::*;
@@ -18,7 +18,7 @@ const STEP: Duration = Duration::from_millis(5);
 fn limits(settings: &[(&str, u64)]) -> Limits {
     let mut limits = Limits::default();
     for (name, value) in settings {
-        limits.set(Setting::from_name(name).expect("a setting"), *value).expect("in range");
+        limits.set(LimitSetting::from_name(name).expect("a setting"), *value).expect("in range");
     }
     limits.validate().expect("valid");
     limits
@@ -43,10 +43,10 @@ impl Load {
 }
 
 /// The kernel's state of a member: rates, and progress of the current request.
-struct Kept {
+struct SimulatedKernel {
     load: Load,
-    rates: Rates,
-    passed: Passed,
+    rates: IoMaxRates,
+    passed: IoCounters,
     /// Budget: at most a tenth of a second at the rate more than a request.
     credit: [f64; 2],
     asked: f64,
@@ -54,8 +54,8 @@ struct Kept {
 }
 
 struct Bench {
-    pool: Pool,
-    kept: Vec<Kept>,
+    pool: SteeringPool,
+    kept: Vec<SimulatedKernel>,
     now: Instant,
     looks: usize,
     told: usize,
@@ -67,14 +67,14 @@ struct Bench {
 
 impl Bench {
     fn new(settings: &[(&str, u64)], members: &[(u32, Load)]) -> Self {
-        let mut pool = Pool::new(&limits(settings), Instant::ZERO);
-        members.iter().for_each(|(weight, _)| pool.add(Member::new(*weight)));
+        let mut pool = SteeringPool::new(&limits(settings), Instant::ZERO);
+        members.iter().for_each(|(weight, _)| pool.add(SteeredMember::new(*weight)));
         let kept = members
             .iter()
-            .map(|(_, load)| Kept {
+            .map(|(_, load)| SimulatedKernel {
                 load: *load,
-                rates: Rates::NONE,
-                passed: Passed::default(),
+                rates: IoMaxRates::NONE,
+                passed: IoCounters::default(),
                 credit: [0.0; 2],
                 asked: 0.0,
                 waited: false,
@@ -112,7 +112,7 @@ impl Bench {
             self.told += 1;
         }
         for member in 0..self.kept.len() {
-            match self.pool.due(member, now) {
+            match self.pool.next_measurement(member, now) {
                 Some(due) => self.due.insert(member, due),
                 None => self.due.remove(&member),
             };
@@ -123,12 +123,12 @@ impl Bench {
         let until = self.now + Duration::from_secs_f64(seconds);
         while self.now < until {
             self.now += STEP;
-            let before: u64 = self.kept.iter().map(Kept::bytes).sum();
+            let before: u64 = self.kept.iter().map(SimulatedKernel::bytes).sum();
             for (kept, history) in self.kept.iter_mut().zip(&mut self.by_member) {
                 kept.pass(self.now);
                 history.push(kept.bytes());
             }
-            let after: u64 = self.kept.iter().map(Kept::bytes).sum();
+            let after: u64 = self.kept.iter().map(SimulatedKernel::bytes).sum();
             self.history.push(after - before);
             let due: Vec<usize> =
                 self.due.iter().filter(|(_, due)| **due <= self.now).map(|(member, _)| *member).collect();
@@ -151,7 +151,7 @@ impl Bench {
     }
 }
 
-impl Kept {
+impl SimulatedKernel {
     fn bytes(&self) -> u64 {
         self.passed.iter().map(|counters| counters.bytes).sum()
     }
@@ -200,7 +200,7 @@ fn near(measured: f64, expected: f64, tolerance: f64) {
 }
 
 #[test]
-fn a_burst_lasts_as_long_as_the_bucket_says_and_then_the_rate_holds() {
+fn burst_lasts_until_the_bucket_is_full() {
     let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     bench.run(40.0);
     near(bench.rate(0.0, 5.0), 20.0 * MIB as f64, 0.01);
@@ -210,7 +210,7 @@ fn a_burst_lasts_as_long_as_the_bucket_says_and_then_the_rate_holds() {
 }
 
 #[test]
-fn a_burst_is_there_again_as_far_as_the_bucket_has_drained() {
+fn burst_recovers_as_the_bucket_leaks() {
     // 10 s busy, 10 s idle, busy again.
     let idle = Load { from_s: 20.0, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&BURSTS, &[(100, Load { until_s: 10.0, ..Load::greedy(65_536) })]);
@@ -223,7 +223,7 @@ fn a_burst_is_there_again_as_far_as_the_bucket_has_drained() {
 }
 
 #[test]
-fn over_any_time_no_more_passes_than_rate_and_burst() {
+fn io_is_bounded_by_rate_plus_burst() {
     let settings = [("bps-write", 4 * MIB), ("bps-write-max", 20 * MIB), ("bps-write-max-length", 2)];
     let load = Load { rate: 7.0 * MIB as f64, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&settings, &[(100, load)]);
@@ -233,7 +233,7 @@ fn over_any_time_no_more_passes_than_rate_and_burst() {
 }
 
 #[test]
-fn members_share_by_weight_what_they_contend_for() {
+fn contended_rate_is_shared_by_weight() {
     let members = [(100, Load::greedy(65_536)), (300, Load::greedy(4096))];
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &members);
     bench.run(20.0);
@@ -242,7 +242,7 @@ fn members_share_by_weight_what_they_contend_for() {
 }
 
 #[test]
-fn what_one_leaves_the_other_has() {
+fn unused_rate_goes_to_the_other_member() {
     let second = Load { from_s: 10.0, until_s: 20.0, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &[(100, Load::greedy(65_536)), (100, second)]);
     bench.run(32.0);
@@ -253,15 +253,15 @@ fn what_one_leaves_the_other_has() {
 }
 
 #[test]
-fn who_is_gone_leaves_its_part_until_it_is_seen_again() {
+fn absent_member_releases_its_part() {
     // An absent member's part is divided among the rest at once.
     let members = [(100, Load::greedy(65_536)), (300, Load::greedy(65_536))];
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &members);
     bench.run(5.0);
-    bench.pool.gone(1);
-    let all = Rates { bps: [None, Some(8 * MIB)], iops: [None; 2] };
+    bench.pool.set_absent(1);
+    let all = IoMaxRates { bps: [None, Some(8 * MIB)], iops: [None; 2] };
     assert_eq!(bench.pool.decide(bench.now), [(0, all)]);
-    assert_eq!(bench.pool.settled()[0], all);
+    assert_eq!(bench.pool.rates_without_steering()[0], all);
     bench.look(1);
     bench.tell();
     bench.run(10.0);
@@ -269,20 +269,20 @@ fn who_is_gone_leaves_its_part_until_it_is_seen_again() {
 }
 
 #[test]
-fn who_cannot_be_seen_has_its_part_kept_for_it() {
+fn unmeasurable_member_keeps_its_part() {
     // An unmeasurable member is not set to another rate, but counts as demanding everything.
     let members = [(100, Load::greedy(65_536)), (300, Load::NONE)];
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &members);
     bench.run(8.0);
     near(bench.rate_of(0, 6.0, 8.0), 8.0 * MIB as f64, 0.03);
-    bench.pool.unseen(1);
-    let part = Rates { bps: [None, Some(2 * MIB)], iops: [None; 2] };
+    bench.pool.set_unmeasurable(1);
+    let part = IoMaxRates { bps: [None, Some(2 * MIB)], iops: [None; 2] };
     assert_eq!(bench.pool.decide(bench.now), [(0, part)], "and nothing is decided for it");
-    assert_eq!(bench.pool.settled()[1].bps[1], Some(6 * MIB));
+    assert_eq!(bench.pool.rates_without_steering()[1].bps[1], Some(6 * MIB));
 }
 
 #[test]
-fn who_may_burst_is_looked_at_before_that_can_be_over() {
+fn bursting_member_is_measured_before_the_burst_can_end() {
     // 100 MiB at a surplus of 16 MiB/s.
     let mut bench = Bench::new(&BURSTS, &[(100, Load::greedy(65_536))]);
     assert_eq!(bench.pool.bursts_end(bench.now), Some(bench.now + Duration::from_millis(6250)));
@@ -308,10 +308,10 @@ fn a_total_goes_to_the_direction_that_asks() {
 }
 
 #[test]
-fn what_nobody_needs_to_look_at_is_not_looked_at() {
+fn unneeded_measurements_are_skipped() {
     // A single member with limits that the kernel has itself needs no steering.
     let alone = Bench::new(&[("bps-write", 8 * MIB), ("iops-read", 100)], &[(100, Load::greedy(4096))]);
-    assert_eq!(alone.pool.due(0, Instant::ZERO), None);
+    assert_eq!(alone.pool.next_measurement(0, Instant::ZERO), None);
     let mut idle = Bench::new(&BURSTS, &[(100, Load::NONE)]);
     idle.run(60.0);
     assert!(idle.looks <= 62, "{} looks in a minute", idle.looks);
@@ -319,7 +319,7 @@ fn what_nobody_needs_to_look_at_is_not_looked_at() {
 }
 
 #[test]
-fn a_steady_load_is_told_once() {
+fn steady_load_sets_rates_once() {
     let mut bench = Bench::new(
         &[("bps-write", 8 * MIB)],
         &[(100, Load::greedy(65_536)), (200, Load::greedy(65_536)), (100, Load::NONE)],
@@ -333,18 +333,18 @@ fn a_steady_load_is_told_once() {
 #[test]
 fn a_watermark_scales_and_lifts() {
     let mut bench = Bench::new(&[("bps-write", 4 * MIB)], &[(100, Load::greedy(65_536))]);
-    bench.pool.enforce(Enforcement::Scaled(Scale::from_thousandths(3500)));
+    bench.pool.enforce(Enforcement::Scaled(LimitScale::from_thousandths(3500)));
     assert_eq!(
         bench.pool.decide(Instant::ZERO),
-        [(0, Rates { bps: [None, Some(14 * MIB)], iops: [None; 2] })]
+        [(0, IoMaxRates { bps: [None, Some(14 * MIB)], iops: [None; 2] })]
     );
     bench.pool.enforce(Enforcement::Lifted);
-    assert_eq!(bench.pool.decide(Instant::ZERO), [(0, Rates::NONE)]);
-    assert_eq!(bench.pool.settled(), [Rates { bps: [None, Some(4 * MIB)], iops: [None; 2] }]);
+    assert_eq!(bench.pool.decide(Instant::ZERO), [(0, IoMaxRates::NONE)]);
+    assert_eq!(bench.pool.rates_without_steering(), [IoMaxRates { bps: [None, Some(4 * MIB)], iops: [None; 2] }]);
 }
 
 #[test]
-fn who_loses_is_told_before_who_gains() {
+fn rates_fall_before_others_rise() {
     let second = Load { from_s: 5.0, ..Load::greedy(65_536) };
     let mut bench = Bench::new(&[("bps-write", 8 * MIB)], &[(100, second), (100, Load::greedy(65_536))]);
     bench.run(4.0);
@@ -377,8 +377,8 @@ fn a_pool_that_is_resumed_grants_no_second_burst() {
     let since = bench.now;
     bench.due.clear();
     bench.run(1.0);
-    let mut pool = Pool::new(bench.pool.limits(), since);
-    pool.add(Member::new(100));
+    let mut pool = SteeringPool::new(bench.pool.limits(), since);
+    pool.add(SteeredMember::new(100));
     pool.resume(since, levels, &[passed]);
     bench.pool = pool;
     bench.look(0);
@@ -389,11 +389,11 @@ fn a_pool_that_is_resumed_grants_no_second_burst() {
 }
 
 /// Two members that use the rates they are set to for a second.
-fn busy(pool: &mut Pool, now: &mut Instant, passed: &mut [Passed; 2], busy: [bool; 2]) {
+fn busy(pool: &mut SteeringPool, now: &mut Instant, passed: &mut [IoCounters; 2], busy: [bool; 2]) {
     for _ in 0..10 {
         *now += Duration::from_millis(100);
         for member in 0..2 {
-            let rate = pool.members()[member].told().map_or(0, |told| told.bps[1].unwrap_or(0));
+            let rate = pool.members()[member].rates_set().map_or(0, |told| told.bps[1].unwrap_or(0));
             if busy[member] {
                 passed[member][1].bytes += rate / 10;
                 passed[member][1].requests += 1;
@@ -405,20 +405,20 @@ fn busy(pool: &mut Pool, now: &mut Instant, passed: &mut [Passed; 2], busy: [boo
 }
 
 #[test]
-fn a_part_that_shrinks_by_little_is_told_to_whoever_has_more() {
+fn small_quota_cuts_lower_higher_rates() {
     let mut now = Instant::from_nanos(0);
-    let mut pool = Pool::new(&limits(&[("bps-write", 100 * MIB)]), now);
-    pool.add(Member::new(100));
-    pool.add(Member::new(100));
-    let mut passed = [Passed::default(); 2];
+    let mut pool = SteeringPool::new(&limits(&[("bps-write", 100 * MIB)]), now);
+    pool.add(SteeredMember::new(100));
+    pool.add(SteeredMember::new(100));
+    let mut passed = [IoCounters::default(); 2];
     // Idle and busy members: neither may keep a rate that other hosts may have by now.
     for members in [[false, false], [true, false], [true, true]] {
         for thousandths in [1000_u64, 999, 996, 960, 910, 905, 1000] {
             busy(&mut pool, &mut now, &mut passed, members);
             let part = 100 * MIB * thousandths / 1000;
-            pool.put(&limits(&[("bps-write", part)]), now);
+            pool.set_limits(&limits(&[("bps-write", part)]), now);
             pool.decide(now);
-            let told = pool.members().iter().filter_map(|member| member.told()?.bps[1]);
+            let told = pool.members().iter().filter_map(|member| member.rates_set()?.bps[1]);
             let sum: u64 = told.sum();
             assert!(sum <= part, "{members:?}: {sum} told of {part}");
             assert!(sum > part * 9 / 10, "{members:?}: only {sum} told of {part}");
@@ -427,19 +427,19 @@ fn a_part_that_shrinks_by_little_is_told_to_whoever_has_more() {
 }
 
 #[test]
-fn who_takes_all_of_a_part_is_said_to_be_held_back_and_others_are_not() {
+fn full_use_counts_as_throttled() {
     let mut now = Instant::from_nanos(0);
-    let mut pool = Pool::new(&limits(&[("bps-write", 100 * MIB)]), now);
-    pool.add(Member::new(100));
-    pool.add(Member::new(300));
+    let mut pool = SteeringPool::new(&limits(&[("bps-write", 100 * MIB)]), now);
+    pool.add(SteeredMember::new(100));
+    pool.add(SteeredMember::new(300));
     pool.decide(now);
-    let mut passed = [Passed::default(); 2];
+    let mut passed = [IoCounters::default(); 2];
     busy(&mut pool, &mut now, &mut passed, [false, false]);
-    assert_eq!((pool.stats().limited_ns, pool.weight(now)), (0, 0));
+    assert_eq!((pool.stats().throttled_ns, pool.weight(now)), (0, 0));
     busy(&mut pool, &mut now, &mut passed, [true, false]);
     let stats = pool.stats();
-    assert_eq!(stats.binding, Some(policy::throttle::LimitKind::BpsWrite));
-    assert!((800_000_000..=1_000_000_000).contains(&stats.limited_ns), "{}", stats.limited_ns);
+    assert_eq!(stats.throttle_cause, Some(policy::throttle::LimitKind::BpsWrite));
+    assert!((800_000_000..=1_000_000_000).contains(&stats.throttled_ns), "{}", stats.throttled_ns);
     assert_eq!((stats.writes.bytes, pool.weight(now)), (passed[0][1].bytes, 100));
 }
 
@@ -470,7 +470,7 @@ proptest! {
         let most = rate * (burst + 1);
         for _ in 0..100 {
             bench.run(0.1);
-            let told = |member: &Member| member.told().map_or(0, |told| told.bps.into_iter().flatten().sum::<u64>());
+            let told = |member: &SteeredMember| member.rates_set().map_or(0, |told| told.bps.into_iter().flatten().sum::<u64>());
             let sum: u64 = bench.pool.members().iter().map(told).sum();
             // A fall of less than 0.5 % is not set, and an unlimited direction does not count.
             prop_assert!(sum as f64 <= most as f64 * 1.005 + members.len() as f64 * 4.0, "{} told of {}", sum, most);

@@ -6,10 +6,10 @@
 
 use policy::request::Direction;
 use policy::throttle::{
-    Admission, Cost, Counters, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree,
+    AdmissionResult, RequestCost, AdmissionCounters, PollDecision, Enforcement, LimitKind, Limits, NodeId, NodeShare, ThrottleTree,
 };
 use policy::time::{Duration, Instant};
-use policy::watermark::{Capacity, Consumed, Controller, Rates, Sample, Taken, Watermark};
+use policy::watermark::{MeasuredCapacity, DeviceConsumption, WatermarkController, DeviceLoad, UtilizationSample, GroupConsumption, Watermark};
 use std::collections::VecDeque;
 use std::mem;
 
@@ -36,10 +36,10 @@ struct Client {
 }
 
 struct Model {
-    tree: Tree<usize>,
+    tree: ThrottleTree<usize>,
     clients: Vec<Client>,
     watermark: Watermark,
-    controller: Controller,
+    controller: WatermarkController,
     cached: bool,
     now: Instant,
     ticks: u64,
@@ -56,10 +56,10 @@ struct Model {
 impl Model {
     fn new(watermark: u8, cached: bool) -> Self {
         Self {
-            tree: Tree::new(Instant::ZERO),
+            tree: ThrottleTree::new(Instant::ZERO),
             clients: Vec::new(),
             watermark: Watermark::new(watermark).unwrap(),
-            controller: Controller::new(),
+            controller: WatermarkController::new(),
             cached,
             now: Instant::ZERO,
             ticks: 0,
@@ -77,7 +77,7 @@ impl Model {
     fn add(&mut self, limit_bps: u64, from_s: u64, until_s: u64) -> usize {
         let mut limits = Limits::default();
         limits.limit_mut(LimitKind::BpsTotal).rate = limit_bps;
-        let disk = self.tree.add(None, limits, Share::default()).unwrap();
+        let disk = self.tree.add(None, limits, NodeShare::default()).unwrap();
         self.clients.push(Client {
             disk,
             limit_bps,
@@ -102,14 +102,14 @@ impl Model {
                 if idle && from <= self.now && self.now < until && sent + pace <= self.now {
                     self.clients[client].idle = false;
                     self.clients[client].sent = self.now;
-                    let cost = Cost::one(REQUEST);
-                    match self.tree.request(disk, Direction::Write, cost, client, self.now) {
-                        Admission::Admitted(client) => self.queue.push_back((client, REQUEST)),
-                        Admission::Queued(_) => {}
+                    let cost = RequestCost::one(REQUEST);
+                    match self.tree.submit(disk, Direction::Write, cost, client, self.now) {
+                        AdmissionResult::Admitted(client) => self.queue.push_back((client, REQUEST)),
+                        AdmissionResult::Queued(_) => {}
                     }
                 }
             }
-            while let Decision::Admit(client) = self.tree.poll(self.now) {
+            while let PollDecision::Admit(client) = self.tree.poll(self.now) {
                 self.queue.push_back((client, REQUEST));
             }
             self.serve();
@@ -161,21 +161,21 @@ impl Model {
     fn sample(&mut self) {
         let per_second = 1_000_000_000 / (TICK.as_nanos() as u64 * SAMPLE_TICKS);
         let done = self.done - mem::replace(&mut self.sampled, self.done);
-        let mut consumed = Consumed::default();
+        let mut consumed = DeviceConsumption::default();
         for client in self.clients.iter_mut().filter(|client| client.limit_bps > 0) {
             let mut limits = Limits::default();
             limits.limit_mut(LimitKind::BpsWrite).rate = client.limit_bps;
-            let passed = |bytes| [Counters::default(), Counters { bytes, ..Counters::default() }];
+            let passed = |bytes| [AdmissionCounters::default(), AdmissionCounters { bytes, ..AdmissionCounters::default() }];
             let before = passed(mem::replace(&mut client.sampled, client.passed));
             let elapsed = TICK * SAMPLE_TICKS as u32;
-            let taken = Taken::since(&before, &passed(client.passed), elapsed, limits);
+            let taken = GroupConsumption::since(&before, &passed(client.passed), elapsed, limits);
             consumed.add(&taken.expect("no counter falls"));
         }
-        let capacity = Capacity { write_bps: DEVICE_BPS, ..Capacity::default() };
-        let rates = Rates { write_bps: done * per_second, ..Rates::default() };
+        let capacity = MeasuredCapacity { write_bps: DEVICE_BPS, ..MeasuredCapacity::default() };
+        let rates = DeviceLoad { write_bps: done * per_second, ..DeviceLoad::default() };
         // Only writes occur, so the capacity of reads may stay unknown.
-        let used = capacity.use_of(rates).unwrap();
-        self.controller.observe(self.now, Sample::new(used, &consumed));
+        let used = capacity.utilization(rates).unwrap();
+        self.controller.observe(self.now, UtilizationSample::new(used, &consumed));
         let enforcement = self.controller.enforcement(self.watermark);
         if self.changes.last().is_none_or(|(_, last)| *last != enforcement) {
             self.changes.push((self.now, enforcement));
@@ -306,7 +306,7 @@ fn below_the_watermark_limits_are_lifted() {
 }
 
 #[test]
-fn a_third_stream_without_limits_leaves_the_others_what_they_were_promised_as_limits() {
+fn unlimited_stream_leaves_limited_ones_their_limits() {
     let mut model = Model::new(90, false);
     model.add(4 * MB, 0, 1000);
     model.add(2 * MB, 0, 1000);
@@ -351,11 +351,11 @@ fn a_device_that_stalled_is_shared_as_before_within_a_second() {
 
 #[test]
 fn use_is_the_larger_of_operations_and_bytes() {
-    let capacity = Capacity { read_iops: 1000, write_iops: 500, read_bps: 10_000, write_bps: 0 };
-    let rates = Rates { read_iops: 100, write_iops: 100, read_bps: 9000, write_bps: 5 };
-    assert_eq!(capacity.use_of(rates), Some(900));
-    assert_eq!(capacity.use_of(Rates { read_bps: 0, ..rates }), Some(300));
-    assert_eq!(Capacity::default().use_of(rates), None);
+    let capacity = MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 10_000, write_bps: 0 };
+    let rates = DeviceLoad { read_iops: 100, write_iops: 100, read_bps: 9000, write_bps: 5 };
+    assert_eq!(capacity.utilization(rates), Some(900));
+    assert_eq!(capacity.utilization(DeviceLoad { read_bps: 0, ..rates }), Some(300));
+    assert_eq!(MeasuredCapacity::default().utilization(rates), None);
     assert_eq!(capacity.reservable(), [500, 0]);
     assert!(Watermark::new(100).is_some() && Watermark::new(101).is_none());
 }
@@ -364,12 +364,12 @@ fn use_is_the_larger_of_operations_and_bytes() {
 /// see four times its capacity. Consumption under limits of 6 MB/s is measured only every few
 /// samples, as for control groups. Returns the factor after a minute, and the utilization in its
 /// second half.
-fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
+fn bursty_device(watermark: u8, every: u64) -> (f64, f64) {
     const LIMITS: f64 = 6e6;
     const DEVICE: f64 = 20e6;
     const LUMP: f64 = 4_194_304.0;
     let watermark = Watermark::new(watermark).unwrap();
-    let mut controller = Controller::new();
+    let mut controller = WatermarkController::new();
     let (mut gathered, mut factor, mut done) = (0.0, f64::INFINITY, 0.0);
     let (mut taken, mut since_look) = (0, 0.0);
     for sample in 1..=1200_u64 {
@@ -389,7 +389,7 @@ fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
             since_look = 0.0;
         }
         let used = (passed / 0.05 / DEVICE * 1000.0) as u64;
-        let seen = Sample { used, together: taken, most: taken };
+        let seen = UtilizationSample { utilization: used, combined_multiple: taken, max_multiple: taken };
         controller.observe(Instant::from_nanos(sample * 50_000_000), seen);
         factor = match controller.enforcement(watermark) {
             Enforcement::Lifted => f64::INFINITY,
@@ -401,9 +401,9 @@ fn in_lumps(watermark: u8, every: u64) -> (f64, f64) {
 }
 
 #[test]
-fn lumps_do_not_wind_the_factor_up() {
+fn bursty_writeback_does_not_wind_up_the_factor() {
     for (watermark, every) in [(90, 1), (100, 1), (90, 2), (100, 2), (90, 3)] {
-        let (factor, used) = in_lumps(watermark, every);
+        let (factor, used) = bursty_device(watermark, every);
         // 20 of 6 MB/s is a factor of 3.33: far above it nothing is throttled, and shares are lost.
         let told = format!("watermark {watermark}, every {every}: {factor:.2} times, {used:.3} used");
         assert!((2.8..4.2).contains(&factor), "{told}");

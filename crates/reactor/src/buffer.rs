@@ -34,7 +34,7 @@ use std::{
     },
 };
 
-pub use self::segments::{Copies, Segment, Segments, Target, guest_copies};
+pub use self::segments::{GuestCopies, Segment, Segments, ReadTarget, guest_copies};
 
 /// Alignment of a buffer's first byte: the largest logical block size of Linux block devices.
 pub const ALIGNMENT: usize = 4096;
@@ -49,12 +49,12 @@ const CLASSES: usize = (LARGEST_CLASS - SMALLEST_CLASS + 1) as usize;
 pub const POOL_BYTES: usize = 16 << 20;
 
 /// The current maximum: see [`keep_at_most`].
-static KEPT_BYTES: AtomicUsize = AtomicUsize::new(POOL_BYTES);
+static POOL_LIMIT: AtomicUsize = AtomicUsize::new(POOL_BYTES);
 
 /// Limits the memory that each thread keeps for reuse. Freed allocations of 128 KiB and more are
 /// then returned to the system at once.
-pub fn keep_at_most(bytes: usize) {
-    KEPT_BYTES.store(bytes.min(POOL_BYTES), Relaxed);
+pub fn set_pool_limit(bytes: usize) {
+    POOL_LIMIT.store(bytes.min(POOL_BYTES), Relaxed);
     #[cfg(target_env = "gnu")]
     // SAFETY: mallopt changes how later allocations are made and accesses no existing one.
     unsafe {
@@ -84,12 +84,12 @@ pub fn trim() {
 }
 
 /// One allocation. Freed when its last [`Buffer`] is dropped, unless the pool keeps it.
-struct Block {
+struct BufferBlock {
     memory: NonNull<u8>,
     layout: Layout,
 }
 
-impl Block {
+impl BufferBlock {
     fn new(class: u32) -> Self {
         let layout =
             Layout::from_size_align(1 << class, ALIGNMENT).expect("a power of two of at most 32 MiB");
@@ -104,20 +104,20 @@ impl Block {
     }
 }
 
-impl Drop for Block {
+impl Drop for BufferBlock {
     fn drop(&mut self) {
         // SAFETY: allocated in `with_layout` with the same layout, and no Buffer refers to it.
         unsafe { dealloc(self.memory.as_ptr(), self.layout) }
     }
 }
 
-struct Pool {
-    free: [Vec<Rc<Block>>; CLASSES],
+struct BufferPool {
+    free: [Vec<Rc<BufferBlock>>; CLASSES],
     bytes: usize,
 }
 
 thread_local! {
-    static POOL: RefCell<Pool> = const { RefCell::new(Pool { free: [const { Vec::new() }; CLASSES], bytes: 0 }) };
+    static POOL: RefCell<BufferPool> = const { RefCell::new(BufferPool { free: [const { Vec::new() }; CLASSES], bytes: 0 }) };
 }
 
 fn class_of(len: usize) -> u32 {
@@ -127,8 +127,8 @@ fn class_of(len: usize) -> u32 {
 /// Owned bytes, aligned to [`ALIGNMENT`] unless advanced, split off or [lent](Buffer::lent).
 ///
 /// Not `Send`: it returns to the pool of its thread.
-pub struct Buffer {
-    bytes: Bytes,
+pub struct IoBuffer {
+    bytes: BufferMemory,
     start: usize,
     len: usize,
     /// True if nothing was written since it was filled with zeroes.
@@ -137,22 +137,22 @@ pub struct Buffer {
 
 /// Memory that a buffer is a view of.
 #[derive(Clone)]
-enum Bytes {
+enum BufferMemory {
     /// A block; views of different buffers do not overlap. `Some` until dropped; an `Option` so
     /// that `drop` can move it into the pool.
-    Own(Option<Rc<Block>>),
+    Own(Option<Rc<BufferBlock>>),
     Lent(Arc<[u8]>),
-    Shared(Arc<Frozen>),
+    Shared(Arc<FrozenBuffer>),
 }
 
-impl Buffer {
+impl IoBuffer {
     /// `len` bytes with unspecified (old) contents. The caller must fill all of it.
     pub fn new(len: usize) -> Self {
         let class = class_of(len);
         if class > LARGEST_CLASS {
             let layout =
                 Layout::from_size_align(len, ALIGNMENT).expect("request lengths are far below isize::MAX");
-            return Self::whole(Rc::new(Block::with_layout(layout)), len);
+            return Self::whole(Rc::new(BufferBlock::with_layout(layout)), len);
         }
         let pooled = POOL.with_borrow_mut(|pool| {
             let block = pool.free[(class - SMALLEST_CLASS) as usize].pop()?;
@@ -160,7 +160,7 @@ impl Buffer {
             Some(block)
         });
         match pooled {
-            None => Self::whole(Rc::new(Block::new(class)), len),
+            None => Self::whole(Rc::new(BufferBlock::new(class)), len),
             Some(block) => {
                 let mut reused = Self::whole(block, len);
                 if cfg!(debug_assertions) {
@@ -173,8 +173,8 @@ impl Buffer {
     }
 
     /// A buffer over the first `len` bytes of a block without other references.
-    fn whole(block: Rc<Block>, len: usize) -> Self {
-        Self { bytes: Bytes::Own(Some(block)), start: 0, len, is_zero: false }
+    fn whole(block: Rc<BufferBlock>, len: usize) -> Self {
+        Self { bytes: BufferMemory::Own(Some(block)), start: 0, len, is_zero: false }
     }
 
     /// A view of `range`, without copying. The bytes do not change while the buffer exists; writing
@@ -182,14 +182,14 @@ impl Buffer {
     ///
     /// # Panics
     /// Panics if the range is not inside `bytes`.
-    pub fn lent(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
+    pub fn view_of(bytes: &Arc<[u8]>, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= bytes.len(), "{range:?} of {} bytes", bytes.len());
-        Self { bytes: Bytes::Lent(Arc::clone(bytes)), start: range.start, len: range.len(), is_zero: false }
+        Self { bytes: BufferMemory::Lent(Arc::clone(bytes)), start: range.start, len: range.len(), is_zero: false }
     }
 
     /// A view of a frozen buffer, without copying; writing to it makes a copy first.
-    pub fn shared(bytes: &Arc<Frozen>) -> Self {
-        Self { bytes: Bytes::Shared(Arc::clone(bytes)), start: 0, len: bytes.len(), is_zero: false }
+    pub fn view_of_frozen(bytes: &Arc<FrozenBuffer>) -> Self {
+        Self { bytes: BufferMemory::Shared(Arc::clone(bytes)), start: 0, len: bytes.len(), is_zero: false }
     }
 
     /// `len` zero bytes.
@@ -252,14 +252,14 @@ impl Buffer {
 
     /// Makes the bytes immutable and shareable between threads. Copies only if another buffer is a
     /// view of the same block.
-    pub fn freeze(mut self) -> Frozen {
+    pub fn freeze(mut self) -> FrozenBuffer {
         let block = match &mut self.bytes {
-            Bytes::Own(block) => block.take(),
-            Bytes::Lent(_) | Bytes::Shared(_) => None,
+            BufferMemory::Own(block) => block.take(),
+            BufferMemory::Lent(_) | BufferMemory::Shared(_) => None,
         };
         match block.map(Rc::try_unwrap) {
-            Some(Ok(block)) => return Frozen { block: Some(block), start: self.start, len: self.len },
-            Some(Err(block)) => self.bytes = Bytes::Own(Some(block)),
+            Some(Ok(block)) => return FrozenBuffer { block: Some(block), start: self.start, len: self.len },
+            Some(Err(block)) => self.bytes = BufferMemory::Own(Some(block)),
             None => {}
         }
         Self::copy_of(&self).freeze()
@@ -277,53 +277,53 @@ impl Buffer {
 }
 
 /// Address of the byte at `start` of a block.
-fn first_byte(block: &Option<Rc<Block>>, start: usize) -> *mut u8 {
+fn first_byte(block: &Option<Rc<BufferBlock>>, start: usize) -> *mut u8 {
     let block = block.as_ref().expect("present until drop");
     // SAFETY: a buffer's start + len never exceeds its block's size: `whole` sets them so and
     // splitting only narrows.
     unsafe { block.memory.as_ptr().add(start) }
 }
 
-impl Deref for Buffer {
+impl Deref for IoBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         match &self.bytes {
             // SAFETY: the range lies in the block and is initialised (blocks start zeroed). No
             // range of another Buffer overlaps it, so nothing writes to it while `self` is
             // borrowed.
-            Bytes::Own(block) => unsafe {
+            BufferMemory::Own(block) => unsafe {
                 std::slice::from_raw_parts(first_byte(block, self.start), self.len)
             },
-            Bytes::Lent(bytes) => &bytes[self.start..self.start + self.len],
-            Bytes::Shared(bytes) => &bytes[self.start..self.start + self.len],
+            BufferMemory::Lent(bytes) => &bytes[self.start..self.start + self.len],
+            BufferMemory::Shared(bytes) => &bytes[self.start..self.start + self.len],
         }
     }
 }
 
-impl DerefMut for Buffer {
+impl DerefMut for IoBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        if let Bytes::Lent(_) | Bytes::Shared(_) = self.bytes {
+        if let BufferMemory::Lent(_) | BufferMemory::Shared(_) = self.bytes {
             *self = Self::copy_of(self);
         }
         self.is_zero = false;
-        let Bytes::Own(block) = &self.bytes else { unreachable!("a copy is owned") };
+        let BufferMemory::Own(block) = &self.bytes else { unreachable!("a copy is owned") };
         // SAFETY: as in `deref`; `&mut self` makes the access exclusive.
         unsafe { std::slice::from_raw_parts_mut(first_byte(block, self.start), self.len) }
     }
 }
 
-impl Drop for Buffer {
+impl Drop for IoBuffer {
     fn drop(&mut self) {
-        let Bytes::Own(block) = &mut self.bytes else { return };
+        let BufferMemory::Own(block) = &mut self.bytes else { return };
         let Some(block) = block.take() else { return };
         if Rc::strong_count(&block) == 1 {
-            give_back(block);
+            return_to_pool(block);
         }
     }
 }
 
 /// Returns an unreferenced block to the pool, if it has room, or frees it.
-fn give_back(block: Rc<Block>) {
+fn return_to_pool(block: Rc<BufferBlock>) {
     let size = block.layout.size();
     if size > 1 << LARGEST_CLASS {
         return;
@@ -331,7 +331,7 @@ fn give_back(block: Rc<Block>) {
     // `try_with`: a buffer may outlive the pool while its thread exits, and is freed then.
     let _ = POOL.try_with(|pool| {
         let mut pool = pool.borrow_mut();
-        if pool.bytes + size <= KEPT_BYTES.load(Relaxed) {
+        if pool.bytes + size <= POOL_LIMIT.load(Relaxed) {
             pool.bytes += size;
             pool.free[(class_of(size) - SMALLEST_CLASS) as usize].push(block);
         }
@@ -339,26 +339,26 @@ fn give_back(block: Rc<Block>) {
 }
 
 /// Immutable bytes that all threads can read: see [`Buffer::freeze`].
-pub struct Frozen {
+pub struct FrozenBuffer {
     /// `Some` until dropped.
-    block: Option<Block>,
+    block: Option<BufferBlock>,
     start: usize,
     len: usize,
 }
 
-impl Frozen {
+impl FrozenBuffer {
     /// Memory in bytes: the whole block, even if the bytes are a part of it.
-    pub fn held_bytes(&self) -> usize {
+    pub fn memory_bytes(&self) -> usize {
         self.block.as_ref().map_or(0, |block| block.layout.size())
     }
 }
 
 // SAFETY: the block is plain memory without thread affinity, and nothing else refers to it.
-unsafe impl Send for Frozen {}
+unsafe impl Send for FrozenBuffer {}
 // SAFETY: shared references allow reads only.
-unsafe impl Sync for Frozen {}
+unsafe impl Sync for FrozenBuffer {}
 
-impl Deref for Frozen {
+impl Deref for FrozenBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
         let block = self.block.as_ref().expect("present until drop");
@@ -368,21 +368,21 @@ impl Deref for Frozen {
     }
 }
 
-impl Drop for Frozen {
+impl Drop for FrozenBuffer {
     fn drop(&mut self) {
         if let Some(block) = self.block.take() {
-            give_back(Rc::new(block));
+            return_to_pool(Rc::new(block));
         }
     }
 }
 
-impl std::fmt::Debug for Frozen {
+impl std::fmt::Debug for FrozenBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Frozen({} bytes)", self.len)
     }
 }
 
-impl std::fmt::Debug for Buffer {
+impl std::fmt::Debug for IoBuffer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Buffer({} bytes)", self.len)
     }
@@ -394,12 +394,12 @@ mod tests {
 
     #[test]
     fn buffers_are_aligned_and_reused() {
-        let first = Buffer::new(5000);
+        let first = IoBuffer::new(5000);
         let address = first.as_ptr() as usize;
         assert_eq!(address % ALIGNMENT, 0);
         drop(first);
         assert_eq!(
-            Buffer::new(8192).as_ptr() as usize,
+            IoBuffer::new(8192).as_ptr() as usize,
             address,
             "same class, so the pooled block comes back"
         );
@@ -407,22 +407,22 @@ mod tests {
 
     #[test]
     fn split_parts_are_disjoint_and_the_block_returns_once_both_are_gone() {
-        let mut head = Buffer::zeroed(8192);
+        let mut head = IoBuffer::zeroed(8192);
         let mut tail = head.split_off(4096);
         head.fill(1);
         tail.fill(2);
         assert!(head.iter().all(|&byte| byte == 1) && tail.iter().all(|&byte| byte == 2));
         let address = head.as_ptr() as usize;
         drop(head);
-        assert_ne!(Buffer::new(8192).as_ptr() as usize, address, "the tail still lives there");
+        assert_ne!(IoBuffer::new(8192).as_ptr() as usize, address, "the tail still lives there");
         drop(tail);
-        assert_eq!(Buffer::new(8192).as_ptr() as usize, address);
+        assert_eq!(IoBuffer::new(8192).as_ptr() as usize, address);
     }
 
     #[test]
     fn lent_bytes_are_not_copied_until_written_to() {
         let shared: Arc<[u8]> = Arc::from(&b"abcdef"[..]);
-        let mut lent = Buffer::lent(&shared, 1..5);
+        let mut lent = IoBuffer::view_of(&shared, 1..5);
         let mut tail = lent.split_off(2);
         assert_eq!((&lent[..], &tail[..]), (&b"bc"[..], &b"de"[..]));
         assert_eq!(tail.as_ptr(), shared[3..].as_ptr());
@@ -432,21 +432,21 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_known_until_somebody_writes() {
-        let mut zeroes = Buffer::zeroed(8192);
+    fn buffers_are_known_zero_until_written() {
+        let mut zeroes = IoBuffer::zeroed(8192);
         let mut rest = zeroes.split_off(4096);
         zeroes.advance(1);
         assert!(zeroes.is_known_zero() && rest.is_known_zero());
         rest[7] = 1;
         assert!(zeroes.is_known_zero() && !rest.is_known_zero());
-        assert!(!Buffer::copy_of(&zeroes).is_known_zero(), "nobody has looked");
+        assert!(!IoBuffer::copy_of(&zeroes).is_known_zero(), "nobody has looked");
         drop((zeroes, rest));
-        assert!(!Buffer::new(8192).is_known_zero(), "a block that is used again");
+        assert!(!IoBuffer::new(8192).is_known_zero(), "a block that is used again");
     }
 
     #[test]
     fn frozen_bytes_are_not_copied_and_come_back_to_the_pool() {
-        let mut buffer = Buffer::zeroed(8192);
+        let mut buffer = IoBuffer::zeroed(8192);
         buffer.fill(7);
         buffer.advance(4096);
         let address = buffer.as_ptr();
@@ -456,23 +456,23 @@ mod tests {
             scope.spawn(|| assert!(frozen.iter().all(|&byte| byte == 7) && frozen.len() == 4096));
         });
         drop(frozen);
-        assert_eq!(Buffer::new(8192).as_ptr().wrapping_add(4096), address);
+        assert_eq!(IoBuffer::new(8192).as_ptr().wrapping_add(4096), address);
     }
 
     #[test]
-    fn what_others_have_a_part_of_is_copied_when_frozen() {
-        let mut head = Buffer::zeroed(8192);
+    fn freezing_copies_shared_blocks() {
+        let mut head = IoBuffer::zeroed(8192);
         let mut tail = head.split_off(4096);
         let frozen = head.freeze();
         tail.fill(9);
         assert!(frozen.iter().all(|&byte| byte == 0));
         let shared: Arc<[u8]> = Arc::from(&b"abcdef"[..]);
-        assert_eq!(&Buffer::lent(&shared, 1..5).freeze()[..], b"bcde");
+        assert_eq!(&IoBuffer::view_of(&shared, 1..5).freeze()[..], b"bcde");
     }
 
     #[test]
     fn the_pool_is_bounded() {
-        let many: Vec<_> = (0..64).map(|_| Buffer::new(1 << 20)).collect();
+        let many: Vec<_> = (0..64).map(|_| IoBuffer::new(1 << 20)).collect();
         drop(many);
         assert!(POOL.with_borrow(|pool| pool.bytes) <= POOL_BYTES);
     }

@@ -10,23 +10,23 @@ use std::{
     rc::{Rc, Weak},
 };
 
-use super::{Driver, Reactor, with_current};
+use super::{ReactorDriver, Reactor, with_current};
 
 /// Maximum size of a table (`IORING_MAX_REG_BUFFERS`).
-const MOST: u16 = 1 << 14;
+const MAX_BUFFERS: u16 = 1 << 14;
 
 #[derive(Debug, Default)]
-pub(super) struct Table {
+pub(super) struct RegisteredBufferTable {
     is_made: bool,
     /// Ranges in use, in ascending order.
     taken: Vec<Range<u16>>,
 }
 
-impl Table {
+impl RegisteredBufferTable {
     /// Registers the table, if it is not registered yet.
     pub(super) fn make(&mut self, make: impl FnOnce(u32) -> io::Result<()>) -> io::Result<()> {
         if !self.is_made {
-            make(u32::from(MOST))?;
+            make(u32::from(MAX_BUFFERS))?;
             self.is_made = true;
         }
         Ok(())
@@ -42,32 +42,32 @@ impl Table {
             }
             (first, place) = (range.end, index + 1);
         }
-        let end = first.checked_add(count).filter(|end| *end <= MOST)?;
+        let end = first.checked_add(count).filter(|end| *end <= MAX_BUFFERS)?;
         self.taken.insert(place, first..end);
         Some(first)
     }
 
-    fn give_back(&mut self, first: u16) {
+    fn free(&mut self, first: u16) {
         self.taken.retain(|range| range.start != first);
     }
 }
 
 /// A range of indices in the table of this thread's ring, freed on drop.
 #[derive(Debug)]
-pub(super) struct Numbers {
+pub(super) struct BufferIndexRange {
     /// Weak, because the kernel may use the buffers until the ring ends.
     reactor: Weak<Reactor>,
     first: u16,
 }
 
-impl Numbers {
+impl BufferIndexRange {
     /// Allocates `count` consecutive indices.
     ///
     /// # Errors
     /// As `io_uring_register(2)`; `ENOBUFS` if no range is free.
     pub(super) fn take(count: u16) -> io::Result<Self> {
         let reactor = with_current(Rc::clone);
-        let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
+        let ReactorDriver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
         let first = uring.buffers()?.take(count);
         let first = first.ok_or_else(|| io::Error::from_raw_os_error(libc::ENOBUFS))?;
         Ok(Self { reactor: Rc::downgrade(&reactor), first })
@@ -79,13 +79,13 @@ impl Numbers {
     }
 }
 
-impl Drop for Numbers {
+impl Drop for BufferIndexRange {
     fn drop(&mut self) {
         if let Some(reactor) = self.reactor.upgrade()
-            && let Driver::Uring(uring) = &reactor.driver
+            && let ReactorDriver::Uring(uring) = &reactor.driver
             && let Ok(mut table) = uring.buffers()
         {
-            table.give_back(self.first);
+            table.free(self.first);
         }
     }
 }
@@ -93,27 +93,27 @@ impl Drop for Numbers {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Polling;
+    use crate::PollingMode;
 
     #[test]
-    fn numbers_are_nobody_elses_until_they_are_given_back() {
-        let mut table = Table::default();
+    fn index_ranges_are_exclusive_until_freed() {
+        let mut table = RegisteredBufferTable::default();
         assert_eq!([table.take(128), table.take(64), table.take(128)], [Some(0), Some(128), Some(192)]);
-        table.give_back(128);
+        table.free(128);
         assert_eq!([table.take(65), table.take(60), table.take(4)], [Some(320), Some(128), Some(188)]);
-        table.give_back(0);
-        assert_eq!([table.take(MOST - 385), table.take(129), table.take(128)], [Some(385), None, Some(0)]);
+        table.free(0);
+        assert_eq!([table.take(MAX_BUFFERS - 385), table.take(129), table.take(128)], [Some(385), None, Some(0)]);
         assert_eq!(table.take(1), None);
     }
 
     #[test]
     fn a_ring_makes_its_table_once() {
-        crate::run(Polling::Off, async {
-            let one = Numbers::take(4096).expect("the kernel makes it");
-            let other = Numbers::take(4096).expect("it has room");
+        crate::run(PollingMode::Off, async {
+            let one = BufferIndexRange::take(4096).expect("the kernel makes it");
+            let other = BufferIndexRange::take(4096).expect("it has room");
             assert_eq!([one.first(), other.first()], [0, 4096]);
             drop(one);
-            assert_eq!(Numbers::take(4096).expect("given back").first(), 0);
+            assert_eq!(BufferIndexRange::take(4096).expect("given back").first(), 0);
         })
         .expect("io_uring works");
     }

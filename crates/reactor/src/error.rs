@@ -49,7 +49,7 @@ impl From<io::Error> for Error {
 
 /// Remedy for an error caused by a lack of file descriptors (`EMFILE`, `ENFILE`); `None` for any
 /// other error.
-pub fn what_gives_descriptors(error: &io::Error) -> Option<&'static str> {
+pub fn descriptor_remedy(error: &io::Error) -> Option<&'static str> {
     match error.raw_os_error()? {
         libc::EMFILE => {
             Some("raise the descriptor limit of the process: `ulimit -n`, or LimitNOFILE= of its service")

@@ -31,13 +31,13 @@ const QUEUES: u32 = u64::BITS;
 
 /// A task group, scheduled as one: all tasks that work for one client, on every thread.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Party {
+pub struct TaskGroup {
     queue: u32,
 }
 
-impl Party {
+impl TaskGroup {
     /// The group of tasks that no client has caused.
-    const HOUSE: Self = Self { queue: 0 };
+    const BACKGROUND: Self = Self { queue: 0 };
 
     /// A new group. It shares a queue only if there are more groups than queues.
     #[expect(clippy::new_without_default, reason = "each is another")]
@@ -48,20 +48,20 @@ impl Party {
 }
 
 /// Ready tasks.
-struct Ready {
+struct ReadyQueues {
     queues: [VecDeque<Runnable>; QUEUES as usize],
     /// One bit for each queue that is not empty.
     waiting: u64,
     /// The group served now, or last.
-    turn: Party,
+    turn: TaskGroup,
 }
 
-impl Ready {
+impl ReadyQueues {
     const fn new() -> Self {
-        Self { queues: [const { VecDeque::new() }; QUEUES as usize], waiting: 0, turn: Party::HOUSE }
+        Self { queues: [const { VecDeque::new() }; QUEUES as usize], waiting: 0, turn: TaskGroup::BACKGROUND }
     }
 
-    fn push(&mut self, party: Party, task: Runnable) {
+    fn push(&mut self, party: TaskGroup, task: Runnable) {
         self.queues[party.queue as usize].push_back(task);
         self.waiting |= 1 << party.queue;
     }
@@ -75,7 +75,7 @@ impl Ready {
         // queue with tasks, in round-robin order.
         let after = self.turn.queue + 1;
         let queue = (after + self.waiting.rotate_right(after).trailing_zeros()) % QUEUES;
-        self.turn = Party { queue };
+        self.turn = TaskGroup { queue };
         let tasks = &mut self.queues[queue as usize];
         let task = tasks.pop_front();
         if tasks.is_empty() {
@@ -95,7 +95,7 @@ impl Ready {
                 index -= tasks.len();
                 continue;
             }
-            self.turn = Party { queue };
+            self.turn = TaskGroup { queue };
             let task = tasks.swap_remove_back(index);
             if tasks.is_empty() {
                 self.waiting &= !(1 << queue);
@@ -110,15 +110,15 @@ impl Ready {
 pub(super) type Job = Box<dyn FnOnce() + Send>;
 
 /// Work sent by another thread.
-pub(super) enum Arrival {
-    Task(Party, Runnable),
-    Job(Party, Job),
+pub(super) enum RemoteWork {
+    Task(TaskGroup, Runnable),
+    Job(TaskGroup, Job),
 }
 
 /// The part of a reactor that other threads access.
-pub(super) struct Remote {
+pub(super) struct RemoteHandle {
     id: u64,
-    arrivals: Mutex<Vec<Arrival>>,
+    arrivals: Mutex<Vec<RemoteWork>>,
     /// True while the reactor waits in the kernel or is about to. Only then is the eventfd written,
     /// which is a system call.
     asleep: AtomicBool,
@@ -127,13 +127,13 @@ pub(super) struct Remote {
     pub(super) event: EventFd,
 }
 
-impl Remote {
-    fn lock(&self) -> MutexGuard<'_, Vec<Arrival>> {
+impl RemoteHandle {
+    fn lock(&self) -> MutexGuard<'_, Vec<RemoteWork>> {
         // A panic while pushing to a Vec leaves it valid.
         self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn send(&self, arrival: Arrival) {
+    pub(super) fn send(&self, arrival: RemoteWork) {
         self.lock().push(arrival);
         // SeqCst, paired with `fall_asleep`: either this thread sees the reactor asleep, or the
         // reactor sees `pending` before it sleeps.
@@ -148,11 +148,11 @@ impl Remote {
 thread_local! {
     /// ID of the reactor on this thread; 0 if none.
     static HERE: Cell<u64> = const { Cell::new(0) };
-    static READY: RefCell<Ready> = const { RefCell::new(Ready::new()) };
+    static READY: RefCell<ReadyQueues> = const { RefCell::new(ReadyQueues::new()) };
 }
 
 pub(super) struct Executor {
-    remote: Arc<Remote>,
+    remote: Arc<RemoteHandle>,
     /// True if the main task has completed: the reactor must not wait any more.
     finished: Cell<bool>,
 }
@@ -162,7 +162,7 @@ impl Executor {
         static NEXT_ID: AtomicU64 = AtomicU64::new(1);
         let event = EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?;
         Ok(Self {
-            remote: Arc::new(Remote {
+            remote: Arc::new(RemoteHandle {
                 id: NEXT_ID.fetch_add(1, Ordering::Relaxed),
                 arrivals: Mutex::default(),
                 asleep: AtomicBool::new(false),
@@ -181,7 +181,7 @@ impl Executor {
         self.finished.get()
     }
 
-    pub(super) fn remote(&self) -> &Arc<Remote> {
+    pub(super) fn remote(&self) -> &Arc<RemoteHandle> {
         &self.remote
     }
 
@@ -201,25 +201,25 @@ impl Executor {
         // longer to compile than the second allocation takes to run.
         #[cfg(debug_assertions)]
         let future = Box::pin(future) as std::pin::Pin<Box<dyn Future<Output = T>>>;
-        async_task::spawn_local(future, self.scheduler())
+        async_task::spawn_local(future, self.schedule_fn())
     }
 
     /// Creates the schedule function of a new task.
-    fn scheduler(&self) -> impl Fn(Runnable) + Send + Sync + use<> {
+    fn schedule_fn(&self) -> impl Fn(Runnable) + Send + Sync + use<> {
         let remote = Arc::clone(&self.remote);
         let party = READY.with_borrow(|ready| ready.turn);
         move |runnable| {
             if HERE.get() == remote.id {
                 READY.with_borrow_mut(|ready| ready.push(party, runnable));
             } else {
-                remote.send(Arrival::Task(party, runnable));
+                remote.send(RemoteWork::Task(party, runnable));
             }
         }
     }
 
     /// Removes the oldest ready task of the next group.
     pub(super) fn pop(&self) -> Option<Runnable> {
-        READY.with_borrow_mut(Ready::pop)
+        READY.with_borrow_mut(ReadyQueues::pop)
     }
 
     /// Removes the ready task at index `pick(count)`; in simulation the seed picks.
@@ -249,8 +249,8 @@ impl Executor {
         let arrivals = std::mem::take(&mut *self.remote.lock());
         for arrival in arrivals {
             match arrival {
-                Arrival::Task(party, task) => READY.with_borrow_mut(|ready| ready.push(party, task)),
-                Arrival::Job(party, job) => {
+                RemoteWork::Task(party, task) => READY.with_borrow_mut(|ready| ready.push(party, task)),
+                RemoteWork::Job(party, job) => {
                     READY.with_borrow_mut(|ready| ready.turn = party);
                     job();
                 }
@@ -260,7 +260,7 @@ impl Executor {
 
     /// Announces that the reactor is about to wait in the kernel. Returns false if work has
     /// arrived; then it must not wait.
-    pub(super) fn fall_asleep(&self) -> bool {
+    pub(super) fn prepare_sleep(&self) -> bool {
         self.remote.asleep.store(true, Ordering::SeqCst);
         let may_sleep = !self.remote.pending.load(Ordering::SeqCst);
         if !may_sleep {
@@ -277,7 +277,7 @@ impl Executor {
     pub(super) fn drop_ready(&self) -> usize {
         // Jobs are dropped without running, because they would spawn new tasks.
         let arrivals = std::mem::take(&mut *self.remote.lock());
-        let ready = READY.replace(Ready::new());
+        let ready = READY.replace(ReadyQueues::new());
         arrivals.len() + ready.len()
     }
 }

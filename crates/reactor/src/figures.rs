@@ -4,9 +4,9 @@ use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 
 /// A counter that a single thread writes.
 #[derive(Debug, Default)]
-pub(super) struct Sum(AtomicU64);
+pub(super) struct SingleWriterCounter(AtomicU64);
 
-impl Sum {
+impl SingleWriterCounter {
     /// Without an atomic read-modify-write, because there is one writer.
     pub(super) fn add(&self, more: u64) {
         self.0.store(self.0.load(Relaxed).wrapping_add(more), Relaxed);
@@ -15,11 +15,11 @@ impl Sum {
 
 /// Counters of one reactor since its start. Only its own thread writes them.
 #[derive(Debug, Default)]
-pub struct Figures {
-    pub(super) turns: Sum,
-    pub(super) submitted: Sum,
-    pub(super) completed: Sum,
-    pub(super) sleeps: Sum,
+pub struct RingCounters {
+    pub(super) turns: SingleWriterCounter,
+    pub(super) submitted: SingleWriterCounter,
+    pub(super) completed: SingleWriterCounter,
+    pub(super) sleeps: SingleWriterCounter,
 }
 
 /// Values of [`Figures`] at one instant.
@@ -35,10 +35,10 @@ pub struct RingTotals {
     pub sleeps: u64,
 }
 
-impl Figures {
+impl RingCounters {
     /// Current values.
     pub fn totals(&self) -> RingTotals {
-        let get = |sum: &Sum| sum.0.load(Relaxed);
+        let get = |sum: &SingleWriterCounter| sum.0.load(Relaxed);
         RingTotals {
             turns: get(&self.turns),
             submitted: get(&self.submitted),

@@ -36,11 +36,11 @@ use std::{
 
 use smallvec::SmallVec;
 
-use self::mapping::Mapping;
+use self::mapping::MemoryMapping;
 pub use self::{
     dirty::DirtyLog,
-    place::Place,
-    quota::{Quota, keep_addresses},
+    place::GuestBytes,
+    quota::{MappingQuota, reserve_address_space},
 };
 
 /// Modulus in which the addresses of a region and its offset in the file must agree, in bytes: the
@@ -107,13 +107,13 @@ pub enum RegionError {
 
 /// A mapped region of a guest's memory. Cheap to clone; unmapped when its last clone is dropped.
 #[derive(Clone, Debug)]
-pub struct Region(Arc<Inner>);
+pub struct Region(Arc<RegionInner>);
 
 #[derive(Debug)]
-struct Inner {
+struct RegionInner {
     guest_address: u64,
     user_address: u64,
-    mapping: Mapping,
+    mapping: MemoryMapping,
 }
 
 impl Region {
@@ -129,7 +129,7 @@ impl Region {
         user_address: u64,
         bytes: u64,
         offset: u64,
-        quota: &Quota,
+        quota: &MappingQuota,
     ) -> Result<Self, RegionError> {
         for start in [guest_address, user_address] {
             start.checked_add(bytes).ok_or(RegionError::Overflow { start, bytes })?;
@@ -137,8 +137,8 @@ impl Region {
         if [guest_address, user_address].iter().any(|address| address % ALIGNMENT != offset % ALIGNMENT) {
             return Err(RegionError::Unaligned);
         }
-        let mapping = Mapping::of_file(file, bytes, offset, quota)?;
-        Ok(Self(Arc::new(Inner { guest_address, user_address, mapping })))
+        let mapping = MemoryMapping::of_file(file, bytes, offset, quota)?;
+        Ok(Self(Arc::new(RegionInner { guest_address, user_address, mapping })))
     }
 
     /// Own pages that the kernel reads and writes while the process works with them. Memory is
@@ -146,9 +146,9 @@ impl Region {
     ///
     /// # Errors
     /// As `mmap(2)`; `EINVAL` for zero bytes.
-    pub fn lent(bytes: usize) -> io::Result<Self> {
-        let mapping = Mapping::anonymous(bytes)?;
-        Ok(Self(Arc::new(Inner { guest_address: 0, user_address: 0, mapping })))
+    pub fn shared_with_kernel(bytes: usize) -> io::Result<Self> {
+        let mapping = MemoryMapping::anonymous(bytes)?;
+        Ok(Self(Arc::new(RegionInner { guest_address: 0, user_address: 0, mapping })))
     }
 
     /// Zeroes on the heap, for tests, simulation, fuzzing and Miri.
@@ -161,7 +161,7 @@ impl Region {
             assert!(start.checked_add(bytes as u64).is_some(), "{bytes} bytes at {start:#x}");
             assert_eq!(start % ALIGNMENT, 0, "a region at {start:#x}");
         }
-        Self(Arc::new(Inner { guest_address, user_address, mapping: Mapping::on_heap(bytes) }))
+        Self(Arc::new(RegionInner { guest_address, user_address, mapping: MemoryMapping::on_heap(bytes) }))
     }
 
     /// First guest-physical address.
@@ -197,24 +197,24 @@ impl Region {
 
 /// All regions of one guest. Immutable; cheap to clone.
 #[derive(Clone, Debug, Default)]
-pub struct Memory {
+pub struct GuestMemory {
     /// The regions by guest address. Shared by all clones, so each region has one reference.
-    wholes: Arc<[Place]>,
+    wholes: Arc<[GuestBytes]>,
     /// First address in the front end and index of each region, by that address.
     by_user_address: Arc<[(u64, usize)]>,
     log: Option<DirtyLog>,
 }
 
-impl Memory {
+impl GuestMemory {
     /// Memory with these regions, in any order.
     ///
     /// # Errors
     /// [`RegionError::Overlap`] if two of them overlap in guest addresses.
     pub fn new(regions: Vec<Region>) -> Result<Self, RegionError> {
-        Self::of(regions, None)
+        Self::with_regions(regions, None)
     }
 
-    fn of(mut regions: Vec<Region>, log: Option<DirtyLog>) -> Result<Self, RegionError> {
+    fn with_regions(mut regions: Vec<Region>, log: Option<DirtyLog>) -> Result<Self, RegionError> {
         regions.sort_by_key(Region::guest_address);
         let overlap = regions.windows(2).find(|pair| pair[0].last_address() >= pair[1].guest_address());
         if let Some(pair) = overlap {
@@ -222,7 +222,7 @@ impl Memory {
         }
         let mut by_user_address: Vec<_> = regions.iter().map(Region::user_address).zip(0..).collect();
         by_user_address.sort_unstable();
-        let wholes = regions.into_iter().map(|region| Place::whole(region, log.clone())).collect();
+        let wholes = regions.into_iter().map(|region| GuestBytes::whole(region, log.clone())).collect();
         Ok(Self { wholes, by_user_address: by_user_address.into(), log })
     }
 
@@ -232,7 +232,7 @@ impl Memory {
     /// As [`Memory::new`].
     pub fn with(&self, region: Region) -> Result<Self, RegionError> {
         let regions = self.regions().cloned().chain([region]).collect();
-        Self::of(regions, self.log.clone())
+        Self::with_regions(regions, self.log.clone())
     }
 
     /// This memory without the region with these addresses and this length; `None` if there is
@@ -245,13 +245,13 @@ impl Memory {
         })?;
         let mut regions: Vec<_> = self.regions().cloned().collect();
         regions.remove(index);
-        Some(Self::of(regions, self.log.clone()).expect("they did not overlap"))
+        Some(Self::with_regions(regions, self.log.clone()).expect("they did not overlap"))
     }
 
     /// This memory with writes recorded in `log` from now on, or not recorded.
     #[must_use]
     pub fn with_log(&self, log: Option<DirtyLog>) -> Self {
-        Self::of(self.regions().cloned().collect(), log).expect("they did not overlap")
+        Self::with_regions(self.regions().cloned().collect(), log).expect("they did not overlap")
     }
 
     /// The log of writes.
@@ -261,11 +261,11 @@ impl Memory {
 
     /// The regions by guest address.
     pub fn regions(&self) -> impl ExactSizeIterator<Item = &Region> {
-        self.wholes.iter().map(Place::region)
+        self.wholes.iter().map(GuestBytes::region)
     }
 
     /// The regions as places.
-    pub fn wholes(&self) -> &[Place] {
+    pub fn whole_regions(&self) -> &[GuestBytes] {
         &self.wholes
     }
 
@@ -277,31 +277,31 @@ impl Memory {
 
     /// Bytes at a guest-physical address, as in a descriptor. `None` if they are not entirely
     /// within one region.
-    pub fn place(&self, address: u64, bytes: usize) -> Option<Place> {
+    pub fn range(&self, address: u64, bytes: usize) -> Option<GuestBytes> {
         let region = self.region_at(address)?;
-        Place::within(region, address - region.guest_address(), bytes, self.log.as_ref())
+        GuestBytes::in_region(region, address - region.guest_address(), bytes, self.log.as_ref())
     }
 
     /// Bytes at an address in the front end, as in `VHOST_USER_SET_VRING_ADDR`. `None` if they are
     /// not entirely within one region.
-    pub fn user_place(&self, address: u64, bytes: usize) -> Option<Place> {
+    pub fn user_range(&self, address: u64, bytes: usize) -> Option<GuestBytes> {
         let behind = self.by_user_address.partition_point(|(first, _)| *first <= address);
         // Regions may overlap in the front end's addresses, so earlier ones are candidates too.
         self.by_user_address[..behind].iter().rev().find_map(|&(first, index)| {
-            Place::within(self.wholes[index].region(), address - first, bytes, self.log.as_ref())
+            GuestBytes::in_region(self.wholes[index].region(), address - first, bytes, self.log.as_ref())
         })
     }
 
     /// Appends the places of bytes that may span adjacent regions, in order; none for zero bytes.
     /// Returns false, and appends nothing, if any byte is outside of all regions.
-    pub fn places(&self, mut address: u64, bytes: usize, into: &mut SmallVec<[Place; 4]>) -> bool {
+    pub fn ranges(&self, mut address: u64, bytes: usize, into: &mut SmallVec<[GuestBytes; 4]>) -> bool {
         let before = into.len();
         let mut left = bytes;
         while left > 0 {
             let piece = self.region_at(address).and_then(|region| {
                 let offset = address - region.guest_address();
                 let inside = usize::try_from(region.bytes().checked_sub(offset)?).ok()?;
-                Place::within(region, offset, left.min(inside).max(1), self.log.as_ref())
+                GuestBytes::in_region(region, offset, left.min(inside).max(1), self.log.as_ref())
             });
             let Some(piece) = piece else {
                 into.truncate(before);
@@ -318,7 +318,7 @@ impl Memory {
     /// The last region that does not begin after `address`.
     fn region_at(&self, address: u64) -> Option<&Region> {
         let behind = self.wholes.partition_point(|whole| whole.guest_address() <= address);
-        self.wholes.get(behind.checked_sub(1)?).map(Place::region)
+        self.wholes.get(behind.checked_sub(1)?).map(GuestBytes::region)
     }
 }
 

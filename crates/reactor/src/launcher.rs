@@ -7,33 +7,33 @@ use std::{
     task::{Context, Waker},
 };
 
-use super::{Driver, spawn, with_current};
+use super::{ReactorDriver, spawn, with_current};
 
 /// Memory in which a future is polled before it becomes a task. Reused for futures that complete at
 /// the first poll.
 #[derive(Debug)]
-pub struct Launcher<F> {
-    room: Option<Pin<Box<Option<F>>>>,
+pub struct TaskSpawner<F> {
+    slot: Option<Pin<Box<Option<F>>>>,
     /// In simulation every future becomes a task, because the seed decides the order of execution.
     is_simulated: bool,
 }
 
-impl<F: Future<Output = ()> + 'static> Launcher<F> {
+impl<F: Future<Output = ()> + 'static> TaskSpawner<F> {
     /// A launcher for this thread.
     ///
     /// # Panics
     /// Panics without a reactor on this thread.
     #[expect(clippy::new_without_default, reason = "a default does not panic")]
     pub fn new() -> Self {
-        Self { room: None, is_simulated: with_current(|reactor| matches!(reactor.driver, Driver::Sim(_))) }
+        Self { slot: None, is_simulated: with_current(|reactor| matches!(reactor.driver, ReactorDriver::Sim(_))) }
     }
 
     /// As [`spawn`]. A future that does not complete is polled a second time, by its task.
-    pub fn launch(&mut self, future: F) {
+    pub fn spawn(&mut self, future: F) {
         if self.is_simulated {
             return spawn(future);
         }
-        let mut room = self.room.take().unwrap_or_else(|| Box::pin(None));
+        let mut room = self.slot.take().unwrap_or_else(|| Box::pin(None));
         room.set(Some(future));
         // A no-op waker suffices: if the future is pending, its task polls it again and registers
         // its own waker.
@@ -41,7 +41,7 @@ impl<F: Future<Output = ()> + 'static> Launcher<F> {
         let tried = room.as_mut().as_pin_mut().map(|future| future.poll(&mut context));
         if tried.is_none_or(|tried| tried.is_ready()) {
             room.set(None);
-            self.room = Some(room);
+            self.slot = Some(room);
             return;
         }
         spawn(async move {
@@ -57,7 +57,7 @@ mod tests {
     use std::{cell::Cell, rc::Rc};
 
     use super::*;
-    use crate::{Polling, run, yield_now};
+    use crate::{PollingMode, run, yield_now};
 
     /// Yields `yields` times, then increments `ended`.
     async fn ending(yields: usize, ended: Rc<Cell<usize>>) {
@@ -68,12 +68,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_ready_has_ended_before_the_next_begins_and_the_rest_ends_later() {
-        run(Polling::Off, async {
-            let mut launcher = Launcher::new();
+    fn ready_futures_complete_in_place_and_others_as_tasks() {
+        run(PollingMode::Off, async {
+            let mut launcher = TaskSpawner::new();
             let ended = Rc::new(Cell::new(0));
             for (yields, at_once) in [(0, 1), (3, 1), (0, 2), (3, 2), (0, 3)] {
-                launcher.launch(ending(yields, Rc::clone(&ended)));
+                launcher.spawn(ending(yields, Rc::clone(&ended)));
                 assert_eq!(ended.get(), at_once);
             }
             while ended.get() < 5 {

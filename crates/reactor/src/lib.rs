@@ -54,33 +54,33 @@ use std::{cell::RefCell, future::Future, pin::Pin, rc::Rc, sync::OnceLock, time:
 use policy::time::Instant;
 
 use executor::Executor;
-pub use executor::{JoinHandle, Party};
-pub use figures::{Figures, RingTotals};
+pub use executor::{JoinHandle, TaskGroup};
+pub use figures::{RingCounters, RingTotals};
 pub use fuse::clone_fuse_device;
-pub use launcher::Launcher;
-pub use notifier::{Notifier, set_aside as set_notifiers_aside, set_aside_for as notifiers_set_aside_for};
+pub use launcher::TaskSpawner;
+pub use notifier::{EventfdNotifier, create_spare as set_notifiers_aside, spare_descriptors as notifiers_set_aside_for};
 pub use op::wait_for_closings;
-pub use permits::{Permit, Permits};
-pub use pool::{threads_may_stay, threads_must_end};
+pub use permits::{OperationPermit, OperationPermits};
+pub use pool::{join_transient_threads, use_transient_threads};
 pub use priority::{in_background, is_in_background};
-pub use rouse::next_to_wake;
+pub use rouse::next_wake_up;
 pub use signal::Signal;
 pub use timer::{Sleep, Timeout, timeout};
-pub use uring::Polling;
-pub use worker::check_may_block;
-pub use worker::{Worker, is_worker, may_block, never_blocks_here};
+pub use uring::PollingMode;
+pub use worker::debug_assert_may_block;
+pub use worker::{ReactorWorker, is_worker, may_block, forbid_blocking};
 
 /// The reactor of a thread. [`Driver`] is the part that differs in simulation.
 struct Reactor {
     executor: Executor,
-    timers: RefCell<timer::Timers>,
-    driver: Driver,
+    timers: RefCell<timer::TimerQueue>,
+    driver: ReactorDriver,
 }
 
-enum Driver {
+enum ReactorDriver {
     /// Boxed, because it is much larger than the simulated one.
-    Uring(Box<uring::Uring>),
-    Sim(sim::Sim),
+    Uring(Box<uring::UringDriver>),
+    Sim(sim::SimulatedDriver),
 }
 
 thread_local! {
@@ -96,7 +96,7 @@ fn with_current<T>(f: impl FnOnce(&Rc<Reactor>) -> T) -> T {
 }
 
 /// True if a reactor runs on this thread. False while the thread exits.
-pub fn runs_here() -> bool {
+pub fn has_reactor() -> bool {
     CURRENT.try_with(|current| current.try_borrow().is_ok_and(|current| current.is_some())).unwrap_or(false)
 }
 
@@ -119,8 +119,8 @@ pub fn real_time() -> Instant {
 /// Panics without a reactor on this thread.
 pub fn now() -> Instant {
     with_current(|reactor| match &reactor.driver {
-        Driver::Uring(_) => real_now(),
-        Driver::Sim(sim) => sim.now(),
+        ReactorDriver::Uring(_) => real_now(),
+        ReactorDriver::Sim(sim) => sim.now(),
     })
 }
 
@@ -132,10 +132,10 @@ pub fn now() -> Instant {
 ///
 /// # Panics
 /// Panics without a reactor on this thread.
-pub fn recently() -> Instant {
+pub fn coarse_now() -> Instant {
     with_current(|reactor| match &reactor.driver {
-        Driver::Uring(uring) => uring.recently(),
-        Driver::Sim(sim) => sim.now(),
+        ReactorDriver::Uring(uring) => uring.recently(),
+        ReactorDriver::Sim(sim) => sim.now(),
     })
 }
 
@@ -168,19 +168,19 @@ pub fn spawn_joinable<T: 'static>(future: impl Future<Output = T> + 'static) -> 
 ///
 /// # Panics
 /// Panics without a reactor on this thread.
-pub fn spawn_to_end<T: 'static>(future: impl Future<Output = T> + 'static) -> ToItsEnd<T> {
+pub fn spawn_detached<T: 'static>(future: impl Future<Output = T> + 'static) -> DetachedTask<T> {
     let reactor = with_current(Rc::clone);
     let (runnable, task) = reactor.executor.make_task(future);
     reactor.launch(runnable);
-    ToItsEnd(Some(task.fallible()))
+    DetachedTask(Some(task.fallible()))
 }
 
 /// Handle of a task that completes even if it is not awaited: see [`spawn_to_end`].
 #[derive(Debug)]
 #[must_use = "the handle returns the task's result"]
-pub struct ToItsEnd<T>(Option<async_task::FallibleTask<T>>);
+pub struct DetachedTask<T>(Option<async_task::FallibleTask<T>>);
 
-impl<T> Future for ToItsEnd<T> {
+impl<T> Future for DetachedTask<T> {
     type Output = Option<T>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut std::task::Context<'_>) -> std::task::Poll<Option<T>> {
@@ -191,7 +191,7 @@ impl<T> Future for ToItsEnd<T> {
     }
 }
 
-impl<T> Drop for ToItsEnd<T> {
+impl<T> Drop for DetachedTask<T> {
     fn drop(&mut self) {
         if let Some(task) = self.0.take() {
             task.detach();
@@ -225,7 +225,7 @@ pub async fn yield_now() {
 ///
 /// # Errors
 /// As `prctl(2)`: `EPERM` without `CAP_SYS_RESOURCE`.
-pub fn serves_writeback() -> std::io::Result<()> {
+pub fn set_io_flusher() -> std::io::Result<()> {
     const PR_SET_IO_FLUSHER: libc::c_int = 57; // linux/prctl.h
     // SAFETY: this prctl changes how the kernel allocates for this thread and accesses no memory of
     // the process.
@@ -240,7 +240,7 @@ pub fn serves_writeback() -> std::io::Result<()> {
 /// No effect in simulation, and on kernels before 6.12.
 pub fn linger() {
     with_current(|reactor| {
-        if let Driver::Uring(uring) = &reactor.driver {
+        if let ReactorDriver::Uring(uring) = &reactor.driver {
             uring.linger();
         }
     });
@@ -250,9 +250,9 @@ pub fn linger() {
 /// task runs. For tasks whose amount of work a client decides.
 ///
 /// No effect in simulation.
-pub fn was_long() {
+pub fn yield_after_turn() {
     with_current(|reactor| {
-        if let Driver::Uring(uring) = &reactor.driver {
+        if let ReactorDriver::Uring(uring) = &reactor.driver {
             uring.was_long();
         }
     });
@@ -265,7 +265,7 @@ pub fn was_long() {
 ///
 /// # Panics
 /// Panics if `f` does, or if no thread can be created.
-pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+pub async fn run_blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     if is_simulated() { f() } else { pool::run(f).await }
 }
 
@@ -276,10 +276,10 @@ pub async fn blocking<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static)
 ///
 /// # Panics
 /// Panics if `f` does.
-pub async fn computing<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
+pub async fn run_computation<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static) -> T {
     if is_simulated() {
         f()
-    } else if pool::threads_end_with_calls() {
+    } else if pool::uses_transient_threads() {
         pool::run(f).await
     } else {
         blocking::unblock(f).await
@@ -287,7 +287,7 @@ pub async fn computing<T: Send + 'static>(f: impl FnOnce() -> T + Send + 'static
 }
 
 fn is_simulated() -> bool {
-    with_current(|reactor| matches!(reactor.driver, Driver::Sim(_)))
+    with_current(|reactor| matches!(reactor.driver, ReactorDriver::Sim(_)))
 }
 
 /// Runs `future`, and all tasks that it spawns, on this thread until `future` completes. Then tasks
@@ -301,10 +301,10 @@ fn is_simulated() -> bool {
 ///
 /// # Panics
 /// Panics if a reactor runs on this thread already.
-pub fn run<T: 'static>(polling: Polling, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
+pub fn run<T: 'static>(polling: PollingMode, future: impl Future<Output = T> + 'static) -> std::io::Result<T> {
     let executor = Executor::new()?;
-    let driver = Driver::Uring(Box::new(uring::Uring::new(polling)?));
-    Ok(Reactor::enter(executor, driver, Box::pin(future), uring::Uring::turn))
+    let driver = ReactorDriver::Uring(Box::new(uring::UringDriver::new(polling)?));
+    Ok(Reactor::enter(executor, driver, Box::pin(future), uring::UringDriver::turn))
 }
 
 impl Reactor {
@@ -312,7 +312,7 @@ impl Reactor {
     /// Boxed, so that it is compiled once for all futures, of which tests have hundreds.
     fn enter<T: 'static>(
         executor: Executor,
-        driver: Driver,
+        driver: ReactorDriver,
         future: Pin<Box<dyn Future<Output = T>>>,
         turn: fn(&Self),
     ) -> T {
@@ -321,7 +321,7 @@ impl Reactor {
             assert!(current.is_none(), "a reactor runs on this thread already");
             *current = Some(Rc::clone(&reactor));
         });
-        let _leave = Leave;
+        let _leave = ShutdownGuard;
         reactor.executor.enter();
         let result = Rc::new(RefCell::new(None));
         let slot = Rc::clone(&result);
@@ -345,8 +345,8 @@ impl Reactor {
     /// the seed decides.
     fn launch(&self, task: async_task::Runnable) {
         let at_once = match &self.driver {
-            Driver::Uring(_) => true,
-            Driver::Sim(sim) => sim.coin(),
+            ReactorDriver::Uring(_) => true,
+            ReactorDriver::Sim(sim) => sim.coin(),
         };
         if at_once {
             task.run();
@@ -362,14 +362,14 @@ impl Reactor {
         loop {
             let timers = std::mem::take(&mut *self.timers.borrow_mut());
             drop(timers);
-            if let Driver::Uring(uring) = &self.driver {
+            if let ReactorDriver::Uring(uring) = &self.driver {
                 uring.drop_wakers();
             }
             if self.executor.drop_ready() == 0 {
                 break;
             }
         }
-        if let Driver::Uring(uring) = &self.driver {
+        if let ReactorDriver::Uring(uring) = &self.driver {
             uring.cancel_all();
         }
         self.executor.leave();
@@ -377,9 +377,9 @@ impl Reactor {
 }
 
 /// Shuts the reactor down, also if a task panics.
-struct Leave;
+struct ShutdownGuard;
 
-impl Drop for Leave {
+impl Drop for ShutdownGuard {
     fn drop(&mut self) {
         let reactor = with_current(Rc::clone);
         reactor.shut_down();
@@ -394,10 +394,10 @@ mod tests {
     use policy::time::Duration;
 
     use super::*;
-    use crate::buffer::Buffer;
+    use crate::buffer::IoBuffer;
 
     fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-        run(Polling::Off, future).expect("io_uring works on a test machine")
+        run(PollingMode::Off, future).expect("io_uring works on a test machine")
     }
 
     /// The order in which tasks with a different number of yields finish.
@@ -471,7 +471,7 @@ mod tests {
         let (sender, receiver) = async_channel::bounded(1);
         let thread =
             std::thread::spawn(move || real(async move { receiver.recv().await.expect("the sender lives") }));
-        let worker = Worker::start("test", Polling::Off).expect("a thread");
+        let worker = ReactorWorker::start("test", PollingMode::Off).expect("a thread");
         worker.spawn(move || async move { sender.send(42).await.expect("the receiver lives") });
         assert_eq!(thread.join().expect("no panic"), 42);
         worker.stop().expect("stops");
@@ -486,7 +486,7 @@ mod tests {
             let seen = Rc::clone(&address);
             let copy = fd.clone();
             let reading = spawn_joinable(async move {
-                let buffer = Buffer::new(4096);
+                let buffer = IoBuffer::new(4096);
                 seen.set(buffer.as_ptr() as usize);
                 op::receive(&copy, buffer, 0).await.0
             });
@@ -499,14 +499,14 @@ mod tests {
             // The buffer returns to the pool only after the cancellation is complete. Until then a
             // new buffer has another address.
             drop(theirs);
-            let (result, _) = op::receive(&fd, Buffer::new(4096), 0).await;
+            let (result, _) = op::receive(&fd, IoBuffer::new(4096), 0).await;
             assert_eq!(result.expect("end of file"), 0);
         });
     }
 
     #[test]
     fn polling_finds_completions_too() {
-        let polling = Polling::UpTo(Duration::from_micros(200));
+        let polling = PollingMode::UpTo(Duration::from_micros(200));
         run(polling, async {
             let (ours, mut theirs) = UnixStream::pair().expect("sockets");
             let fd = op::Fd::from(ours);
@@ -516,7 +516,7 @@ mod tests {
                 bytes
             });
             for round in 0..1000_u32 {
-                let (sent, _) = op::send(&fd, Buffer::copy_of(&[round as u8]).into()).await;
+                let (sent, _) = op::send(&fd, IoBuffer::copy_of(&[round as u8]).into()).await;
                 assert_eq!(sent.expect("sent"), 1);
             }
             let bytes = echo.join().expect("no panic");

@@ -36,27 +36,27 @@ use policy::time::{Duration, Instant};
 
 use self::{
     holders::grace,
-    queue::{Place, Waiter},
-    requests::{Requests, Used},
+    queue::{QueuePosition, MemoryWaiter},
+    requests::{RequestMemory, AccountUse},
 };
 pub use self::{
-    holders::{GRACE, Holder, Listing, SHORTEST_GRACE, SLOWEST_BPS},
-    queue::MemoryFlow,
+    holders::{GRACE, MemoryHolder, HolderEntry, MIN_GRACE, MIN_TRANSFER_BPS},
+    queue::FairQueueFlow,
 };
-use crate::seldom::Seldom;
+use crate::seldom::LogRateLimit;
 
 /// Minimum for requests in bytes: one of the largest requests fits into each half.
-pub const LEAST_REQUESTS: u64 = 64 << 20;
+pub const MIN_REQUEST_BYTES: u64 = 64 << 20;
 /// Maximum for requests in bytes: more would only hold data for slow clients.
-const MOST_REQUESTS: u64 = 1 << 30;
+const MAX_REQUEST_BYTES: u64 = 1 << 30;
 /// Maximum that connections can use beyond the budget, in bytes: a hundred clients with TLS.
 /// Otherwise no client could connect to any disk after a guest has filled a disk in memory.
-const MOST_KEPT_FOR_CONNECTIONS: u64 = 16 << 20;
+const MAX_CONNECTION_RESERVE: u64 = 16 << 20;
 
 /// Error: the budget is exhausted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("{} (raise --memory, or make caches and read-ahead smaller)", self.why())]
-pub struct NotEnough {
+#[error("{} (raise --memory, or make caches and read-ahead smaller)", self.describe())]
+pub struct OutOfBudget {
     /// Purpose of the memory.
     pub what: &'static str,
     /// Bytes requested.
@@ -67,9 +67,9 @@ pub struct NotEnough {
     pub total: u64,
 }
 
-impl NotEnough {
+impl OutOfBudget {
     /// The message without the remedy.
-    pub fn why(&self) -> String {
+    pub fn describe(&self) -> String {
         let Self { what, asked, left, total } = self;
         format!(
             "{what}: {} MiB are required, and {} MiB are free of the {} MiB of the memory budget",
@@ -86,7 +86,7 @@ fn mib(bytes: u64) -> u64 {
 
 /// Use of a budget in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Usage {
+pub struct BudgetUsage {
     /// Total budget.
     pub total: u64,
     /// Reserved for metadata caches, bitmaps, read-ahead and pooled buffers.
@@ -98,25 +98,25 @@ pub struct Usage {
     /// Requests in flight and unread replies.
     pub requests: u64,
     /// Maximum of `requests`.
-    pub most_requests: u64,
+    pub max_requests: u64,
     /// Number of requests that wait for memory.
     pub waiting: u64,
 }
 
 /// A reservation of memory, released on drop.
 #[derive(Debug)]
-pub struct Aside {
-    budget: Arc<Budget>,
+pub struct MemoryReservation {
+    budget: Arc<MemoryBudget>,
     what: &'static str,
     bytes: u64,
 }
 
-impl Aside {
+impl MemoryReservation {
     /// Reserves `bytes` for `what`.
     ///
     /// # Errors
     /// [`NotEnough`] if the budget is exhausted.
-    pub fn new(budget: &Arc<Budget>, what: &'static str, bytes: u64) -> Result<Self, NotEnough> {
+    pub fn new(budget: &Arc<MemoryBudget>, what: &'static str, bytes: u64) -> Result<Self, OutOfBudget> {
         budget.reserve(what, 0, bytes)?;
         Ok(Self { budget: budget.clone(), what, bytes })
     }
@@ -125,14 +125,14 @@ impl Aside {
     ///
     /// # Errors
     /// [`NotEnough`]; the reservation is unchanged.
-    pub fn change(&mut self, bytes: u64) -> Result<(), NotEnough> {
+    pub fn change(&mut self, bytes: u64) -> Result<(), OutOfBudget> {
         self.budget.reserve(self.what, self.bytes, bytes)?;
         self.bytes = bytes;
         Ok(())
     }
 }
 
-impl Drop for Aside {
+impl Drop for MemoryReservation {
     fn drop(&mut self) {
         // A reduction cannot fail.
         let _ = self.change(0);
@@ -142,21 +142,21 @@ impl Drop for Aside {
 /// Memory of a client's connection without its requests, returned on drop.
 #[derive(Debug)]
 pub struct ConnectionMemory {
-    budget: Arc<Budget>,
+    budget: Arc<MemoryBudget>,
     bytes: u64,
 }
 
 impl ConnectionMemory {
     /// Charges `bytes` to `budget`; `None` if they do not fit. All connections together can use
     /// 1/64 of the budget, up to [`MOST_KEPT_FOR_CONNECTIONS`], even if the budget is exhausted.
-    pub fn new(budget: &Arc<Budget>, bytes: u64) -> Option<Self> {
+    pub fn new(budget: &Arc<MemoryBudget>, bytes: u64) -> Option<Self> {
         let least = budget.total() / 64;
-        let fits = budget.take_beside(&budget.connections, bytes, least.min(MOST_KEPT_FOR_CONNECTIONS));
+        let fits = budget.charge_other(&budget.connections, bytes, least.min(MAX_CONNECTION_RESERVE));
         fits.then(|| Self { budget: Arc::clone(budget), bytes })
     }
 
     /// Charges `bytes` for a client of the old process, beyond the limit if necessary.
-    pub fn taken_over(budget: &Arc<Budget>, bytes: u64) -> Self {
+    pub fn taken_over(budget: &Arc<MemoryBudget>, bytes: u64) -> Self {
         budget.connections.fetch_add(bytes, SeqCst);
         Self { budget: Arc::clone(budget), bytes }
     }
@@ -170,36 +170,36 @@ impl Drop for ConnectionMemory {
 
 /// A memory budget.
 #[derive(Debug)]
-pub struct Budget {
+pub struct MemoryBudget {
     total: AtomicU64,
     pages: AtomicU64,
     connections: AtomicU64,
     /// Bytes that each account can always use.
-    part: AtomicU64,
-    state: Mutex<State>,
-    log: Seldom,
+    account_part: AtomicU64,
+    state: Mutex<BudgetState>,
+    log: LogRateLimit,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct BudgetState {
     reserved: u64,
-    requests: Requests,
+    requests: RequestMemory,
     /// Time of the watchman's next check for clients without progress.
     next_look: Instant,
 }
 
-static PROCESS: LazyLock<Arc<Budget>> = LazyLock::new(|| Budget::new(u64::MAX));
+static PROCESS: LazyLock<Arc<MemoryBudget>> = LazyLock::new(|| MemoryBudget::new(u64::MAX));
 
-impl Budget {
+impl MemoryBudget {
     /// A budget of `total` bytes; `u64::MAX` is unlimited.
     pub fn new(total: u64) -> Arc<Self> {
         Arc::new(Self {
             total: AtomicU64::new(total),
             pages: AtomicU64::new(0),
             connections: AtomicU64::new(0),
-            part: AtomicU64::new(MOST_REQUESTS / 2),
+            account_part: AtomicU64::new(MAX_REQUEST_BYTES / 2),
             state: Mutex::default(),
-            log: Seldom::default(),
+            log: LogRateLimit::default(),
         })
     }
 
@@ -211,19 +211,19 @@ impl Budget {
     /// Sets the total. Call it before the budget is used: memory in use is not reclaimed.
     pub fn set_total(&self, bytes: u64) {
         self.total.store(bytes, SeqCst);
-        self.divide(&mut self.lock());
+        self.update_parts(&mut self.lock());
     }
 
     /// Current use.
-    pub fn usage(&self) -> Usage {
+    pub fn usage(&self) -> BudgetUsage {
         let state = self.lock();
-        Usage {
+        BudgetUsage {
             total: self.total(),
             reserved: state.reserved,
             pages: self.pages.load(SeqCst),
             connections: self.connections.load(SeqCst),
             requests: state.requests.sum(),
-            most_requests: self.most_requests(state.reserved),
+            max_requests: self.most_requests(state.reserved),
             waiting: state.requests.waiting(),
         }
     }
@@ -232,31 +232,31 @@ impl Budget {
         self.total.load(SeqCst)
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, BudgetState> {
         // Every change of the state is complete before anything could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn most_requests(&self, reserved: u64) -> u64 {
-        ((self.total() - reserved.min(self.total())) / 4).clamp(LEAST_REQUESTS, MOST_REQUESTS)
+        ((self.total() - reserved.min(self.total())) / 4).clamp(MIN_REQUEST_BYTES, MAX_REQUEST_BYTES)
     }
 
     /// Bytes that can still be [reserved](Budget::reserve).
     pub fn free(&self) -> u64 {
-        self.left(self.lock().reserved)
+        self.available(self.lock().reserved)
     }
 
     /// Bytes available for purposes other than requests.
-    fn left(&self, reserved: u64) -> u64 {
+    fn available(&self, reserved: u64) -> u64 {
         let taken = self.pages.load(SeqCst) + self.connections.load(SeqCst);
         let others = reserved + taken + self.most_requests(reserved);
         self.total().saturating_sub(others)
     }
 
     /// Recomputes the part of each account.
-    fn divide(&self, state: &mut State) {
+    fn update_parts(&self, state: &mut BudgetState) {
         let part = state.requests.divide(self.most_requests(state.reserved));
-        self.part.store(part, SeqCst);
+        self.account_part.store(part, SeqCst);
         state.requests.divided();
     }
 
@@ -264,38 +264,38 @@ impl Budget {
     ///
     /// # Errors
     /// [`NotEnough`]; nothing is changed.
-    pub fn reserve(&self, what: &'static str, before: u64, bytes: u64) -> Result<(), NotEnough> {
+    pub fn reserve(&self, what: &'static str, before: u64, bytes: u64) -> Result<(), OutOfBudget> {
         let mut state = self.lock();
         let rest = state.reserved - before;
-        let left = self.left(rest);
+        let left = self.available(rest);
         if bytes > before && bytes > left {
-            return Err(NotEnough { what, asked: bytes, left, total: self.total() });
+            return Err(OutOfBudget { what, asked: bytes, left, total: self.total() });
         }
         state.reserved = rest + bytes;
-        self.divide(&mut state);
+        self.update_parts(&mut state);
         Ok(())
     }
 
     /// Charges a page of a disk in memory; returns false if it does not fit.
-    pub fn take_page(&self, bytes: u64) -> bool {
-        self.take_beside(&self.pages, bytes, 0)
+    pub fn charge_page(&self, bytes: u64) -> bool {
+        self.charge_other(&self.pages, bytes, 0)
     }
 
     /// Returns pages to the budget.
-    pub fn give_back_pages(&self, bytes: u64) {
+    pub fn release_pages(&self, bytes: u64) {
         self.pages.fetch_sub(bytes, SeqCst);
     }
 
     /// Adds `bytes` to a sum other than that of requests, if they are available or the sum is at
     /// most `least` afterwards.
-    fn take_beside(&self, sum: &AtomicU64, bytes: u64, least: u64) -> bool {
+    fn charge_other(&self, sum: &AtomicU64, bytes: u64, least: u64) -> bool {
         let total = self.total();
         if total == u64::MAX {
             sum.fetch_add(bytes, SeqCst);
             return true;
         }
         let state = self.lock();
-        let fits = bytes <= self.left(state.reserved) || sum.load(SeqCst) + bytes <= least;
+        let fits = bytes <= self.available(state.reserved) || sum.load(SeqCst) + bytes <= least;
         if fits {
             sum.fetch_add(bytes, SeqCst);
         }
@@ -304,7 +304,7 @@ impl Budget {
 
     /// Disconnects clients without progress, at most one for each waiting request, and schedules
     /// the next check.
-    fn look(&self, now: Instant) {
+    fn disconnect_overdue(&self, now: Instant) {
         // Clients are collected under the lock and disconnected without it: `push_out` may take
         // other locks, and dropping a client takes this one (`Account::forget`).
         let (mut overdue, mut seen) = (Vec::new(), Vec::new());
@@ -313,19 +313,19 @@ impl Budget {
             let waiting = state.requests.waiting();
             let grace = grace(waiting);
             let latest = now.as_nanos().checked_sub(grace.as_nanos() as u64);
-            let mut next = now + LOOK;
+            let mut next = now + CHECK_INTERVAL;
             state.requests.for_holders_over_part(|holders| {
                 let due = holders.take_overdue(latest, waiting as usize, &mut overdue, &mut seen);
                 next = next.min(due.map_or(next, |due| due + grace));
             });
             // `next` is past if overdue clients remain, because more are overdue than requests
             // wait.
-            state.next_look = if next > now { next.max(now + LEAST_WAIT) } else { now + LOOK };
+            state.next_look = if next > now { next.max(now + MIN_CHECK_INTERVAL) } else { now + CHECK_INTERVAL };
             waiting
         };
         for holder in &overdue {
-            holder.push_out();
-            if let Some(left_out) = self.log.line(crate::recently()) {
+            holder.disconnect();
+            if let Some(left_out) = self.log.try_log(crate::coarse_now()) {
                 tracing::warn!(
                     waiting,
                     left_out,
@@ -338,28 +338,28 @@ impl Budget {
 
 /// The memory of one disk's requests, a part of a budget.
 #[derive(Debug)]
-pub struct Account {
-    budget: Arc<Budget>,
+pub struct MemoryAccount {
+    budget: Arc<MemoryBudget>,
     number: u64,
-    used: Arc<Used>,
+    used: Arc<AccountUse>,
     reserved: AtomicU64,
 }
 
-impl Account {
+impl MemoryAccount {
     /// A new account in `budget`.
-    pub fn new(budget: &Arc<Budget>) -> Arc<Self> {
-        let used: Arc<Used> = Arc::default();
+    pub fn new(budget: &Arc<MemoryBudget>) -> Arc<Self> {
+        let used: Arc<AccountUse> = Arc::default();
         let number = {
             let mut state = budget.lock();
             let number = state.requests.add(&used);
-            budget.divide(&mut state);
+            budget.update_parts(&mut state);
             number
         };
         Arc::new(Self { budget: Arc::clone(budget), number, used, reserved: AtomicU64::new(0) })
     }
 
     /// The budget that contains the account.
-    pub fn budget(&self) -> &Arc<Budget> {
+    pub fn budget(&self) -> &Arc<MemoryBudget> {
         &self.budget
     }
 
@@ -377,18 +377,18 @@ impl Account {
     ///
     /// # Errors
     /// [`NotEnough`]; the previous reservation is unchanged.
-    pub fn reserve(&self, what: &'static str, bytes: u64) -> Result<(), NotEnough> {
+    pub fn reserve(&self, what: &'static str, bytes: u64) -> Result<(), OutOfBudget> {
         self.budget.reserve(what, self.reserved(), bytes)?;
         self.reserved.store(bytes, SeqCst);
         Ok(())
     }
 
     /// Charges memory for a request if that needs no waiting. Return it by [`Account::give_back`].
-    pub fn try_take(&self, bytes: u64) -> bool {
+    pub fn try_acquire(&self, bytes: u64) -> bool {
         if let Some(sum) = self.used.add_within(bytes, self.part()) {
             // The part may have shrunk meanwhile, while the sum is recorded as within it.
             if sum > self.part() {
-                self.budget.lock().requests.came_back(self.number);
+                self.budget.lock().requests.on_release(self.number);
             }
             return true;
         }
@@ -399,49 +399,49 @@ impl Account {
     /// Dropping the future charges nothing.
     ///
     /// `bytes` must be at most half of [`LEAST_REQUESTS`].
-    pub async fn take(&self, flow: &MemoryFlow, bytes: u64) {
-        if self.try_take(bytes) {
+    pub async fn acquire(&self, flow: &FairQueueFlow, bytes: u64) {
+        if self.try_acquire(bytes) {
             return;
         }
-        let waiter = Waiter::new(bytes);
-        let mut news = waiter.news.listen();
+        let waiter = MemoryWaiter::new(bytes);
+        let mut news = waiter.changed.listen();
         let Some(place) = self.wait(flow, &waiter) else { return };
-        let mut queued = Queued { account: self, place, waiter: &waiter, is_kept: false };
+        let mut queued = QueuedRequestGuard { account: self, place, waiter: &waiter, is_kept: false };
         while !waiter.is_granted.load(SeqCst) {
             if waiter.is_watchman.load(SeqCst) {
                 let next_look = self.budget.lock().next_look;
                 if crate::timeout(next_look - crate::now(), news).await.is_err() {
-                    self.budget.look(crate::now());
+                    self.budget.disconnect_overdue(crate::now());
                 }
             } else {
                 news.await;
             }
-            news = waiter.news.listen();
+            news = waiter.changed.listen();
         }
         queued.is_kept = true;
     }
 
-    fn wait(&self, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Option<Place> {
+    fn wait(&self, flow: &FairQueueFlow, waiter: &Arc<MemoryWaiter>) -> Option<QueuePosition> {
         let mut state = self.budget.lock();
         if state.requests.waiting() == 0 {
-            state.next_look = crate::now() + LOOK;
+            state.next_look = crate::now() + CHECK_INTERVAL;
         }
         state.requests.wait(self.number, flow, waiter)
     }
 
     /// Returns charged memory.
-    pub fn give_back(&self, bytes: u64) {
+    pub fn release(&self, bytes: u64) {
         if self.used.subtract(bytes) {
-            self.budget.lock().requests.came_back(self.number);
+            self.budget.lock().requests.on_release(self.number);
         }
     }
 
     /// Lists a client whose transfer has started, so that it can be disconnected if it holds memory
     /// without progress. Call it after [`Holder::due`] has changed; it takes two atomic operations
     /// while the client is listed.
-    pub fn watch(&self, holder: &Arc<impl Holder + 'static>) {
+    pub fn watch(&self, holder: &Arc<impl MemoryHolder + 'static>) {
         if !holder.listing().is_done() {
-            let holder: Arc<dyn Holder> = Arc::clone(holder) as _;
+            let holder: Arc<dyn MemoryHolder> = Arc::clone(holder) as _;
             if let Some(list) = self.budget.lock().requests.holders(self.number) {
                 list.add(&holder);
             }
@@ -449,7 +449,7 @@ impl Account {
     }
 
     /// Removes a client that has disconnected from the list of [`Account::watch`].
-    pub fn forget(&self, listing: &Listing) {
+    pub fn forget(&self, listing: &HolderEntry) {
         if listing.is_listed()
             && let Some(list) = self.budget.lock().requests.holders(self.number)
         {
@@ -458,33 +458,33 @@ impl Account {
     }
 
     fn part(&self) -> u64 {
-        self.budget.part.load(SeqCst)
+        self.budget.account_part.load(SeqCst)
     }
 }
 
 /// Longest time between two checks for clients without progress, while requests wait.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 /// Shortest time between two checks: clients that are due within it are disconnected together.
-const LEAST_WAIT: Duration = Duration::from_millis(1);
+const MIN_CHECK_INTERVAL: Duration = Duration::from_millis(1);
 
-impl Drop for Account {
+impl Drop for MemoryAccount {
     fn drop(&mut self) {
         let mut state = self.budget.lock();
         state.reserved -= *self.reserved.get_mut();
         state.requests.remove(self.number);
-        self.budget.divide(&mut state);
+        self.budget.update_parts(&mut state);
     }
 }
 
 /// A request that is queued or was just served. On drop, its memory is returned unless it is kept.
-struct Queued<'a> {
-    account: &'a Account,
-    place: Place,
-    waiter: &'a Arc<Waiter>,
+struct QueuedRequestGuard<'a> {
+    account: &'a MemoryAccount,
+    place: QueuePosition,
+    waiter: &'a Arc<MemoryWaiter>,
     is_kept: bool,
 }
 
-impl Drop for Queued<'_> {
+impl Drop for QueuedRequestGuard<'_> {
     fn drop(&mut self) {
         if self.is_kept {
             return;

@@ -30,16 +30,16 @@ const MOST_SPARE: usize = 16;
 /// memory, and few of the possible queues are ever used.
 const MOST_SET_ASIDE: usize = 1024;
 
-static SPARE: Mutex<Spare> = Mutex::new(Spare { rings: Vec::new(), most: MOST_SPARE, shared: None });
+static SPARE: Mutex<SpareRings> = Mutex::new(SpareRings { rings: Vec::new(), most: MOST_SPARE, shared: None });
 
-struct Spare {
+struct SpareRings {
     rings: Vec<IoUring>,
     most: usize,
     /// Ring shared by all notifiers without a ring of their own.
-    shared: Option<Tied>,
+    shared: Option<EventfdRing>,
 }
 
-fn spare() -> MutexGuard<'static, Spare> {
+fn spare() -> MutexGuard<'static, SpareRings> {
     // A panic while pushing to a Vec leaves it valid, and one while signalling leaves a ring that
     // is registered again before its next use.
     SPARE.lock().unwrap_or_else(PoisonError::into_inner)
@@ -51,12 +51,12 @@ fn make() -> io::Result<IoUring> {
 }
 
 /// Number of descriptors that [`set_aside`] uses for `count` notifiers.
-pub fn set_aside_for(count: usize) -> usize {
+pub fn spare_descriptors(count: usize) -> usize {
     // The spare rings, and the shared one.
-    most_kept(count) + 1
+    max_spare(count) + 1
 }
 
-fn most_kept(count: usize) -> usize {
+fn max_spare(count: usize) -> usize {
     count.min(MOST_SET_ASIDE) + MOST_SPARE
 }
 
@@ -65,14 +65,14 @@ fn most_kept(count: usize) -> usize {
 ///
 /// # Errors
 /// As `io_uring_setup(2)`.
-pub fn set_aside(count: usize) -> io::Result<()> {
+pub fn create_spare(count: usize) -> io::Result<()> {
     let mut spare = spare();
-    spare.most = most_kept(count);
+    spare.most = max_spare(count);
     while spare.rings.len() < spare.most {
         spare.rings.push(make()?);
     }
     if spare.shared.is_none() {
-        spare.shared = Some(Tied { ring: make()?, event: None });
+        spare.shared = Some(EventfdRing { ring: make()?, event: None });
     }
     Ok(())
 }
@@ -80,34 +80,34 @@ pub fn set_aside(count: usize) -> io::Result<()> {
 /// Signals eventfds. Signalling the same one repeatedly is the cheapest. Owns a descriptor after
 /// the first signal.
 #[derive(Default)]
-pub struct Notifier(RefCell<Option<Tied>>);
+pub struct EventfdNotifier(RefCell<Option<EventfdRing>>);
 
-impl Notifier {
+impl EventfdNotifier {
     /// Adds 1 to the counter of an eventfd, unless it is full. Never blocks.
     ///
     /// # Errors
     /// Fails if no descriptor or memory is left, or `event` is not an eventfd.
-    pub fn ring(&self, event: &Fd) -> io::Result<()> {
+    pub fn notify(&self, event: &Fd) -> io::Result<()> {
         let mut tied = self.0.borrow_mut();
         let tied = match &mut *tied {
             Some(tied) => tied,
-            none => match Tied::to_nothing() {
+            none => match EventfdRing::unregistered() {
                 Ok(own) => none.insert(own),
-                Err(error) => return spare().shared.as_mut().ok_or(error)?.ring_once(event),
+                Err(error) => return spare().shared.as_mut().ok_or(error)?.notify_once(event),
             },
         };
-        tied.tie(event)?;
-        tied.complete()
+        tied.register(event)?;
+        tied.complete_nop()
     }
 }
 
-struct Tied {
+struct EventfdRing {
     ring: IoUring,
     event: Option<Fd>,
 }
 
-impl Tied {
-    fn to_nothing() -> io::Result<Self> {
+impl EventfdRing {
+    fn unregistered() -> io::Result<Self> {
         let kept = spare().rings.pop();
         let ring = match kept {
             Some(ring) => ring,
@@ -116,17 +116,17 @@ impl Tied {
         Ok(Self { ring, event: None })
     }
 
-    fn tie(&mut self, event: &Fd) -> io::Result<()> {
-        if self.event.as_ref().is_some_and(|tied| tied.is(event)) {
+    fn register(&mut self, event: &Fd) -> io::Result<()> {
+        if self.event.as_ref().is_some_and(|tied| tied.is_same(event)) {
             return Ok(());
         }
-        self.untie()?;
+        self.unregister()?;
         self.ring.submitter().register_eventfd(event.as_fd().as_raw_fd())?;
         self.event = Some(event.clone());
         Ok(())
     }
 
-    fn untie(&mut self) -> io::Result<()> {
+    fn unregister(&mut self) -> io::Result<()> {
         match self.event.take() {
             Some(_) => self.ring.submitter().unregister_eventfd(),
             None => Ok(()),
@@ -134,13 +134,13 @@ impl Tied {
     }
 
     /// Signals an event without staying registered with it.
-    fn ring_once(&mut self, event: &Fd) -> io::Result<()> {
-        self.tie(event)?;
-        self.complete()?;
-        self.untie()
+    fn notify_once(&mut self, event: &Fd) -> io::Result<()> {
+        self.register(event)?;
+        self.complete_nop()?;
+        self.unregister()
     }
 
-    fn complete(&mut self) -> io::Result<()> {
+    fn complete_nop(&mut self) -> io::Result<()> {
         // If the queue is full, it contains an entry of a submission that failed, which suffices.
         // SAFETY: the entry refers to no memory and to no descriptor.
         let _ = unsafe { self.ring.submission().push(&opcode::Nop::new().build()) };
@@ -150,10 +150,10 @@ impl Tied {
     }
 }
 
-impl Drop for Notifier {
+impl Drop for EventfdNotifier {
     fn drop(&mut self) {
         let Some(mut tied) = self.0.take() else { return };
-        if tied.untie().is_err() {
+        if tied.unregister().is_err() {
             return;
         }
         let mut spare = spare();
@@ -183,21 +183,21 @@ mod tests {
     fn each_event_is_rung_as_often_as_asked() {
         let (one, other) = (event(), event());
         for _ in 0..3 {
-            let notifier = Notifier::default();
+            let notifier = EventfdNotifier::default();
             for event in [&one, &one, &other, &one] {
-                notifier.ring(event).expect("it is an eventfd");
+                notifier.notify(event).expect("it is an eventfd");
             }
             assert_eq!((count(&one), count(&other)), (3, 1));
         }
     }
 
     #[test]
-    fn one_that_is_full_and_would_wait_is_not_waited_for() {
+    fn full_eventfd_does_not_block() {
         let full = event();
         rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).expect("so much fits");
-        let notifier = Notifier::default();
+        let notifier = EventfdNotifier::default();
         for _ in 0..3 {
-            notifier.ring(&full).expect("it is an eventfd");
+            notifier.notify(&full).expect("it is an eventfd");
         }
         assert!(count(&full) >= u64::MAX - 1);
     }
@@ -205,33 +205,33 @@ mod tests {
     #[test]
     fn a_ring_that_is_shared_keeps_no_event() {
         let (one, other) = (event(), event());
-        let mut shared = Tied { ring: make().expect("a ring"), event: None };
+        let mut shared = EventfdRing { ring: make().expect("a ring"), event: None };
         for event in [&one, &other, &one] {
-            shared.ring_once(event).expect("it is an eventfd");
+            shared.notify_once(event).expect("it is an eventfd");
         }
         assert_eq!((count(&one), count(&other)), (2, 1));
-        assert!(one.has_owners(1) && other.has_owners(1));
+        assert!(one.has_reference_count(1) && other.has_reference_count(1));
         let file = Fd::from(std::fs::File::open("/dev/null").expect("it is there"));
-        assert!(shared.ring_once(&file).is_err());
-        shared.ring_once(&one).expect("it is an eventfd");
+        assert!(shared.notify_once(&file).is_err());
+        shared.notify_once(&one).expect("it is an eventfd");
         assert_eq!(count(&one), 1);
     }
 
     #[test]
     fn many_queues_take_few_rings() {
-        set_aside(16 * 1000).expect("rings");
+        create_spare(16 * 1000).expect("rings");
         let spare = spare();
-        assert!(spare.rings.len() < set_aside_for(usize::MAX) && spare.shared.is_some());
-        assert_eq!(set_aside_for(16 * 1000), set_aside_for(MOST_SET_ASIDE));
+        assert!(spare.rings.len() < spare_descriptors(usize::MAX) && spare.shared.is_some());
+        assert_eq!(spare_descriptors(16 * 1000), spare_descriptors(MOST_SET_ASIDE));
     }
 
     #[test]
-    fn what_is_no_eventfd_is_an_error() {
+    fn non_eventfd_is_an_error() {
         let file = Fd::from(std::fs::File::open("/dev/null").expect("it is there"));
-        let notifier = Notifier::default();
-        assert!(notifier.ring(&file).is_err());
+        let notifier = EventfdNotifier::default();
+        assert!(notifier.notify(&file).is_err());
         let event = event();
-        notifier.ring(&event).expect("it is one");
+        notifier.notify(&event).expect("it is one");
         assert_eq!(count(&event), 1);
     }
 }

@@ -16,33 +16,33 @@ use policy::time::Duration;
 use smallvec::SmallVec;
 
 use super::{
-    Permit, pool, priority,
-    uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
+    OperationPermit, pool, priority,
+    uring::{MAX_READS_HELD_BACK, MAX_WRITES_HELD_BACK, RingOperation},
     worker,
 };
-use crate::buffer::{Buffer, Segment, Segments};
+use crate::buffer::{IoBuffer, Segment, Segments};
 
 /// An open file, socket or device, shared between threads and operations in flight.
 #[derive(Clone, Debug)]
 pub struct Fd {
-    open: Arc<Open>,
+    open: Arc<OpenDescriptor>,
     /// Returned when the operations that hold this clone have completed.
-    permit: Option<Arc<Permit>>,
+    permit: Option<Arc<OperationPermit>>,
 }
 
 #[derive(Debug)]
-struct Open {
+struct OpenDescriptor {
     /// `None` only during drop.
     fd: Option<OwnedFd>,
-    closing: Option<Arc<dyn Closing>>,
+    closing: Option<Arc<dyn CloseHook>>,
 }
 
 /// Callbacks that precede the closing of a file. Callback and close may both block on the file
 /// system (a close sends locks and written data to an NFS or FUSE server), so they run on a thread
 /// that may block. A [`Closing`] is dropped after the file is closed.
-pub trait Closing: std::fmt::Debug + Send + Sync {
+pub trait CloseHook: std::fmt::Debug + Send + Sync {
     /// Called at the last use of the file, when no operation on it is in flight.
-    fn before(&self, fd: BorrowedFd<'_>);
+    fn before_close(&self, fd: BorrowedFd<'_>);
 }
 
 /// Number of files being closed on other threads.
@@ -58,7 +58,7 @@ pub fn wait_for_closings(timeout: Duration) -> bool {
 }
 
 /// Runs `close`, which may block on a file system, on a thread that may block.
-fn close_where_blocking_is_allowed(close: impl FnOnce() + Send + 'static) {
+fn close_blocking(close: impl FnOnce() + Send + 'static) {
     if worker::may_block() {
         return close();
     }
@@ -73,40 +73,40 @@ fn close_where_blocking_is_allowed(close: impl FnOnce() + Send + 'static) {
 /// A descriptor passed by another process. It may be of any file, so closing it may block on a file
 /// system.
 #[derive(Debug)]
-pub struct ForeignFd(Option<OwnedFd>);
+pub struct PassedFd(Option<OwnedFd>);
 
-impl ForeignFd {
+impl PassedFd {
     /// The descriptor, for a caller that closes it without blocking a thread that serves disks.
     pub fn into_owned(mut self) -> OwnedFd {
         self.0.take().expect("taken once")
     }
 }
 
-impl From<OwnedFd> for ForeignFd {
+impl From<OwnedFd> for PassedFd {
     fn from(fd: OwnedFd) -> Self {
         Self(Some(fd))
     }
 }
 
-impl AsFd for ForeignFd {
+impl AsFd for PassedFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.as_ref().expect("open until it is dropped").as_fd()
     }
 }
 
-impl Drop for ForeignFd {
+impl Drop for PassedFd {
     fn drop(&mut self) {
         if let Some(fd) = self.0.take() {
-            close_where_blocking_is_allowed(move || drop(fd));
+            close_blocking(move || drop(fd));
         }
     }
 }
 
-impl Drop for Open {
+impl Drop for OpenDescriptor {
     fn drop(&mut self) {
         let (Some(fd), Some(closing)) = (self.fd.take(), self.closing.take()) else { return };
-        close_where_blocking_is_allowed(move || {
-            closing.before(fd.as_fd());
+        close_blocking(move || {
+            closing.before_close(fd.as_fd());
             drop(fd);
             drop(closing);
         });
@@ -115,12 +115,12 @@ impl Drop for Open {
 
 impl Fd {
     /// A file whose last use, on any thread, is followed by `closing`.
-    pub fn of_file(fd: impl Into<OwnedFd>, closing: Arc<dyn Closing>) -> Self {
-        Self { open: Arc::new(Open { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
+    pub fn with_close_hook(fd: impl Into<OwnedFd>, closing: Arc<dyn CloseHook>) -> Self {
+        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), closing: Some(closing) }), permit: None }
     }
 
     /// A clone that holds a permit until it and all operations on it are gone.
-    pub fn holding(&self, permit: Permit) -> Self {
+    pub fn with_permit(&self, permit: OperationPermit) -> Self {
         Self { open: Arc::clone(&self.open), permit: Some(Arc::new(permit)) }
     }
 
@@ -144,19 +144,19 @@ impl Fd {
     }
 
     /// True if both are clones of the same `Fd`; false for another descriptor of the same file.
-    pub fn is(&self, other: &Self) -> bool {
+    pub fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.open, &other.open)
     }
 
     /// True if there are exactly `count` clones, including those of operations in flight.
-    pub fn has_owners(&self, count: usize) -> bool {
+    pub fn has_reference_count(&self, count: usize) -> bool {
         Arc::strong_count(&self.open) == count
     }
 }
 
 impl<T: Into<OwnedFd>> From<T> for Fd {
     fn from(fd: T) -> Self {
-        Self { open: Arc::new(Open { fd: Some(fd.into()), closing: None }), permit: None }
+        Self { open: Arc::new(OpenDescriptor { fd: Some(fd.into()), closing: None }), permit: None }
     }
 }
 
@@ -167,7 +167,7 @@ impl AsFd for Fd {
 }
 
 /// Maximum number of segments in one system call: the kernel's UIO_MAXIOV.
-pub const MOST_SEGMENTS: usize = 1024;
+pub const MAX_SEGMENTS: usize = 1024;
 
 /// Length as the kernel's 32 bits. More becomes a short transfer, which callers continue anyway.
 pub(super) fn length(bytes: usize) -> u32 {
@@ -176,16 +176,16 @@ pub(super) fn length(bytes: usize) -> u32 {
 
 /// Segments that the kernel fills. A guest's memory is marked as dirty when the operation has
 /// completed, even if its task was dropped.
-struct Filled(Segments);
+struct FilledSegments(Segments);
 
-impl Filled {
-    fn ended(mut self) -> Segments {
+impl FilledSegments {
+    fn into_segments(mut self) -> Segments {
         self.0.mark_dirty();
         std::mem::take(&mut self.0)
     }
 }
 
-impl Drop for Filled {
+impl Drop for FilledSegments {
     fn drop(&mut self) {
         self.0.mark_dirty();
     }
@@ -209,20 +209,20 @@ pub async fn read_at(
             .flags(fd.flags());
         // SAFETY: a segment's memory keeps its address when the segment moves, and the operation
         // owns segment and descriptor.
-        let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments))) }.soon(MOST_READS_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments))) }.submit_at(MAX_READS_HELD_BACK);
         let (result, (_, filled)) = op.await;
-        return (result.map(|count| count as usize), filled.ended());
+        return (result.map(|count| count as usize), filled.into_segments());
     }
-    let vectors = Vectors::to_fill(&mut segments, filled);
+    let vectors = IoVectors::to_fill(&mut segments, filled);
     let entry = opcode::Readv::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
         .offset(offset)
         .ioprio(priority::current())
         .build()
         .flags(fd.flags());
     // SAFETY: the vectors are boxed, and the operation owns the segments they point to.
-    let op = unsafe { Op::start(&entry, (fd.clone(), Filled(segments), vectors)) }.soon(MOST_READS_HELD_BACK);
+    let op = unsafe { RingOperation::start(&entry, (fd.clone(), FilledSegments(segments), vectors)) }.submit_at(MAX_READS_HELD_BACK);
     let (result, (_, filled, _)) = op.await;
-    (result.map(|count| count as usize), filled.ended())
+    (result.map(|count| count as usize), filled.into_segments())
 }
 
 /// Durability of a write at its completion.
@@ -259,18 +259,18 @@ pub async fn write_at(
             .build()
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
-        let op = unsafe { Op::start(&entry, (fd.clone(), segments)) }.soon(MOST_WRITES_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments)) }.submit_at(MAX_WRITES_HELD_BACK);
         let (result, (_, segments)) = op.await;
         return (result.map(|count| count as usize), segments);
     }
-    let vectors = Vectors::of(&segments);
+    let vectors = IoVectors::of(&segments);
     let entry = opcode::Writev::new(fd.target(), vectors.0.as_ptr(), length(vectors.0.len()))
         .offset(offset)
         .rw_flags(flags)
         .build()
         .flags(fd.flags());
     // SAFETY: the vectors are boxed and the operation owns the buffers they point to.
-    let op = unsafe { Op::start(&entry, (fd.clone(), segments, vectors)) }.soon(MOST_WRITES_HELD_BACK);
+    let op = unsafe { RingOperation::start(&entry, (fd.clone(), segments, vectors)) }.submit_at(MAX_WRITES_HELD_BACK);
     let (result, (_, segments, _)) = op.await;
     (result.map(|count| count as usize), segments)
 }
@@ -279,7 +279,7 @@ pub async fn write_at(
 pub async fn sync(fd: &Fd) -> io::Result<()> {
     let entry = opcode::Fsync::new(fd.target()).flags(types::FsyncFlags::DATASYNC).build();
     // SAFETY: the entry refers to the descriptor only.
-    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
@@ -290,7 +290,7 @@ pub async fn sync(fd: &Fd) -> io::Result<()> {
 pub async fn allocate(fd: &Fd, mode: i32, offset: u64, length: u64) -> io::Result<()> {
     let entry = opcode::Fallocate::new(fd.target(), length).offset(offset).mode(mode).build();
     // SAFETY: the entry refers to the descriptor only.
-    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
@@ -300,7 +300,7 @@ pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
     let length = libc::off_t::from(i32::try_from(length).unwrap_or(i32::MAX));
     let entry = opcode::Fadvise::new(fd.target(), length, libc::POSIX_FADV_WILLNEED).offset(offset).build();
     // SAFETY: the entry refers to the descriptor only.
-    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
@@ -309,12 +309,12 @@ pub async fn read_ahead(fd: &Fd, offset: u64, length: u64) -> io::Result<()> {
 ///
 /// # Panics
 /// Panics if the buffer is full.
-pub async fn receive(fd: &Fd, mut buffer: Buffer, filled: usize) -> (io::Result<usize>, Buffer) {
+pub async fn receive(fd: &Fd, mut buffer: IoBuffer, filled: usize) -> (io::Result<usize>, IoBuffer) {
     let room = &mut buffer[filled..];
     assert!(!room.is_empty(), "receiving into no room would look like the peer's end");
     let entry = opcode::Recv::new(fd.target(), room.as_mut_ptr(), length(room.len())).build();
     // SAFETY: as in `read_at`.
-    let op = unsafe { Op::start(&entry, (fd.clone(), buffer)) };
+    let op = unsafe { RingOperation::start(&entry, (fd.clone(), buffer)) };
     let (result, (_, buffer)) = op.await;
     (result.map(|count| count as usize), buffer)
 }
@@ -333,18 +333,18 @@ pub async fn send(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) 
 /// # Errors
 /// As [`send`].
 pub async fn send_now(fd: &Fd, segments: Segments) -> (io::Result<usize>, Segments) {
-    sent(start_send(fd, segments).soon(1)).await
+    sent(start_send(fd, segments).submit_at(1)).await
 }
 
-type Sending = Op<(Fd, Segments, Box<Message>)>;
+type Sending = RingOperation<(Fd, Segments, Box<SendMessage>)>;
 
 fn start_send(fd: &Fd, segments: Segments) -> Sending {
-    let mut message = Box::new(Message::new(Vectors::of(&segments)));
+    let mut message = Box::new(SendMessage::new(IoVectors::of(&segments)));
     let entry = opcode::SendMsg::new(fd.target(), message.header())
         .flags((libc::MSG_NOSIGNAL | libc::MSG_WAITALL) as u32)
         .build();
     // SAFETY: header and vectors are boxed, and the operation owns the buffers they point to.
-    unsafe { Op::start(&entry, (fd.clone(), segments, message)) }
+    unsafe { RingOperation::start(&entry, (fd.clone(), segments, message)) }
 }
 
 async fn sent(op: Sending) -> (io::Result<usize>, Segments) {
@@ -383,25 +383,25 @@ pub fn waiting_bytes(fd: &Fd) -> io::Result<usize> {
 
 /// Number of descriptors reserved from clients for the rest of the process: control sockets,
 /// images.
-const DESCRIPTORS_KEPT: u64 = 64;
+const RESERVED_DESCRIPTORS: u64 = 64;
 /// Maximum number reserved from clients with many descriptors: see [`descriptors_left_to_others`].
-pub const DESCRIPTORS_LEFT: u64 = 2 * DESCRIPTORS_KEPT;
+pub const MAX_RESERVED_DESCRIPTORS: u64 = 2 * RESERVED_DESCRIPTORS;
 
 /// True if a client may use another descriptor: the lowest free one is not among the last ones of
 /// the process's limit. Of a small limit (`ulimit -n`) an eighth is reserved.
-pub fn descriptors_left() -> bool {
+pub fn has_client_descriptors() -> bool {
     are_left_beside(1)
 }
 
 /// As [`descriptors_left`], for a client that has many: twice as many are reserved, half of them
 /// for other clients.
-pub fn descriptors_left_to_others() -> bool {
+pub fn has_shared_descriptors() -> bool {
     are_left_beside(2)
 }
 
 fn are_left_beside(parts: u64) -> bool {
     let Ok((limit, _)) = getrlimit(Resource::RLIMIT_NOFILE) else { return true };
-    let kept = parts * DESCRIPTORS_KEPT.min(limit / 8);
+    let kept = parts * RESERVED_DESCRIPTORS.min(limit / 8);
     lowest_free().is_none_or(|number| number.saturating_add(kept) < limit)
 }
 
@@ -417,7 +417,7 @@ pub fn free_descriptors() -> u64 {
 ///
 /// # Errors
 /// Fails before Linux 5.11: close_range(2) exists since 5.9, this flag since 5.11.
-pub fn keep_from_children() -> io::Result<()> {
+pub fn set_close_on_exec() -> io::Result<()> {
     const CLOSE_RANGE_CLOEXEC: libc::c_uint = 1 << 2;
     // SAFETY: sets a flag of descriptors, and closes none.
     let done = unsafe { libc::syscall(libc::SYS_close_range, 3, libc::c_uint::MAX, CLOSE_RANGE_CLOEXEC) };
@@ -445,10 +445,10 @@ pub async fn accept(fd: &Fd) -> io::Result<OwnedFd> {
         .flags(libc::SOCK_CLOEXEC)
         .build();
     // SAFETY: the entry refers to the descriptor only.
-    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     // If the task was dropped, the connection is closed at once, so that the client does not wait
     // until the process ends.
-    let op = op.or_else(|_, result| drop(accepted(result)));
+    let op = op.on_orphan(|_, result| drop(accepted(result)));
     let descriptor = op.await.0?;
     accepted(i32::try_from(descriptor).unwrap_or(-1)).ok_or(io::Error::from_raw_os_error(libc::EBADF))
 }
@@ -461,42 +461,42 @@ fn accepted(result: i32) -> Option<OwnedFd> {
 
 /// Cancels this thread's pending operations on `fd` with `ECANCELED`. Each completes either
 /// normally or with that error, so no data is lost.
-pub fn interrupt(fd: &Fd) {
+pub fn cancel_all_on(fd: &Fd) {
     let entry = opcode::AsyncCancel2::new(types::CancelBuilder::fd(fd.target()).all()).build();
     // SAFETY: the entry refers to the descriptor only.
-    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     // The result is ignored: the cancelled operations report theirs.
     super::spawn(async { drop(op.await) });
 }
 
 /// Waits until `fd` is readable (or has failed).
 pub async fn readable(fd: &Fd) -> io::Result<()> {
-    polled(fd, libc::POLLIN.into(), 0).await
+    poll_once(fd, libc::POLLIN.into(), 0).await
 }
 
 /// As [`readable`], if several tasks or processes wait for the same file: for each event the kernel
 /// wakes one of them (`EPOLLEXCLUSIVE`).
 pub async fn readable_by_one(fd: &Fd) -> io::Result<()> {
-    polled(fd, libc::POLLIN.into(), libc::EPOLLEXCLUSIVE as u32).await
+    poll_once(fd, libc::POLLIN.into(), libc::EPOLLEXCLUSIVE as u32).await
 }
 
 /// Waits until the peer of a socket has shut down its writing side, even if there is unread data.
-pub async fn hung_up(fd: &Fd) -> io::Result<()> {
-    polled(fd, libc::POLLRDHUP.into(), 0).await
+pub async fn peer_shut_down(fd: &Fd) -> io::Result<()> {
+    poll_once(fd, libc::POLLRDHUP.into(), 0).await
 }
 
-async fn polled(fd: &Fd, events: i32, how: u32) -> io::Result<()> {
+async fn poll_once(fd: &Fd, events: i32, how: u32) -> io::Result<()> {
     let entry = opcode::PollAdd::new(fd.target(), events as u32 | how).build();
     // SAFETY: the entry refers to the descriptor only.
-    let op = unsafe { Op::start(&entry, fd.clone()) };
+    let op = unsafe { RingOperation::start(&entry, fd.clone()) };
     op.await.0.map(drop)
 }
 
 /// Pointers to segments at a stable address: few are stored inline in the box, many in an
 /// allocation of their own.
-struct Vectors(Box<SmallVec<[libc::iovec; 8]>>);
+struct IoVectors(Box<SmallVec<[libc::iovec; 8]>>);
 
-impl Vectors {
+impl IoVectors {
     /// Vectors over the bytes of all segments.
     fn of(segments: &Segments) -> Self {
         let vector = |segment: &Segment| libc::iovec {
@@ -516,17 +516,17 @@ impl Vectors {
             let base = segment.target().wrapping_add(skip);
             (room > 0).then_some(libc::iovec { iov_base: base.cast(), iov_len: room })
         });
-        Self(Box::new(vectors.take(MOST_SEGMENTS).collect()))
+        Self(Box::new(vectors.take(MAX_SEGMENTS).collect()))
     }
 }
 
-struct Message {
+struct SendMessage {
     header: libc::msghdr,
-    vectors: Vectors,
+    vectors: IoVectors,
 }
 
-impl Message {
-    fn new(vectors: Vectors) -> Self {
+impl SendMessage {
+    fn new(vectors: IoVectors) -> Self {
         // SAFETY: msghdr is a C structure of integers and pointers, and all zeroes mean an empty
         // message.
         let header = unsafe { std::mem::zeroed() };

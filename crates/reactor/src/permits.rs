@@ -12,10 +12,10 @@ use std::{
 
 /// A number of permits. An operation holds one while it runs; further operations wait.
 #[derive(Debug)]
-pub struct Permits(Mutex<State>);
+pub struct OperationPermits(Mutex<PermitQueue>);
 
 #[derive(Debug)]
-struct State {
+struct PermitQueue {
     free: usize,
     next_ticket: u64,
     /// Waiters by ticket, in the order of arrival. Empty if a permit is free.
@@ -24,17 +24,17 @@ struct State {
 
 /// One of [`Permits`], returned when dropped.
 #[derive(Debug)]
-pub struct Permit(Arc<Permits>);
+pub struct OperationPermit(Arc<OperationPermits>);
 
-impl Permits {
+impl OperationPermits {
     /// `count` permits, all free.
     pub fn new(count: usize) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(State { free: count, next_ticket: 0, waiting: BTreeMap::new() })))
+        Arc::new(Self(Mutex::new(PermitQueue { free: count, next_ticket: 0, waiting: BTreeMap::new() })))
     }
 
     /// Waits for a permit. The order is that of the first polls.
-    pub fn take(self: &Arc<Self>) -> impl Future<Output = Permit> + use<> {
-        Take { permits: Arc::clone(self), ticket: None }
+    pub fn acquire(self: &Arc<Self>) -> impl Future<Output = OperationPermit> + use<> {
+        AcquirePermit { permits: Arc::clone(self), ticket: None }
     }
 
     /// Number of free permits.
@@ -42,13 +42,13 @@ impl Permits {
         self.lock().free
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, PermitQueue> {
         // Every change of the state is complete before a panic could occur.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Passes a permit to the first waiter, or makes it free.
-    fn put_back(&self) {
+    fn release(&self) {
         let first = {
             let mut state = self.lock();
             let first = state.waiting.pop_first();
@@ -63,16 +63,16 @@ impl Permits {
     }
 }
 
-struct Take {
-    permits: Arc<Permits>,
+struct AcquirePermit {
+    permits: Arc<OperationPermits>,
     /// Set while waiting. A ticket that is no longer in the queue owns a permit.
     ticket: Option<u64>,
 }
 
-impl Future for Take {
-    type Output = Permit;
+impl Future for AcquirePermit {
+    type Output = OperationPermit;
 
-    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Permit> {
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<OperationPermit> {
         let permits = Arc::clone(&self.permits);
         let mut state = permits.lock();
         match self.ticket {
@@ -93,24 +93,24 @@ impl Future for Take {
             }
         }
         drop(state);
-        Poll::Ready(Permit(permits))
+        Poll::Ready(OperationPermit(permits))
     }
 }
 
-impl Drop for Take {
+impl Drop for AcquirePermit {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket
             // The permit was assigned to this waiter, but it was dropped before the next poll.
             && self.permits.lock().waiting.remove(&ticket).is_none()
         {
-            self.permits.put_back();
+            self.permits.release();
         }
     }
 }
 
-impl Drop for Permit {
+impl Drop for OperationPermit {
     fn drop(&mut self) {
-        self.0.put_back();
+        self.0.release();
     }
 }
 
@@ -129,14 +129,14 @@ mod tests {
     fn no_more_run_than_there_are_permits_and_all_run() {
         for seed in 0..50 {
             sim::run(seed, async {
-                let permits = Permits::new(3);
+                let permits = OperationPermits::new(3);
                 let (running, most) = (Rc::new(Cell::new(0)), Rc::new(Cell::new(0)));
                 let tasks: Vec<_> = (0..20)
                     .map(|_| {
                         let (permits, running, most) =
                             (Arc::clone(&permits), Rc::clone(&running), Rc::clone(&most));
                         spawn_joinable(async move {
-                            let _permit = permits.take().await;
+                            let _permit = permits.acquire().await;
                             running.set(running.get() + 1);
                             most.set(most.get().max(running.get()));
                             yield_now().await;
@@ -157,14 +157,14 @@ mod tests {
     fn a_later_arrival_does_not_overtake_a_waiter() {
         for seed in 0..50 {
             sim::run(seed, async move {
-                let permits = Permits::new(1);
+                let permits = OperationPermits::new(1);
                 let order = Rc::new(RefCell::new(Vec::new()));
-                let held = permits.take().await;
+                let held = permits.acquire().await;
                 let mut tasks = Vec::new();
                 for number in 0..5 {
                     let (of_task, taken) = (Arc::clone(&permits), Rc::clone(&order));
                     tasks.push(spawn_joinable(async move {
-                        let _permit = of_task.take().await;
+                        let _permit = of_task.acquire().await;
                         taken.borrow_mut().push(number);
                         yield_now().await;
                     }));
@@ -173,7 +173,7 @@ mod tests {
                     }
                 }
                 drop(held);
-                let last = permits.take().await;
+                let last = permits.acquire().await;
                 order.borrow_mut().push(5);
                 drop(last);
                 for task in tasks {
@@ -187,19 +187,19 @@ mod tests {
     #[test]
     fn a_waiter_that_leaves_passes_its_permit_on() {
         sim::run(1, async {
-            let permits = Permits::new(1);
-            let held = permits.take().await;
+            let permits = OperationPermits::new(1);
+            let held = permits.acquire().await;
             let mut context = Context::from_waker(Waker::noop());
             {
-                let mut first = pin!(permits.take());
+                let mut first = pin!(permits.acquire());
                 assert!(first.as_mut().poll(&mut context).is_pending());
                 drop(held);
                 assert_eq!(permits.free(), 0, "it belongs to the waiter");
             }
             assert_eq!(permits.free(), 1);
-            let _held = permits.take().await;
+            let _held = permits.acquire().await;
             {
-                let mut second = pin!(permits.take());
+                let mut second = pin!(permits.acquire());
                 assert!(second.as_mut().poll(&mut context).is_pending());
             }
             assert!(permits.lock().waiting.is_empty());

@@ -2,12 +2,12 @@
 //! logs.
 
 /// Replaces characters that a terminal would interpret and invisible ones by `?`.
-pub fn plain(text: &str) -> String {
-    text.replace(is_hidden, "?")
+pub fn sanitize(text: &str) -> String {
+    text.replace(is_unsafe_for_display, "?")
 }
 
 /// True for control characters, characters that change the writing direction, and invisible ones.
-pub fn is_hidden(character: char) -> bool {
+pub fn is_unsafe_for_display(character: char) -> bool {
     character.is_control()
         || matches!(
             character,
@@ -32,8 +32,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_turns_or_hides_is_not_shown() {
-        assert_eq!(plain("a\u{202e}b\u{2066}c\u{200b}d\x1b[2Je\u{feff}\u{e0041}"), "a?b?c?d?[2Je??");
-        assert_eq!(plain("vm×1 é 日本 ✓ –"), "vm×1 é 日本 ✓ –");
+    fn bidi_and_invisible_characters_are_replaced() {
+        assert_eq!(sanitize("a\u{202e}b\u{2066}c\u{200b}d\x1b[2Je\u{feff}\u{e0041}"), "a?b?c?d?[2Je??");
+        assert_eq!(sanitize("vm×1 é 日本 ✓ –"), "vm×1 é 日本 ✓ –");
     }
 }

@@ -21,32 +21,32 @@ use std::{
 const IDLE: Duration = Duration::from_secs(5);
 
 /// Threads that may still run and must end; `None` if threads may stay.
-static PASSING: Mutex<Option<Vec<JoinHandle<()>>>> = Mutex::new(None);
+static TRANSIENT_THREADS: Mutex<Option<Vec<JoinHandle<()>>>> = Mutex::new(None);
 
-static STAYING: Staying = Staying { work: Mutex::new(Work::new()), arrived: Condvar::new() };
+static THREAD_POOL: ThreadPool = ThreadPool { work: Mutex::new(PendingCalls::new()), arrived: Condvar::new() };
 
 type Call = Box<dyn FnOnce() + Send>;
 
-struct Staying {
-    work: Mutex<Work>,
+struct ThreadPool {
+    work: Mutex<PendingCalls>,
     arrived: Condvar,
 }
 
-struct Work {
+struct PendingCalls {
     calls: VecDeque<Call>,
     /// Threads that wait for a call.
     idle: usize,
     threads: usize,
 }
 
-impl Work {
+impl PendingCalls {
     const fn new() -> Self {
         Self { calls: VecDeque::new(), idle: 0, threads: 0 }
     }
 }
 
-impl Staying {
-    fn lock(&self) -> MutexGuard<'_, Work> {
+impl ThreadPool {
+    fn lock(&self) -> MutexGuard<'_, PendingCalls> {
         self.work.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -101,13 +101,13 @@ fn execute(call: Call) {
 }
 
 /// From now on, each thread exits after the call that it was started for.
-pub fn threads_must_end() {
-    PASSING.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
+pub fn use_transient_threads() {
+    TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_default();
 }
 
 /// Blocks until all running threads have exited; from now on threads are reused.
-pub fn threads_may_stay() {
-    let passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner).take();
+pub fn join_transient_threads() {
+    let passing = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner).take();
     for thread in passing.into_iter().flatten() {
         // A panic is reported by the caller that awaits the result.
         let _ = thread.join();
@@ -115,8 +115,8 @@ pub fn threads_may_stay() {
 }
 
 /// True between [`threads_must_end`] and [`threads_may_stay`].
-pub(super) fn threads_end_with_calls() -> bool {
-    PASSING.lock().unwrap_or_else(PoisonError::into_inner).is_some()
+pub(super) fn uses_transient_threads() -> bool {
+    TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner).is_some()
 }
 
 /// Starts `call` on a thread of the pool without waiting for it.
@@ -124,11 +124,11 @@ pub(super) fn threads_end_with_calls() -> bool {
 /// # Panics
 /// Panics if no thread can be created before [`threads_may_stay`].
 pub(super) fn start(call: impl FnOnce() + Send + 'static) {
-    let mut passing = PASSING.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut passing = TRANSIENT_THREADS.lock().unwrap_or_else(PoisonError::into_inner);
     match &mut *passing {
         None => {
             drop(passing);
-            STAYING.start(Box::new(call));
+            THREAD_POOL.start(Box::new(call));
         }
         Some(threads) => {
             threads.retain(|thread| !thread.is_finished());
@@ -153,7 +153,7 @@ mod tests {
     use std::{fs, sync::mpsc};
 
     use super::*;
-    use crate::Polling;
+    use crate::PollingMode;
 
     /// Number of this process's reusable threads.
     fn staying() -> usize {
@@ -169,17 +169,17 @@ mod tests {
     #[test]
     fn no_thread_is_left_until_threads_may_stay() {
         let _alone = THREADS_THAT_STAY.lock().unwrap_or_else(PoisonError::into_inner);
-        crate::run(Polling::Off, async {
-            threads_must_end();
+        crate::run(PollingMode::Off, async {
+            use_transient_threads();
             let before = staying();
-            let id = crate::blocking(|| thread::current().id()).await;
+            let id = crate::run_blocking(|| thread::current().id()).await;
             assert_ne!(id, thread::current().id());
             // Reusable threads have names.
-            let name = crate::computing(|| thread::current().name().map(str::to_owned)).await;
+            let name = crate::run_computation(|| thread::current().name().map(str::to_owned)).await;
             assert_eq!(name, None);
             assert!(staying() <= before);
-            threads_may_stay();
-            assert_eq!(crate::blocking(|| 7).await, 7);
+            join_transient_threads();
+            assert_eq!(crate::run_blocking(|| 7).await, 7);
         })
         .expect("io_uring works on a test machine");
     }
@@ -192,13 +192,13 @@ mod tests {
         let released = std::sync::Arc::new(Mutex::new(released));
         for _ in 0..STUCK {
             let released = std::sync::Arc::clone(&released);
-            STAYING.start(Box::new(move || {
+            THREAD_POOL.start(Box::new(move || {
                 let released = released.lock().unwrap_or_else(PoisonError::into_inner);
                 let _ = released.recv();
             }));
         }
         let (sender, receiver) = mpsc::channel();
-        STAYING.start(Box::new(move || {
+        THREAD_POOL.start(Box::new(move || {
             let _ = sender.send(7);
         }));
         assert_eq!(receiver.recv(), Ok(7));

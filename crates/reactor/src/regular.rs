@@ -23,11 +23,11 @@ pub fn open(path: &Path) -> io::Result<File> {
     if given.iter().any(|own| path.starts_with(own)) {
         return File::open(path);
     }
-    open_found(path)
+    open_resolved(path)
 }
 
 /// As [`open`], for a path that is already resolved, in any directory.
-pub fn open_found(path: &Path) -> io::Result<File> {
+pub fn open_resolved(path: &Path) -> io::Result<File> {
     let file = File::options().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
     check(&file)?;
     Ok(file)

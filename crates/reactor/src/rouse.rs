@@ -10,20 +10,20 @@ use std::sync::atomic::{
 
 use event_listener::{Event, EventListener};
 
-static IS_AWAITED: AtomicBool = AtomicBool::new(false);
-static ROUSED: Event = Event::new();
+static IS_OBSERVED: AtomicBool = AtomicBool::new(false);
+static WAKE_UP: Event = Event::new();
 
 /// Completes when any reactor's thread next wakes up after this call, including the caller's own.
 /// For one observer. Never completes in simulation, where reactors do not sleep.
-pub fn next_to_wake() -> EventListener {
-    let roused = ROUSED.listen();
-    IS_AWAITED.store(true, Release);
+pub fn next_wake_up() -> EventListener {
+    let roused = WAKE_UP.listen();
+    IS_OBSERVED.store(true, Release);
     roused
 }
 
 /// Called after this thread has slept.
-pub(super) fn woken() {
-    if IS_AWAITED.load(Relaxed) && IS_AWAITED.swap(false, AcqRel) {
-        ROUSED.notify(usize::MAX);
+pub(super) fn notify_wake_up() {
+    if IS_OBSERVED.load(Relaxed) && IS_OBSERVED.swap(false, AcqRel) {
+        WAKE_UP.notify(usize::MAX);
     }
 }

@@ -9,22 +9,22 @@ const SECOND_NS: u64 = 1_000_000_000;
 
 /// Rate limit for one cause of one disk, file or server.
 #[derive(Debug, Default)]
-pub struct Seldom {
+pub struct LogRateLimit {
     /// Time of the next permitted line.
     next_ns: AtomicU64,
-    left_out: AtomicU64,
+    suppressed: AtomicU64,
 }
 
-impl Seldom {
+impl LogRateLimit {
     /// If a line may be logged now, returns the number of lines suppressed since the last one;
     /// otherwise counts this one as suppressed and returns `None`.
-    pub fn line(&self, now: Instant) -> Option<u64> {
-        self.line_of(now, 1)
+    pub fn try_log(&self, now: Instant) -> Option<u64> {
+        self.try_log_burst(now, 1)
     }
 
     /// As [`Seldom::line`], with a burst of `at_once` lines before the rate of one per second
     /// applies: for rare events that should be logged in full.
-    pub fn line_of(&self, now: Instant, at_once: u64) -> Option<u64> {
+    pub fn try_log_burst(&self, now: Instant, at_once: u64) -> Option<u64> {
         let (now_ns, next_ns) = (now.as_nanos(), self.next_ns.load(Relaxed));
         // A generic cell rate limiter: `next_ns` advances by a second for each line, and may lead
         // the present by `at_once` seconds. One of several concurrent callers wins; the rest are
@@ -33,9 +33,9 @@ impl Seldom {
         let may = now_ns + at_once * SECOND_NS >= after
             && self.next_ns.compare_exchange(next_ns, after, Relaxed, Relaxed).is_ok();
         if may {
-            return Some(self.left_out.swap(0, Relaxed));
+            return Some(self.suppressed.swap(0, Relaxed));
         }
-        self.left_out.fetch_add(1, Relaxed);
+        self.suppressed.fetch_add(1, Relaxed);
         None
     }
 }
@@ -45,17 +45,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_line_a_second_tells_how_many_there_were() {
-        let seldom = Seldom::default();
-        let at = |ms: u64| seldom.line(Instant::from_nanos(ms * 1_000_000));
+    fn one_line_per_second_reports_suppressed_count() {
+        let seldom = LogRateLimit::default();
+        let at = |ms: u64| seldom.try_log(Instant::from_nanos(ms * 1_000_000));
         assert_eq!((at(0), at(1), at(999)), (Some(0), None, None));
         assert_eq!((at(1000), at(1500), at(5000)), (Some(2), None, Some(1)));
     }
 
     #[test]
-    fn a_few_at_once_are_told_in_full() {
-        let seldom = Seldom::default();
-        let at = |ms: u64| seldom.line_of(Instant::from_nanos(ms * 1_000_000), 3);
+    fn burst_is_logged_in_full() {
+        let seldom = LogRateLimit::default();
+        let at = |ms: u64| seldom.try_log_burst(Instant::from_nanos(ms * 1_000_000), 3);
         assert_eq!(
             [at(5000), at(5000), at(5001), at(5002), at(5999)],
             [Some(0), Some(0), Some(0), None, None]

@@ -11,15 +11,15 @@ use std::{
 
 use policy::time::Instant;
 
-use super::{Driver, Reactor, executor::Executor, with_current};
+use super::{ReactorDriver, Reactor, executor::Executor, with_current};
 
-pub(super) struct Sim {
+pub(super) struct SimulatedDriver {
     seed: u64,
     now: Cell<Instant>,
     random: RefCell<fastrand::Rng>,
 }
 
-impl Sim {
+impl SimulatedDriver {
     pub(super) fn now(&self) -> Instant {
         self.now.get()
     }
@@ -29,7 +29,7 @@ impl Sim {
     }
 
     fn turn(reactor: &Reactor) {
-        let Driver::Sim(sim) = &reactor.driver else { unreachable!("entered with a Sim") };
+        let ReactorDriver::Sim(sim) = &reactor.driver else { unreachable!("entered with a Sim") };
         reactor.executor.receive();
         if let Some(runnable) = reactor.executor.pop_any(|count| sim.random.borrow_mut().usize(..count)) {
             runnable.run();
@@ -54,9 +54,9 @@ impl Sim {
 /// Panics on a hang (see above), or if a reactor runs on this thread already.
 pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> T {
     let sim =
-        Sim { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
+        SimulatedDriver { seed, now: Cell::new(Instant::ZERO), random: RefCell::new(fastrand::Rng::with_seed(seed)) };
     let executor = Executor::new().expect("an eventfd");
-    Reactor::enter(executor, Driver::Sim(sim), Box::pin(future), Sim::turn)
+    Reactor::enter(executor, ReactorDriver::Sim(sim), Box::pin(future), SimulatedDriver::turn)
 }
 
 /// The simulation's random numbers, for simulated storages and clients. One seed thereby determines
@@ -66,7 +66,7 @@ pub fn run<T: 'static>(seed: u64, future: impl Future<Output = T> + 'static) -> 
 /// Panics outside of [`run`].
 pub fn random<T>(f: impl FnOnce(&mut fastrand::Rng) -> T) -> T {
     with_current(|reactor| match &reactor.driver {
-        Driver::Sim(sim) => f(&mut sim.random.borrow_mut()),
-        Driver::Uring(_) => panic!("randomness is the simulation's; this is a real reactor"),
+        ReactorDriver::Sim(sim) => f(&mut sim.random.borrow_mut()),
+        ReactorDriver::Uring(_) => panic!("randomness is the simulation's; this is a real reactor"),
     })
 }

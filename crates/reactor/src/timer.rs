@@ -13,12 +13,12 @@ use super::{now, with_current};
 
 /// Wakers by deadline. The number distinguishes timers with equal deadlines and keeps their order.
 #[derive(Default)]
-pub(super) struct Timers {
+pub(super) struct TimerQueue {
     waiting: BTreeMap<(Instant, u64), Waker>,
     next_number: u64,
 }
 
-impl Timers {
+impl TimerQueue {
     pub(super) fn earliest(&self) -> Option<Instant> {
         self.waiting.first_key_value().map(|(&(deadline, _), _)| deadline)
     }

@@ -17,9 +17,9 @@ mod control;
 mod queue;
 mod registered;
 
-pub use control::{Control, Info, Params, State};
-pub use queue::{Data, Descriptor, Queue};
-pub use registered::Registered;
+pub use control::{UblkControl, UblkInfo, UblkParams, UblkState};
+pub use queue::{UblkData, UblkDescriptor, UblkQueue};
+pub use registered::RegisteredData;
 
 /// `UBLK_F_…`: features of a driver or a device.
 pub mod feature {
@@ -68,21 +68,21 @@ pub const MAX_DEPTH: u16 = 4096;
 
 /// Encoding of command numbers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Dialect {
+enum CommandEncoding {
     /// The only one until Linux 6.4; later kernels may be built without it.
-    Plain,
+    Legacy,
     /// `_IOR` or `_IOWR('u', number, …)`.
     Ioctl,
 }
 
-impl Dialect {
+impl CommandEncoding {
     /// Code of a command with a structure of `bytes`. `writes` is true if the kernel also reads the
     /// structure (`_IOWR`).
     fn code(self, number: u32, writes: bool, bytes: usize) -> u32 {
         const READ: u32 = 2 << 30;
         const WRITE: u32 = 1 << 30;
         match self {
-            Self::Plain => number,
+            Self::Legacy => number,
             Self::Ioctl => {
                 let direction = if writes { READ | WRITE } else { READ };
                 direction | (bytes as u32) << 16 | u32::from(b'u') << 8 | number
@@ -98,9 +98,9 @@ mod tests {
     #[test]
     fn codes_are_those_of_the_header() {
         // As a C compiler evaluates UBLK_U_CMD_GET_FEATURES, ADD_DEV and UBLK_U_IO_FETCH_REQ.
-        assert_eq!(Dialect::Ioctl.code(0x13, false, 32), 0x8020_7513);
-        assert_eq!(Dialect::Ioctl.code(0x04, true, 32), 0xc020_7504);
-        assert_eq!(Dialect::Ioctl.code(0x20, true, 16), 0xc010_7520);
-        assert_eq!(Dialect::Plain.code(0x20, true, 16), 0x20);
+        assert_eq!(CommandEncoding::Ioctl.code(0x13, false, 32), 0x8020_7513);
+        assert_eq!(CommandEncoding::Ioctl.code(0x04, true, 32), 0xc020_7504);
+        assert_eq!(CommandEncoding::Ioctl.code(0x20, true, 16), 0xc010_7520);
+        assert_eq!(CommandEncoding::Legacy.code(0x20, true, 16), 0x20);
     }
 }

@@ -24,7 +24,7 @@ use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 use slab::Slab;
 
 use super::{
-    Driver, Figures, Reactor, buffers::Table, real_now, restricted, rouse, vigil::Vigil, with_current,
+    ReactorDriver, RingCounters, Reactor, buffers::RegisteredBufferTable, real_now, restricted, rouse, vigil::PollingMonitor, with_current,
 };
 
 /// Submission queue entries; a larger batch is submitted in parts.
@@ -42,8 +42,8 @@ const AUTO_LIMIT: Duration = Duration::from_micros(200);
 /// concurrently (docs/decisions/0023). The kernel also holds back the requests of one call until
 /// its end. Each call costs a VM exit on a virtual machine, so writes, which a device stores in its
 /// cache, are held back for longer.
-pub(super) const MOST_READS_HELD_BACK: usize = 4;
-pub(super) const MOST_WRITES_HELD_BACK: usize = 8;
+pub(super) const MAX_READS_HELD_BACK: usize = 4;
+pub(super) const MAX_WRITES_HELD_BACK: usize = 8;
 /// Tasks run between two checks of the ring, so that a busy task, or a task group with many, does
 /// not delay the completions of other groups.
 pub(super) const TASKS_PER_TURN: usize = 64;
@@ -59,7 +59,7 @@ const CANCELLATION: u64 = u64::MAX - 1;
 /// wake the idle processor), as long as a request of a fast device. The reactor therefore polls,
 /// but only while completions arrive faster than the limit: an idle daemon sleeps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Polling {
+pub enum PollingMode {
     /// Sleeps whenever there is nothing to do.
     Off,
     /// Polls while measurements show that it pays ([`policy::polling`]).
@@ -68,7 +68,7 @@ pub enum Polling {
     UpTo(Duration),
 }
 
-impl std::fmt::Display for Polling {
+impl std::fmt::Display for PollingMode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Off => f.write_str("off"),
@@ -80,7 +80,7 @@ impl std::fmt::Display for Polling {
 
 /// How long to wait for a completion.
 #[derive(Clone, Copy)]
-enum Wait {
+enum CompletionWait {
     No,
     Forever,
     For(Duration),
@@ -94,63 +94,63 @@ enum Wait {
 /// Files of `storage` bound their own operations.
 const FILE_THREADS: u32 = 1 << 20;
 /// Time that the end of a ring waits for operations that the kernel does not cancel.
-const TO_CANCEL: Duration = Duration::from_secs(2);
+const CANCEL_TIMEOUT: Duration = Duration::from_secs(2);
 
 thread_local! {
     static HAS_STUCK: Cell<bool> = const { Cell::new(false) };
 }
 
 /// True if a ring of this thread ended while the kernel was still executing operations.
-pub(super) fn has_stuck_operations() -> bool {
+pub(super) fn has_uncancelled_operations() -> bool {
     HAS_STUCK.get()
 }
 
 /// Timeout of a wait that another event ends.
 const FOREVER: Duration = Duration::from_secs(3600);
 
-enum Slot {
+enum OperationSlot {
     /// In flight, awaited by a task (or not polled yet).
     Awaited(Option<Waker>),
     /// Completed, result not fetched yet.
     Complete(i32),
     /// In flight, future dropped; owns the memory in use. Never read, only dropped.
-    Abandoned(Orphan),
+    Abandoned(OrphanHandler),
     /// As `Abandoned`, but only the end of the ring ends it: see [`Op::until_the_ring_ends`].
-    Kept(Orphan),
+    Uncancellable(OrphanHandler),
 }
 
 /// Disposes of an operation's resource when its future was dropped; called with the result. Owns
 /// the memory that the kernel accesses until then.
-type Orphan = Box<dyn FnOnce(i32)>;
+type OrphanHandler = Box<dyn FnOnce(i32)>;
 
-pub(super) struct Uring {
+pub(super) struct UringDriver {
     ring: RefCell<IoUring>,
-    slots: RefCell<Slab<Slot>>,
+    slots: RefCell<Slab<OperationSlot>>,
     /// Tasks to wake after the completion queue was read; kept to reuse its memory.
     woken: RefCell<Vec<Waker>>,
     event_armed: Cell<bool>,
     /// Destination of reads of the eventfd. Boxed, because the kernel writes to it.
     event_counter: Box<Cell<u64>>,
-    polling: Polling,
-    vigil: Option<RefCell<Vigil>>,
+    polling: PollingMode,
+    vigil: Option<RefCell<PollingMonitor>>,
     /// Moving average of the time between becoming idle and the next completion.
     typical_gap_ns: Cell<u64>,
     /// True if [`super::linger`] was called since the last wait.
     linger: Cell<bool>,
     /// True if [`super::was_long`] was called: the turn runs no further tasks.
-    long: Cell<bool>,
+    was_long_task: Cell<bool>,
     /// Result of [`Uring::recently`] in this turn, once it was called.
     recent: Cell<Option<Instant>>,
     /// True if the kernel can wait for a minimum time (since 6.12).
     can_linger: bool,
     /// Number of device reads and writes queued since the last submission.
-    held_back: Cell<usize>,
-    buffers: RefCell<Table>,
-    pub(super) figures: Arc<Figures>,
+    queued_device_io: Cell<usize>,
+    buffers: RefCell<RegisteredBufferTable>,
+    pub(super) figures: Arc<RingCounters>,
 }
 
-impl Uring {
-    pub(super) fn new(polling: Polling) -> io::Result<Self> {
+impl UringDriver {
+    pub(super) fn new(polling: PollingMode) -> io::Result<Self> {
         let ring = build().map_err(|error| match error.raw_os_error() {
             Some(libc::EINVAL) => io::Error::new(
                 io::ErrorKind::Unsupported,
@@ -159,7 +159,7 @@ impl Uring {
             _ => error,
         })?;
         let can_linger = ring.params().is_feature_min_timeout();
-        let vigil = (polling == Polling::Auto).then(|| RefCell::new(Vigil::new()));
+        let vigil = (polling == PollingMode::Auto).then(|| RefCell::new(PollingMonitor::new()));
         Ok(Self {
             ring: RefCell::new(ring),
             vigil,
@@ -170,10 +170,10 @@ impl Uring {
             polling,
             typical_gap_ns: Cell::new(u64::MAX),
             linger: Cell::new(false),
-            long: Cell::new(false),
+            was_long_task: Cell::new(false),
             recent: Cell::new(None),
             can_linger,
-            held_back: Cell::new(0),
+            queued_device_io: Cell::new(0),
             buffers: RefCell::default(),
             figures: Arc::default(),
         })
@@ -181,14 +181,14 @@ impl Uring {
 
     /// Runs ready tasks, fires timers, submits, reaps; waits if there is nothing else to do.
     pub(super) fn turn(reactor: &Reactor) {
-        let Driver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
+        let ReactorDriver::Uring(uring) = &reactor.driver else { unreachable!("entered with a Uring") };
         uring.recent.set(None);
         uring.figures.turns.add(1);
         reactor.executor.receive();
         for _ in 0..TASKS_PER_TURN {
             let Some(runnable) = reactor.executor.pop() else { break };
             runnable.run();
-            if uring.long.take() {
+            if uring.was_long_task.take() {
                 break;
             }
         }
@@ -198,7 +198,7 @@ impl Uring {
         if reactor.executor.is_idle() {
             uring.wait(reactor, next_timer);
         } else {
-            uring.enter(Wait::No);
+            uring.enter(CompletionWait::No);
         }
         uring.reap();
     }
@@ -217,31 +217,31 @@ impl Uring {
     }
 
     pub(super) fn was_long(&self) {
-        self.long.set(true);
+        self.was_long_task.set(true);
     }
 
     /// Submits the queue and processes completions; waits as specified.
-    fn enter(&self, wait: Wait) {
-        self.held_back.set(0);
+    fn enter(&self, wait: CompletionWait) {
+        self.queued_device_io.set(0);
         let mut ring = self.ring.borrow_mut();
         let (queued, deferred) = {
             let submission = ring.submission();
             (submission.len(), submission.taskrun() || submission.cq_overflow())
         };
         let result = match wait {
-            Wait::No if queued == 0 && !deferred => return,
-            Wait::No => {
+            CompletionWait::No if queued == 0 && !deferred => return,
+            CompletionWait::No => {
                 const GETEVENTS: u32 = 1; // IORING_ENTER_GETEVENTS: run deferred task work even if nothing is awaited
                 let queued = u32::try_from(queued).expect("the queue has 256 entries");
                 // SAFETY: no argument structure is passed, so nothing has to outlive the call.
                 unsafe { ring.submitter().enter::<()>(queued, 0, GETEVENTS, None) }
             }
-            Wait::Forever => ring.submit_and_wait(1),
-            Wait::For(time) => {
+            CompletionWait::Forever => ring.submit_and_wait(1),
+            CompletionWait::For(time) => {
                 let timespec = types::Timespec::from(time);
                 ring.submitter().submit_with_args(1, &types::SubmitArgs::new().timespec(&timespec))
             }
-            Wait::Lingering(time) => {
+            CompletionWait::Lingering(time) => {
                 let timespec = types::Timespec::from(time);
                 let arguments = types::SubmitArgs::new().timespec(&timespec).min_wait_usec(LINGER_US);
                 // A number that cannot be reached in the time, so the minimum time decides, and
@@ -262,41 +262,41 @@ impl Uring {
     /// has paid off recently.
     fn wait(&self, reactor: &Reactor, next_timer: Option<Instant>) {
         let lingers = self.linger.take();
-        let began = if self.polling == Polling::Off { Instant::ZERO } else { real_now() };
+        let began = if self.polling == PollingMode::Off { Instant::ZERO } else { real_now() };
         let limit = self.limit(began);
         let polls = !limit.is_zero();
         if polls && !lingers && self.typical_gap_ns.get() <= duration_ns(limit) {
-            self.enter(Wait::No);
+            self.enter(CompletionWait::No);
             if self.poll(reactor, (began + limit).min(next_timer.unwrap_or(Instant::MAX))) {
-                self.enter(Wait::No);
-                self.note_gap(began, limit);
-                rouse::woken();
+                self.enter(CompletionWait::No);
+                self.record_gap(began, limit);
+                rouse::notify_wake_up();
                 return;
             }
         }
-        if !reactor.executor.fall_asleep() {
-            self.enter(Wait::No);
+        if !reactor.executor.prepare_sleep() {
+            self.enter(CompletionWait::No);
             return;
         }
         self.figures.sleeps.add(1);
         let time = next_timer.map(|instant| instant - real_now());
         self.enter(match (lingers, time) {
-            (true, time) => Wait::Lingering(time.unwrap_or(FOREVER)),
-            (false, Some(time)) => Wait::For(time),
-            (false, None) => Wait::Forever,
+            (true, time) => CompletionWait::Lingering(time.unwrap_or(FOREVER)),
+            (false, Some(time)) => CompletionWait::For(time),
+            (false, None) => CompletionWait::Forever,
         });
         reactor.executor.wake_up();
-        rouse::woken();
+        rouse::notify_wake_up();
         if polls {
-            self.note_gap(began, limit);
+            self.record_gap(began, limit);
         }
     }
 
     /// How long to poll now.
     fn limit(&self, now: Instant) -> Duration {
         match (self.polling, &self.vigil) {
-            (Polling::UpTo(limit), _) => limit,
-            (_, Some(vigil)) if vigil.borrow_mut().is_awake(now) => AUTO_LIMIT,
+            (PollingMode::UpTo(limit), _) => limit,
+            (_, Some(vigil)) if vigil.borrow_mut().should_poll(now) => AUTO_LIMIT,
             _ => Duration::ZERO,
         }
     }
@@ -323,7 +323,7 @@ impl Uring {
 
     /// Records an idle time. One long pause resets the average at once, while short ones lower it
     /// slowly, so polling begins only in a steady stream.
-    fn note_gap(&self, began: Instant, limit: Duration) {
+    fn record_gap(&self, began: Instant, limit: Duration) {
         let gap = real_now().nanos_since(began);
         let limit = duration_ns(limit);
         let gap = gap.min(limit.saturating_mul(16));
@@ -354,16 +354,16 @@ impl Uring {
                 }
                 let key = usize::try_from(completion.user_data()).expect("keys are indices of the table");
                 match &mut slots[key] {
-                    Slot::Awaited(waker) => {
+                    OperationSlot::Awaited(waker) => {
                         woken.extend(waker.take());
-                        slots[key] = Slot::Complete(completion.result());
+                        slots[key] = OperationSlot::Complete(completion.result());
                     }
-                    Slot::Abandoned(_) | Slot::Kept(_) => {
-                        if let Slot::Abandoned(orphan) | Slot::Kept(orphan) = slots.remove(key) {
+                    OperationSlot::Abandoned(_) | OperationSlot::Uncancellable(_) => {
+                        if let OperationSlot::Abandoned(orphan) | OperationSlot::Uncancellable(orphan) = slots.remove(key) {
                             orphans.push((orphan, completion.result()));
                         }
                     }
-                    Slot::Complete(_) => unreachable!("one completion for one operation"),
+                    OperationSlot::Complete(_) => unreachable!("one completion for one operation"),
                 }
             }
         }
@@ -400,18 +400,18 @@ impl Uring {
             }
             // The queue is full: submit it. If the kernel is short of resources, completions must
             // be reaped first.
-            self.enter(Wait::No);
+            self.enter(CompletionWait::No);
             self.reap();
         }
     }
 
     /// Counts an operation of a device, and submits the queue if there are `most`. If the kernel is
     /// short of resources, the end of the turn tries again.
-    fn submit_many(&self, most: usize) {
-        let held_back = self.held_back.get() + 1;
-        self.held_back.set(held_back);
+    fn count_and_submit(&self, most: usize) {
+        let held_back = self.queued_device_io.get() + 1;
+        self.queued_device_io.set(held_back);
         if held_back >= most {
-            self.held_back.set(0);
+            self.queued_device_io.set(0);
             let mut ring = self.ring.borrow_mut();
             let queued = u32::try_from(ring.submission().len()).expect("the queue has 256 entries");
             // SAFETY: no argument structure is passed, so nothing has to outlive the call.
@@ -424,7 +424,7 @@ impl Uring {
     ///
     /// # Errors
     /// As `io_uring_register(2)`.
-    pub(super) fn buffers(&self) -> io::Result<RefMut<'_, Table>> {
+    pub(super) fn buffers(&self) -> io::Result<RefMut<'_, RegisteredBufferTable>> {
         let mut table = self.buffers.borrow_mut();
         table.make(|count| self.ring.borrow().submitter().register_buffers_sparse(count))?;
         Ok(table)
@@ -433,7 +433,7 @@ impl Uring {
     pub(super) fn drop_wakers(&self) {
         let mut wakers = Vec::new();
         for (_, slot) in self.slots.borrow_mut().iter_mut() {
-            if let Slot::Awaited(waker) = slot {
+            if let OperationSlot::Awaited(waker) = slot {
                 wakers.extend(waker.take());
             }
         }
@@ -445,9 +445,9 @@ impl Uring {
     /// An operation on a file system that does not answer may never complete: after [`TO_CANCEL`]
     /// its memory is leaked to the kernel.
     pub(super) fn cancel_all(&self) {
-        let deadline = real_now() + TO_CANCEL;
+        let deadline = real_now() + CANCEL_TIMEOUT;
         let in_flight = || {
-            let is_over = |slot: &Slot| matches!(slot, Slot::Complete(_) | Slot::Kept(_));
+            let is_over = |slot: &OperationSlot| matches!(slot, OperationSlot::Complete(_) | OperationSlot::Uncancellable(_));
             let waiting = self.slots.borrow().iter().any(|(_, slot)| !is_over(slot));
             waiting || self.event_armed.get()
         };
@@ -456,14 +456,14 @@ impl Uring {
                 HAS_STUCK.set(true);
                 return;
             }
-            self.enter(Wait::No);
+            self.enter(CompletionWait::No);
             // An error means that there was nothing left to cancel, or that it is too late to: then
             // the operation completes by itself.
             let _ = self.ring.borrow().submitter().register_sync_cancel(
                 Some(types::Timespec::new().nsec(1_000_000)),
                 types::CancelBuilder::any(),
             );
-            self.enter(Wait::For(Duration::from_millis(1)));
+            self.enter(CompletionWait::For(Duration::from_millis(1)));
             self.reap();
         }
     }
@@ -477,14 +477,14 @@ fn build() -> io::Result<IoUring> {
     restricted::build(&mut builder, SUBMISSIONS, Some(FILE_THREADS), &restricted::OPERATIONS, &registered)
 }
 
-impl Drop for Uring {
+impl Drop for UringDriver {
     fn drop(&mut self) {
         // The kernel destroys the ring some time after its descriptor is closed, without a
         // notification.
         for (_, slot) in std::mem::take(self.slots.get_mut()) {
             // Abandoned operations remain only if the cancellation timed out. Their memory is
             // leaked.
-            if let Slot::Kept(orphan) | Slot::Abandoned(orphan) = slot {
+            if let OperationSlot::Uncancellable(orphan) | OperationSlot::Abandoned(orphan) = slot {
                 std::mem::forget(orphan);
             }
         }
@@ -510,7 +510,7 @@ fn duration_ns(duration: Duration) -> u64 {
 }
 
 /// An operation in flight. Yields the kernel's result and the resource.
-pub(super) struct Op<R: 'static> {
+pub(super) struct RingOperation<R: 'static> {
     reactor: Rc<Reactor>,
     key: usize,
     /// `None` once returned.
@@ -520,7 +520,7 @@ pub(super) struct Op<R: 'static> {
     is_kept: bool,
 }
 
-impl<R: 'static> Op<R> {
+impl<R: 'static> RingOperation<R> {
     /// Queues `entry`; it is submitted at the end of this turn at the latest.
     ///
     /// # Safety
@@ -531,8 +531,8 @@ impl<R: 'static> Op<R> {
     /// Panics in simulation, which has no kernel.
     pub(super) unsafe fn start(entry: &squeue::Entry, resource: R) -> Self {
         let reactor = with_current(Rc::clone);
-        let Driver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
-        let key = uring.slots.borrow_mut().insert(Slot::Awaited(None));
+        let ReactorDriver::Uring(uring) = &reactor.driver else { panic!("a system call in simulation") };
+        let key = uring.slots.borrow_mut().insert(OperationSlot::Awaited(None));
         let entry = entry.clone().user_data(key as u64);
         // SAFETY: `resource` is kept until completion: by this Op, or in the slot if it is dropped
         // before.
@@ -542,50 +542,50 @@ impl<R: 'static> Op<R> {
 
     /// Marks an operation that the kernel cannot cancel: if it is dropped early, it stays in
     /// flight, and if the reactor ends before it does, its resource is leaked to the kernel.
-    pub(super) fn until_the_ring_ends(mut self) -> Self {
+    pub(super) fn uncancellable(mut self) -> Self {
         self.is_kept = true;
         self
     }
 
     /// For device reads and writes, and requests to other servers: submits the queue now if it
     /// holds `most_held_back` of them.
-    pub(super) fn soon(self, most_held_back: usize) -> Self {
-        self.uring().submit_many(most_held_back);
+    pub(super) fn submit_at(self, most_held_back: usize) -> Self {
+        self.uring().count_and_submit(most_held_back);
         self
     }
 
     /// Sets what happens to resource and result if the future is dropped and the operation
     /// completes nonetheless.
-    pub(super) fn or_else(mut self, orphan: fn(R, i32)) -> Self {
+    pub(super) fn on_orphan(mut self, orphan: fn(R, i32)) -> Self {
         self.orphan = orphan;
         self
     }
 
-    fn uring(&self) -> &Uring {
-        let Driver::Uring(uring) = &self.reactor.driver else { unreachable!("checked in `start`") };
+    fn uring(&self) -> &UringDriver {
+        let ReactorDriver::Uring(uring) = &self.reactor.driver else { unreachable!("checked in `start`") };
         uring
     }
 }
 
-impl<R: Unpin + 'static> Future for Op<R> {
+impl<R: Unpin + 'static> Future for RingOperation<R> {
     type Output = (io::Result<u32>, R);
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
         let result = {
             let mut slots = self.uring().slots.borrow_mut();
             match &mut slots[self.key] {
-                Slot::Complete(result) => {
+                OperationSlot::Complete(result) => {
                     let result = *result;
                     slots.remove(self.key);
                     result
                 }
-                Slot::Awaited(waker) => {
+                OperationSlot::Awaited(waker) => {
                     match waker {
                         Some(waker) => waker.clone_from(context.waker()),
                         None => *waker = Some(context.waker().clone()),
                     }
                     return Poll::Pending;
                 }
-                Slot::Abandoned(_) | Slot::Kept(_) => unreachable!("abandoned only in drop"),
+                OperationSlot::Abandoned(_) | OperationSlot::Uncancellable(_) => unreachable!("abandoned only in drop"),
             }
         };
         let resource = self.resource.take().expect("polled after completion");
@@ -594,14 +594,14 @@ impl<R: Unpin + 'static> Future for Op<R> {
     }
 }
 
-impl<R: 'static> Drop for Op<R> {
+impl<R: 'static> Drop for RingOperation<R> {
     fn drop(&mut self) {
         let Some(resource) = self.resource.take() else { return };
         let uring = self.uring();
         let mut slots = uring.slots.borrow_mut();
         // Completed, but not fetched: the resource is disposed of here.
         match &mut slots[self.key] {
-            Slot::Complete(result) => {
+            OperationSlot::Complete(result) => {
                 let result = *result;
                 slots.remove(self.key);
                 drop(slots);
@@ -609,8 +609,8 @@ impl<R: 'static> Drop for Op<R> {
             }
             slot => {
                 let orphan = self.orphan;
-                let orphan: Orphan = Box::new(move |result| orphan(resource, result));
-                let after = if self.is_kept { Slot::Kept(orphan) } else { Slot::Abandoned(orphan) };
+                let orphan: OrphanHandler = Box::new(move |result| orphan(resource, result));
+                let after = if self.is_kept { OperationSlot::Uncancellable(orphan) } else { OperationSlot::Abandoned(orphan) };
                 let before = std::mem::replace(slot, after);
                 drop(slots);
                 drop(before);
@@ -622,7 +622,7 @@ impl<R: 'static> Drop for Op<R> {
     }
 }
 
-impl<R: 'static> Op<R> {
+impl<R: 'static> RingOperation<R> {
     /// Requests cancellation of the operation. Whether that succeeds or not, its completion frees
     /// the slot.
     fn cancel(&self) {

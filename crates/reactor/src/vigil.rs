@@ -7,22 +7,22 @@ use std::{fs::File, os::unix::fs::FileExt};
 
 use nix::time::{ClockId, clock_gettime};
 use policy::{
-    polling::{Polling, Work},
+    polling::{PollingDecision, ThreadCounters},
     time::{Instant, NANOS_PER_SECOND},
 };
 
-pub(super) struct Vigil {
-    polling: Polling,
+pub(super) struct PollingMonitor {
+    polling: PollingDecision,
     completions: u64,
     /// `None` if the kernel does not provide it.
     schedule: Option<File>,
 }
 
-impl Vigil {
+impl PollingMonitor {
     /// Measurements of the calling thread.
     pub(super) fn new() -> Self {
         let schedule = File::open("/proc/thread-self/schedstat").ok();
-        Self { polling: Polling::default(), completions: 0, schedule }
+        Self { polling: PollingDecision::default(), completions: 0, schedule }
     }
 
     pub(super) fn count(&mut self, completions: usize) {
@@ -30,18 +30,18 @@ impl Vigil {
     }
 
     /// True if the thread should poll instead of sleeping.
-    pub(super) fn is_awake(&mut self, now: Instant) -> bool {
-        if now >= self.polling.ends() {
-            self.polling.next(now, self.work());
+    pub(super) fn should_poll(&mut self, now: Instant) -> bool {
+        if now >= self.polling.next_check() {
+            self.polling.advance(now, self.counters());
         }
-        self.polling.is_awake()
+        self.polling.polls()
     }
 
-    fn work(&self) -> Work {
-        Work {
+    fn counters(&self) -> ThreadCounters {
+        ThreadCounters {
             completions: self.completions,
             processor_ns: processor_ns(),
-            starved_ns: self.schedule.as_ref().and_then(starved_ns).unwrap_or(0),
+            starved_ns: self.schedule.as_ref().and_then(run_delay_ns).unwrap_or(0),
         }
     }
 }
@@ -53,7 +53,7 @@ fn processor_ns() -> u64 {
 
 /// The second number of `/proc/PID/schedstat` (the kernel's `Documentation/scheduler/sched-stats`):
 /// time spent runnable without running.
-fn starved_ns(schedule: &File) -> Option<u64> {
+fn run_delay_ns(schedule: &File) -> Option<u64> {
     let mut text = [0; 128];
     let length = schedule.read_at(&mut text, 0).ok()?;
     std::str::from_utf8(&text[..length]).ok()?.split(' ').nth(1)?.parse().ok()
@@ -65,11 +65,11 @@ mod tests {
 
     #[test]
     fn the_kernel_tells_both_times_of_this_thread() {
-        let mut vigil = Vigil::new();
+        let mut vigil = PollingMonitor::new();
         vigil.count(3);
-        let before = vigil.work();
+        let before = vigil.counters();
         assert_eq!(before.completions, 3);
-        while vigil.work().processor_ns == before.processor_ns {}
-        assert!(starved_ns(vigil.schedule.as_ref().expect("a kernel with schedstat")).is_some());
+        while vigil.counters().processor_ns == before.processor_ns {}
+        assert!(run_delay_ns(vigil.schedule.as_ref().expect("a kernel with schedstat")).is_some());
     }
 }

@@ -4,10 +4,10 @@
 use std::{cell::Cell, future::Future, io, sync::Arc, thread};
 
 use super::{
-    Driver, Figures, Polling, RingTotals,
-    executor::{Arrival, Party, Remote},
+    ReactorDriver, RingCounters, PollingMode, RingTotals,
+    executor::{RemoteWork, TaskGroup, RemoteHandle},
     run, spawn,
-    uring::has_stuck_operations,
+    uring::has_uncancelled_operations,
     with_current,
 };
 
@@ -18,7 +18,7 @@ thread_local! {
 
 /// Declares that this thread serves several disks, so that no system call on it may block on a
 /// device, a file system or a server. Applies to each [`Worker`] from its start.
-pub fn never_blocks_here() {
+pub fn forbid_blocking() {
     NEVER_BLOCKS.set(true);
 }
 
@@ -33,7 +33,7 @@ pub fn is_worker() -> bool {
     IS_WORKER.get()
 }
 
-struct Ended {
+struct WorkerResult {
     result: io::Result<()>,
     /// True if the kernel has not completed all operations, so the thread may never exit.
     is_stuck: bool,
@@ -42,35 +42,35 @@ struct Ended {
 /// Call it before a system call that may block on a file system. Panics in debug builds on a thread
 /// that must not block.
 #[track_caller]
-pub fn check_may_block() {
+pub fn debug_assert_may_block() {
     debug_assert!(may_block(), "a system call that may wait, on a thread that serves disks");
 }
 
 /// A thread that runs a reactor until it is stopped.
-pub struct Worker {
-    remote: Arc<Remote>,
-    figures: Arc<Figures>,
+pub struct ReactorWorker {
+    remote: Arc<RemoteHandle>,
+    figures: Arc<RingCounters>,
     thread: thread::JoinHandle<()>,
     /// The reactor's result, sent at its end.
-    ended: std::sync::mpsc::Receiver<Ended>,
+    ended: std::sync::mpsc::Receiver<WorkerResult>,
     stop: async_channel::Sender<()>,
 }
 
-impl Worker {
+impl ReactorWorker {
     /// Starts a thread with this name.
     ///
     /// # Errors
     /// As [`run`]; fails also if no thread can be created.
-    pub fn start(name: &str, polling: Polling) -> io::Result<Self> {
+    pub fn start(name: &str, polling: PollingMode) -> io::Result<Self> {
         let (stop, stopped) = async_channel::bounded::<()>(1);
         let (announce, announced) = std::sync::mpsc::channel();
         let (sender, ended) = std::sync::mpsc::channel();
         let thread = thread::Builder::new().name(name.to_owned()).spawn(move || {
             IS_WORKER.set(true);
-            never_blocks_here();
+            forbid_blocking();
             let result = run(polling, async move {
                 let parts = with_current(|reactor| {
-                    let Driver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
+                    let ReactorDriver::Uring(uring) = &reactor.driver else { unreachable!("it runs for real") };
                     (Arc::clone(reactor.executor.remote()), Arc::clone(&uring.figures))
                 });
                 // The receiver is waiting for this message, so it exists.
@@ -79,13 +79,13 @@ impl Worker {
                 let _ = stopped.recv().await;
             });
             // Fails if the Worker was dropped.
-            let _ = sender.send(Ended { result, is_stuck: has_stuck_operations() });
+            let _ = sender.send(WorkerResult { result, is_stuck: has_uncancelled_operations() });
         })?;
         match announced.recv() {
             Ok((remote, figures)) => Ok(Self { remote, figures, thread, ended, stop }),
             // The thread ended before it announced itself, and has sent the reason.
             Err(_) => match ended.recv() {
-                Ok(Ended { result: Err(error), .. }) => Err(error),
+                Ok(WorkerResult { result: Err(error), .. }) => Err(error),
                 Ok(_) | Err(_) => Err(io::Error::other("the worker thread ended during its start")),
             },
         }
@@ -94,16 +94,16 @@ impl Worker {
     /// Creates a future on the worker's thread and runs it there as a task, the first one of a new
     /// task group.
     pub fn spawn<F: Future<Output = ()> + 'static>(&self, make: impl FnOnce() -> F + Send + 'static) {
-        self.spawn_as(Party::new(), make);
+        self.spawn_in_group(TaskGroup::new(), make);
     }
 
     /// As [`Worker::spawn`], as a task of this group.
-    pub fn spawn_as<F: Future<Output = ()> + 'static>(
+    pub fn spawn_in_group<F: Future<Output = ()> + 'static>(
         &self,
-        party: Party,
+        party: TaskGroup,
         make: impl FnOnce() -> F + Send + 'static,
     ) {
-        self.remote.send(Arrival::Job(party, Box::new(move || spawn(make()))));
+        self.remote.send(RemoteWork::Job(party, Box::new(move || spawn(make()))));
     }
 
     /// Name of the thread.
@@ -112,7 +112,7 @@ impl Worker {
     }
 
     /// Counters of the reactor.
-    pub fn figures(&self) -> RingTotals {
+    pub fn counters(&self) -> RingTotals {
         self.figures.totals()
     }
 
@@ -128,8 +128,8 @@ impl Worker {
     pub fn stop(self) -> io::Result<()> {
         self.stop.close();
         match self.ended.recv() {
-            Ok(Ended { result, is_stuck: true }) => result,
-            Ok(Ended { result, is_stuck: false }) => {
+            Ok(WorkerResult { result, is_stuck: true }) => result,
+            Ok(WorkerResult { result, is_stuck: false }) => {
                 let _ = self.thread.join();
                 result
             }
@@ -153,29 +153,29 @@ mod tests {
     };
 
     use super::*;
-    use crate::{buffer::Buffer, op, uring::TASKS_PER_TURN, was_long, yield_now};
+    use crate::{buffer::IoBuffer, op, uring::TASKS_PER_TURN, yield_after_turn, yield_now};
 
     /// A worker with a task group of a thousand tasks that are always ready; counts how often they
     /// run.
-    struct Busy {
-        worker: Worker,
+    struct BusyWorker {
+        worker: ReactorWorker,
         turns: Arc<AtomicUsize>,
         over: Arc<AtomicBool>,
     }
 
-    impl Busy {
+    impl BusyWorker {
         fn start() -> Self {
             Self::doing(|| {})
         }
 
         /// Runs `what` in each of them, each time it runs.
         fn doing(what: fn()) -> Self {
-            let worker = Worker::start("busy", Polling::Off).expect("a thread");
+            let worker = ReactorWorker::start("busy", PollingMode::Off).expect("a thread");
             let (turns, over) = (Arc::<AtomicUsize>::default(), Arc::<AtomicBool>::default());
-            let party = Party::new();
+            let party = TaskGroup::new();
             for _ in 0..1000 {
                 let (turns, over) = (Arc::clone(&turns), Arc::clone(&over));
-                worker.spawn_as(party, move || async move {
+                worker.spawn_in_group(party, move || async move {
                     while !over.load(Relaxed) {
                         turns.fetch_add(1, Relaxed);
                         what();
@@ -203,8 +203,8 @@ mod tests {
     }
 
     #[test]
-    fn a_party_has_every_other_turn_however_many_tasks_another_has() {
-        let turns = Busy::start().turns_during(|| async {
+    fn task_groups_alternate_whatever_their_size() {
+        let turns = BusyWorker::start().turns_during(|| async {
             for _ in 0..100 {
                 yield_now().await;
             }
@@ -213,27 +213,27 @@ mod tests {
     }
 
     /// Number of runs of another task group's tasks while `count` operations complete one by one.
-    fn turns_within_operations(busy: Busy, count: usize) -> usize {
+    fn turns_within_operations(busy: BusyWorker, count: usize) -> usize {
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
         theirs.write_all(&vec![7; count]).expect("there is room");
         busy.turns_during(move || async move {
             let socket = op::Fd::from(ours);
             for _ in 0..count {
-                let (received, _) = op::receive(&socket, Buffer::new(1), 0).await;
+                let (received, _) = op::receive(&socket, IoBuffer::new(1), 0).await;
                 assert_eq!(received.expect("it was sent"), 1);
             }
         })
     }
 
     #[test]
-    fn a_completion_waits_for_few_tasks_of_another_party() {
-        let turns = turns_within_operations(Busy::start(), 100);
+    fn completion_waits_for_few_tasks_of_another_group() {
+        let turns = turns_within_operations(BusyWorker::start(), 100);
         assert!(turns <= 2 * 100 * TASKS_PER_TURN, "{turns} turns within 100 operations");
     }
 
     #[test]
-    fn a_completion_waits_for_one_long_task_of_another_party() {
-        let turns = turns_within_operations(Busy::doing(was_long), 100);
+    fn completion_waits_for_one_long_task_of_another_group() {
+        let turns = turns_within_operations(BusyWorker::doing(yield_after_turn), 100);
         assert!(turns <= 4 * 100, "{turns} turns within 100 operations");
     }
 }

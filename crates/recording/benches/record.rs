@@ -13,10 +13,10 @@ use std::{
     time::{Duration, Instant as Clock},
 };
 
-use block::recorder::{self, Collector, Finished, Operation, Recorded};
+use block::recorder::{self, Collector, RequestRecord, DiskOperation, RecordingSwitch};
 use criterion::{Bencher, Criterion, criterion_group, criterion_main};
 use policy::time::Instant;
-use recording::{Entry, Op, Times, Writer};
+use recording::{RecordingEntry, RequestOp, RecordedTimes, RecordingWriter};
 
 // Below the capacity of a ring.
 const BATCH: usize = 30_000;
@@ -25,24 +25,24 @@ const BETWEEN_NS: u64 = 2000;
 const PLACES: u64 = 1 << 28;
 
 /// A batch of requests in order of completion.
-fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<Finished> {
-    let mut requests: Vec<Finished> = (0..BATCH as u64)
+fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<RequestRecord> {
+    let mut requests: Vec<RequestRecord> = (0..BATCH as u64)
         .map(|number| {
             let disk = random.u32(..DISKS);
             let arrived = begin_ns + number * BETWEEN_NS + random.u64(..BETWEEN_NS);
             let wait = if disk.is_multiple_of(2) { random.u64(1_000_000..20_000_000) } else { 0 };
             // About the duration of 32 requests at that rate.
             let service = 64_000 + random.u64(..16_000) + random.u64(..16_000);
-            Finished {
+            RequestRecord {
                 disk,
-                operation: Operation::Read,
+                operation: DiskOperation::Read,
                 offset: random.u64(..PLACES) * 4096,
                 length: 4096,
                 requests: 1,
                 has_failed: false,
                 arrived: Instant::from_nanos(arrived),
                 admitted: Instant::from_nanos(arrived + wait),
-                held: None,
+                throttle_cause: None,
                 ended: Instant::from_nanos(arrived + wait + service),
             }
         })
@@ -53,9 +53,9 @@ fn requests(random: &mut fastrand::Rng, begin_ns: u64) -> Vec<Finished> {
 
 /// Counts the bytes that are written.
 #[derive(Default)]
-struct Counted(u64);
+struct CountingWriter(u64);
 
-impl Write for Counted {
+impl Write for CountingWriter {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.0 += black_box(bytes).len() as u64;
         Ok(bytes.len())
@@ -82,13 +82,13 @@ fn record(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("record");
     let mut random = fastrand::Rng::with_seed(1);
     let mut collector = Collector::begin().expect("there is no other");
-    let recorded = Recorded::default();
+    let recorded = RecordingSwitch::default();
     let some = requests(&mut random, 0);
     group.bench_function(
         "handed to the ring",
         timed(|| {
             let begin = Clock::now();
-            some.iter().for_each(|request| recorder::tell(*black_box(request), &recorded));
+            some.iter().for_each(|request| recorder::record(*black_box(request), &recorded));
             let took = begin.elapsed();
             assert!(!collector.take(|_| ()), "there was room for all");
             took
@@ -96,24 +96,24 @@ fn record(criterion: &mut Criterion) {
     );
 
     let names: Vec<String> = (0..DISKS).map(|disk| format!("vm{disk}")).collect();
-    let mut writer = Writer::new(Counted::default(), 0).expect("it only counts");
+    let mut writer = RecordingWriter::new(CountingWriter::default(), 0).expect("it only counts");
     let (mut written, mut begin_ns) = (0_u64, 0);
     group.bench_function(
         "taken, packed and compressed",
         timed(|| {
-            requests(&mut random, begin_ns).iter().for_each(|request| recorder::tell(*request, &recorded));
+            requests(&mut random, begin_ns).iter().for_each(|request| recorder::record(*request, &recorded));
             begin_ns += BATCH as u64 * BETWEEN_NS;
             written += BATCH as u64;
             let begin = Clock::now();
-            let has_lost = collector.take(|request: &Finished| {
+            let has_lost = collector.take(|request: &RequestRecord| {
                 let wait_ns = request.admitted.nanos_since(request.arrived);
                 let service_ns = request.ended.nanos_since(request.admitted);
-                let entry = Entry {
+                let entry = RecordingEntry {
                     arrival_ns: request.arrived.as_nanos(),
-                    times: Some(Times { wait_ns, service_ns }),
+                    times: Some(RecordedTimes { wait_ns, service_ns }),
                     offset: request.offset,
                     length: request.length,
-                    op: Op::Read,
+                    op: RequestOp::Read,
                     has_failed: request.has_failed,
                     disk: request.disk,
                     limit: (wait_ns > 0).then_some(request.disk),
@@ -123,13 +123,13 @@ fn record(criterion: &mut Criterion) {
             });
             // Before the block is full, so that the fastest batch includes its share of
             // compression.
-            writer.cut().expect("it only counts");
+            writer.end_block().expect("it only counts");
             assert!(!has_lost, "there was room for all");
             begin.elapsed()
         }),
     );
     group.finish();
-    let bytes = writer.out().0 as f64 / written as f64;
+    let bytes = writer.output().0 as f64 / written as f64;
     eprintln!("record: {bytes:.1} bytes a request");
     assert!(bytes <= 12.0, "a request at a random place takes 12 bytes at most");
 }

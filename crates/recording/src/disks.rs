@@ -14,20 +14,20 @@ const MAX_NAMES_BYTES: usize = 64 << 20;
 const RECENT: usize = 256;
 
 /// Names of disks with their numbers, in order of appearance.
-pub struct Disks {
+pub struct TraceDisks {
     names: Vec<String>,
     ids: HashMap<String, DiskId>,
     recent: [DiskId; RECENT],
     bytes: usize,
 }
 
-impl Default for Disks {
+impl Default for TraceDisks {
     fn default() -> Self {
         Self { names: Vec::new(), ids: HashMap::new(), recent: [DiskId(0); RECENT], bytes: 0 }
     }
 }
 
-impl Disks {
+impl TraceDisks {
     pub(super) fn names(&self) -> &[String] {
         &self.names
     }
@@ -90,7 +90,7 @@ mod tests {
 
     #[test]
     fn a_name_keeps_its_number() {
-        let mut disks = Disks::default();
+        let mut disks = TraceDisks::default();
         let names: Vec<_> = (0..2000).map(|number| format!("vm{number}")).collect();
         for _ in 0..3 {
             for (number, name) in names.iter().enumerate() {
@@ -101,8 +101,8 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_name_is_refused() {
-        let mut disks = Disks::default();
+    fn invalid_names_are_rejected() {
+        let mut disks = TraceDisks::default();
         let long = "x".repeat(MAX_NAME_BYTES + 1);
         for (name, why) in [
             (&b""[..], "the disk's name is missing"),
@@ -118,7 +118,7 @@ mod tests {
 
     #[test]
     fn there_is_a_bound_to_names() {
-        let mut disks = Disks::default();
+        let mut disks = TraceDisks::default();
         for number in 0..MAX_DISKS {
             disks.id(number.to_string().as_bytes()).unwrap();
         }

@@ -5,12 +5,12 @@
 
 use super::error::shown;
 
-pub(super) struct Fields<'a> {
+pub(super) struct LineFields<'a> {
     /// `None` after the last field.
     rest: Option<&'a [u8]>,
 }
 
-impl<'a> Fields<'a> {
+impl<'a> LineFields<'a> {
     pub(super) fn new(line: &'a [u8]) -> Self {
         Self { rest: Some(line) }
     }
@@ -237,7 +237,7 @@ mod tests {
 
     #[test]
     fn numbers_are_read_and_anything_else_is_named() {
-        let read = |text: &'static str| Fields::new(text.as_bytes()).number("offset");
+        let read = |text: &'static str| LineFields::new(text.as_bytes()).number("offset");
         for (text, value) in [
             ("0", 0),
             ("7,x", 7),
@@ -313,7 +313,7 @@ mod tests {
     fn a_field_in_quotes_may_have_commas_and_quotes() {
         let read = |line: &'static str| {
             let mut buffer = Vec::new();
-            let mut fields = Fields::new(line.as_bytes());
+            let mut fields = LineFields::new(line.as_bytes());
             let name = fields.quotable("disk", &mut buffer).map(<[u8]>::to_vec)?;
             Ok::<_, String>((String::from_utf8(name).unwrap(), fields.text("next").is_ok()))
         };
@@ -329,7 +329,7 @@ mod tests {
 
     #[test]
     fn a_line_has_the_fields_it_should() {
-        let mut fields = Fields::new(b"a,,c");
+        let mut fields = LineFields::new(b"a,,c");
         assert_eq!(fields.text("one"), Ok(&b"a"[..]));
         assert!(fields.end().is_err());
         assert_eq!(fields.text("two"), Ok(&b""[..]));

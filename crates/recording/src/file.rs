@@ -41,24 +41,24 @@ mod write;
 
 pub use limits::{LimitChange, LimitOwner};
 pub(super) use read::is_beginning;
-pub use read::{Blocks, Told};
-pub use write::Writer;
+pub use read::{RecordingReader, RecordedRequest};
+pub use write::RecordingWriter;
 
-pub use super::record::Op;
+pub use super::record::RequestOp;
 
 /// A request of a recording.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct RecordingEntry {
     /// Arrival in nanoseconds since time 0 of the recording.
     pub arrival_ns: u64,
     /// Waiting and service time; `None` if they were not measured.
-    pub times: Option<Times>,
+    pub times: Option<RecordedTimes>,
     /// Offset in bytes.
     pub offset: u64,
     /// Length in bytes; 0 only for a flush.
     pub length: u64,
     /// Operation.
-    pub op: Op,
+    pub op: RequestOp,
     /// True if the request failed.
     pub has_failed: bool,
     /// Index into the names of disks.
@@ -69,14 +69,14 @@ pub struct Entry {
 
 /// Durations of a request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Times {
+pub struct RecordedTimes {
     /// Nanoseconds until its limits admitted it.
     pub wait_ns: u64,
     /// Nanoseconds from admission to completion.
     pub service_ns: u64,
 }
 
-impl Times {
+impl RecordedTimes {
     /// Nanoseconds from arrival to completion.
     pub fn latency_ns(self) -> u64 {
         self.wait_ns.saturating_add(self.service_ns)
@@ -104,21 +104,21 @@ const MOST_NAMES: usize = 1 << 16;
 /// encode to the same block.
 pub(super) fn check_block(bytes: &[u8]) {
     for version in 1..=VERSION {
-        let Some(content) = read::Content::decode(bytes, version) else { continue };
+        let Some(content) = read::BlockContent::decode(bytes, version) else { continue };
         let mut again = Vec::new();
         match &content {
-            read::Content::Requests(block) => {
+            read::BlockContent::Requests(block) => {
                 if version > 1 {
-                    block::push(&mut again, REQUESTS);
+                    block::push_column(&mut again, REQUESTS);
                 }
                 block.encode(&mut again);
             }
-            read::Content::Limits(changes) => {
-                block::push(&mut again, LIMITS);
+            read::BlockContent::Limits(changes) => {
+                block::push_column(&mut again, LIMITS);
                 limits::encode(changes, &mut again);
             }
         }
-        assert!(read::Content::decode(&again, version).as_ref() == Some(&content), "another block");
+        assert!(read::BlockContent::decode(&again, version).as_ref() == Some(&content), "another block");
     }
 }
 

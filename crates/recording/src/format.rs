@@ -40,24 +40,24 @@ pub(super) use self::{
     mqsim::Mqsim,
     msr::Msr,
     spc::Spc,
-    weir::{Weir, tells_outcomes},
+    weir::{WeirCsv, has_outcomes},
 };
 pub use self::{
-    columns::Columns,
+    columns::ColumnSpec,
     fio::SHORTEST_WAIT_US,
     msr::{TICK_NS, TICKS_OF_1970},
     weir::{HEADER, MORE_COLUMNS},
 };
 use super::{
-    disks::Disks,
+    disks::TraceDisks,
     outcome::Outcomes,
-    record::{Op, Record},
-    window::Window,
+    record::{RequestOp, TraceRecord},
+    window::ReorderWindow,
 };
 
 /// Format of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub enum Format {
+pub enum TraceFormat {
     /// weir's CSV: time_ns,disk,op,offset,length
     Weir,
     /// fio's iolog, version 2
@@ -83,7 +83,7 @@ pub enum Format {
     Columns,
 }
 
-impl Format {
+impl TraceFormat {
     /// Name in messages and results.
     pub fn name(self) -> &'static str {
         match self {
@@ -107,15 +107,15 @@ impl Format {
     }
 }
 
-pub(super) trait Parse {
+pub(super) trait LineParser {
     /// Parses one nonempty line and passes on its requests. The caller adds the location to
     /// errors.
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String>;
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String>;
 }
 
-pub(super) struct Found<'a> {
-    pub(super) disks: &'a mut Disks,
-    pub(super) window: &'a mut Window,
+pub(super) struct RecordOutput<'a> {
+    pub(super) disks: &'a mut TraceDisks,
+    pub(super) window: &'a mut ReorderWindow,
     /// Receives the outcomes of requests, if they were requested.
     pub(super) outcomes: Option<&'a mut Outcomes>,
     /// Number of requests of length 0 so far, which are skipped; `None` if such a request is an
@@ -124,7 +124,7 @@ pub(super) struct Found<'a> {
     pub(super) line: u64,
 }
 
-impl Found<'_> {
+impl RecordOutput<'_> {
     /// Passes on a request. Offset and length of a flush are ignored. Foreign traces may contain
     /// requests of length 0, which are skipped.
     #[inline(always)]
@@ -132,20 +132,20 @@ impl Found<'_> {
         &mut self,
         time_ns: u64,
         disk: &[u8],
-        op: Op,
+        op: RequestOp,
         offset: u64,
         length: u64,
     ) -> Result<(), String> {
-        let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
-        if (length == 0 && op != Op::Flush) || offset.checked_add(length).is_none() {
+        let (offset, length) = if op == RequestOp::Flush { (0, 0) } else { (offset, length) };
+        if (length == 0 && op != RequestOp::Flush) || offset.checked_add(length).is_none() {
             return self.no_request(op, offset, length);
         }
         let disk = self.disks.id(disk)?;
-        self.window.push(Record { time_ns, offset, length, line: self.line, disk, file: 0, op })
+        self.window.push(TraceRecord { time_ns, offset, length, line: self.line, disk, file: 0, op })
     }
 
     #[cold]
-    fn no_request(&mut self, op: Op, offset: u64, length: u64) -> Result<(), String> {
+    fn no_request(&mut self, op: RequestOp, offset: u64, length: u64) -> Result<(), String> {
         match (length, &mut self.empty) {
             (0, Some(empty)) => {
                 **empty += 1;

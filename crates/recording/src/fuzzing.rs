@@ -8,10 +8,10 @@ use clap::ValueEnum as _;
 use super::{
     error::TraceError,
     file,
-    format::Format,
-    reader::{Options, Reader},
-    record::{Op, Record},
-    write::Writer,
+    format::TraceFormat,
+    reader::{TraceOptions, TraceReader},
+    record::{RequestOp, TraceRecord},
+    write::CsvWriter,
 };
 
 const MAX_ERROR_BYTES: usize = 1024;
@@ -21,9 +21,9 @@ const NAME: &str = "fuzz";
 /// window.
 pub fn trace(data: &[u8]) {
     let Some((&choice, text)) = data.split_first() else { return };
-    let formats = Format::value_variants();
+    let formats = TraceFormat::value_variants();
     let format = formats.get(usize::from(choice & 15)).copied();
-    let options = Options { format, window: usize::from(choice >> 4), outcomes: true, ..Options::default() };
+    let options = TraceOptions { format, window: usize::from(choice >> 4), outcomes: true, ..TraceOptions::default() };
     let (records, disks, error) = read(text, &options);
     if let Some(error) = error {
         let error = error.to_string();
@@ -35,8 +35,8 @@ pub fn trace(data: &[u8]) {
     file::check_block(text);
 }
 
-fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<TraceError>) {
-    let mut reader = match Reader::new(NAME, Box::new(Cursor::new(text.to_vec())), options) {
+fn read(text: &[u8], options: &TraceOptions) -> (Vec<TraceRecord>, Vec<String>, Option<TraceError>) {
+    let mut reader = match TraceReader::new(NAME, Box::new(Cursor::new(text.to_vec())), options) {
         Ok(reader) => reader,
         Err(error) => return (Vec::new(), Vec::new(), Some(error)),
     };
@@ -59,28 +59,28 @@ fn read(text: &[u8], options: &Options) -> (Vec<Record>, Vec<String>, Option<Tra
     (records, reader.disks().to_vec(), error)
 }
 
-fn check(records: &[Record], disks: usize) {
+fn check(records: &[TraceRecord], disks: usize) {
     assert!(records.first().is_none_or(|first| first.time_ns == 0));
     assert!(records.is_sorted_by_key(|record| record.time_ns));
     for record in records {
         assert!(record.disk.index() < disks && record.line > 0);
-        assert!((record.length == 0) == (record.op == Op::Flush));
+        assert!((record.length == 0) == (record.op == RequestOp::Flush));
         assert!(record.offset.checked_add(record.length).is_some());
     }
 }
 
-fn again(records: &[Record], disks: &[String]) {
-    let mut writer = Writer::new(Vec::new());
+fn again(records: &[TraceRecord], disks: &[String]) {
+    let mut writer = CsvWriter::new(Vec::new());
     for record in records {
         let disk = &disks[record.disk.index()];
         writer.write(record.time_ns, disk, record.op, record.offset, record.length).expect("to memory");
     }
     let text = writer.finish().expect("to memory");
-    let (read, names, error) = read(&text, &Options::default());
+    let (read, names, error) = read(&text, &TraceOptions::default());
     assert!(error.is_none(), "{error:?}");
     assert_eq!(read.len(), records.len());
     for (read, record) in read.iter().zip(records) {
-        let of = |record: &Record| (record.time_ns, record.op, record.offset, record.length);
+        let of = |record: &TraceRecord| (record.time_ns, record.op, record.offset, record.length);
         assert_eq!(of(read), of(record));
         assert_eq!(names[read.disk.index()], disks[record.disk.index()]);
     }

@@ -23,13 +23,13 @@ const GZIP: &[u8] = &[0x1f, 0x8b];
 const ZSTD: &[u8] = &[0x28, 0xb5, 0x2f, 0xfd];
 
 /// A trace as decompressed bytes.
-pub struct Input {
+pub struct TraceInput {
     pub(super) name: String,
     pub(super) text: Box<dyn Read + Send>,
     pub(super) compression: Option<&'static str>,
 }
 
-impl Input {
+impl TraceInput {
     pub(super) fn open(path: &Path) -> Result<Self, (String, io::Error)> {
         let standard = path == Path::new("-");
         let name = if standard { "standard input".to_owned() } else { path.display().to_string() };

@@ -35,9 +35,9 @@ mod window;
 pub mod write;
 
 pub use fields::push_decimal;
-pub use file::{Entry, LimitChange, LimitOwner, Times, Writer};
-pub use format::{Columns, Format, HEADER, MORE_COLUMNS};
-pub use merge::{Measured, Merged, Source};
-pub use outcome::Outcome;
-pub use reader::Options;
-pub use record::{DiskId, Op, Past, Record};
+pub use file::{RecordingEntry, LimitChange, LimitOwner, RecordedTimes, RecordingWriter};
+pub use format::{ColumnSpec, TraceFormat, HEADER, MORE_COLUMNS};
+pub use merge::{RecordedOutcome, MergedTraces, RecordSource};
+pub use outcome::RequestOutcome;
+pub use reader::TraceOptions;
+pub use record::{DiskId, RequestOp, CompletedRequest, TraceRecord};

@@ -82,7 +82,7 @@ impl LimitHistory {
 
     /// Calls `visitor` for each period with the limits that applied to a disk, its own and those
     /// of its groups. Periods of one owner are sorted by time and do not overlap.
-    pub fn visit(&self, disk: &str, visitor: &mut dyn FnMut(LimitsInForce<'_>)) {
+    pub fn visit(&self, disk: &str, visitor: &mut dyn FnMut(RecordedLimitPeriod<'_>)) {
         let changes = self.disks.get(disk).map_or(&[][..], Vec::as_slice);
         self.visit_levels(visitor, None, changes, 0..u64::MAX, MAX_LEVELS);
     }
@@ -91,7 +91,7 @@ impl LimitHistory {
     /// the recursion, since groups in an untrusted recording may form a cycle.
     fn visit_levels(
         &self,
-        visitor: &mut dyn FnMut(LimitsInForce<'_>),
+        visitor: &mut dyn FnMut(RecordedLimitPeriod<'_>),
         of: Option<&str>,
         changes: &[LimitChange],
         during: Range<u64>,
@@ -108,7 +108,7 @@ impl LimitHistory {
             if during_ns.is_empty() {
                 continue;
             }
-            visitor(LimitsInForce { of, change, during_ns: during_ns.clone() });
+            visitor(RecordedLimitPeriod { of, change, during_ns: during_ns.clone() });
             let above = change.group.as_ref().filter(|_| levels > 0);
             if let Some((group, changes)) = above.and_then(|group| self.groups.get_key_value(group)) {
                 // Only for the period in which the owner belonged to this group.
@@ -120,7 +120,7 @@ impl LimitHistory {
 
 /// Limits that applied to a disk for some period.
 #[derive(Debug)]
-pub struct LimitsInForce<'a> {
+pub struct RecordedLimitPeriod<'a> {
     /// Group with the limits; `None` for the disk's own limits.
     pub of: Option<&'a str>,
     /// Change that put them in force.

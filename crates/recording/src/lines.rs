@@ -6,7 +6,7 @@ use std::io::{self, Read as _};
 
 use super::{
     error::TraceError,
-    input::{self, Input},
+    input::{self, TraceInput},
 };
 
 const BLOCK_BYTES: usize = 1 << 20;
@@ -14,8 +14,8 @@ const BLOCK_BYTES: usize = 1 << 20;
 const MAX_LINE_BYTES: usize = 64 << 10;
 
 /// Lines of a trace, read in large blocks.
-pub struct Lines {
-    input: Input,
+pub struct LineReader {
+    input: TraceInput,
     buffer: Box<[u8]>,
     /// `start..end` of the buffer was not returned yet.
     start: usize,
@@ -27,9 +27,9 @@ pub struct Lines {
     number: u64,
 }
 
-impl Lines {
+impl LineReader {
     /// Creates the lines without reading.
-    pub fn new(input: Input) -> Self {
+    pub fn new(input: TraceInput) -> Self {
         let buffer = vec![0; BLOCK_BYTES].into_boxed_slice();
         Self { input, buffer, start: 0, end: 0, ended: false, failed: None, number: 0 }
     }
@@ -42,12 +42,12 @@ impl Lines {
         self.number
     }
 
-    pub(super) fn wrong(&self, why: String) -> TraceError {
-        self.wrong_at(self.number, why)
+    pub(super) fn line_error(&self, why: String) -> TraceError {
+        self.line_error_at(self.number, why)
     }
 
     /// Error at a line; in a recording, requests count as lines.
-    pub fn wrong_at(&self, line: u64, why: String) -> TraceError {
+    pub fn line_error_at(&self, line: u64, why: String) -> TraceError {
         TraceError::Line { file: self.input.name.clone(), line, why }
     }
 
@@ -112,7 +112,7 @@ impl Lines {
             let found = memchr::memchr(b'\n', &rest[searched..]).map(|more| searched + more);
             if found.unwrap_or(rest.len()) > MAX_LINE_BYTES {
                 self.number += 1;
-                return Err(self.wrong(format!("the line is longer than {MAX_LINE_BYTES} bytes")));
+                return Err(self.line_error(format!("the line is longer than {MAX_LINE_BYTES} bytes")));
             }
             if let Some(length) = found {
                 return Ok(Some((length, 1)));

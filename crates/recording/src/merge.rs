@@ -9,33 +9,33 @@ use std::{
 };
 
 use super::{
-    disks::Disks,
+    disks::TraceDisks,
     error::TraceError,
-    format::Format,
+    format::TraceFormat,
     limit_history::LimitHistory,
-    outcome::{Noted, Outcome},
-    reader::{Options, Reader},
-    record::{DiskId, Record},
+    outcome::{NumberedOutcome, RequestOutcome},
+    reader::{TraceOptions, TraceReader},
+    record::{DiskId, TraceRecord},
 };
 
 /// A source of records sorted by time.
-pub trait Source {
+pub trait RecordSource {
     /// Appends up to `count` records, including those before an error; none at the end.
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()>;
+    fn fill(&mut self, records: &mut Vec<TraceRecord>, count: usize) -> anyhow::Result<()>;
     /// Names of the disks so far; [`DiskId`] is the index.
     fn disks(&self) -> &[String];
     /// File and line of a record, for messages.
-    fn place(&self, record: &Record) -> String;
+    fn place(&self, record: &TraceRecord) -> String;
     /// Recorded outcome of a request, if known. Must be called once for each record, if outcomes
     /// were requested.
-    fn measured(&mut self, _record: &Record) -> Option<Measured> {
+    fn measured(&mut self, _record: &TraceRecord) -> Option<RecordedOutcome> {
         None
     }
 }
 
 /// Recorded outcome of a request.
 #[derive(Clone, Copy, Debug)]
-pub struct Measured {
+pub struct RecordedOutcome {
     /// Nanoseconds from arrival to completion.
     pub latency_ns: u64,
     /// True if a limit throttled it.
@@ -43,11 +43,11 @@ pub struct Measured {
 }
 
 /// Several traces, merged by time.
-pub struct Merged {
+pub struct MergedTraces {
     /// 1 to 65,535 traces.
-    sources: Vec<One>,
+    sources: Vec<MergeInput>,
     /// Unused with a single trace.
-    disks: Disks,
+    disks: TraceDisks,
     /// Next time of each source; at equal times the source that was named first wins.
     upcoming: BinaryHeap<Reverse<(u64, u16)>>,
     /// Reported after the record that was read before it.
@@ -56,11 +56,11 @@ pub struct Merged {
     /// are still read.
     torn: Option<TraceError>,
     begun: bool,
-    clock: Clock,
+    clock: TimeOrigin,
 }
 
 /// Definition of time 0.
-enum Clock {
+enum TimeOrigin {
     /// The first record of the only trace, or of each trace.
     First,
     /// A time of the shared clock, in nanoseconds since 1970.
@@ -69,14 +69,14 @@ enum Clock {
     Zero,
 }
 
-struct One {
-    reader: Reader,
+struct MergeInput {
+    reader: TraceReader,
     ids: Vec<DiskId>,
-    head: Option<Record>,
+    head: Option<TraceRecord>,
 }
 
-impl Source for Merged {
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
+impl RecordSource for MergedTraces {
+    fn fill(&mut self, records: &mut Vec<TraceRecord>, count: usize) -> anyhow::Result<()> {
         for _ in 0..count {
             let Some(record) = self.next()? else { break };
             records.push(record);
@@ -91,50 +91,50 @@ impl Source for Merged {
         }
     }
 
-    fn measured(&mut self, record: &Record) -> Option<Measured> {
+    fn measured(&mut self, record: &TraceRecord) -> Option<RecordedOutcome> {
         let noted = self.outcome(record)?;
         let outcome = self.named(record, noted)?;
-        Some(Measured { latency_ns: outcome.times.latency_ns(), was_held: outcome.limit.is_some() })
+        Some(RecordedOutcome { latency_ns: outcome.times.latency_ns(), was_held: outcome.limit.is_some() })
     }
 
-    fn place(&self, record: &Record) -> String {
+    fn place(&self, record: &TraceRecord) -> String {
         let name = self.sources.get(usize::from(record.file)).map_or("", |source| source.reader.name());
         format!("{name}:{}", record.line)
     }
 }
 
-impl Merged {
+impl MergedTraces {
     /// Opens the files; `-` is standard input.
     ///
     /// # Errors
     /// A file cannot be opened, is not a trace, or the files cannot be merged.
-    pub fn open(paths: &[PathBuf], options: &Options) -> Result<Self, TraceError> {
+    pub fn open(paths: &[PathBuf], options: &TraceOptions) -> Result<Self, TraceError> {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
         if paths.iter().filter(|path| path.as_path() == Path::new("-")).count() > 1 {
             return Err(together("-", "standard input can be read once only"));
         }
-        let readers = paths.iter().map(|path| Reader::open(path, options)).collect::<Result<Vec<_>, _>>()?;
+        let readers = paths.iter().map(|path| TraceReader::open(path, options)).collect::<Result<Vec<_>, _>>()?;
         Self::new(readers, options.absolute_time)
     }
 
     /// Merges readers from which nothing was read. Recordings share a clock unless `absolute_time`
     /// is `Some(false)`.
-    pub fn new(mut readers: Vec<Reader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
+    pub fn new(mut readers: Vec<TraceReader>, absolute_time: Option<bool>) -> Result<Self, TraceError> {
         if readers.is_empty() || readers.len() > usize::from(u16::MAX) {
             let why = format!("between 1 and {} traces can be read as one", u16::MAX);
             return Err(TraceError::Together { file: format!("{} traces", readers.len()), why });
         }
-        let are_recordings = || readers.iter().all(|reader| reader.format == Format::Recording);
+        let are_recordings = || readers.iter().all(|reader| reader.format == TraceFormat::Recording);
         let clock = match absolute_time {
-            Some(false) => Clock::Zero,
-            None if readers.len() == 1 || !are_recordings() => Clock::First,
-            _ => Clock::Shared(share_clock(&mut readers)?),
+            Some(false) => TimeOrigin::Zero,
+            None if readers.len() == 1 || !are_recordings() => TimeOrigin::First,
+            _ => TimeOrigin::Shared(share_clock(&mut readers)?),
         };
-        let sources = readers.into_iter().map(|reader| One { reader, ids: Vec::new(), head: None }).collect();
+        let sources = readers.into_iter().map(|reader| MergeInput { reader, ids: Vec::new(), head: None }).collect();
         Ok(Self {
             sources,
-            disks: Disks::default(),
+            disks: TraceDisks::default(),
             upcoming: BinaryHeap::new(),
             failed: None,
             torn: None,
@@ -147,25 +147,25 @@ impl Merged {
     /// before [`next`](Self::next).
     pub fn clock_ns(&mut self) -> u64 {
         match (&self.clock, &mut self.sources[..]) {
-            (Clock::Shared(ns), _) => *ns,
+            (TimeOrigin::Shared(ns), _) => *ns,
             // Several traces that each begin at time 0 have no common absolute time.
-            (Clock::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
+            (TimeOrigin::First, [only]) if only.reader.format.is_absolute() => only.reader.first_ns().unwrap_or(0),
             _ => 0,
         }
     }
 
     /// True if a trace contains the outcomes of its requests.
-    pub fn tells_outcomes(&self) -> bool {
-        self.sources.iter().any(|one| one.reader.tells_outcomes())
+    pub fn has_outcomes(&self) -> bool {
+        self.sources.iter().any(|one| one.reader.has_outcomes())
     }
 
     /// See [`Reader::outcome`].
-    pub fn outcome(&mut self, record: &Record) -> Option<Noted> {
+    pub fn outcome(&mut self, record: &TraceRecord) -> Option<NumberedOutcome> {
         self.sources[usize::from(record.file)].reader.outcome(record)
     }
 
     /// The outcome with the name of its limit.
-    pub fn named(&self, record: &Record, noted: Noted) -> Option<Outcome<'_>> {
+    pub fn named(&self, record: &TraceRecord, noted: NumberedOutcome) -> Option<RequestOutcome<'_>> {
         self.sources[usize::from(record.file)].reader.named(noted)
     }
 
@@ -196,7 +196,7 @@ impl Merged {
     /// which merely ends early.
     #[inline]
     #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
-    pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
+    pub fn next(&mut self) -> Result<Option<TraceRecord>, TraceError> {
         match &mut self.sources[..] {
             // A single trace needs neither a heap nor a translation of disk numbers.
             [only] => only.reader.next(),
@@ -204,7 +204,7 @@ impl Merged {
         }
     }
 
-    fn next_of_several(&mut self) -> Result<Option<Record>, TraceError> {
+    fn next_of_several(&mut self) -> Result<Option<TraceRecord>, TraceError> {
         if !self.begun {
             self.begun = true;
             for which in 0..self.sources.len() {
@@ -227,7 +227,7 @@ impl Merged {
     }
 
     fn advance(&mut self, which: usize) -> Result<(), TraceError> {
-        let One { reader, ids, head } = &mut self.sources[which];
+        let MergeInput { reader, ids, head } = &mut self.sources[which];
         let mut record = match reader.next() {
             Ok(Some(record)) => record,
             Ok(None) => return Ok(()),
@@ -251,7 +251,7 @@ impl Merged {
 }
 
 /// Makes times count from the earliest record of all readers, which is returned.
-pub fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
+pub fn share_clock(readers: &mut [TraceReader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
             "times of the format {} count from the trace's own beginning, so that its distance to others is not known \
@@ -261,7 +261,7 @@ pub fn share_clock(readers: &mut [Reader]) -> Result<u64, TraceError> {
         return Err(TraceError::Together { file: other.name().to_owned(), why });
     }
     // Reads ahead in each trace, but returns no record.
-    let origin_ns = readers.iter_mut().filter_map(Reader::first_ns).min().unwrap_or(0);
+    let origin_ns = readers.iter_mut().filter_map(TraceReader::first_ns).min().unwrap_or(0);
     readers.iter_mut().for_each(|reader| reader.count_from(origin_ns));
     Ok(origin_ns)
 }

@@ -4,17 +4,17 @@
 use std::collections::HashMap;
 
 use super::{
-    disks::Disks,
+    disks::TraceDisks,
     error::shown,
-    file::Times,
-    record::{DiskId, Record},
+    file::RecordedTimes,
+    record::{DiskId, TraceRecord},
 };
 
 /// Measured outcome of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outcome<'a> {
+pub struct RequestOutcome<'a> {
     /// Waiting and service time.
-    pub times: Times,
+    pub times: RecordedTimes,
     /// True if the request failed.
     pub has_failed: bool,
     /// Limit that it waited for last.
@@ -23,8 +23,8 @@ pub struct Outcome<'a> {
 
 /// An outcome with the number of its limit.
 #[derive(Clone, Copy, Debug)]
-pub struct Noted {
-    times: Times,
+pub struct NumberedOutcome {
+    times: RecordedTimes,
     has_failed: bool,
     limit: Option<DiskId>,
 }
@@ -32,39 +32,39 @@ pub struct Noted {
 /// Outcomes of requests that were read and not fetched yet.
 pub(super) struct Outcomes {
     // The window reorders records; their line identifies them afterwards.
-    by_line: HashMap<u64, Noted>,
-    limits: Disks,
+    by_line: HashMap<u64, NumberedOutcome>,
+    limits: TraceDisks,
 }
 
 impl Outcomes {
     pub(super) fn new() -> Self {
-        Self { by_line: HashMap::new(), limits: Disks::default() }
+        Self { by_line: HashMap::new(), limits: TraceDisks::default() }
     }
 
-    pub(super) fn note(&mut self, line: u64, outcome: Told<'_>) -> Result<(), String> {
-        let Told { times, has_failed, limit } = outcome;
+    pub(super) fn push(&mut self, line: u64, outcome: ParsedOutcome<'_>) -> Result<(), String> {
+        let ParsedOutcome { times, has_failed, limit } = outcome;
         let number = |name: &[u8]| {
             self.limits.id(name).map_err(|_| format!("the limit's name {} is not one", shown(name)))
         };
         let limit = limit.map(number).transpose()?;
-        self.by_line.insert(line, Noted { times, has_failed, limit });
+        self.by_line.insert(line, NumberedOutcome { times, has_failed, limit });
         Ok(())
     }
 
     /// Removes and returns an outcome; must be called once for each request.
-    pub(super) fn take(&mut self, record: &Record) -> Option<Noted> {
+    pub(super) fn remove(&mut self, record: &TraceRecord) -> Option<NumberedOutcome> {
         self.by_line.remove(&record.line)
     }
 
-    pub(super) fn named(&self, noted: Noted) -> Outcome<'_> {
-        let Noted { times, has_failed, limit } = noted;
-        Outcome { times, has_failed, limit: limit.map(|limit| &*self.limits.names()[limit.index()]) }
+    pub(super) fn with_limit_names(&self, noted: NumberedOutcome) -> RequestOutcome<'_> {
+        let NumberedOutcome { times, has_failed, limit } = noted;
+        RequestOutcome { times, has_failed, limit: limit.map(|limit| &*self.limits.names()[limit.index()]) }
     }
 }
 
 /// An outcome as parsed from a trace.
-pub(super) struct Told<'a> {
-    pub(super) times: Times,
+pub(super) struct ParsedOutcome<'a> {
+    pub(super) times: RecordedTimes,
     pub(super) has_failed: bool,
     pub(super) limit: Option<&'a [u8]>,
 }

@@ -3,19 +3,19 @@
 use std::{io::Read, path::Path};
 
 use super::{
-    disks::Disks,
+    disks::TraceDisks,
     error::TraceError,
-    file::{Blocks, LimitChange, Told, is_beginning},
+    file::{RecordingReader, LimitChange, RecordedRequest, is_beginning},
     format::{
-        Alibaba, Blkparse, ByColumns, CloudPhysics, Columns, Fio, Format, Found, Mqsim, Msr, Parse, Spc,
-        Weir, detect, tells_outcomes,
+        Alibaba, Blkparse, ByColumns, CloudPhysics, ColumnSpec, Fio, TraceFormat, RecordOutput, Mqsim, Msr, LineParser, Spc,
+        WeirCsv, detect, has_outcomes,
     },
-    input::Input,
+    input::TraceInput,
     limit_history::LimitHistory,
-    lines::Lines,
-    outcome::{self, Noted, Outcome, Outcomes},
-    record::Record,
-    window::Window,
+    lines::LineReader,
+    outcome::{self, NumberedOutcome, RequestOutcome, Outcomes},
+    record::TraceRecord,
+    window::ReorderWindow,
 };
 
 // 2.5 MiB of records.
@@ -27,11 +27,11 @@ const BATCH: usize = 1024;
 
 /// Options for reading a trace.
 #[derive(Clone, Debug)]
-pub struct Options {
+pub struct TraceOptions {
     /// Format; `None` detects it from each file's beginning.
-    pub format: Option<Format>,
+    pub format: Option<TraceFormat>,
     /// Meaning of the columns of every file, instead of a format.
-    pub columns: Option<Columns>,
+    pub columns: Option<ColumnSpec>,
     /// Number of records that are buffered for reordering; at most [`MAX_WINDOW`].
     pub window: usize,
     /// Keep the distance between several traces on their common clock; `None`: if all are
@@ -41,19 +41,19 @@ pub struct Options {
     pub outcomes: bool,
 }
 
-impl Default for Options {
+impl Default for TraceOptions {
     fn default() -> Self {
         Self { format: None, columns: None, window: DEFAULT_WINDOW, absolute_time: None, outcomes: false }
     }
 }
 
 /// Reader of one trace.
-pub struct Reader {
-    lines: Lines,
-    pub(crate) format: Format,
-    parser: Parser,
-    disks: Disks,
-    window: Window,
+pub struct TraceReader {
+    lines: LineReader,
+    pub(crate) format: TraceFormat,
+    parser: TraceParser,
+    disks: TraceDisks,
+    window: ReorderWindow,
     /// Outcomes of the records in the window.
     outcomes: Option<Outcomes>,
     /// Limits of a recording whose outcomes are requested; times are nanoseconds since 1970.
@@ -61,7 +61,7 @@ pub struct Reader {
     /// Number of skipped requests of length 0.
     empty: u64,
     /// Detected format, if it differs from the requested one.
-    otherwise: Option<Format>,
+    otherwise: Option<TraceFormat>,
     held: usize,
     /// The trace's clock at time 0; `None` before the first record.
     origin_ns: Option<u64>,
@@ -70,8 +70,8 @@ pub struct Reader {
     failed: Option<TraceError>,
 }
 
-enum Parser {
-    Weir(Weir),
+enum TraceParser {
+    Weir(WeirCsv),
     Fio(Fio),
     Blkparse(Blkparse),
     Msr(Msr),
@@ -80,11 +80,11 @@ enum Parser {
     Spc(Spc),
     Mqsim(Mqsim),
     ByColumns(ByColumns),
-    Recording(Box<Blocks>),
+    Recording(Box<RecordingReader>),
 }
 
-impl Reader {
-    pub(crate) fn open(path: &Path, options: &Options) -> Result<Self, TraceError> {
+impl TraceReader {
+    pub(crate) fn open(path: &Path, options: &TraceOptions) -> Result<Self, TraceError> {
         Self::over(open(path)?, options)
     }
 
@@ -92,14 +92,14 @@ impl Reader {
     pub(crate) fn new(
         name: &str,
         bytes: Box<dyn Read + Send>,
-        options: &Options,
+        options: &TraceOptions,
     ) -> Result<Self, TraceError> {
         let failed = |why| TraceError::File { file: name.to_owned(), why };
-        Self::over(Lines::new(Input::new(name.to_owned(), bytes).map_err(failed)?), options)
+        Self::over(LineReader::new(TraceInput::new(name.to_owned(), bytes).map_err(failed)?), options)
     }
 
     /// Creates a reader over lines from which nothing was read.
-    pub fn over(mut lines: Lines, options: &Options) -> Result<Self, TraceError> {
+    pub fn over(mut lines: LineReader, options: &TraceOptions) -> Result<Self, TraceError> {
         let file = lines.name().to_owned();
         if options.window > MAX_WINDOW {
             let why = format!("the window of {} records is above the largest, {MAX_WINDOW}", options.window);
@@ -110,40 +110,40 @@ impl Reader {
             return Err(TraceError::Empty { file });
         }
         let format = match (options.format, &options.columns) {
-            (_, Some(_)) => Format::Columns,
+            (_, Some(_)) => TraceFormat::Columns,
             (Some(format), None) => format,
             (None, None) => detect(ahead).map_err(|hint| TraceError::Unknown { file: file.clone(), hint })?,
         };
         // Only for the message: an explicit format is used even if the detection disagrees.
         let otherwise = options.format.and_then(|_| detect(ahead).ok()).filter(|seen| *seen != format);
         let tells = match format {
-            Format::Recording => true,
-            Format::Weir => tells_outcomes(ahead),
+            TraceFormat::Recording => true,
+            TraceFormat::Weir => has_outcomes(ahead),
             _ => false,
         };
         let parser = match format {
-            Format::Weir => Parser::Weir(Weir::default()),
-            Format::FioV2 => Parser::Fio(Fio::new(2)),
-            Format::FioV3 => Parser::Fio(Fio::new(3)),
-            Format::Blkparse => Parser::Blkparse(Blkparse::new(ahead)),
-            Format::Msr => Parser::Msr(Msr::default()),
-            Format::Alibaba => Parser::Alibaba(Alibaba::default()),
-            Format::CloudPhysics => Parser::CloudPhysics(CloudPhysics::new(&file)),
-            Format::Spc => Parser::Spc(Spc),
-            Format::Mqsim => Parser::Mqsim(Mqsim),
-            Format::Recording => Parser::Recording(Box::default()),
-            Format::Columns => {
+            TraceFormat::Weir => TraceParser::Weir(WeirCsv::default()),
+            TraceFormat::FioV2 => TraceParser::Fio(Fio::new(2)),
+            TraceFormat::FioV3 => TraceParser::Fio(Fio::new(3)),
+            TraceFormat::Blkparse => TraceParser::Blkparse(Blkparse::new(ahead)),
+            TraceFormat::Msr => TraceParser::Msr(Msr::default()),
+            TraceFormat::Alibaba => TraceParser::Alibaba(Alibaba::default()),
+            TraceFormat::CloudPhysics => TraceParser::CloudPhysics(CloudPhysics::new(&file)),
+            TraceFormat::Spc => TraceParser::Spc(Spc),
+            TraceFormat::Mqsim => TraceParser::Mqsim(Mqsim),
+            TraceFormat::Recording => TraceParser::Recording(Box::default()),
+            TraceFormat::Columns => {
                 let columns = options.columns.clone();
                 let columns = columns.expect("the format is not to be had without them");
-                Parser::ByColumns(ByColumns::new(columns, &file))
+                TraceParser::ByColumns(ByColumns::new(columns, &file))
             }
         };
         Ok(Self {
             lines,
             format,
             parser,
-            disks: Disks::default(),
-            window: Window::new(options.window),
+            disks: TraceDisks::default(),
+            window: ReorderWindow::new(options.window),
             outcomes: (tells && options.outcomes).then(Outcomes::new),
             limits: LimitHistory::default(),
             empty: 0,
@@ -168,7 +168,7 @@ impl Reader {
     /// Next record. An error is returned once, after all records before it.
     #[inline]
     #[expect(clippy::should_implement_trait, reason = "reading may fail, and an iterator would hide that")]
-    pub fn next(&mut self) -> Result<Option<Record>, TraceError> {
+    pub fn next(&mut self) -> Result<Option<TraceRecord>, TraceError> {
         // More records than the window has places are buffered: only then is the earliest one
         // final.
         if self.window.len() <= self.held && !self.ended {
@@ -185,25 +185,25 @@ impl Reader {
     }
 
     /// True if the trace contains outcomes and they were requested.
-    pub fn tells_outcomes(&self) -> bool {
+    pub fn has_outcomes(&self) -> bool {
         self.outcomes.is_some()
     }
 
     /// Outcome of a request that [`next`](Self::next) returned, if known. Must be called once for
     /// each.
-    pub fn outcome(&mut self, record: &Record) -> Option<Noted> {
-        self.outcomes.as_mut()?.take(record)
+    pub fn outcome(&mut self, record: &TraceRecord) -> Option<NumberedOutcome> {
+        self.outcomes.as_mut()?.remove(record)
     }
 
     /// The outcome with the name of its limit.
-    pub fn named(&self, noted: Noted) -> Option<Outcome<'_>> {
-        Some(self.outcomes.as_ref()?.named(noted))
+    pub fn named(&self, noted: NumberedOutcome) -> Option<RequestOutcome<'_>> {
+        Some(self.outcomes.as_ref()?.with_limit_names(noted))
     }
 
     /// Number of requests that the recording lost, in the part that was read.
     pub(super) fn lost(&self) -> u64 {
         match &self.parser {
-            Parser::Recording(blocks) => blocks.lost(),
+            TraceParser::Recording(blocks) => blocks.lost(),
             _ => 0,
         }
     }
@@ -244,20 +244,20 @@ impl Reader {
         let Self { lines, disks, window, outcomes, limits, empty, .. } = self;
         let limits = outcomes.is_some().then_some(limits);
         // weir's own formats contain no requests of length 0: there they are errors.
-        let empty = (!matches!(self.format, Format::Weir | Format::Recording)).then_some(empty);
-        let mut into = Into { disks, window, outcomes: outcomes.as_mut(), empty };
+        let empty = (!matches!(self.format, TraceFormat::Weir | TraceFormat::Recording)).then_some(empty);
+        let mut into = ParseOutput { disks, window, outcomes: outcomes.as_mut(), empty };
         let into = &mut into;
         let more = match &mut self.parser {
-            Parser::Weir(parser) => read(parser, lines, into, enough),
-            Parser::Fio(parser) => read(parser, lines, into, enough),
-            Parser::Blkparse(parser) => read(parser, lines, into, enough),
-            Parser::Msr(parser) => read(parser, lines, into, enough),
-            Parser::Alibaba(parser) => read(parser, lines, into, enough),
-            Parser::CloudPhysics(parser) => read(parser, lines, into, enough),
-            Parser::Spc(parser) => read(parser, lines, into, enough),
-            Parser::Mqsim(parser) => read(parser, lines, into, enough),
-            Parser::Recording(blocks) => read_recording(blocks, lines, (into, limits), enough),
-            Parser::ByColumns(parser) => read(parser, lines, into, enough),
+            TraceParser::Weir(parser) => read(parser, lines, into, enough),
+            TraceParser::Fio(parser) => read(parser, lines, into, enough),
+            TraceParser::Blkparse(parser) => read(parser, lines, into, enough),
+            TraceParser::Msr(parser) => read(parser, lines, into, enough),
+            TraceParser::Alibaba(parser) => read(parser, lines, into, enough),
+            TraceParser::CloudPhysics(parser) => read(parser, lines, into, enough),
+            TraceParser::Spc(parser) => read(parser, lines, into, enough),
+            TraceParser::Mqsim(parser) => read(parser, lines, into, enough),
+            TraceParser::Recording(blocks) => read_recording(blocks, lines, (into, limits), enough),
+            TraceParser::ByColumns(parser) => read(parser, lines, into, enough),
         };
         match more {
             Ok(more) => self.ended = !more,
@@ -268,7 +268,7 @@ impl Reader {
                 let is_content = matches!(error, TraceError::Line { .. } | TraceError::Together { .. });
                 self.failed = Some(match self.otherwise {
                     Some(seen) if is_first && is_content => {
-                        misnamed(self.name(), self.format, seen, &error.to_string())
+                        format_mismatch(self.name(), self.format, seen, &error.to_string())
                     }
                     _ => error,
                 });
@@ -278,20 +278,20 @@ impl Reader {
 }
 
 /// Opens the lines of a trace of any format.
-pub fn open(path: &Path) -> Result<Lines, TraceError> {
-    Input::open(path).map(Lines::new).map_err(|(file, why)| TraceError::File { file, why })
+pub fn open(path: &Path) -> Result<LineReader, TraceError> {
+    TraceInput::open(path).map(LineReader::new).map_err(|(file, why)| TraceError::File { file, why })
 }
 
 /// True if the lines are a recording, which contains more than a [`Reader`] returns.
-pub fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceError> {
+pub fn is_recording(lines: &mut LineReader, options: &TraceOptions) -> Result<bool, TraceError> {
     match (options.format, &options.columns) {
         (_, Some(_)) => Ok(false),
-        (Some(Format::Recording), None) => {
+        (Some(TraceFormat::Recording), None) => {
             let ahead = lines.ahead()?;
             // A file of unknown kind is left to the decoder, whose message is more precise.
             if let (false, Ok(seen)) = (is_beginning(ahead), detect(ahead)) {
                 let why = "a recording begins otherwise";
-                return Err(misnamed(lines.name(), Format::Recording, seen, why));
+                return Err(format_mismatch(lines.name(), TraceFormat::Recording, seen, why));
             }
             Ok(true)
         }
@@ -301,34 +301,34 @@ pub fn is_recording(lines: &mut Lines, options: &Options) -> Result<bool, TraceE
 }
 
 /// Error for a file that is not of the requested format.
-fn misnamed(file: &str, said: Format, seen: Format, why: &str) -> TraceError {
+fn format_mismatch(file: &str, said: TraceFormat, seen: TraceFormat, why: &str) -> TraceError {
     let (said, seen) = (said.name(), seen.name());
     let why = format!("--format says {said}, and it begins as {seen} does (leave --format out): {why}");
     TraceError::Together { file: file.to_owned(), why }
 }
 
 /// Destination of parsed requests.
-struct Into<'a> {
-    disks: &'a mut Disks,
-    window: &'a mut Window,
+struct ParseOutput<'a> {
+    disks: &'a mut TraceDisks,
+    window: &'a mut ReorderWindow,
     outcomes: Option<&'a mut Outcomes>,
     empty: Option<&'a mut u64>,
 }
 
-impl Into<'_> {
+impl ParseOutput<'_> {
     /// Destination for the requests of a line.
     #[inline]
-    fn found(&mut self, line: u64) -> Found<'_> {
+    fn found(&mut self, line: u64) -> RecordOutput<'_> {
         let (outcomes, empty) = (self.outcomes.as_deref_mut(), self.empty.as_deref_mut());
-        Found { disks: self.disks, window: self.window, outcomes, empty, line }
+        RecordOutput { disks: self.disks, window: self.window, outcomes, empty, line }
     }
 }
 
 /// Parses lines until the window has `enough` records; false if there are no more lines.
 fn read(
-    parser: &mut impl Parse,
-    lines: &mut Lines,
-    into: &mut Into<'_>,
+    parser: &mut impl LineParser,
+    lines: &mut LineReader,
+    into: &mut ParseOutput<'_>,
     enough: usize,
 ) -> Result<bool, TraceError> {
     while into.window.len() < enough {
@@ -339,7 +339,7 @@ fn read(
         }
         let mut found = into.found(number);
         if let Err(why) = parser.line(line, &mut found) {
-            return Err(lines.wrong(why));
+            return Err(lines.line_error(why));
         }
     }
     Ok(true)
@@ -347,9 +347,9 @@ fn read(
 
 /// Like [`read`], for a recording: its requests count as lines.
 fn read_recording(
-    blocks: &mut Blocks,
-    lines: &mut Lines,
-    (into, mut limits): (&mut Into<'_>, Option<&mut LimitHistory>),
+    blocks: &mut RecordingReader,
+    lines: &mut LineReader,
+    (into, mut limits): (&mut ParseOutput<'_>, Option<&mut LimitHistory>),
     enough: usize,
 ) -> Result<bool, TraceError> {
     let clock_ns = blocks.clock_ns(lines)?;
@@ -359,17 +359,17 @@ fn read_recording(
         }
     };
     while into.window.len() < enough {
-        let Some(Told { entry, arrival_ns, disk, limit, number }) = blocks.next(lines, &mut note)? else {
+        let Some(RecordedRequest { entry, arrival_ns, disk, limit, number }) = blocks.next(lines, &mut note)? else {
             return Ok(false);
         };
         let mut found = into.found(number);
         let mut read = found.push(arrival_ns, disk.as_bytes(), entry.op, entry.offset, entry.length);
         if let (Some(outcomes), Some(times)) = (&mut found.outcomes, entry.times) {
             let (has_failed, limit) = (entry.has_failed, limit.map(str::as_bytes));
-            read = read.and_then(|()| outcomes.note(number, outcome::Told { times, has_failed, limit }));
+            read = read.and_then(|()| outcomes.push(number, outcome::ParsedOutcome { times, has_failed, limit }));
         }
         if let Err(why) = read {
-            return Err(lines.wrong_at(number, why));
+            return Err(lines.line_error_at(number, why));
         }
     }
     Ok(true)

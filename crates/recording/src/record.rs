@@ -15,7 +15,7 @@ impl DiskId {
 
 /// Operation of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Op {
+pub enum RequestOp {
     /// Makes completed writes durable.
     Flush,
     /// Reads data.
@@ -28,7 +28,7 @@ pub enum Op {
     WriteZeroes,
 }
 
-impl Op {
+impl RequestOp {
     /// All operations.
     pub const ALL: [Self; 5] = [Self::Flush, Self::Read, Self::Write, Self::Discard, Self::WriteZeroes];
 
@@ -55,7 +55,7 @@ impl Op {
 
 /// A request of a trace.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct TraceRecord {
     /// Nanoseconds since the trace's first record.
     pub time_ns: u64,
     /// Offset in bytes; 0 for a flush.
@@ -69,20 +69,20 @@ pub struct Record {
     /// Number of its file among merged ones; `Source::place` returns the name.
     pub file: u16,
     /// Operation.
-    pub op: Op,
+    pub op: RequestOp,
 }
 
-impl Record {
+impl TraceRecord {
     /// Sort key: time, then order in the trace. `FW` of blkparse is a flush followed by a write.
     #[inline]
-    pub(super) fn order(&self) -> (u64, u64, Op) {
+    pub(super) fn order(&self) -> (u64, u64, RequestOp) {
         (self.time_ns, self.line, self.op)
     }
 }
 
 /// A completed request with its measured times.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Past {
+pub struct CompletedRequest {
     /// Arrival in nanoseconds, on one clock for all disks.
     pub arrived_ns: u64,
     /// Nanoseconds until its limits admitted it.
@@ -92,5 +92,5 @@ pub struct Past {
     /// Length in bytes; 0 for a flush.
     pub length: u64,
     /// Operation.
-    pub op: Op,
+    pub op: RequestOp,
 }

@@ -11,18 +11,18 @@ use proptest::{collection::vec, prelude::*, sample::select};
 use super::{
     error::TraceError,
     fuzzing,
-    reader::{MAX_WINDOW, Reader},
-    write::Writer,
+    reader::{MAX_WINDOW, TraceReader},
+    write::CsvWriter,
     *,
 };
 
 /// Formats all records as `time disk op offset length`, followed by the error, if any.
-fn told(mut next: impl FnMut() -> Result<Option<(Record, String)>, TraceError>) -> String {
+fn told(mut next: impl FnMut() -> Result<Option<(TraceRecord, String)>, TraceError>) -> String {
     let mut text = String::new();
     loop {
         match next() {
             Ok(Some((record, disk))) => {
-                let Record { time_ns, op, offset, length, .. } = record;
+                let TraceRecord { time_ns, op, offset, length, .. } = record;
                 writeln!(text, "{time_ns} {disk} {} {offset} {length}", op.name()).unwrap();
             }
             Ok(None) => return text,
@@ -31,8 +31,8 @@ fn told(mut next: impl FnMut() -> Result<Option<(Record, String)>, TraceError>) 
     }
 }
 
-fn read_from(bytes: impl Read + Send + 'static, options: &Options) -> String {
-    let mut reader = match Reader::new("t", Box::new(bytes), options) {
+fn read_from(bytes: impl Read + Send + 'static, options: &TraceOptions) -> String {
+    let mut reader = match TraceReader::new("t", Box::new(bytes), options) {
         Ok(reader) => reader,
         Err(error) => return format!("error: {error}\n"),
     };
@@ -42,12 +42,12 @@ fn read_from(bytes: impl Read + Send + 'static, options: &Options) -> String {
     })
 }
 
-fn read_with(text: &[u8], options: &Options) -> String {
+fn read_with(text: &[u8], options: &TraceOptions) -> String {
     read_from(Cursor::new(text.to_vec()), options)
 }
 
 fn read(text: impl AsRef<[u8]>) -> String {
-    read_with(text.as_ref(), &Options::default())
+    read_with(text.as_ref(), &TraceOptions::default())
 }
 
 fn csv_error(line: &str) -> String {
@@ -250,7 +250,7 @@ fn cloud_physics_by_its_header() {
     );
     let file = |name: &str| {
         let text = "version,time,op,size,lbn\n1,5,28,512,8\n";
-        let mut reader = Reader::new(name, Box::new(Cursor::new(text)), &Options::default()).unwrap();
+        let mut reader = TraceReader::new(name, Box::new(Cursor::new(text)), &TraceOptions::default()).unwrap();
         reader.next().unwrap();
         reader.disks()[0].clone()
     };
@@ -280,7 +280,7 @@ fn mqsim_has_1_for_a_read() {
 
 fn read_by(columns: &str, text: &str) -> String {
     let columns = Some(columns.parse().unwrap());
-    read_with(text.as_bytes(), &Options { columns, ..Options::default() })
+    read_with(text.as_bytes(), &TraceOptions { columns, ..TraceOptions::default() })
 }
 
 #[test]
@@ -301,28 +301,28 @@ fn any_text_is_a_trace_by_its_columns() {
 }
 
 #[test]
-fn the_same_whether_seen_or_said() {
+fn detected_and_given_format_agree() {
     for (format, text) in [
-        (Format::Weir, "time_ns,disk,op,offset,length\n0,a,read,0,1\n"),
-        (Format::FioV2, "fio version 2 iolog\n/f read 0 1\n"),
-        (Format::FioV3, "fio version 3 iolog\n5 /f read 0 1\n"),
-        (Format::Blkparse, "  8,0 0 1 0.000000000 1 Q R 8 + 8 [x]\n"),
-        (Format::Msr, "1,a,0,read,0,1,0\n"),
-        (Format::Alibaba, "0,R,0,1,5\n"),
-        (Format::CloudPhysics, "version,time,op,size,lbn\n1,5,28,512,8\n"),
-        (Format::Spc, "0,8,512,R,0.5\n"),
-        (Format::Mqsim, "5 0 8 1 1\n"),
+        (TraceFormat::Weir, "time_ns,disk,op,offset,length\n0,a,read,0,1\n"),
+        (TraceFormat::FioV2, "fio version 2 iolog\n/f read 0 1\n"),
+        (TraceFormat::FioV3, "fio version 3 iolog\n5 /f read 0 1\n"),
+        (TraceFormat::Blkparse, "  8,0 0 1 0.000000000 1 Q R 8 + 8 [x]\n"),
+        (TraceFormat::Msr, "1,a,0,read,0,1,0\n"),
+        (TraceFormat::Alibaba, "0,R,0,1,5\n"),
+        (TraceFormat::CloudPhysics, "version,time,op,size,lbn\n1,5,28,512,8\n"),
+        (TraceFormat::Spc, "0,8,512,R,0.5\n"),
+        (TraceFormat::Mqsim, "5 0 8 1 1\n"),
     ] {
-        let said = read_with(text.as_bytes(), &Options { format: Some(format), ..Options::default() });
+        let said = read_with(text.as_bytes(), &TraceOptions { format: Some(format), ..TraceOptions::default() });
         assert_eq!(said, read(text), "{format:?}");
         assert_eq!(said.lines().count(), 1, "{format:?}");
-        let reader = Reader::new("t", Box::new(text.as_bytes()), &Options::default()).unwrap();
+        let reader = TraceReader::new("t", Box::new(text.as_bytes()), &TraceOptions::default()).unwrap();
         assert_eq!(reader.format, format);
     }
 }
 
 #[test]
-fn what_is_no_trace_is_named() {
+fn unknown_formats_are_rejected() {
     let known = " (--format names the format, one of weir, fio-v2, fio-v3, blkparse, msr, alibaba, cloud-physics, spc, mqsim, recording; --columns reads any other text)";
     for (text, hint) in [
         (&b"hello\x1b[31m \xff\nworld"[..], r"its first line is 'hello\x1b[31m \xff'"),
@@ -346,12 +346,12 @@ fn what_is_no_trace_is_named() {
     assert_eq!(read(""), "error: t: the trace is empty\n");
     assert_eq!(read("\n \r\n"), "error: t: the trace is empty\n");
     assert_eq!(read(gzip(b"")), "error: t: the trace is empty\n");
-    let said = Options { format: Some(Format::Weir), ..Options::default() };
+    let said = TraceOptions { format: Some(TraceFormat::Weir), ..TraceOptions::default() };
     assert_eq!(
         read_with(b"0,a,read,0,1\n", &said),
         "error: t:1: the header 'time_ns,disk,op,offset,length' is missing\n"
     );
-    let said = Options { format: Some(Format::FioV3), ..Options::default() };
+    let said = TraceOptions { format: Some(TraceFormat::FioV3), ..TraceOptions::default() };
     assert_eq!(
         read_with(b"fio version 2 iolog\n", &said),
         "error: t: --format says fio-v3, and it begins as fio-v2 does (leave --format out): \
@@ -361,13 +361,13 @@ fn what_is_no_trace_is_named() {
 
 #[test]
 fn a_file_that_cannot_be_read() {
-    let missing = Reader::open(&PathBuf::from("/nonexistent/t.csv"), &Options::default()).err().unwrap();
+    let missing = TraceReader::open(&PathBuf::from("/nonexistent/t.csv"), &TraceOptions::default()).err().unwrap();
     assert_eq!(missing.to_string(), "/nonexistent/t.csv: No such file or directory (os error 2)");
     assert!(std::error::Error::source(&missing).is_none(), "nothing is said twice");
-    let directory = Reader::open(&std::env::temp_dir(), &Options::default()).err().unwrap();
+    let directory = TraceReader::open(&std::env::temp_dir(), &TraceOptions::default()).err().unwrap();
     assert!(directory.to_string().ends_with("Is a directory (os error 21)"), "{directory}");
     let window =
-        Reader::new("t", Box::new(&b"x"[..]), &Options { window: MAX_WINDOW + 1, ..Options::default() });
+        TraceReader::new("t", Box::new(&b"x"[..]), &TraceOptions { window: MAX_WINDOW + 1, ..TraceOptions::default() });
     assert_eq!(
         window.err().unwrap().to_string(),
         "t: the window of 16777217 records is above the largest, 16777216"
@@ -375,7 +375,7 @@ fn a_file_that_cannot_be_read() {
 }
 
 #[test]
-fn every_line_is_right_or_named() {
+fn invalid_lines_are_reported() {
     for (line, why) in [
         ("5", "the disk is missing (a line that was cut off?)"),
         ("5,vm,read,0", "the length is missing (a line that was cut off?)"),
@@ -458,9 +458,9 @@ fn random_lines(count: u64) -> String {
 }
 
 #[test]
-fn what_is_out_of_order_within_the_window_is_put_in_order() {
+fn window_sorts_records() {
     let window = 500;
-    let options = Options { window, ..Options::default() };
+    let options = TraceOptions { window, ..TraceOptions::default() };
     let ordered: Vec<String> = random_lines(5000).lines().map(str::to_owned).collect();
     let mut shuffled = ordered.clone();
     let mut random = fastrand::Rng::with_seed(7);
@@ -476,8 +476,8 @@ fn what_is_out_of_order_within_the_window_is_put_in_order() {
 }
 
 #[test]
-fn what_is_further_out_of_order_is_an_error_behind_all_that_was_right() {
-    let options = Options { window: 10, ..Options::default() };
+fn late_record_is_an_error_after_all_earlier_records() {
+    let options = TraceOptions { window: 10, ..TraceOptions::default() };
     let lines: String = (0..3000).map(|number| format!("{},vm,read,0,512\n", 1000 + number)).collect();
     let text = format!("time_ns,disk,op,offset,length\n{lines}7,vm,read,0,512\n9999,vm,read,0,512\n");
     let read = read_with(text.as_bytes(), &options);
@@ -513,10 +513,10 @@ fn merged<T: AsRef<[u8]>>(
     absolute_time: impl Into<Option<bool>>,
 ) -> Result<String, TraceError> {
     let open = |(name, bytes): &(&str, T)| {
-        Reader::new(name, Box::new(Cursor::new(bytes.as_ref().to_owned())), &Options::default())
+        TraceReader::new(name, Box::new(Cursor::new(bytes.as_ref().to_owned())), &TraceOptions::default())
     };
     let readers = traces.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-    let mut merged = Merged::new(readers, absolute_time.into())?;
+    let mut merged = MergedTraces::new(readers, absolute_time.into())?;
     Ok(told(|| {
         let record = merged.next()?;
         Ok(record.map(|record| {
@@ -559,11 +559,11 @@ fn traces_of_one_clock_keep_their_distance() {
 }
 
 #[test]
-fn recordings_keep_their_distance_unless_they_are_told_not_to() {
+fn recordings_keep_their_distance_by_default() {
     let recording = |clock_ns: u64, offset: u64| {
-        let mut writer = file::Writer::new(Vec::new(), clock_ns).unwrap();
-        let (times, op, has_failed, disk, limit) = (None, Op::Read, false, 0, None);
-        let entry = Entry { arrival_ns: 7, times, offset, length: 512, op, has_failed, disk, limit };
+        let mut writer = file::RecordingWriter::new(Vec::new(), clock_ns).unwrap();
+        let (times, op, has_failed, disk, limit) = (None, RequestOp::Read, false, 0, None);
+        let entry = RecordingEntry { arrival_ns: 7, times, offset, length: 512, op, has_failed, disk, limit };
         writer.push(entry, || "vm1", || "").unwrap();
         writer.finish().unwrap()
     };
@@ -586,29 +586,29 @@ fn an_error_in_one_of_several_traces_ends_all() {
         merged::<&str>(&[], false).unwrap_err().to_string(),
         "0 traces: between 1 and 65535 traces can be read as one"
     );
-    let twice = Merged::open(&["-".into(), "-".into()], &Options::default()).err().unwrap();
+    let twice = MergedTraces::open(&["-".into(), "-".into()], &TraceOptions::default()).err().unwrap();
     assert_eq!(twice.to_string(), "-: standard input can be read once only");
 }
 
 #[test]
 fn a_name_that_a_csv_cannot_hold_is_not_written() {
     for name in ["", "a\rb", "a\nb"] {
-        let error = Writer::new(Vec::new()).write(0, name, Op::Read, 0, 1).unwrap_err();
+        let error = CsvWriter::new(Vec::new()).write(0, name, RequestOp::Read, 0, 1).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::InvalidInput);
     }
 }
 
-struct Pieces(Cursor<Vec<u8>>, usize);
+struct PartialReader(Cursor<Vec<u8>>, usize);
 
-impl Read for Pieces {
+impl Read for PartialReader {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         let length = buffer.len().min(self.1);
         self.0.read(&mut buffer[..length])
     }
 }
 
-fn requests() -> impl Strategy<Value = Vec<(u64, u8, Op, u64, u64)>> {
-    let request = (0..3_000_000_000u64, 0..9u8, select(&Op::ALL[..]), 0..u64::MAX / 2, 1..u64::MAX / 2);
+fn requests() -> impl Strategy<Value = Vec<(u64, u8, RequestOp, u64, u64)>> {
+    let request = (0..3_000_000_000u64, 0..9u8, select(&RequestOp::ALL[..]), 0..u64::MAX / 2, 1..u64::MAX / 2);
     vec(request, 0..200)
 }
 
@@ -616,10 +616,10 @@ proptest! {
     #[test]
     fn what_is_written_is_read(requests in requests(), piece in 1..5000usize) {
         let mut now_ns = 7;
-        let mut writer = Writer::new(Vec::new());
+        let mut writer = CsvWriter::new(Vec::new());
         let mut expected = String::new();
         for &(later_ns, disk, op, offset, length) in &requests {
-            let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
+            let (offset, length) = if op == RequestOp::Flush { (0, 0) } else { (offset, length) };
             now_ns += if expected.is_empty() { 0 } else { later_ns };
             let disk = ["8,0", "a\"b", "\"", "disk3", "disk4", "disk5", "disk6", "disk7", "8"][usize::from(disk)];
             writer.write(now_ns, disk, op, offset, length).unwrap();
@@ -627,18 +627,18 @@ proptest! {
         }
         let text = writer.finish().unwrap();
         for packed in [text.clone(), gzip(&text), zstd(&text)] {
-            let pieces = Pieces(Cursor::new(packed), piece);
-            prop_assert_eq!(read_from(pieces, &Options::default()), expected.as_str());
+            let pieces = PartialReader(Cursor::new(packed), piece);
+            prop_assert_eq!(read_from(pieces, &TraceOptions::default()), expected.as_str());
         }
     }
 
     #[test]
-    fn no_bytes_make_a_reader_fail(data in vec(any::<u8>(), 0..300)) {
+    fn random_bytes_never_panic_a_reader(data in vec(any::<u8>(), 0..300)) {
         fuzzing::trace(&data);
     }
 
     #[test]
-    fn no_change_to_a_trace_makes_a_reader_fail(
+    fn damaged_traces_never_panic_a_reader(
         choice in any::<u8>(),
         which in 0..5usize,
         changes in vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),

@@ -15,20 +15,20 @@ use std::{
     collections::{BinaryHeap, VecDeque},
 };
 
-use super::record::Record;
+use super::record::TraceRecord;
 
-pub(super) struct Window {
-    run: VecDeque<Record>,
-    late: BinaryHeap<Reverse<Late>>,
+pub(super) struct ReorderWindow {
+    run: VecDeque<TraceRecord>,
+    late: BinaryHeap<Reverse<LateRecord>>,
     /// Time of the last record that was returned, in the trace's clock.
     left_ns: u64,
     /// Only for the error message.
     window: usize,
 }
 
-struct Late(Record);
+struct LateRecord(TraceRecord);
 
-impl Window {
+impl ReorderWindow {
     pub(super) fn new(window: usize) -> Self {
         Self { run: VecDeque::new(), late: BinaryHeap::new(), left_ns: 0, window }
     }
@@ -46,7 +46,7 @@ impl Window {
 
     /// Adds a record, whose time is in the trace's clock.
     #[inline(always)]
-    pub(super) fn push(&mut self, record: Record) -> Result<(), String> {
+    pub(super) fn push(&mut self, record: TraceRecord) -> Result<(), String> {
         // The second condition matters when the run is empty: a record may still precede the last
         // returned one.
         if self.run.back().is_none_or(|last| last.time_ns <= record.time_ns) && record.time_ns >= self.left_ns
@@ -58,7 +58,7 @@ impl Window {
     }
 
     #[cold]
-    fn push_late(&mut self, record: Record) -> Result<(), String> {
+    fn push_late(&mut self, record: TraceRecord) -> Result<(), String> {
         // A later record was already returned, so this one cannot be put in order.
         if record.time_ns < self.left_ns {
             return Err(format!(
@@ -67,43 +67,43 @@ impl Window {
                 record.time_ns, self.left_ns, self.window
             ));
         }
-        self.late.push(Reverse(Late(record)));
+        self.late.push(Reverse(LateRecord(record)));
         Ok(())
     }
 
     #[inline]
-    pub(super) fn pop(&mut self) -> Option<Record> {
+    pub(super) fn pop(&mut self) -> Option<TraceRecord> {
         let record = if self.late.is_empty() { self.run.pop_front() } else { self.pop_earlier() }?;
         self.left_ns = record.time_ns;
         Some(record)
     }
 
-    fn pop_earlier(&mut self) -> Option<Record> {
+    fn pop_earlier(&mut self) -> Option<TraceRecord> {
         let late = self.late.peek()?;
         // Equal times are in the order of their lines, which `order` includes.
         if self.run.front().is_some_and(|first| first.order() < late.0.0.order()) {
             return self.run.pop_front();
         }
-        self.late.pop().map(|Reverse(Late(record))| record)
+        self.late.pop().map(|Reverse(LateRecord(record))| record)
     }
 }
 
-impl Ord for Late {
+impl Ord for LateRecord {
     fn cmp(&self, other: &Self) -> Ordering {
         self.0.order().cmp(&other.0.order())
     }
 }
 
-impl PartialOrd for Late {
+impl PartialOrd for LateRecord {
     fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Late {
+impl PartialEq for LateRecord {
     fn eq(&self, other: &Self) -> bool {
         self.cmp(other) == Ordering::Equal
     }
 }
 
-impl Eq for Late {}
+impl Eq for LateRecord {}

@@ -7,14 +7,14 @@ use std::{
     io::{self, Write},
 };
 
-use super::{fields::push_decimal, format::HEADER, record::Op};
+use super::{fields::push_decimal, format::HEADER, record::RequestOp};
 
 const BUFFER_BYTES: usize = 256 << 10;
 
 /// Appends the columns of a request, without the line break, so that more columns can follow.
 /// `quoted_disk` is the result of [`quoted`].
 #[inline]
-pub fn push_request(text: &mut Vec<u8>, time_ns: u64, quoted_disk: &str, op: Op, offset: u64, length: u64) {
+pub fn push_request(text: &mut Vec<u8>, time_ns: u64, quoted_disk: &str, op: RequestOp, offset: u64, length: u64) {
     push_decimal(text, time_ns);
     text.push(b',');
     text.extend_from_slice(quoted_disk.as_bytes());
@@ -36,12 +36,12 @@ pub fn quoted(text: &str) -> Cow<'_, str> {
 }
 
 /// Writer of CSV. The output is complete only after [`finish`](Self::finish).
-pub(crate) struct Writer<W> {
+pub(crate) struct CsvWriter<W> {
     out: W,
     text: Vec<u8>,
 }
 
-impl<W: Write> Writer<W> {
+impl<W: Write> CsvWriter<W> {
     pub(crate) fn new(out: W) -> Self {
         let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
         text.extend_from_slice(HEADER.as_bytes());
@@ -53,7 +53,7 @@ impl<W: Write> Writer<W> {
         &mut self,
         time_ns: u64,
         disk: &str,
-        op: Op,
+        op: RequestOp,
         offset: u64,
         length: u64,
     ) -> io::Result<()> {

@@ -12,12 +12,12 @@ use seccompiler::{
     SeccompFilter, SeccompRule, TargetArch,
 };
 
-use super::Needs;
+use super::SandboxNeeds;
 
-type Rules = BTreeMap<c_long, Vec<SeccompRule>>;
+type SeccompRules = BTreeMap<c_long, Vec<SeccompRule>>;
 
 /// Applies the filter; returns the reason if that fails.
-pub(super) fn restrict(needs: Needs) -> Result<(), String> {
+pub(super) fn restrict(needs: SandboxNeeds) -> Result<(), String> {
     apply(if needs.host { of_host() } else { of_disks(needs) })
 }
 
@@ -33,7 +33,7 @@ fn apply(program: Result<BpfProgram, seccompiler::BackendError>) -> Result<(), S
 }
 
 fn program(
-    rules: Rules,
+    rules: SeccompRules,
     otherwise: SeccompAction,
     listed: SeccompAction,
 ) -> Result<BpfProgram, seccompiler::BackendError> {
@@ -46,11 +46,11 @@ const REFUSED: SeccompAction = SeccompAction::Errno(libc::ENOSYS as u32);
 /// Filter for a daemon that controls devices, mounts or cgroups: rejects only calls that none of
 /// these needs.
 fn of_host() -> Result<BpfProgram, seccompiler::BackendError> {
-    let rules = OF_ATTACKERS.iter().map(|call| (*call, Vec::new())).collect();
+    let rules = REJECTED_FOR_HOST.iter().map(|call| (*call, Vec::new())).collect();
     program(rules, SeccompAction::Allow, REFUSED)
 }
 
-const OF_ATTACKERS: [c_long; 32] = [
+const REJECTED_FOR_HOST: [c_long; 32] = [
     libc::SYS_ptrace,
     libc::SYS_pidfd_getfd,
     libc::SYS_process_vm_readv,
@@ -86,11 +86,11 @@ const OF_ATTACKERS: [c_long; 32] = [
 ];
 
 /// Filter for a daemon that only serves disks: accepts only what that needs.
-fn of_disks(needs: Needs) -> Result<BpfProgram, seccompiler::BackendError> {
-    let mut rules: Rules = ALWAYS.iter().map(|call| (*call, Vec::new())).collect();
+fn of_disks(needs: SandboxNeeds) -> Result<BpfProgram, seccompiler::BackendError> {
+    let mut rules: SeccompRules = ALWAYS.iter().map(|call| (*call, Vec::new())).collect();
     #[cfg(target_arch = "x86_64")]
     rules.extend(OF_X86_64.iter().map(|call| (*call, Vec::new())));
-    if needs.calls || needs.cluster {
+    if needs.connects || needs.cluster {
         rules.insert(libc::SYS_connect, Vec::new());
     }
     rules.extend(with_arguments(needs)?);
@@ -106,7 +106,7 @@ fn rule(conditions: &[(u8, Is, u64)]) -> Result<SeccompRule, seccompiler::Backen
 }
 
 /// Calls that are accepted with certain arguments only.
-fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
+fn with_arguments(needs: SandboxNeeds) -> Result<SeccompRules, seccompiler::BackendError> {
     let flag = |flag: libc::c_int| u64::from(flag.cast_unsigned());
     let none_of = |mask: u64| (Is::MaskedEq(mask), 0);
     // PROT_EXEC: no memory may become executable.
@@ -152,7 +152,7 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
         let (is, zero) = none_of(flag(libc::O_CREAT | libc::O_TMPFILE & !libc::O_DIRECTORY));
         Ok::<_, seccompiler::BackendError>(vec![plain(flags + 1)?, rule(&[(flags, is, zero)])?])
     };
-    let mut rules = Rules::from([
+    let mut rules = SeccompRules::from([
         (libc::SYS_mmap, data.to_vec()),
         (libc::SYS_mprotect, data.to_vec()),
         (libc::SYS_socket, sockets),
@@ -185,7 +185,7 @@ fn with_arguments(needs: Needs) -> Result<Rules, seccompiler::BackendError> {
     ]);
     #[cfg(target_arch = "x86_64")]
     rules.insert(libc::SYS_open, opened(1)?);
-    if needs.gives {
+    if needs.changes_ownership {
         // These work by name, which landlock does not restrict.
         rules.insert(libc::SYS_fchmodat, vec![plain(2)?]);
         rules.insert(libc::SYS_fchownat, Vec::new());
@@ -413,7 +413,7 @@ mod tests {
 
     /// True if a program accepts a call: interprets the filter as the kernel does (linux/filter.h,
     /// linux/seccomp.h), limited to the instructions that occur.
-    fn lets(program: &[sock_filter], call: c_long, arguments: &[u64]) -> bool {
+    fn accepts(program: &[sock_filter], call: c_long, arguments: &[u64]) -> bool {
         let arch: u64 = if cfg!(target_arch = "x86_64") { 0xc000_003e } else { 0xc000_00b7 };
         let mut words = vec![call.cast_unsigned() as u32, arch as u32, 0, 0];
         for index in 0..6 {
@@ -443,9 +443,9 @@ mod tests {
     }
 
     #[test]
-    fn nobody_is_sent_a_signal_by_what_a_descriptor_does() {
-        let program = of_disks(Needs::default()).expect("a program");
-        let commands = |command| lets(&program, libc::SYS_fcntl, &[3, number(command), 1]);
+    fn fcntl_cannot_send_signals() {
+        let program = of_disks(SandboxNeeds::default()).expect("a program");
+        let commands = |command| accepts(&program, libc::SYS_fcntl, &[3, number(command), 1]);
         assert!(commands(libc::F_DUPFD_CLOEXEC) && commands(libc::F_OFD_SETLK) && commands(libc::F_SETFL));
         // Of linux/fcntl.h: F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY.
         for command in [8, 10, 15, 1024, 1026] {
@@ -455,13 +455,13 @@ mod tests {
 
     #[test]
     fn sockets_are_streams_that_landlock_knows() {
-        let both = Needs { tcp: true, ..Needs::default() };
-        for (needs, tcp) in [(Needs::default(), false), (both, true)] {
+        let both = SandboxNeeds { tcp: true, ..SandboxNeeds::default() };
+        for (needs, tcp) in [(SandboxNeeds::default(), false), (both, true)] {
             let program = of_disks(needs).expect("a program");
             for call in [libc::SYS_socket, libc::SYS_socketpair] {
                 let makes = |family, kind: libc::c_int, protocol| {
                     let kind = number(kind | libc::SOCK_CLOEXEC);
-                    lets(&program, call, &[number(family), kind, number(protocol)])
+                    accepts(&program, call, &[number(family), kind, number(protocol)])
                 };
                 assert!(makes(libc::AF_UNIX, libc::SOCK_STREAM, 0));
                 for kind in [libc::SOCK_DGRAM, libc::SOCK_SEQPACKET, libc::SOCK_RAW] {
@@ -482,27 +482,27 @@ mod tests {
 
     #[test]
     fn no_file_is_made_that_runs_as_its_owner() {
-        let gives = Needs { gives: true, ..Needs::default() };
-        for needs in [Needs::default(), gives] {
+        let gives = SandboxNeeds { changes_ownership: true, ..SandboxNeeds::default() };
+        for needs in [SandboxNeeds::default(), gives] {
             let program = of_disks(needs).expect("a program");
             let opens = |flags: libc::c_int, mode| {
-                lets(&program, libc::SYS_openat, &[number(libc::AT_FDCWD), 1, number(flags), mode])
+                accepts(&program, libc::SYS_openat, &[number(libc::AT_FDCWD), 1, number(flags), mode])
             };
             for bits in [0o4000, 0o2000, 0o6000] {
                 assert!(!opens(libc::O_CREAT | libc::O_RDWR, bits | 0o755), "{bits:o}");
                 assert!(!opens(libc::O_TMPFILE | libc::O_RDWR, bits | 0o755), "{bits:o}");
-                assert!(!lets(&program, libc::SYS_fchmod, &[3, bits | 0o755]), "{bits:o}");
+                assert!(!accepts(&program, libc::SYS_fchmod, &[3, bits | 0o755]), "{bits:o}");
                 let by_name = [number(libc::AT_FDCWD), 1, bits | 0o755];
-                assert!(!lets(&program, libc::SYS_fchmodat, &by_name), "{bits:o}");
+                assert!(!accepts(&program, libc::SYS_fchmodat, &by_name), "{bits:o}");
             }
             assert!(opens(libc::O_CREAT | libc::O_RDWR, 0o666));
             // The kernel ignores the mode if no file is created.
             assert!(opens(libc::O_DIRECTORY, u64::MAX));
-            assert!(lets(&program, libc::SYS_fchmod, &[3, 0o600]));
+            assert!(accepts(&program, libc::SYS_fchmod, &[3, 0o600]));
             let by_name = [number(libc::AT_FDCWD), 1, 0o660];
-            assert_eq!(lets(&program, libc::SYS_fchmodat, &by_name), needs.gives);
+            assert_eq!(accepts(&program, libc::SYS_fchmodat, &by_name), needs.changes_ownership);
             // openat2 passes its mode in memory, which a filter cannot read.
-            assert!(!lets(&program, libc::SYS_openat2, &[]));
+            assert!(!accepts(&program, libc::SYS_openat2, &[]));
         }
     }
 }

@@ -25,10 +25,10 @@ use landlock::{
 };
 use nix::unistd::{Uid, User};
 use settings::{
-    Address, Credentials, Door, Endpoint, Plan, SecretSource, Standard, Tls, control::ControlSocket,
+    ListenAddress, TlsCredentialFiles, ExportTarget, ListenEndpoint, DesiredState, SecretSource, ControlSocketPolicy, TlsConfig, control::ControlSocketLocation,
 };
 
-use super::Served;
+use super::ServedResources;
 
 /// Landlock ABI of the oldest supported kernel (6.1).
 const LEAST: ABI = ABI::V2;
@@ -65,7 +65,7 @@ const SHARED: [&str; 16] = [
 const NEVER: [&str; 5] = ["/dev", "/proc", "/sys", "/etc", "/usr"];
 
 /// The rules, not in force yet.
-pub(super) struct Files {
+pub(super) struct LandlockFiles {
     pub(super) ruleset: RulesetCreated,
     /// Places where images may be opened, as canonical paths.
     pub(super) images: Vec<PathBuf>,
@@ -73,15 +73,15 @@ pub(super) struct Files {
     pub(super) sockets: Vec<PathBuf>,
 }
 
-impl Files {
+impl LandlockFiles {
     /// Makes the rules; the inner error is the reason why this kernel does not support them.
     ///
     /// # Errors
     /// A named file cannot be examined.
     pub(super) fn new(
-        plan: &Plan,
+        plan: &DesiredState,
         config: Option<&Path>,
-        served: &Served,
+        served: &ServedResources,
     ) -> anyhow::Result<Result<Self, String>> {
         let ruleset = match ruleset(served.cluster) {
             Ok(ruleset) => ruleset,
@@ -91,9 +91,9 @@ impl Files {
                 )));
             }
         };
-        let mut rules = Rules::new(ruleset);
+        let mut rules = LandlockRules::new(ruleset);
         rules.all(plan, config, served).context("sandbox")?;
-        let Rules { ruleset, mut images, mut sockets } = rules;
+        let LandlockRules { ruleset, mut images, mut sockets } = rules;
         for places in [&mut images, &mut sockets] {
             places.sort();
             places.dedup();
@@ -118,18 +118,18 @@ fn ruleset(has_cluster: bool) -> Result<RulesetCreated, landlock::RulesetError> 
         .create()
 }
 
-struct Rules {
+struct LandlockRules {
     ruleset: RulesetCreated,
     images: Vec<PathBuf>,
     sockets: Vec<PathBuf>,
 }
 
-impl Rules {
+impl LandlockRules {
     fn new(ruleset: RulesetCreated) -> Self {
         Self { ruleset, images: Vec::new(), sockets: Vec::new() }
     }
 
-    fn all(&mut self, plan: &Plan, config: Option<&Path>, served: &Served) -> anyhow::Result<()> {
+    fn all(&mut self, plan: &DesiredState, config: Option<&Path>, served: &ServedResources) -> anyhow::Result<()> {
         for path in PUBLIC {
             self.readable(Path::new(path))?;
         }
@@ -142,7 +142,7 @@ impl Rules {
             self.writable(Path::new(device))?;
         }
         for image in &served.images {
-            self.place(image, BitFlags::EMPTY)?;
+            self.allow_location(image, BitFlags::EMPTY)?;
         }
         // Unrestricted connections need no rules for ports.
         for port in super::called_ports(served).into_iter().filter(|_| !served.cluster) {
@@ -154,27 +154,27 @@ impl Rules {
                 self.readable(path)?;
             }
         }
-        let service = &plan.service;
+        let service = &plan.process;
         if let Some(root) = &service.image_root {
             self.directory(root)?;
         }
         // Rights to create the socket, to check whether it is in use, and to remove it.
         let beside = make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile});
         for socket in sockets(plan, served) {
-            self.place(&socket, beside)?;
+            self.allow_location(&socket, beside)?;
         }
         if let Some(path) = &service.pid_file {
-            self.place(path, AccessFs::RemoveFile.into())?;
+            self.allow_location(path, AccessFs::RemoveFile.into())?;
         }
         if let Some(path) = &service.log.file {
-            self.place(path, BitFlags::EMPTY)?;
+            self.allow_location(path, BitFlags::EMPTY)?;
         }
         if let Some(record) = &service.record {
             let access =
                 make_bitflags!(AccessFs::{ReadDir | ReadFile | WriteFile | MakeReg | RemoveFile | Truncate});
             self.allow(&record.directory, access)?;
         }
-        let store = settings::state::Store::new(service.state.as_deref());
+        let store = settings::state::CapacityStore::new(service.state.as_deref());
         // State files of devices; their names are not known in advance.
         if let Some(capacity) = store.file("x").parent() {
             self.readable(capacity)?;
@@ -185,12 +185,12 @@ impl Rules {
             self.allow(directory, access)?;
         }
         if let Some(config) = config {
-            self.beside(config)?;
+            self.allow_reading_beside(config)?;
         }
         for disk in &plan.disks {
             for secret in &disk.qcow2.secrets {
                 if let SecretSource::File(path) = secret {
-                    self.beside(path)?;
+                    self.allow_reading_beside(path)?;
                 }
             }
         }
@@ -198,28 +198,28 @@ impl Rules {
             self.of_ceph(plan)?;
         }
         if let Some(cluster) = &service.cluster {
-            cluster.certificates.iter().try_for_each(|directory| self.renewed(directory))?;
-            cluster.password_file.iter().try_for_each(|password| self.renewed(password))?;
+            cluster.certificates.iter().try_for_each(|directory| self.allow_renewed(directory))?;
+            cluster.password_file.iter().try_for_each(|password| self.allow_renewed(password))?;
         }
         match &service.tls {
-            Tls::Off => {}
-            Tls::On(Credentials::Certificates { directory, .. })
-            | Tls::Required(Credentials::Certificates { directory, .. }) => self.renewed(directory)?,
-            Tls::On(Credentials::PreShared(file)) | Tls::Required(Credentials::PreShared(file)) => {
-                self.renewed(file)?;
+            TlsConfig::Off => {}
+            TlsConfig::On(TlsCredentialFiles::Certificates { directory, .. })
+            | TlsConfig::Required(TlsCredentialFiles::Certificates { directory, .. }) => self.allow_renewed(directory)?,
+            TlsConfig::On(TlsCredentialFiles::PreShared(file)) | TlsConfig::Required(TlsCredentialFiles::PreShared(file)) => {
+                self.allow_renewed(file)?;
             }
         }
         Ok(())
     }
 
     /// Allows Ceph's config files and keyrings, which are read again for each new connection.
-    fn of_ceph(&mut self, plan: &Plan) -> anyhow::Result<()> {
+    fn of_ceph(&mut self, plan: &DesiredState) -> anyhow::Result<()> {
         self.readable(Path::new("/etc/ceph"))?;
         if let Some(path) = env::var_os("CEPH_CONF") {
             self.beside_of_ceph(Path::new(&path))?;
         }
         for disk in &plan.disks {
-            for path in disk.image.files_of_ceph() {
+            for path in disk.image.ceph_files() {
                 self.beside_of_ceph(path)?;
             }
         }
@@ -228,27 +228,27 @@ impl Rules {
 
     /// Allows a config file of Ceph, and the keyrings that it names.
     fn beside_of_ceph(&mut self, path: &Path) -> anyhow::Result<()> {
-        self.beside(path)?;
+        self.allow_reading_beside(path)?;
         // Endless or blocking files are skipped; the connection to the cluster will fail on them.
         let is_file = fs::metadata(path).is_ok_and(|file| file.is_file() && file.len() <= MOST_CONFIG_BYTES);
         let text = if is_file { fs::read_to_string(path).unwrap_or_default() } else { String::new() };
         let named = text.lines().filter_map(|line| line.split_once('='));
         let keyrings = named.filter(|(key, _)| key.trim() == "keyring");
         for keyring in keyrings.flat_map(|(_, value)| value.split(',')) {
-            self.beside(Path::new(keyring.trim()))?;
+            self.allow_reading_beside(Path::new(keyring.trim()))?;
         }
         Ok(())
     }
 
     /// Allows the location of a file: the whole directory if it belongs to weir, otherwise the file
     /// with the rights `beside` on its directory, which landlock also applies to subdirectories.
-    fn place(&mut self, path: &Path, beside: BitFlags<AccessFs>) -> anyhow::Result<()> {
+    fn allow_location(&mut self, path: &Path, beside: BitFlags<AccessFs>) -> anyhow::Result<()> {
         let given = directory_of(path);
         // A link's directory is included, because the link may be changed to another file.
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         for directory in [given, directory_of(&real)] {
             let Ok(directory) = directory.canonicalize() else { continue };
-            if is_own(&directory) {
+            if is_dedicated(&directory) {
                 self.directory(&directory)?;
             } else if !is_below(&directory, &NEVER) && !beside.is_empty() {
                 self.allow(&directory, beside)?;
@@ -279,22 +279,22 @@ impl Rules {
     }
 
     /// Allows reading a file that may be replaced by another of the same name.
-    fn beside(&mut self, path: &Path) -> anyhow::Result<()> {
+    fn allow_reading_beside(&mut self, path: &Path) -> anyhow::Result<()> {
         let real = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let directory = directory_of(&real);
-        self.readable(if is_own(directory) { directory } else { &real })
+        self.readable(if is_dedicated(directory) { directory } else { &real })
     }
 
     /// Allows reading a file of secrets, or a directory of them, that is renewed: programs replace
     /// the files, or change links to new files beside the old ones.
-    fn renewed(&mut self, path: &Path) -> anyhow::Result<()> {
+    fn allow_renewed(&mut self, path: &Path) -> anyhow::Result<()> {
         let files = fs::read_dir(path).into_iter().flatten().flatten().map(|file| file.path());
         for place in [path.to_owned()].into_iter().chain(files) {
             let directory = directory_of(&place);
-            if directory.canonicalize().is_ok_and(|directory| is_own(&directory)) {
+            if directory.canonicalize().is_ok_and(|directory| is_dedicated(&directory)) {
                 self.readable(directory)?;
             }
-            self.beside(&place)?;
+            self.allow_reading_beside(&place)?;
         }
         self.readable(path)
     }
@@ -317,7 +317,7 @@ impl Rules {
 }
 
 /// True if a directory holds only files that weir was given.
-fn is_own(directory: &Path) -> bool {
+fn is_dedicated(directory: &Path) -> bool {
     let is_home = ["/home", "/run/user"].iter().any(|homes| directory.parent() == Some(Path::new(homes)));
     let is_shared = SHARED.iter().any(|shared| directory == Path::new(shared));
     // weir's own configuration is below /etc.
@@ -342,23 +342,23 @@ fn is_below(directory: &Path, tops: &[&str]) -> bool {
 }
 
 /// Paths of existing and later sockets.
-fn sockets(plan: &Plan, served: &Served) -> Vec<PathBuf> {
-    let mut sockets = plan.service.qmp.clone();
-    if plan.service.control_socket() != Standard::Off {
-        sockets.extend(ControlSocket::of_daemon().ok().map(|place| place.path));
+fn sockets(plan: &DesiredState, served: &ServedResources) -> Vec<PathBuf> {
+    let mut sockets = plan.process.qmp.clone();
+    if plan.process.control_socket() != ControlSocketPolicy::Off {
+        sockets.extend(ControlSocketLocation::for_daemon().ok().map(|place| place.path));
     }
-    for address in plan.service.metrics.iter().chain(&plan.service.http_address) {
-        if let Address::Unix(path) = address {
+    for address in plan.process.metrics.iter().chain(&plan.process.http_address) {
+        if let ListenAddress::Unix(path) = address {
             sockets.push(path.clone());
         }
     }
     for endpoint in &served.endpoints {
-        if let Endpoint::Address(Address::Unix(path)) = endpoint {
+        if let ListenEndpoint::Address(ListenAddress::Unix(path)) = endpoint {
             sockets.push(path.clone());
         }
     }
     for door in &served.doors {
-        if let Door::VhostUserBlk(machine) = door {
+        if let ExportTarget::VhostUserBlk(machine) = door {
             sockets.extend(machine.socket.path().map(Path::to_owned));
         }
     }
@@ -375,9 +375,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn directories_of_the_system_are_nobodys_own() {
+    fn system_directories_are_shared() {
         for own in ["/var/lib/weir/images", "/srv/vms", "/etc/weir", "/run/weir", "/tmp/x", "/home/a/vms"] {
-            assert!(is_own(Path::new(own)), "{own}");
+            assert!(is_dedicated(Path::new(own)), "{own}");
         }
         for shared in [
             "/",
@@ -392,7 +392,7 @@ mod tests {
             "/usr/bin",
             "/run",
         ] {
-            assert!(!is_own(Path::new(shared)), "{shared}");
+            assert!(!is_dedicated(Path::new(shared)), "{shared}");
         }
     }
 }

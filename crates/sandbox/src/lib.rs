@@ -29,19 +29,19 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use console::{descriptors, logging};
-use nbd::{client::Endpoint as Server, uri::Uri};
+use nbd::{client::NbdEndpoint as Server, uri::Uri};
 use policy::time::Duration;
-use reactor::{Worker, op};
+use reactor::{ReactorWorker, op};
 use rustix::thread::{self, CapabilitySet, CapabilitySets};
-use settings::{Address, Door, Endpoint, Plan, Sandbox, Service, SocketAccess};
+use settings::{ListenAddress, ExportTarget, ListenEndpoint, DesiredState, SandboxMode, ProcessSpec, SocketAccess};
 
-use files::Files;
+use files::LandlockFiles;
 pub use files::directory_of;
 pub use user::ids;
 
 /// Rights that have to be kept for the running exports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-struct Needs {
+struct SandboxNeeds {
     /// It controls resources of the host.
     host: bool,
     /// A file over FUSE is mounted by a set-uid program, because the user is not root.
@@ -49,9 +49,9 @@ struct Needs {
     /// It listens on or connects over TCP.
     tcp: bool,
     /// It connects to a virtual machine that listens, an NBD server, or etcd.
-    calls: bool,
+    connects: bool,
     /// Its sockets have another owner or mode than new files have.
-    gives: bool,
+    changes_ownership: bool,
     /// Images in a Ceph cluster: librbd connects, also later.
     cluster: bool,
     /// Number of virtual machines.
@@ -61,19 +61,19 @@ struct Needs {
 }
 
 /// Descriptors of a queue in use: kick, call and error events.
-const OF_A_QUEUE: u64 = 3;
+const DESCRIPTORS_PER_QUEUE: u64 = 3;
 /// Descriptors of a machine beside its queues, with one region of memory.
-const OF_A_MACHINE: u64 = 5;
+const DESCRIPTORS_PER_MACHINE: u64 = 5;
 
 /// State of the daemon as it enters the sandbox.
 #[derive(Debug, Default)]
-pub struct Served {
+pub struct ServedResources {
     /// Paths of images.
     pub images: Vec<PathBuf>,
     /// Addresses of NBD listeners.
-    pub endpoints: Vec<Endpoint>,
+    pub endpoints: Vec<ListenEndpoint>,
     /// Exports of single disks.
-    pub doors: Vec<Door>,
+    pub doors: Vec<ExportTarget>,
     /// Some disks are images of a Ceph cluster.
     pub cluster: bool,
     /// Images at NBD servers.
@@ -84,32 +84,32 @@ pub struct Served {
     pub own: Vec<PathBuf>,
 }
 
-impl Needs {
-    fn of(served: &Served, service: &Service) -> Self {
-        let is_unix = |endpoint: &Endpoint| matches!(endpoint, Endpoint::Address(Address::Unix(_)));
+impl SandboxNeeds {
+    fn of(served: &ServedResources, service: &ProcessSpec) -> Self {
+        let is_unix = |endpoint: &ListenEndpoint| matches!(endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)));
         let mut needs = Self {
             host: service.cgroup_limits.is_some(),
-            gives: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
+            changes_ownership: service.sockets != SocketAccess { owner: service.user.clone(), ..SocketAccess::default() },
             // A socket from the service manager may be of any kind.
             tcp: !served.endpoints.iter().all(is_unix),
             cluster: served.cluster,
             ..Self::default()
         };
         // Connections are made again after they break.
-        needs.calls = !served.remotes.is_empty() || !served.etcd_ports.is_empty();
+        needs.connects = !served.remotes.is_empty() || !served.etcd_ports.is_empty();
         needs.tcp |= !called_ports(served).is_empty();
         for door in &served.doors {
             match door {
-                Door::VhostUserBlk(machine) => {
-                    needs.calls |= machine.client;
+                ExportTarget::VhostUserBlk(machine) => {
+                    needs.connects |= machine.client;
                     needs.machines += 1;
                     needs.queues += usize::from(machine.queues);
                 }
-                Door::Fuse(_) => {
+                ExportTarget::Fuse(_) => {
                     needs.host = true;
                     needs.helper = !user::is_root();
                 }
-                Door::Ublk(_) | Door::NbdDevice(_) => needs.host = true,
+                ExportTarget::Ublk(_) | ExportTarget::NbdDevice(_) => needs.host = true,
             }
         }
         needs
@@ -117,15 +117,15 @@ impl Needs {
 }
 
 /// Remote ports that the daemon may connect to later; landlock can only distinguish ports.
-fn called_ports(served: &Served) -> Vec<u16> {
+fn called_ports(served: &ServedResources) -> Vec<u16> {
     let servers = served.remotes.iter().filter_map(|uri| uri.server.port());
     servers.chain(served.etcd_ports.iter().copied()).collect()
 }
 
 /// Result of entering the sandbox: the rights that were kept.
 #[derive(Debug)]
-pub struct Entered {
-    needs: Needs,
+pub struct EnteredSandbox {
+    needs: SandboxNeeds,
     /// Places where images may be opened; `None` for anywhere.
     places: Option<Vec<PathBuf>>,
     /// Directories where sockets may be created; `None` for anywhere.
@@ -135,12 +135,12 @@ pub struct Entered {
 }
 
 /// Time for the file system of an image to resolve its path.
-const TO_RESOLVE: Duration = Duration::from_secs(8);
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(8);
 const REMEDY: &str = "or start it with --sandbox off";
 
 /// True if the daemon can still make devices and files of this host. As a user other than root it
 /// can only make files, with a set-uid program.
-pub fn makes_devices(entered: Option<&Entered>) -> bool {
+pub fn makes_devices(entered: Option<&EnteredSandbox>) -> bool {
     let is_able = || {
         let kept =
             thread::capabilities(None).is_ok_and(|kept| kept.effective.contains(CapabilitySet::SYS_ADMIN));
@@ -149,12 +149,12 @@ pub fn makes_devices(entered: Option<&Entered>) -> bool {
     entered.is_none_or(|entered| entered.needs.host) && is_able()
 }
 
-impl Entered {
+impl EnteredSandbox {
     /// Fails if the sandbox prevents opening the image.
     pub async fn check_image(&self, path: &Path) -> anyhow::Result<()> {
         let Some(places) = &self.places else { return Ok(()) };
         let of_call = path.to_owned();
-        let real = reactor::timeout(TO_RESOLVE, reactor::blocking(move || of_call.canonicalize())).await;
+        let real = reactor::timeout(RESOLVE_TIMEOUT, reactor::run_blocking(move || of_call.canonicalize())).await;
         // A missing or unresponsive file is reported with a better message when it is opened.
         let Ok(Ok(real)) = real else { return Ok(()) };
         if places.iter().any(|place| real.starts_with(place)) {
@@ -205,11 +205,11 @@ impl Entered {
     }
 
     /// Fails if the sandbox lacks rights that this export needs.
-    pub fn check_door(&self, door: &Door) -> anyhow::Result<()> {
+    pub fn check_export(&self, door: &ExportTarget) -> anyhow::Result<()> {
         let (what, there, else_by) = match door {
-            Door::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.calls, ""),
-            Door::VhostUserBlk(_) => return Ok(()),
-            Door::Ublk(_) | Door::Fuse(_) | Door::NbdDevice(_) => (
+            ExportTarget::VhostUserBlk(machine) if machine.client => ("call a virtual machine", self.needs.connects, ""),
+            ExportTarget::VhostUserBlk(_) => return Ok(()),
+            ExportTarget::Ublk(_) | ExportTarget::Fuse(_) | ExportTarget::NbdDevice(_) => (
                 "make devices and mounts of this host",
                 self.needs.host,
                 "; `weir attach` makes devices without a daemon",
@@ -223,8 +223,8 @@ impl Entered {
     }
 
     /// Fails if the sandbox prevents listening at this address.
-    pub fn check_address(&self, address: &Address) -> anyhow::Result<()> {
-        if let Address::Unix(path) = address {
+    pub fn check_address(&self, address: &ListenAddress) -> anyhow::Result<()> {
+        if let ListenAddress::Unix(path) = address {
             return self.check_socket(path);
         }
         ensure!(
@@ -239,15 +239,15 @@ impl Entered {
 ///
 /// # Errors
 /// A contradiction, with the remedy.
-pub fn check(plan: &Plan) -> anyhow::Result<()> {
-    let Some(owner) = &plan.service.user else { return Ok(()) };
+pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
+    let Some(owner) = &plan.process.user else { return Ok(()) };
     user::find(owner)?;
-    let host = plan.doors.iter().find(|export| !matches!(export.door, Door::VhostUserBlk(_)));
+    let host = plan.exports.iter().find(|export| !matches!(export.door, ExportTarget::VhostUserBlk(_)));
     if let Some(export) = host {
         bail!("user: {} needs root until the end (leave one of them out)", export.door.address());
     }
     ensure!(
-        plan.service.cgroup_limits.is_none(),
+        plan.process.cgroup_limits.is_none(),
         "user: cgroup-limits needs root until the end (leave one of them out)"
     );
     Ok(())
@@ -258,12 +258,12 @@ pub fn check(plan: &Plan) -> anyhow::Result<()> {
 ///
 /// # Errors
 /// The limit is too low; the message has a sufficient one.
-pub fn check_room(plan: &Plan) -> anyhow::Result<()> {
-    let doors = plan.doors.iter().map(|export| export.door.clone()).collect();
-    let needs = Needs::of(&Served { doors, ..Served::default() }, &plan.service);
+pub fn check_descriptor_limit(plan: &DesiredState) -> anyhow::Result<()> {
+    let doors = plan.exports.iter().map(|export| export.door.clone()).collect();
+    let needs = SandboxNeeds::of(&ServedResources { doors, ..ServedResources::default() }, &plan.process);
     // With a set-uid helper nothing is dropped, so nothing is reserved.
-    match plan.service.sandbox {
-        Sandbox::Off => Ok(()),
+    match plan.process.sandbox {
+        SandboxMode::Off => Ok(()),
         _ if needs.helper => Ok(()),
         _ => check_descriptors(needs),
     }
@@ -276,27 +276,27 @@ pub fn check_room(plan: &Plan) -> anyhow::Result<()> {
 /// `--user` fails, or the sandbox is required and not complete: the daemon does not serve then.
 /// None with `--sandbox off`.
 pub async fn enter(
-    plan: &Plan,
+    plan: &DesiredState,
     config: Option<&Path>,
-    served: &Served,
-    workers: &[Worker],
-) -> anyhow::Result<Option<Entered>> {
-    let service = &plan.service;
-    let needs = Needs::of(served, service);
+    served: &ServedResources,
+    workers: &[ReactorWorker],
+) -> anyhow::Result<Option<EnteredSandbox>> {
+    let service = &plan.process;
+    let needs = SandboxNeeds::of(served, service);
     // Made before the user changes: root can resolve all paths.
-    let is_confined = service.sandbox != Sandbox::Off && !needs.host;
-    let files = is_confined.then(|| Files::new(plan, config, served)).transpose()?;
+    let is_confined = service.sandbox != SandboxMode::Off && !needs.host;
+    let files = is_confined.then(|| LandlockFiles::new(plan, config, served)).transpose()?;
     if let Some(owner) = &service.user {
         ensure!(!needs.host, "user: devices of this host need root until the end (leave one of them out)");
-        user::find(owner)?.become_it()?;
+        user::find(owner)?.switch()?;
     }
-    if service.sandbox == Sandbox::Off {
-        reactor::threads_may_stay();
+    if service.sandbox == SandboxMode::Off {
+        reactor::join_transient_threads();
         return Ok(None);
     }
-    let (mut entered, missing) = give_up(needs, files, workers).await?;
+    let (mut entered, missing) = drop_rights(needs, files, workers).await?;
     entered.servers = served.remotes.iter().map(|uri| uri.server.clone()).collect();
-    if service.sandbox == Sandbox::Require && !missing.is_empty() {
+    if service.sandbox == SandboxMode::Require && !missing.is_empty() {
         bail!("sandbox: {} (mend it, or start weir with --sandbox on)", missing.join("; "));
     }
     for why in &missing {
@@ -312,11 +312,11 @@ fn shown(places: &[PathBuf]) -> String {
 }
 
 /// Drops the rights; also returns what could not be dropped, and why.
-async fn give_up(
-    needs: Needs,
-    files: Option<Result<Files, String>>,
-    workers: &[Worker],
-) -> anyhow::Result<(Entered, Vec<String>)> {
+async fn drop_rights(
+    needs: SandboxNeeds,
+    files: Option<Result<LandlockFiles, String>>,
+    workers: &[ReactorWorker],
+) -> anyhow::Result<(EnteredSandbox, Vec<String>)> {
     let mut missing = Vec::new();
     let (mut places, mut sockets, mut ruleset) = (None, None, None);
     match files {
@@ -330,48 +330,48 @@ async fn give_up(
         missing.push(
             "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
         );
-        reactor::threads_may_stay();
-        return Ok((Entered { needs, places: None, sockets: None, servers: Vec::new() }, missing));
+        reactor::join_transient_threads();
+        return Ok((EnteredSandbox { needs, places: None, sockets: None, servers: Vec::new() }, missing));
     }
     // Created now, because the filter prevents creating rings.
     check_descriptors(needs)?;
     reactor::set_notifiers_aside(needs.queues).context("rings for virtual machines cannot be made")?;
     let kept = capabilities(needs);
-    on_each_thread(workers, Part { ruleset, kept }).await.context("sandbox")?;
+    on_each_thread(workers, ThreadRestrictions { ruleset, kept }).await.context("sandbox")?;
     missing.extend(calls::restrict(needs).err());
     // After the filter: a thread inherits rights from its creator, and an idle pool thread would
     // keep the old ones.
-    reactor::threads_may_stay();
+    reactor::join_transient_threads();
     // The controller of cgroups has its own thread.
     if !needs.host
-        && let Some(others) = other_threads(workers.len())
+        && let Some(others) = unrestricted_threads(workers.len())
     {
         missing.push(others);
     }
-    Ok((Entered { needs, places, sockets, servers: Vec::new() }, missing))
+    Ok((EnteredSandbox { needs, places, sockets, servers: Vec::new() }, missing))
 }
 
 /// Fails if the limit of file descriptors is below the number reserved for machines.
-fn check_descriptors(Needs { machines, queues, .. }: Needs) -> anyhow::Result<()> {
+fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> anyhow::Result<()> {
     let (aside, free) = (reactor::notifiers_set_aside_for(queues) as u64, op::free_descriptors());
     // Without a queue, the later error of the failing operation is more precise.
     if aside < free || queues == 0 {
         return Ok(());
     }
     let limit = descriptors::limit();
-    let of_machines = (queues as u64) * OF_A_QUEUE + machines * OF_A_MACHINE;
-    let enough = limit - free + aside + of_machines + op::DESCRIPTORS_LEFT;
+    let of_machines = (queues as u64) * DESCRIPTORS_PER_QUEUE + machines * DESCRIPTORS_PER_MACHINE;
+    let enough = limit - free + aside + of_machines + op::MAX_RESERVED_DESCRIPTORS;
     bail!(
         "descriptors: {aside} are set aside for virtual machines with {queues} queues, and of the {limit} that this process may have {free} are left (with all machines there it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
     );
 }
 
 /// Capabilities that root keeps.
-fn capabilities(needs: Needs) -> CapabilitySet {
+fn capabilities(needs: SandboxNeeds) -> CapabilitySet {
     // Images of other users, and ports below 1024.
     let mut kept =
         CapabilitySet::DAC_OVERRIDE | CapabilitySet::DAC_READ_SEARCH | CapabilitySet::NET_BIND_SERVICE;
-    if needs.gives {
+    if needs.changes_ownership {
         kept |= CapabilitySet::CHOWN | CapabilitySet::FOWNER;
     }
     if needs.host {
@@ -387,12 +387,12 @@ fn capabilities(needs: Needs) -> CapabilitySet {
 }
 
 /// Restrictions that each thread applies to itself.
-struct Part {
+struct ThreadRestrictions {
     ruleset: Option<landlock::RulesetCreated>,
     kept: CapabilitySet,
 }
 
-impl Part {
+impl ThreadRestrictions {
     fn try_clone(&self) -> anyhow::Result<Self> {
         let ruleset = self.ruleset.as_ref().map(landlock::RulesetCreated::try_clone).transpose()?;
         Ok(Self { ruleset, kept: self.kept })
@@ -418,7 +418,7 @@ impl Part {
 }
 
 /// Applies the restrictions on this thread and on each worker; later threads inherit them.
-async fn on_each_thread(workers: &[Worker], part: Part) -> anyhow::Result<()> {
+async fn on_each_thread(workers: &[ReactorWorker], part: ThreadRestrictions) -> anyhow::Result<()> {
     let (done, heard) = async_channel::bounded(workers.len().max(1));
     for worker in workers {
         let (part, done) = (part.try_clone()?, done.clone());
@@ -433,7 +433,7 @@ async fn on_each_thread(workers: &[Worker], part: Part) -> anyhow::Result<()> {
 }
 
 /// Reports threads other than this one and the workers: they have kept their rights.
-fn other_threads(workers: usize) -> Option<String> {
+fn unrestricted_threads(workers: usize) -> Option<String> {
     // A log thread that starts from now on inherits restricted rights.
     let has_no_log = logging::flush();
     let threads = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();

@@ -2,22 +2,22 @@
 //! program. Files and sockets are not confined, as the command is the operator's own.
 
 use rustix::thread::CapabilitySet;
-use settings::Owner;
+use settings::FileOwner;
 
-use super::{Part, calls, user};
+use super::{ThreadRestrictions, calls, user};
 
 /// Confines this process, which has one thread. Mechanisms that this kernel lacks are skipped.
 ///
 /// # Errors
 /// The process cannot change to `owner`, or the kernel refuses a mechanism that it has.
-pub fn confine(owner: Option<&Owner>, sandboxed: bool) -> anyhow::Result<()> {
+pub fn confine(owner: Option<&FileOwner>, sandboxed: bool) -> anyhow::Result<()> {
     if let Some(owner) = owner {
-        user::find(owner)?.become_it()?;
+        user::find(owner)?.switch()?;
     }
     if !sandboxed {
         return Ok(());
     }
-    Part { ruleset: None, kept: CapabilitySet::empty() }.take()?;
+    ThreadRestrictions { ruleset: None, kept: CapabilitySet::empty() }.take()?;
     // If the kernel lacks seccomp, the daemon logs that.
     let _ = calls::restrict_command();
     Ok(())

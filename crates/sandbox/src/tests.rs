@@ -15,8 +15,8 @@ use std::{
 };
 
 use nix::{mount::MsFlags, sys::ptrace, unistd};
-use reactor::Polling;
-use settings::Draft;
+use reactor::PollingMode;
+use settings::ParsedConfig;
 
 use super::*;
 
@@ -51,15 +51,15 @@ fn passes(test: &str, prepare: impl FnOnce(&mut Command)) {
 #[ignore = "the process of the test above"]
 fn inside() {
     let directory = PathBuf::from(env::var_os(DIRECTORY).expect("told by the test above"));
-    reactor::threads_must_end();
-    let worker = Worker::start("worker 0", Polling::Off).expect("a worker");
-    reactor::run(Polling::Off, async move {
-        let mut draft = Draft::default();
-        draft.service.qmp.push(directory.join("qmp"));
-        let plan = Plan::without_disks(draft).expect("a plan");
+    reactor::use_transient_threads();
+    let worker = ReactorWorker::start("worker 0", PollingMode::Off).expect("a worker");
+    reactor::run(PollingMode::Off, async move {
+        let mut draft = ParsedConfig::default();
+        draft.daemon.qmp.push(directory.join("qmp"));
+        let plan = DesiredState::without_disks(draft).expect("a plan");
         let _listens = UnixListener::bind(directory.join("other")).expect("a socket");
         let workers = [worker];
-        let served = Served { images: vec![shared(0)], ..Served::default() };
+        let served = ServedResources { images: vec![shared(0)], ..ServedResources::default() };
         enter(&plan, None, &served, &workers).await.expect("it is entered");
         let (told, heard) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
@@ -88,14 +88,14 @@ fn a_daemon_with_a_disk_at_a_server_calls_its_port_and_no_other() {
 #[test]
 #[ignore = "the process of the test above"]
 fn inside_with_a_server() {
-    reactor::threads_must_end();
-    let worker = Worker::start("worker 0", Polling::Off).expect("a worker");
-    reactor::run(Polling::Off, async move {
+    reactor::use_transient_threads();
+    let worker = ReactorWorker::start("worker 0", PollingMode::Off).expect("a worker");
+    reactor::run(PollingMode::Off, async move {
         let listens = [(); 2].map(|()| TcpListener::bind(("127.0.0.1", 0)).expect("a port"));
         let ports = listens.each_ref().map(|socket| socket.local_addr().expect("it is bound").port());
-        let plan = Plan::without_disks(Draft::default()).expect("a plan");
+        let plan = DesiredState::without_disks(ParsedConfig::default()).expect("a plan");
         let uri = Uri::parse(&format!("nbd://127.0.0.1:{}/disk", ports[0])).expect("a URI");
-        let served = Served { remotes: vec![uri.clone()], ..Served::default() };
+        let served = ServedResources { remotes: vec![uri.clone()], ..ServedResources::default() };
         let workers = [worker];
         let entered = enter(&plan, None, &served, &workers).await.expect("it is entered").expect("it is on");
         let other = Uri::parse(&format!("nbd://127.0.0.1:{}/disk", ports[1])).expect("a URI");
@@ -103,7 +103,7 @@ fn inside_with_a_server() {
         let (told, heard) = async_channel::bounded(1);
         workers[0].spawn(move || async move {
             // As reconnecting does: on a blocking thread.
-            let call = |port| reactor::blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
+            let call = |port| reactor::run_blocking(move || TcpStream::connect(("127.0.0.1", port)).map(drop));
             let tried =
                 (call(ports[0]).await, call(ports[1]).await, UdpSocket::bind(("127.0.0.1", 0)).map(drop));
             told.send(tried).await.expect("it is waited for");
@@ -142,7 +142,7 @@ async fn allowed(directory: &Path) -> Vec<Tried> {
         ("look at devices", fs::read_dir("/sys").map(drop)),
         ("look at itself", fs::read("/proc/self/mountinfo").map(drop)),
         ("start a thread", thread::Builder::new().spawn(|| {}).map(drop)),
-        ("wait on another", reactor::blocking(|| fs::metadata("/").map(drop)).await),
+        ("wait on another", reactor::run_blocking(|| fs::metadata("/").map(drop)).await),
     ]
 }
 

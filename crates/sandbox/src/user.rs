@@ -6,7 +6,7 @@
 use anyhow::{Context as _, anyhow, ensure};
 use nix::unistd::{Gid, Group, Uid, User, geteuid, setgid, setgroups, setuid};
 use rustix::process::{DumpableBehavior, set_dumpable_behavior};
-use settings::Owner;
+use settings::FileOwner;
 
 pub(super) fn is_root() -> bool {
     geteuid().is_root()
@@ -14,7 +14,7 @@ pub(super) fn is_root() -> bool {
 
 /// The user and groups to change to.
 #[derive(Debug)]
-pub(super) struct Identity {
+pub(super) struct RunAsUser {
     user: Uid,
     group: Gid,
     /// The user's supplementary groups in the system's database.
@@ -25,7 +25,7 @@ pub(super) struct Identity {
 ///
 /// # Errors
 /// As [`find`].
-pub fn ids(owner: &Owner) -> anyhow::Result<(u32, u32)> {
+pub fn ids(owner: &FileOwner) -> anyhow::Result<(u32, u32)> {
     find(owner).map(|identity| (identity.user.as_raw(), identity.group.as_raw()))
 }
 
@@ -33,7 +33,7 @@ pub fn ids(owner: &Owner) -> anyhow::Result<(u32, u32)> {
 ///
 /// # Errors
 /// There is no such user or group, or the process is not root.
-pub(super) fn find(owner: &Owner) -> anyhow::Result<Identity> {
+pub(super) fn find(owner: &FileOwner) -> anyhow::Result<RunAsUser> {
     let name = owner.user.as_deref().context("user: names no user")?;
     let known = match name.parse() {
         Ok(number) => User::from_uid(Uid::from_raw(number))?,
@@ -49,7 +49,7 @@ pub(super) fn find(owner: &Owner) -> anyhow::Result<Identity> {
         format!("user: the system does not know the group of user {name} (write {name}:GROUP)")
     })?;
     let groups = known.map(|user| groups_of(&user.name)).transpose()?.unwrap_or_default();
-    Ok(Identity { user, group, groups })
+    Ok(RunAsUser { user, group, groups })
 }
 
 fn group(name: &str) -> anyhow::Result<Gid> {
@@ -70,9 +70,9 @@ fn groups_of(name: &str) -> anyhow::Result<Vec<Gid>> {
         .collect())
 }
 
-impl Identity {
+impl RunAsUser {
     /// Changes the user permanently.
-    pub(super) fn become_it(&self) -> anyhow::Result<()> {
+    pub(super) fn switch(&self) -> anyhow::Result<()> {
         if !is_root() {
             return Ok(());
         }

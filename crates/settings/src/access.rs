@@ -4,7 +4,7 @@
 use std::{fmt, str::FromStr};
 
 /// Only the owner: a client can read and write disks.
-const OWNER_ONLY: u32 = 0o600;
+const DEFAULT_MODE: u32 = 0o600;
 
 /// Permissions of a socket's file.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -12,18 +12,18 @@ pub struct SocketAccess {
     /// Permission bits, independent of the umask.
     pub mode: u32,
     /// Owner; `None` is the daemon's user.
-    pub owner: Option<Owner>,
+    pub owner: Option<FileOwner>,
 }
 
 impl Default for SocketAccess {
     fn default() -> Self {
-        Self { mode: OWNER_ONLY, owner: None }
+        Self { mode: DEFAULT_MODE, owner: None }
     }
 }
 
 /// A user, a group, or both, by name or number; at least one is set.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Owner {
+pub struct FileOwner {
     /// Unchanged if `None`.
     pub user: Option<String>,
     /// Unchanged if `None`.
@@ -31,14 +31,14 @@ pub struct Owner {
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for Owner {
+impl fmt::Display for FileOwner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.user.as_deref().unwrap_or_default())?;
         self.group.as_ref().map_or(Ok(()), |group| write!(f, ":{group}"))
     }
 }
 
-impl FromStr for Owner {
+impl FromStr for FileOwner {
     type Err = String;
 
     /// Parses `USER`, `USER:GROUP` or `:GROUP`, as chown does.
@@ -86,7 +86,7 @@ mod tests {
     fn owners_are_written_as_for_chown() {
         let owner = |user: &str, group: &str| {
             let part = |text: &str| (!text.is_empty()).then(|| text.to_owned());
-            Ok(Owner { user: part(user), group: part(group) })
+            Ok(FileOwner { user: part(user), group: part(group) })
         };
         for (text, expect) in [
             ("qemu", owner("qemu", "")),
@@ -97,7 +97,7 @@ mod tests {
             assert_eq!(text.parse(), expect);
         }
         for wrong in ["", ":", "a:b:c"] {
-            assert!(wrong.parse::<Owner>().unwrap_err().starts_with("is no owner"));
+            assert!(wrong.parse::<FileOwner>().unwrap_err().starts_with("is no owner"));
         }
     }
 }

@@ -12,7 +12,7 @@ const MAX_SOCKET_PATH: usize = 107;
 
 /// An address to listen on.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Address {
+pub enum ListenAddress {
     /// A Unix socket with this path.
     Unix(PathBuf),
     /// TCP on every address that the host name resolves to. Port 0 is any free port.
@@ -24,9 +24,9 @@ pub enum Address {
     },
 }
 
-impl Address {
+impl ListenAddress {
     /// Default address: NBD's registered port on localhost.
-    pub fn standard() -> Self {
+    pub fn nbd_default() -> Self {
         Self::Tcp { host: "localhost".to_owned(), port: 10809 }
     }
 
@@ -36,18 +36,18 @@ impl Address {
     /// Fails if the path is then too long, or not UTF-8.
     pub(crate) fn relative_to(self, directory: &Path) -> Result<Self, String> {
         match self {
-            Self::Unix(path) => socket_in(directory, &path).map(Self::Unix),
+            Self::Unix(path) => resolve_socket(directory, &path).map(Self::Unix),
             address @ Self::Tcp { .. } => Ok(address),
         }
     }
 }
 
-impl FromStr for Address {
+impl FromStr for ListenAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         if let Some(path) = text.strip_prefix("unix:") {
-            return socket_path(path).map(Self::Unix);
+            return check_socket_path(path).map(Self::Unix);
         }
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
         // Likely mistakes get a specific message before the general one.
@@ -55,7 +55,7 @@ impl FromStr for Address {
             return Err(format!("is a path without unix: before it (write unix:{text})"));
         }
         let (host, port) =
-            text.rsplit_once(':').ok_or_else(|| without_port(text).unwrap_or(usage.to_owned()))?;
+            text.rsplit_once(':').ok_or_else(|| missing_port_hint(text).unwrap_or(usage.to_owned()))?;
         let host = match host.strip_prefix('[') {
             Some(rest) => rest.strip_suffix(']').ok_or(usage)?,
             // Without brackets the last group would be taken for the port.
@@ -89,7 +89,7 @@ impl FromStr for Address {
 }
 
 /// Error for a host without a port, or a port without a host.
-fn without_port(text: &str) -> Option<String> {
+fn missing_port_hint(text: &str) -> Option<String> {
     if !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit()) {
         return Some(format!("has no host (write localhost:{text}, or [::]:{text} for every address)"));
     }
@@ -99,7 +99,7 @@ fn without_port(text: &str) -> Option<String> {
     is_host.then(|| format!("has no port (write {text}:PORT, such as {text}:10809, or unix:PATH)"))
 }
 
-fn socket_path(path: &str) -> Result<PathBuf, String> {
+fn check_socket_path(path: &str) -> Result<PathBuf, String> {
     if path.is_empty() {
         return Err("has no path; write unix:PATH".to_owned());
     }
@@ -124,21 +124,21 @@ fn is_path(text: &str) -> bool {
 ///
 /// # Errors
 /// Fails if the whole path is too long, or not UTF-8.
-pub(crate) fn socket_in(directory: &Path, path: &Path) -> Result<PathBuf, String> {
+pub(crate) fn resolve_socket(directory: &Path, path: &Path) -> Result<PathBuf, String> {
     let path = directory.join(path);
-    socket_path(path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?)
+    check_socket_path(path.to_str().ok_or("the directory of the config file is not UTF-8 (move it)")?)
 }
 
 /// Parses `unix:PATH`.
-pub fn socket(text: &str) -> Result<PathBuf, String> {
+pub fn parse_unix_socket(text: &str) -> Result<PathBuf, String> {
     match text.strip_prefix("unix:") {
-        Some(path) => socket_path(path),
+        Some(path) => check_socket_path(path),
         None if is_path(text) => Err(format!("is a path without unix: before it (write unix:{text})")),
         None => Err("is not a Unix socket; write unix:PATH".to_owned()),
     }
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for ListenAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Unix(path) => write!(f, "unix:{}", path.display()),
@@ -153,29 +153,29 @@ mod tests {
     use super::*;
 
     #[test]
-    fn addresses_are_read_and_written_alike() {
+    fn addresses_round_trip() {
         for text in
             ["unix:/run/weir.sock", "unix:relative", "localhost:10809", "[::1]:10809", "0.0.0.0:0", "[::]:1"]
         {
-            assert_eq!(text.parse::<Address>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<ListenAddress>().unwrap().to_string(), text);
         }
-        assert_eq!("[::1]:7".parse(), Ok(Address::Tcp { host: "::1".to_owned(), port: 7 }));
-        assert_eq!(Address::standard().to_string(), "localhost:10809");
+        assert_eq!("[::1]:7".parse(), Ok(ListenAddress::Tcp { host: "::1".to_owned(), port: 7 }));
+        assert_eq!(ListenAddress::nbd_default().to_string(), "localhost:10809");
     }
 
     #[test]
-    fn a_path_alone_is_named_with_what_it_lacks() {
+    fn a_bare_path_gets_a_hint_to_unix() {
         for path in ["/x.sock", "./x.sock", "../run/x.sock"] {
             let rule = format!("is a path without unix: before it (write unix:{path})");
-            assert_eq!(path.parse::<Address>(), Err(rule.clone()));
-            assert_eq!(socket(path), Err(rule));
+            assert_eq!(path.parse::<ListenAddress>(), Err(rule.clone()));
+            assert_eq!(parse_unix_socket(path), Err(rule));
         }
     }
 
     #[test]
-    fn what_is_no_address_is_refused() {
+    fn invalid_addresses_name_their_rule() {
         let check =
-            |text: &str, expect: &str| assert_eq!(text.parse::<Address>().unwrap_err(), expect, "{text}");
+            |text: &str, expect: &str| assert_eq!(text.parse::<ListenAddress>().unwrap_err(), expect, "{text}");
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
         let port = "has no port; that is a number from 0 (any free port) to 65535";
         check("", usage);
@@ -187,7 +187,7 @@ mod tests {
         check(":10809", "has no host; write localhost, or [::] for every address of this machine");
         check("host:", port);
         assert!(
-            "fd:nbd".parse::<Address>().unwrap_err().starts_with("is for vhost-user-blk alone; NBD is at ")
+            "fd:nbd".parse::<ListenAddress>().unwrap_err().starts_with("is for vhost-user-blk alone; NBD is at ")
         );
         check("host:+1", port);
         check("host:65536", port);

@@ -11,27 +11,27 @@
 use std::{fmt, path::Path};
 
 use crate::{
-    key::{Key, Literal, Unread, ValueKind},
-    placed::KeySet,
+    key::{ConfigKey, KeyLiteral, ValueError, KeyType},
+    placed::KeyTable,
 };
 
 /// A config with an address, which is the first part of an option.
-pub trait AddressedKeys: KeySet {
+pub trait AddressedConfig: KeyTable {
     /// Key of the address.
     const ADDRESS: &'static str;
     /// Error of a table without the address; `None` if it is optional.
-    const MISSING: Option<&'static str>;
+    const MISSING_ADDRESS: Option<&'static str>;
 
     /// Rows of the keys after the address.
-    fn options() -> impl Iterator<Item = &'static Key<Self>> {
+    fn options() -> impl Iterator<Item = &'static ConfigKey<Self>> {
         Self::keys().iter().filter(|key| key.name != Self::ADDRESS)
     }
 
     /// Names and values of the keys that differ from their defaults, the address first.
     #[must_use]
-    fn literals(&self) -> Vec<(&'static str, Literal)> {
+    fn literals(&self) -> Vec<(&'static str, KeyLiteral)> {
         let default = Self::default();
-        let literal = |key: &'static Key<Self>| {
+        let literal = |key: &'static ConfigKey<Self>| {
             let literal = key.write(self)?;
             let is_default = key.write(&default).as_ref() == Some(&literal);
             (key.name == Self::ADDRESS || !is_default).then_some((key.name, literal))
@@ -44,7 +44,7 @@ pub trait AddressedKeys: KeySet {
 ///
 /// # Errors
 /// Returns the wrong part and the rule.
-pub(crate) fn read_options<'a, T: AddressedKeys>(
+pub(crate) fn read_options<'a, T: AddressedConfig>(
     config: &mut T,
     parts: impl IntoIterator<Item = &'a str>,
 ) -> Result<(), String> {
@@ -64,40 +64,40 @@ pub(crate) fn read_options<'a, T: AddressedKeys>(
         } else if name.is_empty() {
             return Err("has a comma with nothing behind it (leave it away)".to_owned());
         } else {
-            return Err(format!("{part}: no such key (there {})", names::<T>()));
+            return Err(format!("{part}: no such key (there {})", option_names::<T>()));
         }
     }
     Ok(())
 }
 
 /// Reads the value of an option; `true` and `false` stand for `on` and `off`, as in a config file.
-fn read_option<T: KeySet>(key: &Key<T>, config: &mut T, value: &str) -> Result<(), String> {
+fn read_option<T: KeyTable>(key: &ConfigKey<T>, config: &mut T, value: &str) -> Result<(), String> {
     let value = match (key.value, value) {
-        (ValueKind::Flag, "on" | "true") => "true",
-        (ValueKind::Flag, "off" | "false") => "false",
-        (ValueKind::Flag, _) => return Err("is neither on nor off".to_owned()),
-        (_, "true") if key.is_switch() => "on",
-        (_, "false") if key.is_switch() => "off",
+        (KeyType::Flag, "on" | "true") => "true",
+        (KeyType::Flag, "off" | "false") => "false",
+        (KeyType::Flag, _) => return Err("is neither on nor off".to_owned()),
+        (_, "true") if key.accepts_bool() => "on",
+        (_, "false") if key.accepts_bool() => "off",
         _ => value,
     };
     match key.read(config, value, Path::new("")) {
         Ok(()) => Ok(()),
-        Err(Unread::Malformed(rule) | Unread::OutOfRange(rule)) => Err(rule),
+        Err(ValueError::Malformed(rule) | ValueError::OutOfRange(rule)) => Err(rule),
     }
 }
 
 /// `are queues, read-only and client`.
-fn names<T: AddressedKeys>() -> String {
+fn option_names<T: AddressedConfig>() -> String {
     let mut names: Vec<_> = T::options().map(|key| key.name).collect();
     let last = names.pop().unwrap_or_default();
     if names.is_empty() { format!("is {last}") } else { format!("are {} and {last}", names.join(", ")) }
 }
 
 /// Writes the keys that differ from their defaults, each after a comma.
-pub(crate) fn write_options<T: AddressedKeys>(config: &T, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+pub(crate) fn write_options<T: AddressedConfig>(config: &T, f: &mut fmt::Formatter<'_>) -> fmt::Result {
     for (name, literal) in config.literals().into_iter().filter(|(name, _)| *name != T::ADDRESS) {
         match literal {
-            Literal::Flag(on) => write!(f, ",{name}={}", if on { "on" } else { "off" })?,
+            KeyLiteral::Flag(on) => write!(f, ",{name}={}", if on { "on" } else { "off" })?,
             other => write!(f, ",{name}={other}")?,
         }
     }

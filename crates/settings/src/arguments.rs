@@ -4,5 +4,5 @@ mod keys;
 pub mod limits;
 pub mod prefetch;
 
-pub use keys::{KeyArgs, KeyOptions, shared_group};
-pub use limits::LimitArgs;
+pub use keys::{ConfigKeyArgs, OptionSelection, describe_shared_group};
+pub use limits::ThrottleLimitArgs;

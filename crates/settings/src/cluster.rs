@@ -11,32 +11,32 @@ use std::{
 
 use crate::{
     key::{
-        Field, Given, Key, KeyValue, Literal,
-        ValueKind::{self, Text},
+        KeyField, KeyInput, ConfigKey, ConfigValue, KeyLiteral,
+        KeyType::{self, Text},
         each, maybe, one, table,
     },
-    place::Mistakes,
-    placed::{KeySet, Placed},
+    place::Diagnostics,
+    placed::{KeyTable, ConfigWithOrigins},
 };
 
 /// etcd's client port.
 const DEFAULT_PORT: u16 = 2379;
 /// Longest name of a cluster or a host in bytes: both are part of every key.
-const MAX_NAME: usize = 64;
+const MAX_NAME_BYTES: usize = 64;
 /// Largest number of etcd members; etcd recommends seven at most.
 const MAX_ENDPOINTS: usize = 16;
 /// Millionths in a whole.
-const MILLION: f64 = 1_000_000.0;
+const PPM: f64 = 1_000_000.0;
 
 /// Config of the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Cluster {
+pub struct ClusterConfig {
     /// Name of the cluster, a prefix of all its keys.
     pub name: String,
     /// Name of this host, unique in the cluster.
     pub host: String,
     /// Members of etcd, at least one; any of them suffices.
-    pub etcd: Vec<Etcd>,
+    pub etcd: Vec<EtcdEndpoint>,
     /// Directory with `ca-cert.pem` and, if etcd requires them, `client-cert.pem` and
     /// `client-key.pem`.
     pub certificates: Option<PathBuf>,
@@ -46,12 +46,12 @@ pub struct Cluster {
     pub password_file: Option<PathBuf>,
     /// Fallback share of a host in millionths of a limit, for groups whose limits are first set
     /// here.
-    pub safe_share_ppm: Option<u32>,
+    pub fallback_share_ppm: Option<u32>,
     /// Groups of the cluster whose quota this host's control groups use, instead of disks.
     pub control_groups: Vec<String>,
 }
 
-impl Cluster {
+impl ClusterConfig {
     /// User and password file for etcd's authentication.
     #[must_use]
     pub fn login(&self) -> Option<(&str, &Path)> {
@@ -59,94 +59,94 @@ impl Cluster {
     }
 }
 
-impl KeySet for Cluster {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<Cluster>>> = LazyLock::new(cluster_keys);
+impl KeyTable for ClusterConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<ClusterConfig>>> = LazyLock::new(cluster_keys);
         &KEYS
     }
 
-    fn judge(cluster: &Placed<Self>, mistakes: &Mistakes) {
+    fn judge(cluster: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
         let groups = &cluster.control_groups;
         for (index, _) in groups.iter().enumerate().filter(|(at, group)| groups[..*at].contains(group)) {
-            let place = cluster.item("control-groups", index, "").unwrap_or(cluster.own_place());
-            mistakes.tell(place.wrong("is named twice"));
+            let place = cluster.item_origin("control-groups", index, "").unwrap_or(cluster.own_origin());
+            mistakes.report(place.error("is named twice"));
         }
         if cluster.etcd.len() > MAX_ENDPOINTS {
-            mistakes.tell(cluster.wrong("etcd", format!("are too many; {MAX_ENDPOINTS} at most")));
+            mistakes.report(cluster.error("etcd", format!("are too many; {MAX_ENDPOINTS} at most")));
         }
-        if let Some(place) = cluster.given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls)) {
-            mistakes.tell(place.wrong("is not used, because no member of etcd is https"));
+        if let Some(place) = cluster.origin_of_given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls)) {
+            mistakes.report(place.error("is not used, because no member of etcd is https"));
         }
-        match (cluster.given("user"), cluster.given("password-file")) {
-            (Some(user), None) => mistakes.tell(user.wrong("needs password-file")),
-            (None, Some(file)) => mistakes.tell(file.wrong("needs user")),
+        match (cluster.origin_of_given("user"), cluster.origin_of_given("password-file")) {
+            (Some(user), None) => mistakes.report(user.error("needs password-file")),
+            (None, Some(file)) => mistakes.report(file.error("needs user")),
             (Some(_), Some(_)) | (None, None) => {}
         }
     }
 }
 
-type Config = Cluster;
+type Config = ClusterConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(Cluster) = |Cluster {
+const _: fn(ClusterConfig) = |ClusterConfig {
                             name: _,
                             host: _,
                             etcd: _,
                             certificates: _,
                             user: _,
                             password_file: _,
-                            safe_share_ppm: _,
+                            fallback_share_ppm: _,
                             control_groups: _,
                         }| ();
 
 /// The table.
-fn cluster_keys() -> Vec<Key<Cluster>> {
+fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "Cluster" {
-            "name", Text, "NAME", one!(name, cluster_name), "required", Never, Apart,
+            "name", Text, "NAME", one!(name, parse_cluster_name), "required", Reject, Separate,
                 "Name of the cluster: letters, digits, '.', '-' and '_'. Hosts of another name are another cluster";
-            "host", Text, "NAME", one!(host, cluster_name), "the machine's", Never, Apart,
+            "host", Text, "NAME", one!(host, parse_cluster_name), "the machine's", Reject, Separate,
                 "Name of this host, of the same characters, unique in the cluster";
-            "etcd", Text, "URL", each!(etcd), "required", Never, Apart,
+            "etcd", Text, "URL", each!(etcd), "required", Reject, Separate,
                 "http://HOST:PORT or https://HOST:PORT of a member of etcd; 16 members at most";
-            "certificates", ValueKind::Path, "DIR", maybe!(certificates), "the system's authorities", Never, Apart,
+            "certificates", KeyType::Path, "DIR", maybe!(certificates), "the system's authorities", Reject, Separate,
                 "Directory with ca-cert.pem and, where etcd asks for it, client-cert.pem and client-key.pem; for https";
-            "user", Text, "NAME", maybe!(user), "", Never, Apart,
+            "user", Text, "NAME", maybe!(user), "", Reject, Separate,
                 "User of etcd; needs --password-file";
-            "password-file", ValueKind::Path, "FILE", maybe!(password_file), "", Never, Apart,
+            "password-file", KeyType::Path, "FILE", maybe!(password_file), "", Reject, Separate,
                 "File with the password of the user";
-            "safe-share", Text, "PERCENT", share(), "all hosts together 2%", Never, Apart,
+            "safe-share", Text, "PERCENT", share(), "all hosts together 2%", Reject, Separate,
                 "Part of a limit that each host may use without etcd, such as 0.5%, for groups whose limits are set here first";
-            "control-groups", Text, "NAME", each!(control_groups, cluster_name), "", Never, Apart,
+            "control-groups", Text, "NAME", each!(control_groups, parse_cluster_name), "", Reject, Separate,
                 "Groups of the cluster that are for control groups of this host; needs --cgroup-limits of the daemon";
         }
     }
 }
 
-impl KeyValue for Etcd {
-    fn read(given: Given<'_>) -> Result<Self, String> {
+impl ConfigValue for EtcdEndpoint {
+    fn read(given: KeyInput<'_>) -> Result<Self, String> {
         given.text.parse()
     }
 
-    fn write(&self) -> Literal {
-        Literal::Text(self.to_string())
+    fn write(&self) -> KeyLiteral {
+        KeyLiteral::Text(self.to_string())
     }
 }
 
-fn share() -> Field<Cluster> {
-    Field::new(
-        |cluster: &mut Cluster, given| {
-            cluster.safe_share_ppm = Some(safe_share(given.text)?);
+fn share() -> KeyField<ClusterConfig> {
+    KeyField::new(
+        |cluster: &mut ClusterConfig, given| {
+            cluster.fallback_share_ppm = Some(parse_fallback_share(given.text)?);
             Ok(())
         },
-        |cluster| cluster.safe_share_ppm.map(|ppm| Literal::Text(format!("{}%", f64::from(ppm) / 10_000.0))),
+        |cluster| cluster.fallback_share_ppm.map(|ppm| KeyLiteral::Text(format!("{}%", f64::from(ppm) / 10_000.0))),
     )
 }
 
 /// Address of a member of etcd.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Etcd {
+pub struct EtcdEndpoint {
     /// True for `https`.
     pub tls: bool,
     /// Name or address, without brackets.
@@ -155,7 +155,7 @@ pub struct Etcd {
     pub port: u16,
 }
 
-impl FromStr for Etcd {
+impl FromStr for EtcdEndpoint {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -198,7 +198,7 @@ impl FromStr for Etcd {
     }
 }
 
-impl fmt::Display for Etcd {
+impl fmt::Display for EtcdEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let scheme = if self.tls { "https" } else { "http" };
         match self.host.contains(':') {
@@ -212,10 +212,10 @@ impl fmt::Display for Etcd {
 ///
 /// # Errors
 /// Fails if it is empty, too long, or has a character that separates the parts of keys.
-pub fn cluster_name(text: &str) -> Result<String, String> {
+pub fn parse_cluster_name(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
-    if text.is_empty() || text.len() > MAX_NAME || !text.chars().all(plain) {
-        return Err(format!("is no such name: it has 1 to {MAX_NAME} letters, digits, '.', '-' and '_'"));
+    if text.is_empty() || text.len() > MAX_NAME_BYTES || !text.chars().all(plain) {
+        return Err(format!("is no such name: it has 1 to {MAX_NAME_BYTES} letters, digits, '.', '-' and '_'"));
     }
     Ok(text.to_owned())
 }
@@ -224,10 +224,10 @@ pub fn cluster_name(text: &str) -> Result<String, String> {
 ///
 /// # Errors
 /// Fails if it is not a percentage from 0.0001 % to 100 %.
-pub fn safe_share(text: &str) -> Result<u32, String> {
+pub fn parse_fallback_share(text: &str) -> Result<u32, String> {
     let percent = text.strip_suffix('%').and_then(|number| number.trim_end().parse::<f64>().ok());
     // NaN is in no range, so it is rejected here.
-    let ppm = percent.map(|percent| percent / 100.0 * MILLION).filter(|ppm| (1.0..=MILLION).contains(ppm));
+    let ppm = percent.map(|percent| percent / 100.0 * PPM).filter(|ppm| (1.0..=PPM).contains(ppm));
     // In range, so the cast removes only the fraction.
     ppm.map(|ppm| ppm.round() as u32)
         .ok_or_else(|| "is not a part of a limit; write such as 2% (0.0001% to 100%)".to_owned())
@@ -239,7 +239,7 @@ mod tests {
 
     #[test]
     fn addresses_of_etcd_are_urls() {
-        let read = |text: &str| text.parse::<Etcd>().map(|etcd| etcd.to_string());
+        let read = |text: &str| text.parse::<EtcdEndpoint>().map(|etcd| etcd.to_string());
         for (text, expect) in [
             ("http://a:1", "http://a:1"),
             ("https://10.0.0.1:2379/", "https://10.0.0.1:2379"),
@@ -257,19 +257,19 @@ mod tests {
 
     #[test]
     fn safe_shares_are_parts() {
-        assert_eq!(safe_share("2%"), Ok(20_000));
-        assert_eq!(safe_share("0.1 %"), Ok(1000));
-        assert_eq!(safe_share("100%"), Ok(1_000_000));
+        assert_eq!(parse_fallback_share("2%"), Ok(20_000));
+        assert_eq!(parse_fallback_share("0.1 %"), Ok(1000));
+        assert_eq!(parse_fallback_share("100%"), Ok(1_000_000));
         for wrong in ["", "2", "0%", "-1%", "100.1%", "nan%", "inf%", "x%"] {
-            assert!(safe_share(wrong).is_err(), "{wrong}");
+            assert!(parse_fallback_share(wrong).is_err(), "{wrong}");
         }
     }
 
     #[test]
     fn names_stand_in_keys() {
-        assert_eq!(cluster_name("a-B_1.c").as_deref(), Ok("a-B_1.c"));
+        assert_eq!(parse_cluster_name("a-B_1.c").as_deref(), Ok("a-B_1.c"));
         for wrong in ["", "a/b", "a b", "ä", &"a".repeat(65)] {
-            assert!(cluster_name(wrong).is_err(), "{wrong}");
+            assert!(parse_cluster_name(wrong).is_err(), "{wrong}");
         }
     }
 }

@@ -23,14 +23,14 @@ use std::{
     path::Path,
 };
 
-pub use object::{disk_of_object, group_of_object};
+pub use object::{disk_from_json, group_from_json};
 use reactor::regular;
-use section::{Entry, Section, Source};
+use section::{TomlEntry, TomlSection, ConfigText};
 use toml::de::DeTable;
 
 use crate::{
-    AddressedKeys, Cluster, DaemonConfig, DiskConfig, Door, Draft, ExportConfig, GroupConfig, Key, Mistakes,
-    Place, Placed, Record, Said, Wrong, key::ValueKind, placed::KeySet,
+    AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, GroupConfig, ConfigKey, Diagnostics,
+    Origin, ConfigWithOrigins, RecordingConfig, Spanned, ConfigError, key::KeyType, placed::KeyTable,
 };
 
 /// Largest config file in bytes: enough for some hundred thousand disks.
@@ -40,20 +40,20 @@ pub const MAX_FILE_BYTES: u64 = 64 << 20;
 ///
 /// # Errors Returns the first mistake: an unreadable file, invalid TOML, an unknown key, or a
 /// malformed value.
-pub fn load(path: &Path) -> Result<Draft, Wrong> {
-    let mistakes = Mistakes::default();
-    let draft = load_below(path, &Placed::default(), &mistakes);
-    mistakes.first_unless(draft)
+pub fn load(path: &Path) -> Result<ParsedConfig, ConfigError> {
+    let mistakes = Diagnostics::default();
+    let draft = load_with_options(path, &ConfigWithOrigins::default(), &mistakes);
+    mistakes.finish_first(draft)
 }
 
 /// Reads a config file below the options of the command line, which replace keys of `[daemon]`.
 /// Reports mistakes; a table with a mistake is left out.
-pub fn load_below(path: &Path, options: &Placed<DaemonConfig>, mistakes: &Mistakes) -> Draft {
-    let nothing = || Draft { service: options.clone(), ..Draft::default() };
+pub fn load_with_options(path: &Path, options: &ConfigWithOrigins<DaemonConfig>, mistakes: &Diagnostics) -> ParsedConfig {
+    let nothing = || ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
     let name = path.display().to_string();
-    let place = Place::new(name.as_str());
+    let place = Origin::new(name.as_str());
     if path == Path::new("-") {
-        mistakes.tell(place.wrong(
+        mistakes.report(place.error(
             "is standard input, and a config file is read again when it is reloaded (name a file; ./- is one of this name)",
         ));
         return nothing();
@@ -61,16 +61,16 @@ pub fn load_below(path: &Path, options: &Placed<DaemonConfig>, mistakes: &Mistak
     let text = match read(path) {
         Ok(text) => text,
         Err(error) if error.kind() == ErrorKind::FileTooLarge => {
-            mistakes.tell(place.wrong(error.to_string()));
+            mistakes.report(place.error(error.to_string()));
             return nothing();
         }
         Err(error) => {
-            mistakes.tell(place.wrong(format!("cannot be read: {error}")));
+            mistakes.report(place.error(format!("cannot be read: {error}")));
             return nothing();
         }
     };
     let directory = path.parent().unwrap_or(Path::new(""));
-    parse_below(&name, &text, directory, options, mistakes)
+    parse_with_options(&name, &text, directory, options, mistakes)
 }
 
 /// Reads the text of a config file.
@@ -92,60 +92,60 @@ pub fn read(path: &Path) -> io::Result<String> {
 ///
 /// # Errors
 /// As [`load`], except for reading the file.
-pub fn parse(name: &str, text: &str, directory: &Path) -> Result<Draft, Wrong> {
-    let mistakes = Mistakes::default();
-    let draft = parse_below(name, text, directory, &Placed::default(), &mistakes);
-    mistakes.first_unless(draft)
+pub fn parse(name: &str, text: &str, directory: &Path) -> Result<ParsedConfig, ConfigError> {
+    let mistakes = Diagnostics::default();
+    let draft = parse_with_options(name, text, directory, &ConfigWithOrigins::default(), &mistakes);
+    mistakes.finish_first(draft)
 }
 
-fn parse_below(
+fn parse_with_options(
     name: &str,
     text: &str,
     directory: &Path,
-    options: &Placed<DaemonConfig>,
-    mistakes: &Mistakes,
-) -> Draft {
-    let source = Source::new(name, text, mistakes);
+    options: &ConfigWithOrigins<DaemonConfig>,
+    mistakes: &Diagnostics,
+) -> ParsedConfig {
+    let source = ConfigText::new(name, text, mistakes);
     let document = match DeTable::parse(text) {
         Ok(document) => document,
         Err(error) => {
             // The text after a syntax error is ambiguous, so nothing of it is used.
-            mistakes.tell(no_toml(&source, text, &error));
-            return Draft { service: options.clone(), ..Draft::default() };
+            mistakes.report(syntax_error(&source, text, &error));
+            return ParsedConfig { daemon: options.clone(), ..ParsedConfig::default() };
         }
     };
-    let reader = Reader { directory };
-    let root = Section::root(&source, document.get_ref());
-    let table = |key| root.get(key).and_then(Entry::section);
+    let reader = ConfigReader { directory };
+    let root = TomlSection::root(&source, document.get_ref());
+    let table = |key| root.request(key).and_then(TomlEntry::section);
     let service = table("daemon").and_then(|section| reader.daemon(&section, options, mistakes));
     let cluster = table("cluster").and_then(|section| reader.cluster(&section, mistakes));
     let named = |key| table(key).map(|section| section.named_sections()).unwrap_or_default();
     let (groups, disks) = (named("group"), named("disk"));
     // Before the tables are read: an unknown top-level key may be a misspelt table.
-    root.finish();
+    root.report_unknown_keys();
     let groups = groups.into_iter().map(|(name, section)| group(name, &section, mistakes));
     // A generated file with one mistake in each of its disks must not be read to the end.
     let disks = disks.into_iter().take_while(|_| !mistakes.is_full());
-    Draft {
-        service: service.unwrap_or_else(|| options.clone()),
+    ParsedConfig {
+        daemon: service.unwrap_or_else(|| options.clone()),
         cluster,
         groups: groups.collect(),
         disks: disks.filter_map(|(name, section)| reader.disk(name, &section, mistakes)).collect(),
     }
 }
 
-fn no_toml(source: &Source<'_>, text: &str, error: &toml::de::Error) -> Wrong {
+fn syntax_error(source: &ConfigText<'_>, text: &str, error: &toml::de::Error) -> ConfigError {
     let span = error.span().unwrap_or_default();
     match error.message() {
         "duplicate key" => source
-            .place(span.start, path_of(text, span))
-            .wrong("is there already, further up (take out one of the two)"),
-        other => source.place(span.start, "not TOML").wrong(other.replace('\n', "; ")),
+            .place(span.start, enclosing_path(text, span))
+            .error("is there already, further up (take out one of the two)"),
+        other => source.place(span.start, "not TOML").error(other.replace('\n', "; ")),
     }
 }
 
 /// Full name of a key or table that the parser did not reach.
-fn path_of(text: &str, key: Range<usize>) -> String {
+fn enclosing_path(text: &str, key: Range<usize>) -> String {
     let table = |line: &str| Some(line.strip_prefix('[')?.split(']').next()?.to_owned());
     // The parser stopped here, so the enclosing table is found by searching the text backwards.
     let start = text[..key.start].rfind('\n').map_or(0, |end| end + 1);
@@ -157,24 +157,24 @@ fn path_of(text: &str, key: Range<usize>) -> String {
 }
 
 /// Reads a group. A group with a mistake is kept with defaults, because its members refer to it.
-fn group(name: Said<String>, section: &Section<'_>, mistakes: &Mistakes) -> Placed<GroupConfig> {
-    let nothing = Placed::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
+fn group(name: Spanned<String>, section: &TomlSection<'_>, mistakes: &Diagnostics) -> ConfigWithOrigins<GroupConfig> {
+    let nothing = ConfigWithOrigins::new(GroupConfig { name: name.value, ..GroupConfig::default() }, name.place);
     let mut group = nothing.clone();
-    let whole = section.whole(|| {
+    let whole = section.read_all(|| {
         read_keys(section, &mut group, Path::new(""));
         Some(())
     });
     match whole {
         Some(()) => group,
         None => {
-            group.tell_out_of_range(mistakes);
+            group.report_out_of_range(mistakes);
             nothing
         }
     }
 }
 
 /// Reads all keys except tables.
-fn read_keys<T: KeySet>(section: &Section<'_>, config: &mut Placed<T>, directory: &Path) {
+fn read_keys<T: KeyTable>(section: &TomlSection<'_>, config: &mut ConfigWithOrigins<T>, directory: &Path) {
     for key in T::keys() {
         read_key(section, key, config, directory);
     }
@@ -185,35 +185,35 @@ fn read_keys<T: KeySet>(section: &Section<'_>, config: &mut Placed<T>, directory
 }
 
 /// Reads a key that is not a table.
-fn read_key<T: KeySet>(
-    section: &Section<'_>,
-    key: &'static Key<T>,
-    config: &mut Placed<T>,
+fn read_key<T: KeyTable>(
+    section: &TomlSection<'_>,
+    key: &'static ConfigKey<T>,
+    config: &mut ConfigWithOrigins<T>,
     directory: &Path,
 ) {
     let plain = |text: &str| Ok(text.to_owned());
     let values = match key.value {
         // Tables have separate readers (`disk`, `daemon`).
-        ValueKind::Table => return,
-        ValueKind::Flag => {
+        KeyType::Table => return,
+        KeyType::Flag => {
             let flag = section.flag(key.name);
-            flag.map(|said| Said::new(said.value.to_string(), said.place)).into_iter().collect()
+            flag.map(|said| Spanned::new(said.value.to_string(), said.place)).into_iter().collect()
         }
         _ if key.is_list() => section.list(key.name, plain),
-        _ if key.is_switch() => section.parse_switch(key.name, plain).into_iter().collect(),
-        ValueKind::Text => section.parse_text(key.name, plain).into_iter().collect(),
+        _ if key.accepts_bool() => section.parse_switch(key.name, plain).into_iter().collect(),
+        KeyType::Text => section.parse_text(key.name, plain).into_iter().collect(),
         _ => section.parse(key.name, plain).into_iter().collect::<Vec<_>>(),
     };
     for said in values {
-        section.keep(config.set(key, &said.value, directory, said.place));
+        section.ok_or_report(config.set(key, &said.value, directory, said.place));
     }
 }
 
 /// Values of an export's `type`.
-pub(crate) const TYPES: [&str; 5] = ["nbd", "vhost-user-blk", "ublk", "fuse", "nbd-device"];
+pub(crate) const EXPORT_TYPES: [&str; 5] = ["nbd", "vhost-user-blk", "ublk", "fuse", "nbd-device"];
 
 fn types(word: &str) -> String {
-    let [first @ .., last] = TYPES.map(|name| format!("{name:?}"));
+    let [first @ .., last] = EXPORT_TYPES.map(|name| format!("{name:?}"));
     format!("{} {word} {last}", first.join(", "))
 }
 
@@ -221,59 +221,59 @@ fn types(word: &str) -> String {
 fn cluster_host() -> Result<String, String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim_end();
-    crate::cluster_name(name).map_err(|rule| format!("host: this machine's name {name:?} {rule} (add host)"))
+    crate::parse_cluster_name(name).map_err(|rule| format!("host: this machine's name {name:?} {rule} (add host)"))
 }
 
 /// Reader of tables with paths.
-struct Reader<'a> {
+struct ConfigReader<'a> {
     directory: &'a Path,
 }
 
-impl Reader<'_> {
+impl ConfigReader<'_> {
     /// Reads `[daemon]` without the keys that options replace, and adds the options.
     fn daemon(
         &self,
-        section: &Section<'_>,
-        options: &Placed<DaemonConfig>,
-        mistakes: &Mistakes,
-    ) -> Option<Placed<DaemonConfig>> {
+        section: &TomlSection<'_>,
+        options: &ConfigWithOrigins<DaemonConfig>,
+        mistakes: &Diagnostics,
+    ) -> Option<ConfigWithOrigins<DaemonConfig>> {
         let mut daemon = options.clone();
-        let mut replaced = Placed::default();
-        let whole = section.whole(|| {
+        let mut replaced = ConfigWithOrigins::default();
+        let whole = section.read_all(|| {
             for key in DaemonConfig::keys() {
                 // An overridden key is parsed and checked all the same, but its value is discarded.
                 let config = if options.overrides(key.name) { &mut replaced } else { &mut daemon };
                 read_key(section, key, config, self.directory);
             }
-            if let Some(record) = section.get("record").and_then(|entry| self.record(entry, mistakes))
+            if let Some(record) = section.request("record").and_then(|entry| self.record(entry, mistakes))
                 && !options.overrides("record")
             {
                 // The place of the whole table is that of its address, which every such table has.
-                daemon.put("record", record.place(Record::ADDRESS).clone());
+                daemon.record_origin("record", record.origin(RecordingConfig::ADDRESS).clone());
                 daemon.record = Some(record.into_config());
             }
             Some(())
         });
         if whole.is_none() {
-            daemon.tell_out_of_range(mistakes);
+            daemon.report_out_of_range(mistakes);
         }
         whole.map(|()| daemon)
     }
 
-    fn cluster(&self, section: &Section<'_>, mistakes: &Mistakes) -> Option<Placed<Cluster>> {
-        let mut cluster = Placed::new(Cluster::default(), section.place().clone());
-        section.whole(|| {
+    fn cluster(&self, section: &TomlSection<'_>, mistakes: &Diagnostics) -> Option<ConfigWithOrigins<ClusterConfig>> {
+        let mut cluster = ConfigWithOrigins::new(ClusterConfig::default(), section.place().clone());
+        section.read_all(|| {
             read_keys(section, &mut cluster, self.directory);
             // `need` reports misspelt names, so it comes after all keys were requested.
-            section.need("name", cluster.given("name").map(drop), "no name (add name = \"NAME\")");
+            section.require("name", cluster.origin_of_given("name").map(drop), "no name (add name = \"NAME\")");
             let rule = "no etcd (add etcd = [\"http://HOST:2379\"], with all its members)";
-            section.need("etcd", cluster.given("etcd").map(drop), rule);
+            section.require("etcd", cluster.origin_of_given("etcd").map(drop), rule);
             // Rules within the table. Rules that involve other tables are in `check`.
             cluster.judge(mistakes);
-            if cluster.given("host").is_none() {
+            if cluster.origin_of_given("host").is_none() {
                 // The host name of the machine may have characters that a cluster's keys cannot.
-                let own_name = cluster_host().map_err(|rule| section.place().wrong(rule));
-                cluster.host = section.keep(own_name)?;
+                let own_name = cluster_host().map_err(|rule| section.place().error(rule));
+                cluster.host = section.ok_or_report(own_name)?;
             }
             Some(())
         })?;
@@ -282,67 +282,67 @@ impl Reader<'_> {
 
     fn disk(
         &self,
-        name: Said<String>,
-        section: &Section<'_>,
-        mistakes: &Mistakes,
-    ) -> Option<Placed<DiskConfig>> {
-        let mut disk = Placed::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.place);
-        let whole = section.whole(|| {
+        name: Spanned<String>,
+        section: &TomlSection<'_>,
+        mistakes: &Diagnostics,
+    ) -> Option<ConfigWithOrigins<DiskConfig>> {
+        let mut disk = ConfigWithOrigins::new(DiskConfig { name: name.value, ..DiskConfig::default() }, name.place);
+        let whole = section.read_all(|| {
             read_keys(section, &mut disk, self.directory);
             for entry in section.items("export") {
                 self.export(entry, &mut disk, mistakes);
             }
             let rule = "no image (add image = \"PATH\", \"memory:SIZE\", \"null:SIZE\", \"rbd:POOL/IMAGE\" or \"nbd://HOST/EXPORT\")";
             // After the exports, so that their mistakes are reported as well.
-            section.need("image", disk.given("image").map(drop), rule)?;
-            section.keep(disk.reach())
+            section.require("image", disk.origin_of_given("image").map(drop), rule)?;
+            section.ok_or_report(disk.apply_ceph_access())
         });
         if whole.is_none() {
-            disk.tell_out_of_range(mistakes);
+            disk.report_out_of_range(mistakes);
         }
         whole.map(|()| disk)
     }
 
-    fn export(&self, entry: Entry<'_>, disk: &mut Placed<DiskConfig>, mistakes: &Mistakes) -> Option<()> {
+    fn export(&self, entry: TomlEntry<'_>, disk: &mut ConfigWithOrigins<DiskConfig>, mistakes: &Diagnostics) -> Option<()> {
         let section = entry.section()?;
-        let kind = section.parse("type", |text| match TYPES.contains(&text) {
+        let kind = section.parse("type", |text| match EXPORT_TYPES.contains(&text) {
             true => Ok(text.to_owned()),
             false => Err(format!("is not a type of export that weir has; there are {}", types("and"))),
         });
         // The type decides which keys are known.
-        let kind = section.need("type", kind, format!("no type (add type = {})", types("or")))?;
+        let kind = section.require("type", kind, format!("no type (add type = {})", types("or")))?;
         match &*kind.value {
             "vhost-user-blk" => {
-                self.export_of(&section, disk, mistakes, |own| ExportConfig::Own(Door::VhostUserBlk(own)))
+                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::VhostUserBlk(own)))
             }
-            "ublk" => self.export_of(&section, disk, mistakes, |own| ExportConfig::Own(Door::Ublk(own))),
-            "fuse" => self.export_of(&section, disk, mistakes, |own| ExportConfig::Own(Door::Fuse(own))),
+            "ublk" => self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Ublk(own))),
+            "fuse" => self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::Fuse(own))),
             "nbd-device" => {
-                self.export_of(&section, disk, mistakes, |own| ExportConfig::Own(Door::NbdDevice(own)))
+                self.export_of(&section, disk, mistakes, |own| ExportConfig::Target(ExportTarget::NbdDevice(own)))
             }
             _ => self.export_of(&section, disk, mistakes, ExportConfig::Nbd),
         }
     }
 
-    fn export_of<T: AddressedKeys>(
+    fn export_of<T: AddressedConfig>(
         &self,
-        section: &Section<'_>,
-        disk: &mut Placed<DiskConfig>,
-        mistakes: &Mistakes,
+        section: &TomlSection<'_>,
+        disk: &mut ConfigWithOrigins<DiskConfig>,
+        mistakes: &Diagnostics,
         export: impl FnOnce(T) -> ExportConfig,
     ) -> Option<()> {
-        let read: Placed<T> = self.addressed(section, mistakes)?;
+        let read: ConfigWithOrigins<T> = self.addressed(section, mistakes)?;
         // The index among valid exports, as `DiskConfig::exports` has them.
         let index = disk.exports.len();
-        disk.put(format!("export[{index}]"), read.place(T::ADDRESS).clone());
-        if let Some(place) = read.given("name") {
-            disk.put(format!("export[{index}].name"), place.clone());
+        disk.record_origin(format!("export[{index}]"), read.origin(T::ADDRESS).clone());
+        if let Some(place) = read.origin_of_given("name") {
+            disk.record_origin(format!("export[{index}].name"), place.clone());
         }
         disk.exports.push(export(read.into_config()));
         Some(())
     }
 
-    fn record(&self, entry: Entry<'_>, mistakes: &Mistakes) -> Option<Placed<Record>> {
+    fn record(&self, entry: TomlEntry<'_>, mistakes: &Diagnostics) -> Option<ConfigWithOrigins<RecordingConfig>> {
         // The option's notation (`record = "DIR"`) is a likely mistake: the message shows the table
         // for it.
         let directory = entry.text().unwrap_or("PATH");
@@ -353,12 +353,12 @@ impl Reader<'_> {
         self.addressed(&section, mistakes)
     }
 
-    fn addressed<T: AddressedKeys>(&self, section: &Section<'_>, mistakes: &Mistakes) -> Option<Placed<T>> {
-        let mut config = Placed::new(T::default(), section.place().clone());
-        section.whole(|| {
+    fn addressed<T: AddressedConfig>(&self, section: &TomlSection<'_>, mistakes: &Diagnostics) -> Option<ConfigWithOrigins<T>> {
+        let mut config = ConfigWithOrigins::new(T::default(), section.place().clone());
+        section.read_all(|| {
             read_keys(section, &mut config, self.directory);
-            if let Some(rule) = T::MISSING {
-                section.need(T::ADDRESS, config.given(T::ADDRESS).map(drop), rule)?;
+            if let Some(rule) = T::MISSING_ADDRESS {
+                section.require(T::ADDRESS, config.origin_of_given(T::ADDRESS).map(drop), rule)?;
             }
             config.judge(mistakes);
             Some(())

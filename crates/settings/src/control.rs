@@ -25,19 +25,19 @@ const SOCKET: &str = "qmp.sock";
 
 /// Control socket at its default address.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct ControlSocket {
+pub struct ControlSocketLocation {
     /// Path of the socket.
     pub path: PathBuf,
     /// Mode of its directory, if weir has to create it.
     pub directory_mode: Option<u32>,
 }
 
-impl ControlSocket {
+impl ControlSocketLocation {
     /// Socket that a daemon opens.
     ///
     /// # Errors
     /// Fails if a variable is invalid or missing.
-    pub fn of_daemon() -> Result<Self, String> {
+    pub fn for_daemon() -> Result<Self, String> {
         Self::from_sources(is_root(), |name| env::var_os(name))
     }
 
@@ -45,14 +45,14 @@ impl ControlSocket {
     ///
     /// # Errors
     /// Fails if a variable is invalid.
-    pub fn of_commands() -> Result<Self, String> {
-        Self::found(is_root(), |name| env::var_os(name), Path::exists)
+    pub fn for_commands() -> Result<Self, String> {
+        Self::first_existing(is_root(), |name| env::var_os(name), Path::exists)
     }
 
     /// True if commands use this path only because no variable tells where this user's daemon would
     /// listen.
-    pub fn is_for_want_of_another(path: &Path) -> bool {
-        path == of_root().path && Self::is_nowhere(is_root(), |name| env::var_os(name))
+    pub fn is_fallback(path: &Path) -> bool {
+        path == root_socket().path && Self::has_no_directory(is_root(), |name| env::var_os(name))
     }
 
     /// A given socket. Its directory has to exist, unless it is weir's own.
@@ -63,54 +63,54 @@ impl ControlSocket {
     }
 
     fn from_sources(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> Result<Self, String> {
-        if let Some(named) = named(&variable)? {
+        if let Some(named) = from_variable(&variable)? {
             return Ok(named);
         }
         // A unit may have several directories, separated by colons.
         // systemd's RuntimeDirectory=; the directory exists already.
-        let of_unit = set(variable("RUNTIME_DIRECTORY"));
+        let of_unit = non_empty(variable("RUNTIME_DIRECTORY"));
         if let Some(directory) = of_unit.and_then(|all| env::split_paths(&all).next()) {
             return Ok(Self { path: directory.join(SOCKET), directory_mode: None });
         }
-        let place = if is_root { Some(of_root()) } else { of_user(&variable) };
+        let place = if is_root { Some(root_socket()) } else { user_socket(&variable) };
         place.ok_or_else(|| "XDG_RUNTIME_DIR is not set, so there is no directory for it".to_owned())
     }
 
-    fn is_nowhere(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> bool {
-        !is_root && set(variable(VARIABLE)).is_none() && of_user(&variable).is_none()
+    fn has_no_directory(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> bool {
+        !is_root && non_empty(variable(VARIABLE)).is_none() && user_socket(&variable).is_none()
     }
 
-    fn found(
+    fn first_existing(
         is_root: bool,
         variable: impl Fn(&str) -> Option<OsString>,
         exists: impl Fn(&Path) -> bool,
     ) -> Result<Self, String> {
-        if let Some(named) = named(&variable)? {
+        if let Some(named) = from_variable(&variable)? {
             return Ok(named);
         }
-        Ok(match of_user(&variable).filter(|_| !is_root) {
+        Ok(match user_socket(&variable).filter(|_| !is_root) {
             // Without a daemon of this user, commands use the system's.
-            Some(own) if exists(&own.path) || !exists(&of_root().path) => own,
-            _ => of_root(),
+            Some(own) if exists(&own.path) || !exists(&root_socket().path) => own,
+            _ => root_socket(),
         })
     }
 }
 
-fn named(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<ControlSocket>, String> {
-    let Some(said) = set(variable(VARIABLE)) else { return Ok(None) };
+fn from_variable(variable: impl Fn(&str) -> Option<OsString>) -> Result<Option<ControlSocketLocation>, String> {
+    let Some(said) = non_empty(variable(VARIABLE)) else { return Ok(None) };
     let said = said.to_string_lossy();
-    let path = crate::socket(&said).map_err(|rule| format!("{VARIABLE}={said}: {rule}"))?;
-    Ok(Some(ControlSocket::at(path)))
+    let path = crate::parse_unix_socket(&said).map_err(|rule| format!("{VARIABLE}={said}: {rule}"))?;
+    Ok(Some(ControlSocketLocation::at(path)))
 }
 
-fn of_root() -> ControlSocket {
-    ControlSocket::at(Path::new(DIRECTORY_OF_ROOT).join(SOCKET))
+fn root_socket() -> ControlSocketLocation {
+    ControlSocketLocation::at(Path::new(DIRECTORY_OF_ROOT).join(SOCKET))
 }
 
-fn of_user(variable: impl Fn(&str) -> Option<OsString>) -> Option<ControlSocket> {
+fn user_socket(variable: impl Fn(&str) -> Option<OsString>) -> Option<ControlSocketLocation> {
     // XDG Base Directory Specification: relative paths are invalid and must be ignored.
-    let directory = set(variable("XDG_RUNTIME_DIR")).map(PathBuf::from).filter(|path| path.is_absolute())?;
-    Some(ControlSocket { path: directory.join(DIRECTORY).join(SOCKET), directory_mode: Some(0o700) })
+    let directory = non_empty(variable("XDG_RUNTIME_DIR")).map(PathBuf::from).filter(|path| path.is_absolute())?;
+    Some(ControlSocketLocation { path: directory.join(DIRECTORY).join(SOCKET), directory_mode: Some(0o700) })
 }
 
 fn is_root() -> bool {
@@ -118,7 +118,7 @@ fn is_root() -> bool {
 }
 
 /// Treats an empty variable as unset.
-fn set(variable: Option<OsString>) -> Option<OsString> {
+fn non_empty(variable: Option<OsString>) -> Option<OsString> {
     variable.filter(|value| !value.is_empty())
 }
 
@@ -138,16 +138,16 @@ mod tests {
         daemon: Result<&str, &str>,
         command: &str,
     ) {
-        let found = ControlSocket::from_sources(is_root, at(variables));
+        let found = ControlSocketLocation::from_sources(is_root, at(variables));
         let found = found.as_ref().map(|place| place.path.to_str().unwrap()).map_err(String::as_str);
         assert_eq!(found, daemon, "{variables:?}");
         let exists = |path: &Path| there.iter().any(|known| Path::new(known) == path);
-        let found = ControlSocket::found(is_root, at(variables), exists).unwrap();
+        let found = ControlSocketLocation::first_existing(is_root, at(variables), exists).unwrap();
         assert_eq!(found.path.to_str(), Some(command), "{variables:?}");
     }
 
     #[test]
-    fn commands_look_where_the_daemon_has_it() {
+    fn commands_and_daemon_agree_on_the_path() {
         let (user, root) = ("/run/user/7/weir/qmp.sock", "/run/weir/qmp.sock");
         let runtime = ("XDG_RUNTIME_DIR", "/run/user/7");
         check(true, &[], &[], Ok(root), root);
@@ -164,26 +164,26 @@ mod tests {
     }
 
     #[test]
-    fn a_user_without_a_directory_has_no_place() {
+    fn a_user_without_a_runtime_directory_has_no_socket() {
         let runtime = ("XDG_RUNTIME_DIR", "/run/user/7");
-        assert!(ControlSocket::is_nowhere(false, at(&[])));
-        assert!(ControlSocket::is_nowhere(false, at(&[("XDG_RUNTIME_DIR", "here")])));
-        assert!(!ControlSocket::is_nowhere(false, at(&[runtime])));
-        assert!(!ControlSocket::is_nowhere(false, at(&[(VARIABLE, "unix:/q")])));
-        assert!(!ControlSocket::is_nowhere(true, at(&[])));
+        assert!(ControlSocketLocation::has_no_directory(false, at(&[])));
+        assert!(ControlSocketLocation::has_no_directory(false, at(&[("XDG_RUNTIME_DIR", "here")])));
+        assert!(!ControlSocketLocation::has_no_directory(false, at(&[runtime])));
+        assert!(!ControlSocketLocation::has_no_directory(false, at(&[(VARIABLE, "unix:/q")])));
+        assert!(!ControlSocketLocation::has_no_directory(true, at(&[])));
     }
 
     #[test]
-    fn a_service_has_it_in_its_own_directory_unless_it_is_named() {
+    fn a_service_uses_its_runtime_directory() {
         let unit = ("RUNTIME_DIRECTORY", "/run/weir:/run/other");
         check(false, &[unit], &[], Ok("/run/weir/qmp.sock"), "/run/weir/qmp.sock");
         check(true, &[unit, (VARIABLE, "unix:/q")], &[], Ok("/q"), "/q");
     }
 
     #[test]
-    fn directories_of_weir_s_own_are_made_and_no_others() {
+    fn only_weirs_own_directories_are_created() {
         let mode = |is_root, variables: &[(&str, &str)]| {
-            ControlSocket::from_sources(is_root, at(variables)).unwrap().directory_mode
+            ControlSocketLocation::from_sources(is_root, at(variables)).unwrap().directory_mode
         };
         assert_eq!(mode(true, &[]), Some(0o755));
         assert_eq!(mode(false, &[("XDG_RUNTIME_DIR", "/run/user/7")]), Some(0o700));
@@ -192,8 +192,8 @@ mod tests {
     }
 
     #[test]
-    fn a_variable_that_names_no_socket_is_named() {
-        let said = ControlSocket::from_sources(true, at(&[(VARIABLE, "/b")])).unwrap_err();
+    fn an_invalid_variable_is_named() {
+        let said = ControlSocketLocation::from_sources(true, at(&[(VARIABLE, "/b")])).unwrap_err();
         assert_eq!(said, "WEIR_QMP=/b: is a path without unix: before it (write unix:/b)");
     }
 }

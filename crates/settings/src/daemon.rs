@@ -7,22 +7,22 @@ mod security;
 
 use std::{path::PathBuf, sync::LazyLock, thread};
 
-use policy::access::Access;
-use reactor::Polling;
+use policy::access::AccessRules;
+use reactor::PollingMode;
 
 use crate::{
-    Address, Http, LogFormat, LogSettings, Nbd, OnEvent, Owner, Record, Sandbox, SocketAccess, Standard,
+    ListenAddress, HttpConfig, LogFormat, LogSettings, NbdServerConfig, EventCommand, FileOwner, RecordingConfig, SandboxMode, SocketAccess, ControlSocketPolicy,
     TlsMode,
-    address::socket_in,
-    clients, http_name,
+    address::resolve_socket,
+    clients, parse_http_name,
     key::{
-        Field, Key, KeyValue, Literal,
-        ValueKind::{Count, Flag, Integer, Path, Size, Table, Text, Word, WordOr},
+        KeyField, ConfigKey, ConfigValue, KeyLiteral,
+        KeyType::{Count, Flag, Integer, Path, Size, Table, Text, Word, WordOr},
         each, maybe, one, table,
     },
     log,
-    place::Mistakes,
-    placed::{KeySet, Placed},
+    place::Diagnostics,
+    placed::{KeyTable, ConfigWithOrigins},
 };
 
 /// Largest default number of workers: beyond it the queue of a disk is the bottleneck.
@@ -32,13 +32,13 @@ pub const MAX_WORKERS: usize = 256;
 /// As the default of QEMU's `max-connections`.
 const DEFAULT_MAX_CONNECTIONS: u32 = 100;
 /// Smallest budget of memory for data, in bytes: half of it is reserved for requests.
-pub const LEAST_MEMORY: u64 = 128 << 20;
+pub const MIN_MEMORY: u64 = 128 << 20;
 
 /// Settings of the process.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct DaemonConfig {
     /// Addresses of NBD servers for disks without exports of their own.
-    pub nbd: Vec<Nbd>,
+    pub nbd: Vec<NbdServerConfig>,
     /// Permissions of the Unix sockets of exports.
     pub sockets: SocketAccess,
     /// True to end the daemon when the last client disconnects.
@@ -49,11 +49,11 @@ pub struct DaemonConfig {
     /// and the address is free.
     pub control: Option<bool>,
     /// Address of the metrics, over HTTP.
-    pub metrics: Option<Address>,
+    pub metrics: Option<ListenAddress>,
     /// Command that receives events.
-    pub on_event: Option<OnEvent>,
+    pub on_event: Option<EventCommand>,
     /// Address of the page and its API, over HTTP.
-    pub http_address: Option<Address>,
+    pub http_address: Option<ListenAddress>,
     /// File of the token that permits changes over HTTP.
     pub http_token_file: Option<PathBuf>,
     /// Names of this host in URLs of the page, in lower case.
@@ -61,14 +61,14 @@ pub struct DaemonConfig {
     /// Number of I/O threads, from 1 to [`MAX_WORKERS`].
     pub workers: usize,
     /// Busy polling of the workers.
-    pub poll: Polling,
+    pub poll: PollingMode,
     /// Bound of the simultaneous clients of each server; 0 is unlimited.
     pub max_connections: u32,
     /// Bound of the simultaneous clients with one address; 0 is unlimited, `None` nine tenths of
     /// `max_connections`.
     pub max_connections_per_address: Option<u32>,
     /// Access rules for NBD clients.
-    pub access: Access,
+    pub access: AccessRules,
     /// Memory budget for data in bytes; `None` derives it from the machine's memory.
     pub memory: Option<u64>,
     /// Encryption of connections.
@@ -90,11 +90,11 @@ pub struct DaemonConfig {
     /// File of the control groups' limits to enforce.
     pub cgroup_limits: Option<PathBuf>,
     /// Settings of the recordings of all requests.
-    pub record: Option<Record>,
+    pub record: Option<RecordingConfig>,
     /// Sandbox of the daemon after its start.
-    pub sandbox: Sandbox,
+    pub sandbox: SandboxMode,
     /// User of the daemon after its start; `None` keeps the user that started it.
-    pub user: Option<Owner>,
+    pub user: Option<FileOwner>,
 }
 
 impl Default for DaemonConfig {
@@ -112,10 +112,10 @@ impl Default for DaemonConfig {
             http_names: Vec::new(),
             // Respects the cgroup's CPU quota and the affinity mask.
             workers: thread::available_parallelism().map_or(1, usize::from).min(MAX_DEFAULT_WORKERS),
-            poll: Polling::Off,
+            poll: PollingMode::Off,
             max_connections: DEFAULT_MAX_CONNECTIONS,
             max_connections_per_address: None,
-            access: Access::default(),
+            access: AccessRules::default(),
             memory: None,
             tls_mode: TlsMode::Off,
             tls_certificates: None,
@@ -127,7 +127,7 @@ impl Default for DaemonConfig {
             image_root: None,
             cgroup_limits: None,
             record: None,
-            sandbox: Sandbox::default(),
+            sandbox: SandboxMode::default(),
             user: None,
         }
     }
@@ -136,27 +136,27 @@ impl Default for DaemonConfig {
 impl DaemonConfig {
     /// Policy for the control socket at the default address.
     #[must_use]
-    pub fn control_socket(&self) -> Standard {
+    pub fn control_socket(&self) -> ControlSocketPolicy {
         match self.control {
-            None if self.qmp.is_empty() => Standard::Try,
-            None | Some(false) => Standard::Off,
-            Some(true) => Standard::Must,
+            None if self.qmp.is_empty() => ControlSocketPolicy::IfAvailable,
+            None | Some(false) => ControlSocketPolicy::Off,
+            Some(true) => ControlSocketPolicy::Required,
         }
     }
 
     /// The page and its API; `None` if it is not served.
     #[must_use]
-    pub fn page(&self) -> Option<Http> {
+    pub fn page(&self) -> Option<HttpConfig> {
         let (token_file, names) = (self.http_token_file.clone(), self.http_names.clone());
-        self.http_address.clone().map(|address| Http { address, token_file, names })
+        self.http_address.clone().map(|address| HttpConfig { address, token_file, names })
     }
 }
 
-impl Placed<DaemonConfig> {
+impl ConfigWithOrigins<DaemonConfig> {
     /// True if an option of the command line replaces this key of the file. `qmp` and `control` are
     /// one setting, and so are `allow` and `deny`.
     pub(crate) fn overrides(&self, key: &str) -> bool {
-        let is_given = |key| self.given(key).is_some();
+        let is_given = |key| self.origin_of_given(key).is_some();
         match key {
             "qmp" => is_given("qmp") || self.control == Some(false),
             "control" => is_given("control") || is_given("qmp"),
@@ -166,22 +166,22 @@ impl Placed<DaemonConfig> {
     }
 }
 
-impl KeySet for DaemonConfig {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<DaemonConfig>>> = LazyLock::new(daemon_keys);
+impl KeyTable for DaemonConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<DaemonConfig>>> = LazyLock::new(daemon_keys);
         &KEYS
     }
 
-    fn judge(daemon: &Placed<Self>, mistakes: &Mistakes) {
+    fn judge(daemon: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
         // Compared after paths were made absolute.
         let again = (1..daemon.qmp.len()).find(|&index| daemon.qmp[..index].contains(&daemon.qmp[index]));
         if let Some(index) = again {
-            let place = daemon.item("qmp", index, "").unwrap_or(daemon.own_place());
-            mistakes.tell(place.wrong("is given twice (remove one)"));
+            let place = daemon.item_origin("qmp", index, "").unwrap_or(daemon.own_origin());
+            mistakes.report(place.error("is given twice (remove one)"));
         }
         // Contradictory: `control = false` asks for no control socket.
         if daemon.control == Some(false) && !daemon.qmp.is_empty() {
-            mistakes.tell(daemon.wrong("control", "and qmp names a control socket (leave one out)"));
+            mistakes.report(daemon.error("control", "and qmp names a control socket (leave one out)"));
         }
     }
 }
@@ -204,7 +204,7 @@ const _: fn(DaemonConfig) = |DaemonConfig {
                                  poll: _,
                                  max_connections: _,
                                  max_connections_per_address: _,
-                                 access: Access { networks: _, names: _ },
+                                 access: AccessRules { networks: _, names: _ },
                                  memory: _,
                                  tls_mode: _,
                                  tls_certificates: _,
@@ -221,136 +221,136 @@ const _: fn(DaemonConfig) = |DaemonConfig {
                              }| ();
 
 /// The table. The order is that of the help.
-fn daemon_keys() -> Vec<Key<DaemonConfig>> {
+fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "Network" {
-            "nbd", Text, "ADDRESS", nbd(), "inherited sockets, else localhost:10809", Live, Apart,
+            "nbd", Text, "ADDRESS", nbd(), "inherited sockets, else localhost:10809", Apply, Separate,
                 "Where disks without an export are served over NBD: unix:PATH, HOST:PORT or fd:NAME, a socket that a service manager passed; port 0 is any free port. Not together with inherited sockets (LISTEN_FDS)";
-            "max-connections", Integer, "N", one!(max_connections, crate::connections), "100", Never, Apart,
+            "max-connections", Integer, "N", one!(max_connections, crate::connections), "100", Reject, Separate,
                 "Clients at a time at each address, further clients wait; 0 is any number";
-            "max-connections-per-address", Integer, "N", maybe!(max_connections_per_address, crate::connections), "nine tenths of --max-connections", Never, Apart,
+            "max-connections-per-address", Integer, "N", maybe!(max_connections_per_address, crate::connections), "nine tenths of --max-connections", Reject, Separate,
                 "Of them from one address, or one network of IPv6 of 64 bits, over TCP; further ones are closed. 0 is any number";
-            "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Never, Apart,
+            "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reject, Separate,
                 "Let clients of NBD come over TCP from this network, such as 10.0.0.0/8 or 2001:db8::/32, and from no other; repeatable. Of several networks that an address lies in, the narrowest decides";
-            "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Never, Apart,
+            "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reject, Separate,
                 "Close connections over TCP that come from this network; repeatable";
-            "socket-mode", Text, "MODE", socket_mode(), "0600", Never, Apart,
+            "socket-mode", Text, "MODE", socket_mode(), "0600", Reject, Separate,
                 "Permissions of the Unix sockets of exports, in octal, whatever the umask";
-            "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's", Never, Apart,
+            "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's", Reject, Separate,
                 "Owner of those sockets: USER, USER:GROUP or :GROUP, by name or number";
-            "exit-when-idle", Flag, "", one!(exit_when_idle), "", Never, Apart,
+            "exit-when-idle", Flag, "", one!(exit_when_idle), "", Reject, Separate,
                 "End once a client has been served and the last has gone";
-            "qmp", Text, "unix:PATH", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root", Never, Apart,
+            "qmp", Text, "unix:PATH", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root", Reject, Separate,
                 "Take commands of `weir status` and others, which are QEMU's machine protocol, at unix:PATH, from root and the daemon's own user; repeatable";
-            "control", Flag, "", maybe!(control), "", Never, Apart,
+            "control", Flag, "", maybe!(control), "", Reject, Separate,
                 "Fail if the default of --qmp cannot be had; without this, weir then serves and warns";
-            "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Never, Apart,
+            "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Reject, Separate,
                 "Tell Prometheus how disks, groups and the daemon do, over HTTP at unix:PATH or HOST:PORT, in /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or :: is every address of this host";
-            "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Never, Apart,
+            "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Reject, Separate,
                 "Start a command for each event, such as a limit that is hit or an image that fails. COMMAND is an absolute path with arguments; it reads the event as JSON on standard input";
-            "http", Text, "ADDRESS", maybe!(http_address), "nowhere", Never, Apart,
+            "http", Text, "ADDRESS", maybe!(http_address), "nowhere", Reject, Separate,
                 "Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as JSON, in /api/v1. Over TLS with --tls and --tls-certificates, but at unix:PATH. Nothing can be changed there without --http-token-file";
-            "http-token-file", Path, "FILE", maybe!(http_token_file), "", Never, Apart,
+            "http-token-file", Path, "FILE", maybe!(http_token_file), "", Reject, Separate,
                 "Let whoever sends what is in this file, in one line of 16 characters or more, change limits over --http. Only its owner may read it";
-            "http-name", Text, "NAME", each!(http_names, http_name), "its addresses and localhost", Never, Apart,
+            "http-name", Text, "NAME", each!(http_names, parse_http_name), "its addresses and localhost", Reject, Separate,
                 "Another name of this host in the page's address; repeatable. Under a name that is not told, it answers nobody";
         }
         "TLS" {
-            "tls", Word(&["off", "on", "required"]), "MODE", one!(tls_mode), "off", Never, Apart,
+            "tls", Word(&["off", "on", "required"]), "MODE", one!(tls_mode), "off", Reject, Separate,
                 "Encrypt: off, on (where the client asks) or required";
-            "tls-certificates", Path, "DIR", maybe!(tls_certificates), "", Never, Apart,
+            "tls-certificates", Path, "DIR", maybe!(tls_certificates), "", Reject, Separate,
                 "Directory with server-cert.pem and server-key.pem, and ca-cert.pem to verify clients";
-            "tls-verify-peer", Flag, "", one!(tls_verify_peer), "", Never, Apart,
+            "tls-verify-peer", Flag, "", one!(tls_verify_peer), "", Reject, Separate,
                 "Refuse clients without a certificate that ca-cert.pem signs";
-            "tls-psk", Path, "FILE", maybe!(tls_psk), "", Never, Apart,
+            "tls-psk", Path, "FILE", maybe!(tls_psk), "", Reject, Separate,
                 "File of pre-shared keys, user:hexkey lines as psktool writes them";
-            "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Never, Apart,
+            "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reject, Separate,
                 "Serve a client only if its certificate's subject, such as O=Acme,CN=vm1, or its key's user is this; * and ? are wild; repeatable";
         }
         "Process" {
-            "workers", Count, "N", workers(), "one for each CPU, at most 8", Never, Apart,
+            "workers", Count, "N", workers(), "one for each CPU, at most 8", Reject, Separate,
                 "Threads that do I/O, from 1 to 256";
-            "poll", WordOr(&["auto", "off"]), "TIME|auto|off", one!(poll), "off", Never, Apart,
+            "poll", WordOr(&["auto", "off"]), "TIME|auto|off", one!(poll), "off", Reject, Separate,
                 "How long a thread looks for completions before it sleeps, at most 1s; off (or 0) never polls, auto polls while clients get more for it than it costs";
-            "memory", Size, "SIZE", memory(), "four fifths of what the machine, its cgroup and ulimit allow", Never, Apart,
+            "memory", Size, "SIZE", memory(), "four fifths of what the machine, its cgroup and ulimit allow", Reject, Separate,
                 "Memory for data: of requests, which wait for more, of disks in memory, where writes past it fail with ENOSPC, of caches and read-ahead; at least 128M";
-            "pid-file", Path, "FILE", maybe!(pid_file), "", Never, Apart,
+            "pid-file", Path, "FILE", maybe!(pid_file), "", Reject, Separate,
                 "Leave the process's number in this file, locked, while it serves";
-            "image-root", Path, "DIR", maybe!(image_root), "", Never, Apart,
+            "image-root", Path, "DIR", maybe!(image_root), "", Reject, Separate,
                 "Refuse images outside of this directory, and those that name files outside of it";
-            "cgroup-limits", Path, "FILE", maybe!(cgroup_limits), "", Never, Apart,
+            "cgroup-limits", Path, "FILE", maybe!(cgroup_limits), "", Reject, Separate,
                 "Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does";
-            "record", Table, "DIR[,KEY=VALUE]", record(), "", Live, Apart,
+            "record", Table, "DIR[,KEY=VALUE]", record(), "", Apply, Separate,
                 "Keep every request, with what it waited for, in recordings of an hour in this directory, the newest: keep=TIME of them [default: 24h], and limit=SIZE at most [default: 1G]";
-            "sandbox", Word(&["on", "require", "off"]), "MODE", one!(sandbox), "on", Never, Apart,
+            "sandbox", Word(&["on", "require", "off"]), "MODE", one!(sandbox), "on", Reject, Separate,
                 "Once all is open, give up what serving does not need, by seccomp, landlock and capabilities: on, require to serve only where the kernel has all of them, or off";
-            "user", Text, "USER[:GROUP]", maybe!(user, user), "", Never, Apart,
+            "user", Text, "USER[:GROUP]", maybe!(user, user), "", Reject, Separate,
                 "Once all is open, go on as this user, and this group or else the user's own; as root only";
-            "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Never, Apart,
+            "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Reject, Separate,
                 "Where `weir probe` left what devices can do";
         }
         "Logging" {
-            "log", Text, "FILTER", one!(log.filter, log::filter), "info", Never, Apart,
+            "log", Text, "FILTER", one!(log.filter, log::filter), "info", Reject, Separate,
                 "off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas";
-            "log-format", Word(&["text", "json"]), "FORMAT", one!(log.format), "text", Never, Apart,
+            "log-format", Word(&["text", "json"]), "FORMAT", one!(log.format), "text", Reject, Separate,
                 "Lines for people or JSON objects: text or json";
-            "log-file", Path, "FILE", maybe!(log.file), "", Never, Apart,
+            "log-file", Path, "FILE", maybe!(log.file), "", Reject, Separate,
                 "Append lines to this file instead of standard error; SIGUSR1 opens it again, so that logrotate can move it away";
         }
     }
 }
 
-fn access(daemon: &DaemonConfig) -> &Access {
+fn access(daemon: &DaemonConfig) -> &AccessRules {
     &daemon.access
 }
 
-fn access_mut(daemon: &mut DaemonConfig) -> &mut Access {
+fn access_mut(daemon: &mut DaemonConfig) -> &mut AccessRules {
     &mut daemon.access
 }
 
 /// Addresses, without the keys that `--nbd` accepts after a comma.
-fn nbd() -> Field<DaemonConfig> {
-    Field::new(
+fn nbd() -> KeyField<DaemonConfig> {
+    KeyField::new(
         |daemon: &mut DaemonConfig, given| {
-            daemon.nbd.push(Nbd::at(KeyValue::read(given)?));
+            daemon.nbd.push(NbdServerConfig::new(ConfigValue::read(given)?));
             Ok(())
         },
         |daemon| {
-            let texts = daemon.nbd.iter().map(|nbd| Literal::Text(nbd.to_string())).collect();
-            (!daemon.nbd.is_empty()).then_some(Literal::List(texts))
+            let texts = daemon.nbd.iter().map(|nbd| KeyLiteral::Text(nbd.to_string())).collect();
+            (!daemon.nbd.is_empty()).then_some(KeyLiteral::List(texts))
         },
     )
     .list()
 }
 
-fn qmp() -> Field<DaemonConfig> {
-    Field::new(
+fn qmp() -> KeyField<DaemonConfig> {
+    KeyField::new(
         |daemon: &mut DaemonConfig, given| {
-            daemon.qmp.push(socket_in(given.directory, &crate::socket(given.text)?)?);
+            daemon.qmp.push(resolve_socket(given.directory, &crate::parse_unix_socket(given.text)?)?);
             Ok(())
         },
         |daemon| {
             // Written with the prefix that the parser requires.
-            let text = |path: &PathBuf| Literal::Text(format!("unix:{}", path.display()));
-            (!daemon.qmp.is_empty()).then(|| Literal::List(daemon.qmp.iter().map(text).collect()))
+            let text = |path: &PathBuf| KeyLiteral::Text(format!("unix:{}", path.display()));
+            (!daemon.qmp.is_empty()).then(|| KeyLiteral::List(daemon.qmp.iter().map(text).collect()))
         },
     )
     .list()
 }
 
-fn socket_mode() -> Field<DaemonConfig> {
-    Field::new(
+fn socket_mode() -> KeyField<DaemonConfig> {
+    KeyField::new(
         |daemon: &mut DaemonConfig, given| {
             daemon.sockets.mode = crate::socket_mode(given.text)?;
             Ok(())
         },
-        |daemon| Some(Literal::Text(format!("{:04o}", daemon.sockets.mode))),
+        |daemon| Some(KeyLiteral::Text(format!("{:04o}", daemon.sockets.mode))),
     )
 }
 
-fn workers() -> Field<DaemonConfig> {
-    Field::new(
+fn workers() -> KeyField<DaemonConfig> {
+    KeyField::new(
         |daemon: &mut DaemonConfig, given| {
             // A value above `usize` is out of range as well.
             let number = usize::try_from(given.number).ok().filter(|n| (1..=MAX_WORKERS).contains(n));
@@ -358,37 +358,37 @@ fn workers() -> Field<DaemonConfig> {
                 number.ok_or_else(|| format!("is out of range; it is from 1 to {MAX_WORKERS}"))?;
             Ok(())
         },
-        |daemon| Some(Literal::Number(daemon.workers as u64)),
+        |daemon| Some(KeyLiteral::Number(daemon.workers as u64)),
     )
 }
 
-fn memory() -> Field<DaemonConfig> {
-    Field::new(
+fn memory() -> KeyField<DaemonConfig> {
+    KeyField::new(
         |daemon: &mut DaemonConfig, given| match given.number {
-            bytes if bytes < LEAST_MEMORY => Err("is too little; it is at least 128M".to_owned()),
+            bytes if bytes < MIN_MEMORY => Err("is too little; it is at least 128M".to_owned()),
             bytes => {
                 daemon.memory = Some(bytes);
                 Ok(())
             }
         },
-        |daemon| daemon.memory.map(Literal::Number),
+        |daemon| daemon.memory.map(KeyLiteral::Number),
     )
 }
 
 /// The text of an option. In a config file the key is a table with a separate reader.
-fn record() -> Field<DaemonConfig> {
-    Field::new(
+fn record() -> KeyField<DaemonConfig> {
+    KeyField::new(
         |daemon: &mut DaemonConfig, given| {
             daemon.record = Some(given.text.parse()?);
             Ok(())
         },
-        |daemon| daemon.record.as_ref().map(|record| Literal::Text(record.to_string())),
+        |daemon| daemon.record.as_ref().map(|record| KeyLiteral::Text(record.to_string())),
     )
 }
 
 /// Requires a user: a group alone would leave root its rights.
-fn user(text: &str) -> Result<Owner, String> {
-    let owner: Owner = text.parse()?;
+fn user(text: &str) -> Result<FileOwner, String> {
+    let owner: FileOwner = text.parse()?;
     match owner.user {
         Some(_) => Ok(owner),
         None => Err("names no user (write USER, or USER:GROUP)".to_owned()),
@@ -400,7 +400,7 @@ mod tests {
     use super::*;
 
     /// Value of each key that differs from the default.
-    fn sample(key: &Key<DaemonConfig>) -> &'static str {
+    fn sample(key: &ConfigKey<DaemonConfig>) -> &'static str {
         match key.name {
             "nbd" | "metrics" | "http" => "localhost:1",
             "max-connections" | "max-connections-per-address" | "workers" => "201",
@@ -422,7 +422,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_reads_what_it_writes_and_touches_no_other() {
+    fn each_row_round_trips_and_changes_one_key() {
         let directory = std::path::Path::new("");
         for key in DaemonConfig::keys() {
             let mut daemon = DaemonConfig::default();

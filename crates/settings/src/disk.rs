@@ -10,18 +10,18 @@ use std::{path::PathBuf, sync::LazyLock};
 
 use block::disk::{DetectZeroes, Discards, ErrorPolicies, OnError};
 use image::qcow2::CacheSettings;
-use policy::{access::Access, time::Duration};
-use storage::{CacheMode, Format, Part, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
+use policy::{access::AccessRules, time::Duration};
+use storage::{CacheMode, ImageFormat, StoragePart, delay::DelayOptions, fault::FaultRule, rate::RateOptions};
 
 use crate::{
-    Door, Image, NbdExport, Settings, clients,
+    ExportTarget, ImageLocation, NbdExportConfig, ThrottleConfig, clients,
     key::{
-        Field, Key, KeyValue as _, Literal,
-        ValueKind::{Flag, Path, Size, Table, Text, Word},
+        KeyField, ConfigKey, ConfigValue as _, KeyLiteral,
+        KeyType::{Flag, Path, Size, Table, Text, Word},
         each, maybe, one, seconds_or_time, table, write_seconds,
     },
-    place::{Mistakes, Place, Wrong},
-    placed::{KeySet, Placed},
+    place::{Diagnostics, Origin, ConfigError},
+    placed::{KeyTable, ConfigWithOrigins},
     prefetch,
     qcow2::Qcow2Settings,
     shares,
@@ -35,17 +35,17 @@ pub struct DiskConfig {
     /// Description for clients, in one line; may be empty.
     pub description: String,
     /// Access rules for NBD clients.
-    pub access: Access,
+    pub access: AccessRules,
     /// Location of the image.
-    pub image: Image,
+    pub image: ImageLocation,
     /// Ceph's config file, until [`Placed::reach`] moves it into the image's address.
     pub rbd_config: Option<PathBuf>,
     /// Ceph's user, until [`Placed::reach`] moves it into the image's address.
     pub rbd_user: Option<String>,
     /// Image format; `None` probes it.
-    pub format: Option<Format>,
+    pub format: Option<ImageFormat>,
     /// The part of a raw image that is the disk.
-    pub part: Option<Part>,
+    pub part: Option<StoragePart>,
     /// Internal snapshot of a qcow2 image to serve instead of its current state.
     pub snapshot: Option<String>,
     /// Use of the host's page cache.
@@ -53,7 +53,7 @@ pub struct DiskConfig {
     /// Caches, passphrases and bitmaps of a qcow2 image.
     pub qcow2: Qcow2Settings,
     /// Settings of reading ahead.
-    pub prefetch: policy::prefetch::Settings,
+    pub prefetch: policy::prefetch::PrefetchConfig,
     /// Reaction to requests that fail on the device.
     pub on_error: ErrorPolicies,
     /// Handling of discards.
@@ -78,7 +78,7 @@ pub struct DiskConfig {
     /// Simulated errors, in order.
     pub faults: Vec<FaultRule>,
     /// Limits, share and watermark of the disk itself.
-    pub settings: Settings,
+    pub settings: ThrottleConfig,
     /// Name of the disk's group.
     pub group: Option<String>,
     /// Name of the export at the daemon's own addresses; `None` is the disk's name.
@@ -91,9 +91,9 @@ pub struct DiskConfig {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ExportConfig {
     /// At an NBD server.
-    Nbd(NbdExport),
+    Nbd(NbdExportConfig),
     /// By another protocol, at a separate endpoint.
-    Own(Door),
+    Target(ExportTarget),
 }
 
 impl Default for DiskConfig {
@@ -102,8 +102,8 @@ impl Default for DiskConfig {
         Self {
             name: String::new(),
             description: String::new(),
-            access: Access::default(),
-            image: Image::null(0),
+            access: AccessRules::default(),
+            image: ImageLocation::null(0),
             rbd_config: None,
             rbd_user: None,
             format: None,
@@ -111,7 +111,7 @@ impl Default for DiskConfig {
             snapshot: None,
             cache: CacheMode::default(),
             qcow2: Qcow2Settings::default(),
-            prefetch: policy::prefetch::Settings::default(),
+            prefetch: policy::prefetch::PrefetchConfig::default(),
             on_error: ErrorPolicies::default(),
             discard: Discards::default(),
             detect_zeroes: DetectZeroes::default(),
@@ -123,7 +123,7 @@ impl Default for DiskConfig {
             delay: None,
             rate: None,
             faults: Vec::new(),
-            settings: Settings::default(),
+            settings: ThrottleConfig::default(),
             group: None,
             export_name: None,
             exports: Vec::new(),
@@ -139,64 +139,64 @@ impl DiskConfig {
     }
 
     /// NBD exports, with their indices in the list of exports.
-    pub fn nbd_exports(&self) -> impl Iterator<Item = (usize, &NbdExport)> {
+    pub fn nbd_exports(&self) -> impl Iterator<Item = (usize, &NbdExportConfig)> {
         self.exports.iter().enumerate().filter_map(|(index, export)| match export {
             ExportConfig::Nbd(export) => Some((index, export)),
-            ExportConfig::Own(_) => None,
+            ExportConfig::Target(_) => None,
         })
     }
 
     /// Exports by other protocols, with their indices in the list of exports.
-    pub fn doors(&self) -> impl Iterator<Item = (usize, &Door)> {
+    pub fn targets(&self) -> impl Iterator<Item = (usize, &ExportTarget)> {
         self.exports.iter().enumerate().filter_map(|(index, export)| match export {
             ExportConfig::Nbd(_) => None,
-            ExportConfig::Own(door) => Some((index, door)),
+            ExportConfig::Target(door) => Some((index, door)),
         })
     }
 }
 
-impl Placed<DiskConfig> {
+impl ConfigWithOrigins<DiskConfig> {
     /// Moves Ceph's config file and user into the image's address.
     ///
     /// # Errors
     /// Fails if the image is not in a Ceph cluster, or its address has them already.
-    pub fn reach(&mut self) -> Result<(), Wrong> {
+    pub fn apply_ceph_access(&mut self) -> Result<(), ConfigError> {
         let (config, user) = (self.rbd_config.take(), self.rbd_user.take());
         // One key at a time, so that an error names the right one.
-        let image = self.image.clone().reached_by(config.as_deref(), None);
-        let image = image.map_err(|rule| self.wrong("rbd-config", rule))?;
-        self.image = image.reached_by(None, user.as_deref()).map_err(|rule| self.wrong("rbd-user", rule))?;
+        let image = self.image.clone().with_ceph_access(config.as_deref(), None);
+        let image = image.map_err(|rule| self.error("rbd-config", rule))?;
+        self.image = image.with_ceph_access(None, user.as_deref()).map_err(|rule| self.error("rbd-user", rule))?;
         Ok(())
     }
 
     /// Place of the first key that applies to qcow2 images only.
-    pub fn qcow2_key(&self) -> Option<&Place> {
+    pub fn first_qcow2_key(&self) -> Option<&Origin> {
         // `secret-fd` is set by options only and has no row.
         let mut keys = DiskConfig::keys().iter().filter(|key| key.heading == "qcow2");
-        keys.find_map(|key| self.given(key.name)).or_else(|| self.given("secret-fd"))
+        keys.find_map(|key| self.origin_of_given(key.name)).or_else(|| self.origin_of_given("secret-fd"))
     }
 }
 
-impl KeySet for DiskConfig {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<DiskConfig>>> = LazyLock::new(disk_keys);
+impl KeyTable for DiskConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<DiskConfig>>> = LazyLock::new(disk_keys);
         &KEYS
     }
 
-    fn judge(disk: &Placed<Self>, mistakes: &Mistakes) {
+    fn judge(disk: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
         // Each check reports independently of the rest.
-        shares::judge(disk, &disk.settings, mistakes);
-        prefetch::judge(disk, &disk.prefetch, mistakes);
-        if !OnError::OF_READS.contains(&disk.on_error.read) {
+        shares::check_limits(disk, &disk.settings, mistakes);
+        prefetch::check_windows(disk, &disk.prefetch, mistakes);
+        if !OnError::READ_POLICIES.contains(&disk.on_error.read) {
             let rule = "is for writes alone: reads need no room (use report or stop)";
-            mistakes.tell(disk.wrong("on-read-error", rule));
+            mistakes.report(disk.error("on-read-error", rule));
         }
         let CacheSettings { l2, refcount_bytes, total_bytes, .. } = disk.qcow2.caches;
         // QEMU's rule: with all three the sum may contradict the total.
         if l2.is_some() && refcount_bytes.is_some() && total_bytes.is_some() {
             let rule =
                 "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)";
-            mistakes.tell(disk.wrong("cache-size", rule));
+            mistakes.report(disk.error("cache-size", rule));
         }
     }
 }
@@ -236,71 +236,71 @@ const _: fn(DiskConfig) = |DiskConfig {
                            }| ();
 
 /// The table. The order is that of the help.
-fn disk_keys() -> Vec<Key<DiskConfig>> {
+fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
     let mut keys = table! {
         // name, value, placeholder, field, default, change, transfer, help
         "Image" {
-            "image", Text, "IMAGE", one!(image), "required", Never, Moves,
+            "image", Text, "IMAGE", one!(image), "required", Reject, Transferred,
                 "A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH";
-            "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "found by probing, where that is safe", Never, Moves,
+            "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "found by probing, where that is safe", Reject, Transferred,
                 "How the image's bytes are laid out: raw or qcow2";
-            "options", Text, "PART", maybe!(part), "all of it", Never, Moves,
+            "options", Text, "PART", maybe!(part), "all of it", Reject, Transferred,
                 "The part of a raw image to serve, such as offset=1M,size=10M";
-            "snapshot", Text, "NAME", maybe!(snapshot), "", Never, Stays,
+            "snapshot", Text, "NAME", maybe!(snapshot), "", Reject, HostOnly,
                 "Serve this internal snapshot of a qcow2 image, by its id or name, read-only";
-            "cache", Word(&["writeback", "writethrough", "none", "directsync", "unsafe"]), "MODE", one!(cache), "writeback", Never, Moves,
+            "cache", Word(&["writeback", "writethrough", "none", "directsync", "unsafe"]), "MODE", one!(cache), "writeback", Reject, Transferred,
                 "The host's page cache: writeback, writethrough, none, directsync or unsafe";
-            "on-read-error", Word(&["report", "stop"]), "POLICY", one!(on_error.read), "report", Live, Moves,
+            "on-read-error", Word(&["report", "stop"]), "POLICY", one!(on_error.read), "report", Apply, Transferred,
                 "When the device fails a read: report it to the client, or stop the disk until `weir resume`";
-            "on-write-error", Word(&["report", "stop", "enospc"]), "POLICY", one!(on_error.write), "report", Live, Moves,
+            "on-write-error", Word(&["report", "stop", "enospc"]), "POLICY", one!(on_error.write), "report", Apply, Transferred,
                 "The same for writes, flushes and discards: report, stop, or enospc to stop where the device is full";
-            "discard", Word(&["unmap", "ignore"]), "MODE", one!(discard), "unmap", Never, Moves,
+            "discard", Word(&["unmap", "ignore"]), "MODE", one!(discard), "unmap", Reject, Transferred,
                 "What becomes of discards: unmap gives the space back, ignore keeps it allocated, also where zeroes are written";
-            "detect-zeroes", Word(&["off", "on", "unmap"]), "MODE", one!(detect_zeroes), "off", Never, Moves,
+            "detect-zeroes", Word(&["off", "on", "unmap"]), "MODE", one!(detect_zeroes), "off", Reject, Transferred,
                 "Look for writes of zeroes alone: on stores them as zeroes and not as bytes, unmap also gives their space back, off writes what comes";
-            "rbd-config", Path, "FILE", maybe!(rbd_config), "the one that Ceph finds", Never, Moves,
+            "rbd-config", Path, "FILE", maybe!(rbd_config), "the one that Ceph finds", Reject, Transferred,
                 "Ceph's config file, for images rbd:POOL/IMAGE";
-            "rbd-user", Text, "NAME", maybe!(rbd_user), "admin", Never, Moves,
+            "rbd-user", Text, "NAME", maybe!(rbd_user), "admin", Reject, Transferred,
                 "Who asks the Ceph cluster, without `client.`";
-            "read-only", Flag, "", one!(read_only), "", Never, Moves,
+            "read-only", Flag, "", one!(read_only), "", Reject, Transferred,
                 "Refuse writes";
-            "force-share", Flag, "", one!(force_share), "", Never, Stays,
+            "force-share", Flag, "", one!(force_share), "", Reject, HostOnly,
                 "Read an image that somebody else has locked for writing; needs --read-only";
-            "handover", Flag, "", one!(handover), "", Never, Moves,
+            "handover", Flag, "", one!(handover), "", Reject, Transferred,
                 "Lock the image only while a virtual machine runs on the disk, so that another daemon can take it over, in which the machine goes on";
-            "reconnect-delay", Text, "TIME", one!(reconnect_delay), "0, they fail", Never, Moves,
+            "reconnect-delay", Text, "TIME", one!(reconnect_delay), "0, they fail", Reject, Transferred,
                 "An image at an NBD server that has gone: let requests wait so long, such as 30s, and ask again once it is back";
-            "open-timeout", Text, "TIME", one!(open_timeout), "once, for ten seconds", Never, Moves,
+            "open-timeout", Text, "TIME", one!(open_timeout), "once, for ten seconds", Reject, Transferred,
                 "An image at an NBD server that cannot be reached yet: try for so long, such as 1m";
-            "description", Text, "TEXT", description(), "", Reexport, Apart,
+            "description", Text, "TEXT", description(), "", Reexport, Separate,
                 "What clients are told about the disk";
-            "group", Text, "GROUP", maybe!(group), "", Live, Moves,
+            "group", Text, "GROUP", maybe!(group), "", Apply, Transferred,
                 "Put the disk into this group, whose limits then hold for it too";
-            "export", Table, "TABLE", exports(), "", Reexport, Apart,
+            "export", Table, "TABLE", exports(), "", Reexport, Separate,
                 "An export of the disk: a table with `type` and the keys of that type";
         }
         "Access" {
-            "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reexport, Apart,
+            "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reexport, Separate,
                 "Let clients have it over NBD from this network, such as 10.0.0.0/8, and from no other";
-            "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reexport, Apart,
+            "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reexport, Separate,
                 "Let no client have it over NBD from this network";
-            "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reexport, Apart,
+            "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reexport, Separate,
                 "Let only clients with this name have it, as TLS proves it; * and ? are wild";
         }
         "qcow2" {
-            "l2-cache-size", Text, "SIZE", maybe!(qcow2.caches.l2), "what the disk needs, at most 32M", Live, Moves,
+            "l2-cache-size", Text, "SIZE", maybe!(qcow2.caches.l2), "what the disk needs, at most 32M", Apply, Transferred,
                 "Memory for the mapping, in bytes, or full: enough for the whole disk";
-            "l2-cache-entry-size", Size, "SIZE", maybe!(qcow2.caches.entry_bytes), "a cluster, or 4K where not all of it fits", Live, Moves,
+            "l2-cache-entry-size", Size, "SIZE", maybe!(qcow2.caches.entry_bytes), "a cluster, or 4K where not all of it fits", Apply, Transferred,
                 "How much of the mapping is read at a time, from 512 to a cluster";
-            "refcount-cache-size", Size, "SIZE", maybe!(qcow2.caches.refcount_bytes), "four clusters, the minimum", Live, Moves,
+            "refcount-cache-size", Size, "SIZE", maybe!(qcow2.caches.refcount_bytes), "four clusters, the minimum", Apply, Transferred,
                 "Memory for refcounts";
-            "cache-size", Size, "SIZE", maybe!(qcow2.caches.total_bytes), "", Live, Moves,
+            "cache-size", Size, "SIZE", maybe!(qcow2.caches.total_bytes), "", Apply, Transferred,
                 "Memory for both together; the mapping has it first";
-            "cache-clean-interval", Text, "SECONDS", clean_interval(), "600", Live, Moves,
+            "cache-clean-interval", Text, "SECONDS", clean_interval(), "600", Apply, Transferred,
                 "Free what was not used for so many seconds; 0 never does";
-            "secret-file", Path, "FILE", each!(qcow2.secrets), "", Never, Stays,
+            "secret-file", Path, "FILE", each!(qcow2.secrets), "", Reject, HostOnly,
                 "A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all";
-            "bitmap", Text, "NAME", each!(qcow2.bitmaps), "", Reexport, Apart,
+            "bitmap", Text, "NAME", each!(qcow2.bitmaps), "", Reexport, Separate,
                 "Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable";
         }
     };
@@ -309,35 +309,35 @@ fn disk_keys() -> Vec<Key<DiskConfig>> {
     keys.extend(shares::share_keys(settings, settings_mut));
     keys.extend(table! {
         "Devices to imitate" {
-            "delay", Text, "TIMES", maybe!(delay), "", Never, Stays,
+            "delay", Text, "TIMES", maybe!(delay), "", Reject, HostOnly,
                 "A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4";
-            "rate", Text, "RATES", maybe!(rate), "", Never, Stays,
+            "rate", Text, "RATES", maybe!(rate), "", Reject, HostOnly,
                 "A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all disks together";
-            "fault", Text, "RULE", each!(faults), "", Never, Stays,
+            "fault", Text, "RULE", each!(faults), "", Reject, HostOnly,
                 "A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable";
         }
     });
     keys
 }
 
-fn settings(disk: &DiskConfig) -> &Settings {
+fn settings(disk: &DiskConfig) -> &ThrottleConfig {
     &disk.settings
 }
 
-fn settings_mut(disk: &mut DiskConfig) -> &mut Settings {
+fn settings_mut(disk: &mut DiskConfig) -> &mut ThrottleConfig {
     &mut disk.settings
 }
 
-fn access(disk: &DiskConfig) -> &Access {
+fn access(disk: &DiskConfig) -> &AccessRules {
     &disk.access
 }
 
-fn access_mut(disk: &mut DiskConfig) -> &mut Access {
+fn access_mut(disk: &mut DiskConfig) -> &mut AccessRules {
     &mut disk.access
 }
 
-fn description() -> Field<DiskConfig> {
-    Field::new(
+fn description() -> KeyField<DiskConfig> {
+    KeyField::new(
         |disk: &mut DiskConfig, given| {
             disk.description = given.text.to_owned();
             Ok(())
@@ -346,8 +346,8 @@ fn description() -> Field<DiskConfig> {
     )
 }
 
-fn clean_interval() -> Field<DiskConfig> {
-    Field::new(
+fn clean_interval() -> KeyField<DiskConfig> {
+    KeyField::new(
         |disk: &mut DiskConfig, given| {
             disk.qcow2.caches.clean_interval = seconds_or_time(given.text)?;
             Ok(())
@@ -357,14 +357,14 @@ fn clean_interval() -> Field<DiskConfig> {
 }
 
 /// Exports. In a config file they are tables with a separate reader ([`ExportConfig`]).
-fn exports() -> Field<DiskConfig> {
-    Field::new(
+fn exports() -> KeyField<DiskConfig> {
+    KeyField::new(
         |_: &mut DiskConfig, _| {
             Err("is not a table; write its settings as KEY = VALUE lines below it".to_owned())
         },
         |disk| {
             let tables = disk.exports.iter().map(ExportConfig::table);
-            (!disk.exports.is_empty()).then(|| Literal::List(tables.collect()))
+            (!disk.exports.is_empty()).then(|| KeyLiteral::List(tables.collect()))
         },
     )
     .list()
@@ -375,7 +375,7 @@ mod tests {
     use super::*;
 
     /// Value of each key that differs from the default.
-    fn sample(key: &Key<DiskConfig>) -> &'static str {
+    fn sample(key: &ConfigKey<DiskConfig>) -> &'static str {
         match key.name {
             "image" => "/images/vm1.raw",
             "options" => "offset=1048576,size=4096",
@@ -396,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn a_row_reads_what_it_writes_and_touches_no_other() {
+    fn each_row_round_trips_and_changes_one_key() {
         for key in DiskConfig::keys().iter().filter(|key| key.value != Table) {
             let mut disk = DiskConfig::default();
             let text = match key.name {

@@ -14,29 +14,29 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::{addressed::AddressedKeys as _, key::Literal};
-pub use fuse::Fuse;
-pub use nbd::{Nbd, NbdExport};
-pub use nbd_device::NbdDevice;
-pub use ublk::Ublk;
-pub use vhost_user_blk::{Socket, VhostUserBlk};
+use crate::{addressed::AddressedConfig as _, key::KeyLiteral};
+pub use fuse::FuseConfig;
+pub use nbd::{NbdServerConfig, NbdExportConfig};
+pub use nbd_device::NbdDeviceConfig;
+pub use ublk::UblkConfig;
+pub use vhost_user_blk::{VhostUserSocket, VhostUserBlkConfig};
 
 /// Export with a separate endpoint (`Door`), by any protocol but an NBD server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Door {
+pub enum ExportTarget {
     /// A socket for a virtual machine.
-    VhostUserBlk(VhostUserBlk),
+    VhostUserBlk(VhostUserBlkConfig),
     /// A block device of the kernel's ublk driver.
-    Ublk(Ublk),
+    Ublk(UblkConfig),
     /// A file, by FUSE.
-    Fuse(Fuse),
+    Fuse(FuseConfig),
     /// A block device of the kernel's NBD client.
-    NbdDevice(NbdDevice),
+    NbdDevice(NbdDeviceConfig),
 }
 
-impl Door {
+impl ExportTarget {
     /// Value of `type` in the config file.
-    pub fn kind(&self) -> &'static str {
+    pub fn type_name(&self) -> &'static str {
         match self {
             Self::VhostUserBlk(_) => "vhost-user-blk",
             Self::Ublk(_) => "ublk",
@@ -49,7 +49,7 @@ impl Door {
     pub fn address(&self) -> String {
         match self {
             Self::VhostUserBlk(machine) => machine.address(),
-            _ => self.path().map_or_else(|| self.kind().to_owned(), |path| path.display().to_string()),
+            _ => self.path().map_or_else(|| self.type_name().to_owned(), |path| path.display().to_string()),
         }
     }
 
@@ -64,16 +64,16 @@ impl Door {
     }
 
     /// Name of its passed socket, if it uses one.
-    pub fn passed(&self) -> Option<&str> {
+    pub fn inherited_name(&self) -> Option<&str> {
         match self {
-            Self::VhostUserBlk(VhostUserBlk { socket: Socket::Passed(name), .. }) => Some(name),
+            Self::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Inherited(name), .. }) => Some(name),
             _ => None,
         }
     }
 
     /// Logical block size in bytes, and the client that uses it; `None` if the disk may end at any
     /// byte.
-    pub fn blocks(&self) -> Option<(u32, &'static str)> {
+    pub fn logical_block(&self) -> Option<(u32, &'static str)> {
         match self {
             Self::VhostUserBlk(machine) => Some((machine.block_bytes, "a guest")),
             Self::Ublk(ublk) => Some((ublk.block_bytes, "the kernel")),
@@ -83,7 +83,7 @@ impl Door {
     }
 
     /// Names and values of the keys that differ from their defaults, the endpoint first.
-    pub fn literals(&self) -> Vec<(&'static str, Literal)> {
+    pub fn literals(&self) -> Vec<(&'static str, KeyLiteral)> {
         match self {
             Self::VhostUserBlk(machine) => machine.literals(),
             Self::Ublk(ublk) => ublk.literals(),
@@ -104,7 +104,7 @@ impl Door {
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for Door {
+impl fmt::Display for ExportTarget {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::VhostUserBlk(machine) => machine.fmt(f),
@@ -116,7 +116,7 @@ impl fmt::Display for Door {
 }
 
 /// Rejects a comma: the keys after a comma in an option are separate keys in a config file.
-fn no_comma(text: &str) -> Result<&str, String> {
+fn reject_comma(text: &str) -> Result<&str, String> {
     match text.contains(',') {
         true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
         false => Ok(text),
@@ -124,7 +124,7 @@ fn no_comma(text: &str) -> Result<&str, String> {
 }
 
 /// Parses a number of `what` from `least` to `most`.
-fn number<N: TryFrom<u32>>(text: &str, what: &str, least: u32, most: u32) -> Result<N, String> {
+fn parse_number<N: TryFrom<u32>>(text: &str, what: &str, least: u32, most: u32) -> Result<N, String> {
     let number = text.parse().ok().filter(|number| (least..=most).contains(number));
     let number = number.and_then(|number| N::try_from(number).ok());
     number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
@@ -139,14 +139,14 @@ const LEAST_BLOCK_BYTES: u32 = 512;
 const MAX_BLOCK_BYTES: u32 = 4096;
 
 /// Parses a logical block size.
-fn block_bytes(text: &str) -> Result<u32, String> {
+fn parse_block_size(text: &str) -> Result<u32, String> {
     let fits = |bytes: &u32| bytes.is_power_of_two() && (LEAST_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(bytes);
     let bytes = text.parse().ok().filter(fits);
     bytes.ok_or_else(|| "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes".to_owned())
 }
 
 /// Parses the `N` of a device path with this prefix.
-fn number_of_device(path: &Path, prefix: &str) -> Option<u32> {
+fn parse_device_number(path: &Path, prefix: &str) -> Option<u32> {
     let digits = path.to_str()?.strip_prefix(prefix)?;
     // `/dev/nbd01` is another file than `/dev/nbd1`.
     let plain = digits == "0" || !digits.starts_with('0');
@@ -163,15 +163,15 @@ mod tests {
 
     #[test]
     fn a_block_is_a_power_of_two_up_to_a_page() {
-        assert_eq!(["512", "1024", "2048", "4096"].map(block_bytes), [512, 1024, 2048, 4096].map(Ok));
+        assert_eq!(["512", "1024", "2048", "4096"].map(parse_block_size), [512, 1024, 2048, 4096].map(Ok));
         for text in ["0", "256", "513", "4K", "8192", ""] {
             let rule = "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes";
-            assert_eq!(block_bytes(text), Err(rule.to_owned()), "{text}");
+            assert_eq!(parse_block_size(text), Err(rule.to_owned()), "{text}");
         }
     }
 
     #[test]
-    fn keys_of_an_option_are_given_once_and_have_values_of_their_own() {
+    fn option_keys_are_unique_and_typed() {
         for (text, wrong) in [
             ("0,", "has a comma with nothing behind it (leave it away)"),
             ("0,discard=maybe", "discard=maybe: is neither on nor off"),
@@ -183,9 +183,9 @@ mod tests {
                 "logical-block-size=4K: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
             ),
         ] {
-            assert_eq!(text.parse::<Ublk>().unwrap_err(), wrong);
+            assert_eq!(text.parse::<UblkConfig>().unwrap_err(), wrong);
         }
-        let unknown = "0,queue=1".parse::<Ublk>().unwrap_err();
+        let unknown = "0,queue=1".parse::<UblkConfig>().unwrap_err();
         assert!(unknown.starts_with("queue=1: no such key (there are queues, "), "{unknown}");
     }
 }

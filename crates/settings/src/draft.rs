@@ -1,17 +1,17 @@
 //! The config of a daemon before rules between its parts are checked: every value is well formed
 //! and has its place.
 
-use super::{Cluster, DaemonConfig, DiskConfig, GroupConfig, Placed};
+use super::{ClusterConfig, DaemonConfig, DiskConfig, GroupConfig, ConfigWithOrigins};
 
 /// Config from the command line and the config file.
 #[derive(Clone, Debug, Default)]
-pub struct Draft {
+pub struct ParsedConfig {
     /// Disks, in the order of the file.
-    pub disks: Vec<Placed<DiskConfig>>,
+    pub disks: Vec<ConfigWithOrigins<DiskConfig>>,
     /// Groups, in the order of the file.
-    pub groups: Vec<Placed<GroupConfig>>,
+    pub groups: Vec<ConfigWithOrigins<GroupConfig>>,
     /// Settings of the process. Command-line options have replaced keys of the file.
-    pub service: Placed<DaemonConfig>,
+    pub daemon: ConfigWithOrigins<DaemonConfig>,
     /// Cluster; `None` without one.
-    pub cluster: Option<Placed<Cluster>>,
+    pub cluster: Option<ConfigWithOrigins<ClusterConfig>>,
 }

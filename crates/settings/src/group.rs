@@ -3,14 +3,14 @@
 use std::sync::LazyLock;
 
 use crate::{
-    Settings,
+    ThrottleConfig,
     key::{
-        Key,
-        ValueKind::{Flag, Text},
+        ConfigKey,
+        KeyType::{Flag, Text},
         maybe, one, table,
     },
-    place::Mistakes,
-    placed::{KeySet, Placed},
+    place::Diagnostics,
+    placed::{KeyTable, ConfigWithOrigins},
     shares,
 };
 
@@ -20,21 +20,21 @@ pub struct GroupConfig {
     /// Unique among groups and disks.
     pub name: String,
     /// Limits of all members together, and the group's own share and watermark.
-    pub settings: Settings,
+    pub settings: ThrottleConfig,
     /// Name of its parent group.
     pub group: Option<String>,
     /// True if its limits are cluster-wide.
     pub cluster: bool,
 }
 
-impl KeySet for GroupConfig {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<GroupConfig>>> = LazyLock::new(group_keys);
+impl KeyTable for GroupConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<GroupConfig>>> = LazyLock::new(group_keys);
         &KEYS
     }
 
-    fn judge(group: &Placed<Self>, mistakes: &Mistakes) {
-        shares::judge(group, &group.settings, mistakes);
+    fn judge(group: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
+        shares::check_limits(group, &group.settings, mistakes);
     }
 }
 
@@ -45,13 +45,13 @@ type Config = GroupConfig;
 const _: fn(GroupConfig) = |GroupConfig { name: _, settings: _, group: _, cluster: _ }| ();
 
 /// The table. The order is that of the help.
-fn group_keys() -> Vec<Key<GroupConfig>> {
+fn group_keys() -> Vec<ConfigKey<GroupConfig>> {
     let mut keys = table! {
         // name, value, placeholder, field, default, change, transfer, help
         "Group" {
-            "group", Text, "GROUP", maybe!(group), "", Never, Moves,
+            "group", Text, "GROUP", maybe!(group), "", Reject, Transferred,
                 "Put the group into this one, whose limits then hold for all its members too";
-            "cluster", Flag, "", one!(cluster), "", Never, Apart,
+            "cluster", Flag, "", one!(cluster), "", Reject, Separate,
                 "Its limits are those of the cluster, over all hosts";
         }
     };
@@ -60,10 +60,10 @@ fn group_keys() -> Vec<Key<GroupConfig>> {
     keys
 }
 
-fn settings(group: &GroupConfig) -> &Settings {
+fn settings(group: &GroupConfig) -> &ThrottleConfig {
     &group.settings
 }
 
-fn settings_mut(group: &mut GroupConfig) -> &mut Settings {
+fn settings_mut(group: &mut GroupConfig) -> &mut ThrottleConfig {
     &mut group.settings
 }

@@ -5,50 +5,50 @@
 
 use std::collections::HashMap;
 
-use super::{GroupConfig, Mistakes, Placed, Wrong};
+use super::{GroupConfig, Diagnostics, ConfigWithOrigins, ConfigError};
 
 /// Bound of nested groups: every request passes all levels.
-pub(crate) const MAX_LEVELS: usize = 8;
+pub(crate) const MAX_GROUP_DEPTH: usize = 8;
 
 /// Lookup of groups by name.
-pub(super) struct Groups<'a> {
-    all: &'a [Placed<GroupConfig>],
+pub(super) struct GroupIndex<'a> {
+    all: &'a [ConfigWithOrigins<GroupConfig>],
     /// Index in `all`.
     by_name: HashMap<&'a str, usize>,
 }
 
 /// Checks the groups and returns them ordered, each after its parent.
-pub(super) fn plan(groups: Vec<Placed<GroupConfig>>, mistakes: &Mistakes) -> Vec<Placed<GroupConfig>> {
+pub(super) fn sort_groups(groups: Vec<ConfigWithOrigins<GroupConfig>>, mistakes: &Diagnostics) -> Vec<ConfigWithOrigins<GroupConfig>> {
     groups.iter().for_each(|group| group.judge(mistakes));
-    let known = Groups::new(&groups);
-    let parent = |group: &Placed<GroupConfig>| {
-        known.look_for(group.group.as_ref()?, mistakes, |rule| group.wrong("group", rule))
+    let known = GroupIndex::new(&groups);
+    let parent = |group: &ConfigWithOrigins<GroupConfig>| {
+        known.find_or_report(group.group.as_ref()?, mistakes, |rule| group.error("group", rule))
     };
     let parents: Vec<_> = groups.iter().map(parent).collect();
     // `keep` records only the first error, so a circle is reported once.
-    let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.level(index, &parents)).collect();
-    let levels = mistakes.keep(levels).unwrap_or_else(|| vec![0; groups.len()]);
+    let levels: Result<Vec<_>, _> = (0..groups.len()).map(|index| known.depth(index, &parents)).collect();
+    let levels = mistakes.ok_or_report(levels).unwrap_or_else(|| vec![0; groups.len()]);
     let mut order: Vec<_> = levels.into_iter().zip(groups).collect();
     // A stable sort by depth: parents first, otherwise the order of the file.
     order.sort_by_key(|(level, _)| *level);
     order.into_iter().map(|(_, group)| group).collect()
 }
 
-impl<'a> Groups<'a> {
-    pub(super) fn new(all: &'a [Placed<GroupConfig>]) -> Self {
+impl<'a> GroupIndex<'a> {
+    pub(super) fn new(all: &'a [ConfigWithOrigins<GroupConfig>]) -> Self {
         let by_name = all.iter().enumerate().map(|(index, group)| (group.name.as_str(), index)).collect();
         Self { all, by_name }
     }
 
     /// Index of the group of this name; reports `wrong` with the rule if there is none.
-    pub(super) fn look_for(
+    pub(super) fn find_or_report(
         &self,
         name: &str,
-        mistakes: &Mistakes,
-        wrong: impl Fn(String) -> Wrong,
+        mistakes: &Diagnostics,
+        wrong: impl Fn(String) -> ConfigError,
     ) -> Option<usize> {
         // Finding the nearest name compares all of them, which is pointless beyond the bound.
-        if mistakes.is_full() { None } else { mistakes.keep(self.find(name).map_err(wrong)) }
+        if mistakes.is_full() { None } else { mistakes.ok_or_report(self.find(name).map_err(wrong)) }
     }
 
     fn find(&self, name: &str) -> Result<usize, String> {
@@ -59,14 +59,14 @@ impl<'a> Groups<'a> {
         })
     }
 
-    fn level(&self, index: usize, parents: &[Option<usize>]) -> Result<usize, Wrong> {
+    fn depth(&self, index: usize, parents: &[Option<usize>]) -> Result<usize, ConfigError> {
         let mut level = 0;
         let mut at = index;
         // Ends after `MAX_LEVELS` steps, so that circles need no detection here.
         while let Some(parent) = parents[at] {
             level += 1;
-            if level == MAX_LEVELS {
-                return Err(self.too_deep(index, parents));
+            if level == MAX_GROUP_DEPTH {
+                return Err(self.depth_error(index, parents));
             }
             at = parent;
         }
@@ -74,27 +74,27 @@ impl<'a> Groups<'a> {
     }
 
     /// Error of a group with too many levels above it: a circle, or just their number.
-    fn too_deep(&self, index: usize, parents: &[Option<usize>]) -> Wrong {
+    fn depth_error(&self, index: usize, parents: &[Option<usize>]) -> ConfigError {
         let mut chain = vec![index];
         // Runs once, for the message: finds the circle's first member on the chain.
         let mut step_of = HashMap::from([(index, 0)]);
         while let Some(parent) = parents[chain[chain.len() - 1]] {
             if let Some(&step) = step_of.get(&parent) {
-                return self.circle(&chain[step..]);
+                return self.cycle_error(&chain[step..]);
             }
             step_of.insert(parent, chain.len());
             chain.push(parent);
         }
         let levels = chain.len();
-        self.wrong(
+        self.error(
             index,
             format!(
-                "makes {levels} groups that lie in each other; there may be {MAX_LEVELS} (leave some out)"
+                "makes {levels} groups that lie in each other; there may be {MAX_GROUP_DEPTH} (leave some out)"
             ),
         )
     }
 
-    fn circle(&self, members: &[usize]) -> Wrong {
+    fn cycle_error(&self, members: &[usize]) -> ConfigError {
         const MOST_NAMED: usize = 4;
         let rest = &members[1..];
         let mut names: Vec<_> = rest.iter().map(|&member| self.all[member].name.as_str()).collect();
@@ -109,10 +109,10 @@ impl<'a> Groups<'a> {
                 "makes the group lie in itself, by way of {names} and {left_out} more (break the circle)"
             ),
         };
-        self.wrong(members[0], rule)
+        self.error(members[0], rule)
     }
 
-    fn wrong(&self, index: usize, rule: String) -> Wrong {
-        self.all[index].wrong("group", rule)
+    fn error(&self, index: usize, rule: String) -> ConfigError {
+        self.all[index].error("group", rule)
     }
 }

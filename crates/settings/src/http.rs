@@ -2,13 +2,13 @@
 
 use std::{net::IpAddr, path::PathBuf};
 
-use super::{Address, Credentials, Tls};
+use super::{ListenAddress, TlsCredentialFiles, TlsConfig};
 
 /// Settings of the page and its API.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Http {
+pub struct HttpConfig {
     /// Address to listen on.
-    pub address: Address,
+    pub address: ListenAddress,
     /// File of the token that authorizes changes; `None` makes the page read-only.
     pub token_file: Option<PathBuf>,
     /// Host names for the page besides its addresses and `localhost`; lower case.
@@ -16,29 +16,29 @@ pub struct Http {
 }
 
 /// Longest name of a host (RFC 1035, section 2.3.4).
-const MOST_NAME: usize = 253;
+const MAX_NAME_BYTES: usize = 253;
 
 /// Parses a host name of a URL and converts it to lower case.
 ///
 /// # Errors
 /// Fails if it is not a host name.
-pub fn http_name(text: &str) -> Result<String, String> {
+pub fn parse_http_name(text: &str) -> Result<String, String> {
     let is_plain = |byte: u8| byte.is_ascii_alphanumeric() || b"-._".contains(&byte);
     match text {
         "" => Err("is empty (write a name of this host, such as weir.example.org)".to_owned()),
-        _ if text.len() > MOST_NAME || !text.bytes().all(is_plain) => {
+        _ if text.len() > MAX_NAME_BYTES || !text.bytes().all(is_plain) => {
             Err("is no name of a host (write one without a port, such as weir.example.org)".to_owned())
         }
         _ => Ok(text.to_ascii_lowercase()),
     }
 }
 
-impl Http {
+impl HttpConfig {
     /// True if the text shows that only this host can reach the address.
     pub fn is_local(&self) -> bool {
         match &self.address {
-            Address::Unix(_) => true,
-            Address::Tcp { host, .. } => {
+            ListenAddress::Unix(_) => true,
+            ListenAddress::Tcp { host, .. } => {
                 host.eq_ignore_ascii_case("localhost")
                     // `to_canonical` also recognizes IPv4-mapped loopback addresses.
                     || host.parse().is_ok_and(|address: IpAddr| address.to_canonical().is_loopback())
@@ -47,9 +47,9 @@ impl Http {
     }
 
     /// True if connections are encrypted: over TCP, if there are certificates.
-    pub fn is_encrypted(&self, tls: &Tls) -> bool {
-        let (Tls::On(credentials) | Tls::Required(credentials)) = tls else { return false };
-        matches!(credentials, Credentials::Certificates { .. }) && matches!(self.address, Address::Tcp { .. })
+    pub fn is_encrypted(&self, tls: &TlsConfig) -> bool {
+        let (TlsConfig::On(credentials) | TlsConfig::Required(credentials)) = tls else { return false };
+        matches!(credentials, TlsCredentialFiles::Certificates { .. }) && matches!(self.address, ListenAddress::Tcp { .. })
     }
 }
 
@@ -59,9 +59,9 @@ mod tests {
 
     #[test]
     fn names_are_names_of_hosts() {
-        assert_eq!(http_name("Weir.Example.org").unwrap(), "weir.example.org");
+        assert_eq!(parse_http_name("Weir.Example.org").unwrap(), "weir.example.org");
         for wrong in ["", "weir:80", "http://weir", "a b", "wëir", &"a".repeat(254)] {
-            assert!(http_name(wrong).is_err(), "{wrong}");
+            assert!(parse_http_name(wrong).is_err(), "{wrong}");
         }
     }
 }

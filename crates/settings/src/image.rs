@@ -4,24 +4,24 @@ use std::{fmt, path::Path, str::FromStr};
 
 use anyhow::Context as _;
 use nbd::uri::Uri;
-use storage::{InvalidValue, Spec};
+use storage::{InvalidValue, StorageSpec};
 
 /// Location of an image as a user writes it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Image(Spec);
+pub struct ImageLocation(StorageSpec);
 
-impl Image {
+impl ImageLocation {
     /// Storage without content: reads return zeroes, writes are discarded.
     pub fn null(size_bytes: u64) -> Self {
-        Self(Spec::Null(size_bytes))
+        Self(StorageSpec::Null(size_bytes))
     }
 
     /// Resolves a path against `directory`.
     pub fn relative_to(self, directory: &Path) -> Self {
         match self.0 {
-            Spec::File(path) => Self(Spec::File(directory.join(path))),
-            Spec::Rbd(address) => Self(Spec::Rbd(Box::new(address.relative_to(directory)))),
-            Spec::Nbd(uri) => Self(Spec::Nbd(Box::new(uri.relative_to(directory)))),
+            StorageSpec::File(path) => Self(StorageSpec::File(directory.join(path))),
+            StorageSpec::Rbd(address) => Self(StorageSpec::Rbd(Box::new(address.relative_to(directory)))),
+            StorageSpec::Nbd(uri) => Self(StorageSpec::Nbd(Box::new(uri.relative_to(directory)))),
             other => Self(other),
         }
     }
@@ -29,39 +29,39 @@ impl Image {
     /// The path, if it is a file.
     pub fn path(&self) -> Option<&Path> {
         match &self.0 {
-            Spec::File(path) => Some(path),
-            Spec::Memory(_) | Spec::Null(_) | Spec::Nbd(_) | Spec::Rbd(_) => None,
+            StorageSpec::File(path) => Some(path),
+            StorageSpec::Memory(_) | StorageSpec::Null(_) | StorageSpec::Nbd(_) | StorageSpec::Rbd(_) => None,
         }
     }
 
     /// The URI, if it is at an NBD server.
     pub fn remote(&self) -> Option<&Uri> {
         match &self.0 {
-            Spec::Nbd(uri) => Some(uri),
-            Spec::File(_) | Spec::Memory(_) | Spec::Null(_) | Spec::Rbd(_) => None,
+            StorageSpec::Nbd(uri) => Some(uri),
+            StorageSpec::File(_) | StorageSpec::Memory(_) | StorageSpec::Null(_) | StorageSpec::Rbd(_) => None,
         }
     }
 
     /// True if the image is reached over a network: at an NBD server or in a Ceph cluster.
     pub fn is_remote(&self) -> bool {
-        matches!(self.0, Spec::Nbd(_) | Spec::Rbd(_))
+        matches!(self.0, StorageSpec::Nbd(_) | StorageSpec::Rbd(_))
     }
 
     /// True if it is an image in a Ceph cluster.
     pub fn is_rbd(&self) -> bool {
-        matches!(self.0, Spec::Rbd(_))
+        matches!(self.0, StorageSpec::Rbd(_))
     }
 
     /// True if it is a snapshot in a Ceph cluster, which is read-only.
     pub fn is_snapshot(&self) -> bool {
-        matches!(&self.0, Spec::Rbd(address) if address.snapshot.is_some())
+        matches!(&self.0, StorageSpec::Rbd(address) if address.snapshot.is_some())
     }
 
     /// Ceph's config file and keyring, if they are given.
-    pub fn files_of_ceph(&self) -> impl Iterator<Item = &Path> {
+    pub fn ceph_files(&self) -> impl Iterator<Item = &Path> {
         let address = match &self.0 {
-            Spec::Rbd(address) => Some(address),
-            Spec::File(_) | Spec::Memory(_) | Spec::Nbd(_) | Spec::Null(_) => None,
+            StorageSpec::Rbd(address) => Some(address),
+            StorageSpec::File(_) | StorageSpec::Memory(_) | StorageSpec::Nbd(_) | StorageSpec::Null(_) => None,
         };
         address
             .into_iter()
@@ -74,11 +74,11 @@ impl Image {
     ///
     /// # Errors
     /// Fails if the image is not in a Ceph cluster, or has them already.
-    pub fn reached_by(self, config: Option<&Path>, user: Option<&str>) -> Result<Self, String> {
+    pub fn with_ceph_access(self, config: Option<&Path>, user: Option<&str>) -> Result<Self, String> {
         if config.is_none() && user.is_none() {
             return Ok(self);
         }
-        let Spec::Rbd(mut address) = self.0 else {
+        let StorageSpec::Rbd(mut address) = self.0 else {
             return Err("is for images of a Ceph cluster, rbd:POOL/IMAGE (leave it out)".to_owned());
         };
         let again = |key: &str| format!("is said by the image too, as :{key}= (leave one of them out)");
@@ -96,31 +96,31 @@ impl Image {
                 return Err(again("id"));
             }
         }
-        Ok(Self(Spec::Rbd(address)))
+        Ok(Self(StorageSpec::Rbd(address)))
     }
 
     /// Size in bytes of a disk in memory.
     pub fn memory_bytes(&self) -> Option<u64> {
         match self.0 {
-            Spec::Memory(bytes) => Some(bytes),
-            Spec::File(_) | Spec::Null(_) | Spec::Nbd(_) | Spec::Rbd(_) => None,
+            StorageSpec::Memory(bytes) => Some(bytes),
+            StorageSpec::File(_) | StorageSpec::Null(_) | StorageSpec::Nbd(_) | StorageSpec::Rbd(_) => None,
         }
     }
 
     /// Default name of the disk: the file's without its extension, or the kind of storage.
     pub fn default_name(&self) -> String {
         match &self.0 {
-            Spec::File(path) => {
+            StorageSpec::File(path) => {
                 path.file_stem().map_or_else(|| "disk".to_owned(), |stem| stem.to_string_lossy().into_owned())
             }
-            Spec::Memory(_) => "memory".to_owned(),
-            Spec::Null(_) => "null".to_owned(),
+            StorageSpec::Memory(_) => "memory".to_owned(),
+            StorageSpec::Null(_) => "null".to_owned(),
             // Export names may look like paths; the last part is the most specific.
-            Spec::Nbd(uri) => match uri.export.rsplit('/').next() {
+            StorageSpec::Nbd(uri) => match uri.export.rsplit('/').next() {
                 Some(name) if !name.is_empty() => name.to_owned(),
                 _ => "disk".to_owned(),
             },
-            Spec::Rbd(address) => address.image.clone(),
+            StorageSpec::Rbd(address) => address.image.clone(),
         }
     }
 
@@ -129,7 +129,7 @@ impl Image {
     ///
     /// # Errors
     /// Fails if the path is not UTF-8, as the directory of a config file may be.
-    pub fn spec(&self) -> anyhow::Result<String> {
+    pub fn to_spec(&self) -> anyhow::Result<String> {
         match self.path() {
             Some(path) => {
                 let text = path.to_str();
@@ -142,7 +142,7 @@ impl Image {
     }
 }
 
-impl FromStr for Image {
+impl FromStr for ImageLocation {
     type Err = InvalidValue;
 
     fn from_str(text: &str) -> Result<Self, InvalidValue> {
@@ -150,14 +150,14 @@ impl FromStr for Image {
     }
 }
 
-impl fmt::Display for Image {
+impl fmt::Display for ImageLocation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match &self.0 {
-            Spec::File(path) => write!(f, "{}", path.display()),
-            Spec::Memory(bytes) => write!(f, "memory:{bytes}"),
-            Spec::Null(bytes) => write!(f, "null:{bytes}"),
-            Spec::Nbd(uri) => uri.fmt(f),
-            Spec::Rbd(address) => address.fmt(f),
+            StorageSpec::File(path) => write!(f, "{}", path.display()),
+            StorageSpec::Memory(bytes) => write!(f, "memory:{bytes}"),
+            StorageSpec::Null(bytes) => write!(f, "null:{bytes}"),
+            StorageSpec::Nbd(uri) => uri.fmt(f),
+            StorageSpec::Rbd(address) => address.fmt(f),
         }
     }
 }
@@ -166,7 +166,7 @@ impl fmt::Display for Image {
 mod tests {
     use super::*;
 
-    fn image(text: &str) -> Image {
+    fn image(text: &str) -> ImageLocation {
         text.parse().unwrap()
     }
 
@@ -179,7 +179,7 @@ mod tests {
     }
 
     #[test]
-    fn a_disk_is_named_after_its_image() {
+    fn default_name_comes_from_the_image() {
         let name = |text: &str| image(text).default_name();
         assert_eq!(name("/images/vm1.raw"), "vm1");
         assert_eq!(name("/dev/sda"), "sda");
@@ -190,9 +190,9 @@ mod tests {
     }
 
     #[test]
-    fn a_cluster_is_reached_as_was_said_once() {
+    fn ceph_access_is_given_once() {
         let reached = |text: &str, config: Option<&str>, user| {
-            image(text).reached_by(config.map(Path::new), user).map(|image| image.to_string())
+            image(text).with_ceph_access(config.map(Path::new), user).map(|image| image.to_string())
         };
         assert_eq!(reached("rbd:p/i", Some("/c"), Some("me")), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
         assert_eq!(reached("rbd:p/i:id=me", Some("/c"), None), Ok("rbd:p/i:conf=/c:id=me".to_owned()));
@@ -200,13 +200,13 @@ mod tests {
         assert!(reached("rbd:p/i:id=me", None, Some("you")).is_err_and(|rule| rule.contains(":id=")));
         assert!(reached("vm1.raw", Some("/c"), None).is_err_and(|rule| rule.contains("rbd:POOL/IMAGE")));
         let moved = image("rbd:p/i:conf=c").relative_to(Path::new("/etc/weir"));
-        assert_eq!(moved.files_of_ceph().collect::<Vec<_>>(), [Path::new("/etc/weir/c")]);
+        assert_eq!(moved.ceph_files().collect::<Vec<_>>(), [Path::new("/etc/weir/c")]);
     }
 
     #[test]
     fn a_path_stays_a_path() {
         for text in ["vm1.raw", "file:memory:1G", "memory:1G", "null:1G", "nbd://host:7/vm1"] {
-            assert_eq!(image(&image(text).spec().unwrap()), image(text));
+            assert_eq!(image(&image(text).to_spec().unwrap()), image(text));
         }
     }
 }

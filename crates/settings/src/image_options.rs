@@ -21,11 +21,11 @@ use image::qcow2::CacheSettings;
 use nbd::uri;
 use policy::time::Duration;
 use serde_json::Value;
-use storage::{CacheMode, Format, InvalidValue, Part, rbd::Address};
+use storage::{CacheMode, ImageFormat, InvalidValue, StoragePart, rbd::RbdAddress};
 
-use crate::{DiskConfig, Image, KeySet as _, Place, Placed, Rule as _, keyval, size, suggest};
+use crate::{DiskConfig, ImageLocation, KeyTable as _, Origin, ConfigWithOrigins, RuleError as _, keyval, size, suggest};
 
-const COMMON: [&str; 9] = [
+const COMMON_KEYS: [&str; 9] = [
     "auto-read-only",
     "cache.direct",
     "cache.no-flush",
@@ -37,10 +37,10 @@ const COMMON: [&str; 9] = [
     "read-only",
 ];
 /// Options of the qcow2 driver that `weir serve` has under the same names.
-const CACHES: [&str; 5] =
+const CACHE_KEYS: [&str; 5] =
     ["cache-clean-interval", "cache-size", "l2-cache-entry-size", "l2-cache-size", "refcount-cache-size"];
 /// Keys (last parts) whose JSON values are strings, even if they look like numbers.
-const STRINGS: [&str; 13] = [
+const STRING_KEYS: [&str; 13] = [
     "conf",
     "driver",
     "export",
@@ -58,17 +58,17 @@ const STRINGS: [&str; 13] = [
 /// Size of a `null-co` node without a size, as in QEMU.
 const NULL_BYTES: u64 = 1 << 30;
 /// Bound of stacked nodes, far above any need.
-const MOST_NODES: usize = 8;
+const MAX_NODES: usize = 8;
 
 /// Image with its options.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ImageDescription {
     /// Location of its bytes.
-    pub image: Image,
+    pub image: ImageLocation,
     /// Format; `None` without a format driver, which probes it.
-    pub format: Option<Format>,
+    pub format: Option<ImageFormat>,
     /// The part of a raw image that is the disk.
-    pub part: Option<Part>,
+    pub part: Option<StoragePart>,
     /// True to ignore the backing file that the image names.
     pub no_backing: bool,
     /// True if writes are rejected.
@@ -100,10 +100,10 @@ impl ImageDescription {
     ///
     /// # Errors
     /// Returns the reason, with the name.
-    pub fn of_name(name: &str) -> anyhow::Result<Self> {
+    pub fn from_name(name: &str) -> anyhow::Result<Self> {
         match name.strip_prefix("json:") {
-            Some(json) => Self::of_json(json).with_context(|| name.to_owned()),
-            None => Ok(Self::plain(location(name).map_err(|why| anyhow!("{name}: {why}"))?)),
+            Some(json) => Self::from_json(json).with_context(|| name.to_owned()),
+            None => Ok(Self::plain(parse_location(name).map_err(|why| anyhow!("{name}: {why}"))?)),
         }
     }
 
@@ -112,13 +112,13 @@ impl ImageDescription {
     ///
     /// # Errors
     /// Returns the reason, with the key.
-    pub fn of_options(text: &str) -> anyhow::Result<Self> {
+    pub fn from_options(text: &str) -> anyhow::Result<Self> {
         let pairs = keyval::pairs(text, Some("file")).map_err(|rule| anyhow!("{text}: {rule}"))?;
         Self::read(pairs.into_iter().map(|(key, value)| (key, Some(value))).collect())
     }
 
     /// Parses the text after `json:`.
-    fn of_json(text: &str) -> anyhow::Result<Self> {
+    fn from_json(text: &str) -> anyhow::Result<Self> {
         let value: Value = serde_json::from_str(text).context("is not JSON")?;
         ensure!(value.is_object(), "is not a JSON object (json:{{\"driver\": \"qcow2\", …}})");
         let mut keys = BTreeMap::new();
@@ -128,11 +128,11 @@ impl ImageDescription {
 
     fn read(keys: BTreeMap<String, Option<String>>) -> anyhow::Result<Self> {
         let mut keys = DriverKeys { left: keys, nodes: Vec::new() };
-        let mut description = Self::plain(Image::null(0));
+        let mut description = Self::plain(ImageLocation::null(0));
         let mut cache = CacheKeys::default();
         // Nodes consume their keys, so that the remaining ones are unknown.
-        description.nodes(&mut keys, &mut cache)?;
-        keys.finish()?;
+        description.read_nodes(&mut keys, &mut cache)?;
+        keys.reject_unknown()?;
         description.cache = cache.mode()?;
         ensure!(
             // Sharing a writable image would corrupt it.
@@ -140,13 +140,13 @@ impl ImageDescription {
             "force-share=on: only for images that are not written to (add read-only=on)"
         );
         ensure!(
-            description.part.is_none() || description.format == Some(Format::Raw),
+            description.part.is_none() || description.format == Some(ImageFormat::Raw),
             "offset, size: a part of the file can be a raw image only (give driver=raw)"
         );
         Ok(description)
     }
 
-    fn plain(image: Image) -> Self {
+    fn plain(image: ImageLocation) -> Self {
         Self {
             image,
             format: None,
@@ -167,28 +167,28 @@ impl ImageDescription {
     }
 
     /// Reads the nodes from the top down.
-    fn nodes(&mut self, keys: &mut DriverKeys, cache: &mut CacheKeys) -> anyhow::Result<()> {
+    fn read_nodes(&mut self, keys: &mut DriverKeys, cache: &mut CacheKeys) -> anyhow::Result<()> {
         let mut prefix = String::new();
-        for depth in 0..MOST_NODES {
+        for depth in 0..MAX_NODES {
             let driver = keys.text(&prefix, "driver")?;
-            self.common(keys, &prefix, cache)?;
+            self.read_common(keys, &prefix, cache)?;
             match driver.as_deref() {
                 Some("raw") => {
-                    keys.enter(&prefix, "raw", &["file", "offset", "size"]);
+                    keys.begin_node(&prefix, "raw", &["file", "offset", "size"]);
                     self.raw(keys, &prefix)?;
                 }
                 Some("qcow2") => {
                     const OWN: [&str; 5] =
                         ["backing", "discard-no-unref", "encrypt.format", "encrypt.key-secret", "file"];
-                    keys.enter(&prefix, "qcow2", &OWN);
+                    keys.begin_node(&prefix, "qcow2", &OWN);
                     self.qcow2(keys, &prefix)?;
                 }
                 // Only the top node may omit its driver: its format is probed.
-                None if depth == 0 => keys.enter(&prefix, "", &["file"]),
+                None if depth == 0 => keys.begin_node(&prefix, "", &["file"]),
                 driver => {
                     self.image = self.protocol(driver, keys, &prefix)?;
                     if depth == 0 {
-                        self.format = Some(Format::Raw);
+                        self.format = Some(ImageFormat::Raw);
                     }
                     return Ok(());
                 }
@@ -201,10 +201,10 @@ impl ImageDescription {
             }
             prefix += "file.";
         }
-        bail!("{prefix}: more than {MOST_NODES} nodes over each other")
+        bail!("{prefix}: more than {MAX_NODES} nodes over each other")
     }
 
-    fn common(&mut self, keys: &mut DriverKeys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
+    fn read_common(&mut self, keys: &mut DriverKeys, prefix: &str, cache: &mut CacheKeys) -> anyhow::Result<()> {
         // Any read-only node makes the whole image read-only.
         self.read_only |= keys.switch(prefix, "read-only")?.unwrap_or(false);
         self.force_share |= keys.switch(prefix, "force-share")?.unwrap_or(false);
@@ -214,14 +214,14 @@ impl ImageDescription {
         // The node that is nearest to the file decides, as in QEMU.
         cache.direct = keys.switch(prefix, "cache.direct")?.or(cache.direct);
         cache.no_flush = keys.switch(prefix, "cache.no-flush")?.or(cache.no_flush);
-        let discard = keys.choice(prefix, "discard", &["ignore", "off", "unmap", "on"])?;
+        let discard = keys.index_of(prefix, "discard", &["ignore", "off", "unmap", "on"])?;
         if let Some(discard) = discard {
             // A discard reaches the file only if each node passes it on.
             // Indices 0 and 1 are `ignore` and `off`.
             let passes = discard > 1 && self.discard != Some(Discards::Ignore);
             self.discard = Some(if passes { Discards::Unmap } else { Discards::Ignore });
         }
-        let detect = keys.choice(prefix, "detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
+        let detect = keys.index_of(prefix, "detect-zeroes", &DetectZeroes::ALL.map(DetectZeroes::name))?;
         // The strongest mode of any node, since zeroes found above reach the nodes below.
         self.detect_zeroes = self.detect_zeroes.max(detect.map(|index| DetectZeroes::ALL[index]));
         Ok(())
@@ -232,10 +232,10 @@ impl ImageDescription {
         ensure!(bytes != Some(0), "{prefix}size=0: is no disk (give at least 512)");
         if offset.is_some() || bytes.is_some() {
             ensure!(
-                self.format != Some(Format::Qcow2),
+                self.format != Some(ImageFormat::Qcow2),
                 "{prefix}offset, {prefix}size: not supported below a qcow2 node"
             );
-            let part = Part { offset: offset.unwrap_or_default(), size: bytes };
+            let part = StoragePart { offset: offset.unwrap_or_default(), size: bytes };
             ensure!(
                 // Two windows would have to be composed.
                 self.part.replace(part).is_none(),
@@ -243,17 +243,17 @@ impl ImageDescription {
             );
         }
         // A raw node below qcow2 does not change the format of the disk.
-        self.format = self.format.or(Some(Format::Raw));
+        self.format = self.format.or(Some(ImageFormat::Raw));
         Ok(())
     }
 
     fn qcow2(&mut self, keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<()> {
         ensure!(
-            self.format != Some(Format::Qcow2),
+            self.format != Some(ImageFormat::Qcow2),
             "{prefix}driver=qcow2: not supported below another qcow2 node"
         );
-        self.format = Some(Format::Qcow2);
-        match keys.take(prefix, "backing") {
+        self.format = Some(ImageFormat::Qcow2);
+        match keys.remove(prefix, "backing") {
             None => {}
             Some(None) => self.no_backing = true,
             // `backing=` and JSON's null both mean none.
@@ -267,21 +267,21 @@ impl ImageDescription {
                 "{key}: a backing file is opened as the image names it (leave the key out, or give {prefix}backing= for none)"
             );
         }
-        if keys.choice(prefix, "encrypt.format", &["luks", "aes"])? == Some(1) {
+        if keys.index_of(prefix, "encrypt.format", &["luks", "aes"])? == Some(1) {
             bail!("{prefix}encrypt.format=aes: QEMU's older encryption is broken and not supported");
         }
         self.key_secret = keys.text(prefix, "encrypt.key-secret")?;
         self.discard_no_unref = keys.switch(prefix, "discard-no-unref")?.unwrap_or(false);
         // Parsed by the table of disk keys, so that names, units and rules are those of
         // `weir serve`.
-        let mut disk = Placed::new(DiskConfig::default(), Place::new(prefix));
-        for name in CACHES {
+        let mut disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new(prefix));
+        for name in CACHE_KEYS {
             let Some(value) = keys.text(prefix, name)? else { continue };
             let key = DiskConfig::key(name).expect("a key of the table");
-            disk.set(key, &value, Path::new(""), Place::new(format!("{prefix}{name}={value}")))?;
+            disk.set(key, &value, Path::new(""), Origin::new(format!("{prefix}{name}={value}")))?;
             self.cache_options.push((name.to_owned(), value));
         }
-        self.caches = disk.checked()?.qcow2.caches;
+        self.caches = disk.into_checked()?.qcow2.caches;
         Ok(())
     }
 
@@ -291,23 +291,23 @@ impl ImageDescription {
         driver: Option<&str>,
         keys: &mut DriverKeys,
         prefix: &str,
-    ) -> anyhow::Result<Image> {
+    ) -> anyhow::Result<ImageLocation> {
         match driver {
             None | Some("file" | "host_device") => {
-                keys.enter(prefix, driver.unwrap_or("file"), &["aio", "filename", "locking"]);
+                keys.begin_node(prefix, driver.unwrap_or("file"), &["aio", "filename", "locking"]);
                 let filename = keys.required(prefix, "filename", "PATH")?;
-                keys.choice(prefix, "aio", &["threads", "native", "io_uring"])?;
-                if keys.choice(prefix, "locking", &["auto", "on", "off"])? == Some(2) {
+                keys.index_of(prefix, "aio", &["threads", "native", "io_uring"])?;
+                if keys.index_of(prefix, "locking", &["auto", "on", "off"])? == Some(2) {
                     bail!(
                         "{prefix}locking=off: files are always locked (leave it out; -U reads a locked image)"
                     );
                 }
                 // As in QEMU, a protocol prefix in the name counts only without a driver.
                 let name = if driver.is_none() { filename.clone() } else { format!("file:{filename}") };
-                location(&name).map_err(|why| anyhow!("{prefix}filename={filename}: {why}"))
+                parse_location(&name).map_err(|why| anyhow!("{prefix}filename={filename}: {why}"))
             }
             Some("nbd") => {
-                keys.enter(prefix, "nbd", &["export", "open-timeout", "reconnect-delay", "server.type"]);
+                keys.begin_node(prefix, "nbd", &["export", "open-timeout", "reconnect-delay", "server.type"]);
                 self.reconnect_delay = keys.seconds(prefix, "reconnect-delay")?;
                 self.open_timeout = keys.seconds(prefix, "open-timeout")?;
                 for key in ["tls-creds", "tls-hostname"] {
@@ -319,13 +319,13 @@ impl ImageDescription {
                 nbd(keys, prefix)
             }
             Some("null-co") => {
-                keys.enter(prefix, "null-co", &["read-zeroes", "size"]);
+                keys.begin_node(prefix, "null-co", &["read-zeroes", "size"]);
                 // Reads return zeroes either way.
                 keys.switch(prefix, "read-zeroes")?;
-                Ok(Image::null(keys.size(prefix, "size")?.unwrap_or(NULL_BYTES)))
+                Ok(ImageLocation::null(keys.size(prefix, "size")?.unwrap_or(NULL_BYTES)))
             }
             Some("rbd") => {
-                keys.enter(
+                keys.begin_node(
                     prefix,
                     "rbd",
                     &["conf", "image", "namespace", "pool", "server.0.host", "snapshot", "user"],
@@ -339,11 +339,11 @@ impl ImageDescription {
     }
 }
 
-fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
+fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<ImageLocation> {
     let export = keys.text(prefix, "export")?.unwrap_or_default();
     // QEMU also accepts host, port and path without `server`.
     let server = |key: &str| format!("server.{key}");
-    let kind = keys.choice(prefix, "server.type", &["inet", "unix"])?;
+    let kind = keys.index_of(prefix, "server.type", &["inet", "unix"])?;
     let path = match keys.text(prefix, &server("path"))? {
         Some(path) => Some(path),
         None => keys.text(prefix, "path")?,
@@ -358,9 +358,9 @@ fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
     };
     // The type may be omitted if either path or host decides it.
     let text = match (kind, path, host) {
-        (None | Some(1), Some(path), None) if port.is_none() => uri::of_unix(&path, &export),
+        (None | Some(1), Some(path), None) if port.is_none() => uri::unix_uri(&path, &export),
         (None | Some(0), None, Some(host)) => {
-            uri::of_inet(&host, port.as_deref().unwrap_or("10809"), &export)
+            uri::inet_uri(&host, port.as_deref().unwrap_or("10809"), &export)
         }
         _ => bail!(
             "{prefix}server: give server.type=inet with server.host and server.port, or server.type=unix with server.path"
@@ -369,8 +369,8 @@ fn nbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
     text.parse().map_err(|error: InvalidValue| anyhow!("{prefix}server: {}", error.rule()))
 }
 
-fn rbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
-    let mut address = Address {
+fn rbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<ImageLocation> {
+    let mut address = RbdAddress {
         pool: keys.required(prefix, "pool", "POOL")?,
         namespace: keys.text(prefix, "namespace")?,
         image: keys.required(prefix, "image", "IMAGE")?,
@@ -396,7 +396,7 @@ fn rbd(keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<Image> {
 }
 
 /// Parses a name without `json:`.
-fn location(name: &str) -> Result<Image, String> {
+fn parse_location(name: &str) -> Result<ImageLocation, String> {
     // As in QEMU: a colon after a slash belongs to the path.
     let protocol = name.split_once(':').map(|(before, _)| before).filter(|before| !before.contains('/'));
     match protocol {
@@ -440,7 +440,7 @@ struct DriverKeys {
 }
 
 impl DriverKeys {
-    fn enter(&mut self, prefix: &str, driver: &str, known: &'static [&'static str]) {
+    fn begin_node(&mut self, prefix: &str, driver: &str, known: &'static [&'static str]) {
         const DRIVERS: [&str; 7] = ["file", "host_device", "nbd", "null-co", "qcow2", "raw", "rbd"];
         let driver = DRIVERS.into_iter().find(|name| *name == driver).unwrap_or_default();
         self.nodes.push((prefix.to_owned(), driver, known));
@@ -454,12 +454,12 @@ impl DriverKeys {
         self.left.keys().find(|key| key.starts_with(prefix)).map(String::as_str)
     }
 
-    fn take(&mut self, prefix: &str, key: &str) -> Option<Option<String>> {
+    fn remove(&mut self, prefix: &str, key: &str) -> Option<Option<String>> {
         self.left.remove(&format!("{prefix}{key}"))
     }
 
     fn text(&mut self, prefix: &str, key: &str) -> anyhow::Result<Option<String>> {
-        match self.take(prefix, key) {
+        match self.remove(prefix, key) {
             None => Ok(None),
             Some(Some(value)) => Ok(Some(value)),
             Some(None) => bail!("{prefix}{key}: is null (leave it out)"),
@@ -493,7 +493,7 @@ impl DriverKeys {
     }
 
     /// Index of the value among `known`.
-    fn choice(&mut self, prefix: &str, key: &str, known: &[&str]) -> anyhow::Result<Option<usize>> {
+    fn index_of(&mut self, prefix: &str, key: &str, known: &[&str]) -> anyhow::Result<Option<usize>> {
         let Some(value) = self.text(prefix, key)? else { return Ok(None) };
         match known.iter().position(|word| *word == value) {
             Some(index) => Ok(Some(index)),
@@ -502,14 +502,14 @@ impl DriverKeys {
     }
 
     /// Fails with the first key that no node consumed.
-    fn finish(self) -> anyhow::Result<()> {
+    fn reject_unknown(self) -> anyhow::Result<()> {
         let Some(key) = self.left.keys().next() else { return Ok(()) };
         // The innermost node whose prefix matches owns the key.
         let node = self.nodes.iter().rfind(|(prefix, ..)| key.starts_with(prefix.as_str()));
         let Some((prefix, driver, own)) = node else { bail!("{key}: is not a known key") };
         let name = &key[prefix.len()..];
-        let caches: &[&str] = if *driver == "qcow2" { &CACHES } else { &[] };
-        let known = own.iter().chain(caches).chain(&COMMON).copied();
+        let caches: &[&str] = if *driver == "qcow2" { &CACHE_KEYS } else { &[] };
+        let known = own.iter().chain(caches).chain(&COMMON_KEYS).copied();
         let advice = match suggest::nearest(name, known.clone()) {
             Some(nearest) => format!("did you mean {prefix}{nearest}?"),
             None => format!("there are {}", known.collect::<Vec<_>>().join(", ")),
@@ -529,7 +529,7 @@ fn flatten(value: Value, prefix: String, keys: &mut BTreeMap<String, Option<Stri
     let key = prefix.rsplit('.').next().unwrap_or_default();
     ensure!(
         // QEMU's schema has types: `"filename": 5` is an error there as well.
-        !STRINGS.contains(&key) || !matches!(value, Value::Bool(_) | Value::Number(_)),
+        !STRING_KEYS.contains(&key) || !matches!(value, Value::Bool(_) | Value::Number(_)),
         "{prefix}: {value}: is not a string (write \"{value}\" in quotes)"
     );
     let text = match value {

@@ -2,40 +2,40 @@ use super::*;
 
 fn read(text: &str) -> Result<ImageDescription, String> {
     let read = match text.starts_with("json:") {
-        true => ImageDescription::of_name(text),
-        false => ImageDescription::of_options(text),
+        true => ImageDescription::from_name(text),
+        false => ImageDescription::from_options(text),
     };
     read.map_err(|error| format!("{error:#}"))
 }
 
 fn place(text: &str) -> String {
-    read(text).unwrap().image.spec().unwrap()
+    read(text).unwrap().image.to_spec().unwrap()
 }
 
 #[test]
 fn a_format_lies_over_a_file() {
     let image = read("driver=raw,offset=1M,size=2M,file.driver=file,file.filename=/a,,b").unwrap();
-    assert_eq!((image.format, image.image.spec().unwrap().as_str()), (Some(Format::Raw), "file:/a,b"));
-    assert_eq!(image.part, Some(Part { offset: 1 << 20, size: Some(2 << 20) }));
+    assert_eq!((image.format, image.image.to_spec().unwrap().as_str()), (Some(ImageFormat::Raw), "file:/a,b"));
+    assert_eq!(image.part, Some(StoragePart { offset: 1 << 20, size: Some(2 << 20) }));
     let image = read(
         "driver=qcow2,file.filename=a,l2-cache-size=1M,encrypt.key-secret=s,cache.direct=on,read-only=on,\
          discard=unmap,detect-zeroes=on,backing=",
     )
     .unwrap();
-    assert_eq!(image.format, Some(Format::Qcow2));
-    assert_eq!(image.caches.l2, Some(image::qcow2::L2Size::Bytes(1 << 20)));
+    assert_eq!(image.format, Some(ImageFormat::Qcow2));
+    assert_eq!(image.caches.l2, Some(image::qcow2::L2CacheSize::Bytes(1 << 20)));
     assert_eq!(image.cache_options, [("l2-cache-size".to_owned(), "1M".to_owned())]);
     assert_eq!((image.key_secret.as_deref(), image.read_only, image.no_backing), (Some("s"), true, true));
     assert_eq!((image.cache, image.discard), (Some(CacheMode::None), Some(Discards::Unmap)));
     assert_eq!(image.detect_zeroes, Some(DetectZeroes::On));
     // As in qemu-img: without a format driver, the format is probed.
     assert_eq!(read("file.filename=a").unwrap().format, None);
-    assert_eq!(read("driver=file,filename=a").unwrap().format, Some(Format::Raw));
+    assert_eq!(read("driver=file,filename=a").unwrap().format, Some(ImageFormat::Raw));
     // The last value of a repeated key applies.
-    assert_eq!(read("driver=qcow2,driver=raw,file.filename=a").unwrap().format, Some(Format::Raw));
+    assert_eq!(read("driver=qcow2,driver=raw,file.filename=a").unwrap().format, Some(ImageFormat::Raw));
     assert_eq!(
         read("driver=qcow2,file.driver=raw,file.file.filename=a").unwrap().format,
-        Some(Format::Qcow2)
+        Some(ImageFormat::Qcow2)
     );
 }
 
@@ -64,7 +64,7 @@ fn json_has_the_same_keys() {
 }
 
 #[test]
-fn each_protocol_has_a_place() {
+fn each_protocol_has_a_location() {
     for (text, expect) in [
         ("driver=raw,file.driver=nbd,file.server.type=unix,file.server.path=/s", "nbd+unix:///?socket=/s"),
         (
@@ -87,7 +87,7 @@ fn each_protocol_has_a_place() {
 }
 
 #[test]
-fn a_mistake_is_refused_with_its_key() {
+fn mistakes_name_their_key() {
     for (text, expect) in [
         (
             "driver=raw,file.filename=a,bogus=1",
@@ -158,8 +158,8 @@ fn a_mistake_is_refused_with_its_key() {
 #[test]
 fn a_plain_name_is_a_path_or_an_address() {
     let spec = |name: &str| {
-        let image = ImageDescription::of_name(name).map_err(|error| format!("{error:#}"))?;
-        Ok::<_, String>(image.image.spec().unwrap())
+        let image = ImageDescription::from_name(name).map_err(|error| format!("{error:#}"))?;
+        Ok::<_, String>(image.image.to_spec().unwrap())
     };
     assert_eq!(spec("file:/a").unwrap(), "file:/a");
     assert_eq!(spec("./a:b").unwrap(), "file:./a:b");
@@ -174,9 +174,9 @@ fn a_name_in_json_is_a_string() {
         (r#"json:{"driver": "raw", "file": {"driver": "file", "filename": 5}}"#, "file.filename: 5"),
         (r#"json:{"driver": "raw", "file.filename": true}"#, "file.filename: true"),
     ] {
-        let refused = format!("{:#}", ImageDescription::of_name(text).unwrap_err());
+        let refused = format!("{:#}", ImageDescription::from_name(text).unwrap_err());
         assert!(refused.contains(&format!("{key}: is not a string")), "{text}: {refused}");
     }
-    let named = ImageDescription::of_name(r#"json:{"driver": "raw", "size": 512, "file.filename": "5"}"#);
+    let named = ImageDescription::from_name(r#"json:{"driver": "raw", "size": 512, "file.filename": "5"}"#);
     assert_eq!(named.unwrap().image.path(), Some(Path::new("5")));
 }

@@ -20,7 +20,7 @@ pub(crate) use values::{seconds_or_time, write_seconds};
 
 /// Type of a key's value.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ValueKind {
+pub enum KeyType {
     /// True or false; an option without a value.
     Flag,
     /// One of these words. If `on` and `off` are among them, a file may have true and false.
@@ -45,30 +45,30 @@ pub enum ValueKind {
 
 /// Effect of a changed key on a running disk or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Change {
+pub enum ChangePolicy {
     /// Applied at once.
-    Live,
+    Apply,
     /// Applied by closing and reopening the exports; rejected while clients are connected.
     Reexport,
     /// Rejected: the disk has to be removed and added again.
-    Never,
+    Reject,
 }
 
 /// Treatment of a key when a disk migrates to another host or an upgrade transfers it to the new
 /// process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Transfer {
+pub enum TransferPolicy {
     /// The value is transferred.
-    Moves,
+    Transferred,
     /// Meaningful on this host only. A disk with such a value cannot migrate.
-    Stays,
+    HostOnly,
     /// Transferred by another mechanism, or set again when the disk is opened.
-    Apart,
+    Separate,
 }
 
 /// Value in the form that TOML, JSON or text have in common.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Literal {
+pub enum KeyLiteral {
     /// `true`, `false`.
     Flag(bool),
     /// A number without a unit.
@@ -81,7 +81,7 @@ pub enum Literal {
     Table(Vec<(&'static str, Self)>),
 }
 
-impl Literal {
+impl KeyLiteral {
     /// Text that parses as this value; for a list, one for each value.
     #[must_use]
     pub fn texts(&self) -> Vec<String> {
@@ -92,7 +92,7 @@ impl Literal {
     }
 }
 
-impl fmt::Display for Literal {
+impl fmt::Display for KeyLiteral {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Flag(value) => value.fmt(f),
@@ -107,21 +107,21 @@ impl fmt::Display for Literal {
     }
 }
 
-impl From<&Literal> for Value {
-    fn from(literal: &Literal) -> Self {
+impl From<&KeyLiteral> for Value {
+    fn from(literal: &KeyLiteral) -> Self {
         match literal {
-            Literal::Flag(value) => (*value).into(),
-            Literal::Number(value) => (*value).into(),
-            Literal::Text(text) => text.as_str().into(),
-            Literal::List(all) => all.iter().map(Self::from).collect(),
-            Literal::Table(keys) => keys.iter().map(|(key, value)| (*key, Self::from(value))).collect(),
+            KeyLiteral::Flag(value) => (*value).into(),
+            KeyLiteral::Number(value) => (*value).into(),
+            KeyLiteral::Text(text) => text.as_str().into(),
+            KeyLiteral::List(all) => all.iter().map(Self::from).collect(),
+            KeyLiteral::Table(keys) => keys.iter().map(|(key, value)| (*key, Self::from(value))).collect(),
         }
     }
 }
 
 /// Input of a key's reader.
 #[derive(Clone, Copy, Debug)]
-pub struct Given<'a> {
+pub struct KeyInput<'a> {
     /// The text.
     pub text: &'a str,
     /// The parsed number, for numeric kinds; else 0.
@@ -130,22 +130,22 @@ pub struct Given<'a> {
     pub directory: &'a Path,
 }
 
-type Read<T> = Box<dyn Fn(&mut T, Given<'_>) -> Result<(), String> + Send + Sync>;
-type Write<T> = Box<dyn Fn(&T) -> Option<Literal> + Send + Sync>;
+type Read<T> = Box<dyn Fn(&mut T, KeyInput<'_>) -> Result<(), String> + Send + Sync>;
+type Write<T> = Box<dyn Fn(&T) -> Option<KeyLiteral> + Send + Sync>;
 
 /// Access to a key's field in `T`.
-pub struct Field<T> {
+pub struct KeyField<T> {
     read: Read<T>,
     write: Write<T>,
     is_list: bool,
 }
 
-impl<T> Field<T> {
+impl<T> KeyField<T> {
     /// A field with a custom reader and writer. The reader of a list appends a value; the writer
     /// returns `None` if there is no value.
     pub fn new(
-        read: impl Fn(&mut T, Given<'_>) -> Result<(), String> + Send + Sync + 'static,
-        write: impl Fn(&T) -> Option<Literal> + Send + Sync + 'static,
+        read: impl Fn(&mut T, KeyInput<'_>) -> Result<(), String> + Send + Sync + 'static,
+        write: impl Fn(&T) -> Option<KeyLiteral> + Send + Sync + 'static,
     ) -> Self {
         Self { read: Box::new(read), write: Box::new(write), is_list: false }
     }
@@ -158,30 +158,30 @@ impl<T> Field<T> {
 }
 
 /// Type of a key's value.
-pub trait KeyValue: Sized {
+pub trait ConfigValue: Sized {
     /// Parses a value.
     ///
     /// # Errors
     /// Returns the rule that the text breaks.
-    fn read(given: Given<'_>) -> Result<Self, String>;
+    fn read(given: KeyInput<'_>) -> Result<Self, String>;
 
     /// Writes the value so that [`KeyValue::read`] returns it again.
-    fn write(&self) -> Literal;
+    fn write(&self) -> KeyLiteral;
 }
 
 /// Access to a field that always has a value. `Config` has to name the table's type in the caller's
 /// scope. The second argument, here and in the macros below, is a parser instead of the type's.
 macro_rules! one {
     ($($field:ident).+) => {
-        $crate::key::Field::new(
-            |config: &mut Config, given| { config.$($field).+ = $crate::key::KeyValue::read(given)?; Ok(()) },
-            |config: &Config| Some($crate::key::KeyValue::write(&config.$($field).+)),
+        $crate::key::KeyField::new(
+            |config: &mut Config, given| { config.$($field).+ = $crate::key::ConfigValue::read(given)?; Ok(()) },
+            |config: &Config| Some($crate::key::ConfigValue::write(&config.$($field).+)),
         )
     };
     ($($field:ident).+, $read:expr) => {
-        $crate::key::Field::new(
-            |config: &mut Config, given: $crate::key::Given<'_>| { config.$($field).+ = ($read)(given.text)?; Ok(()) },
-            |config: &Config| Some($crate::key::KeyValue::write(&config.$($field).+)),
+        $crate::key::KeyField::new(
+            |config: &mut Config, given: $crate::key::KeyInput<'_>| { config.$($field).+ = ($read)(given.text)?; Ok(()) },
+            |config: &Config| Some($crate::key::ConfigValue::write(&config.$($field).+)),
         )
     };
 }
@@ -189,15 +189,15 @@ macro_rules! one {
 /// Access to a field that may have no value.
 macro_rules! maybe {
     ($($field:ident).+) => {
-        $crate::key::Field::new(
-            |config: &mut Config, given| { config.$($field).+ = Some($crate::key::KeyValue::read(given)?); Ok(()) },
-            |config: &Config| config.$($field).+.as_ref().map($crate::key::KeyValue::write),
+        $crate::key::KeyField::new(
+            |config: &mut Config, given| { config.$($field).+ = Some($crate::key::ConfigValue::read(given)?); Ok(()) },
+            |config: &Config| config.$($field).+.as_ref().map($crate::key::ConfigValue::write),
         )
     };
     ($($field:ident).+, $read:expr) => {
-        $crate::key::Field::new(
-            |config: &mut Config, given: $crate::key::Given<'_>| { config.$($field).+ = Some(($read)(given.text)?); Ok(()) },
-            |config: &Config| config.$($field).+.as_ref().map($crate::key::KeyValue::write),
+        $crate::key::KeyField::new(
+            |config: &mut Config, given: $crate::key::KeyInput<'_>| { config.$($field).+ = Some(($read)(given.text)?); Ok(()) },
+            |config: &Config| config.$($field).+.as_ref().map($crate::key::ConfigValue::write),
         )
     };
 }
@@ -205,15 +205,15 @@ macro_rules! maybe {
 /// Access to a field with several values.
 macro_rules! each {
     ($($field:ident).+) => {
-        $crate::key::Field::new(
-            |config: &mut Config, given| { config.$($field).+.push($crate::key::KeyValue::read(given)?); Ok(()) },
+        $crate::key::KeyField::new(
+            |config: &mut Config, given| { config.$($field).+.push($crate::key::ConfigValue::read(given)?); Ok(()) },
             |config: &Config| $crate::key::list(&config.$($field).+),
         )
         .list()
     };
     ($($field:ident).+, $read:expr) => {
-        $crate::key::Field::new(
-            |config: &mut Config, given: $crate::key::Given<'_>| { config.$($field).+.push(($read)(given.text)?); Ok(()) },
+        $crate::key::KeyField::new(
+            |config: &mut Config, given: $crate::key::KeyInput<'_>| { config.$($field).+.push(($read)(given.text)?); Ok(()) },
             |config: &Config| $crate::key::list(&config.$($field).+),
         )
         .list()
@@ -227,15 +227,15 @@ macro_rules! table {
         $name:literal, $value:expr, $placeholder:literal, $field:expr, $default:literal,
         $change:ident, $transfer:ident, $help:expr;
     )* })*) => {
-        vec![$($($crate::key::Key {
+        vec![$($($crate::key::ConfigKey {
             name: $name,
             heading: $heading,
             value: $value,
             placeholder: $placeholder,
             default: $default,
             help: $help.to_owned(),
-            change: $crate::key::Change::$change,
-            transfer: $crate::key::Transfer::$transfer,
+            change: $crate::key::ChangePolicy::$change,
+            transfer: $crate::key::TransferPolicy::$transfer,
             field: $field,
         },)*)*]
     };
@@ -244,18 +244,18 @@ macro_rules! table {
 pub(crate) use {each, maybe, one, table};
 
 /// Literal of a list; `None` if it is empty.
-pub(crate) fn list<V: KeyValue>(values: &[V]) -> Option<Literal> {
-    (!values.is_empty()).then(|| Literal::List(values.iter().map(KeyValue::write).collect()))
+pub(crate) fn list<V: ConfigValue>(values: &[V]) -> Option<KeyLiteral> {
+    (!values.is_empty()).then(|| KeyLiteral::List(values.iter().map(ConfigValue::write).collect()))
 }
 
 /// One row of a table.
-pub struct Key<T: 'static> {
+pub struct ConfigKey<T: 'static> {
     /// Name in the config file, and of the option with `--` before it.
     pub name: &'static str,
     /// Heading of the option in the help.
     pub heading: &'static str,
     /// Type of the value.
-    pub value: ValueKind,
+    pub value: KeyType,
     /// Placeholder of the value in the help.
     pub placeholder: &'static str,
     /// Default in words. Empty if the help states it; `required` if a table of the config file
@@ -264,29 +264,29 @@ pub struct Key<T: 'static> {
     /// Description in one sentence.
     pub help: String,
     /// Effect of a change at run time.
-    pub change: Change,
+    pub change: ChangePolicy,
     /// Treatment at a migration or an upgrade.
-    pub transfer: Transfer,
+    pub transfer: TransferPolicy,
     /// Access to the value.
-    pub field: Field<T>,
+    pub field: KeyField<T>,
 }
 
-impl<T: Default> Key<T> {
+impl<T: Default> ConfigKey<T> {
     /// Parses one value into the config; a list is extended.
     ///
     /// # Errors
     /// Fails if the text is malformed or the value is out of range.
-    pub fn read(&self, config: &mut T, text: &str, directory: &Path) -> Result<(), Unread> {
+    pub fn read(&self, config: &mut T, text: &str, directory: &Path) -> Result<(), ValueError> {
         // Two classes of errors: clap rejects malformed text at once. A value out of range is
         // collected with all mistakes.
-        let number = self.number(text).map_err(Unread::Malformed)?;
-        let read = (self.field.read)(config, Given { text, number, directory });
-        read.map_err(if self.is_number() { Unread::OutOfRange } else { Unread::Malformed })
+        let number = self.number(text).map_err(ValueError::Malformed)?;
+        let read = (self.field.read)(config, KeyInput { text, number, directory });
+        read.map_err(if self.is_number() { ValueError::OutOfRange } else { ValueError::Malformed })
     }
 
     /// Literal of the value; `None` if there is none.
     #[must_use]
-    pub fn write(&self, config: &T) -> Option<Literal> {
+    pub fn write(&self, config: &T) -> Option<KeyLiteral> {
         (self.field.write)(config)
     }
 
@@ -303,17 +303,17 @@ impl<T: Default> Key<T> {
     pub fn check(&self, text: &str) -> Result<String, String> {
         match self.read(&mut T::default(), text, Path::new("")) {
             // The range is checked later with the place, so only the form matters to clap.
-            Err(Unread::Malformed(rule)) => Err(rule),
-            Ok(()) | Err(Unread::OutOfRange(_)) => Ok(text.to_owned()),
+            Err(ValueError::Malformed(rule)) => Err(rule),
+            Ok(()) | Err(ValueError::OutOfRange(_)) => Ok(text.to_owned()),
         }
     }
 
     /// True if a config file may have `true` and `false` in place of `on` and `off`.
     #[must_use]
-    pub fn is_switch(&self) -> bool {
+    pub fn accepts_bool(&self) -> bool {
         // `unmap` includes `discard`: `true` then fails with the rule of that key.
         let is_on_or_off = |word: &&str| ["on", "off", "unmap"].contains(word);
-        matches!(self.value, ValueKind::Word(words) | ValueKind::WordOr(words) if words.iter().any(is_on_or_off))
+        matches!(self.value, KeyType::Word(words) | KeyType::WordOr(words) if words.iter().any(is_on_or_off))
     }
 
     /// True if there may be several values.
@@ -329,21 +329,21 @@ impl<T: Default> Key<T> {
     }
 
     fn is_number(&self) -> bool {
-        matches!(self.value, ValueKind::Count | ValueKind::Size | ValueKind::Seconds)
+        matches!(self.value, KeyType::Count | KeyType::Size | KeyType::Seconds)
     }
 
     fn number(&self, text: &str) -> Result<u64, String> {
         match self.value {
-            ValueKind::Count => crate::count(text),
-            ValueKind::Size => crate::size(text),
-            ValueKind::Seconds => crate::seconds(text),
+            KeyType::Count => crate::count(text),
+            KeyType::Size => crate::size(text),
+            KeyType::Seconds => crate::seconds(text),
             // The row parses the text itself.
             _ => Ok(0),
         }
     }
 }
 
-impl<T> fmt::Debug for Key<T> {
+impl<T> fmt::Debug for ConfigKey<T> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Key").field("name", &self.name).finish_non_exhaustive()
     }
@@ -351,7 +351,7 @@ impl<T> fmt::Debug for Key<T> {
 
 /// Reason why a value was rejected.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Unread {
+pub enum ValueError {
     /// The text is malformed, with the rule.
     Malformed(String),
     /// The number is too small or too large, with the rule.

@@ -47,7 +47,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn two_commas_are_one() {
+    fn doubled_commas_are_one() {
         let read = |text: &str| {
             let pairs = pairs(text, Some("type")).unwrap();
             pairs.into_iter().map(|(key, value)| format!("{key}: {value}")).collect::<Vec<_>>()

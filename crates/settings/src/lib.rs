@@ -63,103 +63,103 @@ mod units;
 
 use std::{fmt, ops::Deref, str::FromStr};
 
-pub use access::{Owner, SocketAccess, socket_mode};
-pub use address::{Address, socket};
-pub use addressed::AddressedKeys;
-pub use clients::tls_name;
-pub use cluster::{Cluster, Etcd, cluster_name, safe_share};
-pub use daemon::{DaemonConfig, LEAST_MEMORY, MAX_WORKERS};
+pub use access::{FileOwner, SocketAccess, socket_mode};
+pub use address::{ListenAddress, parse_unix_socket};
+pub use addressed::AddressedConfig;
+pub use clients::parse_tls_name;
+pub use cluster::{ClusterConfig, EtcdEndpoint, parse_cluster_name, parse_fallback_share};
+pub use daemon::{DaemonConfig, MIN_MEMORY, MAX_WORKERS};
 pub use disk::{DiskConfig, ExportConfig};
-pub use doors::{Door, Fuse, Nbd, NbdDevice, NbdExport, Socket, Ublk, VhostUserBlk};
-pub use draft::Draft;
+pub use doors::{ExportTarget, FuseConfig, NbdServerConfig, NbdDeviceConfig, NbdExportConfig, VhostUserSocket, UblkConfig, VhostUserBlkConfig};
+pub use draft::ParsedConfig;
 pub use group::GroupConfig;
-pub use http::{Http, http_name};
-pub use image::Image;
+pub use http::{HttpConfig, parse_http_name};
+pub use image::ImageLocation;
 pub use image_options::ImageDescription;
-pub use key::{Key, Literal};
+pub use key::{ConfigKey, KeyLiteral};
 pub use log::{LogFormat, LogSettings};
-pub use on_event::OnEvent;
-use place::Said;
-pub use place::{Mistakes, Place, Wrong};
-pub use placed::{KeySet, Placed};
+pub use on_event::EventCommand;
+use place::Spanned;
+pub use place::{Diagnostics, Origin, ConfigError};
+pub use placed::{KeyTable, ConfigWithOrigins};
 pub use qcow2::{Qcow2Settings, SecretSource};
-pub use record::Record;
-pub use sandbox::Sandbox;
-pub use shares::Settings;
-pub use tls::{Credentials, Tls, TlsMode};
+pub use record::RecordingConfig;
+pub use sandbox::SandboxMode;
+pub use shares::ThrottleConfig;
+pub use tls::{TlsCredentialFiles, TlsConfig, TlsMode};
 pub use units::{
-    Rule, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
-    polling, read, seconds, size, sizes_around,
+    RuleError, connections, count, detect_zeroes, discards, duration, exact_size, limit_parser, long_duration,
+    polling, parse, seconds, size, nearest_multiples,
 };
 
 /// A disk with the places of its keys.
-pub type PlacedDisk = Placed<DiskConfig>;
+pub type PlacedDisk = ConfigWithOrigins<DiskConfig>;
 /// A group with the places of its keys.
-pub type PlacedGroup = Placed<GroupConfig>;
+pub type PlacedGroup = ConfigWithOrigins<GroupConfig>;
 
 /// Desired state of a daemon.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Plan {
+pub struct DesiredState {
     /// At least one disk unless there is a cluster, in the order of the config.
-    pub disks: Vec<Placed<DiskConfig>>,
+    pub disks: Vec<ConfigWithOrigins<DiskConfig>>,
     /// Groups, each after its parent, otherwise in the order of the config. A group may be empty.
-    pub groups: Vec<Placed<GroupConfig>>,
+    pub groups: Vec<ConfigWithOrigins<GroupConfig>>,
     /// NBD servers, each with a different endpoint.
-    pub servers: Vec<Server>,
+    pub servers: Vec<NbdServerSpec>,
     /// Exports with a separate endpoint: each differs from all endpoints here and in `servers`.
-    pub doors: Vec<DoorExport>,
+    pub exports: Vec<ExportSpec>,
     /// Settings of the process.
-    pub service: Service,
+    pub process: ProcessSpec,
 }
 
 /// A disk that is added to a running daemon, with its exports.
 #[derive(Clone, Debug, PartialEq)]
-pub struct PlannedDisk {
+pub struct CheckedDisk {
     /// The disk.
-    pub disk: Placed<DiskConfig>,
+    pub disk: ConfigWithOrigins<DiskConfig>,
     /// NBD servers that export the disk.
-    pub servers: Vec<Server>,
+    pub servers: Vec<NbdServerSpec>,
     /// Exports by other protocols.
-    pub doors: Vec<DoorExport>,
+    pub doors: Vec<ExportSpec>,
 }
 
 /// NBD server: an endpoint and its exports.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Server {
+pub struct NbdServerSpec {
     /// Endpoint to listen on.
-    pub endpoint: Endpoint,
+    pub endpoint: ListenEndpoint,
     /// Set if disks without exports of their own are served here: true if they are read-only.
     /// `None` for an endpoint that only explicit exports name.
-    pub standard: Option<bool>,
+    pub default_read_only: Option<bool>,
     /// Exports with unique names. A single export is the default export as well.
-    pub exports: Vec<Export>,
+    pub exports: Vec<NbdExportSpec>,
 }
 
 /// Endpoint of a server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Endpoint {
+pub enum ListenEndpoint {
     /// An address to bind.
-    Address(Address),
+    Address(ListenAddress),
     /// All sockets that the service manager passed.
     Inherited,
     /// One passed socket, by its name (`FileDescriptorName=`) or its number.
     Passed(String),
 }
 
-impl Endpoint {
+impl ListenEndpoint {
     /// The endpoint with an absolute path.
     #[must_use]
-    pub fn whole(&self) -> Self {
+    pub fn absolute(&self) -> Self {
         match self {
-            Self::Address(Address::Unix(path)) => {
-                Self::Address(Address::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())))
+            Self::Address(ListenAddress::Unix(path)) => {
+                Self::Address(ListenAddress::Unix(std::path::absolute(path).unwrap_or_else(|_| path.clone())))
             }
             other => other.clone(),
         }
     }
 }
 
-impl FromStr for Endpoint {
+impl FromStr for ListenEndpoint {
     type Err = String;
 
     /// Parses `fd:NAME` or an address.
@@ -172,7 +172,7 @@ impl FromStr for Endpoint {
     }
 }
 
-impl fmt::Display for Endpoint {
+impl fmt::Display for ListenEndpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Address(address) => address.fmt(f),
@@ -184,7 +184,7 @@ impl fmt::Display for Endpoint {
 
 /// A disk with an NBD export name.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Export {
+pub struct NbdExportSpec {
     /// Export name; empty for the default export.
     pub name: String,
     /// Index in [`Plan::disks`].
@@ -195,36 +195,36 @@ pub struct Export {
 
 /// Export of a disk at a separate endpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct DoorExport {
+pub struct ExportSpec {
     /// Type, endpoint and settings of the export.
-    pub door: Door,
+    pub door: ExportTarget,
     /// Index in [`Plan::disks`].
     pub disk: usize,
 }
 
 /// Policy for the control socket at the default address: [`control::ControlSocket`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Standard {
+pub enum ControlSocketPolicy {
     /// No socket.
     Off,
     /// A socket, unless opening it fails.
-    Try,
+    IfAvailable,
     /// A socket; a failure ends the daemon.
-    Must,
+    Required,
 }
 
 /// Config of the process, with values derived from several keys.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Service {
+pub struct ProcessSpec {
     /// The config. Sockets without an owner belong to the daemon's user.
-    pub config: Placed<DaemonConfig>,
+    pub config: ConfigWithOrigins<DaemonConfig>,
     /// Encryption of connections.
-    pub tls: Tls,
+    pub tls: TlsConfig,
     /// Cluster whose limits this host shares; `None` without one.
-    pub cluster: Option<Cluster>,
+    pub cluster: Option<ClusterConfig>,
 }
 
-impl Deref for Service {
+impl Deref for ProcessSpec {
     type Target = DaemonConfig;
 
     fn deref(&self) -> &DaemonConfig {

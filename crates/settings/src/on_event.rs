@@ -3,22 +3,22 @@
 use std::{fmt, str::FromStr};
 
 /// Longest command line in bytes.
-const MOST: usize = 4096;
+const MAX_BYTES: usize = 4096;
 
 /// A command that receives each event as JSON on standard input.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OnEvent {
+pub struct EventCommand {
     /// The absolute path of the program, then its arguments; never empty.
     pub words: Vec<String>,
 }
 
-impl FromStr for OnEvent {
+impl FromStr for EventCommand {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
-        if text.len() > MOST {
-            return Err(format!("is too long; it has {MOST} bytes at most"));
+        if text.len() > MAX_BYTES {
+            return Err(format!("is too long; it has {MAX_BYTES} bytes at most"));
         }
         if text.contains(|letter: char| letter.is_control()) {
             return Err("holds a control character (leave it out)".to_owned());
@@ -36,7 +36,7 @@ impl FromStr for OnEvent {
     }
 }
 
-impl fmt::Display for OnEvent {
+impl fmt::Display for EventCommand {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.words.join(" "))
     }
@@ -48,7 +48,7 @@ mod tests {
 
     #[test]
     fn words_are_separated_by_spaces() {
-        let target: OnEvent = " /usr/bin/logger  -t weir ".parse().unwrap();
+        let target: EventCommand = " /usr/bin/logger  -t weir ".parse().unwrap();
         assert_eq!(target.to_string(), "/usr/bin/logger -t weir");
         assert_eq!(target.to_string().parse(), Ok(target));
     }
@@ -62,12 +62,12 @@ mod tests {
             ("ftp://host/", rule),
             ("/bin/true\r\nX: 1", "holds a control character (leave it out)"),
         ] {
-            assert_eq!(text.parse::<OnEvent>().unwrap_err(), wrong, "{text:?}");
+            assert_eq!(text.parse::<EventCommand>().unwrap_err(), wrong, "{text:?}");
         }
         for url in ["http://host", "https://[::1]:8080/a?b", "unix:/run/x.sock"] {
-            let wrong = url.parse::<OnEvent>().unwrap_err();
+            let wrong = url.parse::<EventCommand>().unwrap_err();
             assert!(wrong.contains("removed webhooks") && wrong.contains("/usr/bin/curl"), "{wrong}");
         }
-        assert!("x".repeat(5000).parse::<OnEvent>().unwrap_err().contains("too long"));
+        assert!("x".repeat(5000).parse::<EventCommand>().unwrap_err().contains("too long"));
     }
 }

@@ -3,24 +3,24 @@
 use std::{cell::RefCell, collections::HashSet, fmt};
 
 /// Bound of the mistakes collected from one file.
-const MOST_MISTAKES: usize = 100;
+const MAX_ERRORS: usize = 100;
 
 /// Beginning of a message: `weir.toml:7: disk.vm1.cache = "fast"`, or `--cache fast`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct Origin {
     text: String,
     /// Line in the config file, from 1; 0 if not applicable.
     line: usize,
 }
 
-impl Place {
+impl Origin {
     /// A place with this text.
     pub fn new(text: impl Into<String>) -> Self {
         Self { text: text.into(), line: 0 }
     }
 
     /// A place in this line of the config file.
-    pub(crate) fn in_line(line: usize, text: impl Into<String>) -> Self {
+    pub(crate) fn at_line(line: usize, text: impl Into<String>) -> Self {
         Self { text: text.into(), line }
     }
 
@@ -30,12 +30,12 @@ impl Place {
     }
 
     /// Error that the setting here breaks a rule.
-    pub fn wrong(&self, rule: impl Into<String>) -> Wrong {
-        Wrong { place: self.clone(), rule: rule.into() }
+    pub fn error(&self, rule: impl Into<String>) -> ConfigError {
+        ConfigError { place: self.clone(), rule: rule.into() }
     }
 }
 
-impl fmt::Display for Place {
+impl fmt::Display for Origin {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.text)
     }
@@ -43,14 +43,14 @@ impl fmt::Display for Place {
 
 /// Value with its place.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Said<T> {
+pub(crate) struct Spanned<T> {
     pub(crate) value: T,
-    pub(crate) place: Place,
+    pub(crate) place: Origin,
 }
 
-impl<T> Said<T> {
+impl<T> Spanned<T> {
     /// `value` from `place`.
-    pub(crate) fn new(value: T, place: Place) -> Self {
+    pub(crate) fn new(value: T, place: Origin) -> Self {
         Self { value, place }
     }
 }
@@ -58,8 +58,8 @@ impl<T> Said<T> {
 /// Error of a setting: its place, the rule, and the remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{place}: {rule}")]
-pub struct Wrong {
-    place: Place,
+pub struct ConfigError {
+    place: Origin,
     rule: String,
 }
 
@@ -68,11 +68,11 @@ pub struct Wrong {
 /// A reader that finds a mistake records it here and continues with the default value, so that all
 /// mistakes are found in one run. The resulting config is valid only if none was recorded.
 #[derive(Debug, Default)]
-pub struct Mistakes(RefCell<Vec<Wrong>>);
+pub struct Diagnostics(RefCell<Vec<ConfigError>>);
 
-impl Mistakes {
+impl Diagnostics {
     /// Records a mistake, up to the bound.
-    pub fn tell(&self, wrong: Wrong) {
+    pub fn report(&self, wrong: ConfigError) {
         // Bounded: a wrong file could fill the memory and the terminal.
         if !self.is_full() {
             self.0.borrow_mut().push(wrong);
@@ -80,8 +80,8 @@ impl Mistakes {
     }
 
     /// Returns the value, or records the error.
-    pub fn keep<T>(&self, result: Result<T, Wrong>) -> Option<T> {
-        result.map_err(|wrong| self.tell(wrong)).ok()
+    pub fn ok_or_report<T>(&self, result: Result<T, ConfigError>) -> Option<T> {
+        result.map_err(|wrong| self.report(wrong)).ok()
     }
 
     /// Number of recorded mistakes.
@@ -91,14 +91,14 @@ impl Mistakes {
 
     /// True if the bound is reached, so that further checks are pointless.
     pub fn is_full(&self) -> bool {
-        self.count() >= MOST_MISTAKES
+        self.count() >= MAX_ERRORS
     }
 
     /// Returns `value` if no mistake was recorded.
     ///
     /// # Errors
     /// Returns all mistakes in the order of the file, only the first for each place.
-    pub fn unless<T>(self, value: T) -> Result<T, Vec<Wrong>> {
+    pub fn finish<T>(self, value: T) -> Result<T, Vec<ConfigError>> {
         let mut all = self.0.into_inner();
         // A stable sort: mistakes without a line come first, in the order of discovery.
         all.sort_by_key(|wrong| wrong.place.line);
@@ -112,7 +112,7 @@ impl Mistakes {
     ///
     /// # Errors
     /// Returns the first mistake of the file.
-    pub fn first_unless<T>(self, value: T) -> Result<T, Wrong> {
-        self.unless(value).map_err(|all| all.into_iter().next().expect("there is one"))
+    pub fn finish_first<T>(self, value: T) -> Result<T, ConfigError> {
+        self.finish(value).map_err(|all| all.into_iter().next().expect("there is one"))
     }
 }

@@ -6,15 +6,15 @@
 use std::collections::HashMap;
 
 use policy::{
-    throttle::{Overbooked, Refused, Tree},
+    throttle::{ReservationExceeded, ThrottleError, ThrottleTree},
     time::Instant,
 };
 
-use super::{DiskConfig, GroupConfig, KeySet, Placed, Wrong};
+use super::{DiskConfig, GroupConfig, KeyTable, ConfigWithOrigins, ConfigError};
 
 /// Fails at the first reservation that exceeds a limit, groups before disks.
-pub(crate) fn check(groups: &[Placed<GroupConfig>], disks: &[Placed<DiskConfig>]) -> Result<(), Wrong> {
-    let mut tree = Tree::<()>::new(Instant::from_nanos(0));
+pub(crate) fn check_reservations(groups: &[ConfigWithOrigins<GroupConfig>], disks: &[ConfigWithOrigins<DiskConfig>]) -> Result<(), ConfigError> {
+    let mut tree = ThrottleTree::<()>::new(Instant::from_nanos(0));
     let mut nodes = HashMap::new();
     for group in groups {
         let parent = group.group.as_ref().and_then(|parent| nodes.get(parent.as_str()).copied());
@@ -23,22 +23,22 @@ pub(crate) fn check(groups: &[Placed<GroupConfig>], disks: &[Placed<DiskConfig>]
         if let Ok(node) = added {
             nodes.insert(group.name.as_str(), node);
         }
-        added.map(drop).or_else(|refused| blamed(&refused, group).map_or(Ok(()), Err))?;
+        added.map(drop).or_else(|refused| overbooked_error(&refused, group).map_or(Ok(()), Err))?;
     }
     for disk in disks {
         let group = disk.group.as_ref().and_then(|group| nodes.get(group.as_str()).copied());
         let added = tree.add(group, disk.settings.limits, disk.settings.share());
-        added.map(drop).or_else(|refused| blamed(&refused, disk).map_or(Ok(()), Err))?;
+        added.map(drop).or_else(|refused| overbooked_error(&refused, disk).map_or(Ok(()), Err))?;
     }
     Ok(())
 }
 
 /// Error of an overbooked reservation. Other errors are reported elsewhere.
-fn blamed<T: KeySet>(refused: &Refused, placed: &Placed<T>) -> Option<Wrong> {
-    let Refused::Overbooked(overbooked @ Overbooked { unit, .. }) = refused else { return None };
+fn overbooked_error<T: KeyTable>(refused: &ThrottleError, placed: &ConfigWithOrigins<T>) -> Option<ConfigError> {
+    let ThrottleError::Overbooked(overbooked @ ReservationExceeded { unit, .. }) = refused else { return None };
     let rule = overbooked.to_string();
     let rule =
         // The place names the key already.
         rule.strip_prefix(unit.reservation()).and_then(|rule| rule.strip_prefix(": ")).unwrap_or(&rule);
-    Some(placed.wrong(unit.reservation(), rule))
+    Some(placed.error(unit.reservation(), rule))
 }

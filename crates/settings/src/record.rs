@@ -4,18 +4,18 @@
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock, time::Duration};
 
 use crate::{
-    addressed::{AddressedKeys, read_options, write_options},
+    addressed::{AddressedConfig, read_options, write_options},
     key::{
-        Field, Key, KeyValue as _, Literal,
-        ValueKind::{Path, Size, Text},
+        KeyField, ConfigKey, ConfigValue as _, KeyLiteral,
+        KeyType::{Path, Size, Text},
         table,
     },
-    placed::KeySet,
+    placed::KeyTable,
 };
 
 /// Settings of the recordings.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Record {
+pub struct RecordingConfig {
     /// Directory of the files.
     pub directory: PathBuf,
     /// Age at which a recording is removed.
@@ -25,50 +25,50 @@ pub struct Record {
 }
 
 /// Least `keep`: a file covers an hour.
-const LEAST_KEEP: Duration = Duration::from_secs(3600);
+const MIN_KEEP: Duration = Duration::from_secs(3600);
 /// Least `limit`: a few files, each of several blocks.
-const LEAST_LIMIT: u64 = 16 << 20;
+const MIN_LIMIT: u64 = 16 << 20;
 
-impl Record {
+impl RecordingConfig {
     /// Recordings in this directory, with defaults.
-    pub fn at(directory: PathBuf) -> Self {
+    pub fn new(directory: PathBuf) -> Self {
         Self { directory, keep: Duration::from_secs(24 * 3600), limit: 1 << 30 }
     }
 }
 
-impl KeySet for Record {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<Record>>> = LazyLock::new(keys);
+impl KeyTable for RecordingConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<RecordingConfig>>> = LazyLock::new(keys);
         &KEYS
     }
 }
 
-impl AddressedKeys for Record {
+impl AddressedConfig for RecordingConfig {
     const ADDRESS: &'static str = "directory";
-    const MISSING: Option<&'static str> = Some("no directory (add directory = \"PATH\")");
+    const MISSING_ADDRESS: Option<&'static str> = Some("no directory (add directory = \"PATH\")");
 }
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(Record) = |Record { directory: _, keep: _, limit: _ }| ();
+const _: fn(RecordingConfig) = |RecordingConfig { directory: _, keep: _, limit: _ }| ();
 
 /// The table.
-fn keys() -> Vec<Key<Record>> {
+fn keys() -> Vec<ConfigKey<RecordingConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "record" {
-            "directory", Path, "DIR", directory_field(), "required", Live, Apart,
+            "directory", Path, "DIR", directory_field(), "required", Apply, Separate,
                 "Directory of the recordings, which exists";
-            "keep", Text, "TIME", keep(), "24h", Live, Apart,
+            "keep", Text, "TIME", keep(), "24h", Apply, Separate,
                 "Remove recordings that ended longer ago; at least 1h";
-            "limit", Size, "SIZE", limit(), "1G", Live, Apart,
+            "limit", Size, "SIZE", limit(), "1G", Apply, Separate,
                 "Bytes of all recordings at most; at least 16M";
         }
     }
 }
 
-fn directory_field() -> Field<Record> {
-    Field::new(
-        |record: &mut Record, given| {
+fn directory_field() -> KeyField<RecordingConfig> {
+    KeyField::new(
+        |record: &mut RecordingConfig, given| {
             record.directory = given.directory.join(directory(given.text)?);
             Ok(())
         },
@@ -76,45 +76,45 @@ fn directory_field() -> Field<Record> {
     )
 }
 
-fn keep() -> Field<Record> {
-    Field::new(
-        |record: &mut Record, given| match crate::long_duration(given.text)? {
-            keep if keep < LEAST_KEEP => Err("is too short; it is at least 1h".to_owned()),
+fn keep() -> KeyField<RecordingConfig> {
+    KeyField::new(
+        |record: &mut RecordingConfig, given| match crate::long_duration(given.text)? {
+            keep if keep < MIN_KEEP => Err("is too short; it is at least 1h".to_owned()),
             keep => {
                 record.keep = keep;
                 Ok(())
             }
         },
-        |record| Some(Literal::Text(format!("{}s", record.keep.as_secs()))),
+        |record| Some(KeyLiteral::Text(format!("{}s", record.keep.as_secs()))),
     )
 }
 
-fn limit() -> Field<Record> {
-    Field::new(
-        |record: &mut Record, given| match given.number {
-            limit if limit < LEAST_LIMIT => Err("is too little; it is at least 16M".to_owned()),
+fn limit() -> KeyField<RecordingConfig> {
+    KeyField::new(
+        |record: &mut RecordingConfig, given| match given.number {
+            limit if limit < MIN_LIMIT => Err("is too little; it is at least 16M".to_owned()),
             limit => {
                 record.limit = limit;
                 Ok(())
             }
         },
-        |record| Some(Literal::Text(crate::exact_size(record.limit))),
+        |record| Some(KeyLiteral::Text(crate::exact_size(record.limit))),
     )
 }
 
-impl Default for Record {
+impl Default for RecordingConfig {
     /// Recordings without a directory.
     fn default() -> Self {
-        Self::at(PathBuf::new())
+        Self::new(PathBuf::new())
     }
 }
 
-impl FromStr for Record {
+impl FromStr for RecordingConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
-        let mut record = Self::at(directory(parts.next().unwrap_or_default())?);
+        let mut record = Self::new(directory(parts.next().unwrap_or_default())?);
         read_options(&mut record, parts)?;
         Ok(record)
     }
@@ -130,7 +130,7 @@ fn directory(text: &str) -> Result<PathBuf, String> {
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for Record {
+impl fmt::Display for RecordingConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.directory.display())?;
         write_options(self, f)
@@ -142,22 +142,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_read_and_said_again() {
+    fn options_round_trip() {
         for text in ["/var/lib/weir/day", "day,keep=7200s,limit=64M"] {
-            assert_eq!(text.parse::<Record>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<RecordingConfig>().unwrap().to_string(), text);
         }
-        assert_eq!("day,keep=2h".parse::<Record>().unwrap().keep, Duration::from_secs(7200));
+        assert_eq!("day,keep=2h".parse::<RecordingConfig>().unwrap().keep, Duration::from_secs(7200));
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn invalid_options_name_their_rule() {
         for (text, wrong) in [
             ("", "names no directory (write one that is there)"),
             ("day,keep=10m", "keep=10m: is too short; it is at least 1h"),
             ("day,limit=1M", "limit=1M: is too little; it is at least 16M"),
             ("day,hours=2", "hours=2: no such key (there are keep and limit)"),
         ] {
-            assert_eq!(text.parse::<Record>().unwrap_err(), wrong);
+            assert_eq!(text.parse::<RecordingConfig>().unwrap_err(), wrong);
         }
     }
 }

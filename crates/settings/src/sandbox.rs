@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 /// Rights that the daemon gives up after its start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Sandbox {
+pub enum SandboxMode {
     /// All that the kernel supports; a warning names those that remain.
     #[default]
     On,
@@ -14,7 +14,7 @@ pub enum Sandbox {
     Off,
 }
 
-impl FromStr for Sandbox {
+impl FromStr for SandboxMode {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -27,7 +27,7 @@ impl FromStr for Sandbox {
     }
 }
 
-impl std::fmt::Display for Sandbox {
+impl std::fmt::Display for SandboxMode {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str(match self {
             Self::On => "on",

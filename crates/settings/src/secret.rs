@@ -9,9 +9,9 @@ use crate::SecretSource;
 
 /// Passphrases that were read so far.
 #[derive(Debug, Default)]
-pub struct Secrets(HashMap<SecretSource, Secret>);
+pub struct SecretReader(HashMap<SecretSource, Secret>);
 
-impl Secrets {
+impl SecretReader {
     /// Reads the passphrase. Blocks; for a pipe, until its other end is closed.
     ///
     /// # Errors

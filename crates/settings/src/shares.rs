@@ -3,14 +3,14 @@
 
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
+    throttle::{LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting, NodeShare},
     watermark::Watermark,
 };
 
 use crate::{
-    key::{Change, Field, Given, Key, Literal, Transfer, ValueKind, table},
-    place::Mistakes,
-    placed::Placed,
+    key::{ChangePolicy, KeyField, KeyInput, ConfigKey, KeyLiteral, TransferPolicy, KeyType, table},
+    place::Diagnostics,
+    placed::ConfigWithOrigins,
 };
 
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
@@ -18,7 +18,7 @@ pub(crate) const MAX_WATERMARK: u8 = 100;
 
 /// Throttle settings of one disk or group.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settings {
+pub struct ThrottleConfig {
     /// Valid limits, possibly none.
     pub limits: Limits,
     /// Weight among the members of its group, from 1 to 10000.
@@ -31,7 +31,7 @@ pub struct Settings {
     pub watermark: u8,
 }
 
-impl Default for Settings {
+impl Default for ThrottleConfig {
     fn default() -> Self {
         Self {
             limits: Limits::default(),
@@ -43,19 +43,19 @@ impl Default for Settings {
     }
 }
 
-impl Settings {
+impl ThrottleConfig {
     /// Converts to the settings of a running disk.
-    pub fn of_disk(&self) -> DiskSettings {
+    pub fn to_disk_settings(&self) -> DiskSettings {
         DiskSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
     }
 
     /// Converts to the settings of a running group.
-    pub fn of_group(&self) -> GroupSettings {
+    pub fn to_group_settings(&self) -> GroupSettings {
         GroupSettings { limits: self.limits, share: self.share(), watermark: self.watermark() }
     }
 
     /// Converts from the settings of a running disk or group.
-    pub fn running(settings: &GroupSettings) -> Self {
+    pub fn from_running(settings: &GroupSettings) -> Self {
         let GroupSettings { limits, share, watermark } = *settings;
         Self {
             limits,
@@ -66,9 +66,9 @@ impl Settings {
         }
     }
 
-    pub(crate) fn share(&self) -> Share {
+    pub(crate) fn share(&self) -> NodeShare {
         // The range was checked when the key was read.
-        let share = Share::new(self.weight).expect("checked");
+        let share = NodeShare::new(self.weight).expect("checked");
         share.with_reservation(self.iops_reservation, self.bps_reservation)
     }
 
@@ -79,38 +79,38 @@ impl Settings {
 
 /// Rows of the nineteen limits, for a config with these settings.
 pub(crate) fn limit_keys<T: 'static>(
-    settings: fn(&T) -> &Settings,
-    settings_mut: fn(&mut T) -> &mut Settings,
-) -> impl Iterator<Item = Key<T>> {
-    let field = move |setting: Setting| {
-        let read = move |config: &mut T, given: Given<'_>| {
+    settings: fn(&T) -> &ThrottleConfig,
+    settings_mut: fn(&mut T) -> &mut ThrottleConfig,
+) -> impl Iterator<Item = ConfigKey<T>> {
+    let field = move |setting: LimitSetting| {
+        let read = move |config: &mut T, given: KeyInput<'_>| {
             // Checks the range of this setting; combinations are checked by `judge`.
             let set = settings_mut(config).limits.set(setting, given.number);
             set.map_err(|invalid| invalid.rule.to_string())
         };
-        Field::new(read, move |config| Some(Literal::Number(settings(config).limits.get(setting))))
+        KeyField::new(read, move |config| Some(KeyLiteral::Number(settings(config).limits.get(setting))))
     };
-    Setting::ALL.into_iter().map(move |setting| Key {
+    LimitSetting::ALL.into_iter().map(move |setting| ConfigKey {
         name: setting.name(),
         heading: "Limits",
         value: match setting {
             // Whole seconds, as in QEMU.
-            Setting::Limit(_, Part::BurstLength) => ValueKind::Seconds,
-            _ if setting.is_size() => ValueKind::Size,
-            _ => ValueKind::Count,
+            LimitSetting::Limit(_, LimitPart::BurstLength) => KeyType::Seconds,
+            _ if setting.is_size() => KeyType::Size,
+            _ => KeyType::Count,
         },
         placeholder: placeholder(setting),
         default: "",
         help: help(setting),
-        change: Change::Live,
-        transfer: Transfer::Moves,
+        change: ChangePolicy::Apply,
+        transfer: TransferPolicy::Transferred,
         field: field(setting),
     })
 }
 
 /// Help of a setting.
-pub(crate) fn help(setting: Setting) -> String {
-    let Setting::Limit(kind, part) = setting else {
+pub(crate) fn help(setting: LimitSetting) -> String {
+    let LimitSetting::Limit(kind, part) = setting else {
         return "Bytes after which one request counts as more than one operation; 0 is never".to_owned();
     };
     let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
@@ -120,10 +120,10 @@ pub(crate) fn help(setting: Setting) -> String {
         LimitKind::BpsWrite | LimitKind::IopsWrite => "of writes and discards",
     };
     match part {
-        Part::Rate => format!("{unit} per second {which}; 0 is no limit"),
-        Part::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
-        Part::BurstLength => {
-            let rate = Setting::Limit(kind, Part::Rate).name();
+        LimitPart::Rate => format!("{unit} per second {which}; 0 is no limit"),
+        LimitPart::BurstRate => format!("{unit} per second {which} during a burst; 0 is no burst"),
+        LimitPart::BurstLength => {
+            let rate = LimitSetting::Limit(kind, LimitPart::Rate).name();
             format!(
                 "Seconds L of that rate M that may be saved up while idle; a full burst over the limit R, --{rate}, \
                  lasts L × M ÷ (M − R) seconds, because R passes in any case [default: 1]"
@@ -133,9 +133,9 @@ pub(crate) fn help(setting: Setting) -> String {
 }
 
 /// Placeholder of the value in the help.
-pub(crate) fn placeholder(setting: Setting) -> &'static str {
+pub(crate) fn placeholder(setting: LimitSetting) -> &'static str {
     match setting {
-        Setting::Limit(_, Part::BurstLength) => "SECONDS",
+        LimitSetting::Limit(_, LimitPart::BurstLength) => "SECONDS",
         _ if setting.is_size() => "SIZE",
         _ => "N",
     }
@@ -143,13 +143,13 @@ pub(crate) fn placeholder(setting: Setting) -> &'static str {
 
 /// Rows of weight, reservations and watermark, for a config with these settings.
 pub(crate) fn share_keys<T: 'static>(
-    settings: fn(&T) -> &Settings,
-    settings_mut: fn(&mut T) -> &mut Settings,
-) -> Vec<Key<T>> {
-    let number = |read: fn(&mut Settings, u64) -> Result<(), String>, write: fn(&Settings) -> u64| {
-        Field::new(
+    settings: fn(&T) -> &ThrottleConfig,
+    settings_mut: fn(&mut T) -> &mut ThrottleConfig,
+) -> Vec<ConfigKey<T>> {
+    let number = |read: fn(&mut ThrottleConfig, u64) -> Result<(), String>, write: fn(&ThrottleConfig) -> u64| {
+        KeyField::new(
             move |config: &mut T, given| read(settings_mut(config), given.number),
-            move |config| Some(Literal::Number(write(settings(config)))),
+            move |config| Some(KeyLiteral::Number(write(settings(config)))),
         )
     };
     let weight = number(|to, value| weight(value).map(|value| to.weight = value), |of| of.weight.into());
@@ -165,29 +165,29 @@ pub(crate) fn share_keys<T: 'static>(
         number(|to, value| watermark(value).map(|value| to.watermark = value), |of| of.watermark.into());
     table! {
         "Shares" {
-            "weight", ValueKind::Count, "N", weight, "100", Live, Moves,
+            "weight", KeyType::Count, "N", weight, "100", Apply, Transferred,
                 "Each disk's share of what its group has, beside that of the others there, from 1 to 10000";
-            "iops-reservation", ValueKind::Count, "N", iops, "", Live, Moves,
+            "iops-reservation", KeyType::Count, "N", iops, "", Apply, Transferred,
                 "Operations per second that are promised, whatever others ask for; 0 is none";
-            "bps-reservation", ValueKind::Size, "SIZE", bps, "", Live, Moves,
+            "bps-reservation", KeyType::Size, "SIZE", bps, "", Apply, Transferred,
                 "Bytes per second that are promised; where both are, the promise ends with what is used up first";
-            "watermark", ValueKind::Count, "PERCENT", watermark, "0", Live, Moves,
+            "watermark", KeyType::Count, "PERCENT", watermark, "0", Apply, Transferred,
                 "Percent of what the device can do below which limits are lifted; 0 never lifts them";
         }
     }
 }
 
 /// Reports limits that break a rule together.
-pub(crate) fn judge<T>(placed: &Placed<T>, settings: &Settings, mistakes: &Mistakes) {
+pub(crate) fn check_limits<T>(placed: &ConfigWithOrigins<T>, settings: &ThrottleConfig, mistakes: &Diagnostics) {
     if let Err(invalid) = settings.limits.validate() {
-        mistakes.tell(placed.wrong(invalid.setting.name(), invalid.rule.to_string()));
+        mistakes.report(placed.error(invalid.setting.name(), invalid.rule.to_string()));
     }
 }
 
 fn weight(value: u64) -> Result<u32, String> {
-    let weight = u32::try_from(value).ok().filter(|weight| Share::WEIGHTS.contains(weight));
+    let weight = u32::try_from(value).ok().filter(|weight| NodeShare::WEIGHTS.contains(weight));
     weight.ok_or_else(|| {
-        let (least, most) = (Share::WEIGHTS.start(), Share::WEIGHTS.end());
+        let (least, most) = (NodeShare::WEIGHTS.start(), NodeShare::WEIGHTS.end());
         format!("is out of range; a weight is from {least} to {most}")
     })
 }

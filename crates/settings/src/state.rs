@@ -3,4 +3,4 @@
 mod capacity;
 pub mod whole_file;
 
-pub use capacity::{Figures, Record, Store};
+pub use capacity::{CapacityFigures, CapacityRecord, CapacityStore};

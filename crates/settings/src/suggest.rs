@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slip_is_recognised_and_nonsense_is_not() {
+    fn similar_words_are_suggested_and_others_are_not() {
         let known = ["cache", "iops-total", "iops-total-max", "image"];
         assert_eq!(nearest("iops_total", known), Some("iops-total"));
         assert_eq!(nearest("cahce", known), Some("cache"));

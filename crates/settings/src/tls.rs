@@ -39,18 +39,18 @@ impl FromStr for TlsMode {
 
 /// [`TlsMode`] with its credentials.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Tls {
+pub enum TlsConfig {
     /// Never.
     Off,
     /// If the client requests it.
-    On(Credentials),
+    On(TlsCredentialFiles),
     /// Always.
-    Required(Credentials),
+    Required(TlsCredentialFiles),
 }
 
 /// Authentication of server and client.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Credentials {
+pub enum TlsCredentialFiles {
     /// By X.509 certificates.
     Certificates {
         /// Directory with `server-cert.pem`, `server-key.pem` and, to verify clients,

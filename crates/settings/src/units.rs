@@ -5,34 +5,34 @@
 use std::{str::FromStr, time::Duration};
 
 use block::disk::{DetectZeroes, Discards};
-use policy::throttle::{Part, Setting};
-use reactor::Polling;
+use policy::throttle::{LimitPart, LimitSetting};
+use reactor::PollingMode;
 use storage::{InvalidValue, parse_duration, parse_size};
 
 /// Parses by `FromStr`; the error is the rule that the text breaks.
-pub fn read<T: FromStr<Err: Rule>>(text: &str) -> Result<T, String> {
-    text.parse().map_err(Rule::rule)
+pub fn parse<T: FromStr<Err: RuleError>>(text: &str) -> Result<T, String> {
+    text.parse().map_err(RuleError::rule)
 }
 
 /// Error without its value, which the message names already.
-pub trait Rule {
+pub trait RuleError {
     /// Rule that was broken.
     fn rule(self) -> String;
 }
 
-impl Rule for String {
+impl RuleError for String {
     fn rule(self) -> String {
         self
     }
 }
 
-impl Rule for InvalidValue {
+impl RuleError for InvalidValue {
     fn rule(self) -> String {
         self.rule.into_owned()
     }
 }
 
-impl Rule for storage::InvalidOption {
+impl RuleError for storage::InvalidOption {
     /// Includes the key, because the option has several.
     fn rule(self) -> String {
         format!("{}={} {}", self.key, self.value, self.rule)
@@ -42,12 +42,12 @@ impl Rule for storage::InvalidOption {
 /// Parses a number of bytes: digits, optionally with a fraction and one of `K M G T P E` (powers of
 /// 1024) or `KB MB …` (powers of 1000).
 pub fn size(text: &str) -> Result<u64, String> {
-    parse_size(text).map_err(Rule::rule)
+    parse_size(text).map_err(RuleError::rule)
 }
 
 /// Parses a time: a number with `ns`, `us`, `ms` or `s`; or `0`.
 pub fn duration(text: &str) -> Result<Duration, String> {
-    parse_duration(text).map_err(Rule::rule)
+    parse_duration(text).map_err(RuleError::rule)
 }
 
 /// Parses a longer time: as [`duration`], or a whole number with `m` (minutes) or `h` (hours).
@@ -68,14 +68,14 @@ pub fn long_duration(text: &str) -> Result<Duration, String> {
 const MAX_POLL: Duration = Duration::from_secs(1);
 
 /// Parses a polling mode: `auto`, `off`, or a time of at most a second.
-pub fn polling(text: &str) -> Result<Polling, String> {
+pub fn polling(text: &str) -> Result<PollingMode, String> {
     match text {
-        "auto" => Ok(Polling::Auto),
-        "off" => Ok(Polling::Off),
+        "auto" => Ok(PollingMode::Auto),
+        "off" => Ok(PollingMode::Off),
         _ => match duration(text).map_err(|rule| format!("is neither auto nor off, and {rule}"))? {
-            Duration::ZERO => Ok(Polling::Off),
+            Duration::ZERO => Ok(PollingMode::Off),
             limit if limit > MAX_POLL => Err("is too long; it is 1s at most (0 never polls)".to_owned()),
-            limit => Ok(Polling::UpTo(limit)),
+            limit => Ok(PollingMode::UpTo(limit)),
         },
     }
 }
@@ -93,7 +93,7 @@ pub fn count(text: &str) -> Result<u64, String> {
     // The number that was probably meant is part of the message.
     Err(match size(text) {
         Ok(value) => {
-            let value = thousands(text).unwrap_or(value);
+            let value = decimal_suffix_value(text).unwrap_or(value);
             format!("is not a plain number; a count takes no suffix and no fraction (write {value})")
         }
         Err(_) => "is not a whole number of 0 or more".to_owned(),
@@ -113,16 +113,16 @@ pub fn seconds(text: &str) -> Result<u64, String> {
 }
 
 /// Parser of a limit's value: sizes for bytes, seconds for burst lengths, counts for the rest.
-pub fn limit_parser(setting: Setting) -> fn(&str) -> Result<u64, String> {
+pub fn limit_parser(setting: LimitSetting) -> fn(&str) -> Result<u64, String> {
     match setting {
-        Setting::Limit(_, Part::BurstLength) => seconds,
+        LimitSetting::Limit(_, LimitPart::BurstLength) => seconds,
         _ if setting.is_size() => size,
         _ => count,
     }
 }
 
 /// Probable meaning of a count with a suffix: a power of 1000, since 1024 is for bytes only.
-fn thousands(text: &str) -> Option<u64> {
+fn decimal_suffix_value(text: &str) -> Option<u64> {
     let (last, suffix) = text.char_indices().last()?;
     let power = "kmgtpe".find(suffix.to_ascii_lowercase())?;
     let number: f64 = text[..last].parse().ok()?;
@@ -158,7 +158,7 @@ pub fn exact_size(value: u64) -> String {
 }
 
 /// Multiples of the block size next to a size that is none: `512 or 1024`; never 0.
-pub fn sizes_around(size_bytes: u64, block_bytes: u64) -> String {
+pub fn nearest_multiples(size_bytes: u64, block_bytes: u64) -> String {
     // Rounded down and up, as suggestions.
     let below = Some(size_bytes / block_bytes * block_bytes).filter(|size| *size > 0);
     let sizes = below.into_iter().chain(size_bytes.checked_next_multiple_of(block_bytes));
@@ -170,24 +170,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_sizes_around_one_that_cannot_be_are_such_as_can() {
-        assert_eq!(sizes_around(1000, 512), "512 or 1024");
-        assert_eq!(sizes_around(1, 4096), "4096");
-        assert_eq!(sizes_around(u64::MAX, 4096), (u64::MAX - 4095).to_string());
+    fn suggested_sizes_are_multiples_of_the_block() {
+        assert_eq!(nearest_multiples(1000, 512), "512 or 1024");
+        assert_eq!(nearest_multiples(1, 4096), "4096");
+        assert_eq!(nearest_multiples(u64::MAX, 4096), (u64::MAX - 4095).to_string());
     }
 
     #[test]
     fn polling_is_a_word_or_a_time() {
-        assert_eq!(polling("auto"), Ok(Polling::Auto));
-        assert_eq!((polling("off"), polling("0")), (Ok(Polling::Off), Ok(Polling::Off)));
-        assert_eq!(polling("50us"), Ok(Polling::UpTo(Duration::from_micros(50))));
+        assert_eq!(polling("auto"), Ok(PollingMode::Auto));
+        assert_eq!((polling("off"), polling("0")), (Ok(PollingMode::Off), Ok(PollingMode::Off)));
+        assert_eq!(polling("50us"), Ok(PollingMode::UpTo(Duration::from_micros(50))));
         let rule = polling("always").unwrap_err();
         assert!(rule.starts_with("is neither auto nor off, and is "), "{rule}");
         assert_eq!(polling("2s"), Err("is too long; it is 1s at most (0 never polls)".to_owned()));
     }
 
     #[test]
-    fn a_unit_too_many_or_too_few_is_named() {
+    fn missing_or_extra_units_are_named() {
         let no_unit = "has no unit (write 5s for seconds, or 5ms)";
         assert_eq!(duration("5"), Err(no_unit.to_owned()));
         assert_eq!(long_duration("5"), Err(no_unit.to_owned()));
@@ -202,7 +202,7 @@ mod tests {
 
     #[test]
     fn a_burst_length_with_a_unit_is_named_in_seconds() {
-        let length = limit_parser(Setting::from_name("iops-total-max-length").expect("a limit"));
+        let length = limit_parser(LimitSetting::from_name("iops-total-max-length").expect("a limit"));
         assert_eq!(length("30"), Ok(30));
         for (text, seconds) in [("30s", 30), ("2m", 120), ("5000ms", 5)] {
             let rule = format!("is a time with a unit; this is a plain number of seconds (write {seconds})");

@@ -18,7 +18,7 @@ use std::{
     },
 };
 
-use super::request::{Op, Request};
+use super::request::{RequestOp, SimulatedRequest};
 
 /// Memory limit of all backlogs of a simulation, in bytes: at least 26 million requests; about 100
 /// million of a database workload, and 1,000 million sequential ones at one instant.
@@ -55,7 +55,7 @@ impl BacklogMemory {
         self.0.fetch_add(CHUNK_BYTES, Ordering::Relaxed);
     }
 
-    fn give_back(&self, chunks: usize) {
+    fn release(&self, chunks: usize) {
         self.0.fetch_sub(chunks * CHUNK_BYTES, Ordering::Relaxed);
     }
 }
@@ -74,7 +74,7 @@ impl PreviousRequest {
         self.offset.wrapping_add(self.length)
     }
 
-    fn follow(&mut self, request: &Request, client: u32) {
+    fn follow(&mut self, request: &SimulatedRequest, client: u32) {
         *self = Self { at_ns: request.at_ns, offset: request.offset, length: request.length, client };
     }
 }
@@ -103,7 +103,7 @@ impl Backlog {
         }
     }
 
-    pub(super) fn push(&mut self, request: &Request, client: u32) {
+    pub(super) fn push(&mut self, request: &SimulatedRequest, client: u32) {
         // A code never crosses chunks, so that `pop` can free a chunk as a whole.
         if self.chunks.back().is_none_or(|last| last.len() + LONGEST_CODE > CHUNK_BYTES) {
             self.memory.take();
@@ -112,7 +112,7 @@ impl Backlog {
         let Self { chunks, pushed: before, .. } = self;
         let chunk = chunks.back_mut().expect("a chunk with room");
         let first = chunk.len();
-        let op = Op::ALL.iter().position(|op| *op == request.op).expect("an operation");
+        let op = RequestOp::ALL.iter().position(|op| *op == request.op).expect("an operation");
         chunk.push(op as u8);
         let mut number = |flag: u8, is_known: bool, number: u64| {
             if is_known { chunk[first] |= flag } else { push_number(chunk, number) }
@@ -132,7 +132,7 @@ impl Backlog {
     }
 
     /// Removes the oldest request; `disk` is the disk of this backlog.
-    pub(super) fn pop(&mut self, disk: usize) -> Option<(Request, u32)> {
+    pub(super) fn pop(&mut self, disk: usize) -> Option<(SimulatedRequest, u32)> {
         let chunk = self.chunks.front()?;
         let mut at = self.at;
         let flags = chunk[at];
@@ -145,16 +145,16 @@ impl Backlog {
         let offset = if flags & SAME_OFFSET != 0 {
             before.offset
         } else {
-            before.end().wrapping_add(number(IN_SEQUENCE).map_or(0, zagzig))
+            before.end().wrapping_add(number(IN_SEQUENCE).map_or(0, unzigzag))
         };
-        let op = Op::ALL[usize::from(flags & OP_BITS)];
-        let request = Request { at_ns, disk, op, offset, length };
+        let op = RequestOp::ALL[usize::from(flags & OP_BITS)];
+        let request = SimulatedRequest { at_ns, disk, op, offset, length };
         before.follow(&request, client);
         self.at = at;
         // Also frees the chunk that `push` still fills; the next request then starts a new one.
         if at == chunk.len() {
             self.chunks.pop_front();
-            self.memory.give_back(1);
+            self.memory.release(1);
             self.at = 0;
         }
         Some((request, client))
@@ -163,7 +163,7 @@ impl Backlog {
 
 impl Drop for Backlog {
     fn drop(&mut self) {
-        self.memory.give_back(self.chunks.len());
+        self.memory.release(self.chunks.len());
     }
 }
 
@@ -174,7 +174,7 @@ const fn zigzag(distance: u64) -> u64 {
 }
 
 /// Inverse of [`zigzag`].
-const fn zagzig(number: u64) -> u64 {
+const fn unzigzag(number: u64) -> u64 {
     (number >> 1) ^ (number & 1).wrapping_neg()
 }
 
@@ -213,13 +213,13 @@ mod tests {
             let bits = random.u32(0..=64);
             random.u64(..).checked_shr(bits).unwrap_or(0)
         };
-        let requests: Vec<(Request, u32)> = (0..20_000)
+        let requests: Vec<(SimulatedRequest, u32)> = (0..20_000)
             .map(|_| {
                 at_ns = u64::max(at_ns, any(&mut random));
-                let op = Op::ALL[random.usize(..Op::ALL.len())];
+                let op = RequestOp::ALL[random.usize(..RequestOp::ALL.len())];
                 let offset = any(&mut random);
                 let length = any(&mut random).min(u64::MAX - offset);
-                (Request { at_ns, disk: 3, op, offset, length }, random.u32(..))
+                (SimulatedRequest { at_ns, disk: 3, op, offset, length }, random.u32(..))
             })
             .collect();
         let memory = BacklogMemory::default();
@@ -241,7 +241,7 @@ mod tests {
         let memory = BacklogMemory::default();
         let mut backlog = Backlog::new(&memory);
         let request =
-            |number: u64| Request { at_ns: 5, disk: 0, op: Op::Read, offset: number * 512, length: 512 };
+            |number: u64| SimulatedRequest { at_ns: 5, disk: 0, op: RequestOp::Read, offset: number * 512, length: 512 };
         (0..1_000_000).for_each(|number| backlog.push(&request(number), 1));
         assert!(memory.bytes() < 1_020_000, "{}", memory.bytes());
         // A database workload: arrival in nanoseconds, random offsets in 1 TiB, one length.
@@ -251,7 +251,7 @@ mod tests {
         for number in 0..100_000_u64 {
             let offset = random.u64(..1 << 28) * 4096;
             let at_ns = number * 100_000 + random.u64(..100_000);
-            backlog.push(&Request { at_ns, disk: 0, op: Op::Write, offset, length: 4096 }, u32::MAX);
+            backlog.push(&SimulatedRequest { at_ns, disk: 0, op: RequestOp::Write, offset, length: 4096 }, u32::MAX);
         }
         assert!(memory.bytes() < 1_200_000, "{}", memory.bytes());
         drop(backlog);

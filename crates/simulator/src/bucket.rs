@@ -8,15 +8,15 @@ use policy::{
     throttle::{LimitKind, Limits, MAX_LEVELS},
 };
 
-use super::world::{Disk, World};
+use super::world::{DiskSpec, WorldSpec};
 
 /// A limit and its level in the tree; [`Bucket::NONE`] for none.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Bucket(u8);
+pub struct LimitingBucket(u8);
 
 const KINDS: usize = LimitKind::ALL.len();
 
-impl Bucket {
+impl LimitingBucket {
     pub(crate) const NONE: Self = Self(u8::MAX);
 
     /// Level 0 is the disk, 1 its group, and so on upwards.
@@ -41,22 +41,22 @@ impl Bucket {
 }
 
 fn name(kind: LimitKind) -> &'static str {
-    policy::throttle::Setting::Limit(kind, policy::throttle::Part::Rate).name()
+    policy::throttle::LimitSetting::Limit(kind, policy::throttle::LimitPart::Rate).name()
 }
 
 /// Time for which each limit throttled a disk.
 #[derive(Clone, Debug)]
-pub struct Held {
+pub struct ThrottleTimes {
     /// All possible limits, by direction.
     reach: [Vec<(u8, LimitKind)>; 2],
     /// Present limit and its start, by direction, while a request waits.
-    by: [Option<(Bucket, u64)>; 2],
+    by: [Option<(LimitingBucket, u64)>; 2],
     /// Nanoseconds by bucket, both directions together.
     ns: [u64; (MAX_LEVELS + 1) * KINDS],
 }
 
-impl Held {
-    pub(super) fn new(world: &World, disk: &Disk) -> Self {
+impl ThrottleTimes {
+    pub(super) fn new(world: &WorldSpec, disk: &DiskSpec) -> Self {
         let above = world.groups_above(disk).map(|group| &world.groups[group].hold.limits);
         let levels: Vec<&Limits> = std::iter::once(&disk.hold.limits).chain(above).collect();
         let reach = Direction::ALL.map(|direction| {
@@ -74,7 +74,7 @@ impl Held {
         &mut self,
         direction: Direction,
         now: u64,
-        judge: impl Fn(&[(u8, LimitKind)]) -> Bucket,
+        judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
     ) {
         self.by[direction.index()] = Some((self.find(direction, judge), now));
     }
@@ -86,8 +86,8 @@ impl Held {
         direction: Direction,
         now: u64,
         more: bool,
-        judge: impl Fn(&[(u8, LimitKind)]) -> Bucket,
-    ) -> Bucket {
+        judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket,
+    ) -> LimitingBucket {
         let ended = self.by[direction.index()].take();
         if let Some((bucket, since)) = ended {
             self.add(bucket, now - since);
@@ -96,7 +96,7 @@ impl Held {
             self.begin(direction, now, judge);
         }
         // No period began for a request that was admitted in the instant of its arrival.
-        ended.map_or(Bucket::NONE, |(bucket, _)| bucket)
+        ended.map_or(LimitingBucket::NONE, |(bucket, _)| bucket)
     }
 
     pub(super) fn settle(&mut self, now: u64) {
@@ -110,21 +110,21 @@ impl Held {
     }
 
     /// Limits with the nanoseconds for which they throttled the disk, longest first.
-    pub fn times(&self) -> Vec<(Bucket, u64)> {
-        let mut times: Vec<_> = (0_u8..).map(Bucket).zip(self.ns).filter(|(_, ns)| *ns > 0).collect();
+    pub fn times(&self) -> Vec<(LimitingBucket, u64)> {
+        let mut times: Vec<_> = (0_u8..).map(LimitingBucket).zip(self.ns).filter(|(_, ns)| *ns > 0).collect();
         times.sort_by_key(|&(bucket, ns)| (std::cmp::Reverse(ns), bucket));
         times
     }
 
-    fn find(&self, direction: Direction, judge: impl Fn(&[(u8, LimitKind)]) -> Bucket) -> Bucket {
+    fn find(&self, direction: Direction, judge: impl Fn(&[(u8, LimitKind)]) -> LimitingBucket) -> LimitingBucket {
         match *self.reach[direction.index()] {
             // Most disks have one limit for each direction: nothing to determine.
-            [(level, kind)] => Bucket::new(level, kind),
+            [(level, kind)] => LimitingBucket::new(level, kind),
             ref several => judge(several),
         }
     }
 
-    fn add(&mut self, bucket: Bucket, ns: u64) {
+    fn add(&mut self, bucket: LimitingBucket, ns: u64) {
         // `Bucket::NONE` is beyond the array: time without a known limit is dropped.
         if let Some(sum) = self.ns.get_mut(usize::from(bucket.0)) {
             *sum = sum.saturating_add(ns);

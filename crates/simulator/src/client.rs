@@ -3,7 +3,7 @@
 //! A program that copies a file behaves like this; requests of a trace arrive regardless of
 //! completions. A [`Chain`] is such a client, reconstructed from a recording.
 
-use super::request::{Op, Request};
+use super::request::{RequestOp, SimulatedRequest};
 
 // Delay after a completion that took no time; otherwise a client would send forever at one
 // instant.
@@ -15,7 +15,7 @@ pub struct ClientSpec {
     /// Index of its disk.
     pub disk: usize,
     /// Operation of all its requests.
-    pub op: Op,
+    pub op: RequestOp,
     /// Length of each request in bytes.
     pub length: u64,
     /// Range of its requests, sequential with wrap-around or random; at least `length` bytes.
@@ -34,14 +34,14 @@ pub struct ClientSpec {
 
 /// A client and its state.
 #[derive(Clone, Debug)]
-pub struct Client {
+pub struct ClosedLoopClient {
     pub(super) spec: ClientSpec,
     random: Option<fastrand::Rng>,
     next: u64,
     sent: u64,
 }
 
-impl Client {
+impl ClosedLoopClient {
     /// Creates a client before its first request.
     pub fn new(spec: ClientSpec) -> Self {
         let random = spec.random.map(fastrand::Rng::with_seed);
@@ -51,11 +51,11 @@ impl Client {
     pub(super) fn answered(&self, now: u64, at_once: bool) -> Option<u64> {
         let least_ns = if at_once { LEAST_NS } else { 0 };
         let at = now.saturating_add(self.spec.think_ns.max(least_ns));
-        self.goes_on(at).then_some(at)
+        self.is_active(at).then_some(at)
     }
 
-    pub(super) fn next(&mut self, now: u64) -> Option<Request> {
-        if !self.goes_on(now) {
+    pub(super) fn next(&mut self, now: u64) -> Option<SimulatedRequest> {
+        if !self.is_active(now) {
             return None;
         }
         self.sent += 1;
@@ -76,10 +76,10 @@ impl Client {
                 offset
             }
         };
-        Some(Request { at_ns: now, disk, op, offset, length })
+        Some(SimulatedRequest { at_ns: now, disk, op, offset, length })
     }
 
-    fn goes_on(&self, at: u64) -> bool {
+    fn is_active(&self, at: u64) -> bool {
         at < self.spec.time.end && self.spec.count.is_none_or(|count| self.sent < count)
     }
 }
@@ -94,9 +94,9 @@ const BATCH: usize = 256;
 /// If completions take no time, its mean rate is limited to one request per [`LEAST_NS`], or to
 /// the recorded rate if that is higher.
 #[derive(Clone, Debug)]
-pub(crate) struct Chain {
+pub(crate) struct RequestChain {
     disk: usize,
-    links: Vec<Link>,
+    links: Vec<ChainRequest>,
     next: usize,
     /// Delay from the start of the recording to the first request.
     begins_ns: u64,
@@ -107,22 +107,22 @@ pub(crate) struct Chain {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Link {
+struct ChainRequest {
     /// Delay since the previous completion.
     think_ns: u64,
-    op: Op,
+    op: RequestOp,
     length: u64,
     service_ns: u64,
 }
 
-impl Chain {
+impl RequestChain {
     pub(crate) fn new(disk: usize) -> Self {
         Self { disk, links: Vec::new(), next: 0, begins_ns: 0, least_ns: LEAST_NS, began_ns: 0 }
     }
 
     /// Appends a request; for the first one, `think_ns` counts from the start of the recording.
-    pub(crate) fn add(&mut self, think_ns: u64, op: Op, length: u64, service_ns: u64) {
-        self.links.push(Link { think_ns, op, length, service_ns });
+    pub(crate) fn add(&mut self, think_ns: u64, op: RequestOp, length: u64, service_ns: u64) {
+        self.links.push(ChainRequest { think_ns, op, length, service_ns });
     }
 
     /// Sets the delay before a repetition: from the last completion to the end of the recording,
@@ -130,7 +130,7 @@ impl Chain {
     ///
     /// A delay that is no longer than two requests exists only because the recording was cut: a
     /// client that always has a request in flight was waiting for a completion then.
-    pub(crate) fn again_after(mut self, rest_ns: u64, longest_ns: u64, whole_ns: u64) -> Self {
+    pub(crate) fn with_repetition(mut self, rest_ns: u64, longest_ns: u64, whole_ns: u64) -> Self {
         self.least_ns = LEAST_NS.min(whole_ns / self.links.len().max(1) as u64).max(1);
         let second_ns = self.links.get(1).map(|second| second.think_ns);
         if let Some(first) = self.links.first_mut() {
@@ -143,7 +143,7 @@ impl Chain {
     }
 
     /// Time of the first request; `None` if there are no requests.
-    pub(super) fn begins_ns(&self) -> Option<u64> {
+    pub(super) fn start_ns(&self) -> Option<u64> {
         self.links.first().map(|_| self.begins_ns)
     }
 
@@ -158,12 +158,12 @@ impl Chain {
     }
 
     /// Returns the next request and its recorded service time.
-    pub(super) fn next(&mut self, now: u64) -> (Request, u64) {
+    pub(super) fn next(&mut self, now: u64) -> (SimulatedRequest, u64) {
         if self.next == 0 {
             self.began_ns = now;
         }
-        let Link { op, length, service_ns, .. } = self.links[self.next];
+        let ChainRequest { op, length, service_ns, .. } = self.links[self.next];
         self.next = (self.next + 1) % self.links.len();
-        (Request { at_ns: now, disk: self.disk, op, offset: 0, length }, service_ns)
+        (SimulatedRequest { at_ns: now, disk: self.disk, op, offset: 0, length }, service_ns)
     }
 }

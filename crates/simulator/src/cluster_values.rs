@@ -4,8 +4,8 @@
 //! have the same length.
 
 use policy::{
-    cluster::{Grant, Report, Term, simulated::Word},
-    throttle::{Limits, Setting},
+    cluster::{QuotaGrant, HostReport, Term, simulated::StoreValue},
+    throttle::{Limits, LimitSetting},
 };
 use serde_json::{Map, Value, json};
 
@@ -13,10 +13,10 @@ use serde_json::{Map, Value, json};
 const GROUP: &str = "group";
 
 /// Length in bytes of a value with one group, whose name has five letters.
-pub fn length(word: Word<'_>) -> u64 {
+pub fn length(word: StoreValue<'_>) -> u64 {
     let (group, of_group) = match word {
-        Word::Report(report) => (GROUP, of_report(report)),
-        Word::Grant(grant) => (GROUP, of_grant(grant)),
+        StoreValue::Report(report) => (GROUP, of_report(report)),
+        StoreValue::Grant(grant) => (GROUP, of_grant(grant)),
     };
     json!({ "groups": { group: of_group }, "version": 1 }).to_string().len() as u64
 }
@@ -25,33 +25,33 @@ fn of_term(term: &Term) -> Value {
     json!({ "revision": term.revision, "nonce": term.nonce })
 }
 
-fn of_report(report: &Report) -> Value {
+fn of_report(report: &HostReport) -> Value {
     json!({
         "instance": report.instance,
-        "number": report.number,
-        "follows": report.follows.as_ref().map(of_term),
+        "number": report.report_number,
+        "follows": report.followed_term.as_ref().map(of_term),
         "seq": report.seq,
         "leased": report.leased,
         "spec": report.version,
-        "safe": report.safe,
-        "given": report.given,
-        "demand": report.wants.demand,
-        "waiting_ns": report.wants.waiting_ns,
-        "weight": report.wants.weight,
-        "reserved": report.wants.reserved,
+        "safe": report.fallback,
+        "given": report.released_capacity,
+        "demand": report.demand.demand,
+        "waiting_ns": report.demand.waiting_ns,
+        "weight": report.demand.weight,
+        "reserved": report.demand.reserved,
     })
 }
 
-fn of_grant(grant: &Grant) -> Value {
+fn of_grant(grant: &QuotaGrant) -> Value {
     let limits = grant.spec.limits();
-    let is_set = |setting: &Setting| limits.get(*setting) != Limits::default().get(*setting);
-    let set = Setting::ALL.into_iter().filter(is_set);
+    let is_set = |setting: &LimitSetting| limits.get(*setting) != Limits::default().get(*setting);
+    let set = LimitSetting::ALL.into_iter().filter(is_set);
     let limits: Map<_, _> =
         set.map(|setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect();
     json!({
         "term": of_term(&grant.term),
         "instance": grant.instance,
-        "answers": grant.answers,
+        "answers": grant.report_number,
         "seq": grant.seq,
         "spec": {
             "number": grant.spec.version() >> 32,

@@ -21,81 +21,81 @@ use std::{
 };
 
 use policy::{
-    prefetch::Invalid,
+    prefetch::InvalidPrefetchSettings,
     request::Direction,
-    throttle::{Admission, Cost, Decision, LimitKind, NodeId, Refused, Tree},
+    throttle::{AdmissionResult, RequestCost, PollDecision, LimitKind, NodeId, ThrottleError, ThrottleTree},
     time::Instant,
 };
 
 use super::{
     backlog::{Backlog, BacklogMemory},
-    bucket::{Bucket, Held},
-    client::{Chain, Client},
-    flow::What,
-    prefetch::Ahead,
-    request::{Op, Request},
-    state::{Arbiter, DiskState, GroupState, NEVER, State},
-    tally::{Queue, Tally},
-    watermark::Watch,
-    world::{Disk, Group, World},
+    bucket::{LimitingBucket, ThrottleTimes},
+    client::{RequestChain, ClosedLoopClient},
+    flow::SimulationEvent,
+    prefetch::PrefetchModel,
+    request::{RequestOp, SimulatedRequest},
+    state::{TreeWithTimer, DiskState, GroupState, NEVER, SimulationState},
+    tally::{QueueStatistics, RequestStatistics},
+    watermark::WatermarkSampler,
+    world::{DiskSpec, DiskGroupSpec, WorldSpec},
 };
 
 /// Number of disks that are drawn: as many lines as can be distinguished.
 pub const DRAWN: usize = 8;
 /// Number of waiting requests of a disk and direction that the tree holds; it decides by the first
 /// one. Above 1, or a disk would count as idle between an admission and the next request.
-const HEADS: usize = 4;
+const TREE_REQUESTS: usize = 4;
 /// Number of events between two checks of the stop flag.
 pub const STEPS: usize = 1 << 14;
 // Client of a request that no client waits for.
-const NOBODY: u32 = u32::MAX;
+const NO_CLIENT: u32 = u32::MAX;
 
 /// Result of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Row {
+pub struct ResultRow {
     /// The request.
-    pub request: Request,
+    pub request: SimulatedRequest,
     /// Time of admission by all limits, in nanoseconds.
     pub admitted_ns: u64,
     /// Time of completion, in nanoseconds.
     pub completed_ns: u64,
     /// Limit that throttled it.
-    pub bucket: Bucket,
+    pub bucket: LimitingBucket,
 }
 
 /// Reason why a world cannot be simulated.
 #[derive(Debug, thiserror::Error)]
-pub enum Impossible {
+pub enum WorldError {
     /// Invalid limits of a disk or group, by name.
     #[error("{0}: {1}")]
-    Hold(String, Refused),
+    Hold(String, ThrottleError),
     /// Invalid prefetch settings of a disk, by name.
     #[error("{0}: {1}")]
-    Prefetch(String, Invalid),
+    Prefetch(String, InvalidPrefetchSettings),
 }
 
 /// Source of the next request after a completion.
 #[derive(Debug)]
-enum Sender {
-    Client(Client),
+enum RequestSource {
+    Client(ClosedLoopClient),
     /// The service time is the recorded one of the request in flight.
     Chain {
-        chain: Chain,
+        chain: RequestChain,
         service_ns: u64,
     },
 }
 
 /// Receives results, in order of admission.
-pub type RowSink = Box<dyn FnMut(&[Row]) + Send>;
+pub type RowSink = Box<dyn FnMut(&[ResultRow]) + Send>;
 // Number of rows that are passed on together.
-const AT_ONCE: usize = 4096;
+const ROW_BATCH: usize = 4096;
 
 /// Destination of rows.
 enum ResultRows {
     None,
     /// Stored until [`Engine::take_rows`].
-    Kept(Vec<Row>),
-    HandedOn(Vec<Row>, RowSink),
+    Kept(Vec<ResultRow>),
+    HandedOn(Vec<ResultRow>, RowSink),
 }
 
 impl fmt::Debug for ResultRows {
@@ -106,28 +106,28 @@ impl fmt::Debug for ResultRows {
 
 /// A running simulation.
 #[derive(Debug)]
-pub struct Engine {
-    state: State,
-    waiting: Waiting,
+pub struct SimulationEngine {
+    state: SimulationState,
+    waiting: TreeRequests,
     /// Memory of all backlogs, of this engine and others of the same simulation.
     memory: BacklogMemory,
     /// Number of requests in backlogs.
     behind: usize,
     /// Value of [`HEADS`]; does not affect results.
     heads: usize,
-    clients: Vec<Sender>,
-    watch: Watch,
+    clients: Vec<RequestSource>,
+    watch: WatermarkSampler,
     rows: ResultRows,
     /// True without limits and read-ahead.
     unlimited: bool,
 }
 
-impl Engine {
+impl SimulationEngine {
     /// Creates an engine; `rows` stores results for [`Engine::take_rows`].
     ///
     /// # Errors
     /// Limits, reservations or prefetch settings are invalid.
-    pub fn new(world: &World, rows: bool) -> Result<Self, Impossible> {
+    pub fn new(world: &WorldSpec, rows: bool) -> Result<Self, WorldError> {
         Self::of(
             world,
             if rows { ResultRows::Kept(Vec::new()) } else { ResultRows::None },
@@ -138,38 +138,38 @@ impl Engine {
 
     /// Creates one of several engines that share memory for waiting requests and optionally pass
     /// on results.
-    pub fn beside(
-        world: &World,
+    pub fn with_shared_memory(
+        world: &WorldSpec,
         results: Option<RowSink>,
         memory: &BacklogMemory,
-    ) -> Result<Self, Impossible> {
+    ) -> Result<Self, WorldError> {
         let rows = results.map_or(ResultRows::None, |results| ResultRows::HandedOn(Vec::new(), results));
         Self::of(world, rows, false, memory.clone())
     }
 
     /// Creates an engine with the same disks and devices, but without limits and read-ahead.
-    pub fn unlimited(world: &World) -> Result<Self, Impossible> {
+    pub fn unlimited(world: &WorldSpec) -> Result<Self, WorldError> {
         Self::of(world, ResultRows::None, true, BacklogMemory::default())
     }
 
     fn of(
-        world: &World,
+        world: &WorldSpec,
         rows: ResultRows,
         unlimited: bool,
         memory: BacklogMemory,
-    ) -> Result<Self, Impossible> {
+    ) -> Result<Self, WorldError> {
         let mut engine = Self {
-            state: State::default(),
-            waiting: Waiting::default(),
+            state: SimulationState::default(),
+            waiting: TreeRequests::default(),
             memory,
             behind: 0,
-            heads: HEADS,
+            heads: TREE_REQUESTS,
             clients: Vec::new(),
-            watch: Watch::default(),
+            watch: WatermarkSampler::default(),
             rows,
             unlimited,
         };
-        engine.follow(world, world.disks.len())?;
+        engine.extend(world, world.disks.len())?;
         engine.watch.begin(&mut engine.state.flow);
         Ok(engine)
     }
@@ -183,7 +183,7 @@ impl Engine {
     ///
     /// # Errors
     /// Limits or prefetch settings are invalid.
-    pub fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
+    pub fn extend(&mut self, world: &WorldSpec, disks: usize) -> Result<(), WorldError> {
         self.state.flow.devices.follow(&world.stations, &world.budgets);
         if !self.unlimited {
             for group in &world.groups[self.state.groups.len()..] {
@@ -192,7 +192,7 @@ impl Engine {
         }
         for disk in &world.disks[self.state.disks.len()..disks] {
             if self.unlimited {
-                self.add_disk(&World::default(), &disk.unlimited())?;
+                self.add_disk(&WorldSpec::default(), &disk.unlimited())?;
             } else {
                 self.add_disk(world, disk)?;
             }
@@ -200,20 +200,20 @@ impl Engine {
         Ok(())
     }
 
-    fn add_group(&mut self, group: &Group) -> Result<(), Impossible> {
+    fn add_group(&mut self, group: &DiskGroupSpec) -> Result<(), WorldError> {
         let arbiter = match group.parent {
             Some(parent) => self.state.groups[parent].arbiter,
             None => self.add_arbiter(),
         };
         let parent = group.parent.map(|parent| self.state.groups[parent].node);
         let node = self.state.arbiters[arbiter].tree.add(parent, group.hold.limits, group.hold.share);
-        let node = node.map_err(|refused| Impossible::Hold(format!("group {}", group.name), refused))?;
+        let node = node.map_err(|refused| WorldError::Hold(format!("group {}", group.name), refused))?;
         self.watch.add_group(self.state.groups.len(), &group.hold, self.state.now);
-        self.state.groups.push(GroupState { arbiter, node, parent: group.parent, queue: Queue::default() });
+        self.state.groups.push(GroupState { arbiter, node, parent: group.parent, queue: QueueStatistics::default() });
         Ok(())
     }
 
-    fn add_disk(&mut self, world: &World, disk: &Disk) -> Result<(), Impossible> {
+    fn add_disk(&mut self, world: &WorldSpec, disk: &DiskSpec) -> Result<(), WorldError> {
         let name = || format!("disk {}", disk.name);
         let arbiter = match disk.group {
             Some(group) => self.state.groups[group].arbiter,
@@ -222,10 +222,10 @@ impl Engine {
         let parent = disk.group.map(|group| self.state.groups[group].node);
         let tree = &mut self.state.arbiters[arbiter].tree;
         let node = tree.add(parent, disk.hold.limits, disk.hold.share);
-        let node = node.map_err(|refused| Impossible::Hold(name(), refused))?;
+        let node = node.map_err(|refused| WorldError::Hold(name(), refused))?;
         let limited = !tree.is_unlimited(node);
         let index = self.state.disks.len();
-        let ahead = Ahead::new(disk).map_err(|invalid| Impossible::Prefetch(name(), invalid))?;
+        let ahead = PrefetchModel::new(disk).map_err(|invalid| WorldError::Prefetch(name(), invalid))?;
         self.state.disks.push(DiskState {
             arbiter,
             node,
@@ -234,44 +234,44 @@ impl Engine {
             place: disk.place,
             ahead: ahead.map(Box::new),
             behind: [(); 2].map(|()| Backlog::new(&self.memory)),
-            queue: Queue::default(),
-            held: Held::new(world, disk),
-            tally: if index < DRAWN { Tally::drawn() } else { Tally::default() },
+            queue: QueueStatistics::default(),
+            held: ThrottleTimes::new(world, disk),
+            tally: if index < DRAWN { RequestStatistics::drawn() } else { RequestStatistics::default() },
         });
         self.watch.add_disk(index, disk, &mut self.state);
         Ok(())
     }
 
     fn add_arbiter(&mut self) -> usize {
-        let tree = Tree::new(Instant::from_nanos(self.state.now));
-        self.state.arbiters.push(Arbiter { tree, timer: NEVER });
+        let tree = ThrottleTree::new(Instant::from_nanos(self.state.now));
+        self.state.arbiters.push(TreeWithTimer { tree, timer: NEVER });
         self.state.arbiters.len() - 1
     }
 
     /// Adds a client, which begins at its own time or now.
-    pub fn add_client(&mut self, client: Client) {
+    pub fn add_client(&mut self, client: ClosedLoopClient) {
         let number = self.clients.len() as u32;
         for _ in 0..client.spec.depth {
-            self.state.flow.foresee(client.spec.time.start.max(self.state.now), What::Send(number));
+            self.state.flow.schedule(client.spec.time.start.max(self.state.now), SimulationEvent::Send(number));
         }
-        self.clients.push(Sender::Client(client));
+        self.clients.push(RequestSource::Client(client));
     }
 
     /// Adds a chain, which begins at its own time and never ends.
-    pub(crate) fn add_chain(&mut self, chain: Chain) {
-        let Some(begins_ns) = chain.begins_ns() else { return };
+    pub(crate) fn add_chain(&mut self, chain: RequestChain) {
+        let Some(begins_ns) = chain.start_ns() else { return };
         let number = self.clients.len() as u32;
-        self.state.flow.foresee(begins_ns.max(self.state.now), What::Send(number));
-        self.clients.push(Sender::Chain { chain, service_ns: 0 });
+        self.state.flow.schedule(begins_ns.max(self.state.now), SimulationEvent::Send(number));
+        self.clients.push(RequestSource::Chain { chain, service_ns: 0 });
     }
 
     /// Processes all events before a request and then the request, which must not be earlier than
     /// previous ones. Does nothing after `stop` was set.
     #[inline]
-    pub fn arrive(&mut self, request: Request, stop: &AtomicBool) {
+    pub fn arrive(&mut self, request: SimulatedRequest, stop: &AtomicBool) {
         if self.run_until(request.at_ns, stop) {
-            self.wake();
-            self.ask(request, NOBODY);
+            self.sample_if_due();
+            self.submit(request, NO_CLIENT);
         }
     }
 
@@ -290,15 +290,15 @@ impl Engine {
         true
     }
 
-    fn wake(&mut self) {
-        if self.watch.wakes() {
-            self.look_at_devices();
+    fn sample_if_due(&mut self) {
+        if self.watch.is_due() {
+            self.sample_devices();
         }
     }
 
     #[cfg(test)]
-    pub(crate) fn foreseen(&self) -> u64 {
-        self.state.flow.foreseen()
+    pub(crate) fn scheduled(&self) -> u64 {
+        self.state.flow.scheduled()
     }
 
     /// Number of requests that wait for limits.
@@ -323,7 +323,7 @@ impl Engine {
         for disk in &mut self.state.disks {
             let waiting = disk.queue.settle(now);
             if let Some(drawn) = disk.tally.drawn.as_mut().filter(|_| waiting > 0) {
-                drawn.waiting.turn(now, waiting);
+                drawn.waiting.set_level(now, waiting);
             }
             disk.held.settle(now);
         }
@@ -335,7 +335,7 @@ impl Engine {
 
     /// Returns the rows since the last call, in order of admission. Empty unless the engine stores
     /// rows.
-    pub fn take_rows(&mut self) -> std::vec::IntoIter<Row> {
+    pub fn take_rows(&mut self) -> std::vec::IntoIter<ResultRow> {
         match &mut self.rows {
             ResultRows::Kept(rows) => std::mem::take(rows).into_iter(),
             _ => Vec::new().into_iter(),
@@ -343,23 +343,23 @@ impl Engine {
     }
 
     /// Measurements of a disk, its queue, and the limits that throttled it.
-    pub fn disk(&self, index: usize) -> (&Tally, &Queue, &Held) {
+    pub fn disk(&self, index: usize) -> (&RequestStatistics, &QueueStatistics, &ThrottleTimes) {
         let disk = &self.state.disks[index];
         (&disk.tally, &disk.queue, &disk.held)
     }
 
     /// Removes and returns the measurements of a disk.
-    pub fn take_tally(&mut self, index: usize) -> Tally {
+    pub fn take_tally(&mut self, index: usize) -> RequestStatistics {
         std::mem::take(&mut self.state.disks[index].tally)
     }
 
     /// The queue of a group.
-    pub fn group(&self, index: usize) -> &Queue {
+    pub fn group(&self, index: usize) -> &QueueStatistics {
         &self.state.groups[index].queue
     }
 
     /// Counters of a disk's prefetch cache; `None` without one.
-    pub fn prefetch(&self, index: usize) -> Option<policy::prefetch::Stats> {
+    pub fn prefetch(&self, index: usize) -> Option<policy::prefetch::PrefetchStats> {
         self.state.disks[index].ahead.as_ref().map(|ahead| ahead.stats())
     }
 
@@ -369,57 +369,57 @@ impl Engine {
         self.state.now = at;
         match what {
             // Timers are never cancelled: only the latest one is valid.
-            What::Timer(arbiter) => {
+            SimulationEvent::Timer(arbiter) => {
                 if self.state.arbiters[arbiter].timer == at {
                     self.state.arbiters[arbiter].timer = NEVER;
                     self.release(arbiter);
                 }
             }
-            What::Answer(client, at_once) => {
+            SimulationEvent::Answer(client, at_once) => {
                 let now = self.state.now;
                 let at = match &self.clients[client as usize] {
-                    Sender::Client(known) => known.answered(now, at_once),
-                    Sender::Chain { chain, .. } => Some(chain.answered(now)),
+                    RequestSource::Client(known) => known.answered(now, at_once),
+                    RequestSource::Chain { chain, .. } => Some(chain.answered(now)),
                 };
                 if let Some(at) = at {
-                    self.state.flow.foresee(at, What::Send(client));
+                    self.state.flow.schedule(at, SimulationEvent::Send(client));
                 }
             }
             // A client that has reached its end returns no request, and with that stops.
-            What::Send(client) => {
+            SimulationEvent::Send(client) => {
                 let now = self.state.now;
                 let request = match &mut self.clients[client as usize] {
-                    Sender::Client(known) => known.next(now),
-                    Sender::Chain { chain, service_ns } => {
+                    RequestSource::Client(known) => known.next(now),
+                    RequestSource::Chain { chain, service_ns } => {
                         let (request, took_ns) = chain.next(now);
                         *service_ns = took_ns;
                         Some(request)
                     }
                 };
                 if let Some(request) = request {
-                    self.ask(request, client);
+                    self.submit(request, client);
                 }
             }
-            What::Chunk(disk, fetch) => {
+            SimulationEvent::Chunk(disk, fetch) => {
                 if let Some(ahead) = &mut self.state.disks[disk].ahead {
                     ahead.arrived(fetch, self.state.now);
                 }
             }
-            What::Written(disk, write) => {
+            SimulationEvent::Written(disk, write) => {
                 if let Some(ahead) = &mut self.state.disks[disk].ahead {
                     ahead.written(write);
                 }
             }
-            What::Watch => self.look_at_devices(),
+            SimulationEvent::Watch => self.sample_devices(),
         }
     }
 
-    fn ask(&mut self, request: Request, client: u32) {
+    fn submit(&mut self, request: SimulatedRequest, client: u32) {
         let disk = &mut self.state.disks[request.disk];
         let direction = match request.op.direction() {
             Some(direction) if disk.limited => direction,
             // A flush moves no data and is not limited.
-            _ => return self.serve(&request, client, Bucket::NONE),
+            _ => return self.serve(&request, client, LimitingBucket::NONE),
         };
         let (arbiter, node) = (disk.arbiter, disk.node);
         let tree = &mut self.state.arbiters[arbiter].tree;
@@ -427,22 +427,22 @@ impl Engine {
         if tree.waiting(node, direction) >= self.heads {
             // The tree's clock must advance with every arrival, even of a request that goes to the
             // backlog.
-            let passes = tree.pass(node, direction, &Cost::one(request.length), now);
+            let passes = tree.try_admit(node, direction, &RequestCost::one(request.length), now);
             debug_assert!(!passes, "no request overtakes those before it");
             disk.behind[direction.index()].push(&request, client);
             self.behind += 1;
-            return self.count_in(request.disk);
+            return self.enter_queues(request.disk);
         }
         // Below `heads` the backlog is empty: `follow_up` refills the tree at every admission.
         let token = self.waiting.enter(request, client);
-        match tree.request(node, direction, Cost::one(request.length), token, now) {
-            Admission::Admitted(token) => {
+        match tree.submit(node, direction, RequestCost::one(request.length), token, now) {
+            AdmissionResult::Admitted(token) => {
                 self.waiting.leave(token);
-                self.serve(&request, client, Bucket::NONE);
+                self.serve(&request, client, LimitingBucket::NONE);
             }
-            Admission::Queued(_) => {
+            AdmissionResult::Queued(_) => {
                 let is_first = tree.waiting(node, direction) == 1;
-                self.count_in(request.disk);
+                self.enter_queues(request.disk);
                 // Only a new head changes the time of the next admission: requests behind it wait
                 // for it.
                 if is_first {
@@ -453,7 +453,7 @@ impl Engine {
                     let tree = &self.state.arbiters[arbiter].tree;
                     if tree.waiting(node, direction) > 0 {
                         disk.held
-                            .begin(direction, self.state.now, |path| judge(tree, node, direction, path, now));
+                            .begin(direction, self.state.now, |path| limit_of_direction(tree, node, direction, path, now));
                     }
                 }
             }
@@ -464,16 +464,16 @@ impl Engine {
         let now = Instant::from_nanos(self.state.now);
         loop {
             match self.state.arbiters[arbiter].tree.poll(now) {
-                Decision::Admit(token) => {
+                PollDecision::Admit(token) => {
                     let (request, client) = self.waiting.leave(token);
-                    let bucket = self.count_out(&request);
+                    let bucket = self.leave_queues(&request);
                     // The successor enters the tree before the next poll, so that order is
                     // preserved.
                     self.serve(&request, client, bucket);
-                    self.follow_up(&request);
+                    self.refill_from_backlog(&request);
                 }
-                Decision::Idle => return,
-                Decision::Wait { until } => {
+                PollDecision::Idle => return,
+                PollDecision::Wait { until } => {
                     let until = until.as_nanos();
                     let timer = &mut self.state.arbiters[arbiter].timer;
                     // The previous timer still fires, finds another time and does nothing.
@@ -481,7 +481,7 @@ impl Engine {
                     // the next one.
                     if until < *timer {
                         *timer = until;
-                        self.state.flow.foresee(until, What::Timer(arbiter));
+                        self.state.flow.schedule(until, SimulationEvent::Timer(arbiter));
                     }
                     return;
                 }
@@ -491,7 +491,7 @@ impl Engine {
 
     /// Moves the next request of the admitted one's disk and direction from the backlog to the
     /// tree.
-    fn follow_up(&mut self, admitted: &Request) {
+    fn refill_from_backlog(&mut self, admitted: &SimulatedRequest) {
         let Some(direction) = admitted.op.direction() else { return };
         let disk = &mut self.state.disks[admitted.disk];
         let Some((next, client)) = disk.behind[direction.index()].pop(admitted.disk) else { return };
@@ -499,25 +499,25 @@ impl Engine {
         let token = self.waiting.enter(next, client);
         let tree = &mut self.state.arbiters[disk.arbiter].tree;
         let now = Instant::from_nanos(self.state.now);
-        let admission = tree.request(disk.node, direction, Cost::one(next.length), token, now);
+        let admission = tree.submit(disk.node, direction, RequestCost::one(next.length), token, now);
         // `heads` is above 1, so another request of this direction is still in the tree.
-        assert!(matches!(admission, Admission::Queued(_)), "there are others before it");
+        assert!(matches!(admission, AdmissionResult::Queued(_)), "there are others before it");
     }
 
-    fn look_at_devices(&mut self) {
+    fn sample_devices(&mut self) {
         // A lifted limit admits requests at once; no timer of the tree would report that.
-        for arbiter in self.watch.look(&mut self.state) {
+        for arbiter in self.watch.sample(&mut self.state) {
             self.release(arbiter);
         }
-        self.watch.go_on(&mut self.state.flow, self.state.now);
+        self.watch.schedule_next(&mut self.state.flow, self.state.now);
     }
 
-    fn count_in(&mut self, disk: usize) {
+    fn enter_queues(&mut self, disk: usize) {
         let now = self.state.now;
         let disk = &mut self.state.disks[disk];
         let waiting = disk.queue.join(now);
         if let Some(drawn) = &mut disk.tally.drawn {
-            drawn.waiting.turn(now, waiting);
+            drawn.waiting.set_level(now, waiting);
         }
         let mut group = disk.group;
         while let Some(index) = group {
@@ -526,32 +526,32 @@ impl Engine {
         }
     }
 
-    fn count_out(&mut self, request: &Request) -> Bucket {
+    fn leave_queues(&mut self, request: &SimulatedRequest) -> LimitingBucket {
         let now = self.state.now;
         let disk = &mut self.state.disks[request.disk];
         let waiting = disk.queue.leave(now);
         if let Some(drawn) = &mut disk.tally.drawn {
-            drawn.waiting.turn(now, waiting);
+            drawn.waiting.set_level(now, waiting);
         }
         let mut group = disk.group;
         while let Some(index) = group {
             self.state.groups[index].queue.leave(now);
             group = self.state.groups[index].parent;
         }
-        let Some(direction) = request.op.direction() else { return Bucket::NONE };
+        let Some(direction) = request.op.direction() else { return LimitingBucket::NONE };
         let (tree, node) = (&self.state.arbiters[disk.arbiter].tree, disk.node);
         let waits = tree.waiting(node, direction) > 0;
         // The limit of the next head is determined now, after the admission has changed the
         // buckets.
         let at = Instant::from_nanos(now);
-        disk.held.end(direction, now, waits, |path| judge(tree, node, direction, path, at))
+        disk.held.end(direction, now, waits, |path| limit_of_direction(tree, node, direction, path, at))
     }
 
-    fn serve(&mut self, request: &Request, client: u32, bucket: Bucket) {
+    fn serve(&mut self, request: &SimulatedRequest, client: u32, bucket: LimitingBucket) {
         let (now, index) = (self.state.now, request.disk);
         let disk = &mut self.state.disks[index];
         let recorded_ns = match self.clients.get(client as usize) {
-            Some(Sender::Chain { service_ns, .. }) => Some(*service_ns),
+            Some(RequestSource::Chain { service_ns, .. }) => Some(*service_ns),
             _ => None,
         };
         let completed = match &mut disk.ahead {
@@ -559,70 +559,70 @@ impl Engine {
             // not modelled.
             _ if recorded_ns.is_some() => now.saturating_add(recorded_ns.unwrap_or(0)),
             None => self.state.flow.devices.begin(disk.place, request.op, request.length, now),
-            Some(ahead) if request.op == Op::Read => {
+            Some(ahead) if request.op == RequestOp::Read => {
                 let (tree, node, limited) =
                     (&mut self.state.arbiters[disk.arbiter].tree, disk.node, disk.limited);
                 let at = Instant::from_nanos(now);
-                let may = |cost: &Cost, given_back| !limited || tree.spare(node, cost, given_back, at);
+                let may = |cost: &RequestCost, given_back| !limited || tree.try_admit_read_ahead(node, cost, given_back, at);
                 // A prefetch must not delay requests: it uses only the rate that the limits leave over.
                 ahead.read(request, now, &mut self.state.flow, may)
             }
             Some(ahead) => ahead.change(request, now, &mut self.state.flow),
         };
-        disk.tally.note(request.at_ns, now, completed, request.length);
-        let row = || Row { request: *request, admitted_ns: now, completed_ns: completed, bucket };
+        disk.tally.record(request.at_ns, now, completed, request.length);
+        let row = || ResultRow { request: *request, admitted_ns: now, completed_ns: completed, bucket };
         match &mut self.rows {
             ResultRows::None => {}
             ResultRows::Kept(rows) => rows.push(row()),
             ResultRows::HandedOn(rows, results) => {
                 rows.push(row());
-                if rows.len() == AT_ONCE {
+                if rows.len() == ROW_BATCH {
                     results(rows);
                     rows.clear();
                 }
             }
         }
         // A request that took no time at all is marked: its client sends the next one later.
-        if client != NOBODY {
-            self.state.flow.foresee(completed, What::Answer(client, completed == request.at_ns));
+        if client != NO_CLIENT {
+            self.state.flow.schedule(completed, SimulationEvent::Answer(client, completed == request.at_ns));
         }
     }
 }
 
 /// Determines the limit that a direction waits for. A tree reports a node's present or last limit;
 /// it is present while the node's throttled time grows.
-fn judge(
-    tree: &Tree<u32>,
+fn limit_of_direction(
+    tree: &ThrottleTree<u32>,
     disk: NodeId,
     direction: Direction,
     path: &[(u8, LimitKind)],
     now: Instant,
-) -> Bucket {
+) -> LimitingBucket {
     let later = Instant::from_nanos(now.as_nanos().saturating_add(1));
     let nodes = std::iter::successors(Some(disk), |&node| tree.parent(node));
     for (level, node) in nodes.enumerate() {
         let (stats, then) = (tree.stats(node, now), tree.stats(node, later));
-        let is_limited = then.limited_ns > stats.limited_ns;
-        match stats.binding {
+        let is_limited = then.throttled_ns > stats.throttled_ns;
+        match stats.throttle_cause {
             Some(kind) if is_limited && LimitKind::applying_to(direction).contains(&kind) => {
-                return Bucket::new(level as u8, kind);
+                return LimitingBucket::new(level as u8, kind);
             }
             _ => {}
         }
     }
     // The request waits for its turn, or for a limit shared with the other direction: report the
     // first possible limit.
-    path.first().map_or(Bucket::NONE, |&(level, kind)| Bucket::new(level, kind))
+    path.first().map_or(LimitingBucket::NONE, |&(level, kind)| LimitingBucket::new(level, kind))
 }
 
 #[derive(Debug, Default)]
-struct Waiting {
-    requests: Vec<(Request, u32)>,
+struct TreeRequests {
+    requests: Vec<(SimulatedRequest, u32)>,
     free: Vec<u32>,
 }
 
-impl Waiting {
-    fn enter(&mut self, request: Request, client: u32) -> u32 {
+impl TreeRequests {
+    fn enter(&mut self, request: SimulatedRequest, client: u32) -> u32 {
         if let Some(token) = self.free.pop() {
             self.requests[token as usize] = (request, client);
             return token;
@@ -636,7 +636,7 @@ impl Waiting {
         self.requests.len() - self.free.len()
     }
 
-    fn leave(&mut self, token: u32) -> (Request, u32) {
+    fn leave(&mut self, token: u32) -> (SimulatedRequest, u32) {
         self.free.push(token);
         self.requests[token as usize]
     }

@@ -4,8 +4,8 @@
 use std::sync::atomic::AtomicBool;
 
 use policy::{
-    device::Rates,
-    throttle::{Limit, LimitKind, Limits},
+    device::DeviceRates,
+    throttle::{RateLimit, LimitKind, Limits},
     time::NANOS_PER_SECOND,
 };
 use proptest::prelude::*;
@@ -13,25 +13,25 @@ use proptest::prelude::*;
 use super::*;
 use crate::{
     client::ClientSpec,
-    device::{Place, Service, StationSpec},
+    device::{DevicePlacement, ServiceTimeSpec, StationSpec},
     world::{DiskSettings, UNKNOWN_SIZE},
 };
 
 const MS: u64 = 1_000_000;
 
-fn disk(limits: Limits) -> Disk {
-    Disk {
+fn disk(limits: Limits) -> DiskSpec {
+    DiskSpec {
         name: "vm1".to_owned(),
         hold: DiskSettings { limits, ..DiskSettings::default() },
         group: None,
-        prefetch: policy::prefetch::Settings::off(),
+        prefetch: policy::prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,
-        place: Place::default(),
+        place: DevicePlacement::default(),
         watched: None,
     }
 }
 
-fn limits(set: &[(LimitKind, Limit)]) -> Limits {
+fn limits(set: &[(LimitKind, RateLimit)]) -> Limits {
     let mut limits = Limits::default();
     for &(kind, limit) in set {
         *limits.limit_mut(kind) = limit;
@@ -39,16 +39,16 @@ fn limits(set: &[(LimitKind, Limit)]) -> Limits {
     limits
 }
 
-fn rate(rate: u64) -> Limit {
-    Limit { rate, ..Limit::NONE }
+fn rate(rate: u64) -> RateLimit {
+    RateLimit { rate, ..RateLimit::NONE }
 }
 
-fn alone(disk: Disk) -> World {
-    World { disks: vec![disk], ..World::default() }
+fn alone(disk: DiskSpec) -> WorldSpec {
+    WorldSpec { disks: vec![disk], ..WorldSpec::default() }
 }
 
-fn run(world: &World, requests: impl IntoIterator<Item = Request>) -> (Engine, Vec<Row>) {
-    let mut engine = Engine::new(world, true).unwrap();
+fn run(world: &WorldSpec, requests: impl IntoIterator<Item = SimulatedRequest>) -> (SimulationEngine, Vec<ResultRow>) {
+    let mut engine = SimulationEngine::new(world, true).unwrap();
     requests.into_iter().for_each(|request| engine.arrive(request, &GO_ON));
     while engine.run(1000) {}
     engine.settle();
@@ -58,24 +58,24 @@ fn run(world: &World, requests: impl IntoIterator<Item = Request>) -> (Engine, V
 
 static GO_ON: AtomicBool = AtomicBool::new(false);
 
-fn read(at_ns: u64, length: u64) -> Request {
-    Request { at_ns, disk: 0, op: Op::Read, offset: 0, length }
+fn read(at_ns: u64, length: u64) -> SimulatedRequest {
+    SimulatedRequest { at_ns, disk: 0, op: RequestOp::Read, offset: 0, length }
 }
 
 /// Model of QEMU's docs/throttle.txt in billionths of a unit: one queue, one direction.
-struct Naive {
+struct NaiveModel {
     buckets: Vec<(u128, u128, u128, bool)>,
     iops_size: u128,
     now: u128,
 }
 
-impl Naive {
+impl NaiveModel {
     const UNIT: u128 = NANOS_PER_SECOND as u128;
 
     fn new(limits: &Limits, direction: Direction) -> Self {
         let mut buckets = Vec::new();
         for kind in LimitKind::applying_to(direction) {
-            let Limit { rate, burst_rate, burst_length_s } = limits.limit(kind);
+            let RateLimit { rate, burst_rate, burst_length_s } = limits.limit(kind);
             let (rate, max, length) = (u128::from(rate), u128::from(burst_rate), u128::from(burst_length_s));
             if rate == 0 {
                 continue;
@@ -113,10 +113,10 @@ impl Naive {
     }
 }
 
-fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = Limit> {
+fn a_limit(rates: std::ops::Range<u64>) -> impl Strategy<Value = RateLimit> {
     (rates, prop::option::of((1..20_u64, 1..8_u64))).prop_map(|(rate, burst)| match burst {
-        None => Limit { rate, ..Limit::NONE },
-        Some((times, length)) => Limit { rate, burst_rate: rate * times, burst_length_s: length },
+        None => RateLimit { rate, ..RateLimit::NONE },
+        Some((times, length)) => RateLimit { rate, burst_rate: rate * times, burst_length_s: length },
     })
 }
 
@@ -129,7 +129,7 @@ fn some_limits() -> impl Strategy<Value = Limits> {
     (iops, bps, size, any::<[bool; 2]>()).prop_map(|(iops, bps, iops_size, [apart, bytes_apart])| {
         use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
         let mut limits = Limits::default();
-        let mut set = |kinds: &[LimitKind], limit: Option<Limit>| {
+        let mut set = |kinds: &[LimitKind], limit: Option<RateLimit>| {
             for kind in kinds {
                 *limits.limit_mut(*kind) = limit.unwrap_or_default();
             }
@@ -168,24 +168,24 @@ proptest! {
         let shares = [LimitKind::IopsTotal, LimitKind::BpsTotal].iter().any(|kind| limits.limit(*kind).rate > 0);
         let largest = largest(&limits);
         let mut at = 0;
-        let requests: Vec<Request> = arrivals.iter().map(|&(after, length, write)| {
+        let requests: Vec<SimulatedRequest> = arrivals.iter().map(|&(after, length, write)| {
             at += after;
-            let op = if write && !shares { Op::Write } else { Op::Read };
-            Request { at_ns: at, disk: 0, op, offset: 0, length: 1 + length % largest }
+            let op = if write && !shares { RequestOp::Write } else { RequestOp::Read };
+            SimulatedRequest { at_ns: at, disk: 0, op, offset: 0, length: 1 + length % largest }
         }).collect();
         let (engine, mut rows) = run(&alone(disk(limits)), requests.iter().copied());
-        let mut models = Direction::ALL.map(|direction| Naive::new(&limits, direction));
+        let mut models = Direction::ALL.map(|direction| NaiveModel::new(&limits, direction));
         prop_assert_eq!(rows.len(), requests.len());
         // Each direction is admitted in order; restore the order of arrival.
         for direction in Direction::ALL {
-            let of_direction = |request: &Request| request.op.direction() == Some(direction);
+            let of_direction = |request: &SimulatedRequest| request.op.direction() == Some(direction);
             let passed = rows.extract_if(.., |row| of_direction(&row.request));
             for (request, row) in requests.iter().filter(|request| of_direction(request)).zip(passed.collect::<Vec<_>>()) {
                 prop_assert_eq!(&row.request, request);
                 let expect = models[direction.index()].pass(request.at_ns, request.length);
                 prop_assert_eq!(row.admitted_ns, expect, "{:?} under {:?}", request, limits);
                 prop_assert_eq!(row.completed_ns, row.admitted_ns, "there is no device");
-                prop_assert_eq!(row.bucket == Bucket::NONE, row.admitted_ns == request.at_ns);
+                prop_assert_eq!(row.bucket == LimitingBucket::NONE, row.admitted_ns == request.at_ns);
             }
         }
         let (tally, queue, held) = engine.disk(0);
@@ -197,11 +197,11 @@ proptest! {
 
 #[test]
 fn a_burst_of_2000_for_60_s_then_100() {
-    let burst = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
+    let burst = RateLimit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
     let world = alone(disk(limits(&[(LimitKind::IopsTotal, burst)])));
     let (_, rows) = run(&world, (0..130_000).map(|_| read(0, 4096)));
     let between = |from: u64, to: u64| {
-        let passed = |row: &&Row| (from..to).contains(&(row.admitted_ns / NANOS_PER_SECOND));
+        let passed = |row: &&ResultRow| (from..to).contains(&(row.admitted_ns / NANOS_PER_SECOND));
         rows.iter().filter(passed).count()
     };
     assert!(between(0, 60).abs_diff(120_000) <= 300, "{}", between(0, 60));
@@ -209,18 +209,18 @@ fn a_burst_of_2000_for_60_s_then_100() {
 }
 
 #[test]
-fn a_flush_is_never_asked_about() {
+fn flush_is_never_throttled() {
     let world = alone(disk(limits(&[(LimitKind::IopsTotal, rate(1))])));
-    let flush = Request { op: Op::Flush, length: 0, ..read(10, 0) };
+    let flush = SimulatedRequest { op: RequestOp::Flush, length: 0, ..read(10, 0) };
     let (_, rows) = run(&world, [read(0, 512), read(1, 512), read(2, 512), flush]);
-    let row = rows.iter().find(|row| row.request.op == Op::Flush).unwrap();
-    assert_eq!((row.admitted_ns, row.bucket), (10, Bucket::NONE));
+    let row = rows.iter().find(|row| row.request.op == RequestOp::Flush).unwrap();
+    assert_eq!((row.admitted_ns, row.bucket), (10, LimitingBucket::NONE));
 }
 
 #[test]
-fn what_a_request_waited_for_is_told() {
-    let world = World {
-        groups: vec![Group {
+fn result_names_the_throttling_limit() {
+    let world = WorldSpec {
+        groups: vec![DiskGroupSpec {
             name: "gold".to_owned(),
             hold: DiskSettings {
                 limits: limits(&[(LimitKind::BpsRead, rate(1_000_000))]),
@@ -228,8 +228,8 @@ fn what_a_request_waited_for_is_told() {
             },
             parent: None,
         }],
-        disks: vec![Disk { group: Some(0), ..disk(limits(&[(LimitKind::IopsTotal, rate(100))])) }],
-        ..World::default()
+        disks: vec![DiskSpec { group: Some(0), ..disk(limits(&[(LimitKind::IopsTotal, rate(100))])) }],
+        ..WorldSpec::default()
     };
     let (engine, rows) =
         run(&world, (0..13).map(|_| read(0, 1)).chain((0..8).map(|_| read(5000 * MS, 60_000))));
@@ -246,13 +246,13 @@ fn what_a_request_waited_for_is_told() {
 }
 
 #[test]
-fn clients_wait_for_their_answers() {
-    let station = StationSpec { read: Service::fixed(5 * MS), parallel: Some(1), ..StationSpec::default() };
-    let place = Place { station: Some(0), budget: None };
-    let world = World { stations: vec![station], ..alone(Disk { place, ..disk(Limits::default()) }) };
+fn clients_wait_for_completions() {
+    let station = StationSpec { read: ServiceTimeSpec::fixed(5 * MS), parallel: Some(1), ..StationSpec::default() };
+    let place = DevicePlacement { station: Some(0), budget: None };
+    let world = WorldSpec { stations: vec![station], ..alone(DiskSpec { place, ..disk(Limits::default()) }) };
     let client = ClientSpec {
         disk: 0,
-        op: Op::Read,
+        op: RequestOp::Read,
         length: 4096,
         region: 0..8192,
         random: None,
@@ -261,11 +261,11 @@ fn clients_wait_for_their_answers() {
         count: Some(5),
         time: 0..u64::MAX,
     };
-    let mut engine = Engine::new(&world, true).unwrap();
-    engine.add_client(Client::new(client));
+    let mut engine = SimulationEngine::new(&world, true).unwrap();
+    engine.add_client(ClosedLoopClient::new(client));
     while engine.run(1000) {}
     engine.settle();
-    let rows: Vec<Row> = engine.take_rows().collect();
+    let rows: Vec<ResultRow> = engine.take_rows().collect();
     let times: Vec<_> =
         rows.iter().map(|row| (row.request.at_ns / MS, row.completed_ns / MS, row.request.offset)).collect();
     assert_eq!(times, [(0, 5, 0), (0, 10, 4096), (6, 15, 0), (11, 20, 4096), (16, 25, 0)]);
@@ -273,18 +273,18 @@ fn clients_wait_for_their_answers() {
 
 #[test]
 fn a_sequential_reader_finds_what_was_read_ahead() {
-    let station = StationSpec { read: Service::fixed(MS), ..StationSpec::default() };
-    let place = Place { station: Some(0), budget: None };
-    let prefetch = policy::prefetch::Settings::default();
+    let station = StationSpec { read: ServiceTimeSpec::fixed(MS), ..StationSpec::default() };
+    let place = DevicePlacement { station: Some(0), budget: None };
+    let prefetch = policy::prefetch::PrefetchConfig::default();
     let ahead = |prefetch| {
-        let disk = Disk { place, prefetch, size_bytes: 1 << 30, ..disk(Limits::default()) };
-        let world = World { stations: vec![station], ..alone(disk) };
-        let reads = (0..1000).map(|number| Request { offset: number * 4096, ..read(number * 100_000, 4096) });
+        let disk = DiskSpec { place, prefetch, size_bytes: 1 << 30, ..disk(Limits::default()) };
+        let world = WorldSpec { stations: vec![station], ..alone(disk) };
+        let reads = (0..1000).map(|number| SimulatedRequest { offset: number * 4096, ..read(number * 100_000, 4096) });
         let (engine, rows) = run(&world, reads);
         let served: u64 = rows.iter().map(|row| row.completed_ns - row.admitted_ns).sum();
         (served / 1000, engine.prefetch(0))
     };
-    let (without, none) = ahead(policy::prefetch::Settings::off());
+    let (without, none) = ahead(policy::prefetch::PrefetchConfig::off());
     let (with, stats) = ahead(prefetch);
     assert_eq!((without, none), (MS, None));
     assert!(with < MS / 5, "{with}");
@@ -293,22 +293,22 @@ fn a_sequential_reader_finds_what_was_read_ahead() {
     assert!(stats.accuracy().unwrap() > 0.9, "{stats:?}");
 }
 
-fn watched(watermark: u8) -> World {
+fn watched(watermark: u8) -> WorldSpec {
     let hold = DiskSettings {
         limits: limits(&[(LimitKind::BpsWrite, rate(1 << 20))]),
         watermark: policy::watermark::Watermark::new(watermark).unwrap(),
         ..DiskSettings::default()
     };
-    let place = Place { station: None, budget: Some(0) };
-    let disk = Disk { hold, place, watched: Some(place), ..disk(Limits::default()) };
-    let budgets = vec![Rates { bytes: Some(22 << 20), ..Rates::default() }];
-    World { budgets, ..alone(disk) }
+    let place = DevicePlacement { station: None, budget: Some(0) };
+    let disk = DiskSpec { hold, place, watched: Some(place), ..disk(Limits::default()) };
+    let budgets = vec![DeviceRates { bytes: Some(22 << 20), ..DeviceRates::default() }];
+    WorldSpec { budgets, ..alone(disk) }
 }
 
 #[test]
 fn a_watermark_lifts_limits_while_the_device_has_room() {
     // 4 MiB/s of 22.
-    let writes = || (0..160).map(|number| Request { op: Op::Write, ..read(number * 62_500_000, 1 << 18) });
+    let writes = || (0..160).map(|number| SimulatedRequest { op: RequestOp::Write, ..read(number * 62_500_000, 1 << 18) });
     let longest = |watermark| {
         let (_, rows) = run(&watched(watermark), writes());
         rows.iter().map(|row| row.admitted_ns - row.request.at_ns).max().unwrap()
@@ -318,14 +318,14 @@ fn a_watermark_lifts_limits_while_the_device_has_room() {
 }
 
 #[test]
-fn ages_without_requests_cost_no_looks_and_change_nothing() {
+fn idle_time_costs_no_samples() {
     // Overload, idleness, overload: a controller forgets its state within a second.
     let burst = |from: u64| {
-        (0..400).map(move |number| Request { op: Op::Write, ..read(from + number * 10_000_000, 1 << 18) })
+        (0..400).map(move |number| SimulatedRequest { op: RequestOp::Write, ..read(from + number * 10_000_000, 1 << 18) })
     };
     let second_burst = |gap_ns: u64| {
         let (engine, rows) = run(&watched(90), burst(0).chain(burst(gap_ns)));
-        assert!(engine.foreseen() < 20_000, "{} events", engine.foreseen());
+        assert!(engine.scheduled() < 20_000, "{} events", engine.scheduled());
         rows[400..].iter().map(|row| row.admitted_ns - gap_ns).collect::<Vec<_>>()
     };
     let after_a_minute = second_burst(60_000 * MS);
@@ -337,8 +337,8 @@ fn ages_without_requests_cost_no_looks_and_change_nothing() {
 
 /// A disk in two nested groups with limits of their own, one beside it with a reservation, and one
 /// whose limits a watermark lifts from time to time.
-fn crowded() -> World {
-    let group = |iops, parent| Group {
+fn crowded() -> WorldSpec {
+    let group = |iops, parent| DiskGroupSpec {
         name: "group".to_owned(),
         hold: DiskSettings {
             limits: limits(&[(LimitKind::IopsTotal, rate(iops))]),
@@ -347,8 +347,8 @@ fn crowded() -> World {
         parent,
     };
     let member = |weight, reservation, group| {
-        let mut disk = Disk { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
-        disk.hold.share = policy::throttle::Share::new(weight).unwrap().with_reservation(reservation, 0);
+        let mut disk = DiskSpec { group: Some(group), ..disk(limits(&[(LimitKind::BpsWrite, rate(1 << 20))])) };
+        disk.hold.share = policy::throttle::NodeShare::new(weight).unwrap().with_reservation(reservation, 0);
         disk
     };
     let mut world = watched(50);
@@ -362,16 +362,16 @@ fn a_backlog_changes_no_result() {
     let mut random = fastrand::Rng::with_seed(11);
     let world = crowded();
     let mut at_ns = 0;
-    let requests: Vec<Request> = (0..6000)
+    let requests: Vec<SimulatedRequest> = (0..6000)
         .map(|_| {
             at_ns += if random.u8(..20) == 0 { random.u64(..40 * MS) } else { 0 };
-            let op = Op::ALL[random.usize(..Op::ALL.len())];
+            let op = RequestOp::ALL[random.usize(..RequestOp::ALL.len())];
             let (disk, length) = (random.usize(..4), 512 << random.u32(..10));
-            Request { at_ns, disk, op, offset: random.u64(..1 << 30), length }
+            SimulatedRequest { at_ns, disk, op, offset: random.u64(..1 << 30), length }
         })
         .collect();
     let rows = |heads| {
-        let mut engine = Engine { heads, ..Engine::new(&world, true).unwrap() };
+        let mut engine = SimulationEngine { heads, ..SimulationEngine::new(&world, true).unwrap() };
         requests.iter().for_each(|request| engine.arrive(*request, &GO_ON));
         let behind = engine.behind;
         while engine.run(1000) {}
@@ -383,7 +383,7 @@ fn a_backlog_changes_no_result() {
     };
     let (behind, all, queues, held) = rows(usize::MAX);
     assert_eq!((behind, all.len()), (0, requests.len()), "without a backlog the tree has all");
-    for heads in [2, HEADS] {
+    for heads in [2, TREE_REQUESTS] {
         let (behind, rows, own_queues, own_held) = rows(heads);
         assert!(behind > 1000, "{behind} requests wait behind others");
         assert!(rows == all, "the same requests at the same instants");
@@ -392,13 +392,13 @@ fn a_backlog_changes_no_result() {
 }
 
 #[test]
-fn a_flood_of_requests_takes_bounded_memory() {
+fn backlog_memory_is_bounded() {
     let world = alone(disk(limits(&[(LimitKind::IopsTotal, rate(100))])));
-    let mut engine = Engine::new(&world, false).unwrap();
+    let mut engine = SimulationEngine::new(&world, false).unwrap();
     for _ in 0..200_000 {
         engine.arrive(read(0, 512), &GO_ON);
     }
     assert!(engine.waiting() > 199_000);
-    assert!(engine.waiting.requests.len() <= HEADS + 1, "{}", engine.waiting.requests.len());
+    assert!(engine.waiting.requests.len() <= TREE_REQUESTS + 1, "{}", engine.waiting.requests.len());
     assert!(engine.memory.bytes() < 210_000, "{}", engine.memory.bytes());
 }

@@ -5,27 +5,27 @@ use std::{cmp::Reverse, collections::BinaryHeap};
 
 use policy::prefetch::{FetchId, WriteId};
 
-use super::device::Devices;
+use super::device::SimulatedDevices;
 
 #[derive(Debug, Default)]
-pub(super) struct Flow {
-    events: BinaryHeap<Reverse<Event>>,
+pub(super) struct EventQueue {
+    events: BinaryHeap<Reverse<ScheduledEvent>>,
     // Sequence number of the last event: makes the order of events of one instant deterministic.
     foreseen: u64,
     /// Number of events that keep the simulation running: all except for samples of devices.
     lively: usize,
-    pub(super) devices: Devices,
+    pub(super) devices: SimulatedDevices,
 }
 
 #[derive(Debug)]
-struct Event {
+struct ScheduledEvent {
     at: u64,
     number: u64,
-    what: What,
+    what: SimulationEvent,
 }
 
 #[derive(Debug)]
-pub(super) enum What {
+pub(super) enum SimulationEvent {
     Timer(usize),
     Answer(u32, bool),
     Send(u32),
@@ -34,11 +34,11 @@ pub(super) enum What {
     Watch,
 }
 
-impl Flow {
-    pub(super) fn foresee(&mut self, at: u64, what: What) {
-        self.lively += usize::from(!matches!(what, What::Watch));
+impl EventQueue {
+    pub(super) fn schedule(&mut self, at: u64, what: SimulationEvent) {
+        self.lively += usize::from(!matches!(what, SimulationEvent::Watch));
         self.foreseen += 1;
-        self.events.push(Reverse(Event { at, number: self.foreseen, what }));
+        self.events.push(Reverse(ScheduledEvent { at, number: self.foreseen, what }));
     }
 
     #[inline]
@@ -47,9 +47,9 @@ impl Flow {
     }
 
     #[inline]
-    pub(super) fn pop(&mut self) -> Option<(u64, What)> {
-        let Reverse(Event { at, what, .. }) = self.events.pop()?;
-        self.lively -= usize::from(!matches!(what, What::Watch));
+    pub(super) fn pop(&mut self) -> Option<(u64, SimulationEvent)> {
+        let Reverse(ScheduledEvent { at, what, .. }) = self.events.pop()?;
+        self.lively -= usize::from(!matches!(what, SimulationEvent::Watch));
         Some((at, what))
     }
 
@@ -60,27 +60,27 @@ impl Flow {
     }
 
     #[cfg(test)]
-    pub(super) fn foreseen(&self) -> u64 {
+    pub(super) fn scheduled(&self) -> u64 {
         self.foreseen
     }
 }
 
-impl Ord for Event {
+impl Ord for ScheduledEvent {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         (self.at, self.number).cmp(&(other.at, other.number))
     }
 }
 
-impl PartialOrd for Event {
+impl PartialOrd for ScheduledEvent {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl PartialEq for Event {
+impl PartialEq for ScheduledEvent {
     fn eq(&self, other: &Self) -> bool {
         self.number == other.number
     }
 }
 
-impl Eq for Event {}
+impl Eq for ScheduledEvent {}

@@ -54,7 +54,7 @@ impl OverTime {
     }
 
     /// Records a level that lasts until the next one; for [`peaks`](Self::peaks).
-    pub(crate) fn turn(&mut self, at: u64, level: u64) {
+    pub(crate) fn set_level(&mut self, at: u64, level: u64) {
         self.note(at, level);
         self.level = level;
     }
@@ -66,7 +66,7 @@ impl OverTime {
     }
 
     /// Adds the nanoseconds of a period to the intervals that it covers.
-    pub fn note_stretch(&mut self, from_ns: u64, to_ns: u64) {
+    pub fn add_span(&mut self, from_ns: u64, to_ns: u64) {
         let Some(last_ns) = to_ns.checked_sub(1).filter(|last_ns| *last_ns >= from_ns) else { return };
         let last = self.interval(last_ns);
         let first = (from_ns >> self.bits) as usize;
@@ -108,7 +108,7 @@ impl OverTime {
     }
 
     /// Extends the series to this time.
-    pub fn lasts_until(&mut self, at: u64) {
+    pub fn extend_to(&mut self, at: u64) {
         if at > self.last_ns {
             self.note(at, 0);
         }
@@ -306,10 +306,10 @@ mod tests {
     }
 
     #[test]
-    fn a_level_is_drawn_until_the_next_one() {
+    fn level_lasts_until_the_next() {
         let mut waiting = OverTime::peaks();
         for (at, level) in [(0, 2300), (5, 2299), (9, 0), (12, 1), (14, 1)] {
-            waiting.turn(at << FIRST_BITS, level);
+            waiting.set_level(at << FIRST_BITS, level);
         }
         let levels: Vec<_> = waiting.points().map(|(_, level)| level).collect();
         let mut expected = vec![2300; 6];
@@ -336,11 +336,11 @@ mod tests {
     fn a_stretch_is_divided_over_its_intervals() {
         let mut waited = OverTime::sums();
         let interval = 1 << FIRST_BITS;
-        waited.note_stretch(interval / 2, 3 * interval);
-        waited.note_stretch(5, 5);
+        waited.add_span(interval / 2, 3 * interval);
+        waited.add_span(5, 5);
         let values: Vec<_> = waited.points().map(|(_, ns)| ns).collect();
         assert_eq!(values, [interval / 2, interval, interval]);
-        waited.note_stretch(0, 100_000 * S);
+        waited.add_span(0, 100_000 * S);
         let sum: u64 = waited.points().map(|(_, ns)| ns).sum();
         assert_eq!(sum, 100_000 * S + 5 * interval / 2);
     }

@@ -11,65 +11,65 @@
 //! The twin of block's `layer/prefetch`, without data: a chunk is the time of its arrival.
 
 use policy::{
-    prefetch::{Cache, Cached, Fetch, FetchId, Found, Invalid, Mode, Part, Stats, WriteId},
-    throttle::{Cost, GivenBack},
+    prefetch::{PrefetchCache, CachedRange, Fetch, FetchId, CacheLookup, InvalidPrefetchSettings, PrefetchMode, CachePart, PrefetchStats, WriteId},
+    throttle::{RequestCost, SpareRefund},
     time::Instant,
 };
 
 use super::{
-    device::Place,
-    flow::{Flow, What},
-    request::{Op, Request},
-    world::Disk,
+    device::DevicePlacement,
+    flow::{EventQueue, SimulationEvent},
+    request::{RequestOp, SimulatedRequest},
+    world::DiskSpec,
 };
 
 #[derive(Debug)]
-pub(super) struct Ahead {
-    cache: Cache<u32>,
-    place: Place,
+pub(super) struct PrefetchModel {
+    cache: PrefetchCache<u32>,
+    place: DevicePlacement,
     size_bytes: u64,
     /// Arrival time of each chunk, by the cache's token.
     chunks: Vec<u64>,
     free: Vec<u32>,
 }
 
-impl Ahead {
+impl PrefetchModel {
     /// Creates the cache of a disk; `None` if its settings disable read-ahead.
-    pub(super) fn new(disk: &Disk) -> Result<Option<Self>, Invalid> {
-        disk.prefetch.check()?;
+    pub(super) fn new(disk: &DiskSpec) -> Result<Option<Self>, InvalidPrefetchSettings> {
+        disk.prefetch.validate()?;
         // Read-ahead gains nothing on a device that takes no time, like a disk in memory.
-        let worth_it = disk.place != Place::default();
-        if disk.prefetch.mode == Mode::Off || disk.prefetch.mode == Mode::Auto && !worth_it {
+        let worth_it = disk.place != DevicePlacement::default();
+        if disk.prefetch.mode == PrefetchMode::Off || disk.prefetch.mode == PrefetchMode::Auto && !worth_it {
             return Ok(None);
         }
-        let mut cache = Cache::default();
+        let mut cache = PrefetchCache::default();
         cache.set(disk.prefetch)?;
-        let Disk { place, size_bytes, .. } = *disk;
+        let DiskSpec { place, size_bytes, .. } = *disk;
         Ok(Some(Self { cache, place, size_bytes, chunks: Vec::new(), free: Vec::new() }))
     }
 
-    pub(super) fn stats(&self) -> Stats {
+    pub(super) fn stats(&self) -> PrefetchStats {
         self.cache.stats()
     }
 
     /// Starts an admitted read and returns its completion time. `may` can veto read-ahead.
     pub(super) fn read(
         &mut self,
-        request: &Request,
+        request: &SimulatedRequest,
         now: u64,
-        flow: &mut Flow,
-        may: impl FnOnce(&Cost, GivenBack) -> bool,
+        flow: &mut EventQueue,
+        may: impl FnOnce(&RequestCost, SpareRefund) -> bool,
     ) -> u64 {
-        let Request { disk, offset, length, .. } = *request;
-        let may = |ahead: &policy::prefetch::Ahead, given_back| may(&ahead.cost(), given_back);
+        let SimulatedRequest { disk, offset, length, .. } = *request;
+        let may = |ahead: &policy::prefetch::ReadAhead, given_back| may(&ahead.cost(), given_back);
         let (found, ahead) = self.cache.read(offset..offset + length, 1, self.size_bytes, may);
         // Missing data is fetched before the read-ahead that it triggers, or the device would
         // delay the client.
         let mut done = now;
         match found {
-            Found::Nothing => done = flow.devices.begin(self.place, Op::Read, length, now),
-            Found::Whole(cached) => done = done.max(self.there(&cached)),
-            Found::Parts(parts) => done = self.read_parts(&parts, length, now, flow),
+            CacheLookup::Nothing => done = flow.devices.begin(self.place, RequestOp::Read, length, now),
+            CacheLookup::Whole(cached) => done = done.max(self.cached_bytes(&cached)),
+            CacheLookup::Parts(parts) => done = self.read_parts(&parts, length, now, flow),
         }
         if let Some(ahead) = ahead {
             for range in ahead.ranges() {
@@ -83,50 +83,50 @@ impl Ahead {
                 };
                 for fetch in self.cache.begin(&ahead, range, at, make) {
                     let Fetch { id, range, token } = fetch;
-                    let arrives = flow.devices.begin(self.place, Op::Read, range.end - range.start, now);
+                    let arrives = flow.devices.begin(self.place, RequestOp::Read, range.end - range.start, now);
                     self.chunks[token as usize] = arrives;
-                    flow.foresee(arrives, What::Chunk(disk, id));
+                    flow.schedule(arrives, SimulationEvent::Chunk(disk, id));
                 }
             }
         }
-        self.let_go();
+        self.free_dropped();
         done
     }
 
-    fn read_parts(&self, parts: &[Part<u32>], length: u64, now: u64, flow: &mut Flow) -> u64 {
-        let mut missing = parts.iter().filter(|part| matches!(part, Part::Missing(_)));
+    fn read_parts(&self, parts: &[CachePart<u32>], length: u64, now: u64, flow: &mut EventQueue) -> u64 {
+        let mut missing = parts.iter().filter(|part| matches!(part, CachePart::Missing(_)));
         let mut done = now;
         // Several gaps: one read of the whole range costs less than several small ones.
         match (missing.next(), missing.next()) {
-            (Some(_), Some(_)) => return flow.devices.begin(self.place, Op::Read, length, now),
-            (Some(part), None) => done = flow.devices.begin(self.place, Op::Read, part.length(), now),
+            (Some(_), Some(_)) => return flow.devices.begin(self.place, RequestOp::Read, length, now),
+            (Some(part), None) => done = flow.devices.begin(self.place, RequestOp::Read, part.length(), now),
             (None, _) => {}
         }
         for part in parts {
-            if let Part::Cached(cached) = part {
-                done = done.max(self.there(cached));
+            if let CachePart::Cached(cached) = part {
+                done = done.max(self.cached_bytes(cached));
             }
         }
         done
     }
 
-    fn there(&self, cached: &Cached<u32>) -> u64 {
+    fn cached_bytes(&self, cached: &CachedRange<u32>) -> u64 {
         self.chunks[cached.token as usize]
     }
 
     /// Starts any other request and returns its completion time.
-    pub(super) fn change(&mut self, request: &Request, now: u64, flow: &mut Flow) -> u64 {
-        let Request { disk, op, offset, length, .. } = *request;
+    pub(super) fn change(&mut self, request: &SimulatedRequest, now: u64, flow: &mut EventQueue) -> u64 {
+        let SimulatedRequest { disk, op, offset, length, .. } = *request;
         let done = flow.devices.begin(self.place, op, length, now);
-        if op != Op::Flush {
+        if op != RequestOp::Flush {
             // Before the write completes: a chunk that overlaps it must not be used any more.
             let write = self.cache.write_begins(offset..offset.saturating_add(length));
-            self.let_go();
+            self.free_dropped();
             // A write without duration needs no event for its end.
             if done == now {
                 self.cache.write_ends(write);
             } else {
-                flow.foresee(done, What::Written(disk, write));
+                flow.schedule(done, SimulationEvent::Written(disk, write));
             }
         }
         done
@@ -134,7 +134,7 @@ impl Ahead {
 
     pub(super) fn arrived(&mut self, fetch: FetchId, now: u64) {
         self.cache.complete(fetch, Instant::from_nanos(now));
-        self.let_go();
+        self.free_dropped();
     }
 
     pub(super) fn written(&mut self, write: WriteId) {
@@ -142,7 +142,7 @@ impl Ahead {
     }
 
     /// Frees dropped chunks; their readers have already read the arrival times.
-    fn let_go(&mut self) {
-        self.free.extend(self.cache.take_dropped());
+    fn free_dropped(&mut self) {
+        self.free.extend(self.cache.take_dropped_tokens());
     }
 }

@@ -28,19 +28,19 @@ use std::{
 };
 
 use policy::prefetch;
-pub use recording::{Op, Past};
+pub use recording::{RequestOp, CompletedRequest};
 
 use super::{
-    client::Chain,
-    device::Place,
-    engine::{Engine, Row, STEPS},
-    tally::Tally,
-    world::{Disk, DiskSettings, Group, UNKNOWN_SIZE, World},
+    client::RequestChain,
+    device::DevicePlacement,
+    engine::{SimulationEngine, ResultRow, STEPS},
+    tally::RequestStatistics,
+    world::{DiskSpec, DiskSettings, DiskGroupSpec, UNKNOWN_SIZE, WorldSpec},
 };
 
 /// A group with the settings to preview.
 #[derive(Clone, Debug)]
-pub struct GroupThen {
+pub struct PreviewGroup {
     /// Name for messages.
     pub name: String,
     /// Its limits and share.
@@ -51,7 +51,7 @@ pub struct GroupThen {
 
 /// A disk with the settings to preview and its recorded requests.
 #[derive(Clone, Debug)]
-pub struct DiskThen {
+pub struct PreviewDisk {
     /// Name for messages.
     pub name: String,
     /// Its limits and share.
@@ -59,21 +59,21 @@ pub struct DiskThen {
     /// Index of its group.
     pub group: Option<usize>,
     /// Recorded requests in any order.
-    pub past: Vec<Past>,
+    pub past: Vec<CompletedRequest>,
 }
 
 /// Measurements of the requests of one or more disks.
 #[derive(Clone, Debug, Default)]
-pub struct Felt(Tally);
+pub struct PreviewResult(RequestStatistics);
 
-impl Felt {
+impl PreviewResult {
     /// Measurements of recorded requests.
-    pub fn was(past: &[Past]) -> Self {
-        let mut tally = Tally::default();
+    pub fn of_recorded(past: &[CompletedRequest]) -> Self {
+        let mut tally = RequestStatistics::default();
         for request in past {
             let admitted_ns = request.arrived_ns.saturating_add(request.wait_ns);
             let ended_ns = admitted_ns.saturating_add(request.service_ns);
-            tally.note(request.arrived_ns, admitted_ns, ended_ns, request.length);
+            tally.record(request.arrived_ns, admitted_ns, ended_ns, request.length);
         }
         // The requests are in any order.
         tally.first = past.iter().map(|request| request.arrived_ns).min();
@@ -132,20 +132,20 @@ impl Felt {
 /// # Errors
 /// Reservations of a group are invalid.
 pub fn replay(
-    groups: &[GroupThen],
-    disks: &[DiskThen],
+    groups: &[PreviewGroup],
+    disks: &[PreviewDisk],
     stop: &AtomicBool,
-) -> anyhow::Result<Option<Vec<Felt>>> {
-    let world = World {
+) -> anyhow::Result<Option<Vec<PreviewResult>>> {
+    let world = WorldSpec {
         groups: groups
             .iter()
-            .map(|group| Group { name: group.name.clone(), hold: group.settings, parent: group.parent })
+            .map(|group| DiskGroupSpec { name: group.name.clone(), hold: group.settings, parent: group.parent })
             .collect(),
         disks: disks.iter().map(disk).collect(),
-        ..World::default()
+        ..WorldSpec::default()
     };
     // The recorded service times stand for the devices, so the world has none.
-    let mut engine = Engine::new(&world, true)?;
+    let mut engine = SimulationEngine::new(&world, true)?;
     let all = || disks.iter().flat_map(|disk| &disk.past);
     let begin = all().map(|past| past.arrived_ns).min().unwrap_or(0);
     let end = all().map(|past| past.arrived_ns + past.wait_ns + past.service_ns).max().unwrap_or(0);
@@ -154,7 +154,7 @@ pub fn replay(
             engine.add_chain(chain);
         }
     }
-    let mut phase = Phase::new(disks);
+    let mut phase = ReplayRound::new(disks);
     let mut first_ns = None;
     loop {
         let goes_on = engine.run(STEPS);
@@ -163,48 +163,48 @@ pub fn replay(
                 // This round only fills the buckets.
                 None if phase.is_over(&row) => {
                     first_ns = Some(row.admitted_ns);
-                    phase = Phase::new(disks);
+                    phase = ReplayRound::new(disks);
                 }
                 None => {}
                 // Measured for as long as the first round lasted.
                 Some(first_ns) if row.admitted_ns >= 2 * first_ns || phase.has_enough() => {
-                    return Ok(Some(phase.felt()));
+                    return Ok(Some(phase.finish()));
                 }
                 Some(_) => {}
             }
-            phase.note(&row);
+            phase.add_result(&row);
         }
         if stop.load(Ordering::Relaxed) {
             return Ok(None);
         }
         if !goes_on {
             // There are no requests.
-            return Ok(Some(phase.felt()));
+            return Ok(Some(phase.finish()));
         }
     }
 }
 
 /// Measurements of one round of the recorded requests.
-struct Phase {
+struct ReplayRound {
     /// Remaining requests of each disk.
     left: Vec<usize>,
-    felt: Vec<Tally>,
+    felt: Vec<RequestStatistics>,
     rows: usize,
     most: usize,
 }
 
-impl Phase {
+impl ReplayRound {
     // Limit of repetitions by a disk whose requests are admitted faster than others'.
     const MOST: usize = 4;
 
-    fn new(disks: &[DiskThen]) -> Self {
+    fn new(disks: &[PreviewDisk]) -> Self {
         let left: Vec<_> = disks.iter().map(|disk| disk.past.len()).collect();
         let most = Self::MOST * left.iter().sum::<usize>();
-        Self { felt: vec![Tally::default(); disks.len()], rows: 0, most, left }
+        Self { felt: vec![RequestStatistics::default(); disks.len()], rows: 0, most, left }
     }
 
     /// True if every disk completed a round with this row.
-    fn is_over(&mut self, row: &Row) -> bool {
+    fn is_over(&mut self, row: &ResultRow) -> bool {
         let left = &mut self.left[row.request.disk];
         *left = left.saturating_sub(1);
         self.left.iter().all(|left| *left == 0) || self.has_enough()
@@ -214,32 +214,32 @@ impl Phase {
         self.rows >= self.most
     }
 
-    fn note(&mut self, row: &Row) {
+    fn add_result(&mut self, row: &ResultRow) {
         self.rows += 1;
         let tally = &mut self.felt[row.request.disk];
-        tally.note(row.request.at_ns, row.admitted_ns, row.completed_ns, row.request.length);
+        tally.record(row.request.at_ns, row.admitted_ns, row.completed_ns, row.request.length);
     }
 
-    fn felt(self) -> Vec<Felt> {
-        self.felt.into_iter().map(Felt).collect()
+    fn finish(self) -> Vec<PreviewResult> {
+        self.felt.into_iter().map(PreviewResult).collect()
     }
 }
 
-fn disk(disk: &DiskThen) -> Disk {
-    Disk {
+fn disk(disk: &PreviewDisk) -> DiskSpec {
+    DiskSpec {
         name: disk.name.clone(),
         hold: disk.settings,
         group: disk.group,
-        prefetch: prefetch::Settings::off(),
+        prefetch: prefetch::PrefetchConfig::off(),
         size_bytes: UNKNOWN_SIZE,
-        place: Place::default(),
+        place: DevicePlacement::default(),
         watched: None,
     }
 }
 
 /// A reconstructed chain.
-struct Recorded {
-    chain: Chain,
+struct ReconstructedChain {
+    chain: RequestChain,
     /// Completion time of its last request.
     free_ns: u64,
     /// Longest duration of one of its requests.
@@ -248,10 +248,10 @@ struct Recorded {
 
 /// Divides requests into chains, from the start of the recording to its end. Of the completed
 /// requests without a follower, the latest is followed.
-fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> {
+fn chains(disk: usize, past: &[CompletedRequest], begin_ns: u64, end_ns: u64) -> Vec<RequestChain> {
     let mut past: Vec<_> = past.to_vec();
     past.sort_by_key(|request| request.arrived_ns);
-    let mut chains: Vec<Recorded> = Vec::new();
+    let mut chains: Vec<ReconstructedChain> = Vec::new();
     let mut asked: BinaryHeap<Reverse<(u64, usize)>> = BinaryHeap::new();
     let mut answered: Vec<usize> = Vec::new();
     for request in past {
@@ -265,10 +265,10 @@ fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> 
         // The latest completion is the most probable cause of this request. Without one, another
         // request must have been in flight: a new chain.
         let place = answered.pop().unwrap_or_else(|| {
-            chains.push(Recorded { chain: Chain::new(disk), free_ns: begin_ns, longest_ns: 0 });
+            chains.push(ReconstructedChain { chain: RequestChain::new(disk), free_ns: begin_ns, longest_ns: 0 });
             chains.len() - 1
         });
-        let Recorded { chain, free_ns, longest_ns } = &mut chains[place];
+        let ReconstructedChain { chain, free_ns, longest_ns } = &mut chains[place];
         let think_ns = request.arrived_ns - *free_ns;
         chain.add(think_ns, request.op, request.length, request.service_ns);
         let took_ns = request.wait_ns + request.service_ns;
@@ -276,18 +276,18 @@ fn chains(disk: usize, past: &[Past], begin_ns: u64, end_ns: u64) -> Vec<Chain> 
         *longest_ns = took_ns.max(*longest_ns);
         asked.push(Reverse((*free_ns, place)));
     }
-    let again = |Recorded { chain, free_ns, longest_ns }: Recorded| {
-        chain.again_after(end_ns.saturating_sub(free_ns), longest_ns, end_ns - begin_ns)
+    let again = |ReconstructedChain { chain, free_ns, longest_ns }: ReconstructedChain| {
+        chain.with_repetition(end_ns.saturating_sub(free_ns), longest_ns, end_ns - begin_ns)
     };
     chains.into_iter().map(again).collect()
 }
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{Limit, LimitKind, Limits};
+    use policy::throttle::{RateLimit, LimitKind, Limits};
 
     use super::*;
-    use crate::client::{Client, ClientSpec};
+    use crate::client::{ClosedLoopClient, ClientSpec};
 
     const MS: u64 = 1_000_000;
     const SECOND: u64 = 1000 * MS;
@@ -307,32 +307,32 @@ mod tests {
     /// Recording of disks with these limits and devices under clients with fixed depths, from
     /// second 10 to 25.
     fn record(
-        groups: &[GroupThen],
+        groups: &[PreviewGroup],
         disks: &[(DiskSettings, Option<usize>)],
         clients: &[(usize, u32, u64)],
-    ) -> Vec<Vec<Past>> {
-        let mut world = World {
+    ) -> Vec<Vec<CompletedRequest>> {
+        let mut world = WorldSpec {
             groups: groups
                 .iter()
-                .map(|group| Group { name: group.name.clone(), hold: group.settings, parent: group.parent })
+                .map(|group| DiskGroupSpec { name: group.name.clone(), hold: group.settings, parent: group.parent })
                 .collect(),
-            ..World::default()
+            ..WorldSpec::default()
         };
         for (settings, group) in disks {
-            let then = DiskThen { name: String::new(), settings: *settings, group: *group, past: Vec::new() };
-            let service = crate::device::Service::fixed(MS / 5);
+            let then = PreviewDisk { name: String::new(), settings: *settings, group: *group, past: Vec::new() };
+            let service = crate::device::ServiceTimeSpec::fixed(MS / 5);
             let station = world.add_station(crate::device::StationSpec {
                 read: service,
                 write: service,
                 ..Default::default()
             });
-            world.disks.push(Disk { place: Place { station: Some(station), budget: None }, ..disk(&then) });
+            world.disks.push(DiskSpec { place: DevicePlacement { station: Some(station), budget: None }, ..disk(&then) });
         }
-        let mut engine = Engine::new(&world, true).unwrap();
+        let mut engine = SimulationEngine::new(&world, true).unwrap();
         for &(disk, depth, length) in clients {
-            engine.add_client(Client::new(ClientSpec {
+            engine.add_client(ClosedLoopClient::new(ClientSpec {
                 disk,
-                op: Op::Read,
+                op: RequestOp::Read,
                 length,
                 region: 0..1 << 30,
                 random: Some(disk as u64),
@@ -347,7 +347,7 @@ mod tests {
         for row in engine.take_rows() {
             let request = row.request;
             if request.at_ns >= 10 * SECOND {
-                all[request.disk].push(Past {
+                all[request.disk].push(CompletedRequest {
                     arrived_ns: request.at_ns,
                     wait_ns: row.admitted_ns - request.at_ns,
                     service_ns: row.completed_ns - row.admitted_ns,
@@ -359,18 +359,18 @@ mod tests {
         all
     }
 
-    fn replayed(groups: &[GroupThen], disks: Vec<DiskThen>) -> Vec<Felt> {
+    fn replayed(groups: &[PreviewGroup], disks: Vec<PreviewDisk>) -> Vec<PreviewResult> {
         replay(groups, &disks, &AtomicBool::new(false)).unwrap().unwrap()
     }
 
-    fn alone(settings: DiskSettings, past: Vec<Past>) -> Felt {
-        let then = DiskThen { name: "a".into(), settings, group: None, past };
+    fn alone(settings: DiskSettings, past: Vec<CompletedRequest>) -> PreviewResult {
+        let then = PreviewDisk { name: "a".into(), settings, group: None, past };
         replayed(&[], vec![then]).remove(0)
     }
 
     /// Fails unless rate, latencies and waits agree within a tenth.
-    fn assert_near(predicted: &Felt, happened: &Felt, about: &str) {
-        let figures = |felt: &Felt| {
+    fn assert_near(predicted: &PreviewResult, happened: &PreviewResult, about: &str) {
+        let figures = |felt: &PreviewResult| {
             [
                 felt.operations_per_second(),
                 felt.bytes_per_second(),
@@ -387,7 +387,7 @@ mod tests {
     }
 
     #[test]
-    fn a_steady_load_feels_what_was_foreseen_to_a_tenth() {
+    fn preview_of_steady_load_is_within_10_percent() {
         let settings = [
             ("2000", iops(2000)),
             ("500", iops(500)),
@@ -406,17 +406,17 @@ mod tests {
                 for (after, settings, happened) in &all {
                     let predicted = alone(*settings, past.clone());
                     let about = format!("depth {depth}, from {before} to {after}");
-                    assert_near(&predicted, &Felt::was(happened), &about);
+                    assert_near(&predicted, &PreviewResult::of_recorded(happened), &about);
                 }
             }
         }
     }
 
     #[test]
-    fn a_burst_that_is_used_up_is_not_felt_again() {
+    fn used_burst_is_not_available_again() {
         let mut long = iops(1000);
         *long.limits.limit_mut(LimitKind::IopsTotal) =
-            Limit { rate: 1000, burst_rate: 5000, burst_length_s: 2 };
+            RateLimit { rate: 1000, burst_rate: 5000, burst_length_s: 2 };
         let past = record(&[], &[(iops(1000), None)], &[(0, 32, 4096)]).remove(0);
         let felt = alone(long, past);
         assert!(
@@ -427,13 +427,13 @@ mod tests {
     }
 
     #[test]
-    fn members_of_a_group_feel_what_the_others_do() {
-        let of = |rate| [GroupThen { name: "g".into(), settings: iops(rate), parent: None }];
+    fn group_members_affect_each_other() {
+        let of = |rate| [PreviewGroup { name: "g".into(), settings: iops(rate), parent: None }];
         let disks = [(DiskSettings::default(), Some(0)), (DiskSettings::default(), Some(0))];
         let clients = [(0, 1, 4096), (1, 64, 4096)];
         let past = record(&of(3000), &disks, &clients);
         let happened = record(&of(1000), &disks, &clients);
-        let then = past.into_iter().map(|past| DiskThen {
+        let then = past.into_iter().map(|past| PreviewDisk {
             name: String::new(),
             settings: DiskSettings::default(),
             group: Some(0),
@@ -441,20 +441,20 @@ mod tests {
         });
         let predicted = replayed(&of(1000), then.collect());
         for (disk, (predicted, happened)) in predicted.iter().zip(&happened).enumerate() {
-            assert_near(predicted, &Felt::was(happened), &format!("disk {disk}"));
+            assert_near(predicted, &PreviewResult::of_recorded(happened), &format!("disk {disk}"));
         }
     }
 
     #[test]
-    fn who_asks_seldom_asks_as_seldom_again() {
+    fn sparse_client_keeps_its_rate() {
         // A request every 10 ms, which takes 1 ms.
         let past: Vec<_> = (0..1000)
-            .map(|number| Past {
+            .map(|number| CompletedRequest {
                 arrived_ns: number * 10 * MS,
                 wait_ns: 0,
                 service_ns: MS,
                 length: 4096,
-                op: Op::Write,
+                op: RequestOp::Write,
             })
             .collect();
         let felt = alone(DiskSettings::default(), past.clone());
@@ -466,16 +466,16 @@ mod tests {
     }
 
     #[test]
-    fn answers_that_took_no_time_keep_nobody_from_asking_as_fast_again() {
+    fn instant_completions_keep_the_recorded_rate() {
         // Batches of 32 for which the recorder sees no service time: a single chain without
         // pauses.
         let batches = |between_ns: u64, wait_ns: u64| {
-            let past = (0..3200).map(|number| Past {
+            let past = (0..3200).map(|number| CompletedRequest {
                 arrived_ns: number / 32 * between_ns,
                 wait_ns,
                 service_ns: 0,
                 length: 4096,
-                op: Op::Read,
+                op: RequestOp::Read,
             });
             past.collect::<Vec<_>>()
         };
@@ -490,7 +490,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_felt_where_nothing_was_asked() {
+    fn no_requests_no_result() {
         let felt = alone(iops(10), Vec::new());
         assert_eq!((felt.requests(), felt.operations_per_second(), felt.latency_ns(0.5)), (0, 0.0, 0));
         let stopped = replay(&[], &[], &AtomicBool::new(true)).unwrap();

@@ -1,16 +1,16 @@
 //! A request of a simulation, without data.
 
-pub use recording::Op;
+pub use recording::RequestOp;
 
 /// A request of a simulation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct SimulatedRequest {
     /// Arrival in nanoseconds.
     pub at_ns: u64,
     /// Index of its disk.
     pub disk: usize,
     /// Its operation.
-    pub op: Op,
+    pub op: RequestOp,
     /// Offset in bytes; a request lies inside the disk, and a flush has length 0.
     pub offset: u64,
     /// Length in bytes.

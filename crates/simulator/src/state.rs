@@ -1,37 +1,37 @@
 //! State of a simulation at one time.
 
-use policy::throttle::{NodeId, Tree};
+use policy::throttle::{NodeId, ThrottleTree};
 
 use super::{
     backlog::Backlog,
-    bucket::Held,
-    device::Place,
-    flow::Flow,
-    prefetch::Ahead,
-    tally::{Queue, Tally},
+    bucket::ThrottleTimes,
+    device::DevicePlacement,
+    flow::EventQueue,
+    prefetch::PrefetchModel,
+    tally::{QueueStatistics, RequestStatistics},
 };
 
 pub(super) const NEVER: u64 = u64::MAX;
 
 #[derive(Debug, Default)]
-pub(super) struct State {
+pub(super) struct SimulationState {
     /// Nanoseconds since the start.
     pub(super) now: u64,
-    pub(super) arbiters: Vec<Arbiter>,
+    pub(super) arbiters: Vec<TreeWithTimer>,
     pub(super) groups: Vec<GroupState>,
     pub(super) disks: Vec<DiskState>,
-    pub(super) flow: Flow,
+    pub(super) flow: EventQueue,
 }
 
-impl State {
-    pub(super) fn worked_ns(&self, place: Place) -> u64 {
+impl SimulationState {
+    pub(super) fn worked_ns(&self, place: DevicePlacement) -> u64 {
         self.flow.devices.worked_ns(place, self.now)
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Arbiter {
-    pub(super) tree: Tree<u32>,
+pub(super) struct TreeWithTimer {
+    pub(super) tree: ThrottleTree<u32>,
     pub(super) timer: u64,
 }
 
@@ -40,7 +40,7 @@ pub(super) struct GroupState {
     pub(super) arbiter: usize,
     pub(super) node: NodeId,
     pub(super) parent: Option<usize>,
-    pub(super) queue: Queue,
+    pub(super) queue: QueueStatistics,
 }
 
 #[derive(Debug)]
@@ -49,11 +49,11 @@ pub(super) struct DiskState {
     pub(super) node: NodeId,
     pub(super) group: Option<usize>,
     pub(super) limited: bool,
-    pub(super) place: Place,
-    pub(super) ahead: Option<Box<Ahead>>,
+    pub(super) place: DevicePlacement,
+    pub(super) ahead: Option<Box<PrefetchModel>>,
     /// Waiting requests that are not in the tree yet, by direction.
     pub(super) behind: [Backlog; 2],
-    pub(super) queue: Queue,
-    pub(super) held: Held,
-    pub(super) tally: Tally,
+    pub(super) queue: QueueStatistics,
+    pub(super) held: ThrottleTimes,
+    pub(super) tally: RequestStatistics,
 }

@@ -10,7 +10,7 @@ use crate::{
 
 /// Waiting requests of a disk or group.
 #[derive(Clone, Copy, Debug, Default)]
-pub struct Queue {
+pub struct QueueStatistics {
     waiting: u64,
     since: u64,
     /// Largest number of waiting requests.
@@ -19,7 +19,7 @@ pub struct Queue {
     pub throttled_ns: u64,
 }
 
-impl Queue {
+impl QueueStatistics {
     pub(crate) fn join(&mut self, now: u64) -> u64 {
         if self.waiting == 0 {
             self.since = now;
@@ -48,7 +48,7 @@ impl Queue {
 
 /// Measurements of the requests of a disk.
 #[derive(Clone, Debug)]
-pub struct Tally {
+pub struct RequestStatistics {
     /// Number of completed requests.
     pub requests: u64,
     /// Total length of the completed requests in bytes.
@@ -63,12 +63,12 @@ pub struct Tally {
     pub(crate) first: Option<u64>,
     pub(crate) last: u64,
     /// Series for charts, of disks that are drawn.
-    pub drawn: Option<Box<Drawn>>,
+    pub drawn: Option<Box<DiskChart>>,
 }
 
 /// Series of a disk for charts.
 #[derive(Clone, Debug)]
-pub struct Drawn {
+pub struct DiskChart {
     /// Completed requests.
     pub done: OverTime,
     /// Bytes of completed requests.
@@ -77,21 +77,21 @@ pub struct Drawn {
     pub waiting: OverTime,
 }
 
-impl Default for Tally {
+impl Default for RequestStatistics {
     fn default() -> Self {
         let [latency, waited, served] = [(); 3].map(|()| latencies::growing());
         Self { requests: 0, bytes: 0, latency, waited, served, first: None, last: 0, drawn: None }
     }
 }
 
-impl Tally {
+impl RequestStatistics {
     pub(crate) fn drawn() -> Self {
         let [done, done_bytes] = [(); 2].map(|()| OverTime::sums());
-        let drawn = Drawn { done, done_bytes, waiting: OverTime::peaks() };
+        let drawn = DiskChart { done, done_bytes, waiting: OverTime::peaks() };
         Self { drawn: Some(Box::new(drawn)), ..Self::default() }
     }
 
-    pub(crate) fn note(&mut self, came: u64, admitted: u64, done: u64, bytes: u64) {
+    pub(crate) fn record(&mut self, came: u64, admitted: u64, done: u64, bytes: u64) {
         self.requests += 1;
         self.bytes = self.bytes.saturating_add(bytes);
         self.first.get_or_insert(came);
@@ -144,8 +144,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_queue_knows_how_long_somebody_waited() {
-        let mut queue = Queue::default();
+    fn queue_measures_time_with_waiting_requests() {
+        let mut queue = QueueStatistics::default();
         queue.join(10);
         queue.join(20);
         queue.leave(30);

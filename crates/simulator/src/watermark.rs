@@ -6,16 +6,16 @@
 //! other, and stop after [`IDLE_LOOKS`] idle ones. Without a device, limits are always enforced.
 
 use policy::{
-    throttle::{Counters, Enforcement, Limits, NodeId},
+    throttle::{AdmissionCounters, Enforcement, Limits, NodeId},
     time::{Duration, Instant},
-    watermark::{Consumed, Controller, Sample, Taken, Watermark},
+    watermark::{DeviceConsumption, WatermarkController, UtilizationSample, GroupConsumption, Watermark},
 };
 
 use super::{
-    device::Place,
-    flow::{Flow, What},
-    state::State,
-    world::{Disk, DiskSettings},
+    device::DevicePlacement,
+    flow::{EventQueue, SimulationEvent},
+    state::SimulationState,
+    world::{DiskSpec, DiskSettings},
 };
 
 // The same as in the daemon.
@@ -24,59 +24,59 @@ const INTERVAL_NS: u64 = 50_000_000;
 const IDLE_LOOKS: u32 = 200;
 
 #[derive(Debug, Default)]
-pub(super) struct Watch {
-    targets: Vec<Target>,
-    devices: Vec<Observed>,
+pub(super) struct WatermarkSampler {
+    targets: Vec<WatermarkTarget>,
+    devices: Vec<SampledDevice>,
     awake: bool,
     /// Number of consecutive samples without any work.
     idle_looks: u32,
 }
 
 #[derive(Debug)]
-struct Target {
-    who: Who,
+struct WatermarkTarget {
+    who: TargetOwner,
     limits: Limits,
     watermark: Watermark,
     /// Indices in [`Watch::devices`].
     devices: Vec<usize>,
     /// Time and counters of the last sample.
-    last: (u64, [Counters; 2]),
+    last: (u64, [AdmissionCounters; 2]),
     enforcement: Enforcement,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Who {
+enum TargetOwner {
     Group(usize),
     Disk(usize),
 }
 
 #[derive(Debug)]
-struct Observed {
-    place: Place,
-    controller: Controller,
+struct SampledDevice {
+    place: DevicePlacement,
+    controller: WatermarkController,
     /// Time and work of the last sample.
     last: (u64, u64),
 }
 
-impl Watch {
+impl WatermarkSampler {
     pub(super) fn add_group(&mut self, index: usize, hold: &DiskSettings, now: u64) {
-        self.add(Who::Group(index), hold, now);
+        self.add(TargetOwner::Group(index), hold, now);
     }
 
     /// Adds a disk. Its device counts as sampled and idle: a daemon serves the disk before its
     /// first request.
-    pub(super) fn add_disk(&mut self, index: usize, disk: &Disk, state: &mut State) {
+    pub(super) fn add_disk(&mut self, index: usize, disk: &DiskSpec, state: &mut SimulationState) {
         if disk.group.is_none() {
-            self.add(Who::Disk(index), &disk.hold, state.now);
+            self.add(TargetOwner::Disk(index), &disk.hold, state.now);
         }
         let Some(place) = disk.watched else { return };
         let groups = std::iter::successors(disk.group, |&group| state.groups[group].parent);
-        let all: Vec<Who> = groups.map(Who::Group).chain([Who::Disk(index)]).collect();
+        let all: Vec<TargetOwner> = groups.map(TargetOwner::Group).chain([TargetOwner::Disk(index)]).collect();
         for who in all {
             let Some(target) = self.targets.iter_mut().find(|target| target.who == who) else { continue };
             let known = self.devices.iter().position(|device| device.place == place);
             let device = known.unwrap_or_else(|| {
-                self.devices.push(Observed::new(place, state));
+                self.devices.push(SampledDevice::new(place, state));
                 self.devices.len() - 1
             });
             if !target.devices.contains(&device) {
@@ -86,52 +86,52 @@ impl Watch {
         }
     }
 
-    fn add(&mut self, who: Who, hold: &DiskSettings, now: u64) {
+    fn add(&mut self, who: TargetOwner, hold: &DiskSettings, now: u64) {
         if hold.watermark != Watermark::ALWAYS {
             let DiskSettings { limits, watermark, .. } = *hold;
-            self.targets.push(Target {
+            self.targets.push(WatermarkTarget {
                 who,
                 limits,
                 watermark,
                 devices: Vec::new(),
-                last: (last_look(now), [Counters::default(); 2]),
+                last: (last_sample(now), [AdmissionCounters::default(); 2]),
                 enforcement: Enforcement::Enforced,
             });
         }
     }
 
-    pub(super) fn begin(&mut self, flow: &mut Flow) {
+    pub(super) fn begin(&mut self, flow: &mut EventQueue) {
         if !self.devices.is_empty() {
             self.awake = true;
-            flow.foresee(0, What::Watch);
+            flow.schedule(0, SimulationEvent::Watch);
         }
     }
 
     /// True if a request after idleness must take a sample first, for the last multiple of the
     /// interval.
-    pub(super) fn wakes(&mut self) -> bool {
+    pub(super) fn is_due(&mut self) -> bool {
         // Any request ends the idle period, also while samples are still being taken.
         self.idle_looks = 0;
         !self.awake && !self.devices.is_empty()
     }
 
     /// Schedules the next sample if anything may change until then.
-    pub(super) fn go_on(&mut self, flow: &mut Flow, now: u64) {
-        let next = last_look(now).checked_add(INTERVAL_NS);
+    pub(super) fn schedule_next(&mut self, flow: &mut EventQueue, now: u64) {
+        let next = last_sample(now).checked_add(INTERVAL_NS);
         self.awake = self.idle_looks < IDLE_LOOKS && next.is_some();
         if let (true, Some(next)) = (self.awake, next) {
-            flow.foresee(next, What::Watch);
+            flow.schedule(next, SimulationEvent::Watch);
         }
     }
 
     /// Takes a sample and applies it; returns the trees in which requests may be admitted now.
-    pub(super) fn look(&mut self, state: &mut State) -> Vec<usize> {
-        let at = last_look(state.now);
+    pub(super) fn sample(&mut self, state: &mut SimulationState) -> Vec<usize> {
+        let at = last_sample(state.now);
         let mut idle = state.flow.is_idle();
-        let mut consumed: Vec<Consumed> = self.devices.iter().map(|_| Consumed::default()).collect();
+        let mut consumed: Vec<DeviceConsumption> = self.devices.iter().map(|_| DeviceConsumption::default()).collect();
         for target in &mut self.targets {
             // First all targets, because several may share a device: its sample needs their sum.
-            let Some(taken) = target.taken(state, at) else { continue };
+            let Some(taken) = target.utilization_since_last_sample(state, at) else { continue };
             for &device in &target.devices {
                 consumed[device].add(&taken);
             }
@@ -147,12 +147,12 @@ impl Watch {
 }
 
 /// Latest multiple of the interval up to this time.
-const fn last_look(now: u64) -> u64 {
+const fn last_sample(now: u64) -> u64 {
     now - now % INTERVAL_NS
 }
 
-impl Who {
-    fn place(self, state: &State) -> (usize, NodeId) {
+impl TargetOwner {
+    fn place(self, state: &SimulationState) -> (usize, NodeId) {
         match self {
             Self::Group(index) => (state.groups[index].arbiter, state.groups[index].node),
             Self::Disk(index) => (state.disks[index].arbiter, state.disks[index].node),
@@ -160,32 +160,32 @@ impl Who {
     }
 }
 
-impl Observed {
-    fn new(place: Place, state: &State) -> Self {
-        let at = last_look(state.now);
-        let mut controller = Controller::new();
+impl SampledDevice {
+    fn new(place: DevicePlacement, state: &SimulationState) -> Self {
+        let at = last_sample(state.now);
+        let mut controller = WatermarkController::new();
         // The device counts as sampled and idle at this time.
-        controller.observe(Instant::from_nanos(at), Sample::new(0, &Consumed::default()));
+        controller.observe(Instant::from_nanos(at), UtilizationSample::new(0, &DeviceConsumption::default()));
         Self { place, controller, last: (at, state.worked_ns(place)) }
     }
 
-    fn observe(&mut self, worked_ns: u64, at: u64, consumed: &Consumed) -> bool {
+    fn observe(&mut self, worked_ns: u64, at: u64, consumed: &DeviceConsumption) -> bool {
         let (earlier, before) = std::mem::replace(&mut self.last, (at, worked_ns));
         let elapsed_ns = at.saturating_sub(earlier);
         let worked_ns = worked_ns.saturating_sub(before);
         if elapsed_ns > 0 {
             let used = u128::from(worked_ns) * 1000 / u128::from(elapsed_ns);
             let used = u64::try_from(used).unwrap_or(u64::MAX);
-            let sample = Sample::new(used, consumed);
+            let sample = UtilizationSample::new(used, consumed);
             self.controller.observe(Instant::from_nanos(at), sample);
         }
         worked_ns > 0
     }
 }
 
-impl Target {
+impl WatermarkTarget {
     /// Applies the decision of its devices; returns its tree if that changes anything.
-    fn decide(&mut self, devices: &mut [Observed], state: &mut State) -> Option<usize> {
+    fn decide(&mut self, devices: &mut [SampledDevice], state: &mut SimulationState) -> Option<usize> {
         let says = self.devices.iter();
         let says = says.map(|&device| devices[device].controller.enforcement(self.watermark));
         // With several devices the strictest decision applies.
@@ -201,12 +201,12 @@ impl Target {
     }
 
     /// Work that passed since the last sample, compared with the limits; `None` if no time passed.
-    fn taken(&mut self, state: &State, at: u64) -> Option<Taken> {
+    fn utilization_since_last_sample(&mut self, state: &SimulationState, at: u64) -> Option<GroupConsumption> {
         let (arbiter, node) = self.who.place(state);
         let stats = state.arbiters[arbiter].tree.stats(node, Instant::from_nanos(state.now));
         let passed = [stats.reads, stats.writes];
         let (earlier, before) = std::mem::replace(&mut self.last, (at, passed));
         let elapsed_ns = at.checked_sub(earlier).filter(|&elapsed| elapsed > 0)?;
-        Taken::since(&before, &passed, Duration::from_nanos(elapsed_ns), self.limits)
+        GroupConsumption::since(&before, &passed, Duration::from_nanos(elapsed_ns), self.limits)
     }
 }

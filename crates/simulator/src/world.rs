@@ -1,29 +1,29 @@
 //! The simulated groups, disks and devices, as plain values.
 
 pub use block::layer::throttle::DiskSettings;
-use policy::{device::Rates, prefetch, throttle::Limits};
+use policy::{device::DeviceRates, prefetch, throttle::Limits};
 
-use super::device::{Place, StationSpec};
+use super::device::{DevicePlacement, StationSpec};
 
 /// Size of disks whose size is unknown: no offset is beyond the end.
 pub const UNKNOWN_SIZE: u64 = 1 << 63;
 
 /// Disks, groups and devices to simulate.
 #[derive(Clone, Debug, Default)]
-pub struct World {
+pub struct WorldSpec {
     /// Groups, each after its parent.
-    pub groups: Vec<Group>,
+    pub groups: Vec<DiskGroupSpec>,
     /// Disks.
-    pub disks: Vec<Disk>,
+    pub disks: Vec<DiskSpec>,
     /// Devices with service times.
     pub stations: Vec<StationSpec>,
     /// Devices with rate limits.
-    pub budgets: Vec<Rates>,
+    pub budgets: Vec<DeviceRates>,
 }
 
 /// A group.
 #[derive(Clone, Debug)]
-pub struct Group {
+pub struct DiskGroupSpec {
     /// Name for messages.
     pub name: String,
     /// Its limits and share.
@@ -34,7 +34,7 @@ pub struct Group {
 
 /// A disk.
 #[derive(Clone, Debug)]
-pub struct Disk {
+pub struct DiskSpec {
     /// Name for messages.
     pub name: String,
     /// Its limits and share.
@@ -42,16 +42,16 @@ pub struct Disk {
     /// Index of its group.
     pub group: Option<usize>,
     /// Prefetch settings.
-    pub prefetch: prefetch::Settings,
+    pub prefetch: prefetch::PrefetchConfig,
     /// Size in bytes; [`UNKNOWN_SIZE`] if it is unknown.
     pub size_bytes: u64,
     /// Its device.
-    pub place: Place,
+    pub place: DevicePlacement,
     /// Device whose utilization is sampled; `None` if the daemon would find none.
-    pub watched: Option<Place>,
+    pub watched: Option<DevicePlacement>,
 }
 
-impl World {
+impl WorldSpec {
     /// Adds a station and returns its index.
     pub fn add_station(&mut self, spec: StationSpec) -> usize {
         self.stations.push(spec);
@@ -59,23 +59,23 @@ impl World {
     }
 
     /// Adds a budget and returns its index.
-    pub fn add_budget(&mut self, spec: Rates) -> usize {
+    pub fn add_budget(&mut self, spec: DeviceRates) -> usize {
         self.budgets.push(spec);
         self.budgets.len() - 1
     }
 
     /// Adds a device and returns its indices. A budget is added only if a rate is limited.
-    pub fn add_device(&mut self, (station, budget): (StationSpec, Rates)) -> Place {
+    pub fn add_device(&mut self, (station, budget): (StationSpec, DeviceRates)) -> DevicePlacement {
         let station = Some(self.add_station(station));
-        let budget = (budget != Rates::default()).then(|| self.add_budget(budget));
-        Place { station, budget }
+        let budget = (budget != DeviceRates::default()).then(|| self.add_budget(budget));
+        DevicePlacement { station, budget }
     }
 
     /// Adds a group with these limits for all disks without a group.
-    pub fn put_together(&mut self, limits: Limits) {
+    pub fn add_common_group(&mut self, limits: Limits) {
         let group = self.groups.len();
         let hold = DiskSettings { limits, ..DiskSettings::default() };
-        self.groups.push(Group { name: String::new(), hold, parent: None });
+        self.groups.push(DiskGroupSpec { name: String::new(), hold, parent: None });
         self.disks.iter_mut().for_each(|disk| disk.group = disk.group.or(Some(group)));
     }
 
@@ -87,7 +87,7 @@ impl World {
     }
 
     /// Groups above a disk, innermost first.
-    pub fn groups_above<'a>(&'a self, disk: &Disk) -> impl Iterator<Item = usize> + use<'a> {
+    pub fn groups_above<'a>(&'a self, disk: &DiskSpec) -> impl Iterator<Item = usize> + use<'a> {
         std::iter::successors(disk.group, |&group| self.groups[group].parent)
     }
 
@@ -120,12 +120,12 @@ impl World {
     }
 }
 
-impl Disk {
+impl DiskSpec {
     pub(crate) fn unlimited(&self) -> Self {
         Self {
             hold: DiskSettings::default(),
             group: None,
-            prefetch: prefetch::Settings::off(),
+            prefetch: prefetch::PrefetchConfig::off(),
             ..self.clone()
         }
     }
@@ -144,25 +144,25 @@ fn root(sets: &mut [usize], mut at: usize) -> usize {
 mod tests {
     use super::*;
 
-    fn disk(group: Option<usize>, station: Option<usize>) -> Disk {
-        Disk {
+    fn disk(group: Option<usize>, station: Option<usize>) -> DiskSpec {
+        DiskSpec {
             name: String::new(),
             hold: DiskSettings::default(),
             group,
-            prefetch: prefetch::Settings::off(),
+            prefetch: prefetch::PrefetchConfig::off(),
             size_bytes: UNKNOWN_SIZE,
-            place: Place { station, budget: None },
+            place: DevicePlacement { station, budget: None },
             watched: None,
         }
     }
 
-    fn group(parent: Option<usize>) -> Group {
-        Group { name: String::new(), hold: DiskSettings::default(), parent }
+    fn group(parent: Option<usize>) -> DiskGroupSpec {
+        DiskGroupSpec { name: String::new(), hold: DiskSettings::default(), parent }
     }
 
     #[test]
-    fn what_shares_a_group_or_a_device_is_one_part() {
-        let world = World {
+    fn disks_with_shared_group_or_device_are_one_part() {
+        let world = WorldSpec {
             groups: vec![group(None), group(Some(0)), group(None)],
             disks: vec![
                 disk(Some(0), None),

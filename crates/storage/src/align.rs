@@ -35,14 +35,14 @@ use super::{
     within,
 };
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    ublk::Registered,
+    ublk::RegisteredData,
 };
 
 /// A read-modify-write up to this many bytes reads all its blocks at once, rather than those at its
 /// edges one by one.
-const READ_AT_ONCE: usize = 64 << 10;
+const MAX_SINGLE_READ: usize = 64 << 10;
 
 /// Alignment that a device requires. Both values are powers of two; 1 means no requirement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,7 +59,7 @@ impl Alignment {
     pub const NONE: Self = Self { offset: 1, memory: 1 };
 
     /// True if a transfer of these segments at `offset` is aligned.
-    fn suits(self, offset: u64, segments: &Segments) -> bool {
+    fn is_aligned(self, offset: u64, segments: &Segments) -> bool {
         let mut bits = offset & (self.offset - 1);
         for segment in segments.iter() {
             bits |= segment.len() as u64 & (self.offset - 1);
@@ -81,7 +81,7 @@ impl Alignment {
 /// The device under [`Align`]. The contract is that of [`Storage`](super::Storage), except that
 /// reads, writes, zeroes and discards are aligned to [`Device::alignment`], which never changes.
 #[expect(async_fn_in_trait, reason = "futures stay on the thread that polls them, so they need not be Send")]
-pub trait Device: Send + Sync + 'static {
+pub trait AlignedDevice: Send + Sync + 'static {
     /// The alignment that it requires.
     fn alignment(&self) -> Alignment;
     /// Page size of the page cache beside the device, in bytes; bounds the tail.
@@ -126,14 +126,14 @@ pub trait Device: Send + Sync + 'static {
 /// A device that supports zero copy from and to the registered buffer of a ublk request. Returns
 /// `None`, with nothing done, if a request needs a copy.
 #[expect(async_fn_in_trait, reason = "as for Device")]
-pub trait Registering: Device {
+pub trait ZeroCopyDevice: AlignedDevice {
     /// Reads; the request is aligned.
-    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>>;
+    async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>>;
     /// Writes; the request is aligned.
     async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>>;
 }
@@ -141,25 +141,25 @@ pub trait Registering: Device {
 /// Accepts requests of any alignment for a device.
 #[derive(Debug)]
 pub struct Align<D> {
-    shared: Arc<Shared<D>>,
+    shared: Arc<AlignShared<D>>,
     alignment: Alignment,
 }
 
 /// State that a read-modify-write keeps alive after its client has disconnected.
 #[derive(Debug)]
-struct Shared<D> {
+struct AlignShared<D> {
     device: D,
     locks: RangeLocks,
     flushes: Flushes,
 }
 
-impl<D: Device> Align<D> {
+impl<D: AlignedDevice> Align<D> {
     /// Wraps `device`.
     pub fn new(device: D) -> Self {
         let alignment = device.alignment();
         assert!(alignment.offset.is_power_of_two() && alignment.memory.is_power_of_two());
         Self {
-            shared: Arc::new(Shared { device, locks: RangeLocks::default(), flushes: Flushes::default() }),
+            shared: Arc::new(AlignShared { device, locks: RangeLocks::default(), flushes: Flushes::default() }),
             alignment,
         }
     }
@@ -192,10 +192,10 @@ impl<D: Device> Align<D> {
         let shared = Arc::clone(&self.shared);
         let task = async move {
             let _everything = shared.locks.exclusive(0..u64::MAX).await;
-            let _change = shared.flushes.change();
+            let _change = shared.flushes.begin_change();
             shared.device.resize(size_bytes).await
         };
-        reactor::spawn_to_end(task).await.unwrap_or_else(|| Err(Error::SHUTDOWN.into()))
+        reactor::spawn_detached(task).await.unwrap_or_else(|| Err(Error::SHUTDOWN.into()))
     }
 
     /// See [`Storage::description`](super::Storage::description).
@@ -225,7 +225,7 @@ impl<D: Device> Align<D> {
 
     /// See [`Storage::was_changed`](super::Storage::was_changed).
     pub(super) fn was_changed(&self) {
-        drop(self.shared.flushes.change());
+        drop(self.shared.flushes.begin_change());
     }
 
     /// See [`Storage::block_status`](super::Storage::block_status).
@@ -242,7 +242,7 @@ impl<D: Device> Align<D> {
         if !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
-        if self.alignment.suits(offset, &target) && offset + length <= self.tail_start() {
+        if self.alignment.is_aligned(offset, &target) && offset + length <= self.tail_start() {
             return self.device().read(offset, target).await;
         }
         Box::pin(self.read_unaligned(offset, target)).await
@@ -255,7 +255,7 @@ impl<D: Device> Align<D> {
         let mut tail = target.split_off((direct_end - offset) as usize);
         if !target.is_empty() {
             let first = self.alignment.down(offset);
-            let bounce = Buffer::new((self.alignment.up(direct_end) - first) as usize);
+            let bounce = IoBuffer::new((self.alignment.up(direct_end) - first) as usize);
             let bounce = self.device().read(first, bounce.into()).await?.joined();
             let skip = (offset - first) as usize;
             target.copy_from(&bounce[skip..skip + target.len()]);
@@ -276,16 +276,16 @@ impl<D: Device> Align<D> {
         if !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
-        if !self.alignment.suits(offset, &data) || offset + length > self.tail_start() {
+        if !self.alignment.is_aligned(offset, &data) || offset + length > self.tail_start() {
             return Box::pin(self.write_unaligned(offset, data, durability)).await;
         }
-        let _guard = self.lock_shared(offset..offset + length).await?;
-        let _change = self.shared.flushes.change();
+        let _guard = self.lock_for_change(offset..offset + length).await?;
+        let _change = self.shared.flushes.begin_change();
         self.device().write(offset, data, durability).await
     }
 
     /// Locks out read-modify-writes and resizes; fails if the range is no longer inside.
-    async fn lock_shared(&self, range: Range<u64>) -> Result<super::range_lock::Guard<'_>> {
+    async fn lock_for_change(&self, range: Range<u64>) -> Result<super::range_lock::RangeLockGuard<'_>> {
         let guard = self.shared.locks.shared(range.clone()).await;
         if range.end > self.size_bytes() { Err(Error::INVALID) } else { Ok(guard) }
     }
@@ -297,10 +297,10 @@ impl<D: Device> Align<D> {
         if !data.is_empty() {
             if self.alignment.down(offset) == offset && self.alignment.down(direct_end) == direct_end {
                 // Whole blocks in unaligned memory: a copy is enough, no other byte is touched.
-                let mut bounce = Buffer::new(data.len());
+                let mut bounce = IoBuffer::new(data.len());
                 data.copy_to(&mut bounce);
-                let _guard = self.lock_shared(offset..direct_end).await?;
-                let _change = self.shared.flushes.change();
+                let _guard = self.lock_for_change(offset..direct_end).await?;
+                let _change = self.shared.flushes.begin_change();
                 self.device().write(offset, bounce.into(), durability).await?;
             } else {
                 self.modify(offset, data, durability).await?;
@@ -309,8 +309,8 @@ impl<D: Device> Align<D> {
         if tail.is_empty() {
             return Ok(());
         }
-        let _guard = self.lock_shared(direct_end..end).await?;
-        let _change = self.shared.flushes.change();
+        let _guard = self.lock_for_change(direct_end..end).await?;
+        let _change = self.shared.flushes.begin_change();
         self.device().write_buffered(direct_end, tail, durability).await
     }
 
@@ -319,7 +319,7 @@ impl<D: Device> Align<D> {
         let (shared, alignment) = (Arc::clone(&self.shared), self.alignment);
         let task = async move { shared.read_modify_write(alignment, offset, data, durability).await };
         // Cancelled: the reactor is shutting down and drops its tasks.
-        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+        reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
     /// See [`Storage::write_zeroes`](super::Storage::write_zeroes).
@@ -339,8 +339,8 @@ impl<D: Device> Align<D> {
             return self.write_zero_bytes(offset..end, options.durability).await;
         }
         {
-            let _guard = self.lock_shared(first..last).await?;
-            let _change = self.shared.flushes.change();
+            let _guard = self.lock_for_change(first..last).await?;
+            let _change = self.shared.flushes.begin_change();
             self.device().write_zeroes(first, last - first, options).await?;
         }
         // The edges last: the middle may fail as unsupported, and then nothing may have changed.
@@ -359,7 +359,7 @@ impl<D: Device> Align<D> {
         if range.is_empty() {
             return Ok(());
         }
-        let zeroes = Buffer::zeroed((range.end - range.start) as usize);
+        let zeroes = IoBuffer::zeroed((range.end - range.start) as usize);
         Box::pin(self.write_unaligned(range.start, zeroes.into(), durability)).await
     }
 
@@ -375,8 +375,8 @@ impl<D: Device> Align<D> {
         if first >= last {
             return Ok(());
         }
-        let _guard = self.lock_shared(first..last).await?;
-        let _change = self.shared.flushes.change();
+        let _guard = self.lock_for_change(first..last).await?;
+        let _change = self.shared.flushes.begin_change();
         self.device().discard(first, last - first).await
     }
 
@@ -392,10 +392,10 @@ impl<D: Device> Align<D> {
     }
 }
 
-impl<D: Registering> Align<D> {
+impl<D: ZeroCopyDevice> Align<D> {
     /// See [`Storage::read_registered`](super::Storage::read_registered).
-    pub(super) async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
-        match self.takes_as_it_is(offset, buffer.bytes()) {
+    pub(super) async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
+        match self.is_whole_blocks(offset, buffer.bytes()) {
             true => self.device().read_registered(offset, buffer).await,
             false => None,
         }
@@ -405,29 +405,29 @@ impl<D: Registering> Align<D> {
     pub(super) async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>> {
-        if self.read_only() || !self.takes_as_it_is(offset, buffer.bytes()) {
+        if self.read_only() || !self.is_whole_blocks(offset, buffer.bytes()) {
             return None;
         }
-        let _guard = match self.lock_shared(offset..offset + buffer.bytes() as u64).await {
+        let _guard = match self.lock_for_change(offset..offset + buffer.bytes() as u64).await {
             Ok(guard) => guard,
             Err(error) => return Some(Err(error)),
         };
-        let _change = self.shared.flushes.change();
+        let _change = self.shared.flushes.begin_change();
         self.device().write_registered(offset, buffer, durability).await
     }
 
     /// True if the range is inside the device and consists of whole blocks. The device checks the
     /// alignment of the memory.
-    fn takes_as_it_is(&self, offset: u64, length: usize) -> bool {
+    fn is_whole_blocks(&self, offset: u64, length: usize) -> bool {
         let bits = (offset | length as u64) & (self.alignment.offset - 1);
         bits == 0 && within(offset, length as u64, self.tail_start())
     }
 }
 
-impl<D: Device> Shared<D> {
+impl<D: AlignedDevice> AlignShared<D> {
     /// Writes `data`, and the unchanged bytes around it in the same blocks.
     async fn read_modify_write(
         &self,
@@ -443,25 +443,25 @@ impl<D: Device> Shared<D> {
         if last > self.device.size_bytes() {
             return Err(Error::INVALID);
         }
-        let mut blocks = Buffer::new((last - first) as usize);
+        let mut blocks = IoBuffer::new((last - first) as usize);
         let block = alignment.offset;
         // Up to two blocks are both edges anyway. For a long write only the edges are read.
-        if blocks.len() <= READ_AT_ONCE.max(2 * block as usize) {
+        if blocks.len() <= MAX_SINGLE_READ.max(2 * block as usize) {
             blocks = self.device.read(first, blocks.into()).await?.joined();
         } else {
             if offset > first {
-                let head = self.device.read(first, Buffer::new(block as usize).into()).await?.joined();
+                let head = self.device.read(first, IoBuffer::new(block as usize).into()).await?.joined();
                 blocks[..head.len()].copy_from_slice(&head);
             }
             if end < last {
-                let foot = Buffer::new(block as usize);
+                let foot = IoBuffer::new(block as usize);
                 let foot = self.device.read(last - block, foot.into()).await?.joined();
                 let at = blocks.len() - foot.len();
                 blocks[at..].copy_from_slice(&foot);
             }
         }
         data.copy_to(&mut blocks[(offset - first) as usize..]);
-        let _change = self.flushes.change();
+        let _change = self.flushes.begin_change();
         self.device.write(first, blocks.into(), durability).await
     }
 }

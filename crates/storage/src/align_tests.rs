@@ -7,34 +7,34 @@ use policy::time::Duration;
 
 use super::*;
 use reactor::{
-    guest::{Memory, Region},
+    guest::{GuestMemory, Region},
     now, sim, sleep_until, spawn_joinable,
 };
 
-use crate::simulated::{Behaviour, Simulated};
+use crate::simulated::{Behaviour, SimulatedStorage};
 
 const BLOCK: usize = 512;
 const SIZE: usize = 16 * BLOCK;
 
-fn disk(seed: u64) -> (Simulated, Vec<u8>) {
+fn disk(seed: u64) -> (SimulatedStorage, Vec<u8>) {
     let mut content = vec![0; SIZE];
     fastrand::Rng::with_seed(seed).fill(&mut content);
     let behaviour =
         Behaviour { block_bytes: BLOCK, latency: Duration::from_micros(50), error_probability: 0.0 };
-    (Simulated::new(content.clone(), behaviour), content)
+    (SimulatedStorage::new(content.clone(), behaviour), content)
 }
 
 /// Random segments of `length` bytes: own buffers or guest memory, aligned or not.
-fn room(mut length: usize) -> Segments {
+fn random_segments(mut length: usize) -> Segments {
     let mut segments = Segments::default();
     while length > 0 {
         let (part, skew, is_guests) =
             sim::random(|random| (random.usize(1..=length), random.usize(..2), random.bool()));
         if is_guests {
-            let memory = Memory::new(vec![Region::on_heap(0, 0, part + skew)]).expect("one region");
-            segments.push(memory.place(skew as u64, part).expect("inside"));
+            let memory = GuestMemory::new(vec![Region::on_heap(0, 0, part + skew)]).expect("one region");
+            segments.push(memory.range(skew as u64, part).expect("inside"));
         } else {
-            let mut buffer = Buffer::new(part + skew);
+            let mut buffer = IoBuffer::new(part + skew);
             buffer.advance(skew);
             segments.push(buffer);
         }
@@ -44,22 +44,22 @@ fn room(mut length: usize) -> Segments {
 }
 
 fn segments(bytes: &[u8]) -> Segments {
-    let mut segments = room(bytes.len());
+    let mut segments = random_segments(bytes.len());
     segments.copy_from(bytes);
     segments
 }
 
-async fn read(storage: &Align<Simulated>, offset: u64, length: usize) -> Vec<u8> {
-    storage.read(offset, room(length)).await.expect("no errors").to_vec()
+async fn read(storage: &Align<SimulatedStorage>, offset: u64, length: usize) -> Vec<u8> {
+    storage.read(offset, random_segments(length)).await.expect("no errors").to_vec()
 }
 
 /// Model of the clients: no request uses bytes that another request in flight uses.
-struct Model {
+struct AlignModel {
     bytes: Vec<u8>,
     busy: Vec<bool>,
 }
 
-impl Model {
+impl AlignModel {
     /// Claims a range that no request uses: often a piece of a block, sometimes whole blocks.
     fn claim(&mut self) -> Option<Range<usize>> {
         let (start, length) = sim::random(|random| match random.u8(..4) {
@@ -76,7 +76,7 @@ impl Model {
     }
 }
 
-async fn client(storage: Rc<Align<Simulated>>, model: Rc<RefCell<Model>>) {
+async fn client(storage: Rc<Align<SimulatedStorage>>, model: Rc<RefCell<AlignModel>>) {
     for _ in 0..12 {
         let Some(range) = model.borrow_mut().claim() else {
             sleep_until(now() + Duration::from_micros(10)).await;
@@ -111,7 +111,7 @@ fn concurrent_requests_that_share_blocks_never_touch_each_others_bytes() {
         sim::run(seed, async move {
             let (device, content) = disk(seed);
             let storage = Rc::new(Align::new(device));
-            let model = Rc::new(RefCell::new(Model { bytes: content, busy: vec![false; SIZE] }));
+            let model = Rc::new(RefCell::new(AlignModel { bytes: content, busy: vec![false; SIZE] }));
             let clients: Vec<_> =
                 (0..12).map(|_| spawn_joinable(client(Rc::clone(&storage), Rc::clone(&model)))).collect();
             for client in clients {
@@ -124,12 +124,12 @@ fn concurrent_requests_that_share_blocks_never_touch_each_others_bytes() {
 }
 
 #[test]
-fn a_small_write_undoes_nothing_of_a_large_one_around_it() {
+fn unaligned_write_keeps_a_concurrent_write_around_it() {
     for seed in 0..400 {
         sim::run(seed, async move {
             let storage = Rc::new(Align::new(disk(seed).0));
             // Whole blocks in aligned memory: the fast path.
-            let large = Buffer::copy_of(&[1; 2 * BLOCK]);
+            let large = IoBuffer::copy_of(&[1; 2 * BLOCK]);
             let mut writes = vec![(0, Segments::from(large))];
             writes.extend([(10, segments(&[2; 5])), (BLOCK as u64 - 3, segments(&[3; 6]))]);
             sim::random(|random| random.shuffle(&mut writes));
@@ -161,7 +161,7 @@ fn a_small_write_undoes_nothing_of_a_large_one_around_it() {
 }
 
 #[test]
-fn a_client_that_goes_away_takes_no_bytes_of_others_with_it() {
+fn cancelled_unaligned_write_changes_no_other_bytes() {
     for seed in 0..400 {
         sim::run(seed, async move {
             let (device, content) = disk(seed);
@@ -221,9 +221,9 @@ fn out_of_range_is_an_error() {
     sim::run(1, async {
         let storage = Align::new(disk(1).0);
         let size = SIZE as u64;
-        assert_eq!(storage.read(size, Buffer::new(1).into()).await.err(), Some(Error::INVALID));
-        assert_eq!(storage.read(u64::MAX, Buffer::new(1).into()).await.err(), Some(Error::INVALID));
-        let one = || Segments::from(Buffer::copy_of(&[1]));
+        assert_eq!(storage.read(size, IoBuffer::new(1).into()).await.err(), Some(Error::INVALID));
+        assert_eq!(storage.read(u64::MAX, IoBuffer::new(1).into()).await.err(), Some(Error::INVALID));
+        let one = || Segments::from(IoBuffer::copy_of(&[1]));
         assert_eq!(storage.write(size, one(), Durability::Cached).await, Err(Error::INVALID));
         assert_eq!(storage.discard(1, u64::MAX).await, Err(Error::INVALID));
         assert_eq!(storage.block_status(0, 0).await, Err(Error::INVALID));
@@ -231,13 +231,13 @@ fn out_of_range_is_an_error() {
 }
 
 /// Reads, writes and zeroes anywhere in the disk's old size, while it is shrunk to `smallest`.
-async fn overtaken(storage: Rc<Align<Simulated>>, smallest: usize) {
+async fn run_during_shrink(storage: Rc<Align<SimulatedStorage>>, smallest: usize) {
     for _ in 0..20 {
         let (start, length) = sim::random(|random| (random.usize(..SIZE), random.usize(1..3 * BLOCK)));
         let range = start..(start + length).min(SIZE);
         let offset = range.start as u64;
         let result = match sim::random(|random| random.u8(..4)) {
-            0 => storage.read(offset, Buffer::new(range.len()).into()).await.map(drop),
+            0 => storage.read(offset, IoBuffer::new(range.len()).into()).await.map(drop),
             1 => {
                 let options =
                     ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
@@ -255,7 +255,7 @@ async fn overtaken(storage: Rc<Align<Simulated>>, smallest: usize) {
 }
 
 #[test]
-fn a_shrink_overtakes_what_is_in_flight_and_leaves_nothing_behind() {
+fn shrink_rejects_requests_in_flight_beyond_the_end() {
     let mut refused = 0;
     for seed in 0..300 {
         refused += sim::run(seed, async move {
@@ -263,7 +263,7 @@ fn a_shrink_overtakes_what_is_in_flight_and_leaves_nothing_behind() {
             let storage = Rc::new(Align::new(device));
             let smallest = sim::random(|random| random.usize(1..16)) * BLOCK;
             let clients: Vec<_> =
-                (0..6).map(|_| spawn_joinable(overtaken(Rc::clone(&storage), smallest))).collect();
+                (0..6).map(|_| spawn_joinable(run_during_shrink(Rc::clone(&storage), smallest))).collect();
             let pause = sim::random(|random| random.u64(..1000));
             sleep_until(now() + Duration::from_micros(pause)).await;
             assert_eq!(storage.resize(smallest as u64).await, Ok(()));
@@ -310,7 +310,7 @@ fn a_size_is_not_read_during_a_resize() {
 }
 
 #[test]
-fn a_resize_whose_caller_is_gone_keeps_writes_out_until_it_has_ended() {
+fn cancelled_resize_excludes_writes_until_it_ends() {
     for seed in 0..50 {
         sim::run(seed, async move {
             let storage = Rc::new(Align::new(disk(seed).0));
@@ -322,7 +322,7 @@ fn a_resize_whose_caller_is_gone_keeps_writes_out_until_it_has_ended() {
                 assert!(begun.await, "the device takes a moment");
                 sleep_until(now() + Duration::from_nanos(1)).await;
             }
-            let written = storage.write(BLOCK as u64, room(BLOCK), Durability::Cached).await;
+            let written = storage.write(BLOCK as u64, random_segments(BLOCK), Durability::Cached).await;
             assert_eq!((written, storage.size_bytes()), (Err(Error::INVALID), BLOCK as u64));
         });
     }

@@ -22,7 +22,7 @@ use super::{
 use reactor::{now, sleep_until};
 
 /// Maximum of `parallel`; a larger number would be no bound at all.
-const MOST_PARALLEL: usize = 65_536;
+const MAX_PARALLEL: usize = 65_536;
 
 /// Latency of each kind of request, zero for none, and the parallelism.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -47,14 +47,14 @@ impl FromStr for DelayOptions {
         let mut zero = None;
         for pair in pairs("delay", text)? {
             match pair.key {
-                "read" => options.read = pair.with(parse_duration)?,
-                "write" => options.write = pair.with(parse_duration)?,
-                "zero" => zero = Some(pair.with(parse_duration)?),
-                "flush" => options.flush = pair.with(parse_duration)?,
+                "read" => options.read = pair.parse(parse_duration)?,
+                "write" => options.write = pair.parse(parse_duration)?,
+                "zero" => zero = Some(pair.parse(parse_duration)?),
+                "flush" => options.flush = pair.parse(parse_duration)?,
                 "parallel" => {
                     let parallel: usize = pair.number(1)?;
-                    if parallel > MOST_PARALLEL {
-                        return Err(pair.error(format!("is above {MOST_PARALLEL}")));
+                    if parallel > MAX_PARALLEL {
+                        return Err(pair.error(format!("is above {MAX_PARALLEL}")));
                     }
                     options.parallel = Some(parallel);
                 }
@@ -80,34 +80,34 @@ impl fmt::Display for DelayOptions {
 #[derive(Debug)]
 pub(super) struct Delay {
     pub(super) options: DelayOptions,
-    permits: Option<Arc<Permits>>,
+    permits: Option<Arc<DelaySemaphore>>,
 }
 
 /// Semaphore of the requests at the device; further requests wait in order.
 #[derive(Debug)]
-struct Permits(Mutex<Turns>);
+struct DelaySemaphore(Mutex<DelayQueue>);
 
 #[derive(Debug)]
-struct Turns {
+struct DelayQueue {
     free: usize,
-    waiting: VecDeque<async_channel::Sender<Permit>>,
+    waiting: VecDeque<async_channel::Sender<DelayPermit>>,
 }
 
-impl Permits {
+impl DelaySemaphore {
     fn new(count: usize) -> Arc<Self> {
-        Arc::new(Self(Mutex::new(Turns { free: count, waiting: VecDeque::new() })))
+        Arc::new(Self(Mutex::new(DelayQueue { free: count, waiting: VecDeque::new() })))
     }
 
-    fn turns(&self) -> MutexGuard<'_, Turns> {
+    fn lock(&self) -> MutexGuard<'_, DelayQueue> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    async fn acquire(self: &Arc<Self>) -> Permit {
+    async fn acquire(self: &Arc<Self>) -> DelayPermit {
         let turn = {
-            let mut turns = self.turns();
+            let mut turns = self.lock();
             if turns.free > 0 {
                 turns.free -= 1;
-                return Permit(Arc::clone(self));
+                return DelayPermit(Arc::clone(self));
             }
             // A free permit goes to the oldest waiter, never to a caller that arrives later.
             let (give, turn) = async_channel::bounded(1);
@@ -118,17 +118,17 @@ impl Permits {
     }
 }
 
-pub(super) struct Permit(Arc<Permits>);
+pub(super) struct DelayPermit(Arc<DelaySemaphore>);
 
-impl fmt::Debug for Permit {
+impl fmt::Debug for DelayPermit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Permit")
     }
 }
 
-impl Drop for Permit {
+impl Drop for DelayPermit {
     fn drop(&mut self) {
-        let mut turns = self.0.turns();
+        let mut turns = self.0.lock();
         let Some(next) = turns.waiting.pop_front() else {
             turns.free += 1;
             return;
@@ -137,18 +137,18 @@ impl Drop for Permit {
         // again.
         drop(turns);
         // If the waiter has been cancelled, dropping the permit passes it to the next one.
-        drop(next.try_send(Permit(Arc::clone(&self.0))));
+        drop(next.try_send(DelayPermit(Arc::clone(&self.0))));
     }
 }
 
 impl Delay {
     pub(super) fn new(options: DelayOptions) -> Self {
-        Self { permits: options.parallel.map(Permits::new), options }
+        Self { permits: options.parallel.map(DelaySemaphore::new), options }
     }
 
     /// Waits for a permit of the device and for the latency; the permit is held until the result is
     /// dropped.
-    pub(super) async fn enter(&self, latency: Duration) -> Option<Permit> {
+    pub(super) async fn acquire(&self, latency: Duration) -> Option<DelayPermit> {
         let permit = match &self.permits {
             Some(permits) => Some(permits.acquire().await),
             None => None,
@@ -165,11 +165,11 @@ mod tests {
     use std::rc::Rc;
 
     use super::*;
-    use crate::{Storage, null::Null};
-    use reactor::{buffer::Buffer, sim, spawn_joinable};
+    use crate::{Storage, null::NullStorage};
+    use reactor::{buffer::IoBuffer, sim, spawn_joinable};
 
     fn delayed(options: &str) -> Rc<Storage> {
-        Rc::new(Storage::Null(Null::new(1 << 20)).delayed(options.parse().expect("valid")))
+        Rc::new(Storage::Null(NullStorage::new(1 << 20)).delayed(options.parse().expect("valid")))
     }
 
     #[test]
@@ -179,7 +179,7 @@ mod tests {
             let reads: Vec<_> = (0..10)
                 .map(|_| {
                     let delay = Rc::clone(&delay);
-                    spawn_joinable(async move { delay.read(0, Buffer::new(512)).await.map(drop) })
+                    spawn_joinable(async move { delay.read(0, IoBuffer::new(512)).await.map(drop) })
                 })
                 .collect();
             for read in reads {
@@ -190,7 +190,7 @@ mod tests {
     }
 
     #[test]
-    fn who_asks_again_at_once_waits_behind_those_who_wait() {
+    fn new_requests_wait_behind_queued_ones() {
         sim::run(1, async {
             let delay = delayed("read=5ms,parallel=2");
             let readers: Vec<_> = (0..6)
@@ -198,7 +198,7 @@ mod tests {
                     let delay = Rc::clone(&delay);
                     spawn_joinable(async move {
                         for _ in 0..10 {
-                            delay.read(0, Buffer::new(512)).await.unwrap();
+                            delay.read(0, IoBuffer::new(512)).await.unwrap();
                         }
                         now().as_nanos()
                     })
@@ -211,12 +211,12 @@ mod tests {
     }
 
     #[test]
-    fn who_leaves_the_queue_keeps_nobody_out() {
+    fn cancelled_waiter_passes_its_permit_on() {
         sim::run(1, async {
             let delay = delayed("read=5ms,parallel=1");
             let read = || {
                 let delay = Rc::clone(&delay);
-                spawn_joinable(async move { delay.read(0, Buffer::new(512)).await.map(drop) })
+                spawn_joinable(async move { delay.read(0, IoBuffer::new(512)).await.map(drop) })
             };
             let first = read();
             sleep_until(now() + Duration::from_millis(1)).await;
@@ -237,7 +237,7 @@ mod tests {
             assert_eq!(now().as_nanos(), 10_000_000);
             delay.discard(0, 1).await.expect("null");
             assert_eq!(now().as_nanos(), 11_000_000, "as a write");
-            delay.read(0, Buffer::new(1)).await.expect("null");
+            delay.read(0, IoBuffer::new(1)).await.expect("null");
             assert_eq!(now().as_nanos(), 11_000_000);
         });
     }

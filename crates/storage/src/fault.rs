@@ -16,14 +16,14 @@ use nix::errno::Errno;
 
 use super::{
     InvalidOption,
-    options::{Pair, pairs},
+    options::{OptionPair, pairs},
     spec::parse_size,
 };
 use reactor::error::{Error, Result};
 
 /// Kind of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
+pub enum StorageRequestKind {
     /// Reads.
     Read,
     /// Writes of data.
@@ -38,7 +38,7 @@ pub enum Kind {
     Status,
 }
 
-impl Kind {
+impl StorageRequestKind {
     const ALL: [Self; 6] = [Self::Read, Self::Write, Self::Zero, Self::Discard, Self::Flush, Self::Status];
 
     fn name(self) -> &'static str {
@@ -57,7 +57,7 @@ impl Kind {
 #[derive(Clone, Debug, PartialEq)]
 pub struct FaultRule {
     /// Kind of requests; `None` is any.
-    pub kind: Option<Kind>,
+    pub kind: Option<StorageRequestKind>,
     /// Byte range: the rule applies to requests that overlap it; `None` is the whole disk.
     pub range: Option<Range<u64>>,
     /// Error of the failed requests.
@@ -101,7 +101,7 @@ impl FromStr for FaultRule {
 impl fmt::Display for FaultRule {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { kind, range, error, count, probability, seed } = self;
-        write!(f, "kind={}", kind.map_or("any", Kind::name))?;
+        write!(f, "kind={}", kind.map_or("any", StorageRequestKind::name))?;
         match range {
             Some(Range { start, end: u64::MAX }) => write!(f, ",offset={start}-")?,
             Some(Range { start, end }) => write!(f, ",offset={start}-{end}")?,
@@ -115,8 +115,8 @@ impl fmt::Display for FaultRule {
     }
 }
 
-fn parse_kind(pair: &Pair<'_>) -> std::result::Result<Option<Kind>, InvalidOption> {
-    let kind = Kind::ALL.into_iter().find(|kind| kind.name() == pair.value);
+fn parse_kind(pair: &OptionPair<'_>) -> std::result::Result<Option<StorageRequestKind>, InvalidOption> {
+    let kind = StorageRequestKind::ALL.into_iter().find(|kind| kind.name() == pair.value);
     match pair.value {
         "any" => Ok(None),
         _ if kind.is_some() => Ok(kind),
@@ -124,7 +124,7 @@ fn parse_kind(pair: &Pair<'_>) -> std::result::Result<Option<Kind>, InvalidOptio
     }
 }
 
-fn parse_range(pair: &Pair<'_>) -> std::result::Result<Range<u64>, InvalidOption> {
+fn parse_range(pair: &OptionPair<'_>) -> std::result::Result<Range<u64>, InvalidOption> {
     let rule = "is not a range of bytes (1M-2M, or 1M- up to the end)";
     let (start, end) = pair.value.split_once('-').ok_or_else(|| pair.error(rule))?;
     let start = parse_size(start).map_err(|_| pair.error(rule))?;
@@ -133,7 +133,7 @@ fn parse_range(pair: &Pair<'_>) -> std::result::Result<Range<u64>, InvalidOption
 }
 
 /// Parses the symbol (`EIO`) or number of an error.
-fn parse_error(pair: &Pair<'_>) -> std::result::Result<Error, InvalidOption> {
+fn parse_error(pair: &OptionPair<'_>) -> std::result::Result<Error, InvalidOption> {
     const LARGEST: i32 = 133; // EHWPOISON, the last of Linux's asm-generic/errno.h
     let known = |number: &i32| Errno::from_raw(*number) != Errno::UnknownErrno;
     let number = match pair.value.parse() {
@@ -147,15 +147,15 @@ fn parse_error(pair: &Pair<'_>) -> std::result::Result<Error, InvalidOption> {
 }
 
 #[derive(Debug)]
-struct Armed {
+struct ArmedRule {
     rule: FaultRule,
     /// Number of requests that the rule could have failed so far: each has its own random decision.
-    seen: AtomicU64,
-    left: AtomicU64,
+    matches: AtomicU64,
+    remaining: AtomicU64,
 }
 
-impl Armed {
-    fn strikes(&self, kind: Kind, range: Option<&Range<u64>>) -> bool {
+impl ArmedRule {
+    fn triggers(&self, kind: StorageRequestKind, range: Option<&Range<u64>>) -> bool {
         if self.rule.kind.is_some_and(|wanted| wanted != kind) {
             return false;
         }
@@ -165,7 +165,7 @@ impl Armed {
             return false;
         }
         // Counted before the decision, so that the n-th request has the same result in every run.
-        let turn = self.seen.fetch_add(1, Relaxed);
+        let turn = self.matches.fetch_add(1, Relaxed);
         if self.rule.probability < 1.0 {
             // Multiplied by an odd constant (2⁶⁴ over the golden ratio), so that the sequences of
             // neighbouring seeds do not coincide.
@@ -175,27 +175,27 @@ impl Armed {
             }
         }
         self.rule.count.is_none()
-            || self.left.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok()
+            || self.remaining.fetch_update(Relaxed, Relaxed, |left| left.checked_sub(1)).is_ok()
     }
 }
 
 /// The rules of a storage, in order.
 #[derive(Debug)]
-pub(super) struct Faults(Vec<Armed>);
+pub(super) struct FaultInjector(Vec<ArmedRule>);
 
-impl Faults {
+impl FaultInjector {
     pub(super) fn new(rules: Vec<FaultRule>) -> Self {
-        let arm = |rule: FaultRule| Armed {
-            seen: AtomicU64::new(0),
-            left: AtomicU64::new(rule.count.unwrap_or(0)),
+        let arm = |rule: FaultRule| ArmedRule {
+            matches: AtomicU64::new(0),
+            remaining: AtomicU64::new(rule.count.unwrap_or(0)),
             rule,
         };
         Self(rules.into_iter().map(arm).collect())
     }
 
     /// Applies the first rule that matches a request; returns its error.
-    pub(super) fn check(&self, kind: Kind, range: Option<&Range<u64>>) -> Result<()> {
-        let struck = self.0.iter().find(|armed| armed.strikes(kind, range));
+    pub(super) fn check(&self, kind: StorageRequestKind, range: Option<&Range<u64>>) -> Result<()> {
+        let struck = self.0.iter().find(|armed| armed.triggers(kind, range));
         struck.map_or(Ok(()), |armed| Err(armed.rule.error))
     }
 }
@@ -204,7 +204,7 @@ impl Faults {
 mod tests {
     use super::*;
     use crate::{Durability, Storage};
-    use reactor::{buffer::Buffer, sim};
+    use reactor::{buffer::IoBuffer, sim};
 
     fn faulty(rules: &[&str]) -> Storage {
         let rules = rules.iter().map(|rule| rule.parse().expect("valid")).collect();
@@ -212,7 +212,7 @@ mod tests {
     }
 
     async fn read(fault: &Storage, offset: u64) -> Result<()> {
-        fault.read(offset, Buffer::new(4096)).await.map(drop)
+        fault.read(offset, IoBuffer::new(4096)).await.map(drop)
     }
 
     #[test]
@@ -245,9 +245,9 @@ mod tests {
     fn a_failed_write_does_not_reach_the_storage() {
         sim::run(1, async {
             let fault = faulty(&["kind=write"]);
-            let data = Buffer::copy_of(&[1; 512]).into();
+            let data = IoBuffer::copy_of(&[1; 512]).into();
             assert_eq!(fault.write(0, data, Durability::Cached).await, Err(Error::IO));
-            let read = fault.read(0, Buffer::new(512)).await.expect("reads work");
+            let read = fault.read(0, IoBuffer::new(512)).await.expect("reads work");
             assert!(read.iter().all(|&byte| byte == 0));
         });
     }

@@ -43,39 +43,39 @@ use std::{
 pub(super) use self::open::{FileOptions, KINDS, not_an_image, open};
 pub use self::{
     cache_mode::CacheMode,
-    passed::{Passed, PassedFile},
+    passed::{PassedFiles, PassedFile},
 };
-use lane::Lane;
+use lane::FileIsolation;
 use space::SpaceCount;
 use sync::Syncs;
 
 use super::{
-    BlockSize, Durability, Extent, Stamp, ZeroOptions,
-    align::{Alignment, Device, Registering},
+    BlockSize, Durability, Extent, FileStamp, ZeroOptions,
+    align::{Alignment, AlignedDevice, ZeroCopyDevice},
     lock,
     open_error::OpenError,
     resize::{ResizeError, SECTOR},
 };
 use reactor::{
-    buffer::{Buffer, Segment, Segments},
-    check_may_block,
+    buffer::{IoBuffer, Segment, Segments},
+    debug_assert_may_block,
     error::{Error, Result},
-    guest::Place,
-    op::{self, Closing, Fd, MOST_SEGMENTS},
-    recently,
-    seldom::Seldom,
-    ublk::Registered,
+    guest::GuestBytes,
+    op::{self, CloseHook, Fd, MAX_SEGMENTS},
+    coarse_now,
+    seldom::LogRateLimit,
+    ublk::RegisteredData,
     yield_now,
 };
 
 /// Maximum number of attempts of a request that the kernel cannot execute now (EAGAIN). Other tasks
 /// run between the attempts.
-const MOST_ATTEMPTS: u32 = 1000;
+const MAX_ATTEMPTS: u32 = 1000;
 /// Number of owners of an idle file's main descriptor: the [`File`] and [`Beside`].
 const MAIN_OWNERS: usize = 2;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum FileKind {
     Regular,
     BlockDevice,
 }
@@ -95,35 +95,35 @@ impl std::fmt::Display for FileIdentity {
 }
 
 impl FileIdentity {
-    pub(crate) fn of(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
+    pub(crate) fn from_numbers(device: u64, inode: u64, special: u64, is_device: bool) -> Self {
         // (n, 0) identifies a device and cannot be a file: inode numbers begin at 1.
         if is_device { Self(special, 0) } else { Self(device, inode) }
     }
 
     /// Identity of the file that a path resolves to now; `None` if it does not exist.
-    pub fn at(path: &std::path::Path) -> Option<Self> {
-        check_may_block();
+    pub fn of_path(path: &std::path::Path) -> Option<Self> {
+        debug_assert_may_block();
         use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
         let metadata = std::fs::metadata(path).ok()?;
         let is_device = metadata.file_type().is_block_device();
-        Some(Self::of(metadata.dev(), metadata.ino(), metadata.rdev(), is_device))
+        Some(Self::from_numbers(metadata.dev(), metadata.ino(), metadata.rdev(), is_device))
     }
 }
 
 /// An open file or block device. Its locks are held until it is closed.
 #[derive(Debug)]
-pub struct File {
+pub struct FileStorage {
     /// Opened with O_DIRECT in the direct modes.
     fd: Fd,
     /// Opened without O_DIRECT, through the page cache.
     buffered: Fd,
-    lane: Arc<Lane>,
+    lane: Arc<FileIsolation>,
     syncs: Arc<Syncs>,
-    kind: Kind,
+    kind: FileKind,
     identity: FileIdentity,
     /// Device number, in the form of stat(2): of the device itself, or of the file's file system.
     device_number: u64,
-    ending: Arc<Ending>,
+    ending: Arc<FileCloser>,
     cache: CacheMode,
     read_only: bool,
     /// True if locks exclude other writers whenever it is in use.
@@ -138,16 +138,16 @@ pub struct File {
     space: Arc<SpaceCount>,
     name: String,
     /// Set if another process passed it, with the locks.
-    passed: Option<Passed>,
-    zeroing: zero::Refused,
+    passed_files: Option<PassedFiles>,
+    zeroing: zero::UnsupportedCalls,
     dsync_refused: AtomicBool,
-    past_ends: Seldom,
+    truncation_log: LogRateLimit,
 }
 
 /// Closes a file: releases the locks after the last operation, which may still write, and before
 /// the descriptor is closed.
 #[derive(Debug)]
-struct Ending {
+struct FileCloser {
     /// True if the locks belong to this process, so that closing releases them.
     releases: AtomicBool,
     /// Dropped, and thereby closed, with the last descriptor.
@@ -155,15 +155,15 @@ struct Ending {
     closed: async_channel::Receiver<()>,
 }
 
-impl Ending {
+impl FileCloser {
     fn new() -> Arc<Self> {
         let (sender, closed) = async_channel::bounded(1);
         Arc::new(Self { releases: AtomicBool::new(false), _closed: sender, closed })
     }
 }
 
-impl Closing for Ending {
-    fn before(&self, fd: BorrowedFd<'_>) {
+impl CloseHook for FileCloser {
+    fn before_close(&self, fd: BorrowedFd<'_>) {
         if self.releases.load(Relaxed) {
             lock::release(fd);
         }
@@ -173,22 +173,22 @@ impl Closing for Ending {
 /// Closes the buffered descriptor. The main one holds the locks and must be closed later, because
 /// an operation on either may still change the file.
 #[derive(Debug)]
-struct Beside {
+struct BufferedCloser {
     _main: Fd,
 }
 
-impl Closing for Beside {
-    fn before(&self, _: BorrowedFd<'_>) {}
+impl CloseHook for BufferedCloser {
+    fn before_close(&self, _: BorrowedFd<'_>) {}
 }
 
-impl Drop for File {
+impl Drop for FileStorage {
     fn drop(&mut self) {
         // Read by `before`, which runs when the last clone of the descriptor is dropped.
-        self.ending.releases.store(!self.is_anothers(), Relaxed);
+        self.ending.releases.store(!self.may_be_resumed_elsewhere(), Relaxed);
     }
 }
 
-impl File {
+impl FileStorage {
     /// Path that it was opened by.
     pub(crate) fn name(&self) -> &str {
         &self.name
@@ -202,16 +202,16 @@ impl File {
         self.is_protected
     }
 
-    pub(crate) fn is_handed_over(&self) -> bool {
+    pub(crate) fn has_handover(&self) -> bool {
         self.handover
     }
 
     pub(crate) fn is_passed(&self) -> bool {
-        self.passed.is_some()
+        self.passed_files.is_some()
     }
 
-    pub(crate) fn is_anothers(&self) -> bool {
-        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    pub(crate) fn may_be_resumed_elsewhere(&self) -> bool {
+        self.passed_files.as_ref().is_some_and(|passed| !passed.is_owner())
     }
 
     // New descriptors of the same open files. They are not clones of `Fd`, whose owners are counted
@@ -222,8 +222,8 @@ impl File {
     }
 
     /// See [`Storage::take_locks`](crate::Storage::take_locks).
-    pub(crate) fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
-        match lock::try_acquire(&self.fd, &self.name, lock::Use::of(self.read_only, false)) {
+    pub(crate) fn try_lock(&self, last: bool) -> std::result::Result<bool, OpenError> {
+        match lock::try_acquire(&self.fd, &self.name, lock::LockMode::new(self.read_only, false)) {
             Ok(true) => {}
             Ok(false) => {
                 let why = "this file system has no locks, so nothing would keep two from writing";
@@ -233,13 +233,13 @@ impl File {
             Err(_) => return Ok(false),
         }
         // The page cache of this host may be older than the writes of another host.
-        calls::forget_pages(&self.buffered);
+        calls::drop_clean_pages(&self.buffered);
         Ok(true)
     }
 
     /// Releases the locks, unless they still belong to another process.
     pub(crate) fn release_locks(&self) {
-        if !self.is_anothers() {
+        if !self.may_be_resumed_elsewhere() {
             lock::release(&self.fd);
         }
     }
@@ -247,11 +247,11 @@ impl File {
     /// True if the kernel may have an operation in flight: a descriptor has more owners than at
     /// rest.
     pub(crate) fn is_busy(&self) -> bool {
-        !(self.fd.has_owners(MAIN_OWNERS) && self.buffered.has_owners(1))
+        !(self.fd.has_reference_count(MAIN_OWNERS) && self.buffered.has_reference_count(1))
     }
 
     pub(crate) fn can_grow(&self) -> bool {
-        self.kind != Kind::BlockDevice
+        self.kind != FileKind::BlockDevice
     }
 
     pub(crate) fn writes_through(&self) -> bool {
@@ -273,7 +273,7 @@ impl File {
     }
 
     /// Flushes everything to stable storage, whatever the cache mode.
-    async fn sync(&self) -> Result<()> {
+    async fn sync_all(&self) -> Result<()> {
         self.syncs.run(&self.buffered, &self.lane).await
     }
 
@@ -289,10 +289,10 @@ impl File {
     }
 
     /// See [`Storage::stamp`](crate::Storage::stamp). `None` for a block device.
-    pub(crate) async fn stamp(&self) -> Option<Stamp> {
+    pub(crate) async fn stamp(&self) -> Option<FileStamp> {
         match self.kind {
-            Kind::Regular => self.lane.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
-            Kind::BlockDevice => None,
+            FileKind::Regular => self.lane.call(&self.buffered, |fd| calls::stamp(fd)).await.ok(),
+            FileKind::BlockDevice => None,
         }
     }
 
@@ -309,13 +309,13 @@ impl File {
     }
 
     /// See [`Storage::ask`](crate::Storage::ask).
-    pub(crate) async fn ask(&self) -> Result<()> {
-        self.lane.ask(&self.buffered, |fd| calls::ask(fd)).await
+    pub(crate) async fn ping(&self) -> Result<()> {
+        self.lane.ping(&self.buffered, |fd| calls::ping(fd)).await
     }
 
     /// See [`Storage::give_up`](crate::Storage::give_up).
-    pub(crate) fn give_up(&self) {
-        self.lane.give_up();
+    pub(crate) fn abandon(&self) {
+        self.lane.abandon();
     }
 
     /// See [`Storage::closed`](crate::Storage::closed).
@@ -345,7 +345,7 @@ impl File {
         }
         if self.lane.bounds_transfers() {
             // Boxed: the unusual path must not enlarge the future of every read.
-            return Box::pin(self.read_in_turn(fd, offset, target)).await;
+            return Box::pin(self.read_bounced(fd, offset, target)).await;
         }
         self.read_whole(fd, offset, target).await
     }
@@ -353,14 +353,14 @@ impl File {
     /// Reads through a bounce buffer, which the kernel may fill late: after the file was abandoned,
     /// a guest uses its memory for other data. Only a request that holds a slot of the lane has a
     /// buffer, so their number is bounded.
-    async fn read_in_turn(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
+    async fn read_bounced(&self, fd: &Fd, offset: u64, mut target: Segments) -> Result<Segments> {
         if !target.iter().any(|segment| matches!(segment, Segment::Guest(_))) {
             let read = async |fd: Fd| self.read_whole(&fd, offset, target).await;
             return self.lane.operate(fd, read).await;
         }
         let length = target.len();
         let read = async |fd: Fd| {
-            let bounce = Segments::from(Buffer::new(length));
+            let bounce = Segments::from(IoBuffer::new(length));
             self.read_whole(&fd, offset, bounce).await
         };
         target.copy_from(&self.lane.operate(fd, read).await?.joined());
@@ -372,12 +372,12 @@ impl File {
         let (result, target) = op::read_at(fd, target, 0, offset).await;
         match result {
             Ok(count) if count == length => Ok(target),
-            other => Box::pin(self.read_rest(fd, offset, target, other)).await,
+            other => Box::pin(self.read_slow(fd, offset, target, other)).await,
         }
     }
 
     /// Slow path of a read: short, interrupted, of many segments, or at the end of the file.
-    async fn read_rest(
+    async fn read_slow(
         &self,
         fd: &Fd,
         offset: u64,
@@ -391,7 +391,7 @@ impl File {
             match last {
                 Ok(count) if count > 0 => done += count,
                 Ok(_) => return Err(self.past_the_end(offset + done as u64)),
-                Err(error) => try_again(error.into(), &mut attempts).await?,
+                Err(error) => check_retry(error.into(), &mut attempts).await?,
             }
             if done == length {
                 return Ok(target);
@@ -411,7 +411,7 @@ impl File {
             // resize.
             return Error::INVALID;
         }
-        if let Some(left_out) = self.past_ends.line(recently()) {
+        if let Some(left_out) = self.truncation_log.try_log(coarse_now()) {
             let what = "read past the end: the file was truncated while in use";
             tracing::warn!(file = self.name, end, left_out, "{what}");
         }
@@ -427,7 +427,7 @@ impl File {
         // A buffered RWF_DSYNC write would consume writeback errors of other writes (see `sync`).
         let by_write = if self.has_synchronous_writes(fd) { wanted } else { Durability::Cached };
         let reached = if self.lane.bounds_transfers() {
-            Box::pin(self.write_in_turn(fd, offset, data, by_write)).await?
+            Box::pin(self.write_bounced(fd, offset, data, by_write)).await?
         } else {
             self.write_whole(fd, offset, data, by_write).await?
         };
@@ -437,7 +437,7 @@ impl File {
     /// Writes through a bounce buffer, which the kernel may read late: after the file was
     /// abandoned, a guest uses its memory for other data, which must not reach the file. Buffers
     /// are bounded as in [`File::read_in_turn`].
-    async fn write_in_turn(
+    async fn write_bounced(
         &self,
         fd: &Fd,
         offset: u64,
@@ -454,9 +454,9 @@ impl File {
             if places().next().is_none() {
                 return self.write_whole(&fd, offset, data, durability).await;
             }
-            let mut bounce = Buffer::new(data.len());
+            let mut bounce = IoBuffer::new(data.len());
             data.copy_to(&mut bounce);
-            if places().any(Place::is_lost) {
+            if places().any(GuestBytes::is_lost) {
                 // The guest's memory was truncated, so the copy has zeroes in its place.
                 return Err(Error::FAULT);
             }
@@ -468,7 +468,7 @@ impl File {
     /// Syncs if a write has not reached the durability that it requests.
     async fn make_durable(&self, wanted: Durability, reached: Durability) -> Result<()> {
         match (wanted, reached) {
-            (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync()).await,
+            (Durability::Synchronous, Durability::Cached) => Box::pin(self.sync_all()).await,
             _ => Ok(()),
         }
     }
@@ -476,7 +476,7 @@ impl File {
     /// True if one call can write durably and does not consume the errors of other writes, which
     /// the next sync must see: see [`sync`].
     fn has_synchronous_writes(&self, fd: &Fd) -> bool {
-        self.cache.is_direct() && fd.is(&self.fd) && !self.dsync_refused.load(Relaxed)
+        self.cache.is_direct() && fd.is_same(&self.fd) && !self.dsync_refused.load(Relaxed)
     }
 
     /// Writes all data and returns the durability that was reached.
@@ -487,8 +487,8 @@ impl File {
         data: Segments,
         durability: Durability,
     ) -> Result<Durability> {
-        if data.as_slice().len() > MOST_SEGMENTS {
-            Box::pin(self.write_rest(fd, offset, data, durability, None)).await?;
+        if data.as_slice().len() > MAX_SEGMENTS {
+            Box::pin(self.write_slow(fd, offset, data, durability, None)).await?;
             return Ok(durability);
         }
         let length = data.len();
@@ -498,17 +498,17 @@ impl File {
             Err(error) if durability == Durability::Synchronous && is_unsupported(&error) => {
                 // No RWF_DSYNC on this file system: from now on, write and then sync.
                 self.dsync_refused.store(true, Relaxed);
-                Box::pin(self.write_rest(fd, offset, data, Durability::Cached, None)).await?;
+                Box::pin(self.write_slow(fd, offset, data, Durability::Cached, None)).await?;
                 return Ok(Durability::Cached);
             }
-            other => Box::pin(self.write_rest(fd, offset, data, durability, Some(other))).await?,
+            other => Box::pin(self.write_slow(fd, offset, data, durability, Some(other))).await?,
         }
         Ok(durability)
     }
 
     /// Slow path of a write: short, interrupted, or of many segments. `last` is the result of an
     /// attempt already made.
-    async fn write_rest(
+    async fn write_slow(
         &self,
         fd: &Fd,
         mut offset: u64,
@@ -517,7 +517,7 @@ impl File {
         mut last: Option<std::io::Result<usize>>,
     ) -> Result<()> {
         loop {
-            let batch: usize = data.iter().take(MOST_SEGMENTS).map(Segment::len).sum();
+            let batch: usize = data.iter().take(MAX_SEGMENTS).map(Segment::len).sum();
             let later = data.split_off(batch);
             self.write_batch(fd, offset, data, durability, last.take()).await?;
             if later.is_empty() {
@@ -550,7 +550,7 @@ impl File {
                     offset += whole as u64;
                     data.advance(whole);
                 }
-                Some(Err(error)) => try_again(error.into(), &mut attempts).await?,
+                Some(Err(error)) => check_retry(error.into(), &mut attempts).await?,
                 None => {}
             }
             if data.is_empty() {
@@ -564,8 +564,8 @@ impl File {
 
 /// Zero copy. Not for files that may be abandoned, which use bounce buffers: the kernel may access
 /// a request's own memory after the request has failed.
-impl Registering for File {
-    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+impl ZeroCopyDevice for FileStorage {
+    async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
         if self.lane.bounds_transfers() {
             return None;
         }
@@ -575,7 +575,7 @@ impl Registering for File {
     async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         asked: Durability,
     ) -> Option<Result<()>> {
         if self.lane.bounds_transfers() {
@@ -591,8 +591,8 @@ impl Registering for File {
     }
 }
 
-impl File {
-    async fn read_registered_by(&self, fd: &Fd, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+impl FileStorage {
+    async fn read_registered_by(&self, fd: &Fd, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
         let (mut done, mut attempts) = (0, 0);
         while done < buffer.bytes() {
             let at = offset + done as u64;
@@ -602,9 +602,9 @@ impl File {
                 }
                 // A count that is no multiple of the block ends at the end of the file.
                 Ok(count) => return Some(Err(self.past_the_end(at + count as u64))),
-                Err(error) if is_unsuited(&error) => return None,
+                Err(error) if needs_copy(&error) => return None,
                 Err(error) => {
-                    if let Err(error) = try_again(error.into(), &mut attempts).await {
+                    if let Err(error) = check_retry(error.into(), &mut attempts).await {
                         return Some(Err(error));
                     }
                 }
@@ -617,7 +617,7 @@ impl File {
         &self,
         fd: &Fd,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>> {
         let (mut done, mut attempts) = (0, 0);
@@ -628,9 +628,9 @@ impl File {
                     done += count - count % self.alignment.offset as usize;
                 }
                 Ok(_) => return Some(Err(Error::IO)),
-                Err(error) if is_unsuited(&error) => return None,
+                Err(error) if needs_copy(&error) => return None,
                 Err(error) => {
-                    if let Err(error) = try_again(error.into(), &mut attempts).await {
+                    if let Err(error) = check_retry(error.into(), &mut attempts).await {
                         return Some(Err(error));
                     }
                 }
@@ -642,7 +642,7 @@ impl File {
 
 /// True if the kernel cannot do this request without a copy, rather than failing at it: the request
 /// has no registered buffer, its pages are unsuitable for the device, or the operation is missing.
-fn is_unsuited(error: &std::io::Error) -> bool {
+fn needs_copy(error: &std::io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EFAULT | libc::EINVAL)) || is_unsupported(error)
 }
 
@@ -654,9 +654,9 @@ fn is_unsupported(error: &std::io::Error) -> bool {
 
 /// Returns the error of a failed request that must not be retried; otherwise yields to the other
 /// tasks and returns.
-async fn try_again(error: Error, attempts: &mut u32) -> Result<()> {
+async fn check_retry(error: Error, attempts: &mut u32) -> Result<()> {
     *attempts += 1;
-    if !matches!(error.errno(), libc::EINTR | libc::EAGAIN) || *attempts >= MOST_ATTEMPTS {
+    if !matches!(error.errno(), libc::EINTR | libc::EAGAIN) || *attempts >= MAX_ATTEMPTS {
         return Err(error);
     }
     yield_now().await;
@@ -669,12 +669,12 @@ async fn retried<F: Future<Output = std::io::Result<()>>>(attempt: impl Fn() -> 
     loop {
         match attempt().await {
             Ok(()) => return Ok(()),
-            Err(error) => try_again(error.into(), &mut attempts).await?,
+            Err(error) => check_retry(error.into(), &mut attempts).await?,
         }
     }
 }
 
-impl Device for File {
+impl AlignedDevice for FileStorage {
     fn alignment(&self) -> Alignment {
         self.alignment
     }
@@ -696,8 +696,8 @@ impl Device for File {
     /// 1 for regular files, whose unaligned tail goes through the page cache.
     fn size_multiple(&self) -> u64 {
         match self.kind {
-            Kind::Regular => 1,
-            Kind::BlockDevice => self.zero_alignment.max(SECTOR),
+            FileKind::Regular => 1,
+            FileKind::BlockDevice => self.zero_alignment.max(SECTOR),
         }
     }
 
@@ -707,8 +707,8 @@ impl Device for File {
 
     fn description(&self) -> String {
         let kind = match self.kind {
-            Kind::Regular => "file",
-            Kind::BlockDevice => "block device",
+            FileKind::Regular => "file",
+            FileKind::BlockDevice => "block device",
         };
         let access = if self.read_only { ", read-only" } else { "" };
         format!("{kind} {}, cache {}{access}", self.name, self.cache)
@@ -724,7 +724,7 @@ impl Device for File {
     }
 
     fn can_zero_fast(&self) -> bool {
-        self.zeroing.fast(self.kind)
+        self.zeroing.has_fast_call(self.kind)
     }
 
     async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
@@ -749,7 +749,7 @@ impl Device for File {
         if self.cache == CacheMode::Unsafe || self.read_only {
             return Ok(());
         }
-        self.sync().await
+        self.sync_all().await
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
@@ -761,7 +761,7 @@ impl Device for File {
     }
 
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        if self.kind == Kind::BlockDevice {
+        if self.kind == FileKind::BlockDevice {
             return Ok(vec![Extent { length, hole: false, zero: false }]);
         }
         self.lane.call(&self.buffered, move |fd| status::extents(fd, offset, length)).await

@@ -34,12 +34,12 @@ use reactor::error::Result;
 pub(super) struct Flushes {
     /// Number of changes that have ended.
     changes: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<FlushesState>,
     ended: Event,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FlushesState {
     running: bool,
     /// Number of flushes that have ended.
     count: u64,
@@ -52,8 +52,8 @@ struct State {
 impl Flushes {
     /// Begins a change of the device, which ends when the value is dropped: after the change has
     /// completed, failed or been cancelled, and before its result is returned to the client.
-    pub(super) fn change(&self) -> Change<'_> {
-        Change(&self.changes)
+    pub(super) fn begin_change(&self) -> UnflushedChange<'_> {
+        UnflushedChange(&self.changes)
     }
 
     /// Returns once all changes that ended before the call are on stable storage. Calls `flush` at
@@ -90,13 +90,13 @@ impl Flushes {
             }
             ended.await;
         };
-        let mut running = Running { flushes: self, outcome: None };
+        let mut running = RunningFlush { flushes: self, outcome: None };
         let result = flush().await;
         running.outcome = Some((covered, result));
         result
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FlushesState> {
         // Each change of the state is complete before any code that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -104,21 +104,21 @@ impl Flushes {
 
 /// See [`Flushes::change`].
 #[must_use = "the change lasts until it is dropped"]
-pub(super) struct Change<'a>(&'a AtomicU64);
+pub(super) struct UnflushedChange<'a>(&'a AtomicU64);
 
-impl Drop for Change<'_> {
+impl Drop for UnflushedChange<'_> {
     fn drop(&mut self) {
         self.0.fetch_add(1, Ordering::Release);
     }
 }
 
 /// A flush in progress. If its caller is cancelled, another caller starts over.
-struct Running<'a> {
+struct RunningFlush<'a> {
     flushes: &'a Flushes,
     outcome: Option<(u64, Result<()>)>,
 }
 
-impl Drop for Running<'_> {
+impl Drop for RunningFlush<'_> {
     fn drop(&mut self) {
         {
             let mut state = self.flushes.lock();
@@ -148,13 +148,13 @@ mod tests {
 
     /// A device whose flush takes a second.
     #[derive(Clone, Default)]
-    struct Disk {
+    struct SlowFlushDisk {
         flushes: Rc<Flushes>,
         reached: Rc<Cell<u64>>,
         error: Rc<Cell<Option<Error>>>,
     }
 
-    impl Disk {
+    impl SlowFlushDisk {
         async fn flush(self) -> Result<()> {
             let device = || async {
                 self.reached.set(self.reached.get() + 1);
@@ -175,26 +175,26 @@ mod tests {
     }
 
     #[test]
-    fn a_flood_reaches_the_device_once_for_each_change() {
+    fn a_thousand_flushes_reach_the_device_once_per_change() {
         sim::run(1, async {
-            let disk = Disk::default();
+            let disk = SlowFlushDisk::default();
             assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
             assert_eq!(disk.reached.get(), 1, "who wrote before is not known");
             assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
             assert_eq!(disk.reached.get(), 1);
-            drop(disk.flushes.change());
+            drop(disk.flushes.begin_change());
             assert!(disk.flush_many(1000).await.iter().all(Result::is_ok));
             assert_eq!(disk.reached.get(), 2);
         });
     }
 
     #[test]
-    fn what_was_changed_during_a_flush_is_left_to_the_next() {
+    fn changes_during_a_flush_need_another_flush() {
         sim::run(1, async {
-            let disk = Disk::default();
+            let disk = SlowFlushDisk::default();
             let first = spawn_joinable(disk.clone().flush());
             sleep_until(now() + Duration::from_millis(500)).await;
-            drop(disk.flushes.change());
+            drop(disk.flushes.begin_change());
             let began = now();
             assert!(disk.flush_many(10).await.iter().all(Result::is_ok));
             assert_eq!((now() - began).as_nanos(), 1_500_000_000, "the rest of the first, and the second");
@@ -203,9 +203,9 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_is_everybodys_who_waited_and_the_next_tries_again() {
+    fn a_failed_flush_fails_all_waiters_and_is_retried() {
         sim::run(1, async {
-            let disk = Disk::default();
+            let disk = SlowFlushDisk::default();
             disk.error.set(Some(Error::IO));
             assert!(disk.flush_many(10).await.iter().all(|result| *result == Err(Error::IO)));
             assert_eq!(disk.reached.get(), 1);
@@ -216,9 +216,9 @@ mod tests {
     }
 
     #[test]
-    fn another_goes_on_where_one_gives_up() {
+    fn a_waiter_replaces_a_cancelled_flush() {
         sim::run(1, async {
-            let disk = Disk::default();
+            let disk = SlowFlushDisk::default();
             let patience = Duration::from_millis(300);
             let first = spawn_joinable(timeout(patience, disk.clone().flush()));
             sleep_until(now() + Duration::from_millis(100)).await;

@@ -3,19 +3,19 @@
 //!
 //! Never opens or locks anything. Delay, rate and fault wrappers are not part of the identity.
 
-use super::{CacheMode, Part, Storage, rbd::Rbd};
+use super::{CacheMode, StoragePart, Storage, rbd::RbdStorage};
 
 /// Identity of a storage. Two storages with equal identities read and write the same bytes in the
 /// same way.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Identity {
+pub struct StorageIdentity {
     /// The file or device by its numbers, the RBD image, or else the description: the same for all
     /// names of a storage.
-    pub what: String,
+    pub key: String,
     /// The name that it was opened by, for people.
     pub path: Option<String>,
     /// The parts cut from it, the outermost first.
-    pub parts: Vec<Part>,
+    pub parts: Vec<StoragePart>,
     /// Cache mode of a file or an RBD image.
     pub cache: Option<CacheMode>,
     /// True if writes fail.
@@ -24,24 +24,24 @@ pub struct Identity {
 
 impl Storage {
     /// Returns the [`Identity`].
-    pub fn identity(&self) -> Identity {
+    pub fn identity(&self) -> StorageIdentity {
         let mut parts = Vec::new();
         let mut bottom = self;
         while let Self::Wrapped(wrapped) = bottom {
-            parts.extend(wrapped.cut());
+            parts.extend(wrapped.as_part());
             bottom = wrapped.inner();
         }
-        let (file, image) = (bottom.file(), bottom.rbd());
+        let (file, image) = (bottom.bottom_file(), bottom.bottom_rbd());
         let what = match (bottom.file_identity(), image) {
             (Some(file), _) => file.to_string(),
-            (None, Some(image)) => image.what().to_owned(),
+            (None, Some(image)) => image.key().to_owned(),
             (None, None) => bottom.description(),
         };
-        Identity {
-            what,
-            path: self.path().or_else(|| image.map(Rbd::name)).map(str::to_owned),
+        StorageIdentity {
+            key: what,
+            path: self.path().or_else(|| image.map(RbdStorage::name)).map(str::to_owned),
             parts,
-            cache: file.map(super::File::cache).or_else(|| image.map(Rbd::cache)),
+            cache: file.map(super::FileStorage::cache).or_else(|| image.map(RbdStorage::cache)),
             read_only: self.read_only(),
         }
     }

@@ -49,22 +49,22 @@ mod spec;
 mod wrapped;
 
 pub use file::FileIdentity;
-pub use file::{CacheMode, File, Passed, PassedFile};
-pub use identity::Identity;
+pub use file::{CacheMode, FileStorage, PassedFiles, PassedFile};
+pub use identity::StorageIdentity;
 pub use invalid_value::InvalidValue;
-pub use lock::in_use;
+pub use lock::find_user;
 pub use open::{OpenOptions, open_storage, probe_anywhere};
-pub use open::{open_any, open_bottom, wrapped};
+pub use open::{open_async, open_bottom, add_wrappers};
 pub use open_error::OpenError;
 pub use options::InvalidOption;
 pub use own_mounts::OwnMount;
-pub use part::Part;
-pub use probe::Format;
-pub use range_lock::Guard as RangeGuard;
+pub use part::StoragePart;
+pub use probe::ImageFormat;
+pub use range_lock::RangeLockGuard as RangeGuard;
 pub use range_lock::RangeLocks;
 pub use resize::ResizeError;
 pub use root::Root;
-pub use spec::{Spec, parse_duration, parse_size, show_duration};
+pub use spec::{StorageSpec, parse_duration, parse_size, show_duration};
 pub use wrapped::Wrapped;
 
 use std::{io, sync::Arc};
@@ -72,19 +72,19 @@ use std::{io, sync::Arc};
 use policy::time::{Duration, Instant};
 
 use self::{
-    align::{Align, Device as _},
-    memory::Memory,
-    nbd::Nbd,
-    null::Null,
-    rbd::Rbd,
-    simulated::Simulated,
+    align::{Align, AlignedDevice as _},
+    memory::MemoryStorage,
+    nbd::NbdStorage,
+    null::NullStorage,
+    rbd::RbdStorage,
+    simulated::SimulatedStorage,
 };
 pub use reactor::op::Durability;
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    guest::Place,
-    ublk::Registered,
+    guest::GuestBytes,
+    ublk::RegisteredData,
 };
 
 /// Options of [`Storage::write_zeroes`]: NBD's flags of `NBD_CMD_WRITE_ZEROES`.
@@ -113,7 +113,7 @@ pub struct Extent {
 
 /// Maximum number of extents in one result of [`Storage::block_status`]. It bounds the memory and
 /// the time of one request.
-pub const MOST_EXTENTS: usize = 256;
+pub const MAX_EXTENTS: usize = 256;
 
 /// Request sizes that cost least, in bytes; both are powers of two. Any request is correct,
 /// whatever its alignment.
@@ -128,7 +128,7 @@ pub struct BlockSize {
 
 /// Modification time and size of a file, which change with its content.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stamp {
+pub struct FileStamp {
     modified_s: i64,
     modified_ns: i64,
     size_bytes: i64,
@@ -138,17 +138,17 @@ pub struct Stamp {
 #[derive(Debug)]
 pub enum Storage {
     /// A regular file or block device.
-    File(Align<File>),
+    File(Align<FileStorage>),
     /// Memory, allocated on first write.
-    Memory(Memory),
+    Memory(MemoryStorage),
     /// An export of an NBD server.
-    Nbd(Align<Nbd>),
+    Nbd(Align<NbdStorage>),
     /// Reads zeroes and discards writes.
-    Null(Null),
+    Null(NullStorage),
     /// An image of a Ceph cluster.
-    Rbd(Align<Rbd>),
+    Rbd(Align<RbdStorage>),
     /// A simulated disk, which tears, loses and reorders writes that were not flushed.
-    Simulated(Align<Simulated>),
+    Simulated(Align<SimulatedStorage>),
     /// Another storage behind a wrapper: a part of it, slower, or with injected failures.
     Wrapped(Box<Wrapped>),
 }
@@ -174,17 +174,17 @@ impl Storage {
     /// # Panics
     /// Above 256 TiB.
     pub fn memory(size_bytes: u64) -> Self {
-        Self::Memory(Memory::new(size_bytes).expect("at most 256 TiB"))
+        Self::Memory(MemoryStorage::new(size_bytes).expect("at most 256 TiB"))
     }
 
     /// Creates a memory storage with this content, of at least 512 bytes.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn holding(content: &[u8]) -> Self {
+    pub async fn with_content(content: &[u8]) -> Self {
         let storage = Self::memory((content.len() as u64).max(512));
         if !content.is_empty() {
-            let written = storage.write(0, Buffer::copy_of(content).into(), Durability::Cached).await;
+            let written = storage.write(0, IoBuffer::copy_of(content).into(), Durability::Cached).await;
             written.expect("memory takes it");
         }
         storage
@@ -194,8 +194,8 @@ impl Storage {
     ///
     /// # Errors
     /// As [`Storage::read`].
-    pub async fn content(&self) -> Result<Vec<u8>> {
-        Ok(self.read(0, Buffer::new(self.size_bytes() as usize)).await?.to_vec())
+    pub async fn read_all(&self) -> Result<Vec<u8>> {
+        Ok(self.read(0, IoBuffer::new(self.size_bytes() as usize)).await?.to_vec())
     }
 
     /// Last known size in bytes. Never waits.
@@ -244,42 +244,42 @@ impl Storage {
     }
 
     /// True if only its owner can enlarge it: a block device, or an export of an NBD server.
-    pub fn keeps_size(&self) -> bool {
-        self.nbd().is_some() || self.file().is_some_and(|file| !file.can_grow())
+    pub fn has_fixed_size(&self) -> bool {
+        self.bottom_nbd().is_some() || self.bottom_file().is_some_and(|file| !file.can_grow())
     }
 
     /// The file below all wrappers; `None` if the bottom is not a file.
-    fn file(&self) -> Option<&File> {
+    fn bottom_file(&self) -> Option<&FileStorage> {
         match self {
             Self::File(file) => Some(file.device()),
             Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => None,
-            Self::Wrapped(wrapped) => wrapped.inner().file(),
+            Self::Wrapped(wrapped) => wrapped.inner().bottom_file(),
         }
     }
 
     /// The NBD export below all wrappers; `None` if the bottom is not an export.
-    fn nbd(&self) -> Option<&Nbd> {
+    fn bottom_nbd(&self) -> Option<&NbdStorage> {
         match self {
             Self::Nbd(nbd) => Some(nbd.device()),
             Self::File(_) | Self::Memory(_) | Self::Null(_) | Self::Rbd(_) | Self::Simulated(_) => None,
-            Self::Wrapped(wrapped) => wrapped.inner().nbd(),
+            Self::Wrapped(wrapped) => wrapped.inner().bottom_nbd(),
         }
     }
 
     /// State of the connections to the NBD server; `None` if the bottom is not an export.
-    pub fn remote(&self) -> Option<nbd::Remote> {
-        self.nbd().map(Nbd::remote)
+    pub fn remote_status(&self) -> Option<nbd::NbdLinkStatus> {
+        self.bottom_nbd().map(NbdStorage::remote)
     }
 
     /// Identity of the file at the bottom; `None` if the bottom is not a file.
     pub fn file_identity(&self) -> Option<FileIdentity> {
-        self.file().map(File::identity)
+        self.bottom_file().map(FileStorage::identity)
     }
 
     /// Stamp of the file at the bottom. `None` if the bottom is not a file, or the file system does
     /// not report it now.
-    pub async fn stamp(&self) -> Option<Stamp> {
-        match self.file() {
+    pub async fn stamp(&self) -> Option<FileStamp> {
+        match self.bottom_file() {
             Some(file) => file.stamp().await,
             None => None,
         }
@@ -287,14 +287,14 @@ impl Storage {
 
     /// True if the lowest layer is a regular file.
     pub fn has_stamp(&self) -> bool {
-        self.file().is_some_and(File::can_grow)
+        self.bottom_file().is_some_and(FileStorage::can_grow)
     }
 
     /// Bytes that the file system has allocated to the file at the bottom, writes before the call
     /// included; `None` if the bottom is not a file. The last known number if the file system
     /// reports an error, or does not answer before `deadline`.
     pub async fn allocated_bytes_before(&self, deadline: Instant) -> Option<u64> {
-        match self.file() {
+        match self.bottom_file() {
             Some(file) => Some(file.allocated_bytes_before(deadline).await),
             None => None,
         }
@@ -314,9 +314,9 @@ impl Storage {
 
     /// Queries the file system of the file at the bottom and returns once it has replied: a health
     /// check. Returns at once if the bottom is not a file.
-    pub async fn ask(&self) -> Result<()> {
-        match self.file() {
-            Some(file) => file.ask().await,
+    pub async fn ping(&self) -> Result<()> {
+        match self.bottom_file() {
+            Some(file) => file.ping().await,
             None => Ok(()),
         }
     }
@@ -325,16 +325,16 @@ impl Storage {
     /// later ones fail with [`Error::TIMED_OUT`](reactor::error::Error::TIMED_OUT). Reads and
     /// writes are failed if the file system does not support non-blocking attempts; other
     /// operations end by themselves.
-    pub fn give_up(&self) {
-        if let Some(file) = self.file() {
-            file.give_up();
+    pub fn abandon(&self) {
+        if let Some(file) = self.bottom_file() {
+            file.abandon();
         }
     }
 
     /// Channel whose other end is closed once the file at the bottom is closed and its locks are
     /// released; `None` if the bottom is not a file.
-    pub fn closed(&self) -> Option<async_channel::Receiver<()>> {
-        self.file().map(File::closed)
+    pub fn closed_channel(&self) -> Option<async_channel::Receiver<()>> {
+        self.bottom_file().map(FileStorage::closed)
     }
 
     /// Description for people: type, path or address, cache mode, wrappers.
@@ -344,7 +344,7 @@ impl Storage {
 
     /// Path of the file or device at the bottom; `None` if the bottom is not a file.
     pub fn path(&self) -> Option<&str> {
-        self.file().map(File::name)
+        self.bottom_file().map(FileStorage::name)
     }
 
     /// True if writes fail with [`Error::NOT_PERMITTED`](reactor::error::Error::NOT_PERMITTED).
@@ -358,67 +358,67 @@ impl Storage {
         match self {
             Self::Rbd(image) => image.device().writes_through(),
             Self::Wrapped(wrapped) => wrapped.inner().writes_through(),
-            _ => self.file().is_some_and(File::writes_through) || self.nbd().is_some_and(Nbd::writes_through),
+            _ => self.bottom_file().is_some_and(FileStorage::writes_through) || self.bottom_nbd().is_some_and(NbdStorage::writes_through),
         }
     }
 
     /// The RBD image below all wrappers.
-    fn rbd(&self) -> Option<&Rbd> {
+    fn bottom_rbd(&self) -> Option<&RbdStorage> {
         match self {
             Self::Rbd(image) => Some(image.device()),
-            Self::Wrapped(wrapped) => wrapped.inner().rbd(),
+            Self::Wrapped(wrapped) => wrapped.inner().bottom_rbd(),
             Self::File(_) | Self::Memory(_) | Self::Nbd(_) | Self::Null(_) | Self::Simulated(_) => None,
         }
     }
 
     /// True if acknowledged writes exist only in librbd's cache in this process. Memory storage,
     /// all of which is in this process, does not count.
-    pub fn would_lose(&self) -> bool {
-        self.rbd().is_some_and(Rbd::would_lose)
+    pub fn has_volatile_writes(&self) -> bool {
+        self.bottom_rbd().is_some_and(RbdStorage::has_volatile_writes)
     }
 
     /// True if its bytes are in a Ceph cluster.
     pub fn is_in_cluster(&self) -> bool {
-        self.rbd().is_some()
+        self.bottom_rbd().is_some()
     }
 
     /// True if its bytes are on another host: RBD or NBD.
-    pub fn is_far(&self) -> bool {
-        self.rbd().is_some() || self.nbd().is_some()
+    pub fn is_remote(&self) -> bool {
+        self.bottom_rbd().is_some() || self.bottom_nbd().is_some()
     }
 
     /// Age of the oldest request in flight, for RBD and NBD. It grows while the cluster or the
     /// server does not answer.
     pub fn oldest_request(&self) -> Option<Duration> {
-        self.rbd().and_then(Rbd::oldest_request).or_else(|| self.nbd().and_then(Nbd::oldest_request))
+        self.bottom_rbd().and_then(RbdStorage::oldest_request).or_else(|| self.bottom_nbd().and_then(NbdStorage::oldest_request_age))
     }
 
     /// Notification (`Bell`) that another client may have resized the image; the reaction is
     /// [`Storage::look_again`]. `None` if the storage does not notify.
-    pub fn bell(&self) -> Option<&Arc<rbd::Bell>> {
-        self.rbd().map(Rbd::bell)
+    pub fn resize_notifier(&self) -> Option<&Arc<rbd::ResizeNotifier>> {
+        self.bottom_rbd().map(RbdStorage::resize_notifier)
     }
 
     /// Interval at which to call [`Storage::look_again`] if the storage may not notify about a
     /// resize; `None` if it does.
-    pub fn look_every(&self) -> Option<Duration> {
-        self.rbd().and_then(Rbd::look_every)
+    pub fn poll_interval(&self) -> Option<Duration> {
+        self.bottom_rbd().and_then(RbdStorage::poll_interval)
     }
 
     /// As [`Storage::refresh_size`], but queries a cluster too, which may take a while.
     ///
     /// # Errors
     /// The size cannot be read.
-    pub async fn look_again(&self) -> Result<u64> {
-        if let Some(image) = self.rbd() {
-            image.look_again().await?;
+    pub async fn poll_size(&self) -> Result<u64> {
+        if let Some(image) = self.bottom_rbd() {
+            image.poll_size().await?;
         }
         self.refresh_size().await
     }
 
     /// Maximum size of librbd's cache for this image in this process, in bytes.
-    pub fn most_cache_bytes(&self) -> u64 {
-        self.rbd().map_or(0, Rbd::most_cache_bytes)
+    pub fn max_cache_bytes(&self) -> u64 {
+        self.bottom_rbd().map_or(0, RbdStorage::max_cache_bytes)
     }
 
     /// Closes an RBD image, so that other clients can open it. Must be the last call. Other storage
@@ -427,7 +427,7 @@ impl Storage {
     /// # Errors
     /// As reported by the cluster; flushed data is durable nonetheless.
     pub async fn close(&self) -> Result<()> {
-        match self.rbd() {
+        match self.bottom_rbd() {
             Some(image) => image.close().await,
             None => Ok(()),
         }
@@ -435,43 +435,43 @@ impl Storage {
 
     /// True if the page cache has lost writes. Flushes fail from then on.
     pub fn has_lost_writes(&self) -> bool {
-        self.file().is_some_and(File::has_lost_writes) || self.nbd().is_some_and(Nbd::has_lost_writes)
+        self.bottom_file().is_some_and(FileStorage::has_lost_writes) || self.bottom_nbd().is_some_and(NbdStorage::has_lost_writes)
     }
 
     /// True if other processes may write to it: it was opened despite another writer, or the file
     /// system has no locks.
-    pub fn may_be_written_by_others(&self) -> bool {
-        self.file().is_some_and(|file| !file.is_protected()) || self.nbd().is_some_and(Nbd::is_shared)
+    pub fn has_other_writers(&self) -> bool {
+        self.bottom_file().is_some_and(|file| !file.is_protected()) || self.bottom_nbd().is_some_and(NbdStorage::is_shared)
     }
 
     /// See [`OpenOptions::handover`].
-    pub fn is_handed_over(&self) -> bool {
-        self.file().is_some_and(File::is_handed_over)
+    pub fn has_handover(&self) -> bool {
+        self.bottom_file().is_some_and(FileStorage::has_handover)
     }
 
     /// Tries to lock a file that was opened without locks (see [`OpenOptions::handover`]). Returns
     /// false if another process holds them. Blocks, for longer on the `last` attempt, which returns
     /// an error instead of false.
-    pub fn take_locks(&self, last: bool) -> std::result::Result<bool, OpenError> {
-        self.file().map_or(Ok(true), |file| file.take_locks(last))
+    pub fn try_lock(&self, last: bool) -> std::result::Result<bool, OpenError> {
+        self.bottom_file().map_or(Ok(true), |file| file.try_lock(last))
     }
 
     /// Releases the locks for another process. The file must not be used any more.
     pub fn release_locks(&self) {
-        if let Some(file) = self.file() {
+        if let Some(file) = self.bottom_file() {
             file.release_locks();
         }
     }
 
     /// True if operations may be in flight in the kernel, including abandoned ones.
     pub fn is_busy(&self) -> bool {
-        self.file().is_some_and(File::is_busy) || self.rbd().and_then(Rbd::oldest_request).is_some()
+        self.bottom_file().is_some_and(FileStorage::is_busy) || self.bottom_rbd().and_then(RbdStorage::oldest_request).is_some()
     }
 
     /// Descriptors to pass to the new process of an upgrade; `None` if the bottom is not a file, or
     /// is read-only.
     pub fn descriptors(&self) -> Option<io::Result<PassedFile>> {
-        self.file().filter(|_| !self.read_only()).map(File::descriptors)
+        self.bottom_file().filter(|_| !self.read_only()).map(FileStorage::descriptors)
     }
 
     /// True if its bytes are in the memory of this process only.
@@ -486,22 +486,22 @@ impl Storage {
     /// True if another process had it open before: a passed file, or a shared NBD export or RBD
     /// image.
     pub fn is_passed(&self) -> bool {
-        self.file().is_some_and(File::is_passed)
-            || self.nbd().is_some_and(Nbd::is_passed)
-            || self.rbd().is_some_and(Rbd::is_passed)
+        self.bottom_file().is_some_and(FileStorage::is_passed)
+            || self.bottom_nbd().is_some_and(NbdStorage::is_passed)
+            || self.bottom_rbd().is_some_and(RbdStorage::is_passed)
     }
 
     /// True if it is passed ([`Storage::is_passed`]) and the process that passed it may resume
     /// using it.
-    pub fn is_anothers(&self) -> bool {
-        self.file().is_some_and(File::is_anothers)
-            || self.nbd().is_some_and(Nbd::is_anothers)
-            || self.rbd().is_some_and(Rbd::is_anothers)
+    pub fn may_be_resumed_elsewhere(&self) -> bool {
+        self.bottom_file().is_some_and(FileStorage::may_be_resumed_elsewhere)
+            || self.bottom_nbd().is_some_and(NbdStorage::may_be_resumed_elsewhere)
+            || self.bottom_rbd().is_some_and(RbdStorage::may_be_resumed_elsewhere)
     }
 
     /// True if the Ceph cluster has blocklisted this client, so that every request fails.
-    pub fn is_lost(&self) -> bool {
-        self.rbd().is_some_and(Rbd::is_lost)
+    pub fn is_blocklisted(&self) -> bool {
+        self.bottom_rbd().is_some_and(RbdStorage::is_lost)
     }
 
     /// Writes cached data back to the server or the cluster, where another process sees it.
@@ -509,9 +509,9 @@ impl Storage {
     /// # Errors
     /// As reported by the server or the cluster.
     pub async fn write_back(&self) -> Result<()> {
-        match self.rbd() {
+        match self.bottom_rbd() {
             Some(image) if !self.read_only() => image.write_back().await,
-            None if self.nbd().is_some() => self.flush().await,
+            None if self.bottom_nbd().is_some() => self.flush().await,
             _ => Ok(()),
         }
     }
@@ -521,9 +521,9 @@ impl Storage {
     ///
     /// # Errors
     /// As reported by the cluster; the image can be resumed.
-    pub async fn lay_down(&self) -> Result<()> {
-        match self.rbd() {
-            Some(image) => image.lay_down().await,
+    pub async fn suspend(&self) -> Result<()> {
+        match self.bottom_rbd() {
+            Some(image) => image.suspend().await,
             None => Ok(()),
         }
     }
@@ -534,9 +534,9 @@ impl Storage {
     ///
     /// # Errors
     /// The reason why it cannot be opened.
-    pub async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
-        match self.rbd() {
-            Some(image) => image.take_up(heirs).await,
+    pub async fn resume(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+        match self.bottom_rbd() {
+            Some(image) => image.resume(heirs).await,
             None => Ok(()),
         }
     }
@@ -546,26 +546,26 @@ impl Storage {
     ///
     /// # Errors
     /// As reported by the cluster.
-    pub async fn shut_out(&self, clients: &[u64]) -> Result<()> {
-        match self.rbd() {
-            Some(image) => image.shut_out(clients).await,
+    pub async fn blocklist(&self, clients: &[u64]) -> Result<()> {
+        match self.bottom_rbd() {
+            Some(image) => image.blocklist(clients).await,
             None => Ok(()),
         }
     }
 
     /// True if other processes read data that was written and flushed here.
-    pub fn is_common(&self) -> bool {
-        self.file().is_some() || self.nbd().is_some_and(Nbd::has_common_flushes)
+    pub fn has_shared_flushes(&self) -> bool {
+        self.bottom_file().is_some() || self.bottom_nbd().is_some_and(NbdStorage::has_shared_flushes)
     }
 
     /// Records that another process has written, perhaps without a flush: the next flush must reach
     /// the device.
-    pub fn was_changed(&self) {
+    pub fn note_external_writes(&self) {
         match self {
             Self::File(file) => file.was_changed(),
             Self::Nbd(nbd) => nbd.was_changed(),
             Self::Rbd(image) => image.was_changed(),
-            Self::Wrapped(wrapped) => wrapped.inner().was_changed(),
+            Self::Wrapped(wrapped) => wrapped.inner().note_external_writes(),
             Self::Memory(_) | Self::Null(_) | Self::Simulated(_) => {}
         }
     }
@@ -573,7 +573,7 @@ impl Storage {
     /// True if a resize can enlarge it and the added bytes read as zeroes. Not so for a block
     /// device: its owner enlarges it, and the added range keeps its old content.
     pub fn can_grow(&self) -> bool {
-        self.file().is_none_or(File::can_grow) && self.nbd().is_none()
+        self.bottom_file().is_none_or(FileStorage::can_grow) && self.bottom_nbd().is_none()
     }
 
     /// Alignment that costs least.
@@ -592,7 +592,7 @@ impl Storage {
     /// # Errors
     /// [`Error::IO`](reactor::error::Error::IO) from the device, or if a file was truncated by
     /// another process. Never returns stale memory as data.
-    pub async fn read(&self, offset: u64, buffer: Buffer) -> Result<Buffer> {
+    pub async fn read(&self, offset: u64, buffer: IoBuffer) -> Result<IoBuffer> {
         Ok(self.read_into(offset, buffer.into()).await?.joined())
     }
 
@@ -607,7 +607,7 @@ impl Storage {
 
     /// True if [`Storage::read_registered`] and [`Storage::write_registered`] may be supported. A
     /// single call can still return `None`.
-    pub fn takes_registered(&self) -> bool {
+    pub fn supports_registered(&self) -> bool {
         matches!(self, Self::File(_) | Self::Simulated(_))
     }
 
@@ -616,7 +616,7 @@ impl Storage {
     ///
     /// # Errors
     /// As [`Storage::read_into`].
-    pub async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+    pub async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
         match self {
             Self::File(file) => file.read_registered(offset, buffer).await,
             Self::Simulated(disk) => disk.read_registered(offset, buffer).await,
@@ -632,7 +632,7 @@ impl Storage {
     pub async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>> {
         match self {
@@ -645,9 +645,9 @@ impl Storage {
     /// References to the bytes that [`Storage::read`] would return, without waiting and without a
     /// copy. Later writes do not change them. `None` if the storage is not memory, and outside the
     /// disk.
-    pub fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
+    pub fn read_shared(&self, offset: u64, length: usize) -> Option<Segments> {
         match self {
-            Self::Memory(memory) => memory.lend(offset, length),
+            Self::Memory(memory) => memory.read_shared(offset, length),
             _ => None,
         }
     }
@@ -659,7 +659,7 @@ impl Storage {
 
     /// Reads into guest memory as [`Storage::read_into`], synchronously; `None` if the storage may
     /// wait.
-    pub fn read_now(&self, offset: u64, into: &[Place]) -> Option<Result<()>> {
+    pub fn read_now(&self, offset: u64, into: &[GuestBytes]) -> Option<Result<()>> {
         match self {
             Self::Memory(memory) => Some(memory.read_now(offset, into)),
             Self::Null(_) => Some(Ok(())),
@@ -669,7 +669,7 @@ impl Storage {
 
     /// Writes from guest memory as [`Storage::write`], synchronously; `None` if the storage may
     /// wait.
-    pub fn write_now(&self, offset: u64, from: &[Place]) -> Option<Result<()>> {
+    pub fn write_now(&self, offset: u64, from: &[GuestBytes]) -> Option<Result<()>> {
         match self {
             Self::Memory(memory) => Some(memory.write_now(offset, from)),
             Self::Null(_) => Some(Ok(())),
@@ -725,7 +725,7 @@ impl Storage {
 
     /// False if [`Storage::reserve`] is known to be unsupported, for example by the file system.
     pub fn can_reserve(&self) -> bool {
-        self.file().is_some_and(File::can_reserve)
+        self.bottom_file().is_some_and(FileStorage::can_reserve)
     }
 
     /// Reserves space for a range, which may lie past the end: later writes there do not fail for

@@ -34,10 +34,10 @@ use nix::{
 };
 
 use super::OpenError;
-use reactor::{check_may_block, plain::plain};
+use reactor::{debug_assert_may_block, plain::sanitize};
 
-const USED: i64 = 100;
-const FORBIDDEN: i64 = 200;
+const USED_BASE: i64 = 100;
+const DENIED_BASE: i64 = 200;
 
 const CONSISTENT_READ: i64 = 0;
 const WRITE: i64 = 1;
@@ -45,11 +45,11 @@ const RESIZE: i64 = 3;
 
 /// Maximum number of files of `/proc` that are read to find the holder of a lock. The holder only
 /// improves an error message.
-const MOST_LOOKED_AT: usize = 100_000;
+const MAX_FDINFO_FILES: usize = 100_000;
 
 /// Access to an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Use {
+pub(super) enum LockMode {
     /// Reads and writes; excludes other writers.
     Write,
     /// Reads; excludes writers.
@@ -58,9 +58,9 @@ pub(super) enum Use {
     ReadShared,
 }
 
-impl Use {
+impl LockMode {
     /// `force_share` has an effect for reading only.
-    pub(super) fn of(read_only: bool, force_share: bool) -> Self {
+    pub(super) fn new(read_only: bool, force_share: bool) -> Self {
         match (read_only, force_share) {
             (false, _) => Self::Write,
             (true, false) => Self::Read,
@@ -68,14 +68,14 @@ impl Use {
         }
     }
 
-    fn used(self) -> &'static [i64] {
+    fn used_permissions(self) -> &'static [i64] {
         match self {
             Self::Write => &[CONSISTENT_READ, WRITE],
             Self::Read | Self::ReadShared => &[CONSISTENT_READ],
         }
     }
 
-    fn forbidden(self) -> &'static [i64] {
+    fn denied_permissions(self) -> &'static [i64] {
         match self {
             Self::Write | Self::Read => &[WRITE, RESIZE],
             Self::ReadShared => &[],
@@ -85,13 +85,13 @@ impl Use {
 
 /// Time for which a lock may outlive its process: operations in flight on an io_uring end after the
 /// process is gone, and keep its files open until then (measured: 20 ms after a kill).
-const AFTERLIFE: Duration = Duration::from_millis(500);
+const LOCK_LINGER_TIME: Duration = Duration::from_millis(500);
 /// Interval between two attempts. The kernel does not notify when such a lock is released.
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
+const RETRY_INTERVAL: Duration = Duration::from_millis(10);
 
 /// Process that holds a lock.
 #[derive(Debug, PartialEq, Eq)]
-struct Holder {
+struct LockHolder {
     pid: u32,
     command: String,
 }
@@ -113,17 +113,17 @@ impl Conflict {
     /// Converts to an error that names the process that holds the lock on `file`, if it can be
     /// found; blocks.
     pub(super) fn into_error(self, file: impl AsFd, name: &str) -> OpenError {
-        let holder = holder(&file, self.byte);
+        let holder = find_holder(&file, self.byte);
         self.error(file, name, holder)
     }
 
-    fn error(self, file: impl AsFd, name: &str, holder: Option<Holder>) -> OpenError {
-        if holder.is_none() && is_held_here(file, self.byte) {
+    fn error(self, file: impl AsFd, name: &str, holder: Option<LockHolder>) -> OpenError {
+        if holder.is_none() && is_locked_here(file, self.byte) {
             let why = self.what.replace("another process", "this process");
             let remedy = "it is open here already, perhaps by another name; name another file";
             return OpenError { held_here: true, ..OpenError::new(name, why, remedy) };
         }
-        let by = holder.as_ref().map(|Holder { pid, command }| format!(" (pid {pid}, {command})"));
+        let by = holder.as_ref().map(|LockHolder { pid, command }| format!(" (pid {pid}, {command})"));
         let why = self.what + &by.unwrap_or_default();
         OpenError { holder: holder.map(|holder| holder.command), ..OpenError::new(name, why, self.remedy) }
     }
@@ -137,35 +137,35 @@ impl Conflict {
 ///
 /// # Errors
 /// Another process holds a conflicting lock; the error names it.
-pub(super) fn acquire(file: &fs::File, name: &str, wanted: Use) -> Result<bool, OpenError> {
-    let until = Instant::now() + AFTERLIFE;
+pub(super) fn acquire(file: &fs::File, name: &str, wanted: LockMode) -> Result<bool, OpenError> {
+    let until = Instant::now() + LOCK_LINGER_TIME;
     loop {
         let conflict = match try_acquire(file, name, wanted) {
             Ok(is_protected) => return Ok(is_protected),
             Err(conflict) => conflict,
         };
-        let holder = holder(file, conflict.byte);
+        let holder = find_holder(file, conflict.byte);
         // A live holder will not release the lock soon, so there is no retry.
         if holder.is_some() || Instant::now() >= until {
             return Err(conflict.error(file, name, holder));
         }
-        thread::sleep(LOOK_AGAIN);
+        thread::sleep(RETRY_INTERVAL);
     }
 }
 
 /// As [`acquire`], in one attempt. Holds no locks on failure.
-pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: Use) -> Result<bool, Conflict> {
-    check_may_block();
+pub(super) fn try_acquire(file: impl AsFd, name: &str, wanted: LockMode) -> Result<bool, Conflict> {
+    debug_assert_may_block();
     let file = file.as_fd();
-    place_all(file, name, wanted).inspect_err(|_| release(file))
+    place_locks(file, name, wanted).inspect_err(|_| release(file))
 }
 
-fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conflict> {
+fn place_locks(file: BorrowedFd<'_>, name: &str, wanted: LockMode) -> Result<bool, Conflict> {
     let bytes =
-        wanted.used().iter().map(|n| USED + n).chain(wanted.forbidden().iter().map(|n| FORBIDDEN + n));
+        wanted.used_permissions().iter().map(|n| USED_BASE + n).chain(wanted.denied_permissions().iter().map(|n| DENIED_BASE + n));
     // Place all before looking for conflicts: see the module's comment.
     for byte in bytes {
-        match place(file, byte) {
+        match place_lock(file, byte) {
             Ok(()) => {}
             Err(Errno::EAGAIN | Errno::EACCES) => {
                 let what = "another process holds an exclusive lock on it";
@@ -182,24 +182,24 @@ fn place_all(file: BorrowedFd<'_>, name: &str, wanted: Use) -> Result<bool, Conf
         }
     }
     find_conflict(file, wanted)?;
-    Ok(wanted.forbidden().contains(&WRITE))
+    Ok(wanted.denied_permissions().contains(&WRITE))
 }
 
 /// Checks the locks of other processes, and acquires none.
-fn find_conflict(file: impl AsFd, wanted: Use) -> Result<(), Conflict> {
+fn find_conflict(file: impl AsFd, wanted: LockMode) -> Result<(), Conflict> {
     let file = file.as_fd();
-    for &n in wanted.forbidden() {
-        if is_held(file, USED + n) {
+    for &n in wanted.denied_permissions() {
+        if is_locked_elsewhere(file, USED_BASE + n) {
             let what = if n == WRITE { "writing" } else { "resizing" };
             let what = format!("locked for {what} by another process");
-            return Err(Conflict::new(USED + n, what, remedy(wanted, n)));
+            return Err(Conflict::new(USED_BASE + n, what, remedy(wanted, n)));
         }
     }
-    for &n in wanted.used() {
-        if is_held(file, FORBIDDEN + n) {
+    for &n in wanted.used_permissions() {
+        if is_locked_elsewhere(file, DENIED_BASE + n) {
             let what = if n == WRITE { "writing" } else { "reading" };
             let what = format!("another process has locked it against {what}");
-            return Err(Conflict::new(FORBIDDEN + n, what, remedy(wanted, n)));
+            return Err(Conflict::new(DENIED_BASE + n, what, remedy(wanted, n)));
         }
     }
     Ok(())
@@ -207,10 +207,10 @@ fn find_conflict(file: impl AsFd, wanted: Use) -> Result<(), Conflict> {
 
 /// Error with which opening this image would fail now, because another process has it open.
 /// Acquires no locks. Blocks.
-pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
-    check_may_block();
+pub fn find_user(path: &Path, read_only: bool) -> Option<OpenError> {
+    debug_assert_may_block();
     let file = fs::File::open(path).ok()?;
-    let conflict = find_conflict(&file, Use::of(read_only, false)).err()?;
+    let conflict = find_conflict(&file, LockMode::new(read_only, false)).err()?;
     Some(conflict.into_error(&file, &path.display().to_string()))
 }
 
@@ -219,17 +219,17 @@ pub fn in_use(path: &Path, read_only: bool) -> Option<OpenError> {
 /// between `fork` and `exec`. QEMU, started by the next line of a script, would find the image
 /// locked (observed on a busy machine).
 pub(super) fn release(file: impl AsFd) {
-    check_may_block();
-    let all = libc::flock { l_len: FORBIDDEN + RESIZE + 1 - USED, ..request(libc::F_UNLCK, USED) };
+    debug_assert_may_block();
+    let all = libc::flock { l_len: DENIED_BASE + RESIZE + 1 - USED_BASE, ..request(libc::F_UNLCK, USED_BASE) };
     // Fails only if the file system has no locks; then there is nothing to release.
     let _ = fcntl(file, FcntlArg::F_OFD_SETLK(&all));
 }
 
-fn remedy(wanted: Use, permission: i64) -> &'static str {
+fn remedy(wanted: LockMode, permission: i64) -> &'static str {
     match wanted {
-        Use::Write if permission == WRITE => "stop it, or serve the image with --read-only --force-share",
-        Use::Read => "stop it, or read what it writes with --force-share",
-        Use::Write | Use::ReadShared => "stop it",
+        LockMode::Write if permission == WRITE => "stop it, or serve the image with --read-only --force-share",
+        LockMode::Read => "stop it, or read what it writes with --force-share",
+        LockMode::Write | LockMode::ReadShared => "stop it",
     }
 }
 
@@ -243,13 +243,13 @@ fn request(kind: i32, byte: i64) -> libc::flock {
     }
 }
 
-fn place(file: impl AsFd, byte: i64) -> Result<(), Errno> {
+fn place_lock(file: impl AsFd, byte: i64) -> Result<(), Errno> {
     fcntl(file, FcntlArg::F_OFD_SETLK(&request(libc::F_RDLCK, byte))).map(drop)
 }
 
 /// True if another open file holds the byte. Queries for an exclusive lock, with which any other
 /// lock conflicts.
-fn is_held(file: impl AsFd, byte: i64) -> bool {
+fn is_locked_elsewhere(file: impl AsFd, byte: i64) -> bool {
     let mut answer = request(libc::F_WRLCK, byte);
     match fcntl(file, FcntlArg::F_OFD_GETLK(&mut answer)) {
         Ok(_) => i32::from(answer.l_type) != libc::F_UNLCK,
@@ -264,7 +264,7 @@ fn is_held(file: impl AsFd, byte: i64) -> bool {
 /// Skips this process's own children: between `fork` and `exec` a child has every descriptor of its
 /// parent. It would be reported for a lock of its parent, or for one that the parent has just
 /// closed and that is released in a moment.
-fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
+fn find_holder(file: impl AsFd, byte: i64) -> Option<LockHolder> {
     let inode = rustix::fs::fstat(file).ok()?.st_ino;
     let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = processes.filter_map(|entry| entry.file_name().to_str()?.parse::<u32>().ok());
@@ -273,14 +273,14 @@ fn holder(file: impl AsFd, byte: i64) -> Option<Holder> {
     for pid in pids.filter(|&pid| pid != own && parent(pid) != Some(own)) {
         if has_lock(pid, inode, byte, &mut looked_at)? {
             let command = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-            return Some(Holder { pid, command: plain(command.trim()) });
+            return Some(LockHolder { pid, command: sanitize(command.trim()) });
         }
     }
     None
 }
 
 /// True if this process holds the byte through another descriptor than `file`, which holds no lock.
-fn is_held_here(file: impl AsFd, byte: i64) -> bool {
+fn is_locked_here(file: impl AsFd, byte: i64) -> bool {
     let inode = rustix::fs::fstat(file).map(|stat| stat.st_ino).ok();
     inode.and_then(|inode| has_lock(std::process::id(), inode, byte, &mut 0)) == Some(true)
 }
@@ -291,7 +291,7 @@ fn has_lock(pid: u32, inode: u64, byte: i64, looked_at: &mut usize) -> Option<bo
     let descriptors = fs::read_dir(format!("/proc/{pid}/fdinfo")).into_iter().flatten().flatten();
     for descriptor in descriptors {
         *looked_at += 1;
-        if *looked_at > MOST_LOOKED_AT {
+        if *looked_at > MAX_FDINFO_FILES {
             return None;
         }
         let Ok(info) = fs::read_to_string(descriptor.path()) else { continue };
@@ -337,8 +337,8 @@ mod tests {
     }
 
     #[test]
-    fn who_gets_along_with_whom() {
-        use Use::{Read, ReadShared, Write};
+    fn compatible_lock_modes() {
+        use LockMode::{Read, ReadShared, Write};
         for (first, second, together) in [
             (Write, Write, false),
             (Write, Read, false),
@@ -360,33 +360,33 @@ mod tests {
     }
 
     #[test]
-    fn what_is_released_is_free_though_somebody_still_holds_the_file() {
+    fn released_locks_are_free_while_the_file_is_open() {
         let image = image();
         let (one, two) = (open(&image), open(&image));
-        acquire(&one, "image", Use::Write).expect("nobody else is there");
+        acquire(&one, "image", LockMode::Write).expect("nobody else is there");
         // As the kernel does for a moment.
         let held = one.try_clone().expect("a descriptor");
-        assert!(try_acquire(&two, "image", Use::Write).is_err());
+        assert!(try_acquire(&two, "image", LockMode::Write).is_err());
         release(&one);
         drop(one);
-        let conflict = try_acquire(&two, "image", Use::Write).err().map(|conflict| conflict.what);
+        let conflict = try_acquire(&two, "image", LockMode::Write).err().map(|conflict| conflict.what);
         assert_eq!(conflict, None, "at once");
         drop(held);
     }
 
     #[test]
-    fn the_error_says_what_the_other_does_and_what_helps() {
+    fn conflict_error_names_the_holder_and_a_remedy() {
         let image = image();
         let (one, two) = (open(&image), open(&image));
-        acquire(&one, "vm1.raw", Use::Write).expect("nobody else is there");
-        let error = acquire(&two, "vm1.raw", Use::Read).expect_err("locked").to_string();
+        acquire(&one, "vm1.raw", LockMode::Write).expect("nobody else is there");
+        let error = acquire(&two, "vm1.raw", LockMode::Read).expect_err("locked").to_string();
         assert_eq!(
             error,
             "vm1.raw: locked for writing by this process (it is open here already, perhaps by another name; \
              name another file)"
         );
-        let conflict = try_acquire(&two, "vm1.raw", Use::Read).expect_err("locked");
-        let by = Some(Holder { pid: 7, command: "qemu-io".to_owned() });
+        let conflict = try_acquire(&two, "vm1.raw", LockMode::Read).expect_err("locked");
+        let by = Some(LockHolder { pid: 7, command: "qemu-io".to_owned() });
         assert_eq!(
             conflict.error(&two, "vm1.raw", by).to_string(),
             "vm1.raw: locked for writing by another process (pid 7, qemu-io) (stop it, or read what it writes with \
@@ -395,10 +395,10 @@ mod tests {
     }
 
     #[test]
-    fn a_child_that_has_what_its_parent_opened_is_not_named_and_is_waited_for() {
+    fn lock_inherited_by_a_child_is_retried() {
         let image = image();
         let (one, two) = (open(&image), open(&image));
-        acquire(&one, "image", Use::Write).expect("nobody else is there");
+        acquire(&one, "image", LockMode::Write).expect("nobody else is there");
         // A child inherits it until it runs another program; this child until its input ends.
         let inherited = one.try_clone().expect("a descriptor");
         let mut child = Command::new(env::current_exe().expect("this program"))
@@ -408,13 +408,13 @@ mod tests {
             .spawn()
             .expect("it runs");
         drop(one);
-        let conflict = try_acquire(&two, "image", Use::Write).expect_err("the child has it");
-        assert_eq!(holder(&two, conflict.byte), None);
+        let conflict = try_acquire(&two, "image", LockMode::Write).expect_err("the child has it");
+        assert_eq!(find_holder(&two, conflict.byte), None);
         let ended = thread::spawn(move || {
             drop(child.stdin.take());
             child.wait()
         });
-        acquire(&two, "image", Use::Write).expect("the child has gone");
+        acquire(&two, "image", LockMode::Write).expect("the child has gone");
         assert!(ended.join().expect("no panic").expect("it has ended").success());
     }
 

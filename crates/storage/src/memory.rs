@@ -31,15 +31,15 @@ use std::{
 };
 
 use super::{
-    BlockSize, Durability, Extent, MOST_EXTENTS, ZeroOptions, push_extent,
+    BlockSize, Durability, Extent, MAX_EXTENTS, ZeroOptions, push_extent,
     resize::{self, ResizeError},
     within,
 };
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    guest::Place,
-    memory::Budget,
+    guest::GuestBytes,
+    memory::MemoryBudget,
 };
 
 const PAGE: u64 = 64 << 10;
@@ -47,11 +47,11 @@ const PAGES_PER_REGION: u64 = 4096;
 const REGION: u64 = PAGE * PAGES_PER_REGION;
 /// Number of pages examined or changed between two yields to other tasks, and covered by one result
 /// of block status.
-const PAGES_AT_ONCE: u64 = PAGES_PER_REGION;
+const PAGES_PER_YIELD: u64 = PAGES_PER_REGION;
 
 /// Number of tables of a disk of the largest size. All tables together have one region less than
 /// the next power of two.
-const TABLES: usize = (Memory::LARGEST / REGION).ilog2() as usize + 1;
+const TABLES: usize = (MemoryStorage::MAX_SIZE_BYTES / REGION).ilog2() as usize + 1;
 
 type Page = RwLock<Option<Arc<[u8]>>>;
 type Region = OnceLock<Box<[Page]>>;
@@ -65,34 +65,34 @@ fn zeroed_page() -> Arc<[u8]> {
 
 /// A sparse disk.
 #[derive(Debug)]
-pub struct Memory {
+pub struct MemoryStorage {
     size_bytes: AtomicU64,
     tables: Box<[OnceLock<Box<[Region]>>; TABLES]>,
     /// Bytes of allocated pages.
-    taken_bytes: AtomicU64,
+    allocated_bytes: AtomicU64,
 }
 
-impl Drop for Memory {
+impl Drop for MemoryStorage {
     fn drop(&mut self) {
-        Budget::process().give_back_pages(*self.taken_bytes.get_mut());
+        MemoryBudget::process().release_pages(*self.allocated_bytes.get_mut());
     }
 }
 
 /// The part of a request inside one page.
-struct Piece {
+struct PagePiece {
     page: u64,
     start: usize,
     end: usize,
 }
 
-impl Piece {
+impl PagePiece {
     fn is_whole(&self) -> bool {
         self.end - self.start == PAGE as usize
     }
 }
 
 /// Splits a range at page boundaries.
-fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
+fn pieces(offset: u64, length: u64) -> impl Iterator<Item = PagePiece> {
     let end = offset + length;
     let mut at = offset;
     std::iter::from_fn(move || {
@@ -101,37 +101,37 @@ fn pieces(offset: u64, length: u64) -> impl Iterator<Item = Piece> {
         }
         let page = at / PAGE;
         let stop = end.min((page + 1) * PAGE);
-        let piece = Piece { page, start: (at % PAGE) as usize, end: (stop - page * PAGE) as usize };
+        let piece = PagePiece { page, start: (at % PAGE) as usize, end: (stop - page * PAGE) as usize };
         at = stop;
         Some(piece)
     })
 }
 
-impl Memory {
+impl MemoryStorage {
     /// Maximum size in bytes (256 TiB): the tables of regions are then 32 MiB.
-    pub const LARGEST: u64 = 1 << 48;
+    pub const MAX_SIZE_BYTES: u64 = 1 << 48;
 
     /// Creates a disk of `size_bytes`, all holes; `None` above [`Memory::LARGEST`].
     pub fn new(size_bytes: u64) -> Option<Self> {
-        if size_bytes > Self::LARGEST {
+        if size_bytes > Self::MAX_SIZE_BYTES {
             return None;
         }
         Some(Self {
             size_bytes: AtomicU64::new(size_bytes),
             tables: Box::new([const { OnceLock::new() }; TABLES]),
-            taken_bytes: AtomicU64::new(0),
+            allocated_bytes: AtomicU64::new(0),
         })
     }
 
     /// Index of a region's table, and of the region in it.
-    fn place(region: u64) -> (usize, usize) {
+    fn locate(region: u64) -> (usize, usize) {
         let table = (region + 1).ilog2();
         (table as usize, (region + 1 - (1 << table)) as usize)
     }
 
     /// The page; `None` if its region has never been written to.
     fn page(&self, number: u64) -> Option<&Page> {
-        let (table, place) = Self::place(number / PAGES_PER_REGION);
+        let (table, place) = Self::locate(number / PAGES_PER_REGION);
         let region = self.tables.get(table)?.get()?[place].get()?;
         Some(&region[(number % PAGES_PER_REGION) as usize])
     }
@@ -140,7 +140,7 @@ impl Memory {
         if let Some(page) = self.page(number) {
             return page;
         }
-        let (table, place) = Self::place(number / PAGES_PER_REGION);
+        let (table, place) = Self::locate(number / PAGES_PER_REGION);
         let regions =
             self.tables[table].get_or_init(|| (0..1_u64 << table).map(|_| OnceLock::new()).collect());
         let pages = regions[place].get_or_init(|| (0..PAGES_PER_REGION).map(|_| RwLock::new(None)).collect());
@@ -152,17 +152,17 @@ impl Memory {
 
     /// Calls `f` with the piece's bytes. Allocates the page, with zeroes, if it is a hole;
     /// [`Error::NO_SPACE`] if the process's memory budget is exhausted.
-    fn change(&self, piece: &Piece, f: impl FnOnce(&mut [u8])) -> Result<()> {
+    fn modify_page(&self, piece: &PagePiece, f: impl FnOnce(&mut [u8])) -> Result<()> {
         // A panic in the middle of a copy leaves valid bytes, so poisoning is ignored.
         let mut page = self.page_for_writing(piece.page).write().unwrap_or_else(PoisonError::into_inner);
         if piece.page * PAGE + piece.end as u64 > self.size_bytes() {
             return Err(Error::INVALID);
         }
         if page.is_none() {
-            if !Budget::process().take_page(PAGE) {
+            if !MemoryBudget::process().charge_page(PAGE) {
                 return Err(Error::NO_SPACE);
             }
-            self.taken_bytes.fetch_add(PAGE, Relaxed);
+            self.allocated_bytes.fetch_add(PAGE, Relaxed);
         }
         // Copies the page if it is lent: references to it keep the old bytes.
         let page = Arc::make_mut(page.get_or_insert_with(zeroed_page));
@@ -171,13 +171,13 @@ impl Memory {
     }
 
     /// Makes the piece read as zeroes; frees the page if the piece is the whole page.
-    fn free(&self, piece: &Piece) {
+    fn zero_or_free(&self, piece: &PagePiece) {
         let Some(page) = self.page(piece.page) else { return };
         let mut page = page.write().unwrap_or_else(PoisonError::into_inner);
         if piece.is_whole() {
             if page.take().is_some() {
-                self.taken_bytes.fetch_sub(PAGE, Relaxed);
-                Budget::process().give_back_pages(PAGE);
+                self.allocated_bytes.fetch_sub(PAGE, Relaxed);
+                MemoryBudget::process().release_pages(PAGE);
             }
         } else if let Some(page) = &mut *page {
             Arc::make_mut(page)[piece.start..piece.end].fill(0);
@@ -194,7 +194,7 @@ impl Memory {
 
     /// Bytes of allocated pages.
     pub(super) fn allocated_bytes(&self) -> u64 {
-        self.taken_bytes.load(Relaxed)
+        self.allocated_bytes.load(Relaxed)
     }
 
     pub(super) async fn refresh_size(&self) -> Result<u64> {
@@ -203,8 +203,8 @@ impl Memory {
 
     pub(super) fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         resize::check(size_bytes, 1)?;
-        if size_bytes > Self::LARGEST {
-            return Err(ResizeError::TooLarge { largest: Self::LARGEST });
+        if size_bytes > Self::MAX_SIZE_BYTES {
+            return Err(ResizeError::TooLarge { largest: Self::MAX_SIZE_BYTES });
         }
         // The size before the pages: see `page_for_writing`.
         let old = self.size_bytes.swap(size_bytes, SeqCst);
@@ -224,7 +224,7 @@ impl Memory {
             if self.page(at / PAGE).is_some() {
                 for piece in pieces(at, end.min(region_end) - at) {
                     // Up to the end of the page: the rest of the last page is beyond the disk too.
-                    self.free(&Piece { end: PAGE as usize, ..piece });
+                    self.zero_or_free(&PagePiece { end: PAGE as usize, ..piece });
                 }
             }
             at = region_end;
@@ -251,7 +251,7 @@ impl Memory {
         self.check_inside(offset, target.len())?;
         let mut start = offset;
         for segment in target.as_mut_slice() {
-            self.look_at(start, segment.len(), |at, length, bytes| match bytes {
+            self.visit(start, segment.len(), |at, length, bytes| match bytes {
                 Some(bytes) => segment.write(at, bytes),
                 None => segment.zero(at, length),
             });
@@ -261,11 +261,11 @@ impl Memory {
     }
 
     /// [`Memory::read`] into guest memory.
-    pub(super) fn read_now(&self, offset: u64, into: &[Place]) -> Result<()> {
-        self.check_inside(offset, into.iter().map(Place::bytes).sum())?;
+    pub(super) fn read_now(&self, offset: u64, into: &[GuestBytes]) -> Result<()> {
+        self.check_inside(offset, into.iter().map(GuestBytes::bytes).sum())?;
         let mut start = offset;
         for place in into {
-            self.look_at(start, place.bytes(), |at, length, bytes| match bytes {
+            self.visit(start, place.bytes(), |at, length, bytes| match bytes {
                 Some(bytes) => place.write(at, bytes),
                 None => place.fill(at, length, 0),
             });
@@ -280,7 +280,7 @@ impl Memory {
 
     /// Calls `seen` for each piece of a range, in order, with the piece's offset in the range, its
     /// length and its bytes; `None` for a hole.
-    fn look_at(&self, start: u64, length: usize, mut seen: impl FnMut(usize, usize, Option<&[u8]>)) {
+    fn visit(&self, start: u64, length: usize, mut seen: impl FnMut(usize, usize, Option<&[u8]>)) {
         let mut at = 0;
         for piece in pieces(start, length as u64) {
             let length = piece.end - piece.start;
@@ -293,7 +293,7 @@ impl Memory {
     }
 
     /// References to the bytes that [`Memory::read`] would return.
-    pub(super) fn lend(&self, offset: u64, length: usize) -> Option<Segments> {
+    pub(super) fn read_shared(&self, offset: u64, length: usize) -> Option<Segments> {
         if !within(offset, length as u64, self.size_bytes()) {
             return None;
         }
@@ -302,8 +302,8 @@ impl Memory {
             let page = self.page(piece.page).map(|page| page.read().unwrap_or_else(PoisonError::into_inner));
             let range = piece.start..piece.end;
             segments.push(match page.as_ref().and_then(|page| page.as_ref()) {
-                Some(page) => Buffer::lent(page, range),
-                None => Buffer::lent(&ZEROES, range).known_zero(),
+                Some(page) => IoBuffer::view_of(page, range),
+                None => IoBuffer::view_of(&ZEROES, range).known_zero(),
             });
         }
         Some(segments)
@@ -320,8 +320,8 @@ impl Memory {
     }
 
     /// [`Memory::write`] from guest memory.
-    pub(super) fn write_now(&self, offset: u64, from: &[Place]) -> Result<()> {
-        self.check_inside(offset, from.iter().map(Place::bytes).sum())?;
+    pub(super) fn write_now(&self, offset: u64, from: &[GuestBytes]) -> Result<()> {
+        self.check_inside(offset, from.iter().map(GuestBytes::bytes).sum())?;
         let mut start = offset;
         for place in from {
             self.overwrite(start, place.bytes(), |at, target| place.read(at, target))?;
@@ -335,7 +335,7 @@ impl Memory {
     fn overwrite(&self, start: u64, length: usize, fill: impl Fn(usize, &mut [u8])) -> Result<()> {
         let mut at = 0;
         for piece in pieces(start, length as u64) {
-            self.change(&piece, |target| fill(at, target))?;
+            self.modify_page(&piece, |target| fill(at, target))?;
             at += piece.end - piece.start;
         }
         Ok(())
@@ -348,10 +348,10 @@ impl Memory {
     pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         self.for_each_piece(offset, length, |piece| {
             if options.may_unmap {
-                self.free(piece);
+                self.zero_or_free(piece);
                 Ok(())
             } else {
-                self.change(piece, |target| target.fill(0))
+                self.modify_page(piece, |target| target.fill(0))
             }
         })
         .await
@@ -359,7 +359,7 @@ impl Memory {
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         self.for_each_piece(offset, length, |piece| {
-            self.free(piece);
+            self.zero_or_free(piece);
             Ok(())
         })
         .await
@@ -370,14 +370,14 @@ impl Memory {
         &self,
         offset: u64,
         length: u64,
-        mut f: impl FnMut(&Piece) -> Result<()>,
+        mut f: impl FnMut(&PagePiece) -> Result<()>,
     ) -> Result<()> {
         if !within(offset, length, self.size_bytes()) {
             return Err(Error::INVALID);
         }
         for (count, piece) in (1..).zip(pieces(offset, length)) {
             f(&piece)?;
-            if count % PAGES_AT_ONCE == 0 {
+            if count % PAGES_PER_YIELD == 0 {
                 reactor::yield_now().await;
             }
         }
@@ -389,9 +389,9 @@ impl Memory {
             return Err(Error::INVALID);
         }
         let mut extents = Vec::new();
-        for piece in pieces(offset, length).take(PAGES_AT_ONCE as usize) {
+        for piece in pieces(offset, length).take(PAGES_PER_YIELD as usize) {
             let hole = self.is_hole(piece.page);
-            let full = extents.len() == MOST_EXTENTS;
+            let full = extents.len() == MAX_EXTENTS;
             // The limit is reached, but the last extent may still grow by pages of the same status.
             if full && extents.last().is_some_and(|last: &Extent| last.hole != hole) {
                 break;
@@ -412,7 +412,7 @@ mod tests {
     const SIZE: u64 = 4 * PAGE + 1000;
 
     #[derive(Clone, Debug)]
-    enum Step {
+    enum MemoryStep {
         Write(u64, usize, u8),
         Zero(u64, u64, bool),
         Discard(u64, u64),
@@ -420,14 +420,14 @@ mod tests {
         Status(u64, u64),
     }
 
-    fn step() -> impl Strategy<Value = Step> {
+    fn step() -> impl Strategy<Value = MemoryStep> {
         let range = (0..SIZE).prop_flat_map(|offset| (Just(offset), 1..=SIZE - offset));
         (range, any::<u8>(), 0..5).prop_map(|((offset, length), byte, kind)| match kind {
-            0 => Step::Write(offset, length as usize, byte),
-            1 => Step::Zero(offset, length, byte % 2 == 0),
-            2 => Step::Discard(offset, length),
-            3 => Step::Read(offset, length as usize),
-            _ => Step::Status(offset, length),
+            0 => MemoryStep::Write(offset, length as usize, byte),
+            1 => MemoryStep::Zero(offset, length, byte % 2 == 0),
+            2 => MemoryStep::Discard(offset, length),
+            3 => MemoryStep::Read(offset, length as usize),
+            _ => MemoryStep::Status(offset, length),
         })
     }
 
@@ -435,7 +435,7 @@ mod tests {
         #[test]
         fn memory_is_an_array_of_bytes(steps in proptest::collection::vec(step(), 1..40)) {
             sim::run(1, async move {
-                let memory = Memory::new(SIZE).expect("small");
+                let memory = MemoryStorage::new(SIZE).expect("small");
                 let mut model = vec![0_u8; SIZE as usize];
                 for step in steps {
                     apply(&memory, &mut model, step).await;
@@ -444,39 +444,39 @@ mod tests {
         }
     }
 
-    async fn apply(memory: &Memory, model: &mut [u8], step: Step) {
+    async fn apply(memory: &MemoryStorage, model: &mut [u8], step: MemoryStep) {
         match step {
-            Step::Write(offset, length, byte) => {
-                let mut data = Segments::from(Buffer::copy_of(&vec![byte; length]));
+            MemoryStep::Write(offset, length, byte) => {
+                let mut data = Segments::from(IoBuffer::copy_of(&vec![byte; length]));
                 let second = data.split_off(length / 3);
                 let at = offset + data.len() as u64;
                 memory.write(offset, data, Durability::Cached).await.expect("inside");
                 memory.write(at, second, Durability::Cached).await.expect("inside");
                 model[offset as usize..][..length].fill(byte);
             }
-            Step::Zero(offset, length, may_unmap) => {
+            MemoryStep::Zero(offset, length, may_unmap) => {
                 let options = ZeroOptions { may_unmap, only_if_fast: true, durability: Durability::Cached };
                 memory.write_zeroes(offset, length, options).await.expect("inside");
                 model[offset as usize..][..length as usize].fill(0);
                 let status = memory.block_status(offset, length).await.expect("inside");
                 assert!(may_unmap || status.iter().all(|extent| !extent.hole), "asked for without holes");
             }
-            Step::Discard(offset, length) => {
+            MemoryStep::Discard(offset, length) => {
                 memory.discard(offset, length).await.expect("inside");
                 model[offset as usize..][..length as usize].fill(0);
             }
-            Step::Read(offset, length) => {
-                let read = memory.read(offset, Buffer::new(length).into()).await.expect("inside").joined();
+            MemoryStep::Read(offset, length) => {
+                let read = memory.read(offset, IoBuffer::new(length).into()).await.expect("inside").joined();
                 assert_eq!(&read[..], &model[offset as usize..][..length]);
-                let lent = memory.lend(offset, length).expect("inside");
+                let lent = memory.read_shared(offset, length).expect("inside");
                 let mut bytes = vec![0; length];
-                let other = Buffer::copy_of(&read.iter().map(|byte| !byte).collect::<Vec<_>>());
+                let other = IoBuffer::copy_of(&read.iter().map(|byte| !byte).collect::<Vec<_>>());
                 memory.write(offset, other.into(), Durability::Cached).await.expect("inside");
                 lent.copy_to(&mut bytes);
                 assert_eq!(bytes, model[offset as usize..][..length], "what is lent stays as it was");
                 model[offset as usize..][..length].iter_mut().for_each(|byte| *byte = !*byte);
             }
-            Step::Status(offset, length) => {
+            MemoryStep::Status(offset, length) => {
                 let mut at = offset;
                 for extent in memory.block_status(offset, length).await.expect("inside") {
                     let covered = &model[at as usize..][..extent.length as usize];
@@ -491,8 +491,8 @@ mod tests {
     #[test]
     fn discard_frees_and_status_shows_it() {
         sim::run(1, async {
-            let memory = Memory::new(3 * PAGE).expect("small");
-            let data = || Segments::from(Buffer::copy_of(&vec![1; 3 * PAGE as usize]));
+            let memory = MemoryStorage::new(3 * PAGE).expect("small");
+            let data = || Segments::from(IoBuffer::copy_of(&vec![1; 3 * PAGE as usize]));
             memory.write(0, data(), Durability::Cached).await.expect("inside");
             memory.discard(PAGE, PAGE).await.expect("inside");
             let extent = |hole| Extent { length: PAGE, hole, zero: hole };
@@ -504,41 +504,41 @@ mod tests {
     #[test]
     fn status_is_bounded() {
         sim::run(1, async {
-            let memory = Memory::new(1 << 40).expect("sparse");
+            let memory = MemoryStorage::new(1 << 40).expect("sparse");
             for page in (0..2000).step_by(2) {
-                let byte = Buffer::copy_of(&[1]);
+                let byte = IoBuffer::copy_of(&[1]);
                 memory.write(page * PAGE, byte.into(), Durability::Cached).await.expect("inside");
             }
             let status = memory.block_status(0, 1 << 40).await.expect("inside");
-            assert_eq!(status.len(), MOST_EXTENTS);
+            assert_eq!(status.len(), MAX_EXTENTS);
         });
     }
 
     #[test]
     fn too_large_and_out_of_range_are_refused() {
-        assert!(Memory::new(Memory::LARGEST + 1).is_none());
+        assert!(MemoryStorage::new(MemoryStorage::MAX_SIZE_BYTES + 1).is_none());
         sim::run(1, async {
-            let memory = Memory::new(100).expect("small");
-            assert_eq!(memory.read(99, Buffer::new(2).into()).await.err(), Some(Error::INVALID));
+            let memory = MemoryStorage::new(100).expect("small");
+            assert_eq!(memory.read(99, IoBuffer::new(2).into()).await.err(), Some(Error::INVALID));
             assert_eq!(memory.discard(u64::MAX, 2).await.err(), Some(Error::INVALID));
         });
     }
 
-    async fn write(memory: &Memory, offset: u64, bytes: &[u8]) -> Result<()> {
-        memory.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
+    async fn write(memory: &MemoryStorage, offset: u64, bytes: &[u8]) -> Result<()> {
+        memory.write(offset, IoBuffer::copy_of(bytes).into(), Durability::Cached).await
     }
 
     #[test]
-    fn what_is_cut_off_reads_as_zeroes_when_it_grows_again() {
+    fn regrown_range_reads_as_zeroes() {
         sim::run(1, async {
-            let memory = Memory::new(4 * PAGE).expect("small");
+            let memory = MemoryStorage::new(4 * PAGE).expect("small");
             write(&memory, PAGE, &[7; 3 * PAGE as usize]).await.expect("inside");
             let cut = PAGE + 512;
             assert_eq!(memory.resize(cut), Ok(()));
             assert_eq!(write(&memory, cut - 1, &[1, 2]).await, Err(Error::INVALID));
             assert_eq!(memory.resize(4 * PAGE), Ok(()));
             let read =
-                memory.read(PAGE, Buffer::new(3 * PAGE as usize).into()).await.expect("inside").joined();
+                memory.read(PAGE, IoBuffer::new(3 * PAGE as usize).into()).await.expect("inside").joined();
             assert_eq!(read[..512], [7; 512]);
             assert!(read[512..].iter().all(|&byte| byte == 0));
             assert!(memory.is_hole(2) && memory.is_hole(3), "its memory is free");
@@ -548,14 +548,14 @@ mod tests {
     #[test]
     fn it_grows_past_every_table() {
         sim::run(1, async {
-            let memory = Memory::new(512).expect("small");
-            assert_eq!(memory.resize(Memory::LARGEST), Ok(()));
-            for offset in [0, REGION, 7 * REGION - 1, 1 << 40, Memory::LARGEST - 4] {
+            let memory = MemoryStorage::new(512).expect("small");
+            assert_eq!(memory.resize(MemoryStorage::MAX_SIZE_BYTES), Ok(()));
+            for offset in [0, REGION, 7 * REGION - 1, 1 << 40, MemoryStorage::MAX_SIZE_BYTES - 4] {
                 write(&memory, offset, b"here").await.expect("inside");
-                let read = memory.read(offset, Buffer::new(4).into()).await.expect("inside");
+                let read = memory.read(offset, IoBuffer::new(4).into()).await.expect("inside");
                 assert_eq!(read.to_vec(), *b"here");
             }
-            let largest = Memory::LARGEST;
+            let largest = MemoryStorage::MAX_SIZE_BYTES;
             assert_eq!(memory.resize(largest + 512), Err(ResizeError::TooLarge { largest }));
             assert_eq!(memory.resize(0), Err(ResizeError::Unaligned { multiple: 1 }));
             assert_eq!(memory.size_bytes(), largest);
@@ -564,7 +564,7 @@ mod tests {
 
     #[test]
     fn writers_on_other_threads_leave_nothing_past_a_new_end() {
-        let memory = Memory::new(2 * REGION).expect("sparse");
+        let memory = MemoryStorage::new(2 * REGION).expect("sparse");
         std::thread::scope(|scope| {
             for thread in 0..2 {
                 let memory = &memory;
@@ -572,8 +572,8 @@ mod tests {
                     // Directly to the pages, as a write that was checked before the shrink.
                     let mut random = fastrand::Rng::with_seed(thread);
                     for _ in 0..20_000 {
-                        let piece = Piece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };
-                        let _ = memory.change(&piece, |bytes| bytes.fill(1));
+                        let piece = PagePiece { page: random.u64(..2 * PAGES_PER_REGION), start: 0, end: 512 };
+                        let _ = memory.modify_page(&piece, |bytes| bytes.fill(1));
                     }
                 });
             }

@@ -31,74 +31,74 @@ mod unflushed;
 
 use std::sync::Arc;
 
-pub use self::link::Remote;
+pub use self::link::NbdLinkStatus;
 pub(super) use self::open::open;
-pub use self::open::{Known, NbdOptions, Simulation, simulated};
+pub use self::open::{ResolvedServerCache, NbdOptions, SimulatedDialer, simulated};
 use policy::time::Duration;
 
-use self::{ask::Ask, link::Link, unflushed::Change};
+use self::{ask::NbdOperation, link::NbdLink, unflushed::NbdChange};
 use super::{
-    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, Passed, ZeroOptions,
-    align::{Alignment, Device},
+    BlockSize, CacheMode, Durability, Extent, MAX_EXTENTS, PassedFiles, ZeroOptions,
+    align::{Alignment, AlignedDevice},
     push_extent,
     resize::ResizeError,
 };
 use nbd::{
-    client::About,
+    client::NbdExportInfo,
     proto::{cmd_flag, state},
 };
 use reactor::{
     buffer::{Segment, Segments},
     error::{Error, Result},
-    spawn_to_end,
+    spawn_detached,
 };
 
 /// Maximum bytes of one request to zero, trim or query: a multiple of any block size.
-const MOST_AT_ONCE: u64 = 1 << 30;
+const MAX_REQUEST_BYTES: u64 = 1 << 30;
 /// Maximum bytes of one zeroing request if the zeroes must be sent as data.
-const MOST_SENT: u64 = 16 << 20;
+const MAX_SENT_ZEROES: u64 = 16 << 20;
 /// Minimum bytes that one reply to a query of the allocation status covers; the range behind the
 /// server's extents is reported as data. It is a cluster of most images, and bounds the round trips
 /// that short extents can cause.
-const LEAST_DESCRIBED: u64 = 64 << 10;
+const MIN_STATUS_BYTES: u64 = 64 << 10;
 
 /// An NBD export that is used as a disk.
 #[derive(Debug)]
-pub struct Nbd {
-    link: Arc<Link>,
+pub struct NbdStorage {
+    link: Arc<NbdLink>,
     name: String,
     cache: CacheMode,
     read_only: bool,
     /// Opened with `force_share`: another client may write to it.
     is_shared: bool,
     /// Another process may have it open too. It may resume until [`Passed::settle`] is called.
-    passed: Option<Passed>,
+    passed_files: Option<PassedFiles>,
     /// Properties of the export when it was opened; its block sizes stay in force.
-    blocks: About,
+    opened_export: NbdExportInfo,
 }
 
-impl Nbd {
+impl NbdStorage {
     /// State of the connections to the server.
-    pub(super) fn remote(&self) -> Remote {
+    pub(super) fn remote(&self) -> NbdLinkStatus {
         self.link.remote()
     }
 
     /// Time for which the oldest request in flight has waited; `None` if there is none.
-    pub(super) fn oldest_request(&self) -> Option<Duration> {
+    pub(super) fn oldest_request_age(&self) -> Option<Duration> {
         self.link.oldest_request()
     }
 
     /// True if other clients read data that was flushed here.
-    pub(super) fn has_common_flushes(&self) -> bool {
-        self.cache != CacheMode::Unsafe && self.link.about().has_common_flushes()
+    pub(super) fn has_shared_flushes(&self) -> bool {
+        self.cache != CacheMode::Unsafe && self.link.export().can_multi_conn()
     }
 
     pub(super) fn is_passed(&self) -> bool {
-        self.passed.is_some()
+        self.passed_files.is_some()
     }
 
-    pub(super) fn is_anothers(&self) -> bool {
-        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    pub(super) fn may_be_resumed_elsewhere(&self) -> bool {
+        self.passed_files.as_ref().is_some_and(|passed| !passed.is_owner())
     }
 
     pub(super) fn is_shared(&self) -> bool {
@@ -124,9 +124,9 @@ impl Nbd {
 
     /// Returns whether a request needs FUA, and whether a flush must follow because the server has
     /// no FUA.
-    fn how(&self, asked: Durability) -> (bool, bool) {
+    fn durability_flags(&self, asked: Durability) -> (bool, bool) {
         let durable = self.durability(asked) == Durability::Synchronous;
-        let can = self.link.about().can_force();
+        let can = self.link.export().can_fua();
         (durable && can, durable && !can)
     }
 
@@ -139,9 +139,9 @@ impl Nbd {
     }
 }
 
-impl Device for Nbd {
+impl AlignedDevice for NbdStorage {
     fn alignment(&self) -> Alignment {
-        Alignment { offset: u64::from(self.blocks.minimum_block), memory: 1 }
+        Alignment { offset: u64::from(self.opened_export.minimum_block), memory: 1 }
     }
 
     fn page_bytes(&self) -> u64 {
@@ -161,7 +161,7 @@ impl Device for Nbd {
     /// reconnects and reads the current size.
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         let link = Arc::clone(&self.link);
-        spawn_to_end(async move { link.reopen().await }).await.unwrap_or(Err(Error::SHUTDOWN))?;
+        spawn_detached(async move { link.reopen().await }).await.unwrap_or(Err(Error::SHUTDOWN))?;
         let now = self.size_bytes();
         if now == size_bytes { Ok(()) } else { Err(ResizeError::Remote { size_bytes: now }) }
     }
@@ -176,19 +176,19 @@ impl Device for Nbd {
     }
 
     fn block_size(&self) -> BlockSize {
-        BlockSize { minimum: self.blocks.minimum_block, preferred: self.blocks.preferred_block }
+        BlockSize { minimum: self.opened_export.minimum_block, preferred: self.opened_export.preferred_block }
     }
 
     fn can_zero_fast(&self) -> bool {
-        self.link.about().can_refuse_slow_zeroing()
+        self.link.export().can_fast_zero()
     }
 
     async fn read(&self, offset: u64, mut target: Segments) -> Result<Segments> {
         if target.is_empty() {
             return Ok(target);
         }
-        let ask = Ask::Read { offset, length: target.len() };
-        let data = self.link.ask(ask).await?.data()?;
+        let ask = NbdOperation::Read { offset, length: target.len() };
+        let data = self.link.execute(ask).await?.data()?;
         // A single own buffer can be replaced by the received one without a copy.
         if matches!(target.as_slice(), [Segment::Own(_)]) {
             return Ok(data.into());
@@ -198,7 +198,7 @@ impl Device for Nbd {
     }
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        let (force, flush) = self.how(durability);
+        let (force, flush) = self.durability_flags(durability);
         if !data.is_empty() {
             self.link.write(offset, data, force).await?;
         }
@@ -220,16 +220,16 @@ impl Device for Nbd {
     }
 
     async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let about = self.link.about();
-        let (force, flush) = self.how(options.durability);
+        let about = self.link.export();
+        let (force, flush) = self.durability_flags(options.durability);
         let mut flags = if options.may_unmap { 0 } else { cmd_flag::NO_HOLE };
         if options.only_if_fast {
             flags |= cmd_flag::FAST_ZERO;
         }
         // Shorter requests if the zeroes are sent as data, so that a disconnect repeats less.
-        let most = if about.can_zero() { MOST_AT_ONCE } else { MOST_SENT };
+        let most = if about.can_zero() { MAX_REQUEST_BYTES } else { MAX_SENT_ZEROES };
         for (offset, length) in Self::parts(offset, length, most) {
-            self.link.change(Change::Zeroes { offset, length, flags }, force).await?;
+            self.link.change(NbdChange::Zeroes { offset, length, flags }, force).await?;
             // The first part succeeded; the range must not be left half zeroed because of
             // FAST_ZERO.
             flags &= !cmd_flag::FAST_ZERO;
@@ -238,27 +238,27 @@ impl Device for Nbd {
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        if !self.link.about().can_trim() {
+        if !self.link.export().can_trim() {
             return Ok(());
         }
-        for (offset, length) in Self::parts(offset, length, MOST_AT_ONCE) {
-            self.link.ask(Ask::Trim { offset, length }).await?;
+        for (offset, length) in Self::parts(offset, length, MAX_REQUEST_BYTES) {
+            self.link.execute(NbdOperation::Trim { offset, length }).await?;
         }
         Ok(())
     }
 
     async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        if !self.link.about().tells_allocation() {
+        if !self.link.export().has_allocation() {
             return Ok(vec![Extent { length, hole: false, zero: false }]);
         }
         // The query is extended to whole blocks; the extents are clipped to the requested range.
-        let block = u64::from(self.blocks.minimum_block);
-        let end = offset + length.min(MOST_AT_ONCE - block);
+        let block = u64::from(self.opened_export.minimum_block);
+        let end = offset + length.min(MAX_REQUEST_BYTES - block);
         let first = offset & !(block - 1);
         let asked = u32::try_from(end.next_multiple_of(block).min(self.size_bytes()) - first);
-        let ask = Ask::Extents { offset: first, length: asked.unwrap_or(u32::MAX) };
+        let ask = NbdOperation::Extents { offset: first, length: asked.unwrap_or(u32::MAX) };
         let (mut at, mut extents) = (first, Vec::new());
-        for extent in self.link.ask(ask).await?.extents()? {
+        for extent in self.link.execute(ask).await?.extents()? {
             let next = at + u64::from(extent.length);
             let (from, to) = (at.max(offset), next.min(end));
             at = next;
@@ -268,14 +268,14 @@ impl Device for Nbd {
                 push_extent(&mut extents, Extent { length: to - from, hole, zero });
             }
             // Room for one more extent, the data below.
-            if at >= end || extents.len() == MOST_EXTENTS - 1 {
+            if at >= end || extents.len() == MAX_EXTENTS - 1 {
                 break;
             }
         }
         if extents.is_empty() {
             return Err(Error::IO);
         }
-        let least = end.min(offset + LEAST_DESCRIBED);
+        let least = end.min(offset + MIN_STATUS_BYTES);
         if at < least {
             push_extent(&mut extents, Extent { length: least - at, hole: false, zero: false });
         }

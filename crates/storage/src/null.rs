@@ -12,11 +12,11 @@ use reactor::{buffer::Segments, error::Result};
 
 /// A null disk.
 #[derive(Debug)]
-pub struct Null {
+pub struct NullStorage {
     size_bytes: AtomicU64,
 }
 
-impl Null {
+impl NullStorage {
     /// Creates a disk of `size_bytes`.
     pub fn new(size_bytes: u64) -> Self {
         Self { size_bytes: AtomicU64::new(size_bytes) }
@@ -81,13 +81,13 @@ impl Null {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use reactor::{buffer::Buffer, sim};
+    use reactor::{buffer::IoBuffer, sim};
 
     #[test]
     fn reads_zeroes_even_into_a_used_buffer() {
         sim::run(1, async {
-            let null = Null::new(1 << 40);
-            let mut used = Buffer::new(4096);
+            let null = NullStorage::new(1 << 40);
+            let mut used = IoBuffer::new(4096);
             used.fill(7);
             let read = null.read(12_345, used.into()).await.expect("null never fails");
             assert!(read.to_vec().iter().all(|&byte| byte == 0));

@@ -8,18 +8,18 @@ use std::{path::Path, sync::Arc};
 use policy::time::Duration;
 
 use super::{
-    CacheMode, Format, Memory, Null, OpenError, Part, Passed, Root, Spec, Storage,
+    CacheMode, ImageFormat, MemoryStorage, NullStorage, OpenError, StoragePart, PassedFiles, Root, StorageSpec, Storage,
     align::Align,
     delay::DelayOptions,
     fault::FaultRule,
     file::{self, FileOptions},
-    nbd::{Known, NbdOptions},
+    nbd::{ResolvedServerCache, NbdOptions},
     probe::{Probed, probe_beginning, probe_file},
-    rate::{Budgets, RateOptions},
+    rate::{RateBudgets, RateOptions},
     rbd,
 };
 use nbd::uri::Uri;
-use reactor::{Polling, op::ForeignFd};
+use reactor::{PollingMode, op::PassedFd};
 
 /// Options of opening an image.
 #[derive(Clone, Debug, Default)]
@@ -27,7 +27,7 @@ pub struct OpenOptions {
     /// Cache mode of files, RBD and NBD; memory has no cache.
     pub cache: CacheMode,
     /// `None` guesses the format if that is safe.
-    pub format: Option<Format>,
+    pub format: Option<ImageFormat>,
     /// Rejects writes and locks as a reader, so that other readers can open it.
     pub read_only: bool,
     /// Reads although another process writes; only with `read_only`.
@@ -40,12 +40,12 @@ pub struct OpenOptions {
     /// Directory that files must be in; `None` allows all.
     pub root: Option<Root>,
     /// The file, already open: its name and its directory are not checked.
-    pub descriptor: Option<Arc<ForeignFd>>,
+    pub descriptor: Option<Arc<PassedFd>>,
     /// Files that another process has open for writing, and its RBD images. The process may also
     /// use NBD exports, which it does not pass.
-    pub passed: Option<Passed>,
+    pub passed_files: Option<PassedFiles>,
     /// The part of the storage that is the disk; only for raw images.
-    pub part: Option<Part>,
+    pub part: Option<StoragePart>,
     /// Time for which requests wait for a disconnected NBD server and are then retried. With zero
     /// they fail at once.
     pub reconnect_delay: Duration,
@@ -53,13 +53,13 @@ pub struct OpenOptions {
     /// attempt.
     pub open_timeout: Duration,
     /// Result of an earlier attempt to connect to the NBD server.
-    pub known: Known,
+    pub nbd_server: ResolvedServerCache,
     /// Latency to add.
     pub delay: Option<DelayOptions>,
     /// Bandwidth to limit to.
     pub rate: Option<RateOptions>,
     /// Registry of the budgets that images opened with the same `shared` name use together.
-    pub budgets: Budgets,
+    pub budgets: RateBudgets,
     /// Rules that inject failures, in order.
     pub faults: Vec<FaultRule>,
 }
@@ -70,7 +70,7 @@ pub struct OpenOptions {
 /// # Errors
 /// The reason, for people.
 pub fn open_storage(spec: &str, options: OpenOptions) -> Result<Storage, OpenError> {
-    wrapped(spec, open_bottom(spec, &options)?.0, options)
+    add_wrappers(spec, open_bottom(spec, &options)?.0, options)
 }
 
 /// Probes the format of an image on any storage; `spec` as for [`open_storage`].
@@ -85,10 +85,10 @@ pub fn probe_anywhere(spec: &str) -> Result<Probed, OpenError> {
 
 /// Opens an NBD export for a caller without a reactor, or one that cannot wait: on a new thread
 /// with its own reactor.
-fn open_apart(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
-    let (place, options) = (uri.clone(), of_export(uri, options)?);
+fn open_on_thread(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    let (place, options) = (uri.clone(), nbd_options(uri, options)?);
     let opening = std::thread::spawn(move || {
-        reactor::run(Polling::Off, async move { crate::nbd::open(&place, &options).await })
+        reactor::run(PollingMode::Off, async move { crate::nbd::open(&place, &options).await })
     });
     let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring to be had?");
     let opened = opening.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
@@ -96,7 +96,7 @@ fn open_apart(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed), Ope
     Ok((Storage::Nbd(nbd), probed))
 }
 
-fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> {
+fn nbd_options(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> {
     if options.handover {
         let why = "cannot be handed over: NBD has no locks";
         return Err(OpenError::new(&uri.to_string(), why, "leave handover out"));
@@ -107,53 +107,53 @@ fn of_export(uri: &Uri, options: &OpenOptions) -> Result<NbdOptions, OpenError> 
         read_only: options.read_only,
         is_shared: options.force_share,
         may_be_empty: options.may_be_empty,
-        passed: options.passed.clone(),
+        passed_files: options.passed_files.clone(),
         reconnect_delay: options.reconnect_delay,
         open_timeout: options.open_timeout,
-        known: options.known.clone(),
+        server_cache: options.nbd_server.clone(),
     })
 }
 
 /// As [`open_bottom`], without blocking, on this thread's reactor.
-pub async fn open_any(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
-    match place(spec)? {
-        Spec::Nbd(_) if options.force_share && !options.read_only => Err(shared_by_writers(spec)),
-        Spec::Nbd(uri) => {
-            let (nbd, probed) = crate::nbd::open(&uri, &of_export(&uri, options)?).await?;
+pub async fn open_async(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    match parse_spec(spec)? {
+        StorageSpec::Nbd(_) if options.force_share && !options.read_only => Err(force_share_error(spec)),
+        StorageSpec::Nbd(uri) => {
+            let (nbd, probed) = crate::nbd::open(&uri, &nbd_options(&uri, options)?).await?;
             Ok((Storage::Nbd(nbd), probed))
         }
         // Without a system call that could block, so without another thread.
-        Spec::Memory(_) | Spec::Null(_) => open_bottom(spec, options),
-        Spec::File(_) | Spec::Rbd(_) => {
+        StorageSpec::Memory(_) | StorageSpec::Null(_) => open_bottom(spec, options),
+        StorageSpec::File(_) | StorageSpec::Rbd(_) => {
             let (spec, options) = (spec.to_owned(), options.clone());
-            reactor::blocking(move || open_bottom(&spec, &options)).await
+            reactor::run_blocking(move || open_bottom(&spec, &options)).await
         }
     }
 }
 
-fn place(spec: &str) -> Result<Spec, OpenError> {
+fn parse_spec(spec: &str) -> Result<StorageSpec, OpenError> {
     spec.parse().map_err(|error: super::InvalidValue| {
         let remedy = "an image is a path, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or nbd://HOST/EXPORT";
         OpenError::new(spec, error.to_string(), remedy)
     })
 }
 
-fn shared_by_writers(spec: &str) -> OpenError {
+fn force_share_error(spec: &str) -> OpenError {
     OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only")
 }
 
 /// Opens the storage that `spec` names, without wrappers, and probes its format. Blocks.
 pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed), OpenError> {
     if options.force_share && !options.read_only {
-        return Err(shared_by_writers(spec));
+        return Err(force_share_error(spec));
     }
-    let place = place(spec)?;
+    let place = parse_spec(spec)?;
     let is_patient = !options.reconnect_delay.is_zero() || !options.open_timeout.is_zero();
-    if is_patient && !matches!(place, Spec::Nbd(_)) {
+    if is_patient && !matches!(place, StorageSpec::Nbd(_)) {
         let why = "reconnect-delay and open-timeout are for NBD servers, and this is none";
         return Err(OpenError::new(spec, why, "leave it out"));
     }
-    if options.handover && (options.read_only || !matches!(place, Spec::File(_))) {
+    if options.handover && (options.read_only || !matches!(place, StorageSpec::File(_))) {
         return Err(OpenError::new(
             spec,
             "only a file that is written to can be handed over",
@@ -161,13 +161,13 @@ pub fn open_bottom(spec: &str, options: &OpenOptions) -> Result<(Storage, Probed
         ));
     }
     match place {
-        Spec::File(path) => open_file(&path, options),
-        Spec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
-        Spec::Nbd(uri) => open_apart(&uri, options),
-        Spec::Null(size) => Ok((Storage::Null(Null::new(not_empty(spec, size)?)), Probed::Raw)),
-        Spec::Rbd(address) => {
+        StorageSpec::File(path) => open_file(&path, options),
+        StorageSpec::Memory(size) => Ok((Storage::Memory(memory(spec, size)?), Probed::Raw)),
+        StorageSpec::Nbd(uri) => open_on_thread(&uri, options),
+        StorageSpec::Null(size) => Ok((Storage::Null(NullStorage::new(not_empty(spec, size)?)), Probed::Raw)),
+        StorageSpec::Rbd(address) => {
             let OpenOptions { cache, read_only, force_share, .. } = *options;
-            let how = rbd::How { cache, read_only, force_share, passed: options.passed.clone() };
+            let how = rbd::RbdOptions { cache, read_only, force_share, passed: options.passed_files.clone() };
             let (image, probed) = rbd::open(&address, how, options.format.is_none())?;
             Ok((Storage::Rbd(Align::new(image)), probed))
         }
@@ -181,7 +181,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         force_share: options.force_share,
         handover: options.handover,
         may_be_empty: options.may_be_empty,
-        passed: options.passed.clone(),
+        passed: options.passed_files.clone(),
         root: options.root.clone(),
         descriptor: options.descriptor.clone(),
     };
@@ -202,8 +202,8 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
     Ok((Storage::File(Align::new(file)), probed))
 }
 
-fn memory(spec: &str, size: u64) -> Result<Memory, OpenError> {
-    Memory::new(not_empty(spec, size)?)
+fn memory(spec: &str, size: u64) -> Result<MemoryStorage, OpenError> {
+    MemoryStorage::new(not_empty(spec, size)?)
         .ok_or_else(|| OpenError::new(spec, "is too large for memory", "256T is the largest"))
 }
 
@@ -213,7 +213,7 @@ fn not_empty(spec: &str, size: u64) -> Result<u64, OpenError> {
 
 /// Adds the wrappers in the order of the drawing in [`storage`](super): faults outermost, so that
 /// an injected failure costs no time.
-pub fn wrapped(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
+pub fn add_wrappers(spec: &str, mut storage: Storage, options: OpenOptions) -> Result<Storage, OpenError> {
     if let Some(part) = options.part {
         let whole = storage.size_bytes();
         storage = storage.part(part);

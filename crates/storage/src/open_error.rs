@@ -35,7 +35,7 @@ impl OpenError {
         }
     }
 
-    pub(crate) fn that_may_pass(self) -> Self {
+    pub(crate) fn transient(self) -> Self {
         Self { may_pass: true, ..self }
     }
 }

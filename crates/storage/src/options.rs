@@ -23,13 +23,13 @@ pub struct InvalidOption {
 
 /// One pair, with the option's name for error messages.
 #[derive(Clone, Copy)]
-pub(super) struct Pair<'a> {
+pub(super) struct OptionPair<'a> {
     option: &'static str,
     pub(super) key: &'a str,
     pub(super) value: &'a str,
 }
 
-impl Pair<'_> {
+impl OptionPair<'_> {
     pub(super) fn error(&self, rule: impl Into<String>) -> InvalidOption {
         InvalidOption {
             option: self.option,
@@ -40,7 +40,7 @@ impl Pair<'_> {
     }
 
     /// The value, parsed by `parse`.
-    pub(super) fn with<T>(
+    pub(super) fn parse<T>(
         &self,
         parse: impl FnOnce(&str) -> Result<T, InvalidValue>,
     ) -> Result<T, InvalidOption> {
@@ -65,11 +65,11 @@ impl Pair<'_> {
 }
 
 /// Splits `text` into pairs. Keys and values are not empty, and no key is repeated.
-pub(super) fn pairs<'a>(option: &'static str, text: &'a str) -> Result<Vec<Pair<'a>>, InvalidOption> {
-    let mut seen: Vec<Pair<'a>> = Vec::new();
+pub(super) fn pairs<'a>(option: &'static str, text: &'a str) -> Result<Vec<OptionPair<'a>>, InvalidOption> {
+    let mut seen: Vec<OptionPair<'a>> = Vec::new();
     for part in text.split(',') {
         let (key, value) = part.split_once('=').unwrap_or((part, ""));
-        let pair = Pair { option, key, value };
+        let pair = OptionPair { option, key, value };
         if key.is_empty() || value.is_empty() {
             return Err(pair.error("is not of the form key=value"));
         }

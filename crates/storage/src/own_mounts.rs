@@ -23,7 +23,7 @@ use rustix::fs::{AtFlags, FileType, Mode, OFlags, StatxFlags, makedev, statx};
 use super::OpenError;
 
 /// Maximum depth of loop devices over files on loop devices that is checked.
-const MOST_LEVELS: usize = 8;
+const MAX_DEPTH: usize = 8;
 
 /// Device numbers of the file systems, each with the number of its [`OwnMount`]s.
 static DEVICES: Mutex<BTreeMap<u64, usize>> = Mutex::new(BTreeMap::new());
@@ -38,7 +38,7 @@ impl OwnMount {
     /// # Errors
     /// The kernel does not report the file system.
     pub fn of(root: impl AsFd) -> io::Result<Self> {
-        let device = look(root)?.device;
+        let device = device_numbers(root)?.device;
         *devices().entry(device).or_default() += 1;
         Ok(Self(device))
     }
@@ -70,7 +70,7 @@ struct DeviceNumbers {
     below: (u32, u32),
 }
 
-fn look(file: impl AsFd) -> io::Result<DeviceNumbers> {
+fn device_numbers(file: impl AsFd) -> io::Result<DeviceNumbers> {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC;
     let seen = statx(file, c"", flags, StatxFlags::TYPE)?;
     let is_block_device = FileType::from_raw_mode(seen.stx_mode.into()) == FileType::BlockDevice;
@@ -95,21 +95,21 @@ pub(super) fn check_path(path: &Path, name: &str) -> Result<(), OpenError> {
 /// As [`check_path`], for an open image.
 pub(super) fn check(file: impl AsFd, name: &str) -> Result<(), OpenError> {
     let has_none = devices().is_empty();
-    if has_none || !is_own(file, MOST_LEVELS) {
+    if has_none || !is_on_own_mount(file, MAX_DEPTH) {
         return Ok(());
     }
     let why = "is a file that this process itself serves, so requests would deadlock";
     Err(OpenError::new(name, why, "name the image that the file shows, or serve it by another daemon"))
 }
 
-fn is_own(file: impl AsFd, levels: usize) -> bool {
-    let Ok(seen) = look(file) else { return false };
+fn is_on_own_mount(file: impl AsFd, levels: usize) -> bool {
+    let Ok(seen) = device_numbers(file) else { return false };
     let is_here = devices().contains_key(&seen.device);
     is_here
         || levels > 0
             && [seen.block_device, Some(seen.below)].into_iter().flatten().any(|number| {
                 let file = backing_file(number).and_then(|path| open_path(&path).ok());
-                file.is_some_and(|file| is_own(file, levels - 1))
+                file.is_some_and(|file| is_on_own_mount(file, levels - 1))
             })
 }
 

@@ -6,29 +6,29 @@ use super::{InvalidOption, options::pairs, spec::parse_size};
 
 /// Position of the disk inside the storage.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Part {
+pub struct StoragePart {
     /// Start of the part, in bytes.
     pub offset: u64,
     /// Size of the part in bytes; `None` means up to the end of the storage.
     pub size: Option<u64>,
 }
 
-impl Part {
+impl StoragePart {
     /// Size of the disk in a storage of `whole` bytes; 0 if the part begins beyond its end.
     pub(super) fn size_in(self, whole: u64) -> u64 {
         whole.saturating_sub(self.offset).min(self.size.unwrap_or(u64::MAX))
     }
 }
 
-impl FromStr for Part {
+impl FromStr for StoragePart {
     type Err = InvalidOption;
     /// Parses `offset=1M,size=10M`, each optional.
     fn from_str(text: &str) -> Result<Self, InvalidOption> {
         let mut part = Self::default();
         for pair in pairs("options", text)? {
             match pair.key {
-                "offset" => part.offset = pair.with(parse_size)?,
-                "size" => match pair.with(parse_size)? {
+                "offset" => part.offset = pair.parse(parse_size)?,
+                "size" => match pair.parse(parse_size)? {
                     0 => return Err(pair.error("is no disk (give it a size, e.g. 1G)")),
                     size => part.size = Some(size),
                 },
@@ -40,7 +40,7 @@ impl FromStr for Part {
 }
 
 /// Formats the part so that [`FromStr`] reads it.
-impl fmt::Display for Part {
+impl fmt::Display for StoragePart {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "offset={}", self.offset)?;
         self.size.map_or(Ok(()), |size| write!(f, ",size={size}"))
@@ -51,30 +51,30 @@ impl fmt::Display for Part {
 mod tests {
     use super::*;
     use crate::{Durability, ResizeError, Storage, ZeroOptions};
-    use reactor::{buffer::Buffer, sim};
+    use reactor::{buffer::IoBuffer, sim};
 
     #[test]
-    fn a_part_is_said_as_qemu_s() {
-        assert_eq!("offset=1M,size=4K".parse(), Ok(Part { offset: 1 << 20, size: Some(4096) }));
-        assert_eq!("size=512".parse(), Ok(Part { offset: 0, size: Some(512) }));
+    fn parses_qemu_offset_and_size() {
+        assert_eq!("offset=1M,size=4K".parse(), Ok(StoragePart { offset: 1 << 20, size: Some(4096) }));
+        assert_eq!("size=512".parse(), Ok(StoragePart { offset: 0, size: Some(512) }));
         for (text, wrong) in [
             ("offset=1M,start=1", "options: start=1: no such key (there are offset, size)"),
             ("size=0", "options: size=0: is no disk (give it a size, e.g. 1G)"),
             ("offset", "options: offset=: is not of the form key=value"),
         ] {
-            assert_eq!(text.parse::<Part>().unwrap_err().to_string(), wrong);
+            assert_eq!(text.parse::<StoragePart>().unwrap_err().to_string(), wrong);
         }
     }
 
     #[test]
-    fn what_is_around_a_part_stays_as_it_was() {
+    fn bytes_around_a_part_are_unchanged() {
         sim::run(1, async {
             let whole: Vec<u8> = (0..4096_u32).map(|at| (at % 251) as u8).collect();
-            let storage = Storage::holding(&whole).await;
-            let part = storage.part(Part { offset: 1000, size: Some(2000) });
+            let storage = Storage::with_content(&whole).await;
+            let part = storage.part(StoragePart { offset: 1000, size: Some(2000) });
             assert_eq!(part.size_bytes(), 2000);
-            assert_eq!(part.content().await.unwrap(), whole[1000..3000]);
-            part.write(0, Buffer::copy_of(&[7; 10]).into(), Durability::Cached).await.unwrap();
+            assert_eq!(part.read_all().await.unwrap(), whole[1000..3000]);
+            part.write(0, IoBuffer::copy_of(&[7; 10]).into(), Durability::Cached).await.unwrap();
             let zeroes = ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
             part.write_zeroes(1990, 10, zeroes).await.unwrap();
             part.discard(100, 10).await.unwrap();
@@ -86,18 +86,18 @@ mod tests {
             expected[1000..1010].fill(7);
             expected[2990..3000].fill(0);
             expected[1100..1110].fill(0);
-            assert_eq!(wrapped.inner().content().await.unwrap(), expected);
+            assert_eq!(wrapped.inner().read_all().await.unwrap(), expected);
         });
     }
 
     #[test]
-    fn blocks_of_a_part_are_those_below_as_far_as_it_begins_with_one() {
+    fn block_size_of_a_part_follows_its_offset() {
         let whole = Storage::memory(1 << 20).block_size();
         assert!(whole.preferred >= 4096, "{whole:?}");
         for (offset, aligned) in
             [(0, u32::MAX), (1 << 40, u32::MAX), (4096, 4096), (512, 512), (1536, 512), (1000, 8), (7, 1)]
         {
-            let part = Storage::memory(1 << 20).part(Part { offset, size: None }).block_size();
+            let part = Storage::memory(1 << 20).part(StoragePart { offset, size: None }).block_size();
             assert_eq!(part.preferred, whole.preferred.min(aligned), "{offset}");
         }
     }
@@ -105,11 +105,11 @@ mod tests {
     #[test]
     fn a_part_without_a_size_goes_to_the_end() {
         sim::run(1, async {
-            let part = Storage::memory(4096).part(Part { offset: 1024, size: None });
+            let part = Storage::memory(4096).part(StoragePart { offset: 1024, size: None });
             assert_eq!(part.size_bytes(), 3072);
             part.resize(7168).await.expect("memory grows");
             assert_eq!((part.size_bytes(), part.refresh_size().await), (7168, Ok(7168)));
-            let beyond = Storage::memory(4096).part(Part { offset: 5000, size: None });
+            let beyond = Storage::memory(4096).part(StoragePart { offset: 5000, size: None });
             assert_eq!(beyond.size_bytes(), 0);
         });
     }

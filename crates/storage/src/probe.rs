@@ -36,14 +36,14 @@ pub const HEADER_BYTES: usize = 512;
 
 /// Formats that weir serves.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
+pub enum ImageFormat {
     /// The bytes of the file are the bytes of the disk.
     Raw,
     /// QEMU's copy-on-write format.
     Qcow2,
 }
 
-impl Format {
+impl ImageFormat {
     /// Name, as users write it.
     pub fn name(self) -> &'static str {
         match self {
@@ -53,7 +53,7 @@ impl Format {
     }
 }
 
-impl FromStr for Format {
+impl FromStr for ImageFormat {
     type Err = InvalidValue;
     fn from_str(text: &str) -> Result<Self, InvalidValue> {
         match text {
@@ -70,9 +70,9 @@ pub enum Probed {
     /// No signature found: the bytes are the disk, as far as is known.
     Raw,
     /// The signature of this format.
-    Looks(&'static str),
+    Format(&'static str),
     /// A compressed file or an archive, or a disk on which a guest stores one.
-    Packed(&'static str),
+    Archive(&'static str),
 }
 
 /// Offset, bytes and format name of each signature.
@@ -93,7 +93,7 @@ const SIGNATURES: &[(usize, &[u8], &str)] = &[
 
 /// Compressed files and archives: gzip (RFC 1952, method 8), xz and zstd (their frame magic), bzip2
 /// (magic of the first block), ZIP (local file header), tar (POSIX ustar; an OVA is one).
-const PACKED: &[(usize, &[u8], &str)] = &[
+const ARCHIVES: &[(usize, &[u8], &str)] = &[
     (0, b"\x1f\x8b\x08", "gzip"),
     (0, b"\xfd7zXZ\0", "xz"),
     (0, b"\x28\xb5\x2f\xfd", "zstd"),
@@ -129,19 +129,19 @@ pub fn probe_header(header: &[u8]) -> Probed {
         .iter()
         .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)));
     match found {
-        Some((_, _, name)) => Probed::Looks(name),
-        None if is_vmdk_descriptor(header) => Probed::Looks("vmdk"),
+        Some((_, _, name)) => Probed::Format(name),
+        None if is_vmdk_descriptor(header) => Probed::Format("vmdk"),
         None => Probed::Raw,
     }
 }
 
-fn probe_packed(header: &[u8]) -> Probed {
-    let found = PACKED
+fn probe_archive(header: &[u8]) -> Probed {
+    let found = ARCHIVES
         .iter()
         .find(|(at, bytes, _)| header.get(*at..).is_some_and(|rest| rest.starts_with(bytes)))
         // The magic of bzip2's first block follows "BZh" and a level digit; require both.
         .filter(|(_, _, name)| *name != "bzip2" || header.starts_with(b"BZh"));
-    found.map_or(Probed::Raw, |(_, _, name)| Probed::Packed(name))
+    found.map_or(Probed::Raw, |(_, _, name)| Probed::Archive(name))
 }
 
 /// True for a VMDK that begins with a text descriptor, which names other files: comments and empty
@@ -194,9 +194,9 @@ pub(super) fn probe_beginning(file: &fs::File) -> io::Result<Probed> {
 pub(super) fn probe_ends(first: &[u8], last: &[u8]) -> Probed {
     let ends_with = |trailer: &[u8]| last.len() >= HEADER_BYTES && last.starts_with(trailer);
     match probe_header(first) {
-        Probed::Raw if ends_with(DMG_TRAILER) => Probed::Looks("dmg"),
-        Probed::Raw if ends_with(VHD_FOOTER) => Probed::Packed("vpc"),
-        Probed::Raw => probe_packed(first),
+        Probed::Raw if ends_with(DMG_TRAILER) => Probed::Format("dmg"),
+        Probed::Raw if ends_with(VHD_FOOTER) => Probed::Archive("vpc"),
+        Probed::Raw => probe_archive(first),
         probed => probed,
     }
 }
@@ -219,12 +219,12 @@ fn read_up_to(file: &fs::File, buffer: &mut [u8], offset: u64) -> io::Result<usi
 ///
 /// # Errors
 /// No format was given, and the image looks neither raw nor like qcow2.
-pub fn check_format(explicit: Option<Format>, probed: Probed, name: &str) -> Result<Format, OpenError> {
+pub fn check_format(explicit: Option<ImageFormat>, probed: Probed, name: &str) -> Result<ImageFormat, OpenError> {
     match (explicit, probed) {
         (Some(format), _) => Ok(format),
-        (None, Probed::Raw | Probed::Packed(_)) => Ok(Format::Raw),
-        (None, Probed::Looks("qcow2")) => Ok(Format::Qcow2),
-        (None, Probed::Looks(other)) => {
+        (None, Probed::Raw | Probed::Archive(_)) => Ok(ImageFormat::Raw),
+        (None, Probed::Format("qcow2")) => Ok(ImageFormat::Qcow2),
+        (None, Probed::Format(other)) => {
             let converter = converter(other).unwrap_or("qemu-img convert -O qcow2");
             Err(OpenError::new(
                 name,
@@ -245,7 +245,7 @@ fn converter(name: &str) -> Option<&'static str> {
 /// contains a disk. `None` for all other images, also for LUKS and qcow2 inside a raw disk, which a
 /// guest or a client has reason to store there.
 pub fn warning(probed: Probed) -> Option<String> {
-    let (Probed::Looks(name) | Probed::Packed(name)) = probed else { return None };
+    let (Probed::Format(name) | Probed::Archive(name)) = probed else { return None };
     let converter = converter(name)?;
     Some(format!("looks like {name}: its bytes are no disk that a guest can boot (convert it: {converter})"))
 }
@@ -261,7 +261,7 @@ mod tests {
         for &(at, signature, name) in SIGNATURES {
             let mut header = [0; HEADER_BYTES];
             header[at..at + signature.len()].copy_from_slice(signature);
-            assert_eq!(probe_header(&header), Probed::Looks(name));
+            assert_eq!(probe_header(&header), Probed::Format(name));
             header[at] ^= 1;
             assert_eq!(probe_header(&header), Probed::Raw);
         }
@@ -269,27 +269,27 @@ mod tests {
 
     #[test]
     fn compressed_files_are_named_and_stay_writable() {
-        for &(at, signature, name) in PACKED {
+        for &(at, signature, name) in ARCHIVES {
             let mut header = [0; HEADER_BYTES];
             header[..3].copy_from_slice(b"BZh");
             header[at..at + signature.len()].copy_from_slice(signature);
-            assert_eq!(probe_ends(&header, &[]), Probed::Packed(name));
+            assert_eq!(probe_ends(&header, &[]), Probed::Archive(name));
             assert_eq!(probe_header(&header), Probed::Raw, "a guest may write {name} to its disk");
-            assert_eq!(check_format(None, Probed::Packed(name), "a"), Ok(Format::Raw));
-            assert!(warning(Probed::Packed(name)).expect(name).contains("(convert it: "));
+            assert_eq!(check_format(None, Probed::Archive(name), "a"), Ok(ImageFormat::Raw));
+            assert!(warning(Probed::Archive(name)).expect(name).contains("(convert it: "));
         }
         let mut footer = [0; HEADER_BYTES];
         footer[..8].copy_from_slice(VHD_FOOTER);
-        assert_eq!(probe_ends(&[0; HEADER_BYTES], &footer), Probed::Packed("vpc"));
-        for quiet in [Probed::Raw, Probed::Looks("qcow2"), Probed::Looks("luks")] {
+        assert_eq!(probe_ends(&[0; HEADER_BYTES], &footer), Probed::Archive("vpc"));
+        for quiet in [Probed::Raw, Probed::Format("qcow2"), Probed::Format("luks")] {
             assert_eq!(warning(quiet), None);
         }
     }
 
     #[test]
     fn vmdk_descriptors_are_text() {
-        assert_eq!(probe_header(b"# Disk DescriptorFile\r\n\r\nversion=1\n"), Probed::Looks("vmdk"));
-        assert_eq!(probe_header(b"version=3\n"), Probed::Looks("vmdk"));
+        assert_eq!(probe_header(b"# Disk DescriptorFile\r\n\r\nversion=1\n"), Probed::Format("vmdk"));
+        assert_eq!(probe_header(b"version=3\n"), Probed::Format("vmdk"));
         assert_eq!(probe_header(b"# a script\nexit 0\nversion=1\n"), Probed::Raw);
     }
 
@@ -308,21 +308,21 @@ mod tests {
         file.write_all(&[0; 2048]).expect("written");
         assert_eq!(probe(file.path()).expect("readable"), Probed::Raw);
         file.as_file().write_all_at(b"koly", 2048 - 512).expect("written");
-        assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("dmg"));
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Format("dmg"));
         // With an explicit format only the beginning is read.
         assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Raw);
         file.as_file().write_all_at(b"QFI\xfb", 0).expect("written");
-        assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Looks("qcow2"));
-        assert_eq!(probe(file.path()).expect("readable"), Probed::Looks("qcow2"));
+        assert_eq!(probe_beginning(file.as_file()).expect("readable"), Probed::Format("qcow2"));
+        assert_eq!(probe(file.path()).expect("readable"), Probed::Format("qcow2"));
     }
 
     #[test]
-    fn a_guess_is_believed_only_where_that_is_safe() {
-        assert_eq!(check_format(None, Probed::Raw, "a"), Ok(Format::Raw));
-        assert_eq!(check_format(Some(Format::Raw), Probed::Looks("qcow2"), "a"), Ok(Format::Raw));
-        assert_eq!(check_format(None, Probed::Looks("qcow2"), "a"), Ok(Format::Qcow2));
-        let error = check_format(None, Probed::Looks("vmdk"), "vm.img").expect_err("must be said");
+    fn only_safe_guesses_are_trusted() {
+        assert_eq!(check_format(None, Probed::Raw, "a"), Ok(ImageFormat::Raw));
+        assert_eq!(check_format(Some(ImageFormat::Raw), Probed::Format("qcow2"), "a"), Ok(ImageFormat::Raw));
+        assert_eq!(check_format(None, Probed::Format("qcow2"), "a"), Ok(ImageFormat::Qcow2));
+        let error = check_format(None, Probed::Format("vmdk"), "vm.img").expect_err("must be said");
         assert!(error.to_string().starts_with("vm.img: looks like vmdk, so its format must be given ("));
-        assert!("qcow3".parse::<Format>().is_err());
+        assert!("qcow3".parse::<ImageFormat>().is_err());
     }
 }

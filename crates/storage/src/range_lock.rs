@@ -45,18 +45,18 @@ pub struct RangeLocks {
     exclusive: AtomicUsize,
     /// Number of shared locks on the fast path.
     fast: AtomicUsize,
-    table: Mutex<Table>,
+    table: Mutex<RangeLockTable>,
 }
 
 #[derive(Debug, Default)]
-struct Table {
+struct RangeLockTable {
     next_id: u64,
     /// In order of arrival.
-    entries: Vec<Entry>,
+    entries: Vec<RangeLockEntry>,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct RangeLockEntry {
     id: u64,
     range: Range<u64>,
     exclusive: bool,
@@ -64,7 +64,7 @@ struct Entry {
     waker: Option<Waker>,
 }
 
-impl Entry {
+impl RangeLockEntry {
     fn conflicts(&self, other: &Self) -> bool {
         let overlap = self.range.start < other.range.end && other.range.start < self.range.end;
         overlap && (self.exclusive || other.exclusive)
@@ -73,22 +73,22 @@ impl Entry {
 
 /// A lock that is held or waited for; dropping it releases it.
 #[derive(Debug)]
-pub struct Guard<'a> {
+pub struct RangeLockGuard<'a> {
     locks: &'a RangeLocks,
-    way: Way,
+    way: RangeLockPath,
 }
 
 #[derive(Debug)]
-enum Way {
+enum RangeLockPath {
     Fast,
     Queued { id: u64, exclusive: bool },
 }
 
 impl RangeLocks {
     /// Waits until no part of `range` is held exclusively.
-    pub async fn shared(&self, range: Range<u64>) -> Guard<'_> {
+    pub async fn shared(&self, range: Range<u64>) -> RangeLockGuard<'_> {
         self.fast.fetch_add(1, SeqCst);
-        let fast = Guard { locks: self, way: Way::Fast };
+        let fast = RangeLockGuard { locks: self, way: RangeLockPath::Fast };
         if self.exclusive.load(SeqCst) == 0 {
             return fast;
         }
@@ -99,15 +99,15 @@ impl RangeLocks {
     }
 
     /// Waits until no part of `range` is held by another request.
-    pub async fn exclusive(&self, range: Range<u64>) -> Guard<'_> {
+    pub async fn exclusive(&self, range: Range<u64>) -> RangeLockGuard<'_> {
         self.exclusive.fetch_add(1, SeqCst);
         self.queue(range, true).await
     }
 
-    async fn queue(&self, range: Range<u64>, exclusive: bool) -> Guard<'_> {
+    async fn queue(&self, range: Range<u64>, exclusive: bool) -> RangeLockGuard<'_> {
         let id = self.enqueue(range, exclusive);
         // From here on the guard removes the entry, also if the future is dropped while it waits.
-        let guard = Guard { locks: self, way: Way::Queued { id, exclusive } };
+        let guard = RangeLockGuard { locks: self, way: RangeLockPath::Queued { id, exclusive } };
         poll_fn(|context| {
             let mut table = self.lock();
             let at = table.position(id);
@@ -126,17 +126,17 @@ impl RangeLocks {
         let mut table = self.lock();
         let id = table.next_id;
         table.next_id += 1;
-        table.entries.push(Entry { id, range, exclusive, waker: None });
+        table.entries.push(RangeLockEntry { id, range, exclusive, waker: None });
         id
     }
 
-    fn lock(&self) -> MutexGuard<'_, Table> {
+    fn lock(&self) -> MutexGuard<'_, RangeLockTable> {
         // The table is changed by single pushes, removals and assignments: a panic elsewhere cannot
         // leave it inconsistent.
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn leave_fast(&self) {
+    fn release_fast(&self) {
         // Every exclusive entry may have waited for `fast` to reach zero.
         if self.fast.fetch_sub(1, SeqCst) == 1 && self.exclusive.load(SeqCst) > 0 {
             let wakers: Vec<_> = {
@@ -152,7 +152,7 @@ impl RangeLocks {
         }
     }
 
-    fn leave_table(&self, id: u64) {
+    fn release_queued(&self, id: u64) {
         let wakers: Vec<_> = {
             let mut table = self.lock();
             let at = table.position(id);
@@ -164,20 +164,20 @@ impl RangeLocks {
     }
 }
 
-impl Table {
+impl RangeLockTable {
     fn position(&self, id: u64) -> usize {
         self.entries.binary_search_by_key(&id, |entry| entry.id).expect("an entry stays until its guard goes")
     }
 }
 
-impl Drop for Guard<'_> {
+impl Drop for RangeLockGuard<'_> {
     fn drop(&mut self) {
         match self.way {
-            Way::Fast => self.locks.leave_fast(),
-            Way::Queued { id, exclusive } => {
+            RangeLockPath::Fast => self.locks.release_fast(),
+            RangeLockPath::Queued { id, exclusive } => {
                 // After the entry is gone: a writer that still reads the old count only queues
                 // needlessly.
-                self.locks.leave_table(id);
+                self.locks.release_queued(id);
                 if exclusive {
                     self.locks.exclusive.fetch_sub(1, SeqCst);
                 }
@@ -200,7 +200,7 @@ mod tests {
     use policy::time::Duration;
 
     use super::*;
-    use reactor::{Polling, now, run, sim, sleep_until, spawn_joinable, yield_now};
+    use reactor::{PollingMode, now, run, sim, sleep_until, spawn_joinable, yield_now};
 
     #[test]
     fn overlapping_owners_are_never_together_whatever_the_order() {
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiter_that_gives_up_leaves_no_trace() {
+    fn cancelled_waiter_leaves_no_entry() {
         sim::run(3, async {
             let locks = Rc::new(RangeLocks::default());
             let writer = locks.shared(0..1).await;
@@ -282,7 +282,7 @@ mod tests {
             .map(|thread| {
                 let shared = Arc::clone(&shared);
                 std::thread::spawn(move || {
-                    run(Polling::Off, async move {
+                    run(PollingMode::Off, async move {
                         let (locks, owners, rounds) = &*shared;
                         for round in 0..20_000_u32 {
                             if (round + thread) % 16 == 0 {

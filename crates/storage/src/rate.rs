@@ -18,14 +18,14 @@ use std::{
 };
 
 use policy::{
-    device::{Lines, Rates},
+    device::{SimulatedDevice, DeviceRates},
     request::Direction,
     time::{Duration, Instant},
 };
 
 use super::{
     InvalidOption,
-    options::{Pair, pairs},
+    options::{OptionPair, pairs},
     spec::parse_size,
 };
 use reactor::now;
@@ -52,13 +52,13 @@ impl FromStr for RateOptions {
     type Err = InvalidOption;
     /// Parses `bytes=22M,iops=500,read=30M,write=10M,shared=NAME`, each optional.
     fn from_str(text: &str) -> Result<Self, InvalidOption> {
-        fn rate(pair: &Pair<'_>) -> Result<Option<u64>, InvalidOption> {
-            match pair.with(parse_size)? {
+        fn rate(pair: &OptionPair<'_>) -> Result<Option<u64>, InvalidOption> {
+            match pair.parse(parse_size)? {
                 0 => Err(pair.error("is no rate at all (leave it out for no limit)")),
                 rate => Ok(Some(rate)),
             }
         }
-        fn name(pair: &Pair<'_>) -> Result<Arc<str>, InvalidOption> {
+        fn name(pair: &OptionPair<'_>) -> Result<Arc<str>, InvalidOption> {
             let printable = !pair.value.chars().any(char::is_control);
             if pair.value.len() > MAX_NAME_BYTES || !printable {
                 return Err(pair.error("is no name (64 bytes at most, and no control characters)"));
@@ -93,14 +93,14 @@ impl fmt::Display for RateOptions {
 
 /// An imitated device, which several storages may share.
 #[derive(Debug)]
-pub struct Budget {
+pub struct RateBudget {
     options: RateOptions,
-    state: Mutex<State>,
+    state: Mutex<RateBudgetState>,
 }
 
 #[derive(Debug)]
-struct State {
-    lines: Lines,
+struct RateBudgetState {
+    lines: SimulatedDevice,
     completed: Completed,
 }
 
@@ -115,12 +115,12 @@ pub struct Completed {
     pub in_flight: Duration,
 }
 
-impl Budget {
+impl RateBudget {
     /// Creates a device of these rates. A rate of zero is unlimited.
     pub fn new(options: RateOptions) -> Self {
         let RateOptions { bytes, iops, read, write, .. } = options;
-        let lines = Lines::new(Rates { bytes, iops, read, write });
-        Self { state: Mutex::new(State { lines, completed: Completed::default() }), options }
+        let lines = SimulatedDevice::new(DeviceRates { bytes, iops, read, write });
+        Self { state: Mutex::new(RateBudgetState { lines, completed: Completed::default() }), options }
     }
 
     /// Options that it was created with.
@@ -130,7 +130,7 @@ impl Budget {
 
     /// Busy time of the device by `now`, since it was created. At full utilization it grows as the
     /// clock does.
-    pub fn worked(&self, now: Instant) -> Duration {
+    pub fn busy_time(&self, now: Instant) -> Duration {
         self.state().lines.worked(now)
     }
 
@@ -152,33 +152,33 @@ impl Budget {
         *in_flight = in_flight.saturating_add(took);
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, RateBudgetState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// Named budgets, each as long as a storage uses it. Clones share the registry.
 #[derive(Clone, Debug, Default)]
-pub struct Budgets(Arc<Mutex<HashMap<Arc<str>, Weak<Budget>>>>);
+pub struct RateBudgets(Arc<Mutex<HashMap<Arc<str>, Weak<RateBudget>>>>);
 
 /// Error: two storages give one device different rates.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("rate: shared={0}: has other rates where it is named first (give it the same everywhere)")]
 pub struct RatesDiffer(pub Arc<str>);
 
-impl Budgets {
+impl RateBudgets {
     /// The budget that `options` name; a new one if they have no name, or the name is new.
     ///
     /// # Errors
     /// The budget of that name has other rates.
-    pub fn get(&self, options: &RateOptions) -> Result<Arc<Budget>, RatesDiffer> {
-        let Some(name) = &options.shared else { return Ok(Arc::new(Budget::new(options.clone()))) };
+    pub fn get(&self, options: &RateOptions) -> Result<Arc<RateBudget>, RatesDiffer> {
+        let Some(name) = &options.shared else { return Ok(Arc::new(RateBudget::new(options.clone()))) };
         let mut budgets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(budget) = budgets.get(name).and_then(Weak::upgrade) {
             return if budget.options == *options { Ok(budget) } else { Err(RatesDiffer(Arc::clone(name))) };
         }
         budgets.retain(|_, budget| budget.strong_count() > 0);
-        let budget = Arc::new(Budget::new(options.clone()));
+        let budget = Arc::new(RateBudget::new(options.clone()));
         budgets.insert(Arc::clone(name), Arc::downgrade(&budget));
         Ok(budget)
     }
@@ -188,14 +188,14 @@ impl Budgets {
 mod tests {
     use std::{cell::Cell, rc::Rc};
 
-    use policy::{device::CATCH_UP_NS, time::NANOS_PER_SECOND};
+    use policy::{device::IDLE_CREDIT_NS, time::NANOS_PER_SECOND};
 
     use super::*;
-    use crate::{Durability, Storage, null::Null};
-    use reactor::{buffer::Buffer, sim, sleep_until, spawn_joinable};
+    use crate::{Durability, Storage, null::NullStorage};
+    use reactor::{buffer::IoBuffer, sim, sleep_until, spawn_joinable};
 
     fn imitated(options: &RateOptions) -> Storage {
-        Storage::Null(Null::new(1 << 30)).with_rate(Arc::new(Budget::new(options.clone())))
+        Storage::Null(NullStorage::new(1 << 30)).with_rate(Arc::new(RateBudget::new(options.clone())))
     }
 
     /// Number of reads completed in `seconds` by `clients` that pause for `think` between two
@@ -211,7 +211,7 @@ mod tests {
                     let (rate, done) = (Rc::clone(&rate), Rc::clone(&done));
                     spawn_joinable(async move {
                         while now() < end {
-                            rate.read(0, Buffer::new(size)).await.expect("null");
+                            rate.read(0, IoBuffer::new(size)).await.expect("null");
                             done.set(done.get() + u64::from(now() <= end));
                             sleep_until(now() + think).await;
                         }
@@ -231,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn bandwidth_is_what_was_asked_for() {
+    fn bandwidth_matches_the_configured_rate() {
         let expected = 10.0 * f64::from(22 << 20);
         for (clients, size) in [(1, 4096), (32, 4096), (1, 1 << 20), (8, 1 << 20)] {
             let count = reads("bytes=22M", clients, size, Duration::ZERO, 10);
@@ -241,7 +241,7 @@ mod tests {
     }
 
     #[test]
-    fn a_client_that_is_slow_to_ask_still_gets_the_rate() {
+    fn a_client_with_think_time_reaches_the_rate() {
         assert_near(
             reads("bytes=22M", 1, 65536, Duration::from_micros(200), 10),
             f64::from(22 << 20) / 6553.6,
@@ -256,9 +256,9 @@ mod tests {
             let rate = imitated(&options);
             sleep_until(Instant::from_nanos(NANOS_PER_SECOND)).await;
             let began = now();
-            let data = Buffer::zeroed(1 << 20);
+            let data = IoBuffer::zeroed(1 << 20);
             rate.write(0, data.into(), Durability::Cached).await.expect("null");
-            assert_eq!(now() - began, Duration::from_secs(2) - Duration::from_nanos(CATCH_UP_NS));
+            assert_eq!(now() - began, Duration::from_secs(2) - Duration::from_nanos(IDLE_CREDIT_NS));
         });
     }
 
@@ -274,8 +274,8 @@ mod tests {
     }
 
     #[test]
-    fn who_shares_a_name_shares_the_lines_and_must_agree_on_the_rates() {
-        let budgets = Budgets::default();
+    fn a_shared_name_requires_equal_rates() {
+        let budgets = RateBudgets::default();
         let get = |text: &str| budgets.get(&text.parse().expect("valid"));
         let one = get("bytes=1M,shared=slow").expect("the first");
         assert!(Arc::ptr_eq(&one, &get("shared=slow,bytes=1M").expect("the same")));
@@ -289,20 +289,20 @@ mod tests {
     }
 
     #[test]
-    fn a_budget_knows_how_long_it_has_worked() {
+    fn budget_reports_its_busy_time() {
         sim::run(1, async {
-            let budget = Arc::new(Budget::new("bytes=1M,shared=x".parse().expect("valid")));
-            let rate = Storage::Null(Null::new(1 << 30)).with_rate(Arc::clone(&budget));
+            let budget = Arc::new(RateBudget::new("bytes=1M,shared=x".parse().expect("valid")));
+            let rate = Storage::Null(NullStorage::new(1 << 30)).with_rate(Arc::clone(&budget));
             let at = |ms| Instant::ZERO + Duration::from_millis(ms);
             sleep_until(at(1000)).await;
-            assert_eq!(budget.worked(now()), Duration::ZERO);
-            let read = spawn_joinable(async move { rate.read(0, Buffer::new(1 << 19)).await });
+            assert_eq!(budget.busy_time(now()), Duration::ZERO);
+            let read = spawn_joinable(async move { rate.read(0, IoBuffer::new(1 << 19)).await });
             sleep_until(at(1240)).await;
             // Work begins before the request: the line may catch up (`CATCH_UP_NS`).
-            assert_eq!(budget.worked(now()), Duration::from_millis(250));
+            assert_eq!(budget.busy_time(now()), Duration::from_millis(250));
             read.await.expect("null");
             sleep_until(at(9000)).await;
-            assert_eq!(budget.worked(now()), Duration::from_millis(500), "idle time is no work");
+            assert_eq!(budget.busy_time(now()), Duration::from_millis(500), "idle time is no work");
         });
     }
 }

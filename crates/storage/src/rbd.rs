@@ -56,86 +56,86 @@ use std::{
 use policy::time::Duration;
 
 pub use self::librbd::Librbd;
-pub use self::librbd::{abandon_ends, is_loaded, load, remedy, wait_for_ends};
-pub use self::{address::Address, bell::Bell};
+pub use self::librbd::{abandon_closing, is_loaded, load, remedy, wait_for_closing};
+pub use self::{address::RbdAddress, bell::ResizeNotifier};
 use self::{
-    backend::{Backend, Taken},
-    in_flight::InFlight,
-    turn::Turn,
+    backend::{RbdBackend, ResumeOutcome},
+    in_flight::RbdRequestSlots,
+    turn::ImageOwnership,
 };
 use super::{
-    BlockSize, CacheMode, Durability, Extent, MOST_EXTENTS, OpenError, Passed, RangeLocks, ZeroOptions,
-    align::{Alignment, Device},
+    BlockSize, CacheMode, Durability, Extent, MAX_EXTENTS, OpenError, PassedFiles, RangeLocks, ZeroOptions,
+    align::{Alignment, AlignedDevice},
     probe::{HEADER_BYTES, Probed, probe_ends},
     push_extent,
     resize::ResizeError,
 };
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    seldom::Seldom,
+    seldom::LogRateLimit,
 };
 
 /// Maximum bytes of one zeroing or discard request. librbd sends one operation to each object at
 /// once: 64 objects of the usual 4 MiB.
-const MOST_AT_ONCE: u64 = 256 << 20;
+const MAX_REQUEST_BYTES: u64 = 256 << 20;
 /// Alignment of thick zeroes. librbd (16) splits an unaligned request in three and counts the parts
 /// as in flight before it may start them. If another client shrinks the image in that moment, its
 /// flush waits for the parts, which wait for it: a deadlock. The unaligned edges are written.
 const SECTOR: u64 = 512;
 /// Interval at which a read-only image is checked for removal. Until a check, reads may return data
 /// that is no longer of the image.
-const LOOK: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 /// Timeout of acquiring the lock while another process can still resume the image.
-const TO_TAKE: Duration = Duration::from_secs(5);
+const RESUME_TIMEOUT: Duration = Duration::from_secs(5);
 /// Minimum allocation size of OSDs (`bluestore_min_alloc_size`).
 const BLOCK: BlockSize = BlockSize { minimum: 4096, preferred: 4096 };
 
 /// An open image, of a cluster or of the fake.
 #[derive(Debug)]
-pub struct Rbd<B = Librbd> {
+pub struct RbdStorage<B = Librbd> {
     backend: B,
     name: String,
     /// Identity: the same for all its names.
-    what: String,
+    key: String,
     /// Set if another process has it open, which may resume it until [`Passed::settle`].
-    passed: Option<Passed>,
-    turn: Turn,
+    passed_files: Option<PassedFiles>,
+    ownership: ImageOwnership,
     cache: CacheMode,
     read_only: bool,
     /// True for a snapshot, which never changes.
     is_snapshot: bool,
     size_bytes: AtomicU64,
-    in_flight: Arc<InFlight>,
+    in_flight: Arc<RbdRequestSlots>,
     /// Serializes calls that block a thread of the library for long.
-    slow: RangeLocks,
+    slow_calls: RangeLocks,
     /// True if another client has broken the lock, or the image was removed.
     is_lost: AtomicBool,
-    failures: Seldom,
+    failures: LogRateLimit,
     /// Number of writes that are only in the library's cache, since the image was opened; and how
     /// many of them a flush has covered.
-    cached: AtomicU64,
-    flushed: AtomicU64,
+    cached_writes: AtomicU64,
+    flushed_writes: AtomicU64,
 }
 
 /// Options of opening an image.
 #[derive(Clone, Debug)]
-pub(super) struct How {
+pub(super) struct RbdOptions {
     pub(super) cache: CacheMode,
     pub(super) read_only: bool,
     pub(super) force_share: bool,
     /// Set if another process may have this image open, for images that are opened for writing.
-    pub(super) passed: Option<Passed>,
+    pub(super) passed: Option<PassedFiles>,
 }
 
 /// Opens an image, and probes its first bytes if `probes`. Blocks: if the cluster does not answer,
 /// for `client_mount_timeout`.
 pub(super) fn open(
-    address: &Address,
-    how: How,
+    address: &RbdAddress,
+    how: RbdOptions,
     probes: bool,
-) -> std::result::Result<(Rbd, Probed), OpenError> {
-    let how = How { read_only: how.read_only || address.snapshot.is_some(), ..how };
+) -> std::result::Result<(RbdStorage, Probed), OpenError> {
+    let how = RbdOptions { read_only: how.read_only || address.snapshot.is_some(), ..how };
     let (backend, size_bytes) = Librbd::open(address, &how)?;
     let probed = if probes {
         let header =
@@ -150,36 +150,36 @@ pub(super) fn open(
     } else {
         Probed::Raw
     };
-    let what = backend.what().to_owned();
-    let how = How { passed: how.passed.filter(|_| backend.is_passed()), ..how };
-    Ok((Rbd::new(backend, address, what, how, size_bytes), probed))
+    let what = backend.key().to_owned();
+    let how = RbdOptions { passed: how.passed.filter(|_| backend.is_passed()), ..how };
+    Ok((RbdStorage::new(backend, address, what, how, size_bytes), probed))
 }
 
-impl Rbd {
+impl RbdStorage {
     /// Maximum size of librbd's cache of this image, in bytes.
-    pub(super) fn most_cache_bytes(&self) -> u64 {
+    pub(super) fn max_cache_bytes(&self) -> u64 {
         self.backend.cache_bytes()
     }
 }
 
-impl<B: Backend> Rbd<B> {
-    fn new(backend: B, address: &Address, what: String, how: How, size_bytes: u64) -> Self {
+impl<B: RbdBackend> RbdStorage<B> {
+    fn new(backend: B, address: &RbdAddress, what: String, how: RbdOptions, size_bytes: u64) -> Self {
         Self {
             backend,
             name: address.name(),
-            what,
-            turn: Turn::new(how.passed.is_none()),
-            passed: how.passed,
+            key: what,
+            ownership: ImageOwnership::new(how.passed.is_none()),
+            passed_files: how.passed,
             cache: how.cache,
             read_only: how.read_only,
             is_snapshot: address.snapshot.is_some(),
             size_bytes: AtomicU64::new(size_bytes),
-            in_flight: InFlight::new(),
-            slow: RangeLocks::default(),
+            in_flight: RbdRequestSlots::new(),
+            slow_calls: RangeLocks::default(),
             is_lost: AtomicBool::new(false),
-            failures: Seldom::default(),
-            cached: AtomicU64::new(0),
-            flushed: AtomicU64::new(0),
+            failures: LogRateLimit::default(),
+            cached_writes: AtomicU64::new(0),
+            flushed_writes: AtomicU64::new(0),
         }
     }
 
@@ -193,8 +193,8 @@ impl<B: Backend> Rbd<B> {
     }
 
     /// Identity, independent of its name.
-    pub(super) fn what(&self) -> &str {
-        &self.what
+    pub(super) fn key(&self) -> &str {
+        &self.key
     }
 
     pub(super) fn cache(&self) -> CacheMode {
@@ -202,11 +202,11 @@ impl<B: Backend> Rbd<B> {
     }
 
     pub(super) fn is_passed(&self) -> bool {
-        self.passed.is_some()
+        self.passed_files.is_some()
     }
 
-    pub(super) fn is_anothers(&self) -> bool {
-        self.passed.as_ref().is_some_and(|passed| !passed.are_ours())
+    pub(super) fn may_be_resumed_elsewhere(&self) -> bool {
+        self.passed_files.as_ref().is_some_and(|passed| !passed.is_owner())
     }
 
     /// True if another client has broken the lock, or the image was removed.
@@ -216,43 +216,43 @@ impl<B: Backend> Rbd<B> {
 
     /// Age of the oldest request in flight.
     pub(super) fn oldest_request(&self) -> Option<Duration> {
-        self.in_flight.oldest(reactor::now())
+        self.in_flight.oldest_age(reactor::now())
     }
 
     /// See [`Storage::would_lose`](super::Storage::would_lose).
-    pub(super) fn would_lose(&self) -> bool {
-        self.cached.load(Acquire) != self.flushed.load(Acquire)
+    pub(super) fn has_volatile_writes(&self) -> bool {
+        self.cached_writes.load(Acquire) != self.flushed_writes.load(Acquire)
     }
 
     /// Notification that the image may have been resized.
-    pub(super) fn bell(&self) -> &Arc<Bell> {
-        self.backend.bell()
+    pub(super) fn resize_notifier(&self) -> &Arc<ResizeNotifier> {
+        self.backend.resize_notifier()
     }
 
     /// Interval at which [`Rbd::look_again`] is due even without a notification.
-    pub(super) fn look_every(&self) -> Option<Duration> {
-        self.read_only.then_some(LOOK)
+    pub(super) fn poll_interval(&self) -> Option<Duration> {
+        self.read_only.then_some(POLL_INTERVAL)
     }
 
     /// Checks whether it was resized from outside; returns its size in bytes.
-    pub(super) async fn look_again(&self) -> Result<u64> {
-        let _one = self.slow.exclusive(0..1).await;
-        if !self.turn.is_ours() {
+    pub(super) async fn poll_size(&self) -> Result<u64> {
+        let _one = self.slow_calls.exclusive(0..1).await;
+        if !self.ownership.is_ours() {
             // Not while it is suspended: resuming reads the size, and the image may be closed by
             // now.
             return Ok(self.size_bytes());
         }
         if self.read_only {
-            return self.look_for_it().await;
+            return self.poll_header().await;
         }
-        let size_bytes = self.done(self.backend.size_bytes().await)?;
+        let size_bytes = self.map_error(self.backend.size_bytes().await)?;
         self.size_bytes.store(size_bytes, Relaxed);
         Ok(size_bytes)
     }
 
     /// Reads the size from the image's header. librbd does not notify read-only clients: it would
     /// read a removed image as zeroes, and a removed snapshot as the image's current content.
-    async fn look_for_it(&self) -> Result<u64> {
+    async fn poll_header(&self) -> Result<u64> {
         match self.backend.stored_size().await {
             Ok(Some(stored)) if !self.is_lost() => {
                 // A smaller size applies. Added bytes cannot be read: the library keeps the old
@@ -270,16 +270,16 @@ impl<B: Backend> Rbd<B> {
             Ok(_) => Ok(self.size_bytes()),
             // Closed, or the cluster has blocklisted this client; requests report that.
             Err(Error::SHUTDOWN) => Ok(self.size_bytes()),
-            Err(error) => self.done(Err(error)),
+            Err(error) => self.map_error(Err(error)),
         }
     }
 
     /// Writes the library's cache back to the cluster, whatever the cache mode.
     // Read before the flush: writes that complete during it may not be covered.
     pub(super) async fn write_back(&self) -> Result<()> {
-        let cached = self.cached.load(Acquire);
-        self.change(|place| self.backend.flush(place)).await?;
-        self.flushed.fetch_max(cached, Release);
+        let cached = self.cached_writes.load(Acquire);
+        self.run_write(|place| self.backend.flush(place)).await?;
+        self.flushed_writes.fetch_max(cached, Release);
         Ok(())
     }
 
@@ -288,16 +288,16 @@ impl<B: Backend> Rbd<B> {
     ///
     /// # Errors
     /// As reported by the cluster; the image can be resumed.
-    pub(super) async fn lay_down(&self) -> Result<()> {
+    pub(super) async fn suspend(&self) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
         self.write_back().await?;
-        let _one = self.slow.exclusive(0..1).await;
+        let _one = self.slow_calls.exclusive(0..1).await;
         // After the write-back. Writes that start in between wait for `turn`, so nothing is dirty
         // when the lock is released.
-        self.turn.give();
-        self.backend.give_up().await
+        self.ownership.release();
+        self.backend.release_lock().await
     }
 
     /// Resumes the image, here or in another process than the one that suspended it, with its
@@ -308,28 +308,28 @@ impl<B: Backend> Rbd<B> {
     ///
     /// # Errors
     /// The reason why it cannot be resumed; it can be tried again.
-    pub(super) async fn take_up(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
+    pub(super) async fn resume(&self, heirs: &[u64]) -> std::result::Result<(), OpenError> {
         if self.read_only {
             return Ok(());
         }
-        let _one = self.slow.exclusive(0..1).await;
-        if self.turn.is_ours() {
+        let _one = self.slow_calls.exclusive(0..1).await;
+        if self.ownership.is_ours() {
             return Ok(());
         }
-        let taking = self.backend.take_up(heirs);
-        let taken = match self.is_anothers() {
+        let taking = self.backend.resume(heirs);
+        let taken = match self.may_be_resumed_elsewhere() {
             // A timeout is safe here: the old process can still resume it.
-            true => reactor::timeout(TO_TAKE, taking).await.unwrap_or(Err(Error::TIMED_OUT)),
+            true => reactor::timeout(RESUME_TIMEOUT, taking).await.unwrap_or(Err(Error::TIMED_OUT)),
             // No timeout: an abandoned attempt could still acquire the lock at any time.
             false => taking.await,
         };
         let why = match taken {
-            Ok(Taken::Ours(size_bytes)) => {
+            Ok(ResumeOutcome::Resumed(size_bytes)) => {
                 self.size_bytes.store(size_bytes, Relaxed);
-                self.turn.take();
+                self.ownership.acquire();
                 return Ok(());
             }
-            Ok(Taken::Anothers(owner)) => {
+            Ok(ResumeOutcome::LockedElsewhere(owner)) => {
                 let owner = owner.unwrap_or_else(|| "its address is not known".to_owned());
                 format!("another client has taken its lock: {owner}")
             }
@@ -341,23 +341,23 @@ impl<B: Backend> Rbd<B> {
                 return Err(OpenError::new(&self.name, why, "`ceph -s` tells how the cluster is"));
             }
         };
-        if !self.is_anothers() {
-            self.lose(&why);
+        if !self.may_be_resumed_elsewhere() {
+            self.mark_lost(&why);
         }
         Err(OpenError::new(&self.name, why, "`rbd lock ls` and `rbd status` tell who has it"))
     }
 
     /// See [`Storage::shut_out`](super::Storage::shut_out).
-    pub(super) async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+    pub(super) async fn blocklist(&self, clients: &[u64]) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
-        let _one = self.slow.exclusive(0..1).await;
-        self.backend.shut_out(clients).await
+        let _one = self.slow_calls.exclusive(0..1).await;
+        self.backend.blocklist(clients).await
     }
 
     /// Marks the image as lost: nothing is written any more, and every request fails.
-    fn lose(&self, why: &str) {
+    fn mark_lost(&self, why: &str) {
         if !self.is_lost.swap(true, Relaxed) {
             tracing::error!(
                 image = self.name,
@@ -365,7 +365,7 @@ impl<B: Backend> Rbd<B> {
             );
         }
         // Waiting requests continue, and fail.
-        self.turn.take();
+        self.ownership.acquire();
     }
 
     /// See [`Storage::close`](super::Storage::close).
@@ -374,7 +374,7 @@ impl<B: Backend> Rbd<B> {
     }
 
     /// Maps a result of the library to the one for clients, and logs its cause.
-    fn done<T>(&self, result: Result<T>) -> Result<T> {
+    fn map_error<T>(&self, result: Result<T>) -> Result<T> {
         let error = match result {
             Ok(value) => return Ok(value),
             Err(error) => error,
@@ -382,10 +382,10 @@ impl<B: Backend> Rbd<B> {
         // ESHUTDOWN is Ceph's EBLOCKLISTED; EROFS means that another client holds the lock.
         let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
         if is_lost {
-            self.lose(
+            self.mark_lost(
                 "another client has taken the lock of the image by force, or of another image on the same connection, and the cluster has shut this one out",
             );
-        } else if let Some(left_out) = self.failures.line(reactor::recently()) {
+        } else if let Some(left_out) = self.failures.try_log(reactor::coarse_now()) {
             tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");
         }
         Err(match error.errno() {
@@ -396,25 +396,25 @@ impl<B: Backend> Rbd<B> {
     }
 
     /// Runs a request in its own slot.
-    async fn ask<T, F: Future<Output = Result<T>>>(
+    async fn run<T, F: Future<Output = Result<T>>>(
         &self,
-        request: impl FnOnce(in_flight::Place) -> F,
+        request: impl FnOnce(in_flight::RbdRequestSlot) -> F,
     ) -> Result<T> {
         // The cluster would return the same error, after a round trip or a long wait.
         if self.is_lost() {
             return Err(Error::IO);
         }
-        let place = self.in_flight.enter().await;
-        self.done(request(place).await)
+        let place = self.in_flight.acquire().await;
+        self.map_error(request(place).await)
     }
 
     /// As [`Rbd::ask`], for a request that may write. Waits while the image is suspended.
-    async fn change<T, F: Future<Output = Result<T>>>(
+    async fn run_write<T, F: Future<Output = Result<T>>>(
         &self,
-        request: impl FnOnce(in_flight::Place) -> F,
+        request: impl FnOnce(in_flight::RbdRequestSlot) -> F,
     ) -> Result<T> {
-        self.ask(async |place| {
-            self.turn.come().await;
+        self.run(async |place| {
+            self.ownership.wait().await;
             if self.is_lost() { Err(Error::IO) } else { request(place).await }
         })
         .await
@@ -425,33 +425,33 @@ impl<B: Backend> Rbd<B> {
         &self,
         offset: u64,
         length: u64,
-        request: impl Fn(in_flight::Place, u64, u64) -> F,
+        request: impl Fn(in_flight::RbdRequestSlot, u64, u64) -> F,
     ) -> Result<()> {
         let end = offset + length;
         let mut at = offset;
         while at < end {
             // Piece boundaries are aligned, so that no object is in two pieces.
-            let next = (at / MOST_AT_ONCE + 1) * MOST_AT_ONCE;
+            let next = (at / MAX_REQUEST_BYTES + 1) * MAX_REQUEST_BYTES;
             let piece = next.min(end) - at;
-            self.change(|place| request(place, at, piece)).await?;
+            self.run_write(|place| request(place, at, piece)).await?;
             at += piece;
         }
         Ok(())
     }
 
-    async fn made_durable(&self, asked: Durability) -> Result<()> {
+    async fn ensure_durable(&self, asked: Durability) -> Result<()> {
         let is_asked = asked == Durability::Synchronous && self.cache != CacheMode::Unsafe;
         if is_asked || self.writes_through() {
-            return self.change(|place| self.backend.flush(place)).await;
+            return self.run_write(|place| self.backend.flush(place)).await;
         }
         if self.cache == CacheMode::Writeback {
-            self.cached.fetch_add(1, Release);
+            self.cached_writes.fetch_add(1, Release);
         }
         Ok(())
     }
 }
 
-impl<B: Backend> Device for Rbd<B> {
+impl<B: RbdBackend> AlignedDevice for RbdStorage<B> {
     fn alignment(&self) -> Alignment {
         Alignment::NONE
     }
@@ -474,14 +474,14 @@ impl<B: Backend> Device for Rbd<B> {
         if self.read_only {
             return Err(ResizeError::ReadOnly);
         }
-        self.turn.come().await;
-        let _one = self.slow.exclusive(0..1).await;
+        self.ownership.wait().await;
+        let _one = self.slow_calls.exclusive(0..1).await;
         let old = self.size_bytes();
         if size_bytes < old {
             // Before the resize, so that no new request reads there.
             self.size_bytes.store(size_bytes, Relaxed);
         }
-        let result = self.done(self.backend.resize(size_bytes).await);
+        let result = self.map_error(self.backend.resize(size_bytes).await);
         self.size_bytes.store(if result.is_ok() { size_bytes } else { old }, Relaxed);
         Ok(result?)
     }
@@ -508,7 +508,7 @@ impl<B: Backend> Device for Rbd<B> {
         if length == 0 {
             return Ok(target);
         }
-        self.ask(async |place| {
+        self.run(async |place| {
             let (result, target) = self.backend.read(place, offset, target).await;
             // Short: the image was shrunk while the request was in flight.
             if result? == length { Ok(target) } else { Err(Error::INVALID) }
@@ -518,9 +518,9 @@ impl<B: Backend> Device for Rbd<B> {
 
     async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         if !data.is_empty() {
-            self.change(|place| self.backend.write(place, offset, data)).await?;
+            self.run_write(|place| self.backend.write(place, offset, data)).await?;
         }
-        self.made_durable(durability).await
+        self.ensure_durable(durability).await
     }
 
     async fn read_buffered(&self, offset: u64, target: Segments) -> Result<Segments> {
@@ -550,15 +550,15 @@ impl<B: Backend> Device for Rbd<B> {
         let stop = if is_thick { (end / SECTOR * SECTOR).max(start) } else { end };
         for part in [offset..start, stop..end] {
             if !part.is_empty() {
-                let zeroes = Buffer::zeroed((part.end - part.start) as usize);
-                self.change(|place| self.backend.write(place, part.start, zeroes.into())).await?;
+                let zeroes = IoBuffer::zeroed((part.end - part.start) as usize);
+                self.run_write(|place| self.backend.write(place, part.start, zeroes.into())).await?;
             }
         }
         self.in_pieces(start, stop - start, |place, at, piece| {
             self.backend.write_zeroes(place, at, piece, is_thick)
         })
         .await?;
-        self.made_durable(options.durability).await
+        self.ensure_durable(options.durability).await
     }
 
     async fn discard(&self, offset: u64, length: u64) -> Result<()> {
@@ -570,10 +570,10 @@ impl<B: Backend> Device for Rbd<B> {
             return Err(Error::IO);
         }
         let whole = offset..offset + length;
-        let _one = self.slow.exclusive(0..1).await;
+        let _one = self.slow_calls.exclusive(0..1).await;
         // Each piece may have a hole before it, so half of the extents are pieces.
-        let most = MOST_EXTENTS / 2;
-        let allocated = self.done(self.backend.allocated(whole.clone(), most).await)?;
+        let most = MAX_EXTENTS / 2;
+        let allocated = self.map_error(self.backend.allocated(whole.clone(), most).await)?;
         Ok(match allocated {
             Some(pieces) => extents(&whole, &pieces, pieces.len() >= most),
             None => vec![Extent { length, hole: false, zero: false }],

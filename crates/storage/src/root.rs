@@ -30,9 +30,9 @@ use rustix::{
 use super::OpenError;
 
 /// Maximum number of attempts to resolve a name while another process renames directories above it.
-const MOST_ATTEMPTS: u32 = 100;
+const MAX_ATTEMPTS: u32 = 100;
 /// Maximum number of symbolic links in a name: the kernel's bound, path_resolution(7).
-const MOST_LINKS: u32 = 40;
+const MAX_LINKS: u32 = 40;
 
 /// The root directory.
 #[derive(Clone, Debug)]
@@ -77,7 +77,7 @@ impl Root {
     pub fn read(&self, path: &Path) -> Result<fs::File, OpenError> {
         let name = path.display().to_string();
         let pinned = self.pin(path, &name)?;
-        reactor::regular::open_found(&pinned.path())
+        reactor::regular::open_resolved(&pinned.path())
             .map_err(|error| OpenError::new(&name, error.to_string(), "check its owner and mode"))
     }
 
@@ -87,7 +87,7 @@ impl Root {
             .map_err(|error| OpenError::new(name, error.to_string(), "give another name"))?;
         let inside =
             [&self.path, &self.canonical].into_iter().find_map(|root| absolute.strip_prefix(root).ok());
-        let inside = inside.ok_or_else(|| self.outside(name))?;
+        let inside = inside.ok_or_else(|| self.outside_error(name))?;
         let inside = if inside.as_os_str().is_empty() { Path::new(".") } else { inside };
         let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
         let mut attempts = 0;
@@ -97,24 +97,24 @@ impl Root {
                 Ok(fd) => return Ok(Pinned(fd)),
                 // EAGAIN: a directory was renamed during the lookup, so the kernel could not prove
                 // that `..` stays inside (openat2(2)).
-                Err(Errno::AGAIN) if attempts < MOST_ATTEMPTS => attempts += 1,
+                Err(Errno::AGAIN) if attempts < MAX_ATTEMPTS => attempts += 1,
                 Err(Errno::INTR) => {}
-                Err(Errno::NOSYS) => return self.pin_by_parts(inside, name),
-                Err(Errno::XDEV) => return Err(self.outside(name)),
-                Err(errno) => return Err(self.failed(name, errno)),
+                Err(Errno::NOSYS) => return self.pin_by_components(inside, name),
+                Err(Errno::XDEV) => return Err(self.outside_error(name)),
+                Err(errno) => return Err(self.open_error(name, errno)),
             }
         }
     }
 
     /// As [`Root::pin`], without openat2.
-    fn pin_by_parts(&self, inside: &Path, name: &str) -> Result<Pinned, OpenError> {
-        by_parts(&self.directory, inside).map(Pinned).map_err(|errno| match errno {
-            Errno::XDEV => self.outside(name),
-            errno => self.failed(name, errno),
+    fn pin_by_components(&self, inside: &Path, name: &str) -> Result<Pinned, OpenError> {
+        resolve_components(&self.directory, inside).map(Pinned).map_err(|errno| match errno {
+            Errno::XDEV => self.outside_error(name),
+            errno => self.open_error(name, errno),
         })
     }
 
-    fn outside(&self, name: &str) -> OpenError {
+    fn outside_error(&self, name: &str) -> OpenError {
         OpenError::new(
             name,
             format!("lies outside of the image root, {}", self.path.display()),
@@ -122,7 +122,7 @@ impl Root {
         )
     }
 
-    fn failed(&self, name: &str, errno: Errno) -> OpenError {
+    fn open_error(&self, name: &str, errno: Errno) -> OpenError {
         let error = io::Error::from(errno);
         let remedy = match error.kind() {
             ErrorKind::NotFound => {
@@ -135,9 +135,9 @@ impl Root {
 }
 
 /// Resolves a name below the directory as `RESOLVE_BENEATH` does; XDEV if it leads out.
-fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
+fn resolve_components(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
     // Components still to resolve, the next one last.
-    let mut left = parts(inside)?;
+    let mut left = reversed_components(inside)?;
     // Directories opened so far. `..` pops one instead of asking the kernel for the parent, so a
     // concurrent rename cannot lead out of the root.
     let mut passed: Vec<OwnedFd> = Vec::new();
@@ -153,12 +153,12 @@ fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
         let kind = FileType::from_raw_mode(fstat(&found)?.st_mode);
         if kind == FileType::Symlink {
             links += 1;
-            if links > MOST_LINKS {
+            if links > MAX_LINKS {
                 return Err(Errno::LOOP);
             }
             let target = readlinkat(&found, "", Vec::new())?;
             // Resolved from the directory of the link, which is the last of `passed`.
-            left.extend(parts(Path::new(&OsString::from_vec(target.into_bytes())))?);
+            left.extend(reversed_components(Path::new(&OsString::from_vec(target.into_bytes())))?);
             continue;
         }
         // A file has no children and no `..`.
@@ -174,7 +174,7 @@ fn by_parts(directory: &OwnedFd, inside: &Path) -> Result<OwnedFd, Errno> {
 }
 
 /// Components of a relative name in reverse order; XDEV if it is absolute.
-fn parts(name: &Path) -> Result<Vec<OsString>, Errno> {
+fn reversed_components(name: &Path) -> Result<Vec<OsString>, Errno> {
     let part = |component| match component {
         Component::Normal(name) => Some(Ok(name.to_owned())),
         Component::ParentDir => Some(Ok("..".into())),
@@ -272,12 +272,12 @@ mod tests {
         for name in names {
             let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_MAGICLINKS;
             let expected = openat2(&root.directory, name, flags, Mode::empty(), resolve).map(place);
-            let found = by_parts(&root.directory, Path::new(name)).map(place);
+            let found = resolve_components(&root.directory, Path::new(name)).map(place);
             assert_eq!(found, expected, "{name}");
         }
-        let error = root.pin_by_parts(Path::new("sub/bad"), "bad").expect_err("outside");
+        let error = root.pin_by_components(Path::new("sub/bad"), "bad").expect_err("outside");
         assert!(error.why.starts_with("lies outside of the image root"), "{error}");
-        let error = root.pin_by_parts(Path::new("none"), "none").expect_err("missing");
+        let error = root.pin_by_components(Path::new("none"), "none").expect_err("missing");
         assert_eq!(error.why, "no such file");
     }
 

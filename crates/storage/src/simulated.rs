@@ -27,14 +27,14 @@ use policy::time::Duration;
 
 use super::{
     BlockSize, Durability, Extent, ZeroOptions,
-    align::{Alignment, Device, Registering},
+    align::{Alignment, AlignedDevice, ZeroCopyDevice},
     resize::ResizeError,
 };
 use reactor::{
     buffer::Segments,
     error::{Error, Result},
-    now, sim, sleep_until, spawn_to_end,
-    ublk::Registered,
+    now, sim, sleep_until, spawn_detached,
+    ublk::RegisteredData,
 };
 
 /// Parameters of a simulated disk.
@@ -56,14 +56,14 @@ impl Default for Behaviour {
 
 /// A simulated disk. Clones share the disk.
 #[derive(Clone, Debug)]
-pub struct Simulated {
+pub struct SimulatedStorage {
     behaviour: Behaviour,
-    state: Arc<Mutex<State>>,
+    state: Arc<Mutex<SimulatedStorageState>>,
 }
 
 /// Counters of the requests that a simulated disk has received.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
+pub struct SimulatedStorageCounters {
     /// Reads and queries of the allocation status.
     pub reads: u64,
     /// Bytes read.
@@ -78,7 +78,7 @@ pub struct Traffic {
 
 /// A write that is not durable yet.
 #[derive(Debug)]
-struct Write {
+struct SimulatedWrite {
     first_block: usize,
     /// `None` for a block that a newer, durable write covers.
     blocks: Vec<Option<Box<[u8]>>>,
@@ -86,21 +86,21 @@ struct Write {
 }
 
 #[derive(Debug)]
-struct State {
+struct SimulatedStorageState {
     /// Content that survives any crash.
     durable: Vec<u8>,
     /// Content that reads return.
     visible: Vec<u8>,
     /// Accepted writes that have not taken effect.
-    in_flight: BTreeMap<u64, Write>,
+    in_flight: BTreeMap<u64, SimulatedWrite>,
     /// Visible writes that are not durable, in the order in which they took effect.
-    cached: BTreeMap<u64, Write>,
+    cached: BTreeMap<u64, SimulatedWrite>,
     next_number: u64,
     crashed: bool,
-    traffic: Traffic,
+    traffic: SimulatedStorageCounters,
 }
 
-impl Simulated {
+impl SimulatedStorage {
     /// Creates a disk with this content.
     ///
     /// # Panics
@@ -109,27 +109,27 @@ impl Simulated {
         assert!(
             behaviour.block_bytes.is_power_of_two() && content.len().is_multiple_of(behaviour.block_bytes)
         );
-        let state = State {
+        let state = SimulatedStorageState {
             durable: content.clone(),
             visible: content,
             in_flight: BTreeMap::new(),
             cached: BTreeMap::new(),
             next_number: 0,
             crashed: false,
-            traffic: Traffic::default(),
+            traffic: SimulatedStorageCounters::default(),
         };
         Self { behaviour, state: Arc::new(Mutex::new(state)) }
     }
 
     /// Counters so far.
-    pub fn traffic(&self) -> Traffic {
+    pub fn traffic(&self) -> SimulatedStorageCounters {
         self.lock().traffic
     }
 
     /// Reads the whole range, as a page cache does on a hint.
     pub(super) async fn will_need(&self, length: u64) {
         self.count_read(length);
-        self.pause().await;
+        self.random_delay().await;
     }
 
     fn count_read(&self, length: u64) {
@@ -170,12 +170,12 @@ impl Simulated {
         content
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, SimulatedStorageState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits for a random time; never returns once the disk has crashed.
-    async fn pause(&self) {
+    async fn random_delay(&self) {
         let limit = self.behaviour.latency.as_nanos() as u64;
         let nanos = sim::random(|random| random.u64(..=limit));
         sleep_until(now() + Duration::from_nanos(nanos)).await;
@@ -202,18 +202,18 @@ impl Simulated {
         self.check(offset, data.len());
         let number = self.lock().accept(offset, data, self.behaviour.block_bytes);
         let disk = self.clone();
-        let task = async move { disk.carry_out(number, durability).await };
-        spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+        let task = async move { disk.complete_write(number, durability).await };
+        spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn carry_out(&self, number: u64, durability: Durability) -> Result<()> {
-        self.pause().await;
+    async fn complete_write(&self, number: u64, durability: Durability) -> Result<()> {
+        self.random_delay().await;
         if self.chance_of_error() {
-            self.lock().fail(number);
+            self.lock().fail_write(number);
             return Err(Error::IO);
         }
         let number = self.lock().take_effect(number);
-        self.pause().await;
+        self.random_delay().await;
         let mut state = self.lock();
         // Absent if a flush made it durable before it completed, which a flush may do.
         if let Some(write) = state.cached.get_mut(&number) {
@@ -226,7 +226,7 @@ impl Simulated {
     }
 }
 
-impl Write {
+impl SimulatedWrite {
     fn numbered(&self) -> impl Iterator<Item = (usize, &[u8])> {
         (self.first_block..).zip(&self.blocks).filter_map(|(block, data)| Some((block, data.as_deref()?)))
     }
@@ -236,7 +236,7 @@ fn put(content: &mut [u8], block: usize, data: &[u8]) {
     content[block * data.len()..][..data.len()].copy_from_slice(data);
 }
 
-impl State {
+impl SimulatedStorageState {
     fn number(&mut self) -> u64 {
         self.next_number += 1;
         self.next_number
@@ -245,7 +245,7 @@ impl State {
     fn accept(&mut self, offset: u64, data: &[u8], block_bytes: usize) -> u64 {
         let number = self.number();
         let blocks = data.chunks(block_bytes).map(|block| Some(block.into())).collect();
-        let write = Write { first_block: offset as usize / block_bytes, blocks, completed: false };
+        let write = SimulatedWrite { first_block: offset as usize / block_bytes, blocks, completed: false };
         self.in_flight.insert(number, write);
         number
     }
@@ -262,7 +262,7 @@ impl State {
     }
 
     /// Fails a write, some of whose blocks may have been written.
-    fn fail(&mut self, number: u64) {
+    fn fail_write(&mut self, number: u64) {
         let mut write = self.in_flight.remove(&number).expect("fails once");
         for block in &mut write.blocks {
             if sim::random(fastrand::Rng::bool) {
@@ -299,7 +299,7 @@ impl State {
     }
 }
 
-impl Device for Simulated {
+impl AlignedDevice for SimulatedStorage {
     fn alignment(&self) -> Alignment {
         Alignment { offset: self.behaviour.block_bytes as u64, memory: self.behaviour.block_bytes.min(512) }
     }
@@ -317,7 +317,7 @@ impl Device for Simulated {
     }
 
     async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
-        self.pause().await;
+        self.random_delay().await;
         self.lock().resize(size_bytes as usize, self.behaviour.block_bytes);
         Ok(())
     }
@@ -342,13 +342,13 @@ impl Device for Simulated {
         let length = target.len();
         self.check(offset, length);
         self.count_read(length as u64);
-        self.pause().await;
+        self.random_delay().await;
         match self.lock().visible.get(offset as usize..offset as usize + length) {
             Some(bytes) => target.copy_from(bytes),
             // Truncated meanwhile: a resize does not lock out reads.
             None => return Err(Error::INVALID),
         }
-        self.pause().await;
+        self.random_delay().await;
         if self.chance_of_error() { Err(Error::IO) } else { Ok(target) }
     }
 
@@ -374,18 +374,18 @@ impl Device for Simulated {
             let state = self.lock();
             state.cached.iter().filter(|(_, write)| write.completed).map(|(&number, _)| number).collect()
         };
-        self.pause().await;
+        self.random_delay().await;
         if self.chance_of_error() {
             return Err(Error::IO);
         }
         // In sequence, so that a crash may find only some of them durable.
         for number in covered {
             if sim::random(|random| random.u8(..8)) == 0 {
-                self.pause().await;
+                self.random_delay().await;
             }
             self.lock().persist(number);
         }
-        self.pause().await;
+        self.random_delay().await;
         Ok(())
     }
 
@@ -409,8 +409,8 @@ impl Device for Simulated {
     }
 }
 
-impl Registering for Simulated {
-    async fn read_registered(&self, offset: u64, buffer: &Registered) -> Option<Result<()>> {
+impl ZeroCopyDevice for SimulatedStorage {
+    async fn read_registered(&self, offset: u64, buffer: &RegisteredData) -> Option<Result<()>> {
         let place = buffer.place()?.clone();
         Some(self.read(offset, place.into()).await.map(drop))
     }
@@ -418,7 +418,7 @@ impl Registering for Simulated {
     async fn write_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         durability: Durability,
     ) -> Option<Result<()>> {
         let place = buffer.place()?.clone();
@@ -431,23 +431,23 @@ mod tests {
     use std::collections::HashSet;
 
     use super::*;
-    use reactor::{buffer::Buffer, spawn, spawn_joinable};
+    use reactor::{buffer::IoBuffer, spawn, spawn_joinable};
 
     const BLOCK: usize = 512;
     const BEHAVIOUR: Behaviour =
         Behaviour { block_bytes: BLOCK, latency: Duration::from_micros(100), error_probability: 0.0 };
 
-    async fn write(disk: &Simulated, block: usize, blocks: usize, byte: u8) {
-        let data = Buffer::copy_of(&vec![byte; blocks * BLOCK]);
+    async fn write(disk: &SimulatedStorage, block: usize, blocks: usize, byte: u8) {
+        let data = IoBuffer::copy_of(&vec![byte; blocks * BLOCK]);
         disk.write((block * BLOCK) as u64, data.into(), Durability::Cached).await.expect("no errors here");
     }
 
     #[test]
-    fn what_was_flushed_is_there_and_the_rest_may_be_anything_that_was_written() {
+    fn flushed_writes_survive_a_crash_and_others_may_be_lost_or_torn() {
         let mut outcomes = HashSet::new();
         for seed in 0..200 {
             let content = sim::run(seed, async {
-                let disk = Simulated::new(vec![0; 4 * BLOCK], BEHAVIOUR);
+                let disk = SimulatedStorage::new(vec![0; 4 * BLOCK], BEHAVIOUR);
                 write(&disk, 0, 2, 1).await;
                 disk.flush().await.expect("no errors here");
                 write(&disk, 1, 2, 2).await;
@@ -469,9 +469,9 @@ mod tests {
     fn a_flushed_write_is_not_undone_by_an_older_one() {
         for seed in 0..200 {
             let content = sim::run(seed, async {
-                let disk = Simulated::new(vec![0; BLOCK], BEHAVIOUR);
+                let disk = SimulatedStorage::new(vec![0; BLOCK], BEHAVIOUR);
                 write(&disk, 0, 1, 1).await;
-                let data = Buffer::copy_of(&[2; BLOCK]).into();
+                let data = IoBuffer::copy_of(&[2; BLOCK]).into();
                 disk.write(0, data, Durability::Synchronous).await.expect("no errors here");
                 disk.crash()
             });
@@ -484,7 +484,7 @@ mod tests {
         let mut orders = HashSet::new();
         for seed in 0..50 {
             let order = sim::run(seed, async {
-                let disk = Simulated::new(vec![0; 8 * BLOCK], BEHAVIOUR);
+                let disk = SimulatedStorage::new(vec![0; 8 * BLOCK], BEHAVIOUR);
                 let (sender, receiver) = async_channel::unbounded();
                 for block in 0..3 {
                     let (disk, sender) = (disk.clone(), sender.clone());
@@ -513,8 +513,8 @@ mod tests {
     #[should_panic(expected = "reached a disk of 512-byte blocks")]
     fn unaligned_requests_are_an_assertion() {
         sim::run(1, async {
-            let disk = Simulated::new(vec![0; BLOCK], BEHAVIOUR);
-            let _ = disk.read(1, Buffer::new(1).into()).await;
+            let disk = SimulatedStorage::new(vec![0; BLOCK], BEHAVIOUR);
+            let _ = disk.read(1, IoBuffer::new(1).into()).await;
         });
     }
 }

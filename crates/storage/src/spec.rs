@@ -124,7 +124,7 @@ pub fn show_duration(time: Duration) -> String {
 
 /// Location of an image, as the command line names it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Spec {
+pub enum StorageSpec {
     /// A path; `file:PATH` for names that would parse as another form.
     File(PathBuf),
     /// `memory:SIZE`, in bytes.
@@ -134,10 +134,10 @@ pub enum Spec {
     /// An export of an NBD server, by URI.
     Nbd(Box<Uri>),
     /// `rbd:POOL/IMAGE`, an image of a Ceph cluster.
-    Rbd(Box<rbd::Address>),
+    Rbd(Box<rbd::RbdAddress>),
 }
 
-impl FromStr for Spec {
+impl FromStr for StorageSpec {
     type Err = InvalidValue;
     fn from_str(text: &str) -> Result<Self, InvalidValue> {
         if let Some(size) = text.strip_prefix("memory:") {
@@ -147,10 +147,10 @@ impl FromStr for Spec {
             return parse_size(size).map(Self::Null);
         }
         if let Some(address) = text.strip_prefix("rbd:") {
-            return rbd::Address::read(address).map(|address| Self::Rbd(Box::new(address)));
+            return rbd::RbdAddress::read(address).map(|address| Self::Rbd(Box::new(address)));
         }
         // `file:nbd:x` is a path: the prefix does not look like a URI of NBD.
-        if Uri::is_meant(text) {
+        if Uri::looks_like_uri(text) {
             let uri = Uri::parse(text).map_err(|rule| InvalidValue::new(text, rule))?;
             return Ok(Self::Nbd(Box::new(uri)));
         }
@@ -197,7 +197,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_a_size_names_itself() {
+    fn invalid_sizes_are_named_in_the_error() {
         for text in [
             "",
             "K",
@@ -238,18 +238,18 @@ mod tests {
     }
 
     #[test]
-    fn images_are_paths_unless_they_say_otherwise() {
-        assert_eq!("memory:1G".parse(), Ok(Spec::Memory(1 << 30)));
-        assert_eq!("null:1".parse(), Ok(Spec::Null(1)));
-        assert!(matches!("rbd:vms/vm1".parse(), Ok(Spec::Rbd(address)) if address.image == "vm1"));
-        assert!("rbd:vm1".parse::<Spec>().is_err());
-        assert_eq!("vm.raw".parse(), Ok(Spec::File("vm.raw".into())));
-        assert_eq!("file:memory:1".parse(), Ok(Spec::File("memory:1".into())));
-        assert!("".parse::<Spec>().is_err());
-        assert!(matches!("nbd://host/vm1".parse(), Ok(Spec::Nbd(_))));
-        assert_eq!("file:nbd:x".parse(), Ok(Spec::File("nbd:x".into())));
-        assert!(matches!("nbd:host:10809".parse(), Ok(Spec::Nbd(_))));
-        assert!("nbd:host".parse::<Spec>().is_err());
-        assert!("memory:lots".parse::<Spec>().is_err());
+    fn a_spec_without_prefix_is_a_path() {
+        assert_eq!("memory:1G".parse(), Ok(StorageSpec::Memory(1 << 30)));
+        assert_eq!("null:1".parse(), Ok(StorageSpec::Null(1)));
+        assert!(matches!("rbd:vms/vm1".parse(), Ok(StorageSpec::Rbd(address)) if address.image == "vm1"));
+        assert!("rbd:vm1".parse::<StorageSpec>().is_err());
+        assert_eq!("vm.raw".parse(), Ok(StorageSpec::File("vm.raw".into())));
+        assert_eq!("file:memory:1".parse(), Ok(StorageSpec::File("memory:1".into())));
+        assert!("".parse::<StorageSpec>().is_err());
+        assert!(matches!("nbd://host/vm1".parse(), Ok(StorageSpec::Nbd(_))));
+        assert_eq!("file:nbd:x".parse(), Ok(StorageSpec::File("nbd:x".into())));
+        assert!(matches!("nbd:host:10809".parse(), Ok(StorageSpec::Nbd(_))));
+        assert!("nbd:host".parse::<StorageSpec>().is_err());
+        assert!("memory:lots".parse::<StorageSpec>().is_err());
     }
 }

@@ -9,10 +9,10 @@ use std::{pin::Pin, sync::Arc};
 use policy::request::Direction;
 
 use super::{
-    BlockSize, Durability, Extent, Part, ResizeError, Storage, ZeroOptions,
+    BlockSize, Durability, Extent, StoragePart, ResizeError, Storage, ZeroOptions,
     delay::{Delay, DelayOptions},
-    fault::{FaultRule, Faults, Kind},
-    rate::Budget,
+    fault::{FaultRule, FaultInjector, StorageRequestKind},
+    rate::RateBudget,
 };
 use reactor::{
     buffer::Segments,
@@ -24,45 +24,45 @@ use reactor::{
 #[derive(Debug)]
 pub struct Wrapped {
     inner: Storage,
-    how: How,
+    wrapper: Wrapper,
 }
 
 #[derive(Debug)]
-enum How {
+enum Wrapper {
     Delay(Delay),
-    Rate(Arc<Budget>),
-    Fault(Faults),
-    Part(Part),
+    Rate(Arc<RateBudget>),
+    Fault(FaultInjector),
+    Part(StoragePart),
 }
 
 impl Storage {
-    fn wrapped(self, how: How) -> Self {
-        Self::Wrapped(Box::new(Wrapped { inner: self, how }))
+    fn wrapped(self, how: Wrapper) -> Self {
+        Self::Wrapped(Box::new(Wrapped { inner: self, wrapper: how }))
     }
 
     /// Restricts it to a part.
-    pub fn part(self, part: Part) -> Self {
-        self.wrapped(How::Part(part))
+    pub fn part(self, part: StoragePart) -> Self {
+        self.wrapped(Wrapper::Part(part))
     }
 
     /// Adds latency.
     pub fn delayed(self, options: DelayOptions) -> Self {
-        self.wrapped(How::Delay(Delay::new(options)))
+        self.wrapped(Wrapper::Delay(Delay::new(options)))
     }
 
     /// Limits its bandwidth by a budget, which other storages may share.
-    pub fn with_rate(self, budget: Arc<Budget>) -> Self {
-        self.wrapped(How::Rate(budget))
+    pub fn with_rate(self, budget: Arc<RateBudget>) -> Self {
+        self.wrapped(Wrapper::Rate(budget))
     }
 
     /// Injects failures by rules, in this order.
     pub fn with_faults(self, rules: Vec<FaultRule>) -> Self {
-        self.wrapped(How::Fault(Faults::new(rules)))
+        self.wrapped(Wrapper::Fault(FaultInjector::new(rules)))
     }
 }
 
 /// Future of a request to the inner storage. Boxed, since wrappers nest.
-type Below<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
+type InnerFuture<'a, T> = Pin<Box<dyn Future<Output = Result<T>> + 'a>>;
 
 impl Wrapped {
     /// The inner storage.
@@ -71,27 +71,27 @@ impl Wrapped {
     }
 
     /// The budget that limits its bandwidth, if this wrapper does.
-    pub fn budget(&self) -> Option<&Arc<Budget>> {
-        match &self.how {
-            How::Rate(budget) => Some(budget),
-            How::Delay(_) | How::Fault(_) | How::Part(_) => None,
+    pub fn budget(&self) -> Option<&Arc<RateBudget>> {
+        match &self.wrapper {
+            Wrapper::Rate(budget) => Some(budget),
+            Wrapper::Delay(_) | Wrapper::Fault(_) | Wrapper::Part(_) => None,
         }
     }
 
     /// The part of the inner storage, if this wrapper restricts it to one.
-    pub(crate) fn cut(&self) -> Option<Part> {
-        match self.how {
-            How::Part(part) => Some(part),
-            How::Delay(_) | How::Rate(_) | How::Fault(_) => None,
+    pub(crate) fn as_part(&self) -> Option<StoragePart> {
+        match self.wrapper {
+            Wrapper::Part(part) => Some(part),
+            Wrapper::Delay(_) | Wrapper::Rate(_) | Wrapper::Fault(_) => None,
         }
     }
 
-    fn part(&self) -> Part {
-        self.cut().unwrap_or_default()
+    fn part(&self) -> StoragePart {
+        self.as_part().unwrap_or_default()
     }
 
     /// Offset in the inner storage. Cannot overflow for valid requests, which lie inside the size.
-    fn below(&self, offset: u64) -> u64 {
+    fn inner_offset(&self, offset: u64) -> u64 {
         self.part().offset.saturating_add(offset)
     }
 
@@ -106,7 +106,7 @@ impl Wrapped {
     pub(super) async fn resize(&self, size_bytes: u64) -> std::result::Result<(), ResizeError> {
         match self.part().size {
             Some(size_bytes) => Err(ResizeError::Part { size_bytes }),
-            None => self.inner.resize(self.below(size_bytes)).await,
+            None => self.inner.resize(self.inner_offset(size_bytes)).await,
         }
     }
 
@@ -118,20 +118,20 @@ impl Wrapped {
         let end = offset.saturating_add(length);
         match self.part().size {
             Some(size_bytes) if end > size_bytes => Err(Error::UNSUPPORTED),
-            _ => self.inner.reserve(self.below(offset), length).await,
+            _ => self.inner.reserve(self.inner_offset(offset), length).await,
         }
     }
 
     pub(super) async fn will_need(&self, offset: u64, length: u64) {
-        self.inner.will_need(self.below(offset), length).await;
+        self.inner.will_need(self.inner_offset(offset), length).await;
     }
 
     pub(super) fn description(&self) -> String {
-        let how = match &self.how {
-            How::Delay(_) => "delayed",
-            How::Rate(_) => "rate limited",
-            How::Fault(_) => "with faults",
-            How::Part(_) => "a part",
+        let how = match &self.wrapper {
+            Wrapper::Delay(_) => "delayed",
+            Wrapper::Rate(_) => "rate limited",
+            Wrapper::Fault(_) => "with faults",
+            Wrapper::Part(_) => "a part",
         };
         format!("{}, {how}", self.inner.description())
     }
@@ -153,27 +153,27 @@ impl Wrapped {
     }
 
     /// Runs a request of this kind and range on the inner storage, through the wrapper.
-    async fn pass<T>(&self, kind: Kind, offset: u64, length: u64, below: Below<'_, T>) -> Result<T> {
-        match &self.how {
-            How::Part(_) => below.await,
-            How::Delay(delay) => {
+    async fn run<T>(&self, kind: StorageRequestKind, offset: u64, length: u64, below: InnerFuture<'_, T>) -> Result<T> {
+        match &self.wrapper {
+            Wrapper::Part(_) => below.await,
+            Wrapper::Delay(delay) => {
                 let latency = match kind {
-                    Kind::Read => delay.options.read,
-                    Kind::Write => delay.options.write,
-                    Kind::Zero | Kind::Discard => delay.options.zero,
-                    Kind::Flush => delay.options.flush,
-                    Kind::Status => return below.await,
+                    StorageRequestKind::Read => delay.options.read,
+                    StorageRequestKind::Write => delay.options.write,
+                    StorageRequestKind::Zero | StorageRequestKind::Discard => delay.options.zero,
+                    StorageRequestKind::Flush => delay.options.flush,
+                    StorageRequestKind::Status => return below.await,
                 };
-                let _place = delay.enter(latency).await;
+                let _place = delay.acquire(latency).await;
                 below.await
             }
-            How::Rate(budget) => {
+            Wrapper::Rate(budget) => {
                 let (direction, bytes) = match kind {
-                    Kind::Read => (Direction::Read, length),
-                    Kind::Write => (Direction::Write, length),
+                    StorageRequestKind::Read => (Direction::Read, length),
+                    StorageRequestKind::Write => (Direction::Write, length),
                     // A zeroing request transfers no data to a device.
-                    Kind::Zero | Kind::Discard => (Direction::Write, 0),
-                    Kind::Flush | Kind::Status => return below.await,
+                    StorageRequestKind::Zero | StorageRequestKind::Discard => (Direction::Write, 0),
+                    StorageRequestKind::Flush | StorageRequestKind::Status => return below.await,
                 };
                 // The request runs first and its time counts as part of the budget's, so a slower
                 // storage below adds nothing.
@@ -184,9 +184,9 @@ impl Wrapped {
                 budget.count(direction, bytes, now() - began);
                 result
             }
-            How::Fault(faults) => {
+            Wrapper::Fault(faults) => {
                 // A flush has no range.
-                let range = (kind != Kind::Flush).then(|| offset..offset.saturating_add(length));
+                let range = (kind != StorageRequestKind::Flush).then(|| offset..offset.saturating_add(length));
                 faults.check(kind, range.as_ref())?;
                 below.await
             }
@@ -195,37 +195,37 @@ impl Wrapped {
 
     pub(super) async fn read(&self, offset: u64, target: Segments) -> Result<Segments> {
         let length = target.len() as u64;
-        let below = Box::pin(self.inner.read_into(self.below(offset), target));
-        self.pass(Kind::Read, offset, length, below).await
+        let below = Box::pin(self.inner.read_into(self.inner_offset(offset), target));
+        self.run(StorageRequestKind::Read, offset, length, below).await
     }
 
     pub(super) async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let length = data.len() as u64;
-        self.pass(
-            Kind::Write,
+        self.run(
+            StorageRequestKind::Write,
             offset,
             length,
-            Box::pin(self.inner.write(self.below(offset), data, durability)),
+            Box::pin(self.inner.write(self.inner_offset(offset), data, durability)),
         )
         .await
     }
 
     pub(super) async fn flush(&self) -> Result<()> {
-        self.pass(Kind::Flush, 0, 0, Box::pin(self.inner.flush())).await
+        self.run(StorageRequestKind::Flush, 0, 0, Box::pin(self.inner.flush())).await
     }
 
     pub(super) async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
-        let below = Box::pin(self.inner.write_zeroes(self.below(offset), length, options));
-        self.pass(Kind::Zero, offset, length, below).await
+        let below = Box::pin(self.inner.write_zeroes(self.inner_offset(offset), length, options));
+        self.run(StorageRequestKind::Zero, offset, length, below).await
     }
 
     pub(super) async fn discard(&self, offset: u64, length: u64) -> Result<()> {
-        self.pass(Kind::Discard, offset, length, Box::pin(self.inner.discard(self.below(offset), length)))
+        self.run(StorageRequestKind::Discard, offset, length, Box::pin(self.inner.discard(self.inner_offset(offset), length)))
             .await
     }
 
     pub(super) async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
-        self.pass(Kind::Status, offset, length, Box::pin(self.inner.block_status(self.below(offset), length)))
+        self.run(StorageRequestKind::Status, offset, length, Box::pin(self.inner.block_status(self.inner_offset(offset), length)))
             .await
     }
 }

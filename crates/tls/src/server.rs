@@ -59,7 +59,7 @@ impl TlsServer {
         if verify_peer {
             verify_clients(&mut builder, directory)?;
         }
-        Ok(Self::of(builder))
+        Ok(Self::from_builder(builder))
     }
 
     /// Credentials from a file of pre-shared keys, or from the file `keys.psk` in a directory.
@@ -86,10 +86,10 @@ impl TlsServer {
                 None => Ok(0),
             }
         });
-        Ok(Self::of(builder))
+        Ok(Self::from_builder(builder))
     }
 
-    fn of(builder: SslContextBuilder) -> Self {
+    fn from_builder(builder: SslContextBuilder) -> Self {
         Self { context: Arc::new(Mutex::new(builder.build())) }
     }
 

@@ -42,12 +42,12 @@ pub enum TlsError {
 }
 
 #[derive(Debug, Default)]
-struct Queue {
+struct CiphertextQueue {
     bytes: Vec<u8>,
     start: usize,
 }
 
-impl Queue {
+impl CiphertextQueue {
     fn waiting(&self) -> &[u8] {
         &self.bytes[self.start..]
     }
@@ -72,12 +72,12 @@ impl Queue {
 
 // Transport of OpenSSL in place of a socket.
 #[derive(Debug, Default)]
-struct Wire {
-    incoming: Queue,
-    outgoing: Queue,
+struct MemoryTransport {
+    incoming: CiphertextQueue,
+    outgoing: CiphertextQueue,
 }
 
-impl io::Read for Wire {
+impl io::Read for MemoryTransport {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let waiting = self.incoming.waiting();
         let count = waiting.len().min(into.len());
@@ -90,7 +90,7 @@ impl io::Read for Wire {
     }
 }
 
-impl io::Write for Wire {
+impl io::Write for MemoryTransport {
     /// Accepts all bytes. [`TlsStream::write`] enforces the bound, because OpenSSL requires that
     /// an incomplete write is repeated with the same bytes (SSL_write(3)).
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
@@ -119,7 +119,7 @@ pub enum TlsRead {
 /// ready to send ([`TlsStream::outgoing`]). After a failure it is the alert with the reason.
 #[derive(Debug)]
 pub struct TlsStream {
-    stream: SslStream<Wire>,
+    stream: SslStream<MemoryTransport>,
 }
 
 impl TlsStream {
@@ -129,7 +129,7 @@ impl TlsStream {
     /// Fails if OpenSSL does.
     pub(crate) fn server(mut ssl: Ssl) -> Result<Self, TlsError> {
         ssl.set_accept_state();
-        Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
+        Ok(Self { stream: SslStream::new(ssl, MemoryTransport::default())? })
     }
 
     /// Client's end of a connection.
@@ -138,7 +138,7 @@ impl TlsStream {
     /// Fails if OpenSSL does.
     pub(crate) fn client(mut ssl: Ssl) -> Result<Self, TlsError> {
         ssl.set_connect_state();
-        Ok(Self { stream: SslStream::new(ssl, Wire::default())? })
+        Ok(Self { stream: SslStream::new(ssl, MemoryTransport::default())? })
     }
 
     /// Queues ciphertext for OpenSSL. Returns the number of bytes accepted, which is less than all

@@ -22,10 +22,10 @@
 #[path = "block_tests.rs"]
 mod tests;
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 use smallvec::SmallVec;
 
-use super::ring::{Chain, Places, Ticket};
+use super::ring::{DescriptorChain, Places, ChainTicket};
 
 /// Unit of a request's offset and length and of the device's capacity, whatever its block size.
 pub const SECTOR_BYTES: u64 = 512;
@@ -54,7 +54,7 @@ mod kind {
 /// Status byte of a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
-pub enum Status {
+pub enum BlkStatus {
     /// `VIRTIO_BLK_S_OK`
     Ok = 0,
     /// `VIRTIO_BLK_S_IOERR`: it failed, or is not permitted.
@@ -65,7 +65,7 @@ pub enum Status {
 
 /// Properties of the device that the driver has read, against which requests are validated.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Device {
+pub struct BlkDeviceConfig {
     /// Size of the disk. A partial block at the end is not accessible.
     pub bytes: u64,
     /// Granularity of requests (`VIRTIO_BLK_F_BLK_SIZE`): a power of two, at least
@@ -92,7 +92,7 @@ pub struct RangeLimits {
 
 /// Range inside the disk, of whole blocks, at least one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Range {
+pub struct BlkRange {
     /// Offset in bytes.
     pub offset: u64,
     /// Length in bytes.
@@ -102,15 +102,15 @@ pub struct Range {
 }
 
 /// Ranges of one request, in their order. They may overlap.
-pub type Ranges = SmallVec<[Range; 1]>;
+pub type Ranges = SmallVec<[BlkRange; 1]>;
 
 /// Guest memory of one request's data, mostly one piece. The inline capacity is small because
 /// requests are moved often and a [`Places`] is large.
-pub type Data = SmallVec<[Place; 1]>;
+pub type Data = SmallVec<[GuestBytes; 1]>;
 
 /// Operation of a request.
 #[derive(Debug)]
-pub enum Kind {
+pub enum BlkOperation {
     /// Read from the disk.
     Read {
         /// Offset in bytes.
@@ -134,41 +134,41 @@ pub enum Kind {
     /// Make these ranges read as zeroes.
     WriteZeroes(Ranges),
     /// No operation: complete with this status.
-    Done(Status),
+    Completed(BlkStatus),
     /// No operation, since it begins or ends inside a block: fail it, and log the violation.
     PartOfBlock,
 }
 
 /// A parsed request.
 #[derive(Debug)]
-pub struct Request {
+pub struct BlkRequest {
     /// Operation to execute.
-    pub kind: Kind,
+    pub kind: BlkOperation,
     /// Guest memory of the status byte.
-    status: Place,
+    status: GuestBytes,
     /// Number of writable bytes before the status.
     data_bytes: u32,
 }
 
-impl Request {
+impl BlkRequest {
     /// Number of bytes of the disk that it reads, writes or discards.
     pub fn bytes(&self) -> u64 {
         match &self.kind {
-            Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => sum(places) as u64,
-            Kind::Discard(ranges) | Kind::WriteZeroes(ranges) => ranges.iter().map(|range| range.bytes).sum(),
-            Kind::Flush | Kind::Id(_) | Kind::Done(_) | Kind::PartOfBlock => 0,
+            BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => sum(places) as u64,
+            BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => ranges.iter().map(|range| range.bytes).sum(),
+            BlkOperation::Flush | BlkOperation::Id(_) | BlkOperation::Completed(_) | BlkOperation::PartOfBlock => 0,
         }
     }
 
     /// Guest memory of the status byte.
-    pub fn status_place(&self) -> &Place {
+    pub fn status_place(&self) -> &GuestBytes {
         &self.status
     }
 
     /// Writes the result of GET_ID: `id`, truncated or padded with zeroes. Does nothing for other
     /// requests.
-    pub fn answer_id(&self, id: &[u8]) {
-        let Kind::Id(places) = &self.kind else { return };
+    pub fn write_id(&self, id: &[u8]) {
+        let BlkOperation::Id(places) = &self.kind else { return };
         let mut rest = &id[..id.len().min(ID_BYTES)];
         for place in places {
             let (part, after) = rest.split_at(rest.len().min(place.bytes()));
@@ -181,9 +181,9 @@ impl Request {
     /// Writes the status. Returns the length for `Ring::complete`: the number of bytes written,
     /// counted from the first writable one (§ 2.7.8.2).
     #[must_use]
-    pub fn finish(self, status: Status) -> u32 {
+    pub fn finish(self, status: BlkStatus) -> u32 {
         self.status.write(0, &[status as u8]);
-        let fills = matches!(self.kind, Kind::Read { .. } | Kind::Id(_)) && status == Status::Ok;
+        let fills = matches!(self.kind, BlkOperation::Read { .. } | BlkOperation::Id(_)) && status == BlkStatus::Ok;
         // The length counts contiguous bytes from the first writable one. How much a failed read
         // has written is unknown, so it is 0. If only the status is writable, its byte counts.
         if fills || self.data_bytes == 0 { self.data_bytes + 1 } else { 0 }
@@ -193,8 +193,8 @@ impl Request {
 /// Parses the request of a chain for `device`, and returns it with the chain's ticket. `None` if
 /// the chain has no space for the status: it is completed with nothing written.
 #[inline]
-pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
-    let Chain { ticket, mut places, reads, descriptors, fault } = chain;
+pub fn parse(chain: DescriptorChain, device: &BlkDeviceConfig) -> (ChainTicket, Option<BlkRequest>) {
+    let DescriptorChain { ticket, mut places, reads, descriptors, fault } = chain;
     // No writable byte: there is no space for the status, so the request cannot report any result.
     if places.len() == reads {
         return (ticket, None);
@@ -211,26 +211,26 @@ pub fn parse(chain: Chain, device: &Device) -> (Ticket, Option<Request>) {
     };
     let data_bytes = sum(&places[reads..]) as u32;
     let judged = match fault {
-        Some(_) => Err(Status::IoError.into()),
-        None => judge(places, reads, descriptors, device),
+        Some(_) => Err(BlkStatus::IoError.into()),
+        None => validate(places, reads, descriptors, device),
     };
     let kind = judged.unwrap_or_else(|refused| match refused {
-        Refused::With(status) => Kind::Done(status),
-        Refused::PartOfBlock => Kind::PartOfBlock,
+        BlkRejection::With(status) => BlkOperation::Completed(status),
+        BlkRejection::PartOfBlock => BlkOperation::PartOfBlock,
     });
-    (ticket, Some(Request { kind, status, data_bytes }))
+    (ticket, Some(BlkRequest { kind, status, data_bytes }))
 }
 
 /// Reason why there is no operation.
 #[derive(Clone, Copy)]
-enum Refused {
-    With(Status),
+enum BlkRejection {
+    With(BlkStatus),
     /// See [`Kind::PartOfBlock`].
     PartOfBlock,
 }
 
-impl From<Status> for Refused {
-    fn from(status: Status) -> Self {
+impl From<BlkStatus> for BlkRejection {
+    fn from(status: BlkStatus) -> Self {
         Self::With(status)
     }
 }
@@ -238,11 +238,11 @@ impl From<Status> for Refused {
 /// Parses and validates a request. The first `reads` places are readable; the writable ones do not
 /// include the status.
 #[inline]
-fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) -> Result<Kind, Refused> {
+fn validate(mut places: Places, reads: usize, descriptors: usize, device: &BlkDeviceConfig) -> Result<BlkOperation, BlkRejection> {
     let mut header = [0; HEADER_BYTES];
     let mut readable = &mut places[..reads];
-    if !take(&mut readable, &mut header) {
-        return Err(Status::IoError.into());
+    if !copy_front(&mut readable, &mut header) {
+        return Err(BlkStatus::IoError.into());
     }
     let taken = reads - readable.len();
     // The priority, at offset 4, is ignored.
@@ -251,107 +251,107 @@ fn judge(mut places: Places, reads: usize, descriptors: usize, device: &Device) 
     match kind {
         kind::IN => {
             let into: Data = places.drain(reads..).collect();
-            let offset = device.data(&into, sector, descriptors)?;
-            Ok(Kind::Read { offset, into })
+            let offset = device.data_offset(&into, sector, descriptors)?;
+            Ok(BlkOperation::Read { offset, into })
         }
         kind::OUT => {
-            device.changes()?;
+            device.check_writable()?;
             let from: Data = places.drain(taken..reads).collect();
-            let offset = device.data(&from, sector, descriptors)?;
-            Ok(Kind::Write { offset, from })
+            let offset = device.data_offset(&from, sector, descriptors)?;
+            Ok(BlkOperation::Write { offset, from })
         }
-        kind::FLUSH => Ok(Kind::Flush),
-        kind::GET_ID => Ok(Kind::Id(places.drain(reads..).collect())),
+        kind::FLUSH => Ok(BlkOperation::Flush),
+        kind::GET_ID => Ok(BlkOperation::Id(places.drain(reads..).collect())),
         // No flag is valid for DISCARD (§ 5.2.6.2).
-        kind::DISCARD => device.ranges(readable, device.discard, 0).map(Kind::Discard),
-        kind::WRITE_ZEROES => device.ranges(readable, device.write_zeroes, UNMAP).map(Kind::WriteZeroes),
-        _ => Err(Status::Unsupported.into()),
+        kind::DISCARD => device.ranges(readable, device.discard, 0).map(BlkOperation::Discard),
+        kind::WRITE_ZEROES => device.ranges(readable, device.write_zeroes, UNMAP).map(BlkOperation::WriteZeroes),
+        _ => Err(BlkStatus::Unsupported.into()),
     }
 }
 
-impl Device {
+impl BlkDeviceConfig {
     /// Byte offset of a range of sectors, if it is inside the disk and of whole blocks.
-    fn place(&self, sector: u64, sectors: u64) -> Result<u64, Refused> {
-        let end = sector.checked_add(sectors).ok_or(Status::IoError)?;
+    fn byte_offset(&self, sector: u64, sectors: u64) -> Result<u64, BlkRejection> {
+        let end = sector.checked_add(sectors).ok_or(BlkStatus::IoError)?;
         // Both must be multiples of the block, which is a power of two.
         let rest = (sector | sectors) & (self.block_bytes / SECTOR_BYTES - 1);
         // `end` is at most the disk's size in sectors, so the product does not overflow.
         match (rest, end > self.bytes / SECTOR_BYTES) {
             (0, false) => Ok(sector * SECTOR_BYTES),
-            (0, true) => Err(Status::IoError.into()),
-            _ => Err(Refused::PartOfBlock),
+            (0, true) => Err(BlkStatus::IoError.into()),
+            _ => Err(BlkRejection::PartOfBlock),
         }
     }
 
     /// Byte offset of the data of a read or write.
-    fn data(&self, places: &[Place], sector: u64, descriptors: usize) -> Result<u64, Refused> {
+    fn data_offset(&self, places: &[GuestBytes], sector: u64, descriptors: usize) -> Result<u64, BlkRejection> {
         // The header and the status may have their own descriptors.
         let most = u64::from(self.max_segments);
         // A buffer that crosses a border of memory regions is two places, which is rare.
         if descriptors.saturating_sub(2) as u64 > most || places.len() as u64 > 2 * most {
-            return Err(Status::IoError.into());
+            return Err(BlkStatus::IoError.into());
         }
         let bytes = sum(places) as u64;
         if !bytes.is_multiple_of(SECTOR_BYTES) {
-            return Err(Status::IoError.into());
+            return Err(BlkStatus::IoError.into());
         }
         // Before the test for an empty request, whose sector must be valid too.
-        let offset = self.place(sector, bytes / SECTOR_BYTES)?;
+        let offset = self.byte_offset(sector, bytes / SECTOR_BYTES)?;
         // An empty request is valid.
-        if bytes == 0 { Err(Status::Ok.into()) } else { Ok(offset) }
+        if bytes == 0 { Err(BlkStatus::Ok.into()) } else { Ok(offset) }
     }
 
-    fn changes(&self) -> Result<(), Refused> {
-        if self.read_only { Err(Status::IoError.into()) } else { Ok(()) }
+    fn check_writable(&self) -> Result<(), BlkRejection> {
+        if self.read_only { Err(BlkStatus::IoError.into()) } else { Ok(()) }
     }
 
     /// The ranges of a DISCARD or WRITE_ZEROES, without empty ones.
     fn ranges(
         &self,
-        mut from: &mut [Place],
+        mut from: &mut [GuestBytes],
         limits: Option<RangeLimits>,
         known: u32,
-    ) -> Result<Ranges, Refused> {
-        let limits = limits.ok_or(Status::Unsupported)?;
-        self.changes()?;
+    ) -> Result<Ranges, BlkRejection> {
+        let limits = limits.ok_or(BlkStatus::Unsupported)?;
+        self.check_writable()?;
         let bytes = sum(from);
         let count = bytes / RANGE_BYTES;
         let most = (limits.max_ranges as usize).min(MAX_RANGES);
         if count == 0 || count > most || !bytes.is_multiple_of(RANGE_BYTES) {
-            return Err(Status::IoError.into());
+            return Err(BlkStatus::IoError.into());
         }
         let mut ranges = Ranges::new();
         for _ in 0..count {
             let mut range = [0; RANGE_BYTES];
-            assert!(take(&mut from, &mut range), "counted");
+            assert!(copy_front(&mut from, &mut range), "counted");
             let (sector, rest) = range.split_at(8);
             let sector = u64::from_le_bytes(sector.try_into().expect("eight bytes"));
             let rest = u64::from_le_bytes(rest.try_into().expect("eight bytes"));
             let (sectors, flags) = (rest as u32, (rest >> 32) as u32);
             // Unknown flags make the request unsupported (§ 5.2.6.2), not invalid.
             if flags & !known != 0 {
-                return Err(Status::Unsupported.into());
+                return Err(BlkStatus::Unsupported.into());
             }
             if sectors > limits.max_sectors {
-                return Err(Status::IoError.into());
+                return Err(BlkStatus::IoError.into());
             }
-            let offset = self.place(sector, u64::from(sectors))?;
+            let offset = self.byte_offset(sector, u64::from(sectors))?;
             let bytes = u64::from(sectors) * SECTOR_BYTES;
             if bytes > 0 {
-                ranges.push(Range { offset, bytes, may_unmap: flags & UNMAP != 0 });
+                ranges.push(BlkRange { offset, bytes, may_unmap: flags & UNMAP != 0 });
             }
         }
         // A request of empty ranges is valid.
-        if ranges.is_empty() { Err(Status::Ok.into()) } else { Ok(ranges) }
+        if ranges.is_empty() { Err(BlkStatus::Ok.into()) } else { Ok(ranges) }
     }
 }
 
-fn sum(places: &[Place]) -> usize {
-    places.iter().map(Place::bytes).sum()
+fn sum(places: &[GuestBytes]) -> usize {
+    places.iter().map(GuestBytes::bytes).sum()
 }
 
 /// Copies from the beginning of `places`, and removes the copied bytes. False if there are too few.
-fn take(places: &mut &mut [Place], into: &mut [u8]) -> bool {
+fn copy_front(places: &mut &mut [GuestBytes], into: &mut [u8]) -> bool {
     let mut rest = std::mem::take(places);
     let mut left = into;
     while !left.is_empty() {

@@ -4,14 +4,14 @@
 //! The input is a ring's shape followed by steps, most of which are plausible, so that a fuzzer
 //! reaches chains and requests without guessing a ring first.
 
-use reactor::guest::{Memory, Place, Region};
+use reactor::guest::{GuestMemory, GuestBytes, Region};
 
 use super::{
-    block::{Device, Kind, Range, RangeLimits, Request, Status, parse},
+    block::{BlkDeviceConfig, BlkOperation, BlkRange, RangeLimits, BlkRequest, BlkStatus, parse},
     ring::{
-        Inflight, Layout, MAX_DESCRIPTORS, Parts, Ring, Ticket,
-        driver::{Buffer, Driver},
-        meddler::{Access, meddle},
+        InflightQueueArea, RingLayout, MAX_DESCRIPTORS, RingParts, Virtqueue, ChainTicket,
+        driver::{DriverBuffer, RingDriver},
+        meddler::{RingAccess, with_hook},
     },
 };
 
@@ -25,7 +25,7 @@ const BUFFERS: u64 = 0x10_000;
 const BUFFERS_BYTES: usize = 0x2000;
 const DISK_BYTES: u64 = 1 << 20;
 
-const DEVICE_RULES: Device = Device {
+const DEVICE_RULES: BlkDeviceConfig = BlkDeviceConfig {
     bytes: DISK_BYTES,
     block_bytes: 1024,
     read_only: false,
@@ -35,9 +35,9 @@ const DEVICE_RULES: Device = Device {
 };
 
 /// The bytes of the input, followed by zeroes.
-struct Input<'a>(&'a [u8]);
+struct RingFuzzInput<'a>(&'a [u8]);
 
-impl Input<'_> {
+impl RingFuzzInput<'_> {
     fn bytes<const N: usize>(&mut self) -> [u8; N] {
         let mut bytes = [0; N];
         let (first, rest) = self.0.split_at(self.0.len().min(N));
@@ -65,31 +65,31 @@ impl Input<'_> {
     }
 }
 
-struct Guest {
-    memory: Memory,
-    layout: Layout,
+struct RingFuzzGuest {
+    memory: GuestMemory,
+    layout: RingLayout,
     // Not guest memory, but the front end may be malicious as well.
-    area: Place,
-    ring: Option<Ring>,
-    held: Vec<(Ticket, Option<Request>)>,
+    area: GuestBytes,
+    ring: Option<Virtqueue>,
+    held: Vec<(ChainTicket, Option<BlkRequest>)>,
     /// Number of requests with an operation to execute.
     requests: usize,
 }
 
-impl Guest {
-    fn new(input: &mut Input<'_>) -> Self {
+impl RingFuzzGuest {
+    fn new(input: &mut RingFuzzInput<'_>) -> Self {
         let region = |at, bytes| Region::on_heap(at, at, bytes);
         let middle = BUFFERS + BUFFERS_BYTES as u64;
         let regions =
             vec![region(RINGS, RINGS_BYTES), region(BUFFERS, BUFFERS_BYTES), region(middle, BUFFERS_BYTES)];
-        let memory = Memory::new(regions).expect("they do not overlap");
+        let memory = GuestMemory::new(regions).expect("they do not overlap");
         let shape = input.u8();
         let [packed, event_idx, indirect] = [1, 2, 4].map(|bit| shape & bit != 0);
         // The size of a split ring is a power of two.
         let size = if packed { 1 + u16::from(shape >> 3) } else { 1 << (shape >> 3).min(5) };
-        let parts = Parts::of(size, packed, event_idx);
-        let part = |at, (bytes, _)| memory.place(at, bytes).expect("inside");
-        let layout = Layout {
+        let parts = RingParts::of(size, packed, event_idx);
+        let part = |at, (bytes, _)| memory.range(at, bytes).expect("inside");
+        let layout = RingLayout {
             size,
             descriptors: part(RINGS, parts.descriptors),
             driver: part(DRIVER, parts.driver),
@@ -98,14 +98,14 @@ impl Guest {
             event_idx,
             indirect,
         };
-        let bytes = Inflight::bytes(size, packed);
-        let area = Memory::new(vec![region(0, bytes)]).expect("one").place(0, bytes).expect("all of it");
+        let bytes = InflightQueueArea::bytes(size, packed);
+        let area = GuestMemory::new(vec![region(0, bytes)]).expect("one").range(0, bytes).expect("all of it");
         Self { memory, layout, area, ring: None, held: Vec::new(), requests: 0 }
     }
 
     /// Function that overwrites bytes anywhere: in guest memory, or sometimes in the in-flight
     /// area.
-    fn scribble(&self, input: &mut Input<'_>) -> impl Fn() + use<> {
+    fn scribble(&self, input: &mut RingFuzzInput<'_>) -> impl Fn() + use<> {
         let bytes: [u8; 8] = input.bytes();
         let count = 1 + usize::from(input.u8() % 8);
         let address = input.address();
@@ -113,7 +113,7 @@ impl Guest {
             let at = address as usize % (self.area.bytes() - count);
             Some(self.area.part(at, count))
         } else {
-            self.memory.place(address, count)
+            self.memory.range(address, count)
         };
         move || {
             if let Some(place) = &place {
@@ -123,12 +123,12 @@ impl Guest {
     }
 
     /// A more or less valid request of a driver.
-    fn request(&self, driver: &mut Driver, input: &mut Input<'_>) {
+    fn request(&self, driver: &mut RingDriver, input: &mut RingFuzzInput<'_>) {
         let [kind, sector, odd, count] = [input.u8() % 16, input.u8(), input.u8(), input.u8()];
         let to = |offset: u64| BUFFERS + offset + 0x10 * u64::from(count);
         let (header, data) = (to(0), to(0x1800));
         let word = |address, value: u64| {
-            self.memory.place(address, 8).expect("inside").write(0, &value.to_le_bytes());
+            self.memory.range(address, 8).expect("inside").write(0, &value.to_le_bytes());
         };
         word(header, u64::from(kind));
         word(header + 8, u64::from(sector) * 9);
@@ -137,7 +137,7 @@ impl Guest {
         word(data + 8, u64::from(odd % 80) | u64::from(odd / 100) << 32);
         let reads = matches!(kind, 0 | 8);
         let unit = if matches!(kind, 0 | 1) { 512 } else { 16 };
-        let mut buffers = vec![Buffer { address: header, bytes: 16, writable: false }];
+        let mut buffers = vec![DriverBuffer { address: header, bytes: 16, writable: false }];
         for number in 0..count % 4 {
             // Usually a valid buffer.
             let (address, bytes) = match odd % 16 {
@@ -145,11 +145,11 @@ impl Guest {
                 1 => (input.address(), unit),
                 _ => (data + 0x10 * u64::from(number), unit),
             };
-            buffers.push(Buffer { address, bytes, writable: reads != (odd % 16 == 2) });
+            buffers.push(DriverBuffer { address, bytes, writable: reads != (odd % 16 == 2) });
         }
-        buffers.push(Buffer { address: to(0x1700), bytes: 1, writable: odd % 32 != 3 });
+        buffers.push(DriverBuffer { address: to(0x1700), bytes: 1, writable: odd % 32 != 3 });
         // A table across a border of regions is not supported by the driver.
-        let table = self.memory.place(to(0x1900), 16 * buffers.len());
+        let table = self.memory.range(to(0x1900), 16 * buffers.len());
         let _full = match table.filter(|_| self.layout.indirect != (odd % 32 == 4)) {
             Some(table) => driver.add_indirect(&table, &buffers),
             None => driver.add(&buffers),
@@ -161,9 +161,9 @@ impl Guest {
         self.held.clear();
         let (layout, memory) = (self.layout.clone(), self.memory.clone());
         let ring = if tracked {
-            Ring::with_inflight(layout, memory, base, Inflight::new(self.area.clone()))
+            Virtqueue::with_inflight(layout, memory, base, InflightQueueArea::new(self.area.clone()))
         } else {
-            Ring::new(layout, memory, base)
+            Virtqueue::new(layout, memory, base)
         };
         self.ring = ring.ok();
         self.ring.is_some()
@@ -181,11 +181,11 @@ impl Guest {
                     if let Some(request) = &request {
                         check(request);
                         self.requests +=
-                            usize::from(!matches!(request.kind, Kind::Done(_) | Kind::PartOfBlock));
+                            usize::from(!matches!(request.kind, BlkOperation::Completed(_) | BlkOperation::PartOfBlock));
                     }
                     self.held.push((ticket, request));
-                    assert!(self.held.len() <= usize::from(ring.taken()));
-                    assert!(ring.taken() <= self.layout.size, "more chains are out than the ring has");
+                    assert!(self.held.len() <= usize::from(ring.in_flight()));
+                    assert!(ring.in_flight() <= self.layout.size, "more chains are out than the ring has");
                 }
                 Err(broken) => {
                     assert!(broken.to_string().len() < 200);
@@ -205,9 +205,9 @@ impl Guest {
             return;
         }
         let (ticket, request) = self.held.swap_remove(usize::from(which) % self.held.len());
-        let status = if which & 128 == 0 { Status::Ok } else { Status::IoError };
+        let status = if which & 128 == 0 { BlkStatus::Ok } else { BlkStatus::IoError };
         if let Some(request) = &request {
-            request.answer_id(b"fuzz");
+            request.write_id(b"fuzz");
         }
         ring.complete(ticket, request.map_or(0, |request| request.finish(status)));
     }
@@ -223,27 +223,27 @@ impl Guest {
 }
 
 /// Asserts that a request is inside the disk and of whole blocks.
-fn check(request: &Request) {
+fn check(request: &BlkRequest) {
     let inside = |offset: u64, bytes: u64| {
         let block = DEVICE_RULES.block_bytes;
         assert!(bytes > 0 && bytes.is_multiple_of(block) && offset.is_multiple_of(block));
         assert!(offset.checked_add(bytes).is_some_and(|end| end <= DISK_BYTES));
     };
     match &request.kind {
-        Kind::Read { offset, .. } | Kind::Write { offset, .. } => inside(*offset, request.bytes()),
-        Kind::Discard(ranges) | Kind::WriteZeroes(ranges) => {
+        BlkOperation::Read { offset, .. } | BlkOperation::Write { offset, .. } => inside(*offset, request.bytes()),
+        BlkOperation::Discard(ranges) | BlkOperation::WriteZeroes(ranges) => {
             assert!((1..=4).contains(&ranges.len()));
-            ranges.iter().for_each(|&Range { offset, bytes, .. }| inside(offset, bytes));
+            ranges.iter().for_each(|&BlkRange { offset, bytes, .. }| inside(offset, bytes));
         }
-        Kind::Flush | Kind::Id(_) | Kind::Done(_) | Kind::PartOfBlock => {}
+        BlkOperation::Flush | BlkOperation::Id(_) | BlkOperation::Completed(_) | BlkOperation::PartOfBlock => {}
     }
 }
 
 /// Runs an input: a shape, then steps. Returns the number of requests with an operation.
 pub fn rings(data: &[u8]) -> usize {
-    let mut input = Input(data);
-    let mut guest = Guest::new(&mut input);
-    let mut driver = Driver::new(&guest.layout);
+    let mut input = RingFuzzInput(data);
+    let mut guest = RingFuzzGuest::new(&mut input);
+    let mut driver = RingDriver::new(&guest.layout);
     let tracked = input.u8() & 1 == 0;
     let start = if guest.layout.packed { 0x8000_8000 } else { 0 };
     guest.start(start, tracked);
@@ -256,28 +256,28 @@ pub fn rings(data: &[u8]) -> usize {
                 let scribble = guest.scribble(&mut input);
                 let mut after = input.u8() % 32;
                 let hook = move |access| {
-                    if access == Access::Load {
+                    if access == RingAccess::Load {
                         if after == 0 {
                             scribble();
                         }
                         after = after.wrapping_sub(1);
                     }
                 };
-                meddle(hook, || guest.take(4));
+                with_hook(hook, || guest.take(4));
             }
             7..=9 => guest.take(input.u8()),
             10 | 11 => guest.complete(input.u8()),
             12 => guest.put_back(),
             13 => {
                 let Some(ring) = &mut guest.ring else { continue };
-                ring.silence();
+                ring.suppress_kicks();
                 let _call = ring.wants_call();
-                let _again = ring.listen();
+                let _again = ring.enable_kicks();
             }
             14 => {
                 // A driver that received an invalid id starts anew.
                 if driver.next_used().is_err() {
-                    driver = Driver::new(&guest.layout);
+                    driver = RingDriver::new(&guest.layout);
                 }
             }
             _ => {
@@ -304,7 +304,7 @@ mod tests {
     use super::rings;
 
     #[test]
-    fn no_guest_makes_the_device_panic_or_go_on_for_ever() {
+    fn random_guests_cause_no_panic_and_no_hang() {
         let mut rng = Rng::with_seed(0);
         let mut requests = 0;
         for _ in 0..20_000 {

@@ -41,19 +41,19 @@ mod split;
 #[cfg(test)]
 mod tests;
 
-use reactor::guest::{Memory, Place};
+use reactor::guest::{GuestMemory, GuestBytes};
 
 pub use self::{
-    chain::{Chain, ChainFault, MAX_DESCRIPTORS, Ticket},
-    inflight::Inflight,
-    layout::{Layout, MAX_SIZE, Parts},
+    chain::{DescriptorChain, ChainFault, MAX_DESCRIPTORS, ChainTicket},
+    inflight::InflightQueueArea,
+    layout::{RingLayout, MAX_SIZE, RingParts},
     regions::Places,
 };
-use self::{packed::Packed, regions::Regions, split::Split};
+use self::{packed::PackedRing, regions::Regions, split::SplitRing};
 
 /// Reason why a queue stops, or cannot start.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Broken {
+pub enum RingError {
     /// Invalid ring size.
     #[error("a ring of {0} descriptors (to {MAX_SIZE}, and a power of two in a split ring)")]
     Size(u16),
@@ -79,7 +79,7 @@ pub enum Broken {
     },
     /// The driver made more available than the ring holds.
     #[error("the driver's index went from {from} to {to} in a ring of {size} descriptors")]
-    Jump {
+    IndexJump {
         /// Index of the next entry to take.
         from: u16,
         /// The driver's index.
@@ -97,10 +97,10 @@ pub enum Broken {
     },
     /// A head that is in flight already.
     #[error("the driver made descriptor {0} available again before it was used")]
-    Twice(u16),
+    AlreadyInFlight(u16),
     /// The file behind the ring's memory was truncated.
     #[error("memory that was lent for the ring has gone")]
-    Lost,
+    MemoryTruncated,
     /// A chain that fills a packed ring without an end, and so without an id.
     #[error("a chain of descriptors goes once round the ring")]
     Endless,
@@ -111,29 +111,29 @@ pub enum Broken {
 
 /// The device's half of a virtqueue.
 #[derive(Debug)]
-pub struct Ring {
+pub struct Virtqueue {
     regions: Regions,
-    layout: Layout,
-    kind: Kind,
+    layout: RingLayout,
+    kind: DeviceRing,
 }
 
 #[derive(Debug)]
-enum Kind {
-    Split(Split),
-    Packed(Packed),
+enum DeviceRing {
+    Split(SplitRing),
+    Packed(PackedRing),
 }
 
 /// Evaluates the same expression for either format.
 macro_rules! either {
     ($ring:expr, $half:ident => $what:expr) => {
         match $ring {
-            Kind::Split($half) => $what,
-            Kind::Packed($half) => $what,
+            DeviceRing::Split($half) => $what,
+            DeviceRing::Packed($half) => $what,
         }
     };
 }
 
-impl Ring {
+impl Virtqueue {
     /// Starts a ring. `base` is `VHOST_USER_SET_VRING_BASE` as sent: the available index of a split
     /// ring; for a packed ring, index and wrap counter of the next available descriptor in the low
     /// half, and of the next used one in the high half.
@@ -143,12 +143,12 @@ impl Ring {
     ///
     /// # Errors
     /// An invalid layout or base.
-    pub fn new(layout: Layout, memory: Memory, base: u32) -> Result<Self, Broken> {
+    pub fn new(layout: RingLayout, memory: GuestMemory, base: u32) -> Result<Self, RingError> {
         layout.check()?;
         let kind = if layout.packed {
-            Kind::Packed(Packed::new(&layout, base)?)
+            DeviceRing::Packed(PackedRing::new(&layout, base)?)
         } else {
-            Kind::Split(Split::new(&layout, base))
+            DeviceRing::Split(SplitRing::new(&layout, base))
         };
         Ok(Self { regions: Regions::new(memory), layout, kind })
     }
@@ -160,11 +160,11 @@ impl Ring {
     /// # Errors
     /// As [`Ring::new`]; and an area that does not belong to this ring.
     pub fn with_inflight(
-        layout: Layout,
-        memory: Memory,
+        layout: RingLayout,
+        memory: GuestMemory,
         base: u32,
-        inflight: Inflight,
-    ) -> Result<Self, Broken> {
+        inflight: InflightQueueArea,
+    ) -> Result<Self, RingError> {
         let mut ring = Self::new(layout, memory, base)?;
         either!(&mut ring.kind, half => half.resume(inflight)?);
         Ok(ring)
@@ -177,12 +177,12 @@ impl Ring {
     /// Parts that are too short or not aligned. The ring is then unchanged.
     pub fn set_memory(
         &mut self,
-        memory: Memory,
-        descriptors: Place,
-        driver: Place,
-        device: Place,
-    ) -> Result<(), Broken> {
-        let layout = Layout { descriptors, driver, device, ..self.layout.clone() };
+        memory: GuestMemory,
+        descriptors: GuestBytes,
+        driver: GuestBytes,
+        device: GuestBytes,
+    ) -> Result<(), RingError> {
+        let layout = RingLayout { descriptors, driver, device, ..self.layout.clone() };
         layout.check()?;
         // After the check, so that a failure changes nothing.
         either!(&mut self.kind, half => half.set_cells(&layout));
@@ -194,7 +194,7 @@ impl Ring {
     ///
     /// # Errors
     /// The ring is meaningless: stop the queue. Chains in flight can still be completed.
-    pub fn take(&mut self) -> Result<Option<Chain>, Broken> {
+    pub fn take(&mut self) -> Result<Option<DescriptorChain>, RingError> {
         either!(&mut self.kind, half => half.take(&self.regions))
     }
 
@@ -203,7 +203,7 @@ impl Ring {
     ///
     /// # Panics
     /// If the ticket belongs to another ring.
-    pub fn complete(&mut self, ticket: Ticket, written: u32) {
+    pub fn complete(&mut self, ticket: ChainTicket, written: u32) {
         either!(&mut self.kind, half => half.complete(&ticket, written));
     }
 
@@ -213,7 +213,7 @@ impl Ring {
     /// # Errors
     /// Returns the ticket if a newer chain is in flight or was completed, or if the chain was taken
     /// before a crash. It must be executed.
-    pub fn put_back(&mut self, ticket: Ticket) -> Result<(), Ticket> {
+    pub fn put_back(&mut self, ticket: ChainTicket) -> Result<(), ChainTicket> {
         let taken = either!(&mut self.kind, half => half.put_back(&ticket));
         if taken { Ok(()) } else { Err(ticket) }
     }
@@ -227,25 +227,25 @@ impl Ring {
     }
 
     /// Suppresses kicks while the queue is polled. Kicks may still arrive.
-    pub fn silence(&mut self) {
+    pub fn suppress_kicks(&mut self) {
         either!(&mut self.kind, half => half.silence());
     }
 
     /// Requests a kick when the driver makes the next chain available. True if there is one
     /// already, for which no kick may arrive.
     #[must_use]
-    pub fn listen(&mut self) -> bool {
+    pub fn enable_kicks(&mut self) -> bool {
         either!(&mut self.kind, half => half.listen())
     }
 
     /// Number of chains in flight, including those found in the in-flight area.
-    pub fn taken(&self) -> u16 {
+    pub fn in_flight(&self) -> u16 {
         either!(&self.kind, half => half.taken())
     }
 
     /// True if the file behind the ring's memory was truncated. Reads return zeroes, and the queue
     /// should stop.
-    pub fn is_lost(&self) -> bool {
+    pub fn is_truncated(&self) -> bool {
         either!(&self.kind, half => half.is_lost())
     }
 

@@ -8,10 +8,10 @@ use api::DiskStatus;
 use clap::{Arg, builder::Resettable};
 use serde_json::{Map, Value, json};
 use settings::{
-    DiskConfig, ExportConfig, Image, Key, KeySet, Place, Placed, Wrong,
-    arguments::{KeyArgs, KeyOptions},
+    DiskConfig, ExportConfig, ImageLocation, ConfigKey, KeyTable, Origin, ConfigWithOrigins, ConfigError,
+    arguments::{ConfigKeyArgs, OptionSelection},
 };
-use storage::{Spec, rbd::Address};
+use storage::{StorageSpec, rbd::RbdAddress};
 
 use crate::client::{self, Client};
 
@@ -37,10 +37,10 @@ const RBD_HELP: [(&str, &str); 2] = [
     ),
 ];
 
-impl KeyOptions for AddedDisk {
+impl OptionSelection for AddedDisk {
     type Config = DiskConfig;
 
-    fn has(key: &Key<DiskConfig>) -> bool {
+    fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
         !["image", "export"].contains(&key.name)
     }
 
@@ -54,12 +54,12 @@ impl KeyOptions for AddedDisk {
     }
 }
 
-impl KeyOptions for AttachedDisk {
+impl OptionSelection for AttachedDisk {
     type Config = DiskConfig;
 
-    fn has(key: &Key<DiskConfig>) -> bool {
+    fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
         let of_nbd = key.heading == "Access" || ["description", "bitmap", "handover"].contains(&key.name);
-        AddedDisk::has(key) && !of_nbd
+        AddedDisk::is_option(key) && !of_nbd
     }
 
     fn adapt(option: Arg) -> Arg {
@@ -72,15 +72,15 @@ impl KeyOptions for AttachedDisk {
 ///
 /// # Errors
 /// A value is not well formed or out of its range; values contradict each other.
-pub(crate) fn disk<O: KeyOptions<Config = DiskConfig>>(
+pub(crate) fn disk<O: OptionSelection<Config = DiskConfig>>(
     name: &str,
-    image: &Image,
-    options: &KeyArgs<O>,
-) -> anyhow::Result<Placed<DiskConfig>> {
+    image: &ImageLocation,
+    options: &ConfigKeyArgs<O>,
+) -> anyhow::Result<ConfigWithOrigins<DiskConfig>> {
     let here = absolute(".").context("the current directory")?;
     let mut disk = with_image(name, image.clone().relative_to(&here));
     options.read_into(&mut disk, &here, |_| true)?;
-    Ok(disk.checked()?)
+    Ok(disk.into_checked()?)
 }
 
 /// The same from options as [`options`] returns them.
@@ -91,45 +91,45 @@ pub(crate) fn disk_of_options(
     name: &str,
     image: &str,
     options: &[(String, Option<String>)],
-) -> anyhow::Result<Placed<DiskConfig>> {
+) -> anyhow::Result<ConfigWithOrigins<DiskConfig>> {
     let mut disk = with_image(name, image.parse()?);
     for (option, text) in options {
         let key = DiskConfig::key(option).with_context(|| format!("--{option}: no such option"))?;
         let text = text.as_deref().unwrap_or("true");
-        disk.set(key, text, Path::new("/"), Place::option(option, text))?;
+        disk.set(key, text, Path::new("/"), Origin::option(option, text))?;
     }
-    Ok(disk.checked()?)
+    Ok(disk.into_checked()?)
 }
 
-fn with_image(name: &str, image: Image) -> Placed<DiskConfig> {
-    let place = Place::new(image.to_string());
+fn with_image(name: &str, image: ImageLocation) -> ConfigWithOrigins<DiskConfig> {
+    let place = Origin::new(image.to_string());
     let config = DiskConfig { name: name.to_owned(), image, ..DiskConfig::default() };
-    let mut disk = Placed::new(config, Place::new(name));
-    disk.put("image", place);
+    let mut disk = ConfigWithOrigins::new(config, Origin::new(name));
+    disk.record_origin("image", place);
     disk
 }
 
 /// The keys but the image as options of `weir serve`, with absolute paths; a flag has no value.
-pub(crate) fn options(disk: &Placed<DiskConfig>) -> Vec<(String, Option<String>)> {
+pub(crate) fn options(disk: &ConfigWithOrigins<DiskConfig>) -> Vec<(String, Option<String>)> {
     let keys = disk.given_keys().filter(|key| key.name != "image");
     let texts = keys.flat_map(|key| {
         let texts = key.write(disk).map(|literal| literal.texts()).unwrap_or_default();
-        let is_flag = key.value == settings::key::ValueKind::Flag;
+        let is_flag = key.value == settings::key::KeyType::Flag;
         texts.into_iter().map(move |text| (key.name.to_owned(), (!is_flag).then_some(text)))
     });
     texts.collect()
 }
 
 /// The keys that were given, as JSON has them.
-pub(crate) fn keys<T: KeySet>(config: &Placed<T>) -> Map<String, Value> {
-    let value = |key: &Key<T>| Some((key.name.to_owned(), Value::from(&key.write(config)?)));
+pub(crate) fn keys<T: KeyTable>(config: &ConfigWithOrigins<T>) -> Map<String, Value> {
+    let value = |key: &ConfigKey<T>| Some((key.name.to_owned(), Value::from(&key.write(config)?)));
     config.given_keys().filter_map(value).collect()
 }
 
 /// Adds an export to those of the disk.
-pub(crate) fn export(disk: &mut Placed<DiskConfig>, export: ExportConfig) {
+pub(crate) fn export(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportConfig) {
     let key = format!("export[{}]", disk.exports.len());
-    disk.put(key, disk.own_place().clone());
+    disk.record_origin(key, disk.own_origin().clone());
     disk.exports.push(export);
 }
 
@@ -138,7 +138,7 @@ pub(crate) fn export(disk: &mut Placed<DiskConfig>, export: ExportConfig) {
 ///
 /// # Errors
 /// The daemon's.
-pub(crate) fn send(client: &mut Client, disk: &Placed<DiskConfig>) -> Result<Value, client::Error> {
+pub(crate) fn send(client: &mut Client, disk: &ConfigWithOrigins<DiskConfig>) -> Result<Value, client::Error> {
     let mut keys = keys(disk);
     let exports = keys.remove("export");
     let mut asked = json!({ "name": disk.name, "keys": keys });
@@ -153,7 +153,7 @@ pub(crate) fn send(client: &mut Client, disk: &Placed<DiskConfig>) -> Result<Val
 ///
 /// # Errors
 /// They are not well formed.
-pub(crate) fn reach_alike(disk: &mut Placed<DiskConfig>, disks: &[DiskStatus]) -> Result<(), Wrong> {
+pub(crate) fn reach_alike(disk: &mut ConfigWithOrigins<DiskConfig>, disks: &[DiskStatus]) -> Result<(), ConfigError> {
     let mut others = disks.iter().filter_map(|disk| cluster_access(&disk.image));
     let (Some(own), Some((config, user))) = (cluster_access(&disk.image.to_string()), others.next()) else {
         return Ok(());
@@ -172,16 +172,16 @@ pub(crate) fn reach_alike(disk: &mut Placed<DiskConfig>, disks: &[DiskStatus]) -
         ("rbd-user", user.filter(|_| own_user.is_none())),
     ];
     for (key, text) in more.into_iter().filter_map(|(name, text)| Some((DiskConfig::key(name)?, text?))) {
-        disk.set(key, &text, Path::new("/"), Place::new(format!("{} of the daemon's images", key.name)))?;
+        disk.set(key, &text, Path::new("/"), Origin::new(format!("{} of the daemon's images", key.name)))?;
     }
     Ok(())
 }
 
 /// Ceph's config file and user, as far as the image names them; `None` for an image in no cluster.
 fn cluster_access(image: &str) -> Option<(Option<String>, Option<String>)> {
-    let image: Image = image.parse().ok()?;
-    let Ok(Spec::Rbd(address)) = image.spec().ok()?.parse() else { return None };
-    let Address { config, user, .. } = *address;
+    let image: ImageLocation = image.parse().ok()?;
+    let Ok(StorageSpec::Rbd(address)) = image.to_spec().ok()?.parse() else { return None };
+    let RbdAddress { config, user, .. } = *address;
     Some((config.map(|path| path.to_string_lossy().into_owned()), user))
 }
 

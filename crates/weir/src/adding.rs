@@ -11,7 +11,7 @@ mod group;
 
 use anyhow::Context as _;
 use clap::Args;
-use console::{Failure, print, print_json};
+use console::{CommandFailure, print, print_json};
 pub(crate) use disk::{ADD_EXAMPLES as DISK_EXAMPLES, DiskCommand, run as disk};
 pub(crate) use group::{EXAMPLES as GROUP_EXAMPLES, GroupCommand, run as group};
 use serde_json::{Value, json};
@@ -30,7 +30,7 @@ struct Asked {
 }
 
 /// Puts the new config file in place, and tells what was done.
-fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), Failure> {
+fn finish(what: (&str, &str, &str), saving: Option<Saving>, json: bool) -> Result<(), CommandFailure> {
     finish_with(what, saving, json, &Value::Null)
 }
 
@@ -40,7 +40,7 @@ fn finish_with(
     saving: Option<Saving>,
     json: bool,
     more: &Value,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let (kind, name, change) = what;
     let has_changes = saving.as_ref().is_some_and(Saving::has_changes);
     let saved = saving.map(Saving::commit).transpose();

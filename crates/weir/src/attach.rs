@@ -37,7 +37,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 pub(crate) use arguments::{ATTACH_EXAMPLES, AttachArgs, DETACH_EXAMPLES, DetachArgs};
-use console::{Failure, print, print_json, say};
+use console::{CommandFailure, print, print_json, print_notice};
 use control::users::{Users, is_stopped};
 pub(crate) use detach::run as detach;
 pub(crate) use keeper::run as keep;
@@ -48,7 +48,7 @@ use nix::{
 };
 use place::Place;
 use serde::{Deserialize, Serialize};
-use settings::{Ublk, control::VARIABLE};
+use settings::{UblkConfig, control::VARIABLE};
 use way::Way;
 
 use crate::{
@@ -82,9 +82,9 @@ pub(crate) struct Wanted {
 
 impl Wanted {
     /// How ublk is to make the device.
-    pub(crate) fn ublk(&self) -> anyhow::Result<Ublk> {
-        let ublk: Ublk = self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
-        Ok(Ublk { number: self.number.or(ublk.number), ..ublk })
+    pub(crate) fn ublk(&self) -> anyhow::Result<UblkConfig> {
+        let ublk: UblkConfig = self.ublk.parse().map_err(|rule: String| anyhow!("--ublk={}: {rule}", self.ublk))?;
+        Ok(UblkConfig { number: self.number.or(ublk.number), ..ublk })
     }
 
     pub(crate) fn is_read_only(&self) -> bool {
@@ -129,9 +129,9 @@ enum Outcome {
     Failed(String),
 }
 
-pub(crate) fn run(arguments: AttachArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: AttachArgs) -> Result<(), CommandFailure> {
     if arguments.list || arguments.recover {
-        arguments.check_without_image().map_err(|what| Failure::Usage(anyhow!(what)))?;
+        arguments.check_without_image().map_err(|what| CommandFailure::Usage(anyhow!(what)))?;
     }
     if arguments.list {
         return list::run(arguments.json, arguments.qmp);
@@ -170,9 +170,9 @@ fn is_mounted(wanted: &Wanted) -> anyhow::Result<bool> {
     Ok(Place::all()?.iter().filter_map(Place::attached).any(|attached| is_it(&attached)))
 }
 
-fn tell(attached: &Attached, json: bool) -> Result<(), Failure> {
+fn tell(attached: &Attached, json: bool) -> Result<(), CommandFailure> {
     if let Some(cut) = attached.file.as_deref().map(bytes_past_sectors).filter(|&bytes| bytes > 0) {
-        say(&format!(
+        print_notice(&format!(
             "{}: the device is without the last {cut} bytes of the disk, which are no whole sector of 512",
             attached.name
         ));
@@ -237,14 +237,14 @@ fn await_answer(stdout: &ChildStdout, keeper: u32) -> anyhow::Result<()> {
 }
 
 /// What the command line comes to: the way is chosen here, and told.
-fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
+fn wanted(arguments: AttachArgs) -> Result<Wanted, CommandFailure> {
     let AttachArgs { image, name, alone, qmp, mount, fstype, mount_options, udev, disk, .. } = &arguments;
     let tell = |text: &str| {
         if !arguments.as_mount || arguments.verbose {
-            say(text);
+            print_notice(text);
         }
     };
-    let usage = |text: String| Failure::Usage(anyhow!(text));
+    let usage = |text: String| CommandFailure::Usage(anyhow!(text));
     let Some(image) = image else { return Err(usage("no IMAGE is named".to_owned())) };
     let name = match name {
         Some(name) => {
@@ -284,13 +284,13 @@ fn wanted(arguments: AttachArgs) -> Result<Wanted, Failure> {
     passed_over.iter().for_each(|why| tell(why));
     tell(&format!("{name}: {}, {by}", way.told()));
     if let (None, false, Some(group)) = (&daemon, *alone, group) {
-        say(&format!(
+        print_notice(&format!(
             "{name}: {why_alone}, so group {group} has this disk alone, and no limits but those named with it (name the daemon's socket with --qmp, or start it first)"
         ));
     }
-    let config = added::disk(&name, image, disk).map_err(Failure::Usage)?;
+    let config = added::disk(&name, image, disk).map_err(CommandFailure::Usage)?;
     let (image, options) = (config.image.to_string(), added::options(&config));
-    let ublk = arguments.ublk.as_ref().map(Ublk::to_string).unwrap_or_default();
+    let ublk = arguments.ublk.as_ref().map(UblkConfig::to_string).unwrap_or_default();
     Ok(Wanted { name, image, options, way, ublk, number: None, daemon, mount, udev: *udev })
 }
 
@@ -310,10 +310,10 @@ enum Running {
 /// # Errors
 /// Where only a daemon will do, and it makes no devices: it was named, or has the `group`, whose
 /// limits nobody else can keep.
-fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, Failure> {
+fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, CommandFailure> {
     let is_asked_for = qmp.is_some();
     let is_named = is_asked_for || std::env::var_os(VARIABLE).is_some_and(|value| !value.is_empty());
-    let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow!(said)))?;
+    let target = Target::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow!(said)))?;
     let at = target.whole().context("the current directory")?.to_string();
     let report = match Client::connect(&target).map(|mut client| client.status()) {
         Ok(Ok(report)) => report,
@@ -333,13 +333,13 @@ fn running_daemon(qmp: Option<Target>, group: Option<&str>) -> Result<Running, F
         return Ok(Running::MakesNone(at));
     }
     let has = group.map_or_else(String::new, |group| format!(", and it alone has group {group}"));
-    Err(Failure::Failed(anyhow!(
+    Err(CommandFailure::Failed(anyhow!(
         "the daemon at {at} makes no devices of this host{has} (start it as root with --sandbox off, or with a device; for weir.service see \"A daemon that makes devices\" in docs/devices.md; or attach with --alone: a process of its own, and no group of the daemon's)"
     )))
 }
 
 /// Takes over what earlier keepers left, each as it was.
-fn recover(json: bool) -> Result<(), Failure> {
+fn recover(json: bool) -> Result<(), CommandFailure> {
     let mut failed = false;
     for place in Place::all()? {
         let (Some(wanted), Some(_), true) = (place.wanted(), place.attached(), place.is_deserted()?) else {
@@ -349,11 +349,11 @@ fn recover(json: bool) -> Result<(), Failure> {
             Ok(attached) => tell(&attached, json)?,
             Err(error) => {
                 failed = true;
-                say(&format!("{}: {error:#}", wanted.name));
+                print_notice(&format!("{}: {error:#}", wanted.name));
             }
         }
     }
-    if failed { Err(Failure::Found(1)) } else { Ok(()) }
+    if failed { Err(CommandFailure::Found(1)) } else { Ok(()) }
 }
 
 /// Takes a device away that nobody uses, if it is one of these. Whether it is.

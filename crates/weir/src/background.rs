@@ -18,7 +18,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use console::{IN_BACKGROUND, say};
+use console::{IN_BACKGROUND, print_notice};
 use nix::unistd::{dup2_stderr, dup2_stdout, setsid};
 
 const READY: &str = "ready";
@@ -75,6 +75,6 @@ pub(crate) fn tell_ready() {
         Ok(())
     };
     if let Err(error) = let_go() {
-        say(&format!("whoever started this cannot be told that it serves: {error}"));
+        print_notice(&format!("whoever started this cannot be told that it serves: {error}"));
     }
 }

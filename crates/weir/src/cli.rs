@@ -94,7 +94,7 @@ fn with_limits(command: clap::Command) -> clap::Command {
     let has_limits = command.get_arguments().any(|argument| argument.get_id() == "iops-total");
     let below = command.get_after_help().map(ToString::to_string).unwrap_or_default();
     match has_limits {
-        true => command.after_help(format!("{}\n\n{below}", limits::BLOCK)),
+        true => command.after_help(format!("{}\n\n{below}", limits::LIMITS_HELP)),
         false => command,
     }
 }
@@ -168,10 +168,10 @@ pub(crate) enum Command {
     Probe(lab::probe::ProbeArgs),
     /// Make, look into, check and change images
     #[command(subcommand, version, propagate_version = true)]
-    Image(Box<image_tool::Command>),
+    Image(Box<image_tool::ImageCommand>),
     /// Limit control groups, explain what a limit misses, and show who does what
     #[command(subcommand, after_help = cgroup::ABOUT)]
-    Cgroup(cgroup::Command),
+    Cgroup(cgroup::CgroupCommand),
     /// Be a volume plugin: volumes of Docker and Podman that are images
     #[command(after_help = container::EXAMPLES)]
     DockerPlugin(container::PluginArgs),
@@ -180,7 +180,7 @@ pub(crate) enum Command {
     Record(record::RecordArgs),
     /// Tell what is in traces, and write them in another format
     #[command(subcommand, long_about = lab::trace::convert::ABOUT)]
-    Trace(lab::trace::convert::Command),
+    Trace(lab::trace::convert::TraceCommand),
     /// Send requests to an image, and tell how long they took
     #[command(after_help = lab::bench::EXAMPLES)]
     Bench(Box<lab::bench::BenchArgs>),

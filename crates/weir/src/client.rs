@@ -25,12 +25,12 @@ use std::{
 };
 
 use answer::{Answer, Event, Refusal};
-use console::Failure;
+use console::CommandFailure;
 use latency::Counted;
 use nix::sys::socket::{ControlMessage, MsgFlags, sendmsg};
 use report::Report;
 use serde_json::{Value, json, value::RawValue};
-use settings::control::{ControlSocket, VARIABLE};
+use settings::control::{ControlSocketLocation, VARIABLE};
 
 /// How long the daemon may take over anything. It answers within milliseconds.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -59,7 +59,7 @@ impl Target {
     /// What `--qmp` said, else where daemons open it that are not told where. Fails if the variable
     /// for that names no socket.
     pub(crate) fn choose(option: Option<Self>) -> Result<Self, String> {
-        option.map_or_else(|| Ok(Self(ControlSocket::of_commands()?.path)), Ok)
+        option.map_or_else(|| Ok(Self(ControlSocketLocation::for_commands()?.path)), Ok)
     }
 
     pub(crate) fn path(&self) -> &Path {
@@ -74,7 +74,7 @@ impl Target {
     fn unreachable(&self, why: &io::Error) -> Error {
         let advice = match why.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
-                if ControlSocket::is_for_want_of_another(&self.0) =>
+                if ControlSocketLocation::is_fallback(&self.0) =>
             {
                 format!(
                     "no daemon listens there, and one of this user's is not found, because XDG_RUNTIME_DIR is not set (set it for both, or give both --qmp unix:PATH, or {VARIABLE})"
@@ -130,8 +130,8 @@ impl Client {
     pub(crate) const LONG: Duration = Duration::from_secs(600);
 
     /// Connects to the daemon that `--qmp` names, or the usual one.
-    pub(crate) fn reach(option: Option<Target>) -> Result<Self, Failure> {
-        let target = Target::choose(option).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+    pub(crate) fn reach(option: Option<Target>) -> Result<Self, CommandFailure> {
+        let target = Target::choose(option).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
         Ok(Self::connect(&target)?)
     }
 

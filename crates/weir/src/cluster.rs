@@ -2,13 +2,13 @@
 
 use anyhow::Context as _;
 use api::{
-    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, Demand, LocalQuota, ReservedRates,
+    ClusterGroup, ClusterHost, ClusterMember, ClusterReport, DemandValue, LocalQuota, ReservedRates,
     UnreadableGroup,
 };
 use clap::Subcommand;
 use console::{
-    Failure, figures, print, print_json,
-    table::{Table, columns},
+    CommandFailure, figures, print, print_json,
+    table::{TextTable, columns},
 };
 use serde_json::json;
 
@@ -54,7 +54,7 @@ pub(crate) enum ClusterCommand {
     },
 }
 
-pub(crate) fn run(command: ClusterCommand) -> Result<(), Failure> {
+pub(crate) fn run(command: ClusterCommand) -> Result<(), CommandFailure> {
     match command {
         ClusterCommand::Status { json, qmp } => {
             let answer = Client::reach(qmp)?.execute("x-weir-query-cluster", json!({}))?;
@@ -98,7 +98,7 @@ fn show(report: &ClusterReport) -> String {
         |there| format!(", of {there}"),
     );
     said += &format!("  promised {}{of}\n\n", amounts(report.promised).unwrap_or("nothing".to_owned()));
-    let mut table = Table::new(columns(&["HOST", "PRESENT", "HEARD", "WEIR"], &[]));
+    let mut table = TextTable::new(columns(&["HOST", "PRESENT", "HEARD", "WEIR"], &[]));
     for ClusterHost { name, present, weir, heard_ms_ago, .. } in &report.hosts {
         let present = if *present { "yes" } else { "no" };
         let heard = heard_ms_ago.map_or_else(|| "-".to_owned(), ago);
@@ -109,7 +109,7 @@ fn show(report: &ClusterReport) -> String {
         said += &table.render(false);
     }
     report.groups.iter().for_each(|group| said += &show_group(group));
-    for UnreadableGroup { group, reason } in &report.not_understood {
+    for UnreadableGroup { group, reason } in &report.unreadable_groups {
         said += &format!(
             "\ngroup {group}: what is in etcd {reason}: each host of this weir has its safe share\n"
         );
@@ -135,7 +135,7 @@ fn show_group(group: &ClusterGroup) -> String {
     if group.hosts.is_empty() {
         return said;
     }
-    let mut table = Table::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "SAFE SHARE"]));
+    let mut table = TextTable::new(columns(&["HOST", "LIMIT"], &["DEMAND", "IN FORCE", "SAFE SHARE"]));
     for ClusterMember { host, demand, in_force, safe_share, .. } in &group.hosts {
         for (name, safe) in safe_share {
             let number = |value: u64| match name.starts_with("bps") {
@@ -144,8 +144,8 @@ fn show_group(group: &ClusterGroup) -> String {
             };
             let known = |value: Option<&u64>| value.map_or_else(|| "-".to_owned(), |value| number(*value));
             let demand = match demand.get(name) {
-                Some(Demand::Unbounded(all)) => all.to_string(),
-                Some(Demand::Rate(rate)) => number(*rate),
+                Some(DemandValue::Unbounded(all)) => all.to_string(),
+                Some(DemandValue::Rate(rate)) => number(*rate),
                 None => "-".to_owned(),
             };
             table.row(vec![host.clone(), name.clone(), demand, known(in_force.get(name)), number(*safe)]);

@@ -11,9 +11,9 @@ use std::time::Duration;
 use block::disk::DetectZeroes;
 use clap::{Arg, Command, ValueHint};
 use clap_complete::{ArgValueCandidates, CompleteEnv, CompletionCandidate};
-use policy::throttle::Setting;
+use policy::throttle::LimitSetting;
 use serde_json::json;
-use storage::{CacheMode, Format};
+use storage::{CacheMode, ImageFormat};
 
 use crate::client::{Client, Target, report::Report};
 
@@ -29,7 +29,7 @@ pub(crate) fn answer_shell(command: fn() -> Command) {
 
 /// Shows the limits, which the help describes without a list of them.
 fn with_shown_limits(command: Command) -> Command {
-    let is_limit = |argument: &Arg| Setting::from_name(argument.get_id().as_str()).is_some();
+    let is_limit = |argument: &Arg| LimitSetting::from_name(argument.get_id().as_str()).is_some();
     command
         .mut_args(|argument| if is_limit(&argument) { argument.hide(false) } else { argument })
         .mut_subcommands(with_shown_limits)
@@ -59,7 +59,7 @@ fn with_value(command: [&str; 2], argument: Arg) -> Arg {
         (Some("cache"), "MODE") => argument.add(words(CacheMode::ALL.map(CacheMode::name))),
         // Of traces, whose definition has all.
         (Some("format"), "FORMAT") if !argument.get_possible_values().is_empty() => argument,
-        (Some("format"), "FORMAT") => argument.add(words([Format::Raw, Format::Qcow2].map(Format::name))),
+        (Some("format"), "FORMAT") => argument.add(words([ImageFormat::Raw, ImageFormat::Qcow2].map(ImageFormat::name))),
         (Some("prefetch"), "MODE") => argument.add(words(["on", "off", "auto"])),
         (None, "MODE") if command[1] == "prefetch" => argument.add(words(["on", "off", "auto"])),
         (Some("discard"), "MODE") => argument.add(words(["unmap", "ignore"])),

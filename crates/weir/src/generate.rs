@@ -30,7 +30,7 @@ use std::{
 use anyhow::Context as _;
 use clap::{Args, Command};
 use clap_complete::env::{Bash, EnvCompleter, Fish, Zsh};
-use console::Failure;
+use console::CommandFailure;
 
 use crate::complete;
 
@@ -49,7 +49,7 @@ pub(crate) struct GenerateArgs {
 }
 
 /// Of the command line of this definition.
-pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &GenerateArgs, command: Command) -> Result<(), CommandFailure> {
     if let Some(reference) = &arguments.reference {
         renew(reference)?;
     }

@@ -53,7 +53,7 @@ use std::{
 
 use clap::error::ErrorKind;
 use cli::{Cli, Command};
-use console::{Failure, complain, logging};
+use console::{CommandFailure, print_error, logging};
 use storage::rbd;
 
 /// How long a cluster may take to take images back at the end. One that stands still has them until
@@ -114,16 +114,16 @@ pub fn main() -> ExitCode {
         Command::Generate(arguments) => generate::run(&arguments, Cli::whole()),
     };
     // Also where it failed: others wait for images of clusters that nobody has closed.
-    rbd::wait_for_ends(PATIENCE);
+    rbd::wait_for_closing(PATIENCE);
     // Before the error, which follows the log.
     logging::flush();
     let (error, status) = match result {
         Ok(()) => return ExitCode::SUCCESS,
-        Err(Failure::Failed(error)) => (error, 1),
-        Err(Failure::Usage(error)) => (error, 2),
-        Err(Failure::Found(status)) => return ExitCode::from(status),
+        Err(CommandFailure::Failed(error)) => (error, 1),
+        Err(CommandFailure::Usage(error)) => (error, 2),
+        Err(CommandFailure::Found(status)) => return ExitCode::from(status),
     };
-    complain(&error);
+    print_error(&error);
     ExitCode::from(status)
 }
 

@@ -20,7 +20,7 @@ use std::{
 };
 
 use clap::error::ErrorKind;
-use console::{Failure, complain_as, logging, print};
+use console::{CommandFailure, print_error_as, logging, print};
 use daemon::serve::ServeArgs;
 
 use crate::background;
@@ -35,16 +35,16 @@ pub(crate) fn called_as(program: Option<&OsString>) -> Option<fn() -> ExitCode> 
 }
 
 /// Tells how it went, in the form of all errors; the status to exit with.
-fn ended(name: &str, result: Result<(), Failure>) -> ExitCode {
+fn ended(name: &str, result: Result<(), CommandFailure>) -> ExitCode {
     // Before the error, which follows the log.
     logging::flush();
     match result {
         Ok(()) => ExitCode::SUCCESS,
-        Err(Failure::Failed(error) | Failure::Usage(error)) => {
-            complain_as(name, &error);
+        Err(CommandFailure::Failed(error) | CommandFailure::Usage(error)) => {
+            print_error_as(name, &error);
             ExitCode::FAILURE
         }
-        Err(Failure::Found(_)) => ExitCode::FAILURE,
+        Err(CommandFailure::Found(_)) => ExitCode::FAILURE,
     }
 }
 
@@ -52,7 +52,7 @@ fn ended(name: &str, result: Result<(), Failure>) -> ExitCode {
 fn answer(name: &str, error: &clap::Error) -> ExitCode {
     let text = error.render().to_string();
     if error.kind() == ErrorKind::DisplayHelp {
-        return ended(name, print(&text).map_err(Failure::from));
+        return ended(name, print(&text).map_err(CommandFailure::from));
     }
     let _ = writeln!(stderr(), "{name}: {}\nTry `{name} --help' for more information.", what_is_wrong(&text));
     ExitCode::FAILURE
@@ -66,13 +66,13 @@ fn what_is_wrong(text: &str) -> String {
 }
 
 /// As clients of the control socket are told: which QEMU it is like, and what it is.
-fn version(name: &str) -> Result<(), Failure> {
+fn version(name: &str) -> Result<(), CommandFailure> {
     let (qemu, own) = (control::qemu_release(), env!("CARGO_PKG_VERSION"));
     Ok(print(&format!("{name} {qemu} (weir {own})\n"))?)
 }
 
 /// Serves; then calls `ready`, and tells whoever waits for the process in the background.
-fn serve(arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), Failure> {
+fn serve(arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(), CommandFailure> {
     daemon::serve::run(arguments, move || {
         ready();
         background::tell_ready();

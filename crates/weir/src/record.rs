@@ -27,10 +27,10 @@ use std::{
 use anyhow::{Context as _, anyhow, bail};
 use clap::Args;
 use console::{
-    Failure, figures, say,
-    signals::{Request, Signals},
+    CommandFailure, figures, print_notice,
+    signals::{SignalRequest, BlockedSignals},
 };
-use lab::trace::convert::Transcript;
+use lab::trace::convert::LiveConversion;
 use nix::{
     errno::Errno,
     fcntl::{FcntlArg, Flock, FlockArg, OFlag, fcntl},
@@ -91,8 +91,8 @@ enum Event {
     Over(anyhow::Result<()>),
 }
 
-pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
-    let signals = Signals::block().context("signals cannot be awaited")?;
+pub(crate) fn run(arguments: RecordArgs) -> Result<(), CommandFailure> {
+    let signals = BlockedSignals::block().context("signals cannot be awaited")?;
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
     let is_new = !arguments.output.exists();
     let (file, alone) = open(&arguments.output)?;
@@ -105,7 +105,7 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
             let _ = fs::remove_file(&arguments.output);
         }
     })?;
-    let transcript = Transcript::named(&arguments.output);
+    let transcript = LiveConversion::named(&arguments.output);
     // What is behind standard output is somebody else's.
     if alone.is_some() {
         file.set_len(0).with_context(|| cannot(&arguments.output))?;
@@ -113,9 +113,9 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     let (events, event) = mpsc::channel();
     let asked = events.clone();
     let hear = move |request| match request {
-        Request::EndAtOnce(_) => process::exit(1),
-        Request::End(_) => asked.send(Event::Asked).is_ok(),
-        Request::HangUp | Request::ReopenLog | Request::Meaningless(_) => true,
+        SignalRequest::EndAtOnce(_) => process::exit(1),
+        SignalRequest::End(_) => asked.send(Event::Asked).is_ok(),
+        SignalRequest::HangUp | SignalRequest::ReopenLog | SignalRequest::Meaningless(_) => true,
     };
     signals.forward(hear).context("no thread can be started")?;
     let carried = move || match transcript {
@@ -123,7 +123,7 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
         None => Ok(carry(reader, file)?),
     };
     thread::spawn(move || events.send(Event::Over(carried())));
-    say(&format!("recording to {} (Ctrl-C ends it)", arguments.output.display()));
+    print_notice(&format!("recording to {} (Ctrl-C ends it)", arguments.output.display()));
     let first = match arguments.length {
         Some(length) => event.recv_timeout(length).unwrap_or(Event::Asked),
         None => event.recv().unwrap_or(Event::Asked),
@@ -150,9 +150,9 @@ pub(crate) fn run(arguments: RecordArgs) -> Result<(), Failure> {
     summarise(&told, written.or(told["bytes"].as_u64()))
 }
 
-fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), Failure> {
+fn summarise(told: &Value, bytes: Option<u64>) -> Result<(), CommandFailure> {
     let number = |key: &str| told[key].as_u64().unwrap_or_default();
-    say(&match number("requests") {
+    print_notice(&match number("requests") {
         0 => "no requests".to_owned(),
         requests => format!(
             "{} in {}",

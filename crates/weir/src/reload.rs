@@ -2,8 +2,8 @@
 
 use clap::Args;
 use console::{
-    Failure, print, print_json,
-    table::{Table, columns},
+    CommandFailure, print, print_json,
+    table::{TextTable, columns},
 };
 use serde_json::{Value, json};
 
@@ -36,7 +36,7 @@ pub(crate) struct ReloadArgs {
     qmp: Option<Target>,
 }
 
-pub(crate) fn run(arguments: ReloadArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: ReloadArgs) -> Result<(), CommandFailure> {
     let mut client = Client::reach(arguments.qmp)?.with_patience(Client::LONG)?;
     let ReloadArgs { dry_run, json, .. } = arguments;
     // A daemon of before knows no argument, and refuses it.
@@ -52,7 +52,7 @@ fn shown(changes: &Value, nothing: &str) -> String {
     if changes.is_empty() {
         return format!("{nothing}\n");
     }
-    let mut table = Table::new(columns(&["WHAT", "NAME", "CHANGE"], &[]));
+    let mut table = TextTable::new(columns(&["WHAT", "NAME", "CHANGE"], &[]));
     for change in changes {
         let text = |key: &str| change[key].as_str().unwrap_or_default().to_owned();
         let what = match (text("change").as_str(), text("setting")) {

@@ -2,7 +2,7 @@
 
 use anyhow::anyhow;
 use clap::Args;
-use console::{Failure, print};
+use console::{CommandFailure, print};
 use serde_json::{Value, json};
 
 use crate::client::{Client, Target};
@@ -29,7 +29,7 @@ pub(crate) struct ResumeArgs {
     qmp: Option<Target>,
 }
 
-pub(crate) fn run(arguments: ResumeArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: ResumeArgs) -> Result<(), CommandFailure> {
     let mut client = Client::reach(arguments.qmp)?;
     let report = client.status()?;
     let mut asked = json!({});

@@ -10,7 +10,7 @@ mod save;
 use anyhow::{Context as _, anyhow};
 use api::MemberSettings;
 pub(crate) use arguments::SaveArgs;
-use console::{Failure, print, print_json};
+use console::{CommandFailure, print, print_json};
 pub(crate) use edit::{added, removed};
 pub(crate) use save::Saving;
 use serde_json::{Value, json};
@@ -46,10 +46,10 @@ pub(crate) struct Common<'a> {
 }
 
 /// Fails if the daemon refuses or cannot be asked, or the config file cannot be written.
-pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
+pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), CommandFailure> {
     let Common { name, json, qmp, save } = setter.common();
     // Which settings it has does not depend on what is in force, only those that go with them.
-    setter.change(&MemberSettings::default()).judge().map_err(|wrong| Failure::Usage(wrong.into()))?;
+    setter.change(&MemberSettings::default()).judge().map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp.clone())?;
     let report = client.status()?;
     let node = setter.find(&report).map_err(anyhow::Error::msg)?;
@@ -66,7 +66,7 @@ pub(crate) fn run<S: Setter>(setter: &S) -> Result<(), Failure> {
     if save.save {
         let example = S::EXAMPLE;
         let rule = format!("there is no setting to save (name one, such as {example})");
-        return Err(Failure::Usage(anyhow!("--save: {rule}")));
+        return Err(CommandFailure::Usage(anyhow!("--save: {rule}")));
     }
     Ok(if json { print_json(&setter.entry(node)) } else { print(&setter.show(&report, node)) }?)
 }

@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::anyhow;
 use api::DiskStatus;
-use image_tool::Served;
+use image_tool::ServedDisk;
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
 use serde_json::json;
 
@@ -19,7 +19,7 @@ use crate::client::{Client, Error, Target};
 
 /// Who serves the image: the daemon that `WEIR_QMP` names, or the usual one. `None` where none
 /// runs, does not answer, or has no such disk.
-pub(crate) fn find(image: &Path) -> Option<Served> {
+pub(crate) fn find(image: &Path) -> Option<ServedDisk> {
     let image = image.canonicalize().ok()?;
     let target = Target::choose(None).ok()?;
     let mut client = Client::connect(&target).ok()?;
@@ -42,7 +42,7 @@ pub(crate) fn find(image: &Path) -> Option<Served> {
             error => error.into(),
         })
     };
-    Some(Served { name, daemon: target.to_string(), format, size_bytes: disk.size, resize: Box::new(resize) })
+    Some(ServedDisk { name, daemon: target.to_string(), format, size_bytes: disk.size, resize: Box::new(resize) })
 }
 
 /// From where a daemon's relative paths lead, if this user may know.

@@ -11,9 +11,9 @@ use std::{
     time::Duration,
 };
 
-use api::{IntervalLatency, RateStatus, Status, TransferRate, WaitRate};
+use api::{IntervalLatency, RateStatus, DaemonStatus, TransferRate, WaitRate};
 pub(crate) use arguments::{EXAMPLES, StatusArgs};
-use console::{Failure, print, print_json};
+use console::{CommandFailure, print, print_json};
 
 use crate::client::{
     Client,
@@ -26,7 +26,7 @@ use crate::client::{
 /// a load that begins together with this command would seem to exceed it.
 const LEAD_IN: Duration = Duration::from_millis(250);
 
-pub(crate) fn run(arguments: StatusArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: StatusArgs) -> Result<(), CommandFailure> {
     let mut client = Client::reach(arguments.qmp)?;
     let mut earlier = None;
     if !arguments.interval.is_zero() {
@@ -80,7 +80,7 @@ impl Shown {
         self.names.as_ref().is_none_or(|names| names.iter().any(|known| known == name))
     }
 
-    fn only(&self, mut status: Status) -> Status {
+    fn only(&self, mut status: DaemonStatus) -> DaemonStatus {
         if self.names.is_some() {
             status.disks.retain(|disk| self.has(&disk.name));
             status.unopened.retain(|disk| self.has(&disk.name));
@@ -94,7 +94,7 @@ impl Shown {
 
 /// Returns the status with the rates of the interval, and of disks the latencies since the daemon
 /// counts them.
-fn with_rates(report: &Report, rates: &Rates) -> Status {
+fn with_rates(report: &Report, rates: &Rates) -> DaemonStatus {
     let mut status = report.status.clone();
     let rate = |name: &str| rates.of(name).map(|rate| rate_status(rate, rates.interval_ns));
     for disk in &mut status.disks {

@@ -5,7 +5,7 @@ mod arguments;
 
 use api::MemberSettings;
 pub(crate) use arguments::{EXAMPLES, ThrottleArgs};
-use console::{Failure, figures, print, print_json};
+use console::{CommandFailure, figures, print, print_json};
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -42,7 +42,7 @@ impl Setter for ThrottleArgs {
 }
 
 /// Shows or changes the setting: here, or on all hosts of the cluster.
-pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), CommandFailure> {
     if !arguments.cluster.cluster {
         return saving::run(arguments);
     }
@@ -76,7 +76,7 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
             .into());
         };
         if let Some(why) = shown["reason"].as_str() {
-            console::complain(&anyhow::anyhow!(
+            console::print_error(&anyhow::anyhow!(
                 "what was known last is shown, as etcd cannot be asked: {why}"
             ));
         }
@@ -102,10 +102,10 @@ pub(crate) fn run(arguments: &ThrottleArgs) -> Result<(), Failure> {
     let safe = safe_share.map(|part| line("safe-share", part_before, part.to_string()));
     print(&[Some(text), hosts, safe].into_iter().flatten().collect::<String>())?;
     if done["used"] == false {
-        console::complain(&unused(&arguments.name));
+        console::print_error(&unused(&arguments.name));
     }
     if let Some(why) = set_aside(&arguments.name, &done) {
-        console::complain(&why);
+        console::print_error(&why);
     }
     Ok(())
 }

@@ -26,9 +26,9 @@ use std::{io, time::Instant};
 use anyhow::{Context as _, anyhow};
 pub(crate) use arguments::{EXAMPLES, TopArgs};
 use console::{
-    Failure,
-    input::Input,
-    keys::Leave,
+    CommandFailure,
+    input::TerminalEvent,
+    keys::ExitKey,
     screen::{self, Screen},
 };
 use source::{Asked, Event, Source};
@@ -37,8 +37,8 @@ use state::{Action, State};
 use crate::client::{Client, Target};
 
 /// A daemon that goes away later is waited for.
-pub(crate) fn run(arguments: TopArgs) -> Result<(), Failure> {
-    let target = Target::choose(arguments.qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+pub(crate) fn run(arguments: TopArgs) -> Result<(), CommandFailure> {
+    let target = Target::choose(arguments.qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
     if !screen::is_possible() {
         return Err(anyhow!(
             "top: standard input and output are no terminal to draw on (`weir status` prints the same)"
@@ -57,10 +57,10 @@ fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<(
     loop {
         screen.draw(|frame| view::draw(frame, &mut state))?;
         let action = match source.next() {
-            Event::Input(Input::Key(key)) => state.press(key),
-            Event::Input(Input::Resized) => None,
-            Event::Input(Input::Stop) => Some(Action::Leave(Leave::Stop)),
-            Event::Input(Input::End) => Some(Action::Leave(Leave::End)),
+            Event::Input(TerminalEvent::Key(key)) => state.press(key),
+            Event::Input(TerminalEvent::Resized) => None,
+            Event::Input(TerminalEvent::Stop) => Some(Action::Leave(ExitKey::Stop)),
+            Event::Input(TerminalEvent::End) => Some(Action::Leave(ExitKey::End)),
             Event::Report(report) => {
                 state.learn(*report, began.elapsed());
                 None
@@ -75,8 +75,8 @@ fn watch(screen: &mut Screen, source: &Source, mut state: State) -> io::Result<(
             }
         };
         match action {
-            Some(Action::Leave(Leave::End)) => return Ok(()),
-            Some(Action::Leave(Leave::Stop)) => screen.stop()?,
+            Some(Action::Leave(ExitKey::End)) => return Ok(()),
+            Some(Action::Leave(ExitKey::Stop)) => screen.suspend()?,
             Some(Action::Change { name, change }) => source.ask(Asked { name, change }),
             None => {}
         }

@@ -21,11 +21,11 @@ use std::{
 use anyhow::anyhow;
 pub(crate) use arguments::{EXAMPLES, VerifyArgs};
 use console::{
-    Failure, figures, print, print_json, say,
-    table::{Table, columns},
+    CommandFailure, figures, print, print_json, print_notice,
+    table::{TextTable, columns},
 };
 use judge::{Finding, Judge, Look, Verdict};
-use lab::interruption::Interruption;
+use lab::interruption::SignalInterruption;
 use latency::Latencies;
 use serde_json::json;
 
@@ -35,15 +35,15 @@ const INTERVAL: Duration = Duration::from_secs(1);
 /// Not all that was promised held, or nothing could be judged.
 const BROKEN: u8 = 1;
 
-pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: VerifyArgs) -> Result<(), CommandFailure> {
     let intended = arguments.config.as_deref().map(intended::load).transpose()?;
     let (interrupted, stop) = mpsc::channel();
     // Nobody listens where the look has ended.
-    Interruption::watch(move || _ = interrupted.send(()), || {})?;
+    SignalInterruption::watch(move || _ = interrupted.send(()), || {})?;
     let mut client = Client::reach(arguments.qmp)?;
     let nanoseconds = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
     let begun = Instant::now();
-    let look = |client: &mut Client| -> Result<Look, Failure> {
+    let look = |client: &mut Client| -> Result<Look, CommandFailure> {
         let asked_s = begun.elapsed().as_secs_f64();
         let report = client.status()?;
         Ok(Look { report, asked_s, had_s: begun.elapsed().as_secs_f64() })
@@ -57,7 +57,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     let mut findings = intended.map(|intended| intended.compare(&first.report)).unwrap_or_default();
     findings.retain(|finding| is_wanted(&finding.name));
     let mut latencies = arguments.latency_p99.map(|most| Latencies::new(nanoseconds(most)));
-    let mut count = |client: &mut Client| -> Result<(), Failure> {
+    let mut count = |client: &mut Client| -> Result<(), CommandFailure> {
         let Some(latencies) = &mut latencies else { return Ok(()) };
         latencies.take(client.latencies()?);
         Ok(())
@@ -69,7 +69,7 @@ pub(crate) fn run(arguments: VerifyArgs) -> Result<(), Failure> {
     while let Some(left) = arguments.length.checked_sub(begun.elapsed()).filter(|left| !left.is_zero()) {
         if stop.recv_timeout(left.min(INTERVAL)).is_ok() {
             let after = figures::time(nanoseconds(begun.elapsed()));
-            cut = Some(Failure::Failed(anyhow!("interrupted: what is told is of the first {after}")));
+            cut = Some(CommandFailure::Failed(anyhow!("interrupted: what is told is of the first {after}")));
             break;
         }
         match look(&mut client) {
@@ -98,7 +98,7 @@ fn wanted(report: &Report, names: &[String]) -> Option<Vec<String>> {
     (!names.is_empty()).then(|| names.iter().cloned().chain(disks).collect())
 }
 
-fn tell(findings: &[Finding], as_json: bool) -> Result<(), Failure> {
+fn tell(findings: &[Finding], as_json: bool) -> Result<(), CommandFailure> {
     if as_json {
         let line = |finding: &Finding| {
             let Finding { kind, name, promise, asked, measured, figures, verdict } = finding;
@@ -119,22 +119,22 @@ fn tell(findings: &[Finding], as_json: bool) -> Result<(), Failure> {
     let count = |wanted: &Verdict| findings.iter().filter(|finding| finding.verdict == *wanted).count();
     match (count(&Verdict::Broken), count(&Verdict::Held)) {
         (0, 0) => {
-            say(
+            print_notice(
                 "nothing could be judged: nothing is promised, or nobody asked for it (give the disks work, or look longer)",
             );
-            Err(Failure::Found(BROKEN))
+            Err(CommandFailure::Found(BROKEN))
         }
         (0, _) => Ok(()),
         (broken, _) => {
-            say(&format!("{broken} of {} promises did not hold", findings.len()));
-            Err(Failure::Found(BROKEN))
+            print_notice(&format!("{broken} of {} promises did not hold", findings.len()));
+            Err(CommandFailure::Found(BROKEN))
         }
     }
 }
 
 fn text(findings: &[Finding]) -> String {
     let words = ["OF", "PROMISE", "ASKED", "MEASURED", "VERDICT"];
-    let mut table = Table::new(columns(&words, &[]));
+    let mut table = TextTable::new(columns(&words, &[]));
     for Finding { kind, name, promise, asked, measured, verdict, .. } in findings {
         let verdict = match verdict {
             Verdict::NotJudged(why) => format!("not judged: {why}"),

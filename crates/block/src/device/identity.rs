@@ -21,14 +21,14 @@ const MAX_ATTRIBUTE_BYTES: usize = 256;
 
 /// Paths of the kernel's trees; tests use others.
 #[derive(Clone, Debug)]
-pub struct Roots {
+pub struct SysfsRoots {
     /// `/sys`.
     pub sys: PathBuf,
     /// `/proc/self/mountinfo`.
     pub mounts: PathBuf,
 }
 
-impl Default for Roots {
+impl Default for SysfsRoots {
     fn default() -> Self {
         Self { sys: "/sys".into(), mounts: "/proc/self/mountinfo".into() }
     }
@@ -36,21 +36,21 @@ impl Default for Roots {
 
 /// Number of a device, as in stat(2).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct Number {
+pub struct DeviceNumber {
     /// Number of the driver.
     pub major: u64,
     /// Number of the device.
     pub minor: u64,
 }
 
-impl Number {
+impl DeviceNumber {
     /// Unpacks the form of stat(2).
     pub fn unpack(packed: u64) -> Self {
         Self { major: nix::sys::stat::major(packed), minor: nix::sys::stat::minor(packed) }
     }
 }
 
-impl fmt::Display for Number {
+impl fmt::Display for DeviceNumber {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}:{}", self.major, self.minor)
     }
@@ -58,22 +58,22 @@ impl fmt::Display for Number {
 
 /// A whole disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Identity {
-    number: Number,
+pub struct DeviceIdentity {
+    number: DeviceNumber,
     /// Directory in sysfs.
     directory: PathBuf,
     name: String,
     key: String,
 }
 
-impl Identity {
+impl DeviceIdentity {
     /// Resolves a device number to its disk: the device itself, the disk of a partition, or (for a
     /// file system with an anonymous device number, such as Btrfs) the disk that it is mounted
     /// from.
     ///
     /// # Errors
     /// There is none: the file system is in memory, on the network, or an overlay.
-    pub fn resolve(number: Number, roots: &Roots) -> io::Result<Self> {
+    pub fn resolve(number: DeviceNumber, roots: &SysfsRoots) -> io::Result<Self> {
         // Major 0 is anonymous: the file system has no single device (Btrfs), or none.
         let number = match number.major {
             0 => mounted_from(number, &roots.mounts)?,
@@ -93,7 +93,7 @@ impl Identity {
     }
 
     /// Current number.
-    pub fn number(&self) -> Number {
+    pub fn number(&self) -> DeviceNumber {
         self.number
     }
 
@@ -112,7 +112,7 @@ impl Identity {
     /// True if it may be the disk that had this [`key`](Identity::key). A resized disk still
     /// matches, as does a loop device with another file; a disk without an identifier always
     /// matches.
-    pub fn can_be(&self, key: &str) -> bool {
+    pub fn may_match(&self, key: &str) -> bool {
         let who = |key: &str| key.rsplit_once(", ").map_or_else(|| key.to_owned(), |(who, _)| who.to_owned());
         // A number or a backing file identifies no disk, so it cannot rule one out.
         let now = who(&self.key);
@@ -125,7 +125,7 @@ impl Identity {
     }
 }
 
-fn key(directory: &Path, number: Number) -> String {
+fn key(directory: &Path, number: DeviceNumber) -> String {
     // The most specific first. All are documented in the kernel's Documentation/ABI, sysfs-block
     // and its drivers'.
     const ATTRIBUTES: [(&str, &str); 7] = [
@@ -154,14 +154,14 @@ fn attribute(directory: &Path, path: &str) -> Option<String> {
     (!text.is_empty()).then_some(text)
 }
 
-fn parse_number(text: &str) -> Option<Number> {
+fn parse_number(text: &str) -> Option<DeviceNumber> {
     let (major, minor) = text.split_once(':')?;
-    Some(Number { major: major.parse().ok()?, minor: minor.parse().ok()? })
+    Some(DeviceNumber { major: major.parse().ok()?, minor: minor.parse().ok()? })
 }
 
 /// The device that a file system with an anonymous device number is mounted from
 /// (proc_pid_mountinfo(5): the third field is the number, the second after the hyphen the source).
-fn mounted_from(number: Number, mounts: &Path) -> io::Result<Number> {
+fn mounted_from(number: DeviceNumber, mounts: &Path) -> io::Result<DeviceNumber> {
     let none = || io::Error::new(io::ErrorKind::NotFound, "the file system is on no disk of this machine");
     let text = fs::read_to_string(mounts)?;
     let source = text.lines().find_map(|line| {
@@ -172,7 +172,7 @@ fn mounted_from(number: Number, mounts: &Path) -> io::Result<Number> {
     });
     // The number of the device node itself (rdev), not of the file system that it is in.
     let metadata = fs::metadata(source.ok_or_else(none)?)?;
-    let number = Number::unpack(metadata.rdev());
+    let number = DeviceNumber::unpack(metadata.rdev());
     if number.major == 0 { Err(none()) } else { Ok(number) }
 }
 
@@ -183,11 +183,11 @@ mod tests {
     use super::*;
 
     /// A sysfs with one disk that has a partition.
-    struct Machine {
+    struct FakeSysfs {
         directory: tempfile::TempDir,
     }
 
-    impl Machine {
+    impl FakeSysfs {
         fn new(attributes: &[(&str, &str)]) -> Self {
             let machine = Self { directory: tempfile::tempdir().expect("a directory") };
             let standard =
@@ -208,31 +208,31 @@ mod tests {
             self.directory.path().join("devices/pci/block/cciss!c0d0")
         }
 
-        fn roots(&self) -> Roots {
-            Roots { sys: self.directory.path().into(), mounts: self.directory.path().join("mountinfo") }
+        fn roots(&self) -> SysfsRoots {
+            SysfsRoots { sys: self.directory.path().into(), mounts: self.directory.path().join("mountinfo") }
         }
 
-        fn resolve(&self, major: u64, minor: u64) -> io::Result<Identity> {
-            Identity::resolve(Number { major, minor }, &self.roots())
+        fn resolve(&self, major: u64, minor: u64) -> io::Result<DeviceIdentity> {
+            DeviceIdentity::resolve(DeviceNumber { major, minor }, &self.roots())
         }
     }
 
     #[test]
     fn a_partition_lies_on_its_disk() {
-        let machine = Machine::new(&[]);
+        let machine = FakeSysfs::new(&[]);
         let (disk, part) = (machine.resolve(259, 0).expect("there"), machine.resolve(259, 1).expect("there"));
         assert_eq!(disk, part);
         assert_eq!(
             (disk.node().as_str(), disk.number()),
-            ("/dev/cciss/c0d0", Number { major: 259, minor: 0 })
+            ("/dev/cciss/c0d0", DeviceNumber { major: 259, minor: 0 })
         );
         assert!(machine.resolve(7, 7).is_err());
     }
 
     #[test]
-    fn a_disk_is_called_by_what_it_says_of_itself() {
+    fn key_prefers_stable_identifiers() {
         let key = |attributes: &[(&str, &str)]| {
-            Machine::new(attributes).resolve(259, 0).expect("there").key().to_owned()
+            FakeSysfs::new(attributes).resolve(259, 0).expect("there").key().to_owned()
         };
         assert_eq!(key(&[]), "number 259:0, 1048576 bytes");
         assert_eq!(key(&[("serial", "abc \n")]), "serial abc, 1048576 bytes");
@@ -243,8 +243,8 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_without_a_number_is_on_what_it_was_mounted_from() {
-        let machine = Machine::new(&[]);
+    fn anonymous_file_system_resolves_to_its_source() {
+        let machine = FakeSysfs::new(&[]);
         let mounts = |text: &str| fs::write(machine.roots().mounts, text).expect("written");
         mounts("25 24 0:33 / /dev/shm rw - tmpfs tmpfs rw\n");
         let none = machine.resolve(0, 33).expect_err("in memory");
@@ -260,7 +260,7 @@ mod tests {
     #[test]
     fn the_disk_below_this_very_test_is_found_or_there_is_none() {
         let here = fs::metadata(".").expect("a directory");
-        if let Ok(identity) = Identity::resolve(Number::unpack(here.dev()), &Roots::default()) {
+        if let Ok(identity) = DeviceIdentity::resolve(DeviceNumber::unpack(here.dev()), &SysfsRoots::default()) {
             assert!(identity.directory().join("stat").exists(), "{identity:?}");
             assert!(identity.node().starts_with("/dev/"));
         }

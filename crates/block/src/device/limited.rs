@@ -1,14 +1,14 @@
 //! Groups and disks as targets of the sampler.
 
 use policy::{
-    throttle::{Counters, Enforcement, Limits},
+    throttle::{AdmissionCounters, Enforcement, Limits},
     watermark::Watermark,
 };
 
-use super::sampler::Target;
-use crate::{disk::Disk, layer::throttle::Group};
+use super::sampler::SamplerTarget;
+use crate::{disk::Disk, layer::throttle::ThrottleGroup};
 
-impl Target for Group {
+impl SamplerTarget for ThrottleGroup {
     fn name(&self) -> &str {
         self.name()
     }
@@ -21,7 +21,7 @@ impl Target for Group {
         self.settings().limits
     }
 
-    fn passed(&self) -> [Counters; 2] {
+    fn admitted(&self) -> [AdmissionCounters; 2] {
         let stats = self.stats();
         [stats.reads, stats.writes]
     }
@@ -32,7 +32,7 @@ impl Target for Group {
 }
 
 /// In a group, the watermark of the group applies, not the disk's.
-impl Target for Disk {
+impl SamplerTarget for Disk {
     fn name(&self) -> &str {
         self.name()
     }
@@ -46,7 +46,7 @@ impl Target for Disk {
         self.throttle().settings().limits
     }
 
-    fn passed(&self) -> [Counters; 2] {
+    fn admitted(&self) -> [AdmissionCounters; 2] {
         let stats = self.throttle().stats();
         [stats.reads, stats.writes]
     }

@@ -8,21 +8,21 @@ use std::sync::Arc;
 use policy::{
     throttle::Enforcement,
     time::Instant,
-    watermark::{Consumed, Controller, Sample, Watermark},
+    watermark::{DeviceConsumption, WatermarkController, UtilizationSample, Watermark},
 };
 
-use super::{Device, Meter};
+use super::{Device, UtilizationMeter};
 
 /// A device and its controller.
 #[derive(Debug)]
-pub struct Observed {
+pub struct DeviceObserver {
     device: Arc<Device>,
-    meter: Meter,
-    controller: Controller,
+    meter: UtilizationMeter,
+    controller: WatermarkController,
     failing: bool,
 }
 
-impl Observed {
+impl DeviceObserver {
     /// Creates it without observations; logs the source of the capacity.
     pub fn new(device: Arc<Device>) -> Self {
         let source = device.capacity_source();
@@ -36,16 +36,16 @@ impl Observed {
             write_bps = capacity.write_bps,
             "watermarks look at this device"
         );
-        Self { device, meter: Meter::default(), controller: Controller::new(), failing: false }
+        Self { device, meter: UtilizationMeter::default(), controller: WatermarkController::new(), failing: false }
     }
 
     /// Adds an observation: the device's utilization, and the consumption of all targets with a
     /// watermark.
-    pub fn observe(&mut self, now: Instant, consumed: &Consumed) {
+    pub fn observe(&mut self, now: Instant, consumed: &DeviceConsumption) {
         match self.meter.measure(&self.device, now) {
             Ok(Some(used)) => {
                 self.failing = false;
-                self.controller.observe(now, Sample::new(used.into(), consumed));
+                self.controller.observe(now, UtilizationSample::new(used.into(), consumed));
             }
             Ok(None) => {}
             Err(error) => {
@@ -64,7 +64,7 @@ impl Observed {
 
     /// Smoothed utilization, in thousandths.
     pub fn used(&self) -> u64 {
-        self.controller.used()
+        self.controller.utilization()
     }
 
     /// Enforcement of limits with this watermark; `None` while the device cannot be read.

@@ -25,12 +25,12 @@ use std::{
 };
 
 use policy::{
-    throttle::{Counters, Enforcement, Limits},
+    throttle::{AdmissionCounters, Enforcement, Limits},
     time::{Duration, Instant},
-    watermark::{Consumed, Taken, Watermark},
+    watermark::{DeviceConsumption, GroupConsumption, Watermark},
 };
 
-use super::{Device, DeviceId, Observed};
+use super::{Device, DeviceId, DeviceObserver};
 use reactor::{JoinHandle, now, sleep_until, spawn_joinable};
 
 /// Interval between two samples. The controller should settle within a second, and a device in use
@@ -39,7 +39,7 @@ const INTERVAL: Duration = Duration::from_millis(50);
 
 /// An object with limits and a watermark: a group, or a disk without one. Identified by its
 /// address.
-pub trait Target: fmt::Debug + Send + Sync {
+pub trait SamplerTarget: fmt::Debug + Send + Sync {
     /// Name, for the log.
     fn name(&self) -> &str;
     /// Its watermark.
@@ -47,16 +47,16 @@ pub trait Target: fmt::Debug + Send + Sync {
     /// Its own limits.
     fn limits(&self) -> Limits;
     /// Counters of admitted reads and writes.
-    fn passed(&self) -> [Counters; 2];
+    fn admitted(&self) -> [AdmissionCounters; 2];
     /// Sets the enforcement of its own limits.
     fn enforce(&self, enforcement: Enforcement);
 }
 
 /// A target with the devices under it.
 #[derive(Clone, Debug)]
-pub struct Subject {
+pub struct SampledTarget {
     /// The target. Sampled as long as it exists; the sampler does not keep it alive.
-    pub target: Weak<dyn Target>,
+    pub target: Weak<dyn SamplerTarget>,
     /// Devices of all its disks; empty if they are in memory.
     pub devices: Vec<Arc<Device>>,
 }
@@ -64,33 +64,33 @@ pub struct Subject {
 /// Samples devices. Dropping it ends the sampling; the last enforcement stays in force.
 #[derive(Debug, Default)]
 pub struct Sampler {
-    state: Rc<RefCell<State>>,
+    state: Rc<RefCell<SamplerState>>,
     task: RefCell<Option<JoinHandle<()>>>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct SamplerState {
     /// Targets by address. The stored [`Weak`] keeps an address from being reused.
-    watched: BTreeMap<usize, Watched>,
+    watched: BTreeMap<usize, WatchedTarget>,
     devices: HashMap<DeviceId, ObservedDevice>,
 }
 
 /// A device with the number of targets on it.
 #[derive(Debug)]
 struct ObservedDevice {
-    observed: Observed,
+    observed: DeviceObserver,
     targets: usize,
 }
 
-fn address(target: &Weak<dyn Target>) -> usize {
+fn address(target: &Weak<dyn SamplerTarget>) -> usize {
     target.as_ptr().cast::<()>() as usize
 }
 
 #[derive(Debug)]
-struct Watched {
-    subject: Subject,
+struct WatchedTarget {
+    subject: SampledTarget,
     /// Time of the last sample, and the counters at that time.
-    last: Option<(Instant, [Counters; 2])>,
+    last: Option<(Instant, [AdmissionCounters; 2])>,
     enforcement: Enforcement,
 }
 
@@ -100,7 +100,7 @@ impl Sampler {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn watch(&self, subjects: Vec<Subject>) {
+    pub fn watch(&self, subjects: Vec<SampledTarget>) {
         self.state.borrow_mut().replace(subjects);
         self.run_while_needed();
     }
@@ -109,7 +109,7 @@ impl Sampler {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn update(&self, subject: Subject) {
+    pub fn update(&self, subject: SampledTarget) {
         self.state.borrow_mut().update(subject);
         self.run_while_needed();
     }
@@ -118,7 +118,7 @@ impl Sampler {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn forget(&self, target: &Weak<dyn Target>) {
+    pub fn forget(&self, target: &Weak<dyn SamplerTarget>) {
         self.state.borrow_mut().forget(address(target));
         self.run_while_needed();
     }
@@ -134,7 +134,7 @@ impl Sampler {
     }
 }
 
-async fn run(state: rc::Weak<RefCell<State>>) {
+async fn run(state: rc::Weak<RefCell<SamplerState>>) {
     let mut next = now();
     while let Some(state) = state.upgrade() {
         let now = now();
@@ -146,8 +146,8 @@ async fn run(state: rc::Weak<RefCell<State>>) {
     }
 }
 
-impl State {
-    fn replace(&mut self, subjects: Vec<Subject>) {
+impl SamplerState {
+    fn replace(&mut self, subjects: Vec<SampledTarget>) {
         let stay: HashSet<usize> = subjects.iter().map(|subject| address(&subject.target)).collect();
         // New targets first, so that the state of a device that loses its old targets is kept.
         for subject in subjects {
@@ -159,7 +159,7 @@ impl State {
         }
     }
 
-    fn update(&mut self, subject: Subject) {
+    fn update(&mut self, subject: SampledTarget) {
         let key = address(&subject.target);
         let target = subject.target.upgrade().filter(|target| target.watermark() != Watermark::ALWAYS);
         let Some(target) = target else { return self.forget(key) };
@@ -175,7 +175,7 @@ impl State {
         for device in &subject.devices {
             // Counted before the old devices are released, so that a device in both keeps its
             // state.
-            let observed = || ObservedDevice { observed: Observed::new(Arc::clone(device)), targets: 0 };
+            let observed = || ObservedDevice { observed: DeviceObserver::new(Arc::clone(device)), targets: 0 };
             self.devices.entry(device.id()).or_insert_with(observed).targets += 1;
         }
         let (mut last, mut enforcement) = (None, Enforcement::Enforced);
@@ -183,7 +183,7 @@ impl State {
             (last, enforcement) = (known.last, known.enforcement);
             self.release(&known.subject.devices);
         }
-        self.watched.insert(key, Watched { subject, last, enforcement });
+        self.watched.insert(key, WatchedTarget { subject, last, enforcement });
     }
 
     fn forget(&mut self, target: usize) {
@@ -209,14 +209,14 @@ impl State {
     fn sample(&mut self, now: Instant) {
         // Sums up the consumption of all targets first, then observes the devices, then enforces:
         // all decisions of a sample are based on the same observations.
-        let mut consumed: HashMap<DeviceId, Consumed> = HashMap::new();
+        let mut consumed: HashMap<DeviceId, DeviceConsumption> = HashMap::new();
         for watched in self.watched.values_mut() {
-            let Some(taken) = watched.taken(now) else { continue };
+            let Some(taken) = watched.consumption(now) else { continue };
             for device in &watched.subject.devices {
                 consumed.entry(device.id()).or_default().add(&taken);
             }
         }
-        let nothing = Consumed::default();
+        let nothing = DeviceConsumption::default();
         for (id, ObservedDevice { observed, .. }) in &mut self.devices {
             observed.observe(now, consumed.get(id).unwrap_or(&nothing));
         }
@@ -238,7 +238,7 @@ impl State {
     }
 }
 
-impl Watched {
+impl WatchedTarget {
     fn apply(&mut self, enforcement: Enforcement) {
         if let (true, Some(target)) = (enforcement != self.enforcement, self.subject.target.upgrade()) {
             self.enforcement = enforcement;
@@ -248,11 +248,11 @@ impl Watched {
 
     /// Consumption since the last sample, relative to the limits; `None` for the first sample, and
     /// if a counter decreased.
-    fn taken(&mut self, now: Instant) -> Option<Taken> {
+    fn consumption(&mut self, now: Instant) -> Option<GroupConsumption> {
         let target = self.subject.target.upgrade()?;
-        let passed = target.passed();
+        let passed = target.admitted();
         let (at, before) = self.last.replace((now, passed))?;
-        Taken::since(&before, &passed, now - at, target.limits())
+        GroupConsumption::since(&before, &passed, now - at, target.limits())
     }
 }
 

@@ -5,14 +5,14 @@ use std::sync::Mutex;
 use policy::throttle::LimitKind;
 
 use super::*;
-use reactor::{buffer::Buffer, sim};
-use storage::{Storage, null::Null, rate::Budget};
+use reactor::{buffer::IoBuffer, sim};
+use storage::{Storage, null::NullStorage, rate::RateBudget};
 
 /// A target that records its enforcement.
 #[derive(Debug, Default)]
-struct Noted {
+struct RecordingTarget {
     watermark: Mutex<Watermark>,
-    passed: Mutex<[Counters; 2]>,
+    passed: Mutex<[AdmissionCounters; 2]>,
     enforcement: Mutex<Enforcement>,
     /// Number of visits of the target, each of which reads the watermark first.
     looks: Mutex<u64>,
@@ -26,7 +26,7 @@ fn set<T>(place: &Mutex<T>, value: T) {
     *place.lock().expect("nothing panics under it") = value;
 }
 
-impl Noted {
+impl RecordingTarget {
     fn new(percent: u8) -> Arc<Self> {
         let noted = Arc::new(Self::default());
         noted.set_watermark(percent);
@@ -42,7 +42,7 @@ impl Noted {
     }
 }
 
-impl Target for Noted {
+impl SamplerTarget for RecordingTarget {
     fn name(&self) -> &str {
         "noted"
     }
@@ -58,7 +58,7 @@ impl Target for Noted {
         limits
     }
 
-    fn passed(&self) -> [Counters; 2] {
+    fn admitted(&self) -> [AdmissionCounters; 2] {
         get(&self.passed)
     }
 
@@ -68,34 +68,34 @@ impl Target for Noted {
 }
 
 /// An imitated device of 10 MiB a second.
-struct Imitated {
-    budget: Arc<Budget>,
+struct ImitatedDevice {
+    budget: Arc<RateBudget>,
     device: Arc<Device>,
 }
 
-impl Imitated {
+impl ImitatedDevice {
     fn new() -> Self {
-        let budget = Arc::new(Budget::new("bytes=10M,shared=x".parse().expect("valid")));
+        let budget = Arc::new(RateBudget::new("bytes=10M,shared=x".parse().expect("valid")));
         Self { device: Arc::new(Device::imitated(&budget, "disk")), budget }
     }
 
-    fn under(&self, target: &Arc<Noted>) -> Subject {
-        Subject { target: weak(target), devices: vec![Arc::clone(&self.device)] }
+    fn under(&self, target: &Arc<RecordingTarget>) -> SampledTarget {
+        SampledTarget { target: weak(target), devices: vec![Arc::clone(&self.device)] }
     }
 
     /// Keeps the device busy for this time.
     async fn work_for(&self, seconds: u64) {
-        let null = Storage::Null(Null::new(1 << 30));
+        let null = Storage::Null(NullStorage::new(1 << 30));
         let rate = null.with_rate(Arc::clone(&self.budget));
         let end = now() + Duration::from_secs(seconds);
         while now() < end {
-            rate.read(0, Buffer::new(1 << 18)).await.expect("null");
+            rate.read(0, IoBuffer::new(1 << 18)).await.expect("null");
         }
     }
 }
 
-fn weak(target: &Arc<Noted>) -> Weak<dyn Target> {
-    let weak: Weak<Noted> = Arc::downgrade(target);
+fn weak(target: &Arc<RecordingTarget>) -> Weak<dyn SamplerTarget> {
+    let weak: Weak<RecordingTarget> = Arc::downgrade(target);
     weak
 }
 
@@ -104,9 +104,9 @@ async fn pause(milliseconds: u64) {
 }
 
 #[test]
-fn limits_are_lifted_while_the_device_has_room_and_hold_when_it_has_none() {
+fn limits_are_lifted_at_low_utilization_only() {
     sim::run(1, async {
-        let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
+        let (device, target, sampler) = (ImitatedDevice::new(), RecordingTarget::new(80), Sampler::default());
         sampler.watch(vec![device.under(&target)]);
         pause(500).await;
         assert_eq!(target.enforcement(), Enforcement::Lifted);
@@ -122,9 +122,9 @@ fn limits_are_lifted_while_the_device_has_room_and_hold_when_it_has_none() {
 }
 
 #[test]
-fn who_is_watched_no_longer_is_enforced() {
+fn removed_targets_are_enforced() {
     sim::run(1, async {
-        let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
+        let (device, target, sampler) = (ImitatedDevice::new(), RecordingTarget::new(80), Sampler::default());
         for stop in [true, false] {
             sampler.watch(vec![device.under(&target)]);
             pause(500).await;
@@ -143,69 +143,69 @@ fn who_is_watched_no_longer_is_enforced() {
 }
 
 #[test]
-fn without_a_device_limits_hold() {
+fn limits_without_a_device_are_enforced() {
     sim::run(1, async {
-        let (target, sampler) = (Noted::new(80), Sampler::default());
-        sampler.watch(vec![Subject { target: weak(&target), devices: Vec::new() }]);
+        let (target, sampler) = (RecordingTarget::new(80), Sampler::default());
+        sampler.watch(vec![SampledTarget { target: weak(&target), devices: Vec::new() }]);
         pause(500).await;
         assert_eq!(target.enforcement(), Enforcement::Enforced);
     });
 }
 
 #[test]
-fn of_two_devices_the_one_with_less_room_decides() {
+fn the_busier_of_two_devices_decides() {
     sim::run(1, async {
-        let (idle, busy) = (Imitated::new(), Imitated::new());
-        let (target, sampler) = (Noted::new(80), Sampler::default());
+        let (idle, busy) = (ImitatedDevice::new(), ImitatedDevice::new());
+        let (target, sampler) = (RecordingTarget::new(80), Sampler::default());
         let devices = vec![Arc::clone(&idle.device), Arc::clone(&busy.device)];
-        sampler.watch(vec![Subject { target: weak(&target), devices }]);
+        sampler.watch(vec![SampledTarget { target: weak(&target), devices }]);
         busy.work_for(5).await;
         assert_eq!(target.enforcement(), Enforcement::Enforced);
     });
 }
 
 #[test]
-fn what_is_consumed_is_told_in_multiples_of_the_limits() {
-    let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+fn consumption_is_relative_to_the_limits() {
+    let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
     sim::run(1, async move {
-        let target = Noted::new(80);
-        let subject = Subject { target: weak(&target), devices: Vec::new() };
-        let mut watched = Watched { subject, last: None, enforcement: Enforcement::Enforced };
-        let mut consumed = Consumed::default();
-        assert!(watched.taken(now()).is_none(), "a first look has nothing before it");
+        let target = RecordingTarget::new(80);
+        let subject = SampledTarget { target: weak(&target), devices: Vec::new() };
+        let mut watched = WatchedTarget { subject, last: None, enforcement: Enforcement::Enforced };
+        let mut consumed = DeviceConsumption::default();
+        assert!(watched.consumption(now()).is_none(), "a first look has nothing before it");
         set(&target.passed, [counters(7, 1 << 20), counters(1, 3 << 20)]);
         pause(2000).await;
-        consumed.add(&watched.taken(now()).expect("a second look"));
-        assert_eq!((consumed.together(), consumed.most()), (2000, 2000), "four seconds' worth in two");
+        consumed.add(&watched.consumption(now()).expect("a second look"));
+        assert_eq!((consumed.combined_multiple(), consumed.max_multiple()), (2000, 2000), "four seconds' worth in two");
         let nothing = [counters(0, 0), counters(0, 0)];
-        let idle = Taken::since(&nothing, &nothing, Duration::from_secs(2), target.limits());
+        let idle = GroupConsumption::since(&nothing, &nothing, Duration::from_secs(2), target.limits());
         consumed.add(&idle.expect("no counter fell"));
         set(&target.passed, nothing);
         pause(2000).await;
-        assert!(watched.taken(now()).is_none(), "counters fell");
-        assert_eq!((consumed.together(), consumed.most()), (1000, 2000), "and another that took nothing");
+        assert!(watched.consumption(now()).is_none(), "counters fell");
+        assert_eq!((consumed.combined_multiple(), consumed.max_multiple()), (1000, 2000), "and another that took nothing");
     });
 }
 
 #[test]
-fn what_is_gone_is_forgotten() {
+fn dropped_targets_are_removed() {
     sim::run(1, async {
-        let (device, target, sampler) = (Imitated::new(), Noted::new(80), Sampler::default());
+        let (device, target, sampler) = (ImitatedDevice::new(), RecordingTarget::new(80), Sampler::default());
         sampler.watch(vec![device.under(&target)]);
         let weak = Arc::downgrade(&target);
         drop(target);
         pause(500).await;
         assert_eq!(weak.strong_count(), 0, "the sampler keeps nothing");
-        sampler.watch(vec![Subject { target: weak, devices: vec![Arc::clone(&device.device)] }]);
+        sampler.watch(vec![SampledTarget { target: weak, devices: vec![Arc::clone(&device.device)] }]);
         assert!(sampler.task.borrow().is_none());
     });
 }
 
 #[test]
-fn a_change_of_one_target_looks_at_no_other() {
+fn changing_one_target_visits_no_other() {
     sim::run(1, async {
-        let (device, sampler) = (Imitated::new(), Sampler::default());
-        let targets: Vec<_> = (0..100).map(|_| Noted::new(80)).collect();
+        let (device, sampler) = (ImitatedDevice::new(), Sampler::default());
+        let targets: Vec<_> = (0..100).map(|_| RecordingTarget::new(80)).collect();
         for target in &targets {
             sampler.update(device.under(target));
         }

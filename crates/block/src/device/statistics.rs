@@ -15,7 +15,7 @@ const SECTOR_BYTES: u64 = 512;
 
 /// Totals at one moment. The kernel keeps the times in 32 bits, which wrap around after 49 days.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct DeviceStatistics {
     /// Completed reads.
     pub reads: u64,
     /// Bytes read.
@@ -30,7 +30,7 @@ pub struct Statistics {
     pub queued_ms: u64,
 }
 
-impl Statistics {
+impl DeviceStatistics {
     /// Parses the text of a `stat` file; `None` if it is invalid.
     pub fn parse(text: &str) -> Option<Self> {
         let mut fields = [0; 11];
@@ -73,9 +73,9 @@ impl Statistics {
 
 /// A disk's `stat` file, kept open because it is read twenty times a second.
 #[derive(Debug)]
-pub struct Source(fs::File);
+pub struct StatisticsFile(fs::File);
 
-impl Source {
+impl StatisticsFile {
     /// Opens the file of the disk with this directory in sysfs.
     ///
     /// # Errors
@@ -88,11 +88,11 @@ impl Source {
     ///
     /// # Errors
     /// The disk is gone, or the file has another format.
-    pub fn read(&self) -> io::Result<Statistics> {
+    pub fn read(&self) -> io::Result<DeviceStatistics> {
         let mut line = [0; MAX_LINE_BYTES];
         let length = self.0.read_at(&mut line, 0)?;
         let text = std::str::from_utf8(&line[..length]).ok();
-        text.and_then(Statistics::parse)
+        text.and_then(DeviceStatistics::parse)
             .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidData, "not the statistics of a block device"))
     }
 }
@@ -104,7 +104,7 @@ mod tests {
     #[test]
     fn the_kernel_s_line_is_read() {
         let line = "  52651224   498008 909194616 21989284 24055264   385425 309426526  3428620        0  1817668 25603797   165247       11 63372400   174993    93551    10899\n";
-        let expect = Statistics {
+        let expect = DeviceStatistics {
             reads: 52_651_224,
             read_bytes: 909_194_616 * 512,
             writes: 24_055_264,
@@ -112,9 +112,9 @@ mod tests {
             busy_ms: 1_817_668,
             queued_ms: 25_603_797,
         };
-        assert_eq!(Statistics::parse(line), Some(expect));
+        assert_eq!(DeviceStatistics::parse(line), Some(expect));
         for broken in ["", "1 2 3", "1 2 3 4 5 6 7 8 9 10 x", "-1 2 3 4 5 6 7 8 9 10 11"] {
-            assert_eq!(Statistics::parse(broken), None, "{broken}");
+            assert_eq!(DeviceStatistics::parse(broken), None, "{broken}");
         }
     }
 
@@ -122,12 +122,12 @@ mod tests {
     fn times_wrap_and_other_totals_that_fall_are_of_another_disk() {
         let (before, after) = (u64::from(u32::MAX), 7);
         let before =
-            Statistics { reads: 4, busy_ms: before, queued_ms: before - 10, ..Statistics::default() };
-        let after = Statistics { reads: 9, busy_ms: after, queued_ms: after, ..Statistics::default() };
-        let done = Statistics { reads: 5, busy_ms: 8, queued_ms: 18, ..Statistics::default() };
+            DeviceStatistics { reads: 4, busy_ms: before, queued_ms: before - 10, ..DeviceStatistics::default() };
+        let after = DeviceStatistics { reads: 9, busy_ms: after, queued_ms: after, ..DeviceStatistics::default() };
+        let done = DeviceStatistics { reads: 5, busy_ms: 8, queued_ms: 18, ..DeviceStatistics::default() };
         assert_eq!(after.since(&before), Some(done));
         assert_eq!(before.since(&after), None);
-        assert_eq!(Statistics { reads: 3, ..after }.since(&before), None);
+        assert_eq!(DeviceStatistics { reads: 3, ..after }.since(&before), None);
     }
 
     #[test]
@@ -138,12 +138,12 @@ mod tests {
                 .expect("written");
         };
         write(1);
-        let source = Source::open(directory.path()).expect("there");
+        let source = StatisticsFile::open(directory.path()).expect("there");
         assert_eq!(source.read().expect("a line").reads, 1);
         write(2);
         assert_eq!(
             source.read().expect("a line"),
-            Statistics { reads: 2, read_bytes: 4096, busy_ms: 5, queued_ms: 6, ..Statistics::default() }
+            DeviceStatistics { reads: 2, read_bytes: 4096, busy_ms: 5, queued_ms: 6, ..DeviceStatistics::default() }
         );
         fs::write(directory.path().join("stat"), "").expect("written");
         assert!(source.read().is_err());

@@ -1,36 +1,36 @@
 //! Utilization, and the device of a disk.
 
-use policy::{request::Direction, throttle::Cost};
+use policy::{request::Direction, throttle::RequestCost};
 
 use super::*;
 use image::{Image, open_raw};
-use reactor::{buffer::Buffer, now, sim, sleep_until};
-use storage::{Durability, OpenOptions, rate::Budgets};
+use reactor::{buffer::IoBuffer, now, sim, sleep_until};
+use storage::{Durability, OpenOptions, rate::RateBudgets};
 
 use crate::layer::throttle::DiskSettings;
 
-const CAPACITY: Capacity =
-    Capacity { read_iops: 1000, write_iops: 500, read_bps: 100 << 20, write_bps: 50 << 20 };
+const CAPACITY: MeasuredCapacity =
+    MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 100 << 20, write_bps: 50 << 20 };
 
-fn done(reads: u64, read_bytes: u64, writes: u64, written_bytes: u64) -> Statistics {
-    Statistics { reads, read_bytes, writes, written_bytes, busy_ms: 30, queued_ms: 30 }
+fn done(reads: u64, read_bytes: u64, writes: u64, written_bytes: u64) -> DeviceStatistics {
+    DeviceStatistics { reads, read_bytes, writes, written_bytes, busy_ms: 30, queued_ms: 30 }
 }
 
 #[track_caller]
-fn check(capacity: Option<&Capacity>, done: Statistics, expect: u32) {
-    let zero = Reading::Statistics(Statistics::default());
+fn check(capacity: Option<&MeasuredCapacity>, done: DeviceStatistics, expect: u32) {
+    let zero = DeviceReading::Statistics(DeviceStatistics::default());
     let elapsed = Duration::from_millis(100);
-    assert_eq!(used(capacity, zero, Reading::Statistics(done), elapsed), Some(expect));
+    assert_eq!(utilization_between(capacity, zero, DeviceReading::Statistics(done), elapsed), Some(expect));
 }
 
 #[test]
 fn totals_that_fall_have_no_utilization() {
-    let [before, after] = [done(50, 4096 * 50, 25, 0), done(49, 4096 * 49, 26, 0)].map(Reading::Statistics);
-    assert_eq!(used(Some(&CAPACITY), before, after, Duration::from_millis(100)), None);
+    let [before, after] = [done(50, 4096 * 50, 25, 0), done(49, 4096 * 49, 26, 0)].map(DeviceReading::Statistics);
+    assert_eq!(utilization_between(Some(&CAPACITY), before, after, Duration::from_millis(100)), None);
 }
 
 #[test]
-fn use_is_the_larger_of_operations_and_bytes() {
+fn utilization_is_the_larger_of_operations_and_bytes() {
     check(Some(&CAPACITY), done(50, 4096 * 50, 0, 0), 500);
     check(Some(&CAPACITY), done(5, 8 << 20, 0, 0), 800);
     check(Some(&CAPACITY), done(0, 0, 0, 0), 0);
@@ -43,26 +43,26 @@ fn reads_and_writes_add_up() {
 }
 
 #[test]
-fn what_was_not_measured_is_judged_by_busy_time() {
+fn unmeasured_devices_use_busy_time() {
     check(None, done(50, 4096 * 50, 0, 0), 300);
-    let reads_only = Capacity { write_iops: 0, write_bps: 0, ..CAPACITY };
+    let reads_only = MeasuredCapacity { write_iops: 0, write_bps: 0, ..CAPACITY };
     check(Some(&reads_only), done(50, 4096 * 50, 1, 4096), 300);
     check(Some(&reads_only), done(50, 4096 * 50, 0, 0), 500);
 }
 
 #[test]
-fn nonsense_from_the_kernel_overflows_nothing() {
-    check(Some(&CAPACITY), done(u64::MAX, u64::MAX, u64::MAX, u64::MAX), MOST);
-    let busy = Statistics { busy_ms: u64::MAX, ..Statistics::default() };
+fn invalid_kernel_statistics_do_not_overflow() {
+    check(Some(&CAPACITY), done(u64::MAX, u64::MAX, u64::MAX, u64::MAX), MAX_UTILIZATION);
+    let busy = DeviceStatistics { busy_ms: u64::MAX, ..DeviceStatistics::default() };
     check(None, busy, 1000);
 }
 
 /// A disk over `image`, optionally with an imitated rate.
-fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &Budgets) -> Disk {
+fn disk(name: &str, image: &str, rate: Option<&str>, budgets: &RateBudgets) -> Disk {
     let options = OpenOptions {
         rate: rate.map(|text| text.parse().expect("valid")),
         budgets: budgets.clone(),
-        format: Some(storage::Format::Raw),
+        format: Some(storage::ImageFormat::Raw),
         ..OpenOptions::default()
     };
     let image = open_raw(image, options).expect("opened");
@@ -76,8 +76,8 @@ fn test_disk(name: &str, image: Image) -> Disk {
 #[test]
 fn disks_that_share_a_rate_are_on_one_device_and_memory_on_none() {
     sim::run(1, async {
-        let budgets = Budgets::default();
-        let roots = Roots::default();
+        let budgets = RateBudgets::default();
+        let roots = SysfsRoots::default();
         let one = disk("a", "null:1G", Some("bytes=22M,read=10M,shared=slow"), &budgets);
         let two = disk("b", "memory:1M", Some("bytes=22M,read=10M,shared=slow"), &budgets);
         let own = disk("c", "null:1G", Some("iops=5"), &budgets);
@@ -86,64 +86,64 @@ fn disks_that_share_a_rate_are_on_one_device_and_memory_on_none() {
         assert_eq!(id(&one), id(&two));
         assert_ne!(id(&one), id(&own));
         assert_eq!(id(&none), None);
-        let device = |disk: &Disk| Device::under(disk, &roots, |_| None).expect("nothing is read");
+        let device = |disk: &Disk| Device::below_disk(disk, &roots, |_| None).expect("nothing is read");
         assert!(device(&none).is_none());
         let (slow, own) = (device(&one).expect("imitated"), device(&own).expect("imitated"));
         assert_eq!((slow.name(), own.name()), ("rate:slow", "rate of c"));
         assert_eq!(slow.capacity_source(), CapacitySource::Rate);
-        let expect = Capacity { read_iops: 0, write_iops: 0, read_bps: 10 << 20, write_bps: 22 << 20 };
+        let expect = MeasuredCapacity { read_iops: 0, write_iops: 0, read_bps: 10 << 20, write_bps: 22 << 20 };
         assert_eq!(slow.capacity(), Some(expect));
     });
 }
 
 #[test]
-fn an_imitated_device_s_use_is_its_work() {
+fn utilization_of_an_imitated_device_is_its_busy_time() {
     sim::run(1, async {
-        let disk = disk("a", "null:1G", Some("bytes=10M"), &Budgets::default());
+        let disk = disk("a", "null:1G", Some("bytes=10M"), &RateBudgets::default());
         let device =
-            Device::under(&disk, &Roots::default(), |_| None).expect("nothing is read").expect("imitated");
+            Device::below_disk(&disk, &SysfsRoots::default(), |_| None).expect("nothing is read").expect("imitated");
         let at = |ms| Instant::ZERO + Duration::from_millis(ms);
         sleep_until(at(1000)).await;
-        assert_eq!(device.use_now(now()).expect("readable"), 0);
-        let pass = disk.admit(Direction::Read, Cost::one(1 << 20)).await;
+        assert_eq!(device.utilization(now()).expect("readable"), 0);
+        let pass = disk.admit(Direction::Read, RequestCost::one(1 << 20)).await;
         disk.read(pass, 0, 1 << 20).await.expect("null");
         sleep_until(at(1200)).await;
         // Busy for 0.1 s of 0.2 s.
-        assert_eq!(device.use_now(now()).expect("readable"), 500);
-        assert_eq!(device.use_now(now()).expect("readable"), 500, "asked again at once, it is the same");
+        assert_eq!(device.utilization(now()).expect("readable"), 500);
+        assert_eq!(device.utilization(now()).expect("readable"), 500, "asked again at once, it is the same");
         // Each reader gets an average over about a second, however often others read.
         for ms in (1300..=2000).step_by(100) {
             sleep_until(at(ms)).await;
-            assert_eq!(device.use_now(now()).expect("readable"), 100_000 / (ms as u32 - 1000));
+            assert_eq!(device.utilization(now()).expect("readable"), 100_000 / (ms as u32 - 1000));
         }
         for (ms, expect) in [(2900, 52), (3100, 47), (9000, 0)] {
             sleep_until(at(ms)).await;
-            assert_eq!(device.use_now(now()).expect("readable"), expect, "{ms}");
+            assert_eq!(device.utilization(now()).expect("readable"), expect, "{ms}");
         }
     });
 }
 
 #[test]
-fn what_an_imitated_device_did_is_counted_as_the_kernel_does() {
+fn imitated_device_counts_like_the_kernel() {
     sim::run(1, async {
-        let disk = disk("a", "null:1G", Some("bytes=10M"), &Budgets::default());
+        let disk = disk("a", "null:1G", Some("bytes=10M"), &RateBudgets::default());
         let device =
-            Device::under(&disk, &Roots::default(), |_| None).expect("nothing is read").expect("imitated");
+            Device::below_disk(&disk, &SysfsRoots::default(), |_| None).expect("nothing is read").expect("imitated");
         sleep_until(Instant::ZERO + Duration::from_secs(1)).await;
-        assert_eq!(device.statistics(now()).expect("readable"), Statistics::default());
+        assert_eq!(device.statistics(now()).expect("readable"), DeviceStatistics::default());
         for (direction, bytes) in [(Direction::Read, 1 << 20), (Direction::Write, 2 << 20)] {
-            let pass = disk.admit(direction, Cost::one(bytes)).await;
+            let pass = disk.admit(direction, RequestCost::one(bytes)).await;
             match direction {
                 Direction::Read => drop(disk.read(pass, 0, 1 << 20).await.expect("null")),
                 Direction::Write => {
-                    let data = Buffer::zeroed(2 << 20);
+                    let data = IoBuffer::zeroed(2 << 20);
                     disk.write(pass, 0, data.into(), Durability::Cached).await.expect("null");
                 }
             }
         }
         sleep_until(Instant::ZERO + Duration::from_secs(9)).await;
         // The budget's line starts 10 ms before the request: it may catch up.
-        let expect = Statistics {
+        let expect = DeviceStatistics {
             reads: 1,
             read_bytes: 1 << 20,
             writes: 1,
@@ -161,15 +161,15 @@ fn a_file_is_on_the_disk_of_its_file_system() {
     file.as_file().set_len(1 << 20).expect("grown");
     let path = file.path().to_str().expect("UTF-8").to_owned();
     sim::run(1, async move {
-        let disk = disk("a", &path, None, &Budgets::default());
+        let disk = disk("a", &path, None, &RateBudgets::default());
         // On a machine whose root file system is an overlay there is no disk to find, and that is
         // an error.
-        let Ok(Some(id)) = id_of(&disk, &Roots::default()) else { return };
-        let measured = |identity: &Identity| {
+        let Ok(Some(id)) = id_of(&disk, &SysfsRoots::default()) else { return };
+        let measured = |identity: &DeviceIdentity| {
             assert_eq!(DeviceId::Physical(identity.number()), id);
             Some((CAPACITY, 7))
         };
-        let device = Device::under(&disk, &Roots::default(), measured).expect("readable").expect("a disk");
+        let device = Device::below_disk(&disk, &SysfsRoots::default(), measured).expect("readable").expect("a disk");
         assert_eq!((device.capacity(), device.capacity_source()), (Some(CAPACITY), CapacitySource::Probe));
         assert_eq!(device.reservable().probed_at_s, Some(7));
         assert!(device.name().starts_with("/dev/"));

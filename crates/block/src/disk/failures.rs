@@ -25,10 +25,10 @@ use policy::request::Direction;
 
 use reactor::{
     error::{Error, Result},
-    seldom::Seldom,
+    seldom::LogRateLimit,
 };
 
-use crate::recorder::Operation;
+use crate::recorder::DiskOperation;
 
 /// Policy for requests that the device failed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -46,7 +46,7 @@ impl OnError {
     /// All policies.
     pub const ALL: [Self; 3] = [Self::Report, Self::Enospc, Self::Stop];
     /// Policies for reads, which cannot fail for lack of space.
-    pub const OF_READS: [Self; 2] = [Self::Report, Self::Stop];
+    pub const READ_POLICIES: [Self; 2] = [Self::Report, Self::Stop];
 
     /// Name, as users write it.
     pub const fn name(self) -> &'static str {
@@ -104,7 +104,7 @@ impl ErrorPolicies {
 
 /// Class of requests whose errors are counted separately.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Kind {
+enum ErrorClass {
     Read,
     /// Writes and write-zeroes.
     Write,
@@ -112,13 +112,13 @@ enum Kind {
     Discard,
 }
 
-impl Operation {
-    fn kind(self) -> Kind {
+impl DiskOperation {
+    fn kind(self) -> ErrorClass {
         match self {
-            Self::Read => Kind::Read,
-            Self::Write | Self::WriteZeroes => Kind::Write,
-            Self::Flush => Kind::Flush,
-            Self::Discard => Kind::Discard,
+            Self::Read => ErrorClass::Read,
+            Self::Write | Self::WriteZeroes => ErrorClass::Write,
+            Self::Flush => ErrorClass::Flush,
+            Self::Discard => ErrorClass::Discard,
         }
     }
 
@@ -150,7 +150,7 @@ pub struct Errors {
 
 /// A failure, for an event.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Failure {
+pub struct RequestFailure {
     /// Read for reads, write for all other requests.
     pub direction: Direction,
     /// Error of the device.
@@ -162,21 +162,21 @@ pub struct Failure {
 /// Cancel token for requests that wait on a stopped disk. Once cancelled, they fail with the error
 /// that stopped the disk.
 #[derive(Debug, Default)]
-pub struct Patience {
-    lost: AtomicBool,
+pub struct CancelToken {
+    is_cancelled: AtomicBool,
     event: Event,
 }
 
-impl Patience {
+impl CancelToken {
     /// Cancels the waiting requests.
-    pub fn lose(&self) {
-        self.lost.store(true, Ordering::SeqCst);
+    pub fn cancel(&self) {
+        self.is_cancelled.store(true, Ordering::SeqCst);
         self.event.notify(usize::MAX);
     }
 
     /// Takes the cancellation back, for later attempts.
-    pub fn regain(&self) {
-        self.lost.store(false, Ordering::SeqCst);
+    pub fn reset(&self) {
+        self.is_cancelled.store(false, Ordering::SeqCst);
     }
 }
 
@@ -185,35 +185,35 @@ impl Patience {
 pub struct Failures {
     counts: [AtomicU64; 4],
     /// One rate limit for each class, so that none hides another.
-    logs: [Seldom; 4],
+    logs: [LogRateLimit; 4],
     /// Copy of `state.stopped_by.is_some()`, which every request reads.
     stopped: AtomicBool,
     /// Copy of `state.policies.may_stop()`.
     may_stop: AtomicBool,
-    state: Mutex<State>,
+    state: Mutex<FailureState>,
     resumed: Event,
-    news: Event,
+    reported: Event,
     /// Number of requests that waited and have not completed another attempt since.
-    held: AtomicUsize,
-    tried: Event,
+    waiting: AtomicUsize,
+    retried: Event,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct FailureState {
     policies: ErrorPolicies,
     stopped_by: Option<Error>,
     /// True if the disk does not stop any more.
-    lifted: bool,
+    is_closing: bool,
     /// Failures that were not reported yet.
-    untold: Untold,
+    unreported: UnreportedFailures,
 }
 
 /// The last failure of each direction, unless an earlier one stopped the disk.
 #[derive(Debug, Default)]
-struct Untold([Option<Failure>; 2]);
+struct UnreportedFailures([Option<RequestFailure>; 2]);
 
-impl Untold {
-    fn put(&mut self, failure: Failure) {
+impl UnreportedFailures {
+    fn put(&mut self, failure: RequestFailure) {
         let last = &mut self.0[failure.direction.index()];
         if !last.is_some_and(|last| last.stops) {
             *last = Some(failure);
@@ -221,33 +221,33 @@ impl Untold {
     }
 
     /// Removes a failure that stopped the disk, or else any, unless `only_stops`.
-    fn take(&mut self, only_stops: bool) -> Option<Failure> {
+    fn take(&mut self, only_stops: bool) -> Option<RequestFailure> {
         let stops = self.0.iter_mut().find_map(|failure| failure.take_if(|failure| failure.stops));
         stops.or_else(|| self.0.iter_mut().filter(|_| !only_stops).find_map(Option::take))
     }
 }
 
 impl Failures {
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, FailureState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Number of failures so far.
     pub fn errors(&self) -> Errors {
-        let get = |kind: Kind| self.counts[kind as usize].load(Ordering::Relaxed);
+        let get = |kind: ErrorClass| self.counts[kind as usize].load(Ordering::Relaxed);
         Errors {
-            reads: get(Kind::Read),
-            writes: get(Kind::Write),
-            flushes: get(Kind::Flush),
-            discards: get(Kind::Discard),
+            reads: get(ErrorClass::Read),
+            writes: get(ErrorClass::Write),
+            flushes: get(ErrorClass::Flush),
+            discards: get(ErrorClass::Discard),
         }
     }
 
     /// Adds the counts of another process that served the disk before.
-    pub fn count_on(&self, errors: Errors) {
+    pub fn add_errors(&self, errors: Errors) {
         let Errors { reads, writes, flushes, discards } = errors;
         for (kind, more) in
-            [(Kind::Read, reads), (Kind::Write, writes), (Kind::Flush, flushes), (Kind::Discard, discards)]
+            [(ErrorClass::Read, reads), (ErrorClass::Write, writes), (ErrorClass::Flush, flushes), (ErrorClass::Discard, discards)]
         {
             self.counts[kind as usize].fetch_add(more, Ordering::Relaxed);
         }
@@ -281,11 +281,11 @@ impl Failures {
 
     /// Waits until all requests that waited before [`Failures::resume`] have been retried, or the
     /// disk has stopped again; returns the error in that case.
-    pub async fn tried(&self) -> Option<Error> {
+    pub async fn wait_until_retried(&self) -> Option<Error> {
         loop {
-            let tried = self.tried.listen();
+            let tried = self.retried.listen();
             // A retry that stops the disk again does so before it decrements `held`.
-            let held = self.held.load(Ordering::SeqCst);
+            let held = self.waiting.load(Ordering::SeqCst);
             let stopped_by = self.stopped_by();
             if held == 0 || stopped_by.is_some() {
                 return stopped_by;
@@ -296,17 +296,17 @@ impl Failures {
 
     /// Ends waiting for good, when the disk is closed: waiting requests fail with their error, and
     /// no later ones wait.
-    pub fn lift(&self) {
-        self.lock().lifted = true;
+    pub fn stop_waiting(&self) {
+        self.lock().is_closing = true;
         self.resume();
     }
 
     /// Waits for a failure that was not reported yet; of several reads, or writes, the last, unless
     /// an earlier one stopped the disk. With `only_stops`, waits for one that stops the disk.
-    pub async fn next(&self, only_stops: bool) -> Failure {
+    pub async fn next(&self, only_stops: bool) -> RequestFailure {
         loop {
-            let news = self.news.listen();
-            if let Some(failure) = self.lock().untold.take(only_stops) {
+            let news = self.reported.listen();
+            if let Some(failure) = self.lock().unreported.take(only_stops) {
                 return failure;
             }
             news.await;
@@ -314,22 +314,22 @@ impl Failures {
     }
 
     /// True if a request that begins now may have to wait, and so must keep its data.
-    pub fn may_hold(&self) -> bool {
+    pub fn may_wait(&self) -> bool {
         self.may_stop.load(Ordering::Relaxed) || self.stopped.load(Ordering::Acquire)
     }
 
     /// Counts and reports the failure of a request that does not wait.
-    pub(super) fn tell(&self, request: &Request<'_>, error: Error) {
+    pub(super) fn report(&self, request: &RequestInfo<'_>, error: Error) {
         if is_of_device(error) {
-            self.holds(request, error, false);
+            self.report_and_check(request, error, false);
         }
     }
 
     /// Attempts `request` until its result can be returned to the client. After a failure,
     /// `may_hold` returns whether a retry is possible.
-    pub(super) async fn until_done<T>(
+    pub(super) async fn run_until_done<T>(
         &self,
-        request: Request<'_>,
+        request: RequestInfo<'_>,
         may_hold: impl Fn() -> bool,
         mut attempt: impl AsyncFnMut() -> Result<T>,
     ) -> Result<T> {
@@ -337,17 +337,17 @@ impl Failures {
         loop {
             // Held until the result of the next attempt is known.
             let _held = if self.stopped.load(Ordering::Acquire) {
-                let held = Held::new(self);
+                let held = WaitingRequest::new(self);
                 // Cancelled: the error is the request's own if it was attempted, else the one that
                 // stopped the disk.
-                self.wait(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
+                self.wait_for_resume(request.patience).await.map_err(|stopped_by| failed.unwrap_or(stopped_by))?;
                 Some(held)
             } else {
                 None
             };
             match attempt().await {
                 Err(error) if is_of_device(error) => {
-                    if !self.holds(&request, error, may_hold()) {
+                    if !self.report_and_check(&request, error, may_hold()) {
                         return Err(error);
                     }
                     failed = Some(error);
@@ -359,7 +359,7 @@ impl Failures {
 
     /// Waits until the disk is resumed; fails with the error that stopped it if the token is
     /// cancelled.
-    async fn wait(&self, patience: Option<&Patience>) -> Result<()> {
+    async fn wait_for_resume(&self, patience: Option<&CancelToken>) -> Result<()> {
         // Never notified; stands in for a missing cancel token.
         let never = Event::new();
         loop {
@@ -367,26 +367,26 @@ impl Failures {
             let lost = patience.map_or(&never, |patience| &patience.event).listen();
             let Some(stopped_by) = self.stopped_by() else { return Ok(()) };
             // Checked after listening: a cancellation in between is not missed.
-            if patience.is_some_and(|patience| patience.lost.load(Ordering::SeqCst)) {
+            if patience.is_some_and(|patience| patience.is_cancelled.load(Ordering::SeqCst)) {
                 return Err(stopped_by);
             }
             either(resumed, lost).await;
-            if self.lock().lifted {
+            if self.lock().is_closing {
                 return Err(stopped_by);
             }
         }
     }
 
     /// Counts and reports a failure; returns true if its request must wait.
-    fn holds(&self, request: &Request<'_>, error: Error, may_hold: bool) -> bool {
+    fn report_and_check(&self, request: &RequestInfo<'_>, error: Error, may_hold: bool) -> bool {
         let direction = request.operation.direction();
         let mut state = self.lock();
         let policy = match direction {
             Direction::Read => state.policies.read,
             Direction::Write => state.policies.write,
         };
-        let is_held = may_hold && policy.stops(error) && !state.lifted;
-        if !is_held && request.operation == Operation::Read && request.requests > 1 {
+        let is_held = may_hold && policy.stops(error) && !state.is_closing;
+        if !is_held && request.operation == DiskOperation::Read && request.requests > 1 {
             // The merged requests are retried one by one, and each retry reports its own failure.
             return false;
         }
@@ -397,10 +397,10 @@ impl Failures {
             // Under the lock, so that `stopped` and `stopped_by` agree.
             self.stopped.store(true, Ordering::Release);
         }
-        state.untold.put(Failure { direction, error, stops });
+        state.unreported.put(RequestFailure { direction, error, stops });
         drop(state);
         self.counts[request.operation.kind() as usize].fetch_add(request.requests, Ordering::Relaxed);
-        self.news.notify(usize::MAX);
+        self.reported.notify(usize::MAX);
         self.log(request, error);
         if stops {
             let disk = request.disk;
@@ -409,41 +409,41 @@ impl Failures {
         is_held
     }
 
-    fn log(&self, request: &Request<'_>, error: Error) {
-        if let Some(left_out) = self.logs[request.operation.kind() as usize].line(reactor::recently()) {
-            let Request { disk, operation, offset, length, .. } = *request;
+    fn log(&self, request: &RequestInfo<'_>, error: Error) {
+        if let Some(left_out) = self.logs[request.operation.kind() as usize].try_log(reactor::coarse_now()) {
+            let RequestInfo { disk, operation, offset, length, .. } = *request;
             tracing::error!(disk, request = operation.name(), offset, length, %error, left_out, "a request failed");
         }
     }
 }
 
 /// A request that waits, or is being retried.
-struct Held<'a>(&'a Failures);
+struct WaitingRequest<'a>(&'a Failures);
 
-impl<'a> Held<'a> {
+impl<'a> WaitingRequest<'a> {
     fn new(failures: &'a Failures) -> Self {
-        failures.held.fetch_add(1, Ordering::SeqCst);
+        failures.waiting.fetch_add(1, Ordering::SeqCst);
         Self(failures)
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for WaitingRequest<'_> {
     fn drop(&mut self) {
-        self.0.held.fetch_sub(1, Ordering::SeqCst);
-        self.0.tried.notify(usize::MAX);
+        self.0.waiting.fetch_sub(1, Ordering::SeqCst);
+        self.0.retried.notify(usize::MAX);
     }
 }
 
 /// Description of a request for its failures.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Request<'a> {
+pub(super) struct RequestInfo<'a> {
     pub(super) disk: &'a str,
-    pub(super) operation: Operation,
+    pub(super) operation: DiskOperation,
     pub(super) offset: u64,
     pub(super) length: u64,
     /// Number of merged client requests.
     pub(super) requests: u64,
-    pub(super) patience: Option<&'a Patience>,
+    pub(super) patience: Option<&'a CancelToken>,
 }
 
 /// True for errors of the device. Invalid requests, unsupported fast operations and faults in the
@@ -470,9 +470,9 @@ mod tests {
 
     #[test]
     fn neither_direction_hides_the_other() {
-        let failure = |direction, error, stops| Failure { direction, error, stops };
+        let failure = |direction, error, stops| RequestFailure { direction, error, stops };
         let (read, write) = (Direction::Read, Direction::Write);
-        let mut untold = Untold::default();
+        let mut untold = UnreportedFailures::default();
         for (direction, error) in [(write, Error::NO_SPACE), (read, Error::INVALID), (read, Error::IO)] {
             untold.put(failure(direction, error, false));
         }

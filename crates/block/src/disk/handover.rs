@@ -22,9 +22,9 @@ use reactor::error::{Error, Result};
 use storage::{OpenError, RangeGuard, RangeLocks};
 
 /// Interval at which the locks are tried. The kernel does not notify when they are released.
-const LOOK_AGAIN: Duration = Duration::from_millis(20);
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 /// Time after which the log reports that another process has the image.
-const PATIENT: Duration = Duration::from_secs(1);
+const LOG_AFTER: Duration = Duration::from_secs(1);
 
 #[derive(Debug, Default)]
 pub(super) struct Handover {
@@ -39,13 +39,13 @@ pub(super) struct Handover {
 
 /// Reason why a disk cannot be held.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotHeld {
+pub enum HoldError {
     /// Another process has the image, or its content is unusable.
     #[error(transparent)]
     Image(#[from] OpenError),
     /// The caller does not wait any more.
     #[error("nobody waits for it any more")]
-    GivenUp,
+    Cancelled,
 }
 
 impl Handover {
@@ -69,7 +69,7 @@ impl Handover {
 impl Disk {
     /// True if its image was opened for [handover](storage::OpenOptions::handover), so that it must
     /// be [held](Disk::hold) for requests.
-    pub fn is_handed_over(&self) -> bool {
+    pub fn has_handover(&self) -> bool {
         self.handover.is_some()
     }
 
@@ -83,7 +83,7 @@ impl Disk {
         &self,
         patience: Duration,
         wanted: impl Fn() -> bool,
-    ) -> std::result::Result<(), NotHeld> {
+    ) -> std::result::Result<(), HoldError> {
         let Some(handover) = &self.handover else { return Ok(()) };
         let began = reactor::now();
         let _turn = handover.turn.exclusive(0..1).await;
@@ -100,7 +100,7 @@ impl Disk {
                 taken
             };
             if let Err(error) = taken {
-                self.let_others_have_it().await;
+                self.release_locks().await;
                 return Err(error.into());
             }
             // Debug level: a guest triggers this whenever it resets its disk.
@@ -116,29 +116,29 @@ impl Disk {
         began: Instant,
         patience: Duration,
         wanted: impl Fn() -> bool,
-    ) -> std::result::Result<(), NotHeld> {
+    ) -> std::result::Result<(), HoldError> {
         let mut is_said = false;
         loop {
             let waited: Duration = reactor::now() - began;
             // On a blocking thread: locking makes system calls on the file.
             let (image, last) = (Arc::clone(&self.image), waited >= patience);
-            if reactor::blocking(move || image.take_locks(last)).await? {
+            if reactor::run_blocking(move || image.take_locks(last)).await? {
                 return Ok(());
             }
             if !wanted() {
-                return Err(NotHeld::GivenUp);
+                return Err(HoldError::Cancelled);
             }
-            if waited >= PATIENT && !std::mem::replace(&mut is_said, true) {
+            if waited >= LOG_AFTER && !std::mem::replace(&mut is_said, true) {
                 tracing::info!(disk = %self.name, "another process has the image; waiting until it is handed over");
             }
-            reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         }
     }
 
     /// Releases what [`Disk::hold`] acquired. After the last release, everything is written and the
     /// image is free for other processes when this returns. If writing failed, the image stays
     /// held, and the log reports it.
-    pub async fn let_go(&self) {
+    pub async fn release(&self) {
         let Some(handover) = &self.handover else { return };
         let _turn = handover.turn.exclusive(0..1).await;
         // Not the last holder.
@@ -154,13 +154,13 @@ impl Disk {
         }
         // Before the locks are released: requests must fail from now on.
         handover.held.store(false, SeqCst);
-        self.let_others_have_it().await;
+        self.release_locks().await;
         tracing::debug!(disk = %self.name, "the image is free for another process");
     }
 
     /// Adds a holder, so that the image stays here after the current holders release it. Returns
     /// false if there is no holder, or the disk has no handover.
-    pub async fn keep_held(&self) -> bool {
+    pub async fn retain(&self) -> bool {
         let Some(handover) = self.handover.as_ref().filter(|handover| handover.is_held()) else {
             return false;
         };
@@ -175,21 +175,21 @@ impl Disk {
 
     /// Marks the image as held by the caller, if it has handover and is not held: it was received,
     /// with its locks, from a process that held it.
-    pub(super) fn come_held(&self) {
+    pub(super) fn mark_held(&self) {
         if let Some(handover) = self.handover.as_ref().filter(|handover| !handover.is_held()) {
             handover.change_holders(|holders| *holders += 1);
             handover.held.store(true, SeqCst);
         }
     }
 
-    async fn let_others_have_it(&self) {
+    async fn release_locks(&self) {
         // Operations of cancelled requests may still be in flight. They end soon, without
         // notification.
         while self.image.is_busy() {
-            reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+            reactor::sleep_until(reactor::now() + RETRY_INTERVAL).await;
         }
         let image = Arc::clone(&self.image);
-        reactor::blocking(move || image.release_locks()).await;
+        reactor::run_blocking(move || image.release_locks()).await;
     }
 
     /// Begins a request; `None` if the disk has no handover.
@@ -201,7 +201,7 @@ impl Disk {
     }
 
     /// True if another process may have the image.
-    pub fn is_let_go(&self) -> bool {
+    pub fn is_released(&self) -> bool {
         self.handover.as_ref().is_some_and(|handover| !handover.is_held())
     }
 }

@@ -10,15 +10,15 @@ use super::Disk;
 use reactor::error::{Error, Result};
 
 /// Time without a reply to a query of a file's length after which a file system is unresponsive.
-const SILENT: Duration = Duration::from_secs(10);
+const RESPONSE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Interval between two checks.
-const AGAIN: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Notification that the files of a disk are closed: see [`Disk::closed`].
 #[derive(Debug)]
-pub struct Closed(Vec<async_channel::Receiver<()>>);
+pub struct FilesClosed(Vec<async_channel::Receiver<()>>);
 
-impl Closed {
+impl FilesClosed {
     /// Waits until all files are closed and their locks are released, for `timeout` at most.
     /// Returns true if they are.
     pub async fn within(self, timeout: Duration) -> bool {
@@ -35,13 +35,13 @@ impl Closed {
 impl Disk {
     /// Waits until a file system below the disk has not answered for ten seconds. Then fails the
     /// requests that wait for the files of the disk, and all later ones, with [`Error::TIMED_OUT`].
-    pub async fn give_up_once_silent(&self) {
-        while self.image.ask_within(SILENT).await.is_ok() {
-            reactor::sleep_until(reactor::now() + AGAIN).await;
+    pub async fn abandon_when_unresponsive(&self) {
+        while self.image.request_within(RESPONSE_TIMEOUT).await.is_ok() {
+            reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
-        let timeout_s = SILENT.as_secs();
+        let timeout_s = RESPONSE_TIMEOUT.as_secs();
         tracing::error!(disk = %self.name, timeout_s, "its file system does not answer: the disk is given up");
-        self.image.give_up();
+        self.image.abandon();
     }
 
     /// Runs `work`. Abandons the disk if a file system below it stops answering, so that `work`
@@ -49,9 +49,9 @@ impl Disk {
     ///
     /// # Errors
     /// Those of `work`.
-    pub async fn unless_silent<T>(&self, work: impl Future<Output = T>) -> T {
+    pub async fn run_unless_unresponsive<T>(&self, work: impl Future<Output = T>) -> T {
         let mut work = std::pin::pin!(work);
-        let mut giving_up = std::pin::pin!(self.give_up_once_silent());
+        let mut giving_up = std::pin::pin!(self.abandon_when_unresponsive());
         let mut is_given_up = false;
         // The work is polled in any case: after the disk is abandoned it ends with an error.
         std::future::poll_fn(|context| {
@@ -64,8 +64,8 @@ impl Disk {
     }
 
     /// Returns the notification that the disk's files are closed, which follows its last use.
-    pub fn closed(&self) -> Closed {
-        Closed(self.image.closed())
+    pub fn closed(&self) -> FilesClosed {
+        FilesClosed(self.image.closed())
     }
 
     /// Reads the size again, as [`Disk::refresh_size`] does, but waits for the file system for at

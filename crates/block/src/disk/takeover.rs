@@ -22,18 +22,18 @@ use reactor::error::Error;
 use storage::{OpenError, PassedFile};
 
 /// Interval at which operations in flight in the kernel are checked. There is no notification.
-const LOOK_AGAIN: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Timeout of storage while the disk is quiesced: for abandoned operations to end, and for servers
 /// to flush the last writes, or clusters to store them and release the lock.
-const AT_REST: Duration = Duration::from_secs(5);
+const QUIESCE_TIMEOUT: Duration = Duration::from_secs(5);
 /// Timeout of closing this process's resources, while the new process may wait.
-const TO_LEAVE: Duration = Duration::from_secs(2);
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Timeout of writing an image while it is still in use; the new process waits.
-const TO_LIGHTEN: Duration = Duration::from_secs(20);
+const PREFLUSH_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Reason why a disk cannot be handed over.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NotTaken {
+pub enum UpgradeRefusal {
     /// Its data is in the memory of this process.
     #[error("its data is in memory of this process")]
     Memory,
@@ -55,20 +55,20 @@ impl Disk {
     ///
     /// # Errors
     /// [`NotTaken`].
-    pub fn check_takeover(&self) -> Result<(), NotTaken> {
+    pub fn check_upgrade(&self) -> Result<(), UpgradeRefusal> {
         if self.image.storage().is_memory() {
-            return Err(NotTaken::Memory);
+            return Err(UpgradeRefusal::Memory);
         }
         // The new process must read what this one has written to a server.
-        let mut remote = self.image.files().filter(|storage| storage.remote().is_some());
-        if !self.image.is_read_only() && remote.any(|storage| !storage.is_common()) {
-            return Err(NotTaken::Remote);
+        let mut remote = self.image.files().filter(|storage| storage.remote_status().is_some());
+        if !self.image.is_read_only() && remote.any(|storage| !storage.has_shared_flushes()) {
+            return Err(UpgradeRefusal::Remote);
         }
         if self.failures.stopped_by().is_some() {
-            return Err(NotTaken::Stopped);
+            return Err(UpgradeRefusal::Stopped);
         }
-        if self.image.storage().has_lost_writes() || self.is_lost() {
-            return Err(NotTaken::Broken);
+        if self.image.storage().has_lost_writes() || self.is_blocklisted() {
+            return Err(UpgradeRefusal::Broken);
         }
         Ok(())
     }
@@ -89,12 +89,12 @@ impl Disk {
 
     /// True if another process may still resume the disk: it must not be written, flushed or closed
     /// here.
-    pub fn is_anothers(&self) -> bool {
-        self.image.is_anothers()
+    pub fn may_be_resumed_elsewhere(&self) -> bool {
+        self.image.is_locked_elsewhere()
     }
 
     /// True if a Ceph cluster has blocklisted this process, which is permanent.
-    pub fn is_lost(&self) -> bool {
+    pub fn is_blocklisted(&self) -> bool {
         self.image.is_lost()
     }
 
@@ -103,16 +103,16 @@ impl Disk {
     ///
     /// # Errors
     /// As reported by the cluster.
-    pub async fn shut_out(&self, clients: &[u64]) -> Result<(), Error> {
-        self.image.shut_out(clients).await
+    pub async fn blocklist(&self, clients: &[u64]) -> Result<(), Error> {
+        self.image.close_for_new_requests(clients).await
     }
 
     /// Closes this process's own resources although another process continues the image: RBD images
     /// open in a cluster, which would otherwise see this client for 30 s. Takes at most
     /// [`TO_LEAVE`].
-    pub async fn leave(&self) {
+    pub async fn close_own(&self) {
         // The new process continues in any case, so the result is ignored.
-        let _ = reactor::timeout(TO_LEAVE, self.image.close_own()).await;
+        let _ = reactor::timeout(CLOSE_TIMEOUT, self.image.close_local_handles()).await;
     }
 
     /// Writes cached metadata, and flushes to servers and clusters, while the disk is still in use,
@@ -120,7 +120,7 @@ impl Disk {
     ///
     /// # Errors
     /// The image's; [`Error::TIMED_OUT`].
-    pub async fn lighten(&self) -> Result<(), Error> {
+    pub async fn preflush(&self) -> Result<(), Error> {
         let written = async {
             // The second flush is short: it covers only writes that arrived during the first.
             for _ in 0..2 {
@@ -133,7 +133,7 @@ impl Disk {
             }
             Ok(())
         };
-        reactor::timeout(TO_LIGHTEN, written).await.unwrap_or(Err(Error::TIMED_OUT))
+        reactor::timeout(PREFLUSH_TIMEOUT, written).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
     /// Suspends the disk: writes cached data to the files, so that another process can take it up.
@@ -143,26 +143,26 @@ impl Disk {
     ///
     /// # Errors
     /// The image's, [`Error::TIMED_OUT`]; the disk can be resumed.
-    pub async fn lay_down(&self) -> Result<(), Error> {
+    pub async fn suspend(&self) -> Result<(), Error> {
         let is_quiet = async {
             self.prefetch.stop().await;
             // Operations of cancelled requests may still be in flight. They end soon, without
             // notification.
             while self.image.is_busy() {
-                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+                reactor::sleep_until(reactor::now() + POLL_INTERVAL).await;
             }
         };
-        reactor::timeout(AT_REST, is_quiet).await.map_err(|_| Error::TIMED_OUT)?;
+        reactor::timeout(QUIESCE_TIMEOUT, is_quiet).await.map_err(|_| Error::TIMED_OUT)?;
         if self.image.is_read_only() {
             return Ok(());
         }
         // Metadata first: flushing servers and leaving clusters must cover it.
-        self.image.lay_down().await?;
+        self.image.write_metadata_for_handover().await?;
         let elsewhere = async {
             self.image.flush_servers().await?;
             self.image.leave_clusters().await
         };
-        reactor::timeout(AT_REST, elsewhere).await.unwrap_or(Err(Error::TIMED_OUT))
+        reactor::timeout(QUIESCE_TIMEOUT, elsewhere).await.unwrap_or(Err(Error::TIMED_OUT))
     }
 
     /// Resumes the disk and reads the files' metadata again, here or in another process than the
@@ -173,18 +173,18 @@ impl Disk {
     ///
     /// # Errors
     /// [`OpenError`]: the disk must not be used.
-    pub async fn take_up(&self, heirs: &[u64]) -> Result<(), OpenError> {
+    pub async fn resume(&self, heirs: &[u64]) -> Result<(), OpenError> {
         if !self.image.is_read_only() {
             let before = self.size_bytes();
             self.image.take_over(heirs).await?;
             // Another client may have resized the image in between.
             if self.image.storage().is_in_cluster() {
-                self.heard_of_size(before, self.size_bytes());
+                self.notify_size(before, self.size_bytes());
             }
         }
         // After the metadata is read: requests may enter from now on.
-        self.come_held();
-        self.prefetch.go_on();
+        self.mark_held();
+        self.prefetch.restart();
         Ok(())
     }
 }

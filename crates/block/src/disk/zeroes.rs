@@ -1,7 +1,7 @@
 //! Detection of writes that contain only zeroes. They are written as zeroes, which an image can
 //! store without allocating space.
 
-use super::{Discards, Disk, Operation, Pass};
+use super::{Discards, Disk, DiskOperation, AdmissionPermit};
 use reactor::error::Result;
 use storage::{Durability, ZeroOptions};
 
@@ -40,29 +40,29 @@ impl Disk {
 
     /// Writes data that was found to be zeroes. If a guest changes its memory after the check,
     /// either content is valid.
-    pub(super) async fn write_seen_zeroes(
+    pub(super) async fn write_detected_zeroes(
         &self,
-        pass: &Pass,
+        pass: &AdmissionPermit,
         range: (u64, u64),
         durability: Durability,
     ) -> Result<()> {
         let may_unmap = self.may_unmap(self.detect_zeroes == DetectZeroes::Unmap);
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability };
         // Counted and reported as a write, which the client sent.
-        self.zero(Operation::Write, pass, range, options).await
+        self.zero(DiskOperation::Write, pass, range, options).await
     }
 
     /// Makes a range read as zeroes.
     pub(super) async fn zero(
         &self,
-        operation: Operation,
-        pass: &Pass,
+        operation: DiskOperation,
+        pass: &AdmissionPermit,
         (offset, length): (u64, u64),
         options: ZeroOptions,
     ) -> Result<()> {
         let zero = async || {
             self.prefetch.change(offset, length, self.image.write_zeroes(offset, length, options)).await
         };
-        self.done(operation, (offset, length), pass, zero).await
+        self.run_until_done(operation, (offset, length), pass, zero).await
     }
 }

@@ -35,45 +35,45 @@ use std::{
 };
 
 use policy::{
-    prefetch::{Ahead, Cache, Cached, Found, Invalid, Mode, Part, Settings, Stats, WriteId},
-    throttle::GivenBack,
+    prefetch::{ReadAhead, PrefetchCache, CachedRange, CacheLookup, InvalidPrefetchSettings, PrefetchMode, CachePart, PrefetchConfig, PrefetchStats, WriteId},
+    throttle::SpareRefund,
 };
 
 use smallvec::SmallVec;
 
 use self::{
-    chunk::Chunk,
-    fetch::{Flights, fetch},
+    chunk::PrefetchChunk,
+    fetch::{FetchCounter, fetch},
 };
 use image::Image;
 use reactor::{
-    buffer::{Segments, Target},
+    buffer::{Segments, ReadTarget},
     error::Result,
-    ublk::Registered,
+    ublk::RegisteredData,
 };
 use storage::Storage;
 
 /// A disk's prefetch cache, whose settings can be changed while it runs.
 #[derive(Debug)]
 pub struct Prefetch {
-    shared: Arc<Shared>,
+    shared: Arc<PrefetchShared>,
 }
 
 /// State shared by the disk and its read-aheads.
 #[derive(Debug)]
-struct Shared {
+struct PrefetchShared {
     image: Arc<Image>,
-    state: Mutex<State>,
+    state: Mutex<PrefetchState>,
     /// True if the cache is on; if it is off, reads skip the lock.
     is_on: AtomicBool,
-    flights: Flights,
+    flights: FetchCounter,
 }
 
 #[derive(Debug)]
-struct State {
-    cache: Cache<Arc<Chunk>>,
+struct PrefetchState {
+    cache: PrefetchCache<Arc<PrefetchChunk>>,
     /// Settings as configured. [`Mode::Auto`] is in force as off if there is nothing to gain.
-    settings: Settings,
+    settings: PrefetchConfig,
     /// True after [`Prefetch::stop`]: nothing is read ahead.
     stopped: bool,
 }
@@ -81,16 +81,16 @@ struct State {
 impl Prefetch {
     /// Creates the cache of a disk with this image; off until it is [set](Prefetch::set).
     pub(crate) fn new(image: &Arc<Image>) -> Self {
-        let settings = Settings::off();
-        let cache = Cache::default();
-        let state = Mutex::new(State { cache, settings, stopped: false });
+        let settings = PrefetchConfig::off();
+        let cache = PrefetchCache::default();
+        let state = Mutex::new(PrefetchState { cache, settings, stopped: false });
         let is_on = AtomicBool::new(false);
-        let shared = Shared { image: Arc::clone(image), state, is_on, flights: Flights::default() };
+        let shared = PrefetchShared { image: Arc::clone(image), state, is_on, flights: FetchCounter::default() };
         Self { shared: Arc::new(shared) }
     }
 
     /// Settings as configured.
-    pub fn settings(&self) -> Settings {
+    pub fn settings(&self) -> PrefetchConfig {
         self.shared.with(|state| state.settings)
     }
 
@@ -98,14 +98,14 @@ impl Prefetch {
     ///
     /// # Errors
     /// [`Invalid`]: nothing is changed.
-    pub fn set(&self, settings: Settings) -> std::result::Result<(), Invalid> {
+    pub fn set(&self, settings: PrefetchConfig) -> std::result::Result<(), InvalidPrefetchSettings> {
         let mut in_force = settings;
-        if settings.mode == Mode::Auto && !is_worth_it(&self.shared.image) {
-            in_force.mode = Mode::Off;
+        if settings.mode == PrefetchMode::Auto && !can_help(&self.shared.image) {
+            in_force.mode = PrefetchMode::Off;
         }
         self.shared.with(|state| {
             if state.stopped {
-                in_force.mode = Mode::Off;
+                in_force.mode = PrefetchMode::Off;
             }
             self.shared.put(state, in_force)?;
             state.settings = settings;
@@ -119,18 +119,18 @@ impl Prefetch {
     }
 
     /// Current maximum size of the cache, in bytes.
-    pub(crate) fn most_bytes(&self) -> u64 {
+    pub(crate) fn max_bytes(&self) -> u64 {
         if self.shared.is_on.load(Relaxed) { self.settings().memory_bytes } else { 0 }
     }
 
     /// Counters so far, and current content.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> PrefetchStats {
         self.shared.with(|state| state.cache.stats())
     }
 
     /// Adds the counters of another process.
-    pub fn count_on(&self, stats: &Stats) {
-        self.shared.with(|state| state.cache.count_on(stats));
+    pub fn add_stats(&self, stats: &PrefetchStats) {
+        self.shared.with(|state| state.cache.add_stats(stats));
     }
 
     /// Reads into `target` at `offset`, inside the disk, for `requests` merged client requests.
@@ -138,18 +138,18 @@ impl Prefetch {
     pub(crate) async fn read(
         &self,
         offset: u64,
-        target: Target,
+        target: ReadTarget,
         requests: u64,
-        may: impl FnOnce(&Ahead, GivenBack) -> bool,
+        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Result<Segments> {
         let image = &self.shared.image;
-        let (found, ahead) = self.look(offset, target.len(), requests, may);
+        let (found, ahead) = self.look_up(offset, target.len(), requests, may);
         match found {
-            Found::Nothing if ahead.is_none() => image.read_to(offset, target).await,
+            CacheLookup::Nothing if ahead.is_none() => image.read_to(offset, target).await,
             // Boxed and separate, so that the unusual path does not enlarge the future of every
             // read.
-            Found::Nothing => Box::pin(self.start_behind(image.read_to(offset, target), ahead)).await,
-            Found::Whole(cached) => {
+            CacheLookup::Nothing => Box::pin(self.start_after(image.read_to(offset, target), ahead)).await,
+            CacheLookup::Whole(cached) => {
                 if let Some(ahead) = ahead {
                     self.start(&ahead);
                 }
@@ -158,8 +158,8 @@ impl Prefetch {
                     None => image.read_to(offset, target).await,
                 }
             }
-            Found::Parts(parts) => {
-                Box::pin(self.start_behind(self.read_parts(offset, parts, target), ahead)).await
+            CacheLookup::Parts(parts) => {
+                Box::pin(self.start_after(self.read_parts(offset, parts, target), ahead)).await
             }
         }
     }
@@ -168,39 +168,39 @@ impl Prefetch {
     pub(crate) async fn read_registered(
         &self,
         offset: u64,
-        buffer: &Registered,
+        buffer: &RegisteredData,
         requests: u64,
-        may: impl FnOnce(&Ahead, GivenBack) -> bool,
+        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
     ) -> Result<()> {
         let image = &self.shared.image;
-        let (found, ahead) = self.look(offset, buffer.bytes(), requests, may);
+        let (found, ahead) = self.look_up(offset, buffer.bytes(), requests, may);
         match found {
-            Found::Nothing if ahead.is_none() => image.read_registered(offset, buffer).await,
-            Found::Nothing => Box::pin(self.start_behind(image.read_registered(offset, buffer), ahead)).await,
-            Found::Whole(cached) => {
+            CacheLookup::Nothing if ahead.is_none() => image.read_registered(offset, buffer).await,
+            CacheLookup::Nothing => Box::pin(self.start_after(image.read_registered(offset, buffer), ahead)).await,
+            CacheLookup::Whole(cached) => {
                 if let Some(ahead) = ahead {
                     self.start(&ahead);
                 }
                 match data_of(&cached).await {
-                    Some(data) => buffer.put(0, data),
+                    Some(data) => buffer.copy_in(0, data),
                     None => image.read_registered(offset, buffer).await,
                 }
             }
-            Found::Parts(parts) => {
-                let reading = self.read_parts(offset, parts, Target::Anywhere(buffer.bytes()));
-                buffer.put_all(&Box::pin(self.start_behind(reading, ahead)).await?)
+            CacheLookup::Parts(parts) => {
+                let reading = self.read_parts(offset, parts, ReadTarget::Anywhere(buffer.bytes()));
+                buffer.copy_in_segments(&Box::pin(self.start_after(reading, ahead)).await?)
             }
         }
     }
 
     /// Looks a read up: the parts that are in memory, and the read-ahead that it causes.
-    fn look(
+    fn look_up(
         &self,
         offset: u64,
         length: usize,
         requests: u64,
-        may: impl FnOnce(&Ahead, GivenBack) -> bool,
-    ) -> (Found<Arc<Chunk>>, Option<Ahead>) {
+        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+    ) -> (CacheLookup<Arc<PrefetchChunk>>, Option<ReadAhead>) {
         let size_bytes = self.shared.image.size_bytes();
         // Exports validate ranges, but a disk has other callers, and the image returns the right
         // error.
@@ -209,7 +209,7 @@ impl Prefetch {
         let may_look = self.shared.is_on.load(Relaxed) && !self.shared.image.has_changed_below();
         match end.filter(|_| may_look) {
             Some(end) => self.shared.with(|state| state.cache.read(offset..end, requests, size_bytes, may)),
-            None => (Found::Nothing, None),
+            None => (CacheLookup::Nothing, None),
         }
     }
 
@@ -218,20 +218,20 @@ impl Prefetch {
     async fn read_parts(
         &self,
         offset: u64,
-        parts: Vec<Part<Arc<Chunk>>>,
-        mut target: Target,
+        parts: Vec<CachePart<Arc<PrefetchChunk>>>,
+        mut target: ReadTarget,
     ) -> Result<Segments> {
         let image = &self.shared.image;
-        if parts.iter().filter(|part| matches!(part, Part::Missing(_))).count() > 1 {
+        if parts.iter().filter(|part| matches!(part, CachePart::Missing(_))).count() > 1 {
             return image.read_to(offset, target).await;
         }
         let all = target.again();
-        let mut targets: SmallVec<[Option<Target>; 4]> =
+        let mut targets: SmallVec<[Option<ReadTarget>; 4]> =
             parts.iter().map(|part| Some(target.split_front(part.length() as usize))).collect();
         let mut rest = Segments::default();
         // The missing part first; chunks in flight arrive meanwhile.
         for (part, target) in parts.iter().zip(&mut targets) {
-            if let Part::Missing(range) = part
+            if let CachePart::Missing(range) = part
                 && let Some(target) = target.take()
             {
                 rest = image.read_to(range.start, target).await?;
@@ -240,7 +240,7 @@ impl Prefetch {
         let mut data = Segments::default();
         for (part, target) in parts.iter().zip(targets) {
             match (part, target) {
-                (Part::Cached(cached), Some(target)) => match data_of(cached).await {
+                (CachePart::Cached(cached), Some(target)) => match data_of(cached).await {
                     Some(bytes) => data.append(target.copy_of(bytes)),
                     None => return image.read_to(offset, all).await,
                 },
@@ -252,7 +252,7 @@ impl Prefetch {
 
     /// Polls a read once before it starts the read-ahead, so that the read is submitted first; then
     /// waits for the read.
-    async fn start_behind<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<Ahead>) -> T {
+    async fn start_after<T>(&self, reading: impl Future<Output = T>, mut ahead: Option<ReadAhead>) -> T {
         let mut reading = pin!(reading);
         std::future::poll_fn(|context| {
             // The first poll submits the read, so that it precedes the read-ahead in the queue.
@@ -265,7 +265,7 @@ impl Prefetch {
         .await
     }
 
-    fn start(&self, ahead: &Ahead) {
+    fn start(&self, ahead: &ReadAhead) {
         for range in ahead.ranges() {
             reactor::spawn(fetch(Arc::clone(&self.shared), *ahead, range));
         }
@@ -306,13 +306,13 @@ impl Prefetch {
     pub(crate) async fn stop(&self) {
         self.shared.with(|state| {
             state.stopped = true;
-            self.shared.put(state, Settings::off()).expect("the defaults are valid");
+            self.shared.put(state, PrefetchConfig::off()).expect("the defaults are valid");
         });
-        self.shared.flights.all_landed().await;
+        self.shared.flights.wait_idle().await;
     }
 
     /// Undoes [`Prefetch::stop`]. The cache is empty.
-    pub(crate) fn go_on(&self) {
+    pub(crate) fn restart(&self) {
         self.shared.with(|state| {
             state.stopped = false;
             let settings = state.settings;
@@ -321,21 +321,21 @@ impl Prefetch {
     }
 }
 
-impl Shared {
+impl PrefetchShared {
     /// Applies settings to the cache.
-    fn put(&self, state: &mut State, in_force: Settings) -> std::result::Result<(), Invalid> {
+    fn put(&self, state: &mut PrefetchState, in_force: PrefetchConfig) -> std::result::Result<(), InvalidPrefetchSettings> {
         state.cache.set(in_force)?;
         // Relaxed: a read that just misses it counts as one before it.
-        self.is_on.store(in_force.mode != Mode::Off, Relaxed);
+        self.is_on.store(in_force.mode != PrefetchMode::Off, Relaxed);
         Ok(())
     }
 
     /// Runs a decision under the lock. Memory that it drops is freed after the lock.
-    fn with<T>(&self, decide: impl FnOnce(&mut State) -> T) -> T {
+    fn with<T>(&self, decide: impl FnOnce(&mut PrefetchState) -> T) -> T {
         // A panic under the lock is a bug in policy; release builds abort.
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let decided = decide(&mut state);
-        let dropped = state.cache.take_dropped();
+        let dropped = state.cache.take_dropped_tokens();
         drop(state);
         drop(dropped);
         decided
@@ -343,14 +343,14 @@ impl Shared {
 }
 
 /// Waits for the bytes of a chunk; `None` if they could not be read.
-async fn data_of(cached: &Cached<Arc<Chunk>>) -> Option<&[u8]> {
+async fn data_of(cached: &CachedRange<Arc<PrefetchChunk>>) -> Option<&[u8]> {
     let Range { start, end } = cached.range;
     let data = cached.token.data().await?;
     Some(&data[start as usize..end as usize])
 }
 
 /// True if caching can help: false if the image is in memory, or other processes may change it.
-fn is_worth_it(image: &Image) -> bool {
+fn can_help(image: &Image) -> bool {
     let is_in_memory = |image: &Image| matches!(image.storage(), Storage::Memory(_) | Storage::Null(_));
-    !image.storage().may_be_written_by_others() && !image.chain().all(is_in_memory)
+    !image.storage().has_other_writers() && !image.chain().all(is_in_memory)
 }

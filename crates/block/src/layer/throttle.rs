@@ -40,6 +40,6 @@ mod sync;
 mod timer;
 mod waiter;
 
-pub use group::Group;
-pub use member::Member;
+pub use group::ThrottleGroup;
+pub use member::ThrottleMember;
 pub use settings::{DiskSettings, GroupSettings};

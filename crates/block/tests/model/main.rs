@@ -45,12 +45,12 @@ use std::{
 use loom::{future::block_on, thread};
 use policy::{
     request::Direction,
-    throttle::{Cost, GivenBack, Limit, LimitKind, Limits, NodeId, Share},
+    throttle::{RequestCost, SpareRefund, RateLimit, LimitKind, Limits, NodeId, NodeShare},
     time::Instant,
 };
 
-use arbiter::{Alarm, Arbiter};
-use seat::{Asked, Destination, Passage, Seat};
+use arbiter::{TreeTimer, SharedThrottleTree};
+use seat::{AskOutcome, SlotDestination, WaitingAdmission, ThrottleSlot};
 use settings::DiskSettings;
 
 const START: Instant = Instant::ZERO;
@@ -58,37 +58,37 @@ const START: Instant = Instant::ZERO;
 const LATE: Instant = Instant::from_nanos(3600 * 1_000_000_000);
 
 /// A tree of one group with this limit in operations per second.
-fn group(iops: u64) -> (Arc<Arbiter>, NodeId) {
-    let arbiter = Arbiter::new(START);
-    let node = arbiter.lock().add(None, None, limits(iops), Share::default(), None, START).expect("valid");
+fn group(iops: u64) -> (Arc<SharedThrottleTree>, NodeId) {
+    let arbiter = SharedThrottleTree::new(START);
+    let node = arbiter.lock().add(None, None, limits(iops), NodeShare::default(), None, START).expect("valid");
     (arbiter, node)
 }
 
 fn limits(iops: u64) -> Limits {
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: iops, ..Limit::NONE };
+    *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: iops, ..RateLimit::NONE };
     limits
 }
 
-type Disk = Arc<Seat<()>>;
+type Disk = Arc<ThrottleSlot<()>>;
 
-fn destination((arbiter, node): &(Arc<Arbiter>, NodeId)) -> Destination<()> {
-    Destination { arbiter: Arc::clone(arbiter), parent: Some(*node), kept: () }
+fn destination((arbiter, node): &(Arc<SharedThrottleTree>, NodeId)) -> SlotDestination<()> {
+    SlotDestination { arbiter: Arc::clone(arbiter), parent: Some(*node), kept: () }
 }
 
-fn disk(group: &(Arc<Arbiter>, NodeId)) -> Disk {
-    Arc::new(Seat::new(DiskSettings::default(), destination(group), START).expect("nothing is promised"))
+fn disk(group: &(Arc<SharedThrottleTree>, NodeId)) -> Disk {
+    Arc::new(ThrottleSlot::new(DiskSettings::default(), destination(group), START).expect("nothing is promised"))
 }
 
-fn ask(disk: &Disk) -> Asked<'_, ()> {
-    disk.ask(Direction::Read, Cost::one(4096), START)
+fn ask(disk: &Disk) -> AskOutcome<'_, ()> {
+    disk.admit(Direction::Read, RequestCost::one(4096), START)
 }
 
 /// Returns the first request that waits, after admitting as many as possible. No timer is armed for
 /// it.
-fn ask_until_one_waits(disk: &Disk) -> Passage<'_, ()> {
+fn ask_until_one_waits(disk: &Disk) -> WaitingAdmission<'_, ()> {
     loop {
-        if let Asked::Waits(passage, _) = ask(disk) {
+        if let AskOutcome::Waiting(passage, _) = ask(disk) {
             return passage;
         }
     }
@@ -96,20 +96,20 @@ fn ask_until_one_waits(disk: &Disk) -> Passage<'_, ()> {
 
 /// Admits as many requests as possible. The first that waits is cancelled before a timer is armed.
 fn fill(disk: &Disk) {
-    while matches!(ask(disk), Asked::Passed) {}
+    while matches!(ask(disk), AskOutcome::Admitted) {}
 }
 
 /// Fires a timer, and those that it returns.
-fn fire(mut alarm: Option<Alarm>) {
-    while let Some(Alarm { arbiter, at }) = alarm {
+fn fire(mut alarm: Option<TreeTimer>) {
+    while let Some(TreeTimer { arbiter, at }) = alarm {
         alarm = arbiter.fire(at, at);
     }
 }
 
 /// Admits a request as its task would, including timers.
 fn pass(disk: &Disk) {
-    if let Asked::Waits(passage, arbiter) = ask(disk) {
-        let alarm = arbiter.release(START);
+    if let AskOutcome::Waiting(passage, arbiter) = ask(disk) {
+        let alarm = arbiter.admit_ready(START);
         let mut passage = pin!(passage);
         let first = passage.as_mut().poll(&mut Context::from_waker(Waker::noop()));
         fire(alarm);
@@ -119,12 +119,12 @@ fn pass(disk: &Disk) {
     }
 }
 
-fn waiting((arbiter, node): &(Arc<Arbiter>, NodeId)) -> [usize; 2] {
+fn waiting((arbiter, node): &(Arc<SharedThrottleTree>, NodeId)) -> [usize; 2] {
     arbiter.lock().tree().stats(*node, LATE).waiting
 }
 
 #[test]
-fn two_that_wait_are_both_told() {
+fn two_waiting_requests_are_both_woken() {
     loom::model(|| {
         let group = group(10);
         let disks = [disk(&group), disk(&group)];
@@ -139,51 +139,51 @@ fn two_that_wait_are_both_told() {
 }
 
 #[test]
-fn new_limits_wake_whoever_waits_without_a_timer() {
+fn new_limits_wake_waiters_without_a_timer() {
     loom::model(|| {
         let group = group(10);
         let disk = disk(&group);
         fill(&disk);
         let other = Arc::clone(&disk);
         let thread = thread::spawn(move || {
-            if let Asked::Waits(passage, arbiter) = ask(&other) {
+            if let AskOutcome::Waiting(passage, arbiter) = ask(&other) {
                 // The timer never fires: only the new limits can admit the request.
-                let _never_fires = arbiter.release(START);
+                let _never_fires = arbiter.admit_ready(START);
                 block_on(passage);
             }
         });
         let (arbiter, node) = &group;
-        arbiter.lock().configure(*node, Limits::default(), Share::default(), START).expect("valid");
-        assert!(arbiter.release(START).is_none(), "nothing waits where nothing is limited");
+        arbiter.lock().configure(*node, Limits::default(), NodeShare::default(), START).expect("valid");
+        assert!(arbiter.admit_ready(START).is_none(), "nothing waits where nothing is limited");
         thread.join().expect("it passes");
     });
 }
 
 #[test]
-fn lifting_wakes_whoever_waits_and_whoever_comes() {
+fn lifting_admits_waiting_and_new_requests() {
     loom::model(|| {
         let group = group(10);
         let disk = disk(&group);
         fill(&disk);
         let other = Arc::clone(&disk);
         let thread = thread::spawn(move || {
-            if other.is_open() {
+            if other.is_unlimited() {
                 return;
             }
-            if let Asked::Waits(passage, arbiter) = ask(&other) {
+            if let AskOutcome::Waiting(passage, arbiter) = ask(&other) {
                 // The timer never fires: only lifting the limits can admit the request.
-                let _never_fires = arbiter.release(START);
+                let _never_fires = arbiter.admit_ready(START);
                 block_on(passage);
             }
         });
-        assert!(group.0.lift(START).is_none());
+        assert!(group.0.lift_limits(START).is_none());
         thread.join().expect("it passes");
-        assert!(disk.is_open());
+        assert!(disk.is_unlimited());
     });
 }
 
 #[test]
-fn giving_up_takes_back_one_request_or_none() {
+fn cancellation_removes_one_request_or_none() {
     loom::model(|| {
         let group = group(10);
         let disks = [disk(&group), disk(&group)];
@@ -192,7 +192,7 @@ fn giving_up_takes_back_one_request_or_none() {
         // Waits until it is admitted, whatever happens to the request before it.
         let patient = thread::spawn(move || pass(&other));
         let arbiter = Arc::clone(&group.0);
-        let letting_go = thread::spawn(move || fire(arbiter.release(LATE)));
+        let letting_go = thread::spawn(move || fire(arbiter.admit_ready(LATE)));
         drop(given_up);
         for thread in [patient, letting_go] {
             thread.join().expect("it ends");
@@ -202,7 +202,7 @@ fn giving_up_takes_back_one_request_or_none() {
 }
 
 #[test]
-fn a_move_takes_what_waits_along() {
+fn a_move_takes_waiting_requests_along() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let disk = disk(&from);
@@ -215,7 +215,7 @@ fn a_move_takes_what_waits_along() {
             }
         });
         // Admits requests in `from` while the thread moves the disk.
-        fire(from.0.release(LATE));
+        fire(from.0.admit_ready(LATE));
         block_on(passage);
         thread.join().expect("it moves");
         assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [0, 0]));
@@ -225,7 +225,7 @@ fn a_move_takes_what_waits_along() {
 /// The cancelled request waits in `from`, was admitted there, or waits in `to` among others with
 /// equal tickets.
 #[test]
-fn giving_up_while_the_disk_moves_harms_nobody() {
+fn cancellation_during_a_move_affects_no_other_request() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let (disk, neighbour) = (disk(&from), disk(&to));
@@ -237,19 +237,19 @@ fn giving_up_while_the_disk_moves_harms_nobody() {
             let _unarmed = moving.move_to(destination, None, START).expect("nothing is promised");
         });
         let arbiter = Arc::clone(&from.0);
-        let letting_go = thread::spawn(move || fire(arbiter.release(LATE)));
+        let letting_go = thread::spawn(move || fire(arbiter.admit_ready(LATE)));
         drop(given_up);
         for thread in [thread, letting_go] {
             thread.join().expect("it ends");
         }
         assert_eq!((waiting(&from), waiting(&to)), ([0, 0], [1, 0]));
-        fire(to.0.release(LATE));
+        fire(to.0.admit_ready(LATE));
         assert!(is_ready(neighbours), "it waited for nothing but its turn");
     });
 }
 
 #[test]
-fn a_request_that_asks_while_its_disk_moves_passes() {
+fn a_request_during_a_move_is_admitted() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let disk = disk(&from);
@@ -281,7 +281,7 @@ fn disks_that_change_places_do_not_block_each_other() {
 
 /// A waiting request has the bucket to itself, wherever the disk that reads ahead is by then.
 #[test]
-fn reading_ahead_while_disks_move_and_wait_holds_nobody_up() {
+fn read_ahead_during_a_move_delays_no_request() {
     loom::model(|| {
         let (from, to) = (group(10), group(10));
         let (disk, neighbour) = (disk(&from), disk(&to));
@@ -289,18 +289,18 @@ fn reading_ahead_while_disks_move_and_wait_holds_nobody_up() {
         let reading_ahead = Arc::clone(&disk);
         let thread = thread::spawn(move || {
             for _ in 0..2 {
-                reading_ahead.spare(&Cost::one(4096), GivenBack::NOTHING, START);
+                reading_ahead.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, START);
             }
         });
         let _unarmed = disk.move_to(destination(&to), None, START).expect("nothing is promised");
         thread.join().expect("it ends");
-        assert!(!disk.spare(&Cost::one(4096), GivenBack::NOTHING, LATE), "somebody has not been told yet");
-        fire(to.0.release(LATE));
+        assert!(!disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE), "somebody has not been told yet");
+        fire(to.0.admit_ready(LATE));
         assert!(is_ready(neighbours), "it waited for nothing but its turn");
-        assert!(disk.spare(&Cost::one(4096), GivenBack::NOTHING, LATE));
+        assert!(disk.try_read_ahead(&RequestCost::one(4096), SpareRefund::NONE, LATE));
     });
 }
 
-fn is_ready(passage: Passage<'_, ()>) -> bool {
+fn is_ready(passage: WaitingAdmission<'_, ()>) -> bool {
     pin!(passage).as_mut().poll(&mut Context::from_waker(Waker::noop())).is_ready()
 }

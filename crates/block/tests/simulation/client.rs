@@ -12,22 +12,22 @@ use std::{
 
 use block::disk::Disk;
 use policy::{
-    prefetch::{Mode, Settings},
+    prefetch::{PrefetchMode, PrefetchConfig},
     request::Direction,
-    throttle::Cost,
+    throttle::RequestCost,
     time::Duration,
 };
 use reactor::{
-    buffer::{Buffer, Segments, Target},
+    buffer::{IoBuffer, Segments, ReadTarget},
     error::{Error, Result},
     sim, timeout,
 };
 use storage::{Durability, ZeroOptions};
 
 use crate::{
-    guest::Lent,
+    guest::GuestBuffer,
     model::{Model, Outcome},
-    passed::Passed,
+    passed::GroupSamples,
 };
 
 /// Events of all seeds: a simulation without failures or crashes would prove nothing.
@@ -47,7 +47,7 @@ pub(crate) struct Tally {
 pub(crate) struct Shared {
     pub(crate) model: RefCell<Model>,
     pub(crate) tally: Rc<RefCell<Tally>>,
-    pub(crate) passed: Rc<RefCell<Passed>>,
+    pub(crate) passed: Rc<RefCell<GroupSamples>>,
     /// True if requests may fail.
     pub(crate) may_fail: bool,
     pub(crate) block_bytes: usize,
@@ -159,13 +159,13 @@ impl Client {
         self.count(0);
         let began = self.shared.model.borrow_mut().begin();
         let result = {
-            let pass = self.disk.admit(Direction::Read, Cost::one(range.len() as u64)).await;
+            let pass = self.disk.admit(Direction::Read, RequestCost::one(range.len() as u64)).await;
             if chance(50) {
                 self.disk.read(pass, range.start as u64, range.len()).await.map(|data| data.to_vec())
             } else {
                 // Half of the reads go to guest memory, in pieces of any alignment.
-                let lent = Lent::new(range.len());
-                let target = Target::Here(lent.segments());
+                let lent = GuestBuffer::new(range.len());
+                let target = ReadTarget::Segments(lent.segments());
                 self.disk.read_to(pass, range.start as u64, target).await.map(|data| {
                     let found = lent.found();
                     assert_eq!(data.to_vec(), found, "it is elsewhere");
@@ -184,7 +184,7 @@ impl Client {
         self.count(1);
         let range = self.range();
         let (number, data) = self.shared.model.borrow_mut().begin_write(range.clone());
-        let pass = self.disk.admit(Direction::Write, Cost::one(data.len() as u64)).await;
+        let pass = self.disk.admit(Direction::Write, RequestCost::one(data.len() as u64)).await;
         let result = self.disk.write(pass, range.start as u64, in_pieces(&data), durability).await;
         self.ended(number, result, durability);
     }
@@ -195,7 +195,7 @@ impl Client {
         let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
         let durability = if chance(30) { Durability::Synchronous } else { Durability::Cached };
         let options = ZeroOptions { may_unmap: chance(50), only_if_fast: chance(20), durability };
-        let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
+        let pass = self.disk.admit(Direction::Write, RequestCost::one(range.len() as u64)).await;
         let result = self.disk.write_zeroes(pass, range.start as u64, range.len() as u64, options).await;
         if options.only_if_fast && result == Err(Error::UNSUPPORTED) {
             self.shared.model.borrow_mut().end_change(number, Outcome::Open);
@@ -221,7 +221,7 @@ impl Client {
         let range = self.range();
         let number = self.shared.model.borrow_mut().begin_zeroes(range.clone());
         let durability = if chance(20) { Durability::Synchronous } else { Durability::Cached };
-        let pass = self.disk.admit(Direction::Write, Cost::one(range.len() as u64)).await;
+        let pass = self.disk.admit(Direction::Write, RequestCost::one(range.len() as u64)).await;
         let result = self.disk.discard(pass, range.start as u64, range.len() as u64, durability).await;
         // A hint: even after a success the content is undefined.
         if self.answered(result).is_ok() {
@@ -243,7 +243,7 @@ impl Client {
 
     async fn block_status(&self) {
         let range = self.range();
-        let pass = self.disk.admit(Direction::Read, Cost::one(0)).await;
+        let pass = self.disk.admit(Direction::Read, RequestCost::one(0)).await;
         let result = self.disk.block_status(&pass, range.start as u64, range.len() as u64).await;
         if let Ok(extents) = self.answered(result) {
             assert!(!extents.is_empty() && extents.iter().all(|extent| extent.length > 0), "{extents:?}");
@@ -270,11 +270,11 @@ impl Client {
 }
 
 /// Draws settings of a prefetch cache: any mode, and windows that suit a small disk.
-pub(crate) fn draw_prefetch() -> Settings {
+pub(crate) fn draw_prefetch() -> PrefetchConfig {
     sim::random(|random| {
         let window_min_bytes = 4096 << random.u32(..4);
-        Settings {
-            mode: random.choice(Mode::ALL).expect("there are some"),
+        PrefetchConfig {
+            mode: random.choice(PrefetchMode::ALL).expect("there are some"),
             memory_bytes: 256 << 10,
             largest_request_bytes: 512 << random.u32(..8),
             window_min_bytes,
@@ -291,9 +291,9 @@ pub(crate) fn short_time() -> Duration {
 }
 
 /// A buffer with any alignment.
-fn misaligned(bytes: &[u8]) -> Buffer {
+fn misaligned(bytes: &[u8]) -> IoBuffer {
     let skip = sim::random(|random| if random.bool() { 0 } else { random.usize(..600) });
-    let mut buffer = Buffer::zeroed(skip + bytes.len());
+    let mut buffer = IoBuffer::zeroed(skip + bytes.len());
     buffer.advance(skip);
     buffer.copy_from_slice(bytes);
     buffer
@@ -310,7 +310,7 @@ fn in_pieces(bytes: &[u8]) -> Segments {
         if chance(50) {
             segments.push(misaligned(piece));
         } else {
-            segments.append(Lent::holding(piece).segments());
+            segments.append(GuestBuffer::holding(piece).segments());
         }
         rest = more;
     }

@@ -8,26 +8,26 @@ use std::{
 };
 
 use block::{
-    disk::{Disk, Totals},
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    disk::{Disk, DiskTotals},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use policy::{
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{RateLimit, LimitKind, Limits},
     time::{Duration, Instant},
 };
 use reactor::{JoinHandle, error::Error, now, sim, sleep_until, spawn_joinable, timeout};
 use storage::{
     Storage,
     align::Align,
-    fault::{FaultRule, Kind},
-    simulated::{Behaviour, Simulated},
+    fault::{FaultRule, StorageRequestKind},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
     model::Model,
-    passed::Passed,
+    passed::GroupSamples,
     seeds,
 };
 
@@ -40,7 +40,7 @@ const LARGE: (usize, usize) = (512, 400);
 const LONGEST_REQUEST: u64 = (LARGE.0 * LARGE.1) as u64;
 
 #[test]
-fn disks_keep_their_promises() {
+fn disks_meet_the_storage_contract() {
     let tally = Rc::new(RefCell::new(Tally::default()));
     let seeds = seeds::for_each("--test simulation", "disks_keep_their_promises", 1000, |seed| {
         run(seed, &tally);
@@ -57,7 +57,7 @@ fn disks_keep_their_promises() {
 }
 
 #[test]
-fn a_seed_repeats_to_the_last_bit() {
+fn a_seed_is_deterministic() {
     let once = || {
         let tally = Rc::default();
         (run(11, &tally), format!("{tally:?}"))
@@ -69,10 +69,10 @@ fn a_seed_repeats_to_the_last_bit() {
 fn run(seed: u64, tally: &Rc<RefCell<Tally>>) -> Instant {
     let tally = Rc::clone(tally);
     sim::run(seed, async move {
-        let group = Group::new("group", settings(draw_limits()), None).expect("drawn valid");
-        let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
+        let group = ThrottleGroup::new("group", settings(draw_limits()), None).expect("drawn valid");
+        let passed = Rc::new(RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)));
         let disks: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
-            .map(|_| spawn_joinable(Life::draw(&group, &tally, &passed).run()))
+            .map(|_| spawn_joinable(DiskLife::draw(&group, &tally, &passed).run()))
             .collect();
         for disk in disks {
             timeout(FOREVER, disk).await.expect("every request is answered within a day of virtual time");
@@ -95,9 +95,9 @@ fn draw_limits() -> Limits {
         *limits.limit_mut(kind) = sim::random(|random| {
             let rate = (least * 10_f64.powf(2.0 * random.f64())) as u64;
             match random.u8(..3) {
-                0 => Limit { rate, ..Limit::NONE },
-                1 => Limit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: 1 },
-                _ => Limit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: random.u64(1..4) },
+                0 => RateLimit { rate, ..RateLimit::NONE },
+                1 => RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: 1 },
+                _ => RateLimit { rate, burst_rate: rate * random.u64(1..5), burst_length_s: random.u64(1..4) },
             }
         });
     };
@@ -111,8 +111,8 @@ fn draw_limits() -> Limits {
 }
 
 /// A disk through several crashes.
-struct Life {
-    group: Arc<Group>,
+struct DiskLife {
+    group: Arc<ThrottleGroup>,
     shared: Rc<Shared>,
     behaviour: Behaviour,
     faults: bool,
@@ -121,8 +121,8 @@ struct Life {
     crashes: usize,
 }
 
-impl Life {
-    fn draw(group: &Arc<Group>, tally: &Rc<RefCell<Tally>>, passed: &Rc<RefCell<Passed>>) -> Self {
+impl DiskLife {
+    fn draw(group: &Arc<ThrottleGroup>, tally: &Rc<RefCell<Tally>>, passed: &Rc<RefCell<GroupSamples>>) -> Self {
         // Mostly tiny disks, so that requests overlap.
         let (block_bytes, blocks) = match sim::random(|random| random.u32(..100)) {
             0..4 => LARGE,
@@ -181,14 +181,14 @@ impl Life {
         self.crash(&device);
     }
 
-    fn open(&self) -> (Simulated, Arc<Disk>) {
+    fn open(&self) -> (SimulatedStorage, Arc<Disk>) {
         self.shared.sent.iter().chain(&self.shared.succeeded).for_each(|count| count.set(0));
-        let device = Simulated::new(self.content.clone(), self.behaviour);
+        let device = SimulatedStorage::new(self.content.clone(), self.behaviour);
         let mut storage = Storage::Simulated(Align::new(device.clone()));
         if self.faults {
             storage = storage.with_faults(vec![full_disk()]);
         }
-        let image = Image::Raw(Raw::new(storage));
+        let image = Image::Raw(RawImage::new(storage));
         let settings = DiskSettings::default();
         let disk = Disk::new("disk", image, settings, Some(&self.group)).expect("nothing is promised");
         disk.prefetch().set(draw_prefetch()).expect("in range");
@@ -201,7 +201,7 @@ impl Life {
         (0..self.clients).map(|_| spawn_joinable(client().run(requests()))).collect()
     }
 
-    fn crash(&mut self, device: &Simulated) {
+    fn crash(&mut self, device: &SimulatedStorage) {
         self.content = device.crash();
         self.shared.model.borrow_mut().crash(self.content.clone());
         self.shared.tally.borrow_mut().crashes += 1;
@@ -218,7 +218,7 @@ impl Life {
     /// Checks that the disk counted every request that succeeded, and none that was not sent. A
     /// cancelled one may have succeeded.
     fn check_count(&self, disk: &Disk) {
-        let Totals { reads, writes, .. } = disk.totals();
+        let DiskTotals { reads, writes, .. } = disk.totals();
         for (direction, counted) in [reads, writes].into_iter().enumerate() {
             let range = self.shared.succeeded[direction].get()..=self.shared.sent[direction].get();
             assert!(range.contains(&counted), "{counted} counted, and there were {range:?}");
@@ -236,7 +236,7 @@ async fn stop(clients: Vec<JoinHandle<()>>) {
 /// Fails every tenth write for lack of space, without an effect.
 fn full_disk() -> FaultRule {
     FaultRule {
-        kind: Some(Kind::Write),
+        kind: Some(StorageRequestKind::Write),
         range: None,
         error: Error::NO_SPACE,
         count: None,

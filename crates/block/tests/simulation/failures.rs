@@ -4,23 +4,23 @@
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{
-    disk::{Disk, ErrorPolicies, OnError, Patience, Totals},
+    disk::{Disk, ErrorPolicies, OnError, CancelToken, DiskTotals},
     layer::throttle::DiskSettings,
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use policy::{
     request::Direction,
-    throttle::{Cost, Limit, LimitKind, Limits},
+    throttle::{RequestCost, RateLimit, LimitKind, Limits},
     time::Duration,
 };
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
     now, sim, sleep_until, spawn_joinable, timeout,
 };
 use storage::{
     Durability, Storage, ZeroOptions,
-    fault::{FaultRule, Kind},
+    fault::{FaultRule, StorageRequestKind},
 };
 
 use crate::seeds;
@@ -34,7 +34,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// A disk on a device where some requests of this kind fail, at most `count`, and each takes up to
 /// 2 ms.
 fn disk(
-    kind: Kind,
+    kind: StorageRequestKind,
     error: Error,
     count: Option<u64>,
     probability: f64,
@@ -46,10 +46,10 @@ fn disk(
     let storage = Storage::memory(CLIENTS * BLOCKS * BLOCK).with_faults(vec![rule]).delayed(
         format!("read={latency},write={latency},zero={latency},flush={latency}").parse().expect("valid"),
     );
-    let image = Image::Raw(Raw::new(storage));
+    let image = Image::Raw(RawImage::new(storage));
     // Never reached: each request is charged, and none waits.
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 1_000_000_000, ..Limit::NONE };
+    *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: 1_000_000_000, ..RateLimit::NONE };
     let settings = DiskSettings { limits, ..DiskSettings::default() };
     let disk = Disk::new("disk", image, settings, None).expect("valid limits");
     disk.failures().set_policies(policies);
@@ -60,14 +60,14 @@ fn on_writes(write: OnError) -> ErrorPolicies {
     ErrorPolicies { write, ..ErrorPolicies::default() }
 }
 
-async fn write(disk: &Disk, block: u64, byte: u8, patience: &Arc<Patience>) -> Result<()> {
-    let pass = disk.admit(Direction::Write, Cost::one(BLOCK)).await.while_awaited(patience);
-    let data = Segments::from(Buffer::copy_of(&[byte; BLOCK as usize]));
+async fn write(disk: &Disk, block: u64, byte: u8, patience: &Arc<CancelToken>) -> Result<()> {
+    let pass = disk.admit(Direction::Write, RequestCost::one(BLOCK)).await.with_cancel_token(patience);
+    let data = Segments::from(IoBuffer::copy_of(&[byte; BLOCK as usize]));
     disk.write(pass, block * BLOCK, data, Durability::Cached).await
 }
 
 async fn read(disk: &Disk, block: u64) -> Result<u8> {
-    let pass = disk.admit(Direction::Read, Cost::one(BLOCK)).await;
+    let pass = disk.admit(Direction::Read, RequestCost::one(BLOCK)).await;
     Ok(disk.read(pass, block * BLOCK, BLOCK as usize).await?.to_vec()[0])
 }
 
@@ -77,7 +77,7 @@ async fn some_time(most: Duration) {
 }
 
 #[test]
-fn a_full_device_holds_writes_until_it_has_room() {
+fn writes_wait_until_a_full_device_has_space() {
     let stops = Cell::new(0);
     let seeds = seeds::for_each("--test simulation", "a_full_device_holds_writes", 200, |seed| {
         stops.set(stops.get() + sim::run(seed, fill_and_make_room()));
@@ -88,7 +88,7 @@ fn a_full_device_holds_writes_until_it_has_room() {
 /// Returns how often the disk has stopped.
 async fn fill_and_make_room() -> u64 {
     let shortage = sim::random(|random| random.u64(1..20));
-    let kind = [Kind::Write, Kind::Flush][sim::random(|random| random.usize(..2))];
+    let kind = [StorageRequestKind::Write, StorageRequestKind::Flush][sim::random(|random| random.usize(..2))];
     let policy = [OnError::Enospc, OnError::Stop][sim::random(|random| random.usize(..2))];
     let disk = disk(kind, Error::NO_SPACE, Some(shortage), 0.3, on_writes(policy));
     let clients: Vec<_> =
@@ -115,7 +115,7 @@ async fn fill_and_make_room() -> u64 {
     }
     operator.cancel().await;
     let writes = CLIENTS * BLOCKS;
-    let done = Totals { writes, written_bytes: writes * BLOCK, ..disk.totals() };
+    let done = DiskTotals { writes, written_bytes: writes * BLOCK, ..disk.totals() };
     assert_eq!(disk.totals(), done, "each is counted once, when it has landed");
     assert_eq!(disk.throttle().stats().writes.requests, writes, "and has been charged once");
     let errors = disk.failures().errors();
@@ -137,11 +137,11 @@ async fn work(disk: Arc<Disk>, client: u64) {
 }
 
 #[test]
-fn who_does_not_wait_has_the_error_and_the_end_of_a_disk_waits_for_nobody() {
+fn cancelled_and_final_requests_receive_the_error() {
     seeds::for_each("--test simulation", "who_does_not_wait", 50, |seed| {
         sim::run(seed, async {
-            let disk = disk(Kind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));
-            let patience: [Arc<Patience>; 2] = Default::default();
+            let disk = disk(StorageRequestKind::Write, Error::NO_SPACE, None, 1.0, on_writes(OnError::Enospc));
+            let patience: [Arc<CancelToken>; 2] = Default::default();
             let attempt = |who: usize, block: u64| {
                 let (disk, patience) = (Arc::clone(&disk), Arc::clone(&patience[who]));
                 spawn_joinable(async move { write(&disk, block, 1, &patience).await })
@@ -151,43 +151,43 @@ fn who_does_not_wait_has_the_error_and_the_end_of_a_disk_waits_for_nobody() {
             sleep_until(now() + SECOND).await;
             let (leaves_untried, stays_untried) = (attempt(0, 2), attempt(1, 3));
             sleep_until(now() + SECOND).await;
-            patience[0].lose();
+            patience[0].cancel();
             for gone in [leaves, leaves_untried] {
                 assert_eq!(timeout(SECOND, gone).await, Ok(Err(Error::NO_SPACE)));
             }
             assert!(!stays.is_finished() && !stays_untried.is_finished(), "the others are still held");
-            disk.failures().lift();
+            disk.failures().stop_waiting();
             for held in [stays, stays_untried, attempt(1, 4)] {
                 assert_eq!(timeout(SECOND, held).await, Ok(Err(Error::NO_SPACE)));
             }
             assert_eq!(disk.failures().stopped_by(), None);
-            assert_eq!(disk.totals(), Totals::default(), "nothing has landed, so nothing is counted");
+            assert_eq!(disk.totals(), DiskTotals::default(), "nothing has landed, so nothing is counted");
         });
     });
 }
 
 #[test]
-fn what_no_policy_stops_is_reported_and_counted_by_its_kind() {
+fn errors_without_stop_are_reported_and_counted() {
     let (report, enospc) = (ErrorPolicies::default(), on_writes(OnError::Enospc));
     for (kind, error, policies) in [
-        (Kind::Read, Error::IO, enospc),
-        (Kind::Write, Error::IO, enospc),
-        (Kind::Zero, Error::NO_SPACE, report),
-        (Kind::Flush, Error::NO_SPACE, report),
-        (Kind::Discard, Error::IO, report),
+        (StorageRequestKind::Read, Error::IO, enospc),
+        (StorageRequestKind::Write, Error::IO, enospc),
+        (StorageRequestKind::Zero, Error::NO_SPACE, report),
+        (StorageRequestKind::Flush, Error::NO_SPACE, report),
+        (StorageRequestKind::Discard, Error::IO, report),
     ] {
         sim::run(1, async move {
             let disk = disk(kind, error, None, 1.0, policies);
-            let pass = || disk.admit(Direction::Write, Cost::one(BLOCK));
+            let pass = || disk.admit(Direction::Write, RequestCost::one(BLOCK));
             let result = match kind {
-                Kind::Read => read(&disk, 0).await.map(drop),
-                Kind::Write => write(&disk, 0, 1, &Arc::default()).await,
-                Kind::Zero => {
+                StorageRequestKind::Read => read(&disk, 0).await.map(drop),
+                StorageRequestKind::Write => write(&disk, 0, 1, &Arc::default()).await,
+                StorageRequestKind::Zero => {
                     let options =
                         ZeroOptions { may_unmap: true, only_if_fast: false, durability: Durability::Cached };
                     disk.write_zeroes(pass().await, 0, BLOCK, options).await
                 }
-                Kind::Discard => disk.discard(pass().await, 0, BLOCK, Durability::Cached).await,
+                StorageRequestKind::Discard => disk.discard(pass().await, 0, BLOCK, Durability::Cached).await,
                 _ => disk.flush().await,
             };
             assert_eq!(result, Err(error), "{kind:?}");
@@ -196,13 +196,13 @@ fn what_no_policy_stops_is_reported_and_counted_by_its_kind() {
             let errors = disk.failures().errors();
             let counts = [errors.reads, errors.writes, errors.flushes, errors.discards];
             let expect = match kind {
-                Kind::Read => [1, 0, 0, 0],
-                Kind::Flush => [0, 0, 1, 0],
-                Kind::Discard => [0, 0, 0, 1],
+                StorageRequestKind::Read => [1, 0, 0, 0],
+                StorageRequestKind::Flush => [0, 0, 1, 0],
+                StorageRequestKind::Discard => [0, 0, 0, 1],
                 _ => [0, 1, 0, 0],
             };
             assert_eq!(counts, expect, "{kind:?}");
-            assert_eq!(disk.totals(), Totals::default(), "{kind:?}");
+            assert_eq!(disk.totals(), DiskTotals::default(), "{kind:?}");
         });
     }
 }

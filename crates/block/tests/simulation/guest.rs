@@ -2,7 +2,7 @@
 
 use reactor::{
     buffer::Segments,
-    guest::{DirtyLog, Memory, Place, Region},
+    guest::{DirtyLog, GuestMemory, GuestBytes, Region},
     sim,
 };
 
@@ -12,13 +12,13 @@ const START: u64 = 0x1_0000;
 const PAGE: u64 = 4096;
 
 /// Guest memory of one request, with other bytes between its pieces.
-pub(crate) struct Lent {
-    memory: Memory,
+pub(crate) struct GuestBuffer {
+    memory: GuestMemory,
     log: DirtyLog,
     pieces: Vec<(u64, usize)>,
 }
 
-impl Lent {
+impl GuestBuffer {
     /// Memory for `length` bytes, in one piece or several, at any alignment.
     pub(crate) fn new(length: usize) -> Self {
         let mut pieces = Vec::new();
@@ -34,7 +34,7 @@ impl Lent {
         }
         let region = Region::on_heap(START, 0, (at - START) as usize + 64);
         let log = DirtyLog::on_heap((at / PAGE / 8) as usize + 1);
-        let memory = Memory::new(vec![region]).expect("one region");
+        let memory = GuestMemory::new(vec![region]).expect("one region");
         whole(&memory).fill(0, (at - START) as usize + 64, GUARD);
         Self { memory: memory.with_log(Some(log.clone())), log, pieces }
     }
@@ -55,8 +55,8 @@ impl Lent {
         self.places().collect()
     }
 
-    fn places(&self) -> impl Iterator<Item = Place> {
-        self.pieces.iter().map(|&(at, length)| self.memory.place(at, length).expect("inside"))
+    fn places(&self) -> impl Iterator<Item = GuestBytes> {
+        self.pieces.iter().map(|&(at, length)| self.memory.range(at, length).expect("inside"))
     }
 
     /// The content after a read. Asserts that no other byte has changed, and that changed pages are
@@ -78,6 +78,6 @@ impl Lent {
     }
 }
 
-fn whole(memory: &Memory) -> Place {
-    memory.place(START, memory.regions().next().expect("it has one").bytes() as usize).expect("all of it")
+fn whole(memory: &GuestMemory) -> GuestBytes {
+    memory.range(START, memory.regions().next().expect("it has one").bytes() as usize).expect("all of it")
 }

@@ -16,7 +16,7 @@ use std::rc::Rc;
 
 use policy::{
     request::Direction,
-    throttle::Cost,
+    throttle::RequestCost,
     time::{Duration, Instant},
 };
 use reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
@@ -32,7 +32,7 @@ use crate::{
 const FOREVER: Duration = Duration::from_secs(7 * 24 * 3600);
 
 #[test]
-fn every_level_holds_whatever_changes() {
+fn limits_hold_at_every_level_during_changes() {
     let mut tally = Tally::default();
     let seeds = seeds::for_each("--test simulation", "every_level_holds_whatever_changes", 3200, |seed| {
         let of_seed = sim::run(seed, run());
@@ -111,14 +111,14 @@ async fn ask(world: Rc<World>, disk: usize) {
 }
 
 /// Draws a size; in an exact world at most a slice.
-fn draw_cost(exact: bool) -> Cost {
+fn draw_cost(exact: bool) -> RequestCost {
     sim::random(|random| match random.u8(..4) {
         0 if exact => {
-            Cost::merged(&(0..random.usize(1..4)).map(|_| random.u64(1..16_384)).collect::<Vec<_>>())
+            RequestCost::merged(&(0..random.usize(1..4)).map(|_| random.u64(1..16_384)).collect::<Vec<_>>())
         }
-        0 => Cost::one(random.u64(65_536..2_000_000)),
-        1 => Cost::one(512),
-        _ => Cost::one(random.u64(1..49_152)),
+        0 => RequestCost::one(random.u64(65_536..2_000_000)),
+        1 => RequestCost::one(512),
+        _ => RequestCost::one(random.u64(1..49_152)),
     })
 }
 

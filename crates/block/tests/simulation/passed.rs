@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use block::layer::throttle::Group;
+use block::layer::throttle::ThrottleGroup;
 use policy::{
     throttle::LimitKind,
     time::{Duration, Instant},
@@ -10,16 +10,16 @@ use policy::{
 use reactor::now;
 
 /// Samples of a group's counters.
-pub(crate) struct Passed {
-    group: Arc<Group>,
+pub(crate) struct GroupSamples {
+    group: Arc<ThrottleGroup>,
     /// Instant, requests, bytes.
     looks: Vec<(Instant, [u64; 2])>,
     /// Size of the largest request, in bytes.
     longest_request: u64,
 }
 
-impl Passed {
-    pub(crate) fn new(group: &Arc<Group>, longest_request: u64) -> Self {
+impl GroupSamples {
+    pub(crate) fn new(group: &Arc<ThrottleGroup>, longest_request: u64) -> Self {
         Self { group: Arc::clone(group), looks: Vec::new(), longest_request }
     }
 

@@ -5,25 +5,25 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use block::{disk::Disk, layer::throttle::DiskSettings};
 use image::{
-    Image, Qcow2, Raw,
+    Image, Qcow2Image, RawImage,
     qcow2::{
-        Parts,
+        Qcow2Components,
         create::{CreateOptions, create},
     },
 };
 use policy::{
-    prefetch::{Mode, Settings},
+    prefetch::{PrefetchMode, PrefetchConfig},
     request::Direction,
-    throttle::Cost,
+    throttle::RequestCost,
     time::Duration,
 };
-use reactor::{buffer::Buffer, now, sim, sleep_until, spawn_joinable};
+use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn_joinable};
 use storage::{
     Durability, Storage,
     align::Align,
-    fault::{FaultRule, Kind},
-    rate::{Budget, RateOptions},
-    simulated::{Behaviour, Simulated},
+    fault::{FaultRule, StorageRequestKind},
+    rate::{RateBudget, RateOptions},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 use crate::seeds;
@@ -31,11 +31,11 @@ use crate::seeds;
 const BLOCK: usize = 4096;
 const MIB: usize = 1 << 20;
 
-fn disk(storage: Storage, settings: Settings) -> Arc<Disk> {
-    disk_of(Image::Raw(Raw::new(storage)), settings)
+fn disk(storage: Storage, settings: PrefetchConfig) -> Arc<Disk> {
+    disk_of(Image::Raw(RawImage::new(storage)), settings)
 }
 
-fn disk_of(image: Image, settings: Settings) -> Arc<Disk> {
+fn disk_of(image: Image, settings: PrefetchConfig) -> Arc<Disk> {
     let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
     disk.prefetch().set(settings).expect("in range");
     Arc::new(disk)
@@ -47,16 +47,16 @@ fn slow(size_bytes: usize, delay: &str) -> Storage {
 }
 
 async fn read(disk: &Disk, block: usize) -> reactor::error::Result<u8> {
-    let pass = disk.admit(Direction::Read, Cost::one(BLOCK as u64)).await;
+    let pass = disk.admit(Direction::Read, RequestCost::one(BLOCK as u64)).await;
     let data = disk.read(pass, (block * BLOCK) as u64, BLOCK).await?;
     assert_eq!(data.len(), BLOCK);
     Ok(data.to_vec()[0])
 }
 
 async fn write(disk: &Disk, block: usize, byte: u8) {
-    let mut data = Buffer::new(BLOCK);
+    let mut data = IoBuffer::new(BLOCK);
     data.fill(byte);
-    let pass = disk.admit(Direction::Write, Cost::one(BLOCK as u64)).await;
+    let pass = disk.admit(Direction::Write, RequestCost::one(BLOCK as u64)).await;
     let offset = (block * BLOCK) as u64;
     disk.write(pass, offset, data.into(), Durability::Cached).await.expect("the disk is sound");
 }
@@ -68,8 +68,8 @@ fn a_read_ahead_that_a_write_overtakes_is_never_served() {
         let overtaken = Rc::clone(&overtaken);
         sim::run(seed, async move {
             let behaviour = Behaviour { latency: Duration::from_millis(10), ..Behaviour::default() };
-            let device = Simulated::new(vec![1; 64 * BLOCK], behaviour);
-            let disk = disk(Storage::Simulated(Align::new(device)), Settings::default());
+            let device = SimulatedStorage::new(vec![1; 64 * BLOCK], behaviour);
+            let disk = disk(Storage::Simulated(Align::new(device)), PrefetchConfig::default());
             for block in 0..3 {
                 read(&disk, block).await.expect("sound");
             }
@@ -105,9 +105,9 @@ fn slow_storage_is_read_nearly_as_fast_by_one_request_at_a_time_as_by_many() {
     sim::run(1, async {
         // 200 MB/s with a latency of 5 ms: a disk behind a network.
         let (size, rate) = (64 * MIB, 200_000_000);
-        let budget = Arc::new(Budget::new(RateOptions { read: Some(rate), ..RateOptions::default() }));
+        let budget = Arc::new(RateBudget::new(RateOptions { read: Some(rate), ..RateOptions::default() }));
         let storage = slow(size, "read=5ms").with_rate(budget);
-        let disk = disk(storage, Settings { mode: Mode::On, ..Settings::default() });
+        let disk = disk(storage, PrefetchConfig { mode: PrefetchMode::On, ..PrefetchConfig::default() });
         let began = now();
         for block in 0..size / BLOCK {
             read(&disk, block).await.expect("sound");
@@ -119,10 +119,10 @@ fn slow_storage_is_read_nearly_as_fast_by_one_request_at_a_time_as_by_many() {
 }
 
 #[test]
-fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
+fn failed_read_ahead_is_reported_by_the_read_only() {
     sim::run(1, async {
         let bad: FaultRule = FaultRule {
-            kind: Some(Kind::Read),
+            kind: Some(StorageRequestKind::Read),
             range: Some((20 * BLOCK) as u64..(21 * BLOCK) as u64),
             error: reactor::error::Error::IO,
             count: None,
@@ -130,7 +130,7 @@ fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
             seed: 0,
         };
         let storage = slow(MIB, "read=1ms").with_faults(vec![bad]);
-        let disk = disk(storage, Settings::default());
+        let disk = disk(storage, PrefetchConfig::default());
         for block in 0..60 {
             let expect = if block == 20 { Err(reactor::error::Error::IO) } else { Ok(0) };
             assert_eq!(read(&disk, block).await, expect, "block {block}");
@@ -140,9 +140,9 @@ fn a_read_ahead_that_fails_is_not_heard_of_until_its_data_is_asked_for() {
 }
 
 #[test]
-fn a_disk_is_closed_once_what_it_reads_ahead_has_landed() {
+fn close_waits_for_read_aheads() {
     sim::run(1, async {
-        let disk = disk(slow(MIB, "read=50ms"), Settings::default());
+        let disk = disk(slow(MIB, "read=50ms"), PrefetchConfig::default());
         for block in 0..2 {
             read(&disk, block).await.expect("sound");
         }
@@ -167,28 +167,28 @@ fn a_disk_is_closed_once_what_it_reads_ahead_has_landed() {
 }
 
 #[test]
-fn what_is_in_memory_already_is_not_read_ahead_unless_told_to() {
+fn auto_mode_does_not_read_ahead_from_memory() {
     sim::run(1, async {
         let memory = || Storage::memory(MIB as u64);
-        for mode in [Mode::Auto, Mode::On] {
-            let disk = disk(memory(), Settings { mode, ..Settings::default() });
+        for mode in [PrefetchMode::Auto, PrefetchMode::On] {
+            let disk = disk(memory(), PrefetchConfig { mode, ..PrefetchConfig::default() });
             for block in 0..100 {
                 read(&disk, block).await.expect("sound");
             }
             let hits = disk.prefetch().stats().hits;
-            assert_eq!((disk.prefetch().settings().mode, hits > 0), (mode, mode == Mode::On), "{hits} hits");
+            assert_eq!((disk.prefetch().settings().mode, hits > 0), (mode, mode == PrefetchMode::On), "{hits} hits");
         }
     });
 }
 
 #[test]
-fn a_hundred_readers_at_once_are_read_ahead_of_alike() {
+fn read_ahead_is_fair_among_a_hundred_readers() {
     const READERS: usize = 100;
     sim::run(1, async {
         let size = READERS * 8 * MIB;
-        let budget = Arc::new(Budget::new(RateOptions { read: Some(600_000_000), ..RateOptions::default() }));
+        let budget = Arc::new(RateBudget::new(RateOptions { read: Some(600_000_000), ..RateOptions::default() }));
         let storage = slow(size, "read=100us").with_rate(budget);
-        let settings = Settings { memory_bytes: 64 << 20, ..Settings::default() };
+        let settings = PrefetchConfig { memory_bytes: 64 << 20, ..PrefetchConfig::default() };
         let disk = disk(storage, settings);
         let answered: Rc<Vec<Cell<usize>>> = Rc::new((0..READERS).map(|_| Cell::new(0)).collect());
         let readers: Vec<_> = (0..READERS)
@@ -218,13 +218,13 @@ fn a_hundred_readers_at_once_are_read_ahead_of_alike() {
 }
 
 #[test]
-fn what_is_not_allocated_is_not_read_ahead() {
+fn holes_are_not_read_ahead() {
     sim::run(1, async {
         let storage = slow(512, "read=100us");
         let options = CreateOptions { size_bytes: 4 * MIB as u64, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("memory");
-        let image = Qcow2::open(Parts::of(storage)).await.expect("new");
-        let disk = disk_of(Image::Qcow2(image), Settings::default());
+        let image = Qcow2Image::open(Qcow2Components::of(storage)).await.expect("new");
+        let disk = disk_of(Image::Qcow2(image), PrefetchConfig::default());
         write(&disk, 512, 7).await;
         for block in 0..4 * MIB / BLOCK {
             assert_eq!(read(&disk, block).await, Ok(if block == 512 { 7 } else { 0 }));

@@ -23,25 +23,25 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use image::{Image, Qcow2, qcow2::bitmap::BitmapError};
+use image::{Image, Qcow2Image, qcow2::bitmap::BitmapError};
 use policy::time::Duration;
 use reactor::{JoinHandle, now, sim, sleep_until, spawn_joinable, timeout};
 use storage::{
     Storage,
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 use self::{
-    keeper::{Keeper, Kept},
-    kind::{Files, Kind, disk},
+    keeper::{Keeper, KnownSnapshots},
+    kind::{Files, ImageKind, disk},
 };
 use crate::{
     client::{Client, Shared, Tally, chance, draw_prefetch, short_time},
     model::Model,
-    passed::Passed,
+    passed::GroupSamples,
     references, seeds,
 };
 
@@ -54,7 +54,7 @@ fn images_survive_crashes() {
     let seeds = seeds::for_each("--test simulation", "images_survive_crashes", 300, |seed| {
         let tally = Rc::clone(&tally);
         sim::run(seed, async move {
-            let life = Life::draw(&tally).await;
+            let life = ImageLife::draw(&tally).await;
             timeout(FOREVER, life.run())
                 .await
                 .expect("every request is answered within a day of virtual time");
@@ -71,10 +71,10 @@ fn images_survive_crashes() {
 }
 
 /// An image through several crashes.
-struct Life {
-    kind: Kind,
+struct ImageLife {
+    kind: ImageKind,
     shared: Rc<Shared>,
-    kept: Rc<RefCell<Kept>>,
+    kept: Rc<RefCell<KnownSnapshots>>,
     behaviour: Behaviour,
     files: Files,
     clients: usize,
@@ -91,20 +91,20 @@ const BITMAP: &str = "changes";
 
 /// The devices of the files.
 struct Devices {
-    image: Simulated,
-    data: Option<Simulated>,
+    image: SimulatedStorage,
+    data: Option<SimulatedStorage>,
 }
 
 impl Devices {
     /// Crashes both at once.
     fn crash(&self) -> Files {
-        Files { image: self.image.crash(), data: self.data.as_ref().map(Simulated::crash) }
+        Files { image: self.image.crash(), data: self.data.as_ref().map(SimulatedStorage::crash) }
     }
 }
 
-impl Life {
+impl ImageLife {
     async fn draw(tally: &Rc<RefCell<Tally>>) -> Self {
-        let kind = Kind::draw();
+        let kind = ImageKind::draw();
         let (mut files, disk) = kind.create().await;
         let has_bitmap = kind.options.version >= 3 && chance(50);
         if has_bitmap {
@@ -113,15 +113,15 @@ impl Life {
         }
         let before = has_bitmap.then(|| disk.clone());
         let block_bytes = kind.block_bytes;
-        let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
+        let group = ThrottleGroup::new("group", GroupSettings::default(), None).expect("no limits");
         // Most seeds inject no errors, so that no request may fail.
         let errors = if chance(30) { sim::random(fastrand::Rng::f64) / 16.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
-        let kept = if kind.snapshots { Kept::with_first(disk.clone()) } else { Kept::default() };
+        let kept = if kind.snapshots { KnownSnapshots::with_first(disk.clone()) } else { KnownSnapshots::default() };
         let shared = Shared {
             model: RefCell::new(Model::new(disk, block_bytes)),
             tally: Rc::clone(tally),
-            passed: Rc::new(RefCell::new(Passed::new(&group, 1 << 20))),
+            passed: Rc::new(RefCell::new(GroupSamples::new(&group, 1 << 20))),
             may_fail: errors > 0.0,
             block_bytes,
             beside: Cell::new(false),
@@ -204,12 +204,12 @@ impl Life {
     async fn open(&self) -> Option<(Devices, Arc<Disk>)> {
         self.shared.sent.iter().chain(&self.shared.succeeded).for_each(|count| count.set(0));
         self.shared.beside.set(false);
-        let device = |content: &Vec<u8>| Simulated::new(content.clone(), self.behaviour);
+        let device = |content: &Vec<u8>| SimulatedStorage::new(content.clone(), self.behaviour);
         let devices =
             Devices { image: device(&self.files.image), data: self.files.data.as_ref().map(device) };
-        let storage = |device: &Simulated| Storage::Simulated(Align::new(device.clone()));
+        let storage = |device: &SimulatedStorage| Storage::Simulated(Align::new(device.clone()));
         let parts = self.kind.parts(storage(&devices.image), devices.data.as_ref().map(storage), false).await;
-        let image = match Qcow2::open(parts).await {
+        let image = match Qcow2Image::open(parts).await {
             Ok(image) => image,
             Err(why) => {
                 assert!(self.shared.may_fail, "{why}");
@@ -244,7 +244,7 @@ impl Life {
         let mut kept = self.kept.take();
         kept.check(&self.kind, &self.files, &self.shared).await;
         self.kept.replace(kept);
-        let image = Qcow2::open(self.kind.in_memory(&self.files, true).await).await.expect("valid");
+        let image = Qcow2Image::open(self.kind.in_memory(&self.files, true).await).await.expect("valid");
         let found = disk(&image).await;
         self.look_at_bitmap(&image, &found).await;
         self.shared.model.borrow_mut().crash(found);
@@ -252,7 +252,7 @@ impl Life {
     }
 
     /// Checks that a consistent bitmap marks every difference; an inconsistent one is replaced.
-    async fn look_at_bitmap(&mut self, image: &Qcow2, guest: &[u8]) {
+    async fn look_at_bitmap(&mut self, image: &Qcow2Image, guest: &[u8]) {
         let Some(before) = &self.before else { return };
         let bits = match image.bitmap_bits(BITMAP).await {
             Ok(bits) => bits,
@@ -278,14 +278,14 @@ impl Life {
 
 /// The file with an empty bitmap, which replaces an existing one.
 async fn with_bitmap(content: &[u8]) -> Vec<u8> {
-    let image = Qcow2::open_for_upkeep(Storage::holding(content).await).await.expect("valid");
+    let image = Qcow2Image::open_for_maintenance(Storage::with_content(content).await).await.expect("valid");
     match image.remove_bitmap(BITMAP).await {
         Ok(()) | Err(BitmapError::NotFound(_)) => {}
         Err(why) => panic!("{why}"),
     }
     image.add_bitmap(BITMAP, GRANULARITY_BITS).await.expect("room");
     image.close().await.expect("memory");
-    image.storage().content().await.expect("memory")
+    image.storage().read_all().await.expect("memory")
 }
 
 async fn stop(clients: Vec<JoinHandle<()>>) {

@@ -4,9 +4,9 @@
 use std::collections::BTreeMap;
 
 use image::qcow2::{
-    bitmap::{Bits, decode_table},
-    entry::{Cluster, L1Entry, Shape},
-    header::Header,
+    bitmap::{BitmapCluster, decode_table},
+    entry::{ClusterMapping, L1Entry, EntryFormat},
+    header::Qcow2Header,
 };
 
 /// References to a file's clusters.
@@ -42,7 +42,7 @@ struct Use {
 /// # Panics
 /// If it is not a valid image.
 pub(crate) fn of(file: &[u8]) -> References {
-    let header = Header::parse(file).expect("a valid header");
+    let header = Qcow2Header::parse(file).expect("a valid header");
     let bits = header.cluster_bits;
     let mut walk = Walk { file, header: &header, clusters: BTreeMap::new() };
     walk.refer("header", 0, 1);
@@ -78,7 +78,7 @@ pub(crate) fn of(file: &[u8]) -> References {
 
 struct Walk<'a> {
     file: &'a [u8],
-    header: &'a Header,
+    header: &'a Qcow2Header,
     clusters: BTreeMap<u64, Uses>,
 }
 
@@ -110,11 +110,11 @@ impl Walk<'_> {
                 let map = entry.get(1).copied().unwrap_or(0);
                 let what = format!("guest cluster {number} of table {index} of tree {tree}");
                 match shape.decode(entry[0], map).expect("a valid L2 entry") {
-                    Cluster::Standard(standard) => {
+                    ClusterMapping::Standard(standard) => {
                         let host = standard.host.filter(|_| !shape.data_file);
                         host.inspect(|host| self.own(&what, tree, *host, tree == 0 && standard.copied));
                     }
-                    Cluster::Compressed { offset, length } => {
+                    ClusterMapping::Compressed { offset, length } => {
                         self.add(offset, length, &Use { what, tree: Some(tree), is_compressed: true });
                     }
                 }
@@ -148,8 +148,8 @@ impl Walk<'_> {
         }
     }
 
-    fn shape(&self) -> Shape {
-        Shape {
+    fn shape(&self) -> EntryFormat {
+        EntryFormat {
             cluster_bits: self.header.cluster_bits,
             extended: self.header.has_subclusters(),
             data_file: self.header.has_data_file(),
@@ -160,7 +160,7 @@ impl Walk<'_> {
 
 /// Offset and length of the directory, tables and bits of the bitmaps. The fields of a directory
 /// entry have the same offsets in every version.
-fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
+fn bitmaps(file: &[u8], header: &Qcow2Header) -> Vec<(String, u64, u64)> {
     let Some(bitmaps) = header.bitmaps else { return Vec::new() };
     let mut places = vec![("bitmap directory".into(), bitmaps.directory.offset, bitmaps.directory.length)];
     let directory = at(file, bitmaps.directory.offset, bitmaps.directory.length as usize);
@@ -174,7 +174,7 @@ fn bitmaps(file: &[u8], header: &Header) -> Vec<(String, u64, u64)> {
         places.push((format!("table of bitmap {number}"), offset, length));
         let table = decode_table(&at(file, offset, length as usize), header.cluster_bytes());
         for part in table.expect("a valid bitmap table") {
-            if let Bits::Stored(offset) = part {
+            if let BitmapCluster::Stored(offset) = part {
                 places.push((format!("bits of bitmap {number}"), offset, 1));
             }
         }

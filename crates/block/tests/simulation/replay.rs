@@ -6,10 +6,10 @@
 
 use std::{cell::RefCell, rc::Rc};
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
+use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{Admission, Cost, Decision, Limit, LimitKind, Limits, Share, Tree},
+    throttle::{AdmissionResult, RequestCost, PollDecision, RateLimit, LimitKind, Limits, NodeShare, ThrottleTree},
     time::{Duration, Instant},
 };
 use reactor::{now, sim, sleep_until, spawn_joinable};
@@ -21,7 +21,7 @@ const REQUESTS: usize = 300;
 
 /// A request of a trace.
 #[derive(Clone, Copy, Debug)]
-struct Asked {
+struct ReplayRequest {
     at: Instant,
     disk: usize,
     direction: Direction,
@@ -32,12 +32,12 @@ struct Asked {
 #[derive(Clone, Debug)]
 struct Trace {
     group: Limits,
-    disks: [(Limits, Share); DISKS],
-    requests: Vec<Asked>,
+    disks: [(Limits, NodeShare); DISKS],
+    requests: Vec<ReplayRequest>,
 }
 
 #[test]
-fn a_trace_passes_the_layer_when_the_tree_alone_says() {
+fn the_layer_admits_a_trace_like_the_tree_alone() {
     let mut waited = 0;
     let test = "a_trace_passes_the_layer_when_the_tree_alone_says";
     let seeds = seeds::for_each("--test simulation", test, 200, |seed| {
@@ -60,14 +60,14 @@ impl Trace {
             at += Duration::from_nanos(sim::random(|random| random.u64(1..15_000_000)));
             let length = sim::random(|random| [512, 4096, 8192, 32_768][random.usize(..4)]);
             let direction = if chance(50) { Direction::Read } else { Direction::Write };
-            Asked { at, disk: sim::random(|random| random.usize(..DISKS)), direction, length }
+            ReplayRequest { at, disk: sim::random(|random| random.usize(..DISKS)), direction, length }
         };
         Self {
             requests: (0..REQUESTS).map(request).collect(),
             group: draw_limits(100),
             disks: [(); DISKS].map(|()| {
                 let weight = sim::random(|random| random.u32(1..1000));
-                (draw_limits(30), Share::new(weight).expect("in range"))
+                (draw_limits(30), NodeShare::new(weight).expect("in range"))
             }),
         }
     }
@@ -86,7 +86,7 @@ fn draw_limits(percent: u32) -> Limits {
         let rate = sim::random(|random| random.u64(40..160)) * unit;
         let burst_rate = if chance(50) { 0 } else { rate * sim::random(|random| random.u64(1..4)) };
         let burst_length_s = if burst_rate > 0 && chance(50) { 2 } else { 1 };
-        *limits.limit_mut(*kind) = Limit { rate, burst_rate, burst_length_s };
+        *limits.limit_mut(*kind) = RateLimit { rate, burst_rate, burst_length_s };
     }
     if chance(30) {
         limits.iops_size = 8192;
@@ -97,21 +97,21 @@ fn draw_limits(percent: u32) -> Limits {
 /// Instants at which the layer admits each request.
 async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
     let settings = GroupSettings { limits: trace.group, ..GroupSettings::default() };
-    let group = Group::new("group", settings, None).expect("drawn valid");
+    let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let members = trace.disks.map(|(limits, share)| {
         let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-        Rc::new(Member::new(settings, Some(&group)).expect("no promises"))
+        Rc::new(ThrottleMember::new(settings, Some(&group)).expect("no promises"))
     });
     let passed = Rc::new(RefCell::new(vec![Instant::MAX; trace.requests.len()]));
     let requests: Vec<_> = trace
         .requests
         .iter()
         .enumerate()
-        .map(|(number, &Asked { at, disk, direction, length })| {
+        .map(|(number, &ReplayRequest { at, disk, direction, length })| {
             let (member, passed) = (Rc::clone(&members[disk]), Rc::clone(&passed));
             spawn_joinable(async move {
                 sleep_until(at).await;
-                member.admit(direction, Cost::one(length)).await;
+                member.admit(direction, RequestCost::one(length)).await;
                 passed.borrow_mut()[number] = now();
             })
         })
@@ -124,26 +124,26 @@ async fn through_the_layer(trace: &Trace) -> Vec<Instant> {
 
 /// Instants at which the tree admits each request, with exact timers.
 fn alone(trace: &Trace) -> Vec<Instant> {
-    let mut tree = Tree::new(Instant::ZERO);
-    let group = tree.add(None, trace.group, Share::default()).expect("drawn valid");
+    let mut tree = ThrottleTree::new(Instant::ZERO);
+    let group = tree.add(None, trace.group, NodeShare::default()).expect("drawn valid");
     let disks = trace.disks.map(|(limits, share)| tree.add(Some(group), limits, share).expect("no promises"));
     let mut passed = vec![Instant::MAX; trace.requests.len()];
     let mut timer = Instant::MAX;
-    let poll = |tree: &mut Tree<usize>, now: Instant, passed: &mut [Instant]| loop {
+    let poll = |tree: &mut ThrottleTree<usize>, now: Instant, passed: &mut [Instant]| loop {
         match tree.poll(now) {
-            Decision::Admit(number) => passed[number] = now,
-            Decision::Wait { until } => return until,
-            Decision::Idle => return Instant::MAX,
+            PollDecision::Admit(number) => passed[number] = now,
+            PollDecision::Wait { until } => return until,
+            PollDecision::Idle => return Instant::MAX,
         }
     };
-    for (number, &Asked { at, disk, direction, length }) in trace.requests.iter().enumerate() {
+    for (number, &ReplayRequest { at, disk, direction, length }) in trace.requests.iter().enumerate() {
         // Timers that fire before the request arrives.
         while timer <= at {
             timer = poll(&mut tree, timer, &mut passed);
         }
-        match tree.request(disks[disk], direction, Cost::one(length), number, at) {
-            Admission::Admitted(number) => passed[number] = at,
-            Admission::Queued(_) => timer = poll(&mut tree, at, &mut passed),
+        match tree.submit(disks[disk], direction, RequestCost::one(length), number, at) {
+            AdmissionResult::Admitted(number) => passed[number] = at,
+            AdmissionResult::Queued(_) => timer = poll(&mut tree, at, &mut passed),
         }
     }
     // All requests have arrived: only timers are left.

@@ -11,7 +11,7 @@ pub(crate) fn for_each(target: &str, test: &str, default: u64, mut run: impl FnM
     };
     let count = seeds.end - seeds.start;
     for seed in seeds {
-        let _told = Told { target, test, seed };
+        let _told = SeedReporter { target, test, seed };
         run(seed);
     }
     count
@@ -23,13 +23,13 @@ fn number(variable: &str) -> Option<u64> {
 }
 
 /// Prints the command that repeats a failure, when a panic unwinds past it.
-struct Told<'a> {
+struct SeedReporter<'a> {
     target: &'a str,
     test: &'a str,
     seed: u64,
 }
 
-impl Drop for Told<'_> {
+impl Drop for SeedReporter<'_> {
     #[expect(clippy::print_stderr, reason = "a failing test says what a person needs to repeat it")]
     fn drop(&mut self) {
         if std::thread::panicking() {

@@ -11,10 +11,10 @@
 
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
+use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{Cost, Limit, LimitKind, Limits, Share},
+    throttle::{RequestCost, RateLimit, LimitKind, Limits, NodeShare},
     time::{Duration, Instant},
 };
 use reactor::{now, sim, sleep_until, spawn};
@@ -35,7 +35,7 @@ const SLICE_S: f64 = 0.09;
 const BY_WEIGHT: f64 = 0.013;
 
 #[test]
-fn trees_share_by_weight_and_keep_promises() {
+fn trees_share_by_weight_and_meet_reservations() {
     seeds::for_each("--test simulation", "trees_share_by_weight_and_keep_promises", 100, |seed| {
         sim::run(seed, run());
     });
@@ -52,7 +52,7 @@ struct Node {
 
 /// A disk, and the results of its requests.
 struct Disk {
-    member: Member,
+    member: ThrottleMember,
     length: u64,
     /// Units of the limit that a request is charged.
     units: f64,
@@ -65,7 +65,7 @@ struct Disk {
 async fn run() {
     let kind = if chance(50) { LimitKind::IopsTotal } else { LimitKind::BpsTotal };
     let rate = sim::random(|random| random.u64(50..200)) * if kind.counts_bytes() { 10_000 } else { 1 };
-    let group = Group::new("top", settings(kind, rate, Share::default()), None).expect("drawn valid");
+    let group = ThrottleGroup::new("top", settings(kind, rate, NodeShare::default()), None).expect("drawn valid");
     let mut promised = (rate as f64 * 0.2).floor();
     let top = Node {
         limit: rate as f64,
@@ -86,20 +86,20 @@ async fn run() {
     top.pour(rate as f64, rate as f64, 0.0, rate as f64, &format!("{kind:?} {rate}"));
 }
 
-fn settings(kind: LimitKind, rate: u64, share: Share) -> GroupSettings {
+fn settings(kind: LimitKind, rate: u64, share: NodeShare) -> GroupSettings {
     GroupSettings { limits: limits(kind, rate), share, ..GroupSettings::default() }
 }
 
 fn limits(kind: LimitKind, rate: u64) -> Limits {
     let mut limits = Limits::default();
-    *limits.limit_mut(kind) = Limit { rate, ..Limit::NONE };
+    *limits.limit_mut(kind) = RateLimit { rate, ..RateLimit::NONE };
     limits
 }
 
 /// Draws two to four groups or disks below a group; `promised` is the rate that can still be
 /// reserved.
 fn draw_children(
-    parent: &Arc<Group>,
+    parent: &Arc<ThrottleGroup>,
     kind: LimitKind,
     rate: f64,
     level: usize,
@@ -115,7 +115,7 @@ fn draw_children(
             *promised -= reservation;
             let weight = sim::random(|random| [50, 100, 100, 200, 400][random.usize(..5)]);
             let reserved = reservation as u64;
-            let share = Share::new(weight).expect("in range");
+            let share = NodeShare::new(weight).expect("in range");
             let share = if kind.counts_bytes() {
                 share.with_reservation(0, reserved)
             } else {
@@ -131,7 +131,7 @@ fn draw_children(
             };
             if is_group {
                 let settings = GroupSettings { limits, share, ..GroupSettings::default() };
-                let group = Group::new("group", settings, Some(parent)).expect("it fits");
+                let group = ThrottleGroup::new("group", settings, Some(parent)).expect("it fits");
                 let mut below = bound.min(*promised);
                 let had = below;
                 node.children = draw_children(&group, kind, rate, level + 1, &mut below);
@@ -148,7 +148,7 @@ fn draw_children(
                 group.set(GroupSettings { share, ..settings }).expect("it is booked already");
             } else {
                 let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-                let member = Member::new(settings, Some(parent)).expect("it fits");
+                let member = ThrottleMember::new(settings, Some(parent)).expect("it fits");
                 node.disk = Some(Rc::new(Disk::draw(member, kind, rate)));
             }
             node
@@ -157,7 +157,7 @@ fn draw_children(
 }
 
 impl Disk {
-    fn draw(member: Member, kind: LimitKind, rate: f64) -> Self {
+    fn draw(member: ThrottleMember, kind: LimitKind, rate: f64) -> Self {
         let length = sim::random(|random| match random.u8(..3) {
             0 => 16_384,
             1 => random.u64(8_192..65_536),
@@ -196,7 +196,7 @@ fn start(disk: &Rc<Disk>) {
 async fn ask_forever(disk: Rc<Disk>, direction: Direction) {
     let (longest, since) = (&disk.longest_wait[direction.index()], &disk.wait_since[direction.index()]);
     loop {
-        disk.member.admit(direction, Cost::one(disk.length)).await;
+        disk.member.admit(direction, RequestCost::one(disk.length)).await;
         disk.taken.set(disk.taken.get() + disk.units);
         longest.set(longest.get().max(now() - since.replace(now())));
     }

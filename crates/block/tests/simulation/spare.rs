@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
+use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{Cost, GivenBack, Limit, LimitKind, Limits},
+    throttle::{RequestCost, SpareRefund, RateLimit, LimitKind, Limits},
     time::{Duration, Instant},
 };
 use reactor::{now, sim, sleep_until, spawn_joinable};
@@ -19,30 +19,30 @@ const RATE: u64 = 10 << 20;
 
 fn limits(rate: u64) -> Limits {
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::BpsTotal) = Limit { rate, ..Limit::NONE };
+    *limits.limit_mut(LimitKind::BpsTotal) = RateLimit { rate, ..RateLimit::NONE };
     limits
 }
 
-fn group(rate: u64) -> Arc<Group> {
+fn group(rate: u64) -> Arc<ThrottleGroup> {
     let settings = GroupSettings { limits: limits(rate), ..GroupSettings::default() };
-    Group::new("shared", settings, None).expect("valid")
+    ThrottleGroup::new("shared", settings, None).expect("valid")
 }
 
-fn member(group: Option<&Arc<Group>>) -> Member {
-    Member::new(DiskSettings::default(), group).expect("no promises")
+fn member(group: Option<&Arc<ThrottleGroup>>) -> ThrottleMember {
+    ThrottleMember::new(DiskSettings::default(), group).expect("no promises")
 }
 
-fn read_ahead(member: &Member) -> bool {
-    member.spare(&Cost::one(LENGTH), GivenBack::NOTHING)
+fn read_ahead(member: &ThrottleMember) -> bool {
+    member.try_read_ahead(&RequestCost::one(LENGTH), SpareRefund::NONE)
 }
 
 /// Number of read-aheads that are admitted at once.
-fn fill(member: &Member) -> usize {
+fn fill(member: &ThrottleMember) -> usize {
     (0..1000).take_while(|_| read_ahead(member)).count()
 }
 
 #[test]
-fn requests_pass_at_the_same_instants_whatever_is_read_ahead() {
+fn read_ahead_does_not_change_admission_times() {
     seeds::for_each(
         "--test simulation",
         "requests_pass_at_the_same_instants_whatever_is_read_ahead",
@@ -64,7 +64,7 @@ async fn run(with_read_ahead: bool) -> (Vec<Instant>, usize) {
     let guest = spawn_joinable(async move {
         let mut passed = Vec::new();
         for request in 0..200 {
-            disk.admit(Direction::ALL[request % 2], Cost::one(LENGTH)).await;
+            disk.admit(Direction::ALL[request % 2], RequestCost::one(LENGTH)).await;
             passed.push(now());
             if request % 40 == 0 {
                 sleep_until(now() + Duration::from_millis(300)).await;
@@ -84,7 +84,7 @@ async fn run(with_read_ahead: bool) -> (Vec<Instant>, usize) {
 }
 
 #[test]
-fn what_is_spare_is_the_tree_s_that_the_disk_is_in() {
+fn spare_capacity_is_that_of_the_current_tree() {
     sim::run(1, async {
         let [full, empty] = [group(RATE), group(RATE)];
         let disk = member(Some(&full));
@@ -101,7 +101,7 @@ fn what_is_spare_is_the_tree_s_that_the_disk_is_in() {
         assert_eq!(fill(&disk), 1000, "nothing is limited");
         disk.move_to(Some(&full)).expect("no promises");
         assert!(!read_ahead(&disk));
-        full.lift();
+        full.lift_limits();
         assert_eq!(fill(&disk), 1000);
     });
 }

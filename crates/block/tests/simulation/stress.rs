@@ -10,13 +10,13 @@ use std::{
     time,
 };
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
+use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
 use policy::{
     request::Direction,
-    throttle::{Cost, Counters, Limit, LimitKind, Limits},
+    throttle::{RequestCost, AdmissionCounters, RateLimit, LimitKind, Limits},
     time::Duration,
 };
-use reactor::{Polling, Worker, timeout, yield_now};
+use reactor::{PollingMode, ReactorWorker, timeout, yield_now};
 
 /// Tasks on each worker, and requests of each task.
 const TASKS: u64 = 50;
@@ -27,16 +27,16 @@ const RATE: u64 = 250_000;
 const FOREVER: Duration = Duration::from_secs(60);
 
 /// Number of admitted requests of two workers, and the counters of their group: reads and writes.
-fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
+fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [AdmissionCounters; 2]) {
     let workers = ["one", "two"]
-        .map(|name| Worker::start(name, Polling::Off).expect("io_uring works on a test machine"));
+        .map(|name| ReactorWorker::start(name, PollingMode::Off).expect("io_uring works on a test machine"));
     let (announce, announced) = mpsc::channel();
     // Created on a worker: a group uses the clock of its reactor.
     workers[0].spawn(move || async move {
         let mut limits = Limits::default();
-        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: RATE, ..Limit::NONE };
+        *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: RATE, ..RateLimit::NONE };
         let settings = GroupSettings { limits, ..GroupSettings::default() };
-        announce.send(Group::new("shared", settings, None).expect("valid")).expect("somebody waits for it");
+        announce.send(ThrottleGroup::new("shared", settings, None).expect("valid")).expect("somebody waits for it");
     });
     let group = announced.recv_timeout(FOREVER).expect("a worker makes a group");
     let (done, finished) = mpsc::channel();
@@ -44,7 +44,7 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
         for task in 0..TASKS {
             let (group, done) = (Arc::clone(&group), done.clone());
             worker.spawn(move || async move {
-                let member = Member::new(DiskSettings::default(), Some(&group)).expect("no promises");
+                let member = ThrottleMember::new(DiskSettings::default(), Some(&group)).expect("no promises");
                 let mut passed = 0;
                 for request in 0..REQUESTS {
                     passed += u64::from(ask(&member, request + task, patience(request * TASKS + task)).await);
@@ -72,9 +72,9 @@ fn drive(patience: fn(u64) -> Option<Duration>) -> (u64, [Counters; 2]) {
 }
 
 /// Returns true if it was admitted before the timeout.
-async fn ask(member: &Member, request: u64, patience: Option<Duration>) -> bool {
+async fn ask(member: &ThrottleMember, request: u64, patience: Option<Duration>) -> bool {
     let direction = Direction::ALL[request as usize % 2];
-    let admission = member.admit(direction, Cost::one(4096));
+    let admission = member.admit(direction, RequestCost::one(4096));
     match patience {
         None => drop(admission.await),
         Some(patience) => return timeout(patience, admission).await.is_ok(),
@@ -95,7 +95,7 @@ fn threads_that_share_a_group_lose_no_request() {
 }
 
 #[test]
-fn threads_that_give_up_disturb_nobody() {
+fn cancellations_affect_no_other_request() {
     // Every third request is cancelled, after about the time that requests wait here.
     let (passed, counted) =
         drive(|request| (request % 3 == 0).then(|| Duration::from_micros(request * 7919 % 500)));

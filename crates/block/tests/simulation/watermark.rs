@@ -24,19 +24,19 @@ use std::{
 };
 
 use block::{
-    device::{Device, Roots, Sampler, Subject, id_of},
+    device::{Device, SysfsRoots, Sampler, SampledTarget, id_of},
     disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
 use image::open_raw;
 use policy::{
     request::Direction,
-    throttle::{Cost, LimitKind, Limits},
+    throttle::{RequestCost, LimitKind, Limits},
     time::{Duration, Instant},
     watermark::Watermark,
 };
-use reactor::{buffer::Buffer, now, sim, sleep_until, spawn};
-use storage::{Durability, Format, OpenOptions, rate::Budgets};
+use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn};
+use storage::{Durability, ImageFormat, OpenOptions, rate::RateBudgets};
 
 const MIB: u64 = 1 << 20;
 const DEVICE: &str = "bytes=22M,shared=sda";
@@ -46,9 +46,9 @@ const MEASURED: Duration = Duration::from_secs(40);
 const DIRECT: usize = 1;
 const CACHED: usize = 32;
 
-fn disk(name: &str, group: Option<&Arc<Group>>, budgets: &Budgets) -> Arc<Disk> {
+fn disk(name: &str, group: Option<&Arc<ThrottleGroup>>, budgets: &RateBudgets) -> Arc<Disk> {
     let options = OpenOptions {
-        format: Some(Format::Raw),
+        format: Some(ImageFormat::Raw),
         rate: Some(DEVICE.parse().expect("valid")),
         budgets: budgets.clone(),
         ..OpenOptions::default()
@@ -58,12 +58,12 @@ fn disk(name: &str, group: Option<&Arc<Group>>, budgets: &Budgets) -> Arc<Disk> 
 }
 
 /// A group with this limit in MiB a second, or without limits.
-fn group(name: &str, mib: Option<u64>, watermark: u8) -> Arc<Group> {
+fn group(name: &str, mib: Option<u64>, watermark: u8) -> Arc<ThrottleGroup> {
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::BpsTotal).rate = mib.unwrap_or(0) * MIB;
     let watermark = Watermark::new(watermark).expect("percent");
     let settings = GroupSettings { limits, watermark, ..GroupSettings::default() };
-    Group::new(name, settings, None).expect("valid")
+    ThrottleGroup::new(name, settings, None).expect("valid")
 }
 
 /// Writes a megabyte at a time, `depth` at once, and counts the bytes.
@@ -72,8 +72,8 @@ fn stream(disk: &Arc<Disk>, depth: usize, written: &Rc<Cell<u64>>, until: Instan
         let (disk, written) = (Arc::clone(disk), Rc::clone(written));
         spawn(async move {
             while now() < until {
-                let pass = disk.admit(Direction::Write, Cost::one(MIB)).await;
-                let data = Buffer::zeroed(MIB as usize);
+                let pass = disk.admit(Direction::Write, RequestCost::one(MIB)).await;
+                let data = IoBuffer::zeroed(MIB as usize);
                 disk.write(pass, 0, data.into(), Durability::Cached).await.expect("null");
                 written.set(written.get() + MIB);
             }
@@ -84,16 +84,16 @@ fn stream(disk: &Arc<Disk>, depth: usize, written: &Rc<Cell<u64>>, until: Instan
 /// Rates of two streams in their steady state, in MiB a second.
 fn run(limits: [Option<u64>; 2], watermark: u8, depth: usize, unlimited_third: bool) -> [f64; 2] {
     sim::run(7, async move {
-        let budgets = Budgets::default();
+        let budgets = RateBudgets::default();
         let groups = [group("cgrp1", limits[0], watermark), group("cgrp2", limits[1], watermark)];
         let disks = groups.each_ref().map(|group| disk(group.name(), Some(group), &budgets));
-        let device = Device::under(&disks[0], &Roots::default(), |_| None).expect("imitated").expect("there");
-        assert_eq!(Some(device.id()), id_of(&disks[1], &Roots::default()).expect("imitated"), "one device");
+        let device = Device::below_disk(&disks[0], &SysfsRoots::default(), |_| None).expect("imitated").expect("there");
+        assert_eq!(Some(device.id()), id_of(&disks[1], &SysfsRoots::default()).expect("imitated"), "one device");
         let device = Arc::new(device);
         let sampler = Sampler::default();
-        let subject = |group: &Arc<Group>| {
-            let weak: Weak<Group> = Arc::downgrade(group);
-            Subject { target: weak, devices: vec![Arc::clone(&device)] }
+        let subject = |group: &Arc<ThrottleGroup>| {
+            let weak: Weak<ThrottleGroup> = Arc::downgrade(group);
+            SampledTarget { target: weak, devices: vec![Arc::clone(&device)] }
         };
         sampler.watch(groups.iter().map(subject).collect());
         let until = now() + SETTLED + MEASURED;
@@ -130,7 +130,7 @@ fn without_limits_the_device_is_full() {
 }
 
 #[test]
-fn watermark_0_holds_both_limits() {
+fn watermark_0_enforces_both_limits() {
     for depth in [CACHED, DIRECT] {
         let [one, two] = run([Some(4), Some(2)], 0, depth, false);
         assert_near(one, 4.0, 0.01);
@@ -151,7 +151,7 @@ fn above_0_the_device_is_full_and_the_proportion_is_the_limits() {
 }
 
 #[test]
-fn where_others_take_the_device_limits_are_what_they_say() {
+fn limits_are_enforced_while_others_use_the_device() {
     let [one, two] = run([Some(4), Some(2)], 90, CACHED, true);
     assert_near(one, 4.0, 0.05);
     assert_near(two, 2.0, 0.05);

@@ -27,12 +27,12 @@ use std::{
     time::SystemTime,
 };
 
-use block::device::Number;
-pub(crate) use collect::{Subject, collect, spot};
+use block::device::DeviceNumber;
+pub(crate) use collect::{ExplainSubject, collect, disks_of_directory};
 
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 
-use crate::{control_group::Version, nature::Nature};
+use crate::{control_group::Version, nature::FileSystemClass};
 
 /// A file and its content, which a finding cites.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -53,7 +53,7 @@ impl Evidence {
 }
 
 #[derive(Debug)]
-pub(crate) struct Facts {
+pub(crate) struct CgroupFacts {
     /// Path from the mount, such as `/system.slice/nginx.service`.
     pub(crate) name: String,
     /// The only process to examine; `None` for all processes of the cgroup.
@@ -61,115 +61,115 @@ pub(crate) struct Facts {
     pub(crate) version: Version,
     /// Mount of the controller of block I/O.
     pub(crate) hierarchy: Option<Evidence>,
-    pub(crate) kernel: Kernel,
+    pub(crate) kernel: KernelRelease,
     /// The cgroup, then its ancestors up to the root.
-    pub(crate) levels: Vec<Level>,
-    pub(crate) inner: Vec<Level>,
-    pub(crate) memory: Memory,
-    pub(crate) processes: Vec<Process>,
+    pub(crate) levels: Vec<CgroupLevel>,
+    pub(crate) inner: Vec<CgroupLevel>,
+    pub(crate) memory: MemoryController,
+    pub(crate) processes: Vec<ExaminedProcess>,
     /// Hypothetical uses of the file systems on limited disks, if no process has a file open.
-    pub(crate) possible: Vec<Use>,
-    pub(crate) file_systems: Vec<FileSystem>,
-    pub(crate) disks: Vec<Disk>,
-    pub(crate) swaps: Vec<Swap>,
+    pub(crate) hypothetical_uses: Vec<FileUse>,
+    pub(crate) file_systems: Vec<MountedFileSystem>,
+    pub(crate) disks: Vec<DiskFacts>,
+    pub(crate) swaps: Vec<SwapArea>,
     pub(crate) swapped: Option<Evidence>,
     /// Dirty pages charged to a cgroup that has no process any more.
     pub(crate) left_dirty: Option<Evidence>,
-    pub(crate) accounts: Option<Accounts>,
-    pub(crate) beside: Vec<Beside>,
+    pub(crate) accounts: Option<WriteAccounting>,
+    pub(crate) other_controls: Vec<OtherControl>,
     pub(crate) gaps: Vec<Evidence>,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Kernel {
+pub(crate) struct KernelRelease {
     /// `(6, 12, 9)` for 6.12.9; (0, 0, 0) if unknown.
     pub(crate) release: (u32, u32, u32),
     pub(crate) evidence: Evidence,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Memory {
+pub(crate) enum MemoryController {
     Unified,
     Legacy(Evidence),
     Absent(Evidence),
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Level {
+pub(crate) struct CgroupLevel {
     pub(crate) name: String,
     pub(crate) root: bool,
     pub(crate) has_limits: bool,
     pub(crate) controllers: Option<Evidence>,
     pub(crate) subtree: Option<Evidence>,
     pub(crate) kind: Option<Evidence>,
-    pub(crate) limits: Vec<Limit>,
+    pub(crate) limits: Vec<LevelLimit>,
     pub(crate) files: Vec<Evidence>,
 }
 
-impl Level {
+impl CgroupLevel {
     pub(crate) fn has(&self, controller: &str) -> bool {
-        lists(self.controllers.as_ref(), controller)
+        lists_controller(self.controllers.as_ref(), controller)
     }
 
-    pub(crate) fn gives(&self, controller: &str) -> bool {
-        lists(self.subtree.as_ref(), controller)
+    pub(crate) fn enables_for_children(&self, controller: &str) -> bool {
+        lists_controller(self.subtree.as_ref(), controller)
     }
 
-    pub(crate) fn limit(&self, disk: Number) -> Option<&Limit> {
+    pub(crate) fn limit(&self, disk: DeviceNumber) -> Option<&LevelLimit> {
         self.limits.iter().find(|limit| limit.disk == disk)
     }
 }
 
-fn lists(text: Option<&Evidence>, controller: &str) -> bool {
+fn lists_controller(text: Option<&Evidence>, controller: &str) -> bool {
     text.is_some_and(|text| text.value.split_ascii_whitespace().any(|word| word == controller))
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Limit {
-    pub(crate) disk: Number,
-    pub(crate) rates: Rates,
+pub(crate) struct LevelLimit {
+    pub(crate) disk: DeviceNumber,
+    pub(crate) rates: IoMaxRates,
     pub(crate) evidence: Vec<Evidence>,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Process {
+pub(crate) struct ExaminedProcess {
     pub(crate) pid: i32,
     pub(crate) name: String,
     pub(crate) began: Option<SystemTime>,
     pub(crate) group: String,
     pub(crate) kernel: Option<Evidence>,
-    pub(crate) uses: Vec<Use>,
+    pub(crate) uses: Vec<FileUse>,
     pub(crate) swapped: Option<Evidence>,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Use {
-    pub(crate) place: Place,
+pub(crate) struct FileUse {
+    pub(crate) place: IoLocation,
     /// Path in the mount namespace of the process.
     pub(crate) path: String,
-    pub(crate) way: Way,
+    pub(crate) way: AccessMode,
     pub(crate) reads: bool,
     pub(crate) writes: bool,
     pub(crate) evidence: Evidence,
     /// Set if the file is written to.
-    pub(crate) identity: Option<Identity>,
+    pub(crate) identity: Option<WrittenFileId>,
     /// Set if the file is written through the page cache.
     pub(crate) created: Option<SystemTime>,
     /// Set if a file written through the page cache is older than every process of the cgroup.
     pub(crate) older: Option<Evidence>,
-    pub(crate) others: Vec<Other>,
+    pub(crate) others: Vec<OtherWriter>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Identity {
-    device: Number,
+pub(crate) struct WrittenFileId {
+    device: DeviceNumber,
     inode: Option<u64>,
     /// Stands in for an unknown inode.
     path: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
+pub(crate) enum AccessMode {
     Buffered,
     /// `O_DIRECT`.
     Direct,
@@ -179,46 +179,46 @@ pub(crate) enum Way {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Other {
+pub(crate) struct OtherWriter {
     pub(crate) pid: i32,
     pub(crate) group: String,
     pub(crate) evidence: Evidence,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum IoLocation {
     /// Index in [`Facts::file_systems`].
     FileSystem(usize),
-    Disk(Number),
+    Disk(DeviceNumber),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct FileSystem {
-    pub(crate) number: Number,
+pub(crate) struct MountedFileSystem {
+    pub(crate) number: DeviceNumber,
     pub(crate) kind: String,
     pub(crate) point: String,
     pub(crate) super_options: String,
-    pub(crate) nature: Nature,
+    pub(crate) nature: FileSystemClass,
     pub(crate) evidence: Evidence,
-    pub(crate) below: Below,
+    pub(crate) below: BackingDisk,
     pub(crate) partition: Option<Evidence>,
     pub(crate) used: bool,
     pub(crate) overlay: Option<Evidence>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Below {
-    Disk(Number),
+pub(crate) enum BackingDisk {
+    Disk(DeviceNumber),
     NoDisk,
     Unknown(String),
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Disk {
-    pub(crate) number: Number,
+pub(crate) struct DiskFacts {
+    pub(crate) number: DeviceNumber,
     pub(crate) node: String,
     pub(crate) kind: DiskKind,
-    pub(crate) parts: Vec<Number>,
+    pub(crate) parts: Vec<DeviceNumber>,
     pub(crate) evidence: Vec<Evidence>,
 }
 
@@ -246,13 +246,13 @@ pub(crate) enum Mapper {
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Swap {
-    pub(crate) disk: Option<Number>,
+pub(crate) struct SwapArea {
+    pub(crate) disk: Option<DeviceNumber>,
     pub(crate) evidence: Evidence,
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Accounts {
+pub(crate) struct WriteAccounting {
     pub(crate) written_bytes: u64,
     pub(crate) charged_bytes: u64,
     pub(crate) waiting_bytes: u64,
@@ -261,56 +261,56 @@ pub(crate) struct Accounts {
 
 /// Threshold below which a difference proves nothing: metadata, processes that were moved here, and
 /// counters read at different times explain as much.
-const LEAST_MISSING_BYTES: u64 = 16 << 20;
+const MIN_MISSING_BYTES: u64 = 16 << 20;
 
-impl Accounts {
+impl WriteAccounting {
     pub(crate) fn charged_elsewhere(&self) -> bool {
         // Bytes that wait in the page cache are charged only when they are written.
         let told = self.charged_bytes.saturating_add(self.waiting_bytes);
         let missing = self.written_bytes.saturating_sub(told);
         // The second condition allows for counters that are incomplete in proportion to the volume.
-        missing >= LEAST_MISSING_BYTES && missing > self.written_bytes / 4
+        missing >= MIN_MISSING_BYTES && missing > self.written_bytes / 4
     }
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Beside {
-    pub(crate) what: BesideKind,
-    pub(crate) disk: Number,
+pub(crate) struct OtherControl {
+    pub(crate) what: OtherControlKind,
+    pub(crate) disk: DeviceNumber,
     pub(crate) evidence: Evidence,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum BesideKind {
+pub(crate) enum OtherControlKind {
     Cost,
     Latency,
     Bfq,
 }
 
-impl Facts {
-    pub(crate) fn disk(&self, number: Number) -> Option<&Disk> {
+impl CgroupFacts {
+    pub(crate) fn disk(&self, number: DeviceNumber) -> Option<&DiskFacts> {
         self.disks.iter().find(|disk| disk.number == number)
     }
 
-    pub(crate) fn node(&self, number: Number) -> String {
+    pub(crate) fn node(&self, number: DeviceNumber) -> String {
         self.disk(number).map_or_else(|| number.to_string(), |disk| disk.node.clone())
     }
 
-    pub(crate) fn disk_of(&self, place: Place) -> Option<Number> {
+    pub(crate) fn disk_of(&self, place: IoLocation) -> Option<DeviceNumber> {
         match place {
-            Place::Disk(number) => Some(number),
-            Place::FileSystem(index) => match self.file_systems[index].below {
-                Below::Disk(number) => Some(number),
-                Below::NoDisk | Below::Unknown(_) => None,
+            IoLocation::Disk(number) => Some(number),
+            IoLocation::FileSystem(index) => match self.file_systems[index].below {
+                BackingDisk::Disk(number) => Some(number),
+                BackingDisk::NoDisk | BackingDisk::Unknown(_) => None,
             },
         }
     }
 
-    pub(crate) fn own(&self) -> &Level {
+    pub(crate) fn own(&self) -> &CgroupLevel {
         &self.levels[0]
     }
 
-    pub(crate) fn level_of(&self, group: &str) -> &Level {
+    pub(crate) fn level_of(&self, group: &str) -> &CgroupLevel {
         self.inner.iter().find(|level| level.name == group).unwrap_or_else(|| self.own())
     }
 }

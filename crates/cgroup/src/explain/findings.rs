@@ -19,12 +19,12 @@ mod wording;
 
 use std::collections::BTreeSet;
 
-use block::device::Number;
+use block::device::DeviceNumber;
 pub(crate) use cause::Cause;
 pub(crate) use wording::{lowest_of, rates};
 
-use self::{charge::Charge, reach::Reach};
-use super::facts::{Evidence, Facts, FileSystem, Place, Use, Way};
+use self::{charge::ChargedCgroup, reach::LimitSearch};
+use super::facts::{Evidence, CgroupFacts, MountedFileSystem, IoLocation, FileUse, AccessMode};
 
 named! { Coverage {
     Escapes = "escapes" / "ESCAPES",
@@ -37,7 +37,7 @@ named! { Coverage {
 
 impl Coverage {
     /// True if the coverage defeats the purpose of the limit.
-    pub(crate) fn alarms(self) -> bool {
+    pub(crate) fn is_failure(self) -> bool {
         matches!(self, Self::Escapes | Self::Partly)
     }
 }
@@ -53,13 +53,13 @@ named! { Io {
 } }
 
 impl Io {
-    fn of(used: &Use) -> Vec<Self> {
-        let read = if used.way == Way::Direct { Self::DirectReads } else { Self::Reads };
+    fn of(used: &FileUse) -> Vec<Self> {
+        let read = if used.way == AccessMode::Direct { Self::DirectReads } else { Self::Reads };
         let write = match used.way {
-            Way::Direct => Self::DirectWrites,
-            Way::Buffered => Self::BufferedWrites,
-            Way::Synchronous => Self::SynchronousWrites,
-            Way::Mapped => Self::MappedWrites,
+            AccessMode::Direct => Self::DirectWrites,
+            AccessMode::Buffered => Self::BufferedWrites,
+            AccessMode::Synchronous => Self::SynchronousWrites,
+            AccessMode::Mapped => Self::MappedWrites,
         };
         [used.reads.then_some(read), used.writes.then_some(write)].into_iter().flatten().collect()
     }
@@ -78,20 +78,20 @@ impl Io {
 }
 
 #[derive(Debug, Clone)]
-pub(crate) struct Finding {
+pub(crate) struct CoverageFinding {
     pub(crate) coverage: Coverage,
     pub(crate) cause: Cause,
     /// Processes and their kinds of I/O; `None` if no process does it at present.
     pub(crate) acts: BTreeSet<(Option<i32>, Io)>,
-    pub(crate) disk: Option<Number>,
+    pub(crate) disk: Option<DeviceNumber>,
     /// Disk node and file system, as text; empty if the finding is about no location.
     pub(crate) place: String,
     pub(crate) why: String,
     pub(crate) evidence: Vec<Evidence>,
-    pub(crate) mend: Option<String>,
+    pub(crate) remedy: Option<String>,
 }
 
-impl Finding {
+impl CoverageFinding {
     pub(crate) fn ios(&self) -> BTreeSet<Io> {
         self.acts.iter().map(|(_, io)| *io).collect()
     }
@@ -99,7 +99,7 @@ impl Finding {
 
 /// Finding about one request, before equal findings are merged.
 #[derive(Debug)]
-struct Judgement {
+struct RequestVerdict {
     coverage: Coverage,
     cause: Cause,
     evidence: Vec<Evidence>,
@@ -109,82 +109,82 @@ struct Judgement {
 /// Number of files that a finding cites at most.
 const MAX_EVIDENCE: usize = 8;
 
-pub(crate) fn charges_writeback(facts: &Facts, file_system: &FileSystem) -> bool {
-    charge::written_back(facts, Some(file_system)).is_ok()
+pub(crate) fn charges_writeback(facts: &CgroupFacts, file_system: &MountedFileSystem) -> bool {
+    charge::writeback_charge(facts, Some(file_system)).is_ok()
 }
 
 /// All findings, sorted by coverage, the most severe first.
-pub(crate) fn find(facts: &Facts) -> Vec<Finding> {
+pub(crate) fn find(facts: &CgroupFacts) -> Vec<CoverageFinding> {
     let mut found = Vec::new();
     for process in &facts.processes {
         for used in &process.uses {
             for io in Io::of(used) {
-                let judged = judge(facts, &process.group, used, io);
-                gather(facts, &mut found, judged, Some(used.place), (Some(process.pid), io));
+                let judged = classify(facts, &process.group, used, io);
+                merge_finding(facts, &mut found, judged, Some(used.place), (Some(process.pid), io));
             }
         }
         around::swapping(facts, process, &mut found);
     }
-    for used in &facts.possible {
+    for used in &facts.hypothetical_uses {
         for io in Io::of(used) {
-            let judged = judge(facts, &facts.own().name, used, io);
-            gather(facts, &mut found, judged, Some(used.place), (None, io));
+            let judged = classify(facts, &facts.own().name, used, io);
+            merge_finding(facts, &mut found, judged, Some(used.place), (None, io));
         }
     }
-    around::look(facts, &mut found);
+    around::add_cgroup_findings(facts, &mut found);
     found.sort_by_key(|finding| finding.coverage);
     found
 }
 
-fn judge(facts: &Facts, group: &str, used: &Use, io: Io) -> Judgement {
+fn classify(facts: &CgroupFacts, group: &str, used: &FileUse, io: Io) -> RequestVerdict {
     // Two questions: which cgroup is charged, and whether a limit of that cgroup is on the
     // request's path.
-    let charge = charge::of(facts, used, io);
+    let charge = charge::charged_cgroup(facts, used, io);
     let Some(disk) = facts.disk_of(used.place) else {
         return charge.without_disk(used);
     };
-    let (charge, reach) = reach::from(facts, group, disk, io, charge);
+    let (charge, reach) = reach::find_limit(facts, group, disk, io, charge);
     match (charge, reach) {
         // No limit is set, and this I/O would escape any limit: report the cause of the escape.
-        (Charge::Elsewhere(cause, mut evidence), Reach::Nothing(nothing))
+        (ChargedCgroup::Elsewhere(cause, mut evidence), LimitSearch::Nothing(nothing))
             if nothing.cause == Cause::NoLimit =>
         {
             evidence.push(used.evidence.clone());
-            Judgement { coverage: Coverage::Escapes, cause, evidence, detail: nothing.detail }
+            RequestVerdict { coverage: Coverage::Escapes, cause, evidence, detail: nothing.detail }
         }
         // Otherwise a missing limit is the whole finding, regardless of the charge.
-        (_, Reach::Nothing(nothing)) => nothing,
-        (Charge::Own(mut evidence), Reach::Limit(limit)) => {
+        (_, LimitSearch::Nothing(nothing)) => nothing,
+        (ChargedCgroup::Own(mut evidence), LimitSearch::Limit(limit)) => {
             // In the order of the path: the limit's files before the file of the process.
             evidence.splice(0..0, limit.evidence);
             evidence.push(used.evidence.clone());
             let cause = if limit.below { Cause::LimitBelow } else { Cause::Covered };
-            Judgement { coverage: Coverage::Covered, cause, evidence, detail: limit.rate }
+            RequestVerdict { coverage: Coverage::Covered, cause, evidence, detail: limit.rate }
         }
         // One of several writers is charged for all, so the limit applies in part.
-        (Charge::Several(cause, mut evidence), Reach::Limit(limit)) => {
+        (ChargedCgroup::Several(cause, mut evidence), LimitSearch::Limit(limit)) => {
             evidence.extend(limit.evidence);
-            Judgement { coverage: Coverage::Partly, cause, evidence, detail: limit.rate }
+            RequestVerdict { coverage: Coverage::Partly, cause, evidence, detail: limit.rate }
         }
-        (Charge::Elsewhere(cause, mut evidence), Reach::Limit(limit)) => {
+        (ChargedCgroup::Elsewhere(cause, mut evidence), LimitSearch::Limit(limit)) => {
             evidence.extend(limit.evidence);
             evidence.push(used.evidence.clone());
-            Judgement { coverage: Coverage::Escapes, cause, evidence, detail: limit.rate }
+            RequestVerdict { coverage: Coverage::Escapes, cause, evidence, detail: limit.rate }
         }
     }
 }
 
-fn gather(
-    facts: &Facts,
-    found: &mut Vec<Finding>,
-    judged: Judgement,
-    place: Option<Place>,
+fn merge_finding(
+    facts: &CgroupFacts,
+    found: &mut Vec<CoverageFinding>,
+    judged: RequestVerdict,
+    place: Option<IoLocation>,
     act: (Option<i32>, Io),
 ) {
     // Findings are merged by coverage, cause and location; only their processes and evidence
     // differ.
     let named = place.map_or_else(String::new, |place| wording::place(facts, place));
-    let same = |finding: &&mut Finding| {
+    let same = |finding: &&mut CoverageFinding| {
         finding.coverage == judged.coverage && finding.cause == judged.cause && finding.place == named
     };
     if let Some(finding) = found.iter_mut().find(same) {
@@ -192,10 +192,10 @@ fn gather(
         cite(&mut finding.evidence, judged.evidence);
         return;
     }
-    let (why, mend) = wording::of(facts, judged.cause, &judged.detail);
+    let (why, mend) = wording::cause_and_remedy(facts, judged.cause, &judged.detail);
     let mut evidence = Vec::new();
     cite(&mut evidence, judged.evidence);
-    found.push(Finding {
+    found.push(CoverageFinding {
         coverage: judged.coverage,
         cause: judged.cause,
         acts: BTreeSet::from([act]),
@@ -203,7 +203,7 @@ fn gather(
         place: named,
         why,
         evidence,
-        mend,
+        remedy: mend,
     });
 }
 

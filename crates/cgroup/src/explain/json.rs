@@ -3,13 +3,13 @@
 use serde_json::{Value, json};
 
 use super::{
-    facts::{Evidence, Facts},
-    findings::Finding,
+    facts::{Evidence, CgroupFacts},
+    findings::CoverageFinding,
     verdict::Verdict,
 };
 use crate::control_group::Version;
 
-pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {
+pub(super) fn json(facts: &CgroupFacts, findings: &[CoverageFinding]) -> Value {
     let limits = facts.levels.iter().flat_map(|level| {
         level.limits.iter().map(|limit| {
             json!({
@@ -35,7 +35,7 @@ pub(super) fn json(facts: &Facts, findings: &[Finding]) -> Value {
     })
 }
 
-fn one(facts: &Facts, finding: &Finding) -> Value {
+fn one(facts: &CgroupFacts, finding: &CoverageFinding) -> Value {
     let acts = finding.acts.iter().map(|(pid, io)| {
         let process = pid.and_then(|pid| facts.processes.iter().find(|process| process.pid == pid));
         json!({ "pid": pid, "name": process.map(|process| process.name.as_str()), "io": io.name() })
@@ -49,7 +49,7 @@ fn one(facts: &Facts, finding: &Finding) -> Value {
         "io": acts.collect::<Vec<_>>(),
         "why": finding.why,
         "evidence": evidence(&finding.evidence),
-        "mend": finding.mend,
+        "mend": finding.remedy,
     })
 }
 

@@ -28,30 +28,30 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::device::{Identity, Number, Roots};
-use console::undo::Undo;
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
+use console::undo::SignalCleanup;
 pub(crate) use load::run as run_load;
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 pub(super) use report::{json, text};
 
 use self::{
-    place::Place,
-    proof::Proof,
-    trace::{Trace, Traced},
-    worker::Worker,
+    place::TemporaryCgroup,
+    proof::PathTests,
+    trace::{TraceInstance, TraceTotals},
+    worker::LoadWorker,
 };
 use super::{
-    facts::{self, Facts},
+    facts::{self, CgroupFacts},
     findings,
 };
 use crate::{
     control_group::{ControlGroup, Version},
     device,
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
 };
 
 #[derive(Debug, Clone)]
-pub(super) struct Wish<'a> {
+pub(super) struct MeasureOptions<'a> {
     /// Directory of the test files; by default on a limited disk.
     pub(super) directory: Option<&'a Path>,
     /// Upper bound of the bytes on each path.
@@ -62,23 +62,23 @@ pub(super) struct Wish<'a> {
 }
 
 #[derive(Debug)]
-pub(super) struct Measured {
+pub(super) struct MeasuredPaths {
     pub(super) directory: PathBuf,
     pub(super) node: String,
     pub(super) untraced: Option<String>,
-    pub(super) ways: Vec<Way>,
+    pub(super) ways: Vec<PathResult>,
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Way {
+pub(super) struct PathResult {
     pub(super) name: &'static str,
     /// Bytes per second.
     pub(super) limit_bps: Option<u64>,
-    pub(super) result: Result<Figures, String>,
+    pub(super) result: Result<PathFigures, String>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) struct Figures {
+pub(super) struct PathFigures {
     pub(super) bytes: u64,
     pub(super) seconds: f64,
     /// Duration of the calls alone; less than `seconds` if data was written back later.
@@ -86,12 +86,12 @@ pub(super) struct Figures {
     pub(super) charged_bytes: u64,
     /// Bytes that all processes moved on the disk.
     pub(super) disk_bytes: u64,
-    traced: Option<Traced>,
-    pub(super) kept: Kept,
+    traced: Option<TraceTotals>,
+    pub(super) kept: LimitCompliance,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Kept {
+pub(super) enum LimitCompliance {
     Yes,
     No,
     /// The I/O was slower than the limit for another reason.
@@ -102,18 +102,18 @@ pub(super) enum Kept {
     NoIo,
 }
 
-impl Figures {
+impl PathFigures {
     pub(super) fn bps(&self) -> f64 {
         self.bytes as f64 / self.seconds.max(1e-9)
     }
 }
 
 pub(super) fn measure(
-    hierarchy: &Hierarchy,
+    hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
-    facts: &Facts,
-    wish: &Wish<'_>,
-) -> anyhow::Result<Measured> {
+    facts: &CgroupFacts,
+    wish: &MeasureOptions<'_>,
+) -> anyhow::Result<MeasuredPaths> {
     let directory = match wish.directory {
         Some(directory) => directory.to_owned(),
         None => usual_directory(facts)?,
@@ -121,33 +121,33 @@ pub(super) fn measure(
     let shown = directory.display().to_string();
     let target = device::resolve(&hierarchy.roots, &shown)?;
     let node = target.identity.node();
-    let spot = facts::spot(hierarchy, &directory);
+    let spot = facts::disks_of_directory(hierarchy, &directory);
     let Some((disk, rates)) = in_force(facts, &spot.stack) else {
         bail!(
             "{shown}: nothing is limited on its disk {node} (set a limit on that, or name another --directory)"
         );
     };
-    let places = Roots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
-    let identity = Identity::resolve(disk, &places).with_context(|| format!("the limited disk {disk}"))?;
+    let places = SysfsRoots { sys: hierarchy.roots.sys.clone(), mounts: hierarchy.roots.mountinfo() };
+    let identity = DeviceIdentity::resolve(disk, &places).with_context(|| format!("the limited disk {disk}"))?;
     // Each resource registers its removal for the signal handler in the same step that creates it.
-    let undo = Undo::watch()?;
+    let undo = SignalCleanup::start()?;
     let name = format!("weir-explain-{}", process::id());
     // The worker's cgroup is beside the examined one, so only its own limits have to be copied.
     let own = facts.own().limits.iter().filter(|limit| spot.stack.contains(&limit.disk));
-    let own: Vec<(Number, Rates)> = own.map(|limit| (limit.disk, limit.rates)).collect();
-    let place = undo.making(|| {
-        let place = Place::beside(group, &name, &own)?;
+    let own: Vec<(DeviceNumber, IoMaxRates)> = own.map(|limit| (limit.disk, limit.rates)).collect();
+    let place = undo.with_cleanup(|| {
+        let place = TemporaryCgroup::beside(group, &name, &own)?;
         let removal = place.removal();
         Ok((place, removal))
     })?;
-    let worker = undo.making(|| {
-        let worker = Worker::start(&directory)?;
+    let worker = undo.with_cleanup(|| {
+        let worker = LoadWorker::start(&directory)?;
         let end = worker.end();
         Ok((worker, end))
     })?;
     // Moved before its first request: the kernel does not move charges along with a process.
     place.enter(worker.process())?;
-    let trace = undo.making(|| {
+    let trace = undo.with_cleanup(|| {
         let trace = begin_trace(hierarchy, &name, disk)?;
         let removal = trace.removal();
         Ok((trace, removal))
@@ -159,18 +159,18 @@ pub(super) fn measure(
         spot.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));
     let (trace, wish) = (trace.ok(), wish.clone());
     let mut proof =
-        Proof { directory: directory.clone(), worker, place, trace, disk, identity, rates, charged, wish };
+        PathTests { directory: directory.clone(), worker, place, trace, disk, identity, rates, charged, wish };
     let ways = proof.all();
-    Ok(Measured { directory, node, untraced, ways })
+    Ok(MeasuredPaths { directory, node, untraced, ways })
 }
 
-fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
-    let limited = |disk: Number| facts.levels.iter().any(|level| level.limit(disk).is_some());
+fn usual_directory(facts: &CgroupFacts) -> anyhow::Result<PathBuf> {
+    let limited = |disk: DeviceNumber| facts.levels.iter().any(|level| level.limit(disk).is_some());
     let on_limited = facts
         .file_systems
         .iter()
         .filter(|file_system| file_system.used)
-        .find(|file_system| matches!(file_system.below, facts::Below::Disk(disk) if limited(disk)));
+        .find(|file_system| matches!(file_system.below, facts::BackingDisk::Disk(disk) if limited(disk)));
     match on_limited {
         Some(file_system) => Ok(PathBuf::from(&file_system.point)),
         None => bail!("--measure: no file system on a limited disk is known (name a --directory)"),
@@ -178,7 +178,7 @@ fn usual_directory(facts: &Facts) -> anyhow::Result<PathBuf> {
 }
 
 /// The uppermost limited disk of a stack, and the lowest rates in force on it.
-fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
+fn in_force(facts: &CgroupFacts, stack: &[DeviceNumber]) -> Option<(DeviceNumber, IoMaxRates)> {
     // Version 1 has no inherited limits.
     let levels = if facts.version == Version::V1 { &facts.levels[..1] } else { &facts.levels[..] };
     stack.iter().find_map(|&disk| {
@@ -189,8 +189,8 @@ fn in_force(facts: &Facts, stack: &[Number]) -> Option<(Number, Rates)> {
     })
 }
 
-fn begin_trace(hierarchy: &Hierarchy, name: &str, disk: Number) -> anyhow::Result<Trace> {
+fn begin_trace(hierarchy: &CgroupHierarchy, name: &str, disk: DeviceNumber) -> anyhow::Result<TraceInstance> {
     let mounts = hierarchy.roots.mounts()?;
     let tracefs = mounts.iter().find(|mount| mount.kind == "tracefs").context("no tracefs is mounted")?;
-    Trace::begin(&tracefs.point, name, disk).with_context(|| tracefs.point.display().to_string())
+    TraceInstance::begin(&tracefs.point, name, disk).with_context(|| tracefs.point.display().to_string())
 }

@@ -2,18 +2,18 @@
 
 use std::fmt::Write as _;
 
-use block::device::Number;
-use console::table::{Side, Table};
-use reactor::plain::plain;
+use block::device::DeviceNumber;
+use console::table::{ColumnAlignment, TextTable};
+use reactor::plain::sanitize;
 
 use super::{
-    facts::{Evidence, Facts, Level},
-    findings::{Cause, Coverage, Finding},
+    facts::{Evidence, CgroupFacts, CgroupLevel},
+    findings::{Cause, Coverage, CoverageFinding},
     verdict::Verdict,
 };
 use crate::control_group::Version;
 
-pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
+pub(super) fn text(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String {
     let mut text = String::new();
     let version = if facts.version == Version::V1 { 1 } else { 2 };
     let subject = match facts.only {
@@ -21,7 +21,7 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
         None => facts.name.clone(),
     };
     let _ = writeln!(text, "{} (cgroup v{version}): {}", clean(&subject), Verdict::of(findings));
-    let mut disks: Vec<Option<Number>> = Vec::new();
+    let mut disks: Vec<Option<DeviceNumber>> = Vec::new();
     // Limited disks first, also those without a finding.
     let limited = facts.levels.iter().flat_map(|level| &level.limits).map(|limit| Some(limit.disk));
     let told =
@@ -35,20 +35,20 @@ pub(super) fn text(facts: &Facts, findings: &[Finding]) -> String {
     disks.sort_by_key(Option::is_none);
     for disk in disks {
         text.push('\n');
-        text += &of_disk(facts, findings, disk);
+        text += &disk_section(facts, findings, disk);
     }
     text += &processes(facts, findings);
-    let notes: Vec<&Finding> = findings.iter().filter(|finding| finding.coverage == Coverage::Note).collect();
+    let notes: Vec<&CoverageFinding> = findings.iter().filter(|finding| finding.coverage == Coverage::Note).collect();
     if !notes.is_empty() {
         text += "\nto know:\n";
         for note in notes {
-            text += &one(note);
+            text += &finding_text(note);
         }
     }
     text
 }
 
-fn of_disk(facts: &Facts, findings: &[Finding], disk: Option<Number>) -> String {
+fn disk_section(facts: &CgroupFacts, findings: &[CoverageFinding], disk: Option<DeviceNumber>) -> String {
     let mut text = match disk {
         Some(disk) => {
             let limits: Vec<String> = facts.levels.iter().filter_map(|level| limit(level, disk)).collect();
@@ -60,17 +60,17 @@ fn of_disk(facts: &Facts, findings: &[Finding], disk: Option<Number>) -> String 
     for finding in
         findings.iter().filter(|finding| finding.disk == disk && finding.coverage != Coverage::Note)
     {
-        text += &one(finding);
+        text += &finding_text(finding);
     }
     text
 }
 
-fn limit(level: &Level, disk: Number) -> Option<String> {
+fn limit(level: &CgroupLevel, disk: DeviceNumber) -> Option<String> {
     let limit = level.limit(disk)?;
     Some(format!("{} in {}", super::findings::rates(limit.rates), level.name))
 }
 
-fn one(finding: &Finding) -> String {
+fn finding_text(finding: &CoverageFinding) -> String {
     let ios: Vec<String> = finding.ios().iter().map(ToString::to_string).collect();
     let about = [ios.join(", "), finding.place.clone()].into_iter().filter(|part| !part.is_empty());
     let about = about.collect::<Vec<_>>().join(", ");
@@ -83,7 +83,7 @@ fn one(finding: &Finding) -> String {
     };
     let mut text =
         format!("  {:<9} {}\n            {}\n", finding.coverage, clean(&about), clean(&finding.why));
-    if let Some(mend) = &finding.mend {
+    if let Some(mend) = &finding.remedy {
         let _ = writeln!(text, "            mend: {}", clean(mend));
     }
     for Evidence { file, value } in &finding.evidence {
@@ -92,15 +92,15 @@ fn one(finding: &Finding) -> String {
     text
 }
 
-fn processes(facts: &Facts, findings: &[Finding]) -> String {
+fn processes(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String {
     let columns = [
-        ("PID", Side::Right),
-        ("NAME", Side::Left),
-        ("I/O", Side::Left),
-        ("WHERE", Side::Left),
-        ("LIMIT", Side::Left),
+        ("PID", ColumnAlignment::Right),
+        ("NAME", ColumnAlignment::Left),
+        ("I/O", ColumnAlignment::Left),
+        ("WHERE", ColumnAlignment::Left),
+        ("LIMIT", ColumnAlignment::Left),
     ];
-    let mut table = Table::new(columns);
+    let mut table = TextTable::new(columns);
     for process in &facts.processes {
         // A process has a row for each finding about it.
         for finding in findings.iter().filter(|finding| finding.coverage != Coverage::Note) {
@@ -112,7 +112,7 @@ fn processes(facts: &Facts, findings: &[Finding]) -> String {
                     process.name.clone(),
                     ios.join(", "),
                     finding.place.clone(),
-                    word(finding),
+                    coverage_cell(finding),
                 ]);
             }
         }
@@ -121,7 +121,7 @@ fn processes(facts: &Facts, findings: &[Finding]) -> String {
     if table.is_empty() { table } else { format!("\n{table}") }
 }
 
-fn word(finding: &Finding) -> String {
+fn coverage_cell(finding: &CoverageFinding) -> String {
     match finding.coverage {
         Coverage::Covered => "covered".to_owned(),
         coverage => format!("{}: {}", coverage.name(), finding.cause.name()),
@@ -130,5 +130,5 @@ fn word(finding: &Finding) -> String {
 
 /// Escapes control characters and joins lines by `; `.
 pub(super) fn clean(text: &str) -> String {
-    plain(&text.replace('\n', "; "))
+    sanitize(&text.replace('\n', "; "))
 }

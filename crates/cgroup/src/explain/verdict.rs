@@ -1,6 +1,6 @@
 //! Summary of the findings in one sentence, and its name for programs.
 
-use super::findings::{Cause, Coverage, Finding};
+use super::findings::{Cause, Coverage, CoverageFinding};
 
 named! { Verdict {
     NotLimited = "not-limited" / "nothing is limited",
@@ -11,9 +11,9 @@ named! { Verdict {
 } }
 
 impl Verdict {
-    pub(super) fn of(findings: &[Finding]) -> Self {
+    pub(super) fn of(findings: &[CoverageFinding]) -> Self {
         let any = |coverage| findings.iter().any(|finding| finding.coverage == coverage);
-        let unlimited = |finding: &&Finding| {
+        let unlimited = |finding: &&CoverageFinding| {
             matches!(
                 finding.cause,
                 Cause::NoLimit | Cause::RootCgroup | Cause::IoNotEnabled | Cause::NoThrottling
@@ -23,7 +23,7 @@ impl Verdict {
         if findings.iter().any(|finding| unlimited(&finding)) && !any(Coverage::Covered) {
             return Self::NotLimited;
         }
-        let alarm = findings.iter().any(|finding| finding.coverage.alarms());
+        let alarm = findings.iter().any(|finding| finding.coverage.is_failure());
         match (alarm, any(Coverage::Covered) || any(Coverage::Partly)) {
             (true, false) => Self::Missed,
             (true, true) => Self::Leaks,

@@ -14,10 +14,10 @@
 //!
 //! Counters exclude descendants. Source: admin-guide/cgroup-v1/blkio-controller.rst.
 
-use block::device::Number;
-use policy::steering::Rates;
+use block::device::DeviceNumber;
+use policy::steering::IoMaxRates;
 
-use super::{Unknown, count, io_stat::Usage, nested::NAMELESS, number};
+use super::{UnknownFormat, count, io_stat::CgroupIoUsage, nested::NAMELESS, number};
 
 /// Names of the limit files, in the order of [`Rates`].
 pub(crate) const LIMITS: [&str; 4] = [
@@ -30,24 +30,24 @@ pub(crate) const BYTES: &str = "blkio.throttle.io_service_bytes";
 pub(crate) const OPERATIONS: &str = "blkio.throttle.io_serviced";
 
 /// Parses one of [`LIMITS`]: its devices, each with the rate that this file sets.
-pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
+pub(crate) fn limits(file: &str, text: &str) -> Result<Vec<(DeviceNumber, IoMaxRates)>, UnknownFormat> {
     let parse = |line: &str| {
         let mut words = line.split_ascii_whitespace();
         let (device, rate) = (number(words.next()?)?, count(words.next()?)?);
         // Each file sets one of the four rates.
         let of = |name: &str| (file == name).then_some(rate);
         let [read_bps, write_bps, read_iops, write_iops] = LIMITS.map(of);
-        let rates = Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
+        let rates = IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] };
         words.next().is_none().then_some((device, rates))
     };
-    text.lines().map(|line| parse(line).ok_or_else(|| Unknown::new("blkio.throttle", line))).collect()
+    text.lines().map(|line| parse(line).ok_or_else(|| UnknownFormat::new("blkio.throttle", line))).collect()
 }
 
 /// Counters of each device, from the text of [`BYTES`] and [`OPERATIONS`], ordered by number.
-pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
-    let mut found = std::collections::BTreeMap::<Number, Usage>::new();
+pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(DeviceNumber, CgroupIoUsage)>, UnknownFormat> {
+    let mut found = std::collections::BTreeMap::<DeviceNumber, CgroupIoUsage>::new();
     for (what, text) in [(BYTES, bytes), (OPERATIONS, operations)] {
-        each(what, text, |device, kind, total| {
+        for_each_counter(what, text, |device, kind, total| {
             let usage = found.entry(device).or_default();
             let field = match (kind, what == BYTES) {
                 ("Read", true) => &mut usage.read_bytes,
@@ -65,14 +65,14 @@ pub(crate) fn usage(bytes: &str, operations: &str) -> Result<Vec<(Number, Usage)
     Ok(found.into_iter().collect())
 }
 
-pub(crate) fn find(bytes: &str, operations: &str, device: Number) -> Result<Option<Usage>, Unknown> {
+pub(crate) fn find(bytes: &str, operations: &str, device: DeviceNumber) -> Result<Option<CgroupIoUsage>, UnknownFormat> {
     let mut all = usage(bytes, operations)?.into_iter();
     Ok(all.find_map(|(number, usage)| (number == device).then_some(usage)))
 }
 
-fn each(what: &'static str, text: &str, mut show: impl FnMut(Number, &str, u64)) -> Result<(), Unknown> {
+fn for_each_counter(what: &'static str, text: &str, mut show: impl FnMut(DeviceNumber, &str, u64)) -> Result<(), UnknownFormat> {
     for line in text.lines() {
-        let unknown = || Unknown::new(what, line);
+        let unknown = || UnknownFormat::new(what, line);
         let mut words = line.split_ascii_whitespace();
         let (first, second, third) = (words.next(), words.next(), words.next());
         match (first, second, third, words.next()) {

@@ -5,11 +5,11 @@
 use std::path::Path;
 
 use super::{
-    MAX_LINE_CHARS, Unknown, blkio, io_latency, io_max, io_stat, memory_stat, mountinfo, number, pressure,
+    MAX_LINE_CHARS, UnknownFormat, blkio, io_latency, io_max, io_stat, memory_stat, mountinfo, number, pressure,
     proc_cgroup, proc_io, proc_stat, weight,
 };
 
-const OTHER: block::device::Number = block::device::Number { major: 4_094, minor: 1_048_574 };
+const OTHER: block::device::DeviceNumber = block::device::DeviceNumber { major: 4_094, minor: 1_048_574 };
 
 /// Parses a text with the parser of every kernel file.
 pub fn kernel_files(data: &[u8]) {
@@ -22,7 +22,7 @@ pub fn kernel_files(data: &[u8]) {
 }
 
 /// The parsed value; a rejected line must be quoted within bounds.
-fn accepted<T>(parsed: Result<T, Unknown>) -> Option<T> {
+fn accepted<T>(parsed: Result<T, UnknownFormat>) -> Option<T> {
     match parsed {
         Ok(value) => Some(value),
         Err(unknown) => {
@@ -44,7 +44,7 @@ fn nested_files(text: &str) {
         let other = all.iter().find(|(number, _)| *number == OTHER).map(|(_, usage)| *usage);
         assert_eq!(io_stat::find(text, OTHER), Ok(other));
         for (one, other) in all.iter().zip(all.iter().skip(1)) {
-            assert_eq!(one.1.since(&one.1), Some(io_stat::Usage::default()));
+            assert_eq!(one.1.since(&one.1), Some(io_stat::CgroupIoUsage::default()));
             let _ = one.1.since(&other.1);
         }
     }
@@ -101,9 +101,9 @@ fn mounts(text: &str) {
     let Some(mounts) = accepted(mountinfo::parse(text)) else { return };
     for mount in &mounts {
         let _ = mount.option("upperdir");
-        if let Some(holding) = mountinfo::holding(&mounts, &mount.point) {
+        if let Some(holding) = mountinfo::mount_containing(&mounts, &mount.point) {
             assert!(mount.point.starts_with(&holding.point));
         }
     }
-    let _ = mountinfo::holding(&mounts, Path::new("/"));
+    let _ = mountinfo::mount_containing(&mounts, Path::new("/"));
 }

@@ -6,12 +6,12 @@
 //!
 //! Source: Documentation/admin-guide/cgroup-v2.rst, "IO Latency".
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
-use super::{Unknown, count, nested};
+use super::{UnknownFormat, count, nested};
 
 /// Target of each device, in microseconds.
-pub(crate) fn targets(text: &str) -> Result<Vec<(Number, u64)>, Unknown> {
+pub(crate) fn targets(text: &str) -> Result<Vec<(DeviceNumber, u64)>, UnknownFormat> {
     nested::all("io.latency", text, |target: &mut u64, key, value| {
         if key == "target" {
             *target = count(value)?;

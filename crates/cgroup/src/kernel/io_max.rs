@@ -8,28 +8,28 @@
 //! applies whole or not at all. Source: Documentation/admin-guide/cgroup-v2.rst, "IO Interface
 //! Files".
 
-use block::device::Number;
-use policy::steering::Rates;
+use block::device::DeviceNumber;
+use policy::steering::IoMaxRates;
 
-use super::{Unknown, count, nested};
+use super::{UnknownFormat, count, nested};
 
 pub(crate) const FILE: &str = "io.max";
 const UNLIMITED: &str = "max";
 
 pub(crate) fn in_order(
-    Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }: Rates,
+    IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }: IoMaxRates,
 ) -> [Option<u64>; 4] {
     [read_bps, write_bps, read_iops, write_iops]
 }
 
 /// Formats all four keys, without a newline: an omitted key would keep its old value.
-pub(crate) fn line(rates: Rates, device: Number) -> String {
+pub(crate) fn line(rates: IoMaxRates, device: DeviceNumber) -> String {
     let text = |rate: Option<u64>| rate.map_or_else(|| UNLIMITED.to_owned(), |rate| rate.to_string());
     let [read_bps, write_bps, read_iops, write_iops] = in_order(rates).map(text);
     format!("{device} rbps={read_bps} wbps={write_bps} riops={read_iops} wiops={write_iops}")
 }
 
-fn set(rates: &mut Rates, key: &str, value: &str) -> Option<()> {
+fn set(rates: &mut IoMaxRates, key: &str, value: &str) -> Option<()> {
     let rate = match key {
         "rbps" => &mut rates.bps[0],
         "wbps" => &mut rates.bps[1],
@@ -41,6 +41,6 @@ fn set(rates: &mut Rates, key: &str, value: &str) -> Option<()> {
     Some(())
 }
 
-pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Rates)>, Unknown> {
+pub(crate) fn parse(text: &str) -> Result<Vec<(DeviceNumber, IoMaxRates)>, UnknownFormat> {
     nested::all(FILE, text, set)
 }

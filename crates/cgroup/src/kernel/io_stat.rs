@@ -9,15 +9,15 @@
 
 use std::ops::ControlFlow;
 
-use block::device::Number;
+use block::device::DeviceNumber;
 use policy::counter;
 
-use super::{Unknown, count, nested};
+use super::{UnknownFormat, count, nested};
 
 const FILE: &str = "io.stat";
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Usage {
+pub(crate) struct CgroupIoUsage {
     pub(crate) read_bytes: u64,
     pub(crate) written_bytes: u64,
     pub(crate) reads: u64,
@@ -26,7 +26,7 @@ pub(crate) struct Usage {
     pub(crate) discards: u64,
 }
 
-impl Usage {
+impl CgroupIoUsage {
     /// Growth since an earlier reading; `None` if a counter fell. Counters fall when a cgroup is
     /// recreated, and in version 1 when a descendant is removed.
     pub(crate) fn since(&self, earlier: &Self) -> Option<Self> {
@@ -65,14 +65,14 @@ impl Usage {
 }
 
 /// Counters of each listed device. A device without a line has done no I/O.
-pub(crate) fn parse(text: &str) -> Result<Vec<(Number, Usage)>, Unknown> {
-    nested::all(FILE, text, Usage::set)
+pub(crate) fn parse(text: &str) -> Result<Vec<(DeviceNumber, CgroupIoUsage)>, UnknownFormat> {
+    nested::all(FILE, text, CgroupIoUsage::set)
 }
 
 /// Counters of one device. Allocates nothing and stops after the device's line.
-pub(crate) fn find(text: &str, device: Number) -> Result<Option<Usage>, Unknown> {
+pub(crate) fn find(text: &str, device: DeviceNumber) -> Result<Option<CgroupIoUsage>, UnknownFormat> {
     let mut found = None;
-    nested::scan(FILE, text, Usage::set, |number, usage| {
+    nested::scan(FILE, text, CgroupIoUsage::set, |number, usage| {
         if number == device {
             found = Some(usage);
             return ControlFlow::Break(());

@@ -8,27 +8,27 @@
 //!
 //! Source: Documentation/admin-guide/cgroup-v2.rst, "memory.stat".
 
-use super::{Unknown, count};
+use super::{UnknownFormat, count};
 
 const FILE: &str = "memory.stat";
 
 /// Bytes in the page cache that are not on their disk.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Waiting {
+pub(crate) struct DirtyBytes {
     /// Bytes whose writeback has not started.
     pub(crate) dirty: u64,
     pub(crate) writeback: u64,
 }
 
-impl Waiting {
+impl DirtyBytes {
     pub(crate) fn total(self) -> u64 {
         self.dirty.saturating_add(self.writeback)
     }
 }
 
 /// Parses both keys; an absent key counts as 0.
-pub(crate) fn parse(text: &str) -> Result<Waiting, Unknown> {
-    let mut waiting = Waiting::default();
+pub(crate) fn parse(text: &str) -> Result<DirtyBytes, UnknownFormat> {
+    let mut waiting = DirtyBytes::default();
     for line in text.lines() {
         let (field, rest) = if let Some(rest) = line.strip_prefix("file_dirty ") {
             (&mut waiting.dirty, rest)
@@ -38,7 +38,7 @@ pub(crate) fn parse(text: &str) -> Result<Waiting, Unknown> {
             // Some fifty other keys.
             continue;
         };
-        *field = count(rest).ok_or_else(|| Unknown::new(FILE, line))?;
+        *field = count(rest).ok_or_else(|| UnknownFormat::new(FILE, line))?;
     }
     Ok(waiting)
 }

@@ -18,16 +18,16 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
-use super::{Unknown, number};
+use super::{UnknownFormat, number};
 
 const FILE: &str = "mountinfo";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Mount {
     /// Device number; major 0 if the file system has no device.
-    pub(crate) number: Number,
+    pub(crate) number: DeviceNumber,
     /// Directory of the file system that is mounted, such as `/`.
     pub(crate) root: PathBuf,
     pub(crate) point: PathBuf,
@@ -52,12 +52,12 @@ impl Mount {
 }
 
 /// Mounts in mounting order: a later mount hides earlier ones below its mount point.
-pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, Unknown> {
-    text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
+pub(crate) fn parse(text: &str) -> Result<Vec<Mount>, UnknownFormat> {
+    text.lines().map(|line| parse_line(line).ok_or_else(|| UnknownFormat::new(FILE, line))).collect()
 }
 
 /// The mount that contains a path, which must be absolute and without symbolic links.
-pub(crate) fn holding<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
+pub(crate) fn mount_containing<'a>(mounts: impl IntoIterator<Item = &'a Mount>, path: &Path) -> Option<&'a Mount> {
     // Of two mounts on the same point the later one hides the earlier; `max_by_key` returns the
     // last.
     mounts

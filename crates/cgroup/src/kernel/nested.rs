@@ -13,9 +13,9 @@
 
 use std::ops::ControlFlow;
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
-use super::{Unknown, number};
+use super::{UnknownFormat, number};
 
 /// Placeholders for a device without a name: since Linux 5.7, and before.
 pub(super) const NAMELESS: [&str; 2] = ["(unknown)", "(null)"];
@@ -27,11 +27,11 @@ pub(super) fn scan<V: Default>(
     what: &'static str,
     text: &str,
     set: impl Fn(&mut V, &str, &str) -> Option<()>,
-    mut show: impl FnMut(Number, V) -> ControlFlow<()>,
-) -> Result<(), Unknown> {
+    mut show: impl FnMut(DeviceNumber, V) -> ControlFlow<()>,
+) -> Result<(), UnknownFormat> {
     for line in text.lines() {
-        let unknown = || Unknown::new(what, line);
-        let mut current: Option<(Option<Number>, V)> = None;
+        let unknown = || UnknownFormat::new(what, line);
+        let mut current: Option<(Option<DeviceNumber>, V)> = None;
         for word in line.split_ascii_whitespace() {
             if let Some((key, value)) = word.split_once('=') {
                 let (_, values) = current.as_mut().ok_or_else(unknown)?;
@@ -64,7 +64,7 @@ pub(super) fn all<V: Default>(
     what: &'static str,
     text: &str,
     set: impl Fn(&mut V, &str, &str) -> Option<()>,
-) -> Result<Vec<(Number, V)>, Unknown> {
+) -> Result<Vec<(DeviceNumber, V)>, UnknownFormat> {
     let mut found = Vec::new();
     scan(what, text, set, |device, values| {
         found.push((device, values));

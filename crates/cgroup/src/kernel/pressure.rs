@@ -8,12 +8,12 @@
 //! Since Linux 4.20; with `psi=0` reading fails with EOPNOTSUPP. The CPU file has no `full` before
 //! 5.13. Source: Documentation/accounting/psi.rst.
 
-use super::{Unknown, count};
+use super::{UnknownFormat, count};
 
 const FILE: &str = "io.pressure";
 
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub(crate) struct Stall {
+pub(crate) struct PressureStall {
     /// Percent of the last 10 s; the next fields of the last 60 s and 300 s.
     pub(crate) avg10: f64,
     pub(crate) avg60: f64,
@@ -22,17 +22,17 @@ pub(crate) struct Stall {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct Pressure {
+pub(crate) struct IoPressure {
     /// At least one task waited.
-    pub(crate) some: Stall,
+    pub(crate) some: PressureStall,
     /// All runnable tasks waited.
-    pub(crate) full: Option<Stall>,
+    pub(crate) full: Option<PressureStall>,
 }
 
-pub(crate) fn parse(text: &str) -> Result<Pressure, Unknown> {
+pub(crate) fn parse(text: &str) -> Result<IoPressure, UnknownFormat> {
     let (mut some, mut full) = (None, None);
     for line in text.lines() {
-        let unknown = || Unknown::new(FILE, line);
+        let unknown = || UnknownFormat::new(FILE, line);
         let (kind, keys) = line.split_once(' ').ok_or_else(unknown)?;
         let stall = match kind {
             "some" => &mut some,
@@ -42,12 +42,12 @@ pub(crate) fn parse(text: &str) -> Result<Pressure, Unknown> {
         };
         *stall = Some(parse_stall(keys).ok_or_else(unknown)?);
     }
-    let some = some.ok_or_else(|| Unknown::new(FILE, text.lines().next().unwrap_or_default()))?;
-    Ok(Pressure { some, full })
+    let some = some.ok_or_else(|| UnknownFormat::new(FILE, text.lines().next().unwrap_or_default()))?;
+    Ok(IoPressure { some, full })
 }
 
 /// Parses one line; all four keys are required.
-fn parse_stall(keys: &str) -> Option<Stall> {
+fn parse_stall(keys: &str) -> Option<PressureStall> {
     let (mut averages, mut total_us) = ([None; 3], None);
     for word in keys.split_ascii_whitespace() {
         let (key, value) = word.split_once('=')?;
@@ -60,7 +60,7 @@ fn parse_stall(keys: &str) -> Option<Stall> {
         }
     }
     let [avg10, avg60, avg300] = averages;
-    Some(Stall { avg10: avg10?, avg60: avg60?, avg300: avg300?, total_us: total_us? })
+    Some(PressureStall { avg10: avg10?, avg60: avg60?, avg300: avg300?, total_us: total_us? })
 }
 
 /// Parses digits and a point: `f64` would also accept `inf`, `nan` and signs.

@@ -11,12 +11,12 @@
 
 use std::path::PathBuf;
 
-use super::{Unknown, count};
+use super::{UnknownFormat, count};
 
 const FILE: &str = "/proc/PID/cgroup";
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Membership {
+pub(crate) struct CgroupMembership {
     /// Number of the hierarchy; 0 for cgroup v2.
     pub(crate) hierarchy: u32,
     /// Empty for cgroup v2; `name=systemd` for a named hierarchy.
@@ -25,16 +25,16 @@ pub(crate) struct Membership {
     pub(crate) path: PathBuf,
 }
 
-pub(crate) fn parse(text: &str) -> Result<Vec<Membership>, Unknown> {
-    text.lines().map(|line| parse_line(line).ok_or_else(|| Unknown::new(FILE, line))).collect()
+pub(crate) fn parse(text: &str) -> Result<Vec<CgroupMembership>, UnknownFormat> {
+    text.lines().map(|line| parse_line(line).ok_or_else(|| UnknownFormat::new(FILE, line))).collect()
 }
 
-fn parse_line(line: &str) -> Option<Membership> {
+fn parse_line(line: &str) -> Option<CgroupMembership> {
     // At most three fields: a cgroup's name may contain colons.
     let mut fields = line.splitn(3, ':');
     let hierarchy = count(fields.next()?)?;
     let controllers = fields.next()?;
     let path = fields.next().filter(|path| path.starts_with('/'))?;
     let controllers = controllers.split(',').filter(|name| !name.is_empty()).map(str::to_owned).collect();
-    Some(Membership { hierarchy, controllers, path: path.into() })
+    Some(CgroupMembership { hierarchy, controllers, path: path.into() })
 }

@@ -9,7 +9,7 @@
 //!
 //! Source: proc_pid_io(5).
 
-use super::{Unknown, count};
+use super::{UnknownFormat, count};
 
 const FILE: &str = "/proc/PID/io";
 
@@ -26,13 +26,13 @@ pub(crate) struct TaskIo {
 }
 
 /// Parses all keys; a key that the kernel lacks is 0. An empty file is an error.
-pub(crate) fn parse(text: &str) -> Result<TaskIo, Unknown> {
+pub(crate) fn parse(text: &str) -> Result<TaskIo, UnknownFormat> {
     let mut io = TaskIo::default();
     if text.trim().is_empty() {
-        return Err(Unknown::new(FILE, text));
+        return Err(UnknownFormat::new(FILE, text));
     }
     for line in text.lines() {
-        set(&mut io, line).ok_or_else(|| Unknown::new(FILE, line))?;
+        set(&mut io, line).ok_or_else(|| UnknownFormat::new(FILE, line))?;
     }
     Ok(io)
 }

@@ -9,7 +9,7 @@
 
 use std::time::Duration;
 
-use super::{Unknown, count};
+use super::{UnknownFormat, count};
 
 const FILE: &str = "/proc/PID/stat";
 /// USER_HZ is 100 on every architecture of Rust on Linux (include/uapi/asm-generic/param.h).
@@ -35,8 +35,8 @@ pub(crate) struct TaskStat {
     pub(crate) blkio_delay_ticks: u64,
 }
 
-pub(crate) fn parse(text: &str) -> Result<TaskStat, Unknown> {
-    parse_text(text).ok_or_else(|| Unknown::new(FILE, text))
+pub(crate) fn parse(text: &str) -> Result<TaskStat, UnknownFormat> {
+    parse_text(text).ok_or_else(|| UnknownFormat::new(FILE, text))
 }
 
 fn parse_text(text: &str) -> Option<TaskStat> {

@@ -5,15 +5,15 @@ use std::{
     sync::LazyLock,
 };
 
-use block::device::Number;
-use policy::steering::Rates;
+use block::device::DeviceNumber;
+use policy::steering::IoMaxRates;
 use proptest::{collection::vec, prelude::*};
 
 use super::{
-    Unknown, blkio, fuzzing, io_latency, io_max, io_stat,
-    io_stat::Usage,
+    UnknownFormat, blkio, fuzzing, io_latency, io_max, io_stat,
+    io_stat::CgroupIoUsage,
     memory_stat, mountinfo, number, pressure,
-    pressure::{Pressure, Stall},
+    pressure::{IoPressure, PressureStall},
     proc_cgroup, proc_io,
     proc_io::TaskIo,
     proc_stat,
@@ -35,22 +35,22 @@ static SAMPLES: LazyLock<Vec<String>> = LazyLock::new(|| {
     files.iter().map(|file| std::fs::read_to_string(file).expect("text")).collect()
 });
 
-fn n(major: u64, minor: u64) -> Number {
-    Number { major, minor }
+fn n(major: u64, minor: u64) -> DeviceNumber {
+    DeviceNumber { major, minor }
 }
 
 /// Counters in the order of [`Usage`]'s fields.
-fn usage([read_bytes, written_bytes, reads, writes, discarded_bytes, discards]: [u64; 6]) -> Usage {
-    Usage { read_bytes, written_bytes, reads, writes, discarded_bytes, discards }
+fn usage([read_bytes, written_bytes, reads, writes, discarded_bytes, discards]: [u64; 6]) -> CgroupIoUsage {
+    CgroupIoUsage { read_bytes, written_bytes, reads, writes, discarded_bytes, discards }
 }
 
 /// Rates in the order in which the kernel prints them.
-fn rates([read_bps, write_bps, read_iops, write_iops]: [Option<u64>; 4]) -> Rates {
-    Rates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }
+fn rates([read_bps, write_bps, read_iops, write_iops]: [Option<u64>; 4]) -> IoMaxRates {
+    IoMaxRates { bps: [read_bps, write_bps], iops: [read_iops, write_iops] }
 }
 
 #[track_caller]
-fn check_stat(text: &str, expect: &[(Number, [u64; 6])]) {
+fn check_stat(text: &str, expect: &[(DeviceNumber, [u64; 6])]) {
     let expect: Vec<_> = expect.iter().map(|(device, totals)| (*device, usage(*totals))).collect();
     assert_eq!(io_stat::parse(text), Ok(expect.clone()));
     for (device, usage) in expect {
@@ -133,7 +133,7 @@ fn devices_without_names_and_counts_of_schedulers_are_passed_over() {
 fn io_stat_of_no_kernel_is_refused_with_its_line() {
     let broken = "8:0 rbytes=1\n8:16 rbytes=many\n";
     let unknown = io_stat::parse(broken).expect_err("not a number");
-    assert_eq!(unknown, Unknown { what: "io.stat", line: "8:16 rbytes=many".to_owned() });
+    assert_eq!(unknown, UnknownFormat { what: "io.stat", line: "8:16 rbytes=many".to_owned() });
     assert_eq!(
         unknown.to_string(),
         "io.stat: a line of unknown form: \"8:16 rbytes=many\" (weir does not know this kernel's io.stat)"
@@ -187,7 +187,7 @@ fn io_max_of_every_kernel_is_read_and_written() {
         sample!("io_max-6.12"),
         "what is written is what is then read"
     );
-    assert_eq!(io_max::line(Rates::NONE, n(8, 0)), "8:0 rbps=max wbps=max riops=max wiops=max");
+    assert_eq!(io_max::line(IoMaxRates::NONE, n(8, 0)), "8:0 rbps=max wbps=max riops=max wiops=max");
     assert_eq!(io_max::parse(""), Ok(Vec::new()));
     for broken in ["8:0 rbps=none", "8:0 rbps=1.5", "default rbps=1"] {
         assert!(io_max::parse(broken).is_err(), "{broken}");
@@ -207,20 +207,20 @@ fn memory_stat_tells_what_waits_to_be_written() {
     let waiting = memory_stat::parse(of_6_18).unwrap();
     assert_eq!((waiting.dirty, waiting.writeback), (1_114_112, 40_960));
     assert_eq!(waiting.total(), 1_155_072);
-    assert_eq!(memory_stat::parse("cache 4096\nrss 0\n"), Ok(memory_stat::Waiting::default()), "cgroup v1");
+    assert_eq!(memory_stat::parse("cache 4096\nrss 0\n"), Ok(memory_stat::DirtyBytes::default()), "cgroup v1");
     assert_eq!(memory_stat::parse("file_dirty lots\n").unwrap_err().line, "file_dirty lots");
 }
 
 #[test]
 fn pressure_is_read_with_and_without_full() {
-    let some = Stall { avg10: 0.0, avg60: 0.31, avg300: 1.2, total_us: 11_182_186_648 };
-    let full = Some(Stall { avg10: 0.0, avg60: 0.1, avg300: 0.9, total_us: 4_346_621_964 });
-    assert_eq!(pressure::parse(sample!("pressure-4.20")), Ok(Pressure { some, full }));
-    let some = Stall { avg10: 0.41, avg60: 0.9, avg300: 1.01, total_us: 11_188_070_938 };
-    let full = Some(Stall { avg10: 0.36, avg60: 0.62, avg300: 0.56, total_us: 4_347_963_221 });
-    assert_eq!(pressure::parse(sample!("pressure-6.18")), Ok(Pressure { some, full }));
-    let some = Stall { avg10: 12.34, avg60: 99.99, avg300: 100.0, total_us: 1 };
-    assert_eq!(pressure::parse(sample!("pressure-5.4-cpu")), Ok(Pressure { some, full: None }));
+    let some = PressureStall { avg10: 0.0, avg60: 0.31, avg300: 1.2, total_us: 11_182_186_648 };
+    let full = Some(PressureStall { avg10: 0.0, avg60: 0.1, avg300: 0.9, total_us: 4_346_621_964 });
+    assert_eq!(pressure::parse(sample!("pressure-4.20")), Ok(IoPressure { some, full }));
+    let some = PressureStall { avg10: 0.41, avg60: 0.9, avg300: 1.01, total_us: 11_188_070_938 };
+    let full = Some(PressureStall { avg10: 0.36, avg60: 0.62, avg300: 0.56, total_us: 4_347_963_221 });
+    assert_eq!(pressure::parse(sample!("pressure-6.18")), Ok(IoPressure { some, full }));
+    let some = PressureStall { avg10: 12.34, avg60: 99.99, avg300: 100.0, total_us: 1 };
+    assert_eq!(pressure::parse(sample!("pressure-5.4-cpu")), Ok(IoPressure { some, full: None }));
 }
 
 #[test]
@@ -265,7 +265,7 @@ fn mounts_are_read_with_what_is_escaped_and_optional() {
 fn a_path_is_in_the_innermost_mount_and_in_the_latest_of_several() {
     let text = "1 0 8:1 / / rw - ext4 a rw\n2 1 8:2 / /srv rw - ext4 b rw\n3 1 8:3 / /srv rw - ext4 c rw\n";
     let mounts = mountinfo::parse(text).expect("known");
-    let source = |path: &str| mountinfo::holding(&mounts, Path::new(path)).map(|mount| mount.source.as_str());
+    let source = |path: &str| mountinfo::mount_containing(&mounts, Path::new(path)).map(|mount| mount.source.as_str());
     assert_eq!((source("/srv/x"), source("/srvx"), source("relative")), (Some("c"), Some("a"), None));
 }
 
@@ -275,7 +275,7 @@ fn memberships_are_read() {
     fn check(text: &str, expect: &[(u32, &[&str], &str)]) {
         let expect: Vec<_> = expect
             .iter()
-            .map(|&(hierarchy, controllers, path)| proc_cgroup::Membership {
+            .map(|&(hierarchy, controllers, path)| proc_cgroup::CgroupMembership {
                 hierarchy,
                 controllers: controllers.iter().map(|&name| name.to_owned()).collect(),
                 path: path.into(),
@@ -318,7 +318,7 @@ fn memberships_are_read() {
 }
 
 #[test]
-fn what_a_process_has_read_and_written_is_read() {
+fn process_io_counters_are_parsed() {
     let expect = TaskIo {
         rchar: 2_444_739,
         wchar: 2_441_576,
@@ -405,7 +405,7 @@ fn weights_are_read() {
 }
 
 #[test]
-fn what_heeds_weights_is_read() {
+fn weight_mechanisms_are_parsed() {
     assert_eq!(weight::cost_enabled(sample!("cost_qos-6.12")), Ok(vec![(n(254, 0), true)]));
     assert_eq!(weight::cost_enabled(sample!("cost_qos-5.4-off")), Ok(vec![(n(8, 16), false)]));
     assert_eq!(weight::cost_enabled(""), Ok(Vec::new()));

@@ -12,29 +12,29 @@
 //! Source: cgroup-v2.rst, "IO Interface Files"; Documentation/block/bfq-iosched.rst;
 //! Documentation/ABI/stable/sysfs-block.
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
-use super::{Unknown, count, nested, number};
+use super::{UnknownFormat, count, nested, number};
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub(crate) struct Weights {
+pub(crate) struct CgroupWeights {
     /// Weight on devices that are not listed.
     pub(crate) default: Option<u32>,
-    pub(crate) devices: Vec<(Number, u32)>,
+    pub(crate) devices: Vec<(DeviceNumber, u32)>,
 }
 
-impl Weights {
-    pub(crate) fn on(&self, device: Number) -> Option<u32> {
+impl CgroupWeights {
+    pub(crate) fn on(&self, device: DeviceNumber) -> Option<u32> {
         let own = self.devices.iter().find(|(number, _)| *number == device);
         own.map(|(_, weight)| *weight).or(self.default)
     }
 }
 
 /// Parses io.weight or io.bfq.weight.
-pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
-    let mut weights = Weights::default();
+pub(crate) fn weights(text: &str) -> Result<CgroupWeights, UnknownFormat> {
+    let mut weights = CgroupWeights::default();
     for line in text.lines() {
-        let unknown = || Unknown::new("io.weight", line);
+        let unknown = || UnknownFormat::new("io.weight", line);
         let mut words = line.split_ascii_whitespace();
         match (words.next(), words.next(), words.next()) {
             (Some(weight), None, _) | (Some("default"), Some(weight), None) => {
@@ -50,7 +50,7 @@ pub(crate) fn weights(text: &str) -> Result<Weights, Unknown> {
 }
 
 /// Devices that io.cost.qos lists, each with true if io.cost is enabled.
-pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
+pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(DeviceNumber, bool)>, UnknownFormat> {
     nested::all("io.cost.qos", text, |enabled: &mut bool, key, value| {
         if key == "enable" {
             *enabled = count::<u8>(value)? != 0;
@@ -60,7 +60,7 @@ pub(crate) fn cost_enabled(text: &str) -> Result<Vec<(Number, bool)>, Unknown> {
 }
 
 /// The active scheduler; `None` if the device offers no choice.
-pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, Unknown> {
+pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, UnknownFormat> {
     let mut words = text.split_ascii_whitespace();
     let marked = words.clone().find_map(|word| word.strip_prefix('[')?.strip_suffix(']'));
     match (marked, words.next(), words.next()) {
@@ -68,6 +68,6 @@ pub(crate) fn scheduler(text: &str) -> Result<Option<&str>, Unknown> {
         (None, None, _) => Ok(None),
         // A device without a request queue prints `none` without brackets.
         (None, Some(only), None) => Ok(Some(only)),
-        (None, Some(_), Some(_)) => Err(Unknown::new("queue/scheduler", text.trim_end())),
+        (None, Some(_), Some(_)) => Err(UnknownFormat::new("queue/scheduler", text.trim_end())),
     }
 }

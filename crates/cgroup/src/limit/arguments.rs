@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use settings::arguments::limits;
 
-use super::kept::{self, Change};
+use super::kept::{self, LimitsChange};
 
 pub(crate) const EXAMPLES: &str = concat!(
     "\
@@ -34,7 +34,7 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line."
 
 /// Arguments of `weir cgroup limit`.
 #[derive(Debug, Args)]
-pub struct LimitArgs {
+pub struct CgroupLimitArgs {
     /// Whose I/O is limited
     #[arg(value_name = "CGROUP")]
     pub(crate) cgroup: String,
@@ -47,7 +47,7 @@ pub struct LimitArgs {
     #[arg(long)]
     pub(crate) remove: bool,
     #[command(flatten)]
-    pub(crate) kept: KeptArgs,
+    pub(crate) kept: LimitsFileArgs,
     /// Print what holds now as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -57,7 +57,7 @@ pub struct LimitArgs {
 #[derive(Debug, Args)]
 pub(crate) struct SettingsArgs {
     #[command(flatten)]
-    limits: limits::LimitArgs,
+    limits: limits::ThrottleLimitArgs,
     #[command(flatten)]
     shares: ShareArgs,
 }
@@ -85,13 +85,13 @@ struct ShareArgs {
 
 /// Location of the limits file.
 #[derive(Debug, Args)]
-pub(crate) struct KeptArgs {
+pub(crate) struct LimitsFileArgs {
     /// Where limits are kept, for `weir cgroup watch`
-    #[arg(long = "limits", value_name = "FILE", default_value = kept::USUAL)]
+    #[arg(long = "limits", value_name = "FILE", default_value = kept::DEFAULT_PATH)]
     limits_file: PathBuf,
 }
 
-impl KeptArgs {
+impl LimitsFileArgs {
     /// Path of the limits file.
     pub(crate) fn path(&self) -> &Path {
         &self.limits_file
@@ -100,11 +100,11 @@ impl KeptArgs {
 
 impl SettingsArgs {
     /// The change that the options describe.
-    pub(crate) fn change(&self) -> Change {
+    pub(crate) fn change(&self) -> LimitsChange {
         let ShareArgs { watermark, weight, group, no_group, cluster } = &self.shares;
         // An empty name means: leave the group.
         let group = if *no_group { Some(String::new()) } else { group.clone() };
-        Change {
+        LimitsChange {
             limits: self.limits.given().to_vec(),
             watermark: *watermark,
             weight: *weight,

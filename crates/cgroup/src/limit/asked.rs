@@ -2,15 +2,15 @@
 
 use std::path::Path;
 
-use block::device::Number;
-use console::{figures, figures::Limits as Named};
-use policy::throttle::{Limits, Setting};
+use block::device::DeviceNumber;
+use console::{figures, figures::SettingValues as Named};
+use policy::throttle::{Limits, LimitSetting};
 use serde_json::{Value, json};
 
-use super::kept::Kept;
+use super::kept::LimitsFile;
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Asked {
+pub(crate) struct ConfiguredLimits {
     /// The cgroup's own limits, or those of its group.
     pub(crate) limits: Limits,
     /// Percent of the device below which limits are not enforced; 0 enforces them always.
@@ -20,11 +20,11 @@ pub(crate) struct Asked {
     pub(crate) group: Option<String>,
 }
 
-impl Asked {
-    pub(crate) fn of(kept: &Kept, name: &Path, device: Number) -> Option<Self> {
-        let is_this = |number: anyhow::Result<Number>| number.is_ok_and(|number| number == device);
+impl ConfiguredLimits {
+    pub(crate) fn of(kept: &LimitsFile, name: &Path, device: DeviceNumber) -> Option<Self> {
+        let is_this = |number: anyhow::Result<DeviceNumber>| number.is_ok_and(|number| number == device);
         let entry = kept.limits.iter().find(|entry| entry.cgroup == name && is_this(entry.device()))?;
-        let shared = kept.shared(entry);
+        let shared = kept.limits_of(entry);
         Some(Self {
             // `Kept::load` validated the entries.
             limits: shared.limits().unwrap_or_default(),
@@ -35,12 +35,12 @@ impl Asked {
     }
 
     pub(crate) fn named(&self) -> Named {
-        let is_set = |setting: &Setting| match *setting {
+        let is_set = |setting: &LimitSetting| match *setting {
             // A burst without a rate has no effect.
-            Setting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
-            Setting::IopsSize => self.limits.iops_size > 0,
+            LimitSetting::Limit(kind, _) => self.limits.limit(kind).rate > 0,
+            LimitSetting::IopsSize => self.limits.iops_size > 0,
         };
-        let set = Setting::ALL.into_iter().filter(is_set);
+        let set = LimitSetting::ALL.into_iter().filter(is_set);
         set.map(|setting| (setting.name().to_owned(), self.limits.get(setting))).collect()
     }
 
@@ -73,28 +73,28 @@ mod tests {
     use super::*;
     use crate::{
         control_group::{ControlGroup, Version},
-        limit::kept::Change,
+        limit::kept::LimitsChange,
     };
 
-    const DISK: Number = Number { major: 8, minor: 0 };
+    const DISK: DeviceNumber = DeviceNumber { major: 8, minor: 0 };
 
     #[test]
-    fn what_was_asked_for_is_told_in_short() {
+    fn configured_limits_as_short_text() {
         let group =
             ControlGroup { version: Version::V2, directory: "/sys/fs/cgroup/a".into(), name: "/a".into() };
-        let mut kept = Kept::default();
-        let change = Change {
+        let mut kept = LimitsFile::default();
+        let change = LimitsChange {
             watermark: Some(90),
             weight: Some(200),
             group: Some("tenant".to_owned()),
-            ..Change::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20)])
+            ..LimitsChange::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20)])
         };
         kept.change(&group, (DISK, "serial x"), &change).unwrap();
-        let asked = Asked::of(&kept, Path::new("/a"), DISK).expect("it is kept");
+        let asked = ConfiguredLimits::of(&kept, Path::new("/a"), DISK).expect("it is kept");
         assert_eq!(asked.text(), "bps-w 4M↑20M, watermark 90%, group tenant, weight 200");
         assert_eq!(asked.named()["bps-write-max"], 20 << 20);
-        assert_eq!(Asked::of(&kept, Path::new("/b"), DISK), None);
-        assert_eq!(Asked::of(&kept, Path::new("/a"), Number { minor: 16, ..DISK }), None);
-        assert_eq!(Asked::default().text(), "-");
+        assert_eq!(ConfiguredLimits::of(&kept, Path::new("/b"), DISK), None);
+        assert_eq!(ConfiguredLimits::of(&kept, Path::new("/a"), DeviceNumber { minor: 16, ..DISK }), None);
+        assert_eq!(ConfiguredLimits::default().text(), "-");
     }
 }

@@ -16,10 +16,10 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use block::device::{Identity, Number, Roots};
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use policy::{
-    steering::Rates,
-    throttle::{LimitKind, Limits, Part, Setting, Share},
+    steering::IoMaxRates,
+    throttle::{LimitKind, Limits, LimitPart, LimitSetting, NodeShare},
     watermark::Watermark,
 };
 use serde::{Deserialize, Serialize};
@@ -27,23 +27,23 @@ use settings::state::whole_file;
 
 use crate::{control_group::ControlGroup, kernel};
 
-pub(crate) const USUAL: &str = "/run/weir/cgroups.json";
+pub(crate) const DEFAULT_PATH: &str = "/run/weir/cgroups.json";
 /// Enough for some ten thousand control groups.
 const MAX_FILE_BYTES: u64 = 16 << 20;
 pub(crate) const DEFAULT_WEIGHT: u32 = 100;
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct Kept {
+pub(crate) struct LimitsFile {
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
-    pub(crate) groups: BTreeMap<String, Shared>,
+    pub(crate) groups: BTreeMap<String, StoredLimits>,
     #[serde(default)]
-    pub(crate) limits: Vec<Entry>,
+    pub(crate) limits: Vec<CgroupEntry>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct Shared {
+pub(crate) struct StoredLimits {
     #[serde(default)]
     limits: BTreeMap<String, u64>,
     #[serde(default)]
@@ -61,7 +61,7 @@ const fn is_not(said: &bool) -> bool {
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(crate) struct Entry {
+pub(crate) struct CgroupEntry {
     /// Path from the mount of the cgroup hierarchy.
     pub(crate) cgroup: PathBuf,
     device: String,
@@ -74,14 +74,14 @@ pub(crate) struct Entry {
     #[serde(default)]
     weight: u32,
     #[serde(default)]
-    own: Shared,
+    own: StoredLimits,
 }
 
 /// A change; absent settings stay as they are.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Change {
+pub(crate) struct LimitsChange {
     /// New values; 0 removes a limit.
-    pub(crate) limits: Vec<(Setting, u64)>,
+    pub(crate) limits: Vec<(LimitSetting, u64)>,
     pub(crate) watermark: Option<u8>,
     pub(crate) weight: Option<u32>,
     /// Empty to leave the group.
@@ -90,18 +90,18 @@ pub(crate) struct Change {
     pub(crate) cluster: bool,
 }
 
-impl Change {
-    pub(crate) fn of_rates(Rates { bps, iops }: Rates) -> Self {
+impl LimitsChange {
+    pub(crate) fn of_rates(IoMaxRates { bps, iops }: IoMaxRates) -> Self {
         const KINDS: [LimitKind; 4] =
             [LimitKind::BpsRead, LimitKind::BpsWrite, LimitKind::IopsRead, LimitKind::IopsWrite];
         let rates = bps.into_iter().chain(iops).zip(KINDS);
-        let limits = rates.filter_map(|(rate, kind)| Some((Setting::Limit(kind, Part::Rate), rate?)));
+        let limits = rates.filter_map(|(rate, kind)| Some((LimitSetting::Limit(kind, LimitPart::Rate), rate?)));
         Self { limits: limits.collect(), ..Self::default() }
     }
 
     #[cfg(test)]
     pub(crate) fn of(limits: &[(&str, u64)]) -> Self {
-        let setting = |&(name, value): &(&str, u64)| (Setting::from_name(name).expect("a setting"), value);
+        let setting = |&(name, value): &(&str, u64)| (LimitSetting::from_name(name).expect("a setting"), value);
         Self { limits: limits.iter().map(setting).collect(), ..Self::default() }
     }
 
@@ -110,11 +110,11 @@ impl Change {
     }
 }
 
-impl Shared {
+impl StoredLimits {
     /// The fallback share in a cluster's group.
     pub(crate) fn of_cluster(safe: &Limits) -> Self {
         let set =
-            Setting::ALL.into_iter().filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
+            LimitSetting::ALL.into_iter().filter(|setting| safe.get(*setting) != Limits::default().get(*setting));
         let limits = set.map(|setting| (setting.name().to_owned(), safe.get(setting))).collect();
         Self { limits, watermark: 0, cluster: true }
     }
@@ -126,7 +126,7 @@ impl Shared {
     pub(crate) fn limits(&self) -> anyhow::Result<Limits> {
         let mut limits = Limits::default();
         for (name, &value) in &self.limits {
-            let Some(setting) = Setting::from_name(name) else { bail!("{name} is no limit") };
+            let Some(setting) = LimitSetting::from_name(name) else { bail!("{name} is no limit") };
             limits.set(setting, value).map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
         }
         limits.validate().map_err(|invalid| anyhow::anyhow!("{invalid}"))?;
@@ -137,10 +137,10 @@ impl Shared {
         Watermark::new(self.watermark).with_context(|| format!("watermark {} is above 100", self.watermark))
     }
 
-    fn change(&mut self, change: &Change) {
+    fn change(&mut self, change: &LimitsChange) {
         for (setting, value) in &change.limits {
             // A burst length of 0 s is invalid and must be rejected, not treated as a removal.
-            let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
+            let is_length = matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength));
             if *value == 0 && !is_length {
                 self.limits.remove(setting.name());
                 self.drop_burst_of(*setting, change);
@@ -152,9 +152,9 @@ impl Shared {
     }
 
     /// Removes the burst of a removed limit, unless the same change sets it.
-    fn drop_burst_of(&mut self, limit: Setting, change: &Change) {
-        let Setting::Limit(kind, Part::Rate) = limit else { return };
-        for part in [Part::BurstRate, Part::BurstLength].map(|part| Setting::Limit(kind, part)) {
+    fn drop_burst_of(&mut self, limit: LimitSetting, change: &LimitsChange) {
+        let LimitSetting::Limit(kind, LimitPart::Rate) = limit else { return };
+        for part in [LimitPart::BurstRate, LimitPart::BurstLength].map(|part| LimitSetting::Limit(kind, part)) {
             if change.limits.iter().all(|(asked, _)| *asked != part) {
                 self.limits.remove(part.name());
             }
@@ -162,8 +162,8 @@ impl Shared {
     }
 }
 
-impl Entry {
-    pub(crate) fn device(&self) -> anyhow::Result<Number> {
+impl CgroupEntry {
+    pub(crate) fn device(&self) -> anyhow::Result<DeviceNumber> {
         kernel::number(&self.device).with_context(|| format!("{:?} is no device's number", self.device))
     }
 
@@ -174,9 +174,9 @@ impl Entry {
 
     /// The disk's number, if the disk exists and its number has not been reassigned to another
     /// disk.
-    pub(crate) fn disk(&self, roots: &Roots) -> anyhow::Result<Number> {
+    pub(crate) fn disk(&self, roots: &SysfsRoots) -> anyhow::Result<DeviceNumber> {
         let number = self.device()?;
-        let identity = match Identity::resolve(number, roots) {
+        let identity = match DeviceIdentity::resolve(number, roots) {
             Ok(identity) => identity,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
                 bail!("device {number} is not there (its limits wait for it)")
@@ -184,7 +184,7 @@ impl Entry {
             // A disk that cannot be identified is not necessarily another disk.
             Err(_) => return Ok(number),
         };
-        if !identity.can_be(&self.device_key) {
+        if !identity.may_match(&self.device_key) {
             bail!(
                 "device {number} is another disk now, {} and not {} (set its limits anew: `weir cgroup limit`)",
                 identity.key(),
@@ -196,7 +196,7 @@ impl Entry {
 
     /// True if `device` could name the entry's disk, even one that is gone: by its number, or by
     /// any path.
-    pub(crate) fn could_be_on(&self, device: &str, known: Option<Number>) -> bool {
+    pub(crate) fn could_be_on(&self, device: &str, known: Option<DeviceNumber>) -> bool {
         match known {
             Some(number) => self.device().is_ok_and(|own| own == number),
             None => self.device == device || device.starts_with('/'),
@@ -212,17 +212,17 @@ impl Entry {
     }
 }
 
-impl Kept {
+impl LimitsFile {
     /// The entry's own limits, or those of its group.
-    pub(crate) fn shared<'a>(&'a self, entry: &'a Entry) -> &'a Shared {
-        static NONE: Shared = Shared { limits: BTreeMap::new(), watermark: 0, cluster: false };
+    pub(crate) fn limits_of<'a>(&'a self, entry: &'a CgroupEntry) -> &'a StoredLimits {
+        static NONE: StoredLimits = StoredLimits { limits: BTreeMap::new(), watermark: 0, cluster: false };
         match &entry.group {
             None => &entry.own,
             Some(group) => self.groups.get(group).unwrap_or(&NONE),
         }
     }
 
-    pub(crate) fn entry(&self, group: &ControlGroup, device: Number) -> Option<&Entry> {
+    pub(crate) fn entry(&self, group: &ControlGroup, device: DeviceNumber) -> Option<&CgroupEntry> {
         let device = device.to_string();
         self.limits.iter().find(|entry| entry.cgroup == group.name && entry.device == device)
     }
@@ -231,21 +231,21 @@ impl Kept {
     pub(crate) fn change(
         &mut self,
         group: &ControlGroup,
-        (device, device_key): (Number, &str),
-        change: &Change,
+        (device, device_key): (DeviceNumber, &str),
+        change: &LimitsChange,
     ) -> anyhow::Result<()> {
         // Work on a copy, so that a failed check leaves `self` unchanged.
         let mut next = self.clone();
         let number = device.to_string();
         let known = next.limits.iter().position(|entry| entry.cgroup == group.name && entry.device == number);
         let index = known.unwrap_or_else(|| {
-            next.limits.push(Entry {
+            next.limits.push(CgroupEntry {
                 cgroup: group.name.clone(),
                 device: number,
                 device_key: device_key.to_owned(),
                 group: None,
                 weight: 0,
-                own: Shared::default(),
+                own: StoredLimits::default(),
             });
             next.limits.len() - 1
         });
@@ -259,7 +259,7 @@ impl Kept {
             } else {
                 entry.group = Some(name.clone());
                 // The group's limits replace its own ones.
-                entry.own = Shared::default();
+                entry.own = StoredLimits::default();
             }
         }
         let shared = match &entry.group {
@@ -282,7 +282,7 @@ impl Kept {
             }
         };
         shared.change(change);
-        next.check_safe_shares()?;
+        next.check_fallback_shares()?;
         // The group that it left may have no member any more.
         next.drop_empty_groups();
         next.check()?;
@@ -291,12 +291,12 @@ impl Kept {
     }
 
     /// Removes an entry. Returns false if there was none.
-    pub(crate) fn remove(&mut self, group: &ControlGroup, device: Number) -> bool {
+    pub(crate) fn remove(&mut self, group: &ControlGroup, device: DeviceNumber) -> bool {
         let device = device.to_string();
-        !self.forget(|entry| entry.cgroup == group.name && entry.device == device).is_empty()
+        !self.remove_where(|entry| entry.cgroup == group.name && entry.device == device).is_empty()
     }
 
-    pub(crate) fn forget(&mut self, is_meant: impl Fn(&Entry) -> bool) -> Vec<Entry> {
+    pub(crate) fn remove_where(&mut self, is_meant: impl Fn(&CgroupEntry) -> bool) -> Vec<CgroupEntry> {
         let (forgotten, limits) = std::mem::take(&mut self.limits).into_iter().partition(is_meant);
         self.limits = limits;
         self.drop_empty_groups();
@@ -313,7 +313,7 @@ impl Kept {
 
     /// Rejects a fallback share below the kernel's minimum. The kernel accepts no rate below 2, so
     /// many members would exceed a small share together.
-    fn check_safe_shares(&self) -> anyhow::Result<()> {
+    fn check_fallback_shares(&self) -> anyhow::Result<()> {
         for (name, shared) in self.groups.iter().filter(|(_, shared)| shared.cluster) {
             let members =
                 self.limits.iter().filter(|entry| entry.group.as_ref() == Some(name)).count() as u64;
@@ -325,7 +325,7 @@ impl Kept {
                 if rate > 0 && rate < least {
                     bail!(
                         "group {name}: the safe share of this host is {rate} a second of {}, and the kernel keeps no less than {least} for {members} control groups (raise it: `weir throttle {name} --cluster --safe-share`)",
-                        Setting::Limit(kind, Part::Rate).name()
+                        LimitSetting::Limit(kind, LimitPart::Rate).name()
                     );
                 }
             }
@@ -335,7 +335,7 @@ impl Kept {
 
     /// Replaces the clusters' groups by `groups`; a group with members stays even if it is not
     /// listed.
-    pub(crate) fn publish(&mut self, groups: &BTreeMap<String, Limits>) {
+    pub(crate) fn replace_cluster_groups(&mut self, groups: &BTreeMap<String, Limits>) {
         let limits = &self.limits;
         self.groups.retain(|name, shared| {
             !shared.cluster
@@ -343,16 +343,16 @@ impl Kept {
                 || limits.iter().any(|entry| entry.group.as_ref() == Some(name))
         });
         for (name, safe) in groups {
-            self.groups.insert(name.clone(), Shared::of_cluster(safe));
+            self.groups.insert(name.clone(), StoredLimits::of_cluster(safe));
         }
     }
 
     /// Only the entries whose limits belong to a cluster.
-    pub(crate) fn of_clusters(mut self) -> Self {
+    pub(crate) fn only_cluster_entries(mut self) -> Self {
         let groups = &self.groups;
-        let is_lent = |entry: &Entry| {
+        let is_lent = |entry: &CgroupEntry| {
             let group = entry.group.as_ref().and_then(|name| groups.get(name));
-            group.is_some_and(Shared::is_of_cluster)
+            group.is_some_and(StoredLimits::is_of_cluster)
         };
         self.limits.retain(is_lent);
         self
@@ -374,7 +374,7 @@ impl Kept {
             }
             entry.own.limits().and_then(|_| entry.own.watermark()).with_context(about)?;
             entry.device().with_context(about)?;
-            if entry.weight != 0 && !Share::WEIGHTS.contains(&entry.weight) {
+            if entry.weight != 0 && !NodeShare::WEIGHTS.contains(&entry.weight) {
                 return Err(anyhow::anyhow!("weight {} is not from 1 to 10000", entry.weight))
                     .with_context(about);
             }
@@ -423,9 +423,9 @@ impl Kept {
 
 /// Version of the file: differs after each change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Stamp(Option<(u64, i64, i64)>);
+pub(crate) struct FileVersion(Option<(u64, i64, i64)>);
 
-impl Stamp {
+impl FileVersion {
     pub(crate) const NONE: Self = Self(None);
 
     pub(crate) fn of(path: &Path) -> Self {

@@ -1,10 +1,10 @@
 use super::*;
 use crate::{
     control_group::Version,
-    limit::locks::{Locked, Watched},
+    limit::locks::{LockedLimitsFile, WatchLock},
 };
 
-const DISK: (Number, &str) = (Number { major: 254, minor: 0 }, "serial x, 1048576 bytes");
+const DISK: (DeviceNumber, &str) = (DeviceNumber { major: 254, minor: 0 }, "serial x, 1048576 bytes");
 
 fn group(name: &str) -> ControlGroup {
     ControlGroup {
@@ -14,17 +14,17 @@ fn group(name: &str) -> ControlGroup {
     }
 }
 
-fn in_group(name: &str, limits: &[(&str, u64)]) -> Change {
-    Change { group: Some(name.to_owned()), ..Change::of(limits) }
+fn in_group(name: &str, limits: &[(&str, u64)]) -> LimitsChange {
+    LimitsChange { group: Some(name.to_owned()), ..LimitsChange::of(limits) }
 }
 
 #[test]
 fn what_is_not_named_stays_and_0_is_none() {
-    let mut kept = Kept::default();
-    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
-    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 200), ("bps-write-max", 400)])).unwrap();
-    kept.change(&group("/a"), DISK, &Change::of(&[("iops-read", 0)])).unwrap();
-    let limits = kept.shared(kept.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
+    let mut kept = LimitsFile::default();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100), ("iops-read", 5)])).unwrap();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 200), ("bps-write-max", 400)])).unwrap();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-read", 0)])).unwrap();
+    let limits = kept.limits_of(kept.entry(&group("/a"), DISK.0).unwrap()).limits().unwrap();
     assert_eq!(limits.limit(LimitKind::BpsWrite).burst_rate, 400);
     assert_eq!(limits.limit(LimitKind::BpsWrite).rate, 200);
     assert_eq!(limits.limit(LimitKind::IopsRead).rate, 0);
@@ -32,34 +32,34 @@ fn what_is_not_named_stays_and_0_is_none() {
 
 #[test]
 fn a_burst_goes_with_its_limit() {
-    let mut kept = Kept::default();
+    let mut kept = LimitsFile::default();
     let burst = [("bps-write", 4), ("bps-write-max", 20), ("bps-write-max-length", 5), ("bps-read", 4)];
-    kept.change(&group("/a"), DISK, &Change::of(&burst)).unwrap();
-    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 0)])).unwrap();
-    let limits = kept.shared(&kept.limits[0]).limits().unwrap();
-    assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::Limit::default());
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&burst)).unwrap();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0)])).unwrap();
+    let limits = kept.limits_of(&kept.limits[0]).limits().unwrap();
+    assert_eq!(limits.limit(LimitKind::BpsWrite), policy::throttle::RateLimit::default());
     assert_eq!(limits.limit(LimitKind::BpsRead).rate, 4);
-    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 0), ("bps-write-max", 20)])).unwrap_err();
 }
 
 #[test]
 fn what_makes_no_sense_changes_nothing() {
-    let mut kept = Kept::default();
-    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write", 100)])).unwrap();
+    let mut kept = LimitsFile::default();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write", 100)])).unwrap();
     let before = kept.clone();
-    let error = kept.change(&group("/a"), DISK, &Change::of(&[("bps-total", 100)])).unwrap_err();
+    let error = kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-total", 100)])).unwrap_err();
     assert!(format!("{error:#}").contains("/a"), "{error:#}");
-    kept.change(&group("/a"), DISK, &Change::of(&[("bps-write-max", 50)])).unwrap_err();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("bps-write-max", 50)])).unwrap_err();
     assert_eq!(kept, before);
 }
 
 #[test]
 fn a_group_has_limits_as_long_as_somebody_is_in_it() {
-    let mut kept = Kept::default();
-    kept.change(&group("/a"), DISK, &Change::of(&[("iops-total", 7)])).unwrap();
+    let mut kept = LimitsFile::default();
+    kept.change(&group("/a"), DISK, &LimitsChange::of(&[("iops-total", 7)])).unwrap();
     kept.change(&group("/a"), DISK, &in_group("tenant", &[("bps-write", 100)])).unwrap();
     kept.change(&group("/b"), DISK, &in_group("tenant", &[])).unwrap();
-    let limits = |kept: &Kept, name| kept.shared(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
+    let limits = |kept: &LimitsFile, name| kept.limits_of(kept.entry(&group(name), DISK.0).unwrap()).limits().unwrap();
     assert_eq!(limits(&kept, "/a"), limits(&kept, "/b"));
     assert_eq!(limits(&kept, "/a").limit(LimitKind::IopsTotal).rate, 0, "its own are gone");
     assert!(kept.remove(&group("/a"), DISK.0));
@@ -74,19 +74,19 @@ fn a_group_has_limits_as_long_as_somebody_is_in_it() {
 fn the_file_is_read_as_it_was_written() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("deeper/cgroups.json");
-    assert_eq!(Kept::load(&path).unwrap(), Kept::default());
-    let stamp = Stamp::of(&path);
-    let mut locked = Locked::open(&path).unwrap();
+    assert_eq!(LimitsFile::load(&path).unwrap(), LimitsFile::default());
+    let stamp = FileVersion::of(&path);
+    let mut locked = LockedLimitsFile::open(&path).unwrap();
     let change =
-        Change { weight: Some(300), watermark: Some(90), ..in_group("tenant", &[("bps-write", 1 << 40)]) };
+        LimitsChange { weight: Some(300), watermark: Some(90), ..in_group("tenant", &[("bps-write", 1 << 40)]) };
     locked.kept.change(&group("/a b.slice"), DISK, &change).unwrap();
     locked.save().unwrap();
-    assert_ne!(Stamp::of(&path), stamp);
-    let kept = Kept::load(&path).unwrap();
+    assert_ne!(FileVersion::of(&path), stamp);
+    let kept = LimitsFile::load(&path).unwrap();
     assert_eq!(kept, locked.kept);
     let entry = kept.entry(&group("/a b.slice"), DISK.0).unwrap();
     assert_eq!((entry.weight(), entry.given_weight()), (300, Some(300)));
-    assert_eq!(kept.shared(entry).watermark().unwrap().percent(), 90);
+    assert_eq!(kept.limits_of(entry).watermark().unwrap().percent(), 90);
 }
 
 #[test]
@@ -105,7 +105,7 @@ fn a_file_of_another_form_is_named_and_left_alone() {
         r#"{"limits": [{"cgroup": "/a", "device": "8:0", "device-key": "", "own": {"watermark": 101}}]}"#,
     ] {
         fs::write(&path, broken).unwrap();
-        let error = format!("{:#}", Locked::open(&path).map(drop).unwrap_err());
+        let error = format!("{:#}", LockedLimitsFile::open(&path).map(drop).unwrap_err());
         assert!(error.contains("cgroups.json: these limits cannot be used"), "{broken}: {error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), broken);
     }
@@ -115,10 +115,10 @@ fn a_file_of_another_form_is_named_and_left_alone() {
 fn one_watches_at_a_time() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("cgroups.json");
-    assert!(!Watched::is_taken(&path));
-    let watched = Watched::take(&path).unwrap().expect("the first");
-    assert!(Watched::is_taken(&path));
-    assert!(Watched::take(&path).unwrap().is_none());
+    assert!(!WatchLock::is_taken(&path));
+    let watched = WatchLock::take(&path).unwrap().expect("the first");
+    assert!(WatchLock::is_taken(&path));
+    assert!(WatchLock::take(&path).unwrap().is_none());
     drop(watched);
-    assert!(!Watched::is_taken(&path));
+    assert!(!WatchLock::is_taken(&path));
 }

@@ -18,45 +18,45 @@ use std::{
 use anyhow::Context as _;
 use nix::fcntl::{Flock, FlockArg};
 
-use super::kept::Kept;
+use super::kept::LimitsFile;
 
 /// Attempts at a lock, one every 20 ms.
-const LOOKS_AT_A_LOCK: usize = 10;
+const LOCK_ATTEMPTS: usize = 10;
 /// Attempts at the guard's lock: the guard of an earlier `watch` settles its limits first.
-const LOOKS_AT_A_GUARD: usize = 500;
+const GUARD_ATTEMPTS: usize = 500;
 /// Attempts while claiming: the process that gives way settles all limits first.
-const LOOKS_AT_A_CLAIM: usize = 150;
+const CLAIM_ATTEMPTS: usize = 150;
 /// Attempts before a change, which may wait for systemd. Settling waits less, because a limit must
 /// be in force within a second.
-const LOOKS_AT_A_CHANGE: usize = 1500;
-const SHORT_LOOKS_AT_A_CHANGE: usize = 25;
-const LOOK: Duration = Duration::from_millis(20);
+const CHANGE_ATTEMPTS: usize = 1500;
+const SETTLE_ATTEMPTS: usize = 25;
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
 
 /// The limits file, locked against concurrent changes until dropped.
 #[derive(Debug)]
-pub(crate) struct Locked {
+pub(crate) struct LockedLimitsFile {
     path: PathBuf,
     _lock: Flock<File>,
-    pub(crate) kept: Kept,
+    pub(crate) kept: LimitsFile,
 }
 
-impl Locked {
+impl LockedLimitsFile {
     /// Waits up to 30 s for other changes; creates a missing directory.
     pub(crate) fn open(path: &Path) -> anyhow::Result<Self> {
-        let lock = lock_soon(path, "lock", LOOKS_AT_A_CHANGE)?;
+        let lock = lock_with_retries(path, "lock", CHANGE_ATTEMPTS)?;
         let lock = lock.with_context(|| {
             format!(
                 "{}: somebody else changes these limits, for half a minute now (is another `weir cgroup limit` waiting for systemd?)",
                 path.display()
             )
         })?;
-        Ok(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? })
+        Ok(Self { path: path.to_owned(), _lock: lock, kept: LimitsFile::load(path)? })
     }
 
     /// Locks without waiting; `None` while another process changes the limits.
-    pub(crate) fn open_at_once(path: &Path) -> anyhow::Result<Option<Self>> {
-        let Some(lock) = lock_soon(path, "lock", 1)? else { return Ok(None) };
-        Ok(Some(Self { path: path.to_owned(), _lock: lock, kept: Kept::load(path)? }))
+    pub(crate) fn try_open(path: &Path) -> anyhow::Result<Option<Self>> {
+        let Some(lock) = lock_with_retries(path, "lock", 1)? else { return Ok(None) };
+        Ok(Some(Self { path: path.to_owned(), _lock: lock, kept: LimitsFile::load(path)? }))
     }
 
     pub(crate) fn save(&self) -> anyhow::Result<()> {
@@ -64,20 +64,20 @@ impl Locked {
     }
 }
 
-pub(crate) fn restore(path: &Path, kept: &Kept) -> anyhow::Result<()> {
-    let _unchanged = Unchanged::take(path);
+pub(crate) fn restore(path: &Path, kept: &LimitsFile) -> anyhow::Result<()> {
+    let _unchanged = ChangeLock::take(path);
     if path.exists() { Ok(()) } else { kept.save(path) }
 }
 
 /// Locks the file while limits are settled: a concurrent change has already written to the kernel,
 /// but not yet to the file.
 #[derive(Debug)]
-pub(super) struct Unchanged(Option<Flock<File>>);
+pub(super) struct ChangeLock(Option<Flock<File>>);
 
-impl Unchanged {
+impl ChangeLock {
     /// Waits only briefly, and proceeds without the lock: ending a burst is more urgent.
     pub(super) fn take(path: &Path) -> Self {
-        Self(lock_soon(path, "lock", SHORT_LOOKS_AT_A_CHANGE).ok().flatten())
+        Self(lock_with_retries(path, "lock", SETTLE_ATTEMPTS).ok().flatten())
     }
 
     pub(super) fn is_held(&self) -> bool {
@@ -87,19 +87,19 @@ impl Unchanged {
 
 /// Lock of the process that steers these limits; at most one at a time.
 #[derive(Debug)]
-pub(crate) struct Watched(#[expect(dead_code, reason = "held")] Flock<File>);
+pub(crate) struct WatchLock(#[expect(dead_code, reason = "held")] Flock<File>);
 
-impl Watched {
+impl WatchLock {
     /// Returns `None` if another process steers them.
     pub(crate) fn take(path: &Path) -> anyhow::Result<Option<Self>> {
         // Several attempts: `is_taken` holds the lock for a moment.
-        Ok(lock_soon(path, "watch", LOOKS_AT_A_LOCK)?.map(Self))
+        Ok(lock_with_retries(path, "watch", LOCK_ATTEMPTS)?.map(Self))
     }
 
     /// Takes over from a process that steers for one command only, once it has given way.
     pub(crate) fn claim(path: &Path) -> anyhow::Result<Option<Self>> {
-        let _wanted = lock_soon(path, "wanted", LOOKS_AT_A_LOCK)?;
-        Ok(lock_soon(path, "watch", LOOKS_AT_A_CLAIM)?.map(Self))
+        let _wanted = lock_with_retries(path, "wanted", LOCK_ATTEMPTS)?;
+        Ok(lock_with_retries(path, "watch", CLAIM_ATTEMPTS)?.map(Self))
     }
 
     pub(crate) fn is_wanted(path: &Path) -> bool {
@@ -114,12 +114,12 @@ impl Watched {
 /// Lock held while a guard may settle these limits: by `watch` and, through the same open file
 /// description, by its guard.
 #[derive(Debug)]
-pub(crate) struct Guarded(Flock<File>);
+pub(crate) struct GuardLock(Flock<File>);
 
-impl Guarded {
+impl GuardLock {
     /// Waits up to 10 s for an earlier guard, whose settling would undo new grants.
     pub(crate) fn take(path: &Path) -> anyhow::Result<Self> {
-        lock_soon(path, "guard", LOOKS_AT_A_GUARD)?.map(Self).with_context(|| {
+        lock_with_retries(path, "guard", GUARD_ATTEMPTS)?.map(Self).with_context(|| {
             format!(
                 "{}: the guard of an earlier watch is still there (end the process `weir cgroup guard`; it may be stopped, or wait for \
                  a disk)",
@@ -155,14 +155,14 @@ fn lock(path: &Path, kind: &str, how: FlockArg) -> anyhow::Result<Option<Flock<F
 }
 
 /// Tries an exclusive lock up to `looks` times; `None` if another process still holds it.
-fn lock_soon(path: &Path, kind: &str, looks: usize) -> anyhow::Result<Option<Flock<File>>> {
+fn lock_with_retries(path: &Path, kind: &str, looks: usize) -> anyhow::Result<Option<Flock<File>>> {
     for _ in 0..looks {
         if let Some(lock) = lock(path, kind, FlockArg::LockExclusiveNonblock)? {
             return Ok(Some(lock));
         }
         // A single attempt must not wait.
         if looks > 1 {
-            thread::sleep(LOOK);
+            thread::sleep(RETRY_INTERVAL);
         }
     }
     Ok(None)

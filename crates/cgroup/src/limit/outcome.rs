@@ -1,60 +1,60 @@
 //! Output of `weir cgroup limit`.
 
-use block::device::Identity;
-use policy::steering::Rates;
-use reactor::plain::plain;
+use block::device::DeviceIdentity;
+use policy::steering::IoMaxRates;
+use reactor::plain::sanitize;
 use serde::Serialize;
 
-use super::asked::Asked;
+use super::asked::ConfiguredLimits;
 use crate::control_group::ControlGroup;
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Outcome {
+pub(crate) struct LimitReport {
     cgroup: String,
     device: String,
     /// Limits in force in the kernel.
     #[serde(flatten)]
-    rates: Told,
+    rates: ReportedRates,
     /// `None` if weir has set no limit.
     #[serde(serialize_with = "as_json")]
-    pub(super) asked: Option<Asked>,
+    pub(super) asked: Option<ConfiguredLimits>,
     pub(crate) notices: Vec<String>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct Told {
+struct ReportedRates {
     bps_read: Option<u64>,
     bps_write: Option<u64>,
     iops_read: Option<u64>,
     iops_write: Option<u64>,
 }
 
-fn as_json<S: serde::Serializer>(asked: &Option<Asked>, serializer: S) -> Result<S::Ok, S::Error> {
-    asked.as_ref().map(Asked::json).serialize(serializer)
+fn as_json<S: serde::Serializer>(asked: &Option<ConfiguredLimits>, serializer: S) -> Result<S::Ok, S::Error> {
+    asked.as_ref().map(ConfiguredLimits::json).serialize(serializer)
 }
 
-impl Outcome {
+impl LimitReport {
     pub(super) fn new(
         group: &ControlGroup,
-        device: &Identity,
-        rates: Rates,
-        asked: Option<Asked>,
+        device: &DeviceIdentity,
+        rates: IoMaxRates,
+        asked: Option<ConfiguredLimits>,
         notices: Vec<String>,
     ) -> Self {
-        let Rates { bps, iops } = rates;
+        let IoMaxRates { bps, iops } = rates;
         Self {
             cgroup: group.name.display().to_string(),
             device: device.node(),
-            rates: Told { bps_read: bps[0], bps_write: bps[1], iops_read: iops[0], iops_write: iops[1] },
+            rates: ReportedRates { bps_read: bps[0], bps_write: bps[1], iops_read: iops[0], iops_write: iops[1] },
             asked,
             notices,
         }
     }
 
     pub(super) fn text(&self) -> String {
-        let Told { bps_read, bps_write, iops_read, iops_write } = self.rates;
+        let ReportedRates { bps_read, bps_write, iops_read, iops_write } = self.rates;
         let told: Vec<String> = [
             ("bps-read", bps_read.map(settings::exact_size)),
             ("bps-write", bps_write.map(settings::exact_size)),
@@ -68,6 +68,6 @@ impl Outcome {
         let notices: String = self.notices.iter().map(|notice| format!("note: {notice}\n")).collect();
         let asked =
             self.asked.as_ref().map_or_else(String::new, |asked| format!("asked for: {}\n", asked.text()));
-        format!("{} on {}: {told}\n{asked}{notices}", plain(&self.cgroup), self.device)
+        format!("{} on {}: {told}\n{asked}{notices}", sanitize(&self.cgroup), self.device)
     }
 }

@@ -3,17 +3,17 @@
 use std::collections::BTreeMap;
 
 use policy::{
-    steering::{Member, Pool, is_steered},
+    steering::{SteeredMember, SteeringPool, is_steered},
     throttle::{LimitKind, Limits},
     time::Instant,
     watermark::Watermark,
 };
 
-use super::kept::{Entry, Kept};
+use super::kept::{CgroupEntry, LimitsFile};
 
 /// Limits, and the entries that share them.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Sharing {
+pub(crate) struct LimitPool {
     /// `group tenant`, or `/system.slice/nginx.service on 254:0`.
     pub(crate) name: String,
     pub(crate) limits: Limits,
@@ -21,15 +21,15 @@ pub(crate) struct Sharing {
     /// True if the limits are a fallback share: the daemon may lease more.
     pub(crate) cluster: bool,
     /// Never empty.
-    pub(crate) members: Vec<Entry>,
+    pub(crate) members: Vec<CgroupEntry>,
 }
 
-impl Sharing {
-    pub(crate) fn all(kept: &Kept) -> anyhow::Result<Vec<Self>> {
+impl LimitPool {
+    pub(crate) fn all(kept: &LimitsFile) -> anyhow::Result<Vec<Self>> {
         let mut alone = Vec::new();
         let mut groups: BTreeMap<&str, Self> = BTreeMap::new();
         for entry in &kept.limits {
-            let shared = kept.shared(entry);
+            let shared = kept.limits_of(entry);
             let sharing = |name: String| -> anyhow::Result<Self> {
                 let (limits, watermark) = (shared.limits()?, shared.watermark()?);
                 let cluster = shared.is_of_cluster();
@@ -47,15 +47,15 @@ impl Sharing {
     }
 
     /// Keeps only the members that exist.
-    pub(crate) fn of_those(mut self, are_there: impl Fn(&Entry) -> bool) -> Self {
+    pub(crate) fn retain_members(mut self, are_there: impl Fn(&CgroupEntry) -> bool) -> Self {
         self.members.retain(are_there);
         self
     }
 
     /// A pool with empty buckets.
-    pub(crate) fn pool(&self, now: Instant) -> Pool {
-        let mut pool = Pool::new(&self.limits, now);
-        self.members.iter().for_each(|entry| pool.add(Member::new(entry.weight())));
+    pub(crate) fn pool(&self, now: Instant) -> SteeringPool {
+        let mut pool = SteeringPool::new(&self.limits, now);
+        self.members.iter().for_each(|entry| pool.add(SteeredMember::new(entry.weight())));
         pool
     }
 

@@ -7,42 +7,42 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::device::{Identity, Number, Roots};
-use console::complain;
-use policy::{steering::Rates, time::Instant};
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
+use console::print_error;
+use policy::{steering::IoMaxRates, time::Instant};
 
 use super::{
-    kept::{Entry, Kept},
-    locks::Unchanged,
-    pools::Sharing,
-    tell::{self, Telling},
+    kept::{CgroupEntry, LimitsFile},
+    locks::ChangeLock,
+    pools::LimitPool,
+    tell::{self, LimitWrite},
 };
 use crate::{
     control_group::{ControlGroup, Version},
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
 };
 
-pub(crate) type Settled = (ControlGroup, Number, Rates);
+pub(crate) type SettledRates = (ControlGroup, DeviceNumber, IoMaxRates);
 
 /// Settled rates of each existing control group. The share of a control group whose disk is gone or
 /// replaced goes to the other members.
-pub(crate) fn settled(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<Vec<Settled>> {
+pub(crate) fn settled_rates(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<Vec<SettledRates>> {
     let mut all = Vec::new();
-    for sharing in Sharing::all(kept)? {
-        all.extend(settled_of(hierarchy, sharing)?);
+    for sharing in LimitPool::all(kept)? {
+        all.extend(settled_rates_of_pool(hierarchy, sharing)?);
     }
     Ok(all)
 }
 
-pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Result<Vec<Settled>> {
-    let roots = hierarchy.roots.of_devices();
-    let sharing = sharing.of_those(|entry| {
+pub(crate) fn settled_rates_of_pool(hierarchy: &CgroupHierarchy, sharing: LimitPool) -> anyhow::Result<Vec<SettledRates>> {
+    let roots = hierarchy.roots.device_roots();
+    let sharing = sharing.retain_members(|entry| {
         hierarchy
             .group(&entry.cgroup)
-            .is_ok_and(|group| group.exists() && same_disk(&group, entry, &roots).is_ok())
+            .is_ok_and(|group| group.exists() && verify_disk(&group, entry, &roots).is_ok())
     });
-    let rates = sharing.pool(Instant::ZERO).settled();
-    let place = |entry: &Entry| -> anyhow::Result<(ControlGroup, Number)> {
+    let rates = sharing.pool(Instant::ZERO).rates_without_steering();
+    let place = |entry: &CgroupEntry| -> anyhow::Result<(ControlGroup, DeviceNumber)> {
         Ok((hierarchy.group(&entry.cgroup)?, entry.device()?))
     };
     let held = sharing.members.iter().zip(rates);
@@ -51,9 +51,9 @@ pub(crate) fn settled_of(hierarchy: &Hierarchy, sharing: Sharing) -> anyhow::Res
 
 /// Fails if an entry's disk is gone or its number belongs to another disk. A limit in the kernel
 /// proves the disk, because limits vanish with their disk; identifying the disk itself may block.
-pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> anyhow::Result<()> {
+pub(crate) fn verify_disk(group: &ControlGroup, entry: &CgroupEntry, roots: &SysfsRoots) -> anyhow::Result<()> {
     let number = entry.device()?;
-    if tell::told(group, number).is_ok_and(|told| told != Rates::NONE) {
+    if tell::read_limits(group, number).is_ok_and(|told| told != IoMaxRates::NONE) {
         return Ok(());
     }
     entry.disk(roots).map(drop)
@@ -62,144 +62,144 @@ pub(crate) fn same_disk(group: &ControlGroup, entry: &Entry, roots: &Roots) -> a
 /// Writes the settled rates after a change to the kernel and to systemd, wherever they differ from
 /// before; decreases come first, so that the sum never exceeds the limit. Returns the rates of
 /// `of`. On an error all are rolled back.
-pub(super) fn change(
-    hierarchy: &Hierarchy,
-    before: &Kept,
-    after: &Kept,
-    of: Option<(&ControlGroup, Number)>,
-) -> anyhow::Result<Option<Rates>> {
-    let before = settled(hierarchy, before)?;
+pub(super) fn apply_change(
+    hierarchy: &CgroupHierarchy,
+    before: &LimitsFile,
+    after: &LimitsFile,
+    of: Option<(&ControlGroup, DeviceNumber)>,
+) -> anyhow::Result<Option<IoMaxRates>> {
+    let before = settled_rates(hierarchy, before)?;
     let before: HashMap<_, _> =
         before.into_iter().map(|(group, device, rates)| ((group, device), rates)).collect();
     let is_asked = |group: &ControlGroup, number| of == Some((group, number));
-    let mut changes: Vec<((ControlGroup, Number), Rates)> = settled(hierarchy, after)?
+    let mut changes: Vec<((ControlGroup, DeviceNumber), IoMaxRates)> = settled_rates(hierarchy, after)?
         .into_iter()
         .map(|(group, device, rates)| ((group, device), rates))
         .collect();
-    let shared = of.map(|of| sharing_with(after, of)).transpose()?.unwrap_or_default();
-    let differs = |(group, number): &(ControlGroup, Number), rates: &Rates| {
+    let shared = of.map(|of| pool_members(after, of)).transpose()?.unwrap_or_default();
+    let differs = |(group, number): &(ControlGroup, DeviceNumber), rates: &IoMaxRates| {
         // Members of the same pool may have other rates at present: `of` was absent for a while.
         shared.contains(&(group.name.clone(), *number))
-            && tell::told(group, *number).is_ok_and(|told| told != *rates)
+            && tell::read_limits(group, *number).is_ok_and(|told| told != *rates)
     };
     changes.retain(|(place, rates)| {
         is_asked(&place.0, place.1) || before.get(place) != Some(rates) || differs(place, rates)
     });
     changes.sort_by_key(|(place, rates)| before.get(place).is_none_or(|was| sum(rates) >= sum(was)));
     let found = changes.iter().find(|(place, _)| is_asked(&place.0, place.1)).map(|(_, rates)| *rates);
-    let telling = |((group, number), rates): ((ControlGroup, Number), Rates)| {
+    let telling = |((group, number), rates): ((ControlGroup, DeviceNumber), IoMaxRates)| {
         let place = (group, number);
         // An unknown cgroup may have a limit of another program; a rollback restores it.
-        let found = || tell::told(&place.0, number).unwrap_or(Rates::NONE);
+        let found = || tell::read_limits(&place.0, number).unwrap_or(IoMaxRates::NONE);
         let before = before.get(&place).copied().unwrap_or_else(found);
-        Telling { group: place.0, device: (number, node(hierarchy, number)), rates, before }
+        LimitWrite { group: place.0, device: (number, node(hierarchy, number)), rates, before }
     };
-    let changes: Vec<Telling> = changes.into_iter().map(telling).collect();
-    tell::tell_all(hierarchy, &changes)?;
+    let changes: Vec<LimitWrite> = changes.into_iter().map(telling).collect();
+    tell::write_all(hierarchy, &changes)?;
     Ok(found)
 }
 
-fn sharing_with(
-    kept: &Kept,
-    (group, number): (&ControlGroup, Number),
-) -> anyhow::Result<Vec<(PathBuf, Number)>> {
-    let place = |entry: &Entry| Some((entry.cgroup.clone(), entry.device().ok()?));
+fn pool_members(
+    kept: &LimitsFile,
+    (group, number): (&ControlGroup, DeviceNumber),
+) -> anyhow::Result<Vec<(PathBuf, DeviceNumber)>> {
+    let place = |entry: &CgroupEntry| Some((entry.cgroup.clone(), entry.device().ok()?));
     let asked = (group.name.clone(), number);
-    let all = Sharing::all(kept)?.into_iter();
+    let all = LimitPool::all(kept)?.into_iter();
     let mut places = all.map(|sharing| sharing.members.iter().filter_map(place).collect::<Vec<_>>());
     Ok(places.find(|places| places.contains(&asked)).unwrap_or_default())
 }
 
 /// Sum of all four rates, which orders changes by decrease and increase.
-fn sum(Rates { bps, iops }: &Rates) -> u128 {
+fn sum(IoMaxRates { bps, iops }: &IoMaxRates) -> u128 {
     bps.iter().chain(iops).map(|rate| rate.map_or(u128::from(u64::MAX), u128::from)).sum()
 }
 
 /// Sets every control group to its settled rates. Continues after an error; returns the last one
 /// and prints the others.
-pub(crate) fn settle(hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
+pub(crate) fn settle(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     // One failure must not leave other control groups in a burst.
-    for (group, device, rates) in settled(hierarchy, kept)? {
+    for (group, device, rates) in settled_rates(hierarchy, kept)? {
         // The entry has a weight only: limits of other programs stay.
-        if rates == Rates::NONE {
+        if rates == IoMaxRates::NONE {
             continue;
         }
-        let Err(error) = hold(&group, device, rates) else { continue };
+        let Err(error) = enforce(&group, device, rates) else { continue };
         if let Some(earlier) = failed.replace(error) {
-            complain(&earlier);
+            print_error(&earlier);
         }
     }
     failed.map_or(Ok(()), Err)
 }
 
 /// Settles the file's present limits, or `last` if the file is unreadable, under the change lock.
-pub(crate) fn settle_latest(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
-    let _unchanged = Unchanged::take(path);
-    settle(hierarchy, &Kept::latest(path, last))
+pub(crate) fn settle_latest(hierarchy: &CgroupHierarchy, path: &Path, last: &LimitsFile) -> anyhow::Result<()> {
+    let _unchanged = ChangeLock::take(path);
+    settle(hierarchy, &LimitsFile::latest(path, last))
 }
 
 /// Settles quota leased by a cluster. Does not wait for a concurrent change; settles once more
 /// after it, in case the change overwrote the rates.
-pub(crate) fn settle_lent(hierarchy: &Hierarchy, path: &Path, last: &Kept) -> anyhow::Result<()> {
+pub(crate) fn settle_leased(hierarchy: &CgroupHierarchy, path: &Path, last: &LimitsFile) -> anyhow::Result<()> {
     // At once: other hosts may use the quota from now on.
-    let at_once = settle(hierarchy, &Kept::latest(path, last).of_clusters());
-    let _unchanged = Unchanged::take(path);
-    at_once.and(settle(hierarchy, &Kept::latest(path, last).of_clusters()))
+    let at_once = settle(hierarchy, &LimitsFile::latest(path, last).only_cluster_entries());
+    let _unchanged = ChangeLock::take(path);
+    at_once.and(settle(hierarchy, &LimitsFile::latest(path, last).only_cluster_entries()))
 }
 
 /// Enables the controllers and writes the rates, unless they are in force already.
-pub(crate) fn hold(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
-    hand_down(group)?;
-    tell_if_different(group, device, rates)
+pub(crate) fn enforce(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
+    enable_controllers(group)?;
+    write_if_different(group, device, rates)
 }
 
 /// Enables missing controllers, as after a reboot.
-pub(crate) fn hand_down(group: &ControlGroup) -> anyhow::Result<()> {
-    if group.version == Version::V1 || group.has("io.stat") {
+pub(crate) fn enable_controllers(group: &ControlGroup) -> anyhow::Result<()> {
+    if group.version == Version::V1 || group.has_file("io.stat") {
         return Ok(());
     }
-    group.enable(&["io"])?;
+    group.enable_controllers(&["io"])?;
     // Without memory, buffered writes escape; the other limits still work.
-    let _ = group.enable(&["memory"]);
+    let _ = group.enable_controllers(&["memory"]);
     Ok(())
 }
 
 /// Sets the limits in systemd that it lacks: systemd disables a controller that none of its units
 /// requests, and the limits with it (seen with version 252). Returns false during a concurrent
 /// change, to be retried.
-pub(crate) fn tell_systemd(hierarchy: &Hierarchy, path: &Path, group: &ControlGroup) -> anyhow::Result<bool> {
-    let unchanged = Unchanged::take(path);
+pub(crate) fn update_systemd(hierarchy: &CgroupHierarchy, path: &Path, group: &ControlGroup) -> anyhow::Result<bool> {
+    let unchanged = ChangeLock::take(path);
     if !unchanged.is_held() {
         return Ok(false);
     }
     // Read under the lock: the limits may have been removed since the caller looked.
     let among = HashSet::from([group.name.clone()]);
-    for Telling { group, device: (_, node), rates, .. } in
-        unknown_to_systemd(hierarchy, &Kept::load(path)?, &among)?
+    for LimitWrite { group, device: (_, node), rates, .. } in
+        missing_in_systemd(hierarchy, &LimitsFile::load(path)?, &among)?
     {
-        tell::of_systemd(hierarchy, &group, &node, rates)?;
+        tell::set_systemd_limits(hierarchy, &group, &node, rates)?;
     }
     Ok(true)
 }
 
 /// Limits that systemd lacks, for those of the cgroups `among` that exist with their disk. Each has
 /// its settled rates among all members, existing or not.
-pub(crate) fn unknown_to_systemd(
-    hierarchy: &Hierarchy,
-    kept: &Kept,
+pub(crate) fn missing_in_systemd(
+    hierarchy: &CgroupHierarchy,
+    kept: &LimitsFile,
     among: &HashSet<PathBuf>,
-) -> anyhow::Result<Vec<Telling>> {
+) -> anyhow::Result<Vec<LimitWrite>> {
     let mut unknown = Vec::new();
-    if !hierarchy.systemd() {
+    if !hierarchy.has_systemd() {
         return Ok(unknown);
     }
-    let roots = hierarchy.roots.of_devices();
-    for sharing in Sharing::all(kept)? {
+    let roots = hierarchy.roots.device_roots();
+    for sharing in LimitPool::all(kept)? {
         // Computed for all members, because each one's share depends on their number.
-        let rates = sharing.pool(Instant::ZERO).settled();
+        let rates = sharing.pool(Instant::ZERO).rates_without_steering();
         for (entry, rates) in sharing.members.iter().zip(rates) {
-            if rates == Rates::NONE || !among.contains(&entry.cgroup) {
+            if rates == IoMaxRates::NONE || !among.contains(&entry.cgroup) {
                 continue;
             }
             let group = hierarchy.group(&entry.cgroup)?;
@@ -207,7 +207,7 @@ pub(crate) fn unknown_to_systemd(
             let Some(number) = entry.disk(&roots).ok().filter(|_| group.exists()) else { continue };
             let device = (number, node(hierarchy, number));
             if !tell::is_known_to_systemd(hierarchy, &group, &device.1) {
-                unknown.push(Telling { group, device, rates, before: rates });
+                unknown.push(LimitWrite { group, device, rates, before: rates });
             }
         }
     }
@@ -216,21 +216,21 @@ pub(crate) fn unknown_to_systemd(
 
 /// Writes rates unless they are in force: each write restarts the kernel's slice, at some loss of
 /// precision.
-pub(crate) fn tell_if_different(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
-    tell_after(group, device, tell::told(group, device).ok(), rates)
+pub(crate) fn write_if_different(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
+    write_unless_equal(group, device, tell::read_limits(group, device).ok(), rates)
 }
 
-pub(crate) fn tell_after(
+pub(crate) fn write_unless_equal(
     group: &ControlGroup,
-    device: Number,
-    told: Option<Rates>,
-    rates: Rates,
+    device: DeviceNumber,
+    told: Option<IoMaxRates>,
+    rates: IoMaxRates,
 ) -> anyhow::Result<()> {
-    if told == Some(tell::as_kept(rates)) { Ok(()) } else { tell::tell(group, device, rates) }
+    if told == Some(tell::as_printed_by_kernel(rates)) { Ok(()) } else { tell::write_limits(group, device, rates) }
 }
 
 /// The device's node, for systemd; a path by number if the device is gone.
-pub(super) fn node(hierarchy: &Hierarchy, number: Number) -> String {
-    Identity::resolve(number, &hierarchy.roots.of_devices())
+pub(super) fn node(hierarchy: &CgroupHierarchy, number: DeviceNumber) -> String {
+    DeviceIdentity::resolve(number, &hierarchy.roots.device_roots())
         .map_or_else(|_| format!("/dev/block/{number}"), |identity| identity.node())
 }

@@ -13,27 +13,27 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use block::device::Number;
-use policy::steering::Rates;
+use block::device::DeviceNumber;
+use policy::steering::IoMaxRates;
 
 use crate::{
     control_group::{ControlGroup, Version},
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
     kernel::{blkio, io_max},
     limit_files,
 };
 
 /// Operation rates have 32 bits in the kernel (block/blk-throttle.c, tg_set_limit); the maximum
 /// means no limit.
-const MOST_OPERATIONS: u64 = u32::MAX as u64;
+const MAX_IOPS: u64 = u32::MAX as u64;
 
 /// These rates as the kernel will print them.
-pub(crate) fn as_kept(Rates { bps, iops }: Rates) -> Rates {
-    Rates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MOST_OPERATIONS)) }
+pub(crate) fn as_printed_by_kernel(IoMaxRates { bps, iops }: IoMaxRates) -> IoMaxRates {
+    IoMaxRates { bps, iops: iops.map(|rate| rate.filter(|rate| *rate < MAX_IOPS)) }
 }
 
 /// Limits in force in the kernel; no limits for a cgroup without the controller, such as the root.
-pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates> {
+pub(crate) fn read_limits(group: &ControlGroup, device: DeviceNumber) -> anyhow::Result<IoMaxRates> {
     let files = limit_files::read(group).with_context(|| format!("cgroup {}", group.name.display()))?;
     for name in limit_files::names(group.version) {
         if files.iter().any(|file| file.name == *name) {
@@ -45,58 +45,58 @@ pub(crate) fn told(group: &ControlGroup, device: Number) -> anyhow::Result<Rates
                 if group.version == Version::V2
                     && error.kind() == io::ErrorKind::NotFound
                     && group.exists() => {}
-            text => drop(text.with_context(|| about(group, name))?),
+            text => drop(text.with_context(|| file_context(group, name))?),
         }
     }
     Ok(limit_files::merged(&files).get(&device).copied().unwrap_or_default())
 }
 
 /// Writes rates to the kernel; if it refuses, the old ones remain.
-pub(crate) fn tell(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
+pub(crate) fn write_limits(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
     match group.version {
-        Version::V2 if rates == Rates::NONE && !group.has("io.max") && group.exists() => Ok(()),
+        Version::V2 if rates == IoMaxRates::NONE && !group.has_file("io.max") && group.exists() => Ok(()),
         Version::V2 => {
-            let line = io_max::line(as_kept(rates), device);
-            group.write("io.max", &line).map_err(|error| refused(group, "io.max", &line, &error))
+            let line = io_max::line(as_printed_by_kernel(rates), device);
+            group.write("io.max", &line).map_err(|error| refusal(group, "io.max", &line, &error))
         }
         Version::V1 => {
             // Version 1 has a file for each rate, so a change is not atomic.
-            let before = told(group, device)?;
-            tell_v1(group, device, rates).inspect_err(|_| {
+            let before = read_limits(group, device)?;
+            write_limits_v1(group, device, rates).inspect_err(|_| {
                 // Best effort: the kernel accepted these values a moment ago. The first error is
                 // reported.
-                let _ = tell_v1(group, device, before);
+                let _ = write_limits_v1(group, device, before);
             })
         }
     }
 }
 
-fn tell_v1(group: &ControlGroup, device: Number, rates: Rates) -> anyhow::Result<()> {
-    for (file, rate) in blkio::LIMITS.into_iter().zip(io_max::in_order(as_kept(rates))) {
+fn write_limits_v1(group: &ControlGroup, device: DeviceNumber, rates: IoMaxRates) -> anyhow::Result<()> {
+    for (file, rate) in blkio::LIMITS.into_iter().zip(io_max::in_order(as_printed_by_kernel(rates))) {
         // 0 removes a limit in version 1.
         let line = format!("{device} {}", rate.unwrap_or(0));
-        group.write(file, &line).map_err(|error| refused(group, file, &line, &error))?;
+        group.write(file, &line).map_err(|error| refusal(group, file, &line, &error))?;
     }
     Ok(())
 }
 
 /// New rates of a control group on a device, which is given with its node for systemd.
 #[derive(Clone, Debug)]
-pub(crate) struct Telling {
+pub(crate) struct LimitWrite {
     pub(crate) group: ControlGroup,
-    pub(crate) device: (Number, String),
-    pub(crate) rates: Rates,
+    pub(crate) device: (DeviceNumber, String),
+    pub(crate) rates: IoMaxRates,
     /// Rates for a rollback, without bursts, which systemd must not store.
-    pub(crate) before: Rates,
+    pub(crate) before: IoMaxRates,
 }
 
 /// Writes several changes, in this order, to the kernel and to systemd. If one is refused, all are
 /// rolled back.
-pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result<()> {
-    let both = |telling: &Telling, rates| {
-        let Telling { group, device: (number, node), .. } = telling;
-        tell(group, *number, rates)?;
-        of_systemd(hierarchy, group, node, rates)
+pub(crate) fn write_all(hierarchy: &CgroupHierarchy, all: &[LimitWrite]) -> anyhow::Result<()> {
+    let both = |telling: &LimitWrite, rates| {
+        let LimitWrite { group, device: (number, node), .. } = telling;
+        write_limits(group, *number, rates)?;
+        set_systemd_limits(hierarchy, group, node, rates)
     };
     for (index, telling) in all.iter().enumerate() {
         if let Err(error) = both(telling, telling.rates) {
@@ -113,18 +113,18 @@ pub(crate) fn tell_all(hierarchy: &Hierarchy, all: &[Telling]) -> anyhow::Result
 }
 
 /// Sets the properties if systemd is running and the control group is one of its units.
-pub(crate) fn of_systemd(
-    hierarchy: &Hierarchy,
+pub(crate) fn set_systemd_limits(
+    hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
     node: &str,
-    rates: Rates,
+    rates: IoMaxRates,
 ) -> anyhow::Result<()> {
     set_properties(hierarchy, group, &properties(node, rates))
 }
 
 /// True if systemd has properties of a control group on a device. It stores each property in a file
 /// in /run (systemd.unit(5), "Unit File Load Path").
-pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, node: &str) -> bool {
+pub(super) fn is_known_to_systemd(hierarchy: &CgroupHierarchy, group: &ControlGroup, node: &str) -> bool {
     // No unit: systemd does not manage it, so nothing is missing.
     let Some(unit) = unit_of(group) else { return true };
     let names_node = |path: PathBuf| {
@@ -139,11 +139,11 @@ pub(super) fn is_known_to_systemd(hierarchy: &Hierarchy, group: &ControlGroup, n
 
 /// Sets properties of a unit until the next reboot (`--runtime`).
 pub(super) fn set_properties(
-    hierarchy: &Hierarchy,
+    hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
     properties: &[String],
 ) -> anyhow::Result<()> {
-    let Some(unit) = unit_of(group).filter(|_| hierarchy.systemd()) else { return Ok(()) };
+    let Some(unit) = unit_of(group).filter(|_| hierarchy.has_systemd()) else { return Ok(()) };
     let output = Command::new("systemctl")
         .args(["--no-ask-password", "set-property", "--runtime", "--", unit])
         .args(properties)
@@ -178,14 +178,14 @@ pub(crate) fn unit_of(group: &ControlGroup) -> Option<&str> {
 }
 
 /// True if the cgroup belongs to a user's systemd, which the system's properties do not reach.
-pub(super) fn is_of_a_user(group: &ControlGroup) -> bool {
+pub(super) fn is_user_unit(group: &ControlGroup) -> bool {
     // Such as `user@1000.service`.
     let of_user = |component: Component<'_>| component.as_os_str().to_string_lossy().starts_with("user@");
     group.name.parent().is_some_and(|above| above.components().any(of_user))
 }
 
 /// Plain numbers, because systemd's K is 1000.
-fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
+fn properties(node: &str, IoMaxRates { bps, iops }: IoMaxRates) -> Vec<String> {
     let text = |rate: Option<u64>| rate.map_or_else(|| "infinity".to_owned(), |rate| rate.to_string());
     let rates = bps.into_iter().chain(iops);
     PROPERTIES.iter().zip(rates).map(|(property, rate)| format!("{property}={node} {}", text(rate))).collect()
@@ -194,11 +194,11 @@ fn properties(node: &str, Rates { bps, iops }: Rates) -> Vec<String> {
 const PROPERTIES: [&str; 4] =
     ["IOReadBandwidthMax", "IOWriteBandwidthMax", "IOReadIOPSMax", "IOWriteIOPSMax"];
 
-pub(crate) fn about(group: &ControlGroup, file: &str) -> String {
+pub(crate) fn file_context(group: &ControlGroup, file: &str) -> String {
     format!("cgroup {}: {file}", group.name.display())
 }
 
-fn refused(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
+fn refusal(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> anyhow::Error {
     let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
         Some(nix::errno::Errno::ENOENT) if group.is_root() => {
             "the root has no limits: limit a cgroup below it"
@@ -216,7 +216,7 @@ fn refused(group: &ControlGroup, file: &str, line: &str, error: &io::Error) -> a
         Some(nix::errno::Errno::EROFS) => "cgroups are mounted read-only here: do it on the host",
         _ => "is it a whole disk?",
     };
-    anyhow!("{}: \"{line}\" is refused: {error} ({mend})", about(group, file))
+    anyhow!("{}: \"{line}\" is refused: {error} ({mend})", file_context(group, file))
 }
 
 #[cfg(test)]

@@ -1,16 +1,16 @@
 use super::*;
-use crate::machine::Machine;
+use crate::machine::FakeMachine;
 
 /// A machine with a disk, control groups with an io.max each, and a limits file.
-struct Bench {
-    machine: Machine,
+struct LimitBench {
+    machine: FakeMachine,
     groups: Vec<ControlGroup>,
-    disk: Identity,
+    disk: DeviceIdentity,
 }
 
-impl Bench {
+impl LimitBench {
     fn v2(names: &[&str]) -> Self {
-        let machine = Machine::v2("cpu io memory");
+        let machine = FakeMachine::v2("cpu io memory");
         let group = |name: &&str| {
             let group = machine.group(name);
             machine.write(name, "io.max", "");
@@ -21,7 +21,7 @@ impl Bench {
         Self::new(machine, groups)
     }
 
-    fn new(machine: Machine, groups: Vec<ControlGroup>) -> Self {
+    fn new(machine: FakeMachine, groups: Vec<ControlGroup>) -> Self {
         machine.disk("254:0", "vda");
         let disk = device::resolve(&machine.roots(), "254:0").expect("a disk").identity;
         Self { machine, groups, disk }
@@ -31,125 +31,125 @@ impl Bench {
         self.machine.path("run/weir/cgroups.json")
     }
 
-    fn set(&self, index: usize, change: &Change) -> anyhow::Result<Outcome> {
-        set(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk, change)
+    fn set(&self, index: usize, change: &LimitsChange) -> anyhow::Result<LimitReport> {
+        set_limits(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk, change)
     }
 
-    fn remove(&self, index: usize) -> anyhow::Result<Outcome> {
-        remove(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk)
+    fn remove(&self, index: usize) -> anyhow::Result<LimitReport> {
+        remove_limits(&self.machine.hierarchy(), &self.file(), &self.groups[index], &self.disk)
     }
 
     /// Limit on bytes written per second in the kernel.
-    fn told(&self, index: usize) -> Option<u64> {
-        tell::told(&self.groups[index], self.disk.number()).expect("told").bps[1]
+    fn kernel_write_bps(&self, index: usize) -> Option<u64> {
+        tell::read_limits(&self.groups[index], self.disk.number()).expect("told").bps[1]
     }
 }
 
-fn in_group(limits: &[(&str, u64)], weight: Option<u32>) -> Change {
-    Change { group: Some("tenant".to_owned()), weight, ..Change::of(limits) }
+fn in_group(limits: &[(&str, u64)], weight: Option<u32>) -> LimitsChange {
+    LimitsChange { group: Some("tenant".to_owned()), weight, ..LimitsChange::of(limits) }
 }
 
 #[test]
-fn a_limit_is_told_kept_and_removed() {
-    let bench = Bench::v2(&["/a"]);
-    let outcome = bench.set(0, &Change::of(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
+fn limit_is_written_stored_and_removed() {
+    let bench = LimitBench::v2(&["/a"]);
+    let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
     assert_eq!(
         outcome.text(),
         "/a on /dev/vda: bps-write 4000000, iops-read 100\nasked for: bps-w 3.8M, iops-r 100\n"
     );
-    assert_eq!(bench.told(0), Some(4_000_000));
-    let kept = Kept::load(&bench.file()).unwrap();
+    assert_eq!(bench.kernel_write_bps(0), Some(4_000_000));
+    let kept = LimitsFile::load(&bench.file()).unwrap();
     assert!(kept.entry(&bench.groups[0], bench.disk.number()).is_some());
     assert_eq!(bench.remove(0).unwrap().text(), "/a on /dev/vda: no limit\n");
-    assert_eq!(bench.told(0), None);
+    assert_eq!(bench.kernel_write_bps(0), None);
     let error = format!("{:#}", bench.remove(0).unwrap_err());
     assert!(error.contains("has no limit on /dev/vda"), "{error}");
 }
 
 #[test]
 fn one_that_has_lost_its_controller_has_its_limit_removed_all_the_same() {
-    let bench = Bench::v2(&["a"]);
-    bench.set(0, &Change::of(&[("bps-write", 20)])).unwrap();
+    let bench = LimitBench::v2(&["a"]);
+    bench.set(0, &LimitsChange::of(&[("bps-write", 20)])).unwrap();
     std::fs::remove_file(bench.machine.root().join("a/io.max")).unwrap();
-    assert_eq!(bench.told(0), None);
+    assert_eq!(bench.kernel_write_bps(0), None);
     bench.remove(0).unwrap();
-    assert_eq!(Kept::load(&bench.file()).unwrap(), Kept::default());
+    assert_eq!(LimitsFile::load(&bench.file()).unwrap(), LimitsFile::default());
     assert!(!bench.machine.root().join("a/io.max").exists());
 }
 
 #[test]
 fn who_joins_a_group_is_told_that_limits_of_somebody_else_s_are_gone() {
-    let bench = Bench::v2(&["a"]);
+    let bench = LimitBench::v2(&["a"]);
     bench.machine.write("a", "io.max", "254:0 rbps=7 wbps=8 riops=max wiops=max\n");
     let outcome = bench.set(0, &in_group(&[("bps-write", 100)], None)).unwrap();
     assert!(outcome.notices.iter().any(|notice| notice.contains("not set by weir")), "{:?}", outcome.notices);
 }
 
 #[test]
-fn what_somebody_else_has_set_stays_unless_it_is_named() {
-    let bench = Bench::v2(&["/a"]);
+fn foreign_limits_stay_unless_named() {
+    let bench = LimitBench::v2(&["/a"]);
     bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");
-    let outcome = bench.set(0, &Change::of(&[("bps-write", 5_000_000)])).unwrap();
+    let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 5_000_000)])).unwrap();
     assert!(outcome.notices[0].contains("not set by weir"), "{:?}", outcome.notices);
-    let told = tell::told(&bench.groups[0], bench.disk.number()).unwrap();
+    let told = tell::read_limits(&bench.groups[0], bench.disk.number()).unwrap();
     assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
-    let bench = Bench::v2(&["/b"]);
+    let bench = LimitBench::v2(&["/b"]);
     bench.machine.write("/b", "io.max", "254:0 rbps=1000000 wbps=max riops=max wiops=max\n");
-    assert!(bench.set(0, &Change::of(&[("bps-write-max", 5_000_000)])).is_err());
-    assert_eq!(tell::told(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
+    assert!(bench.set(0, &LimitsChange::of(&[("bps-write-max", 5_000_000)])).is_err());
+    assert_eq!(tell::read_limits(&bench.groups[0], bench.disk.number()).unwrap().bps, [Some(1_000_000), None]);
 }
 
 #[test]
 fn a_burst_is_told_without_it_and_who_runs_it_is_named() {
-    let bench = Bench::v2(&["/a"]);
+    let bench = LimitBench::v2(&["/a"]);
     let burst =
-        Change::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20), ("bps-write-max-length", 5)]);
+        LimitsChange::of(&[("bps-write", 4 << 20), ("bps-write-max", 20 << 20), ("bps-write-max-length", 5)]);
     let outcome = bench.set(0, &burst).unwrap();
-    assert_eq!(bench.told(0), Some(4 << 20));
+    assert_eq!(bench.kernel_write_bps(0), Some(4 << 20));
     assert!(
         outcome.notices.iter().any(|notice| notice.contains("weir cgroup watch")),
         "{:?}",
         outcome.notices
     );
-    let _watched = Watched::take(&bench.file()).unwrap().unwrap();
+    let _watched = WatchLock::take(&bench.file()).unwrap().unwrap();
     assert!(bench.set(0, &burst).unwrap().notices.is_empty());
 }
 
 #[test]
-fn who_joins_a_group_takes_from_the_others_by_weight() {
-    let bench = Bench::v2(&["/a", "/b"]);
+fn new_member_takes_its_share_by_weight() {
+    let bench = LimitBench::v2(&["/a", "/b"]);
     bench.set(0, &in_group(&[("bps-write", 9_000_000)], None)).unwrap();
-    assert_eq!(bench.told(0), Some(9_000_000));
+    assert_eq!(bench.kernel_write_bps(0), Some(9_000_000));
     bench.set(1, &in_group(&[], Some(200))).unwrap();
-    assert_eq!((bench.told(0), bench.told(1)), (Some(3_000_000), Some(6_000_000)));
+    assert_eq!((bench.kernel_write_bps(0), bench.kernel_write_bps(1)), (Some(3_000_000), Some(6_000_000)));
     bench.remove(1).unwrap();
-    assert_eq!((bench.told(0), bench.told(1)), (Some(9_000_000), None));
+    assert_eq!((bench.kernel_write_bps(0), bench.kernel_write_bps(1)), (Some(9_000_000), None));
 }
 
 #[test]
-fn what_is_refused_changes_nobody() {
-    let bench = Bench::v2(&["/a", "/b"]);
+fn refused_change_is_rolled_back() {
+    let bench = LimitBench::v2(&["/a", "/b"]);
     bench.set(0, &in_group(&[("bps-write", 9_000_000)], None)).unwrap();
     let before = std::fs::read_to_string(bench.file()).unwrap();
     // As if the controller had been disabled.
     std::fs::remove_file(bench.groups[1].directory.join("io.max")).unwrap();
     let error = format!("{:#}", bench.set(1, &in_group(&[], Some(200))).unwrap_err());
     assert!(error.contains("/b: io.max"), "{error}");
-    assert_eq!(bench.told(0), Some(9_000_000));
+    assert_eq!(bench.kernel_write_bps(0), Some(9_000_000));
     assert_eq!(std::fs::read_to_string(bench.file()).unwrap(), before);
 }
 
 #[test]
-fn a_weight_goes_to_whom_it_means_something() {
-    let bench = Bench::v2(&["/a"]);
-    let weight = Change { weight: Some(300), ..Change::default() };
+fn weight_is_written_to_the_active_mechanism() {
+    let bench = LimitBench::v2(&["/a"]);
+    let weight = LimitsChange { weight: Some(300), ..LimitsChange::default() };
     let error = format!("{:#}", bench.set(0, &weight).unwrap_err());
     assert!(error.contains("nothing divides /dev/vda by weight"), "{error}");
     let queue = bench.disk.directory().join("queue");
     std::fs::create_dir(&queue).unwrap();
     std::fs::write(queue.join("scheduler"), "none mq-deadline [bfq]\n").unwrap();
     bench.machine.write("/a", "io.bfq.weight", "default 100\n");
-    let outcome = bench.set(0, &Change { weight: Some(3000), ..Change::default() }).unwrap();
+    let outcome = bench.set(0, &LimitsChange { weight: Some(3000), ..LimitsChange::default() }).unwrap();
     assert_eq!(bench.groups[0].read("io.bfq.weight").unwrap(), "254:0 1000");
     assert!(
         outcome.notices[0].contains("as 1000, its largest") && outcome.notices[0].contains("BFQ"),
@@ -166,43 +166,43 @@ fn a_weight_goes_to_whom_it_means_something() {
 
 #[test]
 fn the_root_and_v1_say_what_they_cannot_do() {
-    let bench = Bench::v2(&["/"]);
-    let error = format!("{:#}", bench.set(0, &Change::of(&[("bps-write", 5)])).unwrap_err());
+    let bench = LimitBench::v2(&["/"]);
+    let error = format!("{:#}", bench.set(0, &LimitsChange::of(&[("bps-write", 5)])).unwrap_err());
     assert!(error.contains("the root cgroup has no limits"), "{error}");
 
-    let machine = Machine::v1();
+    let machine = FakeMachine::v1();
     let group = machine.group("/a");
     crate::kernel::blkio::LIMITS.into_iter().for_each(|file| machine.write("/a", file, ""));
-    let bench = Bench::new(machine, vec![group]);
-    let outcome = bench.set(0, &Change::of(&[("bps-write", 5000)])).unwrap();
+    let bench = LimitBench::new(machine, vec![group]);
+    let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 5000)])).unwrap();
     assert!(outcome.notices[0].contains("buffered writes"), "{:?}", outcome.notices);
-    assert_eq!(bench.told(0), Some(5000));
+    assert_eq!(bench.kernel_write_bps(0), Some(5000));
     for (refused, what) in [
-        (Change::of(&[("bps-write", 5000), ("bps-write-max", 9000)]), "bursts"),
+        (LimitsChange::of(&[("bps-write", 5000), ("bps-write-max", 9000)]), "bursts"),
         (
-            Change::of(&[("bps-write", 0), ("bps-total", 9000)]),
+            LimitsChange::of(&[("bps-write", 0), ("bps-total", 9000)]),
             "bursts and limits on reads and writes together",
         ),
-        (Change { watermark: Some(90), ..Change::of(&[]) }, "watermarks"),
+        (LimitsChange { watermark: Some(90), ..LimitsChange::of(&[]) }, "watermarks"),
         (in_group(&[("bps-write", 5000)], None), "groups"),
-        (Change { weight: Some(90), ..Change::of(&[]) }, "weights"),
+        (LimitsChange { weight: Some(90), ..LimitsChange::of(&[]) }, "weights"),
     ] {
         let error = format!("{:#}", bench.set(0, &refused).unwrap_err());
         assert!(error.contains(what) && error.contains("cgroup v2"), "{error}");
     }
-    assert_eq!(bench.told(0), Some(5000));
+    assert_eq!(bench.kernel_write_bps(0), Some(5000));
 }
 
 #[test]
-fn what_systemd_has_not_heard_of_is_found_beside_all_that_shares_with_it() {
-    let bench = Bench::v2(&["/system.slice/a.service", "/system.slice/b.scope", "/other"]);
+fn limits_missing_in_systemd_have_settled_rates() {
+    let bench = LimitBench::v2(&["/system.slice/a.service", "/system.slice/b.scope", "/other"]);
     let hierarchy = bench.machine.hierarchy();
     for index in 0..3 {
         bench.set(index, &in_group(&[("bps-write", 90)], None)).unwrap();
     }
-    let kept = Kept::load(&bench.file()).unwrap();
+    let kept = LimitsFile::load(&bench.file()).unwrap();
     let among = kept.limits.iter().map(|entry| entry.cgroup.clone()).collect();
-    let unknown = || settling::unknown_to_systemd(&hierarchy, &kept, &among).unwrap();
+    let unknown = || settling::missing_in_systemd(&hierarchy, &kept, &among).unwrap();
     assert!(unknown().is_empty(), "there is no systemd");
     std::fs::create_dir_all(bench.machine.path("run/systemd/system")).unwrap();
     let units: Vec<_> = unknown().into_iter().map(|telling| (telling.group, telling.rates.bps[1])).collect();
@@ -221,15 +221,15 @@ fn what_systemd_has_not_heard_of_is_found_beside_all_that_shares_with_it() {
 
 #[test]
 fn a_clusters_group_has_what_its_daemon_has_written() {
-    let bench = Bench::v2(&["/a"]);
+    let bench = LimitBench::v2(&["/a"]);
     let publish = |rate| {
         let mut safe = Limits::default();
         safe.limit_mut(policy::throttle::LimitKind::BpsWrite).rate = rate;
-        let mut locked = Locked::open(&bench.file()).unwrap();
-        locked.kept.publish(&std::collections::BTreeMap::from([("gold".to_owned(), safe)]));
+        let mut locked = LockedLimitsFile::open(&bench.file()).unwrap();
+        locked.kept.replace_cluster_groups(&std::collections::BTreeMap::from([("gold".to_owned(), safe)]));
         locked.save().unwrap();
     };
-    let joins = Change { group: Some("gold".to_owned()), cluster: true, ..Change::default() };
+    let joins = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
     let refused = bench.set(0, &joins).unwrap_err().to_string();
     assert!(refused.contains("group gold is no cluster's here"), "{refused}");
     publish(0);
@@ -237,5 +237,5 @@ fn a_clusters_group_has_what_its_daemon_has_written() {
     assert!(said.contains("the cluster has no limits for group gold yet"), "{said}");
     publish(800_000);
     bench.set(0, &joins).unwrap();
-    assert_eq!(bench.told(0), Some(800_000), "the safe share");
+    assert_eq!(bench.kernel_write_bps(0), Some(800_000), "the safe share");
 }

@@ -12,28 +12,28 @@
 use std::path::Path;
 
 use anyhow::{Context as _, bail};
-use block::device::{Identity, Number};
-use console::complain;
+use block::device::{DeviceIdentity, DeviceNumber};
+use console::print_error;
 
 use super::{
-    kept::{Entry, Kept},
-    settling::hand_down,
-    tell::{about, set_properties},
+    kept::{CgroupEntry, LimitsFile},
+    settling::enable_controllers,
+    tell::{file_context, set_properties},
 };
 use crate::{
     control_group::ControlGroup,
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
     kernel::weight::{cost_enabled, scheduler},
 };
 
 /// The kernel's mechanism that divides a device by weight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Divider {
+pub(crate) enum WeightMechanism {
     IoCost,
     Bfq,
 }
 
-impl Divider {
+impl WeightMechanism {
     /// File, display name and maximum weight.
     fn parts(self) -> (&'static str, &'static str, u32) {
         match self {
@@ -45,20 +45,20 @@ impl Divider {
 
 /// A weight with the mechanism that enforces it; without one it applies in weir's groups only.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Weight {
+pub(crate) struct PlannedWeight {
     weight: u32,
-    device: Number,
-    divider: Option<Divider>,
+    device: DeviceNumber,
+    divider: Option<WeightMechanism>,
 }
 
 /// Determines how a weight is enforced; fails if nothing would enforce it.
 pub(super) fn plan(
-    hierarchy: &Hierarchy,
+    hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
-    device: &Identity,
+    device: &DeviceIdentity,
     weight: Option<u32>,
     in_group: bool,
-) -> anyhow::Result<Option<Weight>> {
+) -> anyhow::Result<Option<PlannedWeight>> {
     let Some(weight) = weight else { return Ok(None) };
     let divider = divider(hierarchy, device)?;
     if divider.is_none() && !in_group {
@@ -69,32 +69,32 @@ pub(super) fn plan(
             device.node()
         );
     }
-    Ok(Some(Weight { weight, device: device.number(), divider }))
+    Ok(Some(PlannedWeight { weight, device: device.number(), divider }))
 }
 
-pub(crate) fn divider(hierarchy: &Hierarchy, device: &Identity) -> anyhow::Result<Option<Divider>> {
+pub(crate) fn divider(hierarchy: &CgroupHierarchy, device: &DeviceIdentity) -> anyhow::Result<Option<WeightMechanism>> {
     let root = hierarchy.root_group()?;
     // A kernel without io.cost lacks the file.
     let cost = root.read("io.cost.qos").unwrap_or_default();
     if cost_enabled(&cost)?.contains(&(device.number(), true)) {
-        return Ok(Some(Divider::IoCost));
+        return Ok(Some(WeightMechanism::IoCost));
     }
     let path = device.directory().join("queue/scheduler");
     let text = std::fs::read_to_string(path).unwrap_or_default();
-    Ok((scheduler(&text)? == Some("bfq")).then_some(Divider::Bfq))
+    Ok((scheduler(&text)? == Some("bfq")).then_some(WeightMechanism::Bfq))
 }
 
-impl Weight {
+impl PlannedWeight {
     /// Writes the weight to the kernel if it has a mechanism. Returns a notice about the
     /// enforcement.
-    pub(super) fn tell(
+    pub(super) fn write(
         self,
-        hierarchy: &Hierarchy,
+        hierarchy: &CgroupHierarchy,
         group: &ControlGroup,
         node: &str,
     ) -> anyhow::Result<String> {
         let weight = self.weight;
-        let Some((divider, told)) = self.tell_kernel(group)? else {
+        let Some((divider, told)) = self.write_to_kernel(group)? else {
             return Ok(format!("weight {weight} decides the parts of its group's limits"));
         };
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
@@ -103,39 +103,39 @@ impl Weight {
         Ok(format!("weight {weight}{capped} is {who}'s to enforce ({file})"))
     }
 
-    fn tell_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(Divider, u32)>> {
+    fn write_to_kernel(self, group: &ControlGroup) -> anyhow::Result<Option<(WeightMechanism, u32)>> {
         let Some(divider) = self.divider else { return Ok(None) };
         let (file, _, most) = divider.parts();
         // The maximum of BFQ is below that of io.cost.
         let told = self.weight.min(most);
-        group.write(file, &format!("{} {told}", self.device)).with_context(|| about(group, file))?;
+        group.write(file, &format!("{} {told}", self.device)).with_context(|| file_context(group, file))?;
         Ok(Some((divider, told)))
     }
 }
 
 /// Writes weights that the kernel lost at a reboot or when a control group was recreated. Returns
 /// the last error; the others are printed.
-pub(crate) fn tell_again(
-    hierarchy: &Hierarchy,
-    kept: &Kept,
+pub(crate) fn restore_weights(
+    hierarchy: &CgroupHierarchy,
+    kept: &LimitsFile,
     is_among: impl Fn(&Path) -> bool,
 ) -> anyhow::Result<()> {
-    let roots = hierarchy.roots.of_devices();
-    let again = |entry: &Entry, weight: u32| -> anyhow::Result<()> {
+    let roots = hierarchy.roots.device_roots();
+    let again = |entry: &CgroupEntry, weight: u32| -> anyhow::Result<()> {
         let group = hierarchy.group(&entry.cgroup)?;
         // A missing disk or cgroup gets its weight when it appears.
-        let there = entry.disk(&roots).ok().and_then(|number| Identity::resolve(number, &roots).ok());
+        let there = entry.disk(&roots).ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
         let Some(device) = there.filter(|_| group.exists()) else { return Ok(()) };
-        hand_down(&group)?;
+        enable_controllers(&group)?;
         let weight = plan(hierarchy, &group, &device, Some(weight), entry.group.is_some())?;
-        let Some(weight @ Weight { divider: Some(divider), .. }) = weight else { return Ok(()) };
+        let Some(weight @ PlannedWeight { divider: Some(divider), .. }) = weight else { return Ok(()) };
         let told = group.read(divider.parts().0).unwrap_or_default();
         let own = format!("{} ", device.number());
         // A different weight was set by another program and stays.
         if told.lines().any(|line| line.starts_with(&own)) {
             return Ok(());
         }
-        weight.tell_kernel(&group).map(drop)
+        weight.write_to_kernel(&group).map(drop)
     };
     let mut failed: Option<anyhow::Error> = None;
     for entry in kept.limits.iter().filter(|entry| is_among(&entry.cgroup)) {
@@ -144,27 +144,27 @@ pub(crate) fn tell_again(
         let named = error.context(format!("the weight of {}", entry.cgroup.display()));
         // One failure must not keep the other weights from being written.
         if let Some(earlier) = failed.replace(named) {
-            complain(&earlier);
+            print_error(&earlier);
         }
     }
     failed.map_or(Ok(()), Err)
 }
 
 pub(super) fn reset(
-    hierarchy: &Hierarchy,
+    hierarchy: &CgroupHierarchy,
     group: &ControlGroup,
-    device: &Identity,
-    kept: &Kept,
+    device: &DeviceIdentity,
+    kept: &LimitsFile,
 ) -> anyhow::Result<()> {
     let Some(file) = divider(hierarchy, device)?.map(|divider| divider.parts().0) else { return Ok(()) };
     // The kernel first; afterwards systemd forgets the weight as well.
-    group.write(file, &format!("{} default", device.number())).with_context(|| about(group, file))?;
+    group.write(file, &format!("{} default", device.number())).with_context(|| file_context(group, file))?;
     // systemd can only clear the weights of all devices at once, so those of other devices are set
     // again (systemd.resource-control(5)).
     let mut properties = vec!["IODeviceWeight=".to_owned()];
-    let roots = hierarchy.roots.of_devices();
+    let roots = hierarchy.roots.device_roots();
     for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
-        let other = entry.device().ok().and_then(|number| Identity::resolve(number, &roots).ok());
+        let other = entry.device().ok().and_then(|number| DeviceIdentity::resolve(number, &roots).ok());
         let Some((weight, other)) = entry.given_weight().zip(other) else { continue };
         // A device that cannot be examined has no weight in systemd either.
         if let Ok(Some(divider)) = divider(hierarchy, &other) {

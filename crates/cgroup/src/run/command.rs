@@ -20,7 +20,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use console::{Failure, complain};
+use console::{CommandFailure, print_error};
 use nix::{
     errno::Errno,
     libc,
@@ -34,7 +34,7 @@ use nix::{
 use crate::{control_group::ControlGroup, run::arguments::EnterArgs, show::tasks};
 
 /// Signals to weir that are meant for the command.
-const PASSED_ON: [Signal; 4] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM];
+const FORWARDED: [Signal; 4] = [Signal::SIGHUP, Signal::SIGINT, Signal::SIGQUIT, Signal::SIGTERM];
 
 /// Exit statuses of env(1), nohup(1) and timeout(1): not found, cannot be run, the tool itself
 /// failed.
@@ -43,7 +43,7 @@ const NOT_RUN: u8 = 126;
 const NOT_ENTERED: u8 = 125;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Ended {
+pub(super) struct CommandEnd {
     /// Exit status, or 128 plus the number of the signal that killed it, as in shells.
     pub(super) status: u8,
     /// Time that its first task waited for I/O, if the kernel counts it.
@@ -51,9 +51,9 @@ pub(super) struct Ended {
 }
 
 /// The forwarded signals and SIGCHLD, as messages.
-pub(super) struct Signals(SignalFd);
+pub(super) struct ForwardedSignals(SignalFd);
 
-impl Signals {
+impl ForwardedSignals {
     /// Blocks them in this thread and in threads started later; must be called before any other
     /// thread starts.
     pub(super) fn block() -> io::Result<Self> {
@@ -61,12 +61,12 @@ impl Signals {
         // SAFETY: restores the default action; no handler that could run at a bad moment is
         // installed.
         unsafe { signal(Signal::SIGCHLD, SigHandler::SigDfl) }?;
-        let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
+        let set: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
         set.thread_block()?;
         Ok(Self(SignalFd::with_flags(&set, SfdFlags::SFD_CLOEXEC)?))
     }
 
-    pub(super) fn await_end(&self, child: &mut Child, proc: &Path) -> io::Result<Ended> {
+    pub(super) fn await_end(&self, child: &mut Child, proc: &Path) -> io::Result<CommandEnd> {
         let pid = Pid::from_raw(child.id().cast_signed());
         loop {
             let signal = match self.0.read_signal() {
@@ -77,9 +77,9 @@ impl Signals {
             };
             if signal.ssi_signo == Signal::SIGCHLD as u32 {
                 // Read before the child is reaped: its files in /proc disappear with it.
-                let waited = tasks::waited(child.id(), proc);
+                let waited = tasks::zombie_io_wait(child.id(), proc);
                 if let Some(status) = child.try_wait()? {
-                    return Ok(Ended { status: status_of(status), waited });
+                    return Ok(CommandEnd { status: status_of(status), waited });
                 }
                 continue;
             }
@@ -110,10 +110,10 @@ pub(super) fn start(group: &ControlGroup, command: &[OsString]) -> anyhow::Resul
 }
 
 /// `weir cgroup enter`: moves itself into a cgroup and becomes the command.
-pub(crate) fn enter(arguments: EnterArgs) -> Result<(), Failure> {
+pub(crate) fn enter(arguments: EnterArgs) -> Result<(), CommandFailure> {
     let fail = |status, error| {
-        complain(&error);
-        Err(Failure::Found(status))
+        print_error(&error);
+        Err(CommandFailure::Found(status))
     };
     let procs = arguments.directory.join("cgroup.procs");
     // 0 stands for the writing process.
@@ -121,7 +121,7 @@ pub(crate) fn enter(arguments: EnterArgs) -> Result<(), Failure> {
         return fail(NOT_ENTERED, anyhow!("{}: the command cannot be moved there: {error}", procs.display()));
     }
     // The signal mask is inherited across exec; the command must receive signals as usual.
-    let set: SigSet = PASSED_ON.into_iter().chain([Signal::SIGCHLD]).collect();
+    let set: SigSet = FORWARDED.into_iter().chain([Signal::SIGCHLD]).collect();
     if let Err(error) = set.thread_swap_mask(SigmaskHow::SIG_UNBLOCK) {
         return fail(NOT_ENTERED, anyhow!("signals cannot be let through: {error}"));
     }
@@ -138,7 +138,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_status_is_the_command_s_or_128_and_its_signal() {
+    fn status_is_the_commands_or_128_plus_signal() {
         for (raw, status) in [(0, 0), (3 << 8, 3), (255 << 8, 255), (9, 137), (15, 143), (64, 192)] {
             assert_eq!(status_of(ExitStatus::from_raw(raw)), status, "{raw}");
         }

@@ -11,34 +11,34 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Context as _;
-use block::device::Identity;
+use block::device::DeviceIdentity;
 use console::logging;
 use policy::{
-    steering::Rates,
-    throttle::{Invalid, Limits},
+    steering::IoMaxRates,
+    throttle::{InvalidLimit, Limits},
 };
-use settings::{LogFormat, LogSettings, state::Store};
+use settings::{LogFormat, LogSettings, state::CapacityStore};
 
 use crate::{
     control_group::{ControlGroup, Version},
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
     limit,
     limit::{
         kept,
-        kept::{Change, Kept},
-        pools::Sharing,
+        kept::{LimitsChange, LimitsFile},
+        pools::LimitPool,
         tell,
     },
     watch,
 };
 
 /// Limits in force. Dropping it removes them from the file; the kernel's remain with the cgroup.
-pub(super) struct Held<'a> {
-    hierarchy: &'a Hierarchy,
+pub(super) struct CommandLimits<'a> {
+    hierarchy: &'a CgroupHierarchy,
     group: ControlGroup,
-    device: Option<&'a Identity>,
+    device: Option<&'a DeviceIdentity>,
     /// Dropped first: it settles all limits before its file is removed.
-    watch: Option<watch::Running>,
+    watch: Option<watch::CgroupWatchThread>,
     /// The shared limits file, if the entry has to be removed from it.
     shared: Option<PathBuf>,
     /// Directory of the private limits file, removed when dropped.
@@ -46,7 +46,7 @@ pub(super) struct Held<'a> {
     pub(super) notices: Vec<String>,
 }
 
-pub(super) struct Places<'a> {
+pub(super) struct CommandPaths<'a> {
     /// Limits file; `None` for the default.
     pub(super) limits: Option<&'a Path>,
     /// Directory with results of `weir probe`; `None` for the default.
@@ -54,14 +54,14 @@ pub(super) struct Places<'a> {
 }
 
 /// Puts limits in force on a new cgroup; on an error none is in force.
-pub(super) fn hold<'a>(
-    hierarchy: &'a Hierarchy,
+pub(super) fn apply_limits<'a>(
+    hierarchy: &'a CgroupHierarchy,
     group: &ControlGroup,
-    device: Option<&'a Identity>,
-    change: &Change,
-    places: &Places<'_>,
-) -> anyhow::Result<Held<'a>> {
-    let mut held = Held {
+    device: Option<&'a DeviceIdentity>,
+    change: &LimitsChange,
+    places: &CommandPaths<'_>,
+) -> anyhow::Result<CommandLimits<'a>> {
+    let mut held = CommandLimits {
         hierarchy,
         group: group.clone(),
         device,
@@ -73,13 +73,13 @@ pub(super) fn hold<'a>(
     if change.is_empty() {
         // Version 1 counts nothing on a disk before its first limit, even an empty one.
         if let Some(device) = device.filter(|_| group.version == Version::V1) {
-            tell::tell(group, device.number(), Rates::NONE)?;
+            tell::write_limits(group, device.number(), IoMaxRates::NONE)?;
         }
         return Ok(held);
     }
     let device = device.context("limits are for a disk")?;
     let file = if change.group.as_ref().is_some_and(|name| !name.is_empty()) {
-        let file = places.limits.unwrap_or(Path::new(kept::USUAL)).to_owned();
+        let file = places.limits.unwrap_or(Path::new(kept::DEFAULT_PATH)).to_owned();
         held.shared = Some(file.clone());
         file
     } else {
@@ -93,38 +93,38 @@ pub(super) fn hold<'a>(
         // Standard error belongs to the command: log warnings and errors only.
         logging::start(&LogSettings { filter: "warn".to_owned(), format: LogFormat::Text, file: None })?;
         // Started before the limits are set: `limit::set` would report that no watch runs.
-        held.watch = Some(watch::Running::start_or_stand_by(&file, Store::new(places.state))?);
+        held.watch = Some(watch::CgroupWatchThread::start_or_stand_by(&file, CapacityStore::new(places.state))?);
     }
-    held.notices = limit::set(hierarchy, &file, group, device, change)?.notices;
+    held.notices = limit::set_limits(hierarchy, &file, group, device, change)?.notices;
     Ok(held)
 }
 
-impl Held<'_> {
+impl CommandLimits<'_> {
     /// Stops steering, but keeps the entry in the file: the cgroup remains.
     pub(super) fn leave(mut self) {
         self.shared = None;
     }
 }
 
-impl Drop for Held<'_> {
+impl Drop for CommandLimits<'_> {
     fn drop(&mut self) {
         drop(self.watch.take());
         if let (Some(file), Some(device)) = (self.shared.take(), self.device) {
             // Fails if the limits were never set; then there is nothing to remove.
-            let _ = limit::remove(self.hierarchy, &file, &self.group, device);
+            let _ = limit::remove_limits(self.hierarchy, &file, &self.group, device);
         }
     }
 }
 
 /// True if the kernel alone cannot enforce the change. A group always needs a watch, because it has
 /// other members.
-fn needs_watch(group: &ControlGroup, device: &Identity, change: &Change) -> anyhow::Result<bool> {
-    let mut kept = Kept::default();
+fn needs_watch(group: &ControlGroup, device: &DeviceIdentity, change: &LimitsChange) -> anyhow::Result<bool> {
+    let mut kept = LimitsFile::default();
     kept.change(group, (device.number(), device.key()), change)?;
-    Ok(!kept.groups.is_empty() || Sharing::all(&kept)?.iter().any(Sharing::needs_watch))
+    Ok(!kept.groups.is_empty() || LimitPool::all(&kept)?.iter().any(LimitPool::needs_watch))
 }
 
-pub(super) fn limits(change: &Change) -> Result<Limits, Invalid> {
+pub(super) fn limits(change: &LimitsChange) -> Result<Limits, InvalidLimit> {
     let mut limits = Limits::default();
     change.limits.iter().try_for_each(|&(setting, value)| limits.set(setting, value))?;
     limits.validate()?;
@@ -133,30 +133,30 @@ pub(super) fn limits(change: &Change) -> Result<Limits, Invalid> {
 
 #[cfg(test)]
 mod tests {
-    use block::device::Number;
+    use block::device::DeviceNumber;
     use policy::throttle::LimitKind;
 
     use super::*;
-    use crate::machine::Machine;
+    use crate::machine::FakeMachine;
 
-    fn asked(name: &str, value: u64) -> Change {
-        Change::of(&[(name, value)])
+    fn asked(name: &str, value: u64) -> LimitsChange {
+        LimitsChange::of(&[(name, value)])
     }
 
-    fn needs_watch(change: &Change) -> bool {
-        let machine = Machine::v2("io");
+    fn needs_watch(change: &LimitsChange) -> bool {
+        let machine = FakeMachine::v2("io");
         machine.disk("254:0", "vda");
-        let number = Number { major: 254, minor: 0 };
-        let disk = Identity::resolve(number, &machine.roots().of_devices()).unwrap();
+        let number = DeviceNumber { major: 254, minor: 0 };
+        let disk = DeviceIdentity::resolve(number, &machine.roots().device_roots()).unwrap();
         super::needs_watch(&machine.group("/a"), &disk, change).unwrap()
     }
 
-    fn burst(name: &str) -> Change {
-        Change::of(&[(name, 1000), (&format!("{name}-max"), 2000)])
+    fn burst(name: &str) -> LimitsChange {
+        LimitsChange::of(&[(name, 1000), (&format!("{name}-max"), 2000)])
     }
 
     #[test]
-    fn rates_alone_are_the_kernel_s_own_business() {
+    fn rates_alone_need_no_watch() {
         for name in ["bps-read", "bps-write", "iops-read", "iops-write"] {
             assert!(!needs_watch(&asked(name, 1000)), "{name}");
             assert!(needs_watch(&burst(name)), "{name}");
@@ -164,13 +164,13 @@ mod tests {
         for name in ["bps-total", "iops-total"] {
             assert!(needs_watch(&asked(name, 1000)) && !needs_watch(&asked(name, 0)), "{name}");
         }
-        assert!(needs_watch(&Change { watermark: Some(90), ..Change::default() }));
-        assert!(!needs_watch(&Change { watermark: Some(0), ..Change::default() }));
-        assert!(needs_watch(&Change { group: Some("tenant".to_owned()), ..Change::default() }));
+        assert!(needs_watch(&LimitsChange { watermark: Some(90), ..LimitsChange::default() }));
+        assert!(!needs_watch(&LimitsChange { watermark: Some(0), ..LimitsChange::default() }));
+        assert!(needs_watch(&LimitsChange { group: Some("tenant".to_owned()), ..LimitsChange::default() }));
     }
 
     #[test]
-    fn limits_that_break_a_rule_are_found_before_anything_is_made() {
+    fn invalid_limits_are_rejected_first() {
         assert_eq!(limits(&asked("bps-write", 7)).unwrap().limit(LimitKind::BpsWrite).rate, 7);
         let said = limits(&asked("bps-write-max", 7)).unwrap_err().to_string();
         assert!(said.starts_with("bps-write-max"), "{said}");

@@ -17,7 +17,7 @@ use std::{
 };
 
 use anyhow::{anyhow, bail};
-use console::complain;
+use console::print_error;
 use nix::{
     sys::signal::{Signal, kill},
     unistd::Pid,
@@ -25,7 +25,7 @@ use nix::{
 
 use crate::{
     control_group::{ControlGroup, Version},
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
 };
 
 /// Name of the common parent, below the root.
@@ -37,27 +37,27 @@ const PREFIX: &str = "run-";
 const TRIES: usize = 100;
 
 /// Total time to wait for killed processes. A process blocked in a device driver does not die.
-const LONGEST_END: Duration = Duration::from_secs(10);
-const LOOK: Duration = Duration::from_millis(10);
-const LEFT_WITHIN: Duration = Duration::from_secs(1);
+const KILL_TIMEOUT: Duration = Duration::from_secs(10);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+const REMOVAL_TIMEOUT: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Left {
+pub(super) struct RemainingCgroup {
     pub(super) directory: PathBuf,
     pub(super) processes: Vec<i32>,
 }
 
 /// Removed when dropped, if the kernel permits.
-pub(super) struct Place {
+pub(super) struct CommandCgroup {
     group: ControlGroup,
     /// True if the parent is [`PARENT`], which is removed with its last child.
-    is_ours_above: bool,
+    has_default_parent: bool,
 }
 
-impl Place {
+impl CommandCgroup {
     /// Creates the cgroup and enables the controllers for limits; on an error nothing remains.
     pub(super) fn make(
-        hierarchy: &Hierarchy,
+        hierarchy: &CgroupHierarchy,
         parent: Option<ControlGroup>,
         name: Option<&str>,
     ) -> anyhow::Result<Self> {
@@ -68,14 +68,14 @@ impl Place {
             Some(parent) => create(&parent, name)?,
             None => create_below_ours(hierarchy, name)?,
         };
-        let place = Self { group, is_ours_above };
+        let place = Self { group, has_default_parent: is_ours_above };
         let root = hierarchy.root_group()?;
         if root.version == Version::V2 {
             // Without memory the kernel cannot attribute dirty pages, and no limit applies to
             // buffered writes.
             let has_memory = root.controllers().is_ok_and(|has| has.iter().any(|name| name == "memory"));
             let wanted: &[&str] = if has_memory { &["io", "memory"] } else { &["io"] };
-            place.group.enable(wanted)?;
+            place.group.enable_controllers(wanted)?;
         }
         Ok(place)
     }
@@ -86,30 +86,30 @@ impl Place {
 
     /// Processes still in or below the cgroup; with `kill`, only those that survive SIGKILL.
     pub(super) fn end(&self, kill: bool) -> Vec<i32> {
-        if kill { end_all(&self.group) } else { processes_below(&self.group) }
+        if kill { kill_all(&self.group) } else { processes_below(&self.group) }
     }
 
     /// Removes the cgroup, unless it contains these processes.
-    pub(super) fn remove(self, processes: Vec<i32>) -> Option<Left> {
+    pub(super) fn remove(self, processes: Vec<i32>) -> Option<RemainingCgroup> {
         if processes.is_empty() {
-            match remove_all(&self.group, LEFT_WITHIN) {
+            match remove_all(&self.group, REMOVAL_TIMEOUT) {
                 Ok(()) => return None,
-                Err(error) => complain(&anyhow::Error::new(error).context(format!(
+                Err(error) => print_error(&anyhow::Error::new(error).context(format!(
                     "cgroup {}: cannot be removed (remove it with rmdir {})",
                     self.group.name.display(),
                     self.group.directory.display()
                 ))),
             }
         }
-        Some(Left { directory: self.group.directory.clone(), processes })
+        Some(RemainingCgroup { directory: self.group.directory.clone(), processes })
     }
 }
 
-impl Drop for Place {
+impl Drop for CommandCgroup {
     fn drop(&mut self) {
         // Already removed in the normal case; with a process in it, it remains.
         let _ = remove_all(&self.group, Duration::ZERO);
-        if let Some(parent) = self.group.parent().filter(|_| self.is_ours_above) {
+        if let Some(parent) = self.group.parent().filter(|_| self.has_default_parent) {
             // Fails while another command's cgroup is below it.
             let _ = parent.remove();
         }
@@ -118,30 +118,30 @@ impl Drop for Place {
 
 /// Creates the cgroup below [`PARENT`], which another command may remove at any moment with its own
 /// cgroup; then tries again.
-fn create_below_ours(hierarchy: &Hierarchy, name: &str) -> anyhow::Result<ControlGroup> {
+fn create_below_ours(hierarchy: &CgroupHierarchy, name: &str) -> anyhow::Result<ControlGroup> {
     let ours = hierarchy.group(Path::new(PARENT))?;
     for _ in 0..TRIES {
         match ControlGroup::create(&hierarchy.root_group()?, PARENT) {
             Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(unmade(&ours.name, &error));
+                return Err(creation_error(&ours.name, &error));
             }
             // The parent exists: created now or earlier.
-            Ok(_) | Err(_) => sweep(&ours, &hierarchy.roots.proc),
+            Ok(_) | Err(_) => remove_stale(&ours, &hierarchy.roots.proc),
         }
         match ControlGroup::create(&ours, name) {
             // Another command removed the parent since.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-            made => return made.map_err(|error| unmade(&ours.name.join(name), &error)),
+            made => return made.map_err(|error| creation_error(&ours.name.join(name), &error)),
         }
     }
     bail!("cgroup {}: it comes and goes (give --parent)", ours.name.display())
 }
 
 fn create(parent: &ControlGroup, name: &str) -> anyhow::Result<ControlGroup> {
-    ControlGroup::create(parent, name).map_err(|error| unmade(&parent.name.join(name), &error))
+    ControlGroup::create(parent, name).map_err(|error| creation_error(&parent.name.join(name), &error))
 }
 
-fn unmade(name: &Path, error: &io::Error) -> anyhow::Error {
+fn creation_error(name: &Path, error: &io::Error) -> anyhow::Error {
     let mend = match error.kind() {
         io::ErrorKind::AlreadyExists => "give another --name",
         io::ErrorKind::PermissionDenied => "run as root, or give a --parent that is delegated to you",
@@ -152,7 +152,7 @@ fn unmade(name: &Path, error: &io::Error) -> anyhow::Error {
 }
 
 /// Removes cgroups left by commands whose weir process has ended.
-fn sweep(parent: &ControlGroup, proc: &Path) {
+fn remove_stale(parent: &ControlGroup, proc: &Path) {
     for group in parent.children().unwrap_or_default() {
         let name = group.name.file_name().and_then(|name| name.to_str()).unwrap_or_default();
         // Names given by `--name` are never swept.
@@ -180,11 +180,11 @@ fn processes_below(group: &ControlGroup) -> Vec<i32> {
 }
 
 /// Kills all processes in or below a cgroup; returns the survivors.
-fn end_all(group: &ControlGroup) -> Vec<i32> {
+fn kill_all(group: &ControlGroup) -> Vec<i32> {
     let mut waited = Duration::ZERO;
     loop {
         let processes = processes_below(group);
-        if processes.is_empty() || waited >= LONGEST_END {
+        if processes.is_empty() || waited >= KILL_TIMEOUT {
             return processes;
         }
         // cgroup.kill (version 2, since Linux 5.14) also catches processes that are being forked.
@@ -196,8 +196,8 @@ fn end_all(group: &ControlGroup) -> Vec<i32> {
         }
         // Polling: these are no children of weir, and version 1 has no notification of an empty
         // cgroup.
-        thread::sleep(LOOK);
-        waited += LOOK;
+        thread::sleep(POLL_INTERVAL);
+        waited += POLL_INTERVAL;
     }
 }
 
@@ -206,16 +206,16 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::machine::Machine;
+    use crate::machine::FakeMachine;
 
     /// A machine of version 1, where cgroups are plain directories, on which this process runs.
-    fn machine() -> Machine {
-        let machine = Machine::v1();
+    fn machine() -> FakeMachine {
+        let machine = FakeMachine::v1();
         machine.process(process::id().cast_signed(), "7:blkio:/\n");
         machine
     }
 
-    fn groups(machine: &Machine) -> Vec<PathBuf> {
+    fn groups(machine: &FakeMachine) -> Vec<PathBuf> {
         let mut found = vec![machine.hierarchy().root_group().unwrap()];
         let mut next = 0;
         while next < found.len() {
@@ -225,12 +225,12 @@ mod tests {
         found.into_iter().skip(1).map(|group| group.name).collect()
     }
 
-    fn made(machine: &Machine, name: Option<&str>) -> anyhow::Result<Place> {
-        Place::make(&machine.hierarchy(), None, name)
+    fn made(machine: &FakeMachine, name: Option<&str>) -> anyhow::Result<CommandCgroup> {
+        CommandCgroup::make(&machine.hierarchy(), None, name)
     }
 
     #[test]
-    fn it_is_below_one_of_ours_and_goes_with_it() {
+    fn default_parent_is_removed_with_the_last_child() {
         let machine = machine();
         let place = made(&machine, None).unwrap();
         let own = PathBuf::from(format!("/weir/run-{}", process::id()));
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn what_earlier_commands_left_is_removed_once_nobody_is_in_it() {
+    fn stale_cgroups_are_removed_when_empty() {
         let machine = machine();
         let ours = machine.root().join("weir");
         for name in ["run-100", "run-200", "run-300", "by hand"] {
@@ -278,7 +278,7 @@ mod tests {
         fs::write(directory.join("below/cgroup.procs"), "7\n8\n").unwrap();
         let processes = place.end(false);
         assert_eq!(processes, [7, 8]);
-        assert_eq!(place.remove(processes), Some(Left { directory, processes: vec![7, 8] }));
+        assert_eq!(place.remove(processes), Some(RemainingCgroup { directory, processes: vec![7, 8] }));
         assert_eq!(groups(&machine).len(), 3);
     }
 }

@@ -5,63 +5,63 @@
 
 use std::{fmt::Write as _, path::PathBuf, time::Duration};
 
-use block::device::Number;
+use block::device::DeviceNumber;
 use console::{
     figures,
-    figures::Limits,
-    table::{Side, Table},
+    figures::SettingValues,
+    table::{ColumnAlignment, TextTable},
 };
 use policy::{
     request::Direction,
-    throttle::{LimitKind, Part, Setting},
+    throttle::{LimitKind, LimitPart, LimitSetting},
 };
 use serde_json::{Value, json};
 
-use super::place::Left;
-use crate::{kernel::io_stat::Usage, limit::asked::Asked, show::rates::Rate};
+use super::place::RemainingCgroup;
+use crate::{kernel::io_stat::CgroupIoUsage, limit::asked::ConfiguredLimits, show::rates::CgroupRate};
 
 /// Time that the command waited for I/O, be it throttled or not: the kernel does not distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Waited {
+pub(super) enum IoWait {
     /// Time in which at least one of its tasks waited: the growth of io.pressure.
-    Anyone(Duration),
+    AnyTask(Duration),
     /// Time that its first task waited: io.pressure is absent or has counted less.
-    First(Duration),
+    FirstTask(Duration),
     /// Neither io.pressure nor delay accounting is available.
     NotCounted,
     Unknown,
 }
 
-impl Waited {
+impl IoWait {
     fn time(self) -> Option<Duration> {
         match self {
-            Self::Anyone(time) | Self::First(time) => Some(time),
+            Self::AnyTask(time) | Self::FirstTask(time) => Some(time),
             Self::NotCounted | Self::Unknown => None,
         }
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Summary {
+pub(super) struct CommandSummary {
     /// Path below the mount.
     pub(super) cgroup: PathBuf,
     /// Exit status as in shells: above 128 a signal's.
     pub(super) status: u8,
     /// Time from the command's start to its end.
     pub(super) wall: Duration,
-    pub(super) limited: Option<Number>,
-    pub(super) asked: Asked,
+    pub(super) limited: Option<DeviceNumber>,
+    pub(super) asked: ConfiguredLimits,
     /// The limited device, then others: number, node, usage. No usage if the kernel's counters
     /// fell, as in version 1 when a cgroup below is removed.
-    pub(super) devices: Vec<(Number, String, Option<Usage>)>,
-    pub(super) waited: Waited,
+    pub(super) devices: Vec<(DeviceNumber, String, Option<CgroupIoUsage>)>,
+    pub(super) waited: IoWait,
     /// Dirty bytes not yet on disk.
     pub(super) dirty_bytes: Option<u64>,
     /// Set if the cgroup remains.
-    pub(super) left: Option<Left>,
+    pub(super) left: Option<RemainingCgroup>,
 }
 
-impl Summary {
+impl CommandSummary {
     pub(super) fn text(&self) -> String {
         let mut text = format!(
             "weir: {} in {}{}\n",
@@ -71,8 +71,8 @@ impl Summary {
         );
         text += &self.table();
         text += &self.waits();
-        let others = Asked { limits: Default::default(), ..self.asked.clone() };
-        if others != Asked::default() {
+        let others = ConfiguredLimits { limits: Default::default(), ..self.asked.clone() };
+        if others != ConfiguredLimits::default() {
             let _ = writeln!(text, "held with {}", others.text());
         }
         if let Some(bytes @ 1..) = self.dirty_bytes {
@@ -82,7 +82,7 @@ impl Summary {
                 figures::bytes(bytes as f64)
             );
         }
-        if let Some(Left { directory, processes }) =
+        if let Some(RemainingCgroup { directory, processes }) =
             self.left.as_ref().filter(|left| !left.processes.is_empty())
         {
             let _ = writeln!(
@@ -97,18 +97,18 @@ impl Summary {
     }
 
     fn table(&self) -> String {
-        let mut table = Table::new([
-            ("DEVICE", Side::Left),
-            ("", Side::Left),
-            ("BYTES", Side::Right),
-            ("OPERATIONS", Side::Right),
-            ("BYTES/s", Side::Right),
-            ("IOPS", Side::Right),
-            ("LIMITS", Side::Left),
+        let mut table = TextTable::new([
+            ("DEVICE", ColumnAlignment::Left),
+            ("", ColumnAlignment::Left),
+            ("BYTES", ColumnAlignment::Right),
+            ("OPERATIONS", ColumnAlignment::Right),
+            ("BYTES/s", ColumnAlignment::Right),
+            ("IOPS", ColumnAlignment::Right),
+            ("LIMITS", ColumnAlignment::Left),
         ]);
         for (number, node, usage) in &self.devices {
             // Mean rates over the whole run.
-            let rate = usage.map(|usage| Rate::of(&usage, self.wall));
+            let rate = usage.map(|usage| CgroupRate::of(&usage, self.wall));
             let limits = |direction| {
                 if Some(*number) == self.limited { self.limits(direction) } else { "-".to_owned() }
             };
@@ -146,9 +146,9 @@ impl Summary {
 
     fn limits(&self, direction: Direction) -> String {
         let applying = LimitKind::applying_to(direction);
-        let parts = [Part::Rate, Part::BurstRate, Part::BurstLength];
-        let settings = applying.into_iter().flat_map(|kind| parts.map(|part| Setting::Limit(kind, part)));
-        let limits: Limits =
+        let parts = [LimitPart::Rate, LimitPart::BurstRate, LimitPart::BurstLength];
+        let settings = applying.into_iter().flat_map(|kind| parts.map(|part| LimitSetting::Limit(kind, part)));
+        let limits: SettingValues =
             settings.map(|setting| (setting.name().to_owned(), self.asked.limits.get(setting))).collect();
         figures::limits(&limits)
     }
@@ -160,21 +160,21 @@ impl Summary {
             format!("{} of {} ({})", seconds(time), seconds(self.wall), figures::share(share.min(1.0)))
         };
         match self.waited {
-            Waited::Anyone(time) => format!("waited for I/O: {}\n", share(time)),
-            Waited::First(time) => format!("waited for I/O: {}, the command's first task\n", share(time)),
-            Waited::NotCounted => {
+            IoWait::AnyTask(time) => format!("waited for I/O: {}\n", share(time)),
+            IoWait::FirstTask(time) => format!("waited for I/O: {}, the command's first task\n", share(time)),
+            IoWait::NotCounted => {
                 "waited for I/O: not known; there is no io.pressure (cgroup v1, or psi=0), and kernel.task_delayacct \
                  is 0 (sysctl kernel.task_delayacct=1)\n"
                     .to_owned()
             }
-            Waited::Unknown => "waited for I/O: not known\n".to_owned(),
+            IoWait::Unknown => "waited for I/O: not known\n".to_owned(),
         }
     }
 
     /// One line, because the command may write to the same stream.
     pub(super) fn json(&self) -> String {
-        let device = |(number, node, usage): &(Number, String, Option<Usage>)| {
-            let done = usage.map(|usage| (usage, Rate::of(&usage, self.wall)));
+        let device = |(number, node, usage): &(DeviceNumber, String, Option<CgroupIoUsage>)| {
+            let done = usage.map(|usage| (usage, CgroupRate::of(&usage, self.wall)));
             json!({
                 "name": node,
                 "number": number.to_string(),
@@ -198,9 +198,9 @@ impl Summary {
             "waited-ns": waited.map(nanoseconds),
             "waited-share": waited.map(|time| (time.as_secs_f64() / self.wall.as_secs_f64()).min(1.0)),
             "waited-by": match self.waited {
-                Waited::Anyone(_) => Some("io.pressure"),
-                Waited::First(_) => Some("first task"),
-                Waited::NotCounted | Waited::Unknown => None,
+                IoWait::AnyTask(_) => Some("io.pressure"),
+                IoWait::FirstTask(_) => Some("first task"),
+                IoWait::NotCounted | IoWait::Unknown => None,
             },
             "dirty-bytes": self.dirty_bytes,
             "left": self.left.as_ref().map(|left| json!({
@@ -213,7 +213,7 @@ impl Summary {
 
     /// Settings that differ from their defaults.
     fn settings_json(&self) -> Value {
-        let Asked { watermark, weight, group, .. } = &self.asked;
+        let ConfiguredLimits { watermark, weight, group, .. } = &self.asked;
         // Limits and other settings are keys of one object, as in `limit`.
         let mut settings = json!(self.asked.named());
         let others = [
@@ -252,40 +252,40 @@ fn listed(processes: &[i32]) -> String {
 mod tests {
     use super::*;
 
-    const DISK: Number = Number { major: 254, minor: 0 };
+    const DISK: DeviceNumber = DeviceNumber { major: 254, minor: 0 };
 
-    fn summary() -> Summary {
-        let mut asked = Asked { watermark: 90, ..Asked::default() };
+    fn summary() -> CommandSummary {
+        let mut asked = ConfiguredLimits { watermark: 90, ..ConfiguredLimits::default() };
         for (name, value) in [
             ("bps-write", 4 << 20),
             ("bps-write-max", 20 << 20),
             ("bps-write-max-length", 5),
             ("iops-total", 100),
         ] {
-            asked.limits.set(Setting::from_name(name).unwrap(), value).unwrap();
+            asked.limits.set(LimitSetting::from_name(name).unwrap(), value).unwrap();
         }
-        let usage = Usage {
+        let usage = CgroupIoUsage {
             written_bytes: 40 << 20,
             writes: 640,
             discarded_bytes: 5,
             discards: 1,
-            ..Usage::default()
+            ..CgroupIoUsage::default()
         };
-        Summary {
+        CommandSummary {
             cgroup: "/weir/run-7".into(),
             status: 0,
             wall: Duration::from_secs(10),
             limited: Some(DISK),
             asked,
             devices: vec![(DISK, "/dev/vda".to_owned(), Some(usage))],
-            waited: Waited::Anyone(Duration::from_millis(6500)),
+            waited: IoWait::AnyTask(Duration::from_millis(6500)),
             dirty_bytes: Some(0),
             left: None,
         }
     }
 
     #[test]
-    fn people_see_what_was_asked_beside_what_was_done() {
+    fn text_has_limits_beside_usage() {
         let expect = "\
 weir: /weir/run-7 in 10.0s
 DEVICE           BYTES  OPERATIONS  BYTES/s  IOPS  LIMITS
@@ -298,13 +298,13 @@ held with watermark 90%
     }
 
     #[test]
-    fn people_are_told_what_is_not_over() {
-        let left = Left { directory: "/sys/fs/cgroup/weir/run-7".into(), processes: (1..=7).collect() };
-        let text = Summary {
+    fn text_reports_remaining_processes_and_dirty_bytes() {
+        let left = RemainingCgroup { directory: "/sys/fs/cgroup/weir/run-7".into(), processes: (1..=7).collect() };
+        let text = CommandSummary {
             status: 137,
             dirty_bytes: Some(12 << 20),
             left: Some(left),
-            waited: Waited::NotCounted,
+            waited: IoWait::NotCounted,
             ..summary()
         }
         .text();
@@ -316,12 +316,12 @@ held with watermark 90%
         ] {
             assert!(text.contains(part), "{part}: {text}");
         }
-        let text = Summary { waited: Waited::First(Duration::from_secs(20)), ..summary() }.text();
+        let text = CommandSummary { waited: IoWait::FirstTask(Duration::from_secs(20)), ..summary() }.text();
         assert!(text.contains("20.0s of 10.0s (100%), the command's first task\n"), "{text}");
     }
 
     #[test]
-    fn totals_that_fell_are_not_known() {
+    fn fallen_counters_are_unknown() {
         let mut summary = summary();
         summary.devices[0].2 = None;
         let text = summary.text();
@@ -334,9 +334,9 @@ held with watermark 90%
     #[test]
     fn programs_get_one_line_with_numbers() {
         let other = (
-            Number { major: 8, minor: 16 },
+            DeviceNumber { major: 8, minor: 16 },
             "/dev/sdb".to_owned(),
-            Some(Usage { reads: 1, read_bytes: 4096, ..Usage::default() }),
+            Some(CgroupIoUsage { reads: 1, read_bytes: 4096, ..CgroupIoUsage::default() }),
         );
         let mut summary = summary();
         summary.devices.push(other);
@@ -361,8 +361,8 @@ held with watermark 90%
             (&answer["waited-ns"], &answer["waited-share"], &answer["left"]),
             (&json!(6_500_000_000_u64), &json!(0.65), &Value::Null)
         );
-        let asked = Asked { group: Some("tenant".to_owned()), weight: Some(7), ..Asked::default() };
-        let settings = Summary { asked, ..summary }.settings_json();
+        let asked = ConfiguredLimits { group: Some("tenant".to_owned()), weight: Some(7), ..ConfiguredLimits::default() };
+        let settings = CommandSummary { asked, ..summary }.settings_json();
         assert_eq!(settings, json!({ "group": "tenant", "weight": 7 }));
     }
 }

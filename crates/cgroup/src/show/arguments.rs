@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::Args;
 use console::keys;
 
-use crate::limit::arguments::KeptArgs;
+use crate::limit::arguments::LimitsFileArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -51,12 +51,12 @@ pub struct ShowArgs {
     #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]
-    pub(crate) kept: KeptArgs,
+    pub(crate) kept: LimitsFileArgs,
 }
 
 /// Arguments of `weir cgroup top`.
 #[derive(Debug, Args)]
-pub struct TopArgs {
+pub struct CgroupTopArgs {
     /// A cgroup to show, with those below it [default: the root]
     #[arg(value_name = "CGROUP")]
     pub(crate) group: Option<String>,
@@ -67,5 +67,5 @@ pub struct TopArgs {
     #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]
-    pub(crate) kept: KeptArgs,
+    pub(crate) kept: LimitsFileArgs,
 }

@@ -5,15 +5,15 @@ use std::time::Duration;
 use serde_json::{Value, json};
 
 use super::{
-    rates::{DeviceRow, Rate, Row, TaskRow, Wish},
+    rates::{DeviceRow, CgroupRate, CgroupRow, TaskRow, RowOptions},
     reading, text,
 };
 use crate::{
-    kernel::pressure::{Pressure, Stall},
-    limit::asked::Asked,
+    kernel::pressure::{IoPressure, PressureStall},
+    limit::asked::ConfiguredLimits,
 };
 
-pub(super) fn json(rows: &[Row], interval: Option<Duration>, wish: Wish) -> Value {
+pub(super) fn json(rows: &[CgroupRow], interval: Option<Duration>, wish: RowOptions) -> Value {
     json!({
         "interval-ns": interval.map(nanoseconds),
         "task-waits-counted": wish.are_waits_counted,
@@ -21,17 +21,17 @@ pub(super) fn json(rows: &[Row], interval: Option<Duration>, wish: Wish) -> Valu
     })
 }
 
-fn group(row: &Row, wish: Wish) -> Value {
+fn group(row: &CgroupRow, wish: RowOptions) -> Value {
     json!({
         "name": row.name.display().to_string(),
         "waited-share": row.waited,
-        "pressure": row.pressure.map(|Pressure { some, full }| json!({ "some": stall(some), "full": full.map(stall) })),
+        "pressure": row.pressure.map(|IoPressure { some, full }| json!({ "some": stall(some), "full": full.map(stall) })),
         "devices": row.devices.iter().map(device).collect::<Vec<_>>(),
         "tasks": row.tasks.iter().map(|row| task(row, wish)).collect::<Vec<_>>(),
     })
 }
 
-fn stall(stall: Stall) -> Value {
+fn stall(stall: PressureStall) -> Value {
     json!({
         "avg10-percent": stall.avg10,
         "avg60-percent": stall.avg60,
@@ -50,18 +50,18 @@ fn device(row: &DeviceRow) -> Value {
         "discards": { "bytes": usage.discarded_bytes, "operations": usage.discards },
         "rate": row.rate.map(|rate| rate_json(&rate)),
         "limits": text::named(&row.account.limits),
-        "asked": row.asked.as_ref().map(Asked::json),
+        "asked": row.asked.as_ref().map(ConfiguredLimits::json),
     })
 }
 
-fn rate_json(rate: &Rate) -> Value {
+fn rate_json(rate: &CgroupRate) -> Value {
     json!({
         "reads": { "bps": rate.read_bps, "iops": rate.read_iops },
         "writes": { "bps": rate.write_bps, "iops": rate.write_iops },
     })
 }
 
-fn task(row: &TaskRow, wish: Wish) -> Value {
+fn task(row: &TaskRow, wish: RowOptions) -> Value {
     let TaskRow { id, task, rate, waited } = row;
     json!({
         "pid": id.pid,
@@ -91,7 +91,7 @@ mod tests {
     #[test]
     fn every_number_has_its_unit_and_what_is_not_known_is_null() {
         let (interval, rows) = sample();
-        let wish = Wish { device: None, are_waits_counted: true };
+        let wish = RowOptions { device: None, are_waits_counted: true };
         let answer = json(&rows, Some(interval), wish);
         assert_eq!(answer["interval-ns"], 2_000_000_000_u64);
         let group = &answer["cgroups"][1];
@@ -107,7 +107,7 @@ mod tests {
         assert_eq!((&task["name"], &task["waited-ns"]), (&json!("dd"), &json!(1_800_000_000_u64)));
         assert_eq!(task["rate"]["writes"], json!({ "bps": 2_097_152.0, "calls": 2.0 }));
         assert_eq!((&group["tasks"][1]["reads"], &group["tasks"][1]["rate"]), (&Value::Null, &Value::Null));
-        let uncounted = json(&rows, None, Wish { are_waits_counted: false, ..wish });
+        let uncounted = json(&rows, None, RowOptions { are_waits_counted: false, ..wish });
         assert_eq!(uncounted["cgroups"][1]["tasks"][0]["waited-ns"], Value::Null);
         assert_eq!(uncounted["interval-ns"], Value::Null);
     }

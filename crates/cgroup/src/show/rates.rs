@@ -8,40 +8,40 @@ use std::{
     time::Duration,
 };
 
-use block::device::Number;
+use block::device::DeviceNumber;
 use policy::counter;
 
 use super::{
-    reading::{Account, Reading},
-    tasks::{Task, TaskId},
+    reading::{DeviceAccount, CgroupReading},
+    tasks::{CgroupTask, TaskId},
 };
 use crate::{
-    kernel::{io_stat::Usage, pressure::Pressure},
-    limit::{asked::Asked, kept::Kept},
+    kernel::{io_stat::CgroupIoUsage, pressure::IoPressure},
+    limit::{asked::ConfiguredLimits, kept::LimitsFile},
 };
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Snapshot {
+pub(crate) struct CgroupSnapshot {
     pub(crate) at: Duration,
     /// A cgroup comes before its descendants.
-    pub(crate) groups: Vec<Seen>,
-    pub(crate) kept: Kept,
+    pub(crate) groups: Vec<SnapshotGroup>,
+    pub(crate) kept: LimitsFile,
     /// Errors of cgroups that could not be read.
     pub(crate) wrong: Vec<String>,
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Seen {
+pub(crate) struct SnapshotGroup {
     pub(crate) name: PathBuf,
     /// Counters of the cgroup and its descendants.
-    pub(crate) reading: Reading,
+    pub(crate) reading: CgroupReading,
     /// Tasks of the cgroup itself; empty unless requested.
-    pub(crate) tasks: BTreeMap<TaskId, Task>,
+    pub(crate) tasks: BTreeMap<TaskId, CgroupTask>,
 }
 
 /// Rates per second.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
-pub(crate) struct Rate {
+pub(crate) struct CgroupRate {
     pub(crate) read_bps: f64,
     pub(crate) write_bps: f64,
     /// Operations of a cgroup, system calls of a task.
@@ -49,8 +49,8 @@ pub(crate) struct Rate {
     pub(crate) write_iops: f64,
 }
 
-impl Rate {
-    pub(crate) fn of(done: &Usage, time: Duration) -> Self {
+impl CgroupRate {
+    pub(crate) fn of(done: &CgroupIoUsage, time: Duration) -> Self {
         let per_second = |amount: u64| amount as f64 / time.as_secs_f64();
         Self {
             read_bps: per_second(done.read_bytes),
@@ -75,11 +75,11 @@ impl Rate {
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Row {
+pub(crate) struct CgroupRow {
     pub(crate) name: PathBuf,
     /// Ordered by number.
     pub(crate) devices: Vec<DeviceRow>,
-    pub(crate) pressure: Option<Pressure>,
+    pub(crate) pressure: Option<IoPressure>,
     /// Share of the interval, 0 to 1, in which a task in the cgroup or below it waited for I/O,
     /// throttled or not.
     pub(crate) waited: Option<f64>,
@@ -87,27 +87,27 @@ pub(crate) struct Row {
     pub(crate) tasks: Vec<TaskRow>,
 }
 
-impl Row {
-    pub(crate) fn rate(&self) -> Option<Rate> {
+impl CgroupRow {
+    pub(crate) fn rate(&self) -> Option<CgroupRate> {
         self.devices.iter().filter_map(|device| device.rate).reduce(|sum, rate| sum.plus(&rate))
     }
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct DeviceRow {
-    pub(crate) number: Number,
-    pub(crate) account: Account,
+    pub(crate) number: DeviceNumber,
+    pub(crate) account: DeviceAccount,
     /// Limits in weir's file, including bursts and watermark.
-    pub(crate) asked: Option<Asked>,
+    pub(crate) asked: Option<ConfiguredLimits>,
     /// `None` without an earlier snapshot, or if a counter fell.
-    pub(crate) rate: Option<Rate>,
+    pub(crate) rate: Option<CgroupRate>,
 }
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) struct TaskRow {
     pub(crate) id: TaskId,
-    pub(crate) task: Task,
-    pub(crate) rate: Option<Rate>,
+    pub(crate) task: CgroupTask,
+    pub(crate) rate: Option<CgroupRate>,
     /// Share of the interval, 0 to 1, in which the task waited for I/O; `None` without delay
     /// accounting.
     pub(crate) waited: Option<f64>,
@@ -115,31 +115,31 @@ pub(crate) struct TaskRow {
 
 impl TaskRow {
     /// True if it has ever read, written or waited for a disk, as far as /proc is readable.
-    pub(crate) fn has_done_something(&self) -> bool {
-        let Task { io, waited, .. } = &self.task;
+    pub(crate) fn has_io(&self) -> bool {
+        let CgroupTask { io, waited, .. } = &self.task;
         io.is_some_and(|io| io.read_bytes > 0 || io.write_bytes > 0) || !waited.is_zero()
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Wish {
-    pub(crate) device: Option<Number>,
+pub(crate) struct RowOptions {
+    pub(crate) device: Option<DeviceNumber>,
     pub(crate) are_waits_counted: bool,
 }
 
 /// Rows of the later snapshot, with rates if there is an earlier one.
-pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> Vec<Row> {
+pub(crate) fn rows(earlier: Option<&CgroupSnapshot>, later: &CgroupSnapshot, wish: RowOptions) -> Vec<CgroupRow> {
     let time = earlier.map(|earlier| later.at.saturating_sub(earlier.at)).unwrap_or_default();
     // Equal times would divide by zero.
     let earlier = earlier.filter(|_| !time.is_zero());
-    let before: HashMap<&Path, &Seen> = earlier
+    let before: HashMap<&Path, &SnapshotGroup> = earlier
         .into_iter()
         .flat_map(|earlier| &earlier.groups)
         .map(|seen| (seen.name.as_path(), seen))
         .collect();
     let grown = grown_with_those_below(&before, later);
-    let comparison = Comparison { time, wish, kept: &later.kept, grown: &grown };
-    let mut rows: Vec<Row> = later
+    let comparison = SnapshotComparison { time, wish, kept: &later.kept, grown: &grown };
+    let mut rows: Vec<CgroupRow> = later
         .groups
         .iter()
         .map(|seen| comparison.row(before.get(seen.name.as_path()).copied(), seen))
@@ -155,7 +155,7 @@ pub(crate) fn rows(earlier: Option<&Snapshot>, later: &Snapshot, wish: Wish) -> 
     rows
 }
 
-fn longest_wait(row: &Row) -> Option<(PathBuf, f64)> {
+fn longest_wait(row: &CgroupRow) -> Option<(PathBuf, f64)> {
     let longest = row.tasks.iter().filter_map(|task| task.waited).reduce(f64::max)?;
     Some((row.name.clone(), longest))
 }
@@ -163,10 +163,10 @@ fn longest_wait(row: &Row) -> Option<(PathBuf, f64)> {
 /// Growth of version 1's counters, summed up from each cgroup and its descendants. The kernel's own
 /// recursive counters lose the share of a removed cgroup.
 fn grown_with_those_below<'a>(
-    before: &HashMap<&Path, &Seen>,
-    later: &'a Snapshot,
-) -> HashMap<(&'a Path, Number), Usage> {
-    let mut grown: HashMap<(&Path, Number), Usage> = HashMap::new();
+    before: &HashMap<&Path, &SnapshotGroup>,
+    later: &'a CgroupSnapshot,
+) -> HashMap<(&'a Path, DeviceNumber), CgroupIoUsage> {
+    let mut grown: HashMap<(&Path, DeviceNumber), CgroupIoUsage> = HashMap::new();
     for seen in &later.groups {
         for (number, account) in &seen.reading.devices {
             let Some(own) = account.own else { continue };
@@ -184,31 +184,31 @@ fn grown_with_those_below<'a>(
     grown
 }
 
-struct Comparison<'a> {
+struct SnapshotComparison<'a> {
     time: Duration,
-    wish: Wish,
-    kept: &'a Kept,
+    wish: RowOptions,
+    kept: &'a LimitsFile,
     /// Growth of the counters of version 1 cgroups.
-    grown: &'a HashMap<(&'a Path, Number), Usage>,
+    grown: &'a HashMap<(&'a Path, DeviceNumber), CgroupIoUsage>,
 }
 
-impl Comparison<'_> {
-    fn row(&self, before: Option<&Seen>, now: &Seen) -> Row {
+impl SnapshotComparison<'_> {
+    fn row(&self, before: Option<&SnapshotGroup>, now: &SnapshotGroup) -> CgroupRow {
         let devices = now
             .reading
             .devices
             .iter()
             .filter(|(number, _)| self.wish.device.is_none_or(|one| one == **number));
-        let earlier = |number: &Number| {
+        let earlier = |number: &DeviceNumber| {
             // io.stat omits a device without I/O: absent before means zero, not unknown.
             before.map(|before| before.reading.devices.get(number).copied().unwrap_or_default())
         };
-        let device = |(number, account): (&Number, &Account)| DeviceRow {
+        let device = |(number, account): (&DeviceNumber, &DeviceAccount)| DeviceRow {
             number: *number,
             account: *account,
-            asked: Asked::of(self.kept, &now.name, *number),
+            asked: ConfiguredLimits::of(self.kept, &now.name, *number),
             rate: earlier(number).and_then(|earlier| match account.own {
-                Some(_) => Some(Rate::of(self.grown.get(&(now.name.as_path(), *number))?, self.time)),
+                Some(_) => Some(CgroupRate::of(self.grown.get(&(now.name.as_path(), *number))?, self.time)),
                 None => self.rate(&earlier.usage, &account.usage),
             }),
         };
@@ -219,7 +219,7 @@ impl Comparison<'_> {
             Some(self.share(Duration::from_micros(grown_us)))
         });
         let task_before = |id| before.and_then(|before| before.tasks.get(id));
-        Row {
+        CgroupRow {
             name: now.name.clone(),
             devices: devices.map(device).collect(),
             pressure,
@@ -228,15 +228,15 @@ impl Comparison<'_> {
         }
     }
 
-    fn task(&self, id: TaskId, before: Option<&Task>, now: &Task) -> TaskRow {
+    fn task(&self, id: TaskId, before: Option<&CgroupTask>, now: &CgroupTask) -> TaskRow {
         let rate = before.and_then(|before| self.rate(&usage(before)?, &usage(now)?));
         let waited = before.filter(|_| self.wish.are_waits_counted);
         let waited = waited.and_then(|before| Some(self.share(now.waited.checked_sub(before.waited)?)));
         TaskRow { id, task: now.clone(), rate, waited }
     }
 
-    fn rate(&self, before: &Usage, now: &Usage) -> Option<Rate> {
-        Some(Rate::of(&now.since(before)?, self.time))
+    fn rate(&self, before: &CgroupIoUsage, now: &CgroupIoUsage) -> Option<CgroupRate> {
+        Some(CgroupRate::of(&now.since(before)?, self.time))
     }
 
     fn share(&self, part: Duration) -> f64 {
@@ -245,66 +245,66 @@ impl Comparison<'_> {
 }
 
 /// Converts a task's counters; its system calls count as operations.
-fn usage(task: &Task) -> Option<Usage> {
+fn usage(task: &CgroupTask) -> Option<CgroupIoUsage> {
     let io = task.io?;
-    Some(Usage {
+    Some(CgroupIoUsage {
         read_bytes: io.read_bytes,
         written_bytes: io.write_bytes,
         reads: io.syscr,
         writes: io.syscw,
-        ..Usage::default()
+        ..CgroupIoUsage::default()
     })
 }
 
 #[cfg(test)]
 pub(super) mod tests {
-    use policy::steering::Rates;
+    use policy::steering::IoMaxRates;
 
     use super::*;
     use crate::{
-        kernel::{pressure::Stall, proc_io::TaskIo},
+        kernel::{pressure::PressureStall, proc_io::TaskIo},
         show::tasks::tests::id,
     };
 
-    const DISK: Number = Number { major: 8, minor: 0 };
-    const OTHER: Number = Number { major: 8, minor: 16 };
-    const ALL: Wish = Wish { device: None, are_waits_counted: true };
+    const DISK: DeviceNumber = DeviceNumber { major: 8, minor: 0 };
+    const OTHER: DeviceNumber = DeviceNumber { major: 8, minor: 16 };
+    const ALL: RowOptions = RowOptions { device: None, are_waits_counted: true };
 
-    fn wrote(bytes: u64) -> Account {
-        Account {
-            usage: Usage { written_bytes: bytes, writes: bytes / 4096, ..Usage::default() },
-            ..Account::default()
+    fn wrote(bytes: u64) -> DeviceAccount {
+        DeviceAccount {
+            usage: CgroupIoUsage { written_bytes: bytes, writes: bytes / 4096, ..CgroupIoUsage::default() },
+            ..DeviceAccount::default()
         }
     }
 
-    fn seen(name: &str, devices: &[(Number, Account)]) -> Seen {
-        let reading = Reading { devices: devices.iter().copied().collect(), pressure: None };
-        Seen { name: name.into(), reading, tasks: BTreeMap::new() }
+    fn seen(name: &str, devices: &[(DeviceNumber, DeviceAccount)]) -> SnapshotGroup {
+        let reading = CgroupReading { devices: devices.iter().copied().collect(), pressure: None };
+        SnapshotGroup { name: name.into(), reading, tasks: BTreeMap::new() }
     }
 
-    fn at(seconds: u64, groups: Vec<Seen>) -> Snapshot {
-        Snapshot { at: Duration::from_secs(seconds), groups, ..Snapshot::default() }
+    fn at(seconds: u64, groups: Vec<SnapshotGroup>) -> CgroupSnapshot {
+        CgroupSnapshot { at: Duration::from_secs(seconds), groups, ..CgroupSnapshot::default() }
     }
 
-    fn with_pressure(mut seen: Seen, total_us: u64) -> Seen {
-        let some = Stall { total_us, ..Stall::default() };
-        seen.reading.pressure = Some(Pressure { some, full: None });
+    fn with_pressure(mut seen: SnapshotGroup, total_us: u64) -> SnapshotGroup {
+        let some = PressureStall { total_us, ..PressureStall::default() };
+        seen.reading.pressure = Some(IoPressure { some, full: None });
         seen
     }
 
-    fn with_task(mut seen: Seen, tid: i32, start: u64, waited_ms: u64, io: Option<TaskIo>) -> Seen {
+    fn with_task(mut seen: SnapshotGroup, tid: i32, start: u64, waited_ms: u64, io: Option<TaskIo>) -> SnapshotGroup {
         let waited = Duration::from_millis(waited_ms);
-        seen.tasks.insert(id(tid, start), Task { name: "dd".to_owned(), state: 'D', io, waited });
+        seen.tasks.insert(id(tid, start), CgroupTask { name: "dd".to_owned(), state: 'D', io, waited });
         seen
     }
 
     /// Two snapshots of an idle cgroup and of one with two tasks, the second of them unreadable.
-    pub(in crate::show) fn snapshots() -> (Snapshot, Snapshot) {
+    pub(in crate::show) fn snapshots() -> (CgroupSnapshot, CgroupSnapshot) {
         // No driver has this major number, so the device is named by its number on any machine.
-        let device = Number { major: 4095, minor: 1 };
+        let device = DeviceNumber { major: 4095, minor: 1 };
         let group = |mib: u64, stalled_us, waited_ms, calls| {
             let mut account = wrote(mib << 20);
-            account.limits = Rates { bps: [None, Some(4 << 20)], iops: [None, Some(100)] };
+            account.limits = IoMaxRates { bps: [None, Some(4 << 20)], iops: [None, Some(100)] };
             let seen = with_pressure(seen("/system/a.db", &[(device, account)]), stalled_us);
             let io = TaskIo { write_bytes: mib << 20, syscw: calls, ..TaskIo::default() };
             with_task(seen, 7, 1, waited_ms, Some(io))
@@ -315,22 +315,22 @@ pub(super) mod tests {
             pressure.some.avg10 = 12.0;
         }
         let second_of_7 = TaskId { pid: 7, ..id(8, 2) };
-        let task = Task { name: "a\nb".to_owned(), state: 'S', io: None, waited: Duration::from_millis(10) };
-        let idle = Task { waited: Duration::ZERO, ..task.clone() };
+        let task = CgroupTask { name: "a\nb".to_owned(), state: 'S', io: None, waited: Duration::from_millis(10) };
+        let idle = CgroupTask { waited: Duration::ZERO, ..task.clone() };
         busy.tasks.insert(id(9, 2), idle);
         busy.tasks.insert(second_of_7, task);
         (earlier, at(12, vec![seen("/idle", &[]), busy]))
     }
 
     /// Rows of the two snapshots, with an additional device that has no rate.
-    pub(in crate::show) fn sample() -> (Duration, Vec<Row>) {
+    pub(in crate::show) fn sample() -> (Duration, Vec<CgroupRow>) {
         let (earlier, later) = snapshots();
         let mut rows = rows(Some(&earlier), &later, ALL);
-        let usage = Usage { read_bytes: 4096, reads: 1, ..Usage::default() };
-        let number = Number { major: 4095, minor: 2 };
+        let usage = CgroupIoUsage { read_bytes: 4096, reads: 1, ..CgroupIoUsage::default() };
+        let number = DeviceNumber { major: 4095, minor: 2 };
         rows[1].devices.push(DeviceRow {
             number,
-            account: Account { usage, ..Account::default() },
+            account: DeviceAccount { usage, ..DeviceAccount::default() },
             asked: None,
             rate: None,
         });
@@ -338,7 +338,7 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn rates_are_what_was_done_over_the_time() {
+    fn rates_are_counter_growth_per_second() {
         let earlier = at(10, vec![seen("/a", &[(DISK, wrote(4096))])]);
         let later = at(
             12,
@@ -358,8 +358,8 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_cgroup_of_version_1_that_is_removed_takes_its_totals_along_and_no_rate() {
-        let account = |with_those_below: u64, own: u64| Account {
+    fn removed_v1_cgroup_does_not_change_rates() {
+        let account = |with_those_below: u64, own: u64| DeviceAccount {
             own: Some(wrote(own << 20).usage),
             ..wrote(with_those_below << 20)
         };
@@ -392,7 +392,7 @@ pub(super) mod tests {
         assert_eq!(row.devices[0].rate, None);
         assert_eq!(row.devices[1].rate.unwrap().write_bps, f64::from(1 << 20));
         let pressure = |total_us| at(total_us, vec![with_pressure(seen("/a", &[]), total_us)]);
-        let again = Snapshot { at: Duration::from_secs(9), ..pressure(1) };
+        let again = CgroupSnapshot { at: Duration::from_secs(9), ..pressure(1) };
         assert_eq!(rows(Some(&pressure(5)), &again, ALL)[0].waited, None, "it was made again");
     }
 
@@ -408,12 +408,12 @@ pub(super) mod tests {
     #[test]
     fn one_device_may_be_looked_at_alone() {
         let now = at(5, vec![seen("/a", &[(DISK, wrote(1)), (OTHER, wrote(2))])]);
-        let row = &rows(None, &now, Wish { device: Some(OTHER), ..ALL })[0];
+        let row = &rows(None, &now, RowOptions { device: Some(OTHER), ..ALL })[0];
         assert_eq!(row.devices.iter().map(|device| device.number).collect::<Vec<_>>(), [OTHER]);
     }
 
     #[test]
-    fn the_share_of_time_waited_is_the_pressure_s_or_a_task_s() {
+    fn wait_share_is_the_larger_of_pressure_and_task() {
         let earlier = at(0, vec![with_pressure(seen("/a", &[]), 1_000_000)]);
         let later = at(2, vec![with_task(with_pressure(seen("/a", &[]), 2_500_000), 1, 1, 9000, None)]);
         assert_eq!(rows(Some(&earlier), &later, ALL)[0].waited, Some(0.75));
@@ -421,7 +421,7 @@ pub(super) mod tests {
         let (one, now) = (id(1, 1), with_task(seen("/a", &[]), 1, 1, 10_800, None));
         later.groups[0].tasks = now.tasks.clone();
         let mut earlier = earlier;
-        let before = Task { waited: Duration::from_millis(9000), ..now.tasks[&one].clone() };
+        let before = CgroupTask { waited: Duration::from_millis(9000), ..now.tasks[&one].clone() };
         earlier.groups[0].tasks.insert(one, before);
         assert_eq!(
             rows(Some(&earlier), &later, ALL)[0].waited,
@@ -446,11 +446,11 @@ pub(super) mod tests {
         let waited =
             |wish| rows(Some(&earlier), &later, wish).iter().map(|row| row.waited).collect::<Vec<_>>();
         assert_eq!(waited(ALL), [Some(0.6), Some(0.2), Some(0.6), None]);
-        assert_eq!(waited(Wish { are_waits_counted: false, ..ALL }), [None; 4]);
+        assert_eq!(waited(RowOptions { are_waits_counted: false, ..ALL }), [None; 4]);
     }
 
     #[test]
-    fn a_task_is_compared_with_itself_and_not_with_who_had_its_number() {
+    fn reused_pid_has_no_rate() {
         let io =
             |bytes: u64, calls: u64| Some(TaskIo { write_bytes: bytes, syscw: calls, ..TaskIo::default() });
         let group = |start, bytes, calls| vec![with_task(seen("/a", &[]), 7, start, 0, io(bytes, calls))];
@@ -461,11 +461,11 @@ pub(super) mod tests {
         let another = at(2, group(2, 300, 5));
         let row = &rows(Some(&earlier), &another, ALL)[0].tasks[0];
         assert_eq!((row.rate, row.waited), (None, None));
-        assert!(row.has_done_something());
+        assert!(row.has_io());
         let hidden = at(2, vec![with_task(seen("/a", &[]), 7, 1, 0, None)]);
         let row = &rows(Some(&earlier), &hidden, ALL)[0].tasks[0];
-        assert_eq!((row.rate, row.has_done_something()), (None, false), "not ours to know");
+        assert_eq!((row.rate, row.has_io()), (None, false), "not ours to know");
         let waited = at(2, vec![with_task(seen("/a", &[]), 7, 1, 10, None)]);
-        assert!(rows(None, &waited, ALL)[0].tasks[0].has_done_something());
+        assert!(rows(None, &waited, ALL)[0].tasks[0].has_io());
     }
 }

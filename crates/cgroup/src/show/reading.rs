@@ -13,40 +13,40 @@
 use std::{collections::BTreeMap, fs, os::unix::fs::MetadataExt as _};
 
 use anyhow::Context as _;
-use block::device::{Identity, Number, Roots};
-use policy::steering::Rates;
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
+use policy::steering::IoMaxRates;
 
 use crate::{
     control_group::{ControlGroup, Version},
-    kernel::{blkio, io_stat, io_stat::Usage, pressure, pressure::Pressure},
+    kernel::{blkio, io_stat, io_stat::CgroupIoUsage, pressure, pressure::IoPressure},
     limit_files,
 };
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Account {
+pub(crate) struct DeviceAccount {
     /// Counters of the cgroup and its descendants.
-    pub(crate) usage: Usage,
+    pub(crate) usage: CgroupIoUsage,
     /// Counters of the cgroup alone; version 1 only, where `usage` falls when a descendant is
     /// removed.
-    pub(crate) own: Option<Usage>,
-    pub(crate) limits: Rates,
+    pub(crate) own: Option<CgroupIoUsage>,
+    pub(crate) limits: IoMaxRates,
 }
 
-impl Account {
+impl DeviceAccount {
     fn is_empty(&self) -> bool {
         Self { own: None, ..*self } == Self::default()
     }
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
-pub(crate) struct Reading {
+pub(crate) struct CgroupReading {
     /// Devices with limits or I/O.
-    pub(crate) devices: BTreeMap<Number, Account>,
-    pub(crate) pressure: Option<Pressure>,
+    pub(crate) devices: BTreeMap<DeviceNumber, DeviceAccount>,
+    pub(crate) pressure: Option<IoPressure>,
 }
 
 /// Reads a cgroup; `None` if it is gone. A cgroup without the controller has no devices.
-pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
+pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<CgroupReading>> {
     // Identified by inode: another cgroup may be created with this name at any moment.
     let number = || fs::metadata(&group.directory).map(|metadata| metadata.ino()).ok();
     let Some(before) = number() else { return Ok(None) };
@@ -61,17 +61,17 @@ pub(crate) fn read(group: &ControlGroup) -> anyhow::Result<Option<Reading>> {
     reading.with_context(|| format!("cgroup {}", group.name.display())).map(Some)
 }
 
-fn read_v2(group: &ControlGroup) -> anyhow::Result<Reading> {
+fn read_v2(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
     let usage = io_stat::parse(&file(group, "io.stat")?)?;
     let limits = limit_files::merged(&limit_files::read(group)?);
     let pressure = match file(group, "io.pressure")?.as_str() {
         "" => None,
         text => Some(pressure::parse(text)?),
     };
-    Ok(Reading { devices: merged(usage, limits), pressure })
+    Ok(CgroupReading { devices: merged(usage, limits), pressure })
 }
 
-fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
+fn read_v1(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
     let totals = |name: &str| -> anyhow::Result<String> {
         // Recursive counters, comparable to version 2, exist since Linux 5.0.
         let text = file(group, &format!("{name}_recursive"))?;
@@ -82,18 +82,18 @@ fn read_v1(group: &ControlGroup) -> anyhow::Result<Reading> {
     let mut devices = merged(usage, limits);
     // The non-recursive counters, whose growth is right when a descendant is removed.
     let own = blkio::usage(&file(group, blkio::BYTES)?, &file(group, blkio::OPERATIONS)?)?;
-    let own: BTreeMap<Number, Usage> = own.into_iter().collect();
+    let own: BTreeMap<DeviceNumber, CgroupIoUsage> = own.into_iter().collect();
     for (device, account) in &mut devices {
         account.own = Some(own.get(device).copied().unwrap_or_default());
     }
-    Ok(Reading { devices, pressure: None })
+    Ok(CgroupReading { devices, pressure: None })
 }
 
 fn merged(
-    usage: impl IntoIterator<Item = (Number, Usage)>,
-    limits: impl IntoIterator<Item = (Number, Rates)>,
-) -> BTreeMap<Number, Account> {
-    let mut devices: BTreeMap<Number, Account> = BTreeMap::new();
+    usage: impl IntoIterator<Item = (DeviceNumber, CgroupIoUsage)>,
+    limits: impl IntoIterator<Item = (DeviceNumber, IoMaxRates)>,
+) -> BTreeMap<DeviceNumber, DeviceAccount> {
+    let mut devices: BTreeMap<DeviceNumber, DeviceAccount> = BTreeMap::new();
     for (device, usage) in usage {
         devices.entry(device).or_default().usage = usage;
     }
@@ -116,28 +116,28 @@ fn file(group: &ControlGroup, name: &str) -> anyhow::Result<String> {
 }
 
 /// `/dev/vda`; the number if the device is gone.
-pub(crate) fn node(number: Number) -> String {
-    let identity = Identity::resolve(number, &Roots::default());
+pub(crate) fn node(number: DeviceNumber) -> String {
+    let identity = DeviceIdentity::resolve(number, &SysfsRoots::default());
     identity.map_or_else(|_| number.to_string(), |identity| identity.node())
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::Machine;
+    use crate::machine::FakeMachine;
 
-    fn with(machine: Machine, files: &[(&str, &str)]) -> (Machine, ControlGroup) {
+    fn with(machine: FakeMachine, files: &[(&str, &str)]) -> (FakeMachine, ControlGroup) {
         let group = machine.group("/a");
         files.iter().for_each(|(name, text)| machine.write("/a", name, text));
         (machine, group)
     }
 
-    const DISK: Number = Number { major: 8, minor: 0 };
+    const DISK: DeviceNumber = DeviceNumber { major: 8, minor: 0 };
 
     #[test]
     fn version_2_has_all_in_three_files() {
         let (_machine, group) = with(
-            Machine::v2("io"),
+            FakeMachine::v2("io"),
             &[
                 (
                     "io.stat",
@@ -151,11 +151,11 @@ mod tests {
             ],
         );
         let reading = read(&group).unwrap().unwrap();
-        let usage = Usage { read_bytes: 4096, written_bytes: 8192, reads: 1, writes: 2, ..Usage::default() };
-        let limits = Rates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
+        let usage = CgroupIoUsage { read_bytes: 4096, written_bytes: 8192, reads: 1, writes: 2, ..CgroupIoUsage::default() };
+        let limits = IoMaxRates { bps: [None, Some(4_000_000)], iops: [None, Some(100)] };
         assert_eq!(
             reading.devices,
-            BTreeMap::from([(DISK, Account { usage, own: None, limits })]),
+            BTreeMap::from([(DISK, DeviceAccount { usage, own: None, limits })]),
             "and no idle device"
         );
         assert_eq!(reading.pressure.unwrap().some.total_us, 7000);
@@ -166,7 +166,7 @@ mod tests {
         let counted = |name: &str| format!("8:0 Read {name}\n8:0 Write 8192\n8:0 Total 9000\nTotal 9000\n");
         let bytes = counted("4096");
         let (_machine, group) = with(
-            Machine::v1(),
+            FakeMachine::v1(),
             &[
                 ("blkio.throttle.io_service_bytes", "Total 0\n"),
                 ("blkio.throttle.io_service_bytes_recursive", &bytes),
@@ -182,16 +182,16 @@ mod tests {
         assert_eq!((disk.usage.read_bytes, disk.usage.writes), (4096, 2), "with what is below it where told");
         let own = disk.own.expect("version 1 tells it");
         assert_eq!((own.read_bytes, own.writes), (0, 2), "and without");
-        assert_eq!(disk.limits, Rates { bps: [None, Some(4_000_000)], ..Rates::NONE });
-        let other = reading.devices[&Number { major: 8, minor: 16 }];
-        assert_eq!(other.limits, Rates { iops: [Some(7), None], ..Rates::NONE });
+        assert_eq!(disk.limits, IoMaxRates { bps: [None, Some(4_000_000)], ..IoMaxRates::NONE });
+        let other = reading.devices[&DeviceNumber { major: 8, minor: 16 }];
+        assert_eq!(other.limits, IoMaxRates { iops: [Some(7), None], ..IoMaxRates::NONE });
         assert_eq!(reading.pressure, None);
     }
 
     #[test]
-    fn what_is_not_there_is_not_said_and_what_is_gone_is_gone() {
-        let (machine, group) = with(Machine::v2("io"), &[]);
-        assert_eq!(read(&group).unwrap(), Some(Reading::default()), "the controller is not enabled for it");
+    fn missing_files_are_empty_and_removed_cgroup_is_none() {
+        let (machine, group) = with(FakeMachine::v2("io"), &[]);
+        assert_eq!(read(&group).unwrap(), Some(CgroupReading::default()), "the controller is not enabled for it");
         fs::write(group.directory.join("io.max"), "8:0 rbps=many\n").unwrap();
         let said = format!("{:#}", read(&group).unwrap_err());
         assert!(said.starts_with("cgroup /a: io.max: a line of unknown form"), "{said}");

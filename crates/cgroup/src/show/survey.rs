@@ -10,35 +10,35 @@ use std::{
 };
 
 use anyhow::bail;
-use block::device::Number;
+use block::device::DeviceNumber;
 
 use super::{
-    rates::{Seen, Snapshot, Wish},
+    rates::{SnapshotGroup, CgroupSnapshot, RowOptions},
     reading, tasks,
 };
 use crate::{
     control_group::ControlGroup,
     device,
-    hierarchy::Hierarchy,
-    limit::kept::{Entry, Kept},
+    hierarchy::CgroupHierarchy,
+    limit::kept::{CgroupEntry, LimitsFile},
     target,
 };
 
-pub(super) struct Survey {
-    hierarchy: Hierarchy,
+pub(super) struct CgroupSurvey {
+    hierarchy: CgroupHierarchy,
     named: Vec<ControlGroup>,
     limits: PathBuf,
-    device: Option<Number>,
+    device: Option<DeviceNumber>,
     has_all: bool,
     pub(super) notices: Vec<String>,
     began: Instant,
 }
 
-impl Survey {
+impl CgroupSurvey {
     /// Selects these cgroups and their descendants, or all; `has_all` includes those without limits
     /// and I/O.
     pub(super) fn new(
-        hierarchy: Hierarchy,
+        hierarchy: CgroupHierarchy,
         limits: &Path,
         groups: &[String],
         device: Option<&str>,
@@ -64,10 +64,10 @@ impl Survey {
     }
 
     /// Notices about limits whose cgroup is gone.
-    pub(super) fn missing(&self, kept: &Kept) -> Vec<String> {
+    pub(super) fn missing(&self, kept: &LimitsFile) -> Vec<String> {
         let is_missing =
-            |entry: &&Entry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
-        let line = |entry: &Entry| {
+            |entry: &&CgroupEntry| !self.hierarchy.group(&entry.cgroup).is_ok_and(|group| group.exists());
+        let line = |entry: &CgroupEntry| {
             let (cgroup, device) = (entry.cgroup.display(), entry.device_text());
             format!(
                 "{cgroup} is gone, and its limits on {device} wait for one of that name (forget them: `weir cgroup limit {cgroup} \
@@ -77,16 +77,16 @@ impl Survey {
         kept.limits.iter().filter(is_missing).map(line).collect()
     }
 
-    pub(super) fn wish(&self) -> Wish {
-        Wish { device: self.device, are_waits_counted: tasks::are_waits_counted(&self.hierarchy.roots.proc) }
+    pub(super) fn wish(&self) -> RowOptions {
+        RowOptions { device: self.device, are_waits_counted: tasks::has_delay_accounting(&self.hierarchy.roots.proc) }
     }
 
     /// Takes a snapshot, which includes the errors of single cgroups; fails if all named cgroups
     /// are gone.
-    pub(super) fn look(&self, has_tasks: bool) -> anyhow::Result<Snapshot> {
-        let mut snapshot = Snapshot { at: self.began.elapsed(), ..Snapshot::default() };
+    pub(super) fn snapshot(&self, has_tasks: bool) -> anyhow::Result<CgroupSnapshot> {
+        let mut snapshot = CgroupSnapshot { at: self.began.elapsed(), ..CgroupSnapshot::default() };
         // An unreadable limits file does not hide the kernel's counters.
-        match Kept::load(&self.limits) {
+        match LimitsFile::load(&self.limits) {
             Ok(kept) => snapshot.kept = kept,
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
         }
@@ -110,10 +110,10 @@ impl Survey {
         group: &ControlGroup,
         is_named: bool,
         has_tasks: bool,
-        found: &mut BTreeMap<PathBuf, Seen>,
-        snapshot: &mut Snapshot,
+        found: &mut BTreeMap<PathBuf, SnapshotGroup>,
+        snapshot: &mut CgroupSnapshot,
     ) {
-        match self.see(group, is_named, has_tasks, &snapshot.kept) {
+        match self.read_group(group, is_named, has_tasks, &snapshot.kept) {
             Ok(Some(seen)) => drop(found.insert(group.name.clone(), seen)),
             Ok(None) => {}
             Err(error) => snapshot.wrong.push(format!("{error:#}")),
@@ -124,13 +124,13 @@ impl Survey {
         }
     }
 
-    fn see(
+    fn read_group(
         &self,
         group: &ControlGroup,
         is_named: bool,
         has_tasks: bool,
-        kept: &Kept,
-    ) -> anyhow::Result<Option<Seen>> {
+        kept: &LimitsFile,
+    ) -> anyhow::Result<Option<SnapshotGroup>> {
         let Some(mut reading) = reading::read(group)? else { return Ok(None) };
         // Configured limits are shown even if the kernel has no limit at present.
         for entry in kept.limits.iter().filter(|entry| entry.cgroup == group.name) {
@@ -145,7 +145,7 @@ impl Survey {
             return Ok(None);
         }
         let tasks = if has_tasks { tasks::read(group, &self.hierarchy.roots.proc)? } else { BTreeMap::new() };
-        Ok(Some(Seen { name: group.name.clone(), reading, tasks }))
+        Ok(Some(SnapshotGroup { name: group.name.clone(), reading, tasks }))
     }
 }
 
@@ -154,10 +154,10 @@ mod tests {
     use std::fs;
 
     use super::*;
-    use crate::machine::Machine;
+    use crate::machine::FakeMachine;
 
-    fn machine(groups: &[(&str, &str)]) -> Machine {
-        let machine = Machine::v2("cpu io memory");
+    fn machine(groups: &[(&str, &str)]) -> FakeMachine {
+        let machine = FakeMachine::v2("cpu io memory");
         for (name, stat) in [("/", "")].iter().chain(groups) {
             machine.group(name);
             machine.write(name, "io.stat", stat);
@@ -169,12 +169,12 @@ mod tests {
 
     const NO_LIMITS: &str = "/nowhere";
 
-    fn survey(machine: &Machine, limits: impl AsRef<Path>, groups: &[&str], has_all: bool) -> Survey {
+    fn survey(machine: &FakeMachine, limits: impl AsRef<Path>, groups: &[&str], has_all: bool) -> CgroupSurvey {
         let groups: Vec<String> = groups.iter().map(|&group| group.to_owned()).collect();
-        Survey::new(machine.hierarchy(), limits.as_ref(), &groups, None, has_all).unwrap()
+        CgroupSurvey::new(machine.hierarchy(), limits.as_ref(), &groups, None, has_all).unwrap()
     }
 
-    fn names(snapshot: &Snapshot) -> Vec<String> {
+    fn names(snapshot: &CgroupSnapshot) -> Vec<String> {
         snapshot.groups.iter().map(|seen| seen.name.display().to_string()).collect()
     }
 
@@ -182,7 +182,7 @@ mod tests {
     fn those_that_did_something_are_found_below_those_that_were_named() {
         let machine = machine(&[("/a", ""), ("/a/b", WROTE), ("/a/b/c", ""), ("/d", WROTE)]);
         let look = |groups: &[&str], has_all| {
-            names(&survey(&machine, NO_LIMITS, groups, has_all).look(false).unwrap())
+            names(&survey(&machine, NO_LIMITS, groups, has_all).snapshot(false).unwrap())
         };
         assert_eq!(look(&[], false), ["/", "/a/b", "/d"]);
         assert_eq!(look(&["/a"], false), ["/a", "/a/b"]);
@@ -191,21 +191,21 @@ mod tests {
     }
 
     #[test]
-    fn what_was_asked_for_is_shown_also_where_the_kernel_knows_nothing_of_it() {
+    fn configured_limits_are_shown_without_kernel_limits() {
         let machine = machine(&[("/a", ""), ("/b", "")]);
         let file = machine.path("limits.json");
         let kept = r#"{"limits": [{"cgroup": "/a", "device": "8:16", "device-key": "x", "own": {"limits": {"bps-read": 7}}}]}"#;
         fs::write(&file, kept).unwrap();
-        let snapshot = survey(&machine, &file, &[], false).look(false).unwrap();
+        let snapshot = survey(&machine, &file, &[], false).snapshot(false).unwrap();
         assert_eq!(names(&snapshot), ["/", "/a"]);
-        let device = Number { major: 8, minor: 16 };
+        let device = DeviceNumber { major: 8, minor: 16 };
         assert!(snapshot.groups[1].reading.devices.contains_key(&device));
     }
 
     #[test]
-    fn one_that_cannot_be_read_does_not_keep_the_others_from_it() {
+    fn unreadable_cgroup_does_not_hide_others() {
         let machine = machine(&[("/a", "what is this\n"), ("/b", WROTE)]);
-        let snapshot = survey(&machine, NO_LIMITS, &[], false).look(false).unwrap();
+        let snapshot = survey(&machine, NO_LIMITS, &[], false).snapshot(false).unwrap();
         assert_eq!(names(&snapshot), ["/", "/b"]);
         assert_eq!(snapshot.wrong.len(), 1);
         assert!(snapshot.wrong[0].starts_with("cgroup /a: io.stat: "), "{:?}", snapshot.wrong);
@@ -216,9 +216,9 @@ mod tests {
         let machine = machine(&[("/a", WROTE), ("/b", WROTE)]);
         let survey = survey(&machine, NO_LIMITS, &["/a", "/b"], false);
         fs::remove_dir_all(machine.root().join("a")).unwrap();
-        assert_eq!(names(&survey.look(false).unwrap()), ["/b"]);
+        assert_eq!(names(&survey.snapshot(false).unwrap()), ["/b"]);
         fs::remove_dir_all(machine.root().join("b")).unwrap();
-        let said = survey.look(false).unwrap_err().to_string();
+        let said = survey.snapshot(false).unwrap_err().to_string();
         assert_eq!(said, "cgroup /a, /b: removed meanwhile");
     }
 }

@@ -28,7 +28,7 @@ pub(crate) struct TaskId {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Task {
+pub(crate) struct CgroupTask {
     /// At most 15 bytes, chosen by the task itself.
     pub(crate) name: String,
     /// `R` running, `S` sleeping, `D` waiting for a device, and others.
@@ -40,7 +40,7 @@ pub(crate) struct Task {
 }
 
 /// Tasks of a cgroup itself; empty if it is gone or threaded.
-pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, Task>> {
+pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap<TaskId, CgroupTask>> {
     let mut tasks = BTreeMap::new();
     for pid in group.processes().unwrap_or_default() {
         // The process has exited since it was listed.
@@ -55,7 +55,7 @@ pub(crate) fn read(group: &ControlGroup, proc: &Path) -> anyhow::Result<BTreeMap
     Ok(tasks)
 }
 
-fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(TaskId, Task)>> {
+fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(TaskId, CgroupTask)>> {
     // Bytes, not a string: a name need not be UTF-8.
     let Ok(stat) = fs::read(directory.join("stat")) else { return Ok(None) };
     let stat = proc_stat::parse(&String::from_utf8_lossy(&stat)).with_context(|| format!("task {tid}"))?;
@@ -66,12 +66,12 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     };
     let waited = TICK.saturating_mul(u32::try_from(stat.blkio_delay_ticks).unwrap_or(u32::MAX));
     let id = TaskId { pid, tid, start_ticks: stat.start_ticks };
-    Ok(Some((id, Task { name: stat.name, state: stat.state, io, waited })))
+    Ok(Some((id, CgroupTask { name: stat.name, state: stat.state, io, waited })))
 }
 
 /// Time that a zombie process (ended, not yet reaped) waited for I/O, if it is counted.
-pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
-    if !are_waits_counted(proc) {
+pub(crate) fn zombie_io_wait(pid: u32, proc: &Path) -> Option<Duration> {
+    if !has_delay_accounting(proc) {
         return None;
     }
     let text = fs::read(proc.join(pid.to_string()).join("stat")).ok()?;
@@ -80,14 +80,14 @@ pub(crate) fn waited(pid: u32, proc: &Path) -> Option<Duration> {
 }
 
 /// True if delay accounting is on. Kernels before 5.14 lack the sysctl and count by default.
-pub(crate) fn are_waits_counted(proc: &Path) -> bool {
+pub(crate) fn has_delay_accounting(proc: &Path) -> bool {
     fs::read_to_string(proc.join("sys/kernel/task_delayacct")).map_or(true, |text| text.trim() != "0")
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
-    use crate::machine::Machine;
+    use crate::machine::FakeMachine;
 
     /// Id of a process's first task that started at `start_ticks`.
     pub(in crate::show) fn id(tid: i32, start_ticks: u64) -> TaskId {
@@ -103,7 +103,7 @@ pub(super) mod tests {
 
     #[test]
     fn tasks_are_those_of_every_process_that_is_still_there() {
-        let machine = Machine::v2("io");
+        let machine = FakeMachine::v2("io");
         let (proc, group) = (machine.roots().proc, machine.group("/a"));
         machine.write("/a", "cgroup.procs", "7\n9\n");
         for (tid, ticks) in [(7, 150), (8, 0)] {
@@ -125,12 +125,12 @@ pub(super) mod tests {
     #[test]
     fn waits_are_counted_unless_the_kernel_says_no() {
         let root = tempfile::tempdir().unwrap();
-        assert!(are_waits_counted(root.path()), "before Linux 5.14 there is no switch");
+        assert!(has_delay_accounting(root.path()), "before Linux 5.14 there is no switch");
         fs::create_dir_all(root.path().join("sys/kernel")).unwrap();
         fs::write(root.path().join("sys/kernel/task_delayacct"), "0\n").unwrap();
-        assert!(!are_waits_counted(root.path()));
-        assert_eq!(waited(std::process::id(), root.path()), None);
+        assert!(!has_delay_accounting(root.path()));
+        assert_eq!(zombie_io_wait(std::process::id(), root.path()), None);
         fs::write(root.path().join("sys/kernel/task_delayacct"), "1\n").unwrap();
-        assert!(are_waits_counted(root.path()));
+        assert!(has_delay_accounting(root.path()));
     }
 }

@@ -3,16 +3,16 @@
 
 use console::{
     figures,
-    figures::Limits,
-    table::{Side, Table},
+    figures::SettingValues,
+    table::{ColumnAlignment, TextTable},
 };
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 
 use super::{
-    rates::{DeviceRow, Rate, Row, TaskRow, Wish},
+    rates::{DeviceRow, CgroupRate, CgroupRow, TaskRow, RowOptions},
     reading,
 };
-use crate::{kernel::io_max, limit::asked::Asked};
+use crate::{kernel::io_max, limit::asked::ConfiguredLimits};
 
 pub(super) const NOTHING: &str = "-";
 
@@ -22,7 +22,7 @@ const NOT_COUNTED: &str = "WAITED is not known: there is no io.pressure (cgroup 
 const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_delayacct is 0 (`sysctl kernel.task_delayacct=1` counts from then on)";
 
 /// Renders the tables; `bold` is for terminals.
-pub(super) fn render(rows: &[Row], wish: Wish, bold: bool) -> String {
+pub(super) fn render(rows: &[CgroupRow], wish: RowOptions, bold: bool) -> String {
     let mut text = groups(rows).render(bold);
     if text.is_empty() {
         return "no cgroup has limits or has read or written anything\n".to_owned();
@@ -44,18 +44,18 @@ pub(super) fn render(rows: &[Row], wish: Wish, bold: bool) -> String {
     text
 }
 
-fn groups(rows: &[Row]) -> Table {
-    let mut table = Table::new([
-        ("CGROUP", Side::Left),
-        ("WAITED", Side::Right),
-        ("PRESSURE", Side::Right),
-        ("DEVICE", Side::Left),
-        ("READ", Side::Right),
-        ("WRITTEN", Side::Right),
-        ("READ/s", Side::Right),
-        ("WRITE/s", Side::Right),
-        ("IOPS", Side::Right),
-        ("LIMITS", Side::Left),
+fn groups(rows: &[CgroupRow]) -> TextTable {
+    let mut table = TextTable::new([
+        ("CGROUP", ColumnAlignment::Left),
+        ("WAITED", ColumnAlignment::Right),
+        ("PRESSURE", ColumnAlignment::Right),
+        ("DEVICE", ColumnAlignment::Left),
+        ("READ", ColumnAlignment::Right),
+        ("WRITTEN", ColumnAlignment::Right),
+        ("READ/s", ColumnAlignment::Right),
+        ("WRITE/s", ColumnAlignment::Right),
+        ("IOPS", ColumnAlignment::Right),
+        ("LIMITS", ColumnAlignment::Left),
     ]);
     for row in rows {
         let pressure = row.pressure.map(|pressure| figures::share(pressure.some.avg10 / 100.0));
@@ -68,7 +68,7 @@ fn groups(rows: &[Row]) -> Table {
             // The cgroup's own cells appear in its first row only.
             let group = if index == 0 { group.clone() } else { [const { String::new() }; 3] };
             let usage = device.account.usage;
-            let of = |figure: fn(&Rate) -> String| cell(device.rate.as_ref().map(figure));
+            let of = |figure: fn(&CgroupRate) -> String| cell(device.rate.as_ref().map(figure));
             let figures = [
                 reading::node(device.number),
                 figures::bytes(usage.read_bytes as f64),
@@ -84,23 +84,23 @@ fn groups(rows: &[Row]) -> Table {
     table
 }
 
-fn tasks(rows: &[Row]) -> Table {
-    let mut table = Table::new([
-        ("PID", Side::Right),
-        ("TID", Side::Right),
-        ("TASK", Side::Left),
-        ("STATE", Side::Left),
-        ("READ", Side::Right),
-        ("WRITTEN", Side::Right),
-        ("READ/s", Side::Right),
-        ("WRITE/s", Side::Right),
-        ("CALLS/s", Side::Right),
-        ("WAITED", Side::Right),
-        ("CGROUP", Side::Left),
+fn tasks(rows: &[CgroupRow]) -> TextTable {
+    let mut table = TextTable::new([
+        ("PID", ColumnAlignment::Right),
+        ("TID", ColumnAlignment::Right),
+        ("TASK", ColumnAlignment::Left),
+        ("STATE", ColumnAlignment::Left),
+        ("READ", ColumnAlignment::Right),
+        ("WRITTEN", ColumnAlignment::Right),
+        ("READ/s", ColumnAlignment::Right),
+        ("WRITE/s", ColumnAlignment::Right),
+        ("CALLS/s", ColumnAlignment::Right),
+        ("WAITED", ColumnAlignment::Right),
+        ("CGROUP", ColumnAlignment::Left),
     ]);
     for row in rows {
         for TaskRow { id, task, rate, waited } in &row.tasks {
-            let of = |figure: fn(&Rate) -> String| cell(rate.as_ref().map(figure));
+            let of = |figure: fn(&CgroupRate) -> String| cell(rate.as_ref().map(figure));
             table.row(vec![
                 id.pid.to_string(),
                 id.tid.to_string(),
@@ -119,7 +119,7 @@ fn tasks(rows: &[Row]) -> Table {
     table
 }
 
-pub(super) fn named(rates: &Rates) -> Limits {
+pub(super) fn named(rates: &IoMaxRates) -> SettingValues {
     let names = ["bps-read", "bps-write", "iops-read", "iops-write"];
     let named = names.into_iter().zip(io_max::in_order(*rates));
     named.into_iter().filter_map(|(name, rate)| Some((name.to_owned(), rate?))).collect()
@@ -128,7 +128,7 @@ pub(super) fn named(rates: &Rates) -> Limits {
 /// Configured limits, followed by the kernel's where they differ, as in a burst.
 pub(super) fn limits(device: &DeviceRow) -> String {
     let now = figures::limits(&named(&device.account.limits));
-    match device.asked.as_ref().map(Asked::text) {
+    match device.asked.as_ref().map(ConfiguredLimits::text) {
         None => now,
         Some(asked) if asked == now => now,
         Some(asked) => format!("{asked} (now {})", if now == NOTHING { "none" } else { &now }),
@@ -148,10 +148,10 @@ mod tests {
     use super::*;
     use crate::show::rates::tests::sample;
 
-    const COUNTED: Wish = Wish { device: None, are_waits_counted: true };
+    const COUNTED: RowOptions = RowOptions { device: None, are_waits_counted: true };
 
     #[test]
-    fn cgroups_are_told_once_and_each_device_in_a_line() {
+    fn cgroup_is_named_once_with_a_line_per_device() {
         let (_, rows) = sample();
         let expect = "\
 CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LIMITS
@@ -159,22 +159,22 @@ CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LI
 /system/a.db     75%       12%  4095:1     0    10.0M       0     2.0M   512  bps-w 4M, iops-w 100
                                 4095:2  4.0K        0       -        -     -  -
 ";
-        let without: Vec<Row> = rows.iter().cloned().map(|row| Row { tasks: Vec::new(), ..row }).collect();
+        let without: Vec<CgroupRow> = rows.iter().cloned().map(|row| CgroupRow { tasks: Vec::new(), ..row }).collect();
         assert_eq!(render(&without, COUNTED, false), expect);
         assert_eq!(render(&[], COUNTED, false), "no cgroup has limits or has read or written anything\n");
     }
 
     #[test]
-    fn what_was_asked_for_stands_before_what_the_kernel_has_been_told() {
+    fn configured_limits_precede_kernel_limits() {
         let (_, mut rows) = sample();
         let device = &mut rows[1].devices[0];
-        let mut asked = Asked::default();
+        let mut asked = ConfiguredLimits::default();
         asked.limits.limit_mut(LimitKind::BpsWrite).rate = 4 << 20;
         asked.limits.limit_mut(LimitKind::IopsWrite).rate = 100;
         device.asked = Some(asked.clone());
         assert_eq!(limits(device), "bps-w 4M, iops-w 100", "once, where they are the same");
-        device.asked = Some(Asked { watermark: 90, ..asked });
-        device.account.limits = Rates::default();
+        device.asked = Some(ConfiguredLimits { watermark: 90, ..asked });
+        device.account.limits = IoMaxRates::default();
         assert_eq!(limits(device), "bps-w 4M, iops-w 100, watermark 90% (now none)");
     }
 
@@ -191,7 +191,7 @@ PID  TID  TASK  STATE  READ  WRITTEN  READ/s  WRITE/s  CALLS/s  WAITED  CGROUP
   9    9  a?b   S         -        -       -        -        -       -  /system/a.db
 ";
         assert_eq!(tasks, expect);
-        let not_counted = Wish { are_waits_counted: false, ..COUNTED };
+        let not_counted = RowOptions { are_waits_counted: false, ..COUNTED };
         assert!(render(&rows, not_counted, false).ends_with(&format!("\n{NOT_COUNTED_OF_TASKS}\n")));
         let mut rows = rows;
         rows.iter_mut().for_each(|row| row.pressure = None);

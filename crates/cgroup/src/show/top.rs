@@ -22,39 +22,39 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use console::{Failure, input, input::Input, keys::Leave, screen, screen::Screen};
-use state::State;
+use console::{CommandFailure, input, input::TerminalEvent, keys::ExitKey, screen, screen::Screen};
+use state::CgroupTopState;
 
 use super::{
-    rates::{Snapshot, Wish},
-    survey::Survey,
+    rates::{CgroupSnapshot, RowOptions},
+    survey::CgroupSurvey,
 };
 use crate::{
-    hierarchy::{Hierarchy, Roots},
-    show::arguments::TopArgs,
+    hierarchy::{CgroupHierarchy, KernelRoots},
+    show::arguments::CgroupTopArgs,
 };
 
-enum Event {
-    Input(Input),
-    Looked(Wish, anyhow::Result<Snapshot>),
+enum TopEvent {
+    Input(TerminalEvent),
+    Looked(RowOptions, anyhow::Result<CgroupSnapshot>),
 }
 
 /// Runs until the user quits. A cgroup that disappears after the start is shown again when it
 /// returns.
-pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
+pub(crate) fn top(arguments: CgroupTopArgs) -> Result<(), CommandFailure> {
     if !screen::is_possible() {
         let said = "cgroup top: standard input and output are no terminal to draw on (`weir cgroup show` prints the same)";
         return Err(anyhow!(said).into());
     }
     let named: Vec<String> = arguments.group.into_iter().collect();
-    let hierarchy = Hierarchy::discover(Roots::default())?;
-    let survey = Survey::new(hierarchy, arguments.kept.path(), &named, arguments.device.as_deref(), false)?;
-    let state = State::new(survey.wish());
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
+    let survey = CgroupSurvey::new(hierarchy, arguments.kept.path(), &named, arguments.device.as_deref(), false)?;
+    let state = CgroupTopState::new(survey.wish());
     // Tasks are numerous and read only while they are shown.
     let has_tasks = Arc::new(AtomicBool::new(false));
     let (events, happened) = mpsc::channel();
     let inputs = events.clone();
-    let heard = input::listen(move |input| inputs.send(Event::Input(input)).is_ok());
+    let heard = input::listen(move |input| inputs.send(TopEvent::Input(input)).is_ok());
     heard.context("cgroup top: cannot start a thread")?;
     let wanted = Arc::clone(&has_tasks);
     thread::Builder::new()
@@ -67,35 +67,35 @@ pub(crate) fn top(arguments: TopArgs) -> Result<(), Failure> {
 
 fn watch(
     screen: &mut Screen,
-    happened: &Receiver<Event>,
-    mut state: State,
+    happened: &Receiver<TopEvent>,
+    mut state: CgroupTopState,
     has_tasks: &AtomicBool,
 ) -> io::Result<()> {
     loop {
         screen.draw(|frame| view::draw(frame, &mut state))?;
-        let action = match happened.recv().unwrap_or(Event::Input(Input::End)) {
-            Event::Input(Input::Key(key)) => state.press(key),
-            Event::Input(Input::Resized) => None,
-            Event::Input(Input::Stop) => Some(Leave::Stop),
-            Event::Input(Input::End) => Some(Leave::End),
-            Event::Looked(wish, result) => {
-                state.learn(wish, result);
+        let action = match happened.recv().unwrap_or(TopEvent::Input(TerminalEvent::End)) {
+            TopEvent::Input(TerminalEvent::Key(key)) => state.press(key),
+            TopEvent::Input(TerminalEvent::Resized) => None,
+            TopEvent::Input(TerminalEvent::Stop) => Some(ExitKey::Stop),
+            TopEvent::Input(TerminalEvent::End) => Some(ExitKey::End),
+            TopEvent::Looked(wish, result) => {
+                state.update(wish, result);
                 None
             }
         };
         has_tasks.store(state.has_tasks(), Ordering::Relaxed);
         match action {
-            Some(Leave::End) => return Ok(()),
-            Some(Leave::Stop) => screen.stop()?,
+            Some(ExitKey::End) => return Ok(()),
+            Some(ExitKey::Stop) => screen.suspend()?,
             None => {}
         }
     }
 }
 
-fn look(survey: &Survey, has_tasks: &AtomicBool, events: &Sender<Event>, interval: Duration) {
+fn look(survey: &CgroupSurvey, has_tasks: &AtomicBool, events: &Sender<TopEvent>, interval: Duration) {
     loop {
-        let looked = survey.look(has_tasks.load(Ordering::Relaxed));
-        if events.send(Event::Looked(survey.wish(), looked)).is_err() {
+        let looked = survey.snapshot(has_tasks.load(Ordering::Relaxed));
+        if events.send(TopEvent::Looked(survey.wish(), looked)).is_err() {
             return;
         }
         thread::sleep(interval);

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 use settings::log;
 
-use crate::limit::arguments::KeptArgs;
+use crate::limit::arguments::LimitsFileArgs;
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -21,7 +21,7 @@ Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
 #[derive(Debug, Args)]
 pub struct WatchArgs {
     #[command(flatten)]
-    pub(crate) kept: KeptArgs,
+    pub(crate) kept: LimitsFileArgs,
     /// Set all limits as configured, without bursts, and end
     #[arg(long)]
     pub(crate) settle: bool,
@@ -39,5 +39,5 @@ pub struct WatchArgs {
 #[derive(Debug, Args)]
 pub struct GuardArgs {
     #[command(flatten)]
-    pub(crate) kept: KeptArgs,
+    pub(crate) kept: LimitsFileArgs,
 }

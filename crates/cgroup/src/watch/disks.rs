@@ -2,28 +2,28 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use block::device::{Device, Identity, Number, Observed};
+use block::device::{Device, DeviceIdentity, DeviceNumber, DeviceObserver};
 use policy::{
     throttle::Enforcement,
     time::Instant,
-    watermark::{Consumed, Watermark},
+    watermark::{DeviceConsumption, Watermark},
 };
-use settings::state::Store;
+use settings::state::CapacityStore;
 
-use crate::{hierarchy::Hierarchy, limit::kept::Kept};
+use crate::{hierarchy::CgroupHierarchy, limit::kept::LimitsFile};
 
 /// Utilization, in thousandths, from which a disk's members are read before a watermark is reached.
-const BUSY: u64 = 250;
+const BUSY_THOUSANDTHS: u64 = 250;
 
-pub(super) struct Disks {
-    store: Store,
-    observed: HashMap<Number, Observed>,
+pub(super) struct WatermarkDisks {
+    store: CapacityStore,
+    observed: HashMap<DeviceNumber, DeviceObserver>,
     /// True if a disk could not be opened and is to be retried.
     is_one_missing: bool,
 }
 
-impl Disks {
-    pub(super) fn new(store: Store) -> Self {
+impl WatermarkDisks {
+    pub(super) fn new(store: CapacityStore) -> Self {
         Self { store, observed: HashMap::new(), is_one_missing: false }
     }
 
@@ -35,23 +35,23 @@ impl Disks {
         self.observed.len()
     }
 
-    pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> anyhow::Result<()> {
-        self.look_for(hierarchy, kept, true)
+    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<()> {
+        self.open_disks(hierarchy, kept, true)
     }
 
-    pub(super) fn look_for_missing(&mut self, hierarchy: &Hierarchy, kept: &Kept) {
+    pub(super) fn retry_missing(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile) {
         if self.is_one_missing {
             // The error has been logged before.
-            let _ = self.look_for(hierarchy, kept, false);
+            let _ = self.open_disks(hierarchy, kept, false);
         }
     }
 
-    fn look_for(&mut self, hierarchy: &Hierarchy, kept: &Kept, say: bool) -> anyhow::Result<()> {
+    fn open_disks(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile, say: bool) -> anyhow::Result<()> {
         let mut before = std::mem::take(&mut self.observed);
         self.is_one_missing = false;
         for entry in &kept.limits {
             let number = entry.device()?;
-            let has_watermark = kept.shared(entry).watermark()? != Watermark::ALWAYS;
+            let has_watermark = kept.limits_of(entry).watermark()? != Watermark::ALWAYS;
             if !has_watermark || self.observed.contains_key(&number) {
                 continue;
             }
@@ -70,22 +70,22 @@ impl Disks {
         Ok(())
     }
 
-    fn observed(&self, hierarchy: &Hierarchy, number: Number) -> anyhow::Result<Observed> {
-        let identity = Identity::resolve(number, &hierarchy.roots.of_devices())?;
+    fn observed(&self, hierarchy: &CgroupHierarchy, number: DeviceNumber) -> anyhow::Result<DeviceObserver> {
+        let identity = DeviceIdentity::resolve(number, &hierarchy.roots.device_roots())?;
         let capacity = self.store.capacity(identity.key());
         let device = Device::physical(identity, capacity)?;
-        Ok(Observed::new(Arc::new(device)))
+        Ok(DeviceObserver::new(Arc::new(device)))
     }
 
     /// Samples all disks, given the consumption by members with a watermark; returns the disks that
     /// became busy.
-    pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<Number, Consumed>) -> Vec<Number> {
-        let nothing = Consumed::default();
+    pub(super) fn observe(&mut self, now: Instant, consumed: &HashMap<DeviceNumber, DeviceConsumption>) -> Vec<DeviceNumber> {
+        let nothing = DeviceConsumption::default();
         let mut busy = Vec::new();
         for (number, observed) in &mut self.observed {
             let before = observed.used();
             observed.observe(now, consumed.get(number).unwrap_or(&nothing));
-            if before < BUSY && observed.used() >= BUSY {
+            if before < BUSY_THOUSANDTHS && observed.used() >= BUSY_THOUSANDTHS {
                 busy.push(*number);
             }
         }
@@ -95,7 +95,7 @@ impl Disks {
     /// Strictest enforcement over these disks; unknown disks count as enforced.
     pub(super) fn enforcement(
         &mut self,
-        of: impl Iterator<Item = Number>,
+        of: impl Iterator<Item = DeviceNumber>,
         watermark: Watermark,
     ) -> Enforcement {
         let of_one = |number| {

@@ -22,7 +22,7 @@ use std::{
 };
 
 use anyhow::{Context as _, ensure};
-use console::{Failure, complain, signals::Signals};
+use console::{CommandFailure, print_error, signals::BlockedSignals};
 use nix::{
     fcntl::{FcntlArg, OFlag, fcntl},
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -31,52 +31,52 @@ use policy::time::{Duration, Instant};
 
 use super::now;
 use crate::{
-    hierarchy::{Hierarchy, Roots},
-    limit::{kept::Kept, locks::Guarded, settling},
+    hierarchy::{CgroupHierarchy, KernelRoots},
+    limit::{kept::LimitsFile, locks::GuardLock, settling},
     watch::arguments::GuardArgs,
 };
 
 /// Heartbeat, written every other second.
-const ALIVE: u8 = b'.';
+const HEARTBEAT: u8 = b'.';
 const DONE: u8 = b'!';
 /// Carries the time, in nanoseconds of [`now`], at which leased quota must be revoked; 0 for none.
-const LENT: u8 = b'<';
+const LEASED: u8 = b'<';
 /// One of these codes and a number. Shorter than PIPE_BUF, so the pipe accepts it whole or not at
 /// all.
-type Word = [u8; 9];
+type GuardMessage = [u8; 9];
 /// Time without a heartbeat after which the watch counts as stopped.
-const SILENCE: Duration = Duration::from_secs(8);
+const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// The kernel's name of the initial PID namespace (PROC_PID_INIT_INO).
 const FIRST_PIDS: &str = "pid:[4026531836]";
 /// Two seconds in total.
-const LOOKS_AT_A_CHILD: usize = 100;
+const EXIT_ATTEMPTS: usize = 100;
 const LOOK: Duration = Duration::from_millis(20);
 
 #[derive(Debug)]
-pub(super) struct Guard {
+pub(super) struct SettlingGuard {
     limits: PathBuf,
-    lock: Guarded,
+    lock: GuardLock,
     child: Child,
     pipe: ChildStdin,
     /// Time at which the guard revokes leased quota.
     lent: Option<Instant>,
 }
 
-impl Guard {
+impl SettlingGuard {
     /// Starts a guard for this limits file, after any earlier guard has ended.
     pub(super) fn start(limits: &Path) -> anyhow::Result<Self> {
-        let lock = Guarded::take(limits)?;
+        let lock = GuardLock::take(limits)?;
         let (child, pipe) = spawn(limits, &lock)?;
         Ok(Self { limits: limits.to_owned(), lock, child, pipe, lent: None })
     }
 
     /// Sends a heartbeat; restarts the guard if it has died.
-    pub(super) fn look_after(&mut self) -> anyhow::Result<()> {
+    pub(super) fn heartbeat(&mut self) -> anyhow::Result<()> {
         let lent = self.lent;
-        self.revive()?;
-        self.say(ALIVE, 0)?;
-        self.takes_back_at(lent)
+        self.restart_if_dead()?;
+        self.send(HEARTBEAT, 0)?;
+        self.set_revocation(lent)
     }
 
     /// Sets the time, by [`now`], at which the guard revokes leased quota, unless it is set again
@@ -84,17 +84,17 @@ impl Guard {
     ///
     /// # Errors
     /// If no guard listens: then nothing may be leased.
-    pub(super) fn takes_back_at(&mut self, at: Option<Instant>) -> anyhow::Result<()> {
+    pub(super) fn set_revocation(&mut self, at: Option<Instant>) -> anyhow::Result<()> {
         if self.lent == at {
             return Ok(());
         }
-        self.revive()?;
-        self.say(LENT, at.map_or(0, Instant::as_nanos))?;
+        self.restart_if_dead()?;
+        self.send(LEASED, at.map_or(0, Instant::as_nanos))?;
         self.lent = at;
         Ok(())
     }
 
-    fn revive(&mut self) -> anyhow::Result<()> {
+    fn restart_if_dead(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait().context("the guard")? {
             tracing::warn!(%status, "the guard has ended; another is started");
             self.lent = None;
@@ -103,8 +103,8 @@ impl Guard {
         Ok(())
     }
 
-    fn say(&mut self, what: u8, number: u64) -> anyhow::Result<()> {
-        let said = self.pipe.write_all(&word(what, number));
+    fn send(&mut self, what: u8, number: u64) -> anyhow::Result<()> {
+        let said = self.pipe.write_all(&message(what, number));
         // The guard may have missed a deadline, so it must be sent again.
         if said.is_err() {
             self.lent = None;
@@ -115,8 +115,8 @@ impl Guard {
     /// Ends the guard after all limits are settled.
     pub(super) fn dismiss(mut self) {
         // Fails if the guard is dead. A stopped guard is not waited for longer than the loop below.
-        let _ = self.say(DONE, 0);
-        for _ in 0..LOOKS_AT_A_CHILD {
+        let _ = self.send(DONE, 0);
+        for _ in 0..EXIT_ATTEMPTS {
             if !matches!(self.child.try_wait(), Ok(None)) {
                 return;
             }
@@ -128,7 +128,7 @@ impl Guard {
 
 /// Fails if the guard would end together with the daemon although the limits would not: quota that
 /// other hosts lease by then would still be in force here.
-pub(super) fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
+pub(super) fn check(hierarchy: &CgroupHierarchy) -> anyhow::Result<()> {
     // cgroup.type is absent in the root of the hierarchy only; a container with a cgroup namespace
     // has it, and its cgroups end with the container.
     let is_topmost = !hierarchy.root_group()?.directory.join("cgroup.type").exists();
@@ -141,7 +141,7 @@ pub(super) fn check(hierarchy: &Hierarchy) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
+fn spawn(limits: &Path, lock: &GuardLock) -> anyhow::Result<(Child, ChildStdin)> {
     // The running program, even if its file has been replaced. The lock is inherited as its
     // standard output.
     let spawned = lock.share().and_then(|lock| {
@@ -161,17 +161,17 @@ fn spawn(limits: &Path, lock: &Guarded) -> anyhow::Result<(Child, ChildStdin)> {
     Ok((child, pipe))
 }
 
-fn word(what: u8, number: u64) -> Word {
-    let mut word = [what; size_of::<Word>()];
+fn message(what: u8, number: u64) -> GuardMessage {
+    let mut word = [what; size_of::<GuardMessage>()];
     word[1..].copy_from_slice(&number.to_le_bytes());
     word
 }
 
 /// Reads heartbeats from standard input, and settles all limits in their absence.
-pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
-    let _signals = Signals::block().context("signals cannot be blocked")?;
+pub(crate) fn run(arguments: &GuardArgs) -> Result<(), CommandFailure> {
+    let _signals = BlockedSignals::block().context("signals cannot be blocked")?;
     let path = arguments.kept.path();
-    let hierarchy = Hierarchy::discover(Roots::default())?;
+    let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
     if let Ok(root) = hierarchy.root_group() {
         // 0 stands for the writing process. Fails in a container, which ends as a whole anyway.
         let _ = root.write("cgroup.procs", "0");
@@ -179,44 +179,44 @@ pub(crate) fn run(arguments: &GuardArgs) -> Result<(), Failure> {
     // Fails in a container without the privilege.
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
     // The limits as the watch adopted them; the file may be corrupt by the time the watch dies.
-    let mut kept = Kept::load(path)?;
+    let mut kept = LimitsFile::load(path)?;
     let (mut heard_at, mut is_settled, mut lent) = (now(), false, None);
     loop {
-        let silence = (!is_settled).then(|| heard_at + SILENCE);
-        match heard(silence.into_iter().chain(lent).min()).context("standard input")? {
-            Heard::Word([DONE, ..]) => return Ok(()),
+        let silence = (!is_settled).then(|| heard_at + HEARTBEAT_TIMEOUT);
+        match read_message(silence.into_iter().chain(lent).min()).context("standard input")? {
+            GuardInput::Word([DONE, ..]) => return Ok(()),
             // Any message is a heartbeat. After silence, the watch steers again, so settling is due
             // again.
-            Heard::Word([what, number @ ..]) => {
+            GuardInput::Word([what, number @ ..]) => {
                 (heard_at, is_settled) = (now(), false);
-                kept = Kept::latest(path, &kept);
-                if what == LENT {
+                kept = LimitsFile::latest(path, &kept);
+                if what == LEASED {
                     lent = Some(u64::from_le_bytes(number)).filter(|at| *at > 0).map(Instant::from_nanos);
                 }
             }
-            Heard::End => return Ok(settling::settle_latest(&hierarchy, path, &kept)?),
-            Heard::Nothing if lent.is_some_and(|at| at <= now()) => {
+            GuardInput::End => return Ok(settling::settle_latest(&hierarchy, path, &kept)?),
+            GuardInput::Nothing if lent.is_some_and(|at| at <= now()) => {
                 lent = None;
-                settling::settle_lent(&hierarchy, path, &kept).unwrap_or_else(|error| complain(&error));
+                settling::settle_leased(&hierarchy, path, &kept).unwrap_or_else(|error| print_error(&error));
             }
             // Settled once per silence: the watch may be stopped for long, and users may set other
             // limits.
-            Heard::Nothing => {
+            GuardInput::Nothing => {
                 is_settled = true;
-                settling::settle_latest(&hierarchy, path, &kept).unwrap_or_else(|error| complain(&error));
+                settling::settle_latest(&hierarchy, path, &kept).unwrap_or_else(|error| print_error(&error));
             }
         }
     }
 }
 
-enum Heard {
-    Word(Word),
+enum GuardInput {
+    Word(GuardMessage),
     /// No message by the given time.
     Nothing,
     End,
 }
 
-fn heard(until: Option<Instant>) -> io::Result<Heard> {
+fn read_message(until: Option<Instant>) -> io::Result<GuardInput> {
     let stdin = io::stdin().lock();
     let ready = loop {
         let left = until.map(|until| (until - now()).as_nanos().div_ceil(1_000_000));
@@ -227,15 +227,15 @@ fn heard(until: Option<Instant>) -> io::Result<Heard> {
         }
     };
     if ready == 0 {
-        return Ok(Heard::Nothing);
+        return Ok(GuardInput::Nothing);
     }
-    let (mut word, mut read) = (Word::default(), 0);
+    let (mut word, mut read) = (GuardMessage::default(), 0);
     // The pipe may deliver a message in parts.
     while read < word.len() {
         match nix::unistd::read(stdin.as_fd(), &mut word[read..])? {
-            0 => return Ok(Heard::End),
+            0 => return Ok(GuardInput::End),
             more => read += more,
         }
     }
-    Ok(Heard::Word(word))
+    Ok(GuardInput::Word(word))
 }

@@ -17,7 +17,7 @@ use std::{
 };
 
 use policy::{
-    throttle::{Limits, Stats},
+    throttle::{Limits, ThrottleStats},
     time::{Duration, Instant},
 };
 
@@ -30,28 +30,28 @@ const GUARD_AHEAD: Duration = Duration::from_millis(500);
 
 /// Groups of control groups whose limits belong to a cluster.
 #[derive(Clone, Debug)]
-pub struct Lending(Arc<Mutex<BTreeMap<String, Account>>>);
+pub struct CgroupLeases(Arc<Mutex<BTreeMap<String, GroupLease>>>);
 
 /// Handle of one group.
 #[derive(Clone, Debug)]
-pub struct Lender {
-    lending: Lending,
+pub struct CgroupLessor {
+    lending: CgroupLeases,
     group: String,
 }
 
 /// Demand of a group's control groups since the watch started.
 #[derive(Clone, Copy, Debug)]
-pub struct Doing {
+pub struct CgroupDemand {
     /// Counters of all control groups together.
-    pub stats: Stats,
+    pub stats: ThrottleStats,
     /// Sum of the weights of those active in the last seconds.
     pub weight: u64,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Account {
-    part: Limits,
-    safe: Limits,
+struct GroupLease {
+    quota: Limits,
+    fallback: Limits,
     /// End of the lease, by [`now`](super::now).
     until: Instant,
     /// End of the lease of the quota that the kernel has, if it exceeds the fallback share.
@@ -59,12 +59,12 @@ struct Account {
     /// Number of changes, and the number of the change in force.
     number: u64,
     in_force: u64,
-    doing: Option<Doing>,
+    doing: Option<CgroupDemand>,
 }
 
 /// Limits that must be in force now.
 #[derive(Clone, Debug)]
-pub(super) struct Due {
+pub(super) struct DueLimits {
     pub(super) group: String,
     pub(super) limits: Limits,
     number: u64,
@@ -72,33 +72,33 @@ pub(super) struct Due {
     until: Option<Instant>,
 }
 
-impl Lending {
+impl CgroupLeases {
     /// Creates groups of these names, without limits until something is leased.
     pub fn new<'a>(groups: impl IntoIterator<Item = &'a str>) -> Self {
-        let groups = groups.into_iter().map(|name| (name.to_owned(), Account::default()));
+        let groups = groups.into_iter().map(|name| (name.to_owned(), GroupLease::default()));
         Self(Arc::new(Mutex::new(groups.collect())))
     }
 
     /// Handle of the group with this name.
-    pub fn lender(&self, group: &str) -> Lender {
-        Lender { lending: self.clone(), group: group.to_owned() }
+    pub fn lender(&self, group: &str) -> CgroupLessor {
+        CgroupLessor { lending: self.clone(), group: group.to_owned() }
     }
 
-    fn accounts(&self) -> MutexGuard<'_, BTreeMap<String, Account>> {
+    fn accounts(&self) -> MutexGuard<'_, BTreeMap<String, GroupLease>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn safe_shares(&self) -> BTreeMap<String, Limits> {
-        self.accounts().iter().map(|(name, account)| (name.clone(), account.safe)).collect()
+    pub(super) fn fallback_shares(&self) -> BTreeMap<String, Limits> {
+        self.accounts().iter().map(|(name, account)| (name.clone(), account.fallback)).collect()
     }
 
-    pub(super) fn due(&self, now: Instant) -> Vec<Due> {
-        let due = |(name, account): (&String, &Account)| {
+    pub(super) fn due(&self, now: Instant) -> Vec<DueLimits> {
+        let due = |(name, account): (&String, &GroupLease)| {
             // Decided here by time, independently of the cluster's messages, which may be late.
             let holds = now < account.taken_back_at();
-            Due {
+            DueLimits {
                 group: name.clone(),
-                limits: if holds { account.part } else { account.safe },
+                limits: if holds { account.quota } else { account.fallback },
                 number: account.number,
                 until: Some(account.until).filter(|until| holds && *until < Instant::MAX),
             }
@@ -107,22 +107,22 @@ impl Lending {
     }
 
     /// Replaces all quota by the fallback shares.
-    pub(super) fn safe(due: Vec<Due>, safe: &BTreeMap<String, Limits>) -> Vec<Due> {
+    pub(super) fn to_fallback(due: Vec<DueLimits>, safe: &BTreeMap<String, Limits>) -> Vec<DueLimits> {
         let safe =
-            |due: Due| Due { limits: safe.get(&due.group).copied().unwrap_or_default(), until: None, ..due };
+            |due: DueLimits| DueLimits { limits: safe.get(&due.group).copied().unwrap_or_default(), until: None, ..due };
         due.into_iter().map(safe).collect()
     }
 
     /// Next time at which a lease is revoked.
     pub(super) fn next(&self, now: Instant) -> Option<Instant> {
-        self.accounts().values().map(Account::taken_back_at).filter(|at| *at > now).min()
+        self.accounts().values().map(GroupLease::taken_back_at).filter(|at| *at > now).min()
     }
 
     /// Time by which the guard must have revoked the quota in the kernel, including the quota that
     /// is being written now.
-    pub(super) fn guarded_until(&self, due: &[Due]) -> Option<Instant> {
+    pub(super) fn guard_deadline(&self, due: &[DueLimits]) -> Option<Instant> {
         let accounts = self.accounts();
-        let until = |due: &Due| {
+        let until = |due: &DueLimits| {
             let account = accounts.get(&due.group)?;
             match due.until {
                 // A renewed lease of the same quota: only its deadline moves.
@@ -135,7 +135,7 @@ impl Lending {
         Some(Instant::from_nanos(first.as_nanos().saturating_sub(GUARD_AHEAD.as_nanos() as u64)))
     }
 
-    pub(super) fn told(&self, due: &Due, is_in_force: bool, doing: Option<Doing>) {
+    pub(super) fn acknowledge(&self, due: &DueLimits, is_in_force: bool, doing: Option<CgroupDemand>) {
         if let Some(account) = self.accounts().get_mut(&due.group) {
             if is_in_force {
                 (account.in_force, account.held_until) = (due.number, due.until);
@@ -146,7 +146,7 @@ impl Lending {
     }
 }
 
-impl Account {
+impl GroupLease {
     fn taken_back_at(&self) -> Instant {
         match self.until {
             Instant::MAX => Instant::MAX,
@@ -155,7 +155,7 @@ impl Account {
     }
 }
 
-impl Lender {
+impl CgroupLessor {
     /// Name of the group.
     pub fn name(&self) -> &str {
         &self.group
@@ -163,23 +163,23 @@ impl Lender {
 
     /// Leases quota until the given time by [`now`](super::now), or for ever with `None`; afterwards the
     /// fallback share is in force. Bursts are dropped: those of control groups are not divided.
-    pub fn lend(&self, part: &Limits, safe: &Limits, until: Option<Instant>) {
+    pub fn lease(&self, part: &Limits, safe: &Limits, until: Option<Instant>) {
         let until = until.unwrap_or(Instant::MAX);
         let (part, safe) = (without_bursts(part), without_bursts(safe));
         if let Some(account) = self.lending.accounts().get_mut(&self.group) {
             // A renewal keeps the number, so that the guard sees no change.
-            if (account.part, account.safe) != (part, safe) {
+            if (account.quota, account.fallback) != (part, safe) {
                 account.number += 1;
             }
-            (account.part, account.safe, account.until) = (part, safe, until);
+            (account.quota, account.fallback, account.until) = (part, safe, until);
         }
     }
 
     /// Renews the lease of the same quota, with a new end or fallback share.
-    pub fn prolong(&self, safe: &Limits, until: Option<Instant>) {
-        let part = self.lending.accounts().get(&self.group).map(|account| account.part);
+    pub fn renew(&self, safe: &Limits, until: Option<Instant>) {
+        let part = self.lending.accounts().get(&self.group).map(|account| account.quota);
         if let Some(part) = part {
-            self.lend(&part, safe, until);
+            self.lease(&part, safe, until);
         }
     }
 
@@ -189,7 +189,7 @@ impl Lender {
     }
 
     /// Demand of the group; `None` until it is known.
-    pub fn doing(&self) -> Option<Doing> {
+    pub fn demand(&self) -> Option<CgroupDemand> {
         self.lending.accounts().get(&self.group)?.doing
     }
 }

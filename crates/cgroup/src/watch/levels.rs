@@ -12,8 +12,8 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::device::Number;
-use policy::{steering::Passed, throttle::Counters, time::Instant};
+use block::device::DeviceNumber;
+use policy::{steering::IoCounters, throttle::AdmissionCounters, time::Instant};
 use serde::{Deserialize, Serialize};
 use settings::state::whole_file;
 
@@ -24,16 +24,16 @@ const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
 
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-struct Stored {
+struct StoredLevels {
     /// Boot that the times and counters belong to.
     boot: String,
-    pools: BTreeMap<String, Left>,
+    pools: BTreeMap<String, SavedBursts>,
 }
 
 /// Saved bursts of one pool.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case", deny_unknown_fields)]
-pub(super) struct Left {
+pub(super) struct SavedBursts {
     /// Nanoseconds since boot, including suspend.
     at_ns: u64,
     /// In the order of [`policy::steering::Pool::levels`].
@@ -43,13 +43,13 @@ pub(super) struct Left {
     passed: BTreeMap<String, [u64; 4]>,
 }
 
-impl Left {
+impl SavedBursts {
     pub(super) fn new(
         at: Instant,
         levels: [u64; 6],
-        passed: impl Iterator<Item = (PathBuf, Number, Passed)>,
+        passed: impl Iterator<Item = (PathBuf, DeviceNumber, IoCounters)>,
     ) -> Self {
-        let flat = |[read, write]: Passed| [read.bytes, write.bytes, read.requests, write.requests];
+        let flat = |[read, write]: IoCounters| [read.bytes, write.bytes, read.requests, write.requests];
         let passed = passed.map(|(group, device, passed)| (name(&group, device), flat(passed)));
         Self { at_ns: at.as_nanos(), levels, passed: passed.collect() }
     }
@@ -59,14 +59,14 @@ impl Left {
     }
 
     /// Counters of a control group at that time.
-    pub(super) fn passed(&self, group: &Path, device: Number) -> Option<Passed> {
+    pub(super) fn passed(&self, group: &Path, device: DeviceNumber) -> Option<IoCounters> {
         let [read_bytes, written_bytes, reads, writes] = *self.passed.get(&name(group, device))?;
-        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         Some([counters(reads, read_bytes), counters(writes, written_bytes)])
     }
 }
 
-fn name(group: &Path, device: Number) -> String {
+fn name(group: &Path, device: DeviceNumber) -> String {
     format!("{} on {device}", group.display())
 }
 
@@ -77,16 +77,16 @@ fn file(limits: &Path) -> PathBuf {
 }
 
 /// Saved bursts by pool name. Entries later than `now` are dropped: they belong to another boot.
-pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, Left> {
+pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, SavedBursts> {
     let path = file(limits);
-    let read = || -> anyhow::Result<Stored> {
+    let read = || -> anyhow::Result<StoredLevels> {
         let text = whole_file::read(&path, MAX_FILE_BYTES)?;
         Ok(text.map(|text| serde_json::from_slice(&text)).transpose()?.unwrap_or_default())
     };
     let stored = read().unwrap_or_else(|error| {
         // Full buckets grant one burst too many, which is no reason to stop.
         tracing::warn!("{}: what is left of bursts is not known, they begin anew: {error:#}", path.display());
-        Stored::default()
+        StoredLevels::default()
     });
     // The kernel's counters restart at a boot, so differences to the saved ones are meaningless.
     if stored.boot != boot() {
@@ -100,9 +100,9 @@ fn boot() -> String {
     fs::read_to_string(BOOT_ID).unwrap_or_default().trim().to_owned()
 }
 
-pub(super) fn save(limits: &Path, left: &BTreeMap<String, Left>) -> anyhow::Result<()> {
+pub(super) fn save(limits: &Path, left: &BTreeMap<String, SavedBursts>) -> anyhow::Result<()> {
     let path = file(limits);
-    let stored = Stored { boot: boot(), pools: left.clone() };
+    let stored = StoredLevels { boot: boot(), pools: left.clone() };
     let written = serde_json::to_vec(&stored).map_err(anyhow::Error::from);
     written
         .and_then(|written| Ok(whole_file::write(&path, &written, false)?))
@@ -114,14 +114,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_kept_is_found_again() {
+    fn saved_levels_are_loaded() {
         let directory = tempfile::tempdir().unwrap();
         let limits = directory.path().join("cgroups.json");
-        let device = Number { major: 254, minor: 0 };
-        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        let device = DeviceNumber { major: 254, minor: 0 };
+        let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         let passed = [counters(1, 4096), counters(2, 1 << 40)];
         let at = Instant::from_nanos(5_000_000_000);
-        let left = Left::new(at, [1, 2, 3, 4, 5, u64::MAX], [("/a b".into(), device, passed)].into_iter());
+        let left = SavedBursts::new(at, [1, 2, 3, 4, 5, u64::MAX], [("/a b".into(), device, passed)].into_iter());
         save(&limits, &BTreeMap::from([("group x".to_owned(), left.clone())])).unwrap();
         let found = load(&limits, at);
         assert_eq!(found["group x"], left);
@@ -134,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_read_is_nothing() {
+    fn unreadable_file_is_empty() {
         let directory = tempfile::tempdir().unwrap();
         let limits = directory.path().join("cgroups.json");
         assert!(load(&limits, Instant::MAX).is_empty());

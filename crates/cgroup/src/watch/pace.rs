@@ -9,19 +9,19 @@ const ALWAYS_ALLOWED: usize = 4;
 
 /// Budget of control groups that may be read now (a token bucket).
 #[derive(Debug)]
-pub(super) struct Pace {
+pub(super) struct ReadBudget {
     last: Instant,
     /// CPU time of the thread at the last round.
     cpu: Duration,
     /// CPU seconds for reading one control group, including overhead; smoothed.
-    pub(super) look_s: f64,
+    pub(super) read_s: f64,
     /// Reads in the bucket.
-    saved: f64,
+    tokens: f64,
     #[cfg(test)]
     pub(super) made: usize,
 }
 
-impl Pace {
+impl ReadBudget {
     /// Initial estimate: the cost on a slow machine.
     const FIRST_LOOK_S: f64 = 50e-6;
     /// Capacity of the bucket, in CPU seconds of reading.
@@ -31,8 +31,8 @@ impl Pace {
         Self {
             last: now,
             cpu,
-            look_s: Self::FIRST_LOOK_S,
-            saved: 0.0,
+            read_s: Self::FIRST_LOOK_S,
+            tokens: 0.0,
             #[cfg(test)]
             made: 0,
         }
@@ -41,9 +41,9 @@ impl Pace {
     pub(super) fn allowed(&mut self, now: Instant) -> usize {
         let elapsed_s = now.nanos_since(self.last) as f64 / 1e9;
         self.last = now;
-        let affordable = SHARE_OF_A_CORE / self.look_s;
-        self.saved = (self.saved + elapsed_s * affordable).min(Self::MOST_SAVED_S * affordable);
-        (self.saved as usize).max(ALWAYS_ALLOWED)
+        let affordable = SHARE_OF_A_CORE / self.read_s;
+        self.tokens = (self.tokens + elapsed_s * affordable).min(Self::MOST_SAVED_S * affordable);
+        (self.tokens as usize).max(ALWAYS_ALLOWED)
     }
 
     /// Charges `looks` reads, given the thread's CPU time after them.
@@ -56,10 +56,10 @@ impl Pace {
             let used = cpu.saturating_sub(self.cpu).as_secs_f64();
             // Exponential smoothing; the lower bound keeps the quotient in `allowed` finite.
             self.cpu = cpu;
-            self.look_s += (used / looks as f64 - self.look_s) * 0.05;
-            self.look_s = self.look_s.max(1e-7);
+            self.read_s += (used / looks as f64 - self.read_s) * 0.05;
+            self.read_s = self.read_s.max(1e-7);
         }
-        self.saved = (self.saved - looks as f64).max(0.0);
+        self.tokens = (self.tokens - looks as f64).max(0.0);
     }
 }
 
@@ -81,8 +81,8 @@ mod tests {
     }
 
     #[test]
-    fn looking_costs_no_more_than_its_share() {
-        let mut pace = Pace::new(at(0), Duration::ZERO);
+    fn reading_stays_within_its_cpu_share() {
+        let mut pace = ReadBudget::new(at(0), Duration::ZERO);
         let (mut looks, mut cpu) = (0, Duration::ZERO);
         for round in 1..=1000 {
             let allowed = pace.allowed(at(round * 10)).min(1000);

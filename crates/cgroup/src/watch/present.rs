@@ -7,14 +7,14 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use super::in_turn;
-use crate::{hierarchy::Hierarchy, limit::kept::Kept};
+use super::round_robin;
+use crate::{hierarchy::CgroupHierarchy, limit::kept::LimitsFile};
 
 /// Control groups checked at each interval: bounds the load with thousands of them.
-const LOOKED_FOR: usize = 1024;
+const CHECKED_GROUPS: usize = 1024;
 
 #[derive(Default)]
-pub(super) struct Present {
+pub(super) struct RecreatedGroups {
     /// Inode of each cgroup's directory when it was last checked.
     inodes: HashMap<PathBuf, Option<u64>>,
     /// Order of the round-robin checks.
@@ -22,9 +22,9 @@ pub(super) struct Present {
     next: usize,
 }
 
-impl Present {
+impl RecreatedGroups {
     /// Adopts the entries of a changed file; returns the control groups that are new in it.
-    pub(super) fn adopt(&mut self, hierarchy: &Hierarchy, kept: &Kept) -> Vec<PathBuf> {
+    pub(super) fn adopt(&mut self, hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> Vec<PathBuf> {
         let mut unknown = Vec::new();
         let mut inodes = HashMap::new();
         self.order.clear();
@@ -45,9 +45,9 @@ impl Present {
     }
 
     /// Checks the next control groups in turn; returns those created or recreated since.
-    pub(super) fn new_groups(&mut self, hierarchy: &Hierarchy) -> HashSet<PathBuf> {
+    pub(super) fn new_groups(&mut self, hierarchy: &CgroupHierarchy) -> HashSet<PathBuf> {
         let mut new = HashSet::new();
-        for index in in_turn(&mut self.next, self.order.len(), LOOKED_FOR) {
+        for index in round_robin(&mut self.next, self.order.len(), CHECKED_GROUPS) {
             let cgroup = &self.order[index];
             let inode = inode(hierarchy, cgroup);
             let before = self.inodes.insert(cgroup.clone(), inode).flatten();
@@ -59,7 +59,7 @@ impl Present {
     }
 }
 
-fn inode(hierarchy: &Hierarchy, cgroup: &Path) -> Option<u64> {
+fn inode(hierarchy: &CgroupHierarchy, cgroup: &Path) -> Option<u64> {
     let group = hierarchy.group(cgroup).ok()?;
     fs::metadata(&group.directory).ok().map(|metadata| metadata.ino())
 }
@@ -67,14 +67,14 @@ fn inode(hierarchy: &Hierarchy, cgroup: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::machine::Machine;
+    use crate::machine::FakeMachine;
 
     #[test]
-    fn one_that_was_made_again_is_found_also_after_the_file_has_changed() {
-        let machine = Machine::v2("io");
+    fn recreated_group_is_found_after_a_file_change() {
+        let machine = FakeMachine::v2("io");
         machine.group("a");
         let hierarchy = machine.hierarchy();
-        let kept = |names: &[&str]| -> Kept {
+        let kept = |names: &[&str]| -> LimitsFile {
             let entry = |name: &&str| {
                 format!(
                     r#"{{"cgroup": "/{name}", "device": "254:0", "device-key": "x", "own": {{"limits": {{"bps-read": 7}}}}}}"#
@@ -83,7 +83,7 @@ mod tests {
             let entries: Vec<String> = names.iter().map(entry).collect();
             serde_json::from_str(&format!(r#"{{"limits": [{}]}}"#, entries.join(", "))).unwrap()
         };
-        let mut present = Present::default();
+        let mut present = RecreatedGroups::default();
         assert_eq!(present.adopt(&hierarchy, &kept(&["a", "b"])), ["/a", "/b"].map(PathBuf::from));
         assert_eq!(present.new_groups(&hierarchy), HashSet::new());
         // Both exist at the same time, so the file system cannot reuse the inode number.

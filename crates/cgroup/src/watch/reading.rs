@@ -7,21 +7,21 @@
 use std::{fs::File, io, os::unix::fs::FileExt as _};
 
 use anyhow::Context as _;
-use block::device::Number;
+use block::device::DeviceNumber;
 use nix::errno::Errno;
-use policy::{steering::Passed, throttle::Counters};
+use policy::{steering::IoCounters, throttle::AdmissionCounters};
 
 use crate::{
     control_group::ControlGroup,
     kernel::{io_stat, memory_stat, pressure},
-    limit::tell::about,
+    limit::tell::file_context,
 };
 
 /// Bytes of a file that are read: enough for io.stat of some hundred devices.
 const MAX_BYTES: usize = 64 << 10;
 
 #[derive(Debug)]
-pub(super) struct Reading {
+pub(super) struct OpenCgroupFiles {
     stat: File,
     pressure: Option<File>,
     memory: Option<File>,
@@ -29,12 +29,12 @@ pub(super) struct Reading {
     stalled_us: Option<u64>,
 }
 
-impl Reading {
+impl OpenCgroupFiles {
     /// Opens the files; those about waiting only if wanted, because a process may have only a
     /// thousand open files.
     pub(super) fn open(group: &ControlGroup, wants_waiting: bool) -> anyhow::Result<Self> {
         let open = |file: &str| File::open(group.directory.join(file));
-        let stat = open("io.stat").with_context(|| about(group, "io.stat"))?;
+        let stat = open("io.stat").with_context(|| file_context(group, "io.stat"))?;
         let optional = |file: &str| if wants_waiting { open(file).ok() } else { None };
         Ok(Self {
             stat,
@@ -48,11 +48,11 @@ impl Reading {
     /// is scratch space.
     pub(super) fn read(
         &mut self,
-        device: Number,
+        device: DeviceNumber,
         buffer: &mut Vec<u8>,
-    ) -> anyhow::Result<(Passed, Option<bool>)> {
+    ) -> anyhow::Result<(IoCounters, Option<bool>)> {
         let usage = io_stat::find(text(&self.stat, buffer)?, device)?.unwrap_or_default();
-        let counters = |requests, bytes| Counters { requests, bytes, ..Counters::default() };
+        let counters = |requests, bytes| AdmissionCounters { requests, bytes, ..AdmissionCounters::default() };
         let passed = [
             counters(usage.reads, usage.read_bytes),
             // Without discards, each of which the kernel's limits charge as 512 bytes

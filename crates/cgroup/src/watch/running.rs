@@ -8,36 +8,36 @@ use std::{
 };
 
 use anyhow::Context as _;
-use settings::state::Store;
+use settings::state::CapacityStore;
 
-use super::{Ended, Lending, Watch, check};
+use super::{WatchEnd, CgroupLeases, CgroupWatch, check};
 use crate::{
-    figures::{Known, Reader},
-    hierarchy::{Hierarchy, Roots},
+    figures::{KnownEnforcement, CgroupFiguresReader},
+    hierarchy::{CgroupHierarchy, KernelRoots},
 };
 
 /// Interval at which a standby checks whether another watch has ended.
-const STAND_BY: Duration = Duration::from_millis(500);
+const STANDBY_INTERVAL: Duration = Duration::from_millis(500);
 
 /// A watch in a separate thread; dropping it settles all limits and ends the thread.
 #[derive(Debug)]
-pub struct Running {
+pub struct CgroupWatchThread {
     stop: Option<mpsc::Sender<()>>,
     thread: Option<thread::JoinHandle<()>>,
-    figures: Option<Reader>,
+    figures: Option<CgroupFiguresReader>,
 }
 
-impl Running {
+impl CgroupWatchThread {
     /// Watches the limits in this file, and quota that a cluster leases. The store has the
     /// capacities of devices.
-    pub fn start(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
-        let mut watch = Watch::claim(Hierarchy::discover(Roots::default())?, path, store)?;
+    pub fn start(path: &Path, store: CapacityStore, lending: Option<CgroupLeases>) -> anyhow::Result<Self> {
+        let mut watch = CgroupWatch::claim(CgroupHierarchy::discover(KernelRoots::default())?, path, store)?;
         if let Some(lending) = lending {
-            watch.begin_to_lend(lending)?;
+            watch.begin_leasing(lending)?;
         }
         // Before the watch moves to its thread; both share `known`.
-        let figures = Reader::new(path, Roots::default(), watch.known.clone());
-        let mut running = Self::run(move |stopped| watch.until(stopped).map(drop))?;
+        let figures = CgroupFiguresReader::new(path, KernelRoots::default(), watch.known.clone());
+        let mut running = Self::run(move |stopped| watch.run_until(stopped).map(drop))?;
         running.figures = Some(figures);
         Ok(running)
     }
@@ -47,19 +47,19 @@ impl Running {
     ///
     /// # Errors
     /// If this machine has no control groups that can be limited.
-    pub fn start_after_another(path: &Path, store: Store, lending: Option<Lending>) -> anyhow::Result<Self> {
-        let hierarchy = Hierarchy::discover(Roots::default())?;
+    pub fn start_after_another(path: &Path, store: CapacityStore, lending: Option<CgroupLeases>) -> anyhow::Result<Self> {
+        let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
         check(&hierarchy)?;
         let path = path.to_owned();
-        let known = Known::default();
-        let figures = Reader::new(&path, Roots::default(), known.clone());
+        let known = KnownEnforcement::default();
+        let figures = CgroupFiguresReader::new(&path, KernelRoots::default(), known.clone());
         let mut running = Self::run(move |stopped| {
             loop {
-                if let Some(watch) = Watch::claim_soon(&hierarchy, &path, &store)? {
+                if let Some(watch) = CgroupWatch::claim_soon(&hierarchy, &path, &store)? {
                     // Figures handed out before refer to this `known`.
-                    let mut watch = Watch { known, ..watch };
-                    lending.map_or(Ok(()), |lending| watch.begin_to_lend(lending))?;
-                    return watch.until(stopped).map(drop);
+                    let mut watch = CgroupWatch { known, ..watch };
+                    lending.map_or(Ok(()), |lending| watch.begin_leasing(lending))?;
+                    return watch.run_until(stopped).map(drop);
                 }
                 // The old process may take long to end; its limits must not be changed meanwhile.
                 match stopped.try_recv() {
@@ -73,7 +73,7 @@ impl Running {
     }
 
     /// Reader of the control groups' figures; `None` for a standby.
-    pub fn figures(&self) -> Option<Reader> {
+    pub fn figures(&self) -> Option<CgroupFiguresReader> {
         self.figures.clone()
     }
 
@@ -82,23 +82,23 @@ impl Running {
     ///
     /// # Errors
     /// As [`start`](Self::start), except that another watch may be running.
-    pub fn start_or_stand_by(path: &Path, store: Store) -> anyhow::Result<Self> {
-        let hierarchy = Hierarchy::discover(Roots::default())?;
+    pub fn start_or_stand_by(path: &Path, store: CapacityStore) -> anyhow::Result<Self> {
+        let hierarchy = CgroupHierarchy::discover(KernelRoots::default())?;
         let path = path.to_owned();
-        let mut watch = Watch::stand_in(&hierarchy, &path, &store)?;
+        let mut watch = CgroupWatch::stand_in(&hierarchy, &path, &store)?;
         let mut said = None;
         Self::run(move |stopped| {
             loop {
-                let ended = watch.take().map_or(Ok(Ended::MadeWay), |watch| watch.until(stopped));
-                if let Ok(Ended::AsAsked) = ended {
+                let ended = watch.take().map_or(Ok(WatchEnd::GaveWay), |watch| watch.run_until(stopped));
+                if let Ok(WatchEnd::Stopped) = ended {
                     return Ok(());
                 }
-                match stopped.recv_timeout(STAND_BY) {
+                match stopped.recv_timeout(STANDBY_INTERVAL) {
                     Err(RecvTimeoutError::Timeout) => {}
                     Ok(()) | Err(RecvTimeoutError::Disconnected) => return ended.map(drop),
                 }
                 // After an error it stands by again, because the error may be temporary.
-                let next = ended.and_then(|_| Watch::stand_in(&hierarchy, &path, &store));
+                let next = ended.and_then(|_| CgroupWatch::stand_in(&hierarchy, &path, &store));
                 watch = next.unwrap_or_else(|error| {
                     let text = format!("limits of control groups: {error:#}");
                     // Logged once, not at each attempt.
@@ -126,7 +126,7 @@ impl Running {
     }
 }
 
-impl Drop for Running {
+impl Drop for CgroupWatchThread {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {

@@ -6,48 +6,48 @@
 
 use std::path::PathBuf;
 
-use block::device::{Number, Roots};
+use block::device::{DeviceNumber, SysfsRoots};
 use policy::{
-    steering::{Passed, Pool, Rates},
-    throttle::{Counters, Enforcement, Limits},
+    steering::{IoCounters, SteeringPool, IoMaxRates},
+    throttle::{AdmissionCounters, Enforcement, Limits},
     time::{Duration, Instant},
-    watermark::{Taken, Watermark},
+    watermark::{GroupConsumption, Watermark},
 };
 
 use super::{
-    lending::Doing,
+    lending::CgroupDemand,
     levels,
-    reading::{self, Reading},
+    reading::{self, OpenCgroupFiles},
 };
 use crate::{
     control_group::ControlGroup,
-    hierarchy::Hierarchy,
-    limit::{kept::Entry, pools::Sharing, settling, tell},
+    hierarchy::CgroupHierarchy,
+    limit::{kept::CgroupEntry, pools::LimitPool, settling, tell},
 };
 
 /// Retry interval of a member with an error.
-const AGAIN: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 /// Members due later than this are rounded down to a multiple of [`TOGETHER`].
-const UNHURRIED: Duration = Duration::from_millis(500);
-const TOGETHER: Duration = Duration::from_millis(100);
+const ROUNDED_FROM: Duration = Duration::from_millis(500);
+const ROUNDED_TO: Duration = Duration::from_millis(100);
 
 /// Log texts: the limits in force for a member with an error, and if the kernel refuses those.
 const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
 const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
 
 #[derive(Debug)]
-pub(super) struct Steered {
-    pub(super) sharing: Sharing,
-    roots: Roots,
-    pool: Pool,
-    members: Vec<Controlled>,
+pub(super) struct SteeredPool {
+    pub(super) sharing: LimitPool,
+    roots: SysfsRoots,
+    pool: SteeringPool,
+    members: Vec<PoolMember>,
     /// True if a limit is divided, between members or directions: then it matters which of them
     /// wait.
     divided: bool,
     /// Counters of all members at the last reading, and the rate since the one before, for the
     /// watermark.
-    taken: Option<(Instant, [Counters; 2])>,
-    rate: Option<Taken>,
+    taken: Option<(Instant, [AdmissionCounters; 2])>,
+    rate: Option<GroupConsumption>,
     /// Time at which the next member is due; cached, because every round queries all pools.
     due: Instant,
     /// Earliest possible end of a burst, by the last decision.
@@ -59,20 +59,20 @@ pub(super) struct Steered {
 }
 
 #[derive(Debug)]
-struct Controlled {
+struct PoolMember {
     group: ControlGroup,
-    device: Number,
-    entry: Entry,
-    reading: Option<Reading>,
+    device: DeviceNumber,
+    entry: CgroupEntry,
+    reading: Option<OpenCgroupFiles>,
     /// True if the kernel has accepted a limit.
     in_force: bool,
     due: Option<Instant>,
     /// Error that has been logged.
-    trouble: Option<String>,
+    error: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Round {
+pub(super) struct RoundCounts {
     pub(super) looks: usize,
     pub(super) told: usize,
 }
@@ -88,24 +88,24 @@ fn nearly_same(one: Enforcement, other: Enforcement) -> bool {
     }
 }
 
-impl Steered {
+impl SteeredPool {
     pub(super) fn new(
-        hierarchy: &Hierarchy,
-        sharing: &Sharing,
-        left: Option<&levels::Left>,
+        hierarchy: &CgroupHierarchy,
+        sharing: &LimitPool,
+        left: Option<&levels::SavedBursts>,
         now: Instant,
     ) -> anyhow::Result<Self> {
         let mut members = Vec::new();
         for entry in &sharing.members {
             let group = hierarchy.group(&entry.cgroup)?;
-            members.push(Controlled {
+            members.push(PoolMember {
                 group,
                 device: entry.device()?,
                 entry: entry.clone(),
                 reading: None,
                 in_force: false,
                 due: Some(now),
-                trouble: None,
+                error: None,
             });
         }
         let pool = match left {
@@ -125,7 +125,7 @@ impl Steered {
         let divided = sharing.limits_are_divided();
         Ok(Self {
             sharing: sharing.clone(),
-            roots: hierarchy.roots.of_devices(),
+            roots: hierarchy.roots.device_roots(),
             pool,
             members,
             divided,
@@ -138,12 +138,12 @@ impl Steered {
         })
     }
 
-    pub(super) fn members(&self) -> impl Iterator<Item = (&ControlGroup, Number)> {
+    pub(super) fn members(&self) -> impl Iterator<Item = (&ControlGroup, DeviceNumber)> {
         self.members.iter().map(|member| (&member.group, member.device))
     }
 
     /// Devices of all members, with repetitions.
-    pub(super) fn devices(&self) -> impl Iterator<Item = Number> {
+    pub(super) fn devices(&self) -> impl Iterator<Item = DeviceNumber> {
         self.members.iter().map(|member| member.device)
     }
 
@@ -165,7 +165,7 @@ impl Steered {
         self.pool.levels() != self.kept
     }
 
-    pub(super) fn kept(&mut self) {
+    pub(super) fn mark_saved(&mut self) {
         self.kept = self.pool.levels();
     }
 
@@ -177,7 +177,7 @@ impl Steered {
         if !nearly_same(self.pool.enforcement(), enforcement) {
             if self.pool.enforcement() == Enforcement::Lifted {
                 // I/O up to now must not be charged to limits that are enforced from now on.
-                (0..self.members.len()).for_each(|index| self.look(index, now, buffer));
+                (0..self.members.len()).for_each(|index| self.read_member(index, now, buffer));
             }
             self.pool.enforce(enforcement);
             self.undecided = true;
@@ -185,44 +185,44 @@ impl Steered {
     }
 
     /// Replaces the limits, those of a cluster's group.
-    pub(super) fn put(&mut self, limits: &Limits, now: Instant) {
+    pub(super) fn set_limits(&mut self, limits: &Limits, now: Instant) {
         if self.pool.limits() != limits {
-            self.pool.put(limits, now);
+            self.pool.set_limits(limits, now);
             self.undecided = true;
         }
     }
 
     /// True if the kernel has accepted the last decision for every existing control group.
     pub(super) fn is_in_force(&self) -> bool {
-        let are_told = |(member, of_pool): (&Controlled, &policy::steering::Member)| {
-            member.in_force || of_pool.told() == Some(Rates::NONE) || !member.group.exists()
+        let are_told = |(member, of_pool): (&PoolMember, &policy::steering::SteeredMember)| {
+            member.in_force || of_pool.rates_set() == Some(IoMaxRates::NONE) || !member.group.exists()
         };
         !self.undecided && self.members.iter().zip(self.pool.members()).all(are_told)
     }
 
-    pub(super) fn doing(&self, now: Instant) -> Doing {
-        Doing { stats: self.pool.stats(), weight: self.pool.weight(now) }
+    pub(super) fn demand(&self, now: Instant) -> CgroupDemand {
+        CgroupDemand { stats: self.pool.stats(), weight: self.pool.weight(now) }
     }
 
     /// Makes all members due; those due earlier stay first.
-    pub(super) fn look_now(&mut self, now: Instant) {
+    pub(super) fn make_all_due(&mut self, now: Instant) {
         let sooner = |due: Option<Instant>| Some(due.map_or(now, |due| due.min(now)));
         self.members.iter_mut().for_each(|member| member.due = sooner(member.due));
         self.due = self.due.min(now);
     }
 
     /// Reads up to `most` due members, or all if a burst may be over, and writes changed rates.
-    pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> Round {
-        let mut round = Round::default();
+    pub(super) fn round(&mut self, now: Instant, most: usize, buffer: &mut Vec<u8>) -> RoundCounts {
+        let mut round = RoundCounts::default();
         // The end of a burst must not wait for the next round.
         let most = if self.is_burst_over(now) { usize::MAX } else { most };
         let due =
-            |(index, member): (usize, &Controlled)| Some((member.due.filter(|due| *due <= now)?, index));
+            |(index, member): (usize, &PoolMember)| Some((member.due.filter(|due| *due <= now)?, index));
         let mut order: Vec<(Instant, usize)> = self.members.iter().enumerate().filter_map(due).collect();
         // The longest overdue first, or members at the end of a long list would starve.
         order.sort_unstable();
         for (_, index) in order.into_iter().take(most) {
-            self.look(index, now, buffer);
+            self.read_member(index, now, buffer);
             self.members[index].due = None;
             round.looks += 1;
         }
@@ -230,16 +230,16 @@ impl Steered {
             return round;
         }
         if round.looks > 0 {
-            self.take(now);
+            self.update_rate(now);
         }
         self.undecided = false;
         // Decide once for all members that were read: each level affects the rates of the others.
         for (index, rates) in self.pool.decide(now) {
             if self.members[index].reading.is_none() {
-                self.pool.not_told(index);
+                self.pool.retry_setting(index);
                 continue;
             }
-            round.told += usize::from(self.tell(index, rates, now));
+            round.told += usize::from(self.write_rates(index, rates, now));
         }
         self.bursts_end = self.pool.bursts_end(now);
         for index in 0..self.members.len() {
@@ -254,30 +254,30 @@ impl Steered {
     }
 
     fn next_look(&self, index: usize, now: Instant) -> Option<Instant> {
-        if self.members[index].reading.is_none() || self.members[index].trouble.is_some() {
-            return Some(now + AGAIN);
+        if self.members[index].reading.is_none() || self.members[index].error.is_some() {
+            return Some(now + RETRY_INTERVAL);
         }
         let due = match self.sharing.watermark {
             // The cluster needs the demand of its groups even if no limit could be exceeded.
-            Watermark::ALWAYS if !self.sharing.cluster => self.pool.due(index, now)?,
-            _ => self.pool.next_look(index, now),
+            Watermark::ALWAYS if !self.sharing.cluster => self.pool.next_measurement(index, now)?,
+            _ => self.pool.next_measurement_of_any(index, now),
         };
         // Idle members are read together: separate wake-ups for a thousand of them would double the
         // cost.
-        if due.nanos_since(now) < UNHURRIED.as_nanos() as u64 {
+        if due.nanos_since(now) < ROUNDED_FROM.as_nanos() as u64 {
             return Some(due);
         }
-        Some(Instant::from_nanos(due.as_nanos() - due.as_nanos() % TOGETHER.as_nanos() as u64))
+        Some(Instant::from_nanos(due.as_nanos() - due.as_nanos() % ROUNDED_TO.as_nanos() as u64))
     }
 
-    fn look(&mut self, index: usize, now: Instant, buffer: &mut Vec<u8>) {
+    fn read_member(&mut self, index: usize, now: Instant, buffer: &mut Vec<u8>) {
         let member = &mut self.members[index];
         if member.reading.is_none()
-            && let Err(error) = settling::same_disk(&member.group, &member.entry, &self.roots)
+            && let Err(error) = settling::verify_disk(&member.group, &member.entry, &self.roots)
         {
             member.in_force = false;
-            self.pool.gone(index);
-            self.complain(index, &error, "others carry on");
+            self.pool.set_absent(index);
+            self.log_trouble(index, &error, "others carry on");
             self.undecided = true;
             return;
         }
@@ -286,15 +286,15 @@ impl Steered {
         if was_open && seen.as_ref().is_err_and(reading::is_removed) {
             // A cgroup recreated with this name has lost its limits.
             self.members[index].reading = None;
-            self.pool.not_told(index);
+            self.pool.retry_setting(index);
             seen = self.read(index, buffer);
         }
         let member = &mut self.members[index];
         match seen {
             Ok((passed, waited)) => {
                 self.pool.observe(index, now, passed, waited);
-                if member.trouble.is_some() {
-                    self.pool.not_told(index);
+                if member.error.is_some() {
+                    self.pool.retry_setting(index);
                 }
             }
             Err(mut error) => {
@@ -302,49 +302,49 @@ impl Steered {
                 let mut meanwhile = WITHOUT_BURSTS;
                 if member.group.exists() {
                     // Unknown use: no burst may be granted.
-                    self.pool.unseen(index);
-                    let settled = self.pool.settled()[index];
-                    let told = settling::tell_if_different(&member.group, device, settled);
+                    self.pool.set_unmeasurable(index);
+                    let settled = self.pool.rates_without_steering()[index];
+                    let told = settling::write_if_different(&member.group, device, settled);
                     member.in_force = told.is_ok();
                     if let Err(refused) = told {
                         error = error.context(format!("{refused:#}"));
                         meanwhile = AS_BEFORE;
                     }
                 } else {
-                    self.pool.gone(index);
+                    self.pool.set_absent(index);
                 }
-                self.complain(index, &error, meanwhile);
+                self.log_trouble(index, &error, meanwhile);
                 self.undecided = true;
             }
         }
     }
 
-    fn read(&mut self, index: usize, buffer: &mut Vec<u8>) -> anyhow::Result<(Passed, Option<bool>)> {
+    fn read(&mut self, index: usize, buffer: &mut Vec<u8>) -> anyhow::Result<(IoCounters, Option<bool>)> {
         let member = &mut self.members[index];
         let reading = match &mut member.reading {
             Some(reading) => reading,
             none => {
                 // The controller may be missing after a reboot, or if the parent was recreated.
                 if member.group.exists() {
-                    settling::hand_down(&member.group)?;
+                    settling::enable_controllers(&member.group)?;
                 }
-                none.insert(Reading::open(&member.group, self.divided)?)
+                none.insert(OpenCgroupFiles::open(&member.group, self.divided)?)
             }
         };
         reading.read(member.device, buffer)
     }
 
     /// Writes decided rates; returns true on success.
-    fn tell(&mut self, index: usize, rates: Rates, now: Instant) -> bool {
+    fn write_rates(&mut self, index: usize, rates: IoMaxRates, now: Instant) -> bool {
         let member = &mut self.members[index];
         // Limits vanish with their disk: without one in force, the number may belong to another
         // disk.
-        let told = tell::told(&member.group, member.device).ok();
-        let lost = member.in_force && told == Some(Rates::NONE);
+        let told = tell::read_limits(&member.group, member.device).ok();
+        let lost = member.in_force && told == Some(IoMaxRates::NONE);
         let disk = if lost { member.entry.disk(&self.roots).map(drop) } else { Ok(()) };
-        match disk.and_then(|()| settling::tell_after(&member.group, member.device, told, rates)) {
+        match disk.and_then(|()| settling::write_unless_equal(&member.group, member.device, told, rates)) {
             Ok(()) => {
-                member.in_force = rates != Rates::NONE;
+                member.in_force = rates != IoMaxRates::NONE;
                 let cgroup = member.group.name.display();
                 tracing::debug!(
                     %cgroup,
@@ -354,16 +354,16 @@ impl Steered {
                     after_us = super::now().nanos_since(now) / 1000,
                     "told"
                 );
-                if member.reading.is_some() && member.trouble.take().is_some() {
+                if member.reading.is_some() && member.error.take().is_some() {
                     tracing::info!(%cgroup, "is there again");
                 }
                 true
             }
             Err(error) => {
-                self.pool.not_told(index);
+                self.pool.retry_setting(index);
                 // Its disk may be gone: checked again at the next reading.
                 (self.members[index].reading, self.members[index].in_force) = (None, false);
-                self.complain(index, &error, AS_BEFORE);
+                self.log_trouble(index, &error, AS_BEFORE);
                 false
             }
         }
@@ -373,11 +373,11 @@ impl Steered {
     pub(super) fn verify(&mut self) {
         for index in 0..self.members.len() {
             let member = &self.members[index];
-            let expected = self.pool.members()[index].told();
-            let Some(expected) = expected.filter(|_| member.trouble.is_none()) else { continue };
-            if tell::told(&member.group, member.device).is_ok_and(|told| told != tell::as_kept(expected)) {
+            let expected = self.pool.members()[index].rates_set();
+            let Some(expected) = expected.filter(|_| member.error.is_none()) else { continue };
+            if tell::read_limits(&member.group, member.device).is_ok_and(|told| told != tell::as_printed_by_kernel(expected)) {
                 tracing::info!(cgroup = %member.group.name.display(), device = %member.device, "somebody else has changed its limits; they are told again");
-                self.pool.not_told(index);
+                self.pool.retry_setting(index);
                 // Limits vanish with their disk: verify the disk at the next reading.
                 self.members[index].reading = None;
                 self.members[index].due = Some(Instant::ZERO);
@@ -386,34 +386,34 @@ impl Steered {
         }
     }
 
-    fn complain(&mut self, index: usize, error: &anyhow::Error, meanwhile: &str) {
+    fn log_trouble(&mut self, index: usize, error: &anyhow::Error, meanwhile: &str) {
         let member = &mut self.members[index];
         let gone = !member.group.exists();
         let trouble = if gone { "it was removed".to_owned() } else { format!("{error:#}") };
-        if member.trouble.as_ref() != Some(&trouble) {
+        if member.error.as_ref() != Some(&trouble) {
             let cgroup = member.group.name.display();
             if gone {
                 tracing::info!(%cgroup, "was removed; its limits wait for one of that name (forget them with `weir cgroup limit --remove`)");
             } else {
                 tracing::warn!(%cgroup, "{trouble}; {meanwhile}");
             }
-            member.trouble = Some(trouble);
+            member.error = Some(trouble);
         }
     }
 
-    pub(super) fn taken(&self) -> Option<Taken> {
+    pub(super) fn taken(&self) -> Option<GroupConsumption> {
         self.rate
     }
 
-    fn take(&mut self, now: Instant) {
+    fn update_rate(&mut self, now: Instant) {
         let passed = *self.pool.passed();
         if let Some((at, before)) = self.taken.replace((now, passed)).filter(|(at, _)| *at < now) {
-            self.rate = Taken::since(&before, &passed, now - at, *self.pool.limits());
+            self.rate = GroupConsumption::since(&before, &passed, now - at, *self.pool.limits());
         }
     }
 
     /// Levels of the buckets, for the next watch; `None` if all are empty, as initially.
-    pub(super) fn left(&self, at: Instant) -> Option<levels::Left> {
+    pub(super) fn saved_bursts(&self, at: Instant) -> Option<levels::SavedBursts> {
         if self.pool.levels() == [0; 6] {
             return None;
         }
@@ -421,7 +421,7 @@ impl Steered {
         let passed = members.filter_map(|(controlled, member)| {
             Some((PathBuf::from(&controlled.group.name), controlled.device, member.passed()?))
         });
-        Some(levels::Left::new(at, self.pool.levels(), passed))
+        Some(levels::SavedBursts::new(at, self.pool.levels(), passed))
     }
 
     #[cfg(test)]

@@ -11,39 +11,39 @@ use std::{
 };
 
 use crate::{
-    hierarchy::Hierarchy,
-    limit::{kept::Kept, settling, tell::Telling},
+    hierarchy::CgroupHierarchy,
+    limit::{kept::LimitsFile, settling, tell::LimitWrite},
 };
 
 #[derive(Default)]
-pub(super) struct Systemd {
-    unheard: HashSet<PathBuf>,
+pub(super) struct SystemdUpdates {
+    pending: HashSet<PathBuf>,
     /// Returns the control groups that are still to be set.
-    teller: Option<JoinHandle<HashSet<PathBuf>>>,
+    update: Option<JoinHandle<HashSet<PathBuf>>>,
 }
 
-impl Systemd {
-    pub(super) fn is_to_hear_of(&mut self, groups: impl IntoIterator<Item = PathBuf>) {
-        self.unheard.extend(groups);
+impl SystemdUpdates {
+    pub(super) fn add(&mut self, groups: impl IntoIterator<Item = PathBuf>) {
+        self.pending.extend(groups);
     }
 
     /// Starts setting the limits of the pending control groups, unless the last run is still
     /// active.
-    pub(super) fn tell(&mut self, hierarchy: &Hierarchy, path: &Path, kept: &Kept) {
-        if let Some(teller) = self.teller.take_if(|teller| teller.is_finished()) {
+    pub(super) fn start_update(&mut self, hierarchy: &CgroupHierarchy, path: &Path, kept: &LimitsFile) {
+        if let Some(teller) = self.update.take_if(|teller| teller.is_finished()) {
             // The panic message has been printed.
-            self.unheard.extend(teller.join().unwrap_or_default());
+            self.pending.extend(teller.join().unwrap_or_default());
         }
-        if self.unheard.is_empty() || self.teller.is_some() {
+        if self.pending.is_empty() || self.update.is_some() {
             return;
         }
         let (hierarchy, path, kept) = (hierarchy.clone(), path.to_owned(), kept.clone());
-        let unheard = mem::take(&mut self.unheard);
+        let unheard = mem::take(&mut self.pending);
         let body = move || {
             let mut still = HashSet::new();
-            let unknown = settling::unknown_to_systemd(&hierarchy, &kept, &unheard).unwrap_or_default();
-            for Telling { group, .. } in unknown {
-                match settling::tell_systemd(&hierarchy, &path, &group) {
+            let unknown = settling::missing_in_systemd(&hierarchy, &kept, &unheard).unwrap_or_default();
+            for LimitWrite { group, .. } in unknown {
+                match settling::update_systemd(&hierarchy, &path, &group) {
                     Ok(true) => {}
                     Ok(false) => drop(still.insert(group.name)),
                     Err(error) => tracing::warn!("{error:#}"),
@@ -51,6 +51,6 @@ impl Systemd {
             }
             still
         };
-        self.teller = thread::Builder::new().name("systemd".to_owned()).spawn(body).ok();
+        self.update = thread::Builder::new().name("systemd".to_owned()).spawn(body).ok();
     }
 }

@@ -25,14 +25,14 @@ use openssl::{
     ssl::{self, SslConnector, SslConnectorBuilder, SslMethod, SslVerifyMode},
     x509::{GeneralNameRef, X509Ref, X509StoreContextRef},
 };
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 use rustix::net::sockopt;
 use serde_json::Value;
-use settings::Etcd;
+use settings::EtcdEndpoint;
 use tokio::{io, net::TcpStream, task::AbortHandle};
 use tokio_openssl::SslStream;
 
-use super::Error;
+use super::EtcdError;
 
 /// Bound of an answer: 10,000 hosts with ten groups each.
 const MAX_ANSWER_BYTES: usize = 64 << 20;
@@ -45,23 +45,23 @@ const X509_V_ERR_IP_ADDRESS_MISMATCH: i32 = 64;
 /// Number of a certificate's names in a message.
 const MOST_NAMES: usize = 8;
 /// Part of the reply of Go's servers to plain HTTP on a TLS port.
-const HTTPS: &[u8] = b"HTTP request to an HTTPS server";
+const HTTPS_PORT_REPLY: &[u8] = b"HTTP request to an HTTPS server";
 /// Part of the refusal of etcd's gateway if the client certificate has a common name.
-const COMMON_NAME: &[u8] = b"CommonName of client";
+const COMMON_NAME_REFUSAL: &[u8] = b"CommonName of client";
 /// Idle time before the first keep-alive probe.
 const KEEP_ALIVE: Duration = Duration::from_secs(2);
 
 /// TLS configuration, with the content of its files when they were read.
 #[derive(Clone)]
-pub(super) struct Tls(SslConnector);
+pub(super) struct EtcdTls(SslConnector);
 
-impl std::fmt::Debug for Tls {
+impl std::fmt::Debug for EtcdTls {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.write_str("Tls")
     }
 }
 
-impl Tls {
+impl EtcdTls {
     pub(super) fn new(certificates: Option<&Path>) -> anyhow::Result<Self> {
         let mut builder = SslConnector::builder(SslMethod::tls_client()).context("TLS")?;
         if let Some(directory) = certificates {
@@ -96,7 +96,7 @@ impl Tls {
 }
 
 /// Fault of the certificate of member `host`, and the remedy.
-fn fault(host: &str, chain: &X509StoreContextRef) -> String {
+fn certificate_fault(host: &str, chain: &X509StoreContextRef) -> String {
     let (error, certificate) = (chain.error(), chain.current_cert());
     let whose = match chain.error_depth() {
         0 => "etcd's certificate",
@@ -140,115 +140,115 @@ fn names_of(certificate: &X509Ref) -> String {
 }
 
 /// Error of a failed handshake, other than by the member's certificate.
-fn of_handshake(said: &Etcd, error: &ssl::Error) -> Error {
+fn handshake_error(said: &EtcdEndpoint, error: &ssl::Error) -> EtcdError {
     let has = |reason| {
         let errors = error.ssl_error().map_or(&[][..], ErrorStack::errors);
         errors.iter().any(|error| error.reason() == Some(reason))
     };
     match (error.io_error(), error.ssl_error()) {
-        (Some(why), _) => Error::Unreachable(anyhow!("TLS: {why}")),
-        _ if has("wrong version number") => Error::Refused(format!(
+        (Some(why), _) => EtcdError::Unreachable(anyhow!("TLS: {why}")),
+        _ if has("wrong version number") => EtcdError::Refused(format!(
             "etcd {said}: the server does not use TLS \
              (write http:// in etcd of [cluster], or give the member a certificate)"
         )),
-        (None, Some(_)) if !has("unexpected eof while reading") => Error::Refused(format!(
+        (None, Some(_)) if !has("unexpected eof while reading") => EtcdError::Refused(format!(
             "etcd {said}: TLS: {error} (correct certificates of [cluster], or etcd's)"
         )),
-        _ => Error::Unreachable(anyhow!(
+        _ => EtcdError::Unreachable(anyhow!(
             "TLS: the server closed the connection (the address of a member without TLS begins with http://)"
         )),
     }
 }
 
-trait Stream: io::AsyncRead + io::AsyncWrite + Send + Unpin {}
-impl<S: io::AsyncRead + io::AsyncWrite + Send + Unpin> Stream for S {}
+trait EtcdStream: io::AsyncRead + io::AsyncWrite + Send + Unpin {}
+impl<S: io::AsyncRead + io::AsyncWrite + Send + Unpin> EtcdStream for S {}
 
 #[derive(Debug)]
-pub(super) struct Connection {
-    said: Etcd,
+pub(super) struct EtcdConnection {
+    said: EtcdEndpoint,
     sender: http1::SendRequest<Full<Bytes>>,
     driver: AbortHandle,
     has_answered: bool,
 }
 
-impl Drop for Connection {
+impl Drop for EtcdConnection {
     fn drop(&mut self) {
         self.driver.abort();
     }
 }
 
-impl Connection {
+impl EtcdConnection {
     /// Connects to the first address that accepts.
     pub(super) async fn open(
-        said: Etcd,
+        said: EtcdEndpoint,
         addresses: &[SocketAddr],
-        tls: Option<&Tls>,
+        tls: Option<&EtcdTls>,
         patience: Duration,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, EtcdError> {
         let mut last = anyhow!("it has no address");
         for address in addresses {
             let opened = tokio::time::timeout(patience, Self::open_at(&said, *address, tls)).await;
             match opened {
                 Ok(Ok(connection)) => return Ok(connection),
-                Ok(Err(Error::Unreachable(error))) => last = error,
+                Ok(Err(EtcdError::Unreachable(error))) => last = error,
                 // Tries the next address only after an unreachable one: a refusal is the member's,
                 // not the path's.
                 Ok(Err(refused)) => return Err(refused),
                 Err(_) => last = anyhow!("no answer in {} s", patience.as_secs()),
             }
         }
-        Err(Error::Unreachable(last.context(format!("etcd {said}"))))
+        Err(EtcdError::Unreachable(last.context(format!("etcd {said}"))))
     }
 
-    async fn open_at(said: &Etcd, address: SocketAddr, tls: Option<&Tls>) -> Result<Self, Error> {
-        let stream = TcpStream::connect(address).await.map_err(Error::unreachable)?;
+    async fn open_at(said: &EtcdEndpoint, address: SocketAddr, tls: Option<&EtcdTls>) -> Result<Self, EtcdError> {
+        let stream = TcpStream::connect(address).await.map_err(EtcdError::unreachable)?;
         // Best effort: without keep-alive a lost peer is found later, by a timeout.
         let _ = stream.set_nodelay(true);
         let _ = sockopt::set_socket_keepalive(&stream, true);
         let _ = sockopt::set_tcp_keepidle(&stream, KEEP_ALIVE);
         let _ = sockopt::set_tcp_keepintvl(&stream, KEEP_ALIVE / 2);
         let _ = sockopt::set_tcp_keepcnt(&stream, 3);
-        let stream: Box<dyn Stream> = match tls.filter(|_| said.tls) {
+        let stream: Box<dyn EtcdStream> = match tls.filter(|_| said.tls) {
             None => Box::new(stream),
-            Some(Tls(connector)) => {
+            Some(EtcdTls(connector)) => {
                 let session = connector.configure().and_then(|tls| tls.into_ssl(&said.host));
-                let mut session = session.map_err(Error::unreachable)?;
+                let mut session = session.map_err(EtcdError::unreachable)?;
                 let found = Arc::new(OnceLock::new());
                 session.set_verify_callback(SslVerifyMode::PEER, {
                     let (found, host) = (Arc::clone(&found), said.host.clone());
                     move |is_good, chain| {
                         if !is_good {
                             // OpenSSL stops at the first fault.
-                            let _ = found.set(fault(&host, chain));
+                            let _ = found.set(certificate_fault(&host, chain));
                         }
                         is_good
                     }
                 });
-                let mut stream = SslStream::new(session, stream).map_err(Error::unreachable)?;
+                let mut stream = SslStream::new(session, stream).map_err(EtcdError::unreachable)?;
                 if let Err(error) = Pin::new(&mut stream).connect().await {
                     return Err(match found.get() {
                         // Refused, not unreachable: a retry cannot help.
-                        Some(fault) => Error::Refused(format!("etcd {said}: TLS: {fault}")),
-                        None => of_handshake(said, &error),
+                        Some(fault) => EtcdError::Refused(format!("etcd {said}: TLS: {fault}")),
+                        None => handshake_error(said, &error),
                     });
                 }
                 Box::new(stream)
             }
         };
         let (sender, connection) =
-            http1::handshake(TokioIo::new(stream)).await.map_err(Error::unreachable)?;
+            http1::handshake(TokioIo::new(stream)).await.map_err(EtcdError::unreachable)?;
         // Ends with the connection.
         let driver = tokio::spawn(async move { drop(connection.await) }).abort_handle();
         Ok(Self { said: said.clone(), sender, driver, has_answered: false })
     }
 
     /// Sends a request and returns the head of the answer.
-    pub(super) async fn begin(
+    pub(super) async fn send_request(
         &mut self,
         path: &str,
         body: Vec<u8>,
         token: Option<&str>,
-    ) -> Result<Response<Incoming>, Error> {
+    ) -> Result<Response<Incoming>, EtcdError> {
         let host = match self.said.host.contains(':') {
             true => format!("[{}]:{}", self.said.host, self.said.port),
             false => format!("{}:{}", self.said.host, self.said.port),
@@ -258,7 +258,7 @@ impl Connection {
         if let Some(token) = token {
             request = request.header(header::AUTHORIZATION, token);
         }
-        let request = request.body(Full::new(Bytes::from(body))).map_err(Error::unreachable)?;
+        let request = request.body(Full::new(Bytes::from(body))).map_err(EtcdError::unreachable)?;
         let sent = match self.sender.ready().await {
             Ok(()) => self.sender.send_request(request).await,
             Err(error) => Err(error),
@@ -266,7 +266,7 @@ impl Connection {
         self.has_answered |= sent.is_ok();
         sent.map_err(|error| {
             let (said, error) = (&self.said, anyhow!(error));
-            Error::Unreachable(match (self.has_answered, said.tls) {
+            EtcdError::Unreachable(match (self.has_answered, said.tls) {
                 (true, _) => anyhow!("etcd {said}: {error:#}"),
                 (false, false) => {
                     anyhow!("etcd {said}: {error:#} (the address of a member with TLS begins with https://)")
@@ -282,18 +282,18 @@ impl Connection {
     }
 
     /// Sends a request and returns the whole answer as JSON. Anything else is not from etcd.
-    pub(super) async fn ask(
+    pub(super) async fn request(
         &mut self,
         path: &str,
         body: &Value,
         token: Option<&str>,
-    ) -> Result<(StatusCode, Value), Error> {
-        let response = self.begin(path, body.to_string().into_bytes(), token).await?;
+    ) -> Result<(StatusCode, Value), EtcdError> {
+        let response = self.send_request(path, body.to_string().into_bytes(), token).await?;
         let status = response.status();
         let answer = Limited::new(response.into_body(), MAX_ANSWER_BYTES).collect().await;
         let answer = answer.map_err(|error| {
             let said = &self.said;
-            Error::Unreachable(match error.is::<LengthLimitError>() {
+            EtcdError::Unreachable(match error.is::<LengthLimitError>() {
                 true => anyhow!(
                     "etcd {said}: its answer is longer than {} MiB (other data is stored there: `etcdctl get --prefix --keys-only /weir/v1/` lists it)",
                     MAX_ANSWER_BYTES >> 20
@@ -305,9 +305,9 @@ impl Connection {
         // Not JSON: a heuristic by known texts names the likely mistake.
         let has = |words: &[u8]| answer.windows(words.len()).any(|bytes| bytes == words);
         let not_etcd = |_| {
-            let why = if has(HTTPS) {
+            let why = if has(HTTPS_PORT_REPLY) {
                 "the server uses TLS (write https:// in etcd of [cluster])".to_owned()
-            } else if has(COMMON_NAME) {
+            } else if has(COMMON_NAME_REFUSAL) {
                 "its gateway rejects client certificates with a common name (CN) if etcd has users (create \
                  client-cert.pem without a CN; user and password-file identify the client)"
                     .to_owned()
@@ -316,10 +316,10 @@ impl Connection {
                 format!(
                     "the server is not etcd's gateway, version 3.4 or newer: {status}, {:?} (correct etcd \
                      of [cluster])",
-                    plain(&first)
+                    sanitize(&first)
                 )
             };
-            Error::Refused(format!("etcd {}: {why}", self.said))
+            EtcdError::Refused(format!("etcd {}: {why}", self.said))
         };
         serde_json::from_slice(&answer).map(|answer| (status, answer)).map_err(not_etcd)
     }
@@ -381,12 +381,12 @@ mod tests {
     }
 
     /// Error for a client that trusts this certificate, with a member at this address.
-    fn refused(trusted: &X509, address: SocketAddr) -> Error {
+    fn refused(trusted: &X509, address: SocketAddr) -> EtcdError {
         let directory = tempfile::tempdir().unwrap();
         fs::write(directory.path().join("ca-cert.pem"), trusted.to_pem().unwrap()).unwrap();
-        let tls = Tls::new(Some(directory.path())).unwrap();
-        let said: Etcd = format!("https://{address}").parse().unwrap();
-        on_runtime(Connection::open(said, &[address], Some(&tls), PATIENCE)).unwrap_err()
+        let tls = EtcdTls::new(Some(directory.path())).unwrap();
+        let said: EtcdEndpoint = format!("https://{address}").parse().unwrap();
+        on_runtime(EtcdConnection::open(said, &[address], Some(&tls), PATIENCE)).unwrap_err()
     }
 
     /// Error text for a member with this certificate.
@@ -406,13 +406,13 @@ mod tests {
         let said = refused(trusted, address);
         member.join().unwrap();
         let text = said.to_string();
-        assert!(matches!(said, Error::Refused(_)), "{text}");
+        assert!(matches!(said, EtcdError::Refused(_)), "{text}");
         assert!(text.starts_with(&format!("etcd https://{address}: TLS: ")), "{text}");
         text
     }
 
     #[test]
-    fn what_is_wrong_with_a_certificate_is_told() {
+    fn certificate_faults_are_named() {
         let other = certificate("192.0.2.7", -1, 2);
         let expect = "the name \"127.0.0.1\" is expected, but etcd's certificate is for \"etcd1.example\", 192.0.2.7 (";
         let said = said_of(&other, &other.0);
@@ -429,7 +429,7 @@ mod tests {
     }
 
     /// Error text for a member that replies with `answer` to the first bytes and closes.
-    fn said_to(answer: &'static [u8], say: impl FnOnce(SocketAddr) -> Error) -> String {
+    fn said_to(answer: &'static [u8], say: impl FnOnce(SocketAddr) -> EtcdError) -> String {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let member = thread::spawn(move || {
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn a_member_without_tls_is_told_as_one() {
+    fn a_member_without_tls_is_recognized() {
         let hello = |address| refused(&certificate(HERE, -1, 2).0, address);
         let said = said_to(b"HTTP/1.0 400 Bad Request\r\n\r\n", hello);
         assert!(
@@ -460,12 +460,12 @@ mod tests {
     }
 
     #[test]
-    fn a_member_with_tls_is_told_as_one() {
+    fn a_member_with_tls_is_recognized() {
         let ask = |address: SocketAddr| {
-            let said: Etcd = format!("http://{address}").parse().unwrap();
+            let said: EtcdEndpoint = format!("http://{address}").parse().unwrap();
             on_runtime(async {
-                let opened = Connection::open(said, &[address], None, PATIENCE).await;
-                opened.unwrap().ask("/", &Value::Null, None).await.unwrap_err()
+                let opened = EtcdConnection::open(said, &[address], None, PATIENCE).await;
+                opened.unwrap().request("/", &Value::Null, None).await.unwrap_err()
             })
         };
         let said = said_to(b"", ask);

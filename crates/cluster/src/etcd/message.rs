@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 /// Key with its value.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct KeyValue {
+pub(crate) struct EtcdKeyValue {
     pub(crate) key: String,
     pub(crate) value: Vec<u8>,
     pub(crate) create_revision: i64,
@@ -17,21 +17,21 @@ pub(crate) struct KeyValue {
 
 /// One key, or all keys with a prefix.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Range {
+pub(crate) enum KeyRange {
     Key(String),
     Prefix(String),
 }
 
 /// Change of a key.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Event {
-    Put(KeyValue),
+pub(crate) enum EtcdEvent {
+    Put(EtcdKeyValue),
     Deleted(String),
 }
 
 /// Condition of a transaction.
 #[derive(Clone, Debug)]
-pub(crate) enum Compare {
+pub(crate) enum TransactionCondition {
     /// The key does not exist.
     Absent(String),
     /// The key was created at this revision.
@@ -41,21 +41,21 @@ pub(crate) enum Compare {
     /// The key was last changed at this revision.
     Changed(String, i64),
     /// No key of the range changed after this revision.
-    NotSince(Range, i64),
+    UnchangedSince(KeyRange, i64),
 }
 
 /// Operation of a transaction.
 #[derive(Clone, Debug)]
-pub(crate) enum Operation {
+pub(crate) enum EtcdOperation {
     Put {
         key: String,
         value: Vec<u8>,
         lease: Option<i64>,
     },
-    Get(Range),
+    Get(KeyRange),
     /// Keys without their values.
-    Keys(Range),
-    Delete(Range),
+    Keys(KeyRange),
+    Delete(KeyRange),
 }
 
 pub(super) fn encode(bytes: &[u8]) -> String {
@@ -75,7 +75,7 @@ pub(super) fn number(value: &Value) -> Option<i64> {
     }
 }
 
-impl KeyValue {
+impl EtcdKeyValue {
     /// Entries of an array with UTF-8 keys. weir writes no other keys.
     pub(super) fn all(values: &Value) -> Vec<Self> {
         values.as_array().into_iter().flatten().filter_map(Self::read).collect()
@@ -93,7 +93,7 @@ impl KeyValue {
     }
 }
 
-impl Range {
+impl KeyRange {
     /// `range_end` is the first key after the prefix.
     pub(super) fn body(&self) -> Value {
         match self {
@@ -110,16 +110,16 @@ impl Range {
     }
 }
 
-impl Compare {
+impl TransactionCondition {
     pub(super) fn body(&self) -> Value {
-        let of = |range: &Range, result: &str, target: &str, name: &str, value: Value| {
+        let of = |range: &KeyRange, result: &str, target: &str, name: &str, value: Value| {
             let mut body = range.body();
             body["result"] = json!(result);
             body["target"] = json!(target);
             body[name] = value;
             body
         };
-        let key = |key: &String| Range::Key(key.clone());
+        let key = |key: &String| KeyRange::Key(key.clone());
         match self {
             Self::Absent(name) => of(&key(name), "EQUAL", "CREATE", "create_revision", json!("0")),
             Self::Created(name, revision) => {
@@ -129,7 +129,7 @@ impl Compare {
             Self::Changed(name, revision) => {
                 of(&key(name), "EQUAL", "MOD", "mod_revision", json!(revision.to_string()))
             }
-            Self::NotSince(range, revision) => {
+            Self::UnchangedSince(range, revision) => {
                 // etcd has LESS but no LESS-OR-EQUAL.
                 of(range, "LESS", "MOD", "mod_revision", json!((revision + 1).to_string()))
             }
@@ -137,7 +137,7 @@ impl Compare {
     }
 }
 
-impl Operation {
+impl EtcdOperation {
     pub(crate) fn put(key: &str, value: &[u8], lease: Option<i64>) -> Self {
         Self::Put { key: key.to_owned(), value: value.to_vec(), lease }
     }
@@ -165,9 +165,9 @@ impl Operation {
     }
 }
 
-impl Event {
+impl EtcdEvent {
     pub(super) fn read(value: &Value) -> Option<Self> {
-        let of = KeyValue::read(&value["kv"])?;
+        let of = EtcdKeyValue::read(&value["kv"])?;
         Some(if value["type"] == "DELETE" { Self::Deleted(of.key) } else { Self::Put(of) })
     }
 }
@@ -177,16 +177,16 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_prefix_ends_where_no_key_of_it_is() {
-        let body = Range::Prefix("/weir/".to_owned()).body();
+    fn range_end_follows_the_prefix() {
+        let body = KeyRange::Prefix("/weir/".to_owned()).body();
         assert_eq!(body, json!({ "key": encode(b"/weir/"), "range_end": encode(b"/weir0") }));
     }
 
     #[test]
-    fn what_etcd_sends_is_read_and_garbage_is_nothing() {
+    fn messages_parse_and_garbage_is_ignored() {
         let sent = json!({ "key": encode(b"k"), "value": encode(b"v"), "create_revision": "3", "mod_revision": "7" });
-        let read = KeyValue::read(&sent).unwrap();
-        let expect = KeyValue {
+        let read = EtcdKeyValue::read(&sent).unwrap();
+        let expect = EtcdKeyValue {
             key: "k".to_owned(),
             value: b"v".to_vec(),
             create_revision: 3,
@@ -194,19 +194,19 @@ mod tests {
             lease: 0,
         };
         assert_eq!(read, expect);
-        assert_eq!(Event::read(&json!({ "kv": sent })), Some(Event::Put(expect)));
+        assert_eq!(EtcdEvent::read(&json!({ "kv": sent })), Some(EtcdEvent::Put(expect)));
         let deleted = json!({ "type": "DELETE", "kv": { "key": encode(b"k") } });
-        assert_eq!(Event::read(&deleted), Some(Event::Deleted("k".to_owned())));
+        assert_eq!(EtcdEvent::read(&deleted), Some(EtcdEvent::Deleted("k".to_owned())));
         for garbage in
             [json!(null), json!({ "key": 7 }), json!({ "key": "?" }), json!({ "key": encode(b"\xff") })]
         {
-            assert_eq!(KeyValue::read(&garbage), None, "{garbage}");
+            assert_eq!(EtcdKeyValue::read(&garbage), None, "{garbage}");
         }
     }
 
     #[test]
-    fn a_transaction_says_what_must_be() {
-        let body = Compare::NotSince(Range::Key("a".to_owned()), 7).body();
+    fn conditions_are_encoded() {
+        let body = TransactionCondition::UnchangedSince(KeyRange::Key("a".to_owned()), 7).body();
         let expect = json!({ "key": "YQ==", "result": "LESS", "target": "MOD", "mod_revision": "8" });
         assert_eq!(body, expect);
     }

@@ -8,42 +8,42 @@ use hyper::body::Incoming;
 use serde_json::{Value, json};
 
 use super::{
-    Error,
-    connection::Connection,
-    message::{Event, Range},
+    EtcdError,
+    connection::EtcdConnection,
+    message::{EtcdEvent, KeyRange},
 };
 
 /// Bound of a line: the changes of one revision, or all since an older one.
 const MAX_LINE_BYTES: usize = 64 << 20;
 
 #[derive(Debug)]
-pub(crate) struct Watch {
+pub(crate) struct EtcdWatch {
     /// Kept open: the stream ends with it.
-    _connection: Connection,
+    _connection: EtcdConnection,
     body: Incoming,
     rest: Vec<u8>,
 }
 
-impl Watch {
+impl EtcdWatch {
     /// Watches one range: for several ranges in one request the gateway may begin its answer after
     /// the first, and Go's HTTP server then discards the unread rest of the request.
     ///
     /// # Errors
     /// Fails if the member does not confirm the watch in time.
     pub(super) async fn open(
-        mut connection: Connection,
-        range: &Range,
+        mut connection: EtcdConnection,
+        range: &KeyRange,
         from: i64,
         token: Option<&str>,
         patience: Duration,
-    ) -> Result<Self, Error> {
+    ) -> Result<Self, EtcdError> {
         let mut create = range.body();
         create["start_revision"] = json!(from.to_string());
         let request = json!({ "create_request": create }).to_string().into_bytes();
         let begun = async {
-            let response = connection.begin("/v3/watch", request, token).await?;
+            let response = connection.send_request("/v3/watch", request, token).await?;
             if !response.status().is_success() {
-                return Err(Error::Unreachable(anyhow!(
+                return Err(EtcdError::Unreachable(anyhow!(
                     "etcd: the watch was rejected: {}",
                     response.status()
                 )));
@@ -51,35 +51,35 @@ impl Watch {
             let mut watch = Self { _connection: connection, body: response.into_body(), rest: Vec::new() };
             let first = watch.line().await?;
             // A missing right is reported in the first line.
-            events(&first)?;
+            parse_events(&first)?;
             match is_created(&first) {
                 true => Ok(watch),
-                false => Err(Error::Unreachable(anyhow!("etcd: the watch was not confirmed"))),
+                false => Err(EtcdError::Unreachable(anyhow!("etcd: the watch was not confirmed"))),
             }
         };
         let begun = tokio::time::timeout(patience, begun).await;
-        begun.map_err(|_| Error::Unreachable(anyhow!("etcd: the watch was not confirmed in time")))?
+        begun.map_err(|_| EtcdError::Unreachable(anyhow!("etcd: the watch was not confirmed in time")))?
     }
 
     /// Next events, in order. May be empty.
     ///
     /// # Errors
     /// Fails at the end of the watch. The caller then reads everything anew.
-    pub(crate) async fn next(&mut self) -> Result<Vec<Event>, Error> {
-        events(&self.line().await?)
+    pub(crate) async fn next(&mut self) -> Result<Vec<EtcdEvent>, EtcdError> {
+        parse_events(&self.line().await?)
     }
 
-    async fn line(&mut self) -> Result<Vec<u8>, Error> {
+    async fn line(&mut self) -> Result<Vec<u8>, EtcdError> {
         loop {
             if let Some(end) = self.rest.iter().position(|byte| *byte == b'\n') {
                 return Ok(self.rest.drain(..=end).collect());
             }
             let frame = self.body.frame().await;
-            let frame = frame.ok_or_else(|| Error::Unreachable(anyhow!("etcd: the watch ended")))?;
-            let frame = frame.map_err(Error::unreachable)?;
+            let frame = frame.ok_or_else(|| EtcdError::Unreachable(anyhow!("etcd: the watch ended")))?;
+            let frame = frame.map_err(EtcdError::unreachable)?;
             self.rest.extend_from_slice(frame.data_ref().map_or(&[][..], |data| data));
             if self.rest.len() > MAX_LINE_BYTES {
-                return Err(Error::Unreachable(anyhow!("etcd: a line of the watch is too long")));
+                return Err(EtcdError::Unreachable(anyhow!("etcd: a line of the watch is too long")));
             }
         }
     }
@@ -90,16 +90,16 @@ fn is_created(line: &[u8]) -> bool {
 }
 
 /// Events in a line of a watch.
-pub(crate) fn events(line: &[u8]) -> Result<Vec<Event>, Error> {
-    let value: Value = serde_json::from_slice(line).map_err(Error::unreachable)?;
+pub(crate) fn parse_events(line: &[u8]) -> Result<Vec<EtcdEvent>, EtcdError> {
+    let value: Value = serde_json::from_slice(line).map_err(EtcdError::unreachable)?;
     let result = &value["result"];
     // Compacted revision, missing right, or the member stops.
     if value.get("error").is_some() || result["canceled"] == true {
         let why = [&value["error"]["message"], &result["cancel_reason"], &value["error"]];
         let why = why.iter().find_map(|why| why.as_str()).unwrap_or("no reason given");
-        return Err(Error::Unreachable(anyhow!("etcd: the watch was cancelled: {why}")));
+        return Err(EtcdError::Unreachable(anyhow!("etcd: the watch was cancelled: {why}")));
     }
-    Ok(result["events"].as_array().into_iter().flatten().filter_map(Event::read).collect())
+    Ok(result["events"].as_array().into_iter().flatten().filter_map(EtcdEvent::read).collect())
 }
 
 #[cfg(test)]
@@ -113,22 +113,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_line_is_what_happened_or_the_end() {
-        let read = |value: Value| events(value.to_string().as_bytes());
+    fn lines_are_events_or_errors() {
+        let read = |value: Value| parse_events(value.to_string().as_bytes());
         assert!(read(json!({ "result": { "created": true } })).unwrap().is_empty());
         let deleted = json!({ "result": { "events": [{ "type": "DELETE", "kv": { "key": "YQ==" } }] } });
-        assert_eq!(read(deleted).unwrap(), [Event::Deleted("a".to_owned())]);
+        assert_eq!(read(deleted).unwrap(), [EtcdEvent::Deleted("a".to_owned())]);
         for end in [
             json!({ "result": { "canceled": true, "cancel_reason": "compacted" } }),
             json!({ "error": { "message": "no leader" } }),
         ] {
             assert!(read(end).is_err());
         }
-        assert!(events(b"<html>").is_err());
+        assert!(parse_events(b"<html>").is_err());
     }
 
     /// Opens a watch at a member that replies with `line` and keeps the connection.
-    fn open_at_one_that_says(line: &str, patience: Duration) -> Result<(), Error> {
+    fn open_at_one_that_says(line: &str, patience: Duration) -> Result<(), EtcdError> {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let length = line.len();
@@ -144,10 +144,10 @@ mod tests {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_io().enable_time().build().unwrap();
         let opened = runtime.block_on(async {
-            let said: settings::Etcd = format!("http://{address}").parse().unwrap();
-            let connection = Connection::open(said, &[address], None, Duration::from_secs(60)).await?;
-            let range = Range::Prefix("a".to_owned());
-            Watch::open(connection, &range, 1, None, patience).await.map(drop)
+            let said: settings::EtcdEndpoint = format!("http://{address}").parse().unwrap();
+            let connection = EtcdConnection::open(said, &[address], None, Duration::from_secs(60)).await?;
+            let range = KeyRange::Prefix("a".to_owned());
+            EtcdWatch::open(connection, &range, 1, None, patience).await.map(drop)
         });
         drop(runtime);
         member.join().unwrap();
@@ -155,7 +155,7 @@ mod tests {
     }
 
     #[test]
-    fn a_watch_is_one_once_the_member_says_so() {
+    fn a_watch_needs_confirmation() {
         let patience = Duration::from_secs(60);
         assert!(open_at_one_that_says("{\"result\":{\"created\":true}}\n", patience).is_ok());
         for other in ["{\"result\":{}}\n", "{\"result\":{\"created\":true,\"canceled\":true}}\n"] {

@@ -29,14 +29,14 @@ use nix::{
 use settings::LogFormat;
 
 use super::{
-    Priority,
+    JournalPriority,
     queue::{self, LogLine},
 };
 
 // Longest wait of a line for a slow reader. Later lines do not wait until a write has succeeded.
-const PATIENCE: Duration = Duration::from_secs(1);
+const WRITE_TIMEOUT: Duration = Duration::from_secs(1);
 // Bytes that a pipe accepts at once if poll(2) reports it writable (`PIPE_BUF`, pipe(7)).
-const AT_ONCE: usize = 4096;
+const MAX_WRITE: usize = 4096;
 
 // Mode of a new file: names of disks and clients are readable only for the owner and the group.
 const MODE: u32 = 0o640;
@@ -104,14 +104,14 @@ fn reopen_once() -> Result<(), (PathBuf, io::Error)> {
 }
 
 // Former log files that are to be closed.
-struct Closing {
+struct ClosingFiles {
     files: Vec<Arc<File>>,
     has_thread: bool,
 }
 
-static CLOSING: Mutex<Closing> = Mutex::new(Closing { files: Vec::new(), has_thread: false });
+static CLOSING: Mutex<ClosingFiles> = Mutex::new(ClosingFiles { files: Vec::new(), has_thread: false });
 
-fn closing() -> MutexGuard<'static, Closing> {
+fn closing() -> MutexGuard<'static, ClosingFiles> {
     CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -151,15 +151,15 @@ static FORMAT: OnceLock<LogFormat> = OnceLock::new();
 pub(super) struct LogFile(pub(super) LogFormat);
 
 // Result of the lines before this one.
-struct Before {
+struct LogGap {
     left_out: u64,
     // The last line was written partly: the next one begins with a newline.
     is_torn: bool,
 }
 
-static BEFORE: Mutex<Before> = Mutex::new(Before { left_out: 0, is_torn: false });
+static BEFORE: Mutex<LogGap> = Mutex::new(LogGap { left_out: 0, is_torn: false });
 
-fn before() -> MutexGuard<'static, Before> {
+fn gap() -> MutexGuard<'static, LogGap> {
     BEFORE.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -181,17 +181,17 @@ impl Write for LogFile {
 fn write(LogLine { line, dropped }: LogLine) {
     let own = current().as_ref().map(|(_, file)| Arc::clone(file));
     // Copied, not held: a writer that waits for a former file must not block its successor.
-    let Before { left_out, is_torn } = *before();
+    let LogGap { left_out, is_torn } = *gap();
     let left_out = left_out + dropped;
-    let priority = if own.is_some() { String::new() } else { Priority::WARNING.to_string() };
+    let priority = if own.is_some() { String::new() } else { JournalPriority::WARNING.to_string() };
     // Lines were lost at the destination (not only in the queue): do not wait again for each line.
-    let patience = if left_out == dropped { PATIENCE } else { Duration::ZERO };
+    let patience = if left_out == dropped { WRITE_TIMEOUT } else { Duration::ZERO };
     let mut text = String::new();
     if is_torn {
         text.push('\n');
     }
     if left_out > 0 {
-        text.push_str(&of_gap(FORMAT.get().copied().unwrap_or_default(), &priority, left_out));
+        text.push_str(&gap_line(FORMAT.get().copied().unwrap_or_default(), &priority, left_out));
     }
     let put = |bytes: &[u8]| match &own {
         Some(file) => put(&mut &**file, bytes, patience),
@@ -199,11 +199,11 @@ fn write(LogLine { line, dropped }: LogLine) {
     };
     // A line without text only reports the drops of the queue, and is not a line itself.
     let lines = u64::from(!line.is_empty());
-    *before() = match put(text.as_bytes()) {
-        Err(written) => Before { left_out: left_out + lines, is_torn: is_torn || written > 0 },
+    *gap() = match put(text.as_bytes()) {
+        Err(written) => LogGap { left_out: left_out + lines, is_torn: is_torn || written > 0 },
         Ok(()) => match put(&line) {
-            Ok(()) => Before { left_out: 0, is_torn: false },
-            Err(written) => Before { left_out: lines, is_torn: written > 0 },
+            Ok(()) => LogGap { left_out: 0, is_torn: false },
+            Err(written) => LogGap { left_out: lines, is_torn: written > 0 },
         },
     };
 }
@@ -214,7 +214,7 @@ trait LogOutput: Write + AsFd {}
 impl<S: Write + AsFd> LogOutput for S {}
 
 /// Line that reports the number of missing lines.
-fn of_gap(format: LogFormat, priority: &str, left_out: u64) -> String {
+fn gap_line(format: LogFormat, priority: &str, left_out: u64) -> String {
     const MESSAGE: &str = "lines of the log could not be written and were left out";
     match format {
         LogFormat::Text => format!("{priority}WARN {MESSAGE} left_out={left_out}\n"),
@@ -233,7 +233,7 @@ fn put(file: &mut dyn LogOutput, bytes: &[u8], patience: Duration) -> Result<(),
         }
         // At most PIPE_BUF bytes: a larger write to a pipe could block although poll(2) reported
         // it writable.
-        match file.write(&bytes[written..bytes.len().min(written + AT_ONCE)]) {
+        match file.write(&bytes[written..bytes.len().min(written + MAX_WRITE)]) {
             Ok(count) if count > 0 => written += count,
             Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
             _ => return Err(written),

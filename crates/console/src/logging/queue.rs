@@ -25,9 +25,9 @@ use std::{
 use nix::sys::signal::SigSet;
 
 // Bytes of queued lines: thousands of lines, such as those of a start with many disks.
-const MOST_BYTES: usize = 1 << 20;
+const MAX_QUEUED_BYTES: usize = 1 << 20;
 // Longest wait for queued lines at the end of the process.
-const TO_WRITE: Duration = Duration::from_secs(2);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 /// Name of the writer's thread.
 pub const THREAD: &str = "log";
 
@@ -64,7 +64,7 @@ impl LogQueue {
     }
 
     fn append(&mut self, line: &[u8]) {
-        if self.bytes + line.len() > MOST_BYTES {
+        if self.bytes + line.len() > MAX_QUEUED_BYTES {
             self.dropped += 1;
             return;
         }
@@ -134,7 +134,7 @@ pub fn flush() -> bool {
         queue = lock();
     }
     let waits = |queue: &mut LogQueue| queue.writer.is_some();
-    let waited = EMPTY.wait_timeout_while(queue, TO_WRITE, waits);
+    let waited = EMPTY.wait_timeout_while(queue, FLUSH_TIMEOUT, waits);
     waited.unwrap_or_else(PoisonError::into_inner).0.writer.is_none()
 }
 
@@ -171,15 +171,15 @@ mod tests {
     #[test]
     fn a_full_queue_drops_lines_and_reports_their_number() {
         let mut queue = LogQueue::new();
-        let line = vec![b'x'; MOST_BYTES / 4];
+        let line = vec![b'x'; MAX_QUEUED_BYTES / 4];
         (0..7).for_each(|_| queue.append(&line));
         let taken: Vec<_> = (0..2).filter_map(|_| queue.next()).map(|entry| entry.dropped).collect();
         assert_eq!(taken, [0, 0]);
         queue.append(b"short");
-        queue.append(&vec![b'x'; MOST_BYTES]);
+        queue.append(&vec![b'x'; MAX_QUEUED_BYTES]);
         let taken: Vec<_> =
             std::iter::from_fn(|| queue.next()).map(|entry| (entry.line.len(), entry.dropped)).collect();
-        assert_eq!(taken, [(MOST_BYTES / 4, 0), (MOST_BYTES / 4, 0), (5, 3), (0, 1)]);
+        assert_eq!(taken, [(MAX_QUEUED_BYTES / 4, 0), (MAX_QUEUED_BYTES / 4, 0), (5, 3), (0, 1)]);
         assert_eq!(queue.bytes, 0);
     }
 

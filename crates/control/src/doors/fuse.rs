@@ -3,29 +3,29 @@
 use std::{rc::Rc, sync::Arc};
 
 use api::ExportCounters;
-use export::fuse::{Export, Mount, Options, Rested, Server, Statistics};
-use settings::Fuse;
+use export::fuse::{FuseExport, FuseMount, FuseMountOptions, QuiescedFuseFile, FuseExportServer, FuseStatistics};
+use settings::FuseConfig;
 
 use super::{Entrance, Host, Taken, Terms, attended};
 
-attended!(Server, counters, count_on);
+attended!(FuseExportServer, counters, count_on);
 
 /// Mounts over the file; who opens it waits until it is served.
-pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
+pub(super) async fn open(settings: &FuseConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let disk = &terms.disk.disk;
     let read_only = terms.read_only || settings.read_only || disk.image().is_read_only();
     let (mount, standing) = match terms.taken.take() {
-        Some(Taken::Fuse(Rested { mount, standing })) => {
-            (Mount::adopt(mount, standing.owner), Some(standing))
+        Some(Taken::Fuse(QuiescedFuseFile { mount, standing })) => {
+            (FuseMount::adopt(mount, standing.owner), Some(standing))
         }
         _ => {
-            let options = Options { read_only, allow_other: settings.allow_other };
+            let options = FuseMountOptions { read_only, allow_other: settings.allow_other };
             let file = settings.file.clone();
-            (reactor::blocking(move || Mount::over(&file, options)).await?, None)
+            (reactor::run_blocking(move || FuseMount::over(&file, options)).await?, None)
         }
     };
     let address = mount.path().display().to_string();
-    let export = Export {
+    let export = FuseExport {
         id: terms.id.into(),
         disk: Arc::clone(disk),
         read_only,
@@ -33,16 +33,16 @@ pub(super) async fn open(settings: &Fuse, terms: &Terms<'_>) -> anyhow::Result<E
         owner: mount.owner(),
     };
     let server = match standing {
-        Some(standing) => Server::adopt(export, &standing)?,
-        None => Server::new(export),
+        Some(standing) => FuseExportServer::adopt(export, &standing)?,
+        None => FuseExportServer::new(export),
     };
     let host = Host::Fuse(Arc::clone(&server));
     let serving = Arc::clone(&server).serve(mount, Rc::clone(terms.workers));
     Ok(Entrance::new("fuse", address, server, serving, terms).of_device(host))
 }
 
-fn counters(statistics: Statistics) -> ExportCounters {
-    let Statistics { queues, openers, requests, in_flight } = statistics;
+fn counters(statistics: FuseStatistics) -> ExportCounters {
+    let FuseStatistics { queues, openers, requests, in_flight } = statistics;
     ExportCounters {
         queues: Some(queues as u64),
         openers: Some(openers as u64),
@@ -52,6 +52,6 @@ fn counters(statistics: Statistics) -> ExportCounters {
     }
 }
 
-fn count_on(server: &Server, before: &ExportCounters) {
-    server.count_on(before.requests.unwrap_or(0));
+fn count_on(server: &FuseExportServer, before: &ExportCounters) {
+    server.add_counts(before.requests.unwrap_or(0));
 }

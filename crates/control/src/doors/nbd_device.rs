@@ -4,19 +4,19 @@ use std::{rc::Rc, sync::Arc};
 
 use anyhow::Context as _;
 use api::ExportCounters;
-use export::nbd::kernel::{Export, Server, Statistics};
-use settings::NbdDevice;
+use export::nbd::kernel::{NbdDeviceExport, NbdDeviceServer, NbdDeviceStatistics};
+use settings::NbdDeviceConfig;
 
 use super::{Entrance, Host, Taken, Terms, attended, identity};
 
 // It counts nothing that lasts.
-attended!(Server, counters, |_, _| {}, leave);
+attended!(NbdDeviceServer, counters, |_, _| {}, leave);
 
-pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
+pub(super) async fn open(settings: &NbdDeviceConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
     // No more than workers bring nothing, and no fewer than one is checked.
     let standard = workers.len().clamp(1, 64) as u16;
-    let export = Export {
+    let export = NbdDeviceExport {
         id: (*id).into(),
         disk: Arc::clone(&running.disk),
         read_only: *read_only,
@@ -29,8 +29,8 @@ pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Res
     };
     let disk = running.disk.name();
     let server = match terms.taken.take() {
-        Some(Taken::NbdDevice(rested)) => Server::adopt(&export, rested),
-        _ => Server::connect(export).await,
+        Some(Taken::NbdDevice(rested)) => NbdDeviceServer::adopt(&export, rested),
+        _ => NbdDeviceServer::connect(export).await,
     };
     let server = server.with_context(|| format!("disk {disk}"))?;
     let serving = Arc::clone(&server).serve(Rc::clone(workers));
@@ -38,7 +38,7 @@ pub(super) async fn open(settings: &NbdDevice, terms: &Terms<'_>) -> anyhow::Res
     Ok(Entrance::new("x-nbd-device", server.path(), server, serving, terms).of_device(host))
 }
 
-fn counters(statistics: Statistics) -> ExportCounters {
-    let Statistics { sockets, replaced } = statistics;
+fn counters(statistics: NbdDeviceStatistics) -> ExportCounters {
+    let NbdDeviceStatistics { sockets, replaced } = statistics;
     ExportCounters { sockets: Some(sockets as u64), replaced: Some(replaced), ..ExportCounters::default() }
 }

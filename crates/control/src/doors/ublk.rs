@@ -4,36 +4,36 @@ use std::sync::Arc;
 
 use api::ExportCounters;
 use block::disk::Disk;
-use export::ublk::{Export, Offer, Server, Statistics};
-use settings::Ublk;
+use export::ublk::{UblkExport, UblkOffer, UblkServer, UblkStatistics};
+use settings::UblkConfig;
 use storage::CacheMode;
 
 use super::{Entrance, Host, Taken, Terms, attended};
 
-attended!(Server, counters, count_on, leave);
+attended!(UblkServer, counters, count_on, leave);
 
 /// Makes the device, or takes over the one that an earlier weir has left with this image.
-pub(super) async fn open(settings: &Ublk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
+pub(super) async fn open(settings: &UblkConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, workers, .. } = terms;
     let disk = &running.disk;
     let queues = settings.queues.unwrap_or(u16::try_from(workers.len()).unwrap_or(u16::MAX));
-    let export = Export {
+    let export = UblkExport {
         id: (*id).into(),
         disk: Arc::clone(disk),
-        offer: Offer { queues, ..offer(disk, running.config.cache, *read_only, settings) },
+        offer: UblkOffer { queues, ..offer(disk, running.config.cache, *read_only, settings) },
     };
     let server = match terms.taken.take() {
-        Some(Taken::Ublk) => Server::recover(export, workers).await?,
-        _ => Server::open(export, workers).await?,
+        Some(Taken::Ublk) => UblkServer::recover(export, workers).await?,
+        _ => UblkServer::open(export, workers).await?,
     };
     let address = server.path().display().to_string();
-    let over = Arc::clone(&server).over();
+    let over = Arc::clone(&server).until_ended_or_left();
     let host = Host::Ublk(Arc::clone(&server));
     Ok(Entrance::new("x-ublk", address, server, over, terms).of_device(host))
 }
 
-fn counters(statistics: Statistics) -> ExportCounters {
-    let Statistics {
+fn counters(statistics: UblkStatistics) -> ExportCounters {
+    let UblkStatistics {
         queues,
         requests,
         in_flight,
@@ -56,14 +56,14 @@ fn counters(statistics: Statistics) -> ExportCounters {
     }
 }
 
-fn count_on(server: &Server, before: &ExportCounters) {
-    server.count_on(before.requests.unwrap_or(0), before.copied_bytes.unwrap_or(0));
+fn count_on(server: &UblkServer, before: &ExportCounters) {
+    server.add_counts(before.requests.unwrap_or(0), before.copied_bytes.unwrap_or(0));
 }
 
-fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &Ublk) -> Offer {
-    let standard = Offer::default();
+fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &UblkConfig) -> UblkOffer {
+    let standard = UblkOffer::default();
     let best = disk.image().block_size().preferred.clamp(settings.block_bytes, 1 << 20).next_power_of_two();
-    Offer {
+    UblkOffer {
         number: settings.number,
         depth: settings.queue_depth,
         dead_timeout_s: settings.dead_timeout_s,

@@ -4,18 +4,18 @@ use std::sync::Arc;
 
 use api::{ExportCounters, FrontEndProcess};
 use block::disk::Disk;
-use export::vhost_user_blk::{Export, FrontEnds, Offer, Process, Server, Statistics, Threads};
+use export::vhost_user_blk::{VhostUserExport, FrontEnds, VhostUserOffer, PeerProcess, VhostUserServer, VhostUserStatistics, Threads};
 use reactor::op::Fd;
-use settings::VhostUserBlk;
+use settings::VhostUserBlkConfig;
 use storage::CacheMode;
 
 use super::{Entrance, Machine, Terms, attended};
 use crate::listen;
 
-attended!(Server, counters, count_on);
+attended!(VhostUserServer, counters, count_on);
 
 /// Binds its socket, and lets nobody in yet.
-pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
+pub(super) fn open(settings: &VhostUserBlkConfig, terms: &Terms<'_>) -> anyhow::Result<Entrance> {
     let Terms { id, disk: running, read_only, access, inherited, workers, .. } = terms;
     let disk = &running.disk;
     let (front_ends, file, listening) = match settings.socket.path() {
@@ -29,13 +29,13 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
             (FrontEnds::listen(id, socket.clone()), file, Some((name, (socket, path))))
         }
     };
-    let export = Export {
+    let export = VhostUserExport {
         id: (*id).into(),
         disk: Arc::clone(disk),
         offer: offer(disk, running.config.cache, *read_only, settings),
         serial: settings.serial.as_deref().unwrap_or(disk.name()).into(),
     };
-    let server = Server::told_to(Arc::new(terms.events.clone()), export);
+    let server = VhostUserServer::with_observer(Arc::new(terms.events.clone()), export);
     let serving = Arc::clone(&server).serve(front_ends, Threads::Workers((*workers).clone()));
     let machine = Machine { server: Arc::clone(&server), listening };
     let entrance =
@@ -43,9 +43,9 @@ pub(super) fn open(settings: &VhostUserBlk, terms: &Terms<'_>) -> anyhow::Result
     Ok(entrance.of_machine(machine).keeping(file))
 }
 
-fn counters(statistics: Statistics) -> ExportCounters {
-    let Statistics { queues, requests, in_flight, kicks, calls, copies, front_end } = statistics;
-    let process = |Process { pid, name }| FrontEndProcess { pid, name: name.to_string() };
+fn counters(statistics: VhostUserStatistics) -> ExportCounters {
+    let VhostUserStatistics { queues, requests, in_flight, kicks, calls, copies, front_end } = statistics;
+    let process = |PeerProcess { pid, name }| FrontEndProcess { pid, name: name.to_string() };
     ExportCounters {
         queues: Some(queues as u64),
         requests: Some(requests),
@@ -58,19 +58,19 @@ fn counters(statistics: Statistics) -> ExportCounters {
     }
 }
 
-fn count_on(server: &Server, before: &ExportCounters) {
+fn count_on(server: &VhostUserServer, before: &ExportCounters) {
     let ExportCounters { requests, kicks, calls, copies, .. } = before;
     let [requests, kicks, calls, copies] = [requests, kicks, calls, copies].map(|count| count.unwrap_or(0));
-    server.count_on(requests, kicks, calls, copies);
+    server.add_counts(requests, kicks, calls, copies);
 }
 
-fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlk) -> Offer {
+fn offer(disk: &Disk, cache: CacheMode, read_only: bool, settings: &VhostUserBlkConfig) -> VhostUserOffer {
     // Of the others each write is durable, whatever the guest says.
     let write_cache = settings.write_cache && cache.has_write_cache();
-    let standard = Offer::default();
+    let standard = VhostUserOffer::default();
     let sizes = disk.image().block_size();
     let best = sizes.preferred.clamp(settings.block_bytes, 1 << 20).next_power_of_two();
-    Offer {
+    VhostUserOffer {
         size_bytes: disk.size_bytes(),
         read_only: read_only || settings.read_only || disk.image().is_read_only(),
         discard: settings.discard,

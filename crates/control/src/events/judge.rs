@@ -12,9 +12,9 @@
 
 use policy::{
     counter,
-    throttle::{Brief, Kept},
+    throttle::{ThrottleSummary, ReservationTimes},
     time::{Duration, Instant},
-    watermark::Capacity,
+    watermark::MeasuredCapacity,
 };
 
 /// Part of a second, in percent, in which work waited for a limit: from which on it is hit, and
@@ -95,7 +95,7 @@ impl Condition {
 
 /// Percent of the time between two looks in which work waited here for a limit; 0 if the counter
 /// fell.
-pub(crate) fn limited_percent(before: &Brief, now: &Brief, elapsed: Duration) -> u64 {
+pub(crate) fn limited_percent(before: &ThrottleSummary, now: &ThrottleSummary, elapsed: Duration) -> u64 {
     let limited = u128::from(counter::growth(before.limited_ns, now.limited_ns).unwrap_or(0));
     u64::try_from(limited * 100 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX).min(100)
 }
@@ -109,8 +109,8 @@ pub(crate) fn limit(percent: u64) -> Sample {
 }
 
 /// None where nothing has been judged since, and something waits: that may still go either way.
-pub(crate) fn reservation(before: &Brief, now: &Brief) -> Option<Sample> {
-    let (Kept { met_ns, missed_ns }, after) = (before.kept.unwrap_or_default(), now.kept?);
+pub(crate) fn reservation(before: &ThrottleSummary, now: &ThrottleSummary) -> Option<Sample> {
+    let (ReservationTimes { met_ns, missed_ns }, after) = (before.kept.unwrap_or_default(), now.kept?);
     if after.missed_ns > missed_ns {
         Some(Sample::Over)
     } else if after.met_ns > met_ns || now.waiting == [0; 2] {
@@ -132,7 +132,7 @@ pub(crate) struct Done {
 
 /// Percent of what a device was measured to do that it has done, the larger of both units; none
 /// where it was not measured.
-pub(crate) fn done_percent(capacity: &Capacity, done: &Done) -> Option<u64> {
+pub(crate) fn done_percent(capacity: &MeasuredCapacity, done: &Done) -> Option<u64> {
     let part = |done: [u64; 2], can: [u64; 2]| {
         let parts = [0, 1].map(|way| (done[way] * 100).checked_div(can[way]));
         (parts != [None; 2]).then(|| parts.into_iter().flatten().sum::<u64>())
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn the_part_of_time_decides_of_limits() {
-        let brief = |limited_ns| Brief { limited_ns, ..Brief::default() };
+        let brief = |limited_ns| ThrottleSummary { limited_ns, ..ThrottleSummary::default() };
         let percent =
             |ms: u64| limited_percent(&brief(7), &brief(7 + ms * 1_000_000), Duration::from_secs(2));
         assert_eq!(
@@ -206,26 +206,26 @@ mod tests {
 
     #[test]
     fn a_reservation_is_judged_where_there_is_something_to_judge() {
-        let brief = |met_ns, missed_ns, waiting| Brief {
-            kept: Some(Kept { met_ns, missed_ns }),
+        let brief = |met_ns, missed_ns, waiting| ThrottleSummary {
+            kept: Some(ReservationTimes { met_ns, missed_ns }),
             waiting: [waiting, 0],
-            ..Brief::default()
+            ..ThrottleSummary::default()
         };
         let before = brief(5, 5, 1);
         assert_eq!(reservation(&before, &brief(5, 6, 1)), Some(Sample::Over));
         assert_eq!(reservation(&before, &brief(6, 5, 1)), Some(Sample::Under));
         assert_eq!(reservation(&before, &brief(5, 5, 1)), None);
         assert_eq!(reservation(&before, &brief(5, 5, 0)), Some(Sample::Under));
-        assert_eq!(reservation(&before, &Brief::default()), None);
+        assert_eq!(reservation(&before, &ThrottleSummary::default()), None);
     }
 
     #[test]
     fn a_device_is_slow_that_has_much_to_do_and_does_little() {
-        let capacity = Capacity { read_iops: 1000, write_iops: 500, read_bps: 0, write_bps: 1_000_000 };
+        let capacity = MeasuredCapacity { read_iops: 1000, write_iops: 500, read_bps: 0, write_bps: 1_000_000 };
         let done = |iops, bps| done_percent(&capacity, &Done { iops, bps, queue: 9.0 });
         assert_eq!(done([200, 100], [0, 0]), Some(40));
         assert_eq!(done([0, 1], [9_000_000, 600_000]), Some(60), "reads of bytes were not measured");
-        assert_eq!(done_percent(&Capacity::default(), &Done { iops: [1; 2], bps: [1; 2], queue: 9.0 }), None);
+        assert_eq!(done_percent(&MeasuredCapacity::default(), &Done { iops: [1; 2], bps: [1; 2], queue: 9.0 }), None);
         assert_eq!(
             [device(40, 9.0), device(40, 3.0), device(60, 9.0)],
             [Sample::Over, Sample::Under, Sample::Under]

@@ -8,34 +8,34 @@
 //! rest.
 
 use export::{
-    nbd::{Visit, Visited},
-    vhost_user_blk::{Happening, Process, Told},
+    nbd::{NbdClientInfo, ClientObserver},
+    vhost_user_blk::{FrontEndEvent, PeerProcess, ExportObserver},
 };
 use policy::time::Duration;
 use serde_json::{Value, json};
 
 use super::{Events, Kind, News};
 
-impl Visited for Events {
-    fn came(&self, visit: &Visit) {
+impl ClientObserver for Events {
+    fn connected(&self, visit: &NbdClientInfo) {
         let message = format!("{} uses disk {}", shown(visit), visit.disk);
         self.tell(about(Kind::ClientIn, message, visit));
     }
 
-    fn went(&self, visit: &Visit, lasted: Duration) {
+    fn disconnected(&self, visit: &NbdClientInfo, lasted: Duration) {
         let message = format!("{} has left disk {} after {} s", shown(visit), visit.disk, lasted.as_secs());
         self.tell(about(Kind::ClientOut, message, visit).with("seconds", lasted.as_secs()));
     }
 }
 
-fn about(kind: Kind, message: String, visit: &Visit) -> News {
+fn about(kind: Kind, message: String, visit: &NbdClientInfo) -> News {
     let news = News::new(kind, message).of_disk(&visit.disk).with("type", "nbd");
     let news = news.with("export", &*visit.export).with("client", visit.number);
     news.with("address", json!(visit.address)).with("name", json!(visit.name))
 }
 
 /// `client 7 of 192.0.2.1`.
-fn shown(visit: &Visit) -> String {
+fn shown(visit: &NbdClientInfo) -> String {
     let of = match (&visit.name, visit.address) {
         (Some(name), _) => format!(" ({name})"),
         (None, Some(address)) => format!(" of {address}"),
@@ -44,30 +44,30 @@ fn shown(visit: &Visit) -> String {
     format!("client {}{of}", visit.number)
 }
 
-impl Told for Events {
-    fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, left_out: u64) {
+impl ExportObserver for Events {
+    fn observe(&self, export: &str, disk: &str, happening: &FrontEndEvent<'_>, left_out: u64) {
         let news = of_machine(disk, happening).of_disk(disk).with("type", "vhost-user-blk");
         self.tell(news.with("export", export).after(left_out));
     }
 }
 
-fn of_machine(disk: &str, happening: &Happening<'_>) -> News {
+fn of_machine(disk: &str, happening: &FrontEndEvent<'_>) -> News {
     match *happening {
-        Happening::Came { process } => {
+        FrontEndEvent::Connected { process } => {
             let message = format!("{} uses disk {disk}", named(process));
             News::new(Kind::ClientIn, message).with("front-end", told(process))
         }
-        Happening::Went { process, lasted } => {
+        FrontEndEvent::Disconnected { process, lasted } => {
             let seconds = lasted.as_secs();
             let message = format!("{} has left disk {disk} after {seconds} s", named(process));
             News::new(Kind::ClientOut, message).with("front-end", told(process)).with("seconds", seconds)
         }
-        Happening::Disconnected { process, why } => {
+        FrontEndEvent::ProtocolError { process, why } => {
             let message = format!("{} was disconnected from disk {disk}: {why}", named(process));
             let news = News::new(Kind::ClientDisconnected, message).with("front-end", told(process));
             news.with("reason", why.to_string())
         }
-        Happening::TurnedAway { process, connected } => {
+        FrontEndEvent::Rejected { process, connected } => {
             let message = format!(
                 "{} was turned away from disk {disk}: {} is connected (stop that one, or give each a disk)",
                 named(process),
@@ -76,13 +76,13 @@ fn of_machine(disk: &str, happening: &Happening<'_>) -> News {
             let news = News::new(Kind::ClientTurnedAway, message).with("front-end", told(process));
             news.with("connected", told(connected))
         }
-        Happening::RingBroken { ring, why } => {
+        FrontEndEvent::RingBroken { ring, why } => {
             let message = format!(
                 "ring {ring} of disk {disk} cannot be served, until its driver is set up again: {why}"
             );
             News::new(Kind::RingBroken, message).with("ring", ring).with("reason", why.to_string())
         }
-        Happening::RingServed { ring, after } => {
+        FrontEndEvent::RingServed { ring, after } => {
             let seconds = after.as_secs();
             let message = format!("ring {ring} of disk {disk} is served again, after {seconds} s");
             News::new(Kind::RingServed, message).with("ring", ring).with("seconds", seconds)
@@ -90,10 +90,10 @@ fn of_machine(disk: &str, happening: &Happening<'_>) -> News {
     }
 }
 
-fn named(process: Option<&Process>) -> String {
-    process.map_or_else(|| "a machine".to_owned(), Process::to_string)
+fn named(process: Option<&PeerProcess>) -> String {
+    process.map_or_else(|| "a machine".to_owned(), PeerProcess::to_string)
 }
 
-fn told(process: Option<&Process>) -> Value {
-    process.map_or(Value::Null, |Process { pid, name }| json!({ "pid": pid, "name": &**name }))
+fn told(process: Option<&PeerProcess>) -> Value {
+    process.map_or(Value::Null, |PeerProcess { pid, name }| json!({ "pid": pid, "name": &**name }))
 }

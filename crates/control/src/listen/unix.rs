@@ -26,8 +26,8 @@ use nix::{
     unistd::{self, AccessFlags, Group, User},
 };
 use sandbox::directory_of;
-use settings::{Owner, SocketAccess};
-use storage::Passed;
+use settings::{FileOwner, SocketAccess};
+use storage::PassedFiles;
 
 use super::Others;
 
@@ -38,12 +38,12 @@ pub struct SocketFile {
     /// Device and inode.
     identity: Option<(u64, u64)>,
     /// Another daemon has made it.
-    passed: Option<Passed>,
+    passed: Option<PassedFiles>,
 }
 
 impl SocketFile {
     /// Of another daemon, until that has given up its place.
-    pub(super) fn adopt(path: &Path, passed: &Passed) -> Self {
+    pub(super) fn adopt(path: &Path, passed: &PassedFiles) -> Self {
         Self { path: path.to_owned(), identity: identity(path), passed: Some(passed.clone()) }
     }
 
@@ -56,7 +56,7 @@ impl SocketFile {
 impl Drop for SocketFile {
     fn drop(&mut self) {
         // Another daemon may have taken the path over meanwhile.
-        let is_ours = self.passed.as_ref().is_none_or(Passed::are_ours);
+        let is_ours = self.passed.as_ref().is_none_or(PassedFiles::is_owner);
         if is_ours && self.identity.is_some() && identity(&self.path) == self.identity {
             let _ = fs::remove_file(&self.path);
         }
@@ -125,7 +125,7 @@ impl SocketFile {
     }
 }
 
-fn ids(owner: &Owner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
+fn ids(owner: &FileOwner) -> anyhow::Result<(Option<u32>, Option<u32>)> {
     let user = owner.user.as_ref().map(|name| match name.parse() {
         Ok(number) => Ok(number),
         Err(_) => User::from_name(name)?
@@ -182,7 +182,7 @@ pub(super) fn check(path: &Path, others: Others) -> anyhow::Result<()> {
 }
 
 /// Fails where there is no such user or group.
-pub(super) fn check_owner(owner: &Owner) -> anyhow::Result<()> {
+pub(super) fn check_owner(owner: &FileOwner) -> anyhow::Result<()> {
     ids(owner).map(drop)
 }
 

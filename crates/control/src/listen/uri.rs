@@ -7,7 +7,7 @@ use std::{
 };
 
 use nbd::uri::encoded;
-use settings::Tls;
+use settings::TlsConfig;
 
 /// The part of a URI that says how to reach a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -31,8 +31,8 @@ impl Authority {
     }
 
     /// Encrypted where the server takes nothing else.
-    pub(crate) fn uri(&self, export: &str, tls: &Tls) -> String {
-        let scheme = if matches!(tls, Tls::Required(_)) { "nbds" } else { "nbd" };
+    pub(crate) fn uri(&self, export: &str, tls: &TlsConfig) -> String {
+        let scheme = if matches!(tls, TlsConfig::Required(_)) { "nbds" } else { "nbd" };
         let export = encoded(export.as_bytes());
         match self {
             Self::Unix(path) => {
@@ -57,19 +57,19 @@ impl fmt::Display for Authority {
 
 #[cfg(test)]
 mod tests {
-    use settings::Credentials;
+    use settings::TlsCredentialFiles;
 
     use super::*;
 
     #[test]
     fn uris_are_what_clients_take() {
-        let required = Tls::Required(Credentials::PreShared("keys".into()));
+        let required = TlsConfig::Required(TlsCredentialFiles::PreShared("keys".into()));
         let unix = Authority::of_unix(Path::new("/run/my disks/s&1.sock"));
-        assert_eq!(unix.uri("vm1", &Tls::Off), "nbd+unix:///vm1?socket=/run/my%20disks/s%261.sock");
+        assert_eq!(unix.uri("vm1", &TlsConfig::Off), "nbd+unix:///vm1?socket=/run/my%20disks/s%261.sock");
         assert_eq!(unix.to_string(), "unix:/run/my disks/s&1.sock");
         assert_eq!(unix.uri("", &required), "nbds+unix:///?socket=/run/my%20disks/s%261.sock");
         assert_eq!(
-            Authority::of_tcp("localhost", 10809).uri("vm 1", &Tls::Off),
+            Authority::of_tcp("localhost", 10809).uri("vm 1", &TlsConfig::Off),
             "nbd://localhost:10809/vm%201"
         );
         assert_eq!(Authority::of_tcp("::1", 7).uri("é", &required), "nbds://[::1]:7/%C3%A9");

@@ -3,12 +3,12 @@
 use std::{fs, os::unix::net::UnixListener, path::Path, rc::Rc, sync::Arc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::layer::throttle::Group;
+use block::layer::throttle::ThrottleGroup;
 use cluster::{
-    Cluster,
-    offers::{Offered, Outcome, Said, Step},
+    ClusterMembership,
+    offers::{ReceivedOffer, StepOutcome, MigrationReply, MigrationStep},
 };
-use settings::Door as DoorKind;
+use settings::ExportTarget as DoorKind;
 
 use super::{LOOK, MovedDisk, PAUSE};
 use crate::{
@@ -30,13 +30,13 @@ pub fn receive(registry: &Rc<Registry>) -> Option<reactor::JoinHandle<()>> {
     }))
 }
 
-async fn hear(registry: &Rc<Registry>, cluster: &Rc<Cluster>, offered: Offered) {
+async fn hear(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, offered: ReceivedOffer) {
     let (disk, from) = (&offered.disk, &offered.offer.from);
-    if !offered.offer.given {
+    if !offered.offer.is_released {
         let said = match reactor::timeout(LOOK, look(registry, &offered)).await {
-            Ok(Ok(())) => Said::Ready,
-            Ok(Err(why)) => Said::Refused(format!("{why:#}")),
-            Err(_) => Said::Refused("its image does not answer there".to_owned()),
+            Ok(Ok(())) => MigrationReply::Ready,
+            Ok(Err(why)) => MigrationReply::Refused(format!("{why:#}")),
+            Err(_) => MigrationReply::Refused("its image does not answer there".to_owned()),
         };
         reply(cluster, &offered, said).await;
         return;
@@ -52,28 +52,28 @@ async fn hear(registry: &Rc<Registry>, cluster: &Rc<Cluster>, offered: Offered) 
         Ok(Err(why)) => {
             tracing::warn!(%disk, %from, "the disk stays where it was: {why}");
             // Its host waits for an answer if the offer is there yet.
-            reply(cluster, &offered, Said::Refused(why)).await;
+            reply(cluster, &offered, MigrationReply::Refused(why)).await;
         }
         Err(why) => {
             tracing::warn!(%disk, %from, "the disk cannot come here: {why:#}");
-            reply(cluster, &offered, Said::Refused(format!("{why:#}"))).await;
+            reply(cluster, &offered, MigrationReply::Refused(format!("{why:#}"))).await;
         }
     }
 }
 
-async fn reply(cluster: &Cluster, offered: &Offered, said: Said) {
+async fn reply(cluster: &ClusterMembership, offered: &ReceivedOffer, said: MigrationReply) {
     // Where nobody hears it, the other host has no answer in time, and goes on.
-    let _ = cluster.step(Step::Reply { offered: Box::new(offered.clone()), said }).await;
+    let _ = cluster.step(MigrationStep::Reply { offered: Box::new(offered.clone()), said }).await;
 }
 
 const UNREADABLE: &str = "what is offered cannot be read";
 
-fn read(offered: &Offered) -> anyhow::Result<MovedDisk> {
+fn read(offered: &ReceivedOffer) -> anyhow::Result<MovedDisk> {
     serde_json::from_value(offered.offer.described.clone()).context(UNREADABLE)
 }
 
 /// Whether the disk could be here, as far as can be known while the other host has it.
-async fn look(registry: &Rc<Registry>, offered: &Offered) -> anyhow::Result<()> {
+async fn look(registry: &Rc<Registry>, offered: &ReceivedOffer) -> anyhow::Result<()> {
     let described = &read(offered)?;
     registry.check_name(&offered.disk)?;
     check_exports(registry, described)?;
@@ -95,7 +95,7 @@ async fn check(
     registry: &Rc<Registry>,
     disk: &str,
     described: &MovedDisk,
-) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<Group>>)> {
+) -> anyhow::Result<(settings::PlacedDisk, Option<Arc<ThrottleGroup>>)> {
     let planned = described.planned(disk).context(UNREADABLE)?;
     let group = described.group.as_ref().map(|there| {
         let group = registry.groups.get(&there.name)?;
@@ -122,7 +122,7 @@ fn check_exports(registry: &Rc<Registry>, described: &MovedDisk) -> anyhow::Resu
         }
     }
     for door in described.doors()? {
-        registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(&door))?;
+        registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(&door))?;
         door.path().map_or(Ok(()), |socket| try_beside(&socket))?;
     }
     Ok(())
@@ -174,7 +174,7 @@ pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedD
     let image = Assembly::beside(registry).open(&planned).await?;
     let running = assemble::disk(&planned, group.as_ref(), image)?;
     if let Some(filled) = &described.filled {
-        let filled = running.disk.throttle().fill(&filled.filled()?);
+        let filled = running.disk.throttle().restore_levels(&filled.filled()?);
         filled.map_err(|invalid| anyhow!("{}", invalid.rule))?;
     }
     // What is put in between is of this move.
@@ -191,12 +191,12 @@ pub(super) async fn open(registry: &Rc<Registry>, disk: &str, described: &MovedD
 
 /// Waits until etcd says whether the offer stands: this daemon may have slept since it heard of it,
 /// and an image at an NBD server has no lock that keeps two hosts apart.
-async fn check_offer(cluster: &Cluster, offered: &Offered) -> Result<(), String> {
+async fn check_offer(cluster: &ClusterMembership, offered: &ReceivedOffer) -> Result<(), String> {
     loop {
-        match cluster.step(Step::Check { offered: Box::new(offered.clone()) }).await {
-            Some(Outcome::Done(_)) => return Ok(()),
-            Some(Outcome::Lost(why) | Outcome::Absent(why)) => return Err(why),
-            Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+        match cluster.step(MigrationStep::Check { offered: Box::new(offered.clone()) }).await {
+            Some(StepOutcome::Done(_)) => return Ok(()),
+            Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => return Err(why),
+            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
         }
     }
 }
@@ -204,8 +204,8 @@ async fn check_offer(cluster: &Cluster, offered: &Offered) -> Result<(), String>
 /// Whether it is here now; if not, etcd says why.
 async fn take(
     registry: &Rc<Registry>,
-    cluster: &Rc<Cluster>,
-    offered: &Offered,
+    cluster: &Rc<ClusterMembership>,
+    offered: &ReceivedOffer,
 ) -> anyhow::Result<Result<(), String>> {
     let disk = &offered.disk;
     if let Err(why) = check_offer(cluster, offered).await {
@@ -214,23 +214,23 @@ async fn take(
     let described = read(offered)?;
     check_exports(registry, &described)?;
     open(registry, disk, &described).await?;
-    if let Err(why) = cluster.settle_promises(&**registry).await {
+    if let Err(why) = cluster.record_reservations_now(&**registry).await {
         registry.remove_disk(disk).await?;
         bail!("{why}");
     }
     let mut is_open = true;
     let listed = super::is_listed(registry, disk).await;
     loop {
-        match cluster.step(Step::Claim { offered: Box::new(offered.clone()), listed }).await {
-            Some(Outcome::Done(_)) => break,
-            Some(Outcome::Lost(why) | Outcome::Absent(why)) => {
+        match cluster.step(MigrationStep::Claim { offered: Box::new(offered.clone()), listed }).await {
+            Some(StepOutcome::Done(_)) => break,
+            Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => {
                 if is_open {
                     registry.remove_disk(disk).await?;
                 }
                 return Ok(Err(why));
             }
             // Nobody knows whose it is: the other host may have it again, and needs the image.
-            Some(Outcome::Apart(_)) | None => {
+            Some(StepOutcome::Disconnected(_)) | None => {
                 if std::mem::take(&mut is_open) {
                     registry.remove_disk(disk).await?;
                 }
@@ -247,10 +247,10 @@ async fn take(
             }
         }
     }
-    cluster.know_moved(disk, None);
+    cluster.set_moved(disk, None);
     export(registry, disk, &described).await;
     // Where etcd does not hear of it, it keeps a key too many.
-    let _ = cluster.step(Step::Settle { offered: Box::new(offered.clone()) }).await;
+    let _ = cluster.step(MigrationStep::Settle { offered: Box::new(offered.clone()) }).await;
     Ok(Ok(()))
 }
 
@@ -273,7 +273,7 @@ async fn export(registry: &Rc<Registry>, disk: &str, described: &MovedDisk) {
             id: registry.exports.free_id(if name.is_empty() { disk } else { name }, &serving.address()),
             name: name.clone(),
             description: String::new(),
-            access: policy::access::Access::default(),
+            access: policy::access::AccessRules::default(),
             disk: disk.to_owned(),
             read_only,
             bitmaps: [].into(),

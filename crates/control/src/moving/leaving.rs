@@ -4,8 +4,8 @@ use std::{cell::Cell, rc::Rc};
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use cluster::{
-    Cluster,
-    offers::{Answer, Offer, Outcome, Said, Step},
+    ClusterMembership,
+    offers::{MigrationAnswer, MigrationOffer, StepOutcome, MigrationReply, MigrationStep},
 };
 use export::nbd::Removal;
 use serde_json::{Value, json};
@@ -60,7 +60,7 @@ pub(crate) async fn away(registry: &Rc<Registry>, wish: Wish) -> anyhow::Result<
     outcome.recv().await.context("the daemon ends")?
 }
 
-async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) -> anyhow::Result<Value> {
+async fn move_away(registry: &Rc<Registry>, cluster: &Rc<ClusterMembership>, wish: &Wish) -> anyhow::Result<Value> {
     let running = registry.disks.get(&wish.disk)?;
     ensure!(
         !running.below.iter().any(|node| node.stays),
@@ -75,15 +75,15 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) 
     let number = number()?;
     let from = cluster.host().to_owned();
     let described = serde_json::to_value(described)?;
-    let offer = Offer { from, run: 0, number, given: false, described };
-    let answers = cluster.answers(number);
-    let ask = || Step::Ask { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
+    let offer = MigrationOffer { from, host_revision: 0, number, is_released: false, described };
+    let answers = cluster.await_answers(number);
+    let ask = || MigrationStep::Offer { to: wish.to.clone(), disk: wish.disk.clone(), offer: Box::new(offer.clone()) };
     let until = reactor::now() + APPEARS;
     let mut asked = cluster.step(ask()).await;
     // A host that has just been started joins at any moment.
-    let may_come = |asked: &Option<Outcome>| match asked {
-        Some(Outcome::Absent(_)) => true,
-        Some(Outcome::Apart(_)) => cluster.is_joining(),
+    let may_come = |asked: &Option<StepOutcome>| match asked {
+        Some(StepOutcome::Absent(_)) => true,
+        Some(StepOutcome::Disconnected(_)) => cluster.is_joining(),
         _ => false,
     };
     while may_come(&asked) && reactor::now() < until {
@@ -91,17 +91,17 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) 
         asked = cluster.step(ask()).await;
     }
     let revision = match asked {
-        Some(Outcome::Done(revision)) => revision,
-        Some(Outcome::Lost(why) | Outcome::Absent(why)) => bail!("{why}"),
-        Some(Outcome::Apart(why)) => bail!("etcd cannot be asked: {why}"),
+        Some(StepOutcome::Done(revision)) => revision,
+        Some(StepOutcome::Lost(why) | StepOutcome::Absent(why)) => bail!("{why}"),
+        Some(StepOutcome::Disconnected(why)) => bail!("etcd cannot be asked: {why}"),
         None => bail!("etcd does not answer in time (try again)"),
     };
     let answered = reactor::timeout(PATIENCE, answers.recv()).await;
     let given = match answered {
-        Ok(Ok(Answer { said: Said::Ready, .. })) => {
+        Ok(Ok(MigrationAnswer { said: MigrationReply::Ready, .. })) => {
             give(registry, cluster, wish, (offer, revision), exports, &answers).await
         }
-        Ok(Ok(Answer { said: Said::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
+        Ok(Ok(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => Err(anyhow!("{} refuses it: {why}", wish.to)),
         _ => Err(anyhow!(
             "{} does not answer in {} s (is its weir older than this one, or stopped?)",
             wish.to,
@@ -113,14 +113,14 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) 
         let _ = withdraw(cluster, wish, number).await;
     }
     let taken = given?;
-    cluster.know_moved(&wish.disk, Some(&wish.to));
+    cluster.set_moved(&wish.disk, Some(&wish.to));
     let listed_there = taken.as_ref().and_then(|answer| answer.listed);
     let listed_here = super::is_listed(registry, &wish.disk).await;
     // Then clients reach it there. Where that is not heard of in time, it has moved all the same,
     // and the next start forgets it.
     let settled = async { taken.is_some_and(|answer| answer.settled) || settled(&answers).await };
     if reactor::timeout(PATIENCE, settled).await == Ok(true) && listed_here == Some(false) {
-        let _ = cluster.step(Step::Forget { disk: wish.disk.clone() }).await;
+        let _ = cluster.step(MigrationStep::Forget { disk: wish.disk.clone() }).await;
     }
     let mut told = json!({ "disk": wish.disk, "from": cluster.host(), "to": wish.to });
     for (key, listed) in [("listed-here", listed_here), ("listed-there", listed_there)] {
@@ -134,7 +134,7 @@ async fn move_away(registry: &Rc<Registry>, cluster: &Rc<Cluster>, wish: &Wish) 
 /// An export that was removed, to be put back.
 enum Removed {
     Nbd(Rc<Serving>, NewExport),
-    Own { id: String, door: settings::Door, read_only: bool },
+    Own { id: String, door: settings::ExportTarget, read_only: bool },
 }
 
 impl Removed {
@@ -177,7 +177,7 @@ async fn remove_in_time(
 ) -> anyhow::Result<Vec<Removed>> {
     let is_abandoned = Rc::new(Cell::new(false));
     let (registry, name, is_late) = (Rc::clone(registry), disk.to_owned(), Rc::clone(&is_abandoned));
-    let removing = reactor::spawn_to_end(async move {
+    let removing = reactor::spawn_detached(async move {
         registry.remove_exports(&exports, removal).await?;
         drop(exports);
         if is_late.get() {
@@ -206,29 +206,29 @@ async fn check_unused(exports: &[Rc<RunningExport>]) -> anyhow::Result<()> {
     Ok(())
 }
 
-async fn withdraw(cluster: &Cluster, wish: &Wish, number: u64) -> Option<Outcome> {
-    cluster.step(Step::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
+async fn withdraw(cluster: &ClusterMembership, wish: &Wish, number: u64) -> Option<StepOutcome> {
+    cluster.step(MigrationStep::Withdraw { to: wish.to.clone(), disk: wish.disk.clone(), number }).await
 }
 
 /// Stops serving it, and gives it to the other host, which is ready; or has it again. What the
 /// other said when it took it, if that was heard.
 async fn give(
     registry: &Rc<Registry>,
-    cluster: &Rc<Cluster>,
+    cluster: &Rc<ClusterMembership>,
     wish: &Wish,
-    (offer, revision): (Offer, i64),
+    (offer, revision): (MigrationOffer, i64),
     exports: Vec<Rc<RunningExport>>,
-    answers: &async_channel::Receiver<Answer>,
-) -> anyhow::Result<Option<Answer>> {
+    answers: &async_channel::Receiver<MigrationAnswer>,
+) -> anyhow::Result<Option<MigrationAnswer>> {
     let running = registry.disks.get(&wish.disk)?;
     // As it is now: it may have been changed meanwhile.
     let mut described = MovedDisk::of(registry, &running, &exports, wish.listen.clone())?;
     let there = exports.iter().filter(|export| !export.is_ending());
     let removed: Vec<_> = there.filter_map(|export| Removed::of(export)).collect();
-    let removal = if wish.force { Removal::Hard } else { Removal::Safe };
+    let removal = if wish.force { Removal::Hard } else { Removal::IfUnused };
     let removed = remove_in_time(registry, &wish.disk, exports, removal, removed).await?;
     let flushed = running.disk.flush().await;
-    described.filled = running.disk.throttle().filled().map(Into::into);
+    described.filled = running.disk.throttle().bucket_levels().map(Into::into);
     // From here on nothing may leave before it is known whose the disk is.
     let ready = flushed
         .context("its image could not be flushed")
@@ -243,11 +243,11 @@ async fn give(
     };
     let closed = running.disk.close().await;
     drop(running);
-    cluster.promise(&**registry);
+    cluster.record_lowered_reservations(&**registry);
     let why = match closed {
         Ok(()) => {
-            let given = Box::new(Offer { given: true, described: told, ..offer.clone() });
-            let step = || Step::Give {
+            let given = Box::new(MigrationOffer { is_released: true, described: told, ..offer.clone() });
+            let step = || MigrationStep::Release {
                 to: wish.to.clone(),
                 disk: wish.disk.clone(),
                 offer: given.clone(),
@@ -261,10 +261,10 @@ async fn give(
                 done = cluster.step(step()).await;
             }
             match done {
-                Some(Outcome::Lost(why) | Outcome::Absent(why) | Outcome::Apart(why)) => why,
-                Some(Outcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
-                    Ok(Some(answer)) if answer.said == Said::Taken => return Ok(Some(answer)),
-                    Ok(Some(Answer { said: Said::Refused(why), .. })) => {
+                Some(StepOutcome::Lost(why) | StepOutcome::Absent(why) | StepOutcome::Disconnected(why)) => why,
+                Some(StepOutcome::Done(_)) | None => match reactor::timeout(PATIENCE, end(answers)).await {
+                    Ok(Some(answer)) if answer.said == MigrationReply::Taken => return Ok(Some(answer)),
+                    Ok(Some(MigrationAnswer { said: MigrationReply::Refused(why), .. })) => {
                         format!("{} refuses it: {why}", wish.to)
                     }
                     _ => format!("{} does not take it in {} s", wish.to, PATIENCE.as_secs()),
@@ -281,17 +281,17 @@ async fn give(
 }
 
 /// What is said after that the host is ready.
-async fn end(answers: &async_channel::Receiver<Answer>) -> Option<Answer> {
+async fn end(answers: &async_channel::Receiver<MigrationAnswer>) -> Option<MigrationAnswer> {
     loop {
         let answer = answers.recv().await.ok()?;
-        if answer.said != Said::Ready {
+        if answer.said != MigrationReply::Ready {
             return Some(answer);
         }
     }
 }
 
 /// Whether it is heard that the other host has all of it.
-async fn settled(answers: &async_channel::Receiver<Answer>) -> bool {
+async fn settled(answers: &async_channel::Receiver<MigrationAnswer>) -> bool {
     while let Ok(answer) = answers.recv().await {
         if answer.settled {
             return true;
@@ -309,7 +309,7 @@ enum Whose {
 /// Has the disk again, unless it is the other host's by now.
 async fn take_back(
     registry: &Rc<Registry>,
-    cluster: &Rc<Cluster>,
+    cluster: &Rc<ClusterMembership>,
     (wish, number): (&Wish, u64),
     described: &MovedDisk,
     why: &str,
@@ -317,9 +317,9 @@ async fn take_back(
     tracing::warn!(disk = wish.disk, to = wish.to, "the disk is taken back: {why}");
     loop {
         match withdraw(cluster, wish, number).await {
-            Some(Outcome::Done(_)) => break,
-            Some(Outcome::Lost(_) | Outcome::Absent(_)) => return Whose::Theirs,
-            Some(Outcome::Apart(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
+            Some(StepOutcome::Done(_)) => break,
+            Some(StepOutcome::Lost(_) | StepOutcome::Absent(_)) => return Whose::Theirs,
+            Some(StepOutcome::Disconnected(_)) | None => reactor::sleep_until(reactor::now() + PAUSE).await,
         }
     }
     // The other host may have the image open for a moment yet.

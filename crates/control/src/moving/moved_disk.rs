@@ -12,8 +12,8 @@ use anyhow::{Context as _, bail, ensure};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use settings::{
-    DiskConfig, Door as DoorKind, KeySet as _, Mistakes, PlannedDisk, Socket, Tls, VhostUserBlk, config,
-    key::Transfer,
+    DiskConfig, ExportTarget as DoorKind, KeyTable as _, Diagnostics, CheckedDisk, VhostUserSocket, TlsConfig, VhostUserBlkConfig, config,
+    key::TransferPolicy,
 };
 
 use crate::{
@@ -57,7 +57,7 @@ impl MovedDisk {
         check(running)?;
         let disk = &running.disk;
         let opened = disk.image();
-        let keys = running.keys_now(|key| key.transfer == Transfer::Moves && key.name != "group");
+        let keys = running.keys_now(|key| key.transfer == TransferPolicy::Transferred && key.name != "group");
         let group = disk.throttle().group().map(|group| GroupThere {
             name: group.name().to_owned(),
             cluster: registry.cluster_of(group.name()).is_some(),
@@ -70,7 +70,7 @@ impl MovedDisk {
                     let new = export.new.as_ref().context("an export that is not known")?;
                     let NewExport { id: _, name, description, access, disk: _, read_only: _, bitmaps } = new;
                     ensure!(
-                        access.is_open() && bitmaps.is_empty() && description.is_empty(),
+                        access.allows_all() && bitmaps.is_empty() && description.is_empty(),
                         "export {}: who may have it, its description and its bitmaps do not move (remove them first)",
                         export.id
                     );
@@ -94,10 +94,10 @@ impl MovedDisk {
     /// What is wrong with it.
     pub(super) fn planned(&self, name: &str) -> anyhow::Result<settings::PlacedDisk> {
         ensure!(!self.keys.contains_key("export"), "export: is not transferred as a key");
-        let mistakes = Mistakes::default();
-        let disk = config::disk_of_object(name, &self.keys, Path::new("/"), &mistakes);
-        let disk = mistakes.first_unless(disk)?.context("no disk")?;
-        let planned = PlannedDisk::new(disk, &[], &Tls::Off, Mistakes::default());
+        let mistakes = Diagnostics::default();
+        let disk = config::disk_from_json(name, &self.keys, Path::new("/"), &mistakes);
+        let disk = mistakes.finish_first(disk)?.context("no disk")?;
+        let planned = CheckedDisk::new(disk, &[], &TlsConfig::Off, Diagnostics::default());
         Ok(planned.map_err(|all| all.into_iter().next().expect("a mistake"))?.disk)
     }
 
@@ -105,9 +105,9 @@ impl MovedDisk {
     /// One that is none, or lies anywhere.
     pub(super) fn doors(&self) -> anyhow::Result<Vec<DoorKind>> {
         let read = |text: &String| {
-            let door: VhostUserBlk = text.parse().map_err(anyhow::Error::msg)?;
+            let door: VhostUserBlkConfig = text.parse().map_err(anyhow::Error::msg)?;
             ensure!(
-                matches!(&door.socket, Socket::Path(path) if path.is_absolute()),
+                matches!(&door.socket, VhostUserSocket::Path(path) if path.is_absolute()),
                 "{text}: is no whole path"
             );
             Ok(DoorKind::VhostUserBlk(door))
@@ -128,7 +128,7 @@ fn check(running: &RunningDisk) -> anyhow::Result<()> {
     );
     ensure!(!storage.has_lost_writes(), "writes to its image were lost (restart weir, and check the image)");
     ensure!(
-        !running.disk.is_handed_over(),
+        !running.disk.has_handover(),
         "handover: the machine that uses it takes it along by itself (have the disk with handover on both hosts)"
     );
     ensure!(
@@ -136,7 +136,7 @@ fn check(running: &RunningDisk) -> anyhow::Result<()> {
         "it was put together by blockdev-add of several nodes, which others do not know (add it with `weir disk add`)"
     );
     let config = &running.config;
-    let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == Transfer::Stays);
+    let mut stays = DiskConfig::keys().iter().filter(|key| key.transfer == TransferPolicy::HostOnly);
     let stays = stays.find(|key| !key.is_default(config)).map(|key| key.name);
     if let Some(key) = stays.or(running.only_here) {
         bail!("{key}: does not move to another host (have the disk in the config file there instead)");
@@ -148,9 +148,9 @@ fn door(export: &RunningExport) -> anyhow::Result<String> {
     let Some(DoorKind::VhostUserBlk(door)) = &export.said else {
         bail!("export {}: devices of this host do not move (`weir detach` removes one)", export.id);
     };
-    let Socket::Path(path) = &door.socket else {
+    let VhostUserSocket::Path(path) = &door.socket else {
         bail!("export {}: its socket was passed to this daemon, and cannot be opened elsewhere", export.id);
     };
-    let socket = Socket::Path(absolute(path)?);
-    Ok(VhostUserBlk { socket, ..door.clone() }.to_string())
+    let socket = VhostUserSocket::Path(absolute(path)?);
+    Ok(VhostUserBlkConfig { socket, ..door.clone() }.to_string())
 }

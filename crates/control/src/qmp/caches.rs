@@ -6,7 +6,7 @@ use std::time::Duration;
 use api::CacheStatus;
 use image::{
     Image,
-    qcow2::{CacheSettings, L2Size, Qcow2},
+    qcow2::{CacheSettings, L2CacheSize, Qcow2Image},
 };
 
 use super::{arguments::Arguments, error::Error, json::shown};
@@ -15,7 +15,7 @@ const MOST_BYTES: u64 = i64::MAX as u64;
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(super) struct CacheChanges {
-    l2: Option<Option<L2Size>>,
+    l2: Option<Option<L2CacheSize>>,
     entry: Option<u64>,
     refcount: Option<u64>,
     total: Option<u64>,
@@ -53,11 +53,11 @@ impl CacheChanges {
     }
 }
 
-fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2Size>>, Error> {
+fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2CacheSize>>, Error> {
     const KEY: &str = "l2-cache-size";
     match arguments.is_text(KEY) {
         true => match arguments.required::<String>(KEY)?.as_str() {
-            "full" => Ok(Some(Some(L2Size::Full))),
+            "full" => Ok(Some(Some(L2CacheSize::Full))),
             other => Err(Error::rule(
                 &arguments.name_of(KEY),
                 format_args!("('{}') is a number of bytes, or 'full'", shown(other)),
@@ -65,12 +65,12 @@ fn read_l2(arguments: &mut Arguments) -> Result<Option<Option<L2Size>>, Error> {
         },
         false => {
             let bytes = arguments.number(KEY, 0..=MOST_BYTES)?;
-            Ok(bytes.map(|bytes| (bytes > 0).then_some(L2Size::Bytes(bytes))))
+            Ok(bytes.map(|bytes| (bytes > 0).then_some(L2CacheSize::Bytes(bytes))))
         }
     }
 }
 
-pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Error> {
+pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2Image, Error> {
     match image {
         Image::Qcow2(qcow2) => Ok(qcow2),
         Image::Raw(_) => {
@@ -80,7 +80,7 @@ pub(super) fn qcow2_of<'a>(image: &'a Image, name: &str) -> Result<&'a Qcow2, Er
 }
 
 /// The L2 cache and the refcount cache.
-pub(super) fn status(qcow2: &Qcow2) -> (CacheStatus, CacheStatus) {
+pub(super) fn status(qcow2: &Qcow2Image) -> (CacheStatus, CacheStatus) {
     let l2 = qcow2.cache_statistics();
     let refcounts = qcow2.refcount_statistics();
     (
@@ -118,10 +118,10 @@ mod tests {
         let changes =
             read(json!({"l2-cache-size": "full", "cache-size": 0, "cache-clean-interval": 0})).unwrap();
         let after = changes.apply_to(before);
-        assert_eq!((after.l2, after.refcount_bytes, after.total_bytes), (Some(L2Size::Full), Some(7), None));
+        assert_eq!((after.l2, after.refcount_bytes, after.total_bytes), (Some(L2CacheSize::Full), Some(7), None));
         assert_eq!(after.clean_interval, Duration::ZERO);
         assert!(read(json!({})).unwrap().is_empty());
-        assert_eq!(read(json!({"l2-cache-size": 5})).unwrap().apply_to(before).l2, Some(L2Size::Bytes(5)));
+        assert_eq!(read(json!({"l2-cache-size": 5})).unwrap().apply_to(before).l2, Some(L2CacheSize::Bytes(5)));
         assert_eq!(read(json!({"l2-cache-size": 0})).unwrap().apply_to(after).l2, None);
     }
 

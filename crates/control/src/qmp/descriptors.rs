@@ -19,7 +19,7 @@ use std::{
     os::fd::AsFd as _,
 };
 
-use reactor::op::{self, Fd, ForeignFd};
+use reactor::op::{self, Fd, PassedFd};
 use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
 
 use super::{error::Error, json::shown};
@@ -34,8 +34,8 @@ const MOST_TEXT: usize = 1024;
 /// What one client has passed.
 #[derive(Debug, Default)]
 pub(crate) struct Passed {
-    arrived: RefCell<VecDeque<ForeignFd>>,
-    named: RefCell<BTreeMap<String, ForeignFd>>,
+    arrived: RefCell<VecDeque<PassedFd>>,
+    named: RefCell<BTreeMap<String, PassedFd>>,
 }
 
 /// No two are alike.
@@ -65,7 +65,7 @@ impl Passed {
         let mut arrived = VecDeque::new();
         for message in beside.drain() {
             if let RecvAncillaryMessage::ScmRights(descriptors) = message {
-                arrived.extend(descriptors.map(ForeignFd::from));
+                arrived.extend(descriptors.map(PassedFd::from));
             }
         }
         if !arrived.is_empty() {
@@ -75,13 +75,13 @@ impl Passed {
     }
 
     /// The descriptor that came with a command.
-    pub(super) fn next(&self) -> Result<ForeignFd, Error> {
+    pub(super) fn next(&self) -> Result<PassedFd, Error> {
         let next = self.arrived.borrow_mut().pop_front();
         next.ok_or_else(|| Error::generic("No file descriptor supplied via SCM_RIGHTS"))
     }
 
     /// Gives a descriptor a name. Another that has it is closed.
-    pub(super) fn name(&self, name: &str, descriptor: ForeignFd) -> Result<(), Error> {
+    pub(super) fn name(&self, name: &str, descriptor: PassedFd) -> Result<(), Error> {
         check_text("fdname", name)?;
         if name.starts_with(|first: char| first.is_ascii_digit()) {
             return Err(Error::rule("fdname", "expects a name not starting with a digit"));
@@ -95,12 +95,12 @@ impl Passed {
     }
 
     /// Takes the one of this name, which has it no longer.
-    pub(super) fn take(&self, name: &str) -> Option<ForeignFd> {
+    pub(super) fn take(&self, name: &str) -> Option<PassedFd> {
         self.named.borrow_mut().remove(name)
     }
 
     /// The same, for who needs one.
-    pub(super) fn find(&self, name: &str) -> Result<ForeignFd, Error> {
+    pub(super) fn find(&self, name: &str) -> Result<PassedFd, Error> {
         let not_found = || Error::generic(format!("File descriptor named '{}' not found", shown(name)));
         self.take(name).ok_or_else(not_found)
     }
@@ -127,7 +127,7 @@ mod tests {
     fn what_is_kept_is_bounded() {
         let passed = Passed::default();
         let file = File::open("/dev/null").expect("it is there");
-        let another = || ForeignFd::from(std::os::fd::OwnedFd::from(file.try_clone().expect("a descriptor")));
+        let another = || PassedFd::from(std::os::fd::OwnedFd::from(file.try_clone().expect("a descriptor")));
         for number in 0..MOST_KEPT {
             passed.name(&format!("n{number}"), another()).expect("room");
         }

@@ -92,8 +92,8 @@ impl From<Refused> for Error {
     }
 }
 
-impl From<policy::throttle::Refused> for Error {
-    fn from(refused: policy::throttle::Refused) -> Self {
+impl From<policy::throttle::ThrottleError> for Error {
+    fn from(refused: policy::throttle::ThrottleError) -> Self {
         Self::generic(refused.to_string())
     }
 }

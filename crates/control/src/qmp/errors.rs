@@ -20,7 +20,7 @@ impl PolicyChanges {
             Ok(arguments.choice(&format!("{prefix}{name}"), &words)?.map(|place| all[place]))
         };
         Ok(Self {
-            read: policy(on_error::READ, &OnError::OF_READS)?,
+            read: policy(on_error::READ, &OnError::READ_POLICIES)?,
             write: policy(on_error::WRITE, &OnError::ALL)?,
         })
     }

@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 
-use block::layer::throttle::{Group, GroupSettings};
+use block::layer::throttle::{ThrottleGroup, GroupSettings};
 use serde_json::Value;
 
 use super::{
@@ -87,8 +87,8 @@ async fn execute(commands: &Commands, name: &str, arguments: Arguments) -> Resul
 /// Two disks, one in a group within a group, with limits everywhere.
 fn registry() -> Rc<Registry> {
     let registry = Registry::new(None, Rc::new(|_| ()));
-    let outer = Group::new("outer", GroupSettings::default(), None).expect("no settings");
-    let inner = Group::new("inner", GroupSettings::default(), Some(&outer)).expect("no settings");
+    let outer = ThrottleGroup::new("outer", GroupSettings::default(), None).expect("no settings");
+    let inner = ThrottleGroup::new("inner", GroupSettings::default(), Some(&outer)).expect("no settings");
     for group in [&outer, &inner] {
         registry.add_group(group).expect("a new name");
     }
@@ -119,7 +119,7 @@ async fn check_registry(registry: &Rc<Registry>, commands: &Commands) {
     }
     for running in registry.disks.all() {
         running.disk.throttle().settings().limits.validate().expect("limits in force are valid");
-        running.disk.prefetch().settings().check().expect("settings in force are valid");
+        running.disk.prefetch().settings().validate().expect("settings in force are valid");
     }
     for question in [
         "query-block",

@@ -2,23 +2,23 @@
 //! before them. What a change leaves out stays as it is.
 
 use api::{PrefetchSettings, PrefetchStatus};
-use policy::prefetch::{Mode, Setting, Settings, Stats};
+use policy::prefetch::{PrefetchMode, PrefetchSetting, PrefetchConfig, PrefetchStats};
 use settings::prefetch::{MODE, short_name};
 
 use super::{arguments::Arguments, error::Error};
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct PrefetchChanges {
-    mode: Option<Mode>,
-    numbers: Vec<(Setting, u64)>,
+    mode: Option<PrefetchMode>,
+    numbers: Vec<(PrefetchSetting, u64)>,
 }
 
 impl PrefetchChanges {
     pub(super) fn read(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
-        let mode = arguments.choice(&key(MODE), &Mode::ALL.map(Mode::name))?.map(|place| Mode::ALL[place]);
+        let mode = arguments.choice(&key(MODE), &PrefetchMode::ALL.map(PrefetchMode::name))?.map(|place| PrefetchMode::ALL[place]);
         let mut numbers = Vec::new();
-        for setting in Setting::ALL {
+        for setting in PrefetchSetting::ALL {
             if let Some(value) = arguments.number(&key(setting.name()), setting.range())? {
                 numbers.push((setting, value));
             }
@@ -30,25 +30,25 @@ impl PrefetchChanges {
         *self == Self::default()
     }
 
-    pub(super) fn apply_to(&self, mut settings: Settings) -> Result<Settings, Error> {
+    pub(super) fn apply_to(&self, mut settings: PrefetchConfig) -> Result<PrefetchConfig, Error> {
         settings.mode = self.mode.unwrap_or(settings.mode);
         for &(setting, value) in &self.numbers {
             settings.set(setting, value);
         }
-        settings.check().map(|()| settings).map_err(|invalid| Error::generic(invalid.to_string()))
+        settings.validate().map(|()| settings).map_err(|invalid| Error::generic(invalid.to_string()))
     }
 }
 
-pub(super) fn settings(settings: &Settings) -> PrefetchSettings {
+pub(super) fn settings(settings: &PrefetchConfig) -> PrefetchSettings {
     let number = |setting| (short_name(setting).to_owned(), settings.get(setting));
     PrefetchSettings {
         mode: settings.mode.name().to_owned(),
-        numbers: Setting::ALL.into_iter().map(number).collect(),
+        numbers: PrefetchSetting::ALL.into_iter().map(number).collect(),
     }
 }
 
-pub(super) fn status(stats: &Stats) -> PrefetchStatus {
-    let Stats {
+pub(super) fn status(stats: &PrefetchStats) -> PrefetchStatus {
+    let PrefetchStats {
         hits,
         partial_hits,
         misses,
@@ -60,7 +60,7 @@ pub(super) fn status(stats: &Stats) -> PrefetchStatus {
         wasted_bytes,
         memory_bytes,
         streams,
-        closed,
+        is_gate_closed: closed,
         ..
     } = *stats;
     PrefetchStatus {
@@ -93,9 +93,9 @@ mod tests {
 
     #[test]
     fn what_is_left_out_stays() {
-        let before = Settings { streams: 7, ..Settings::off() };
+        let before = PrefetchConfig { streams: 7, ..PrefetchConfig::off() };
         let changes = read("", json!({"prefetch": "on", "prefetch-memory": 1 << 20})).unwrap();
-        let expect = Settings { mode: Mode::On, memory_bytes: 1 << 20, ..before };
+        let expect = PrefetchConfig { mode: PrefetchMode::On, memory_bytes: 1 << 20, ..before };
         assert_eq!(changes.apply_to(before), Ok(expect));
         assert!(read("", json!({})).unwrap().is_empty());
         let prefixed = read("x-weir-", json!({"x-weir-prefetch": "on", "x-weir-prefetch-memory": 1 << 20}));
@@ -118,7 +118,7 @@ mod tests {
             "Invalid parameter type for 'prefetch', expected: string"
         );
         let changes = read("", json!({"prefetch-window-max": 64 << 10})).unwrap();
-        let error = changes.apply_to(Settings::default()).unwrap_err().to_string();
+        let error = changes.apply_to(PrefetchConfig::default()).unwrap_err().to_string();
         assert!(
             error.starts_with("prefetch-window-min (131072) is above prefetch-window-max (65536)"),
             "{error}"
@@ -127,16 +127,16 @@ mod tests {
 
     #[test]
     fn answers_have_every_setting_and_no_share_of_nothing() {
-        let shown = serde_json::to_value(settings(&Settings::default())).unwrap();
+        let shown = serde_json::to_value(settings(&PrefetchConfig::default())).unwrap();
         let expect = json!({
             "mode": "auto", "memory": 4 << 20, "largest-request": 64 << 10, "window-min": 128 << 10,
             "window-max": 2 << 20, "streams": 256
         });
         assert_eq!(shown, expect);
-        let idle = status(&Stats::default());
+        let idle = status(&PrefetchStats::default());
         assert_eq!((idle.hit_rate, idle.accuracy), (None, None));
         let stats =
-            Stats { hits: 2, partial_hits: 1, misses: 1, used_bytes: 3, wasted_bytes: 1, ..Stats::default() };
+            PrefetchStats { hits: 2, partial_hits: 1, misses: 1, used_bytes: 3, wasted_bytes: 1, ..PrefetchStats::default() };
         let shown = status(&stats);
         assert_eq!((shown.hit_rate, shown.accuracy), (Some(0.75), Some(0.75)));
     }

@@ -19,7 +19,7 @@ use std::{
     rc::Rc,
 };
 
-use cluster::actor::Actor;
+use cluster::actor::ChangeOrigin;
 use nix::{
     errno::Errno,
     sys::socket::{Shutdown, getsockopt, shutdown, sockopt::PeerCredentials},
@@ -27,7 +27,7 @@ use nix::{
 };
 use policy::time::Duration;
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     op::{self, Fd},
 };
 use serde::Serialize;
@@ -243,7 +243,7 @@ impl Server {
         &self,
         session: &mut Session,
         input: &mut &[u8],
-        (passed, actor): (&Rc<Passed>, &Actor),
+        (passed, actor): (&Rc<Passed>, &ChangeOrigin),
         outbox: &Rc<Outbox>,
     ) -> Option<Answer> {
         if self.stopping.get() {
@@ -258,7 +258,7 @@ impl Server {
             Turn::Answer(answer) => answer,
             Turn::Execute(call) => {
                 let result = match self.commands.execute(&call.name, call.arguments.of_client(passed)) {
-                    Ok(running) => actor.clone().run(running).await,
+                    Ok(running) => actor.clone().attribute(running).await,
                     Err(error) => Err(error),
                 };
                 if let Err(error) = &result {
@@ -286,10 +286,10 @@ impl Drop for Registered<'_> {
 }
 
 /// Who a client is, as it was when it connected.
-fn actor(socket: &Fd) -> Actor {
+fn actor(socket: &Fd) -> ChangeOrigin {
     let peer = getsockopt(&socket.as_fd(), PeerCredentials);
     let (pid, uid) = peer.map_or((0, 0), |peer| (peer.pid(), peer.uid()));
-    Actor::Qmp { pid, uid }
+    ChangeOrigin::Qmp { pid, uid }
 }
 
 fn is_trusted(peer: Uid) -> bool {
@@ -316,7 +316,7 @@ async fn send_all(socket: Fd, outbox: Rc<Outbox>) {
 }
 
 async fn send(socket: &Fd, bytes: &[u8]) -> io::Result<()> {
-    let mut left = Buffer::copy_of(bytes).into();
+    let mut left = IoBuffer::copy_of(bytes).into();
     loop {
         let (sent, rest) = op::send(socket, left).await;
         left = rest;

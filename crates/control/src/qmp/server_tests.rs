@@ -6,7 +6,7 @@ use std::{
     thread,
 };
 
-use reactor::Polling;
+use reactor::PollingMode;
 
 use super::*;
 use crate::qmp::error::Class;
@@ -66,7 +66,7 @@ fn serve_until_quit(clients: impl FnOnce(&dyn Fn() -> Peer) + Send + 'static) {
     let thread = thread::spawn(move || {
         clients(&|| Peer::new(UnixStream::connect(&path).expect("the server listens")));
     });
-    reactor::run(Polling::Off, async move {
+    reactor::run(PollingMode::Off, async move {
         let (events, quit) = (Events::default(), Rc::new(reactor::Signal::default()));
         let commands = Rc::new(Commands { events: events.clone(), quit: Rc::clone(&quit) });
         let server = Server::new(commands, events);

@@ -13,7 +13,7 @@
 use api::LimitValues;
 use block::layer::throttle::{DiskSettings, GroupSettings};
 use policy::{
-    throttle::{Invalid, LimitKind, Limits, MAX_VALUE, Part, Setting, Share},
+    throttle::{InvalidLimit, LimitKind, Limits, MAX_VALUE, LimitPart, LimitSetting, NodeShare},
     watermark::Watermark,
 };
 use serde_json::{Map, Value, json};
@@ -31,7 +31,7 @@ pub(super) enum Naming {
 }
 
 impl Naming {
-    pub(super) fn name(self, setting: Setting) -> String {
+    pub(super) fn name(self, setting: LimitSetting) -> String {
         match self {
             Self::Plain => setting.name().to_owned(),
             Self::Property => format!("x-{setting}"),
@@ -40,8 +40,8 @@ impl Naming {
     }
 }
 
-fn device_name(setting: Setting) -> String {
-    let Setting::Limit(kind, part) = setting else { return "iops_size".to_owned() };
+fn device_name(setting: LimitSetting) -> String {
+    let LimitSetting::Limit(kind, part) = setting else { return "iops_size".to_owned() };
     let kind = match kind {
         LimitKind::BpsTotal => "bps",
         LimitKind::BpsRead => "bps_rd",
@@ -51,22 +51,22 @@ fn device_name(setting: Setting) -> String {
         LimitKind::IopsWrite => "iops_wr",
     };
     let part = match part {
-        Part::Rate => "",
-        Part::BurstRate => "_max",
-        Part::BurstLength => "_max_length",
+        LimitPart::Rate => "",
+        LimitPart::BurstRate => "_max",
+        LimitPart::BurstLength => "_max_length",
     };
     format!("{kind}{part}")
 }
 
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct LimitChanges {
-    given: Vec<(Setting, u64, String)>,
+    given: Vec<(LimitSetting, u64, String)>,
 }
 
 impl LimitChanges {
     pub(super) fn read(arguments: &mut Arguments, naming: Naming) -> Result<Self, Error> {
         let mut given = Vec::new();
-        for setting in Setting::ALL {
+        for setting in LimitSetting::ALL {
             let key = naming.name(setting);
             if let Some(value) = arguments.number(&key, 0..=setting.maximum())? {
                 given.push((setting, value, arguments.name_of(&key)));
@@ -76,11 +76,11 @@ impl LimitChanges {
     }
 
     /// What is given, with the value that counts.
-    pub(super) fn values(&self) -> impl Iterator<Item = (Setting, u64)> + '_ {
+    pub(super) fn values(&self) -> impl Iterator<Item = (LimitSetting, u64)> + '_ {
         self.given.iter().map(|(setting, value, _)| (*setting, *value))
     }
 
-    pub(super) fn contains(&self, setting: Setting) -> bool {
+    pub(super) fn contains(&self, setting: LimitSetting) -> bool {
         self.given.iter().any(|(given, ..)| *given == setting)
     }
 
@@ -93,10 +93,10 @@ impl LimitChanges {
     /// Errors: the first broken rule, with the argument to blame where it is one.
     pub(super) fn apply_to(&self, limits: Limits) -> Result<Limits, Error> {
         let given: Vec<_> = self.values().collect();
-        limits.changed(&given).map_err(|invalid| self.refuse(&invalid))
+        limits.with_settings(&given).map_err(|invalid| self.refuse(&invalid))
     }
 
-    fn refuse(&self, invalid: &Invalid) -> Error {
+    fn refuse(&self, invalid: &InvalidLimit) -> Error {
         match self.given.iter().rfind(|(setting, ..)| *setting == invalid.setting) {
             Some((setting, _, name)) if name == setting.name() => Error::generic(invalid.to_string()),
             Some((.., name)) => Error::generic(format!("Parameter '{name}': {invalid}")),
@@ -123,7 +123,7 @@ impl Changes {
     /// weir's own settings.
     pub(super) fn read_own(arguments: &mut Arguments, prefix: &str) -> Result<Self, Error> {
         let key = |name: &str| format!("{prefix}{name}");
-        let weights = u64::from(*Share::WEIGHTS.start())..=u64::from(*Share::WEIGHTS.end());
+        let weights = u64::from(*NodeShare::WEIGHTS.start())..=u64::from(*NodeShare::WEIGHTS.end());
         let weight = arguments.number(&key("weight"), weights)?;
         let watermark = arguments.number(&key("watermark"), 0..=100)?;
         Ok(Self {
@@ -142,7 +142,7 @@ impl Changes {
 
     pub(super) fn apply_to(&self, before: GroupSettings) -> Result<GroupSettings, Error> {
         let GroupSettings { limits, share, watermark } = before;
-        let weighted = self.weight.map_or(Share::new(share.weight()), Share::new).unwrap_or(share);
+        let weighted = self.weight.map_or(NodeShare::new(share.weight()), NodeShare::new).unwrap_or(share);
         let share = weighted.with_reservation(
             self.iops_reservation.unwrap_or(share.iops_reservation()),
             self.bps_reservation.unwrap_or(share.bps_reservation()),
@@ -161,28 +161,28 @@ impl Changes {
 
 /// All nineteen, set or not, as QEMU shows a throttle group's `limits`.
 pub(super) fn all(limits: &Limits) -> Value {
-    Setting::ALL.iter().map(|&setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect()
+    LimitSetting::ALL.iter().map(|&setting| (setting.name().to_owned(), json!(limits.get(setting)))).collect()
 }
 
 /// Those that are set, by their own names.
 pub(super) fn set(limits: &Limits) -> LimitValues {
-    let is_set = |setting: &&Setting| match setting {
-        Setting::Limit(kind, Part::BurstLength) => limits.limit(*kind).burst_length_s > 1,
+    let is_set = |setting: &&LimitSetting| match setting {
+        LimitSetting::Limit(kind, LimitPart::BurstLength) => limits.limit(*kind).burst_length_s > 1,
         setting => limits.get(**setting) > 0,
     };
-    let entry = |setting: &Setting| (setting.name().to_owned(), limits.get(*setting));
-    Setting::ALL.iter().filter(is_set).map(entry).collect()
+    let entry = |setting: &LimitSetting| (setting.name().to_owned(), limits.get(*setting));
+    LimitSetting::ALL.iter().filter(is_set).map(entry).collect()
 }
 
 /// The limits of a `BlockDeviceInfo`: rates always, bursts where there are some.
 pub(super) fn of_device(limits: &Limits) -> Map<String, Value> {
-    let is_shown = |setting: &&Setting| match setting {
-        Setting::Limit(_, Part::Rate) => true,
-        Setting::Limit(kind, _) => limits.limit(*kind).burst_rate > 0,
-        Setting::IopsSize => limits.iops_size > 0,
+    let is_shown = |setting: &&LimitSetting| match setting {
+        LimitSetting::Limit(_, LimitPart::Rate) => true,
+        LimitSetting::Limit(kind, _) => limits.limit(*kind).burst_rate > 0,
+        LimitSetting::IopsSize => limits.iops_size > 0,
     };
-    let entry = |setting: &Setting| (Naming::Device.name(*setting), json!(limits.get(*setting)));
-    Setting::ALL.iter().filter(is_shown).map(entry).collect()
+    let entry = |setting: &LimitSetting| (Naming::Device.name(*setting), json!(limits.get(*setting)));
+    LimitSetting::ALL.iter().filter(is_shown).map(entry).collect()
 }
 
 #[cfg(test)]
@@ -196,17 +196,17 @@ mod tests {
     #[test]
     fn every_setting_has_a_name_of_its_own_in_every_naming() {
         for naming in [Naming::Plain, Naming::Property, Naming::Device] {
-            for setting in Setting::ALL {
+            for setting in LimitSetting::ALL {
                 let key = naming.name(setting);
                 let changes = read(naming, json!({ key.as_str(): 7 })).expect("a known key");
                 assert_eq!(changes.given, [(setting, 7, key)]);
             }
         }
         assert_eq!(
-            Naming::Device.name(Setting::from_name("iops-read-max-length").unwrap()),
+            Naming::Device.name(LimitSetting::from_name("iops-read-max-length").unwrap()),
             "iops_rd_max_length"
         );
-        assert_eq!(Naming::Device.name(Setting::from_name("bps-total").unwrap()), "bps");
+        assert_eq!(Naming::Device.name(LimitSetting::from_name("bps-total").unwrap()), "bps");
     }
 
     #[test]
@@ -266,7 +266,7 @@ mod tests {
         let given = json!({"x-weir-weight": 300, "x-weir-iops-reservation": 50});
         let read = |arguments: &mut Arguments| Changes::read_own(arguments, "x-weir-");
         let changes = Arguments::read_all(given, read).unwrap();
-        let before = Share::default().with_reservation(1, 2);
+        let before = NodeShare::default().with_reservation(1, 2);
         let before = GroupSettings { share: before, ..GroupSettings::default() };
         let GroupSettings { share, .. } = changes.apply_to(before).unwrap();
         assert_eq!((share.weight(), share.iops_reservation(), share.bps_reservation()), (300, 50, 2));

@@ -3,7 +3,7 @@
 use block::layer::throttle::GroupSettings;
 use policy::throttle::Limits;
 use serde_json::{Value, json};
-use settings::{DiskConfig, GroupConfig, Key, KeySet, key::Change};
+use settings::{DiskConfig, GroupConfig, ConfigKey, KeyTable, key::ChangePolicy};
 
 /// That a disk, a group or an export has come or gone: `change` is `added` or `removed`.
 pub(crate) fn listed(kind: &str, name: &str, change: &str) -> Value {
@@ -46,8 +46,8 @@ pub(crate) fn settings<'a>(
 }
 
 /// The values of the keys that `which` selects, in the order of the table.
-fn values<T: KeySet>(config: &T, which: impl Fn(&Key<T>) -> bool) -> Vec<Named> {
-    let value = |key: &'static Key<T>| match key.write(config) {
+fn values<T: KeyTable>(config: &T, which: impl Fn(&ConfigKey<T>) -> bool) -> Vec<Named> {
+    let value = |key: &'static ConfigKey<T>| match key.write(config) {
         Some(literal) => (key.name, Value::from(&literal)),
         // The empty name stands for no group.
         None if key.name == "group" => (key.name, json!("")),
@@ -57,13 +57,13 @@ fn values<T: KeySet>(config: &T, which: impl Fn(&Key<T>) -> bool) -> Vec<Named> 
 }
 
 pub(crate) fn of_limits(limits: &Limits) -> Vec<Named> {
-    let settings = settings::Settings { limits: *limits, ..settings::Settings::default() };
+    let settings = settings::ThrottleConfig { limits: *limits, ..settings::ThrottleConfig::default() };
     values(&GroupConfig { settings, ..GroupConfig::default() }, |key| key.heading == "Limits")
 }
 
 /// Limits, shares and the group of a running disk or group; the name is empty if it is in none.
 pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
-    let settings = settings::Settings::running(settings);
+    let settings = settings::ThrottleConfig::from_running(settings);
     let group = (!group.is_empty()).then(|| group.to_owned());
     let config = GroupConfig { settings, group, ..GroupConfig::default() };
     values(&config, |key| key.name != "cluster")
@@ -71,10 +71,10 @@ pub(crate) fn of_throttle(settings: &GroupSettings, group: &str) -> Vec<Named> {
 
 /// All that can be changed of a disk while it is served.
 pub(crate) fn of_disk(disk: &DiskConfig) -> Vec<Named> {
-    values(disk, |key| key.change == Change::Live)
+    values(disk, |key| key.change == ChangePolicy::Apply)
 }
 
 /// The same without limits, shares and the group, which are changed together with those of others.
 pub(crate) fn of_disk_alone(disk: &DiskConfig) -> Vec<Named> {
-    values(disk, |key| key.change == Change::Live && GroupConfig::key(key.name).is_none())
+    values(disk, |key| key.change == ChangePolicy::Apply && GroupConfig::key(key.name).is_none())
 }

@@ -15,8 +15,8 @@ use std::{
 
 use anyhow::{Context as _, bail, ensure};
 use settings::{
-    DiskConfig, Draft, ExportConfig, KeySet as _, Place, Placed, PlacedDisk, PlacedGroup, Plan, Service,
-    key::Change,
+    DiskConfig, ParsedConfig, ExportConfig, KeyTable as _, Origin, ConfigWithOrigins, PlacedDisk, PlacedGroup, DesiredState, ProcessSpec,
+    key::ChangePolicy,
 };
 
 use crate::{
@@ -49,10 +49,10 @@ impl Difference {
     /// What cannot be changed, with its place; what is in use.
     pub(crate) async fn find(
         registry: &Registry,
-        before: &Plan,
-        (draft, plan): (&Draft, &Plan),
+        before: &DesiredState,
+        (draft, plan): (&ParsedConfig, &DesiredState),
     ) -> anyhow::Result<Self> {
-        check_service(&before.service, &plan.service, draft)?;
+        check_service(&before.process, &plan.process, draft)?;
         Self::of(registry, Some(before), plan).await
     }
 
@@ -63,7 +63,7 @@ impl Difference {
     /// A name that is in use.
     pub async fn from_empty(
         registry: &Registry,
-        plan: &Plan,
+        plan: &DesiredState,
         is_late: impl Fn(&PlacedDisk) -> bool,
     ) -> anyhow::Result<(Self, Self)> {
         let mut first = Self::of(registry, None, plan).await?;
@@ -82,18 +82,18 @@ impl Difference {
     }
 
     /// One disk of the plan with its exports, for which nothing else is missing.
-    pub(crate) fn of_disk(plan: &Plan, name: &str) -> Self {
+    pub(crate) fn of_disk(plan: &DesiredState, name: &str) -> Self {
         let new_disks = plan.disks.iter().position(|disk| disk.name == name).into_iter().collect();
         let new_exports = Wanted::all(plan).into_iter().filter(|export| export.disk == name).collect();
         Self { new_disks, new_exports, ..Self::default() }
     }
 
-    pub(super) async fn of(registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<Self> {
+    pub(super) async fn of(registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<Self> {
         let mut found = Self::default();
         found.of_groups(registry, before, plan)?;
         found.of_disks(registry, before, plan)?;
         let is_new =
-            |(_, server): &(usize, &settings::Server)| registry.exports.server_at(&server.endpoint).is_none();
+            |(_, server): &(usize, &settings::NbdServerSpec)| registry.exports.server_at(&server.endpoint).is_none();
         found.new_servers = plan.servers.iter().enumerate().filter(is_new).map(|(index, _)| index).collect();
         let (old, new) = (before.map(Wanted::all).unwrap_or_default(), Wanted::all(plan));
         let (of_old, of_new) = (by_disk(&old), by_disk(&new));
@@ -112,9 +112,9 @@ impl Difference {
         Ok(found)
     }
 
-    fn of_groups(&mut self, registry: &Registry, before: Option<&Plan>, plan: &Plan) -> anyhow::Result<()> {
+    fn of_groups(&mut self, registry: &Registry, before: Option<&DesiredState>, plan: &DesiredState) -> anyhow::Result<()> {
         for (index, group) in plan.groups.iter().enumerate() {
-            let place = group.own_place();
+            let place = group.own_origin();
             let Ok(running) = registry.groups.get(&group.name) else {
                 registry.check_name(&group.name).with_context(|| place.to_string())?;
                 self.new_groups.push(index);
@@ -144,8 +144,8 @@ impl Difference {
     fn of_disks<'p>(
         &mut self,
         registry: &Registry,
-        before: Option<&'p Plan>,
-        plan: &'p Plan,
+        before: Option<&'p DesiredState>,
+        plan: &'p DesiredState,
     ) -> anyhow::Result<()> {
         let named = |disks: &'p [PlacedDisk]| disks.iter().map(|disk| (disk.name.as_str(), disk));
         let before = before.map(|before| &*before.disks).unwrap_or_default();
@@ -155,7 +155,7 @@ impl Difference {
         let old = old.filter(|name| !new.contains_key(name.as_str()));
         self.old_disks = old.filter(|name| registry.disks.get(name).is_ok()).collect();
         for (index, disk) in plan.disks.iter().enumerate() {
-            let place = disk.place("name");
+            let place = disk.origin("name");
             let Ok(running) = registry.disks.get(&disk.name) else {
                 registry.check_name(&disk.name).with_context(|| place.to_string())?;
                 let has_image = |old: &&String| {
@@ -163,7 +163,7 @@ impl Difference {
                         && registry.disks.get(old).is_ok_and(|old| old.config.image == disk.image)
                 };
                 if let Some(old) = self.old_disks.iter().find(has_image) {
-                    bail!(disk.place("image").wrong(format!(
+                    bail!(disk.origin("image").error(format!(
                         "the disk {old:?} has this image until it is removed (take that out and reload first)"
                     )));
                 }
@@ -175,7 +175,7 @@ impl Difference {
             if !keys.is_empty() {
                 let rule =
                     format!("{}: cannot be changed while the disk is served ({REMEDY})", keys.join(", "));
-                bail!(place.wrong(rule));
+                bail!(place.error(rule));
             }
             self.kept_disks.push(index);
         }
@@ -183,7 +183,7 @@ impl Difference {
     }
 
     /// Nobody uses what is to go.
-    async fn check_unused(&self, registry: &Registry, running: &Running, plan: &Plan) -> anyhow::Result<()> {
+    async fn check_unused(&self, registry: &Registry, running: &Running, plan: &DesiredState) -> anyhow::Result<()> {
         let mut old = Vec::new();
         for one in &self.old_exports {
             let Some(export) = running.find(one) else { continue };
@@ -232,24 +232,24 @@ fn by_disk(all: &[Wanted]) -> HashMap<&str, Vec<&Wanted>> {
 }
 
 /// Where the file asks for an export.
-pub(crate) fn place_of<'p>(plan: &'p Plan, wanted: &Wanted) -> Option<&'p Place> {
+pub(crate) fn place_of<'p>(plan: &'p DesiredState, wanted: &Wanted) -> Option<&'p Origin> {
     let disk = plan.disks.iter().find(|disk| disk.name == wanted.disk)?;
     let is_it = |export: &ExportConfig| match (export, &wanted.way) {
-        (ExportConfig::Own(door), Way::Own(wanted)) => door == wanted,
+        (ExportConfig::Target(door), Way::Own(wanted)) => door == wanted,
         (ExportConfig::Nbd(export), Way::Nbd { endpoint, .. }) => export.listen == *endpoint,
         _ => false,
     };
-    let place = disk.exports.iter().position(is_it).and_then(|index| disk.item("export", index, ""));
-    Some(place.unwrap_or_else(|| disk.place("name")))
+    let place = disk.exports.iter().position(is_it).and_then(|index| disk.item_origin("export", index, ""));
+    Some(place.unwrap_or_else(|| disk.origin("name")))
 }
 
-fn shown(place: Option<&Place>) -> String {
-    place.map(Place::to_string).unwrap_or_default()
+fn shown(place: Option<&Origin>) -> String {
+    place.map(Origin::to_string).unwrap_or_default()
 }
 
 /// The keys by which a disk differs that cannot be changed while it is served.
 pub(crate) fn fixed(old: &DiskConfig, new: &DiskConfig) -> Vec<&'static str> {
-    old.differences(new).filter(|key| key.change == Change::Never).map(|key| key.name).collect()
+    old.differences(new).filter(|key| key.change == ChangePolicy::Reject).map(|key| key.name).collect()
 }
 
 /// The same of a disk that was added over the control socket. The file may leave the format open,
@@ -273,12 +273,12 @@ fn fixed_of_running(running: &RunningDisk, new: &DiskConfig) -> Vec<&'static str
 
 /// Refuses a change of a key of the process that cannot change while it runs. `draft` has the
 /// places of the new keys.
-fn check_service(old: &Service, new: &Service, draft: &Draft) -> anyhow::Result<()> {
-    let place = |place: Option<&Place>, key| place.map_or_else(|| format!("daemon: {key}"), Place::to_string);
-    let fixed = old.differences(new).filter(|key| key.change == Change::Never);
-    let mut keys: Vec<_> = fixed.map(|key| place(draft.service.given(key.name), key.name)).collect();
+fn check_service(old: &ProcessSpec, new: &ProcessSpec, draft: &ParsedConfig) -> anyhow::Result<()> {
+    let place = |place: Option<&Origin>, key| place.map_or_else(|| format!("daemon: {key}"), Origin::to_string);
+    let fixed = old.differences(new).filter(|key| key.change == ChangePolicy::Reject);
+    let mut keys: Vec<_> = fixed.map(|key| place(draft.daemon.origin_of_given(key.name), key.name)).collect();
     if old.cluster != new.cluster {
-        keys.push(place(draft.cluster.as_ref().map(Placed::own_place), "[cluster]"));
+        keys.push(place(draft.cluster.as_ref().map(ConfigWithOrigins::own_origin), "[cluster]"));
     }
     ensure!(
         keys.is_empty(),

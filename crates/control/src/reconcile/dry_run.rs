@@ -8,7 +8,7 @@ use std::collections::BTreeSet;
 
 use anyhow::Context as _;
 use serde_json::Value;
-use settings::{Address, Endpoint};
+use settings::{ListenAddress, ListenEndpoint};
 
 use super::{
     Difference, Reconciliation, applied,
@@ -79,7 +79,7 @@ impl Reconciliation<'_> {
     fn look_at_sockets(&self, difference: &Difference) -> anyhow::Result<()> {
         for &index in &difference.new_servers {
             let server = &self.plan.servers[index];
-            let Endpoint::Address(address) = &server.endpoint else { continue };
+            let ListenEndpoint::Address(address) = &server.endpoint else { continue };
             let place = || self.place_of_first(server);
             if let Some(sandbox) = self.registry.sandbox() {
                 sandbox.check_address(address).with_context(place)?;
@@ -87,10 +87,10 @@ impl Reconciliation<'_> {
             listen::check(address, Others::MayHave).with_context(place)?;
         }
         for wanted in &difference.new_exports {
-            if let Way::Own(settings::Door::VhostUserBlk(machine)) = &wanted.way
+            if let Way::Own(settings::ExportTarget::VhostUserBlk(machine)) = &wanted.way
                 && let Some(path) = machine.socket.path().filter(|_| !machine.client)
             {
-                let address = Address::Unix(path.to_owned());
+                let address = ListenAddress::Unix(path.to_owned());
                 if let Some(sandbox) = self.registry.sandbox() {
                     sandbox.check_address(&address).map_err(|error| self.at(wanted, error))?;
                 }

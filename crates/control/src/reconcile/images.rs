@@ -84,7 +84,7 @@ impl Reconciliation<'_> {
     /// Adds the place of the image in the config file. On a command line it is obvious.
     pub(super) fn placed<T>(&self, planned: &PlacedDisk, result: anyhow::Result<T>) -> anyhow::Result<T> {
         match self.is_of_a_file() {
-            true => result.with_context(|| planned.place("image").to_string()),
+            true => result.with_context(|| planned.origin("image").to_string()),
             false => result,
         }
     }
@@ -96,7 +96,7 @@ pub(crate) async fn check_secrets(disk: &PlacedDisk) -> anyhow::Result<()> {
         let SecretSource::File(path) = source else { continue };
         // What is not there is told by whoever reads it.
         let of_call = path.clone();
-        let metadata = reactor::blocking(move || fs::metadata(of_call)).await;
+        let metadata = reactor::run_blocking(move || fs::metadata(of_call)).await;
         let is_file = metadata.map_or(true, |metadata| metadata.is_file());
         ensure!(
             is_file,

@@ -67,7 +67,7 @@ impl Reconciliation<'_> {
                 Ok(Err(error)) => Err(error),
                 Ok(Ok(image)) => self.look_at_image(index, image, (others, &mut files)).await,
             };
-            found.extend(looked.with_context(|| planned.place("image").to_string()).err());
+            found.extend(looked.with_context(|| planned.origin("image").to_string()).err());
         }
         Ok((silent, found))
     }
@@ -78,10 +78,10 @@ impl Reconciliation<'_> {
         others: Others,
         found: &mut Vec<anyhow::Error>,
     ) -> Option<Trial> {
-        let place = || planned.place("image").to_string();
+        let place = || planned.origin("image").to_string();
         if let Some(path) = planned.image.path().filter(|_| !planned.read_only).map(Path::to_owned) {
             let writable = move || if path.exists() { access(&path, AccessFlags::W_OK) } else { Ok(()) };
-            let writable = reactor::blocking(writable).await.map_err(io::Error::from);
+            let writable = reactor::run_blocking(writable).await.map_err(io::Error::from);
             found.extend(writable.context("cannot be written").with_context(place).err());
         }
         if !secrets_are_files(planned).await {
@@ -123,7 +123,7 @@ impl Reconciliation<'_> {
         let group = group.and_then(|group| self.registry.groups.get(group).ok());
         let running = assemble::disk(&looking::alone(planned), group.as_ref(), image)?;
         bitmaps::of_image(&running, &planned.qcow2.bitmaps).await?;
-        for export in self.plan.doors.iter().filter(|export| export.disk == index) {
+        for export in self.plan.exports.iter().filter(|export| export.disk == index) {
             doors::check_size(&running.disk, &export.door)?;
         }
         if self.occasion == Occasion::Start {
@@ -134,7 +134,7 @@ impl Reconciliation<'_> {
         let path = planned.image.path().filter(|_| !planned.force_share && takes_lock);
         if let Some(path) = path.map(Path::to_owned) {
             let read_only = planned.read_only;
-            let in_use = reactor::blocking(move || storage::in_use(&path, read_only)).await;
+            let in_use = reactor::run_blocking(move || storage::find_user(&path, read_only)).await;
             // With handover a start takes no lock: a weir that has it may be about to hand it over.
             let is_in_the_way = |holder: Option<&str>| {
                 others == Others::AreInTheWay && !planned.handover
@@ -157,5 +157,5 @@ async fn secrets_are_files(planned: &PlacedDisk) -> bool {
     let is_special = |path: &Path| fs::metadata(path).is_ok_and(|file| !file.is_file());
     let is_kept =
         move |source: &SecretSource| matches!(source, SecretSource::File(path) if !is_special(path));
-    reactor::blocking(move || sources.iter().all(is_kept)).await
+    reactor::run_blocking(move || sources.iter().all(is_kept)).await
 }

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use policy::throttle::{Refused, Share};
+use policy::throttle::{ThrottleError, NodeShare};
 
 use super::applied::{self, Named};
 
@@ -20,12 +20,12 @@ use super::applied::{self, Named};
 pub(crate) struct Seat {
     pub(crate) node: Node,
     pub(crate) settings: GroupSettings,
-    pub(crate) group: Option<Arc<Group>>,
+    pub(crate) group: Option<Arc<ThrottleGroup>>,
 }
 
 #[derive(Clone)]
 pub(crate) enum Node {
-    Group(Arc<Group>),
+    Group(Arc<ThrottleGroup>),
     Disk(Arc<Disk>),
 }
 
@@ -53,16 +53,16 @@ impl Seat {
     ///
     /// # Errors
     /// Why it cannot be; then it is as it was.
-    pub(crate) fn take(&self) -> Result<(), Refused> {
+    pub(crate) fn take(&self) -> Result<(), ThrottleError> {
         let GroupSettings { limits, share, watermark } = self.settings;
         match &self.node {
             // What is lent of a cluster's limits changes meanwhile, and is not a seat's.
-            Node::Group(group) if group.lent().is_some() => {
+            Node::Group(group) if group.quota_lease().is_some() => {
                 group.set(GroupSettings { limits: group.settings().limits, ..self.settings })
             }
             Node::Group(group) => group.set(self.settings),
             Node::Disk(disk) => {
-                disk.throttle().place(DiskSettings { limits, share, watermark }, self.group.as_ref())
+                disk.throttle().configure_and_move(DiskSettings { limits, share, watermark }, self.group.as_ref())
             }
         }
     }
@@ -81,7 +81,7 @@ impl Seat {
     }
 }
 
-pub(crate) fn promising_nothing(share: Share) -> Share {
+pub(crate) fn promising_nothing(share: NodeShare) -> NodeShare {
     share.with_reservation(0, 0)
 }
 

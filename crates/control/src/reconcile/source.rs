@@ -3,8 +3,8 @@
 
 use std::{path::Path, time::Duration};
 
-use settings::{Address, Endpoint};
-use storage::Passed;
+use settings::{ListenAddress, ListenEndpoint};
+use storage::PassedFiles;
 
 use crate::{
     listen::{Inherited, Listener},
@@ -15,7 +15,7 @@ use crate::{
 /// What an old process hands over. The defaults are those of [`Fresh`].
 pub trait Source {
     /// Files of images that are open already.
-    fn passed(&self) -> Option<&Passed> {
+    fn passed(&self) -> Option<&PassedFiles> {
         None
     }
 
@@ -26,12 +26,12 @@ pub trait Source {
     }
 
     /// True if sockets of this endpoint are handed over.
-    fn has_server(&self, _endpoint: &Endpoint) -> bool {
+    fn has_server(&self, _endpoint: &ListenEndpoint) -> bool {
         false
     }
 
     /// Sockets of an NBD server, each time once; `None` if they are to be bound.
-    fn listeners(&mut self, _endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+    fn listeners(&mut self, _endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<Listener>>> {
         Ok(None)
     }
 
@@ -41,7 +41,7 @@ pub trait Source {
     }
 
     /// Sockets of an HTTP service, `metrics` or `http`; `None` if they are to be bound.
-    fn told(&mut self, _what: &str, _address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
+    fn told(&mut self, _what: &str, _address: &ListenAddress) -> anyhow::Result<Option<Vec<Listener>>> {
         Ok(None)
     }
 

@@ -4,8 +4,8 @@ use std::{path::Path, rc::Rc};
 
 use image::open_raw;
 use serde_json::Value;
-use settings::{Plan, config};
-use storage::{OpenOptions, rate::Budgets};
+use settings::{DesiredState, config};
+use storage::{OpenOptions, rate::RateBudgets};
 
 use super::{Difference, Occasion, Reconciliation, source::Fresh};
 use crate::{listen::Others, registry::Registry};
@@ -14,19 +14,19 @@ const DISKS: &str = "[group.g]\niops-total = 1000\n\
     [disk.a]\nimage = \"memory:1M\"\ngroup = \"g\"\n[disk.b]\nimage = \"memory:2M\"\n";
 
 /// The plan of a config file. Its server would listen on a socket that the tests never bind.
-fn plan(text: &str) -> Plan {
+fn plan(text: &str) -> DesiredState {
     let text = format!("[daemon]\nnbd = \"fd:never-bound\"\n{text}");
     let draft = config::parse("weir.toml", &text, Path::new("/")).expect("a config");
-    let mut plan = Plan::new(draft, 1).expect("a plan");
+    let mut plan = DesiredState::new(draft, 1).expect("a plan");
     plan.servers.clear();
     plan
 }
 
-fn work<'a>(occasion: Occasion, registry: &'a Rc<Registry>, plan: &'a Plan) -> Reconciliation<'a> {
-    Reconciliation::new(occasion, registry, plan, None, Budgets::default())
+fn work<'a>(occasion: Occasion, registry: &'a Rc<Registry>, plan: &'a DesiredState) -> Reconciliation<'a> {
+    Reconciliation::new(occasion, registry, plan, None, RateBudgets::default())
 }
 
-async fn start(registry: &Rc<Registry>, plan: &Plan) {
+async fn start(registry: &Rc<Registry>, plan: &DesiredState) {
     let (difference, late) = Difference::from_empty(registry, plan, |_| false).await.expect("new names");
     assert!(late.new_disks.is_empty() && late.new_exports.is_empty());
     let mut work = work(Occasion::Start, registry, plan);
@@ -35,7 +35,7 @@ async fn start(registry: &Rc<Registry>, plan: &Plan) {
 }
 
 /// What a reload from one plan to the other reports, or why it is refused.
-async fn reload(registry: &Rc<Registry>, [before, after]: [&Plan; 2]) -> Result<Vec<Value>, String> {
+async fn reload(registry: &Rc<Registry>, [before, after]: [&DesiredState; 2]) -> Result<Vec<Value>, String> {
     let difference =
         Difference::of(registry, Some(before), after).await.map_err(|error| format!("{error:#}"))?;
     let mut work = work(Occasion::Reload, registry, after);

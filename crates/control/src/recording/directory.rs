@@ -22,14 +22,14 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use block::recorder::Finished;
+use block::recorder::RequestRecord;
 use console::figures::date;
 use policy::time::Instant;
 use rustix::{
     fs::{FlockOperation, flock},
     io::Errno,
 };
-use settings::Record;
+use settings::RecordingConfig;
 
 use super::{
     engine::Output,
@@ -60,7 +60,7 @@ struct Stopped {
 }
 
 pub(super) struct Directory {
-    record: Record,
+    record: RecordingConfig,
     /// The file that is written, and its path.
     current: Option<(Sink, PathBuf)>,
     /// Its device and inode.
@@ -82,7 +82,7 @@ pub(super) struct Directory {
 }
 
 impl Directory {
-    pub(super) fn new(record: Record) -> Self {
+    pub(super) fn new(record: RecordingConfig) -> Self {
         let progress = Arc::default();
         // At once, a look at what is there from before.
         let ended = BTreeMap::new();
@@ -289,7 +289,7 @@ impl Directory {
 }
 
 impl Output for Directory {
-    fn take(&mut self, finished: &Finished, named: &Named, limits: &LimitsByOwner) {
+    fn take(&mut self, finished: &RequestRecord, named: &Named, limits: &LimitsByOwner) {
         match self.sink(limits) {
             Some(sink) => sink.take(finished, named),
             None => self.lose(finished.requests.max(1).into()),

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use block::recorder::Operation;
+use block::recorder::DiskOperation;
 use policy::time::Instant;
 use tempfile::TempDir;
 
@@ -18,7 +18,7 @@ struct World {
 impl World {
     fn new(place: TempDir) -> Self {
         let record =
-            Record { keep: Duration::from_secs(7200), limit: 16 << 20, ..Record::at(place.path().into()) };
+            RecordingConfig { keep: Duration::from_secs(7200), limit: 16 << 20, ..RecordingConfig::new(place.path().into()) };
         let (directory, named) = (Directory::new(record), Named::alone(0, "vm1"));
         Self { directory, place, named, limits: LimitsByOwner::new() }
     }
@@ -43,18 +43,18 @@ impl World {
     }
 }
 
-fn read() -> Finished {
+fn read() -> RequestRecord {
     let now = Instant::ZERO;
-    Finished {
+    RequestRecord {
         disk: 0,
-        operation: Operation::Read,
+        operation: DiskOperation::Read,
         offset: 0,
         length: 4096,
         requests: 1,
         has_failed: false,
         arrived: now,
         admitted: now,
-        held: None,
+        throttle_cause: None,
         ended: now,
     }
 }

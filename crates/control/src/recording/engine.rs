@@ -8,7 +8,7 @@ use std::{
     time::Duration,
 };
 
-use block::recorder::{Collector, Finished};
+use block::recorder::{Collector, RequestRecord};
 use policy::time::Instant;
 
 use super::{
@@ -35,7 +35,7 @@ pub(super) type Ended = async_channel::Sender<Infallible>;
 pub(super) trait Output: Send {
     /// A request of a disk that it is of. `limits` are those in force, with which a new file
     /// begins.
-    fn take(&mut self, finished: &Finished, named: &Named, limits: &LimitsByOwner);
+    fn take(&mut self, finished: &RequestRecord, named: &Named, limits: &LimitsByOwner);
 
     /// Limits of a disk or group that are in force from an instant on. Called for each disk of the
     /// recording and each group above it at first, and then for each change.
@@ -216,7 +216,7 @@ impl Work {
 
     fn take(&mut self) {
         let Self { collector, disks, sinks, .. } = self;
-        let have_lost = collector.take(|finished: &Finished| {
+        let have_lost = collector.take(|finished: &RequestRecord| {
             let Some(Some((named, of))) = disks.get(finished.disk as usize) else { return };
             for sink in sinks.iter_mut().filter(|sink| of.contains(&sink.id)) {
                 sink.output.take(finished, named, &sink.limits);
@@ -260,7 +260,7 @@ mod tests {
     struct Nothing;
 
     impl Output for Nothing {
-        fn take(&mut self, _: &Finished, _: &Named, _: &LimitsByOwner) {}
+        fn take(&mut self, _: &RequestRecord, _: &Named, _: &LimitsByOwner) {}
         fn turn(&mut self, _: u64) {}
         fn end(&mut self) {}
         fn has_ended(&mut self) -> bool {
@@ -273,7 +273,7 @@ mod tests {
     struct Kept(Arc<Mutex<Vec<(u64, LimitsInForce)>>>);
 
     impl Output for Kept {
-        fn take(&mut self, _: &Finished, _: &Named, _: &LimitsByOwner) {}
+        fn take(&mut self, _: &RequestRecord, _: &Named, _: &LimitsByOwner) {}
         fn limits(&mut self, limits: &LimitsInForce, at: Instant) {
             self.0.lock().unwrap().push((at.as_nanos() / 1_000_000, limits.clone()));
         }

@@ -2,7 +2,7 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use block::{disk::Disk, layer::throttle::Group};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use policy::{throttle::Limits, watermark::Watermark};
 use recording::{LimitChange, LimitOwner};
 
@@ -36,7 +36,7 @@ impl LimitsInForce {
     }
 
     /// A group's own limits.
-    pub(super) fn of_group(group: &Group) -> Self {
+    pub(super) fn of_group(group: &ThrottleGroup) -> Self {
         let settings = group.settings();
         Self {
             owner: LimitOwner::Group,

@@ -2,8 +2,8 @@
 
 use std::{collections::HashMap, sync::Arc};
 
-use block::{disk::Disk, recorder::Lost};
-use policy::throttle::{Held, LimitKind, MAX_LEVELS, Part, Setting};
+use block::{disk::Disk, recorder::DroppedRecords};
+use policy::throttle::{LevelCause, LimitKind, MAX_LEVELS, LimitPart, LimitSetting};
 
 use super::limits::LimitsInForce;
 
@@ -19,7 +19,7 @@ pub(super) struct Named {
     /// Its own limits, and those of its groups.
     pub(super) in_force: Vec<LimitsInForce>,
     /// Its requests that nobody was told of.
-    pub(super) lost: Arc<Lost>,
+    pub(super) lost: Arc<DroppedRecords>,
 }
 
 impl Named {
@@ -32,7 +32,7 @@ impl Named {
 
     /// The number of a limit's name and the name, such as `iops-total`, or `bps-read@gold` of a
     /// group.
-    pub(super) fn limit(&self, held: Held) -> Option<(u32, &Arc<str>)> {
+    pub(super) fn limit(&self, held: LevelCause) -> Option<(u32, &Arc<str>)> {
         let (number, name) = self.limits.get(held.level * LimitKind::ALL.len() + held.kind.index())?;
         Some((*number, name))
     }
@@ -63,11 +63,11 @@ impl Numbers {
         let of_groups = above.iter().map(|group| LimitsInForce::of_group(group));
         let in_force = std::iter::once(LimitsInForce::of_disk(disk)).chain(of_groups).collect();
         let kinds =
-            |at: &str| LimitKind::ALL.map(|kind| format!("{}{at}", Setting::Limit(kind, Part::Rate).name()));
+            |at: &str| LimitKind::ALL.map(|kind| format!("{}{at}", LimitSetting::Limit(kind, LimitPart::Rate).name()));
         let names = kinds("").into_iter().chain(groups.iter().flat_map(|group| kinds(&format!("@{group}"))));
         let limits = names.map(|name| number(&mut self.limits, name.into())).collect();
         let (number, name) = number(&mut self.disks, Arc::clone(disk.name()));
-        Named { number, name, groups, limits, in_force, lost: Arc::clone(disk.recorded().lost()) }
+        Named { number, name, groups, limits, in_force, lost: Arc::clone(disk.recording().dropped()) }
     }
 }
 

@@ -12,8 +12,8 @@ use std::{
     sync::{Arc, Mutex, MutexGuard, PoisonError},
 };
 
-use ::recording::{Op, Past};
-use block::recorder::{Finished, Operation};
+use ::recording::{RequestOp, CompletedRequest};
+use block::recorder::{RequestRecord, DiskOperation};
 use policy::time::{Duration, Instant};
 
 use super::{engine::Output, limits::LimitsByOwner, names::Named};
@@ -36,7 +36,7 @@ struct Kept {
     length: u32,
     /// A client's that were merged: a limit counts each.
     requests: u16,
-    operation: Operation,
+    operation: DiskOperation,
 }
 
 type Chunk = Arc<[Kept]>;
@@ -63,7 +63,7 @@ impl Recent {
 
     /// What these disks were asked of late, `most` requests in all, the latest; from an instant on
     /// from which all of them is known.
-    pub fn tell(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<Past>>) {
+    pub fn tell(&self, disks: &[Arc<str>], now: Instant, most: usize) -> (Instant, Vec<Vec<CompletedRequest>>) {
         // Only what is shared is taken under the lock: it is copied once that is free again.
         let (lost, kept): (_, Vec<_>) = {
             let all = self.all();
@@ -109,8 +109,8 @@ fn first_of_latest(mut arrivals: Vec<(Instant, u16)>, most: usize) -> Option<Ins
 }
 
 impl Kept {
-    fn of(finished: &Finished) -> Self {
-        let &Finished { arrived, admitted, ended, length, requests, operation, .. } = finished;
+    fn of(finished: &RequestRecord) -> Self {
+        let &RequestRecord { arrived, admitted, ended, length, requests, operation, .. } = finished;
         let requests = u16::try_from(requests.max(1)).unwrap_or(u16::MAX);
         let (wait_ns, service_ns) = (admitted.nanos_since(arrived), ended.nanos_since(admitted));
         Self {
@@ -125,15 +125,15 @@ impl Kept {
     }
 
     /// Each that was merged came by itself and was answered with the others.
-    fn past(&self) -> impl Iterator<Item = Past> {
+    fn past(&self) -> impl Iterator<Item = CompletedRequest> {
         let op = match self.operation {
-            Operation::Read => Op::Read,
-            Operation::Write => Op::Write,
-            Operation::WriteZeroes => Op::WriteZeroes,
-            Operation::Flush => Op::Flush,
-            Operation::Discard => Op::Discard,
+            DiskOperation::Read => RequestOp::Read,
+            DiskOperation::Write => RequestOp::Write,
+            DiskOperation::WriteZeroes => RequestOp::WriteZeroes,
+            DiskOperation::Flush => RequestOp::Flush,
+            DiskOperation::Discard => RequestOp::Discard,
         };
-        let past = Past {
+        let past = CompletedRequest {
             arrived_ns: self.arrived.as_nanos(),
             wait_ns: self.wait_ns,
             service_ns: self.service_ns.into(),
@@ -235,7 +235,7 @@ impl Keeping {
 }
 
 impl Output for Keeping {
-    fn take(&mut self, finished: &Finished, named: &Named, _: &LimitsByOwner) {
+    fn take(&mut self, finished: &RequestRecord, named: &Named, _: &LimitsByOwner) {
         if !finished.has_failed {
             self.new.push((Arc::clone(&named.name), Kept::of(finished)));
         }
@@ -262,17 +262,17 @@ mod tests {
         Instant::from_nanos(ms * 1_000_000)
     }
 
-    fn read(ms: u64) -> Finished {
-        Finished {
+    fn read(ms: u64) -> RequestRecord {
+        RequestRecord {
             disk: 0,
-            operation: Operation::Read,
+            operation: DiskOperation::Read,
             offset: 0,
             length: 4096,
             requests: 1,
             has_failed: false,
             arrived: at(ms),
             admitted: at(ms + 1),
-            held: None,
+            throttle_cause: None,
             ended: at(ms + 3),
         }
     }
@@ -289,16 +289,16 @@ mod tests {
         for ms in 1..=600 {
             keeping.take(&read(ms), if ms % 3 == 0 { &b } else { &a }, &LimitsByOwner::new());
         }
-        keeping.take(&Finished { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
+        keeping.take(&RequestRecord { has_failed: true, ..read(601) }, &a, &LimitsByOwner::new());
         keeping.turn_at(0, at(700));
         let (since, past) = recent.tell(&["a".into(), "b".into(), "c".into()], at(700), 1000);
         assert_eq!((since, [past[0].len(), past[1].len(), past[2].len()]), (at(0), [400, 200, 0]));
-        let first = Past {
+        let first = CompletedRequest {
             arrived_ns: 1_000_000,
             wait_ns: 1_000_000,
             service_ns: 2_000_000,
             length: 4096,
-            op: Op::Read,
+            op: RequestOp::Read,
         };
         assert_eq!(past[0][0], first);
         // The latest, of all of them.
@@ -311,7 +311,7 @@ mod tests {
         let (recent, mut keeping) = keeping();
         let a = Named::alone(0, "a");
         for ms in 1..=100 {
-            keeping.take(&Finished { length: 8 * 4096, requests: 8, ..read(ms) }, &a, &LimitsByOwner::new());
+            keeping.take(&RequestRecord { length: 8 * 4096, requests: 8, ..read(ms) }, &a, &LimitsByOwner::new());
         }
         keeping.turn_at(0, at(200));
         let (since, past) = recent.tell(&["a".into()], at(200), 10_000);

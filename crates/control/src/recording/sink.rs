@@ -14,10 +14,10 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::recorder::{Finished, Operation};
+use block::recorder::{RequestRecord, DiskOperation};
 use nix::fcntl::{FcntlArg, OFlag, fcntl};
 use policy::time::{Duration, Instant};
-use recording::{Entry, LimitChange, Op, Times, Writer};
+use recording::{RecordingEntry, LimitChange, RequestOp, RecordedTimes, RecordingWriter};
 
 use super::{
     engine::Output,
@@ -80,7 +80,7 @@ impl Progress {
 }
 
 pub(super) struct Sink {
-    writer: Writer<Behind>,
+    writer: RecordingWriter<Behind>,
     began: Instant,
     block_began: Instant,
     ends_by: Option<Instant>,
@@ -101,7 +101,7 @@ impl Sink {
         fcntl(&file, FcntlArg::F_SETFL(flags | OFlag::O_NONBLOCK))?;
         let clock_ns = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_nanos();
         let behind = Behind { file: file.into(), waiting: VecDeque::new(), written: 0, whole: 0 };
-        let writer = Writer::new(behind, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
+        let writer = RecordingWriter::new(behind, u64::try_from(clock_ns).unwrap_or(u64::MAX))?;
         let (ends_by, error) = (None, None);
         Ok(Self {
             writer,
@@ -133,13 +133,13 @@ impl Sink {
 
     /// That the file has.
     pub(super) fn bytes(&self) -> u64 {
-        self.writer.out().written
+        self.writer.output().written
     }
 
     /// Removes from a regular file what has come into it since all was written that there was: part
     /// of a block, which would end it for whoever reads it.
     pub(super) fn back_to_whole_blocks(&self) -> io::Result<()> {
-        let Behind { file, whole, .. } = self.writer.out();
+        let Behind { file, whole, .. } = self.writer.output();
         file.set_len(*whole)
     }
 
@@ -151,24 +151,24 @@ impl Sink {
 
     /// Has the file tell it.
     pub(super) fn tell_lost(&mut self, requests: u64) {
-        self.writer.lose(requests);
+        self.writer.add_lost(requests);
     }
 
-    pub(super) fn take(&mut self, finished: &Finished, named: &Named) {
+    pub(super) fn take(&mut self, finished: &RequestRecord, named: &Named) {
         let parts = u64::from(finished.requests.max(1));
-        if self.error.is_some() || self.writer.out().waiting.len() > MOST_BEHIND {
+        if self.error.is_some() || self.writer.output().waiting.len() > MOST_BEHIND {
             return self.lose(parts);
         }
         let nanos = |from: Instant, to: Instant| to.nanos_since(from);
-        let limit = finished.held.and_then(|held| named.limit(held));
+        let limit = finished.throttle_cause.and_then(|held| named.limit(held));
         let length = finished.length / parts;
-        let times = Times {
+        let times = RecordedTimes {
             wait_ns: nanos(finished.arrived, finished.admitted),
             service_ns: nanos(finished.admitted, finished.ended),
         };
         for part in 0..parts {
             let offset = finished.offset + part * length;
-            let entry = Entry {
+            let entry = RecordingEntry {
                 arrival_ns: nanos(self.began, finished.arrived),
                 times: Some(times),
                 offset,
@@ -194,7 +194,7 @@ impl Sink {
 
     /// Hands the writer the limits that it does not have, if there is room for them.
     fn write_limits(&mut self) {
-        if self.error.is_some() || self.writer.out().waiting.len() > MOST_BEHIND {
+        if self.error.is_some() || self.writer.output().waiting.len() > MOST_BEHIND {
             return;
         }
         for (_, change) in std::mem::take(&mut self.withheld) {
@@ -206,7 +206,7 @@ impl Sink {
     /// Makes a block of what there is.
     pub(super) fn cut(&mut self) {
         self.block_began = reactor::real_time();
-        let written = self.writer.cut();
+        let written = self.writer.end_block();
         self.note(written);
     }
 
@@ -218,13 +218,13 @@ impl Sink {
             self.cut();
         }
         if self.error.is_none() {
-            let written = self.writer.out_mut().catch_up(&self.progress);
+            let written = self.writer.output_mut().catch_up(&self.progress);
             self.note(written);
         }
-        if self.writer.is_cut() && self.writer.out().waiting.is_empty() && self.error.is_none() {
+        if self.writer.is_block_empty() && self.writer.output().waiting.is_empty() && self.error.is_none() {
             self.is_empty &= self.unwritten == 0;
             self.unwritten = 0;
-            let behind = self.writer.out_mut();
+            let behind = self.writer.output_mut();
             behind.whole = behind.written;
         }
     }
@@ -238,7 +238,7 @@ impl Sink {
 
 /// Of a recording that somebody reads while it is made.
 impl Output for Sink {
-    fn take(&mut self, finished: &Finished, named: &Named, _: &LimitsByOwner) {
+    fn take(&mut self, finished: &RequestRecord, named: &Named, _: &LimitsByOwner) {
         self.take(finished, named);
     }
 
@@ -259,7 +259,7 @@ impl Output for Sink {
     }
 
     fn has_ended(&mut self) -> bool {
-        let is_whole = self.writer.out().waiting.is_empty();
+        let is_whole = self.writer.output().waiting.is_empty();
         if !is_whole && self.ends_by.is_some_and(|by| reactor::real_time() >= by) {
             self.note(Err(io::Error::other("its reader has not taken all of it")));
         }
@@ -310,13 +310,13 @@ impl Write for Behind {
     }
 }
 
-fn op(operation: Operation) -> Op {
+fn op(operation: DiskOperation) -> RequestOp {
     match operation {
-        Operation::Read => Op::Read,
-        Operation::Write => Op::Write,
-        Operation::WriteZeroes => Op::WriteZeroes,
-        Operation::Flush => Op::Flush,
-        Operation::Discard => Op::Discard,
+        DiskOperation::Read => RequestOp::Read,
+        DiskOperation::Write => RequestOp::Write,
+        DiskOperation::WriteZeroes => RequestOp::WriteZeroes,
+        DiskOperation::Flush => RequestOp::Flush,
+        DiskOperation::Discard => RequestOp::Discard,
     }
 }
 
@@ -325,7 +325,7 @@ impl Sink {
     /// Has the file take half of what it is given, and no more.
     pub(super) fn tear(&mut self) {
         self.cut();
-        let behind = self.writer.out_mut();
+        let behind = self.writer.output_mut();
         let half = behind.waiting.len() / 2;
         assert!(half > 0, "there is a block to be written");
         let part: Vec<u8> = behind.waiting.drain(..half).collect();
@@ -355,16 +355,16 @@ mod tests {
             place = place.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             let at = |nanos: u64| Instant::from_nanos(asked * 1000 + nanos % 1_000_000);
             sink.take(
-                &Finished {
+                &RequestRecord {
                     disk: 0,
-                    operation: Operation::Read,
+                    operation: DiskOperation::Read,
                     offset: place >> 20 << 9,
                     length: 512,
                     requests: 1,
                     has_failed: false,
                     arrived: at(0),
                     admitted: at(place >> 44),
-                    held: None,
+                    throttle_cause: None,
                     ended: at(1_000_000 + (place >> 30)),
                 },
                 &named,
@@ -374,7 +374,7 @@ mod tests {
                 Output::turn(&mut sink, 0);
             }
         }
-        assert!(sink.writer.out().waiting.capacity() < 3 * MOST_BEHIND);
+        assert!(sink.writer.output().waiting.capacity() < 3 * MOST_BEHIND);
         assert_eq!(progress.requests() + progress.lost(), asked);
         // Read in the end, what was kept is all there.
         let read = thread::spawn(move || File::from(reader).read_to_end(&mut Vec::new()).unwrap());

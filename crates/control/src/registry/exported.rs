@@ -87,7 +87,7 @@ impl Registry {
         if self.exports.has_id(&new.id) {
             return Err(Refused::IdTaken(new.id));
         }
-        let export = nbd::Export {
+        let export = nbd::NbdServerExport {
             name: new.name.as_str().into(),
             description: new.description.as_str().into(),
             disk: Arc::clone(&disk.disk),
@@ -120,7 +120,7 @@ impl Registry {
         id: String,
         disk: Rc<RunningDisk>,
         read_only: bool,
-        door: &settings::Door,
+        door: &settings::ExportTarget,
         taken: Option<Taken>,
     ) -> anyhow::Result<String> {
         if self.exports.has_id(&id) {
@@ -129,7 +129,7 @@ impl Registry {
         if taken.is_none() {
             self.exports.check_socket(door)?;
         }
-        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door))?;
+        self.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door))?;
         let DoorTerms { workers, access, inherited, .. } = self.exports.door_terms()?;
         let read_only = read_only || door.read_only() || disk.disk.image().is_read_only();
         // What another has is not served before it gives it up.
@@ -139,7 +139,7 @@ impl Registry {
         let terms =
             doors::Terms { id: &id, disk: &disk, read_only, access, inherited, workers, events, taken };
         let entrance = doors::open(door, &terms).await.map_err(|error| match (self.sandbox(), door) {
-            (Some(sandbox), settings::Door::VhostUserBlk(machine)) if !machine.client => {
+            (Some(sandbox), settings::ExportTarget::VhostUserBlk(machine)) if !machine.client => {
                 // Of a socket that cannot be made, that is why.
                 machine.socket.path().and_then(|path| sandbox.check_socket(path).err()).unwrap_or(error)
             }
@@ -323,7 +323,7 @@ impl Registry {
     ) -> Result<(), Refused> {
         let exports = self.exports.of_disk(name);
         let data = Arc::clone(&self.disks.get(name)?.disk);
-        data.unless_silent(self.remove_exports(&exports, removal)).await?;
+        data.run_unless_unresponsive(self.remove_exports(&exports, removal)).await?;
         drop((exports, data));
         self.remove_disk(name).await
     }

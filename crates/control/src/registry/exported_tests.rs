@@ -2,9 +2,9 @@
 
 use std::{rc::Rc, sync::Arc};
 
-use export::nbd::{Removal, Server, Terms};
-use policy::access::Access;
-use settings::Endpoint;
+use export::nbd::{Removal, NbdServer, NbdServerTerms};
+use policy::access::AccessRules;
+use settings::ListenEndpoint;
 
 use super::{NewExport, Refused, Registry, RunningDisk};
 use crate::serving::Serving;
@@ -18,7 +18,7 @@ fn export(id: &str, disk: &str) -> NewExport {
         id: id.to_owned(),
         name: id.to_owned(),
         description: String::new(),
-        access: Access::default(),
+        access: AccessRules::default(),
         disk: disk.to_owned(),
         read_only: false,
         bitmaps: Arc::default(),
@@ -30,17 +30,17 @@ fn a_refused_removal_puts_back_only_the_exports_that_it_removed() {
     reactor::sim::run(1, async {
         let registry = Registry::new(None, Rc::new(|_| ()));
         add_disk(&registry, "d");
-        let server = Server::new(None, Terms::default());
-        let serving = Serving::new(server, Endpoint::Inherited, Vec::new(), &Rc::default());
+        let server = NbdServer::new(None, NbdServerTerms::default());
+        let serving = Serving::new(server, ListenEndpoint::Inherited, Vec::new(), &Rc::default());
         // Removed in this order.
         for id in ["1-ending", "2-in-service", "3-gone"] {
             registry.add_export(&serving, export(id, "d")).expect("a new id");
         }
         let exports = registry.exports.of_disk("d");
         // Its end is not awaited, as while a request of its last client is in flight.
-        let _ending = registry.removal("1-ending", Removal::Safe).expect("it has no clients");
-        registry.removal("3-gone", Removal::Safe).expect("it has no clients").await;
-        let refused = registry.remove_exports(&exports, Removal::Safe).await;
+        let _ending = registry.removal("1-ending", Removal::IfUnused).expect("it has no clients");
+        registry.removal("3-gone", Removal::IfUnused).expect("it has no clients").await;
+        let refused = registry.remove_exports(&exports, Removal::IfUnused).await;
         assert!(matches!(refused, Err(Refused::NoExport(id)) if id == "3-gone"));
         let is_ending = |id| registry.exports.get(id).is_ok_and(|export| export.is_ending());
         assert!(is_ending("1-ending"), "it was removed before");

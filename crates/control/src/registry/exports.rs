@@ -9,8 +9,8 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use export::nbd;
-use reactor::Worker;
-use settings::{Endpoint, SocketAccess, Tls};
+use reactor::ReactorWorker;
+use settings::{ListenEndpoint, SocketAccess, TlsConfig};
 
 use super::{ByName, Refused};
 use crate::{
@@ -23,15 +23,15 @@ use crate::{
 
 /// What doors and servers that are added later are made with.
 pub(crate) struct DoorTerms {
-    pub(crate) workers: Rc<Vec<Worker>>,
+    pub(crate) workers: Rc<Vec<ReactorWorker>>,
     /// Who may connect to sockets.
     pub(crate) access: SocketAccess,
     /// Of servers that are added later.
-    pub(crate) nbd: nbd::Terms,
+    pub(crate) nbd: nbd::NbdServerTerms,
     /// Sockets that were passed to the daemon.
     pub(crate) inherited: RefCell<Inherited>,
     /// When the daemon's own servers encrypt.
-    pub(crate) tls: Tls,
+    pub(crate) tls: TlsConfig,
 }
 
 /// All exports and NBD servers of a daemon.
@@ -43,10 +43,10 @@ pub struct Exports {
     /// The export whose endpoint is this path, for endpoints of one export alone.
     endpoints: RefCell<BTreeMap<PathBuf, String>>,
     /// Endpoints that open once the old process has released them, by the ids of their exports.
-    pub awaited: RefCell<BTreeMap<String, settings::Door>>,
+    pub awaited: RefCell<BTreeMap<String, settings::ExportTarget>>,
     servers: RefCell<Vec<Rc<Serving>>>,
     /// The first server of each endpoint.
-    servers_at: RefCell<HashMap<Endpoint, Rc<Serving>>>,
+    servers_at: RefCell<HashMap<ListenEndpoint, Rc<Serving>>>,
     /// What own doors are made with: see [`Exports::let_doors`].
     door_terms: OnceCell<DoorTerms>,
 }
@@ -72,7 +72,7 @@ impl Exports {
     }
 
     /// The server of an endpoint.
-    pub(crate) fn server_at(&self, endpoint: &Endpoint) -> Option<Rc<Serving>> {
+    pub(crate) fn server_at(&self, endpoint: &ListenEndpoint) -> Option<Rc<Serving>> {
         self.servers_at.borrow().get(endpoint).cloned()
     }
 
@@ -167,11 +167,11 @@ impl Exports {
     /// Where the queues of own doors run from now on, and who may connect to their sockets.
     pub fn let_doors(
         &self,
-        workers: &Rc<Vec<Worker>>,
+        workers: &Rc<Vec<ReactorWorker>>,
         access: &SocketAccess,
-        nbd: nbd::Terms,
+        nbd: nbd::NbdServerTerms,
         inherited: Inherited,
-        tls: &Tls,
+        tls: &TlsConfig,
     ) {
         let (workers, access, tls) = (Rc::clone(workers), access.clone(), tls.clone());
         let inherited = RefCell::new(inherited);
@@ -187,7 +187,7 @@ impl Exports {
     }
 
     /// Only this daemon knows that it is the one who listens there.
-    pub(super) fn check_socket(&self, door: &settings::Door) -> anyhow::Result<()> {
+    pub(super) fn check_socket(&self, door: &settings::ExportTarget) -> anyhow::Result<()> {
         let Some(wanted) = door.path().and_then(|path| path::absolute(path).ok()) else { return Ok(()) };
         let there = self.endpoints.borrow().get(&wanted).and_then(|id| self.listed.get(id));
         match there.filter(|export| !export.is_ending()) {

@@ -6,7 +6,7 @@ use std::{
     sync::Arc,
 };
 
-use block::layer::throttle::Group;
+use block::layer::throttle::ThrottleGroup;
 
 use super::{ByName, Refused};
 use crate::left_out::LeftOut;
@@ -14,7 +14,7 @@ use crate::left_out::LeftOut;
 /// All groups of a daemon.
 #[derive(Default)]
 pub struct Groups {
-    listed: ByName<Arc<Group>>,
+    listed: ByName<Arc<ThrottleGroup>>,
     /// Those that clients of the control socket have added: no config has them.
     pub(crate) added: RefCell<BTreeSet<String>>,
     /// Unmet reservations, by the name of their disk or group.
@@ -22,7 +22,7 @@ pub struct Groups {
 }
 
 impl Groups {
-    pub(super) fn insert(&self, group: &Arc<Group>) {
+    pub(super) fn insert(&self, group: &Arc<ThrottleGroup>) {
         self.listed.insert(group.name().to_owned(), Arc::clone(group));
     }
 
@@ -31,7 +31,7 @@ impl Groups {
         self.added.borrow_mut().remove(name);
     }
 
-    pub(super) fn find(&self, name: &str) -> Option<Arc<Group>> {
+    pub(super) fn find(&self, name: &str) -> Option<Arc<ThrottleGroup>> {
         self.listed.get(name)
     }
 
@@ -40,7 +40,7 @@ impl Groups {
     }
 
     /// All groups, by name.
-    pub fn all(&self) -> Vec<Arc<Group>> {
+    pub fn all(&self) -> Vec<Arc<ThrottleGroup>> {
         self.listed.all()
     }
 
@@ -48,7 +48,7 @@ impl Groups {
     ///
     /// # Errors
     /// There is none.
-    pub fn get(&self, name: &str) -> Result<Arc<Group>, Refused> {
+    pub fn get(&self, name: &str) -> Result<Arc<ThrottleGroup>, Refused> {
         self.listed.get(name).ok_or_else(|| Refused::NoGroup(name.to_owned()))
     }
 }

@@ -48,7 +48,7 @@ impl Registry {
     ) -> OpenError {
         let Some(locked) = &error.locked else { return error };
         let has_it = |image: &Image| {
-            image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.what == **locked)
+            image.layers().iter().flat_map(|layer| &layer.files).any(|file| *file.key == **locked)
         };
         let running = self.disks.all();
         let listed = running.iter().find(|running| has_it(running.disk.image()));

@@ -61,7 +61,7 @@ impl Lifecycle {
     pub(crate) fn close_control(&self, is_closed: bool) {
         self.is_control_closed.set(is_closed);
         if is_closed {
-            self.control.borrow().iter().for_each(|(_, socket)| op::interrupt(socket));
+            self.control.borrow().iter().for_each(|(_, socket)| op::cancel_all_on(socket));
         }
     }
 

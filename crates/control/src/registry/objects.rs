@@ -7,8 +7,8 @@
 use std::{cell::RefCell, collections::BTreeMap};
 
 use image::secret::{LONGEST_SECRET, Secret};
-use policy::access::Names;
-use reactor::memory::Budget;
+use policy::access::NameRules;
+use reactor::memory::MemoryBudget;
 
 use super::Refused;
 use crate::fdsets::Sets;
@@ -27,7 +27,7 @@ const MOST_BYTES: usize = LONGEST_SECRET;
 pub(crate) enum NamedObject {
     Secret(Secret),
     Credentials(tls::TlsServer),
-    Names(Names),
+    Names(NameRules),
 }
 
 impl NamedObject {
@@ -36,7 +36,7 @@ impl NamedObject {
         match self {
             Self::Secret(secret) => secret.expose().len(),
             Self::Credentials(_) => BYTES_OF_CREDENTIALS as usize,
-            Self::Names(Names { rules, .. }) => {
+            Self::Names(NameRules { rules, .. }) => {
                 rules.iter().map(|rule| size_of_val(rule) + rule.pattern.len()).sum()
             }
         }
@@ -52,7 +52,7 @@ struct KeptObject {
 impl Drop for KeptObject {
     fn drop(&mut self) {
         // Less is never refused.
-        let _ = Budget::process().reserve("objects", self.charged, 0);
+        let _ = MemoryBudget::process().reserve("objects", self.charged, 0);
     }
 }
 
@@ -79,7 +79,7 @@ impl Objects {
             return Err(Refused::TooManyObjects { id: id.to_owned(), most: MOST_OBJECTS });
         }
         let charged = bytes as u64 + BYTES_BESIDE;
-        let reserved = Budget::process().reserve("objects", 0, charged);
+        let reserved = MemoryBudget::process().reserve("objects", 0, charged);
         reserved.map_err(|error| Refused::NoMemory { id: id.to_owned(), error })?;
         objects.insert(id.to_owned(), KeptObject { object, charged });
         Ok(())
@@ -118,7 +118,7 @@ impl Objects {
         }
     }
 
-    pub(crate) fn names(&self, id: &str) -> Option<Names> {
+    pub(crate) fn names(&self, id: &str) -> Option<NameRules> {
         match self.get(id)? {
             NamedObject::Names(names) => Some(names),
             _ => None,
@@ -140,14 +140,14 @@ mod tests {
             let objects = Objects::default();
             let refused = objects.add("large", secret(900 << 10)).expect_err("above 64 KiB");
             assert!(refused.to_string().contains("921600 bytes; an object has at most 65536"), "{refused}");
-            let rules = Names::any_of((0..10_000).map(|number| format!("name{number}")));
+            let rules = NameRules::any_of((0..10_000).map(|number| format!("name{number}")));
             objects.add("rules", NamedObject::Names(rules)).expect_err("above 64 KiB");
             // Other tests of this process use the budget as well, so only a lower bound holds.
             for number in 0..MOST_OBJECTS {
                 objects.add(&format!("s{number}"), secret(1000)).expect("within the bounds");
             }
             let charged = MOST_OBJECTS as u64 * (1000 + BYTES_BESIDE);
-            assert!(Budget::process().usage().reserved >= charged);
+            assert!(MemoryBudget::process().usage().reserved >= charged);
             let refused = objects.add("more", secret(1)).expect_err("one too many");
             assert!(refused.to_string().contains("1024 are there already"), "{refused}");
             assert!(objects.remove("s5") && !objects.remove("s5"));

@@ -1,7 +1,7 @@
 //! Why something was not done with what runs, and what to do about it. The control socket answers
 //! with it, and the page; it never says that something was changed.
 
-use reactor::memory::NotEnough;
+use reactor::memory::OutOfBudget;
 
 /// Why something was not done. Nothing has changed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -22,7 +22,7 @@ pub enum Refused {
     #[error("object {id}: {most} are there already (`object-del` removes one)")]
     TooManyObjects { id: String, most: usize },
     #[error("object {id}: {error}")]
-    NoMemory { id: String, error: NotEnough },
+    NoMemory { id: String, error: OutOfBudget },
     #[error("{0}: a disk or a group has this name already (choose another)")]
     NameTaken(String),
     #[error("export {0}: there is one with this id already (choose another)")]

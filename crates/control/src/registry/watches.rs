@@ -7,7 +7,7 @@ use std::{rc::Weak, sync::Arc};
 use block::disk::Failures;
 use event_listener::Event;
 use policy::time::Duration;
-use storage::rbd::Bell;
+use storage::rbd::ResizeNotifier;
 
 use super::Registry;
 use crate::change::Change;
@@ -31,18 +31,18 @@ pub(super) async fn tell_sizes(registry: Weak<Registry>, disk: String, resized: 
 pub(super) async fn look_at_changes(
     registry: Weak<Registry>,
     disk: String,
-    bell: Arc<Bell>,
+    bell: Arc<ResizeNotifier>,
     every: Option<Duration>,
 ) {
     loop {
         match every {
             // Either has it look.
-            Some(every) => drop(reactor::timeout(every, bell.rung()).await),
-            None => bell.rung().await,
+            Some(every) => drop(reactor::timeout(every, bell.notified()).await),
+            None => bell.notified().await,
         }
         let Some(registry) = registry.upgrade() else { return };
         if let Ok(running) = registry.disks.get(&disk)
-            && let Err(error) = running.disk.look_again().await
+            && let Err(error) = running.disk.poll_size().await
         {
             tracing::warn!(disk, %error, "cannot determine whether the image was resized");
         }

@@ -4,17 +4,17 @@
 use std::io;
 
 use anyhow::Context as _;
-use cluster::Proofs;
+use cluster::EtcdCredentials;
 use export::nbd;
 use serde_json::Value;
-use settings::Plan;
+use settings::DesiredState;
 
 use crate::{assemble, loaded::Loaded, reconcile::applied, registry::Registry};
 
 /// What was read, as far as that could be.
 pub(super) struct Renewed {
-    tls: Option<nbd::Tls>,
-    etcd: Option<Proofs>,
+    tls: Option<nbd::NbdServerTls>,
+    etcd: Option<EtcdCredentials>,
     /// Why some could not.
     kept: Vec<String>,
 }
@@ -23,14 +23,14 @@ impl Renewed {
     /// # Errors
     /// What is wrong in a file. One that may not be read any more is no error: the daemon has given
     /// up its rights since it began.
-    pub(super) async fn read(plan: &Plan) -> anyhow::Result<Self> {
-        let (tls, cluster) = (plan.service.tls.clone(), plan.service.cluster.clone());
-        let reading = reactor::blocking(move || {
+    pub(super) async fn read(plan: &DesiredState) -> anyhow::Result<Self> {
+        let (tls, cluster) = (plan.process.tls.clone(), plan.process.cluster.clone());
+        let reading = reactor::run_blocking(move || {
             let mut kept = Vec::new();
             let tls = unless_forbidden(assemble::credentials(&tls), &mut kept)?.flatten();
             let mut etcd = None;
             if let Some(cluster) = cluster {
-                let read = Proofs::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
+                let read = EtcdCredentials::read(&cluster).with_context(|| format!("cluster {}", cluster.name));
                 etcd = unless_forbidden(read, &mut kept)?;
             }
             anyhow::Ok(Self { tls, etcd, kept })

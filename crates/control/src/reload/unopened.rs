@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, rc::Rc};
 
 use anyhow::Context as _;
 use serde_json::Value;
-use settings::{PlacedDisk, Plan};
+use settings::{PlacedDisk, DesiredState};
 
 use crate::{
     assemble::Assembly,
@@ -18,7 +18,7 @@ use crate::{
 /// What the file says of them.
 pub(super) struct Said {
     /// With them.
-    pub(super) plan: Rc<Plan>,
+    pub(super) plan: Rc<DesiredState>,
     /// Those that are to be opened in another way than so far.
     openings: BTreeMap<String, Opening>,
 }
@@ -27,21 +27,21 @@ pub(super) struct Said {
 ///
 /// # Errors
 /// One that is to be opened in another way cannot be.
-pub(super) async fn leave_out(registry: &Registry, loaded: &Loaded, plan: &mut Plan) -> anyhow::Result<Said> {
+pub(super) async fn leave_out(registry: &Registry, loaded: &Loaded, plan: &mut DesiredState) -> anyhow::Result<Said> {
     let mut said = Said { plan: Rc::new(plan.clone()), openings: BTreeMap::new() };
     let mut assembly = Assembly::new(registry.image_root().cloned(), loaded.budgets.clone());
     let mut out = Vec::new();
     for before in registry.unopened_disks() {
         let Some(planned) = plan.disks.iter().find(|planned| planned.name == before.name) else { continue };
         if !difference::fixed(&before, planned).is_empty() {
-            let place = || planned.place("image").to_string();
+            let place = || planned.origin("image").to_string();
             registry.check_image(&planned.image).await.with_context(place)?;
             check_secrets(planned).await?;
             said.openings.insert(before.name.clone(), assembly.opening(planned).await.with_context(place)?);
         }
         out.push(before.name.clone());
     }
-    plan.leave_out(|disk| out.iter().any(|name| name == disk));
+    plan.remove_disks(|disk| out.iter().any(|name| name == disk));
     Ok(said)
 }
 
@@ -59,7 +59,7 @@ impl Said {
     }
 
     /// Puts it in force; returns the plan with all disks.
-    pub(super) fn settle(mut self, registry: &Rc<Registry>) -> Rc<Plan> {
+    pub(super) fn settle(mut self, registry: &Rc<Registry>) -> Rc<DesiredState> {
         for disk in registry.unopened_disks() {
             let name = &disk.name;
             if self.has(name) {

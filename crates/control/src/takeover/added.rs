@@ -15,9 +15,9 @@
 use std::{path::Path, sync::Arc};
 
 use anyhow::anyhow;
-use block::layer::throttle::Group;
+use block::layer::throttle::ThrottleGroup;
 use serde_json::{Map, Value, json};
-use settings::{Door as Own, Socket};
+use settings::{ExportTarget as Own, VhostUserSocket};
 
 use super::told::{AddedDisk, AddedExport, AddedGroup, OfferedDevice, Origin};
 use crate::{
@@ -55,12 +55,12 @@ pub(super) fn disk(running: &RunningDisk) -> Origin<AddedDisk> {
 
 /// Those that were added, each behind the one that it is in.
 pub(super) fn groups(registry: &Registry) -> Vec<AddedGroup> {
-    let depth = |group: &Arc<Group>| std::iter::successors(group.parent(), |group| group.parent()).count();
+    let depth = |group: &Arc<ThrottleGroup>| std::iter::successors(group.parent(), |group| group.parent()).count();
     let added = registry.groups.added.borrow();
     let mut groups = registry.groups.all();
     groups.retain(|group| added.contains(group.name()));
     groups.sort_by_key(depth);
-    let tell = |group: Arc<Group>| {
+    let tell = |group: Arc<ThrottleGroup>| {
         let parent = group.parent().map(|parent| parent.name().to_owned());
         // What it is in is said where it is made.
         let throttled = of_throttle(&group.settings(), "").into_iter().filter(|(key, _)| *key != "group");
@@ -121,7 +121,7 @@ pub(super) fn door(export: &RunningExport) -> Origin<String> {
     let mut door = door.clone();
     match &mut door {
         Own::VhostUserBlk(machine) => {
-            if let Socket::Path(path) = &mut machine.socket {
+            if let VhostUserSocket::Path(path) = &mut machine.socket {
                 *path = whole(path);
             }
         }

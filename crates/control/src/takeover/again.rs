@@ -9,10 +9,10 @@ use std::rc::Rc;
 use anyhow::Context as _;
 use block::layer::throttle::GroupSettings;
 use export::nbd;
-use reactor::Worker;
+use reactor::ReactorWorker;
 use serde_json::{Map, Value};
-use settings::Endpoint;
-use storage::Passed;
+use settings::ListenEndpoint;
+use storage::PassedFiles;
 
 use super::{
     added::read_door,
@@ -37,9 +37,9 @@ impl Newcomer {
     pub async fn have_added(
         &mut self,
         registry: &Rc<Registry>,
-        workers: &Rc<Vec<Worker>>,
+        workers: &Rc<Vec<ReactorWorker>>,
         perform: impl AsyncFn(&str, Map<String, Value>) -> Result<(), String>,
-        add_disk: impl AsyncFn(&[Map<String, Value>], Passed) -> Result<(), String>,
+        add_disk: impl AsyncFn(&[Map<String, Value>], PassedFiles) -> Result<(), String>,
     ) -> anyhow::Result<Vec<String>> {
         let mut had = Vec::new();
         for group in &self.offer.groups {
@@ -62,12 +62,12 @@ impl Newcomer {
                 continue;
             }
             let endpoint = match address.strip_prefix("fd:") {
-                Some(name) => Endpoint::Passed(name.to_owned()),
-                None => Endpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
+                Some(name) => ListenEndpoint::Passed(name.to_owned()),
+                None => ListenEndpoint::Address(address.parse().map_err(anyhow::Error::msg)?),
             };
             let listeners = self.listeners(&endpoint)?.context("a server came without its sockets")?;
             let standard = registry.exports.door_terms()?.nbd.clone();
-            let server = nbd::Server::new(None, nbd::Terms { max_connections, ..standard });
+            let server = nbd::NbdServer::new(None, nbd::NbdServerTerms { max_connections, ..standard });
             let serving = Serving::new(server, endpoint, listeners, workers);
             serving.added.set(Some(Added { max_connections, has_objects: false }));
             serving.standard.set(Some(false));

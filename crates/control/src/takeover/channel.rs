@@ -147,7 +147,7 @@ impl Channel {
         bytes: Vec<u8>,
         descriptors: Vec<OwnedFd>,
     ) -> anyhow::Result<Self> {
-        reactor::blocking(move || {
+        reactor::run_blocking(move || {
             self.send(&message, &bytes, &descriptors)?;
             Ok(self)
         })
@@ -164,7 +164,7 @@ impl Channel {
         self,
         patience: Duration,
     ) -> anyhow::Result<(Self, T, Luggage)> {
-        reactor::blocking(move || {
+        reactor::run_blocking(move || {
             let (message, luggage) = self.receive(patience)?;
             Ok((self, message, luggage))
         })
@@ -186,7 +186,7 @@ impl Channel {
         self,
         patience: Duration,
     ) -> anyhow::Result<(Self, T, Luggage)> {
-        reactor::blocking(move || {
+        reactor::run_blocking(move || {
             let (message, luggage) = self.receive_or(patience, AtLast::Close)?;
             Ok((self, message, luggage))
         })
@@ -195,7 +195,7 @@ impl Channel {
 
     /// Waits until the other has closed, for so long at most.
     pub(super) async fn wait_for_end(self, patience: Duration) {
-        reactor::blocking(move || {
+        reactor::run_blocking(move || {
             let _ = self.0.set_read_timeout(Some(patience));
             let _ = (&self.0).read(&mut [0]);
         })

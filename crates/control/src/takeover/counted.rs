@@ -7,14 +7,14 @@ use std::{collections::BTreeMap, rc::Rc};
 
 use api::ExportCounters;
 use block::{
-    disk::{Disk, Errors, Totals},
-    layer::throttle::Group,
-    measures::{Measured, Measures, Spread},
+    disk::{Disk, Errors, DiskTotals},
+    layer::throttle::ThrottleGroup,
+    measures::{MeasuresSnapshot, Measures, HistogramSnapshot},
 };
-use export::nbd::Refused;
+use export::nbd::RejectedClientCounts;
 use policy::{
     prefetch,
-    throttle::{self, Counters, Kept},
+    throttle::{self, AdmissionCounters, ReservationTimes},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
@@ -41,34 +41,34 @@ pub(super) struct OfDisk {
 
 impl OfDisk {
     pub(super) fn of(disk: &Disk) -> Self {
-        let Totals { reads, writes, read_bytes, written_bytes, merged_requests } = disk.totals();
+        let DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests } = disk.totals();
         let totals = [reads, writes, read_bytes, written_bytes, merged_requests];
         let Errors { reads, writes, flushes, discards } = disk.failures().errors();
         Self {
             totals,
             errors: [reads, writes, flushes, discards],
-            throttle: disk.throttle().counted().into(),
+            throttle: disk.throttle().counters().into(),
             read_ahead: told(&disk.prefetch().stats()),
-            measures: disk.measured().map(Into::into),
+            measures: disk.measures_snapshot().map(Into::into),
         }
     }
 
     pub(super) fn count_on(self, disk: &Disk) {
         let Self { totals, errors, throttle, read_ahead, measures } = self;
         let [reads, writes, read_bytes, written_bytes, merged_requests] = totals;
-        disk.count_on(&Totals { reads, writes, read_bytes, written_bytes, merged_requests });
+        disk.add_totals(&DiskTotals { reads, writes, read_bytes, written_bytes, merged_requests });
         let [reads, writes, flushes, discards] = errors;
-        disk.failures().count_on(Errors { reads, writes, flushes, discards });
-        disk.throttle().count_on(&throttle.into());
-        disk.prefetch().count_on(&heard(read_ahead));
+        disk.failures().add_errors(Errors { reads, writes, flushes, discards });
+        disk.throttle().add_counters(&throttle.into());
+        disk.prefetch().add_stats(&heard(read_ahead));
         if let Some(measures) = measures {
             Measures::count_on(disk.measure(), &measures.into());
         }
     }
 }
 
-fn told(stats: &prefetch::Stats) -> [u64; 9] {
-    let prefetch::Stats {
+fn told(stats: &prefetch::PrefetchStats) -> [u64; 9] {
+    let prefetch::PrefetchStats {
         hits,
         partial_hits,
         misses,
@@ -80,15 +80,15 @@ fn told(stats: &prefetch::Stats) -> [u64; 9] {
         wasted_bytes,
         memory_bytes: _,
         streams: _,
-        closed: _,
+        is_gate_closed: _,
     } = *stats;
     [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes]
 }
 
-fn heard(told: [u64; 9]) -> prefetch::Stats {
+fn heard(told: [u64; 9]) -> prefetch::PrefetchStats {
     let [hits, partial_hits, misses, skipped, waited, hit_bytes, read_ahead_bytes, used_bytes, wasted_bytes] =
         told;
-    prefetch::Stats {
+    prefetch::PrefetchStats {
         hits,
         partial_hits,
         misses,
@@ -98,7 +98,7 @@ fn heard(told: [u64; 9]) -> prefetch::Stats {
         read_ahead_bytes,
         used_bytes,
         wasted_bytes,
-        ..prefetch::Stats::default()
+        ..prefetch::PrefetchStats::default()
     }
 }
 
@@ -116,35 +116,35 @@ pub(super) struct OfThrottle {
 }
 
 impl OfThrottle {
-    pub(super) fn of(group: &Group) -> Self {
-        group.counted().into()
+    pub(super) fn of(group: &ThrottleGroup) -> Self {
+        group.counters().into()
     }
 
-    pub(super) fn count_on(self, group: &Group) {
-        group.count_on(&self.into());
+    pub(super) fn count_on(self, group: &ThrottleGroup) {
+        group.add_counters(&self.into());
     }
 }
 
-impl From<throttle::Counted> for OfThrottle {
-    fn from(counted: throttle::Counted) -> Self {
-        let throttle::Counted { passed, limited_ns, kept, waits, longest_wait_ns } = counted;
+impl From<throttle::CumulativeStats> for OfThrottle {
+    fn from(counted: throttle::CumulativeStats) -> Self {
+        let throttle::CumulativeStats { passed, limited_ns, kept, waits, longest_wait_ns } = counted;
         let numbers =
-            |Counters { requests, bytes, throttled, waited_ns }| [requests, bytes, throttled, waited_ns];
-        let kept = kept.map(|Kept { met_ns, missed_ns }| [met_ns, missed_ns]);
+            |AdmissionCounters { requests, bytes, throttled, waited_ns }| [requests, bytes, throttled, waited_ns];
+        let kept = kept.map(|ReservationTimes { met_ns, missed_ns }| [met_ns, missed_ns]);
         Self { passed: passed.map(numbers), limited_ns, kept, waits, longest_wait_ns }
     }
 }
 
-impl From<OfThrottle> for throttle::Counted {
+impl From<OfThrottle> for throttle::CumulativeStats {
     fn from(told: OfThrottle) -> Self {
         let OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns } = told;
-        let counters = |[requests, bytes, throttled, waited_ns]: [u64; 4]| Counters {
+        let counters = |[requests, bytes, throttled, waited_ns]: [u64; 4]| AdmissionCounters {
             requests,
             bytes,
             throttled,
             waited_ns,
         };
-        let kept = kept.map(|[met_ns, missed_ns]| Kept { met_ns, missed_ns });
+        let kept = kept.map(|[met_ns, missed_ns]| ReservationTimes { met_ns, missed_ns });
         Self { passed: passed.map(counters), limited_ns, kept, waits, longest_wait_ns }
     }
 }
@@ -167,10 +167,10 @@ struct OfSpread {
     sum_ns: u64,
 }
 
-impl From<Measured> for OfMeasures {
-    fn from(measured: Measured) -> Self {
-        let Measured { latency, waits, waiting_ns, held_ns } = measured;
-        let spread = |spread: Spread| {
+impl From<MeasuresSnapshot> for OfMeasures {
+    fn from(measured: MeasuresSnapshot) -> Self {
+        let MeasuresSnapshot { latency, waits, waiting_ns, held_ns } = measured;
+        let spread = |spread: HistogramSnapshot| {
             let counts = (0..).zip(spread.counts().iter().copied()).filter(|(_, count)| *count > 0);
             OfSpread { counts: counts.collect(), sum_ns: spread.sum_ns }
         };
@@ -178,13 +178,13 @@ impl From<Measured> for OfMeasures {
     }
 }
 
-impl From<OfMeasures> for Measured {
+impl From<OfMeasures> for MeasuresSnapshot {
     fn from(told: OfMeasures) -> Self {
         let OfMeasures { latency, waits, waiting_ns, held_ns } = told;
         let spread = |OfSpread { counts, sum_ns }: OfSpread| {
             let mut all = vec![0; counts.last_key_value().map_or(0, |(last, _)| usize::from(*last) + 1)];
             counts.into_iter().for_each(|(place, count)| all[usize::from(place)] = count);
-            Spread::new(all, sum_ns)
+            HistogramSnapshot::new(all, sum_ns)
         };
         Self { latency: latency.map(spread), waits: waits.map(spread), waiting_ns, held_ns }
     }
@@ -210,7 +210,7 @@ pub(super) struct OfDaemon {
 impl OfDaemon {
     pub(super) fn of(registry: &Registry) -> Self {
         let servers = registry.exports.servers().into_iter().map(|serving| {
-            let Refused { networks, connections, names, exports } = serving.server.refused();
+            let RejectedClientCounts { networks, connections, names, exports } = serving.server.rejected_counts();
             (super::name(&serving.endpoint), [networks, connections, names, exports])
         });
         let doors = registry.exports.all().into_iter().filter_map(|export| {
@@ -237,7 +237,7 @@ impl OfDaemon {
             if let Some([networks, connections, names, exports]) =
                 self.servers.remove(&super::name(&serving.endpoint))
             {
-                serving.server.count_on(Refused { networks, connections, names, exports });
+                serving.server.add_counts(RejectedClientCounts { networks, connections, names, exports });
             }
         }
         let counts = std::mem::take(&mut self.event_counts);
@@ -282,12 +282,12 @@ mod tests {
                 let (mut counts, sum_ns) = spreads[at].clone();
                 // Those at the end are not told.
                 counts.truncate(counts.iter().rposition(|count| *count > 0).map_or(0, |last| last + 1));
-                Spread::new(counts, sum_ns)
+                HistogramSnapshot::new(counts, sum_ns)
             };
             let (latency, waits) = ([0, 1, 2].map(spread), [3, 4].map(spread));
-            let measured = Measured { latency, waits, waiting_ns, held_ns };
+            let measured = MeasuresSnapshot { latency, waits, waiting_ns, held_ns };
             let told = there_and_back(&OfMeasures::from(measured.clone()));
-            prop_assert_eq!(Measured::from(told), measured);
+            prop_assert_eq!(MeasuresSnapshot::from(told), measured);
         }
 
         #[test]
@@ -298,9 +298,9 @@ mod tests {
             waits: Vec<(u16, u32)>,
             longest_wait_ns: u64,
         ) {
-            let counted = throttle::Counted::from(OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns });
+            let counted = throttle::CumulativeStats::from(OfThrottle { passed, limited_ns, kept, waits, longest_wait_ns });
             let told = there_and_back(&OfThrottle::from(counted.clone()));
-            prop_assert_eq!(throttle::Counted::from(told), counted);
+            prop_assert_eq!(throttle::CumulativeStats::from(told), counted);
         }
 
         #[test]

@@ -18,8 +18,8 @@ use std::{
 
 use anyhow::{Context as _, ensure};
 use export::{
-    fuse::{self, Owner, Standing},
-    nbd::kernel::{self, RestedConnection},
+    fuse::{self, FuseFileOwner, FuseFileState},
+    nbd::kernel::{self, QuiescedNbdSocket},
 };
 
 use super::{
@@ -49,7 +49,7 @@ pub(super) fn offered(export: &RunningExport, host: &Host) -> anyhow::Result<Off
     let said = export.said.as_ref().with_context(|| format!("export {id}: nobody asked for it"))?;
     Ok(OfferedDevice {
         id: id.clone(),
-        kind: said.kind().to_owned(),
+        kind: said.type_name().to_owned(),
         address: said.address(),
         disk: export.disk.disk.name().to_string(),
         read_only: export.read_only,
@@ -67,9 +67,9 @@ pub(super) fn standing(
     let kind = match host {
         Host::Ublk(_) => return Ok(None),
         Host::NbdDevice(server) => {
-            let kernel::Rested { number, connections } = server.rested();
+            let kernel::QuiescedNbdDevice { number, connections } = server.quiesced_state();
             let mut standing = Vec::new();
-            for RestedConnection { socket, bytes: received, skip } in connections {
+            for QuiescedNbdSocket { socket, bytes: received, skip } in connections {
                 descriptors.push(socket.as_fd().try_clone_to_owned()?);
                 standing.push(StandingConnection { received: received.len(), skip });
                 bytes.extend(received);
@@ -77,8 +77,8 @@ pub(super) fn standing(
             StandingKind::NbdDevice { number, connections: standing }
         }
         Host::Fuse(server) => {
-            let Some(fuse::Rested { mount, standing }) = server.rested()? else { return Ok(None) };
-            let Standing { owner, modified, openers, file_bytes, messages } = standing;
+            let Some(fuse::QuiescedFuseFile { mount, standing }) = server.quiesced_state()? else { return Ok(None) };
+            let FuseFileState { owner, modified, openers, file_bytes, messages } = standing;
             descriptors.push(mount.device);
             let has_watcher = mount.watcher.is_some();
             descriptors.extend(mount.watcher);
@@ -116,7 +116,7 @@ impl Awaited {
         let mut awaited = self.0.borrow_mut();
         let found = awaited.iter_mut().find(|(offered, by)| {
             by.is_none()
-                && offered.kind == door.kind()
+                && offered.kind == door.type_name()
                 && offered.address == door.address()
                 && offered.disk == wanted.disk
         });
@@ -138,7 +138,7 @@ impl Awaited {
             let named = || format!("export {}: it was added, and cannot be had here", offered.id);
             let wanted = added::device(offered, text).with_context(named)?;
             let Way::Own(door) = &wanted.way else { continue };
-            registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_door(door)).with_context(named)?;
+            registry.sandbox().map_or(Ok(()), |sandbox| sandbox.check_export(door)).with_context(named)?;
             registry.exports.awaited.borrow_mut().insert(offered.id.clone(), door.clone());
             *by = Some(wanted);
             had.push(offered.clone());
@@ -239,9 +239,9 @@ fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
             let mut rested = Vec::new();
             for StandingConnection { received, skip } in connections {
                 let socket = pieces.descriptor()?.into();
-                rested.push(RestedConnection { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
+                rested.push(QuiescedNbdSocket { socket, bytes: pieces.bytes(received)?.to_vec(), skip });
             }
-            Taken::NbdDevice(kernel::Rested { number, connections: rested })
+            Taken::NbdDevice(kernel::QuiescedNbdDevice { number, connections: rested })
         }
         StandingKind::Fuse {
             path,
@@ -259,10 +259,10 @@ fn taken(kind: StandingKind, pieces: &mut Pieces<'_>) -> anyhow::Result<Taken> {
             let device = pieces.descriptor()?;
             let watcher = has_watcher.then(|| pieces.descriptor()).transpose()?;
             let messages = pieces.bytes(bytes)?.to_vec();
-            let mount = fuse::Told { path, device, by_helper, number, watcher };
-            let owner = Owner { permissions, uid, gid };
-            let standing = Standing { owner, modified, openers, file_bytes, messages };
-            Taken::Fuse(fuse::Rested { mount, standing })
+            let mount = fuse::TransferredMount { path, device, by_helper, number, watcher };
+            let owner = FuseFileOwner { permissions, uid, gid };
+            let standing = FuseFileState { owner, modified, openers, file_bytes, messages };
+            Taken::Fuse(fuse::QuiescedFuseFile { mount, standing })
         }
     })
 }

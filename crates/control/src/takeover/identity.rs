@@ -59,7 +59,7 @@ impl Identity {
             size_bytes: disk.size_bytes(),
             block_bytes: image.block_size().minimum,
             read_only: image.is_read_only(),
-            handover: disk.is_handed_over(),
+            handover: disk.has_handover(),
             layers: image.layers().into_iter().map(Layer::from).collect(),
         }
     }
@@ -169,17 +169,17 @@ impl File {
     }
 }
 
-impl From<image::Layer> for Layer {
-    fn from(layer: image::Layer) -> Self {
-        let image::Layer { format, table, files } = layer;
+impl From<image::LayerIdentity> for Layer {
+    fn from(layer: image::LayerIdentity) -> Self {
+        let image::LayerIdentity { format, table, files } = layer;
         Self { format: format.name().to_owned(), table, files: files.into_iter().map(File::from).collect() }
     }
 }
 
-impl From<storage::Identity> for File {
-    fn from(file: storage::Identity) -> Self {
-        let storage::Identity { what, path, parts, cache, read_only } = file;
-        let parts = parts.into_iter().map(|storage::Part { offset, size }| Part { offset, size });
+impl From<storage::StorageIdentity> for File {
+    fn from(file: storage::StorageIdentity) -> Self {
+        let storage::StorageIdentity { key: what, path, parts, cache, read_only } = file;
+        let parts = parts.into_iter().map(|storage::StoragePart { offset, size }| Part { offset, size });
         let cache = cache.map(|cache| cache.name().to_owned());
         Self { what, path, parts: parts.collect(), cache, read_only }
     }

@@ -17,9 +17,9 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail, ensure};
-use block::{disk::Disk, layer::throttle::Group};
+use block::{disk::Disk, layer::throttle::ThrottleGroup};
 use console::logging;
-use export::vhost_user_blk::{self, Rested, Said};
+use export::vhost_user_blk::{self, QuiescedFrontEnd, SessionMessage};
 use nix::errno::Errno;
 use policy::time::Duration;
 use reactor::error::Error;
@@ -206,7 +206,7 @@ fn offer(registry: &Registry) -> anyhow::Result<(Offer, Vec<OwnedFd>)> {
     let mut disks = Vec::new();
     for running in registry.disks.all() {
         let disk = &running.disk;
-        let can_be = disk.check_takeover();
+        let can_be = disk.check_upgrade();
         can_be.with_context(|| {
             format!(
                 "disk {}: cannot be taken over (remove it with `weir disk remove`, or restart weir)",
@@ -322,13 +322,13 @@ async fn leave(
     drop(again);
     // From here on the other serves.
     let clients = registry.exports.connections();
-    each(&still.servers, |server| async move { server.leave().await }).await;
+    each(&still.servers, |server| async move { server.hand_over().await }).await;
     // What was served here is in them; the other has its own.
     registry.recordings.end_all().await;
     // Others that look would take it for one that uses them.
     let disks =
         registry.disks.all().into_iter().filter(|running| running.disk.image().storage().is_in_cluster());
-    let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.leave().await }));
+    let leaving = disks.map(|running| reactor::spawn_joinable(async move { running.disk.close_own().await }));
     for leaving in leaving.collect::<Vec<_>>() {
         leaving.await;
     }
@@ -344,7 +344,7 @@ async fn leave(
     // To be told before this process ends, or its end would be the service's.
     notify::tell(&[NotifyState::MainPid(process)]);
     let _ = reactor::timeout(MANAGER_READS, notify::all_told()).await;
-    reactor::blocking(logging::flush).await;
+    reactor::run_blocking(logging::flush).await;
     // Nothing is undone on the way out: all of it is the other's. That this has ended it hears from
     // the channel.
     std::process::exit(0)
@@ -373,7 +373,7 @@ async fn hear_prepared(
 async fn shut_out(registry: &Registry, heirs: &[u64]) {
     for running in registry.disks.all() {
         let disk = &running.disk;
-        let shut_out = reactor::timeout(TO_BE_BACK, disk.shut_out(heirs)).await;
+        let shut_out = reactor::timeout(TO_BE_BACK, disk.blocklist(heirs)).await;
         if let Err(error) = shut_out.unwrap_or(Err(Error::TIMED_OUT)) {
             tracing::warn!(disk = %disk.name(), %error, "the newcomer cannot be shut out of its cluster");
         }
@@ -389,7 +389,7 @@ async fn give(
 ) -> anyhow::Result<(Channel, usize)> {
     let disks = registry.disks.all();
     // What another process may have is not even read.
-    let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_let_go()).collect();
+    let in_use: Vec<_> = disks.iter().filter(|running| !running.disk.is_released()).collect();
     let answering = in_use.iter().map(|running| reactor::spawn_joinable(answers(Arc::clone(&running.disk))));
     let answering: Vec<_> = answering.collect();
     for (running, answers) in in_use.iter().zip(answering) {
@@ -402,22 +402,22 @@ async fn give(
     }
     for running in in_use {
         // What is written now need not be while everybody waits.
-        running.disk.lighten().await.map_err(|error| not_written(&running.disk, error))?;
+        running.disk.preflush().await.map_err(|error| not_written(&running.disk, error))?;
     }
-    for client in each(&still.servers, |server| async move { server.push_out_unread(UNREAD).await }).await {
+    for client in each(&still.servers, |server| async move { server.disconnect_stalled(UNREAD).await }).await {
         client.into_iter().for_each(|client| pushed_out(&client, UNREAD));
     }
     registry.lifecycle.close_control(true);
-    each(&still.servers, |server| async move { server.close_doors(HANDSHAKES).await }).await;
+    each(&still.servers, |server| async move { server.stop_accepting(HANDSHAKES).await }).await;
     let began_ns = clock_ns();
     for running in &disks {
-        if running.disk.keep_held().await {
+        if running.disk.retain().await {
             still.kept.push(Arc::clone(&running.disk));
         }
     }
     let machines = still.machines.iter().map(|(_, server)| {
         let server = Arc::clone(server);
-        reactor::spawn_joinable(async move { server.come_to_rest(IN_FLIGHT).await })
+        reactor::spawn_joinable(async move { server.quiesce(IN_FLIGHT).await })
     });
     let machines: Vec<_> = machines.collect();
     let hosts = still.hosts.iter().map(|(_, host)| {
@@ -444,22 +444,22 @@ async fn give(
         ensure!(
             is_at_rest,
             "{} at {}: what it has in flight takes longer than {} s",
-            serving.server.restless().unwrap_or_else(|| "a client".to_owned()),
+            serving.server.unquiesced_client().unwrap_or_else(|| "a client".to_owned()),
             serving.address(),
             IN_FLIGHT.as_secs()
         );
     }
     for running in &disks {
         let disk = &running.disk;
-        disk.check_takeover().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
+        disk.check_upgrade().with_context(|| format!("disk {}: cannot be taken over", disk.name()))?;
     }
-    let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_let_go());
+    let in_use = disks.iter().map(|running| &running.disk).filter(|disk| !disk.is_released());
     still.laid_down = in_use.cloned().collect();
     // All at once, as each may wait for another storage.
     let laying = still.laid_down.iter().map(|disk| {
         let disk = Arc::clone(disk);
         reactor::spawn_joinable(
-            async move { disk.lay_down().await.map_err(|error| not_written(&disk, error)) },
+            async move { disk.suspend().await.map_err(|error| not_written(&disk, error)) },
         )
     });
     let mut all = Ok(());
@@ -471,7 +471,7 @@ async fn give(
     let mut left = 0;
     for serving in &still.servers {
         let endpoint = name(&serving.endpoint);
-        for (export, rested) in serving.server.rested() {
+        for (export, rested) in serving.server.quiesced_state() {
             if !rested.tls {
                 let received = rested.bytes.len() as u64;
                 clients.push(Client::new(&endpoint, &export, &rested.session, received, rested.skip));
@@ -484,11 +484,11 @@ async fn give(
     }
     let mut machines = Vec::new();
     for (id, server) in &still.machines {
-        let Some(rested) = server.take_rested() else { continue };
-        let Rested { socket, said, bytes: begun, descriptors: with_begun, used_ns } = rested;
+        let Some(rested) = server.take_quiesced() else { continue };
+        let QuiescedFrontEnd { socket, said, bytes: begun, descriptors: with_begun, used_ns } = rested;
         descriptors.push(socket.as_fd().try_clone_to_owned()?);
         let mut messages = Vec::new();
-        for Said { code, payload, descriptors: with } in said {
+        for SessionMessage { code, payload, descriptors: with } in said {
             messages.push(Message { code, bytes: payload.len(), descriptors: with.len() });
             bytes.extend(payload);
             descriptors.extend(with);
@@ -505,9 +505,9 @@ async fn give(
     let disks = disks.iter().map(|running| StandingDisk {
         name: running.disk.name().to_string(),
         size_bytes: running.disk.size_bytes(),
-        is_laid_down: !running.disk.is_let_go(),
+        is_laid_down: !running.disk.is_released(),
         counted: OfDisk::of(&running.disk),
-        filled: running.disk.throttle().filled().map(Into::into),
+        filled: running.disk.throttle().bucket_levels().map(Into::into),
         set: Some(unsaved::of_disk(running)),
         bitmaps: running.disk.image().recorded_bitmaps(),
     });
@@ -558,13 +558,13 @@ async fn answers(disk: Arc<Disk>) -> bool {
 
 /// Has all clients of a server come to rest; those that have stopped reading only now do not keep
 /// the others for long.
-async fn come_to_rest(server: &Arc<export::nbd::Server>) -> bool {
+async fn come_to_rest(server: &Arc<export::nbd::NbdServer>) -> bool {
     let reading = Arc::clone(server);
     let pushing_out = reactor::spawn_joinable(async move {
         let told = |client: String| pushed_out(&client, UNREAD_AT_REST);
-        reading.keep_pushing_out_unread(UNREAD_AT_REST, told).await;
+        reading.disconnect_stalled_until_dropped(UNREAD_AT_REST, told).await;
     });
-    let is_at_rest = server.come_to_rest(IN_FLIGHT).await;
+    let is_at_rest = server.quiesce(IN_FLIGHT).await;
     pushing_out.cancel().await;
     is_at_rest
 }
@@ -577,7 +577,7 @@ fn pushed_out(client: &str, patience: Duration) {
 /// Has something done for all servers at once, and waits for all.
 async fn each<T: 'static, F: Future<Output = T> + 'static>(
     servers: &[Rc<Serving>],
-    what: impl Fn(Arc<export::nbd::Server>) -> F,
+    what: impl Fn(Arc<export::nbd::NbdServer>) -> F,
 ) -> Vec<T> {
     let started = servers.iter().map(|serving| reactor::spawn_joinable(what(Arc::clone(&serving.server))));
     let started: Vec<_> = started.collect();
@@ -592,7 +592,7 @@ async fn each<T: 'static, F: Future<Output = T> + 'static>(
 struct Still {
     servers: Vec<Rc<Serving>>,
     /// By their exports.
-    machines: Vec<(String, Arc<vhost_user_blk::Server>)>,
+    machines: Vec<(String, Arc<vhost_user_blk::VhostUserServer>)>,
     hosts: Vec<(String, Host)>,
     /// That are handed over, and somebody held.
     kept: Vec<Arc<Disk>>,
@@ -622,10 +622,10 @@ impl Still {
         };
         let _ = reactor::timeout(TO_BE_BACK, all).await;
         for serving in self.servers {
-            serving.server.go_on();
+            serving.server.resume();
         }
         for (_, server) in self.machines {
-            server.go_on();
+            server.resume();
         }
         for (_, host) in self.hosts {
             host.go_on();
@@ -638,9 +638,9 @@ impl Still {
 /// tried. The other has served nobody, so what is in memory is right, but for what an opening
 /// changes; and of an image in a cluster, requests that write wait for its lock.
 async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Sender<()>) {
-    let Err(error) = disk.take_up(&heirs).await else { return };
+    let Err(error) = disk.resume(&heirs).await else { return };
     drop(trying);
-    if disk.is_lost() {
+    if disk.is_blocklisted() {
         // The log has it.
         return;
     }
@@ -656,9 +656,9 @@ async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Send
     );
     loop {
         reactor::sleep_until(reactor::now() + READ_AGAIN).await;
-        match disk.take_up(&heirs).await {
+        match disk.resume(&heirs).await {
             Ok(()) => break,
-            Err(_) if disk.is_lost() => return,
+            Err(_) if disk.is_blocklisted() => return,
             Err(_) => {}
         }
     }
@@ -666,6 +666,6 @@ async fn take_back(disk: Arc<Disk>, heirs: Vec<u64>, trying: async_channel::Send
 }
 
 /// What its buckets hold; of limits of a cluster nothing: a new run begins at its safe share, full.
-fn filled(group: &Group) -> Option<Buckets> {
-    group.filled().filter(|_| group.lent().is_none()).map(Into::into)
+fn filled(group: &ThrottleGroup) -> Option<Buckets> {
+    group.bucket_levels().filter(|_| group.quota_lease().is_none()).map(Into::into)
 }

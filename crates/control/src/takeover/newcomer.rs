@@ -24,13 +24,13 @@ use std::{
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use export::{
-    nbd::{Rested, Server},
+    nbd::{QuiescedNbdConnection, NbdServer},
     vhost_user_blk,
 };
-use reactor::{Worker, op};
+use reactor::{ReactorWorker, op};
 use serde_json::{Value, json};
-use settings::{Address, Endpoint};
-use storage::{Passed, PassedFile};
+use settings::{ListenAddress, ListenEndpoint};
+use storage::{PassedFiles, PassedFile};
 
 use super::{
     COMMAND, FORMAT,
@@ -69,7 +69,7 @@ pub struct Newcomer {
     /// Of each machine that connects, in the order of the offer.
     machines: VecDeque<OwnedFd>,
     pub(super) devices: Awaited,
-    pub(super) passed: Passed,
+    pub(super) passed: PassedFiles,
 }
 
 /// The daemon that was taken over from, on its way out.
@@ -161,7 +161,7 @@ impl Newcomer {
         let devices = Awaited::new(std::mem::take(&mut offer.devices));
         let images = offer.disks.iter().flat_map(|disk| disk.identity.written()).map(str::to_owned);
         let announcing = channel.again()?;
-        let passed = Passed::new(files, images, move |client| {
+        let passed = PassedFiles::new(files, images, move |client| {
             // Where it cannot be told the other has gone.
             let _ = announcing.say_now(&Word::OpensAs(client));
         });
@@ -173,7 +173,7 @@ impl Newcomer {
         &self.offer.version
     }
 
-    fn adopt(&mut self, name: &str, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+    fn adopt(&mut self, name: &str, endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<Listener>>> {
         let Some(at) = self.offer.servers.iter().position(|server| server.endpoint == name) else {
             return Ok(None);
         };
@@ -209,7 +209,7 @@ impl Newcomer {
         });
         check(&self.offer, registry, &may_come)?;
         ensure!(
-            may_come(true, "") || self.passed.left() == 0,
+            may_come(true, "") || self.passed.remaining() == 0,
             "images are in use that this config does not have"
         );
         let (to_come, free) = (self.offer.descriptors, op::free_descriptors());
@@ -226,7 +226,7 @@ impl Newcomer {
     ///
     /// # Errors
     /// The other does not give it, or what it gave cannot be taken up. It goes on then.
-    pub async fn finish(self, registry: &Rc<Registry>, workers: &[Worker]) -> anyhow::Result<Before> {
+    pub async fn finish(self, registry: &Rc<Registry>, workers: &[ReactorWorker]) -> anyhow::Result<Before> {
         let Self { channel, offer, devices, passed, .. } = self;
         let channel = channel.say(Word::Prepared, Vec::new(), Vec::new()).await?;
         let (channel, standing, luggage): (_, Standing, _) =
@@ -247,13 +247,13 @@ impl Newcomer {
             Word::Refused(why) => bail!("the other goes on: {why}"),
             other => bail!("the other said {other:?} instead of giving up its place"),
         }
-        passed.settle();
+        passed.take_ownership();
         let disks = registry.disks.all();
-        let held = disks.iter().filter(|running| running.disk.is_handed_over() && !running.disk.is_let_go());
+        let held = disks.iter().filter(|running| running.disk.has_handover() && !running.disk.is_released());
         held.for_each(|running| let_go_soon(Arc::clone(&running.disk)));
         let count = clients.len() + machines.len();
         for (number, (server, client)) in clients.into_iter().enumerate() {
-            server.take_in(client, &workers[number % workers.len()]);
+            server.adopt(client, &workers[number % workers.len()]);
         }
         let pause_us = since_us(began_ns);
         tracing::info!(from = offer.version, clients = count, pause_us, "taken over");
@@ -265,7 +265,7 @@ impl Newcomer {
 impl Source for Newcomer {
     fn inherited(&self) -> Option<usize> {
         let inherited =
-            self.offer.servers.iter().filter(|server| server.endpoint == Endpoint::Inherited.to_string());
+            self.offer.servers.iter().filter(|server| server.endpoint == ListenEndpoint::Inherited.to_string());
         Some(inherited.map(|server| server.sockets.len()).sum())
     }
 
@@ -273,15 +273,15 @@ impl Source for Newcomer {
         self.offer.watchdog_ns.map(Duration::from_nanos)
     }
 
-    fn passed(&self) -> Option<&Passed> {
+    fn passed(&self) -> Option<&PassedFiles> {
         Some(&self.passed)
     }
 
-    fn listeners(&mut self, endpoint: &Endpoint) -> anyhow::Result<Option<Vec<Listener>>> {
+    fn listeners(&mut self, endpoint: &ListenEndpoint) -> anyhow::Result<Option<Vec<Listener>>> {
         self.adopt(&name(endpoint), endpoint)
     }
 
-    fn has_server(&self, endpoint: &Endpoint) -> bool {
+    fn has_server(&self, endpoint: &ListenEndpoint) -> bool {
         let name = name(endpoint);
         self.offer.servers.iter().any(|server| server.endpoint == name)
     }
@@ -290,15 +290,15 @@ impl Source for Newcomer {
         self.offer.disks.iter().any(|disk| disk.name == name)
     }
 
-    fn told(&mut self, what: &str, address: &Address) -> anyhow::Result<Option<Vec<Listener>>> {
-        self.adopt(&told_name(what, address), &Endpoint::Address(address.clone()))
+    fn told(&mut self, what: &str, address: &ListenAddress) -> anyhow::Result<Option<Vec<Listener>>> {
+        self.adopt(&told_name(what, address), &ListenEndpoint::Address(address.clone()))
     }
 
     fn pass_machines(&mut self, inherited: &mut Inherited) -> anyhow::Result<()> {
         let listening = self.offer.machines.iter().filter_map(|machine| machine.listening.as_ref());
         for (number, ((name, file), socket)) in listening.zip(self.machines.drain(..)).enumerate() {
             let file = file.as_deref();
-            inherited.adopt(name, Listener::adopt(socket, &Endpoint::Inherited, number, file, &self.passed)?);
+            inherited.adopt(name, Listener::adopt(socket, &ListenEndpoint::Inherited, number, file, &self.passed)?);
         }
         Ok(())
     }
@@ -312,7 +312,7 @@ impl Source for Newcomer {
         let Some(at) = self.offer.control.iter().position(|known| *known == path) else { return Ok(None) };
         self.offer.control.remove(at);
         let socket = self.control.remove(at).context("a control socket came without its descriptor")?;
-        let endpoint = Endpoint::Address(Address::Unix(path.clone()));
+        let endpoint = ListenEndpoint::Address(ListenAddress::Unix(path.clone()));
         Listener::adopt(socket, &endpoint, 0, Some(&path), &self.passed).map(Some)
     }
 
@@ -407,7 +407,7 @@ pub(super) fn export(
     registry: &Registry,
     endpoint: &str,
     called: &str,
-) -> Option<(Arc<Server>, usize, Rc<RunningExport>)> {
+) -> Option<(Arc<NbdServer>, usize, Rc<RunningExport>)> {
     registry.exports.all().into_iter().find_map(|export| match &export.door {
         // The endpoint's name is made for the comparison, so the other one first: clients wait.
         Door::Nbd(serving, number) if export.name == called && name(&serving.endpoint) == endpoint => {
@@ -425,7 +425,7 @@ async fn take_up(
     mut luggage: Luggage,
     (offered, devices): (&[OfferedMachine], &Awaited),
     registry: &Rc<Registry>,
-) -> anyhow::Result<(Vec<(Arc<Server>, Rested)>, Vec<String>, OfDaemon)> {
+) -> anyhow::Result<(Vec<(Arc<NbdServer>, QuiescedNbdConnection)>, Vec<String>, OfDaemon)> {
     let standing: HashMap<&str, &StandingDisk> =
         state.disks.iter().map(|standing| (&*standing.name, standing)).collect();
     // All at once, as each may wait for another storage.
@@ -433,7 +433,7 @@ async fn take_up(
         let standing = standing.get(&**running.disk.name()).copied();
         let is_to_be = running.disk.is_passed() && standing.is_none_or(|standing| standing.is_laid_down);
         let disk = is_to_be.then(|| Arc::clone(&running.disk));
-        let taking = disk.map(|disk| reactor::spawn_joinable(async move { disk.take_up(&[]).await }));
+        let taking = disk.map(|disk| reactor::spawn_joinable(async move { disk.resume(&[]).await }));
         (running, standing, taking)
     });
     let mut taken = Vec::new();
@@ -449,7 +449,7 @@ async fn take_up(
         done.with_context(|| format!("disk {}", disk.name()))?;
         let before = standing.map_or(0, |standing| standing.size_bytes);
         ensure!(
-            disk.size_bytes() >= before || disk.is_let_go(),
+            disk.size_bytes() >= before || disk.is_released(),
             "disk {}: it has become longer meanwhile, which cannot be seen here (try again)",
             disk.name()
         );
@@ -459,7 +459,7 @@ async fn take_up(
         let Ok(here) = registry.groups.get(&group.name) else { continue };
         group.counted.count_on(&here);
         if let Some(filled) = &group.filled {
-            here.fill(&filled.filled()?)
+            here.restore_levels(&filled.filled()?)
                 .map_err(|invalid| anyhow!("group {}: {}", group.name, invalid.rule))?;
         }
     }
@@ -467,7 +467,7 @@ async fn take_up(
         let here = registry.disks.get(&disk.name)?;
         disk.counted.count_on(&here.disk);
         if let Some(filled) = &disk.filled {
-            let filled = here.disk.throttle().fill(&filled.filled()?);
+            let filled = here.disk.throttle().restore_levels(&filled.filled()?);
             filled.map_err(|invalid| anyhow!("disk {}: {}", disk.name, invalid.rule))?;
         }
     }
@@ -475,7 +475,7 @@ async fn take_up(
     counted.count_on(registry);
     let mut pieces = luggage.pieces();
     let sockets = pieces.descriptors(state.clients.len())?;
-    let mut places: HashMap<(String, String), (Arc<Server>, usize)> = HashMap::new();
+    let mut places: HashMap<(String, String), (Arc<NbdServer>, usize)> = HashMap::new();
     let mut clients = Vec::new();
     for (client, socket) in state.clients.iter().zip(sockets) {
         let place = (client.endpoint.clone(), client.export.clone());
@@ -492,7 +492,7 @@ async fn take_up(
         let own = own.context("a client came without what it sent")?;
         let (socket, session) = (socket.into(), client.session(number)?);
         clients
-            .push((server, Rested { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
+            .push((server, QuiescedNbdConnection { socket, tls: false, session, bytes: own.to_vec(), skip: client.skip }));
     }
     let mut machines = Vec::new();
     for StandingMachine { id, said: messages, begun, used_ns } in state.machines {
@@ -505,13 +505,13 @@ async fn take_up(
         for Message { code, bytes, descriptors } in messages {
             let payload = pieces.bytes(bytes).context("a message came without its bytes")?.to_vec();
             let descriptors = pieces.descriptors(descriptors)?;
-            said.push(vhost_user_blk::Said { code, payload, descriptors });
+            said.push(vhost_user_blk::SessionMessage { code, payload, descriptors });
         }
         let bytes = pieces.bytes(begun.bytes).context("a front end came without what it sent")?.to_vec();
         let descriptors = pieces.descriptors(begun.descriptors)?;
-        match machine.server.take_over(vhost_user_blk::Rested { socket, said, bytes, descriptors, used_ns }) {
+        match machine.server.adopt(vhost_user_blk::QuiescedFrontEnd { socket, said, bytes, descriptors, used_ns }) {
             Ok(()) => machines.push(export.id.clone()),
-            Err(why) if why.is_of_its_files() => {
+            Err(why) if why.is_modified_file() => {
                 let what = "its machine is disconnected: memory that it has lent is no longer there";
                 tracing::warn!(export = id, %why, "{what} (it can connect again)");
             }

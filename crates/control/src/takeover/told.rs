@@ -17,10 +17,10 @@
 use std::{collections::BTreeMap, path::PathBuf};
 
 use anyhow::{Context as _, ensure};
-use export::nbd::{MetaContext, MetaContexts, ReplyStyle, Session};
+use export::nbd::{MetaContext, MetaContexts, ReplyStyle, NbdSession};
 use policy::{
-    access::{Access, Names, Network, Networks, Rule},
-    throttle::{Contents, Filled, Limits, Setting},
+    access::{AccessRules, NameRules, Network, NetworkRules, NameRule},
+    throttle::{BucketContents, BucketSnapshot, Limits, LimitSetting},
 };
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -117,14 +117,14 @@ struct ToldNames {
     otherwise: bool,
 }
 
-impl From<&Access> for ToldAccess {
-    fn from(access: &Access) -> Self {
+impl From<&AccessRules> for ToldAccess {
+    fn from(access: &AccessRules) -> Self {
         let texts = |networks: &[Network]| networks.iter().map(Network::to_string).collect();
-        let Access { networks: Networks { allow, deny }, names } = access;
-        let rule = |rule: &Rule| (rule.pattern.clone(), rule.is_glob, rule.allows);
+        let AccessRules { networks: NetworkRules { allow, deny }, names } = access;
+        let rule = |rule: &NameRule| (rule.pattern.clone(), rule.is_glob, rule.allow);
         let names = names.as_ref().map(|names| ToldNames {
             rules: names.rules.iter().map(rule).collect(),
-            otherwise: names.otherwise,
+            otherwise: names.default_allows,
         });
         Self { allow: texts(allow), deny: texts(deny), names }
     }
@@ -133,21 +133,21 @@ impl From<&Access> for ToldAccess {
 impl ToldAccess {
     /// # Errors
     /// A network that is none.
-    pub(super) fn access(&self) -> anyhow::Result<Access> {
+    pub(super) fn access(&self) -> anyhow::Result<AccessRules> {
         let networks = |texts: &[String]| {
             texts.iter().map(|text| text.parse().map_err(anyhow::Error::msg)).collect::<anyhow::Result<_>>()
         };
-        let rule = |(pattern, is_glob, allows): &(String, bool, bool)| Rule {
+        let rule = |(pattern, is_glob, allows): &(String, bool, bool)| NameRule {
             pattern: pattern.clone(),
             is_glob: *is_glob,
-            allows: *allows,
+            allow: *allows,
         };
         let names = self
             .names
             .as_ref()
-            .map(|names| Names { rules: names.rules.iter().map(rule).collect(), otherwise: names.otherwise });
-        Ok(Access {
-            networks: Networks { allow: networks(&self.allow)?, deny: networks(&self.deny)? },
+            .map(|names| NameRules { rules: names.rules.iter().map(rule).collect(), default_allows: names.otherwise });
+        Ok(AccessRules {
+            networks: NetworkRules { allow: networks(&self.allow)?, deny: networks(&self.deny)? },
             names,
         })
     }
@@ -301,7 +301,7 @@ enum Style {
 }
 
 impl Client {
-    pub(super) fn new(endpoint: &str, export: &str, session: &Session, received: u64, skip: u64) -> Self {
+    pub(super) fn new(endpoint: &str, export: &str, session: &NbdSession, received: u64, skip: u64) -> Self {
         Self {
             endpoint: endpoint.to_owned(),
             export: export.to_owned(),
@@ -321,14 +321,14 @@ impl Client {
     }
 
     /// What it agreed on with the other server, at the export of this number here.
-    pub(super) fn session(&self, export: usize) -> anyhow::Result<Session> {
+    pub(super) fn session(&self, export: usize) -> anyhow::Result<NbdSession> {
         let mut contexts = MetaContexts::NONE;
         for id in &self.contexts {
             let context = MetaContext::from_id(*id).with_context(|| format!("no context has number {id}"))?;
             contexts.insert(context);
         }
         ensure!(self.minimum_block.is_power_of_two(), "a block of {} bytes", self.minimum_block);
-        Ok(Session {
+        Ok(NbdSession {
             export,
             style: match self.style {
                 Style::Simple => ReplyStyle::Simple,
@@ -455,11 +455,11 @@ pub(crate) struct Buckets {
     levels: [[String; 4]; 6],
 }
 
-impl From<Filled> for Buckets {
-    fn from(filled: Filled) -> Self {
+impl From<BucketSnapshot> for Buckets {
+    fn from(filled: BucketSnapshot) -> Self {
         let limits =
-            Setting::ALL.into_iter().map(|setting| (setting.name().to_owned(), filled.limits.get(setting)));
-        let text = |level: Contents| {
+            LimitSetting::ALL.into_iter().map(|setting| (setting.name().to_owned(), filled.limits.get(setting)));
+        let text = |level: BucketContents| {
             [level.main, level.deferred, level.burst, level.burst_deferred].map(|level| level.to_string())
         };
         Self { limits: limits.collect(), levels: filled.levels.map(text) }
@@ -469,30 +469,30 @@ impl From<Filled> for Buckets {
 impl Buckets {
     /// # Errors
     /// What is none.
-    pub(crate) fn filled(&self) -> anyhow::Result<Filled> {
+    pub(crate) fn filled(&self) -> anyhow::Result<BucketSnapshot> {
         let mut limits = Limits::default();
         for (name, value) in &self.limits {
-            let setting = Setting::ALL.into_iter().find(|setting| setting.name() == name);
+            let setting = LimitSetting::ALL.into_iter().find(|setting| setting.name() == name);
             let setting = setting.with_context(|| format!("no limit is called {name:?}"))?;
             limits.set(setting, *value).map_err(|invalid| anyhow::anyhow!("{name}: {}", invalid.rule))?;
         }
-        let mut levels = [Contents::default(); 6];
+        let mut levels = [BucketContents::default(); 6];
         for (level, text) in levels.iter_mut().zip(&self.levels) {
             let number = |at: usize| text[at].parse::<u128>().context("a level that is no number");
-            *level = Contents {
+            *level = BucketContents {
                 main: number(0)?,
                 deferred: number(1)?,
                 burst: number(2)?,
                 burst_deferred: number(3)?,
             };
         }
-        Ok(Filled { limits, levels })
+        Ok(BucketSnapshot { limits, levels })
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{Limit, LimitKind};
+    use policy::throttle::{RateLimit, LimitKind};
     use proptest::prelude::*;
 
     use super::*;
@@ -514,7 +514,7 @@ mod tests {
             }
             let minimum_block = 1 << bits;
             let session =
-                Session { export: 3, style, flags, contexts, sizes_acknowledged, minimum_block, maximum_payload };
+                NbdSession { export: 3, style, flags, contexts, sizes_acknowledged, minimum_block, maximum_payload };
             let client = Client::new("unix:/a", "vm1", &session, 7, 8);
             prop_assert_eq!(there_and_back(&client).session(3).unwrap(), session);
         }
@@ -522,11 +522,11 @@ mod tests {
         #[test]
         fn levels_come_back(levels: [[u128; 4]; 6], rate in 1_u64..1_000_000_000_000) {
             let mut limits = Limits::default();
-            *limits.limit_mut(LimitKind::BpsWrite) = Limit { rate, burst_rate: 2 * rate, burst_length_s: 7 };
+            *limits.limit_mut(LimitKind::BpsWrite) = RateLimit { rate, burst_rate: 2 * rate, burst_length_s: 7 };
             limits.iops_size = 4096;
             let levels =
-                levels.map(|[main, deferred, burst, burst_deferred]| Contents { main, deferred, burst, burst_deferred });
-            let filled = Filled { limits, levels };
+                levels.map(|[main, deferred, burst, burst_deferred]| BucketContents { main, deferred, burst, burst_deferred });
+            let filled = BucketSnapshot { limits, levels };
             prop_assert_eq!(there_and_back(&Buckets::from(filled)).filled().unwrap(), filled);
         }
     }
@@ -535,7 +535,7 @@ mod tests {
     fn an_older_side_is_understood() {
         let group = StandingGroup {
             name: "gold".to_owned(),
-            counted: policy::throttle::Counted::default().into(),
+            counted: policy::throttle::CumulativeStats::default().into(),
             filled: None,
             set: Some(Told::new()),
         };
@@ -546,7 +546,7 @@ mod tests {
 
     #[test]
     fn what_cannot_be_is_refused() {
-        let session = Session {
+        let session = NbdSession {
             export: 0,
             style: ReplyStyle::Simple,
             flags: 1,
@@ -558,7 +558,7 @@ mod tests {
         let client = || Client::new("", "", &session, 0, 0);
         assert!(Client { contexts: vec![34], ..client() }.session(0).is_err());
         assert!(Client { minimum_block: 3, ..client() }.session(0).is_err());
-        let full = || Buckets::from(Filled { limits: Limits::default(), levels: Default::default() });
+        let full = || Buckets::from(BucketSnapshot { limits: Limits::default(), levels: Default::default() });
         let named = |name: &str, value| Buckets { limits: [(name.to_owned(), value)].into(), ..full() };
         assert!(named("iops-total", 5).filled().is_ok());
         assert!(named("iops-totally", 5).filled().is_err());

@@ -3,9 +3,9 @@
 //!
 //! Only what is not as it is by itself is told. What is made of it is a line in a log and no more.
 
-use block::layer::throttle::Group;
+use block::layer::throttle::ThrottleGroup;
 use serde_json::Value;
-use settings::{GroupConfig, Key, KeySet, Settings, key::Change::Live};
+use settings::{GroupConfig, ConfigKey, KeyTable, ThrottleConfig, key::ChangePolicy::Apply};
 
 use super::told::{State, Told};
 use crate::registry::{Registry, RunningDisk};
@@ -14,7 +14,7 @@ pub(super) fn of_disk(running: &RunningDisk) -> Told {
     unlike_default(&running.current_config())
 }
 
-pub(super) fn of_group(group: &Group) -> Told {
+pub(super) fn of_group(group: &ThrottleGroup) -> Told {
     unlike_default(&config_of(group))
 }
 
@@ -40,32 +40,32 @@ pub(super) fn set_otherwise(state: &State, registry: &Registry) -> Vec<String> {
 }
 
 /// The config of a running group. Limits that its cluster grants are not in it: no config has them.
-fn config_of(group: &Group) -> GroupConfig {
-    let mut settings = Settings::running(&group.settings());
-    if group.lent().is_some() {
-        settings.limits = Settings::default().limits;
+fn config_of(group: &ThrottleGroup) -> GroupConfig {
+    let mut settings = ThrottleConfig::from_running(&group.settings());
+    if group.quota_lease().is_some() {
+        settings.limits = ThrottleConfig::default().limits;
     }
     let parent = group.parent().map(|parent| parent.name().to_owned());
     GroupConfig { settings, group: parent, ..GroupConfig::default() }
 }
 
 /// Keys that a client can change, or that say which group contains this.
-fn keys<T: KeySet>() -> impl Iterator<Item = &'static Key<T>> {
-    T::keys().iter().filter(|key| key.change == Live || key.name == "group")
+fn keys<T: KeyTable>() -> impl Iterator<Item = &'static ConfigKey<T>> {
+    T::keys().iter().filter(|key| key.change == Apply || key.name == "group")
 }
 
-fn value<T: KeySet>(key: &Key<T>, config: &T) -> Option<Value> {
+fn value<T: KeyTable>(key: &ConfigKey<T>, config: &T) -> Option<Value> {
     key.write(config).as_ref().map(Value::from)
 }
 
-fn unlike_default<T: KeySet>(config: &T) -> Told {
+fn unlike_default<T: KeyTable>(config: &T) -> Told {
     let set = keys::<T>().filter(|key| !key.is_default(config));
     set.filter_map(|key| Some((key.name.to_owned(), value(key, config)?))).collect()
 }
 
 /// `iops-total 500 → 2000, weight 50 → 100`.
-fn changes<T: KeySet>(told: &Told, here: &T) -> Option<String> {
-    let change = |key: &Key<T>| {
+fn changes<T: KeyTable>(told: &Told, here: &T) -> Option<String> {
+    let change = |key: &ConfigKey<T>| {
         let before = told.get(key.name).cloned().or_else(|| value(key, &T::default()));
         let here = value(key, here);
         (before != here).then(|| format!("{} {} → {}", key.name, shown(key, before), shown(key, here)))
@@ -75,7 +75,7 @@ fn changes<T: KeySet>(told: &Told, here: &T) -> Option<String> {
 }
 
 /// A value as users write it.
-fn shown<T: KeySet>(key: &Key<T>, value: Option<Value>) -> String {
+fn shown<T: KeyTable>(key: &ConfigKey<T>, value: Option<Value>) -> String {
     match value {
         None => "none".to_owned(),
         Some(Value::String(text)) if text.is_empty() => "none".to_owned(),
@@ -92,7 +92,7 @@ fn shown<T: KeySet>(key: &Key<T>, value: Option<Value>) -> String {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{LimitKind, Part, Setting};
+    use policy::throttle::{LimitKind, LimitPart, LimitSetting};
     use serde_json::json;
 
     use super::*;
@@ -101,8 +101,8 @@ mod tests {
     fn what_is_set_otherwise_is_told_with_both_values() {
         let with = |iops: u64, bps: u64| {
             let mut config = GroupConfig::default();
-            config.settings.limits.set(Setting::Limit(LimitKind::IopsTotal, Part::Rate), iops).unwrap();
-            config.settings.limits.set(Setting::Limit(LimitKind::BpsTotal, Part::Rate), bps).unwrap();
+            config.settings.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), iops).unwrap();
+            config.settings.limits.set(LimitSetting::Limit(LimitKind::BpsTotal, LimitPart::Rate), bps).unwrap();
             config
         };
         let told = unlike_default(&with(500, 0));

@@ -7,11 +7,11 @@ use std::{
 };
 
 use block::{
-    device::{CapacitySource, Device, Statistics},
-    layer::throttle::Group,
+    device::{CapacitySource, Device, DeviceStatistics},
+    layer::throttle::ThrottleGroup,
 };
 use policy::{
-    throttle::{Brief, Enforcement, Part, Setting},
+    throttle::{ThrottleSummary, Enforcement, LimitPart, LimitSetting},
     time::{Duration, Instant},
 };
 use serde_json::Value;
@@ -36,7 +36,7 @@ struct Subject {
     of: Of,
     /// Those that were not looked at have gone.
     at: Instant,
-    brief: Brief,
+    brief: ThrottleSummary,
     limit: Condition,
     reservation: Condition,
     watermark: Condition,
@@ -48,7 +48,7 @@ struct Subject {
 
 /// What is measured of a disk or a group.
 struct Measured {
-    brief: Brief,
+    brief: ThrottleSummary,
     enforcement: Enforcement,
     has_watermark: bool,
 }
@@ -58,16 +58,16 @@ impl Conditions {
         for running in registry.disks.all() {
             let member = running.disk.throttle();
             let measured = Measured {
-                brief: member.brief(),
+                brief: member.brief_stats(),
                 enforcement: member.enforcement(),
                 has_watermark: member.watermark().percent() > 0,
             };
             self.judge(Of::Disk, running.disk.name(), measured, now, &registry.events);
         }
         for group in registry.groups.all() {
-            let group: &Group = &group;
+            let group: &ThrottleGroup = &group;
             let measured = Measured {
-                brief: group.brief(),
+                brief: group.brief_stats(),
                 enforcement: group.enforcement(),
                 has_watermark: group.watermark().percent() > 0,
             };
@@ -129,7 +129,7 @@ impl Subject {
 
         let percent = judge::limited_percent(&before, &brief, elapsed);
         if let Some(kind) = brief.binding {
-            self.binding = Some(Setting::Limit(kind, Part::Rate).name());
+            self.binding = Some(LimitSetting::Limit(kind, LimitPart::Rate).name());
         }
         let limit = self.binding.unwrap_or("a limit");
         match self.limit.observe(judge::limit(percent), judge::LIMITS, now) {
@@ -190,7 +190,7 @@ fn seconds(lasted: Duration) -> Value {
 #[derive(Default)]
 pub(super) struct Devices {
     looked: Option<Instant>,
-    known: HashMap<String, (Instant, Statistics, Condition)>,
+    known: HashMap<String, (Instant, DeviceStatistics, Condition)>,
 }
 
 impl Devices {
@@ -243,7 +243,7 @@ impl Devices {
 }
 
 /// Rates between two looks; `None` if totals fell.
-fn done(before: &Statistics, after: &Statistics, elapsed: Duration) -> Option<Done> {
+fn done(before: &DeviceStatistics, after: &DeviceStatistics, elapsed: Duration) -> Option<Done> {
     let done = after.since(before)?;
     let a_second = |amount: u64| {
         u64::try_from(u128::from(amount) * 1_000_000_000 / elapsed.as_nanos().max(1)).unwrap_or(u64::MAX)

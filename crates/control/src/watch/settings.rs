@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use block::layer::throttle::Group;
+use block::layer::throttle::ThrottleGroup;
 use policy::throttle::Limits;
 use serde_json::{Value, json};
 
@@ -29,7 +29,7 @@ impl Settings {
         Self(applied::of_disk(&running.current_config()))
     }
 
-    pub(super) fn of_group(group: &Group) -> Self {
+    pub(super) fn of_group(group: &ThrottleGroup) -> Self {
         Self(applied::of_throttle(&group.settings(), group.parent().map_or("", |group| group.name())))
     }
 
@@ -77,7 +77,7 @@ impl fmt::Display for Changed {
 
 #[cfg(test)]
 mod tests {
-    use policy::throttle::{LimitKind, Part, Setting};
+    use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 
     use block::layer::throttle::GroupSettings;
 
@@ -88,7 +88,7 @@ mod tests {
         let mut wanted = GroupSettings::default();
         let before = Settings(applied::of_throttle(&wanted, ""));
         assert_eq!(before.since(&before), []);
-        wanted.limits.set(Setting::Limit(LimitKind::IopsTotal, Part::Rate), 500).unwrap();
+        wanted.limits.set(LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate), 500).unwrap();
         let changes = Settings(applied::of_throttle(&wanted, "")).since(&before);
         let said: Vec<_> = changes.iter().map(Changed::to_string).collect();
         assert_eq!(said, ["iops-total 500 (was 0)"]);

@@ -23,11 +23,11 @@ use rustix::process::{
 };
 
 /// Number of rounds of killing descendants: each round ends one generation.
-const LOOKS: usize = 50;
+const KILL_ROUNDS: usize = 50;
 /// Pause between two rounds, for the kernel to end the processes.
-const LOOK: Duration = Duration::from_millis(10);
+const KILL_PAUSE: Duration = Duration::from_millis(10);
 
-pub(super) struct Command {
+pub(super) struct OnEventCommand {
     words: Vec<String>,
 }
 
@@ -42,7 +42,7 @@ pub(super) fn check(program: &str) -> anyhow::Result<()> {
     Ok(())
 }
 
-impl Command {
+impl OnEventCommand {
     pub(super) fn new(words: &[String]) -> anyhow::Result<Self> {
         // Subreaper: orphaned descendants become children of this process, which can then kill
         // them.
@@ -63,14 +63,14 @@ impl Command {
             .process_group(0)
             .spawn();
         let mut child = spawned.map_err(|error| format!("it cannot be started: {error}"))?;
-        let outcome = attend(&mut child, event, deadline);
+        let outcome = wait_for_command(&mut child, event, deadline);
         // Also after success: background processes of a command must not pile up.
-        end_all_of(&mut child);
+        kill_descendants(&mut child);
         outcome
     }
 }
 
-fn attend(child: &mut Child, event: &[u8], deadline: Instant) -> Result<(), String> {
+fn wait_for_command(child: &mut Child, event: &[u8], deadline: Instant) -> Result<(), String> {
     if let Some(mut stdin) = child.stdin.take() {
         // An event fits into a pipe's buffer; a command that shrinks its pipe is not waited for.
         let _ = fcntl(&stdin, FcntlArg::F_SETFL(OFlag::O_NONBLOCK));
@@ -78,7 +78,7 @@ fn attend(child: &mut Child, event: &[u8], deadline: Instant) -> Result<(), Stri
         let _ = stdin.write_all(event).and_then(|()| stdin.write_all(b"\n"));
     }
     if !has_ended(child, deadline).map_err(|error| format!("it cannot be waited for: {error}"))? {
-        return Err(format!("it has not ended within {} s, and was ended", super::PATIENCE.as_secs()));
+        return Err(format!("it has not ended within {} s, and was ended", super::TARGET_TIMEOUT.as_secs()));
     }
     match child.wait() {
         Ok(status) if status.success() => Ok(()),
@@ -105,9 +105,9 @@ fn has_ended(child: &Child, deadline: Instant) -> io::Result<bool> {
 /// Kills the child, its process group, and descendants that have left the group: they become
 /// children of this process once their parents are gone. A process that the kernel cannot kill
 /// stays, and does not delay the next event further.
-fn end_all_of(child: &mut Child) {
+fn kill_descendants(child: &mut Child) {
     let group = Pid::from_child(child);
-    for look in 0..LOOKS {
+    for look in 0..KILL_ROUNDS {
         // The process ID is not reused before `wait`, or while its group has members.
         let _ = kill_process_group(group, Signal::KILL);
         let _ = child.try_wait();
@@ -119,7 +119,7 @@ fn end_all_of(child: &mut Child) {
             return;
         }
         if look > 0 {
-            std::thread::sleep(LOOK);
+            std::thread::sleep(KILL_PAUSE);
         }
     }
 }

@@ -17,18 +17,18 @@ use reactor::{
     op::{self, Fd},
 };
 
-use super::{MOST_LINE, PATIENCE, Runner, handed, shown};
+use super::{MAX_LINE_BYTES, TARGET_TIMEOUT, EventRunner, encode_event, shown};
 
 /// Number of events that may wait for delivery; older ones are skipped.
-const MOST_WAITING: usize = 64;
+const MAX_WAITING_EVENTS: usize = 64;
 /// Interval between two deliveries: ten a second.
-const EACH: Duration = Duration::from_millis(100);
+const DELIVERY_INTERVAL: Duration = Duration::from_millis(100);
 /// Time beyond the target's for the answer of the process.
 const GRACE: Duration = Duration::from_secs(5);
 /// Interval at which a persistent failure is logged again.
-const SAID: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-impl Runner {
+impl EventRunner {
     /// Delivers all events from now on; ends when the handle is dropped.
     pub(crate) fn deliver(self, registry: &Registry) -> Option<JoinHandle<()>> {
         let fd = self.socket.set_nonblocking(true).and_then(|()| self.socket.try_clone());
@@ -40,7 +40,7 @@ impl Runner {
             }
         };
         let counts = Rc::clone(registry.deliveries.get_or_init(Rc::default));
-        let delivery = Delivery { runner: self, fd, heard: Vec::new(), counts, failing: Failing::default() };
+        let delivery = Delivery { runner: self, fd, received: Vec::new(), counts, failing: FailureLog::default() };
         let events = registry.events.clone();
         let last = events.last();
         Some(reactor::spawn_joinable(delivery.run(events, last)))
@@ -48,12 +48,12 @@ impl Runner {
 }
 
 struct Delivery {
-    runner: Runner,
+    runner: EventRunner,
     fd: Fd,
     /// Received bytes of an incomplete answer.
-    heard: Vec<u8>,
+    received: Vec<u8>,
     counts: Rc<Deliveries>,
-    failing: Failing,
+    failing: FailureLog,
 }
 
 impl Delivery {
@@ -64,7 +64,7 @@ impl Delivery {
             let mut waiting = events.since(last);
             // Events that the ring has already dropped count as skipped too.
             let first = waiting.first().map_or(last + 1, |event| event.id);
-            let too_many = waiting.len().saturating_sub(MOST_WAITING);
+            let too_many = waiting.len().saturating_sub(MAX_WAITING_EVENTS);
             // The newest events are worth more than complete ones: old ones are skipped and
             // counted.
             waiting.drain(..too_many);
@@ -75,7 +75,7 @@ impl Delivery {
             let skipped = first - last - 1 + too_many as u64;
             Deliveries::add(&self.counts.skipped, skipped);
             last = event.id;
-            let next = reactor::now() + EACH;
+            let next = reactor::now() + DELIVERY_INTERVAL;
             match self.hand_on(&event, skipped).await {
                 Ok(Ok(())) => {
                     Deliveries::add(&self.counts.delivered, 1);
@@ -102,7 +102,7 @@ impl Delivery {
 
     /// Result of one delivery; fails if the process is gone.
     async fn hand_on(&mut self, event: &Event, skipped: u64) -> io::Result<Result<(), String>> {
-        let line = handed(event.to_json(), skipped) + "\n";
+        let line = encode_event(event.to_json(), skipped) + "\n";
         let mut left = line.as_bytes();
         while !left.is_empty() {
             match (&self.runner.socket).write(left) {
@@ -111,14 +111,14 @@ impl Delivery {
                 // The socket is full although the previous event was answered: the process is
                 // stopped.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {
-                    reactor::sleep_until(reactor::now() + EACH).await;
+                    reactor::sleep_until(reactor::now() + DELIVERY_INTERVAL).await;
                 }
                 Err(error) => return Err(error),
             }
         }
         let mut has_said = false;
         loop {
-            match reactor::timeout(PATIENCE + GRACE, self.answer()).await {
+            match reactor::timeout(TARGET_TIMEOUT + GRACE, self.answer()).await {
                 Ok(answer) => {
                     let answer = answer?;
                     return Ok(if answer.is_empty() { Ok(()) } else { Err(answer) });
@@ -135,17 +135,17 @@ impl Delivery {
     /// Waits for an answer. Cancel safe: received bytes are kept.
     async fn answer(&mut self) -> io::Result<String> {
         loop {
-            if let Some(end) = self.heard.iter().position(|byte| *byte == b'\n') {
-                let line: Vec<u8> = self.heard.drain(..=end).collect();
+            if let Some(end) = self.received.iter().position(|byte| *byte == b'\n') {
+                let line: Vec<u8> = self.received.drain(..=end).collect();
                 return Ok(String::from_utf8_lossy(&line[..end]).into_owned());
             }
-            if self.heard.len() as u64 > MOST_LINE {
+            if self.received.len() as u64 > MAX_LINE_BYTES {
                 return Err(io::Error::other("it says too much"));
             }
             let mut some = [0; 1024];
             match (&self.runner.socket).read(&mut some) {
                 Ok(0) => return Err(ErrorKind::UnexpectedEof.into()),
-                Ok(count) => self.heard.extend(&some[..count]),
+                Ok(count) => self.received.extend(&some[..count]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => op::readable(&self.fd).await?,
                 Err(error) => return Err(error),
@@ -156,21 +156,21 @@ impl Delivery {
 
 /// State of a failing target: logged at once, then once a minute.
 #[derive(Debug, Default)]
-struct Failing {
+struct FailureLog {
     /// Time of the next log line; `None` while deliveries succeed.
     again: Option<Instant>,
     /// Failed events since the last success.
     lost: u64,
 }
 
-impl Failing {
+impl FailureLog {
     /// Counts a failure; returns the count if it is to be logged.
     fn line(&mut self, now: Instant) -> Option<u64> {
         self.lost += 1;
         if self.again.is_some_and(|again| now < again) {
             return None;
         }
-        self.again = Some(now + SAID);
+        self.again = Some(now + LOG_INTERVAL);
         Some(self.lost)
     }
 
@@ -187,7 +187,7 @@ mod tests {
 
     #[test]
     fn a_target_that_fails_for_an_hour_has_a_line_a_minute_and_one_at_its_end() {
-        let mut failing = Failing::default();
+        let mut failing = FailureLog::default();
         let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
         let lines: Vec<_> = (0..3600).filter_map(|second| failing.line(at(second))).collect();
         assert_eq!((lines.len(), lines[0], lines[1]), (60, 1, 61));

@@ -13,29 +13,29 @@ use control::{
     wanted,
 };
 use export::nbd;
-use reactor::{Worker, error::what_gives_descriptors, op::Fd};
-use settings::{Address, DoorExport, Endpoint, Plan, Service, Standard, Tls, control::ControlSocket};
+use reactor::{ReactorWorker, error::descriptor_remedy, op::Fd};
+use settings::{ListenAddress, ExportSpec, ListenEndpoint, DesiredState, ProcessSpec, ControlSocketPolicy, TlsConfig, control::ControlSocketLocation};
 
 /// Opens the configured control sockets and the default one, or returns the reason why the default
 /// one is missing. The daemon runs without the default one unless it is required: it may be the
 /// second daemon on this host.
 fn control_sockets(
-    service: &Service,
+    service: &ProcessSpec,
     source: &mut dyn Source,
 ) -> anyhow::Result<(Vec<Listener>, Option<anyhow::Error>)> {
     let owner = service.user.as_ref();
-    let mut open = |place: ControlSocket| {
+    let mut open = |place: ControlSocketLocation| {
         source.control(&place.path)?.map_or_else(|| listen::control(&place, owner), Ok)
     };
-    let named = |path: &PathBuf| open(ControlSocket::at(path.clone()));
+    let named = |path: &PathBuf| open(ControlSocketLocation::at(path.clone()));
     let mut sockets: Vec<_> = service.qmp.iter().map(named).collect::<anyhow::Result<_>>()?;
-    if service.control_socket() == Standard::Off {
+    if service.control_socket() == ControlSocketPolicy::Off {
         return Ok((sockets, None));
     }
-    let place = ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
+    let place = ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"));
     match place.and_then(open) {
         Ok(listener) => sockets.push(listener),
-        Err(error) if service.control_socket() == Standard::Must => return Err(error),
+        Err(error) if service.control_socket() == ControlSocketPolicy::Required => return Err(error),
         Err(error) => return Ok((sockets, Some(error))),
     }
     Ok((sockets, None))
@@ -43,13 +43,13 @@ fn control_sockets(
 
 /// Binds the HTTP addresses, or takes them from another daemon. The registry keeps copies for the
 /// next upgrade.
-fn told(
-    service: &Service,
+fn bind_http(
+    service: &ProcessSpec,
     source: &mut dyn Source,
-    tls: Option<&nbd::Tls>,
+    tls: Option<&nbd::NbdServerTls>,
     registry: &Registry,
-) -> anyhow::Result<weir_http::Doors> {
-    let mut open = |what: &'static str, address: &Address| -> anyhow::Result<Vec<Listener>> {
+) -> anyhow::Result<weir_http::HttpEndpoints> {
+    let mut open = |what: &'static str, address: &ListenAddress| -> anyhow::Result<Vec<Listener>> {
         // A listener from the old process keeps connections that wait in its queue.
         let taken = source.told(what, address)?;
         let bind = || weir_http::bind(what, address, &service.sockets);
@@ -63,8 +63,8 @@ fn told(
         Ok(listeners)
     };
     let metrics = service.metrics.as_ref().map(|address| open("metrics", address)).transpose()?;
-    let page = |page: &settings::Http| -> anyhow::Result<_> {
-        let token = page.token_file.as_deref().map(weir_http::Token::read).transpose()?;
+    let page = |page: &settings::HttpConfig| -> anyhow::Result<_> {
+        let token = page.token_file.as_deref().map(weir_http::ChangeToken::read).transpose()?;
         let is_encrypted = page.is_encrypted(&service.tls);
         if !is_encrypted && !page.is_local() {
             tracing::warn!(
@@ -74,18 +74,18 @@ fn told(
         }
         let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());
         let listeners = open("http", &page.address)?;
-        Ok(weir_http::Page { listeners, names: page.names.clone(), token, keys })
+        Ok(weir_http::PageEndpoint { listeners, names: page.names.clone(), token, tls: keys })
     };
-    Ok(weir_http::Doors { metrics, page: service.page().as_ref().map(page).transpose()? })
+    Ok(weir_http::HttpEndpoints { metrics, page: service.page().as_ref().map(page).transpose()? })
 }
 
 /// Everything that is bound before the first export runs, and used once all do.
-pub(super) struct Bound {
-    pub(super) workers: Rc<Vec<Worker>>,
+pub(super) struct BoundAddresses {
+    pub(super) workers: Rc<Vec<ReactorWorker>>,
     pub(super) control: Vec<Listener>,
     /// Reason why the daemon has no default control socket.
     pub(super) missing: Option<anyhow::Error>,
-    pub(super) http: Option<weir_http::Doors>,
+    pub(super) http: Option<weir_http::HttpEndpoints>,
     /// Number of sockets that the service manager passed.
     pub(super) inherited: usize,
 }
@@ -93,36 +93,36 @@ pub(super) struct Bound {
 /// Starts the workers and binds the addresses of the daemon itself. Prepares the sockets of
 /// exports.
 pub(super) fn bind(
-    plan: &Plan,
+    plan: &DesiredState,
     registry: &Rc<Registry>,
-    tls: Option<&nbd::Tls>,
+    tls: Option<&nbd::NbdServerTls>,
     (mut inherited, source): (Inherited, &mut dyn Source),
-) -> anyhow::Result<Bound> {
-    let workers = Rc::new(start_workers(&plan.service)?);
-    let (control, missing) = control_sockets(&plan.service, source)?;
+) -> anyhow::Result<BoundAddresses> {
+    let workers = Rc::new(start_workers(&plan.process)?);
+    let (control, missing) = control_sockets(&plan.process, source)?;
     registry.lifecycle.watchdog.set(sd_notify::watchdog_enabled().or_else(|| source.watchdog()));
     let count = source.inherited().unwrap_or_else(|| inherited.count());
-    let http = told(&plan.service, source, tls, registry)?;
+    let http = bind_http(&plan.process, source, tls, registry)?;
     // Listeners of the old process take the place of sockets that the service manager passed.
     source.pass_machines(&mut inherited)?;
-    for DoorExport { door, .. } in &plan.doors {
-        door.passed().map(|name| inherited.keep(name)).transpose()?;
+    for ExportSpec { door, .. } in &plan.exports {
+        door.inherited_name().map(|name| inherited.keep(name)).transpose()?;
     }
-    for settings::Server { endpoint, .. } in &plan.servers {
-        if let (Endpoint::Passed(name), false) = (endpoint, source.has_server(endpoint)) {
+    for settings::NbdServerSpec { endpoint, .. } in &plan.servers {
+        if let (ListenEndpoint::Passed(name), false) = (endpoint, source.has_server(endpoint)) {
             inherited.keep(name)?;
         }
     }
-    let terms = assemble::terms(&plan.service, &registry.events);
-    registry.exports.let_doors(&workers, &plan.service.sockets, terms, inherited, &plan.service.tls);
-    Ok(Bound { workers, control, missing, http: Some(http), inherited: count })
+    let terms = assemble::terms(&plan.process, &registry.events);
+    registry.exports.let_doors(&workers, &plan.process.sockets, terms, inherited, &plan.process.tls);
+    Ok(BoundAddresses { workers, control, missing, http: Some(http), inherited: count })
 }
 
-fn start_workers(service: &Service) -> anyhow::Result<Vec<Worker>> {
-    let start = |number: usize| Worker::start(&format!("worker {number}"), service.poll);
+fn start_workers(service: &ProcessSpec) -> anyhow::Result<Vec<ReactorWorker>> {
+    let start = |number: usize| ReactorWorker::start(&format!("worker {number}"), service.poll);
     let workers: std::io::Result<_> = (0..service.workers).map(start).collect();
     workers.map_err(|error| {
-        let may_be = match what_gives_descriptors(&error) {
+        let may_be = match descriptor_remedy(&error) {
             Some(_) => "",
             None => " (is kernel.io_uring_disabled set, or memory locked scarce?)",
         };
@@ -137,7 +137,7 @@ pub(super) fn export_ids(registry: &Registry) -> HashSet<String> {
 }
 
 /// URIs of the exports that were added since `before`.
-pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &Tls) -> Vec<String> {
+pub(super) fn uris_beyond(before: &HashSet<String>, registry: &Registry, tls: &TlsConfig) -> Vec<String> {
     let running = registry.exports.all();
     let running = running.iter().filter(|export| !before.contains(&export.id));
     let awaited = registry.exports.awaited.borrow();

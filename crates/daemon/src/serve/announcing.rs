@@ -2,7 +2,7 @@
 
 use console::figures;
 use control::{notify, registry::Registry};
-use policy::throttle::{Limits, Setting};
+use policy::throttle::{Limits, LimitSetting};
 use sd_notify::NotifyState;
 
 /// Number of URIs in the line `ready`.
@@ -29,8 +29,8 @@ fn limits(registry: &Registry) -> Option<String> {
     (!lines.is_empty()).then(|| lines.join("; "))
 }
 
-fn by_name(limits: &Limits) -> figures::Limits {
-    let set = Setting::ALL.iter().map(|&setting| (setting.name().to_owned(), limits.get(setting)));
+fn by_name(limits: &Limits) -> figures::SettingValues {
+    let set = LimitSetting::ALL.iter().map(|&setting| (setting.name().to_owned(), limits.get(setting)));
     set.filter(|(_, value)| *value != 0).collect()
 }
 

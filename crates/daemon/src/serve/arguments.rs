@@ -7,12 +7,12 @@ use std::{
     path::{self, Path, PathBuf},
 };
 
-use super::steps::Steps;
+use super::steps::QemuSteps;
 use clap::{Arg, Args};
 use settings::{
-    DaemonConfig, DiskConfig, Door, Draft, ExportConfig, Fuse, GroupConfig, Image, Key, Nbd, NbdDevice,
-    NbdExport, Place, Placed, SecretSource, Ublk, VhostUserBlk, Wrong,
-    arguments::{KeyArgs, KeyOptions, shared_group},
+    DaemonConfig, DiskConfig, ExportTarget, ParsedConfig, ExportConfig, FuseConfig, GroupConfig, ImageLocation, ConfigKey, NbdServerConfig, NbdDeviceConfig,
+    NbdExportConfig, Origin, ConfigWithOrigins, SecretSource, UblkConfig, VhostUserBlkConfig, ConfigError,
+    arguments::{ConfigKeyArgs, OptionSelection, describe_shared_group},
 };
 
 /// Shown below the options.
@@ -56,20 +56,20 @@ pub struct ServeArgs {
     /// Go on where the daemon at this control socket stops, which no client sees; whatever cannot
     /// be taken over is named, and that one goes on [default: the one of --qmp, or where commands
     /// find it]
-    #[arg(long, value_name = "unix:PATH", num_args = 0..=1, require_equals = true, conflicts_with = "check", value_parser = settings::socket)]
+    #[arg(long, value_name = "unix:PATH", num_args = 0..=1, require_equals = true, conflicts_with = "check", value_parser = settings::parse_unix_socket)]
     pub(crate) takeover: Option<Option<PathBuf>>,
     #[command(flatten)]
     image: ImageArgs,
     #[command(flatten)]
-    disk: KeyArgs<DiskOptions>,
+    disk: ConfigKeyArgs<ServeDiskOptions>,
     #[command(flatten)]
     network: NetworkArgs,
     #[command(flatten)]
-    daemon: KeyArgs<DaemonOptions>,
+    daemon: ConfigKeyArgs<DaemonOptions>,
     #[command(flatten)]
     process: ProcessArgs,
     #[command(flatten)]
-    pub(super) steps: Steps,
+    pub(super) steps: QemuSteps,
 }
 
 #[derive(Debug, Args)]
@@ -77,8 +77,8 @@ pub struct ServeArgs {
 struct ImageArgs {
     /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD
     /// server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH; several are several disks
-    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, display_order = 0, conflicts_with = "config")]
-    images: Vec<Image>,
+    #[arg(value_name = "IMAGE", value_parser = settings::parse::<ImageLocation>, display_order = 0, conflicts_with = "config")]
+    images: Vec<ImageLocation>,
     /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
     /// that ask for no name [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
@@ -96,33 +96,33 @@ struct ImageArgs {
 struct NetworkArgs {
     /// Serve NBD at unix:PATH, HOST:PORT or fd:NAME, a socket that a service manager passed;
     /// repeatable. Behind a comma: read-only [default: inherited sockets, else localhost:10809]
-    #[arg(long, value_name = "ADDRESS[,…]", value_parser = settings::read::<Nbd>)]
-    nbd: Vec<Nbd>,
+    #[arg(long, value_name = "ADDRESS[,…]", value_parser = settings::parse::<NbdServerConfig>)]
+    nbd: Vec<NbdServerConfig>,
     /// Serve a virtual machine at unix:PATH, over vhost-user-blk, or at fd:NAME, a socket that a
     /// service manager passed; once for each IMAGE, or several for one. Behind commas: queues=N,
     /// queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
     /// write-cache=off, read-only, client (the machine listens there).
     /// NBD is then served only where --nbd says so
-    #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::read::<VhostUserBlk>, conflicts_with = "config")]
-    vhost_user_blk: Vec<VhostUserBlk>,
+    #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::parse::<VhostUserBlkConfig>, conflicts_with = "config")]
+    vhost_user_blk: Vec<VhostUserBlkConfig>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
     /// IMAGE, or several for one [default N: the first that is free]. Behind commas: queues=N,
     /// queue-depth=N, dead-timeout=SECONDS (how long requests wait for weir to come back, before
     /// they fail and the device goes; 0 is for ever), logical-block-size=N, discard=off,
     /// write-zeroes=off, write-cache=off, read-only, unprivileged, zero-copy=off
-    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with = "config")]
-    ublk: Vec<Ublk>,
+    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::parse::<UblkConfig>, conflicts_with = "config")]
+    ublk: Vec<UblkConfig>,
     /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
     /// for each IMAGE, or several for one. Behind commas: growable, allow-other=on|off,
     /// read-only
-    #[arg(long, value_name = "FILE[,…]", value_parser = settings::read::<Fuse>, conflicts_with = "config")]
-    fuse: Vec<Fuse>,
+    #[arg(long, value_name = "FILE[,…]", value_parser = settings::parse::<FuseConfig>, conflicts_with = "config")]
+    fuse: Vec<FuseConfig>,
     /// Serve a block device of this host, /dev/nbdN, by the kernel's NBD client; auto is the first
     /// that is free; once for each IMAGE, or several for one. Behind commas: connections=N,
     /// timeout=SECONDS, dead-timeout=SECONDS (how long requests wait for weir to come back),
     /// logical-block-size=N, read-only
-    #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::read::<NbdDevice>, conflicts_with = "config")]
-    nbd_device: Vec<NbdDevice>,
+    #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::parse::<NbdDeviceConfig>, conflicts_with = "config")]
+    nbd_device: Vec<NbdDeviceConfig>,
     /// Take commands nowhere
     #[arg(long, conflicts_with_all = ["qmp", "control"])]
     no_control: bool,
@@ -153,22 +153,22 @@ impl ServeArgs {
     }
 
     /// Converts the options to a draft; without disks if `--config` was given.
-    pub(crate) fn into_draft(self) -> Result<Draft, Wrong> {
+    pub(crate) fn into_draft(self) -> Result<ParsedConfig, ConfigError> {
         let Self { image, disk, mut network, daemon, .. } = self;
         let (mut disks, group) = image.disks(&disk)?;
-        network.own_doors(&mut disks)?;
+        network.assign_exports(&mut disks)?;
         let service = network.daemon(&daemon)?;
-        Ok(Draft { disks, groups: group.into_iter().collect(), service, cluster: None })
+        Ok(ParsedConfig { disks, groups: group.into_iter().collect(), daemon: service, cluster: None })
     }
 }
 
 impl NetworkArgs {
     /// Assigns exports to their disks, and NBD addresses too if any disk has its own export.
-    fn own_doors(&mut self, disks: &mut [Placed<DiskConfig>]) -> Result<(), Wrong> {
-        give(disks, "vhost-user-blk", &mut self.vhost_user_blk, Door::VhostUserBlk)?;
-        give(disks, "ublk", &mut self.ublk, Door::Ublk)?;
-        give(disks, "fuse", &mut self.fuse, Door::Fuse)?;
-        give(disks, "nbd-device", &mut self.nbd_device, Door::NbdDevice)?;
+    fn assign_exports(&mut self, disks: &mut [ConfigWithOrigins<DiskConfig>]) -> Result<(), ConfigError> {
+        assign(disks, "vhost-user-blk", &mut self.vhost_user_blk, ExportTarget::VhostUserBlk)?;
+        assign(disks, "ublk", &mut self.ublk, ExportTarget::Ublk)?;
+        assign(disks, "fuse", &mut self.fuse, ExportTarget::Fuse)?;
+        assign(disks, "nbd-device", &mut self.nbd_device, ExportTarget::NbdDevice)?;
         if disks.iter().all(|disk| disk.exports.is_empty()) {
             return Ok(());
         }
@@ -178,67 +178,67 @@ impl NetworkArgs {
         for disk in disks {
             for nbd in &nbd {
                 let name = disk.export_name.clone();
-                let export = NbdExport { listen: nbd.at.clone(), name, read_only: nbd.read_only };
-                export_at(disk, ExportConfig::Nbd(export), Place::option("nbd", nbd));
+                let export = NbdExportConfig { listen: nbd.endpoint.clone(), name, read_only: nbd.read_only };
+                export_at(disk, ExportConfig::Nbd(export), Origin::option("nbd", nbd));
             }
         }
         Ok(())
     }
 
     /// Config of the daemon: these keys, and the NBD addresses that are left.
-    fn daemon(self, keys: &KeyArgs<DaemonOptions>) -> Result<Placed<DaemonConfig>, Wrong> {
-        let mut daemon = Placed::<DaemonConfig>::default();
+    fn daemon(self, keys: &ConfigKeyArgs<DaemonOptions>) -> Result<ConfigWithOrigins<DaemonConfig>, ConfigError> {
+        let mut daemon = ConfigWithOrigins::<DaemonConfig>::default();
         keys.read_into(&mut daemon, Path::new(""), |_| true)?;
         for (index, nbd) in self.nbd.into_iter().enumerate() {
-            daemon.put(format!("nbd[{index}]"), Place::option("nbd", &nbd));
+            daemon.record_origin(format!("nbd[{index}]"), Origin::option("nbd", &nbd));
             daemon.nbd.push(nbd);
         }
         if self.no_control {
             daemon.control = Some(false);
-            daemon.put("control", Place::new("--no-control"));
+            daemon.record_origin("control", Origin::new("--no-control"));
         }
         Ok(daemon)
     }
 }
 
-fn export_at(disk: &mut Placed<DiskConfig>, export: ExportConfig, place: Place) {
-    disk.put(format!("export[{}]", disk.exports.len()), place);
+fn export_at(disk: &mut ConfigWithOrigins<DiskConfig>, export: ExportConfig, place: Origin) {
+    disk.record_origin(format!("export[{}]", disk.exports.len()), place);
     disk.exports.push(export);
 }
 
 /// Assigns the exports of one option to the disks in order; a single disk gets all of them.
-fn give<D: Display>(
-    disks: &mut [Placed<DiskConfig>],
+fn assign<D: Display>(
+    disks: &mut [ConfigWithOrigins<DiskConfig>],
     option: &str,
     doors: &mut Vec<D>,
-    door: fn(D) -> Door,
-) -> Result<(), Wrong> {
+    door: fn(D) -> ExportTarget,
+) -> Result<(), ConfigError> {
     let (given, images) = (doors.len(), disks.len());
     if given != 0 && given != images && images != 1 {
         let rule = format!("times given: {given}, images: {images} (give one for each, in their order)");
-        return Err(Place::new(format!("--{option}")).wrong(rule));
+        return Err(Origin::new(format!("--{option}")).error(rule));
     }
     for (number, value) in doors.drain(..).enumerate() {
-        let place = Place::option(option, &value);
-        export_at(&mut disks[number % images], ExportConfig::Own(door(value)), place);
+        let place = Origin::option(option, &value);
+        export_at(&mut disks[number % images], ExportConfig::Target(door(value)), place);
     }
     Ok(())
 }
 
 /// Keys of disks as options, for command lines without a config file.
 #[derive(Clone, Debug)]
-struct DiskOptions;
+struct ServeDiskOptions;
 
-impl KeyOptions for DiskOptions {
+impl OptionSelection for ServeDiskOptions {
     type Config = DiskConfig;
 
     /// True for all keys but the image and those with an option for each disk.
-    fn has(key: &Key<DiskConfig>) -> bool {
+    fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
         key.heading != "Access" && !["image", "description", "export"].contains(&key.name)
     }
 
     fn adapt(option: Arg) -> Arg {
-        shared_group(option).conflicts_with("config")
+        describe_shared_group(option).conflicts_with("config")
     }
 }
 
@@ -246,11 +246,11 @@ impl KeyOptions for DiskOptions {
 #[derive(Clone, Debug)]
 struct DaemonOptions;
 
-impl KeyOptions for DaemonOptions {
+impl OptionSelection for DaemonOptions {
     type Config = DaemonConfig;
 
     /// True for all keys but NBD addresses, which accept keys behind a comma.
-    fn has(key: &Key<DaemonConfig>) -> bool {
+    fn is_option(key: &ConfigKey<DaemonConfig>) -> bool {
         key.name != "nbd"
     }
 
@@ -264,13 +264,13 @@ impl KeyOptions for DaemonOptions {
 
 impl ImageArgs {
     /// Configs of the disks, and of the group that they share.
-    fn disks(&self, keys: &KeyArgs<DiskOptions>) -> Result<Disks, Wrong> {
+    fn disks(&self, keys: &ConfigKeyArgs<ServeDiskOptions>) -> Result<Disks, ConfigError> {
         for (option, given) in [("name", self.name.len()), ("description", self.description.len())] {
             let images = self.images.len();
             if given != 0 && given != images {
                 let rule =
                     format!("times given: {given}, images: {images} (give one for each, in their order)");
-                return Err(Place::new(format!("--{option}")).wrong(rule));
+                return Err(Origin::new(format!("--{option}")).error(rule));
             }
         }
         let mut group = None;
@@ -286,45 +286,45 @@ impl ImageArgs {
     fn disk(
         &self,
         index: usize,
-        image: &Image,
-        keys: &KeyArgs<DiskOptions>,
-    ) -> Result<(Placed<DiskConfig>, Option<Placed<GroupConfig>>), Wrong> {
-        let place = Place::new(image.to_string());
+        image: &ImageLocation,
+        keys: &ConfigKeyArgs<ServeDiskOptions>,
+    ) -> Result<(ConfigWithOrigins<DiskConfig>, Option<ConfigWithOrigins<GroupConfig>>), ConfigError> {
+        let place = Origin::new(image.to_string());
         let config = DiskConfig { name: image.default_name(), image: image.clone(), ..DiskConfig::default() };
-        let mut disk = Placed::new(config, place.clone());
-        disk.put("image", place);
+        let mut disk = ConfigWithOrigins::new(config, place.clone());
+        disk.record_origin("image", place);
         // Options for images in Ceph or at an NBD server apply to such images only. If there is
         // none, they apply to all, so that they are rejected.
-        let is_meant = |is_it: fn(&Image) -> bool| is_it(image) || !self.images.iter().any(is_it);
+        let is_meant = |is_it: fn(&ImageLocation) -> bool| is_it(image) || !self.images.iter().any(is_it);
         let group = keys.read_disk(&mut disk, |key| match key {
             "reconnect-delay" | "open-timeout" => is_meant(|image| image.remote().is_some()),
-            "rbd-config" | "rbd-user" => is_meant(Image::is_rbd),
+            "rbd-config" | "rbd-user" => is_meant(ImageLocation::is_rbd),
             _ => true,
         })?;
         // Absolute, because librbd reads the file again later.
         disk.rbd_config = disk.rbd_config.take().map(|path| path::absolute(&path).unwrap_or(path));
-        disk.reach()?;
+        disk.apply_ceph_access()?;
         match self.name.get(index) {
             None => {}
             Some(name) if name.is_empty() => disk.export_name = Some(String::new()),
             Some(name) => disk.name.clone_from(name),
         }
         if let Some(name) = self.name.get(index) {
-            disk.put("name", Place::option("name", name));
+            disk.record_origin("name", Origin::option("name", name));
         }
         if let Some(text) = self.description.get(index) {
             disk.description.clone_from(text);
-            disk.put("description", Place::option("description", text));
+            disk.record_origin("description", Origin::option("description", text));
         }
         if let Some(number) = self.secret_fd.first() {
             disk.qcow2.secrets = self.secret_fd.iter().copied().map(SecretSource::Descriptor).collect();
-            disk.put("secret-fd", Place::option("secret-fd", number));
+            disk.record_origin("secret-fd", Origin::option("secret-fd", number));
         }
         Ok((disk, group))
     }
 }
 
-type Disks = (Vec<Placed<DiskConfig>>, Option<Placed<GroupConfig>>);
+type Disks = (Vec<ConfigWithOrigins<DiskConfig>>, Option<ConfigWithOrigins<GroupConfig>>);
 
 #[cfg(test)]
 #[path = "arguments_tests.rs"]

@@ -2,26 +2,26 @@
 
 use clap::Parser as _;
 use policy::throttle::LimitKind;
-use settings::{Address, Endpoint, Plan, Settings};
-use storage::Format;
+use settings::{ListenAddress, ListenEndpoint, DesiredState, ThrottleConfig};
+use storage::ImageFormat;
 
 use super::*;
 
 #[derive(Debug, clap::Parser)]
-struct Line {
+struct ServeCommandLine {
     #[command(flatten)]
     arguments: ServeArgs,
 }
 
 /// Plan of a command line after `weir serve`, or the message behind `weir: ` on standard error.
-fn plan(line: &str) -> Result<Plan, String> {
+fn plan(line: &str) -> Result<DesiredState, String> {
     let words = ["serve"].into_iter().chain(line.split_whitespace());
-    let Line { arguments } = Line::try_parse_from(words).map_err(|error| {
+    let ServeCommandLine { arguments } = ServeCommandLine::try_parse_from(words).map_err(|error| {
         let text = error.render().to_string();
         text.trim_start_matches("error: ").split("\n\n").next().unwrap_or_default().to_owned()
     })?;
     arguments.check_disks()?;
-    arguments.into_draft().and_then(|draft| Plan::new(draft, 0)).map_err(|wrong| wrong.to_string())
+    arguments.into_draft().and_then(|draft| DesiredState::new(draft, 0)).map_err(|wrong| wrong.to_string())
 }
 
 #[track_caller]
@@ -33,8 +33,8 @@ fn check(line: &str, expect: &str) {
 fn an_image_is_enough() {
     let plan = plan("vm1.raw").unwrap();
     assert_eq!(plan.disks[0].image, "vm1.raw".parse().unwrap());
-    assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (Settings::default(), &None));
-    assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
+    assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (ThrottleConfig::default(), &None));
+    assert_eq!(plan.servers[0].endpoint, ListenEndpoint::Address(ListenAddress::nbd_default()));
     assert_eq!(plan.servers[0].exports[0].name, "vm1");
 }
 
@@ -42,7 +42,7 @@ fn an_image_is_enough() {
 fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
     let part = plan("vm1.raw -o offset=1M,size=4K").unwrap();
     assert_eq!(part.disks[0].part, Some("offset=1M,size=4K".parse().unwrap()));
-    assert_eq!(part.disks[0].format, Some(Format::Raw), "what it begins with says nothing");
+    assert_eq!(part.disks[0].format, Some(ImageFormat::Raw), "what it begins with says nothing");
     let snapshots = plan("a.q a.q -f qcow2 --snapshot 1 --name x --name y").unwrap();
     assert!(snapshots.disks.iter().all(|disk| disk.read_only && disk.snapshot.as_deref() == Some("1")));
     let nameless = plan("vm1.raw --name=").unwrap();
@@ -57,9 +57,9 @@ fn a_part_is_raw_a_snapshot_read_only_and_an_empty_name_the_export_s_alone() {
 
 #[test]
 fn who_may_connect_is_said_as_for_chmod_and_chown() {
-    let service = plan("a").unwrap().service;
+    let service = plan("a").unwrap().process;
     assert_eq!((&service.sockets, service.exit_when_idle), (&settings::SocketAccess::default(), false));
-    let service = plan("a --socket-mode 0660 --socket-owner :kvm --exit-when-idle").unwrap().service;
+    let service = plan("a --socket-mode 0660 --socket-owner :kvm --exit-when-idle").unwrap().process;
     assert_eq!((service.sockets.mode, &service.sockets.owner), (0o660, &Some(":kvm".parse().unwrap())));
     assert!(service.exit_when_idle);
 }
@@ -83,7 +83,7 @@ fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
         shared
             .disks
             .iter()
-            .all(|disk| disk.group.as_deref() == Some("g") && disk.settings == Settings::default())
+            .all(|disk| disk.group.as_deref() == Some("g") && disk.settings == ThrottleConfig::default())
     );
     let apart = plan("a b --iops-total 10").unwrap();
     assert!(apart.groups.is_empty());
@@ -95,17 +95,17 @@ fn a_group_shares_the_limits_and_without_one_each_disk_has_them() {
 fn a_group_has_all_but_the_weight() {
     let options = "--weight 300 --iops-reservation 50 --bps-reservation 1M --watermark 90";
     let loner = plan(&format!("a {options}")).unwrap();
-    let all = Settings {
+    let all = ThrottleConfig {
         weight: 300,
         iops_reservation: 50,
         bps_reservation: 1 << 20,
         watermark: 90,
-        ..Settings::default()
+        ..ThrottleConfig::default()
     };
     assert_eq!(loner.disks[0].settings, all);
     let shared = plan(&format!("a b --group g {options}")).unwrap();
-    assert_eq!(shared.groups[0].settings, Settings { weight: 100, ..all });
-    let weighted = Settings { weight: 300, ..Settings::default() };
+    assert_eq!(shared.groups[0].settings, ThrottleConfig { weight: 100, ..all });
+    let weighted = ThrottleConfig { weight: 300, ..ThrottleConfig::default() };
     assert!(shared.disks.iter().all(|disk| disk.settings == weighted && disk.group.as_deref() == Some("g")));
 }
 
@@ -116,7 +116,7 @@ fn a_group_is_not_called_as_a_disk_is() {
 
 #[test]
 fn the_daemon_is_controlled_at_unix_sockets() {
-    let service = plan("a --qmp unix:/run/q --qmp unix:r --state /s").unwrap().service;
+    let service = plan("a --qmp unix:/run/q --qmp unix:r --state /s").unwrap().process;
     assert_eq!(service.qmp, [PathBuf::from("/run/q"), PathBuf::from("r")]);
     assert_eq!(service.state, Some(PathBuf::from("/s")));
     check("a --qmp unix:q --qmp unix:q", "--qmp unix:q: is given twice (remove one)");
@@ -218,17 +218,17 @@ fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
     }
     assert!(plan("a --vhost-user-blk unix:v --tls off").is_ok());
     let several = plan("a --vhost-user-blk unix:v --vhost-user-blk unix:w").unwrap();
-    assert_eq!(several.doors.iter().map(|export| export.disk).collect::<Vec<_>>(), [0, 0]);
+    assert_eq!(several.exports.iter().map(|export| export.disk).collect::<Vec<_>>(), [0, 0]);
 }
 
 #[test]
 fn what_is_read_ahead_is_every_disk_s() {
-    use policy::prefetch::{Mode, Settings};
-    assert_eq!(plan("a").unwrap().disks[0].prefetch, Settings::default());
+    use policy::prefetch::{PrefetchMode, PrefetchConfig};
+    assert_eq!(plan("a").unwrap().disks[0].prefetch, PrefetchConfig::default());
     let numbers = "--prefetch-memory 64M --prefetch-largest-request 1M --prefetch-window-min 64K \
                    --prefetch-window-max 8M --prefetch-streams 7";
-    let expect = Settings {
-        mode: Mode::Off,
+    let expect = PrefetchConfig {
+        mode: PrefetchMode::Off,
         memory_bytes: 64 << 20,
         largest_request_bytes: 1 << 20,
         window_min_bytes: 64 << 10,
@@ -244,7 +244,7 @@ fn options_of_qcow2_are_every_disk_s() {
     let planned =
         plan("a b --format qcow2 --l2-cache-size full --cache-clean-interval 5 --secret-fd 3").unwrap();
     for disk in &planned.disks {
-        assert_eq!(disk.qcow2.caches.l2, Some(image::qcow2::L2Size::Full));
+        assert_eq!(disk.qcow2.caches.l2, Some(image::qcow2::L2CacheSize::Full));
         assert_eq!(disk.qcow2.caches.clean_interval.as_secs(), 5);
         assert_eq!(disk.qcow2.secrets, [SecretSource::Descriptor(3)]);
     }
@@ -274,7 +274,7 @@ fn a_config_file_excludes_what_it_says_itself() {
     }
     let words =
         ["serve", "--config", "f", "--workers", "2", "--nbd", "h:1", "--log", "debug", "--qmp", "unix:q"];
-    assert!(Line::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
+    assert!(ServeCommandLine::try_parse_from(words).is_ok(), "what holds for the process goes with a file");
 }
 
 #[test]

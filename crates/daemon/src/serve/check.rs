@@ -19,7 +19,7 @@ use std::{
 use anyhow::{Context as _, anyhow};
 use clap::Args;
 use cluster;
-use console::{Failure, complain, descriptors, figures, logging, on_reactor, print};
+use console::{CommandFailure, print_error, descriptors, figures, logging, on_reactor, print};
 use control::{
     assemble,
     listen::{self, Others},
@@ -31,11 +31,11 @@ use nix::unistd::{AccessFlags, access};
 use policy::throttle::LimitKind;
 use sandbox;
 use settings::{
-    Address, Door, Draft, Endpoint, ExportConfig, LogSettings, Mistakes, Place, Placed, Plan, Service,
-    Standard, Wrong, control::ControlSocket,
+    ListenAddress, ExportTarget, ParsedConfig, ListenEndpoint, ExportConfig, LogSettings, Diagnostics, Origin, ConfigWithOrigins, DesiredState, ProcessSpec,
+    ControlSocketPolicy, ConfigError, control::ControlSocketLocation,
 };
-use storage::rate::Budgets;
-use weir_http::Token;
+use storage::rate::RateBudgets;
+use weir_http::ChangeToken;
 
 use super::memory;
 use crate::{on_event, pid_file::PidFile};
@@ -64,39 +64,39 @@ pub struct CheckArgs {
 ///
 /// # Errors
 /// [`Failure::Found`] after all problems were reported.
-pub fn check_config(arguments: CheckArgs) -> Result<(), Failure> {
-    let mistakes = Mistakes::default();
-    let draft = settings::config::load_below(&arguments.config, &Placed::default(), &mistakes);
-    let plan = Plan::judged(draft.clone(), 0, mistakes);
+pub fn check_config(arguments: CheckArgs) -> Result<(), CommandFailure> {
+    let mistakes = Diagnostics::default();
+    let draft = settings::config::load_with_options(&arguments.config, &ConfigWithOrigins::default(), &mistakes);
+    let plan = DesiredState::with_diagnostics(draft.clone(), 0, mistakes);
     check(draft, plan, Others::MayHave, Some(arguments.config))
 }
 
 /// Reports all problems of a config, from a file or from the command line alone, and of its plan.
 pub(super) fn check(
-    draft: Draft,
-    plan: Result<Plan, Vec<Wrong>>,
+    draft: ParsedConfig,
+    plan: Result<DesiredState, Vec<ConfigError>>,
     others: Others,
     file: Option<PathBuf>,
-) -> Result<(), Failure> {
+) -> Result<(), CommandFailure> {
     let plan = match plan {
         Ok(plan) => plan,
         Err(all) => {
-            all.into_iter().for_each(|wrong| complain(&wrong.into()));
-            return Err(Failure::Found(1));
+            all.into_iter().for_each(|wrong| print_error(&wrong.into()));
+            return Err(CommandFailure::Found(1));
         }
     };
     // Warnings are for the user of this command, not for the daemon's log file.
-    logging::start(&LogSettings { file: None, ..plan.service.log.clone() })?;
+    logging::start(&LogSettings { file: None, ..plan.process.log.clone() })?;
     // Same limits as at a start, or the check could fail where a start succeeds.
     descriptors::raise_limit();
-    memory::set_aside(&plan.service)?;
+    memory::set_budget(&plan.process)?;
     let (sum, bursts) = (sum(&plan), bursts(&plan));
     let name = file.as_ref().map_or_else(|| "weir serve".to_owned(), |file| file.display().to_string());
-    let found = on_reactor(async move { Ok(wrong(&draft, &plan, others, file).await) })?;
-    found.iter().for_each(complain);
+    let found = on_reactor(async move { Ok(problems(&draft, &plan, others, file).await) })?;
+    found.iter().for_each(print_error);
     // All problems are printed before the first one decides the exit status.
     if !found.is_empty() {
-        return Err(Failure::Found(1));
+        return Err(CommandFailure::Found(1));
     }
     let verdict = match logging::warnings() {
         0 => "nothing is wrong".to_owned(),
@@ -110,7 +110,7 @@ const MOST_BURSTS: usize = 20;
 
 /// Durations of full bursts with a length above one second, a line each: a full burst lasts longer
 /// than `-max-length`.
-fn bursts(plan: &Plan) -> String {
+fn bursts(plan: &DesiredState) -> String {
     let groups = plan.groups.iter().map(|group| ("group", &group.name, &group.settings.limits));
     let disks = plan.disks.iter().map(|disk| ("disk", &disk.name, &disk.settings.limits));
     let lines = groups.chain(disks).flat_map(|(what, name, limits)| {
@@ -134,58 +134,58 @@ fn count(number: usize, what: &str) -> String {
     }
 }
 
-fn sum(plan: &Plan) -> String {
-    let exports = plan.servers.iter().map(|server| server.exports.len()).sum::<usize>() + plan.doors.len();
+fn sum(plan: &DesiredState) -> String {
+    let exports = plan.servers.iter().map(|server| server.exports.len()).sum::<usize>() + plan.exports.len();
     let parts =
         [count(plan.disks.len(), "disk"), count(plan.groups.len(), "group"), count(exports, "export")];
     parts.join(", ")
 }
 
 /// All problems, in the order of a start.
-async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>) -> Vec<anyhow::Error> {
+async fn problems(draft: &ParsedConfig, plan: &DesiredState, others: Others, file: Option<PathBuf>) -> Vec<anyhow::Error> {
     let mut found = Vec::new();
     let registry = Registry::new(file, Rc::new(|_| {}));
     if let Err(error) = images(draft, plan, others, &registry, &mut found).await {
         found.push(error);
     }
     memory::warn_of_disks(&plan.disks);
-    registry.know_devices(plan.service.state.as_deref());
+    registry.know_devices(plan.process.state.as_deref());
     found.extend(registry.check_devices().err());
-    let service = &draft.service;
+    let service = &draft.daemon;
     // One of them is given.
-    let keys = service.given("tls-certificates").or(service.given("tls-psk"));
-    found.extend(assemble::credentials(&plan.service.tls).err().map(|error| at(keys, error)));
+    let keys = service.origin_of_given("tls-certificates").or(service.origin_of_given("tls-psk"));
+    found.extend(assemble::credentials(&plan.process.tls).err().map(|error| with_origin(keys, error)));
     let said = sandbox::check(plan).err();
-    found.extend(said.map(|error| at(service.given("user"), error)));
-    found.extend(sandbox::check_room(plan).err());
+    found.extend(said.map(|error| with_origin(service.origin_of_given("user"), error)));
+    found.extend(sandbox::check_descriptor_limit(plan).err());
     sockets(draft, plan, others, &mut found);
     for disk in &plan.disks {
         found.extend(
-            disk.doors()
-                .filter_map(|(index, door)| Some(at(disk.item("export", index, ""), device(door).err()?))),
+            disk.targets()
+                .filter_map(|(index, door)| Some(with_origin(disk.item_origin("export", index, ""), device(door).err()?))),
         );
     }
     found.extend(
-        plan.service.on_event.as_ref().and_then(|target| {
-            on_event::check(target).err().map(|error| at(service.given("on-event"), error))
+        plan.process.on_event.as_ref().and_then(|target| {
+            on_event::check(target).err().map(|error| with_origin(service.origin_of_given("on-event"), error))
         }),
     );
     found.extend(service.http_token_file.as_ref().and_then(|file| {
-        let error = Token::read(file).err()?;
-        Some(at(service.given("http-token-file"), error))
+        let error = ChangeToken::read(file).err()?;
+        Some(with_origin(service.origin_of_given("http-token-file"), error))
     }));
-    found.extend(service.given("cgroup-limits").and_then(|place| {
+    found.extend(service.origin_of_given("cgroup-limits").and_then(|place| {
         let error = cgroup::watch::check_machine().err()?;
-        Some(at(Some(place), error))
+        Some(with_origin(Some(place), error))
     }));
-    let place = draft.cluster.as_ref().map(Placed::own_place);
-    found.extend(cluster::check(plan).await.err().map(|error| at(place, error)));
+    let place = draft.cluster.as_ref().map(ConfigWithOrigins::own_origin);
+    found.extend(cluster::check_start(plan).await.err().map(|error| with_origin(place, error)));
     found.extend(service.record.as_ref().and_then(|record| {
         // The dot makes access(2) fail for a regular file.
         let writable = access(&record.directory.join("."), AccessFlags::W_OK);
         let why = || recording::cannot_be_kept(record);
         let error = writable.map_err(std::io::Error::from).with_context(why).err()?;
-        Some(at(service.given("record"), error))
+        Some(with_origin(service.origin_of_given("record"), error))
     }));
     found.extend(service.pid_file.as_ref().and_then(|path| {
         let directory = sandbox::directory_of(path);
@@ -195,13 +195,13 @@ async fn wrong(draft: &Draft, plan: &Plan, others: Others, file: Option<PathBuf>
             Ok(()) if others == Others::AreInTheWay => PidFile::check(path).err()?,
             writable => writable.err()?,
         };
-        Some(at(service.given("pid-file"), error))
+        Some(with_origin(service.origin_of_given("pid-file"), error))
     }));
     found
 }
 
 /// Adds the origin of the setting to an error.
-fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
+fn with_origin(place: Option<&Origin>, error: anyhow::Error) -> anyhow::Error {
     match place {
         Some(place) => error.context(place.to_string()),
         None => error,
@@ -210,116 +210,116 @@ fn at(place: Option<&Place>, error: anyhow::Error) -> anyhow::Error {
 
 /// Checks the images; fails if none can be opened at all.
 async fn images(
-    draft: &Draft,
-    plan: &Plan,
+    draft: &ParsedConfig,
+    plan: &DesiredState,
     others: Others,
     registry: &Rc<Registry>,
     found: &mut Vec<anyhow::Error>,
 ) -> anyhow::Result<()> {
     assemble::warn_of_remarks(plan);
-    if let Some(path) = plan.service.image_root.as_deref() {
-        let place = draft.service.given("image-root");
-        registry.confine(assemble::root(path).map_err(|error| at(place, error))?);
+    if let Some(path) = plan.process.image_root.as_deref() {
+        let place = draft.daemon.origin_of_given("image-root");
+        registry.confine(assemble::root(path).map_err(|error| with_origin(place, error))?);
     }
     let (difference, _) = Difference::from_empty(registry, plan, |_| false).await?;
-    let mut work = Reconciliation::new(Occasion::Start, registry, plan, None, Budgets::default());
+    let mut work = Reconciliation::new(Occasion::Start, registry, plan, None, RateBudgets::default());
     let (silent, wrong) = work.look_at_images(&difference, others).await?;
     for (index, silent) in silent {
-        let place = plan.disks[index].place("image");
+        let place = plan.disks[index].origin("image");
         tracing::warn!("{place}: {silent}: a start goes on without the disk, and has it later");
     }
     found.extend(wrong);
     Ok(())
 }
 
-fn sockets(draft: &Draft, plan: &Plan, others: Others, found: &mut Vec<anyhow::Error>) {
-    let standard = draft.service.given("control");
-    let control = control(&plan.service).unwrap_or_else(|error| {
-        found.push(at(standard, error));
+fn sockets(draft: &ParsedConfig, plan: &DesiredState, others: Others, found: &mut Vec<anyhow::Error>) {
+    let standard = draft.daemon.origin_of_given("control");
+    let control = control(&plan.process).unwrap_or_else(|error| {
+        found.push(with_origin(standard, error));
         Vec::new()
     });
     found.extend(control.iter().filter_map(|socket| {
-        let index = draft.service.qmp.iter().position(|path| *path == socket.path);
-        let place = index.and_then(|index| draft.service.item("qmp", index, "")).or(standard);
-        listen::check_control(socket, others).err().map(|error| at(place, error))
+        let index = draft.daemon.qmp.iter().position(|path| *path == socket.path);
+        let place = index.and_then(|index| draft.daemon.item_origin("qmp", index, "")).or(standard);
+        listen::check_control(socket, others).err().map(|error| with_origin(place, error))
     }));
     // Directories that the control socket creates exist when other sockets need them.
     let made = |path: &Path| {
         control.iter().any(|place| place.directory_mode.is_some() && place.path.parent() == path.parent())
     };
     let of_servers = plan.servers.iter().filter_map(|server| match &server.endpoint {
-        Endpoint::Address(address) => Some(address.clone()),
-        Endpoint::Inherited | Endpoint::Passed(_) => None,
+        ListenEndpoint::Address(address) => Some(address.clone()),
+        ListenEndpoint::Inherited | ListenEndpoint::Passed(_) => None,
     });
-    let of_door = |door: &Door| match door {
-        Door::VhostUserBlk(machine) if !machine.client => {
-            machine.socket.path().map(|path| Address::Unix(path.to_owned()))
+    let of_door = |door: &ExportTarget| match door {
+        ExportTarget::VhostUserBlk(machine) if !machine.client => {
+            machine.socket.path().map(|path| ListenAddress::Unix(path.to_owned()))
         }
         _ => None,
     };
-    let of_doors = plan.doors.iter().filter_map(|export| of_door(&export.door));
-    let is_at = |export: &ExportConfig, address: &Address| match export {
-        ExportConfig::Nbd(export) => matches!(&export.listen, Endpoint::Address(known) if known == address),
-        ExportConfig::Own(door) => of_door(door).as_ref() == Some(address),
+    let of_doors = plan.exports.iter().filter_map(|export| of_door(&export.door));
+    let is_at = |export: &ExportConfig, address: &ListenAddress| match export {
+        ExportConfig::Nbd(export) => matches!(&export.listen, ListenEndpoint::Address(known) if known == address),
+        ExportConfig::Target(door) => of_door(door).as_ref() == Some(address),
     };
-    let of_disk = |address: &Address| {
+    let of_disk = |address: &ListenAddress| {
         plan.disks.iter().find_map(|disk| {
             let index = disk.exports.iter().position(|export| is_at(export, address))?;
-            disk.item("export", index, "")
+            disk.item_origin("export", index, "")
         })
     };
-    let said = |address: &Address| {
-        let is_there = |at: &Endpoint| matches!(at, Endpoint::Address(known) if known == address);
-        let service = &draft.service;
-        let nbd = service.nbd.iter().position(|nbd| is_there(&nbd.at));
-        let nbd = nbd.and_then(|index| service.item("nbd", index, ""));
+    let said = |address: &ListenAddress| {
+        let is_there = |at: &ListenEndpoint| matches!(at, ListenEndpoint::Address(known) if known == address);
+        let service = &draft.daemon;
+        let nbd = service.nbd.iter().position(|nbd| is_there(&nbd.endpoint));
+        let nbd = nbd.and_then(|index| service.item_origin("nbd", index, ""));
         let http = [("metrics", &service.metrics), ("http", &service.http_address)];
         let http = || http.into_iter().find(|(_, own)| own.as_ref() == Some(address));
-        nbd.or_else(|| of_disk(address)).or_else(|| service.given(http()?.0))
+        nbd.or_else(|| of_disk(address)).or_else(|| service.origin_of_given(http()?.0))
     };
-    let told = plan.service.metrics.clone().into_iter().chain(plan.service.http_address.clone());
+    let told = plan.process.metrics.clone().into_iter().chain(plan.process.http_address.clone());
     let all: Vec<_> = of_servers.chain(of_doors).chain(told).collect();
     for address in &all {
         match address {
-            Address::Unix(path) if made(path) && !path.exists() => {}
+            ListenAddress::Unix(path) if made(path) && !path.exists() => {}
             address => {
-                found.extend(listen::check(address, others).err().map(|error| at(said(address), error)));
+                found.extend(listen::check(address, others).err().map(|error| with_origin(said(address), error)));
             }
         }
     }
     // The owner of `user` is checked elsewhere.
-    if let Some(owner) = &draft.service.sockets.owner
-        && all.iter().any(|address| matches!(address, Address::Unix(_)))
+    if let Some(owner) = &draft.daemon.sockets.owner
+        && all.iter().any(|address| matches!(address, ListenAddress::Unix(_)))
     {
         found.extend(
-            listen::check_owner(owner).err().map(|error| at(draft.service.given("socket-owner"), error)),
+            listen::check_owner(owner).err().map(|error| with_origin(draft.daemon.origin_of_given("socket-owner"), error)),
         );
     }
 }
 
 /// Control sockets that are required for a start.
-fn control(service: &Service) -> anyhow::Result<Vec<ControlSocket>> {
-    let mut places: Vec<_> = service.qmp.iter().cloned().map(ControlSocket::at).collect();
-    if service.control_socket() == Standard::Must {
-        places.push(ControlSocket::of_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
+fn control(service: &ProcessSpec) -> anyhow::Result<Vec<ControlSocketLocation>> {
+    let mut places: Vec<_> = service.qmp.iter().cloned().map(ControlSocketLocation::at).collect();
+    if service.control_socket() == ControlSocketPolicy::Required {
+        places.push(ControlSocketLocation::for_daemon().map_err(|rule| anyhow!("control socket: {rule}"))?);
     }
     Ok(places)
 }
 
 /// Checks that the machine has what an export needs.
-fn device(door: &Door) -> anyhow::Result<()> {
+fn device(door: &ExportTarget) -> anyhow::Result<()> {
     let there = |path: &Path, remedy: &str| match path.exists() {
         true => Ok(()),
         false => Err(anyhow!("{}: is not there ({remedy})", path.display())),
     };
     match door {
-        Door::VhostUserBlk(_) => Ok(()),
-        Door::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
-        Door::NbdDevice(device) => {
+        ExportTarget::VhostUserBlk(_) => Ok(()),
+        ExportTarget::Ublk(_) => there(Path::new("/dev/ublk-control"), "`modprobe ublk_drv`; it needs Linux 6.1"),
+        ExportTarget::NbdDevice(device) => {
             let path = device.path().unwrap_or_else(|| "/dev/nbd0".into());
             there(&path, "`modprobe nbd`")
         }
-        Door::Fuse(fuse) => {
+        ExportTarget::Fuse(fuse) => {
             there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
             there(&fuse.file, "make it, an empty file: the disk is seen in its place")
         }

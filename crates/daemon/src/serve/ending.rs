@@ -18,9 +18,9 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use block::disk::Totals;
-use cluster::actor::Actor;
-use console::{logging, signals::Request};
+use block::disk::DiskTotals;
+use cluster::actor::ChangeOrigin;
+use console::{logging, signals::SignalRequest};
 use control::{
     doors::{Entrance, Host},
     notify,
@@ -33,18 +33,18 @@ use policy::time::Duration;
 use sd_notify::NotifyState;
 use storage::rbd;
 
-use super::{Daemon, Event};
+use super::{Daemon, DaemonEvent};
 
 /// Interval of checking whether an upgrade is still in progress.
-const LOOK_AGAIN: Duration = Duration::from_millis(10);
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 /// Time for the kernel to write back the page cache of files over FUSE.
-const TO_WRITE_BACK: Duration = Duration::from_secs(60);
+const WRITE_BACK_TIMEOUT: Duration = Duration::from_secs(60);
 /// Time that a reload waits until the log is opened again.
-const TO_REOPEN: Duration = Duration::from_secs(2);
+const REOPEN_TIMEOUT: Duration = Duration::from_secs(2);
 const LOG_DOES_NOT_ANSWER: &str =
     "the file system of the log does not answer: the log is not opened again yet";
 /// Time for requests that a stopped disk holds to return to their clients, at the end.
-const TO_GO_BACK: Duration = Duration::from_secs(2);
+const RETURN_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Daemon {
     pub(super) async fn run(self) -> anyhow::Result<()> {
@@ -53,12 +53,12 @@ impl Daemon {
         loop {
             // The daemon itself holds a sender, so there is always a next event.
             match self.events.1.recv().await.context("the daemon's events ended")? {
-                Event::Signal(request @ Request::Meaningless(_)) => ignore(request),
+                DaemonEvent::Signal(request @ SignalRequest::Meaningless(_)) => ignore(request),
                 // No reload while the daemon ends.
-                Event::Signal(Request::HangUp) if ending => {}
-                Event::Signal(Request::ReopenLog) => {
+                DaemonEvent::Signal(SignalRequest::HangUp) if ending => {}
+                DaemonEvent::Signal(SignalRequest::ReopenLog) => {
                     reactor::spawn(async {
-                        if reactor::blocking(logging::reopen).await {
+                        if reactor::run_blocking(logging::reopen).await {
                             // A failure has logged a warning.
                             tracing::info!("SIGUSR1: the request to open the log's file again was handled");
                         } else {
@@ -66,40 +66,40 @@ impl Daemon {
                         }
                     });
                 }
-                Event::Signal(Request::HangUp) => {
+                DaemonEvent::Signal(SignalRequest::HangUp) => {
                     let registry = Rc::clone(&self.registry);
-                    reactor::spawn(async move { hang_up(&registry).await });
+                    reactor::spawn(async move { reload_on_hangup(&registry).await });
                 }
-                Event::Signal(Request::EndAtOnce(signal)) => {
+                DaemonEvent::Signal(SignalRequest::EndAtOnce(signal)) => {
                     // The only exit without a flush: images in Ceph that are being closed are not
                     // waited for.
-                    rbd::abandon_ends();
+                    rbd::abandon_closing();
                     return Err(anyhow!(
                         "{signal}: ended at once, as asked twice (check what was being written)"
                     ));
                 }
                 // May repeat the request of a client's `quit`.
-                Event::Signal(Request::End(_)) | Event::End(_) if ending => {}
-                Event::Signal(Request::End(signal)) => {
+                DaemonEvent::Signal(SignalRequest::End(_)) | DaemonEvent::End(_) if ending => {}
+                DaemonEvent::Signal(SignalRequest::End(signal)) => {
                     ending = true;
-                    self.finish(signal, Ending::Signal);
+                    self.begin_end(signal, Ending::Signal);
                 }
-                Event::End(End::Asked) => {
+                DaemonEvent::End(End::Asked) => {
                     ending = true;
-                    self.finish("quit", Ending::Quit);
+                    self.begin_end("quit", Ending::Quit);
                 }
-                Event::End(End::Idle) => {
+                DaemonEvent::End(End::Idle) => {
                     ending = true;
-                    self.finish("idle", Ending::Quit);
+                    self.begin_end("idle", Ending::Quit);
                 }
-                Event::End(End::Broken(error)) => {
+                DaemonEvent::End(End::Broken(error)) => {
                     tracing::error!("{error:#}");
                     outcome = Err(error);
                     ending = true;
-                    self.finish("broken", Ending::Failure);
+                    self.begin_end("broken", Ending::Failure);
                 }
-                Event::Finished(result) => {
-                    self.sum_up();
+                DaemonEvent::Finished(result) => {
+                    self.log_totals();
                     tracing::info!("stopped");
                     return outcome.and(result);
                 }
@@ -107,10 +107,10 @@ impl Daemon {
         }
     }
 
-    fn sum_up(&self) {
+    fn log_totals(&self) {
         for RunningDisk { disk, .. } in self.registry.disks.all().iter().map(AsRef::as_ref) {
             let totals = disk.totals();
-            if totals == Totals::default() {
+            if totals == DiskTotals::default() {
                 continue;
             }
             tracing::info!(
@@ -126,7 +126,7 @@ impl Daemon {
     }
 
     /// Begins the end; `signal` is a signal's name, or another word for the reason.
-    fn finish(&self, signal: &str, ending: Ending) {
+    fn begin_end(&self, signal: &str, ending: Ending) {
         tracing::info!(signal, connections = self.registry.exports.connections(), "stopping");
         self.registry.lifecycle.ending.set(true);
         // Before anything is closed, so that the service manager sees an orderly end.
@@ -147,11 +147,11 @@ impl Daemon {
         let mut stopped = Vec::new();
         for running in &disks {
             // Limits could delay requests in flight for hours. QEMU's drain lifts limits too.
-            running.disk.throttle().lift();
+            running.disk.throttle().lift_limits();
             // A disk with the stop policy could hold requests until an operator resumes it.
             match running.disk.failures().stopped_by() {
                 Some(_) => stopped.push(Rc::clone(running)),
-                None => running.disk.failures().lift(),
+                None => running.disk.failures().stop_waiting(),
             }
         }
         let control = Rc::clone(&self.control);
@@ -160,9 +160,9 @@ impl Daemon {
         reactor::spawn(async move {
             // During an upgrade images are suspended; they are resumed before they are closed.
             while registry.lifecycle.leaving.get() {
-                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+                reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
-            let giving_up: Vec<_> = disks.iter().map(give_up_once_silent).collect();
+            let giving_up: Vec<_> = disks.iter().map(abandon_when_unresponsive).collect();
             if !stopped.is_empty() {
                 // Held requests go back into rings and devices, for the next process that serves
                 // them.
@@ -171,9 +171,9 @@ impl Daemon {
                         entrance.until_unused().await;
                     }
                 };
-                let _ = reactor::timeout(TO_GO_BACK, all_gone).await;
+                let _ = reactor::timeout(RETURN_TIMEOUT, all_gone).await;
                 // Requests that cannot go back are answered with the error that stopped their disk.
-                stopped.iter().for_each(|running| running.disk.failures().lift());
+                stopped.iter().for_each(|running| running.disk.failures().stop_waiting());
             }
             write_back(files).await;
             for serving in servers {
@@ -185,21 +185,21 @@ impl Daemon {
             control.await;
             // Abandoned commands may still use a disk.
             while registry.disks.has_unlisted() {
-                reactor::sleep_until(reactor::now() + LOOK_AGAIN).await;
+                reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
             }
             let result = flush_and_close(&disks).await;
             drop(giving_up);
             registry.recordings.end_all().await;
-            let _ = events.try_send(Event::Finished(result));
+            let _ = events.try_send(DaemonEvent::Finished(result));
         });
     }
 }
 
 /// Abandons a disk if a file system below it stops answering: requests that wait for the disk then
 /// fail, and all other disks are flushed and closed.
-fn give_up_once_silent(running: &Rc<RunningDisk>) -> reactor::JoinHandle<()> {
+fn abandon_when_unresponsive(running: &Rc<RunningDisk>) -> reactor::JoinHandle<()> {
     let disk = Arc::clone(&running.disk);
-    reactor::spawn_joinable(async move { disk.give_up_once_silent().await })
+    reactor::spawn_joinable(async move { disk.abandon_when_unresponsive().await })
 }
 
 /// Makes the kernel write back dirty pages of file systems on these files, on loop devices over
@@ -209,7 +209,7 @@ async fn write_back(files: Vec<PathBuf>) {
         let users = files.into_iter().map(|file| (Users::of(&file), file));
         users.filter(|(users, _)| !users.is_empty()).collect::<Vec<_>>()
     };
-    let used = reactor::blocking(used).await;
+    let used = reactor::run_blocking(used).await;
     if used.is_empty() {
         return;
     }
@@ -221,20 +221,20 @@ async fn write_back(files: Vec<PathBuf>) {
     }
     // sync(2) covers the whole host. The sandbox opens no directory for syncfs(2), and mounts in
     // containers are not visible here.
-    let written = reactor::blocking(rustix::fs::sync);
-    if reactor::timeout(TO_WRITE_BACK, written).await.is_err() {
+    let written = reactor::run_blocking(rustix::fs::sync);
+    if reactor::timeout(WRITE_BACK_TIMEOUT, written).await.is_err() {
         tracing::warn!(
-            patience_s = TO_WRITE_BACK.as_secs(),
+            patience_s = WRITE_BACK_TIMEOUT.as_secs(),
             "the kernel takes too long to write what users of files have written: some of it may be lost"
         );
     }
 }
 
 /// SIGHUP: opens the log's file again, reads the config file again, and logs the result.
-async fn hang_up(registry: &Rc<Registry>) {
+async fn reload_on_hangup(registry: &Rc<Registry>) {
     // First, so that all later lines are in the new file. If its file system does not answer, the
     // reload is delayed by at most this time.
-    let reopened = reactor::timeout(TO_REOPEN, reactor::blocking(logging::reopen)).await;
+    let reopened = reactor::timeout(REOPEN_TIMEOUT, reactor::run_blocking(logging::reopen)).await;
     if !reopened.unwrap_or(false) {
         tracing::warn!("SIGHUP: {LOG_DOES_NOT_ANSWER}");
     }
@@ -242,7 +242,7 @@ async fn hang_up(registry: &Rc<Registry>) {
     let mut began = vec![NotifyState::Reloading];
     began.extend(NotifyState::monotonic_usec_now().ok());
     notify::tell(&began);
-    match Actor::Signal.run(reload(registry)).await {
+    match ChangeOrigin::Signal.attribute(reload(registry)).await {
         Ok(changes) => {
             for change in &changes {
                 tracing::info!(%change, "SIGHUP: reloaded");
@@ -256,17 +256,17 @@ async fn hang_up(registry: &Rc<Registry>) {
 
 /// Result of `work`; `None` if a signal ends the daemon before. `what` describes the goal in the
 /// log.
-pub(super) async fn until_ended<T>(
+pub(super) async fn until_signal<T>(
     work: impl Future<Output = T>,
     what: &str,
-    events: &async_channel::Receiver<Event>,
+    events: &async_channel::Receiver<DaemonEvent>,
 ) -> Option<T> {
     let mut work = pin!(work);
     let mut ended = pin!(async {
         loop {
             match events.recv().await {
-                Ok(Event::Signal(Request::End(signal) | Request::EndAtOnce(signal))) => return signal,
-                Ok(Event::Signal(request)) => ignore(request),
+                Ok(DaemonEvent::Signal(SignalRequest::End(signal) | SignalRequest::EndAtOnce(signal))) => return signal,
+                Ok(DaemonEvent::Signal(request)) => ignore(request),
                 // Other events do not occur before the daemon serves.
                 Ok(_) => {}
                 Err(_) => std::future::pending::<()>().await,
@@ -283,12 +283,12 @@ pub(super) async fn until_ended<T>(
     .await
 }
 
-fn ignore(request: Request) {
+fn ignore(request: SignalRequest) {
     match request {
-        Request::HangUp => tracing::info!("SIGHUP ignored: weir is starting"),
-        Request::ReopenLog => tracing::info!("SIGUSR1 ignored: weir is starting"),
-        Request::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
-        Request::End(_) | Request::EndAtOnce(_) => {}
+        SignalRequest::HangUp => tracing::info!("SIGHUP ignored: weir is starting"),
+        SignalRequest::ReopenLog => tracing::info!("SIGUSR1 ignored: weir is starting"),
+        SignalRequest::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
+        SignalRequest::End(_) | SignalRequest::EndAtOnce(_) => {}
     }
 }
 
@@ -306,8 +306,8 @@ pub(super) async fn flush_and_close(disks: &[Rc<RunningDisk>]) -> anyhow::Result
 
 async fn flush_and_close_one(running: Rc<RunningDisk>) -> anyhow::Result<()> {
     let RunningDisk { disk, .. } = &*running;
-    if disk.is_anothers() {
-        disk.leave().await;
+    if disk.may_be_resumed_elsewhere() {
+        disk.close_own().await;
         return Ok(());
     }
     let name = disk.name();

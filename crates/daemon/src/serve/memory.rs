@@ -6,36 +6,36 @@ use anyhow::Context as _;
 use nix::sys::resource::{RLIM_INFINITY, Resource, getrlimit};
 use reactor::{
     buffer, guest,
-    memory::{Budget, Usage},
+    memory::{MemoryBudget, BudgetUsage},
 };
-use settings::{PlacedDisk, Service, exact_size};
+use settings::{PlacedDisk, ProcessSpec, exact_size};
 
 const CGROUPS: &str = "/sys/fs/cgroup";
 
 /// Sets the budget, and reserves memory for buffers that threads keep for reuse: at most an eighth.
-pub(super) fn set_aside(service: &Service) -> anyhow::Result<()> {
-    let total = service.memory.unwrap_or_else(|| allowed(Path::new("/")).max(settings::LEAST_MEMORY));
-    let budget = Budget::process();
+pub(super) fn set_budget(service: &ProcessSpec) -> anyhow::Result<()> {
+    let total = service.memory.unwrap_or_else(|| default_budget(Path::new("/")).max(settings::MIN_MEMORY));
+    let budget = MemoryBudget::process();
     budget.set_total(total);
     // Tables, stacks and requests need address space in addition to their data.
-    guest::keep_addresses(total.saturating_add(total / 4));
+    guest::reserve_address_space(total.saturating_add(total / 4));
     // The main thread has a reactor as well.
     let threads = service.workers as u64 + 1;
     let kept = (total / 8 / threads).min(buffer::POOL_BYTES as u64);
-    buffer::keep_at_most(kept as usize);
+    buffer::set_pool_limit(kept as usize);
     budget.reserve("buffers of the threads", 0, kept * threads).context("memory")
 }
 
 /// Warns if the disks in memory cannot be filled; their memory is allocated as they are written.
 pub(super) fn warn_of_disks(disks: &[PlacedDisk]) {
     let sizes = disks.iter().filter_map(|disk| disk.image.memory_bytes());
-    if let Some(warning) = warning(sizes, &Budget::process().usage()) {
+    if let Some(warning) = warning(sizes, &MemoryBudget::process().usage()) {
         tracing::warn!("{warning}");
     }
 }
 
-fn warning(sizes: impl Iterator<Item = u64>, usage: &Usage) -> Option<String> {
-    let Usage { total, reserved, most_requests, .. } = *usage;
+fn warning(sizes: impl Iterator<Item = u64>, usage: &BudgetUsage) -> Option<String> {
+    let BudgetUsage { total, reserved, max_requests: most_requests, .. } = *usage;
     // Without a total budget, disks in memory have no bound either.
     let room = total.saturating_sub(reserved).saturating_sub(most_requests);
     let together = sizes.fold(0, u64::saturating_add);
@@ -52,7 +52,7 @@ fn warning(sizes: impl Iterator<Item = u64>, usage: &Usage) -> Option<String> {
 
 /// Default budget: four fifths of the smaller of the machine's memory and its cgroups' limits, but
 /// at most half of what ulimit leaves, where mapped and unused memory counts as well.
-fn allowed(root: &Path) -> u64 {
+fn default_budget(root: &Path) -> u64 {
     let machine = field(&read(&root.join("proc/meminfo")), "MemTotal:").map(|kib| kib << 10);
     let physical = groups(root).into_iter().chain(machine).min().map_or(u64::MAX, |bytes| bytes / 5 * 4);
     // RLIMIT_AS counts mappings that exist already, so only the rest is available.
@@ -103,13 +103,13 @@ mod tests {
     #[test]
     fn disks_in_memory_that_cannot_be_filled_are_warned_of() {
         const MIB: u64 = 1 << 20;
-        let usage = |total| Usage {
+        let usage = |total| BudgetUsage {
             total,
             reserved: 16 * MIB,
             pages: 0,
             connections: 0,
             requests: 0,
-            most_requests: 64 * MIB,
+            max_requests: 64 * MIB,
             waiting: 0,
         };
         let told = |total, sizes: &[u64]| warning(sizes.iter().copied(), &usage(total));
@@ -133,18 +133,18 @@ mod tests {
             fs::create_dir_all(path.parent().expect("a directory")).expect("room");
             fs::write(path, text).expect("room");
         };
-        assert_eq!(allowed(root.path()), u64::MAX, "nothing is known");
+        assert_eq!(default_budget(root.path()), u64::MAX, "nothing is known");
         write("proc/meminfo", "MemTotal:     1000000 kB\nMemFree:  5 kB\n");
-        assert_eq!(allowed(root.path()), 819_200_000);
+        assert_eq!(default_budget(root.path()), 819_200_000);
         write("proc/self/cgroup", "0::/a/b\n");
         write("sys/fs/cgroup/a/memory.max", "500000\n");
         write("sys/fs/cgroup/a/b/memory.max", "max\n");
-        assert_eq!(allowed(root.path()), 400_000);
+        assert_eq!(default_budget(root.path()), 400_000);
         write("sys/fs/cgroup/a/b/memory.high", "50000\n");
-        assert_eq!(allowed(root.path()), 40_000);
+        assert_eq!(default_budget(root.path()), 40_000);
         write("proc/self/cgroup", "7:cpu:/\n5:memory:/c\n");
         write("sys/fs/cgroup/memory/c/memory.limit_in_bytes", "9223372036854771712\n");
         write("sys/fs/cgroup/memory/memory.limit_in_bytes", "25000\n");
-        assert_eq!(allowed(root.path()), 20_000);
+        assert_eq!(default_budget(root.path()), 20_000);
     }
 }

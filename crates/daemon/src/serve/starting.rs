@@ -15,8 +15,8 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use cluster::{self, Cluster};
-use console::{figures, signals::Signals};
+use cluster::{self, ClusterMembership};
+use console::{figures, signals::BlockedSignals};
 use control::{
     assemble,
     events::{self, Kind, News},
@@ -35,47 +35,47 @@ use control::{
 };
 use export::{fuse, nbd};
 use image::Image;
-use reactor::Worker;
+use reactor::ReactorWorker;
 use sandbox;
 use serde_json::{Map, Value};
-use settings::{DaemonConfig, Door, DoorExport, Placed, Plan, Record, state::Store};
-use storage::{OpenError, OwnMount, Passed, rate::Budgets};
+use settings::{DaemonConfig, ExportTarget, ExportSpec, ConfigWithOrigins, DesiredState, RecordingConfig, state::CapacityStore};
+use storage::{OpenError, OwnMount, PassedFiles, rate::RateBudgets};
 
 use super::{
-    Daemon, Event, Events,
-    addresses::{Bound, bind, export_ids, uris_beyond},
+    Daemon, DaemonEvent, DaemonEvents,
+    addresses::{BoundAddresses, bind, export_ids, uris_beyond},
     announcing::announce,
-    ending::{flush_and_close, until_ended},
+    ending::{flush_and_close, until_signal},
     memory,
-    steps::Steps,
+    steps::QemuSteps,
     watchdog,
 };
 use crate::{
-    on_event::Runner,
-    pid_file::{Claimed, PidFile},
+    on_event::EventRunner,
+    pid_file::{ClaimedPidFile, PidFile},
 };
 
 /// Goal of the start in the log, if a signal ends it before.
 const DISKS_OPEN: &str = "all disks are open";
 
 /// Inputs of a start.
-pub(super) struct Start {
-    pub(super) plan: Plan,
-    pub(super) steps: Steps,
+pub(super) struct DaemonStart {
+    pub(super) plan: DesiredState,
+    pub(super) steps: QemuSteps,
     /// The config file, and the options of the command line beside it.
-    pub(super) file: Option<(PathBuf, Placed<DaemonConfig>)>,
+    pub(super) file: Option<(PathBuf, ConfigWithOrigins<DaemonConfig>)>,
     pub(super) inherited: Inherited,
     /// The process to take over from, in an upgrade.
     pub(super) old: Option<Newcomer>,
-    pub(super) signals: Signals,
-    pub(super) runner: Option<Runner>,
+    pub(super) signals: BlockedSignals,
+    pub(super) runner: Option<EventRunner>,
 }
 
 impl Daemon {
     /// Starts the daemon; `None` if a signal ended it before it was ready.
-    pub(super) async fn start(start: Start) -> anyhow::Result<Option<Self>> {
-        let Start { mut plan, steps, file, inherited, mut old, signals, runner } = start;
-        let events = hear(signals)?;
+    pub(super) async fn start(start: DaemonStart) -> anyhow::Result<Option<Self>> {
+        let DaemonStart { mut plan, steps, file, inherited, mut old, signals, runner } = start;
+        let events = event_channel(signals)?;
         let registry = empty_registry(file.as_ref().map(|(file, _)| &**file), &plan, &events)?;
         // Held during the start: no other change runs, so no unavailable disk is listed meanwhile.
         let turn = registry.lifecycle.turns.try_take();
@@ -92,19 +92,19 @@ impl Daemon {
             Some(old) => old,
             None => &mut fresh,
         };
-        let (tls, budgets) = (assemble::credentials(&plan.service.tls)?, Budgets::default());
-        let opening = Opened::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
+        let (tls, budgets) = (assemble::credentials(&plan.process.tls)?, RateBudgets::default());
+        let opening = StartWithImages::open(&plan, &registry, (tls.clone(), budgets.clone()), source);
         // Cancellable: deriving a key takes seconds, and a pipe may never deliver its passphrase.
-        let Some(opened) = until_ended(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
+        let Some(opened) = until_signal(opening, DISKS_OPEN, &events.1).await else { return Ok(None) };
         let opened = opened?;
         // After the images: an address must not accept connections for a disk that cannot be
         // opened.
         let bound = bind(&plan, &registry, tls.as_ref(), (inherited, &mut *source))?;
-        let cgroups = steer_cgroups(&plan, &registry, is_upgrade)?;
+        let cgroups = start_cgroups(&plan, &registry, is_upgrade)?;
         let rights = (claimed.is_none(), is_upgrade);
         let completed = opened.complete((steps, source), &bound.workers, rights, &events).await;
         let completed = match (&mut old, completed) {
-            (Some(old), Ok(Some(complete))) => take_along(old, complete, (&plan, &registry), &bound).await,
+            (Some(old), Ok(Some(complete))) => add_runtime_objects(old, complete, (&plan, &registry), &bound).await,
             (_, completed) => completed,
         };
         let complete = match completed {
@@ -126,11 +126,11 @@ impl Daemon {
     /// Accepts clients, and announces that. After an upgrade nothing here may fail: no other
     /// process serves.
     async fn serve(
-        (registry, events): (&Rc<Registry>, Events),
-        (mut bound, complete): (Bound, Complete),
-        (claimed, cgroups): (Option<Claimed>, Option<cgroup::watch::Running>),
+        (registry, events): (&Rc<Registry>, DaemonEvents),
+        (mut bound, complete): (BoundAddresses, CompletedStart),
+        (claimed, cgroups): (Option<ClaimedPidFile>, Option<cgroup::watch::CgroupWatchThread>),
         taken: Option<(String, Before)>,
-        (runner, loaded): (Option<Runner>, Option<Rc<Loaded>>),
+        (runner, loaded): (Option<EventRunner>, Option<Rc<Loaded>>),
     ) -> anyhow::Result<Self> {
         let http = start_http(&mut bound, registry, cgroups.as_ref(), taken.is_some())?;
         let control = Rc::new(Control::start(registry, bound.control));
@@ -141,7 +141,7 @@ impl Daemon {
         registry.let_clients_in();
         let (in_use, taken) = end_old(taken, registry).await;
         let pid_file = match claimed {
-            Some(claimed) => claimed.take().await,
+            Some(claimed) => claimed.lock_and_write().await,
             None => complete.pid_file,
         };
         warn_of_missing(bound.missing.as_ref());
@@ -170,55 +170,55 @@ impl Daemon {
 }
 
 /// Creates the channel of the daemon's events; signals are sent to it from now on.
-fn hear(signals: Signals) -> anyhow::Result<Events> {
+fn event_channel(signals: BlockedSignals) -> anyhow::Result<DaemonEvents> {
     let events = async_channel::unbounded();
     let sender = events.0.clone();
-    let mut signals = signals.hear().context("signals cannot be waited for")?;
+    let mut signals = signals.stream().context("signals cannot be waited for")?;
     reactor::spawn(async move {
         // The channel is closed only when the process ends.
         while let Ok(request) = signals.next().await {
-            let _ = sender.try_send(Event::Signal(request));
+            let _ = sender.try_send(DaemonEvent::Signal(request));
         }
     });
     Ok(events)
 }
 
 /// A registry without disks that accepts no client.
-fn empty_registry(file: Option<&Path>, plan: &Plan, events: &Events) -> anyhow::Result<Rc<Registry>> {
+fn empty_registry(file: Option<&Path>, plan: &DesiredState, events: &DaemonEvents) -> anyhow::Result<Rc<Registry>> {
     let sender = events.0.clone();
     // The channel is closed only when the process ends.
-    let ender = Rc::new(move |end| drop(sender.try_send(Event::End(end))));
+    let ender = Rc::new(move |end| drop(sender.try_send(DaemonEvent::End(end))));
     // Absolute, because clients may have another working directory.
     let registry = Registry::new(file.map(path::absolute).transpose()?, ender);
     registry.keep_clients_out();
-    registry.lifecycle.ends_when_idle.set(plan.service.exit_when_idle);
-    registry.know_devices(plan.service.state.as_deref());
+    registry.lifecycle.ends_when_idle.set(plan.process.exit_when_idle);
+    registry.know_devices(plan.process.state.as_deref());
     Ok(registry)
 }
 
 /// Checks the pid file before anything is changed. It is written once clients can connect; in an
 /// upgrade, the file of the old process is opened.
-fn claim(plan: &Plan, is_upgrade: bool) -> anyhow::Result<Option<Claimed>> {
+fn claim(plan: &DesiredState, is_upgrade: bool) -> anyhow::Result<Option<ClaimedPidFile>> {
     let claim = |path| match is_upgrade {
-        true => Claimed::open(path).map(Some),
+        true => ClaimedPidFile::open(path).map(Some),
         false => PidFile::check(path).map(|()| None),
     };
-    Ok(plan.service.pid_file.as_deref().map(claim).transpose()?.flatten())
+    Ok(plan.process.pid_file.as_deref().map(claim).transpose()?.flatten())
 }
 
 /// Marks file systems at the files where the plan exports disks over FUSE, as long as the value
 /// lives.
-fn files_over_fuse(plan: &Plan) -> Vec<OwnMount> {
-    let files = plan.doors.iter().filter_map(|export| match &export.door {
-        Door::Fuse(fuse) => Some(&fuse.file),
+fn files_over_fuse(plan: &DesiredState) -> Vec<OwnMount> {
+    let files = plan.exports.iter().filter_map(|export| match &export.door {
+        ExportTarget::Fuse(fuse) => Some(&fuse.file),
         _ => None,
     });
     files.filter_map(|file| fuse::served_at(file)).collect()
 }
 
 /// Joins the cluster, if there is one; disks that were migrated to another host are left out.
-async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()> {
-    let Some(cluster) = Cluster::prepare(plan).await? else { return Ok(()) };
+async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::Result<()> {
+    let Some(cluster) = ClusterMembership::prepare(plan).await? else { return Ok(()) };
     let moved = cluster.moved();
     for (disk, host) in &moved {
         tracing::warn!(
@@ -226,7 +226,7 @@ async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()
             cluster.host()
         );
     }
-    plan.leave_out(|disk| moved.contains_key(disk));
+    plan.remove_disks(|disk| moved.contains_key(disk));
     registry.join(cluster);
     Ok(())
 }
@@ -236,7 +236,7 @@ async fn join_cluster(plan: &mut Plan, registry: &Registry) -> anyhow::Result<()
 fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_locked = |cause: &OpenError| cause.why.contains("locked");
     let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
-    match registry.cluster().and_then(|cluster| cluster.unasked()).filter(|_| is_anothers) {
+    match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_anothers) {
         Some(why) => anyhow!(
             "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (then take it out of the config file here)"
         ),
@@ -245,8 +245,8 @@ fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
 }
 
 /// A start with open images, except for those that are opened in the sandbox.
-struct Opened<'a> {
-    plan: &'a Rc<Plan>,
+struct StartWithImages<'a> {
+    plan: &'a Rc<DesiredState>,
     registry: &'a Rc<Registry>,
     work: Reconciliation<'a>,
     difference: Difference,
@@ -255,16 +255,16 @@ struct Opened<'a> {
 }
 
 /// A start that only lacks its clients.
-struct Complete {
+struct CompletedStart {
     pid_file: Option<PidFile>,
     uris: Vec<String>,
 }
 
-impl<'a> Opened<'a> {
+impl<'a> StartWithImages<'a> {
     async fn open(
-        plan: &'a Rc<Plan>,
+        plan: &'a Rc<DesiredState>,
         registry: &'a Rc<Registry>,
-        (tls, budgets): (Option<nbd::Tls>, Budgets),
+        (tls, budgets): (Option<nbd::NbdServerTls>, RateBudgets),
         source: &dyn Source,
     ) -> anyhow::Result<Self> {
         assemble::prepare(plan, registry).await?;
@@ -282,36 +282,36 @@ impl<'a> Opened<'a> {
     /// command line, and enters its sandbox. `None` if a signal ended it before.
     async fn complete(
         self,
-        (steps, source): (Steps, &mut dyn Source),
-        workers: &Rc<Vec<Worker>>,
+        (steps, source): (QemuSteps, &mut dyn Source),
+        workers: &Rc<Vec<ReactorWorker>>,
         (is_alone, is_upgrade): (bool, bool),
-        (_, events): &Events,
-    ) -> anyhow::Result<Option<Complete>> {
+        (_, events): &DaemonEvents,
+    ) -> anyhow::Result<Option<CompletedStart>> {
         let Self { plan, registry, mut work, difference, images, late } = self;
         work.apply(&difference, images, source).await?;
         work.retry_later(plan);
         registry.follow_devices();
         let mut uris = work.take_uris();
         let before = export_ids(registry);
-        let Some(done) = until_ended(steps.run(registry), "all is done that was told", events).await else {
+        let Some(done) = until_signal(steps.run(registry), "all is done that was told", events).await else {
             return Ok(None);
         };
         done?;
         let is_late = |name: &str| plan.disks.iter().any(|disk| disk.name == name && assemble::is_late(disk));
         source.check_config(registry, &is_late)?;
         // The old process records until it ends.
-        let own = plan.service.record.as_ref().filter(|_| is_upgrade);
-        let pid_file = settle(plan, registry, workers, (is_alone, own)).await?;
-        uris.extend(uris_beyond(&before, registry, &plan.service.tls));
+        let own = plan.process.record.as_ref().filter(|_| is_upgrade);
+        let pid_file = enter_sandbox(plan, registry, workers, (is_alone, own)).await?;
+        uris.extend(uris_beyond(&before, registry, &plan.process.tls));
         if late.has_new_disks() {
-            let Some(opened) = until_ended(work.open(&late, source), DISKS_OPEN, events).await else {
+            let Some(opened) = until_signal(work.open(&late, source), DISKS_OPEN, events).await else {
                 return Ok(None);
             };
             work.apply(&late, opened?, source).await?;
             work.retry_later(plan);
             uris.extend(work.take_uris());
         }
-        Ok(Some(Complete { pid_file, uris }))
+        Ok(Some(CompletedStart { pid_file, uris }))
     }
 }
 
@@ -324,39 +324,39 @@ async fn abandon(registry: &Registry) -> anyhow::Result<()> {
     flush_and_close(&registry.disks.all()).await
 }
 
-fn steer_cgroups(
-    plan: &Plan,
+fn start_cgroups(
+    plan: &DesiredState,
     registry: &Registry,
     is_upgrade: bool,
-) -> anyhow::Result<Option<cgroup::watch::Running>> {
-    let Some(path) = plan.service.cgroup_limits.as_deref() else { return Ok(None) };
-    let store = Store::new(plan.service.state.as_deref());
+) -> anyhow::Result<Option<cgroup::watch::CgroupWatchThread>> {
+    let Some(path) = plan.process.cgroup_limits.as_deref() else { return Ok(None) };
+    let store = CapacityStore::new(plan.process.state.as_deref());
     let lending = registry.cluster().and_then(|cluster| cluster.lending());
     match is_upgrade {
-        true => cgroup::watch::Running::start_after_another(path, store, lending),
-        false => cgroup::watch::Running::start(path, store, lending),
+        true => cgroup::watch::CgroupWatchThread::start_after_another(path, store, lending),
+        false => cgroup::watch::CgroupWatchThread::start(path, store, lending),
     }
     .map(Some)
 }
 
 /// Performs the last operations that need rights, and enters the sandbox. `own` is the recording of
 /// the old process.
-async fn settle(
-    plan: &Plan,
+async fn enter_sandbox(
+    plan: &DesiredState,
     registry: &Registry,
-    workers: &[Worker],
-    (is_alone, own): (bool, Option<&Record>),
+    workers: &[ReactorWorker],
+    (is_alone, own): (bool, Option<&RecordingConfig>),
 ) -> anyhow::Result<Option<PidFile>> {
-    let pid_file = plan.service.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
+    let pid_file = plan.process.pid_file.as_deref().filter(|_| is_alone).map(PidFile::write).transpose()?;
     let awaited = registry.exports.awaited.borrow().values().cloned().collect::<Vec<_>>();
     let comes_later =
         |disk: &settings::PlacedDisk| assemble::is_late(disk) || registry.disks.is_unavailable(&disk.name);
-    let is_of_later = |export: &&DoorExport| comes_later(&plan.disks[export.disk]);
-    let doors_of_later = plan.doors.iter().filter(is_of_later).map(|export| export.door.clone());
+    let is_of_later = |export: &&ExportSpec| comes_later(&plan.disks[export.disk]);
+    let doors_of_later = plan.exports.iter().filter(is_of_later).map(|export| export.door.clone());
     let running = registry.disks.all();
     let remotes =
         running.iter().map(|disk| &disk.config.image).chain(plan.disks.iter().map(|disk| &disk.image));
-    let served = sandbox::Served {
+    let served = sandbox::ServedResources {
         images: registry
             .disks
             .all()
@@ -375,9 +375,9 @@ async fn settle(
             .collect(),
         cluster: plan.disks.iter().any(assemble::is_late)
             || registry.disks.all().iter().any(|disk| disk.config.image.is_rbd()),
-        etcd_ports: plan.service.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
-        own: (plan.service.cluster.as_ref())
-            .and_then(|known| cluster::directory(plan.service.state.as_deref(), known))
+        etcd_ports: plan.process.cluster.as_ref().map(cluster::ports).unwrap_or_default(),
+        own: (plan.process.cluster.as_ref())
+            .and_then(|known| cluster::directory(plan.process.state.as_deref(), known))
             .into_iter()
             .collect(),
     };
@@ -385,7 +385,7 @@ async fn settle(
         registry.enter(entered);
     }
     // Checked by the final user with the remaining rights.
-    if let Some(record) = &plan.service.record {
+    if let Some(record) = &plan.process.record {
         recording::check(record, own)?;
         registry.recordings.keep(record)?;
     }
@@ -396,25 +396,25 @@ async fn settle(
 ///
 /// # Errors
 /// The old process has something that cannot be recreated here.
-async fn take_along(
+async fn add_runtime_objects(
     old: &mut Newcomer,
-    mut complete: Complete,
-    (plan, registry): (&Plan, &Rc<Registry>),
-    bound: &Bound,
-) -> anyhow::Result<Option<Complete>> {
+    mut complete: CompletedStart,
+    (plan, registry): (&DesiredState, &Rc<Registry>),
+    bound: &BoundAddresses,
+) -> anyhow::Result<Option<CompletedStart>> {
     let before = export_ids(registry);
     let perform = async |command: &str, arguments: Map<String, Value>| {
         qmp::perform_sent(registry, command, arguments).await
     };
     let add_disk =
-        async |nodes: &[Map<String, Value>], files: Passed| qmp::add_again(registry, nodes, files).await;
+        async |nodes: &[Map<String, Value>], files: PassedFiles| qmp::add_again(registry, nodes, files).await;
     let added = old.have_added(registry, &bound.workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");
         tracing::info!(%added, "comes along, though no config has it (`--save` is for that)");
     }
     old.check(registry)?;
-    complete.uris.extend(uris_beyond(&before, registry, &plan.service.tls));
+    complete.uris.extend(uris_beyond(&before, registry, &plan.process.tls));
     Ok(Some(complete))
 }
 
@@ -425,7 +425,7 @@ async fn take_along(
 async fn take_over(
     old: Option<Newcomer>,
     registry: &Rc<Registry>,
-    workers: &[Worker],
+    workers: &[ReactorWorker],
 ) -> anyhow::Result<Option<(String, Before)>> {
     let Some(old) = old else { return Ok(None) };
     let version = old.version().to_owned();
@@ -443,14 +443,14 @@ async fn take_over(
 /// # Errors
 /// It cannot be started. After an upgrade that is only logged, because no other process serves.
 fn start_http(
-    bound: &mut Bound,
+    bound: &mut BoundAddresses,
     registry: &Rc<Registry>,
-    cgroups: Option<&cgroup::watch::Running>,
+    cgroups: Option<&cgroup::watch::CgroupWatchThread>,
     is_upgrade: bool,
-) -> anyhow::Result<Option<weir_http::Http>> {
+) -> anyhow::Result<Option<weir_http::HttpServer>> {
     let Some(doors) = bound.http.take().filter(|doors| !doors.is_empty()) else { return Ok(None) };
-    let figures = cgroups.and_then(cgroup::watch::Running::figures);
-    match weir_http::Http::start(doors, registry, &bound.workers, figures) {
+    let figures = cgroups.and_then(cgroup::watch::CgroupWatchThread::figures);
+    match weir_http::HttpServer::start(doors, registry, &bound.workers, figures) {
         Err(error) if is_upgrade => {
             tracing::error!("{error:#}: metrics and the page are not served (restart weir)");
             Ok(None)
@@ -485,7 +485,7 @@ fn warn_of_missing(missing: Option<&anyhow::Error>) {
     }
 }
 
-fn start_cluster(registry: &Rc<Registry>) -> Option<cluster::Running> {
+fn start_cluster(registry: &Rc<Registry>) -> Option<cluster::AgentHandle> {
     let around: Weak<Registry> = Rc::downgrade(registry);
     let started = registry.cluster().map(|cluster| cluster.start(around)).transpose();
     started.unwrap_or_else(|error| {

@@ -12,7 +12,7 @@ use std::{path::PathBuf, rc::Rc};
 
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches};
 use control::{qmp, registry::Registry};
-use settings::{Place, Wrong, keyval};
+use settings::{Origin, ConfigError, keyval};
 
 /// Heading of the options in the help of `qemu-storage-daemon`. The help of `weir serve` leaves
 /// them out: they are for command lines of that program.
@@ -30,25 +30,25 @@ const OPTIONS: [(&str, &str, &str); 6] = [
 
 /// The given options, in order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Steps(Vec<(&'static str, String)>);
+pub(crate) struct QemuSteps(Vec<(&'static str, String)>);
 
-impl Steps {
+impl QemuSteps {
     /// Names of the options, for a clap group.
     pub(super) const NAMES: [&'static str; 6] =
         [OPTIONS[0].0, OPTIONS[1].0, OPTIONS[2].0, OPTIONS[3].0, OPTIONS[4].0, OPTIONS[5].0];
 
     /// Removes the monitors; returns their sockets.
-    pub(super) fn take_monitors(&mut self) -> Result<Vec<(PathBuf, Place)>, Wrong> {
-        let mut sockets: Vec<(String, (PathBuf, Place))> = Vec::new();
+    pub(super) fn take_monitors(&mut self) -> Result<Vec<(PathBuf, Origin)>, ConfigError> {
+        let mut sockets: Vec<(String, (PathBuf, Origin))> = Vec::new();
         let mut monitors = Vec::new();
         for (option, text) in &self.0 {
-            let place = Place::option(option, text);
+            let place = Origin::option(option, text);
             match *option {
                 "chardev" => {
-                    let (id, path) = chardev(text).map_err(|rule| place.wrong(rule))?;
+                    let (id, path) = chardev(text).map_err(|rule| place.error(rule))?;
                     if sockets.iter().any(|(other, _)| *other == id) {
                         return Err(
-                            place.wrong(format!("there is a chardev {id:?} already (choose another id)"))
+                            place.error(format!("there is a chardev {id:?} already (choose another id)"))
                         );
                     }
                     // A chardev only defines a socket; the monitor that names it takes it out of
@@ -56,17 +56,17 @@ impl Steps {
                     sockets.push((id, (path, place)));
                 }
                 "monitor" => {
-                    let id = monitor(text).map_err(|rule| place.wrong(rule))?;
+                    let id = monitor(text).map_err(|rule| place.error(rule))?;
                     let at = sockets.iter().position(|(known, _)| *known == id);
                     let at =
-                        at.ok_or_else(|| place.wrong(format!("chardev {id:?} not found (name it before)")))?;
+                        at.ok_or_else(|| place.error(format!("chardev {id:?} not found (name it before)")))?;
                     monitors.push(sockets.remove(at).1);
                 }
                 _ => {}
             }
         }
         if let Some((_, (_, place))) = sockets.first() {
-            return Err(place.wrong("is not used (add --monitor with its id)"));
+            return Err(place.error("is not used (add --monitor with its id)"));
         }
         self.0.retain(|(option, _)| !["chardev", "monitor"].contains(option));
         Ok(monitors)
@@ -88,8 +88,8 @@ impl Steps {
                 "nbd-server" => ("nbd-server-start", None),
                 _ => ("block-export-add", Some("type")),
             };
-            let place = Place::option(option, &text);
-            qmp::perform(registry, command, &text, implied).await.map_err(|error| place.wrong(error))?;
+            let place = Origin::option(option, &text);
+            qmp::perform(registry, command, &text, implied).await.map_err(|error| place.error(error))?;
         }
         Ok(())
     }
@@ -126,7 +126,7 @@ fn chardev(text: &str) -> Result<(String, PathBuf), String> {
     }
     let id = value(&pairs, "id").ok_or("has no id (add id=NAME)")?;
     let path = value(&pairs, "path").ok_or("has no path (add path=PATH; other sockets are not to be had)")?;
-    Ok((id.to_owned(), settings::socket(&format!("unix:{path}"))?))
+    Ok((id.to_owned(), settings::parse_unix_socket(&format!("unix:{path}"))?))
 }
 
 /// ID of the monitor's chardev.
@@ -140,7 +140,7 @@ fn monitor(text: &str) -> Result<String, String> {
     value(&pairs, "chardev").map(str::to_owned).ok_or_else(|| "has no chardev (add chardev=ID)".to_owned())
 }
 
-impl Args for Steps {
+impl Args for QemuSteps {
     fn augment_args(command: Command) -> Command {
         let option = |(name, value, help): (&'static str, &'static str, &'static str)| {
             Arg::new(name)
@@ -159,7 +159,7 @@ impl Args for Steps {
     }
 }
 
-impl FromArgMatches for Steps {
+impl FromArgMatches for QemuSteps {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut said = Vec::new();
         for name in Self::NAMES {
@@ -183,10 +183,10 @@ impl FromArgMatches for Steps {
 mod tests {
     use super::*;
 
-    fn read(line: &str) -> Steps {
+    fn read(line: &str) -> QemuSteps {
         let words = std::iter::once("serve").chain(line.split_whitespace());
-        let matches = Steps::augment_args(Command::new("serve")).get_matches_from(words);
-        Steps::from_arg_matches(&matches).unwrap()
+        let matches = QemuSteps::augment_args(Command::new("serve")).get_matches_from(words);
+        QemuSteps::from_arg_matches(&matches).unwrap()
     }
 
     #[test]

@@ -10,17 +10,17 @@
 use std::rc::Rc;
 
 use policy::time::Duration;
-use reactor::{JoinHandle, Worker};
+use reactor::{JoinHandle, ReactorWorker};
 use sd_notify::NotifyState;
 
 /// Starts the watchdog for an interval of the service manager; ends when the handle is dropped.
-pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<()> {
+pub(super) fn start(allowed: Duration, workers: &Rc<Vec<ReactorWorker>>) -> JoinHandle<()> {
     let half = allowed / 2;
     let workers = Rc::clone(workers);
     reactor::spawn_joinable(async move {
         loop {
             reactor::sleep_until(reactor::now() + half).await;
-            if !all_turn(&workers).await {
+            if !all_make_progress(&workers).await {
                 // A worker has ended: the daemon is ending, or has failed.
                 return;
             }
@@ -30,7 +30,7 @@ pub(super) fn start(allowed: Duration, workers: &Rc<Vec<Worker>>) -> JoinHandle<
 }
 
 /// Waits until each worker has run a task; false if one has ended.
-async fn all_turn(workers: &[Worker]) -> bool {
+async fn all_make_progress(workers: &[ReactorWorker]) -> bool {
     let (turned, heard) = async_channel::bounded(workers.len().max(1));
     for worker in workers {
         let turned = turned.clone();
@@ -55,20 +55,20 @@ mod tests {
         sync::{Arc, Barrier},
     };
 
-    use reactor::Polling;
+    use reactor::PollingMode;
 
     use super::*;
 
     fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-        reactor::run(Polling::Off, future).expect("io_uring works on a test machine")
+        reactor::run(PollingMode::Off, future).expect("io_uring works on a test machine")
     }
 
     #[test]
     fn it_waits_for_a_thread_that_does_not_turn() {
         real(async {
-            let start = |name| Worker::start(name, Polling::Off).expect("a thread");
+            let start = |name| ReactorWorker::start(name, PollingMode::Off).expect("a thread");
             let workers = Rc::new(vec![start("turns"), start("hangs")]);
-            assert!(all_turn(&workers).await);
+            assert!(all_make_progress(&workers).await);
 
             // The worker is blocked until this thread reaches the barrier a second time.
             let gate = Arc::new(Barrier::new(2));
@@ -81,7 +81,7 @@ mod tests {
             let said = Rc::new(Cell::new(false));
             let (seen, asked) = (Rc::clone(&said), Rc::clone(&workers));
             let round = reactor::spawn_joinable(async move {
-                assert!(all_turn(&asked).await);
+                assert!(all_make_progress(&asked).await);
                 seen.set(true);
             });
             // The first worker has run its task, and its message has arrived.

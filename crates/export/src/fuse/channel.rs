@@ -10,14 +10,14 @@ use reactor::op::{self, Fd};
 use rustix::io::Errno;
 
 #[cfg(test)]
-use super::simulation::kernel::Kernel;
+use super::simulation::kernel::SimulatedFuseDescriptor;
 
 #[derive(Debug)]
-pub(super) enum Channel {
+pub(super) enum FuseChannel {
     /// With `O_NONBLOCK`.
     Device(Fd),
     #[cfg(test)]
-    Simulated(Kernel),
+    Simulated(SimulatedFuseDescriptor),
 }
 
 /// Reason why no message was received.
@@ -31,7 +31,7 @@ pub(super) enum NoMessage {
     Failed(Errno),
 }
 
-impl Channel {
+impl FuseChannel {
     /// Receives the next message; returns its length.
     pub(super) fn receive(&self, places: &mut [IoSliceMut<'_>]) -> Result<usize, NoMessage> {
         loop {

@@ -12,20 +12,20 @@ use std::{
     time::{SystemTime, UNIX_EPOCH},
 };
 
-use block::disk::{Disk, Patience};
+use block::disk::{Disk, CancelToken};
 use event_listener::Event;
 use storage::RangeLocks;
 
 use super::{
     interrupts::Interrupts,
-    message::{Attributes, Changes},
+    message::{FuseFileAttributes, AttributeChanges},
     size::{COUNT_TIMEOUT, FileEnd},
     told,
 };
 
 /// A disk to be exported as a file.
 #[derive(Clone, Debug)]
-pub struct Export {
+pub struct FuseExport {
     /// Name in the log.
     pub id: Arc<str>,
     /// The disk.
@@ -35,12 +35,12 @@ pub struct Export {
     /// Writing past the end and `truncate` resize the disk.
     pub growable: bool,
     /// Initial owner of the file.
-    pub owner: Owner,
+    pub owner: FuseFileOwner,
 }
 
 /// Owner and permissions of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Owner {
+pub struct FuseFileOwner {
     /// The lower twelve bits of a mode.
     pub permissions: u32,
     /// User.
@@ -51,9 +51,9 @@ pub struct Owner {
 
 /// State of a file between two requests, for the new process of an upgrade.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Standing {
+pub struct FuseFileState {
     /// Current owner.
-    pub owner: Owner,
+    pub owner: FuseFileOwner,
     /// Time of the last change of content: seconds and nanoseconds since the epoch.
     pub modified: (u64, u32),
     /// Number of open file descriptions.
@@ -65,9 +65,9 @@ pub struct Standing {
 }
 
 #[derive(Debug)]
-pub(super) struct Device {
-    pub(super) export: Export,
-    owner: Mutex<Owner>,
+pub(super) struct FuseDevice {
+    pub(super) export: FuseExport,
+    owner: Mutex<FuseFileOwner>,
     modified: Mutex<SystemTime>,
     /// The content has changed since `modified` was set.
     is_changed: AtomicBool,
@@ -78,13 +78,13 @@ pub(super) struct Device {
     /// End of the file.
     pub(super) end: FileEnd,
     /// Cancel token for a stopped disk; cancelled when the export ends.
-    pub(super) patience: Arc<Patience>,
+    pub(super) cancel_token: Arc<CancelToken>,
     is_stopping: AtomicBool,
     is_resting: AtomicBool,
     /// Queues that are quiesced, with the requests that they hold back.
     at_rest: Mutex<BTreeMap<usize, Vec<u8>>>,
     /// Requests from the old process, for the first queue that starts.
-    left: Mutex<Vec<Vec<u8>>>,
+    inherited_messages: Mutex<Vec<Vec<u8>>>,
     /// Notified when the device stops, quiesces or resumes: for queues and for requests that wait
     /// for limits.
     pub(super) stop: Event,
@@ -98,8 +98,8 @@ pub(super) struct Device {
     pub(super) in_flight: AtomicU64,
 }
 
-impl Device {
-    pub(super) fn new(export: Export) -> Self {
+impl FuseDevice {
+    pub(super) fn new(export: FuseExport) -> Self {
         Self {
             owner: Mutex::new(export.owner),
             end: FileEnd::default(),
@@ -108,11 +108,11 @@ impl Device {
             is_changed: AtomicBool::new(false),
             interrupts: Interrupts::default(),
             growth: RangeLocks::default(),
-            patience: Arc::default(),
+            cancel_token: Arc::default(),
             is_stopping: AtomicBool::new(false),
             is_resting: AtomicBool::new(false),
             at_rest: Mutex::default(),
-            left: Mutex::default(),
+            inherited_messages: Mutex::default(),
             stop: Event::new(),
             openers: AtomicUsize::new(0),
             served: AtomicBool::new(false),
@@ -143,28 +143,28 @@ impl Device {
     /// Stops all queues: started requests complete, requests that wait for limits fail.
     pub(super) fn stop(&self) {
         self.is_stopping.store(true, SeqCst);
-        self.patience.lose();
+        self.cancel_token.cancel();
         self.stop.notify(usize::MAX);
     }
 
     /// Quiesces the queues, or resumes them.
-    pub(super) fn rest(&self, is_to: bool) {
+    pub(super) fn set_quiescing(&self, is_to: bool) {
         self.is_resting.store(is_to, SeqCst);
         self.stop.notify(usize::MAX);
     }
 
-    pub(super) fn is_resting(&self) -> bool {
+    pub(super) fn is_quiescing(&self) -> bool {
         self.is_resting.load(Relaxed)
     }
 
     /// Records that a queue has nothing in flight and holds these requests back: see
     /// [`super::told`].
-    pub(super) fn lie_down(&self, queue: usize, messages: Vec<u8>) {
+    pub(super) fn publish_quiesced(&self, queue: usize, messages: Vec<u8>) {
         lock(&self.at_rest).insert(queue, messages);
         self.clients.notify(usize::MAX);
     }
 
-    pub(super) fn get_up(&self, queue: usize) {
+    pub(super) fn withdraw_quiesced(&self, queue: usize) {
         lock(&self.at_rest).remove(&queue);
     }
 
@@ -173,9 +173,9 @@ impl Device {
     }
 
     /// State for the new process.
-    pub(super) fn standing(&self) -> Standing {
+    pub(super) fn state(&self) -> FuseFileState {
         let attributes = self.attributes();
-        Standing {
+        FuseFileState {
             owner: *lock(&self.owner),
             modified: attributes.modified,
             openers: self.openers.load(SeqCst),
@@ -185,13 +185,13 @@ impl Device {
     }
 
     /// Continues from the state of the old process; false if the held-back requests are malformed.
-    pub(super) fn take_up(&self, standing: &Standing) -> bool {
+    pub(super) fn restore(&self, standing: &FuseFileState) -> bool {
         let Some(messages) = told::split(&standing.messages) else { return false };
         let (seconds, nanoseconds) = standing.modified;
         let since = std::time::Duration::new(seconds, nanoseconds.min(999_999_999));
         *lock(&self.owner) = standing.owner;
         *lock(&self.modified) = UNIX_EPOCH.checked_add(since).unwrap_or_else(SystemTime::now);
-        *lock(&self.left) = messages;
+        *lock(&self.inherited_messages) = messages;
         self.end.set(standing.file_bytes);
         self.openers.store(standing.openers, SeqCst);
         // OPEN was answered by the old process, so RELEASE arrives here without one.
@@ -199,12 +199,12 @@ impl Device {
         true
     }
 
-    pub(super) fn take_left(&self) -> Vec<Vec<u8>> {
-        std::mem::take(&mut *lock(&self.left))
+    pub(super) fn take_inherited_messages(&self) -> Vec<Vec<u8>> {
+        std::mem::take(&mut *lock(&self.inherited_messages))
     }
 
     /// Records that the disk's content has changed.
-    pub(super) fn has_changed(&self) {
+    pub(super) fn mark_changed(&self) {
         // Read before the store: most writes find the flag set, and do not contend for its cache
         // line.
         if !self.is_changed.load(Relaxed) {
@@ -213,7 +213,7 @@ impl Device {
     }
 
     /// Attributes of the file, with the last known allocated space.
-    pub(super) fn attributes(&self) -> Attributes {
+    pub(super) fn attributes(&self) -> FuseFileAttributes {
         let owner = *lock(&self.owner);
         let mut modified = lock(&self.modified);
         if self.is_changed.swap(false, Relaxed) {
@@ -221,7 +221,7 @@ impl Device {
         }
         let modified = modified.duration_since(UNIX_EPOCH).unwrap_or_default();
         let writing = if self.export.read_only { 0o222 } else { 0 };
-        Attributes {
+        FuseFileAttributes {
             size_bytes: self.file_bytes(),
             space_bytes: self.disk().image().last_allocated_bytes(),
             modified: (modified.as_secs(), modified.subsec_nanos()),
@@ -233,9 +233,9 @@ impl Device {
     }
 
     /// Changes mode and owner; the kernel has checked the permission (`default_permissions`).
-    pub(super) fn change_owner(&self, changes: &Changes) {
+    pub(super) fn change_owner(&self, changes: &AttributeChanges) {
         let mut owner = lock(&self.owner);
-        *owner = Owner {
+        *owner = FuseFileOwner {
             permissions: changes.mode.map_or(owner.permissions, |mode| mode & 0o7777),
             uid: changes.uid.unwrap_or(owner.uid),
             gid: changes.gid.unwrap_or(owner.gid),

@@ -7,9 +7,9 @@ use std::{
     task::{Context, Poll},
 };
 
-use block::disk::Pass;
+use block::disk::AdmissionPermit;
 use event_listener::EventListener;
-use policy::{request::Direction, throttle::Cost};
+use policy::{request::Direction, throttle::RequestCost};
 use reactor::{
     buffer::Segments,
     error::{Error, Result},
@@ -18,10 +18,10 @@ use storage::{Durability, RangeGuard, ZeroOptions};
 
 use super::{
     interrupts::Interruptible,
-    message::{Changes, Operation, Reply},
-    queue::Queue,
+    message::{AttributeChanges, FuseOperation, FuseReply},
+    queue::FuseQueue,
     size::{disk_bytes_for, errno_of},
-    work::{Incoming, Work},
+    work::{FuseIncomingRequest, FuseWork},
 };
 use crate::intake::Mergeable as _;
 
@@ -29,12 +29,12 @@ use crate::intake::Mergeable as _;
 const ZERO_PART: u64 = 1 << 30;
 /// Largest number of parts of a range. A longer range has longer parts: a sparse file may have 8
 /// EiB.
-const MOST_PARTS: u64 = 1024;
+const MAX_PARTS: u64 = 1024;
 /// Bytes that are queried at once for a hole or for data.
 const SEEK_PART: u64 = 1 << 34;
 
 /// Reason why a request is not executed.
-enum Denied {
+enum AdmissionDenied {
     /// These requests of a merged I/O were interrupted.
     Interrupted(Vec<u64>),
     /// The device stops.
@@ -45,33 +45,33 @@ enum Denied {
 
 /// Internal error of a request of several steps that is to be restarted after the quiesce. Neither
 /// the kernel accepts this number in a reply (`ERESTARTSYS`) nor does a disk return it.
-const RESTING: Error = Error::from_errno(512);
+const QUIESCING: Error = Error::from_errno(512);
 
-impl Queue {
-    pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
-        let Incoming { unique, kept, work } = incoming;
+impl FuseQueue {
+    pub(super) async fn execute(self: Rc<Self>, incoming: FuseIncomingRequest) {
+        let FuseIncomingRequest { unique, charged_bytes: kept, work } = incoming;
         match work {
-            Work::Read { offset, length } => self.read(unique, kept, offset, length).await,
-            Work::Write { offset, data, durability } => {
+            FuseWork::Read { offset, length } => self.read(unique, kept, offset, length).await,
+            FuseWork::Write { offset, data, durability } => {
                 self.write_one(unique, kept, offset, data, durability).await;
             }
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
-            work @ Work::Extend { .. } => Box::pin(self.extend_one(Incoming { unique, kept, work })).await,
-            Work::Other(operation) => match Box::pin(self.other(unique, operation)).await {
-                Err(RESTING) => self.put_back(Incoming { unique, kept, work }),
+            work @ FuseWork::Extend { .. } => Box::pin(self.extend_one(FuseIncomingRequest { unique, charged_bytes: kept, work })).await,
+            FuseWork::Other(operation) => match Box::pin(self.other(unique, operation)).await {
+                Err(QUIESCING) => self.put_back(FuseIncomingRequest { unique, charged_bytes: kept, work }),
                 reply => self.answer(unique, kept, reply),
             },
         }
     }
 
     async fn read(&self, unique: u64, kept: usize, offset: u64, length: usize) {
-        let cost = Cost::one(length as u64);
+        let cost = RequestCost::one(length as u64);
         let pass = match self.admit(&[unique], Direction::Read, cost).await {
             Ok(pass) => pass,
             Err(denied) => {
-                let work = Work::Read { offset, length };
-                return self.deny(Incoming { unique, kept, work }, &denied);
+                let work = FuseWork::Read { offset, length };
+                return self.deny(FuseIncomingRequest { unique, charged_bytes: kept, work }, &denied);
             }
         };
         let result = match self.device.disk().read(pass, offset, length).await {
@@ -96,38 +96,38 @@ impl Queue {
     }
 
     /// Executes adjacent reads as one I/O and divides its data among them.
-    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<FuseIncomingRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
-        let cost = Cost::merged(&lengths);
+        let cost = RequestCost::merged(&lengths);
         let (offset, total) = (parts[0].candidate().offset, cost.bytes() as usize);
         let pass = match self.admit(&uniques(&parts), Direction::Read, cost).await {
             Ok(pass) => pass,
-            Err(denied) => return self.go_on_without(parts, denied),
+            Err(denied) => return self.continue_without(parts, denied),
         };
         match self.device.disk().read(pass, offset, total).await {
             Ok(mut rest) => {
                 for (part, length) in parts.into_iter().zip(lengths) {
                     let tail = rest.split_off(length as usize);
-                    self.answer_read(part.unique, part.kept, Ok(std::mem::replace(&mut rest, tail)));
+                    self.answer_read(part.unique, part.charged_bytes, Ok(std::mem::replace(&mut rest, tail)));
                 }
             }
-            Err(error) => self.retry_apart(parts, error).await,
+            Err(error) => self.retry_separately(parts, error).await,
         }
     }
 
     /// Retries each read on its own, because a failed merged read does not show which part failed.
-    async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
+    async fn retry_separately(&self, parts: Vec<FuseIncomingRequest>, error: Error) {
         let disk = self.device.disk();
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
             let (offset, length) = (part.candidate().offset, part.candidate().length);
-            match self.admit(&[part.unique], Direction::Read, Cost::one(length)).await {
+            match self.admit(&[part.unique], Direction::Read, RequestCost::one(length)).await {
                 Ok(pass) => {
                     let result = match disk.retry_read(pass, offset, length as usize).await {
                         Err(Error::INVALID) => self.read_remaining(offset, length as usize).await,
                         result => result,
                     };
-                    self.answer_read(part.unique, part.kept, result);
+                    self.answer_read(part.unique, part.charged_bytes, result);
                 }
                 Err(denied) => self.deny(part, &denied),
             }
@@ -137,8 +137,8 @@ impl Queue {
     fn answer_read(&self, unique: u64, kept: usize, result: Result<Segments>) {
         match result {
             Ok(data) => {
-                self.reply(&Reply::data(unique, data.len()), &data);
-                self.ended(kept);
+                self.reply(&FuseReply::data(unique, data.len()), &data);
+                self.count_out(kept);
             }
             Err(error) => self.answer(unique, kept, Err(error)),
         }
@@ -146,39 +146,39 @@ impl Queue {
 
     async fn write_one(&self, unique: u64, kept: usize, offset: u64, data: Segments, durability: Durability) {
         let bytes = data.len();
-        let pass = match self.admit(&[unique], Direction::Write, Cost::one(bytes as u64)).await {
+        let pass = match self.admit(&[unique], Direction::Write, RequestCost::one(bytes as u64)).await {
             Ok(pass) => pass,
             Err(denied) => {
-                let work = Work::Write { offset, data, durability };
-                return self.deny(Incoming { unique, kept, work }, &denied);
+                let work = FuseWork::Write { offset, data, durability };
+                return self.deny(FuseIncomingRequest { unique, charged_bytes: kept, work }, &denied);
             }
         };
         let result = self.write_inside(pass, offset, data, durability).await;
-        self.answer(unique, kept, result.map(|()| Reply::written(unique, bytes as u32)));
+        self.answer(unique, kept, result.map(|()| FuseReply::written(unique, bytes as u32)));
     }
 
     /// Executes adjacent writes as one gathered I/O. All of them fail together, because a failed
     /// write leaves its range undefined anyway.
-    pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+    pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<FuseIncomingRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
         let offset = parts[0].candidate().offset;
-        let cost = Cost::merged(&lengths);
+        let cost = RequestCost::merged(&lengths);
         let pass = match self.admit(&uniques(&parts), Direction::Write, cost).await {
             Ok(pass) => pass,
-            Err(denied) => return self.go_on_without(parts, denied),
+            Err(denied) => return self.continue_without(parts, denied),
         };
         let mut all = Segments::default();
         let mut durable = Durability::Cached;
         let mut answers = Vec::with_capacity(parts.len());
-        for Incoming { unique, kept, work } in parts {
-            let Work::Write { data, durability, .. } = work else { unreachable!("planned as writes") };
+        for FuseIncomingRequest { unique, charged_bytes: kept, work } in parts {
+            let FuseWork::Write { data, durability, .. } = work else { unreachable!("planned as writes") };
             answers.push((unique, kept, data.len() as u32));
             durable = durability;
             all.append(data);
         }
         let result = self.write_inside(pass, offset, all, durable).await;
         for (unique, kept, bytes) in answers {
-            self.answer(unique, kept, result.map(|()| Reply::written(unique, bytes)));
+            self.answer(unique, kept, result.map(|()| FuseReply::written(unique, bytes)));
         }
     }
 
@@ -186,7 +186,7 @@ impl Queue {
     /// meanwhile, the part past its end is dropped, as if the write had preceded the shrink.
     async fn write_inside(
         &self,
-        pass: Pass,
+        pass: AdmissionPermit,
         offset: u64,
         mut data: Segments,
         durability: Durability,
@@ -217,46 +217,46 @@ impl Queue {
 
     async fn write_to_disk(
         &self,
-        pass: Pass,
+        pass: AdmissionPermit,
         offset: u64,
         data: Segments,
         durability: Durability,
     ) -> Result<()> {
         // Set even if the write fails: a part of it may have been written.
-        self.device.has_changed();
+        self.device.mark_changed();
         self.device.disk().write(pass, offset, data, durability).await
     }
 
     /// Continues after some of several merged requests were given up: the rest wait separately.
-    fn go_on_without(self: Rc<Self>, parts: Vec<Incoming>, denied: Denied) {
+    fn continue_without(self: Rc<Self>, parts: Vec<FuseIncomingRequest>, denied: AdmissionDenied) {
         let is_over = |unique: u64| match &denied {
-            Denied::Interrupted(requests) => requests.contains(&unique),
-            Denied::Stopped | Denied::Resting => true,
+            AdmissionDenied::Interrupted(requests) => requests.contains(&unique),
+            AdmissionDenied::Stopped | AdmissionDenied::Resting => true,
         };
         for part in parts {
             if is_over(part.unique) {
                 self.deny(part, &denied);
             } else {
-                reactor::spawn(Rc::clone(&self).carry_out(part));
+                reactor::spawn(Rc::clone(&self).execute(part));
             }
         }
     }
 
-    async fn extend_one(&self, incoming: Incoming) {
-        let cost = Cost::one(incoming.work.data_bytes());
+    async fn extend_one(&self, incoming: FuseIncomingRequest) {
+        let cost = RequestCost::one(incoming.work.data_bytes());
         let pass = match self.admit(&[incoming.unique], Direction::Write, cost).await {
             Ok(pass) => pass,
             Err(denied) => return self.deny(incoming, &denied),
         };
-        let Incoming { unique, kept, work } = incoming;
+        let FuseIncomingRequest { unique, charged_bytes: kept, work } = incoming;
         let written = self.extend(pass, work).await;
-        self.answer(unique, kept, written.map(|bytes| Reply::written(unique, bytes)));
+        self.answer(unique, kept, written.map(|bytes| FuseReply::written(unique, bytes)));
     }
 
     /// Executes a write that extends past the disk's end as it was received; returns the number of
     /// bytes written. A disk of fixed size takes the part that fits.
-    async fn extend(&self, pass: Pass, work: Work) -> Result<u32> {
-        let Work::Extend { offset, mut data, durability, may_grow } = work else {
+    async fn extend(&self, pass: AdmissionPermit, work: FuseWork) -> Result<u32> {
+        let FuseWork::Extend { offset, mut data, durability, may_grow } = work else {
             unreachable!("what it is called for")
         };
         // Exclusive: no write may run between reading the end and moving it.
@@ -285,7 +285,7 @@ impl Queue {
         let (device, disk) = (&self.device, self.device.disk());
         let size = disk_bytes_for(disk, bytes).ok_or(Error::from_errno(libc::EFBIG))?;
         let is_cut = bytes < device.file_bytes();
-        device.has_changed();
+        device.mark_changed();
         if size != disk.size_bytes() {
             disk.resize(size).await.map_err(|refused| {
                 tracing::debug!(disk = %disk.name(), size, %refused, "the disk does not take another size");
@@ -309,40 +309,40 @@ impl Queue {
     }
 
     /// Executes requests that move no data.
-    async fn other(&self, unique: u64, operation: Operation) -> Result<Reply> {
+    async fn other(&self, unique: u64, operation: FuseOperation) -> Result<FuseReply> {
         match operation {
-            Operation::Sync => {
-                let patience = &self.device.patience;
-                self.device.disk().flush_for(Some(patience)).await.map(|()| Reply::done(unique))
+            FuseOperation::Sync => {
+                let patience = &self.device.cancel_token;
+                self.device.disk().flush_for(Some(patience)).await.map(|()| FuseReply::done(unique))
             }
-            Operation::Allocate { offset, length, mode } => {
-                self.allocate(unique, offset, length, mode).await.map(|()| Reply::done(unique))
+            FuseOperation::Allocate { offset, length, mode } => {
+                self.allocate(unique, offset, length, mode).await.map(|()| FuseReply::done(unique))
             }
-            Operation::Seek { offset, whence } => {
-                self.seek(unique, offset, whence).await.map(|place| Reply::place(unique, place))
+            FuseOperation::Seek { offset, whence } => {
+                self.seek(unique, offset, whence).await.map(|place| FuseReply::offset(unique, place))
             }
-            Operation::GetAttributes => {
+            FuseOperation::GetAttributes => {
                 self.device.count_space().await;
-                Ok(Reply::attributes(unique, &self.device.attributes()))
+                Ok(FuseReply::attributes(unique, &self.device.attributes()))
             }
-            Operation::SetAttributes(changes) => {
+            FuseOperation::SetAttributes(changes) => {
                 self.change_size(unique, &changes).await?;
                 self.device.change_owner(&changes);
                 self.device.count_space().await;
-                Ok(Reply::attributes(unique, &self.device.attributes()))
+                Ok(FuseReply::attributes(unique, &self.device.attributes()))
             }
             // OPEN reaches this function only with O_TRUNC.
-            Operation::Open { .. } => {
-                self.change_size(unique, &Changes { size: Some(0), ..Changes::default() }).await?;
+            FuseOperation::Open { .. } => {
+                self.change_size(unique, &AttributeChanges { size: Some(0), ..AttributeChanges::default() }).await?;
                 self.device.opened();
-                Ok(Reply::opened(unique, super::negotiate::OPEN_FLAGS))
+                Ok(FuseReply::opened(unique, super::negotiate::OPEN_FLAGS))
             }
             _ => Err(Error::from_errno(libc::ENOSYS)),
         }
     }
 
     /// Changes the length of the file; a removed tail is charged as a discard.
-    async fn change_size(&self, unique: u64, changes: &Changes) -> Result<()> {
+    async fn change_size(&self, unique: u64, changes: &AttributeChanges) -> Result<()> {
         let now = self.device.file_bytes();
         let Some(size) = changes.size.filter(|size| *size != now) else { return Ok(()) };
         if self.device.export.read_only {
@@ -352,7 +352,7 @@ impl Queue {
             return Err(Error::NOT_PERMITTED);
         }
         // Admission before the lock: a request that waits for limits must not block other changes.
-        drop(self.pay(unique, now.saturating_sub(size)).await?);
+        drop(self.admit_discard(unique, now.saturating_sub(size)).await?);
         let _turn = self.device.growth.exclusive(0..1).await;
         match self.device.file_bytes() == size {
             true => Ok(()),
@@ -362,12 +362,12 @@ impl Queue {
 
     /// Waits for admission of a discard of `bytes`: one operation for each part, and one for no
     /// bytes.
-    async fn pay(&self, unique: u64, mut bytes: u64) -> Result<Pass> {
+    async fn admit_discard(&self, unique: u64, mut bytes: u64) -> Result<AdmissionPermit> {
         let most = part_bytes(bytes);
         loop {
-            self.check_going()?;
+            self.check_not_ending()?;
             let part = most.min(bytes);
-            let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
+            let admitted = self.admit(&[unique], Direction::Write, RequestCost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
             bytes -= part;
             // The permit of the last part; those of earlier parts were charged and dropped.
@@ -416,7 +416,7 @@ impl Queue {
         if !self.device.export.growable {
             return Err(Error::NO_SPACE);
         }
-        drop(self.pay(unique, 0).await?);
+        drop(self.admit_discard(unique, 0).await?);
         let _turn = self.device.growth.exclusive(0..1).await;
         match end <= self.device.file_bytes() {
             true => Ok(()),
@@ -436,7 +436,7 @@ impl Queue {
             return Err(Error::UNSUPPORTED);
         }
         // Moves no data, so no bytes are charged.
-        let pass = self.pay(unique, 0).await?;
+        let pass = self.admit_discard(unique, 0).await?;
         let _turn = self.device.growth.exclusive(0..1).await;
         disk.reserve(pass, range.start, range.end - range.start).await?;
         match is_past_end(self) && !keeps_size {
@@ -449,13 +449,13 @@ impl Queue {
         let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
         let most = part_bytes(range.end.min(self.device.file_bytes()).saturating_sub(range.start));
         loop {
-            self.check_going()?;
+            self.check_not_ending()?;
             let inside = |queue: &Self| range.end.min(queue.device.file_bytes()).saturating_sub(range.start);
             let part = most.min(inside(self));
             if part == 0 {
                 return Ok(());
             }
-            let admitted = self.admit(&[unique], Direction::Write, Cost::one(part)).await;
+            let admitted = self.admit(&[unique], Direction::Write, RequestCost::one(part)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
             let _steady = self.keep_size().await;
             // The file may have been shrunk while this request waited.
@@ -463,7 +463,7 @@ impl Queue {
             if part == 0 {
                 return Ok(());
             }
-            self.device.has_changed();
+            self.device.mark_changed();
             self.device.disk().write_zeroes(pass, range.start, part, options).await?;
             range.start += part;
             reactor::yield_now().await;
@@ -482,14 +482,14 @@ impl Queue {
         let disk = self.device.disk();
         let mut at = offset;
         loop {
-            self.check_going()?;
+            self.check_not_ending()?;
             let left = self.device.file_bytes().saturating_sub(at);
             if left == 0 {
                 // The end of the file counts as a hole.
                 return if for_data || at == offset { Err(NOTHING) } else { Ok(at) };
             }
             // Only metadata is read.
-            let admitted = self.admit(&[unique], Direction::Read, Cost::one(0)).await;
+            let admitted = self.admit(&[unique], Direction::Read, RequestCost::one(0)).await;
             let pass = admitted.map_err(|denied| denied.error())?;
             let extents = disk.block_status(&pass, at, left.min(SEEK_PART)).await?;
             for extent in &extents {
@@ -507,38 +507,38 @@ impl Queue {
     }
 
     /// Fails if a request of many steps is not to take the next one.
-    fn check_going(&self) -> Result<()> {
+    fn check_not_ending(&self) -> Result<()> {
         match () {
             () if self.device.is_stopping() => Err(Error::SHUTDOWN),
-            () if self.device.is_resting() => Err(RESTING),
+            () if self.device.is_quiescing() => Err(QUIESCING),
             () => Ok(()),
         }
     }
 
     /// Ends a request that was not admitted: puts it back, or fails it.
-    fn deny(&self, incoming: Incoming, denied: &Denied) {
+    fn deny(&self, incoming: FuseIncomingRequest, denied: &AdmissionDenied) {
         match denied {
-            Denied::Resting => self.put_back(incoming),
-            denied => self.answer(incoming.unique, incoming.kept, Err(denied.error())),
+            AdmissionDenied::Resting => self.put_back(incoming),
+            denied => self.answer(incoming.unique, incoming.charged_bytes, Err(denied.error())),
         }
     }
 
     /// Sends the reply, or the error.
-    fn answer(&self, unique: u64, kept: usize, result: Result<Reply>) {
+    fn answer(&self, unique: u64, kept: usize, result: Result<FuseReply>) {
         match result {
             Ok(reply) => self.reply(&reply, &Segments::default()),
             Err(error) => {
                 tracing::debug!(disk = %self.device.disk().name(), %error, "a request failed");
-                self.refuse(unique, error.errno());
+                self.reply_error(unique, error.errno());
             }
         }
-        self.ended(kept);
+        self.count_out(kept);
     }
 
     /// Charges a further step of an admitted request without waiting.
-    fn admit_anyway(&self, direction: Direction, bytes: u64) -> Pass {
-        let pass = self.device.disk().admit_anyway(direction, &Cost::one(bytes));
-        pass.while_awaited(&self.device.patience)
+    fn admit_anyway(&self, direction: Direction, bytes: u64) -> AdmissionPermit {
+        let pass = self.device.disk().charge_unconditionally(direction, &RequestCost::one(bytes));
+        pass.with_cancel_token(&self.device.cancel_token)
     }
 
     /// Waits for admission by the disk's limits.
@@ -546,8 +546,8 @@ impl Queue {
         &self,
         requests: &[u64],
         direction: Direction,
-        cost: Cost,
-    ) -> std::result::Result<Pass, Denied> {
+        cost: RequestCost,
+    ) -> std::result::Result<AdmissionPermit, AdmissionDenied> {
         let mut admission = pin!(self.device.disk().admit(direction, cost));
         // Created only for a request that has to wait: most are admitted at the first poll.
         let mut waiting = None;
@@ -555,35 +555,35 @@ impl Queue {
             if let Poll::Ready(pass) = admission.as_mut().poll(context) {
                 return Poll::Ready(Ok(pass));
             }
-            let waiting = waiting.get_or_insert_with(|| Waiting::new(self, requests));
+            let waiting = waiting.get_or_insert_with(|| AdmissionWait::new(self, requests));
             waiting.poll_denied(self, context).map(Err)
         })
         .await;
-        admitted.map(|pass| pass.while_awaited(&self.device.patience))
+        admitted.map(|pass| pass.with_cancel_token(&self.device.cancel_token))
     }
 }
 
 /// Conditions that end a wait for limits.
-struct Waiting<'a> {
+struct AdmissionWait<'a> {
     interruptible: Interruptible<'a>,
     interruption: EventListener,
     stop: EventListener,
 }
 
-impl<'a> Waiting<'a> {
-    fn new(queue: &'a Queue, requests: &[u64]) -> Self {
+impl<'a> AdmissionWait<'a> {
+    fn new(queue: &'a FuseQueue, requests: &[u64]) -> Self {
         let interruptible = queue.device.interrupts.allow(requests.to_vec());
         let interruption = interruptible.listen();
         Self { interruptible, interruption, stop: queue.device.stop.listen() }
     }
 
-    fn poll_denied(&mut self, queue: &Queue, context: &mut Context<'_>) -> Poll<Denied> {
+    fn poll_denied(&mut self, queue: &FuseQueue, context: &mut Context<'_>) -> Poll<AdmissionDenied> {
         loop {
             if queue.device.is_stopping() {
-                return Poll::Ready(Denied::Stopped);
+                return Poll::Ready(AdmissionDenied::Stopped);
             }
-            if queue.device.is_resting() {
-                return Poll::Ready(Denied::Resting);
+            if queue.device.is_quiescing() {
+                return Poll::Ready(AdmissionDenied::Resting);
             }
             if Pin::new(&mut self.stop).poll(context).is_pending() {
                 break;
@@ -593,27 +593,27 @@ impl<'a> Waiting<'a> {
         let is_interrupted = Pin::new(&mut self.interruption).poll(context).is_ready();
         let requests = self.interruptible.interrupted();
         if is_interrupted || !requests.is_empty() {
-            return Poll::Ready(Denied::Interrupted(requests));
+            return Poll::Ready(AdmissionDenied::Interrupted(requests));
         }
         Poll::Pending
     }
 }
 
-impl Denied {
+impl AdmissionDenied {
     fn error(&self) -> Error {
         match self {
             Self::Interrupted(_) => Error::from_errno(libc::EINTR),
             Self::Stopped => Error::SHUTDOWN,
-            Self::Resting => RESTING,
+            Self::Resting => QUIESCING,
         }
     }
 }
 
 /// Length of a part of a long range.
 fn part_bytes(bytes: u64) -> u64 {
-    ZERO_PART.max(bytes.div_ceil(MOST_PARTS))
+    ZERO_PART.max(bytes.div_ceil(MAX_PARTS))
 }
 
-fn uniques(parts: &[Incoming]) -> Vec<u64> {
+fn uniques(parts: &[FuseIncomingRequest]) -> Vec<u64> {
     parts.iter().map(|part| part.unique).collect()
 }

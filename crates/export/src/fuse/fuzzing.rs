@@ -2,8 +2,8 @@
 //! invariants.
 
 use super::{
-    message::{MOST_PARSED_BYTES, Malformed, Operation, Request, WRITE_HEAD_BYTES, parse},
-    negotiate::{Answer, negotiate},
+    message::{MAX_PARSED_BYTES, MalformedFuseMessage, FuseOperation, FuseRequest, WRITE_HEAD_BYTES, parse},
+    negotiate::{InitOutcome, negotiate},
 };
 
 /// Parses one message; the first byte selects whether its length field is corrected.
@@ -20,24 +20,24 @@ pub fn fuse_message(data: &[u8]) {
         said.copy_from_slice(&(length as u32).to_ne_bytes());
     }
     // As `Letter::read`, which passes only the head of a long message.
-    let seen = &message[..length.min(MOST_PARSED_BYTES)];
+    let seen = &message[..length.min(MAX_PARSED_BYTES)];
     match parse(seen, length) {
-        Ok(Request { unique, operation }) => {
+        Ok(FuseRequest { unique, operation }) => {
             assert_eq!(message[8..16], unique.to_ne_bytes());
             assert_eq!(message[..4], (length as u32).to_ne_bytes());
             match operation {
-                Operation::Write { length: bytes, .. } => {
+                FuseOperation::Write { length: bytes, .. } => {
                     assert_eq!(bytes as usize, length - WRITE_HEAD_BYTES, "its data is all there");
                 }
-                Operation::Init(init) => match negotiate(&init) {
-                    Answer::Agreed(reply) => assert_eq!(reply.flags & !init.flags, 0),
-                    Answer::AskAgain(_) => assert!(init.major > 7),
-                    Answer::TooOld => assert!(init.major < 7 || init.minor < 28),
+                FuseOperation::Init(init) => match negotiate(&init) {
+                    InitOutcome::Agreed(reply) => assert_eq!(reply.flags & !init.flags, 0),
+                    InitOutcome::RetryVersion(_) => assert!(init.major > 7),
+                    InitOutcome::TooOld => assert!(init.major < 7 || init.minor < 28),
                 },
                 _ => {}
             }
         }
-        Err(Malformed { unique }) => assert_eq!(unique.is_some(), length >= 40),
+        Err(MalformedFuseMessage { unique }) => assert_eq!(unique.is_some(), length >= 40),
     }
 }
 

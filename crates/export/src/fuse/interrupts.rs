@@ -11,11 +11,11 @@ use std::{
 use event_listener::{Event, EventListener};
 
 #[derive(Debug, Default)]
-pub(super) struct Interrupts(Mutex<HashMap<u64, Arc<Interruption>>>);
+pub(super) struct Interrupts(Mutex<HashMap<u64, Arc<FuseInterruption>>>);
 
 /// Interruptions of requests that wait together.
 #[derive(Debug, Default)]
-pub(super) struct Interruption {
+pub(super) struct FuseInterruption {
     of: Mutex<Vec<u64>>,
     event: Event,
 }
@@ -24,13 +24,13 @@ pub(super) struct Interruption {
 pub(super) struct Interruptible<'a> {
     interrupts: &'a Interrupts,
     requests: Vec<u64>,
-    interruption: Arc<Interruption>,
+    interruption: Arc<FuseInterruption>,
 }
 
 impl Interrupts {
     /// Makes these requests interruptible from now on.
     pub(super) fn allow(&self, requests: Vec<u64>) -> Interruptible<'_> {
-        let interruption = Arc::new(Interruption::default());
+        let interruption = Arc::new(FuseInterruption::default());
         let mut all = lock(&self.0);
         all.extend(requests.iter().map(|request| (*request, Arc::clone(&interruption))));
         drop(all);

@@ -14,52 +14,52 @@ use std::io::IoSliceMut;
 use smallvec::SmallVec;
 
 use super::{
-    message::{MOST_PARSED_BYTES, Malformed, Request, WRITE_HEAD_BYTES, parse},
-    negotiate::MOST_BYTES,
+    message::{MAX_PARSED_BYTES, MalformedFuseMessage, FuseRequest, WRITE_HEAD_BYTES, parse},
+    negotiate::MAX_REQUEST_BYTES,
 };
-use reactor::buffer::{Buffer, Segments};
+use reactor::buffer::{IoBuffer, Segments};
 
 /// Lengths of the tiers; their sum is the longest write.
-const TIERS: [usize; 3] = [4 << 10, 60 << 10, MOST_BYTES as usize - (64 << 10)];
+const TIERS: [usize; 3] = [4 << 10, 60 << 10, MAX_REQUEST_BYTES as usize - (64 << 10)];
 
-pub(super) struct Letter {
+pub(super) struct FuseReceiveBuffer {
     head: [u8; WRITE_HEAD_BYTES],
     /// `None` after a write has taken it.
-    tiers: [Option<Buffer>; TIERS.len()],
+    tiers: [Option<IoBuffer>; TIERS.len()],
 }
 
-impl Letter {
+impl FuseReceiveBuffer {
     pub(super) fn new() -> Self {
         Self { head: [0; WRITE_HEAD_BYTES], tiers: Default::default() }
     }
 
     /// Memory for `readv`.
-    pub(super) fn places(&mut self) -> SmallVec<[IoSliceMut<'_>; 4]> {
+    pub(super) fn io_slices(&mut self) -> SmallVec<[IoSliceMut<'_>; 4]> {
         let tiers = self.tiers.iter_mut().zip(TIERS);
         // Replaces only the tiers that earlier writes have taken.
-        let tiers = tiers.map(|(tier, bytes)| tier.get_or_insert_with(|| Buffer::new(bytes)));
+        let tiers = tiers.map(|(tier, bytes)| tier.get_or_insert_with(|| IoBuffer::new(bytes)));
         let places = [&mut self.head[..]].into_iter().chain(tiers.map(|tier| &mut tier[..]));
         places.map(IoSliceMut::new).collect()
     }
 
     /// Copies a message into the buffer and parses it.
-    pub(super) fn copy(&mut self, message: &[u8]) -> Result<Request, Malformed> {
+    pub(super) fn copy(&mut self, message: &[u8]) -> Result<FuseRequest, MalformedFuseMessage> {
         let mut rest = message;
-        for mut place in self.places() {
+        for mut place in self.io_slices() {
             let (here, after) = rest.split_at(rest.len().min(place.len()));
             place[..here.len()].copy_from_slice(here);
             rest = after;
         }
-        if rest.is_empty() { self.read(message.len()) } else { Err(Malformed { unique: None }) }
+        if rest.is_empty() { self.parse(message.len()) } else { Err(MalformedFuseMessage { unique: None }) }
     }
 
     /// Parses the message of `length` bytes in the buffer.
-    pub(super) fn read(&self, length: usize) -> Result<Request, Malformed> {
+    pub(super) fn parse(&self, length: usize) -> Result<FuseRequest, MalformedFuseMessage> {
         if length <= WRITE_HEAD_BYTES {
             return parse(&self.head[..length], length);
         }
-        let mut bytes = [0; MOST_PARSED_BYTES];
-        let parsed = length.min(MOST_PARSED_BYTES);
+        let mut bytes = [0; MAX_PARSED_BYTES];
+        let parsed = length.min(MAX_PARSED_BYTES);
         bytes[..WRITE_HEAD_BYTES].copy_from_slice(&self.head);
         if let Some(small) = &self.tiers[0] {
             bytes[WRITE_HEAD_BYTES..parsed].copy_from_slice(&small[..parsed - WRITE_HEAD_BYTES]);
@@ -87,7 +87,7 @@ impl Letter {
 }
 
 /// Bytes of memory that a write of this length holds.
-pub(super) fn kept_bytes(length: usize) -> usize {
+pub(super) fn held_bytes(length: usize) -> usize {
     let mut kept = 0;
     for tier in TIERS {
         if length <= kept {
@@ -104,7 +104,7 @@ mod tests {
 
     #[test]
     fn a_write_takes_the_memory_that_its_data_lies_in() {
-        let longest = MOST_BYTES as usize;
+        let longest = MAX_REQUEST_BYTES as usize;
         let data: Vec<u8> = (0..longest).map(|at| (at % 251) as u8).collect();
         for (length, segments, kept) in [
             (1, 1, 4096),
@@ -114,14 +114,14 @@ mod tests {
             (65_537, 3, longest),
             (longest, 3, longest),
         ] {
-            let mut letter = Letter::new();
+            let mut letter = FuseReceiveBuffer::new();
             let mut message = vec![0; WRITE_HEAD_BYTES];
             message.extend(&data[..length]);
             letter.copy(&message).unwrap_err();
             let taken = letter.take_data(length);
             assert_eq!(taken.to_vec(), data[..length]);
-            assert_eq!((taken.as_slice().len(), kept_bytes(length)), (segments, kept));
-            let room: usize = letter.places().iter().map(|place| place.len()).sum();
+            assert_eq!((taken.as_slice().len(), held_bytes(length)), (segments, kept));
+            let room: usize = letter.io_slices().iter().map(|place| place.len()).sum();
             assert_eq!(room, WRITE_HEAD_BYTES + longest, "for the next");
         }
     }

@@ -11,11 +11,11 @@ pub(super) const HEADER_BYTES: usize = 40;
 /// Length of a WRITE before its data: the header and `fuse_write_in`.
 pub const WRITE_HEAD_BYTES: usize = 80;
 /// Number of bytes that [`parse`] needs: the longest fixed part of any message, SETATTR's.
-pub const MOST_PARSED_BYTES: usize = HEADER_BYTES + 88;
+pub const MAX_PARSED_BYTES: usize = HEADER_BYTES + 88;
 /// `fuse_out_header`.
 const REPLY_HEADER_BYTES: usize = 16;
 /// Longest reply without data: `fuse_attr_out`.
-const MOST_REPLY_BYTES: usize = REPLY_HEADER_BYTES + 104;
+const MAX_REPLY_BYTES: usize = REPLY_HEADER_BYTES + 104;
 
 /// `FUSE_KERNEL_VERSION`.
 pub(super) const MAJOR: u32 = 7;
@@ -51,16 +51,16 @@ pub(super) mod valid {
 
 /// A message of the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
+pub struct FuseRequest {
     /// Number that identifies its reply.
     pub unique: u64,
     /// The requested operation.
-    pub operation: Operation,
+    pub operation: FuseOperation,
 }
 
 /// An operation on the only file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Operation {
+pub enum FuseOperation {
     /// The first message.
     Init(Init),
     /// The last message.
@@ -70,7 +70,7 @@ pub enum Operation {
     /// `stat(2)`.
     GetAttributes,
     /// `chmod(2)`, `chown(2)`, `truncate(2)`.
-    SetAttributes(Changes),
+    SetAttributes(AttributeChanges),
     /// `open(2)`.
     Open {
         /// `O_…`.
@@ -145,7 +145,7 @@ pub struct Init {
 /// Attributes that SETATTR changes. Times are ignored: the file shows the time of the disk's last
 /// change.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Changes {
+pub struct AttributeChanges {
     /// Length in bytes.
     pub size: Option<u64>,
     /// Permissions.
@@ -158,7 +158,7 @@ pub struct Changes {
 
 /// An invalid message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Malformed {
+pub struct MalformedFuseMessage {
     /// Request to be answered with an error, if it is known.
     pub unique: Option<u64>,
 }
@@ -168,45 +168,45 @@ pub struct Malformed {
 ///
 /// # Errors
 /// [`Malformed`].
-pub fn parse(bytes: &[u8], length: usize) -> Result<Request, Malformed> {
+pub fn parse(bytes: &[u8], length: usize) -> Result<FuseRequest, MalformedFuseMessage> {
     // Without a header there is no request to answer; with one, the error can be sent.
-    let malformed = |unique| move || Malformed { unique };
-    let header = Fields(bytes.get(..HEADER_BYTES).ok_or(Malformed { unique: None })?);
+    let malformed = |unique| move || MalformedFuseMessage { unique };
+    let header = FuseFields(bytes.get(..HEADER_BYTES).ok_or(MalformedFuseMessage { unique: None })?);
     let unique = header.u64(8).ok_or_else(malformed(None))?;
     // The unique number is read first, so that a message of wrong length can still be answered.
     let fits = header.u32(0).and_then(|said| usize::try_from(said).ok()) == Some(length);
-    let body = Fields(&bytes[HEADER_BYTES..]);
+    let body = FuseFields(&bytes[HEADER_BYTES..]);
     let operation = header.u32(4).filter(|_| fits).and_then(|opcode| operation(opcode, body, length));
-    Ok(Request { unique, operation: operation.ok_or_else(malformed(Some(unique)))? })
+    Ok(FuseRequest { unique, operation: operation.ok_or_else(malformed(Some(unique)))? })
 }
 
-fn operation(opcode: u32, body: Fields<'_>, length: usize) -> Option<Operation> {
+fn operation(opcode: u32, body: FuseFields<'_>, length: usize) -> Option<FuseOperation> {
     Some(match opcode {
-        opcode::INIT => Operation::Init(Init {
+        opcode::INIT => FuseOperation::Init(Init {
             major: body.u32(0)?,
             minor: body.u32(4)?,
             max_readahead: body.u32(8)?,
             // The upper half was added in 7.36.
             flags: u64::from(body.u32(12)?) | u64::from(body.u32(16).unwrap_or(0)) << 32,
         }),
-        opcode::DESTROY => Operation::Destroy,
-        opcode::LOOKUP => Operation::Lookup,
-        opcode::GETATTR => Operation::GetAttributes,
+        opcode::DESTROY => FuseOperation::Destroy,
+        opcode::LOOKUP => FuseOperation::Lookup,
+        opcode::GETATTR => FuseOperation::GetAttributes,
         opcode::SETATTR => {
             let changed = body.u32(0)?;
             let has = |bit| changed & bit != 0;
             let (size, mode) = (body.u64(16)?, body.u32(68)?);
             let (uid, gid) = (body.u32(76)?, body.u32(80)?);
-            Operation::SetAttributes(Changes {
+            FuseOperation::SetAttributes(AttributeChanges {
                 size: has(valid::SIZE).then_some(size),
                 mode: has(valid::MODE).then_some(mode),
                 uid: has(valid::UID).then_some(uid),
                 gid: has(valid::GID).then_some(gid),
             })
         }
-        opcode::OPEN => Operation::Open { flags: body.u32(0)? },
-        opcode::RELEASE => Operation::Release,
-        opcode::READ => Operation::Read { offset: body.u64(8)?, length: body.u32(16)? },
+        opcode::OPEN => FuseOperation::Open { flags: body.u32(0)? },
+        opcode::RELEASE => FuseOperation::Release,
+        opcode::READ => FuseOperation::Read { offset: body.u64(8)?, length: body.u32(16)? },
         opcode::WRITE => {
             let (offset, bytes, flags) = (body.u64(8)?, body.u32(16)?, body.u32(32)?);
             // The data must be complete: its length is used to take memory from the receive buffer.
@@ -216,26 +216,26 @@ fn operation(opcode: u32, body: Fields<'_>, length: usize) -> Option<Operation> 
             }
             // FUSE_WRITE_CACHE
             let cached = body.u32(20)? & 1 != 0;
-            Operation::Write { offset, length: bytes, flags, cached }
+            FuseOperation::Write { offset, length: bytes, flags, cached }
         }
-        opcode::FSYNC => Operation::Sync,
+        opcode::FSYNC => FuseOperation::Sync,
         opcode::FALLOCATE => {
-            Operation::Allocate { offset: body.u64(8)?, length: body.u64(16)?, mode: body.u32(24)? }
+            FuseOperation::Allocate { offset: body.u64(8)?, length: body.u64(16)?, mode: body.u32(24)? }
         }
-        opcode::LSEEK => Operation::Seek { offset: body.u64(8)?, whence: body.u32(16)? },
-        opcode::STATFS => Operation::StatFs,
-        opcode::INTERRUPT => Operation::Interrupt { of: body.u64(0)? },
-        opcode::FORGET | opcode::BATCH_FORGET => Operation::Forget,
-        opcode::IOCTL => Operation::Ioctl,
-        _ => Operation::Other,
+        opcode::LSEEK => FuseOperation::Seek { offset: body.u64(8)?, whence: body.u32(16)? },
+        opcode::STATFS => FuseOperation::StatFs,
+        opcode::INTERRUPT => FuseOperation::Interrupt { of: body.u64(0)? },
+        opcode::FORGET | opcode::BATCH_FORGET => FuseOperation::Forget,
+        opcode::IOCTL => FuseOperation::Ioctl,
+        _ => FuseOperation::Other,
     })
 }
 
 /// Numbers at fixed offsets, in native byte order.
 #[derive(Clone, Copy)]
-struct Fields<'a>(&'a [u8]);
+struct FuseFields<'a>(&'a [u8]);
 
-impl Fields<'_> {
+impl FuseFields<'_> {
     fn u32(self, at: usize) -> Option<u32> {
         let bytes = self.0.get(at..at + 4)?;
         Some(u32::from_ne_bytes(bytes.try_into().ok()?))
@@ -266,7 +266,7 @@ pub struct InitReply {
 
 /// Attributes of the file for `stat(2)`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Attributes {
+pub struct FuseFileAttributes {
     /// Length in bytes.
     pub size_bytes: u64,
     /// Allocated storage in bytes.
@@ -285,16 +285,16 @@ pub struct Attributes {
 
 /// A reply, or its part before the data.
 #[derive(Clone, Copy, Debug)]
-pub struct Reply {
-    bytes: [u8; MOST_REPLY_BYTES],
+pub struct FuseReply {
+    bytes: [u8; MAX_REPLY_BYTES],
     length: usize,
 }
 
-impl Reply {
+impl FuseReply {
     /// Success without a value.
     #[must_use]
     pub fn done(unique: u64) -> Self {
-        let mut reply = Self { bytes: [0; MOST_REPLY_BYTES], length: REPLY_HEADER_BYTES };
+        let mut reply = Self { bytes: [0; MAX_REPLY_BYTES], length: REPLY_HEADER_BYTES };
         reply.bytes[8..16].copy_from_slice(&unique.to_ne_bytes());
         reply.seal(0)
     }
@@ -330,7 +330,7 @@ impl Reply {
 
     /// Offset that `lseek` found.
     #[must_use]
-    pub fn place(unique: u64, offset: u64) -> Self {
+    pub fn offset(unique: u64, offset: u64) -> Self {
         Self::done(unique).u64(offset).seal(0)
     }
 
@@ -359,7 +359,7 @@ impl Reply {
 
     /// Attributes with a validity of zero, so that the kernel asks again each time.
     #[must_use]
-    pub fn attributes(unique: u64, file: &Attributes) -> Self {
+    pub fn attributes(unique: u64, file: &FuseFileAttributes) -> Self {
         const REGULAR_FILE: u32 = 0o100_000;
         let (seconds, nanoseconds) = file.modified;
         Self::done(unique)
@@ -458,7 +458,7 @@ mod tests {
         bytes
     }
 
-    fn parsed(opcode: u32, body: &[(u64, usize)]) -> Operation {
+    fn parsed(opcode: u32, body: &[(u64, usize)]) -> FuseOperation {
         let bytes = message(opcode, body);
         let request = parse(&bytes, bytes.len()).expect("it is well formed");
         assert_eq!(request.unique, 77);
@@ -470,28 +470,28 @@ mod tests {
         let fh = (9, 8);
         assert_eq!(
             parsed(opcode::READ, &[fh, (4096, 8), (512, 4), (0, 4), (0, 8), (0x8000, 4), (0, 4)]),
-            Operation::Read { offset: 4096, length: 512 }
+            FuseOperation::Read { offset: 4096, length: 512 }
         );
         let write = [fh, (4096, 8), (8, 4), (1, 4), (0, 8), (0x1000, 4), (0, 4), (0, 8)];
         assert_eq!(
             parsed(opcode::WRITE, &write),
-            Operation::Write { offset: 4096, length: 8, flags: 0x1000, cached: true }
+            FuseOperation::Write { offset: 4096, length: 8, flags: 0x1000, cached: true }
         );
         assert_eq!(
             parsed(opcode::FALLOCATE, &[fh, (10, 8), (20, 8), (3, 4), (0, 4)]),
-            Operation::Allocate { offset: 10, length: 20, mode: 3 }
+            FuseOperation::Allocate { offset: 10, length: 20, mode: 3 }
         );
         assert_eq!(
             parsed(opcode::LSEEK, &[fh, (10, 8), (4, 4), (0, 4)]),
-            Operation::Seek { offset: 10, whence: 4 }
+            FuseOperation::Seek { offset: 10, whence: 4 }
         );
-        assert_eq!(parsed(opcode::OPEN, &[(2, 4), (0, 4)]), Operation::Open { flags: 2 });
-        assert_eq!(parsed(opcode::INTERRUPT, &[(76, 8)]), Operation::Interrupt { of: 76 });
+        assert_eq!(parsed(opcode::OPEN, &[(2, 4), (0, 4)]), FuseOperation::Open { flags: 2 });
+        assert_eq!(parsed(opcode::INTERRUPT, &[(76, 8)]), FuseOperation::Interrupt { of: 76 });
         assert_eq!(
             parsed(opcode::INIT, &[(7, 4), (31, 4), (65_536, 4), (5, 4)]),
-            Operation::Init(Init { major: 7, minor: 31, max_readahead: 65_536, flags: 5 })
+            FuseOperation::Init(Init { major: 7, minor: 31, max_readahead: 65_536, flags: 5 })
         );
-        let Operation::Init(init) = parsed(opcode::INIT, &[(7, 4), (40, 4), (1, 4), (1 << 30, 4), (16, 4)])
+        let FuseOperation::Init(init) = parsed(opcode::INIT, &[(7, 4), (40, 4), (1, 4), (1 << 30, 4), (16, 4)])
         else {
             panic!("it is INIT");
         };
@@ -511,13 +511,13 @@ mod tests {
             (0, 4),
         ]);
         let changed = |operation| match operation {
-            Operation::SetAttributes(changes) => changes,
+            FuseOperation::SetAttributes(changes) => changes,
             other => panic!("{other:?}"),
         };
-        let size = Changes { size: Some(1 << 20), ..Changes::default() };
+        let size = AttributeChanges { size: Some(1 << 20), ..AttributeChanges::default() };
         assert_eq!(changed(parsed(opcode::SETATTR, &attributes)), size);
         attributes[0].0 = u64::from(valid::MODE | valid::UID | valid::GID);
-        let owner = Changes { size: None, mode: Some(0o644), uid: Some(7), gid: Some(8) };
+        let owner = AttributeChanges { size: None, mode: Some(0o644), uid: Some(7), gid: Some(8) };
         assert_eq!(changed(parsed(opcode::SETATTR, &attributes)), owner);
     }
 
@@ -525,20 +525,20 @@ mod tests {
     fn what_does_not_fit_is_refused() {
         let good = message(opcode::READ, &[(0, 8), (0, 8), (512, 4), (0, 4), (0, 8), (0, 8)]);
         assert!(parse(&good, good.len()).is_ok());
-        assert_eq!(parse(&good, good.len() + 1), Err(Malformed { unique: Some(77) }));
+        assert_eq!(parse(&good, good.len() + 1), Err(MalformedFuseMessage { unique: Some(77) }));
         let mut short = good.clone();
         short.truncate(50);
         short[..4].copy_from_slice(&50_u32.to_ne_bytes());
-        assert_eq!(parse(&short, 50), Err(Malformed { unique: Some(77) }));
-        assert_eq!(parse(&good[..39], 39), Err(Malformed { unique: None }));
+        assert_eq!(parse(&short, 50), Err(MalformedFuseMessage { unique: Some(77) }));
+        assert_eq!(parse(&good[..39], 39), Err(MalformedFuseMessage { unique: None }));
         // A write with incomplete data.
         let write = message(opcode::WRITE, &[(0, 8), (0, 8), (9, 4), (0, 4), (0, 8), (0, 8), (0, 8)]);
-        assert_eq!(parse(&write, write.len()), Err(Malformed { unique: Some(77) }));
+        assert_eq!(parse(&write, write.len()), Err(MalformedFuseMessage { unique: Some(77) }));
     }
 
     #[test]
     fn replies_are_as_long_as_the_kernel_expects() {
-        let file = Attributes {
+        let file = FuseFileAttributes {
             size_bytes: 1000,
             space_bytes: 600,
             modified: (1, 2),
@@ -548,23 +548,23 @@ mod tests {
             block_bytes: 4096,
         };
         for (reply, bytes) in [
-            (Reply::done(1), 0),
-            (Reply::error(1, 5), 0),
-            (Reply::written(1, 2), 8),
-            (Reply::opened(1, 2), 16),
-            (Reply::place(1, 2), 8),
-            (Reply::init(1, &InitReply::default()), 64),
-            (Reply::attributes(1, &file), 104),
-            (Reply::file_system(1, 1000), 80),
+            (FuseReply::done(1), 0),
+            (FuseReply::error(1, 5), 0),
+            (FuseReply::written(1, 2), 8),
+            (FuseReply::opened(1, 2), 16),
+            (FuseReply::offset(1, 2), 8),
+            (FuseReply::init(1, &InitReply::default()), 64),
+            (FuseReply::attributes(1, &file), 104),
+            (FuseReply::file_system(1, 1000), 80),
         ] {
             let reply = reply.as_bytes();
             assert_eq!(reply.len(), REPLY_HEADER_BYTES + bytes);
             assert_eq!(reply[..4], (reply.len() as u32).to_ne_bytes());
             assert_eq!(reply[8..16], 1_u64.to_ne_bytes());
         }
-        assert_eq!(Reply::data(1, 100).as_bytes()[..4], 116_u32.to_ne_bytes());
-        assert_eq!(Reply::error(1, 5).as_bytes()[4..8], (-5_i32).to_ne_bytes());
-        let attributes = Reply::attributes(1, &file);
+        assert_eq!(FuseReply::data(1, 100).as_bytes()[..4], 116_u32.to_ne_bytes());
+        assert_eq!(FuseReply::error(1, 5).as_bytes()[4..8], (-5_i32).to_ne_bytes());
+        let attributes = FuseReply::attributes(1, &file);
         let at = |offset: usize| &attributes.as_bytes()[REPLY_HEADER_BYTES + offset..];
         // fuse_attr_out begins with its validity: zero.
         assert_eq!(at(0)[..12], [0; 12]);

@@ -47,14 +47,14 @@ use rustix::{
 };
 use storage::OwnMount;
 
-use super::{device::Owner, negotiate::MOST_BYTES};
+use super::{device::FuseFileOwner, negotiate::MAX_REQUEST_BYTES};
 
 const DEVICE: &str = "/dev/fuse";
 const HELPER: &str = "fusermount3";
 /// Time for a watcher to remove the mount of its process.
-const WATCHERS_TURN: Duration = Duration::from_millis(500);
+const WATCHER_TIMEOUT: Duration = Duration::from_millis(500);
 /// Largest number of stacked mounts of killed processes.
-const MOST_DEAD: usize = 16;
+const MAX_DEAD_MOUNTS: usize = 16;
 
 /// Reason why a file was not mounted over.
 #[derive(Debug, thiserror::Error)]
@@ -94,7 +94,7 @@ pub enum NotMounted {
 
 /// Options of a mount.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Options {
+pub struct FuseMountOptions {
     /// Mount read-only.
     pub read_only: bool,
     /// Other users may open the file, subject to its mode; `None`: if the system permits that.
@@ -103,7 +103,7 @@ pub struct Options {
 
 /// State of a mount for the new process of an upgrade; see [`Mount::told`].
 #[derive(Debug)]
-pub struct Told {
+pub struct TransferredMount {
     /// The file.
     pub path: PathBuf,
     /// Descriptor of `/dev/fuse` from which requests are read.
@@ -118,25 +118,25 @@ pub struct Told {
 
 /// A file that is mounted over; unmounted at the latest on drop.
 #[derive(Debug)]
-pub struct Mount {
+pub struct FuseMount {
     path: PathBuf,
     device: Fd,
-    owner: Owner,
+    owner: FuseFileOwner,
     by_helper: bool,
     /// The kernel's mount ID.
     number: Option<u64>,
     /// Makes this process reject images on the mount.
     _own: Option<OwnMount>,
     is_unmounted: AtomicBool,
-    watcher: Mutex<Option<Watcher>>,
+    watcher: Mutex<Option<MountWatcher>>,
 }
 
-impl Mount {
+impl FuseMount {
     /// Mounts over the file at `path` after removing mounts of killed processes.
     ///
     /// # Errors
     /// [`NotMounted`]; nothing has changed.
-    pub fn over(path: &Path, options: Options) -> Result<Self, NotMounted> {
+    pub fn over(path: &Path, options: FuseMountOptions) -> Result<Self, NotMounted> {
         let path = std::path::absolute(path).map_err(|error| NotMounted::Path(path.into(), error))?;
         // Resolves links in the directories of the path.
         let path = std::fs::canonicalize(&path).unwrap_or(path);
@@ -150,13 +150,13 @@ impl Mount {
         };
         // Only root may mount directly, so EACCES and EPERM lead to the set-uid helper above.
         let root = mounted(&path);
-        let watcher = Watcher::start(&path, by_helper).inspect_err(|error| {
+        let watcher = MountWatcher::start(&path, by_helper).inspect_err(|error| {
             let path = path.display();
             tracing::warn!(%path, %error, "nobody will unmount the file if weir is killed, before it is served again");
         });
         Ok(Self {
             number: root.as_ref().map(|(_, number)| *number),
-            _own: root.as_ref().and_then(own),
+            _own: root.as_ref().and_then(mark_own),
             path,
             device: device.into(),
             owner,
@@ -170,10 +170,10 @@ impl Mount {
     ///
     /// # Errors
     /// No file descriptor is left.
-    pub fn told(&self) -> io::Result<Told> {
+    pub fn transfer_state(&self) -> io::Result<TransferredMount> {
         let watcher = self.watcher();
-        let bell = watcher.as_ref().map(|watcher| watcher.bell.try_clone()).transpose()?;
-        Ok(Told {
+        let bell = watcher.as_ref().map(|watcher| watcher.pipe.try_clone()).transpose()?;
+        Ok(TransferredMount {
             path: self.path.clone(),
             device: self.device.as_fd().try_clone_to_owned()?,
             by_helper: self.by_helper,
@@ -184,12 +184,12 @@ impl Mount {
 
     /// Wraps the mount of another process; it is not unmounted here before
     /// [`is_ours`](Mount::is_ours). Does not access the file, because no process may answer now.
-    pub fn adopt(told: Told, owner: Owner) -> Self {
-        let Told { path, device, by_helper, number, watcher } = told;
-        let watcher = watcher.map(|bell| Watcher { bell, child: None });
+    pub fn adopt(told: TransferredMount, owner: FuseFileOwner) -> Self {
+        let TransferredMount { path, device, by_helper, number, watcher } = told;
+        let watcher = watcher.map(|bell| MountWatcher { pipe: bell, child: None });
         let root = mounted(&path).filter(|(_, found)| Some(*found) == number);
         Self {
-            _own: root.as_ref().and_then(own),
+            _own: root.as_ref().and_then(mark_own),
             path,
             device: device.into(),
             owner,
@@ -201,7 +201,7 @@ impl Mount {
     }
 
     /// Takes responsibility for unmounting: the process it was adopted from has ended.
-    pub(super) fn is_ours(&self) {
+    pub(super) fn take_ownership(&self) {
         self.is_unmounted.store(false, SeqCst);
     }
 
@@ -211,11 +211,11 @@ impl Mount {
     }
 
     /// Owner and permissions of the file below.
-    pub fn owner(&self) -> Owner {
+    pub fn owner(&self) -> FuseFileOwner {
         self.owner
     }
 
-    fn watcher(&self) -> MutexGuard<'_, Option<Watcher>> {
+    fn watcher(&self) -> MutexGuard<'_, Option<MountWatcher>> {
         self.watcher.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -248,7 +248,7 @@ impl Mount {
     }
 }
 
-impl Drop for Mount {
+impl Drop for FuseMount {
     fn drop(&mut self) {
         self.unmount();
     }
@@ -256,7 +256,7 @@ impl Drop for Mount {
 
 /// Opens a path without following a link, and reads its status from the kernel's cache only,
 /// because the file system below may not answer.
-fn look(path: &Path) -> rustix::io::Result<(OwnedFd, Statx)> {
+fn open_path(path: &Path) -> rustix::io::Result<(OwnedFd, Statx)> {
     let file = rustix::fs::open(path, OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC, Mode::empty())?;
     let seen = statx(
         &file,
@@ -274,7 +274,7 @@ fn path_of(file: &OwnedFd) -> String {
 
 /// Root of the mount at this path, and its mount ID.
 fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
-    let (root, seen) = look(path).ok()?;
+    let (root, seen) = open_path(path).ok()?;
     let known = StatxFlags::from_bits_retain(seen.stx_mask).contains(StatxFlags::MNT_ID);
     (known && seen.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)).then_some((root, seen.stx_mnt_id))
 }
@@ -283,18 +283,18 @@ fn mounted(path: &Path) -> Option<(OwnedFd, u64)> {
 /// is about to take it over; `None` if nothing is mounted there.
 pub fn served_at(path: &Path) -> Option<OwnMount> {
     let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
-    own(&mounted(&path)?)
+    mark_own(&mounted(&path)?)
 }
 
 /// Marks a mount, by its root and number, as served by this process.
-fn own((root, _): &(OwnedFd, u64)) -> Option<OwnMount> {
+fn mark_own((root, _): &(OwnedFd, u64)) -> Option<OwnMount> {
     let own = OwnMount::of(root);
     own.inspect_err(|error| tracing::warn!(%error, "images on the file will not be recognised")).ok()
 }
 
 /// Opens the file to be mounted over; returns its owner and permissions.
-fn open(path: &Path) -> Result<(OwnedFd, Owner), NotMounted> {
-    let (file, seen) = match look(path) {
+fn open(path: &Path) -> Result<(OwnedFd, FuseFileOwner), NotMounted> {
+    let (file, seen) = match open_path(path) {
         Ok(seen) => seen,
         Err(Errno::NOENT) => return Err(NotMounted::Missing(path.into())),
         Err(errno) => return Err(NotMounted::Path(path.into(), errno.into())),
@@ -307,7 +307,7 @@ fn open(path: &Path) -> Result<(OwnedFd, Owner), NotMounted> {
         return Err(NotMounted::Mounted(path.into()));
     }
     let owner =
-        Owner { permissions: u32::from(seen.stx_mode) & 0o7777, uid: seen.stx_uid, gid: seen.stx_gid };
+        FuseFileOwner { permissions: u32::from(seen.stx_mode) & 0o7777, uid: seen.stx_uid, gid: seen.stx_gid };
     Ok((file, owner))
 }
 
@@ -317,7 +317,7 @@ fn open_device() -> io::Result<OwnedFd> {
 }
 
 /// Mounts as root.
-fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<OwnedFd, NotMounted> {
+fn mount(file: &OwnedFd, path: &Path, options: FuseMountOptions, owner: FuseFileOwner) -> Result<OwnedFd, NotMounted> {
     let device = match open_device() {
         Ok(device) => device,
         // Without the right to open the device, mounting would fail as well.
@@ -328,7 +328,7 @@ fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<
     };
     let (uid, gid) = (nix::unistd::geteuid(), nix::unistd::getegid());
     let mut data = format!(
-        "fd={},rootmode={:o},user_id={},group_id={},default_permissions,max_read={MOST_BYTES}",
+        "fd={},rootmode={:o},user_id={},group_id={},default_permissions,max_read={MAX_REQUEST_BYTES}",
         device.as_raw_fd(),
         0o100_000 | owner.permissions,
         uid.as_raw(),
@@ -351,7 +351,7 @@ fn mount(file: &OwnedFd, path: &Path, options: Options, owner: Owner) -> Result<
 }
 
 /// Mounts as a user, with the set-uid helper.
-fn mount_by_helper(path: &Path, options: Options) -> Result<OwnedFd, NotMounted> {
+fn mount_by_helper(path: &Path, options: FuseMountOptions) -> Result<OwnedFd, NotMounted> {
     match options.allow_other {
         Some(allow_other) => ask_helper(path, options.read_only, allow_other),
         None => {
@@ -366,7 +366,7 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
     let no_helper = |error: io::Error| NotMounted::NoHelper(path.into(), error);
     let pair = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
     let (ours, theirs) = pair.map_err(|errno| no_helper(errno.into()))?;
-    let mut options = format!("fsname=weir,subtype=weir,default_permissions,max_read={MOST_BYTES}");
+    let mut options = format!("fsname=weir,subtype=weir,default_permissions,max_read={MAX_REQUEST_BYTES}");
     for (option, is_on) in [("ro", read_only), ("allow_other", allow_other)] {
         if is_on {
             options.push(',');
@@ -437,11 +437,11 @@ fn is_dead(path: &Path) -> bool {
 /// Removes mounts of killed processes over a file. Waits for their watchers first, so that a late
 /// watcher does not unmount the next mount.
 fn remove_dead(path: &Path) {
-    for _ in 0..MOST_DEAD {
+    for _ in 0..MAX_DEAD_MOUNTS {
         if !is_dead(path) {
             return;
         }
-        let waited = wait_until_changed(WATCHERS_TURN, || !is_dead(path));
+        let waited = wait_until_changed(WATCHER_TIMEOUT, || !is_dead(path));
         if waited.is_ok_and(|is_removed| is_removed) {
             return;
         }
@@ -474,14 +474,14 @@ fn wait_until_changed(time: Duration, is_so: impl Fn() -> bool) -> io::Result<bo
 /// A process that unmounts a file if this process ends without unmounting. It waits for the end of
 /// its standard input, and exits without unmounting if it reads a line before.
 #[derive(Debug)]
-struct Watcher {
+struct MountWatcher {
     /// Its standard input.
-    bell: OwnedFd,
+    pipe: OwnedFd,
     /// Set if it is a child of this process.
     child: Option<Child>,
 }
 
-impl Watcher {
+impl MountWatcher {
     fn start(path: &Path, by_helper: bool) -> io::Result<Self> {
         // `[ -e ]` fails on a dead mount. If it succeeds, a newer mount is there and stays.
         let script = if by_helper {
@@ -499,12 +499,12 @@ impl Watcher {
             .process_group(0)
             .spawn()?;
         let bell = child.stdin.take().ok_or_else(|| io::Error::other("it hears nothing"))?.into();
-        Ok(Self { bell, child: Some(child) })
+        Ok(Self { pipe: bell, child: Some(child) })
     }
 
     fn dismiss(self) {
         // Fails if the watcher was killed.
-        let _ = File::from(self.bell).write_all(b"\n");
+        let _ = File::from(self.pipe).write_all(b"\n");
         if let Some(mut child) = self.child {
             let _ = child.wait();
         }

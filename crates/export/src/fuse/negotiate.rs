@@ -6,16 +6,16 @@
 use super::message::{Init, InitReply, MAJOR};
 
 /// Longest request in bytes: the kernel's own bound, 256 pages of 4 KiB.
-pub const MOST_BYTES: u32 = 1 << 20;
+pub const MAX_REQUEST_BYTES: u32 = 1 << 20;
 const PAGE_BYTES: u32 = 4096;
 /// Since 7.28 (Linux 4.20) the reply has the number of pages of a request. weir needs Linux 6.1,
 /// which has 7.37.
-const LEAST_MINOR: u32 = 28;
+const MIN_MINOR: u32 = 28;
 /// The version with `FUSE_DIRECT_IO_ALLOW_MMAP`.
 const NEWEST_MINOR: u32 = 39;
 /// Number of background requests (asynchronous direct I/O) at a time. The kernel's default of 12
 /// would limit the disk's queue depth to 12.
-const MOST_IN_BACKGROUND: u16 = 256;
+const MAX_BACKGROUND_REQUESTS: u16 = 256;
 
 /// `FUSE_…` of INIT.
 mod flag {
@@ -43,32 +43,32 @@ pub(super) const OPEN_FLAGS: u32 = 1 | 1 << 6;
 
 /// Result of the negotiation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Answer {
+pub enum InitOutcome {
     /// Success.
     Agreed(InitReply),
     /// The kernel has a newer major version and has to repeat INIT with ours.
-    AskAgain(InitReply),
+    RetryVersion(InitReply),
     /// The kernel is too old.
     TooOld,
 }
 
 /// Negotiates a reply to INIT.
-pub fn negotiate(init: &Init) -> Answer {
+pub fn negotiate(init: &Init) -> InitOutcome {
     if init.major > MAJOR {
         // A newer kernel repeats INIT with the version of this reply (fuse.h, "Version
         // negotiation").
-        return Answer::AskAgain(InitReply { minor: NEWEST_MINOR, ..InitReply::default() });
+        return InitOutcome::RetryVersion(InitReply { minor: NEWEST_MINOR, ..InitReply::default() });
     }
-    if init.major < MAJOR || init.minor < LEAST_MINOR {
-        return Answer::TooOld;
+    if init.major < MAJOR || init.minor < MIN_MINOR {
+        return InitOutcome::TooOld;
     }
-    Answer::Agreed(InitReply {
+    InitOutcome::Agreed(InitReply {
         minor: init.minor.min(NEWEST_MINOR),
         max_readahead: init.max_readahead,
         flags: init.flags & WANTED,
-        max_background: MOST_IN_BACKGROUND,
-        max_write: MOST_BYTES,
-        max_pages: (MOST_BYTES / PAGE_BYTES) as u16,
+        max_background: MAX_BACKGROUND_REQUESTS,
+        max_write: MAX_REQUEST_BYTES,
+        max_pages: (MAX_REQUEST_BYTES / PAGE_BYTES) as u16,
     })
 }
 
@@ -82,9 +82,9 @@ mod tests {
 
     #[test]
     fn only_what_both_sides_know_is_agreed() {
-        let Answer::Agreed(reply) = negotiate(&init(7, 45, u64::MAX)) else { panic!("it is new enough") };
+        let InitOutcome::Agreed(reply) = negotiate(&init(7, 45, u64::MAX)) else { panic!("it is new enough") };
         assert_eq!((reply.minor, reply.flags), (NEWEST_MINOR, WANTED));
-        let Answer::Agreed(reply) = negotiate(&init(7, 37, flag::MAX_PAGES | 1 << 60)) else {
+        let InitOutcome::Agreed(reply) = negotiate(&init(7, 37, flag::MAX_PAGES | 1 << 60)) else {
             panic!("it is new enough")
         };
         assert_eq!((reply.minor, reply.flags, reply.max_pages), (37, flag::MAX_PAGES, 256));
@@ -92,8 +92,8 @@ mod tests {
 
     #[test]
     fn other_versions_ask_again_or_are_refused() {
-        assert!(matches!(negotiate(&init(8, 0, 0)), Answer::AskAgain(_)));
-        assert_eq!(negotiate(&init(6, 40, 0)), Answer::TooOld);
-        assert_eq!(negotiate(&init(7, 27, 0)), Answer::TooOld);
+        assert!(matches!(negotiate(&init(8, 0, 0)), InitOutcome::RetryVersion(_)));
+        assert_eq!(negotiate(&init(6, 40, 0)), InitOutcome::TooOld);
+        assert_eq!(negotiate(&init(7, 27, 0)), InitOutcome::TooOld);
     }
 }

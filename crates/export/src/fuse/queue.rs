@@ -27,39 +27,39 @@ use std::{
 };
 
 use reactor::{
-    Launcher, Signal,
+    TaskSpawner, Signal,
     buffer::{Segment, Segments},
     error::Error,
-    memory::MemoryFlow,
+    memory::FairQueueFlow,
 };
 use rustix::io::Errno;
 use smallvec::SmallVec;
 use storage::Durability;
 
 use super::{
-    channel::{Channel, NoMessage},
-    device::Device,
-    letter::{Letter, kept_bytes},
-    message::{Malformed, Operation, Reply, Request},
-    negotiate::{MOST_BYTES, OPEN_FLAGS},
+    channel::{FuseChannel, NoMessage},
+    device::FuseDevice,
+    letter::{FuseReceiveBuffer, held_bytes},
+    message::{MalformedFuseMessage, FuseOperation, FuseReply, FuseRequest},
+    negotiate::{MAX_REQUEST_BYTES, OPEN_FLAGS},
     told,
-    work::{Incoming, Work},
+    work::{FuseIncomingRequest, FuseWork},
 };
 use crate::{
-    intake::Intake,
-    race::{First, first},
+    intake::MergeBatch,
+    race::{FirstReady, first},
 };
 
 /// Number of requests read in one turn, so that completions are not delayed for long.
-const MOST_TAKEN: usize = 64;
+const MAX_MESSAGES_PER_TURN: usize = 64;
 /// Number of requests in flight in one queue.
-const MOST_REQUESTS: usize = 512;
+const MAX_REQUESTS_IN_FLIGHT: usize = 512;
 /// Number of parts of a reply; with more, the data is copied into one.
-const MOST_PARTS: usize = 512;
+const MAX_REPLY_PARTS: usize = 512;
 
 /// Reason for the end of a queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ended {
+pub(super) enum FuseQueueEnd {
     /// It was ordered to stop.
     Stopped,
     /// The file system was unmounted, or its connection was aborted.
@@ -68,31 +68,31 @@ pub(super) enum Ended {
     Failed(Errno),
 }
 
-pub(super) struct Queue {
-    pub(super) device: Arc<Device>,
-    channel: Channel,
+pub(super) struct FuseQueue {
+    pub(super) device: Arc<FuseDevice>,
+    channel: FuseChannel,
     /// Number of the queue, unique in the process.
     number: usize,
     in_flight: Cell<usize>,
     /// Share of the disk's memory while requests wait for it.
-    flow: MemoryFlow,
+    flow: FairQueueFlow,
     /// Requests that were not started when the queue quiesced.
-    put_back: RefCell<Vec<Incoming>>,
+    put_back: RefCell<Vec<FuseIncomingRequest>>,
     /// Raised when a request has ended.
     news: Signal,
 }
 
-impl Queue {
-    pub(super) fn new(device: Arc<Device>, channel: Channel) -> Rc<Self> {
+impl FuseQueue {
+    pub(super) fn new(device: Arc<FuseDevice>, channel: FuseChannel) -> Rc<Self> {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
         let number = NEXT.fetch_add(1, Relaxed);
         let (in_flight, put_back) = (Cell::new(0), RefCell::default());
-        let (flow, news) = (MemoryFlow::default(), Signal::default());
+        let (flow, news) = (FairQueueFlow::default(), Signal::default());
         Rc::new(Self { device, channel, number, in_flight, flow, put_back, news })
     }
 
     /// Serves until the device is stopped or gone; then no request is in flight.
-    pub(super) async fn serve(self: Rc<Self>) -> Ended {
+    pub(super) async fn serve(self: Rc<Self>) -> FuseQueueEnd {
         let ended = self.run().await;
         // One failed or ended queue ends the export: the kernel gives requests to any descriptor.
         self.device.stop();
@@ -102,28 +102,28 @@ impl Queue {
         ended
     }
 
-    async fn run(self: &Rc<Self>) -> Ended {
-        let mut letter = Letter::new();
-        let mut intake = Intake::default();
-        let mut launcher = Launcher::new();
+    async fn run(self: &Rc<Self>) -> FuseQueueEnd {
+        let mut letter = FuseReceiveBuffer::new();
+        let mut intake = MergeBatch::default();
+        let mut launcher = TaskSpawner::new();
         let mut stop = self.device.stop.listen();
-        for message in self.device.take_left() {
+        for message in self.device.take_inherited_messages() {
             self.accept_again(&message, &mut letter, &mut intake).await;
         }
         while !self.device.is_stopping() {
-            if self.device.is_resting() {
-                self.start(&mut intake, &mut launcher, Self::carry_out);
-                self.rest(&mut intake).await;
+            if self.device.is_quiescing() {
+                self.start(&mut intake, &mut launcher, Self::execute);
+                self.quiesce_until_resumed(&mut intake).await;
                 continue;
             }
-            let taken = self.take(&mut letter, &mut intake).await;
+            let taken = self.read_messages(&mut letter, &mut intake).await;
             // Requests that were read before the end are started too.
-            self.start(&mut intake, &mut launcher, Self::carry_out);
+            self.start(&mut intake, &mut launcher, Self::execute);
             match taken {
-                Err(NoMessage::Ever) => return Ended::Gone,
-                Err(NoMessage::Failed(errno)) => return Ended::Failed(errno),
+                Err(NoMessage::Ever) => return FuseQueueEnd::Gone,
+                Err(NoMessage::Failed(errno)) => return FuseQueueEnd::Failed(errno),
                 // Yields, so that a busy queue cannot starve the worker's other tasks.
-                Ok(MOST_TAKEN) => reactor::yield_now().await,
+                Ok(MAX_MESSAGES_PER_TURN) => reactor::yield_now().await,
                 Ok(_) | Err(NoMessage::Yet) => {
                     let more = async {
                         while !self.has_room() {
@@ -131,145 +131,145 @@ impl Queue {
                         }
                         self.channel.readable().await;
                     };
-                    if let First::One(()) = first(&mut stop, more).await {
+                    if let FirstReady::One(()) = first(&mut stop, more).await {
                         stop = self.device.stop.listen();
                     }
                 }
             }
         }
-        Ended::Stopped
+        FuseQueueEnd::Stopped
     }
 
     /// Waits while the device is quiesced. Requests that were put back are accepted again
     /// afterwards.
-    async fn rest(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
+    async fn quiesce_until_resumed(self: &Rc<Self>, intake: &mut MergeBatch<FuseIncomingRequest>) {
         let mut is_at_rest = false;
         loop {
             let changed = self.device.stop.listen();
-            if !self.device.is_resting() || self.device.is_stopping() {
+            if !self.device.is_quiescing() || self.device.is_stopping() {
                 break;
             }
             if self.in_flight.get() == 0 && !is_at_rest {
                 is_at_rest = true;
-                let messages = self.put_back.borrow().iter().flat_map(told::message).collect();
+                let messages = self.put_back.borrow().iter().flat_map(told::encode).collect();
                 // Published once nothing is in flight; requests that were put back go along as
                 // messages.
-                self.device.lie_down(self.number, messages);
+                self.device.publish_quiesced(self.number, messages);
             }
             first(self.news.wait(), changed).await;
         }
-        self.device.get_up(self.number);
+        self.device.withdraw_quiesced(self.number);
         for incoming in self.put_back.take() {
-            self.take_in(incoming, intake).await;
+            self.accept_request(incoming, intake).await;
         }
     }
 
     /// Keeps a request that was not started, and is not to be started now.
-    pub(super) fn put_back(&self, incoming: Incoming) {
-        let kept = incoming.kept;
+    pub(super) fn put_back(&self, incoming: FuseIncomingRequest) {
+        let kept = incoming.charged_bytes;
         self.put_back.borrow_mut().push(incoming);
-        self.ended(kept);
+        self.count_out(kept);
     }
 
     fn has_room(&self) -> bool {
-        self.in_flight.get() < MOST_REQUESTS
+        self.in_flight.get() < MAX_REQUESTS_IN_FLIGHT
     }
 
     /// Reads available messages; returns their number.
-    async fn take(
+    async fn read_messages(
         self: &Rc<Self>,
-        letter: &mut Letter,
-        intake: &mut Intake<Incoming>,
+        letter: &mut FuseReceiveBuffer,
+        intake: &mut MergeBatch<FuseIncomingRequest>,
     ) -> Result<usize, NoMessage> {
         let mut taken = 0;
         let outcome = loop {
-            if taken == MOST_TAKEN || !self.has_room() {
+            if taken == MAX_MESSAGES_PER_TURN || !self.has_room() {
                 break Ok(());
             }
-            let received = self.channel.receive(&mut letter.places());
+            let received = self.channel.receive(&mut letter.io_slices());
             let length = match received {
                 Ok(length) => length,
                 Err(NoMessage::Yet) => break Ok(()),
                 Err(why) => break Err(why),
             };
             taken += 1;
-            match letter.read(length) {
+            match letter.parse(length) {
                 Ok(request) => self.accept(request, letter, intake).await,
-                Err(Malformed { unique: Some(unique) }) => self.refuse(unique, libc::EINVAL),
-                Err(Malformed { unique: None }) => {}
+                Err(MalformedFuseMessage { unique: Some(unique) }) => self.reply_error(unique, libc::EINVAL),
+                Err(MalformedFuseMessage { unique: None }) => {}
             }
         };
         self.device.requests.fetch_add(taken as u64, Relaxed);
         outcome.map(|()| taken)
     }
 
-    async fn accept(self: &Rc<Self>, request: Request, letter: &mut Letter, intake: &mut Intake<Incoming>) {
-        let Request { unique, operation } = request;
+    async fn accept(self: &Rc<Self>, request: FuseRequest, letter: &mut FuseReceiveBuffer, intake: &mut MergeBatch<FuseIncomingRequest>) {
+        let FuseRequest { unique, operation } = request;
         let (kept, work) = match operation {
-            Operation::Read { offset, length } => {
+            FuseOperation::Read { offset, length } => {
                 let left = self.device.file_bytes().saturating_sub(offset);
-                let length = u64::from(length.min(MOST_BYTES)).min(left) as usize;
+                let length = u64::from(length.min(MAX_REQUEST_BYTES)).min(left) as usize;
                 if length == 0 {
-                    return self.reply(&Reply::data(unique, 0), &Segments::default());
+                    return self.reply(&FuseReply::data(unique, 0), &Segments::default());
                 }
-                (length, Work::Read { offset, length })
+                (length, FuseWork::Read { offset, length })
             }
-            Operation::Write { .. } if self.device.export.read_only => {
-                return self.refuse(unique, libc::EROFS);
+            FuseOperation::Write { .. } if self.device.export.read_only => {
+                return self.reply_error(unique, libc::EROFS);
             }
-            Operation::Write { length: 0, .. } => {
-                return self.reply(&Reply::written(unique, 0), &Segments::default());
+            FuseOperation::Write { length: 0, .. } => {
+                return self.reply(&FuseReply::written(unique, 0), &Segments::default());
             }
-            Operation::Write { offset, length, flags, cached } => {
+            FuseOperation::Write { offset, length, flags, cached } => {
                 let length = length as usize;
-                (kept_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
+                (held_bytes(length), self.write(offset, flags, cached, letter.take_data(length)))
             }
-            Operation::Sync
-            | Operation::Allocate { .. }
-            | Operation::Seek { .. }
-            | Operation::GetAttributes => (0, Work::Other(operation)),
-            Operation::SetAttributes(changes) if changes.size.is_some() => (0, Work::Other(operation)),
+            FuseOperation::Sync
+            | FuseOperation::Allocate { .. }
+            | FuseOperation::Seek { .. }
+            | FuseOperation::GetAttributes => (0, FuseWork::Other(operation)),
+            FuseOperation::SetAttributes(changes) if changes.size.is_some() => (0, FuseWork::Other(operation)),
             // O_TRUNC on a disk of fixed size keeps size and content, as on a block device.
-            Operation::Open { flags } if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable => {
-                (0, Work::Other(operation))
+            FuseOperation::Open { flags } if flags & libc::O_TRUNC as u32 != 0 && self.device.export.growable => {
+                (0, FuseWork::Other(operation))
             }
-            Operation::Interrupt { of } => {
+            FuseOperation::Interrupt { of } => {
                 // The interrupted request may still be in the batch, so that is started first.
                 self.start_as_tasks(intake);
                 return self.device.interrupts.interrupt(of);
             }
             _ => return self.answer_at_once(unique, operation),
         };
-        self.take_in(Incoming { unique, kept, work }, intake).await;
+        self.accept_request(FuseIncomingRequest { unique, charged_bytes: kept, work }, intake).await;
     }
 
     /// Accepts a message that the old process had read.
     async fn accept_again(
         self: &Rc<Self>,
         message: &[u8],
-        letter: &mut Letter,
-        intake: &mut Intake<Incoming>,
+        letter: &mut FuseReceiveBuffer,
+        intake: &mut MergeBatch<FuseIncomingRequest>,
     ) {
         match letter.copy(message) {
             Ok(request) => self.accept(request, letter, intake).await,
-            Err(Malformed { unique: Some(unique) }) => self.refuse(unique, libc::EINVAL),
-            Err(Malformed { unique: None }) => {}
+            Err(MalformedFuseMessage { unique: Some(unique) }) => self.reply_error(unique, libc::EINVAL),
+            Err(MalformedFuseMessage { unique: None }) => {}
         }
     }
 
-    async fn take_in(self: &Rc<Self>, incoming: Incoming, intake: &mut Intake<Incoming>) {
-        if self.make_room(incoming.kept, intake).await {
+    async fn accept_request(self: &Rc<Self>, incoming: FuseIncomingRequest, intake: &mut MergeBatch<FuseIncomingRequest>) {
+        if self.reserve_memory(incoming.charged_bytes, intake).await {
             self.in_flight.set(self.in_flight.get() + 1);
             self.device.in_flight.fetch_add(1, Relaxed);
             intake.push(incoming);
         } else if self.device.is_stopping() {
-            self.refuse(incoming.unique, Error::SHUTDOWN.errno());
+            self.reply_error(incoming.unique, Error::SHUTDOWN.errno());
         } else {
             self.put_back.borrow_mut().push(incoming);
         }
     }
 
-    fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> Work {
+    fn write(&self, offset: u64, flags: u32, cached: bool, data: Segments) -> FuseWork {
         let has = |flag: i32| flags & flag as u32 != 0;
         let durability = if has(libc::O_DSYNC) { Durability::Synchronous } else { Durability::Cached };
         // O_APPEND: the kernel's idea of the end may be stale. Written-back pages have a fixed
@@ -277,37 +277,37 @@ impl Queue {
         let appends = has(libc::O_APPEND) && !cached;
         let end = offset.checked_add(data.len() as u64);
         if !appends && end.is_some_and(|end| end <= self.device.file_bytes()) {
-            return Work::Write { offset, data, durability };
+            return FuseWork::Write { offset, data, durability };
         }
         // A mapped page must not extend a file that was shrunk meanwhile.
         let may_grow = self.device.export.growable && !cached;
-        Work::Extend { offset: (!appends).then_some(offset), data, durability, may_grow }
+        FuseWork::Extend { offset: (!appends).then_some(offset), data, durability, may_grow }
     }
 
     /// Waits for memory after starting earlier requests. False if the device stops or quiesces
     /// before.
-    async fn make_room(self: &Rc<Self>, bytes: usize, intake: &mut Intake<Incoming>) -> bool {
+    async fn reserve_memory(self: &Rc<Self>, bytes: usize, intake: &mut MergeBatch<FuseIncomingRequest>) -> bool {
         let memory = self.device.disk().memory();
-        if bytes == 0 || memory.try_take(bytes as u64) {
+        if bytes == 0 || memory.try_acquire(bytes as u64) {
             return true;
         }
         self.start_as_tasks(intake);
         let stop = self.device.stop.listen();
-        if self.device.is_stopping() || self.device.is_resting() {
+        if self.device.is_stopping() || self.device.is_quiescing() {
             return false;
         }
-        matches!(first(memory.take(&self.flow, bytes as u64), stop).await, First::One(()))
+        matches!(first(memory.acquire(&self.flow, bytes as u64), stop).await, FirstReady::One(()))
     }
 
-    fn start_as_tasks(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
-        self.start(intake, &mut Launcher::new(), Self::carry_out);
+    fn start_as_tasks(self: &Rc<Self>, intake: &mut MergeBatch<FuseIncomingRequest>) {
+        self.start(intake, &mut TaskSpawner::new(), Self::execute);
     }
 
     fn start<F>(
         self: &Rc<Self>,
-        intake: &mut Intake<Incoming>,
-        launcher: &mut Launcher<F>,
-        carry_out: impl Fn(Rc<Self>, Incoming) -> F,
+        intake: &mut MergeBatch<FuseIncomingRequest>,
+        launcher: &mut TaskSpawner<F>,
+        carry_out: impl Fn(Rc<Self>, FuseIncomingRequest) -> F,
     ) where
         F: Future<Output = ()> + 'static,
     {
@@ -320,50 +320,50 @@ impl Queue {
     }
 
     /// Answers requests that need no I/O.
-    fn answer_at_once(&self, unique: u64, operation: Operation) {
+    fn answer_at_once(&self, unique: u64, operation: FuseOperation) {
         let device = &self.device;
         let reply = match operation {
-            Operation::Forget | Operation::Interrupt { .. } => return,
-            Operation::SetAttributes(changes) => {
+            FuseOperation::Forget | FuseOperation::Interrupt { .. } => return,
+            FuseOperation::SetAttributes(changes) => {
                 device.change_owner(&changes);
-                Reply::attributes(unique, &device.attributes())
+                FuseReply::attributes(unique, &device.attributes())
             }
-            Operation::Open { .. } => {
+            FuseOperation::Open { .. } => {
                 device.opened();
-                Reply::opened(unique, OPEN_FLAGS)
+                FuseReply::opened(unique, OPEN_FLAGS)
             }
-            Operation::Release => {
+            FuseOperation::Release => {
                 device.closed();
-                Reply::done(unique)
+                FuseReply::done(unique)
             }
-            Operation::StatFs => Reply::file_system(unique, device.file_bytes()),
-            Operation::Destroy => Reply::done(unique),
-            Operation::Lookup => Reply::error(unique, libc::ENOTDIR),
-            Operation::Ioctl => Reply::error(unique, libc::ENOTTY),
+            FuseOperation::StatFs => FuseReply::file_system(unique, device.file_bytes()),
+            FuseOperation::Destroy => FuseReply::done(unique),
+            FuseOperation::Lookup => FuseReply::error(unique, libc::ENOTDIR),
+            FuseOperation::Ioctl => FuseReply::error(unique, libc::ENOTTY),
             // A second INIT.
-            Operation::Init(_) => Reply::error(unique, libc::EIO),
-            _ => Reply::error(unique, libc::ENOSYS),
+            FuseOperation::Init(_) => FuseReply::error(unique, libc::EIO),
+            _ => FuseReply::error(unique, libc::ENOSYS),
         };
         self.reply(&reply, &Segments::default());
     }
 
     /// Counts out an answered request.
-    pub(super) fn ended(&self, kept: usize) {
+    pub(super) fn count_out(&self, kept: usize) {
         if kept > 0 {
-            self.device.disk().memory().give_back(kept as u64);
+            self.device.disk().memory().release(kept as u64);
         }
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);
         self.news.raise();
     }
 
-    pub(super) fn refuse(&self, unique: u64, errno: i32) {
-        self.reply(&Reply::error(unique, errno), &Segments::default());
+    pub(super) fn reply_error(&self, unique: u64, errno: i32) {
+        self.reply(&FuseReply::error(unique, errno), &Segments::default());
     }
 
     /// Sends a reply with its data.
-    pub(super) fn reply(&self, reply: &Reply, data: &Segments) {
-        let sent = if data.as_slice().len() < MOST_PARTS {
+    pub(super) fn reply(&self, reply: &FuseReply, data: &Segments) {
+        let sent = if data.as_slice().len() < MAX_REPLY_PARTS {
             let bytes: SmallVec<[_; 4]> = data.iter().map(Segment::bytes).collect();
             let head = [IoSlice::new(reply.as_bytes())];
             let parts = head.into_iter().chain(bytes.iter().map(|bytes| IoSlice::new(bytes)));

@@ -22,18 +22,18 @@ use std::{
 };
 
 use policy::time::Duration;
-use reactor::{Worker, op::Fd};
+use reactor::{ReactorWorker, op::Fd};
 
 use super::{
-    channel::{Channel, NoMessage},
-    device::{Device, Export, Standing},
-    letter::Letter,
-    message::{Operation, Reply, Request},
-    mount::{Mount, Told},
-    negotiate::{Answer, negotiate},
-    queue::{Ended, Queue},
+    channel::{FuseChannel, NoMessage},
+    device::{FuseDevice, FuseExport, FuseFileState},
+    letter::FuseReceiveBuffer,
+    message::{FuseOperation, FuseReply, FuseRequest},
+    mount::{FuseMount, TransferredMount},
+    negotiate::{InitOutcome, negotiate},
+    queue::{FuseQueueEnd, FuseQueue},
 };
-use crate::race::{First, first};
+use crate::race::{FirstReady, first};
 
 /// Number of queues of an export. With two, the kernel wakes them alternately and sequential
 /// requests take twice as long; parallel ones are no faster (docs/decisions/0021).
@@ -43,7 +43,7 @@ static NEXT: AtomicUsize = AtomicUsize::new(0);
 
 /// Counters of an export.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct FuseStatistics {
     /// Queues that serve it now.
     pub queues: usize,
     /// Open file descriptions.
@@ -56,33 +56,33 @@ pub struct Statistics {
 
 /// State of a quiesced file for the new process.
 #[derive(Debug)]
-pub struct Rested {
+pub struct QuiescedFuseFile {
     /// The mount and its descriptors.
-    pub mount: Told,
+    pub mount: TransferredMount,
     /// State of the file.
-    pub standing: Standing,
+    pub standing: FuseFileState,
 }
 
 /// One export of a disk as a file.
 #[derive(Debug)]
-pub struct Server {
-    device: Arc<Device>,
+pub struct FuseExportServer {
+    device: Arc<FuseDevice>,
     queues: AtomicUsize,
     closing: AtomicBool,
     /// INIT was negotiated, by this process or an earlier one.
-    greeted: AtomicBool,
+    is_initialized: AtomicBool,
     /// The mount while it is served.
-    mount: Mutex<Weak<Mount>>,
+    mount: Mutex<Weak<FuseMount>>,
 }
 
-impl Server {
+impl FuseExportServer {
     /// Creates a server; requests wait until [`Server::serve`].
-    pub fn new(export: Export) -> Arc<Self> {
+    pub fn new(export: FuseExport) -> Arc<Self> {
         Arc::new(Self {
-            device: Arc::new(Device::new(export)),
+            device: Arc::new(FuseDevice::new(export)),
             queues: AtomicUsize::new(0),
             closing: AtomicBool::new(false),
-            greeted: AtomicBool::new(false),
+            is_initialized: AtomicBool::new(false),
             mount: Mutex::default(),
         })
     }
@@ -91,10 +91,10 @@ impl Server {
     ///
     /// # Errors
     /// The held-back requests are malformed.
-    pub fn adopt(export: Export, standing: &Standing) -> io::Result<Arc<Self>> {
+    pub fn adopt(export: FuseExport, standing: &FuseFileState) -> io::Result<Arc<Self>> {
         let server = Self::new(export);
-        server.greeted.store(true, SeqCst);
-        match server.device.take_up(standing) {
+        server.is_initialized.store(true, SeqCst);
+        match server.device.restore(standing) {
             true => Ok(server),
             false => Err(io::Error::other("what the other was asked is not understood")),
         }
@@ -102,10 +102,10 @@ impl Server {
 
     /// Quiesces every queue: started requests are answered, requests that wait for limits are put
     /// back. False if that takes longer than `patience`.
-    pub async fn come_to_rest(&self, patience: Duration) -> bool {
-        self.device.rest(true);
+    pub async fn quiesce(&self, patience: Duration) -> bool {
+        self.device.set_quiescing(true);
         let is_moving = |server: &Self| {
-            !server.greeted.load(SeqCst) || server.device.queues_at_rest() < server.queues.load(SeqCst)
+            !server.is_initialized.load(SeqCst) || server.device.queues_at_rest() < server.queues.load(SeqCst)
         };
         reactor::timeout(patience, self.wait_while(is_moving)).await.is_ok()
     }
@@ -114,15 +114,15 @@ impl Server {
     ///
     /// # Errors
     /// No file descriptor is left.
-    pub fn rested(&self) -> io::Result<Option<Rested>> {
+    pub fn quiesced_state(&self) -> io::Result<Option<QuiescedFuseFile>> {
         let mount = self.mount.lock().unwrap_or_else(PoisonError::into_inner).upgrade();
         let Some(mount) = mount else { return Ok(None) };
-        Ok(Some(Rested { mount: mount.told()?, standing: self.device.standing() }))
+        Ok(Some(QuiescedFuseFile { mount: mount.transfer_state()?, standing: self.device.state() }))
     }
 
     /// Resumes after [`Server::come_to_rest`].
-    pub fn go_on(&self) {
-        self.device.rest(false);
+    pub fn resume(&self) {
+        self.device.set_quiescing(false);
     }
 
     /// Serves the file until [`Server::close`], or until it is unmounted from outside. It is
@@ -130,17 +130,17 @@ impl Server {
     ///
     /// # Errors
     /// The kernel's FUSE is too old, or the device fails.
-    pub async fn serve(self: Arc<Self>, mount: Mount, workers: Rc<Vec<Worker>>) -> io::Result<()> {
+    pub async fn serve(self: Arc<Self>, mount: FuseMount, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
         let id = Arc::clone(&self.device.export.id);
         let mount = Arc::new(mount);
-        mount.is_ours();
+        mount.take_ownership();
         *self.mount.lock().unwrap_or_else(PoisonError::into_inner) = Arc::downgrade(&mount);
         let result = self.attend(&mount, &workers).await;
         // Dropping the last descriptor aborts the connection; processes with the file open get
         // errors.
         let path = mount.path().display().to_string();
         let last = Arc::into_inner(mount);
-        reactor::blocking(move || drop(last)).await;
+        reactor::run_blocking(move || drop(last)).await;
         self.device.forget_openers();
         match &result {
             Ok(()) if self.is_closing() => {}
@@ -161,13 +161,13 @@ impl Server {
     }
 
     /// Adds the number of requests of the old process.
-    pub fn count_on(&self, requests: u64) {
+    pub fn add_counts(&self, requests: u64) {
         self.device.requests.fetch_add(requests, Relaxed);
     }
 
     /// Current counters.
-    pub fn statistics(&self) -> Statistics {
-        Statistics {
+    pub fn statistics(&self) -> FuseStatistics {
+        FuseStatistics {
             queues: self.queues.load(Relaxed),
             openers: self.connections(),
             requests: self.device.requests.load(Relaxed),
@@ -176,7 +176,7 @@ impl Server {
     }
 
     /// Does nothing: the kernel caches no attributes.
-    pub fn look_at_size(&self) {}
+    pub fn refresh_size(&self) {}
 
     /// Unmounts the file. Requests in flight complete, requests that wait for limits fail;
     /// [`Server::serve`] then returns.
@@ -200,16 +200,16 @@ impl Server {
         self.closing.load(SeqCst)
     }
 
-    async fn attend(self: &Arc<Self>, mount: &Arc<Mount>, workers: &[Worker]) -> io::Result<()> {
-        let channel = Channel::Device(mount.device().clone());
-        if !self.greeted.load(SeqCst) {
-            match first(greet(&channel), self.wait_while(|server| !server.is_closing())).await {
-                First::One(greeted) => {
+    async fn attend(self: &Arc<Self>, mount: &Arc<FuseMount>, workers: &[ReactorWorker]) -> io::Result<()> {
+        let channel = FuseChannel::Device(mount.device().clone());
+        if !self.is_initialized.load(SeqCst) {
+            match first(answer_init(&channel), self.wait_while(|server| !server.is_closing())).await {
+                FirstReady::One(greeted) => {
                     if !greeted? {
                         return Ok(());
                     }
                 }
-                First::Other(()) => return Ok(()),
+                FirstReady::Other(()) => return Ok(()),
             }
         }
         let (reports, ended) = async_channel::unbounded();
@@ -231,39 +231,39 @@ impl Server {
         }
         drop(reports);
         // Only now can the export quiesce: before INIT there is no state to transfer.
-        self.greeted.store(true, SeqCst);
+        self.is_initialized.store(true, SeqCst);
         self.device.clients.notify(usize::MAX);
         let closing = async {
             self.wait_while(|server| !server.is_closing()).await;
             // Unmounted while queues still serve, so that mapped pages can be written back.
             let mount = Arc::clone(mount);
-            reactor::blocking(move || mount.unmount()).await;
+            reactor::run_blocking(move || mount.unmount()).await;
             self.device.stop();
             std::future::pending::<()>().await;
         };
         let all_ended = async {
             let mut result = Ok(());
             while let Ok(queue) = ended.recv().await {
-                if let Ended::Failed(errno) = queue {
+                if let FuseQueueEnd::Failed(errno) = queue {
                     result = Err(errno.into());
                 }
             }
             result
         };
         match first(all_ended, closing).await {
-            First::One(result) => result,
-            First::Other(()) => Ok(()),
+            FirstReady::One(result) => result,
+            FirstReady::Other(()) => Ok(()),
         }
     }
 }
 
-async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Sender<Ended>) {
-    if let Err(error) = reactor::serves_writeback() {
+async fn serve_queue(server: Arc<FuseExportServer>, device: Fd, reports: async_channel::Sender<FuseQueueEnd>) {
+    if let Err(error) = reactor::set_io_flusher() {
         // Under a loop device, writeback for memory reclaim arrives here and must not wait for
         // memory.
         tracing::debug!(export = %server.device.export.id, %error, "where memory is short, this thread may wait for its own file");
     }
-    let queue = Queue::new(Arc::clone(&server.device), Channel::Device(device));
+    let queue = FuseQueue::new(Arc::clone(&server.device), FuseChannel::Device(device));
     let ended = queue.serve().await;
     server.queues.fetch_sub(1, Relaxed);
     server.device.clients.notify(usize::MAX);
@@ -271,33 +271,33 @@ async fn serve_queue(server: Arc<Server>, device: Fd, reports: async_channel::Se
 }
 
 /// Answers INIT; false if the file system is gone before.
-pub(super) async fn greet(channel: &Channel) -> io::Result<bool> {
-    let mut letter = Letter::new();
+pub(super) async fn answer_init(channel: &FuseChannel) -> io::Result<bool> {
+    let mut letter = FuseReceiveBuffer::new();
     loop {
         channel.readable().await;
-        let length = match channel.receive(&mut letter.places()) {
+        let length = match channel.receive(&mut letter.io_slices()) {
             Ok(length) => length,
             Err(NoMessage::Yet) => continue,
             Err(NoMessage::Ever) => return Ok(false),
             Err(NoMessage::Failed(errno)) => return Err(errno.into()),
         };
-        let answer = |reply: Reply| channel.reply(&[IoSlice::new(reply.as_bytes())]);
-        match letter.read(length) {
-            Ok(Request { unique, operation: Operation::Init(init) }) => match negotiate(&init) {
-                Answer::Agreed(reply) => {
-                    answer(Reply::init(unique, &reply))?;
+        let answer = |reply: FuseReply| channel.reply(&[IoSlice::new(reply.as_bytes())]);
+        match letter.parse(length) {
+            Ok(FuseRequest { unique, operation: FuseOperation::Init(init) }) => match negotiate(&init) {
+                InitOutcome::Agreed(reply) => {
+                    answer(FuseReply::init(unique, &reply))?;
                     return Ok(true);
                 }
-                Answer::AskAgain(reply) => answer(Reply::init(unique, &reply))?,
-                Answer::TooOld => {
-                    answer(Reply::error(unique, libc::EPROTO))?;
+                InitOutcome::RetryVersion(reply) => answer(FuseReply::init(unique, &reply))?,
+                InitOutcome::TooOld => {
+                    answer(FuseReply::error(unique, libc::EPROTO))?;
                     return Err(io::Error::other(format!(
                         "the kernel's FUSE is version {}.{} (weir needs Linux 6.1)",
                         init.major, init.minor
                     )));
                 }
             },
-            Ok(Request { unique, .. }) => answer(Reply::error(unique, libc::EIO))?,
+            Ok(FuseRequest { unique, .. }) => answer(FuseReply::error(unique, libc::EIO))?,
             Err(_) => {}
         }
     }

@@ -22,28 +22,28 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use policy::time::Duration;
 use reactor::{JoinHandle, sim, spawn_joinable, timeout};
 use storage::{
     Storage,
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
-use self::kernel::Connection;
+use self::kernel::SimulatedFuseConnection;
 use super::{
-    channel::Channel,
-    device::{Device, Export, Owner},
-    queue::{Ended, Queue},
+    channel::FuseChannel,
+    device::{FuseDevice, FuseExport, FuseFileOwner},
+    queue::{FuseQueueEnd, FuseQueue},
     told,
 };
 use crate::{
-    draw::{self, chance, some_time},
+    draw::{self, chance, sleep_randomly},
     model::{Model, Outcome},
-    passed::Passed,
+    passed::GroupSamples,
     seeds,
 };
 
@@ -63,7 +63,7 @@ const LSEEK: u32 = 46;
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct FuseSimulationTally {
     answered: u64,
     failed: u64,
     flushed: u64,
@@ -79,42 +79,42 @@ struct Tally {
 
 #[test]
 fn programs_are_served_whatever_happens() {
-    let tally = Rc::new(Cell::new(Tally::default()));
+    let tally = Rc::new(Cell::new(FuseSimulationTally::default()));
     let seeds = seeds::for_each("--lib", "programs_are_served_whatever_happens", 600, |seed| {
         sim::run(seed, run(Rc::clone(&tally)));
     });
     let all = tally.get();
     if seeds >= 100 {
-        let Tally { answered, failed, flushed, interrupted, stopped, unmounted, merged, waited, .. } = all;
-        let Tally { rests, put_back, taken_over, .. } = all;
+        let FuseSimulationTally { answered, failed, flushed, interrupted, stopped, unmounted, merged, waited, .. } = all;
+        let FuseSimulationTally { rests, put_back, taken_over, .. } = all;
         let happened = [answered / 10, failed, flushed, interrupted, stopped, unmounted, merged, waited];
         let happened = [&happened[..], &[rests, put_back, taken_over]].concat();
         assert!(happened.iter().all(|&count| count > seeds / 10), "too little happened: {all:?}");
     }
 }
 
-fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
+fn count(tally: &Cell<FuseSimulationTally>, change: impl FnOnce(&mut FuseSimulationTally)) {
     let mut all = tally.get();
     change(&mut all);
     tally.set(all);
 }
 
 /// A file system, its programs, and the disk's content after all of them.
-struct World {
-    device: RefCell<Arc<Device>>,
-    queues: RefCell<Vec<JoinHandle<Ended>>>,
-    connection: Rc<Connection>,
+struct FuseWorld {
+    device: RefCell<Arc<FuseDevice>>,
+    queues: RefCell<Vec<JoinHandle<FuseQueueEnd>>>,
+    connection: Rc<SimulatedFuseConnection>,
     model: RefCell<Model>,
-    passed: RefCell<Passed>,
+    passed: RefCell<GroupSamples>,
     may_fail: bool,
     /// It is stopped or unmounted while there are requests.
     ends: Cell<bool>,
-    tally: Rc<Cell<Tally>>,
+    tally: Rc<Cell<FuseSimulationTally>>,
 }
 
-async fn run(tally: Rc<Cell<Tally>>) {
+async fn run(tally: Rc<Cell<FuseSimulationTally>>) {
     let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
-    let group = Group::new("group", settings, None).expect("drawn valid");
+    let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
     let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
     let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
@@ -122,20 +122,20 @@ async fn run(tally: Rc<Cell<Tally>>) {
     let behaviour = Behaviour { block_bytes: BLOCK, latency, error_probability };
     let (storage, disk) = open(content.clone(), behaviour, &group);
     let (_, other) = open(vec![0; DISK_BYTES], behaviour, &group);
-    let world = Rc::new(World {
+    let world = Rc::new(FuseWorld {
         device: RefCell::new(device(&disk)),
         queues: RefCell::default(),
         connection: Rc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
-        passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
+        passed: RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)),
         may_fail,
         ends: Cell::new(false),
         tally: Rc::clone(&tally),
     });
-    let (hostile, noise) = (device(&other), Rc::<Connection>::default());
-    let serve = |device: &Arc<Device>, connection: &Rc<Connection>| {
-        let channel = Channel::Simulated(connection.descriptor());
-        spawn_joinable(Queue::new(Arc::clone(device), channel).serve())
+    let (hostile, noise) = (device(&other), Rc::<SimulatedFuseConnection>::default());
+    let serve = |device: &Arc<FuseDevice>, connection: &Rc<SimulatedFuseConnection>| {
+        let channel = FuseChannel::Simulated(connection.descriptor());
+        spawn_joinable(FuseQueue::new(Arc::clone(device), channel).serve())
     };
     for _ in 0..sim::random(|random| random.usize(1..=3)) {
         let queue = serve(&world.device.borrow(), &world.connection);
@@ -147,11 +147,11 @@ async fn run(tally: Rc<Cell<Tally>>) {
         .collect();
     let noise_maker = spawn_joinable(make_noise(Rc::clone(&noise)));
     for _ in 0..sim::random(|random| random.usize(..4)) {
-        some_time(Duration::from_millis(50)).await;
+        sleep_randomly(Duration::from_millis(50)).await;
         world.rest(&disk).await;
     }
     if chance(40) {
-        some_time(Duration::from_secs(1)).await;
+        sleep_randomly(Duration::from_secs(1)).await;
         world.end().await;
     }
     let queues = world.queues.take();
@@ -161,7 +161,7 @@ async fn run(tally: Rc<Cell<Tally>>) {
         for queue in queues {
             all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
         }
-        assert_eq!(world.connection.owed(), 0, "requests that were read and not answered");
+        assert_eq!(world.connection.unanswered(), 0, "requests that were read and not answered");
         world.connection.unmount();
         for program in programs {
             timeout(FOREVER, program).await.expect("every program ends");
@@ -175,7 +175,7 @@ async fn run(tally: Rc<Cell<Tally>>) {
             all.push(timeout(FOREVER, queue).await.expect("a queue ends"));
         }
     }
-    assert!(all.iter().all(|ended| matches!(ended, Ended::Gone | Ended::Stopped)), "{all:?}");
+    assert!(all.iter().all(|ended| matches!(ended, FuseQueueEnd::Gone | FuseQueueEnd::Stopped)), "{all:?}");
     noise_maker.await;
     noise.unmount();
     timeout(FOREVER, noisy).await.expect("a queue ends");
@@ -192,25 +192,25 @@ async fn run(tally: Rc<Cell<Tally>>) {
     });
 }
 
-fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulated, Arc<Disk>) {
-    let storage = Simulated::new(content, behaviour);
-    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(storage.clone()))));
+fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<ThrottleGroup>) -> (SimulatedStorage, Arc<Disk>) {
+    let storage = SimulatedStorage::new(content, behaviour);
+    let image = Image::Raw(RawImage::new(Storage::Simulated(Align::new(storage.clone()))));
     let disk = Disk::new("disk", image, DiskSettings::default(), Some(group));
     (storage, Arc::new(disk.expect("nothing is reserved")))
 }
 
-fn device(disk: &Arc<Disk>) -> Arc<Device> {
-    let owner = Owner { permissions: 0o600, uid: 0, gid: 0 };
+fn device(disk: &Arc<Disk>) -> Arc<FuseDevice> {
+    let owner = FuseFileOwner { permissions: 0o600, uid: 0, gid: 0 };
     let disk = Arc::clone(disk);
-    Arc::new(Device::new(Export { id: "file".into(), disk, read_only: false, growable: false, owner }))
+    Arc::new(FuseDevice::new(FuseExport { id: "file".into(), disk, read_only: false, growable: false, owner }))
 }
 
-impl World {
+impl FuseWorld {
     /// Quiesces everything, and continues in the same or another process.
     async fn rest(&self, disk: &Arc<Disk>) {
         let device = Arc::clone(&self.device.borrow());
         let queues = self.queues.borrow().len();
-        device.rest(true);
+        device.set_quiescing(true);
         let at_rest = async {
             loop {
                 let changed = device.clients.listen();
@@ -222,11 +222,11 @@ impl World {
         };
         timeout(FOREVER, at_rest).await.expect("it comes to rest");
         let moved = disk.totals();
-        some_time(Duration::from_millis(20)).await;
+        sleep_randomly(Duration::from_millis(20)).await;
         assert_eq!(disk.totals(), moved, "something was done in a rest");
-        let standing = device.standing();
+        let standing = device.state();
         let put_back = told::split(&standing.messages).expect("they are messages").len() as u64;
-        assert!(put_back <= self.connection.owed() as u64, "more is put back than was asked");
+        assert!(put_back <= self.connection.unanswered() as u64, "more is put back than was asked");
         // With one queue, its descriptor can be passed on, as the server does in an upgrade.
         let is_taken_over = queues == 1 && chance(50);
         count(&self.tally, |all| {
@@ -235,16 +235,16 @@ impl World {
             all.taken_over += u64::from(is_taken_over);
         });
         if !is_taken_over {
-            device.rest(false);
+            device.set_quiescing(false);
             return;
         }
         assert_eq!(device.in_flight.load(SeqCst), 0);
         let before = self.queues.take().remove(0);
         before.cancel().await;
         let next = self::device(disk);
-        assert!(next.take_up(&standing));
-        let channel = Channel::Simulated(self.connection.descriptor_again(0));
-        self.queues.borrow_mut().push(spawn_joinable(Queue::new(Arc::clone(&next), channel).serve()));
+        assert!(next.restore(&standing));
+        let channel = FuseChannel::Simulated(self.connection.descriptor_with_number(0));
+        self.queues.borrow_mut().push(spawn_joinable(FuseQueue::new(Arc::clone(&next), channel).serve()));
         *self.device.borrow_mut() = next;
     }
 
@@ -269,7 +269,7 @@ impl World {
                 request.await;
             }
             if chance(30) {
-                some_time(Duration::from_millis(20)).await;
+                sleep_randomly(Duration::from_millis(20)).await;
             }
         }
     }
@@ -379,7 +379,7 @@ fn read_or_write(offset: usize, length: usize, flags: u32) -> Vec<u8> {
 }
 
 /// Malformed messages: of any length, with any numbers.
-async fn make_noise(connection: Rc<Connection>) {
+async fn make_noise(connection: Rc<SimulatedFuseConnection>) {
     const OPCODES: [u32; 7] = [SETATTR, READ, WRITE, FSYNC, INTERRUPT, FALLOCATE, LSEEK];
     for _ in 0..sim::random(|random| random.usize(..40)) {
         let mut message: Vec<u8> = sim::random(|random| {
@@ -396,9 +396,9 @@ async fn make_noise(connection: Rc<Connection>) {
             let drawn = sim::random(|random| *random.choice(&OPCODES).expect("there are some"));
             opcode.copy_from_slice(&drawn.to_ne_bytes());
         }
-        connection.put(message);
+        connection.send_raw(message);
         if chance(20) {
-            some_time(Duration::from_millis(10)).await;
+            sleep_randomly(Duration::from_millis(10)).await;
         }
     }
 }

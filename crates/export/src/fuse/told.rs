@@ -6,29 +6,29 @@
 use storage::Durability;
 
 use super::{
-    message::{HEADER_BYTES, Operation, opcode, valid},
-    work::{Incoming, Work},
+    message::{HEADER_BYTES, FuseOperation, opcode, valid},
+    work::{FuseIncomingRequest, FuseWork},
 };
 
 /// Encodes a request.
-pub(super) fn message(request: &Incoming) -> Vec<u8> {
+pub(super) fn encode(request: &FuseIncomingRequest) -> Vec<u8> {
     let (operation, data) = match &request.work {
-        Work::Read { offset, length } => {
+        FuseWork::Read { offset, length } => {
             // Cannot truncate: shorter than the longest request.
-            (Operation::Read { offset: *offset, length: *length as u32 }, None)
+            (FuseOperation::Read { offset: *offset, length: *length as u32 }, None)
         }
         // `cached` keeps the write from extending a disk that is shrunk meanwhile.
-        Work::Write { offset, data, durability } => {
+        FuseWork::Write { offset, data, durability } => {
             (write(*offset, data.len(), flags(*durability), true), Some(data))
         }
-        Work::Extend { offset: Some(offset), data, durability, may_grow } => {
+        FuseWork::Extend { offset: Some(offset), data, durability, may_grow } => {
             (write(*offset, data.len(), flags(*durability), !may_grow), Some(data))
         }
-        Work::Extend { offset: None, data, durability, .. } => {
+        FuseWork::Extend { offset: None, data, durability, .. } => {
             // An append without an offset: the new process determines the end.
             (write(0, data.len(), flags(*durability) | libc::O_APPEND as u32, false), Some(data))
         }
-        Work::Other(operation) => (*operation, None),
+        FuseWork::Other(operation) => (*operation, None),
     };
     let mut message = head(request.unique, operation);
     if let Some(data) = data {
@@ -52,8 +52,8 @@ pub(super) fn split(mut bytes: &[u8]) -> Option<Vec<Vec<u8>>> {
     Some(messages)
 }
 
-fn write(offset: u64, length: usize, flags: u32, cached: bool) -> Operation {
-    Operation::Write { offset, length: length as u32, flags, cached }
+fn write(offset: u64, length: usize, flags: u32, cached: bool) -> FuseOperation {
+    FuseOperation::Write { offset, length: length as u32, flags, cached }
 }
 
 fn flags(durability: Durability) -> u32 {
@@ -61,15 +61,15 @@ fn flags(durability: Durability) -> u32 {
 }
 
 /// Encodes a message before its data, with a length of 0.
-fn head(unique: u64, operation: Operation) -> Vec<u8> {
+fn head(unique: u64, operation: FuseOperation) -> Vec<u8> {
     let (opcode, length) = match operation {
-        Operation::Read { .. } => (opcode::READ, 40),
-        Operation::Write { .. } => (opcode::WRITE, 40),
-        Operation::SetAttributes(_) => (opcode::SETATTR, 88),
-        Operation::GetAttributes => (opcode::GETATTR, 16),
-        Operation::Open { .. } => (opcode::OPEN, 8),
-        Operation::Allocate { .. } => (opcode::FALLOCATE, 32),
-        Operation::Seek { .. } => (opcode::LSEEK, 24),
+        FuseOperation::Read { .. } => (opcode::READ, 40),
+        FuseOperation::Write { .. } => (opcode::WRITE, 40),
+        FuseOperation::SetAttributes(_) => (opcode::SETATTR, 88),
+        FuseOperation::GetAttributes => (opcode::GETATTR, 16),
+        FuseOperation::Open { .. } => (opcode::OPEN, 8),
+        FuseOperation::Allocate { .. } => (opcode::FALLOCATE, 32),
+        FuseOperation::Seek { .. } => (opcode::LSEEK, 24),
         // SYNC is the only other operation with I/O.
         _ => (opcode::FSYNC, 16),
     };
@@ -79,13 +79,13 @@ fn head(unique: u64, operation: Operation) -> Vec<u8> {
     put(8, &unique.to_ne_bytes());
     let mut u32 = |at: usize, number: u32| put(HEADER_BYTES + at, &number.to_ne_bytes());
     match operation {
-        Operation::Read { length, .. } => u32(16, length),
-        Operation::Write { length, flags, cached, .. } => {
+        FuseOperation::Read { length, .. } => u32(16, length),
+        FuseOperation::Write { length, flags, cached, .. } => {
             u32(16, length);
             u32(20, cached.into());
             u32(32, flags);
         }
-        Operation::SetAttributes(changes) => {
+        FuseOperation::SetAttributes(changes) => {
             let has = |is_there: bool, bit| if is_there { bit } else { 0 };
             let (mode, uid, gid) = (changes.mode, changes.uid, changes.gid);
             u32(
@@ -99,21 +99,21 @@ fn head(unique: u64, operation: Operation) -> Vec<u8> {
                 u32(at, number.unwrap_or_default());
             }
         }
-        Operation::Open { flags } => u32(0, flags),
-        Operation::Allocate { mode, .. } => u32(24, mode),
-        Operation::Seek { whence, .. } => u32(16, whence),
+        FuseOperation::Open { flags } => u32(0, flags),
+        FuseOperation::Allocate { mode, .. } => u32(24, mode),
+        FuseOperation::Seek { whence, .. } => u32(16, whence),
         _ => {}
     }
     let mut u64 = |at: usize, number: u64| put(HEADER_BYTES + at, &number.to_ne_bytes());
     match operation {
-        Operation::Read { offset, .. } | Operation::Write { offset, .. } | Operation::Seek { offset, .. } => {
+        FuseOperation::Read { offset, .. } | FuseOperation::Write { offset, .. } | FuseOperation::Seek { offset, .. } => {
             u64(8, offset);
         }
-        Operation::Allocate { offset, length, .. } => {
+        FuseOperation::Allocate { offset, length, .. } => {
             u64(8, offset);
             u64(16, length);
         }
-        Operation::SetAttributes(changes) => u64(16, changes.size.unwrap_or_default()),
+        FuseOperation::SetAttributes(changes) => u64(16, changes.size.unwrap_or_default()),
         _ => {}
     }
     bytes
@@ -122,23 +122,23 @@ fn head(unique: u64, operation: Operation) -> Vec<u8> {
 #[cfg(test)]
 mod tests {
     use proptest::prelude::*;
-    use reactor::buffer::{Buffer, Segments};
+    use reactor::buffer::{IoBuffer, Segments};
 
     use super::{
-        super::message::{Changes, Request, parse},
+        super::message::{AttributeChanges, FuseRequest, parse},
         *,
     };
 
-    fn back(work: Work) -> (Vec<u8>, Operation) {
-        let bytes = message(&Incoming { unique: 78, kept: 0, work });
-        let Request { unique, operation } = parse(&bytes, bytes.len()).expect("it is one");
+    fn back(work: FuseWork) -> (Vec<u8>, FuseOperation) {
+        let bytes = encode(&FuseIncomingRequest { unique: 78, charged_bytes: 0, work });
+        let FuseRequest { unique, operation } = parse(&bytes, bytes.len()).expect("it is one");
         assert_eq!((unique, split(&bytes)), (78, Some(vec![bytes.clone()])));
         (bytes, operation)
     }
 
     proptest! {
         #[test]
-        fn what_is_asked_for_is_asked_for_again(
+        fn an_encoded_request_is_parsed_as_before(
             offset: u64,
             number: u64,
             small: u32,
@@ -147,17 +147,17 @@ mod tests {
         ) {
             let [mode, uid, gid] = changes;
             for operation in [
-                Operation::SetAttributes(Changes { size, mode, uid, gid }),
-                Operation::Open { flags: small },
-                Operation::GetAttributes,
-                Operation::Sync,
-                Operation::Allocate { offset, length: number, mode: small },
-                Operation::Seek { offset, whence: small },
+                FuseOperation::SetAttributes(AttributeChanges { size, mode, uid, gid }),
+                FuseOperation::Open { flags: small },
+                FuseOperation::GetAttributes,
+                FuseOperation::Sync,
+                FuseOperation::Allocate { offset, length: number, mode: small },
+                FuseOperation::Seek { offset, whence: small },
             ] {
-                prop_assert_eq!(back(Work::Other(operation)).1, operation);
+                prop_assert_eq!(back(FuseWork::Other(operation)).1, operation);
             }
             let length = small as usize;
-            prop_assert_eq!(back(Work::Read { offset, length }).1, Operation::Read { offset, length: small });
+            prop_assert_eq!(back(FuseWork::Read { offset, length }).1, FuseOperation::Read { offset, length: small });
         }
 
         #[test]
@@ -170,13 +170,13 @@ mod tests {
 
     #[test]
     fn writes_keep_their_data_their_place_and_whether_they_append() {
-        let data = || Segments::from(Buffer::copy_of(b"weir"));
+        let data = || Segments::from(IoBuffer::copy_of(b"weir"));
         let durability = Durability::Synchronous;
-        let (bytes, operation) = back(Work::Write { offset: 4096, data: data(), durability });
+        let (bytes, operation) = back(FuseWork::Write { offset: 4096, data: data(), durability });
         assert!(bytes.ends_with(b"weir"));
         assert_eq!(operation, write(4096, 4, libc::O_DSYNC as u32, true));
         let durability = Durability::Cached;
-        let extend = |offset, may_grow| Work::Extend { offset, data: data(), durability, may_grow };
+        let extend = |offset, may_grow| FuseWork::Extend { offset, data: data(), durability, may_grow };
         assert_eq!(back(extend(Some(9), true)).1, write(9, 4, 0, false));
         assert_eq!(back(extend(Some(9), false)).1, write(9, 4, 0, true));
         for may_grow in [true, false] {

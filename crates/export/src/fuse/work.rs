@@ -3,22 +3,22 @@
 //! Only data, and the rules of merging: `queue.rs` receives requests, `execute.rs` executes them,
 //! `told.rs` encodes them for another process.
 
-use policy::merge::{Candidate, Operation as Merging};
+use policy::merge::{MergeCandidate, MergeOperation as Merging};
 use reactor::buffer::Segments;
 use storage::Durability;
 
-use super::message::Operation;
+use super::message::FuseOperation;
 use crate::intake::Mergeable;
 
 /// A request that needs I/O.
-pub(super) struct Incoming {
+pub(super) struct FuseIncomingRequest {
     pub(super) unique: u64,
     /// Bytes of the disk's memory that are charged to it.
-    pub(super) kept: usize,
-    pub(super) work: Work,
+    pub(super) charged_bytes: usize,
+    pub(super) work: FuseWork,
 }
 
-pub(super) enum Work {
+pub(super) enum FuseWork {
     /// Inside the disk, not empty.
     Read { offset: u64, length: usize },
     /// Inside the disk, not empty.
@@ -26,10 +26,10 @@ pub(super) enum Work {
     /// Write from `offset`, or from the end of the disk, that extends past the end.
     Extend { offset: Option<u64>, data: Segments, durability: Durability, may_grow: bool },
     /// Any request that moves no data to or from the client.
-    Other(Operation),
+    Other(FuseOperation),
 }
 
-impl Work {
+impl FuseWork {
     /// Length of the data that the request carries.
     pub(super) fn data_bytes(&self) -> u64 {
         match self {
@@ -39,21 +39,21 @@ impl Work {
     }
 }
 
-impl Mergeable for Incoming {
-    fn candidate(&self) -> Candidate {
+impl Mergeable for FuseIncomingRequest {
+    fn candidate(&self) -> MergeCandidate {
         match &self.work {
-            Work::Read { offset, length } => {
-                Candidate { operation: Merging::Read, offset: *offset, length: *length as u64, key: 0 }
+            FuseWork::Read { offset, length } => {
+                MergeCandidate { operation: Merging::Read, offset: *offset, length: *length as u64, key: 0 }
             }
-            Work::Write { offset, data, durability } => Candidate {
+            FuseWork::Write { offset, data, durability } => MergeCandidate {
                 operation: Merging::Write,
                 offset: *offset,
                 length: data.len() as u64,
                 // Writes of different durability are not merged.
                 key: u32::from(*durability == Durability::Synchronous),
             },
-            Work::Extend { .. } | Work::Other(_) => {
-                Candidate { operation: Merging::Barrier, offset: 0, length: 0, key: 0 }
+            FuseWork::Extend { .. } | FuseWork::Other(_) => {
+                MergeCandidate { operation: Merging::Barrier, offset: 0, length: 0, key: 0 }
             }
         }
     }

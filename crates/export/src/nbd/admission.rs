@@ -21,15 +21,15 @@ use std::{
 };
 
 use nix::sys::socket::{SockaddrStorage, getpeername};
-use policy::access::{Access, Client, origin};
-use reactor::seldom::Seldom;
+use policy::access::{AccessRules, ClientIdentity, connection_origin};
+use reactor::seldom::LogRateLimit;
 
 use super::wire;
 
 /// Number of rejected clients since the server's start, by reason.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Refused {
+pub struct RejectedClientCounts {
     /// By their network address.
     pub networks: u64,
     /// By the limit on connections of one address.
@@ -41,7 +41,7 @@ pub struct Refused {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Why {
+enum RejectionReason {
     Network,
     Connections,
     Name,
@@ -49,61 +49,61 @@ enum Why {
 }
 
 #[derive(Debug)]
-pub(super) struct Admission {
-    access: Access,
+pub(super) struct NbdAccessControl {
+    access: AccessRules,
     /// Largest number of connections of one address.
-    most_of_one: usize,
-    guests: Mutex<HashMap<IpAddr, usize>>,
+    max_per_address: usize,
+    connections_by_origin: Mutex<HashMap<IpAddr, usize>>,
     counts: [AtomicU64; 4],
-    lines: Seldom,
+    log_limit: LogRateLimit,
 }
 
-impl Admission {
+impl NbdAccessControl {
     /// Creates the access control of a server with at most `most_of_one` connections per address.
-    pub(super) fn new(access: Access, most_of_one: usize) -> Self {
+    pub(super) fn new(access: AccessRules, most_of_one: usize) -> Self {
         Self {
             access,
-            most_of_one,
-            guests: Mutex::default(),
+            max_per_address: most_of_one,
+            connections_by_origin: Mutex::default(),
             counts: Default::default(),
-            lines: Seldom::default(),
+            log_limit: LogRateLimit::default(),
         }
     }
 
     /// True if a client from this address may begin a handshake. An admitted client is counted
     /// until [`Admission::leave`].
     pub(super) fn admit(&self, address: Option<IpAddr>) -> bool {
-        if !self.access.networks.admits(address) {
-            self.refuse(Why::Network, &Client { address, name: None }, None);
+        if !self.access.networks.allows(address) {
+            self.reject(RejectionReason::Network, &ClientIdentity { address, name: None }, None);
             return false;
         }
         // Unix sockets have no address, so the bound per address does not apply to them. Networks
         // first: a client of a forbidden network must not use up the connections of its address.
         let Some(address) = address else { return true };
         let admitted = {
-            let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut guests = self.connections_by_origin.lock().unwrap_or_else(PoisonError::into_inner);
             // `origin` maps addresses of one site (an IPv6 prefix) to one key.
-            let taken = guests.entry(origin(address)).or_default();
-            let has_room = *taken < self.most_of_one;
+            let taken = guests.entry(connection_origin(address)).or_default();
+            let has_room = *taken < self.max_per_address;
             *taken += usize::from(has_room);
             has_room
         };
         if !admitted {
-            self.refuse(Why::Connections, &Client { address: Some(address), name: None }, None);
+            self.reject(RejectionReason::Connections, &ClientIdentity { address: Some(address), name: None }, None);
         }
         admitted
     }
 
     /// Counts a client that another process admitted, until [`Admission::leave`]. The access rules
     /// are not checked again.
-    pub(super) fn count(&self, address: IpAddr) {
-        let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
-        *guests.entry(origin(address)).or_default() += 1;
+    pub(super) fn count_transferred(&self, address: IpAddr) {
+        let mut guests = self.connections_by_origin.lock().unwrap_or_else(PoisonError::into_inner);
+        *guests.entry(connection_origin(address)).or_default() += 1;
     }
 
-    pub(super) fn leave(&self, address: IpAddr) {
-        let mut guests = self.guests.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Entry::Occupied(mut taken) = guests.entry(origin(address)) {
+    pub(super) fn release(&self, address: IpAddr) {
+        let mut guests = self.connections_by_origin.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Entry::Occupied(mut taken) = guests.entry(connection_origin(address)) {
             *taken.get_mut() -= 1;
             // Removed at zero, so that the map is bounded by the number of connections, not of
             // addresses seen.
@@ -114,46 +114,46 @@ impl Admission {
     }
 
     /// True if the rules allow the name that TLS has proved.
-    pub(super) fn admits_name(&self, client: &Client) -> bool {
-        let admitted = self.access.admits_name(client.name.as_deref());
+    pub(super) fn admits_name(&self, client: &ClientIdentity) -> bool {
+        let admitted = self.access.allows_name(client.name.as_deref());
         if !admitted {
-            self.refuse(Why::Name, client, None);
+            self.reject(RejectionReason::Name, client, None);
         }
         admitted
     }
 
     /// True if the client may use an export with these access rules.
-    pub(super) fn admits_to(&self, access: &Access, client: &Client) -> bool {
-        self.access.admits_name(client.name.as_deref()) && access.admits(client)
+    pub(super) fn admits_to_export(&self, access: &AccessRules, client: &ClientIdentity) -> bool {
+        self.access.allows_name(client.name.as_deref()) && access.allows(client)
     }
 
     /// Counts a request for an export that the client may not use.
-    pub(super) fn refuse_export(&self, client: &Client, export: &str) {
-        self.refuse(Why::Export, client, Some(export));
+    pub(super) fn reject_export(&self, client: &ClientIdentity, export: &str) {
+        self.reject(RejectionReason::Export, client, Some(export));
     }
 
-    pub(super) fn refused(&self) -> Refused {
+    pub(super) fn rejected_counts(&self) -> RejectedClientCounts {
         let [networks, connections, names, exports] = self.counts.each_ref().map(|count| count.load(Relaxed));
-        Refused { networks, connections, names, exports }
+        RejectedClientCounts { networks, connections, names, exports }
     }
 
     /// Adds the counters of the old process after an upgrade.
-    pub(super) fn count_on(&self, refused: Refused) {
-        let Refused { networks, connections, names, exports } = refused;
+    pub(super) fn add_counts(&self, refused: RejectedClientCounts) {
+        let RejectedClientCounts { networks, connections, names, exports } = refused;
         for (count, more) in self.counts.iter().zip([networks, connections, names, exports]) {
             count.fetch_add(more, Relaxed);
         }
     }
 
-    fn refuse(&self, why: Why, client: &Client, export: Option<&str>) {
+    fn reject(&self, why: RejectionReason, client: &ClientIdentity, export: Option<&str>) {
         // Every rejection is counted, but only one a second is logged: a client could fill the log.
         self.counts[why as usize].fetch_add(1, Relaxed);
-        if let Some(left_out) = self.lines.line(reactor::recently()) {
+        if let Some(left_out) = self.log_limit.try_log(reactor::coarse_now()) {
             let reason = match why {
-                Why::Network => "networks that may not connect",
-                Why::Connections => "as many connections of its address as there may be",
-                Why::Name => "tls-authz does not have its name",
-                Why::Export => "the export is not for it",
+                RejectionReason::Network => "networks that may not connect",
+                RejectionReason::Connections => "as many connections of its address as there may be",
+                RejectionReason::Name => "tls-authz does not have its name",
+                RejectionReason::Export => "the export is not for it",
             };
             tracing::info!(
                 address = client.address.map(|address| address.to_canonical().to_string()),
@@ -168,7 +168,7 @@ impl Admission {
 }
 
 /// Address of a socket's peer; `None` for a Unix socket.
-pub(super) fn address_of(socket: impl AsFd) -> Option<IpAddr> {
+pub(super) fn peer_address(socket: impl AsFd) -> Option<IpAddr> {
     let peer = getpeername::<SockaddrStorage>(socket.as_fd().as_raw_fd()).ok()?;
     let v4 = || peer.as_sockaddr_in().map(|peer| peer.ip().into());
     let v6 = || peer.as_sockaddr_in6().map(|peer| peer.ip().into());

@@ -126,7 +126,7 @@ pub struct ExportInfo {
 
 /// The exports of a server. A number refers to one export for the life of the server; after the
 /// export is removed, the number yields `None`, never another export.
-pub trait Exports {
+pub trait ExportCatalog {
     /// Number of the export with this name; the empty name means the default export.
     fn find(&self, name: &str) -> Option<usize>;
 
@@ -159,7 +159,7 @@ impl ExportTable {
     }
 }
 
-impl Exports for ExportTable {
+impl ExportCatalog for ExportTable {
     fn find(&self, name: &str) -> Option<usize> {
         if name.is_empty() { self.default } else { self.by_name.get(name).copied() }
     }

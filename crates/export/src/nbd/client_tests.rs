@@ -2,20 +2,20 @@
 
 use std::{cell::RefCell, rc::Rc, sync::Arc};
 
-use policy::{access::Access, time::Duration};
+use policy::{access::AccessRules, time::Duration};
 
 use super::{
-    client::{Client, GONE, NotConnected, Wanted, shake_hands},
-    live::Export,
+    client::{NbdClient, CONNECTION_LOST, NbdConnectError, HandshakeOptions, shake_hands},
+    live::NbdServerExport,
     pipe::Pipe,
     proto::{self, info, opt, rep, reply_flag, reply_type},
-    server::{Server, Terms},
+    server::{NbdServer, NbdServerTerms},
     stop::StopSignal,
-    stream::Stream,
+    stream::NbdStream,
 };
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use image::{Image, Raw};
-use reactor::{buffer::Buffer, error::Error, now, sim, sleep_until, spawn, spawn_joinable, timeout};
+use image::{Image, RawImage};
+use reactor::{buffer::IoBuffer, error::Error, now, sim, sleep_until, spawn, spawn_joinable, timeout};
 use storage::Storage;
 
 const SIZE: u64 = 100_000;
@@ -23,23 +23,23 @@ const SIZE: u64 = 100_000;
 /// Starts a server with a disk of [`SIZE`] bytes; returns the client's end of the connection.
 fn serve(read_only: bool) -> Pipe {
     let storage = Storage::memory(SIZE);
-    let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), DiskSettings::default(), None).unwrap();
+    let disk = Disk::new("disk", Image::Raw(RawImage::new(storage)), DiskSettings::default(), None).unwrap();
     let (name, disk) = ("disk".into(), Arc::new(disk));
-    let server = Server::new(None, Terms::default());
+    let server = NbdServer::new(None, NbdServerTerms::default());
     server
-        .add(Export {
+        .add(NbdServerExport {
             name,
             description: "".into(),
             disk,
             read_only,
             bitmaps: Arc::default(),
-            access: Access::default(),
+            access: AccessRules::default(),
         })
         .expect("the first of its name");
     let (ours, theirs) = Pipe::pair();
     spawn(async move {
         let stop = Arc::<StopSignal>::default();
-        if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(theirs.clone()), &stop, 0).await
+        if let Ok(Some((connection, inbox))) = server.open(NbdStream::Simulated(theirs.clone()), &stop, 0).await
         {
             let _ = connection.serve(inbox).await;
         }
@@ -48,10 +48,10 @@ fn serve(read_only: bool) -> Pipe {
     ours
 }
 
-async fn client_of(pipe: Pipe, export: &str) -> Result<Client, NotConnected> {
-    let wanted = Wanted { export: export.to_owned(), ..Wanted::default() };
-    let hands = shake_hands(Stream::Simulated(pipe), &wanted);
-    timeout(Duration::from_secs(5), hands).await.expect("the handshake ends").map(Client::start)
+async fn client_of(pipe: Pipe, export: &str) -> Result<NbdClient, NbdConnectError> {
+    let wanted = HandshakeOptions { export: export.to_owned(), ..HandshakeOptions::default() };
+    let hands = shake_hands(NbdStream::Simulated(pipe), &wanted);
+    timeout(Duration::from_secs(5), hands).await.expect("the handshake ends").map(NbdClient::start)
 }
 
 #[test]
@@ -59,7 +59,7 @@ fn what_was_written_is_read_whatever_else_is_in_flight() {
     for seed in 0..20 {
         sim::run(seed, async move {
             let client = Rc::new(client_of(serve(false), "disk").await.unwrap());
-            assert_eq!(client.about().size_bytes, SIZE);
+            assert_eq!(client.export().size_bytes, SIZE);
             let known = Rc::new(RefCell::new(vec![0; SIZE as usize]));
             let tasks = (0..5_usize).map(|task| {
                 let (client, known) = (Rc::clone(&client), Rc::clone(&known));
@@ -70,7 +70,7 @@ fn what_was_written_is_read_whatever_else_is_in_flight() {
                             (at, random.usize(1..10_000), random.u8(..), random.bool())
                         });
                         if write {
-                            let data = Buffer::copy_of(&vec![byte; length]);
+                            let data = IoBuffer::copy_of(&vec![byte; length]);
                             client.write(at as u64, data.into(), false).await.unwrap();
                             known.borrow_mut()[at..at + length].fill(byte);
                         } else {
@@ -92,7 +92,7 @@ fn what_was_written_is_read_whatever_else_is_in_flight() {
 }
 
 #[test]
-fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
+fn a_dropped_request_does_not_affect_others() {
     sim::run(1, async {
         let client = client_of(serve(false), "disk").await.unwrap();
         for _ in 0..10 {
@@ -114,27 +114,27 @@ fn a_request_that_nobody_waits_for_any_more_harms_no_other() {
 fn a_read_only_export_is_not_even_asked() {
     sim::run(1, async {
         let client = client_of(serve(true), "disk").await.unwrap();
-        let written = client.write(0, Buffer::zeroed(512).into(), false).await;
+        let written = client.write(0, IoBuffer::zeroed(512).into(), false).await;
         assert_eq!(written, Err(Error::NOT_PERMITTED));
     });
 }
 
 #[test]
-fn an_export_that_is_not_there_is_named() {
+fn a_missing_export_is_named() {
     let refused = sim::run(1, async { client_of(serve(false), "vm1").await.unwrap_err().to_string() });
     assert!(refused.starts_with("refused export \"vm1\": no export of this name"), "{refused}");
 }
 
 #[test]
-fn a_server_of_weir_tells_everything_that_it_can() {
+fn a_weir_server_reports_all_its_features() {
     sim::run(1, async {
-        let wanted = Wanted { export: "disk".to_owned(), allocation: true, ..Wanted::default() };
-        let hands = shake_hands(Stream::Simulated(serve(false)), &wanted);
-        let client = Client::start(hands.await.unwrap());
-        let about = client.about();
-        assert!(about.can_flush() && about.can_force() && about.can_zero() && about.can_trim());
-        assert!(about.tells_allocation() && about.has_common_flushes());
-        client.write(8192, Buffer::copy_of(&[7; 4096]).into(), true).await.unwrap();
+        let wanted = HandshakeOptions { export: "disk".to_owned(), allocation: true, ..HandshakeOptions::default() };
+        let hands = shake_hands(NbdStream::Simulated(serve(false)), &wanted);
+        let client = NbdClient::start(hands.await.unwrap());
+        let about = client.export();
+        assert!(about.can_flush() && about.can_fua() && about.can_zero() && about.can_trim());
+        assert!(about.has_allocation() && about.can_multi_conn());
+        client.write(8192, IoBuffer::copy_of(&[7; 4096]).into(), true).await.unwrap();
         let extents = client.extents(0, 90_000).await.unwrap();
         assert!(extents.len() >= 2, "{extents:?}");
         client.write_zeroes(8192, 4096, proto::cmd_flag::NO_HOLE).await.unwrap();
@@ -144,14 +144,14 @@ fn a_server_of_weir_tells_everything_that_it_can() {
 }
 
 #[test]
-fn a_conversation_goes_on_where_it_was_left() {
+fn a_retired_connection_is_resumed() {
     for seed in 0..50 {
         sim::run(seed, async {
             let mut client = client_of(serve(false), "disk").await.unwrap();
             for round in 0..5_u8 {
-                client.write(0, Buffer::copy_of(&[round; 700]).into(), false).await.unwrap();
+                client.write(0, IoBuffer::copy_of(&[round; 700]).into(), false).await.unwrap();
                 let left = client.retire().await.expect("nothing is in flight");
-                client = Client::start(left);
+                client = NbdClient::start(left);
                 assert!(client.read(0, 700).await.unwrap().iter().all(|&byte| byte == round));
             }
         });
@@ -165,14 +165,14 @@ fn scripted(script: Vec<u8>) -> Pipe {
     spawn(async move {
         // Receives whatever the client sends, because the client would block otherwise.
         loop {
-            let (result, _) = theirs.receive(Buffer::new(4096), 0).await;
+            let (result, _) = theirs.receive(IoBuffer::new(4096), 0).await;
             if !matches!(result, Ok(1..)) {
                 break;
             }
         }
     });
     spawn(async move {
-        if end.send(Buffer::copy_of(&script).into()).await.is_ok() {
+        if end.send(IoBuffer::copy_of(&script).into()).await.is_ok() {
             // A script cannot see requests, so it leaves time for them before the end of the
             // stream.
             sleep_until(now() + Duration::from_secs(1)).await;
@@ -257,7 +257,7 @@ fn announced(kind: u16, length: u32) -> Vec<u8> {
 }
 
 /// Result of one read of 100 bytes at 1000, with cookie 0, and the connection's fault.
-fn read_from(structured: bool, replies: &[Vec<u8>]) -> (Result<Buffer, Error>, Option<String>) {
+fn read_from(structured: bool, replies: &[Vec<u8>]) -> (Result<IoBuffer, Error>, Option<String>) {
     let script = [welcome(structured), replies.concat()].concat();
     sim::run(1, async move {
         let client = client_of(scripted(script), "disk").await.unwrap();
@@ -314,14 +314,14 @@ fn a_server_that_breaks_the_rules_or_goes_ends_everything_in_flight() {
         (true, vec![announced(reply_type::BLOCK_STATUS, 12)], "extents in a reply"),
     ] {
         let (read, fault) = read_from(structured, &replies);
-        assert_eq!(read.unwrap_err(), GONE, "{why}");
+        assert_eq!(read.unwrap_err(), CONNECTION_LOST, "{why}");
         let fault = fault.expect(why);
         assert!(fault.contains(why), "{fault}, not {why}");
     }
 }
 
 #[test]
-fn whatever_a_server_says_everything_ends() {
+fn every_request_ends_whatever_the_server_sends() {
     let mut ends = [0, 0];
     for seed in 0..1000 {
         let read = sim::run(seed, async move {

@@ -25,57 +25,57 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
-    holding::Holding,
-    inbox::Inbox,
-    incoming::{Incoming, bytes_in_flight},
-    outbox::{Message, Outbox},
-    reply::Replier,
-    request::{self, Breach, Command, Parsed, Refused},
-    rest::{Rest, Rested, Stage},
-    session::{Session, Tag},
+    holding::ClientTransfers,
+    inbox::ReceiveBuffer,
+    incoming::{NbdIncomingRequest, bytes_in_flight},
+    outbox::{ReplyBatch, NbdOutbox},
+    reply::NbdReplyEncoder,
+    request::{self, ProtocolViolation, NbdCommand, Parsed, RejectedRequest},
+    rest::{ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
+    session::{NbdSession, RequestTag},
     stop::StopSignal,
-    stream::Stream,
+    stream::NbdStream,
 };
 use crate::{
-    intake::{Intake, Joined},
-    race::{First, first},
+    intake::{MergeBatch, MergedRequest},
+    race::{FirstReady, first},
 };
-use block::disk::{Disk, Patience};
+use block::disk::{Disk, CancelToken};
 use image::qcow2::bitmap::BitmapView;
 use reactor::{
-    buffer::{Buffer, Segments},
-    memory::{Account, MemoryFlow},
+    buffer::{IoBuffer, Segments},
+    memory::{MemoryAccount, FairQueueFlow},
 };
 
-const FAREWELL: Duration = Duration::from_secs(1);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 /// Interval of checking a client that has reached its bound in flight: a stopped disk may hold all
 /// of its requests.
-const LOOK: Duration = Duration::from_secs(1);
+const CHECK_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Longest piece of a message that is sent at once, in bytes. Messages of usual clients are
 /// shorter.
 const PART_BYTES: usize = 4 << 20;
 
 /// Interval of interrupting a connection that has to quiesce.
-const AGAIN: Duration = Duration::from_millis(1);
+const INTERRUPT_INTERVAL: Duration = Duration::from_millis(1);
 
 /// Failure that ended a connection before the client disconnected.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum Broken {
+pub(super) enum NbdConnectionError {
     #[error(transparent)]
-    Protocol(#[from] Breach),
+    Protocol(#[from] ProtocolViolation),
     #[error(transparent)]
     Stream(#[from] io::Error),
 }
 
-pub(super) struct Connection {
-    stream: Stream,
+pub(super) struct NbdConnection {
+    stream: NbdStream,
     pub(super) disk: Arc<Disk>,
     /// Bitmaps by the index of their context.
     pub(super) bitmaps: Arc<[BitmapView]>,
-    pub(super) session: Session,
-    pub(super) replier: Replier,
-    pub(super) outbox: Outbox,
+    pub(super) session: NbdSession,
+    pub(super) replier: NbdReplyEncoder,
+    pub(super) outbox: NbdOutbox,
     /// Set by the server, from another thread.
     stop: Arc<StopSignal>,
     /// Sending failed: the client has disconnected.
@@ -86,72 +86,72 @@ pub(super) struct Connection {
     pub(super) abandoned: Cell<bool>,
     pub(super) abandonment: Event,
     /// Quiesce state of the server (`Rest`), and the number of this connection in it.
-    rest: Option<(Arc<Rest>, u64)>,
+    rest: Option<(Arc<ConnectionQuiesce>, u64)>,
     /// The connection is quiescing: no request is started.
     pub(super) resting: Cell<bool>,
     /// Requests that were parsed but not started when the connection quiesced.
-    put_back: RefCell<Vec<Incoming>>,
+    put_back: RefCell<Vec<NbdIncomingRequest>>,
     sending: Cell<bool>,
     /// The reader may be in a receive.
     receiving: Cell<bool>,
     /// Progress of transfers, for the memory budget.
-    holding: Arc<Holding>,
+    holding: Arc<ClientTransfers>,
     /// Share of the disk's memory while requests wait for it.
-    flow: MemoryFlow,
+    flow: FairQueueFlow,
     /// Cancel token of the connection's requests at the disk. Cancelled when the client has
     /// disconnected or the server ends the connection, so that a stopped disk does not hold them.
-    pub(super) patience: Arc<Patience>,
+    pub(super) patience: Arc<CancelToken>,
 }
 
 /// Memory of a request that is being received; returned on drop.
-struct Taken<'a> {
-    memory: &'a Account,
+struct ReceivingMemory<'a> {
+    memory: &'a MemoryAccount,
     bytes: usize,
 }
 
-impl Taken<'_> {
+impl ReceivingMemory<'_> {
     /// Leaves the memory charged: the request is in flight, and [`Connection::ended`] returns it.
     fn keep(mut self) {
         self.bytes = 0;
     }
 }
 
-impl Drop for Taken<'_> {
+impl Drop for ReceivingMemory<'_> {
     fn drop(&mut self) {
         if self.bytes > 0 {
-            self.memory.give_back(self.bytes as u64);
+            self.memory.release(self.bytes as u64);
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum End {
+pub(super) enum NbdConnectionEnd {
     /// The client sent DISC, or the server ends the connection; the last replies are still sent.
     Orderly,
     /// The client closed the stream without DISC ("hard disconnect").
-    Vanished,
+    HardDisconnect,
     /// Not an end: the connection quiesced.
-    Resting,
+    Quiesced,
 }
 
-impl Connection {
+impl NbdConnection {
     pub(super) fn new(
-        stream: Stream,
+        stream: NbdStream,
         disk: Arc<Disk>,
         bitmaps: Arc<[BitmapView]>,
-        session: Session,
+        session: NbdSession,
         stop: Arc<StopSignal>,
     ) -> Rc<Self> {
-        let holding = Holding::with(&stream, &disk);
+        let holding = ClientTransfers::with(&stream, &disk);
         Rc::new(Self {
             stream,
             holding,
-            flow: MemoryFlow::default(),
+            flow: FairQueueFlow::default(),
             disk,
             bitmaps,
             session,
-            replier: Replier::new(&session),
-            outbox: Outbox::default(),
+            replier: NbdReplyEncoder::new(&session),
+            outbox: NbdOutbox::default(),
             stop,
             broken: Cell::new(false),
             finished: Cell::new(false),
@@ -167,58 +167,58 @@ impl Connection {
     }
 
     /// Registers the connection with a server that may quiesce it.
-    pub(super) fn of_server(self: Rc<Self>, rest: &Arc<Rest>, number: u64) -> Rc<Self> {
+    pub(super) fn with_quiesce(self: Rc<Self>, rest: &Arc<ConnectionQuiesce>, number: u64) -> Rc<Self> {
         let this = Rc::into_inner(self).expect("made for this");
         Rc::new(Self { rest: Some((Arc::clone(rest), number)), ..this })
     }
 
     /// Progress of transfers, for other threads.
-    pub(super) fn holding(&self) -> &Arc<Holding> {
+    pub(super) fn holding(&self) -> &Arc<ClientTransfers> {
         &self.holding
     }
 
     /// Serves the client until it disconnects, breaks the protocol, or `stop` is raised and its
     /// receive has ended. `inbox` has the bytes that arrived behind the handshake.
-    pub(super) async fn serve(self: Rc<Self>, mut inbox: Inbox) -> Result<End, Broken> {
+    pub(super) async fn serve(self: Rc<Self>, mut inbox: ReceiveBuffer) -> Result<NbdConnectionEnd, NbdConnectionError> {
         let writer = reactor::spawn_joinable(Rc::clone(&self).send_replies());
-        let attention = reactor::spawn_joinable(Rc::clone(&self).attend());
-        let mut intake = Intake::default();
+        let attention = reactor::spawn_joinable(Rc::clone(&self).watch_quiesce());
+        let mut intake = MergeBatch::default();
         // From here on the receive size adapts to the client, and a larger buffer is charged.
-        inbox.await_requests(self.disk.memory().budget());
+        inbox.adapt_to_requests(self.disk.memory().budget());
         let outcome = loop {
             let outcome = self.receive_requests(&mut inbox, &mut intake).await;
             // Parsed requests are started however receiving ended: each was accepted and needs a
             // reply.
             self.start(&mut intake).await;
-            if !matches!(outcome, Ok(End::Resting)) || !self.rest(&mut inbox).await {
+            if !matches!(outcome, Ok(NbdConnectionEnd::Quiesced)) || !self.quiesce_until_resumed(&mut inbox).await {
                 break outcome;
             }
         };
         // Cancelled before the last replies are sent, which a quiesce must not interrupt.
         attention.cancel().await;
         if self.stop.is_raised() {
-            self.patience.lose();
+            self.patience.cancel();
         }
         let watch = match outcome {
-            Ok(End::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch())),
-            Ok(End::Vanished) | Err(_) => {
+            Ok(NbdConnectionEnd::Orderly) => Some(reactor::spawn_joinable(Rc::clone(&self).watch_disconnect())),
+            Ok(NbdConnectionEnd::HardDisconnect) | Err(_) => {
                 self.abandon();
                 None
             }
             // The new process continues the connection, unless it uses TLS, whose state cannot
             // move.
-            Ok(End::Resting) => None,
+            Ok(NbdConnectionEnd::Quiesced) => None,
         };
         // Replies in flight are sent even after DISC: "Terminating the transmission phase".
         while !self.outbox.is_idle() {
             self.outbox.room.wait().await;
         }
         self.finished.set(true);
-        self.outbox.news.raise();
+        self.outbox.changed.raise();
         writer.await;
-        if !matches!(outcome, Ok(End::Resting)) || self.stream.is_tls() {
+        if !matches!(outcome, Ok(NbdConnectionEnd::Quiesced)) || self.stream.is_tls() {
             // Bounded, so that a client that does not read cannot occupy its place.
-            let _ = reactor::timeout(FAREWELL, self.stream.finish()).await;
+            let _ = reactor::timeout(FINISH_TIMEOUT, self.stream.finish()).await;
             self.stream.close();
         }
         if let Some(watch) = watch {
@@ -228,13 +228,13 @@ impl Connection {
     }
 
     /// Detects that a client which sent DISC closes its socket before its last replies are sent.
-    async fn watch(self: Rc<Self>) {
+    async fn watch_disconnect(self: Rc<Self>) {
         // A stopping server has shut down receiving itself, so the end of the stream says nothing
         // about the client.
         if self.stop.is_raised() {
             return;
         }
-        let mut buffer = Buffer::new(1);
+        let mut buffer = IoBuffer::new(1);
         loop {
             let (result, back) = self.stream.receive(buffer, 0).await;
             buffer = back;
@@ -250,30 +250,30 @@ impl Connection {
     fn abandon(&self) {
         self.abandoned.set(true);
         self.abandonment.notify(usize::MAX);
-        self.patience.lose();
+        self.patience.cancel();
     }
 
     async fn receive_requests(
         self: &Rc<Self>,
-        inbox: &mut Inbox,
-        intake: &mut Intake<Incoming>,
-    ) -> Result<End, Broken> {
+        inbox: &mut ReceiveBuffer,
+        intake: &mut MergeBatch<NbdIncomingRequest>,
+    ) -> Result<NbdConnectionEnd, NbdConnectionError> {
         match self.receive_until_rest(inbox, intake).await {
-            Err(Broken::Stream(error)) if self.is_interruption(&error) => Ok(End::Resting),
+            Err(NbdConnectionError::Stream(error)) if self.is_interruption(&error) => Ok(NbdConnectionEnd::Quiesced),
             outcome => outcome,
         }
     }
 
     async fn receive_until_rest(
         self: &Rc<Self>,
-        inbox: &mut Inbox,
-        intake: &mut Intake<Incoming>,
-    ) -> Result<End, Broken> {
+        inbox: &mut ReceiveBuffer,
+        intake: &mut MergeBatch<NbdIncomingRequest>,
+    ) -> Result<NbdConnectionEnd, NbdConnectionError> {
         // The rest of a payload whose receiving was interrupted by an earlier quiesce.
         inbox.skip(0, &self.stream).await?;
         while !self.stop.is_raised() {
             if self.resting.get() {
-                return Ok(End::Resting);
+                return Ok(NbdConnectionEnd::Quiesced);
             }
             let parsed = request::parse(inbox.bytes(), &self.session, self.disk.size_bytes());
             // The header is consumed before its payload is read from the same buffer.
@@ -284,12 +284,12 @@ impl Connection {
                 Parsed::Incomplete => {
                     self.start(intake).await;
                     if !inbox.fill(&self.stream).await? && !self.stop.is_raised() {
-                        return Ok(End::Vanished);
+                        return Ok(NbdConnectionEnd::HardDisconnect);
                     }
                 }
                 Parsed::Close(breach) => return Err(breach.into()),
                 Parsed::Refused(refused) => {
-                    if let Some(nothing) = self.make_room(intake, 0).await {
+                    if let Some(nothing) = self.reserve_memory(intake, 0).await {
                         nothing.keep();
                     }
                     self.start(intake).await;
@@ -298,13 +298,13 @@ impl Connection {
                     // Only if the skip is interrupted is the error sent at once, because the new
                     // process receives the rest without the request.
                     let skipped = inbox.skip(refused.skip as usize, &self.stream).await;
-                    self.refuse(&refused);
+                    self.reject(&refused);
                     skipped?;
                 }
-                Parsed::Request(request::Request { command: Command::Disconnect, .. }) => break,
+                Parsed::Request(request::NbdRequest { command: NbdCommand::Disconnect, .. }) => break,
                 Parsed::Request(request) => {
                     let command = request.command;
-                    let Some(memory) = self.make_room(intake, bytes_in_flight(command)).await else {
+                    let Some(memory) = self.reserve_memory(intake, bytes_in_flight(command)).await else {
                         // The loop continues with the request, or ends because the connection
                         // stops.
                         self.put_back(request.tag, command, None);
@@ -314,7 +314,7 @@ impl Connection {
                         0 => None,
                         // The payload has arrived: it is taken from the receive buffer without
                         // another receive.
-                        length if inbox.holds(length) => Some(inbox.payload(length, &self.stream).await?),
+                        length if inbox.has_payload(length) => Some(inbox.payload(length, &self.stream).await?),
                         length => {
                             // Parsed requests start first: the client may wait for their replies
                             // before it sends the payload.
@@ -331,12 +331,12 @@ impl Connection {
                     memory.keep();
                     // Counted in only after its payload has arrived: an incomplete request has no
                     // reply.
-                    self.outbox.begin(bytes_in_flight(command));
-                    intake.push(Incoming { tag: request.tag, command, data });
+                    self.outbox.count_in(bytes_in_flight(command));
+                    intake.push(NbdIncomingRequest { tag: request.tag, command, data });
                 }
             }
         }
-        Ok(End::Orderly)
+        Ok(NbdConnectionEnd::Orderly)
     }
 
     fn is_interruption(&self, error: &io::Error) -> bool {
@@ -344,11 +344,11 @@ impl Connection {
     }
 
     /// Quiesces the connection whenever the server enters [`Stage::Still`].
-    async fn attend(self: Rc<Self>) {
+    async fn watch_quiesce(self: Rc<Self>) {
         let Some((rest, _)) = &self.rest else { return };
         loop {
-            rest.until(|stage| stage >= Stage::Still).await;
-            let turn = rest.turn();
+            rest.until(|stage| stage >= QuiesceStage::Quiescing).await;
+            let turn = rest.generation();
             self.resting.set(true);
             // Wakes requests that wait for limits; they are put back.
             self.abandonment.notify(usize::MAX);
@@ -359,9 +359,9 @@ impl Connection {
                     self.stream.interrupt();
                 }
                 // Repeated: an interrupt between two receives has no effect.
-                reactor::sleep_until(reactor::now() + AGAIN).await;
+                reactor::sleep_until(reactor::now() + INTERRUPT_INTERVAL).await;
             }
-            if rest.over(turn).await {
+            if rest.until_over(turn).await {
                 return;
             }
         }
@@ -369,7 +369,7 @@ impl Connection {
 
     /// Waits until no request is in flight, publishes the connection's state, and waits for the
     /// server to resume. False if another process has taken the connection over.
-    async fn rest(&self, inbox: &mut Inbox) -> bool {
+    async fn quiesce_until_resumed(&self, inbox: &mut ReceiveBuffer) -> bool {
         let Some((rest, number)) = &self.rest else { return false };
         self.receiving.set(false);
         while !self.outbox.is_idle() {
@@ -377,37 +377,37 @@ impl Connection {
         }
         // Bytes to be transferred: an interrupted payload, then unparsed bytes, or a rest to be
         // skipped.
-        let (unfinished, behind, skip) = inbox.rest();
+        let (unfinished, behind, skip) = inbox.take_rest();
         let mut bytes = Vec::new();
         // A request whose payload was interrupted must be last, directly before the bytes of its
         // payload that follow in the stream; it was put back first.
         let mut put_back = self.put_back.take();
-        let interrupted = put_back.iter().position(Incoming::is_unfinished);
+        let interrupted = put_back.iter().position(NbdIncomingRequest::is_unfinished);
         let last = interrupted.map(|at| put_back.remove(at));
         for request in put_back.into_iter().chain(last) {
             request.write(&self.session, &mut bytes);
         }
         bytes.extend(unfinished);
         bytes.extend(behind);
-        *inbox = Inbox::holding(&bytes, skip);
-        inbox.await_requests(self.disk.memory().budget());
+        *inbox = ReceiveBuffer::with_content(&bytes, skip);
+        inbox.adapt_to_requests(self.disk.memory().budget());
         let (tls, session) = (self.stream.is_tls(), self.session);
         let rested = self.stream.socket().cloned();
-        let rested = rested.map(|socket| Rested { socket, tls, session, bytes, skip: skip as u64 });
-        let is_anothers = rest.lie(*number, rested).await;
+        let rested = rested.map(|socket| QuiescedNbdConnection { socket, tls, session, bytes, skip: skip as u64 });
+        let is_anothers = rest.publish_until_resumed(*number, rested).await;
         self.resting.set(false);
         self.receiving.set(true);
         !is_anothers
     }
 
     /// Keeps a request that was not started for the process that continues the connection.
-    pub(super) fn put_back(&self, tag: Tag, command: Command, data: Option<Buffer>) {
+    pub(super) fn put_back(&self, tag: RequestTag, command: NbdCommand, data: Option<IoBuffer>) {
         if self.resting.get() {
-            self.put_back.borrow_mut().push(Incoming { tag, command, data });
+            self.put_back.borrow_mut().push(NbdIncomingRequest { tag, command, data });
         }
     }
 
-    async fn start(self: &Rc<Self>, intake: &mut Intake<Incoming>) {
+    async fn start(self: &Rc<Self>, intake: &mut MergeBatch<NbdIncomingRequest>) {
         if intake.is_empty() {
             return;
         }
@@ -416,51 +416,51 @@ impl Connection {
             reactor::spawn(Rc::clone(self).run(only));
             return;
         }
-        for joined in intake.take_joined() {
+        for joined in intake.take_merged() {
             self.wait_while_congested().await;
             let this = Rc::clone(self);
             match joined {
-                Joined::One(only) => reactor::spawn(this.run(only)),
-                Joined::Reads(parts) => reactor::spawn(this.read_merged(parts)),
-                Joined::Writes(parts) => reactor::spawn(this.write_merged(parts)),
+                MergedRequest::One(only) => reactor::spawn(this.run(only)),
+                MergedRequest::Reads(parts) => reactor::spawn(this.read_merged(parts)),
+                MergedRequest::Writes(parts) => reactor::spawn(this.write_merged(parts)),
             }
         }
     }
 
     /// Waits until one more request may be in flight and memory is available for it. Starts parsed
     /// requests first. `None` if the connection stops or quiesces before.
-    async fn make_room(self: &Rc<Self>, intake: &mut Intake<Incoming>, bytes: usize) -> Option<Taken<'_>> {
+    async fn reserve_memory(self: &Rc<Self>, intake: &mut MergeBatch<NbdIncomingRequest>, bytes: usize) -> Option<ReceivingMemory<'_>> {
         let memory = self.disk.memory();
         if !self.outbox.has_room(bytes) {
             self.start(intake).await;
             while !self.outbox.has_room(bytes) {
-                let room = reactor::timeout(LOOK, self.outbox.room.wait()).await;
+                let room = reactor::timeout(CHECK_INTERVAL, self.outbox.room.wait()).await;
                 let is_over = || self.stop.is_raised() || self.stream.is_closed_by_peer();
                 if room.is_err() && is_over() {
-                    self.patience.lose();
+                    self.patience.cancel();
                 }
             }
         }
-        if bytes > 0 && !memory.try_take(bytes as u64) {
+        if bytes > 0 && !memory.try_acquire(bytes as u64) {
             self.start(intake).await;
             loop {
                 let interrupted = self.stop.listen();
                 if self.stop.is_raised() || self.resting.get() {
                     return None;
                 }
-                if let First::One(()) = first(memory.take(&self.flow, bytes as u64), interrupted).await {
+                if let FirstReady::One(()) = first(memory.acquire(&self.flow, bytes as u64), interrupted).await {
                     break;
                 }
             }
         }
-        Some(Taken { memory, bytes })
+        Some(ReceivingMemory { memory, bytes })
     }
 
     /// Counts out requests that were answered or dropped; see [`Outbox::sent`].
-    pub(super) fn ended(&self, requests: usize, bytes: usize, length: usize) {
+    pub(super) fn count_out(&self, requests: usize, bytes: usize, length: usize) {
         self.outbox.sent(requests, bytes, length);
         if bytes > 0 {
-            self.disk.memory().give_back(bytes as u64);
+            self.disk.memory().release(bytes as u64);
         }
     }
 
@@ -470,9 +470,9 @@ impl Connection {
         }
     }
 
-    fn refuse(&self, refused: &Refused) {
+    fn reject(&self, refused: &RejectedRequest) {
         tracing::debug!(disk = %self.disk.name(), errno = ?refused.errno, why = refused.why, "request refused");
-        self.outbox.begin(0);
+        self.outbox.count_in(0);
         let mut reply = Vec::new();
         self.replier.error(refused.tag, refused.errno, refused.why, &mut reply);
         self.outbox.push_bytes(&reply, 0);
@@ -482,11 +482,11 @@ impl Connection {
         loop {
             // A failed connection still takes messages and counts them out, so that `is_idle` is
             // reached.
-            let Some(message) = self.outbox.take() else {
+            let Some(message) = self.outbox.take_batch() else {
                 if self.finished.get() {
                     return;
                 }
-                self.outbox.news.wait().await;
+                self.outbox.changed.wait().await;
                 continue;
             };
             // Lets more completions join before the send; the client stays busy with unread
@@ -507,7 +507,7 @@ impl Connection {
                 self.abandon();
             }
             self.sending.set(false);
-            self.ended(message.requests, message.bytes, length);
+            self.count_out(message.requests, message.bytes, length);
         }
     }
 
@@ -528,10 +528,10 @@ impl Connection {
     /// raised 104k IOPS to 159k at 57 % of the CPU time a request; at depth 4 it would halve them.
     /// False while the storage has requests: their completions would wait too (over another NBD
     /// server, that took 8 % of the IOPS).
-    fn is_behind(&self, message: &Message) -> bool {
+    fn is_behind(&self, message: &ReplyBatch) -> bool {
         const REPLIES: usize = 8;
         const OVERHEAD: usize = 256;
         let reply = message.segments.len() / message.requests.max(1);
-        self.outbox.is_all(message) && self.stream.unread_bytes() > REPLIES * (reply + OVERHEAD)
+        self.outbox.covers_all(message) && self.stream.unread_bytes() > REPLIES * (reply + OVERHEAD)
     }
 }

@@ -6,7 +6,7 @@
 use std::{borrow::Cow, sync::Arc};
 
 /// Largest number of bitmaps of an export.
-pub const MOST_BITMAPS: usize = 31;
+pub const MAX_BITMAPS: usize = 31;
 /// Number of contexts before those of bitmaps.
 const OTHERS: u32 = 2;
 
@@ -28,7 +28,7 @@ pub enum MetaContext {
 impl MetaContext {
     /// All contexts of an export with this number of bitmaps.
     pub fn of_export(bitmaps: usize) -> impl Iterator<Item = Self> {
-        (0..OTHERS + bitmaps.min(MOST_BITMAPS) as u32).map(Self::of_bit)
+        (0..OTHERS + bitmaps.min(MAX_BITMAPS) as u32).map(Self::of_bit)
     }
 
     /// Name on the wire: namespace, colon, leaf. `bitmaps` are the export's.
@@ -66,7 +66,7 @@ impl MetaContext {
 
     /// Context with this number.
     pub fn from_id(id: u32) -> Option<Self> {
-        (1..=OTHERS + MOST_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
+        (1..=OTHERS + MAX_BITMAPS as u32).contains(&id).then(|| Self::of_bit(id - 1))
     }
 
     /// True if a query of LIST_META_CONTEXT matches this name: the name itself, its namespace with
@@ -112,7 +112,7 @@ impl MetaContexts {
 
     /// The contexts in ascending order of their numbers.
     pub fn iter(self) -> impl Iterator<Item = MetaContext> {
-        MetaContext::of_export(MOST_BITMAPS).filter(move |&context| self.contains(context))
+        MetaContext::of_export(MAX_BITMAPS).filter(move |&context| self.contains(context))
     }
 }
 

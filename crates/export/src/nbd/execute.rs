@@ -8,19 +8,19 @@ use std::{
     task::Poll,
 };
 
-use policy::{merge::Candidate, request::Direction, throttle::Cost};
+use policy::{merge::MergeCandidate, request::Direction, throttle::RequestCost};
 
 use super::{
-    connection::Connection,
+    connection::NbdConnection,
     context::MetaContext,
     errno::Errno,
-    incoming::Incoming,
+    incoming::NbdIncomingRequest,
     proto, reply,
-    request::{self, Command, StatusQuery},
-    session::Tag,
+    request::{self, NbdCommand, StatusQuery},
+    session::RequestTag,
 };
 use crate::intake::Mergeable as _;
-use block::disk::Pass;
+use block::disk::AdmissionPermit;
 use reactor::{
     buffer::{Segment, Segments},
     error::{Error, Result},
@@ -29,31 +29,31 @@ use storage::{Durability, Extent, ZeroOptions};
 
 /// Largest number of segments of a read for which holes are sent as chunks. With more (clusters of
 /// 512 bytes), chunks would cost more than they save.
-const MOST_CHUNKS: usize = 1024;
+const MAX_CHUNKS: usize = 1024;
 
-impl Connection {
-    pub(super) async fn run(self: Rc<Self>, incoming: Incoming) {
-        let Incoming { tag, command, data } = incoming;
+impl NbdConnection {
+    pub(super) async fn run(self: Rc<Self>, incoming: NbdIncomingRequest) {
+        let NbdIncomingRequest { tag, command, data } = incoming;
         match command {
-            Command::Read { offset, length, dont_fragment } => {
+            NbdCommand::Read { offset, length, dont_fragment } => {
                 self.read(offset, length, dont_fragment, tag).await;
             }
-            Command::Write { offset, fua, .. } => {
+            NbdCommand::Write { offset, fua, .. } => {
                 // The reader starts a WRITE only after its payload has arrived.
                 let data = data.expect("parsed with its payload");
                 let length = data.len();
                 self.write(offset, data.into(), fua, &[(tag, length)]).await;
             }
-            Command::Flush => self.answer(tag, self.disk.flush_for(Some(&self.patience)).await, 0),
-            Command::Trim { offset, length, fua } => {
-                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else {
+            NbdCommand::Flush => self.answer(tag, self.disk.flush_for(Some(&self.patience)).await, 0),
+            NbdCommand::Trim { offset, length, fua } => {
+                let Some(pass) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
                     return self.put_back(tag, command, None);
                 };
                 self.answer(tag, self.disk.discard(pass, offset, length, durability(fua)).await, 0);
             }
-            Command::Cache { offset, length } => self.cache(offset, length, tag).await,
-            Command::WriteZeroes { offset, length, fua, no_hole, fast } => {
-                let Some(pass) = self.admit(Direction::Write, Cost::one(length), 1, 0).await else {
+            NbdCommand::Cache { offset, length } => self.cache(offset, length, tag).await,
+            NbdCommand::WriteZeroes { offset, length, fua, no_hole, fast } => {
+                let Some(pass) = self.admit(Direction::Write, RequestCost::one(length), 1, 0).await else {
                     return self.put_back(tag, command, None);
                 };
                 let options =
@@ -61,27 +61,27 @@ impl Connection {
                 let result = self.disk.write_zeroes(pass, offset, length, options).await;
                 self.answer_zeroes(tag, result, fast);
             }
-            Command::BlockStatus(query) => self.block_status(tag, query, 0).await,
-            Command::BlockStatusPayload { one, .. } => {
+            NbdCommand::BlockStatus(query) => self.block_status(tag, query, 0).await,
+            NbdCommand::BlockStatusPayload { one, .. } => {
                 let data = data.expect("parsed with its payload");
                 let (bytes, size_bytes) = (data.len(), self.disk.size_bytes());
                 match request::status_payload(&data, tag, one, &self.session, size_bytes) {
-                    Ok(Command::BlockStatus(query)) => self.block_status(tag, query, bytes).await,
+                    Ok(NbdCommand::BlockStatus(query)) => self.block_status(tag, query, bytes).await,
                     Ok(_) => self.answer(tag, Ok(()), bytes),
                     Err(refused) => self.fail(tag, refused.errno, refused.why, bytes),
                 }
             }
-            Command::Nothing => self.outbox.push_header(&self.replier.success(tag), 0),
+            NbdCommand::Empty => self.outbox.push_header(&self.replier.success(tag), 0),
             // `receive_until_rest` ends at DISC, so no task is started for it.
-            Command::Disconnect => unreachable!("the reader keeps it"),
+            NbdCommand::Disconnect => unreachable!("the reader keeps it"),
         }
     }
 
-    async fn read(&self, offset: u64, length: u32, whole: bool, tag: Tag) {
+    async fn read(&self, offset: u64, length: u32, whole: bool, tag: RequestTag) {
         let bytes = length as usize;
-        let cost = Cost::one(u64::from(length));
+        let cost = RequestCost::one(u64::from(length));
         let Some(pass) = self.admit(Direction::Read, cost, 1, bytes).await else {
-            return self.put_back(tag, Command::Read { offset, length, dont_fragment: whole }, None);
+            return self.put_back(tag, NbdCommand::Read { offset, length, dont_fragment: whole }, None);
         };
         match self.disk.read(pass, offset, bytes).await {
             Ok(data) => self.answer_read(tag, offset, data, whole),
@@ -92,12 +92,12 @@ impl Connection {
     /// Queues the data of a read. Segments known to be zero are sent as holes, unless the client
     /// set DF or did not negotiate chunks. The data is not scanned and no metadata is looked up:
     /// zeroes that the image does not report are sent as data.
-    fn answer_read(&self, tag: Tag, offset: u64, mut data: Segments, whole: bool) {
+    fn answer_read(&self, tag: RequestTag, offset: u64, mut data: Segments, whole: bool) {
         let bytes = data.len();
         let mut at = offset;
         let parts = data.as_slice();
         if !whole
-            && parts.len() <= MOST_CHUNKS
+            && parts.len() <= MAX_CHUNKS
             && self.session.style.has_chunks()
             && parts.iter().any(Segment::is_known_zero)
         {
@@ -123,14 +123,14 @@ impl Connection {
 
     /// Reads the range into the page cache in parts of 1 MiB. Each part is admitted like a read, so
     /// requests behind a hint for a whole disk do not wait for all of it.
-    async fn cache(&self, offset: u64, length: u64, tag: Tag) {
+    async fn cache(&self, offset: u64, length: u64, tag: RequestTag) {
         const PART: u64 = 1 << 20;
         // A hint may be ignored; without a page cache to fill it succeeds at once.
         let mut rest = if self.disk.can_read_ahead() { offset..offset + length } else { 0..0 };
         while !rest.is_empty() && !self.abandoned.get() {
             let part = PART.min(rest.end - rest.start);
-            let Some(pass) = self.admit(Direction::Read, Cost::one(part), 1, 0).await else {
-                return self.put_back(tag, Command::Cache { offset, length }, None);
+            let Some(pass) = self.admit(Direction::Read, RequestCost::one(part), 1, 0).await else {
+                return self.put_back(tag, NbdCommand::Cache { offset, length }, None);
             };
             self.disk.will_need(pass, rest.start, part).await;
             rest.start += part;
@@ -139,9 +139,9 @@ impl Connection {
     }
 
     /// Executes adjacent reads as one I/O and divides its data among them.
-    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<NbdIncomingRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.candidate().length).collect();
-        let cost = Cost::merged(&lengths);
+        let cost = RequestCost::merged(&lengths);
         let total = cost.bytes() as usize;
         let Some(pass) = self.admit(Direction::Read, cost, parts.len(), total).await else {
             return parts.into_iter().for_each(|part| self.put_back(part.tag, part.command, None));
@@ -149,21 +149,21 @@ impl Connection {
         let result = self.disk.read(pass, parts[0].candidate().offset, total).await;
         let mut rest = match result {
             Ok(data) => data,
-            Err(error) => return self.retry_apart(parts, error).await,
+            Err(error) => return self.retry_separately(parts, error).await,
         };
         for part in parts {
-            let Candidate { offset, length, .. } = part.candidate();
+            let MergeCandidate { offset, length, .. } = part.candidate();
             let tail = rest.split_off(length as usize);
             self.answer_read(part.tag, offset, std::mem::replace(&mut rest, tail), wants_whole(&part));
         }
     }
 
     /// Retries each read on its own, because a failed merged read does not show which part failed.
-    async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
+    async fn retry_separately(&self, parts: Vec<NbdIncomingRequest>, error: Error) {
         tracing::debug!(disk = %self.disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for part in parts {
-            let Candidate { offset, length, .. } = part.candidate();
-            let admitted = self.admit(Direction::Read, Cost::one(length), 1, length as usize).await;
+            let MergeCandidate { offset, length, .. } = part.candidate();
+            let admitted = self.admit(Direction::Read, RequestCost::one(length), 1, length as usize).await;
             let Some(pass) = admitted else {
                 self.put_back(part.tag, part.command, None);
                 continue;
@@ -176,8 +176,8 @@ impl Connection {
     }
 
     /// Executes adjacent writes as one gathered I/O.
-    pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<Incoming>) {
-        let Command::Write { offset, fua, .. } = parts[0].command else {
+    pub(super) async fn write_merged(self: Rc<Self>, parts: Vec<NbdIncomingRequest>) {
+        let NbdCommand::Write { offset, fua, .. } = parts[0].command else {
             unreachable!("planned as writes");
         };
         let mut data = Segments::default();
@@ -192,10 +192,10 @@ impl Connection {
 
     /// Writes `data` for the requests in `answers`, each with the length of its payload. All of
     /// them fail together, because a failed write leaves its range undefined anyway.
-    async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, answers: &[(Tag, usize)]) {
+    async fn write(&self, mut offset: u64, mut data: Segments, fua: bool, answers: &[(RequestTag, usize)]) {
         let cost = match answers {
-            [(_, length)] => Cost::one(*length as u64),
-            _ => Cost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
+            [(_, length)] => RequestCost::one(*length as u64),
+            _ => RequestCost::merged(&answers.iter().map(|&(_, length)| length as u64).collect::<Vec<_>>()),
         };
         let bytes = data.len();
         let Some(pass) = self.admit(Direction::Write, cost, answers.len(), bytes).await else {
@@ -204,7 +204,7 @@ impl Connection {
                 // Cannot truncate: the length was parsed from 32 bits.
                 let length = bytes as u32;
                 let payload = std::mem::replace(&mut data, behind).joined();
-                self.put_back(tag, Command::Write { offset, length, fua }, Some(payload));
+                self.put_back(tag, NbdCommand::Write { offset, length, fua }, Some(payload));
                 offset += bytes as u64;
             }
             return;
@@ -215,11 +215,11 @@ impl Connection {
         }
     }
 
-    async fn block_status(&self, tag: Tag, query: StatusQuery, bytes: usize) {
+    async fn block_status(&self, tag: RequestTag, query: StatusQuery, bytes: usize) {
         // An operation without bytes: metadata reads count against IOPS limits, or status queries
         // would be a way around them.
-        let Some(pass) = self.admit(Direction::Read, Cost::one(0), 1, bytes).await else {
-            return self.put_back(tag, Command::BlockStatus(query), None);
+        let Some(pass) = self.admit(Direction::Read, RequestCost::one(0), 1, bytes).await else {
+            return self.put_back(tag, NbdCommand::BlockStatus(query), None);
         };
         let mut reply = Vec::new();
         let contexts = query.contexts.len();
@@ -240,10 +240,10 @@ impl Connection {
     /// Extents of the queried range in one context.
     async fn status_of(
         &self,
-        pass: &Pass,
+        pass: &AdmissionPermit,
         context: MetaContext,
         query: &StatusQuery,
-    ) -> Result<Vec<reply::Extent>> {
+    ) -> Result<Vec<reply::NbdExtent>> {
         match context {
             MetaContext::BaseAllocation => {
                 let extents = self.disk.block_status(pass, query.offset, query.length).await?;
@@ -254,12 +254,12 @@ impl Connection {
                 };
                 Ok(extents
                     .iter()
-                    .map(|extent| reply::Extent { length: extent.length, flags: flags(extent) })
+                    .map(|extent| reply::NbdExtent { length: extent.length, flags: flags(extent) })
                     .collect())
             }
             MetaContext::AllocationDepth => {
                 let runs = self.disk.allocation_depth(pass, query.offset, query.length).await?;
-                Ok(runs.iter().map(|run| reply::Extent { length: run.length, flags: run.depth }).collect())
+                Ok(runs.iter().map(|run| reply::NbdExtent { length: run.length, flags: run.depth }).collect())
             }
             MetaContext::DirtyBitmap(index) => {
                 // Only contexts of the export can have been selected.
@@ -267,21 +267,21 @@ impl Connection {
                 let runs = bitmap.marked(query.offset, query.length).await?;
                 Ok(runs
                     .iter()
-                    .map(|run| reply::Extent { length: run.length, flags: u32::from(run.dirty) })
+                    .map(|run| reply::NbdExtent { length: run.length, flags: u32::from(run.dirty) })
                     .collect())
             }
         }
     }
 
     /// Queues success or the error; `bytes` were counted in with the request.
-    fn answer(&self, tag: Tag, result: Result<()>, bytes: usize) {
+    fn answer(&self, tag: RequestTag, result: Result<()>, bytes: usize) {
         match result {
             Ok(()) => self.outbox.push_header(&self.replier.success(tag), bytes),
             Err(error) => self.fail(tag, errno(error), "the disk refused it", bytes),
         }
     }
 
-    fn answer_zeroes(&self, tag: Tag, result: Result<()>, fast: bool) {
+    fn answer_zeroes(&self, tag: RequestTag, result: Result<()>, fast: bool) {
         match result {
             Err(error) if fast => {
                 self.fail(tag, Errno::from_linux_fast_zero(error.errno()), "zeroing failed", 0);
@@ -290,12 +290,12 @@ impl Connection {
         }
     }
 
-    fn fail(&self, tag: Tag, errno: Errno, what: &str, bytes: usize) {
+    fn fail(&self, tag: RequestTag, errno: Errno, what: &str, bytes: usize) {
         self.fail_after(tag, errno, what, Vec::new(), bytes);
     }
 
     /// [`fail`](Self::fail) behind chunks of the same reply.
-    fn fail_after(&self, tag: Tag, errno: Errno, what: &str, mut reply: Vec<u8>, bytes: usize) {
+    fn fail_after(&self, tag: RequestTag, errno: Errno, what: &str, mut reply: Vec<u8>, bytes: usize) {
         tracing::debug!(disk = %self.disk.name(), ?errno, what, offset = tag.offset, "request failed");
         self.replier.error(tag, errno, what, &mut reply);
         self.outbox.push_bytes(&reply, bytes);
@@ -304,7 +304,7 @@ impl Connection {
     /// Waits for admission by the disk's limits. `None` if the client disconnected meanwhile,
     /// because its requests must not use tokens that other members of its group could use; or if
     /// the connection quiesces, and then the caller puts the request back.
-    async fn admit(&self, direction: Direction, cost: Cost, requests: usize, bytes: usize) -> Option<Pass> {
+    async fn admit(&self, direction: Direction, cost: RequestCost, requests: usize, bytes: usize) -> Option<AdmissionPermit> {
         let mut admission = pin!(self.disk.admit(direction, cost));
         // Created only if the request has to wait: most are admitted at the first poll.
         let mut abandonment = None;
@@ -319,9 +319,9 @@ impl Connection {
         })
         .await;
         if pass.is_none() {
-            self.ended(requests, bytes, 0);
+            self.count_out(requests, bytes, 0);
         }
-        pass.map(|pass| pass.while_awaited(&self.patience))
+        pass.map(|pass| pass.with_cancel_token(&self.patience))
     }
 }
 
@@ -332,8 +332,8 @@ fn first_run(parts: &[Segment]) -> (bool, usize) {
     (is_zero, parts.iter().take_while(alike).map(Segment::len).sum())
 }
 
-fn wants_whole(read: &Incoming) -> bool {
-    matches!(read.command, Command::Read { dont_fragment: true, .. })
+fn wants_whole(read: &NbdIncomingRequest) -> bool {
+    matches!(read.command, NbdCommand::Read { dont_fragment: true, .. })
 }
 
 fn durability(fua: bool) -> Durability {

@@ -10,11 +10,11 @@ use policy::time::Duration;
 use super::{
     pipe::Pipe,
     proto::{self, cmd, info, opt, rep, reply_flag, reply_type, state},
-    stream::Stream,
+    stream::NbdStream,
 };
-use reactor::{buffer::Buffer, error::Error, sim, spawn, timeout};
+use reactor::{buffer::IoBuffer, error::Error, sim, spawn, timeout};
 use storage::{
-    MOST_EXTENTS, Storage,
+    MAX_EXTENTS, Storage,
     nbd::{NbdOptions, simulated},
 };
 
@@ -22,7 +22,7 @@ const SIZE: u64 = 1 << 20;
 const CONTEXT: u32 = 7;
 
 async fn receive<const N: usize>(pipe: &Pipe) -> Option<[u8; N]> {
-    let (mut buffer, mut filled) = (Buffer::new(N), 0);
+    let (mut buffer, mut filled) = (IoBuffer::new(N), 0);
     while filled < N {
         let (result, back) = pipe.receive(buffer, filled).await;
         buffer = back;
@@ -37,7 +37,7 @@ fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
 }
 
 async fn shake_hands(pipe: &Pipe) -> Option<()> {
-    let send = async |bytes: Vec<u8>| pipe.send(Buffer::copy_of(&bytes).into()).await.ok();
+    let send = async |bytes: Vec<u8>| pipe.send(IoBuffer::copy_of(&bytes).into()).await.ok();
     let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
     send([magic, 3_u16.to_be_bytes().to_vec()].concat()).await?;
     receive::<4>(pipe).await?;
@@ -87,7 +87,7 @@ async fn serve(pipe: Pipe, requests: Arc<AtomicU64>, answer: fn(u64, u32) -> Vec
         let magic = proto::STRUCTURED_REPLY_MAGIC.to_be_bytes();
         let length = (data.len() as u32).to_be_bytes();
         let chunk = [&magic[..], &kinds, &request[8..16], &length, &data].concat();
-        pipe.send(Buffer::copy_of(&chunk).into()).await.ok()?;
+        pipe.send(IoBuffer::copy_of(&chunk).into()).await.ok()?;
     }
 }
 
@@ -105,7 +105,7 @@ fn walk(answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Result<(u64, u64), Error> {
                     let _ = serve(theirs, requests, answer).await;
                 }
             });
-            Ok(Stream::Simulated(ours))
+            Ok(NbdStream::Simulated(ours))
         });
         let options = NbdOptions { is_format_known: true, read_only: true, ..NbdOptions::default() };
         let storage: Storage = simulated(dial, "disk", &options).await.unwrap();
@@ -113,7 +113,7 @@ fn walk(answer: fn(u64, u32) -> Vec<[u32; 2]>) -> Result<(u64, u64), Error> {
         let walk = async {
             while at < SIZE {
                 let extents = storage.block_status(at, SIZE - at).await?;
-                assert!((1..=MOST_EXTENTS).contains(&extents.len()));
+                assert!((1..=MAX_EXTENTS).contains(&extents.len()));
                 for extent in extents {
                     at += extent.length;
                     data += if extent.zero { 0 } else { extent.length };

@@ -29,22 +29,22 @@ use std::{
 
 use block::disk::Disk;
 use event_listener::Event;
-use policy::{access::Access, time::Duration};
-use reactor::{Worker, op::Fd};
+use policy::{access::AccessRules, time::Duration};
+use reactor::{ReactorWorker, op::Fd};
 use rustix::net::{AddressFamily, Shutdown, SocketFlags, SocketType, shutdown, socketpair};
 
-use self::control::{Control, Device};
+use self::control::{NbdNetlinkControl, NbdDeviceParameters};
 use super::{
-    connection::{Connection, End},
+    connection::{NbdConnection, NbdConnectionEnd},
     context::MetaContexts,
-    inbox::Inbox,
+    inbox::ReceiveBuffer,
     live, proto,
-    rest::{self, Rest, Stage},
-    session::{ReplyStyle, Session},
+    rest::{self, ConnectionQuiesce, QuiesceStage},
+    session::{ReplyStyle, NbdSession},
     stop::StopSignal,
-    stream::Stream,
+    stream::NbdStream,
 };
-use crate::race::{First, first};
+use crate::race::{FirstReady, first};
 
 /// Pause between the end of a connection and the attempt to replace it: the first, and the longest.
 const PAUSE: Duration = Duration::from_millis(100);
@@ -52,7 +52,7 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(2);
 
 /// A disk to be served as a block device of this host.
 #[derive(Clone, Debug)]
-pub struct Export {
+pub struct NbdDeviceExport {
     /// Name in the log.
     pub id: Arc<str>,
     /// The disk; its length is a multiple of `block_bytes`.
@@ -78,7 +78,7 @@ pub struct Export {
 
 /// Failure to create, take over or remove a device.
 #[derive(Debug, thiserror::Error)]
-pub enum Error {
+pub enum NbdDeviceError {
     /// The kernel has no NBD client.
     #[error(
         "this kernel has no NBD client (load it with `modprobe nbd`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_NBD)"
@@ -102,18 +102,18 @@ pub enum Error {
 ///
 /// # Errors
 /// As for [`Server::connect`].
-pub fn disconnect(number: u32) -> Result<(), Error> {
+pub fn disconnect(number: u32) -> Result<(), NbdDeviceError> {
     let gone = || -> io::Result<()> {
-        let control = Control::open()?;
+        let control = NbdNetlinkControl::open()?;
         if control.is_connected(number)? { control.disconnect(number) } else { Ok(()) }
     };
     gone().map_err(|error| match error.raw_os_error() {
-        Some(libc::ENOENT) => Error::NoDriver,
-        _ => Error::of(error, Some(number)),
+        Some(libc::ENOENT) => NbdDeviceError::NoDriver,
+        _ => NbdDeviceError::of(error, Some(number)),
     })
 }
 
-impl Error {
+impl NbdDeviceError {
     fn of(error: io::Error, number: Option<u32>) -> Self {
         match (error.raw_os_error(), number) {
             (Some(libc::EPERM | libc::EACCES), _) => Self::NotPermitted,
@@ -125,16 +125,16 @@ impl Error {
 
 /// State of a quiesced device, for the new process of an upgrade.
 #[derive(Debug)]
-pub struct Rested {
+pub struct QuiescedNbdDevice {
     /// The `N` of `/dev/nbdN`.
     pub number: u32,
     /// All connections of the device.
-    pub connections: Vec<RestedConnection>,
+    pub connections: Vec<QuiescedNbdSocket>,
 }
 
 /// State of one connection, between two requests.
 #[derive(Clone, Debug)]
-pub struct RestedConnection {
+pub struct QuiescedNbdSocket {
     /// Our end of a pair. No task receives or sends on it.
     pub socket: Fd,
     /// Received bytes, from the beginning of a request.
@@ -143,7 +143,7 @@ pub struct RestedConnection {
     pub skip: u64,
 }
 
-impl From<OwnedFd> for RestedConnection {
+impl From<OwnedFd> for QuiescedNbdSocket {
     /// State of a new connection.
     fn from(socket: OwnedFd) -> Self {
         Self { socket: socket.into(), bytes: Vec::new(), skip: 0 }
@@ -152,7 +152,7 @@ impl From<OwnedFd> for RestedConnection {
 
 /// Counters of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct NbdDeviceStatistics {
     /// Socket pairs that are being served.
     pub sockets: usize,
     /// Connections that were replaced because they had ended.
@@ -162,7 +162,7 @@ pub struct Statistics {
 /// How the server ends.
 #[derive(Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
-enum Course {
+enum NbdDeviceShutdown {
     Serve,
     /// Disconnect the device.
     Close,
@@ -172,21 +172,21 @@ enum Course {
 
 /// A device that is being served.
 #[derive(Debug)]
-pub struct Server {
+pub struct NbdDeviceServer {
     id: Arc<str>,
     disk: Arc<Disk>,
-    session: Session,
-    control: Arc<Control>,
-    device: Arc<Device>,
+    session: NbdSession,
+    control: Arc<NbdNetlinkControl>,
+    device: Arc<NbdDeviceParameters>,
     number: u32,
     /// Our ends of the pairs, until they are served.
-    sockets: Mutex<Vec<RestedConnection>>,
-    rest: Arc<Rest>,
+    sockets: Mutex<Vec<QuiescedNbdSocket>>,
+    rest: Arc<ConnectionQuiesce>,
     /// Connections that are served or being replaced.
     attended: AtomicUsize,
     live: Mutex<Vec<(Fd, Arc<StopSignal>)>>,
     /// The device exists and is served by this server.
-    there: AtomicBool,
+    is_connected: AtomicBool,
     course: AtomicU8,
     resizes: AtomicUsize,
     replaced: AtomicU64,
@@ -194,23 +194,23 @@ pub struct Server {
     changed: Event,
 }
 
-impl Server {
+impl NbdDeviceServer {
     /// Creates the device, or takes over the one with the same identity. Its requests wait until
     /// [`Server::serve`]. Dropping the server before that disconnects the device.
     ///
     /// # Errors
     /// [`Error`]; then no device was created.
-    pub async fn connect(export: Export) -> Result<Arc<Self>, Error> {
-        live::look_at_size(&export.disk).await;
+    pub async fn connect(export: NbdDeviceExport) -> Result<Arc<Self>, NbdDeviceError> {
+        live::refresh_size(&export.disk).await;
         let (wanted, connections) = (Arc::new(device(&export)), export.connections);
         let made = {
             let wanted = Arc::clone(&wanted);
             // The netlink call returns after the kernel has created the device.
-            reactor::blocking(move || make(&wanted, connections)).await
+            reactor::run_blocking(move || create_or_take_over(&wanted, connections)).await
         };
         let (control, number, sockets) = made?;
         let sockets = sockets.into_iter().map(Into::into).collect();
-        Ok(Self::new(&export, wanted, control, Rested { number, connections: sockets }, true))
+        Ok(Self::new(&export, wanted, control, QuiescedNbdDevice { number, connections: sockets }, true))
     }
 
     /// Continues with a device of another process after that has quiesced it. The device is not
@@ -218,16 +218,16 @@ impl Server {
     ///
     /// # Errors
     /// [`Error`].
-    pub fn adopt(export: &Export, rested: Rested) -> Result<Arc<Self>, Error> {
-        let control = Control::open().map_err(|error| Error::of(error, None))?;
+    pub fn adopt(export: &NbdDeviceExport, rested: QuiescedNbdDevice) -> Result<Arc<Self>, NbdDeviceError> {
+        let control = NbdNetlinkControl::open().map_err(|error| NbdDeviceError::of(error, None))?;
         Ok(Self::new(export, Arc::new(device(export)), control, rested, false))
     }
 
     fn new(
-        export: &Export,
-        device: Arc<Device>,
-        control: Control,
-        rested: Rested,
+        export: &NbdDeviceExport,
+        device: Arc<NbdDeviceParameters>,
+        control: NbdNetlinkControl,
+        rested: QuiescedNbdDevice,
         is_there: bool,
     ) -> Arc<Self> {
         Arc::new(Self {
@@ -241,8 +241,8 @@ impl Server {
             rest: Arc::default(),
             attended: AtomicUsize::new(0),
             live: Mutex::default(),
-            there: AtomicBool::new(is_there),
-            course: AtomicU8::new(Course::Serve as u8),
+            is_connected: AtomicBool::new(is_there),
+            course: AtomicU8::new(NbdDeviceShutdown::Serve as u8),
             resizes: AtomicUsize::new(0),
             replaced: AtomicU64::new(0),
             changed: Event::new(),
@@ -259,9 +259,9 @@ impl Server {
     ///
     /// # Errors
     /// The kernel does not disconnect the device; it is no longer served.
-    pub async fn serve(self: Arc<Self>, workers: Rc<Vec<Worker>>) -> io::Result<()> {
+    pub async fn serve(self: Arc<Self>, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
         let (ended, all_ended) = async_channel::bounded::<()>(1);
-        self.there.store(true, SeqCst);
+        self.is_connected.store(true, SeqCst);
         let sockets = std::mem::take(&mut *lock(&self.sockets));
         for (turn, socket) in sockets.into_iter().enumerate() {
             let (server, ended) = (Arc::clone(&self), ended.clone());
@@ -270,8 +270,8 @@ impl Server {
             workers[turn % workers.len()].spawn(move || async move {
                 // Writeback to this device must not wait for memory that only writeback can free.
                 // Needs root; without it, serving works as before.
-                let _ = reactor::serves_writeback();
-                server.attend(socket, turn as u64).await;
+                let _ = reactor::set_io_flusher();
+                server.serve_and_replace(socket, turn as u64).await;
                 server.attended.fetch_sub(1, SeqCst);
                 server.changed.notify(usize::MAX);
                 drop(ended);
@@ -280,7 +280,7 @@ impl Server {
         drop(ended);
         let result = self.until_over(&all_ended).await;
         let _ = all_ended.recv().await;
-        self.there.store(false, SeqCst);
+        self.is_connected.store(false, SeqCst);
         self.changed.notify(usize::MAX);
         result
     }
@@ -290,15 +290,15 @@ impl Server {
         let mut resizes = 0;
         loop {
             let changed = self.changed.listen();
-            if self.is_on(Course::Close) {
+            if self.is_on(NbdDeviceShutdown::Close) {
                 let (control, number) = (Arc::clone(&self.control), self.number);
-                let gone = reactor::blocking(move || control.disconnect(number)).await;
+                let gone = reactor::run_blocking(move || control.disconnect(number)).await;
                 if gone.is_err() {
                     self.hang_up();
                 }
                 return gone;
             }
-            if self.is_on(Course::Leave) {
+            if self.is_on(NbdDeviceShutdown::Leave) {
                 self.hang_up();
                 return Ok(());
             }
@@ -307,7 +307,7 @@ impl Server {
                 resizes = wanted;
                 self.resize().await;
             }
-            if let First::One(_) = first(all_ended.recv(), changed).await {
+            if let FirstReady::One(_) = first(all_ended.recv(), changed).await {
                 return Ok(());
             }
         }
@@ -315,7 +315,7 @@ impl Server {
 
     /// 1 while the device exists, otherwise 0.
     pub fn connections(&self) -> usize {
-        self.there.load(SeqCst).into()
+        self.is_connected.load(SeqCst).into()
     }
 
     /// Always true: the device was there from the start.
@@ -324,12 +324,12 @@ impl Server {
     }
 
     /// Current counters.
-    pub fn statistics(&self) -> Statistics {
-        Statistics { sockets: lock(&self.live).len(), replaced: self.replaced.load(SeqCst) }
+    pub fn statistics(&self) -> NbdDeviceStatistics {
+        NbdDeviceStatistics { sockets: lock(&self.live).len(), replaced: self.replaced.load(SeqCst) }
     }
 
     /// Reports the disk's length to the kernel if it has changed.
-    pub fn look_at_size(&self) {
+    pub fn refresh_size(&self) {
         // A counter instead of a flag: a change during a resize starts another one.
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
@@ -337,12 +337,12 @@ impl Server {
 
     /// Disconnects the device, even if processes have it open: their requests fail.
     pub fn close(&self) {
-        self.set_out(Course::Close);
+        self.begin_shutdown(NbdDeviceShutdown::Close);
     }
 
     /// Ends without disconnecting the device: its requests wait for the next process.
     pub fn leave(&self) {
-        self.set_out(Course::Leave);
+        self.begin_shutdown(NbdDeviceShutdown::Leave);
     }
 
     /// Waits until `busy` is false; `busy` is evaluated now and after every change.
@@ -358,8 +358,8 @@ impl Server {
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
     /// for limits are put back. False if that takes longer than `patience`.
-    pub async fn come_to_rest(&self, patience: Duration) -> bool {
-        self.rest.set(Stage::Still);
+    pub async fn quiesce(&self, patience: Duration) -> bool {
+        self.rest.set(QuiesceStage::Quiescing);
         reactor::timeout(patience, async {
             loop {
                 let (changed, rest) = (self.changed.listen(), self.rest.listen_to_progress());
@@ -374,27 +374,27 @@ impl Server {
     }
 
     /// State for the new process; complete after [`Server::come_to_rest`].
-    pub fn rested(&self) -> Rested {
+    pub fn quiesced_state(&self) -> QuiescedNbdDevice {
         let rested = self.rest.rested().values().flatten().cloned().collect::<Vec<_>>();
-        let connection = |rest::Rested { socket, bytes, skip, .. }| RestedConnection { socket, bytes, skip };
-        Rested { number: self.number, connections: rested.into_iter().map(connection).collect() }
+        let connection = |rest::QuiescedNbdConnection { socket, bytes, skip, .. }| QuiescedNbdSocket { socket, bytes, skip };
+        QuiescedNbdDevice { number: self.number, connections: rested.into_iter().map(connection).collect() }
     }
 
     /// Resumes all connections after [`Server::come_to_rest`].
-    pub fn go_on(&self) {
-        self.rest.set(Stage::Open);
+    pub fn resume(&self) {
+        self.rest.set(QuiesceStage::Open);
     }
 
     /// Sets how the server ends; the first call decides.
-    fn set_out(&self, course: Course) {
+    fn begin_shutdown(&self, course: NbdDeviceShutdown) {
         // Quiesced connections must run to end.
-        self.rest.set(Stage::Open);
+        self.rest.set(QuiesceStage::Open);
         // A `leave` after a `close` must not keep a device that is being disconnected.
-        let _ = self.course.compare_exchange(Course::Serve as u8, course as u8, SeqCst, SeqCst);
+        let _ = self.course.compare_exchange(NbdDeviceShutdown::Serve as u8, course as u8, SeqCst, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    fn is_on(&self, course: Course) -> bool {
+    fn is_on(&self, course: NbdDeviceShutdown) -> bool {
         self.course.load(SeqCst) == course as u8
     }
 
@@ -415,20 +415,20 @@ impl Server {
             tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's is no multiple of {block_bytes}");
             return;
         }
-        let resized = reactor::blocking(move || control.resize(number, &device, size_bytes)).await;
+        let resized = reactor::run_blocking(move || control.resize(number, &device, size_bytes)).await;
         if let Err(error) = resized {
             tracing::warn!(export = %self.id, %error, "the device keeps its length");
         }
     }
 
     /// Serves one connection and its replacements until the device is disconnected.
-    async fn attend(&self, mut connection: RestedConnection, number: u64) {
+    async fn serve_and_replace(&self, mut connection: QuiescedNbdSocket, number: u64) {
         loop {
-            match self.converse(connection, number).await {
+            match self.serve_connection(connection, number).await {
                 // The kernel sent DISC, which concerns the whole device, or `hang_up` ended the
                 // connection.
-                Ok(End::Orderly | End::Resting) => return,
-                Ok(End::Vanished) => {
+                Ok(NbdConnectionEnd::Orderly | NbdConnectionEnd::Quiesced) => return,
+                Ok(NbdConnectionEnd::HardDisconnect) => {
                     tracing::debug!(export = %self.id, "the kernel closed a connection");
                 }
                 Err(error) => tracing::warn!(export = %self.id, %error, "a connection to the kernel ended"),
@@ -439,26 +439,26 @@ impl Server {
         }
     }
 
-    async fn converse(
+    async fn serve_connection(
         &self,
-        connection: RestedConnection,
+        connection: QuiescedNbdSocket,
         number: u64,
-    ) -> Result<End, super::connection::Broken> {
-        let RestedConnection { socket, bytes, skip } = connection;
+    ) -> Result<NbdConnectionEnd, super::connection::NbdConnectionError> {
+        let QuiescedNbdSocket { socket, bytes, skip } = connection;
         // One signal a connection: replacements start with a fresh one.
         let stop = Arc::<StopSignal>::default();
         lock(&self.live).push((socket.clone(), Arc::clone(&stop)));
         // `leave` between the check in `replace` and the registration above would be missed
         // otherwise.
-        if self.is_on(Course::Leave) {
+        if self.is_on(NbdDeviceShutdown::Leave) {
             self.hang_up();
         }
-        let stream = Stream::Plain(socket);
+        let stream = NbdStream::Plain(socket);
         let disk = Arc::clone(&self.disk);
-        let connection = Connection::new(stream, disk, Arc::default(), self.session, Arc::clone(&stop));
-        let inbox = Inbox::holding(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
+        let connection = NbdConnection::new(stream, disk, Arc::default(), self.session, Arc::clone(&stop));
+        let inbox = ReceiveBuffer::with_content(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
-        let ended = connection.of_server(&self.rest, number).serve(inbox).await;
+        let ended = connection.with_quiesce(&self.rest, number).serve(inbox).await;
         lock(&self.live).retain(|(_, other)| !Arc::ptr_eq(other, &stop));
         ended
     }
@@ -469,7 +469,7 @@ impl Server {
         loop {
             // Created before the check, so that a change between check and wait is not missed.
             let changed = self.changed.listen();
-            if !self.is_on(Course::Serve) {
+            if !self.is_on(NbdDeviceShutdown::Serve) {
                 return None;
             }
             let _ = reactor::timeout(pause, changed).await;
@@ -477,7 +477,7 @@ impl Server {
             pause = (pause * 2).min(LONGEST_PAUSE);
             let (control, device, number) =
                 (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
-            let replaced = reactor::blocking(move || {
+            let replaced = reactor::run_blocking(move || {
                 let (ours, kernels) = pairs(1)?;
                 control.reconnect(number, &device, &kernels).map(|()| ours)
             });
@@ -491,27 +491,27 @@ impl Server {
     }
 }
 
-impl Drop for Server {
+impl Drop for NbdDeviceServer {
     /// Disconnects a device that was never served or has lost its server.
     fn drop(&mut self) {
-        if self.there.load(SeqCst) && !self.is_on(Course::Leave) {
+        if self.is_connected.load(SeqCst) && !self.is_on(NbdDeviceShutdown::Leave) {
             let _ = self.control.disconnect(self.number);
         }
     }
 }
 
 /// Parameters of the device for the kernel.
-fn device(export: &Export) -> Device {
-    let offered = live::Export {
+fn device(export: &NbdDeviceExport) -> NbdDeviceParameters {
+    let offered = live::NbdServerExport {
         name: Arc::clone(&export.id),
         description: Arc::from(""),
         disk: Arc::clone(&export.disk),
         read_only: export.read_only,
         bitmaps: Arc::default(),
-        access: Access::default(),
+        access: AccessRules::default(),
     };
     let offered = offered.info();
-    Device {
+    NbdDeviceParameters {
         number: export.number,
         size_bytes: offered.size_bytes,
         block_bytes: export.block_bytes,
@@ -523,8 +523,8 @@ fn device(export: &Export) -> Device {
 }
 
 /// Session that a handshake would have negotiated; the kernel's client uses simple replies only.
-fn session(flags: u16) -> Session {
-    Session {
+fn session(flags: u16) -> NbdSession {
+    NbdSession {
         export: 0,
         style: ReplyStyle::Simple,
         flags,
@@ -535,16 +535,16 @@ fn session(flags: u16) -> Session {
     }
 }
 
-fn make(device: &Device, connections: u16) -> Result<(Control, u32, Vec<OwnedFd>), Error> {
-    let control = Control::open().map_err(|error| match error.raw_os_error() {
-        Some(libc::ENOENT | libc::EPROTONOSUPPORT | libc::EAFNOSUPPORT) => Error::NoDriver,
-        _ => Error::of(error, None),
+fn create_or_take_over(device: &NbdDeviceParameters, connections: u16) -> Result<(NbdNetlinkControl, u32, Vec<OwnedFd>), NbdDeviceError> {
+    let control = NbdNetlinkControl::open().map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOENT | libc::EPROTONOSUPPORT | libc::EAFNOSUPPORT) => NbdDeviceError::NoDriver,
+        _ => NbdDeviceError::of(error, None),
     })?;
     let (ours, kernels) = pairs(connections)?;
     // Found by identity, not by number: another server may have taken the number meanwhile.
-    let left_behind = control::left_behind(device.number, &device.backend);
+    let left_behind = control::find_orphaned(device.number, &device.backend);
     if let Some(number) = left_behind
-        && control.is_connected(number).map_err(|error| Error::of(error, Some(number)))?
+        && control.is_connected(number).map_err(|error| NbdDeviceError::of(error, Some(number)))?
     {
         tracing::info!(device = number, "taking over the device that an earlier weir left");
         if control::block_bytes(number).is_some_and(|bytes| bytes != u64::from(device.block_bytes)) {
@@ -558,10 +558,10 @@ fn make(device: &Device, connections: u16) -> Result<(Control, u32, Vec<OwnedFd>
                 false => control.resize(number, device, device.size_bytes),
             }
         });
-        taken.map_err(|error| Error::of(error, Some(number)))?;
+        taken.map_err(|error| NbdDeviceError::of(error, Some(number)))?;
         return Ok((control, number, ours));
     }
-    let number = control.connect(device, &kernels).map_err(|error| Error::of(error, device.number))?;
+    let number = control.connect(device, &kernels).map_err(|error| NbdDeviceError::of(error, device.number))?;
     Ok((control, number, ours))
 }
 

@@ -11,7 +11,7 @@ use std::{
 
 use block::disk::Disk;
 use image::qcow2::bitmap::BitmapView;
-use policy::{access::Access, time::Duration};
+use policy::{access::AccessRules, time::Duration};
 use storage::BlockSize;
 
 use super::{
@@ -21,11 +21,11 @@ use super::{
 
 /// Time that a handshake waits for the file system to report the size of an image. After it, the
 /// client gets the last known size.
-const TO_SEE_SIZE: Duration = Duration::from_secs(1);
+const SIZE_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// Detects a resize of the disk's image from outside.
-pub(super) async fn look_at_size(disk: &Disk) {
-    if let Err(error) = disk.refresh_size_within(TO_SEE_SIZE).await {
+pub(super) async fn refresh_size(disk: &Disk) {
+    if let Err(error) = disk.refresh_size_within(SIZE_TIMEOUT).await {
         tracing::warn!(disk = %disk.name(), %error, "cannot determine whether the image was resized");
     }
 }
@@ -33,7 +33,7 @@ pub(super) async fn look_at_size(disk: &Disk) {
 /// A disk as a server offers it.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug)]
-pub struct Export {
+pub struct NbdServerExport {
     pub name: Arc<str>,
     /// One line for display.
     pub description: Arc<str>,
@@ -43,10 +43,10 @@ pub struct Export {
     /// At most [`MOST_BITMAPS`](super::MOST_BITMAPS) of the image's bitmaps are offered.
     pub bitmaps: Arc<[BitmapView]>,
     /// Clients that may use the export; for all other clients it does not exist.
-    pub access: Access,
+    pub access: AccessRules,
 }
 
-impl Export {
+impl NbdServerExport {
     /// Last known properties; [`look_at_size`] detects that the image was resized from outside.
     pub(super) fn info(&self) -> ExportInfo {
         let image = self.disk.image();
@@ -82,17 +82,17 @@ fn block_sizes(storage: BlockSize) -> BlockSizes {
 }
 
 #[derive(Debug, Default)]
-pub(super) struct LiveExports {
+pub(super) struct RegisteredExports {
     next: usize,
-    by_number: BTreeMap<usize, Export>,
+    by_number: BTreeMap<usize, NbdServerExport>,
     by_name: HashMap<Arc<str>, usize>,
     /// Reserved numbers of exports that are not there yet, by name.
     expected: HashMap<String, usize>,
 }
 
-impl LiveExports {
+impl RegisteredExports {
     /// Reserves numbers in this order for exports that are added later in any order.
-    pub(super) fn expect(&mut self, names: impl Iterator<Item = String>) {
+    pub(super) fn reserve(&mut self, names: impl Iterator<Item = String>) {
         for name in names {
             self.expected.insert(name, self.next);
             self.next += 1;
@@ -100,17 +100,17 @@ impl LiveExports {
     }
 
     /// Reserves the former number of a removed export that will be added again.
-    pub(super) fn expect_again(&mut self, name: &str, number: usize) {
+    pub(super) fn reserve_again(&mut self, name: &str, number: usize) {
         self.expected.insert(name.to_owned(), number);
     }
 
     /// Releases a reserved number.
-    pub(super) fn expect_no_more(&mut self, name: &str) {
+    pub(super) fn release(&mut self, name: &str) {
         self.expected.remove(name);
     }
 
     /// Adds an export and returns its number; `None` if the name is in use.
-    pub(super) fn add(&mut self, export: Export) -> Option<usize> {
+    pub(super) fn add(&mut self, export: NbdServerExport) -> Option<usize> {
         if self.by_name.contains_key(&export.name) {
             return None;
         }
@@ -122,13 +122,13 @@ impl LiveExports {
         Some(number)
     }
 
-    pub(super) fn remove(&mut self, number: usize) -> Option<Export> {
+    pub(super) fn remove(&mut self, number: usize) -> Option<NbdServerExport> {
         let export = self.by_number.remove(&number)?;
         self.by_name.remove(&export.name);
         Some(export)
     }
 
-    pub(super) fn get(&self, number: usize) -> Option<&Export> {
+    pub(super) fn get(&self, number: usize) -> Option<&NbdServerExport> {
         self.by_number.get(&number)
     }
 
@@ -146,7 +146,7 @@ impl LiveExports {
     pub(super) fn next(
         &self,
         from: usize,
-        may_have: impl Fn(&Access) -> bool,
+        may_have: impl Fn(&AccessRules) -> bool,
     ) -> Option<(usize, ExportInfo)> {
         let mut later = self.by_number.range(from..);
         let next = later.find(|(_, export)| may_have(&export.access));

@@ -15,11 +15,11 @@
 //!
 //! Never waits, and never answers two options in one step, so a caller buffers the replies of one.
 
-use super::catalog::Exports;
-use super::option::{self, Outcome, Refusal, Replies, Terms};
+use super::catalog::ExportCatalog;
+use super::option::{self, OptionOutcome, OptionRejection, OptionReplies, NegotiatedTerms};
 use super::proto::{self, client_flag, handshake_flag, opt, rep};
-use super::session::Session;
-use super::wire::Fields;
+use super::session::NbdSession;
+use super::wire::WireFields;
 
 /// Longest option data that is buffered, in bytes; a longer option is rejected with ERR_TOO_BIG. A
 /// list of metadata queries fits; INFO and GO need a tenth.
@@ -52,7 +52,7 @@ const VHOST_USER: [u32; 2] = [1_u32.swap_bytes(), 3_u32.swap_bytes()];
 /// by the client.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Close {
+pub enum HandshakeClose {
     #[error("the client ended the negotiation")]
     Aborted,
     #[error("client flags {0:#x}: not offered by the server")]
@@ -75,7 +75,7 @@ pub enum Close {
 
 /// Action of the caller after a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Event {
+pub enum HandshakeEvent {
     /// Send the output, then call again with more bytes.
     NeedInput,
     /// Send the output, then call again with the bytes that were not consumed.
@@ -84,34 +84,34 @@ pub enum Event {
     /// follow, call [`Handshake::tls_established`], then call again with plaintext.
     StartTls,
     /// Send the output; the bytes that were not consumed begin the first request.
-    Transmission(Session),
+    Transmission(NbdSession),
     /// Send the output and close.
-    Close(Close),
+    Close(HandshakeClose),
 }
 
 /// The outcome of [`Handshake::advance`].
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub struct HandshakeStep {
     pub consumed: usize,
-    pub event: Event,
+    pub event: HandshakeEvent,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Phase {
+enum HandshakePhase {
     Flags,
     Header,
     Data { option: u32, length: usize },
-    Skip { option: u32, left: u32, then: Then },
+    Skip { option: u32, left: u32, then: AfterSkip },
     Listing { next: usize },
     Tls,
-    Over(Event),
+    Over(HandshakeEvent),
 }
 
 /// Reply to an option whose data was skipped.
 #[derive(Clone, Copy, Debug)]
-enum Then {
-    Refuse(Refusal),
+enum AfterSkip {
+    Refuse(OptionRejection),
     Abort,
 }
 
@@ -120,11 +120,11 @@ enum Then {
 #[derive(Clone, Debug)]
 pub struct Handshake {
     policy: TlsPolicy,
-    phase: Phase,
+    phase: HandshakePhase,
     /// Incomplete message; never longer than [`MAX_OPTION_BYTES`].
     buffer: Vec<u8>,
     options: u32,
-    terms: Terms,
+    terms: NegotiatedTerms,
 }
 
 impl Handshake {
@@ -135,12 +135,12 @@ impl Handshake {
         out.extend_from_slice(&proto::OPTION_MAGIC.to_be_bytes());
         let flags = handshake_flag::FIXED_NEWSTYLE | handshake_flag::NO_ZEROES;
         out.extend_from_slice(&flags.to_be_bytes());
-        Self { policy, phase: Phase::Flags, buffer: Vec::new(), options: 0, terms: Terms::default() }
+        Self { policy, phase: HandshakePhase::Flags, buffer: Vec::new(), options: 0, terms: NegotiatedTerms::default() }
     }
 
     /// Processes input and appends replies to `out`, for one option at most. Once an event has
     /// ended the handshake, every call returns it again and consumes nothing.
-    pub fn advance(&mut self, input: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Step {
+    pub fn advance(&mut self, input: &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> HandshakeStep {
         let mut rest = input;
         let event = loop {
             if let Some(event) = self.step(&mut rest, exports, out) {
@@ -148,38 +148,38 @@ impl Handshake {
             }
         };
         // Kept, so that a further call cannot restart the handshake.
-        if matches!(event, Event::Transmission(_) | Event::Close(_)) {
-            self.phase = Phase::Over(event);
+        if matches!(event, HandshakeEvent::Transmission(_) | HandshakeEvent::Close(_)) {
+            self.phase = HandshakePhase::Over(event);
         }
-        Step { consumed: input.len() - rest.len(), event }
+        HandshakeStep { consumed: input.len() - rest.len(), event }
     }
 
     /// Continues after the TLS handshake that [`Event::StartTls`] asked for.
     pub fn tls_established(&mut self) {
-        if matches!(self.phase, Phase::Tls) {
-            self.phase = Phase::Header;
+        if matches!(self.phase, HandshakePhase::Tls) {
+            self.phase = HandshakePhase::Header;
         }
     }
 
     /// Advances by one phase; `None` if the next phase can proceed without a caller's action.
-    fn step(&mut self, rest: &mut &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Option<Event> {
+    fn step(&mut self, rest: &mut &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> Option<HandshakeEvent> {
         match self.phase {
-            Phase::Flags => match self.gather(rest, 4) {
-                Some(bytes) => self.client_flags(Fields::new(&bytes)),
-                None => Some(Event::NeedInput),
+            HandshakePhase::Flags => match self.gather(rest, 4) {
+                Some(bytes) => self.client_flags(WireFields::new(&bytes)),
+                None => Some(HandshakeEvent::NeedInput),
             },
-            Phase::Header => match self.gather(rest, proto::OPTION_BYTES) {
-                Some(bytes) => self.option_header(Fields::new(&bytes)),
-                None => Some(Event::NeedInput),
+            HandshakePhase::Header => match self.gather(rest, proto::OPTION_BYTES) {
+                Some(bytes) => self.option_header(WireFields::new(&bytes)),
+                None => Some(HandshakeEvent::NeedInput),
             },
-            Phase::Data { option, length } => match self.gather(rest, length) {
+            HandshakePhase::Data { option, length } => match self.gather(rest, length) {
                 Some(data) => Some(self.option_data(option, &data, exports, out)),
-                None => Some(Event::NeedInput),
+                None => Some(HandshakeEvent::NeedInput),
             },
-            Phase::Skip { option, left, then } => Some(self.skip(rest, option, left, then, out)),
-            Phase::Listing { next } => Some(self.list(next, exports, out)),
-            Phase::Tls => Some(Event::StartTls),
-            Phase::Over(event) => Some(event),
+            HandshakePhase::Skip { option, left, then } => Some(self.skip(rest, option, left, then, out)),
+            HandshakePhase::Listing { next } => Some(self.list(next, exports, out)),
+            HandshakePhase::Tls => Some(HandshakeEvent::StartTls),
+            HandshakePhase::Over(event) => Some(event),
         }
     }
 
@@ -192,79 +192,79 @@ impl Handshake {
         (self.buffer.len() == want).then(|| std::mem::take(&mut self.buffer))
     }
 
-    fn client_flags(&mut self, mut bytes: Fields<'_>) -> Option<Event> {
+    fn client_flags(&mut self, mut bytes: WireFields<'_>) -> Option<HandshakeEvent> {
         let flags = bytes.u32()?;
         // Recognized for a better message: a frequent mistake is to connect QEMU's vhost-user to
         // NBD.
         if VHOST_USER.contains(&flags) {
-            return Some(Event::Close(Close::VhostUser));
+            return Some(HandshakeEvent::Close(HandshakeClose::VhostUser));
         }
         // A flag that the server did not offer ends the connection ("Client flags").
         if flags & !(client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES) != 0 {
-            return Some(Event::Close(Close::ClientFlags(flags)));
+            return Some(HandshakeEvent::Close(HandshakeClose::ClientFlags(flags)));
         }
         self.terms.fixed_newstyle = flags & client_flag::FIXED_NEWSTYLE != 0;
         self.terms.no_zeroes = flags & client_flag::NO_ZEROES != 0;
-        self.phase = Phase::Header;
+        self.phase = HandshakePhase::Header;
         None
     }
 
-    fn option_header(&mut self, mut bytes: Fields<'_>) -> Option<Event> {
+    fn option_header(&mut self, mut bytes: WireFields<'_>) -> Option<HandshakeEvent> {
         let (magic, option, length) = (bytes.u64()?, bytes.u32()?, bytes.u32()?);
         if magic != proto::OPTION_MAGIC {
-            return Some(Event::Close(Close::OptionMagic(magic)));
+            return Some(HandshakeEvent::Close(HandshakeClose::OptionMagic(magic)));
         }
         // Options are cheap for a client, so their number is bounded as well as their time.
         self.options += 1;
         if let Err(close) = self.admissible(option, length) {
-            return Some(Event::Close(close));
+            return Some(HandshakeEvent::Close(close));
         }
         if option == opt::SET_META_CONTEXT {
             // The earlier selection is discarded "including when this command fails".
             self.terms.contexts = None;
         }
-        self.phase = match self.refusal(option, length) {
-            Some(then) => Phase::Skip { option, left: length, then },
-            None => Phase::Data { option, length: length as usize },
+        self.phase = match self.early_rejection(option, length) {
+            Some(then) => HandshakePhase::Skip { option, left: length, then },
+            None => HandshakePhase::Data { option, length: length as usize },
         };
         None
     }
 
-    fn admissible(&self, option: u32, length: u32) -> Result<(), Close> {
+    fn admissible(&self, option: u32, length: u32) -> Result<(), HandshakeClose> {
         if self.options > MAX_OPTIONS {
-            return Err(Close::TooManyOptions);
+            return Err(HandshakeClose::TooManyOptions);
         }
         if length > MAX_SKIPPED_BYTES {
-            return Err(Close::OptionTooLong { option, length });
+            return Err(HandshakeClose::OptionTooLong { option, length });
         }
         if option != opt::EXPORT_NAME {
-            return if self.terms.fixed_newstyle { Ok(()) } else { Err(Close::NotFixedNewstyle(option)) };
+            return if self.terms.fixed_newstyle { Ok(()) } else { Err(HandshakeClose::NotFixedNewstyle(option)) };
         }
         // EXPORT_NAME has no error reply, so an invalid one ends the connection.
         if self.needs_tls() {
-            Err(Close::ExportName("TLS is required (the client must send STARTTLS first)"))
+            Err(HandshakeClose::ExportName("TLS is required (the client must send STARTTLS first)"))
         } else if self.terms.extended {
-            Err(Close::ExportName("not allowed once extended headers are negotiated (use GO)"))
+            Err(HandshakeClose::ExportName("not allowed once extended headers are negotiated (use GO)"))
         } else if length as usize > proto::MAX_STRING_BYTES {
-            Err(Close::ExportName("the name is longer than 4096 bytes"))
+            Err(HandshakeClose::ExportName("the name is longer than 4096 bytes"))
         } else {
             Ok(())
         }
     }
 
     /// Rejection of an option that the header alone decides; its data is then skipped.
-    fn refusal(&self, option: u32, length: u32) -> Option<Then> {
-        let refuse = |kind, why| Some(Then::Refuse(Refusal { kind, why }));
+    fn early_rejection(&self, option: u32, length: u32) -> Option<AfterSkip> {
+        let refuse = |kind, why| Some(AfterSkip::Refuse(OptionRejection { kind, why }));
         // ABORT is acknowledged whatever data it carries ("NBD_OPT_ABORT").
         if option == opt::ABORT {
-            return Some(Then::Abort);
+            return Some(AfterSkip::Abort);
         }
         if self.needs_tls() && option != opt::STARTTLS {
             return refuse(rep::ERR_TLS_REQD, "this server requires TLS (send STARTTLS first)");
         }
         match option {
             opt::EXPORT_NAME | opt::INFO | opt::GO | opt::LIST_META_CONTEXT | opt::SET_META_CONTEXT => {
-                (length as usize > MAX_OPTION_BYTES).then_some(Then::Refuse(Refusal {
+                (length as usize > MAX_OPTION_BYTES).then_some(AfterSkip::Refuse(OptionRejection {
                     kind: rep::ERR_TOO_BIG,
                     why: "the option is too long",
                 }))
@@ -285,59 +285,59 @@ impl Handshake {
         self.policy == TlsPolicy::Required && !self.terms.secured
     }
 
-    fn option_data(&mut self, option: u32, data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Event {
-        self.phase = Phase::Header;
+    fn option_data(&mut self, option: u32, data: &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> HandshakeEvent {
+        self.phase = HandshakePhase::Header;
         match option::answer(&mut self.terms, option, data, exports, out) {
-            Outcome::Replied => Event::Replied,
-            Outcome::List => self.list(0, exports, out),
-            Outcome::StartTls => {
-                self.phase = Phase::Tls;
-                Event::StartTls
+            OptionOutcome::Replied => HandshakeEvent::Replied,
+            OptionOutcome::List => self.list(0, exports, out),
+            OptionOutcome::StartTls => {
+                self.phase = HandshakePhase::Tls;
+                HandshakeEvent::StartTls
             }
-            Outcome::Transmission(session) => Event::Transmission(session),
+            OptionOutcome::Transmission(session) => HandshakeEvent::Transmission(session),
             // EXPORT_NAME has no error reply.
-            Outcome::NoExport(why) => Event::Close(Close::ExportName(why)),
+            OptionOutcome::NoExport(why) => HandshakeEvent::Close(HandshakeClose::ExportName(why)),
         }
     }
 
-    fn skip(&mut self, rest: &mut &[u8], option: u32, left: u32, then: Then, out: &mut Vec<u8>) -> Event {
+    fn skip(&mut self, rest: &mut &[u8], option: u32, left: u32, then: AfterSkip, out: &mut Vec<u8>) -> HandshakeEvent {
         let skipped = rest.len().min(left as usize);
         *rest = &rest[skipped..];
         let left = left - skipped as u32;
         if left > 0 {
-            self.phase = Phase::Skip { option, left, then };
-            return Event::NeedInput;
+            self.phase = HandshakePhase::Skip { option, left, then };
+            return HandshakeEvent::NeedInput;
         }
-        self.phase = Phase::Header;
-        let mut replies = Replies::new(option, out);
+        self.phase = HandshakePhase::Header;
+        let mut replies = OptionReplies::new(option, out);
         match then {
-            Then::Refuse(refusal) => {
-                replies.refuse(refusal);
-                Event::Replied
+            AfterSkip::Refuse(refusal) => {
+                replies.reject(refusal);
+                HandshakeEvent::Replied
             }
-            Then::Abort => {
+            AfterSkip::Abort => {
                 replies.ack();
-                Event::Close(Close::Aborted)
+                HandshakeEvent::Close(HandshakeClose::Aborted)
             }
         }
     }
 
-    fn list(&mut self, mut next: usize, exports: &dyn Exports, out: &mut Vec<u8>) -> Event {
+    fn list(&mut self, mut next: usize, exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> HandshakeEvent {
         let start = out.len();
-        let mut replies = Replies::new(opt::LIST, out);
+        let mut replies = OptionReplies::new(opt::LIST, out);
         while let Some((number, export)) = exports.next(next) {
             replies.server(&export);
             // Numbers only grow, so exports that are added or removed between batches do not
             // confuse the list.
             next = number.saturating_add(1);
             if replies.len() - start >= LIST_BATCH_BYTES {
-                self.phase = Phase::Listing { next };
-                return Event::Replied;
+                self.phase = HandshakePhase::Listing { next };
+                return HandshakeEvent::Replied;
             }
         }
         replies.ack();
-        self.phase = Phase::Header;
-        Event::Replied
+        self.phase = HandshakePhase::Header;
+        HandshakeEvent::Replied
     }
 }
 

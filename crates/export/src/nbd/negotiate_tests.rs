@@ -12,9 +12,9 @@ const GREETING_BYTES: usize = 18;
 const BOTH: u32 = client_flag::FIXED_NEWSTYLE | client_flag::NO_ZEROES;
 
 #[derive(Clone)]
-struct Client(Vec<u8>);
+struct HandshakeInput(Vec<u8>);
 
-impl Client {
+impl HandshakeInput {
     fn new(flags: u32) -> Self {
         Self(flags.to_be_bytes().to_vec())
     }
@@ -75,15 +75,15 @@ fn table() -> ExportTable {
 }
 
 #[derive(Debug, PartialEq)]
-struct Talk {
+struct HandshakeTranscript {
     out: Vec<u8>,
     /// Bytes behind the last one that the handshake consumed.
     left: usize,
-    last: Event,
+    last: HandshakeEvent,
     tls: usize,
 }
 
-impl Talk {
+impl HandshakeTranscript {
     /// Each option reply as (option, kind, data).
     fn replies(&self) -> Vec<(u32, u32, Vec<u8>)> {
         let mut rest = &self.out[GREETING_BYTES..];
@@ -102,16 +102,16 @@ impl Talk {
         self.replies().iter().map(|reply| reply.1).collect()
     }
 
-    fn session(&self) -> Session {
+    fn session(&self) -> NbdSession {
         match self.last {
-            Event::Transmission(session) => session,
+            HandshakeEvent::Transmission(session) => session,
             other => panic!("no transmission: {other:?}"),
         }
     }
 }
 
 /// Feeds the input in pieces of these lengths, cyclically.
-fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> Talk {
+fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usize]) -> HandshakeTranscript {
     let mut out = Vec::new();
     let mut handshake = Handshake::start(policy, &mut out);
     let (mut start, mut tls) = (0, 0);
@@ -122,56 +122,56 @@ fn talk_in(policy: TlsPolicy, exports: &ExportTable, input: &[u8], pieces: &[usi
         start += step.consumed;
         assert!(handshake.buffer.len() <= MAX_OPTION_BYTES);
         match step.event {
-            Event::NeedInput => {
+            HandshakeEvent::NeedInput => {
                 assert_eq!(start, end, "input left behind");
                 if end == input.len() {
-                    return Talk { out, left: 0, last: Event::NeedInput, tls };
+                    return HandshakeTranscript { out, left: 0, last: HandshakeEvent::NeedInput, tls };
                 }
                 end = input.len().min(end + pieces.next().unwrap());
             }
-            Event::Replied => {}
-            Event::StartTls => {
+            HandshakeEvent::Replied => {}
+            HandshakeEvent::StartTls => {
                 let again = handshake.advance(&input[start..end], exports, &mut out);
                 // Until `tls_established`, the handshake accepts nothing.
-                assert_eq!(again, Step { consumed: 0, event: Event::StartTls }, "went on without TLS");
+                assert_eq!(again, HandshakeStep { consumed: 0, event: HandshakeEvent::StartTls }, "went on without TLS");
                 handshake.tls_established();
                 tls += 1;
             }
-            last @ (Event::Transmission(_) | Event::Close(_)) => {
-                assert_eq!(handshake.advance(b"more", exports, &mut out), Step { consumed: 0, event: last });
-                return Talk { out, left: input.len() - start, last, tls };
+            last @ (HandshakeEvent::Transmission(_) | HandshakeEvent::Close(_)) => {
+                assert_eq!(handshake.advance(b"more", exports, &mut out), HandshakeStep { consumed: 0, event: last });
+                return HandshakeTranscript { out, left: input.len() - start, last, tls };
             }
         }
     }
 }
 
-fn talk_with(policy: TlsPolicy, client: &Client) -> Talk {
+fn talk_with(policy: TlsPolicy, client: &HandshakeInput) -> HandshakeTranscript {
     talk_in(policy, &table(), &client.0, &[usize::MAX / 2])
 }
 
-fn talk(client: &Client) -> Talk {
+fn talk(client: &HandshakeInput) -> HandshakeTranscript {
     talk_with(TlsPolicy::Off, client)
 }
 
 /// The kinds of replies to one option of a client without TLS.
 fn kinds(option: u32, data: &[u8]) -> Vec<u32> {
-    talk(&Client::fixed().option(option, data)).kinds()
+    talk(&HandshakeInput::fixed().option(option, data)).kinds()
 }
 
 #[test]
 fn the_greeting_is_the_specification_s() {
-    let out = talk(&Client(Vec::new())).out;
+    let out = talk(&HandshakeInput(Vec::new())).out;
     assert_eq!(out, b"NBDMAGICIHAVEOPT\0\x03");
 }
 
 #[test]
 fn flags_that_were_not_offered_close() {
-    assert_eq!(talk(&Client::new(4)).last, Event::Close(Close::ClientFlags(4)));
+    assert_eq!(talk(&HandshakeInput::new(4)).last, HandshakeEvent::Close(HandshakeClose::ClientFlags(4)));
     // GET_FEATURES and SET_OWNER of vhost-user, in little-endian order.
     for flags in [0x0100_0000, 0x0300_0000] {
-        assert_eq!(talk(&Client::new(flags)).last, Event::Close(Close::VhostUser));
+        assert_eq!(talk(&HandshakeInput::new(flags)).last, HandshakeEvent::Close(HandshakeClose::VhostUser));
     }
-    assert_eq!(talk(&Client::new(u32::MAX)).last, Event::Close(Close::ClientFlags(u32::MAX)));
+    assert_eq!(talk(&HandshakeInput::new(u32::MAX)).last, HandshakeEvent::Close(HandshakeClose::ClientFlags(u32::MAX)));
 }
 
 #[test]
@@ -179,11 +179,11 @@ fn export_name_answers_size_flags_and_124_zeroes() {
     let flags = export_flag::HAS_FLAGS | export_flag::SEND_FLUSH | export_flag::SEND_FUA;
     let answer = [&(1u64 << 20).to_be_bytes()[..], &flags.to_be_bytes()].concat();
 
-    let padded = talk(&Client::new(1).option(opt::EXPORT_NAME, b"disk").raw(b"next"));
+    let padded = talk(&HandshakeInput::new(1).option(opt::EXPORT_NAME, b"disk").raw(b"next"));
     assert_eq!(padded.out[GREETING_BYTES..], [answer.clone(), vec![0; 124]].concat());
     assert_eq!(padded.left, 4, "the first request belongs to the next phase");
 
-    let plain = talk(&Client::fixed().option(opt::EXPORT_NAME, b"disk"));
+    let plain = talk(&HandshakeInput::fixed().option(opt::EXPORT_NAME, b"disk"));
     assert_eq!(plain.out[GREETING_BYTES..], answer);
     let session = plain.session();
     assert_eq!((session.export, session.style, session.flags), (0, ReplyStyle::Simple, flags));
@@ -192,10 +192,10 @@ fn export_name_answers_size_flags_and_124_zeroes() {
 
 #[test]
 fn without_fixed_newstyle_only_export_name_is_allowed() {
-    assert_eq!(talk(&Client::new(0).option(opt::EXPORT_NAME, b"disk")).session().export, 0);
+    assert_eq!(talk(&HandshakeInput::new(0).option(opt::EXPORT_NAME, b"disk")).session().export, 0);
     for option in [opt::LIST, opt::GO, opt::STARTTLS, opt::ABORT, 99] {
-        let talk = talk(&Client::new(client_flag::NO_ZEROES).option(option, b""));
-        assert_eq!(talk.last, Event::Close(Close::NotFixedNewstyle(option)));
+        let talk = talk(&HandshakeInput::new(client_flag::NO_ZEROES).option(option, b""));
+        assert_eq!(talk.last, HandshakeEvent::Close(HandshakeClose::NotFixedNewstyle(option)));
         assert_eq!(talk.kinds(), [0_u32; 0]);
     }
 }
@@ -203,62 +203,62 @@ fn without_fixed_newstyle_only_export_name_is_allowed() {
 #[test]
 fn export_name_closes_where_it_cannot_succeed() {
     for name in [&b"other"[..], b"\xff", b"di\0sk"] {
-        let talk = talk(&Client::fixed().option(opt::EXPORT_NAME, name));
-        assert!(matches!(talk.last, Event::Close(Close::ExportName(_))), "{name:?}");
+        let talk = talk(&HandshakeInput::fixed().option(opt::EXPORT_NAME, name));
+        assert!(matches!(talk.last, HandshakeEvent::Close(HandshakeClose::ExportName(_))), "{name:?}");
         assert_eq!(talk.kinds(), [0_u32; 0]);
     }
-    let long = talk(&Client::fixed().header(opt::EXPORT_NAME, 4097));
-    assert!(matches!(long.last, Event::Close(Close::ExportName(_))));
-    let extended = Client::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::EXPORT_NAME, b"disk");
-    assert!(matches!(talk(&extended).last, Event::Close(Close::ExportName(_))));
+    let long = talk(&HandshakeInput::fixed().header(opt::EXPORT_NAME, 4097));
+    assert!(matches!(long.last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
+    let extended = HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::EXPORT_NAME, b"disk");
+    assert!(matches!(talk(&extended).last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
 }
 
 #[test]
 fn abort_is_acknowledged_whatever_it_carries() {
     for data in [&b""[..], b"bye"] {
-        let talk = talk(&Client::fixed().option(opt::ABORT, data));
-        assert_eq!((talk.last, talk.kinds()), (Event::Close(Close::Aborted), vec![rep::ACK]));
+        let talk = talk(&HandshakeInput::fixed().option(opt::ABORT, data));
+        assert_eq!((talk.last, talk.kinds()), (HandshakeEvent::Close(HandshakeClose::Aborted), vec![rep::ACK]));
     }
 }
 
 #[test]
 fn something_that_is_no_option_closes() {
-    let talk = talk(&Client::fixed().raw(b"GET / HTTP/1.1\r\n"));
-    assert_eq!(talk.last, Event::Close(Close::OptionMagic(u64::from_be_bytes(*b"GET / HT"))));
+    let talk = talk(&HandshakeInput::fixed().raw(b"GET / HTTP/1.1\r\n"));
+    assert_eq!(talk.last, HandshakeEvent::Close(HandshakeClose::OptionMagic(u64::from_be_bytes(*b"GET / HT"))));
 }
 
 #[test]
 fn unknown_options_are_refused_and_skipped() {
-    let client = Client::fixed().option(4, b"peek").option(77, &[1; 100_000]).option(opt::LIST, b"");
+    let client = HandshakeInput::fixed().option(4, b"peek").option(77, &[1; 100_000]).option(opt::LIST, b"");
     assert_eq!(talk(&client).kinds(), [rep::ERR_UNSUP, rep::ERR_UNSUP, rep::SERVER, rep::SERVER, rep::ACK]);
 }
 
 #[test]
 fn an_oversized_option_is_refused_unread_and_a_huge_one_closes() {
-    let big = Client::fixed().option(opt::GO, &vec![0; MAX_OPTION_BYTES + 1]).option(opt::LIST, b"");
+    let big = HandshakeInput::fixed().option(opt::GO, &vec![0; MAX_OPTION_BYTES + 1]).option(opt::LIST, b"");
     assert_eq!(talk(&big).kinds(), [rep::ERR_TOO_BIG, rep::SERVER, rep::SERVER, rep::ACK]);
     for option in [opt::GO, opt::ABORT, 77] {
-        let huge = Client::fixed().header(option, MAX_SKIPPED_BYTES + 1);
+        let huge = HandshakeInput::fixed().header(option, MAX_SKIPPED_BYTES + 1);
         let length = MAX_SKIPPED_BYTES + 1;
-        assert_eq!(talk(&huge).last, Event::Close(Close::OptionTooLong { option, length }));
+        assert_eq!(talk(&huge).last, HandshakeEvent::Close(HandshakeClose::OptionTooLong { option, length }));
     }
 }
 
 #[test]
 fn the_number_of_options_is_limited() {
-    let mut client = Client::fixed();
+    let mut client = HandshakeInput::fixed();
     for _ in 0..=MAX_OPTIONS {
         client = client.option(opt::STRUCTURED_REPLY, b"");
     }
     let talk = talk(&client);
-    assert_eq!(talk.last, Event::Close(Close::TooManyOptions));
+    assert_eq!(talk.last, HandshakeEvent::Close(HandshakeClose::TooManyOptions));
     assert_eq!(talk.kinds().len() as u32, MAX_OPTIONS);
 }
 
 #[test]
 fn options_without_data_refuse_some() {
     for option in [opt::LIST, opt::STARTTLS, opt::STRUCTURED_REPLY, opt::EXTENDED_HEADERS] {
-        let client = Client::fixed().option(option, b"x").option(option, b"");
+        let client = HandshakeInput::fixed().option(option, b"x").option(option, b"");
         let kinds = talk_with(TlsPolicy::Allowed, &client).kinds();
         assert_eq!(kinds[0], rep::ERR_INVALID, "option {option}");
         assert_eq!(*kinds.last().unwrap(), rep::ACK, "option {option}");
@@ -267,7 +267,7 @@ fn options_without_data_refuse_some() {
 
 #[test]
 fn list_names_every_export() {
-    let talk = talk(&Client::fixed().option(opt::LIST, b""));
+    let talk = talk(&HandshakeInput::fixed().option(opt::LIST, b""));
     let replies = talk.replies();
     assert_eq!(replies[0], (opt::LIST, rep::SERVER, [text("disk"), b"a disk".to_vec()].concat()));
     assert_eq!(replies[1], (opt::LIST, rep::SERVER, text("")));
@@ -280,25 +280,25 @@ fn a_long_list_comes_in_pieces() {
     let exports = ExportTable::new((0..1000).map(|n| export(&format!("disk{n}"), &long, 0)).collect());
     let mut out = Vec::new();
     let mut handshake = Handshake::start(TlsPolicy::Off, &mut out);
-    let client = Client::fixed().option(opt::LIST, b"");
+    let client = HandshakeInput::fixed().option(opt::LIST, b"");
     let mut step = handshake.advance(&client.0, &exports, &mut out);
     assert_eq!(step.consumed, client.0.len());
     let mut all = out.clone();
-    while step.event == Event::Replied {
+    while step.event == HandshakeEvent::Replied {
         assert!(out.len() < LIST_BATCH_BYTES + 8192);
         out.clear();
         step = handshake.advance(b"", &exports, &mut out);
         all.extend_from_slice(&out);
     }
-    let talk = Talk { out: all, left: 0, last: step.event, tls: 0 };
+    let talk = HandshakeTranscript { out: all, left: 0, last: step.event, tls: 0 };
     assert_eq!(talk.kinds().len(), 1001);
-    assert_eq!(talk.last, Event::NeedInput);
+    assert_eq!(talk.last, HandshakeEvent::NeedInput);
 }
 
 #[test]
 fn names_the_protocol_cannot_carry_are_not_listed() {
     let exports = ExportTable::new(vec![export(&"n".repeat(4097), "", 0), export("a\0b", "", 0)]);
-    let client = Client::fixed().option(opt::LIST, b"").option(opt::GO, &about("x", &[]));
+    let client = HandshakeInput::fixed().option(opt::LIST, b"").option(opt::GO, &about("x", &[]));
     let talk = talk_in(TlsPolicy::Off, &exports, &client.0, &[1]);
     assert_eq!(talk.kinds(), [rep::ACK, rep::ERR_UNKNOWN]);
 }
@@ -306,7 +306,7 @@ fn names_the_protocol_cannot_carry_are_not_listed() {
 #[test]
 fn info_tells_what_is_asked_and_always_size_and_flags() {
     let data = about("disk", &[info::NAME, info::DESCRIPTION, info::BLOCK_SIZE, 99]);
-    let talk = talk(&Client::fixed().option(opt::INFO, &data));
+    let talk = talk(&HandshakeInput::fixed().option(opt::INFO, &data));
     let told: Vec<_> = talk.replies().into_iter().map(|(_, kind, data)| (kind, data)).collect();
     let flags = export_flag::HAS_FLAGS | export_flag::SEND_FLUSH | export_flag::SEND_FUA;
     let item = |kind: u16, parts: &[&[u8]]| (rep::INFO, [&kind.to_be_bytes(), &parts.concat()[..]].concat());
@@ -323,12 +323,12 @@ fn info_tells_what_is_asked_and_always_size_and_flags() {
             (rep::ACK, vec![]),
         ]
     );
-    assert_eq!(talk.last, Event::NeedInput, "INFO does not start transmission");
+    assert_eq!(talk.last, HandshakeEvent::NeedInput, "INFO does not start transmission");
 }
 
 #[test]
 fn a_client_that_does_not_ask_for_block_sizes_is_told_any_alignment() {
-    let replies = talk(&Client::fixed().option(opt::INFO, &about("disk", &[]))).replies();
+    let replies = talk(&HandshakeInput::fixed().option(opt::INFO, &about("disk", &[]))).replies();
     let sizes = &replies[1].2;
     assert_eq!(sizes[..2], info::BLOCK_SIZE.to_be_bytes());
     assert_eq!(sizes[2..6], 1u32.to_be_bytes());
@@ -336,33 +336,33 @@ fn a_client_that_does_not_ask_for_block_sizes_is_told_any_alignment() {
 
 #[test]
 fn the_default_export_has_the_empty_name() {
-    let talk = talk(&Client::fixed().option(opt::GO, &about("", &[info::NAME])));
+    let talk = talk(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::NAME])));
     assert_eq!(talk.session().export, 1);
     assert!(talk.replies().contains(&(opt::GO, rep::INFO, info::NAME.to_be_bytes().to_vec())));
 }
 
 #[test]
 fn go_binds_a_client_that_asked_for_block_sizes() {
-    let bound = talk(&Client::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE]))).session();
+    let bound = talk(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[info::BLOCK_SIZE]))).session();
     assert_eq!((bound.sizes_acknowledged, bound.minimum_block), (true, 512));
-    let free = talk(&Client::fixed().option(opt::GO, &about("disk", &[]))).session();
+    let free = talk(&HandshakeInput::fixed().option(opt::GO, &about("disk", &[]))).session();
     assert_eq!((free.sizes_acknowledged, free.minimum_block), (false, 1));
     assert_eq!(free.maximum_payload, 1 << 20);
     // The default export's size is odd: its last byte must stay within reach.
-    let odd = talk(&Client::fixed().option(opt::GO, &about("", &[info::BLOCK_SIZE]))).session();
+    let odd = talk(&HandshakeInput::fixed().option(opt::GO, &about("", &[info::BLOCK_SIZE]))).session();
     assert_eq!((odd.sizes_acknowledged, odd.minimum_block), (true, 1));
 }
 
 #[test]
 fn asking_with_info_does_not_bind() {
     let asked = about("disk", &[info::BLOCK_SIZE]);
-    let client = Client::fixed().option(opt::INFO, &asked).option(opt::GO, &about("disk", &[]));
+    let client = HandshakeInput::fixed().option(opt::INFO, &asked).option(opt::GO, &about("disk", &[]));
     assert!(!talk(&client).session().sizes_acknowledged);
 }
 
 #[test]
 fn unknown_exports_are_refused_and_negotiation_goes_on() {
-    let client = Client::fixed()
+    let client = HandshakeInput::fixed()
         .option(opt::GO, &about("other", &[]))
         .option(opt::INFO, &about("other", &[]))
         .option(opt::LIST_META_CONTEXT, &queries("other", &[]))
@@ -391,7 +391,7 @@ fn malformed_info_is_invalid() {
 #[test]
 fn structured_replies_and_extended_headers_are_negotiated_once() {
     let go = about("disk", &[]);
-    let client = Client::fixed().option(opt::STRUCTURED_REPLY, b"").option(opt::STRUCTURED_REPLY, b"");
+    let client = HandshakeInput::fixed().option(opt::STRUCTURED_REPLY, b"").option(opt::STRUCTURED_REPLY, b"");
     let talk1 = talk(&client.clone().option(opt::GO, &go));
     assert_eq!(talk1.kinds()[..2], [rep::ACK, rep::ERR_INVALID]);
     assert_eq!(talk1.session().style, ReplyStyle::Structured);
@@ -402,7 +402,7 @@ fn structured_replies_and_extended_headers_are_negotiated_once() {
     assert_eq!(talk2.kinds()[2..5], [rep::ACK, rep::ERR_INVALID, rep::ERR_EXT_HEADER_REQD]);
     assert_eq!(talk2.session().style, ReplyStyle::Extended);
 
-    let alone = talk(&Client::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::GO, &go));
+    let alone = talk(&HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::GO, &go));
     assert_eq!(alone.session().style, ReplyStyle::Extended);
     assert!(!alone.session().offers(export_flag::BLOCK_STATUS_PAYLOAD), "no context was selected");
 }
@@ -425,7 +425,7 @@ fn contexts_are_listed_by_name_namespace_or_without_a_query() {
     for queried in [&["qemu:dirty-bitmap"][..], &["base:other"], &["base"], &[""]] {
         assert_eq!(kinds(opt::LIST_META_CONTEXT, &queries("disk", queried)), [rep::ACK], "{queried:?}");
     }
-    let replies = talk(&Client::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
+    let replies = talk(&HandshakeInput::fixed().option(opt::LIST_META_CONTEXT, &queries("", &[]))).replies();
     assert_eq!(replies[0].2, b"\0\0\0\0base:allocation");
     assert_eq!(replies[1].2, b"\0\0\0\0qemu:allocation-depth");
     assert_eq!(replies[2].2, b"\0\0\0\0qemu:dirty-bitmap:b0");
@@ -433,7 +433,7 @@ fn contexts_are_listed_by_name_namespace_or_without_a_query() {
 
 /// The contexts in force on the export `go` after a SET_META_CONTEXT for each of `sets`.
 fn contexts_after(sets: &[Vec<u8>], go: &str) -> MetaContexts {
-    let mut client = Client::fixed().option(opt::STRUCTURED_REPLY, b"");
+    let mut client = HandshakeInput::fixed().option(opt::STRUCTURED_REPLY, b"");
     for set in sets {
         client = client.option(opt::SET_META_CONTEXT, set);
     }
@@ -458,7 +458,7 @@ fn contexts_are_selected_by_full_name_for_one_export() {
 #[test]
 fn a_selected_context_is_named_once_with_its_number() {
     let set = queries("disk", &["base:allocation", "base:allocation"]);
-    let client = Client::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::SET_META_CONTEXT, &set);
+    let client = HandshakeInput::fixed().option(opt::EXTENDED_HEADERS, b"").option(opt::SET_META_CONTEXT, &set);
     let talk = talk(&client.option(opt::GO, &about("disk", &[])));
     assert_eq!(talk.kinds()[1..3], [rep::META_CONTEXT, rep::ACK]);
     assert_eq!(talk.replies()[1].2, b"\0\0\0\x01base:allocation");
@@ -488,7 +488,7 @@ fn tls_is_refused_where_it_is_off() {
 
 #[test]
 fn tls_forgets_what_was_negotiated_in_the_clear() {
-    let client = Client::fixed()
+    let client = HandshakeInput::fixed()
         .option(opt::STRUCTURED_REPLY, b"")
         .option(opt::SET_META_CONTEXT, &queries("disk", &["base:allocation"]))
         .option(opt::STARTTLS, b"")
@@ -506,7 +506,7 @@ fn tls_forgets_what_was_negotiated_in_the_clear() {
 
 #[test]
 fn extended_headers_do_not_survive_tls() {
-    let client = Client::fixed()
+    let client = HandshakeInput::fixed()
         .option(opt::EXTENDED_HEADERS, b"")
         .option(opt::STARTTLS, b"")
         .option(opt::EXPORT_NAME, b"disk");
@@ -516,27 +516,27 @@ fn extended_headers_do_not_survive_tls() {
 #[test]
 fn where_tls_is_required_nothing_else_is_answered_before_it() {
     for option in [opt::LIST, opt::INFO, opt::GO, opt::STRUCTURED_REPLY, opt::EXTENDED_HEADERS, 4, 99] {
-        let talk = talk_with(TlsPolicy::Required, &Client::fixed().option(option, b""));
+        let talk = talk_with(TlsPolicy::Required, &HandshakeInput::fixed().option(option, b""));
         assert_eq!(talk.kinds(), [rep::ERR_TLS_REQD], "option {option}");
     }
-    let named = Client::fixed().option(opt::EXPORT_NAME, b"disk");
-    assert!(matches!(talk_with(TlsPolicy::Required, &named).last, Event::Close(Close::ExportName(_))));
-    let abort = Client::fixed().option(opt::ABORT, b"");
+    let named = HandshakeInput::fixed().option(opt::EXPORT_NAME, b"disk");
+    assert!(matches!(talk_with(TlsPolicy::Required, &named).last, HandshakeEvent::Close(HandshakeClose::ExportName(_))));
+    let abort = HandshakeInput::fixed().option(opt::ABORT, b"");
     assert_eq!(talk_with(TlsPolicy::Required, &abort).kinds(), [rep::ACK]);
-    let plain = Client::fixed().option(opt::GO, &about("disk", &[]));
+    let plain = HandshakeInput::fixed().option(opt::GO, &about("disk", &[]));
     assert_eq!(talk_with(TlsPolicy::Allowed, &plain).session().export, 0);
 }
 
 #[test]
 fn bytes_behind_starttls_are_not_taken_for_options() {
     // An attacker on the network could insert them; the TLS handshake will fail on them.
-    let client = Client::fixed().option(opt::STARTTLS, b"");
+    let client = HandshakeInput::fixed().option(opt::STARTTLS, b"");
     let clear = client.0.len();
     let client = client.option(opt::LIST, b"");
     let mut out = Vec::new();
     let mut handshake = Handshake::start(TlsPolicy::Allowed, &mut out);
     let step = handshake.advance(&client.0, &table(), &mut out);
-    assert_eq!(step, Step { consumed: clear, event: Event::StartTls });
+    assert_eq!(step, HandshakeStep { consumed: clear, event: HandshakeEvent::StartTls });
 }
 
 /// An option with valid, nearly valid, or arbitrary data.
@@ -567,7 +567,7 @@ proptest! {
         tail in prop::collection::vec(any::<u8>(), 0..30),
         pieces in prop::collection::vec(1usize..50, 1..20),
     ) {
-        let client = options.iter().fold(Client::fixed(), |client, (option, data)| client.option(*option, data));
+        let client = options.iter().fold(HandshakeInput::fixed(), |client, (option, data)| client.option(*option, data));
         let client = client.raw(&tail);
         let whole = talk_in(policy, &table(), &client.0, &[usize::MAX / 2]);
         let split = talk_in(policy, &table(), &client.0, &pieces);
@@ -577,15 +577,15 @@ proptest! {
     #[test]
     fn no_bytes_make_it_panic(policy in any_policy(), bytes in prop::collection::vec(any::<u8>(), 0..300)) {
         talk_in(policy, &table(), &bytes, &[7]);
-        talk_in(policy, &table(), &Client::fixed().raw(&bytes).0, &[64]);
+        talk_in(policy, &table(), &HandshakeInput::fixed().raw(&bytes).0, &[64]);
     }
 
     #[test]
     fn every_option_has_one_final_reply(options in prop::collection::vec(any_option(), 0..12)) {
         // Up to the option that ends the negotiation.
-        let client = options.iter().fold(Client::fixed(), |client, (option, data)| client.option(*option, data));
+        let client = options.iter().fold(HandshakeInput::fixed(), |client, (option, data)| client.option(*option, data));
         let talk = talk_with(TlsPolicy::Allowed, &client);
-        if talk.last == Event::NeedInput {
+        if talk.last == HandshakeEvent::NeedInput {
             let finals = talk.kinds().into_iter().filter(|kind| *kind == rep::ACK || kind >> 31 == 1).count();
             prop_assert_eq!(finals, options.len());
         }

@@ -2,16 +2,16 @@
 //! `negotiate` does framing and bounds. An option that fails changes nothing except what the
 //! specification resets.
 
-use super::catalog::{ExportInfo, Exports};
+use super::catalog::{ExportInfo, ExportCatalog};
 use super::context::{MetaContext, MetaContexts};
 use super::proto::{self, info, opt, rep};
-use super::session::{ReplyStyle, Session};
-use super::wire::{self, Fields};
+use super::session::{ReplyStyle, NbdSession};
+use super::wire::{self, WireFields};
 use std::sync::Arc;
 
 /// Result of the options so far.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Terms {
+pub(super) struct NegotiatedTerms {
     pub(super) fixed_newstyle: bool,
     pub(super) no_zeroes: bool,
     pub(super) secured: bool,
@@ -21,7 +21,7 @@ pub(super) struct Terms {
     pub(super) contexts: Option<(usize, MetaContexts)>,
 }
 
-impl Terms {
+impl NegotiatedTerms {
     pub(super) fn style(&self) -> ReplyStyle {
         if self.extended {
             ReplyStyle::Extended
@@ -32,13 +32,13 @@ impl Terms {
         }
     }
 
-    pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> Session {
+    pub(super) fn session(&self, export: usize, about: &ExportInfo, sizes_acknowledged: bool) -> NbdSession {
         // "SET_META_CONTEXT": a selection for another export does not count.
         let contexts = match self.contexts {
             Some((selected_for, contexts)) if selected_for == export => contexts,
             _ => MetaContexts::NONE,
         };
-        Session {
+        NbdSession {
             export,
             style: self.style(),
             flags: about.features.flags(self.style(), !contexts.is_empty()),
@@ -51,12 +51,12 @@ impl Terms {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Refusal {
+pub(super) struct OptionRejection {
     pub(super) kind: u32,
     pub(super) why: &'static str,
 }
 
-impl Refusal {
+impl OptionRejection {
     pub(super) const fn invalid(why: &'static str) -> Self {
         Self { kind: rep::ERR_INVALID, why }
     }
@@ -66,21 +66,21 @@ impl Refusal {
     }
 }
 
-pub(super) enum Outcome {
+pub(super) enum OptionOutcome {
     Replied,
     List,
     StartTls,
-    Transmission(Session),
+    Transmission(NbdSession),
     /// EXPORT_NAME failed for this reason.
     NoExport(&'static str),
 }
 
-pub(super) struct Replies<'a> {
+pub(super) struct OptionReplies<'a> {
     option: u32,
     out: &'a mut Vec<u8>,
 }
 
-impl<'a> Replies<'a> {
+impl<'a> OptionReplies<'a> {
     pub(super) fn new(option: u32, out: &'a mut Vec<u8>) -> Self {
         Self { option, out }
     }
@@ -105,7 +105,7 @@ impl<'a> Replies<'a> {
         self.send(rep::ACK, &[]);
     }
 
-    pub(super) fn refuse(&mut self, refusal: Refusal) {
+    pub(super) fn reject(&mut self, refusal: OptionRejection) {
         self.send(refusal.kind, &[wire::clip(refusal.why).as_bytes()]);
     }
 
@@ -118,42 +118,42 @@ impl<'a> Replies<'a> {
 }
 
 pub(super) fn answer(
-    terms: &mut Terms,
+    terms: &mut NegotiatedTerms,
     option: u32,
     data: &[u8],
-    exports: &dyn Exports,
+    exports: &dyn ExportCatalog,
     out: &mut Vec<u8>,
-) -> Outcome {
+) -> OptionOutcome {
     if option == opt::EXPORT_NAME {
         // Its reply has another format than those of all other options.
         return export_name(terms, data, exports, out);
     }
-    let mut replies = Replies::new(option, out);
+    let mut replies = OptionReplies::new(option, out);
     let result = match option {
-        opt::LIST => return Outcome::List,
+        opt::LIST => return OptionOutcome::List,
         opt::STARTTLS => start_tls(terms),
         opt::STRUCTURED_REPLY => structured_reply(terms),
         opt::EXTENDED_HEADERS => extended_headers(terms),
         opt::LIST_META_CONTEXT => list_contexts(data, exports, &mut replies),
         opt::SET_META_CONTEXT => set_contexts(terms, data, exports, &mut replies),
-        opt::INFO => describe(terms, data, exports, &mut replies).map(|_| Outcome::Replied),
-        opt::GO => describe(terms, data, exports, &mut replies).map(Outcome::Transmission),
-        _ => Err(Refusal { kind: rep::ERR_UNSUP, why: "unknown option" }),
+        opt::INFO => describe(terms, data, exports, &mut replies).map(|_| OptionOutcome::Replied),
+        opt::GO => describe(terms, data, exports, &mut replies).map(OptionOutcome::Transmission),
+        _ => Err(OptionRejection { kind: rep::ERR_UNSUP, why: "unknown option" }),
     };
     match &result {
         Ok(_) => replies.ack(),
-        Err(refusal) => replies.refuse(*refusal),
+        Err(refusal) => replies.reject(*refusal),
     }
-    result.unwrap_or(Outcome::Replied)
+    result.unwrap_or(OptionOutcome::Replied)
 }
 
-fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<u8>) -> Outcome {
+fn export_name(terms: &NegotiatedTerms, data: &[u8], exports: &dyn ExportCatalog, out: &mut Vec<u8>) -> OptionOutcome {
     let Some(name) = wire::string(data) else {
-        return Outcome::NoExport("the name is not UTF-8 without NUL");
+        return OptionOutcome::NoExport("the name is not UTF-8 without NUL");
     };
     let found = exports.find(name).and_then(|export| Some((export, exports.get(export)?)));
     let Some((export, about)) = found else {
-        return Outcome::NoExport("no export of this name");
+        return OptionOutcome::NoExport("no export of this name");
     };
     let session = terms.session(export, &about, false);
     out.extend_from_slice(&about.size_bytes.to_be_bytes());
@@ -162,41 +162,41 @@ fn export_name(terms: &Terms, data: &[u8], exports: &dyn Exports, out: &mut Vec<
     if !terms.no_zeroes {
         out.extend_from_slice(&[0; proto::EXPORT_NAME_PADDING]);
     }
-    Outcome::Transmission(session)
+    OptionOutcome::Transmission(session)
 }
 
-fn start_tls(terms: &mut Terms) -> Result<Outcome, Refusal> {
+fn start_tls(terms: &mut NegotiatedTerms) -> Result<OptionOutcome, OptionRejection> {
     if terms.secured {
-        return Err(Refusal::invalid("TLS is already in use"));
+        return Err(OptionRejection::invalid("TLS is already in use"));
     }
     // STARTTLS: "the server MUST NOT preserve any negotiation state".
-    let Terms { fixed_newstyle, no_zeroes, .. } = *terms;
-    *terms = Terms { fixed_newstyle, no_zeroes, secured: true, ..Terms::default() };
-    Ok(Outcome::StartTls)
+    let NegotiatedTerms { fixed_newstyle, no_zeroes, .. } = *terms;
+    *terms = NegotiatedTerms { fixed_newstyle, no_zeroes, secured: true, ..NegotiatedTerms::default() };
+    Ok(OptionOutcome::StartTls)
 }
 
-fn structured_reply(terms: &mut Terms) -> Result<Outcome, Refusal> {
+fn structured_reply(terms: &mut NegotiatedTerms) -> Result<OptionOutcome, OptionRejection> {
     if terms.extended {
         // Extended headers imply chunks, so structured replies cannot follow them.
         let why = "extended headers are already negotiated and take precedence";
-        return Err(Refusal { kind: rep::ERR_EXT_HEADER_REQD, why });
+        return Err(OptionRejection { kind: rep::ERR_EXT_HEADER_REQD, why });
     }
     if terms.structured {
-        return Err(Refusal::invalid("structured replies are already negotiated"));
+        return Err(OptionRejection::invalid("structured replies are already negotiated"));
     }
     terms.structured = true;
-    Ok(Outcome::Replied)
+    Ok(OptionOutcome::Replied)
 }
 
-fn extended_headers(terms: &mut Terms) -> Result<Outcome, Refusal> {
+fn extended_headers(terms: &mut NegotiatedTerms) -> Result<OptionOutcome, OptionRejection> {
     if terms.extended {
-        return Err(Refusal::invalid("extended headers are already negotiated"));
+        return Err(OptionRejection::invalid("extended headers are already negotiated"));
     }
     terms.extended = true;
-    Ok(Outcome::Replied)
+    Ok(OptionOutcome::Replied)
 }
 
-struct Queries<'a> {
+struct ContextQueries<'a> {
     export: usize,
     bitmaps: Arc<[Arc<str>]>,
     texts: Vec<&'a str>,
@@ -204,10 +204,10 @@ struct Queries<'a> {
 
 /// Parses the data of LIST_META_CONTEXT and SET_META_CONTEXT. Allocates at most one pointer for
 /// each four bytes of `data`, whatever count the client announces.
-fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Refusal> {
+fn queries<'a>(data: &'a [u8], exports: &dyn ExportCatalog) -> Result<ContextQueries<'a>, OptionRejection> {
     let malformed =
-        Refusal::invalid("the lengths do not add up, or a string is not UTF-8 of at most 4096 bytes");
-    let mut fields = Fields::new(data);
+        OptionRejection::invalid("the lengths do not add up, or a string is not UTF-8 of at most 4096 bytes");
+    let mut fields = WireFields::new(data);
     let name = fields.string().ok_or(malformed)?;
     let count = fields.u32().ok_or(malformed)?;
     let mut texts = Vec::new();
@@ -217,38 +217,38 @@ fn queries<'a>(data: &'a [u8], exports: &dyn Exports) -> Result<Queries<'a>, Ref
     if !fields.is_empty() {
         return Err(malformed);
     }
-    let export = exports.find(name).ok_or(Refusal::unknown_export())?;
-    let bitmaps = exports.get(export).ok_or(Refusal::unknown_export())?.bitmaps;
-    Ok(Queries { export, bitmaps, texts })
+    let export = exports.find(name).ok_or(OptionRejection::unknown_export())?;
+    let bitmaps = exports.get(export).ok_or(OptionRejection::unknown_export())?.bitmaps;
+    Ok(ContextQueries { export, bitmaps, texts })
 }
 
-fn send_context(replies: &mut Replies<'_>, id: u32, name: &str) {
+fn send_context(replies: &mut OptionReplies<'_>, id: u32, name: &str) {
     replies.send(rep::META_CONTEXT, &[&id.to_be_bytes(), name.as_bytes()]);
 }
 
 /// Allowed before structured replies too: the specification leaves that to the server.
-fn list_contexts(data: &[u8], exports: &dyn Exports, replies: &mut Replies<'_>) -> Result<Outcome, Refusal> {
-    let Queries { bitmaps, texts, .. } = queries(data, exports)?;
+fn list_contexts(data: &[u8], exports: &dyn ExportCatalog, replies: &mut OptionReplies<'_>) -> Result<OptionOutcome, OptionRejection> {
+    let ContextQueries { bitmaps, texts, .. } = queries(data, exports)?;
     for context in MetaContext::of_export(bitmaps.len()) {
         let name = context.name(&bitmaps);
         if texts.is_empty() || texts.iter().any(|query| MetaContext::is_listed_by(&name, query)) {
             send_context(replies, 0, &name);
         }
     }
-    Ok(Outcome::Replied)
+    Ok(OptionOutcome::Replied)
 }
 
 fn set_contexts(
-    terms: &mut Terms,
+    terms: &mut NegotiatedTerms,
     data: &[u8],
-    exports: &dyn Exports,
-    replies: &mut Replies<'_>,
-) -> Result<Outcome, Refusal> {
+    exports: &dyn ExportCatalog,
+    replies: &mut OptionReplies<'_>,
+) -> Result<OptionOutcome, OptionRejection> {
     if !terms.style().has_chunks() {
         // Block status replies are chunks ("NBD_OPT_SET_META_CONTEXT").
-        return Err(Refusal::invalid("metadata contexts need structured replies or extended headers first"));
+        return Err(OptionRejection::invalid("metadata contexts need structured replies or extended headers first"));
     }
-    let Queries { export, bitmaps, texts } = queries(data, exports)?;
+    let ContextQueries { export, bitmaps, texts } = queries(data, exports)?;
     let mut contexts = MetaContexts::NONE;
     for context in MetaContext::of_export(bitmaps.len()) {
         let name = context.name(&bitmaps);
@@ -258,10 +258,10 @@ fn set_contexts(
         }
     }
     terms.contexts = Some((export, contexts));
-    Ok(Outcome::Replied)
+    Ok(OptionOutcome::Replied)
 }
 
-struct Wanted<'a> {
+struct InfoRequest<'a> {
     name: &'a str,
     canonical_name: bool,
     description: bool,
@@ -270,10 +270,10 @@ struct Wanted<'a> {
 
 /// Parses the data of INFO and GO; `None` if the lengths do not add up. Unknown kinds of
 /// information MUST be ignored.
-fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
-    let mut fields = Fields::new(data);
+fn wanted(data: &[u8]) -> Option<InfoRequest<'_>> {
+    let mut fields = WireFields::new(data);
     let mut wanted =
-        Wanted { name: fields.string()?, canonical_name: false, description: false, block_sizes: false };
+        InfoRequest { name: fields.string()?, canonical_name: false, description: false, block_sizes: false };
     for _ in 0..fields.u16()? {
         match fields.u16()? {
             info::NAME => wanted.canonical_name = true,
@@ -288,22 +288,22 @@ fn wanted(data: &[u8]) -> Option<Wanted<'_>> {
 /// Answers INFO or GO, and returns the session that GO starts. Block sizes are always sent, but a
 /// minimum above 1 binds only a client that asked for them ("Size constraints").
 fn describe(
-    terms: &Terms,
+    terms: &NegotiatedTerms,
     data: &[u8],
-    exports: &dyn Exports,
-    replies: &mut Replies<'_>,
-) -> Result<Session, Refusal> {
-    let wanted = wanted(data).ok_or(Refusal::invalid(
+    exports: &dyn ExportCatalog,
+    replies: &mut OptionReplies<'_>,
+) -> Result<NbdSession, OptionRejection> {
+    let wanted = wanted(data).ok_or(OptionRejection::invalid(
         "the lengths do not add up, or the name is not UTF-8 of at most 4096 bytes",
     ))?;
-    let export = exports.find(wanted.name).ok_or(Refusal::unknown_export())?;
-    let about = exports.get(export).ok_or(Refusal::unknown_export())?;
+    let export = exports.find(wanted.name).ok_or(OptionRejection::unknown_export())?;
+    let about = exports.get(export).ok_or(OptionRejection::unknown_export())?;
     let session = terms.session(export, &about, wanted.block_sizes);
     send_info(&wanted, &about, &session, replies);
     Ok(session)
 }
 
-fn send_info(wanted: &Wanted<'_>, about: &ExportInfo, session: &Session, replies: &mut Replies<'_>) {
+fn send_info(wanted: &InfoRequest<'_>, about: &ExportInfo, session: &NbdSession, replies: &mut OptionReplies<'_>) {
     let mut item = |kind: u16, parts: [&[u8]; 3]| {
         replies.send(rep::INFO, &[&kind.to_be_bytes(), parts[0], parts[1], parts[2]]);
     };

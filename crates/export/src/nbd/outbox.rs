@@ -15,7 +15,7 @@ use std::cell::{Cell, RefCell};
 use super::reply::ReplyHeader;
 use reactor::{
     Signal,
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
 };
 
 /// Bound on the requests of a client in flight; QEMU's server allows 16.
@@ -32,36 +32,36 @@ const HEADER_BLOCK: usize = 4096;
 const MAX_SEGMENTS: usize = 1000;
 
 #[derive(Debug, Default)]
-pub(super) struct Message {
+pub(super) struct ReplyBatch {
     pub(super) segments: Segments,
     pub(super) requests: usize,
     pub(super) bytes: usize,
 }
 
 #[derive(Debug, Default)]
-struct Queue {
-    full: std::collections::VecDeque<Message>,
+struct OutboxQueue {
+    full: std::collections::VecDeque<ReplyBatch>,
     /// Excludes the headers that are still in `headers`.
-    open: Message,
-    headers: Option<Buffer>,
+    open: ReplyBatch,
+    headers: Option<IoBuffer>,
     /// Bytes used in `headers`.
     written: usize,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Outbox {
-    queue: RefCell<Queue>,
+pub(super) struct NbdOutbox {
+    queue: RefCell<OutboxQueue>,
     requests: Cell<usize>,
     bytes: Cell<usize>,
     /// Bytes of replies that are queued or being sent.
     ready: Cell<usize>,
     /// Raised when a reply is queued or no further one will be.
-    pub(super) news: Signal,
+    pub(super) changed: Signal,
     /// Raised when a message was sent.
     pub(super) room: Signal,
 }
 
-impl Outbox {
+impl NbdOutbox {
     /// True if a request with this payload may be accepted. A client without requests in flight may
     /// always send one.
     pub(super) fn has_room(&self, bytes: usize) -> bool {
@@ -69,7 +69,7 @@ impl Outbox {
             || (self.requests.get() < MAX_REQUESTS && self.bytes.get() + bytes <= MAX_BYTES)
     }
 
-    pub(super) fn begin(&self, bytes: usize) {
+    pub(super) fn count_in(&self, bytes: usize) {
         self.requests.set(self.requests.get() + 1);
         self.bytes.set(self.bytes.get() + bytes);
     }
@@ -89,7 +89,7 @@ impl Outbox {
     }
 
     /// True if the message covers every request in flight.
-    pub(super) fn is_all(&self, message: &Message) -> bool {
+    pub(super) fn covers_all(&self, message: &ReplyBatch) -> bool {
         self.requests.get() == message.requests
     }
 
@@ -115,7 +115,7 @@ impl Outbox {
         if reply.len() <= HEADER_BLOCK / 8 {
             self.push(reply, Segments::default(), 1, bytes);
         } else {
-            self.push(&[], Buffer::copy_of(reply).into(), 1, bytes);
+            self.push(&[], IoBuffer::copy_of(reply).into(), 1, bytes);
         }
     }
 
@@ -136,11 +136,11 @@ impl Outbox {
             queue.open.requests += requests;
             queue.open.bytes += bytes;
         }
-        self.news.raise();
+        self.changed.raise();
     }
 
     /// Removes all ready replies as one message; `None` if there is none.
-    pub(super) fn take(&self) -> Option<Message> {
+    pub(super) fn take_batch(&self) -> Option<ReplyBatch> {
         let mut queue = self.queue.borrow_mut();
         if let Some(message) = queue.full.pop_front() {
             return Some(message);
@@ -158,14 +158,14 @@ impl Outbox {
     }
 }
 
-impl Queue {
+impl OutboxQueue {
     fn write_header(&mut self, header: &[u8]) {
         // A header is never split over two blocks.
         if self.headers.as_ref().is_some_and(|block| block.len() - self.written < header.len()) {
             self.close_headers();
             self.headers = None;
         }
-        let block = self.headers.get_or_insert_with(|| Buffer::new(HEADER_BLOCK));
+        let block = self.headers.get_or_insert_with(|| IoBuffer::new(HEADER_BLOCK));
         block[self.written..self.written + header.len()].copy_from_slice(header);
         self.written += header.len();
     }
@@ -196,16 +196,16 @@ impl Queue {
 mod tests {
     use super::*;
 
-    fn text(message: &Message) -> Vec<u8> {
+    fn text(message: &ReplyBatch) -> Vec<u8> {
         let mut bytes = vec![0; message.segments.len()];
         message.segments.copy_to(&mut bytes);
         bytes
     }
 
     /// All queued bytes, in messages that the kernel accepts.
-    fn drained(outbox: &Outbox) -> Vec<u8> {
+    fn drained(outbox: &NbdOutbox) -> Vec<u8> {
         let mut sent = Vec::new();
-        while let Some(message) = outbox.take() {
+        while let Some(message) = outbox.take_batch() {
             assert!(message.segments.as_slice().len() <= 1024);
             sent.extend(text(&message));
             outbox.sent(message.requests, message.bytes, message.segments.len());
@@ -216,29 +216,29 @@ mod tests {
 
     #[test]
     fn headers_without_payload_share_a_segment() {
-        let outbox = Outbox::default();
+        let outbox = NbdOutbox::default();
         for _ in 0..3 {
-            outbox.begin(2);
+            outbox.count_in(2);
         }
         outbox.push_bytes(b"one ", 2);
         outbox.push_bytes(b"two ", 2);
-        outbox.push(b"three ", Buffer::copy_of(b"data").into(), 1, 2);
-        let message = outbox.take().expect("three replies");
+        outbox.push(b"three ", IoBuffer::copy_of(b"data").into(), 1, 2);
+        let message = outbox.take_batch().expect("three replies");
         assert_eq!(text(&message), b"one two three data");
         assert_eq!(message.segments.as_slice().len(), 2);
         assert!(!outbox.is_idle());
         outbox.sent(message.requests, message.bytes, message.segments.len());
         assert!(outbox.is_idle());
-        assert!(outbox.take().is_none());
+        assert!(outbox.take_batch().is_none());
     }
 
     #[test]
     fn many_replies_make_several_messages_and_none_is_lost() {
-        let outbox = Outbox::default();
+        let outbox = NbdOutbox::default();
         let mut expected = Vec::new();
         for number in 0..3000_u32 {
-            outbox.begin(4);
-            outbox.push(&number.to_be_bytes(), Buffer::copy_of(&number.to_le_bytes()).into(), 1, 4);
+            outbox.count_in(4);
+            outbox.push(&number.to_be_bytes(), IoBuffer::copy_of(&number.to_le_bytes()).into(), 1, 4);
             expected.extend(number.to_be_bytes());
             expected.extend(number.to_le_bytes());
         }
@@ -247,13 +247,13 @@ mod tests {
 
     #[test]
     fn a_payload_of_many_pieces_makes_several_messages() {
-        let outbox = Outbox::default();
+        let outbox = NbdOutbox::default();
         let mut expected = Vec::new();
         for length in [999, 3000, 1, 1000] {
             let bytes: Vec<u8> = (0..length).map(|number| number as u8).collect();
             let mut payload = Segments::default();
-            bytes.iter().for_each(|byte| payload.push(Buffer::copy_of(&[*byte])));
-            outbox.begin(length);
+            bytes.iter().for_each(|byte| payload.push(IoBuffer::copy_of(&[*byte])));
+            outbox.count_in(length);
             outbox.push(b"head", payload, 1, length);
             expected.extend(b"head");
             expected.extend(bytes);
@@ -264,9 +264,9 @@ mod tests {
 
     #[test]
     fn a_client_alone_may_always_send_one_request() {
-        let outbox = Outbox::default();
+        let outbox = NbdOutbox::default();
         assert!(outbox.has_room(usize::MAX));
-        outbox.begin(MAX_BYTES);
+        outbox.count_in(MAX_BYTES);
         assert!(!outbox.has_room(1));
     }
 }

@@ -17,7 +17,7 @@ use super::context::MetaContext;
 use super::errno::Errno;
 use super::proto::{self, reply_flag, reply_type};
 use super::request::StatusQuery;
-use super::session::{ReplyStyle, Session, Tag};
+use super::session::{ReplyStyle, NbdSession, RequestTag};
 use super::wire;
 
 /// Longest extent of a 32-bit chunk, in bytes: a multiple of every possible minimum block.
@@ -54,7 +54,7 @@ impl ReplyHeader {
 
 /// One extent of a block status.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Extent {
+pub struct NbdExtent {
     /// Length in bytes.
     pub length: u64,
     /// Flags of the context: [`proto::state`] for `base:allocation`.
@@ -63,14 +63,14 @@ pub struct Extent {
 
 /// Encoder of one session's replies.
 #[derive(Clone, Copy, Debug)]
-pub struct Replier {
+pub struct NbdReplyEncoder {
     style: ReplyStyle,
     max_extents: usize,
 }
 
-impl Replier {
+impl NbdReplyEncoder {
     /// Creates the encoder for requests of this session.
-    pub fn new(session: &Session) -> Self {
+    pub fn new(session: &NbdSession) -> Self {
         let extent_bytes = if session.style == ReplyStyle::Extended { 16 } else { 8 };
         // The variable part of a chunk must not exceed the payload bound either ("Structured reply
         // types").
@@ -79,7 +79,7 @@ impl Replier {
     }
 
     /// Success without a payload: every command except READ and BLOCK_STATUS, and empty reads.
-    pub fn success(self, tag: Tag) -> ReplyHeader {
+    pub fn success(self, tag: RequestTag) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
             _ => self.chunk(tag, reply_type::NONE, 0, true),
@@ -89,7 +89,7 @@ impl Replier {
     /// Header before `length` bytes of data read at `offset`. A simple reply has one header for the
     /// whole request. With chunks `length` is from 1 to `u32::MAX - 8`, and may be a part of the
     /// request unless the client set DF.
-    pub fn data(self, tag: Tag, offset: u64, length: u32, last: bool) -> ReplyHeader {
+    pub fn data(self, tag: RequestTag, offset: u64, length: u32, last: bool) -> ReplyHeader {
         match self.style {
             ReplyStyle::Simple => simple(tag, 0),
             _ => self
@@ -100,7 +100,7 @@ impl Replier {
 
     /// Chunk that reports `length` bytes at `offset` of a READ without DF as zero; `length` is at
     /// least 1. `None` in the simple style.
-    pub fn hole(self, tag: Tag, offset: u64, length: u32, last: bool) -> Option<ReplyHeader> {
+    pub fn hole(self, tag: RequestTag, offset: u64, length: u32, last: bool) -> Option<ReplyHeader> {
         self.style.has_chunks().then(|| {
             self.chunk(tag, reply_type::OFFSET_HOLE, 12, last)
                 .put(offset.to_be_bytes())
@@ -109,20 +109,20 @@ impl Replier {
     }
 
     /// Appends an error reply to `out`; `message` is clipped to 4096 bytes.
-    pub fn error(self, tag: Tag, errno: Errno, message: &str, out: &mut Vec<u8>) {
+    pub fn error(self, tag: RequestTag, errno: Errno, message: &str, out: &mut Vec<u8>) {
         let message = wire::clip(message);
         self.error_chunk(tag, reply_type::ERROR, 6, errno, message, out);
     }
 
     /// [`Replier::error`] with the offset of the failed byte, which lies in the request's range.
-    pub fn error_at(self, tag: Tag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
+    pub fn error_at(self, tag: RequestTag, errno: Errno, message: &str, offset: u64, out: &mut Vec<u8>) {
         self.error_chunk(tag, reply_type::ERROR_OFFSET, 14, errno, wire::clip(message), out);
         if self.style.has_chunks() {
             out.extend_from_slice(&offset.to_be_bytes());
         }
     }
 
-    fn error_chunk(self, tag: Tag, kind: u16, fixed: usize, errno: Errno, message: &str, out: &mut Vec<u8>) {
+    fn error_chunk(self, tag: RequestTag, kind: u16, fixed: usize, errno: Errno, message: &str, out: &mut Vec<u8>) {
         if self.style == ReplyStyle::Simple {
             out.extend_from_slice(simple(tag, errno.code()).as_bytes());
             return;
@@ -142,10 +142,10 @@ impl Replier {
     /// contexts.
     pub fn block_status(
         self,
-        tag: Tag,
+        tag: RequestTag,
         query: &StatusQuery,
         context: MetaContext,
-        extents: &[Extent],
+        extents: &[NbdExtent],
         last: bool,
         out: &mut Vec<u8>,
     ) {
@@ -171,7 +171,7 @@ impl Replier {
         out[start..start + header + fixed].copy_from_slice(front.as_bytes());
     }
 
-    fn chunk(self, tag: Tag, kind: u16, length: u64, last: bool) -> ReplyHeader {
+    fn chunk(self, tag: RequestTag, kind: u16, length: u64, last: bool) -> ReplyHeader {
         let flags = if last { reply_flag::DONE } else { 0 };
         let (magic, extended) = match self.style {
             ReplyStyle::Extended => (proto::EXTENDED_REPLY_MAGIC, true),
@@ -190,7 +190,7 @@ impl Replier {
     }
 }
 
-fn simple(tag: Tag, errno: u32) -> ReplyHeader {
+fn simple(tag: RequestTag, errno: u32) -> ReplyHeader {
     ReplyHeader::new()
         .put(proto::SIMPLE_REPLY_MAGIC.to_be_bytes())
         .put(errno.to_be_bytes())
@@ -198,8 +198,8 @@ fn simple(tag: Tag, errno: u32) -> ReplyHeader {
 }
 
 /// Appends extents; returns their number, at least 1.
-fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[Extent], out: &mut Vec<u8>) -> u32 {
-    let unknown = [Extent { length: query.length, flags: 0 }];
+fn put_extents(wide: bool, query: &StatusQuery, most: usize, extents: &[NbdExtent], out: &mut Vec<u8>) -> u32 {
+    let unknown = [NbdExtent { length: query.length, flags: 0 }];
     // A chunk needs at least one extent, so an empty result is reported as data of the whole range.
     let known = extents.iter().any(|extent| extent.length > 0);
     let usable = if known { extents } else { &unknown };

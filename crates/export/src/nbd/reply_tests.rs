@@ -4,11 +4,11 @@ use super::*;
 use crate::nbd::context::MetaContexts;
 use proptest::prelude::*;
 
-const TAG: Tag = Tag { cookie: 0x1122_3344_5566_7788, offset: 0x99 };
+const TAG: RequestTag = RequestTag { cookie: 0x1122_3344_5566_7788, offset: 0x99 };
 const COOKIE: &str = "1122334455667788";
 
-fn session(style: ReplyStyle, maximum_payload: u32) -> Session {
-    Session {
+fn session(style: ReplyStyle, maximum_payload: u32) -> NbdSession {
+    NbdSession {
         export: 0,
         style,
         flags: 1,
@@ -19,8 +19,8 @@ fn session(style: ReplyStyle, maximum_payload: u32) -> Session {
     }
 }
 
-fn replier(style: ReplyStyle) -> Replier {
-    Replier::new(&session(style, proto::DEFAULT_MAX_PAYLOAD))
+fn replier(style: ReplyStyle) -> NbdReplyEncoder {
+    NbdReplyEncoder::new(&session(style, proto::DEFAULT_MAX_PAYLOAD))
 }
 
 const SIMPLE: ReplyStyle = ReplyStyle::Simple;
@@ -121,7 +121,7 @@ fn query(length: u64, one: bool) -> StatusQuery {
 }
 
 fn status(style: ReplyStyle, query: StatusQuery, extents: &[(u64, u32)]) -> Vec<u8> {
-    let extents: Vec<_> = extents.iter().map(|&(length, flags)| Extent { length, flags }).collect();
+    let extents: Vec<_> = extents.iter().map(|&(length, flags)| NbdExtent { length, flags }).collect();
     let mut out = b"before".to_vec();
     replier(style).block_status(TAG, &query, MetaContext::BaseAllocation, &extents, true, &mut out);
     assert_eq!(out[..6], *b"before", "what was in the buffer stays");
@@ -191,10 +191,10 @@ fn nothing_known_is_reported_as_data() {
 
 #[test]
 fn a_chunk_holds_no_more_extents_than_the_payload_allows() {
-    let extents: Vec<_> = (0..100).map(|_| Extent { length: 512, flags: 0 }).collect();
+    let extents: Vec<_> = (0..100).map(|_| NbdExtent { length: 512, flags: 0 }).collect();
     for (style, expect) in [(STRUCTURED, 20 + 4 + 512), (EXTENDED, 32 + 8 + 512)] {
         let mut out = Vec::new();
-        let replier = Replier::new(&session(style, 512));
+        let replier = NbdReplyEncoder::new(&session(style, 512));
         replier.block_status(
             TAG,
             &query(1 << 20, false),

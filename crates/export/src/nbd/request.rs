@@ -21,8 +21,8 @@
 use super::context::{MetaContext, MetaContexts};
 use super::errno::Errno;
 use super::proto::{self, cmd, cmd_flag, export_flag};
-use super::session::{ReplyStyle, Session, Tag};
-use super::wire::Fields;
+use super::session::{ReplyStyle, NbdSession, RequestTag};
+use super::wire::WireFields;
 
 /// A validated command; `fua` means "durable before the reply".
 ///
@@ -31,7 +31,7 @@ use super::wire::Fields;
 /// commands may cover the whole export.
 #[allow(missing_docs, reason = "the variants explain their fields")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Command {
+pub enum NbdCommand {
     /// With `dont_fragment`, answered with at most one content chunk.
     Read { offset: u64, length: u32, dont_fragment: bool },
     /// Write the `length` bytes that follow the header.
@@ -53,10 +53,10 @@ pub enum Command {
     /// for each of the session's contexts), then call [`status_payload`].
     BlockStatusPayload { offset: u64, payload: u32, one: bool },
     /// Empty range: answer success ([`super::Replier::success`]) without I/O.
-    Nothing,
+    Empty,
 }
 
-impl Command {
+impl NbdCommand {
     /// Length of this request's payload behind the header, in bytes.
     pub const fn payload_bytes(self) -> u32 {
         match self {
@@ -83,16 +83,16 @@ pub struct StatusQuery {
 /// A request that was accepted.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Request {
-    pub tag: Tag,
-    pub command: Command,
+pub struct NbdRequest {
+    pub tag: RequestTag,
+    pub command: NbdCommand,
 }
 
 /// A rejected request; the connection continues.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Refused {
-    pub tag: Tag,
+pub struct RejectedRequest {
+    pub tag: RequestTag,
     pub errno: Errno,
     /// Reason for the client's log; sent if the reply can carry a message.
     pub why: &'static str,
@@ -103,7 +103,7 @@ pub struct Refused {
 /// A violation after which the stream cannot be parsed further.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Breach {
+pub enum ProtocolViolation {
     #[error("request magic {0:#010x}: the client is out of step")]
     Magic(u32),
     #[error("payload of {0} bytes: too many to skip")]
@@ -116,28 +116,28 @@ pub enum Parsed {
     /// The input is shorter than a header.
     Incomplete,
     /// Execute the request.
-    Request(Request),
+    Request(NbdRequest),
     /// Send the error and skip the payload.
-    Refused(Refused),
+    Refused(RejectedRequest),
     /// Close the connection ("Terminating the transmission phase").
-    Close(Breach),
+    Close(ProtocolViolation),
 }
 
-struct Header {
+struct NbdRequestHeader {
     magic: u32,
     flags: u16,
     kind: u16,
-    tag: Tag,
+    tag: RequestTag,
     length: u64,
     /// `length` is that of a payload behind the header, not of a range.
     has_payload: bool,
 }
 
-impl Header {
+impl NbdRequestHeader {
     fn read(input: &[u8], style: ReplyStyle) -> Option<Self> {
-        let mut fields = Fields::new(input);
+        let mut fields = WireFields::new(input);
         let (magic, flags, kind) = (fields.u32()?, fields.u16()?, fields.u16()?);
-        let tag = Tag { cookie: fields.u64()?, offset: fields.u64()? };
+        let tag = RequestTag { cookie: fields.u64()?, offset: fields.u64()? };
         let (length, has_flag) = match style {
             ReplyStyle::Extended => (fields.u64()?, flags & cmd_flag::PAYLOAD_LEN != 0),
             ReplyStyle::Simple | ReplyStyle::Structured => (u64::from(fields.u32()?), false),
@@ -153,19 +153,19 @@ type Refusal = (Errno, &'static str);
 
 /// Parses and validates the request at the start of `input`; `size_bytes` is the export's current
 /// size.
-pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
-    let Some(header) = Header::read(input, session.style) else { return Parsed::Incomplete };
+pub fn parse(input: &[u8], session: &NbdSession, size_bytes: u64) -> Parsed {
+    let Some(header) = NbdRequestHeader::read(input, session.style) else { return Parsed::Incomplete };
     let magic = match session.style {
         ReplyStyle::Extended => proto::EXTENDED_REQUEST_MAGIC,
         ReplyStyle::Simple | ReplyStyle::Structured => proto::REQUEST_MAGIC,
     };
     if header.magic != magic {
-        return Parsed::Close(Breach::Magic(header.magic));
+        return Parsed::Close(ProtocolViolation::Magic(header.magic));
     }
     let tag = header.tag;
     // Before any check: a disconnect has no reply, so an error could not be sent.
     if header.kind == cmd::DISC {
-        return Parsed::Request(Request { tag, command: Command::Disconnect });
+        return Parsed::Request(NbdRequest { tag, command: NbdCommand::Disconnect });
     }
     let payload = if header.has_payload { header.length } else { 0 };
     // Payloads up to 32 MiB "SHOULD NOT be considered a denial of service attack, even if that
@@ -173,17 +173,17 @@ pub fn parse(input: &[u8], session: &Session, size_bytes: u64) -> Parsed {
     let most = session.maximum_payload.max(proto::DEFAULT_MAX_PAYLOAD);
     let skip = match u32::try_from(payload) {
         Ok(payload) if payload <= most => payload,
-        _ => return Parsed::Close(Breach::Payload(payload)),
+        _ => return Parsed::Close(ProtocolViolation::Payload(payload)),
     };
     match check(&header, session, size_bytes) {
-        Ok(command) => Parsed::Request(Request { tag, command }),
-        Err((errno, why)) => Parsed::Refused(Refused { tag, errno, why, skip }),
+        Ok(command) => Parsed::Request(NbdRequest { tag, command }),
+        Err((errno, why)) => Parsed::Refused(RejectedRequest { tag, errno, why, skip }),
     }
 }
 
-fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command, Refusal> {
+fn check(header: &NbdRequestHeader, session: &NbdSession, size_bytes: u64) -> Result<NbdCommand, Refusal> {
     check_flags(header, session)?;
-    let range = Range { offset: header.tag.offset, length: header.length, size_bytes, session };
+    let range = RequestRange { offset: header.tag.offset, length: header.length, size_bytes, session };
     let fua = header.flags & cmd_flag::FUA != 0;
     match header.kind {
         cmd::READ => read(header, &range),
@@ -195,12 +195,12 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
             writable(session)?;
             offered(session, export_flag::SEND_TRIM, "this export does not offer TRIM")?;
             range.inside(Errno::Inval)?;
-            Ok(range.or_nothing(Command::Trim { offset: range.offset, length: range.length, fua }))
+            Ok(range.or_nothing(NbdCommand::Trim { offset: range.offset, length: range.length, fua }))
         }
         cmd::CACHE => {
             offered(session, export_flag::SEND_CACHE, "this export does not offer CACHE")?;
             range.inside(Errno::Inval)?;
-            Ok(range.or_nothing(Command::Cache { offset: range.offset, length: range.length }))
+            Ok(range.or_nothing(NbdCommand::Cache { offset: range.offset, length: range.length }))
         }
         cmd::WRITE_ZEROES => write_zeroes(header, &range, fua),
         cmd::BLOCK_STATUS => block_status(header, &range),
@@ -209,7 +209,7 @@ fn check(header: &Header, session: &Session, size_bytes: u64) -> Result<Command,
 }
 
 /// All violations are EINVAL ("Error values").
-fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
+fn check_flags(header: &NbdRequestHeader, session: &NbdSession) -> Result<(), Refusal> {
     let when = |flag, offered| if session.offers(offered) { flag } else { 0 };
     let of_command = match header.kind {
         cmd::READ => when(cmd_flag::DF, export_flag::SEND_DF),
@@ -232,25 +232,25 @@ fn check_flags(header: &Header, session: &Session) -> Result<(), Refusal> {
     Ok(())
 }
 
-fn writable(session: &Session) -> Result<(), Refusal> {
+fn writable(session: &NbdSession) -> Result<(), Refusal> {
     if session.offers(export_flag::READ_ONLY) {
         return Err((Errno::Perm, "the export is read-only"));
     }
     Ok(())
 }
 
-fn offered(session: &Session, flag: u16, why: &'static str) -> Result<(), Refusal> {
+fn offered(session: &NbdSession, flag: u16, why: &'static str) -> Result<(), Refusal> {
     if session.offers(flag) { Ok(()) } else { Err((Errno::Inval, why)) }
 }
 
-struct Range<'a> {
+struct RequestRange<'a> {
     offset: u64,
     length: u64,
     size_bytes: u64,
-    session: &'a Session,
+    session: &'a NbdSession,
 }
 
-impl Range<'_> {
+impl RequestRange<'_> {
     /// Fails with `beyond` if the range ends past the export.
     fn inside(&self, beyond: Errno) -> Result<(), Refusal> {
         let end = self.offset.checked_add(self.length);
@@ -273,42 +273,42 @@ impl Range<'_> {
         }
     }
 
-    fn or_nothing(&self, command: Command) -> Command {
-        if self.length == 0 { Command::Nothing } else { command }
+    fn or_nothing(&self, command: NbdCommand) -> NbdCommand {
+        if self.length == 0 { NbdCommand::Empty } else { command }
     }
 }
 
-fn read(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
+fn read(header: &NbdRequestHeader, range: &RequestRange<'_>) -> Result<NbdCommand, Refusal> {
     // EOVERFLOW is for clients that understand chunks (READ, "Structured replies").
     let too_long = if range.session.style.has_chunks() { Errno::Overflow } else { Errno::Inval };
     let length = range.payload(too_long)?;
     range.inside(Errno::Inval)?;
     let dont_fragment = header.flags & cmd_flag::DF != 0;
-    Ok(range.or_nothing(Command::Read { offset: range.offset, length, dont_fragment }))
+    Ok(range.or_nothing(NbdCommand::Read { offset: range.offset, length, dont_fragment }))
 }
 
-fn write(range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
+fn write(range: &RequestRange<'_>, fua: bool) -> Result<NbdCommand, Refusal> {
     writable(range.session)?;
     let length = range.payload(Errno::Inval)?;
     // Writes past the end fail with ENOSPC, reads with EINVAL ("Error values").
     range.inside(Errno::NoSpc)?;
-    Ok(range.or_nothing(Command::Write { offset: range.offset, length, fua }))
+    Ok(range.or_nothing(NbdCommand::Write { offset: range.offset, length, fua }))
 }
 
-fn flush(header: &Header, session: &Session) -> Result<Command, Refusal> {
+fn flush(header: &NbdRequestHeader, session: &NbdSession) -> Result<NbdCommand, Refusal> {
     offered(session, export_flag::SEND_FLUSH, "this export does not offer FLUSH")?;
     // "NBD_CMD_FLUSH": both are reserved, and MUST be zero.
     if header.length != 0 || header.tag.offset != 0 {
         return Err((Errno::Inval, "offset and length of a FLUSH must be zero"));
     }
-    Ok(Command::Flush)
+    Ok(NbdCommand::Flush)
 }
 
-fn write_zeroes(header: &Header, range: &Range<'_>, fua: bool) -> Result<Command, Refusal> {
+fn write_zeroes(header: &NbdRequestHeader, range: &RequestRange<'_>, fua: bool) -> Result<NbdCommand, Refusal> {
     writable(range.session)?;
     offered(range.session, export_flag::SEND_WRITE_ZEROES, "this export does not offer WRITE_ZEROES")?;
     range.inside(Errno::NoSpc)?;
-    Ok(range.or_nothing(Command::WriteZeroes {
+    Ok(range.or_nothing(NbdCommand::WriteZeroes {
         offset: range.offset,
         length: range.length,
         fua,
@@ -317,7 +317,7 @@ fn write_zeroes(header: &Header, range: &Range<'_>, fua: bool) -> Result<Command
     }))
 }
 
-fn block_status(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> {
+fn block_status(header: &NbdRequestHeader, range: &RequestRange<'_>) -> Result<NbdCommand, Refusal> {
     let contexts = range.session.contexts;
     if contexts.is_empty() {
         return Err((Errno::Inval, "BLOCK_STATUS needs a metadata context selected during the handshake"));
@@ -331,38 +331,38 @@ fn block_status(header: &Header, range: &Range<'_>) -> Result<Command, Refusal> 
         if !(12..=most).contains(&payload) || !payload.is_multiple_of(4) {
             return Err(wrong);
         }
-        return Ok(Command::BlockStatusPayload { offset: range.offset, payload, one });
+        return Ok(NbdCommand::BlockStatusPayload { offset: range.offset, payload, one });
     }
     status_of(range, one, contexts)
 }
 
-fn status_of(range: &Range<'_>, one: bool, contexts: MetaContexts) -> Result<Command, Refusal> {
+fn status_of(range: &RequestRange<'_>, one: bool, contexts: MetaContexts) -> Result<NbdCommand, Refusal> {
     if range.length == 0 {
         return Err((Errno::Inval, "BLOCK_STATUS of no bytes has no answer"));
     }
     range.inside(Errno::Inval)?;
-    Ok(Command::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
+    Ok(NbdCommand::BlockStatus(StatusQuery { offset: range.offset, length: range.length, one, contexts }))
 }
 
 /// Converts the payload of a [`Command::BlockStatusPayload`] to a [`Command::BlockStatus`]. Rejects
 /// contexts that are repeated or were not selected.
 pub fn status_payload(
     payload: &[u8],
-    tag: Tag,
+    tag: RequestTag,
     one: bool,
-    session: &Session,
+    session: &NbdSession,
     size_bytes: u64,
-) -> Result<Command, Refused> {
+) -> Result<NbdCommand, RejectedRequest> {
     selected(payload, session)
         .and_then(|(length, contexts)| {
-            status_of(&Range { offset: tag.offset, length, size_bytes, session }, one, contexts)
+            status_of(&RequestRange { offset: tag.offset, length, size_bytes, session }, one, contexts)
         })
-        .map_err(|(errno, why)| Refused { tag, errno, why, skip: 0 })
+        .map_err(|(errno, why)| RejectedRequest { tag, errno, why, skip: 0 })
 }
 
-fn selected(payload: &[u8], session: &Session) -> Result<(u64, MetaContexts), Refusal> {
+fn selected(payload: &[u8], session: &NbdSession) -> Result<(u64, MetaContexts), Refusal> {
     let wrong = (Errno::Inval, "a context of the BLOCK_STATUS payload is repeated or was not selected");
-    let mut fields = Fields::new(payload);
+    let mut fields = WireFields::new(payload);
     let length = fields.u64().ok_or(wrong)?;
     let mut contexts = MetaContexts::NONE;
     while !fields.is_empty() {
@@ -376,41 +376,41 @@ fn selected(payload: &[u8], session: &Session) -> Result<(u64, MetaContexts), Re
 
 /// Encodes the request that [`parse`] parsed to `command`, without its payload. A block status with
 /// a subset of the session's contexts is encoded with the payload that selects them.
-pub(super) fn encode(tag: Tag, command: Command, session: &Session, out: &mut Vec<u8>) {
+pub(super) fn encode(tag: RequestTag, command: NbdCommand, session: &NbdSession, out: &mut Vec<u8>) {
     let with = |flag: u16, set: bool| if set { flag } else { 0 };
     let fua_flag = |fua| with(cmd_flag::FUA, fua);
     let is_extended = session.style == ReplyStyle::Extended;
     let mut behind = Vec::new();
     let (kind, flags, length) = match command {
-        Command::Read { length, dont_fragment, .. } => {
+        NbdCommand::Read { length, dont_fragment, .. } => {
             (cmd::READ, with(cmd_flag::DF, dont_fragment), u64::from(length))
         }
-        Command::Write { length, fua, .. } => {
+        NbdCommand::Write { length, fua, .. } => {
             (cmd::WRITE, fua_flag(fua) | with(cmd_flag::PAYLOAD_LEN, is_extended), u64::from(length))
         }
-        Command::Disconnect => (cmd::DISC, 0, 0),
-        Command::Flush => (cmd::FLUSH, 0, 0),
-        Command::Trim { length, fua, .. } => (cmd::TRIM, fua_flag(fua), length),
-        Command::Cache { length, .. } => (cmd::CACHE, 0, length),
-        Command::WriteZeroes { length, fua, no_hole, fast, .. } => {
+        NbdCommand::Disconnect => (cmd::DISC, 0, 0),
+        NbdCommand::Flush => (cmd::FLUSH, 0, 0),
+        NbdCommand::Trim { length, fua, .. } => (cmd::TRIM, fua_flag(fua), length),
+        NbdCommand::Cache { length, .. } => (cmd::CACHE, 0, length),
+        NbdCommand::WriteZeroes { length, fua, no_hole, fast, .. } => {
             let flags = with(cmd_flag::NO_HOLE, no_hole) | with(cmd_flag::FAST_ZERO, fast);
             (cmd::WRITE_ZEROES, fua_flag(fua) | flags, length)
         }
-        Command::BlockStatus(query) if query.contexts == session.contexts => {
+        NbdCommand::BlockStatus(query) if query.contexts == session.contexts => {
             (cmd::BLOCK_STATUS, with(cmd_flag::REQ_ONE, query.one), query.length)
         }
-        Command::BlockStatus(query) => {
+        NbdCommand::BlockStatus(query) => {
             behind.extend(query.length.to_be_bytes());
             behind.extend(query.contexts.iter().flat_map(|context| context.id().to_be_bytes()));
             let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, query.one);
             (cmd::BLOCK_STATUS, flags, behind.len() as u64)
         }
-        Command::BlockStatusPayload { payload, one, .. } => {
+        NbdCommand::BlockStatusPayload { payload, one, .. } => {
             let flags = cmd_flag::PAYLOAD_LEN | with(cmd_flag::REQ_ONE, one);
             (cmd::BLOCK_STATUS, flags, u64::from(payload))
         }
         // An empty request has no effect, so its type does not matter.
-        Command::Nothing => (cmd::READ, 0, 0),
+        NbdCommand::Empty => (cmd::READ, 0, 0),
     };
     let magic = if is_extended { proto::EXTENDED_REQUEST_MAGIC } else { proto::REQUEST_MAGIC };
     out.extend(magic.to_be_bytes());

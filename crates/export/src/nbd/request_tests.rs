@@ -9,7 +9,7 @@ const COOKIE: u64 = 0x0123_4567_89ab_cdef;
 /// All flags except READ_ONLY and ROTATIONAL.
 const ALL: u16 = 0x1ffd & !export_flag::ROTATIONAL;
 
-fn session(style: ReplyStyle) -> Session {
+fn session(style: ReplyStyle) -> NbdSession {
     let mut contexts = MetaContexts::NONE;
     contexts.insert(MetaContext::BaseAllocation);
     let flags = match style {
@@ -17,7 +17,7 @@ fn session(style: ReplyStyle) -> Session {
         ReplyStyle::Structured => ALL & !export_flag::BLOCK_STATUS_PAYLOAD,
         ReplyStyle::Extended => ALL,
     };
-    Session {
+    NbdSession {
         export: 0,
         style,
         flags,
@@ -30,18 +30,18 @@ fn session(style: ReplyStyle) -> Session {
 
 /// Fields of a request on the wire.
 #[derive(Clone, Copy)]
-struct Raw {
+struct RawNbdRequest {
     flags: u16,
     kind: u16,
     offset: u64,
     length: u64,
 }
 
-fn raw(kind: u16, offset: u64, length: u64) -> Raw {
-    Raw { flags: 0, kind, offset, length }
+fn raw(kind: u16, offset: u64, length: u64) -> RawNbdRequest {
+    RawNbdRequest { flags: 0, kind, offset, length }
 }
 
-impl Raw {
+impl RawNbdRequest {
     fn with(self, flags: u16) -> Self {
         Self { flags, ..self }
     }
@@ -63,7 +63,7 @@ impl Raw {
     }
 }
 
-fn run(session: &Session, raw: Raw) -> Parsed {
+fn run(session: &NbdSession, raw: RawNbdRequest) -> Parsed {
     let bytes = raw.bytes(session.style);
     assert_eq!(bytes.len(), session.style.request_bytes());
     for cut in 0..bytes.len() {
@@ -73,41 +73,41 @@ fn run(session: &Session, raw: Raw) -> Parsed {
 }
 
 #[track_caller]
-fn accepts(session: &Session, raw: Raw, command: Command) {
-    let tag = Tag { cookie: COOKIE, offset: raw.offset };
-    assert_eq!(run(session, raw), Parsed::Request(Request { tag, command }));
+fn accepts(session: &NbdSession, raw: RawNbdRequest, command: NbdCommand) {
+    let tag = RequestTag { cookie: COOKIE, offset: raw.offset };
+    assert_eq!(run(session, raw), Parsed::Request(NbdRequest { tag, command }));
 }
 
 #[track_caller]
-fn refuses(session: &Session, raw: Raw, errno: Errno, skip: u32) {
+fn refuses(session: &NbdSession, raw: RawNbdRequest, errno: Errno, skip: u32) {
     match run(session, raw) {
         Parsed::Refused(refused) => {
             assert_eq!((refused.errno, refused.skip), (errno, skip), "{}", refused.why);
-            assert_eq!(refused.tag, Tag { cookie: COOKIE, offset: raw.offset });
+            assert_eq!(refused.tag, RequestTag { cookie: COOKIE, offset: raw.offset });
             assert!(!refused.why.is_empty());
         }
         other => panic!("not refused: {other:?}"),
     }
 }
 
-fn simple() -> Session {
+fn simple() -> NbdSession {
     session(ReplyStyle::Simple)
 }
 
-fn structured() -> Session {
+fn structured() -> NbdSession {
     session(ReplyStyle::Structured)
 }
 
-fn extended() -> Session {
+fn extended() -> NbdSession {
     session(ReplyStyle::Extended)
 }
 
-fn without(session: Session, flag: u16) -> Session {
-    Session { flags: session.flags & !flag, ..session }
+fn without(session: NbdSession, flag: u16) -> NbdSession {
+    NbdSession { flags: session.flags & !flag, ..session }
 }
 
-fn read_only(session: Session) -> Session {
-    Session { flags: session.flags | export_flag::READ_ONLY, ..session }
+fn read_only(session: NbdSession) -> NbdSession {
+    NbdSession { flags: session.flags | export_flag::READ_ONLY, ..session }
 }
 
 #[test]
@@ -115,27 +115,27 @@ fn each_command_is_understood() {
     for s in [simple(), structured(), extended()] {
         let payload = if s.style == ReplyStyle::Extended { cmd_flag::PAYLOAD_LEN } else { 0 };
         let (offset, length) = (4096, 512);
-        accepts(&s, raw(cmd::READ, 4096, 512), Command::Read { offset, length, dont_fragment: false });
-        accepts(&s, raw(cmd::WRITE, 4096, 512).with(payload), Command::Write { offset, length, fua: false });
+        accepts(&s, raw(cmd::READ, 4096, 512), NbdCommand::Read { offset, length, dont_fragment: false });
+        accepts(&s, raw(cmd::WRITE, 4096, 512).with(payload), NbdCommand::Write { offset, length, fua: false });
         accepts(
             &s,
             raw(cmd::WRITE, 4096, 512).with(payload | cmd_flag::FUA),
-            Command::Write { offset, length, fua: true },
+            NbdCommand::Write { offset, length, fua: true },
         );
         let length = 512;
-        accepts(&s, raw(cmd::FLUSH, 0, 0), Command::Flush);
-        accepts(&s, raw(cmd::DISC, 0, 0), Command::Disconnect);
-        accepts(&s, raw(cmd::TRIM, 4096, 512), Command::Trim { offset, length, fua: false });
-        accepts(&s, raw(cmd::CACHE, 4096, 512), Command::Cache { offset, length });
+        accepts(&s, raw(cmd::FLUSH, 0, 0), NbdCommand::Flush);
+        accepts(&s, raw(cmd::DISC, 0, 0), NbdCommand::Disconnect);
+        accepts(&s, raw(cmd::TRIM, 4096, 512), NbdCommand::Trim { offset, length, fua: false });
+        accepts(&s, raw(cmd::CACHE, 4096, 512), NbdCommand::Cache { offset, length });
         accepts(
             &s,
             raw(cmd::WRITE_ZEROES, 4096, 512).with(cmd_flag::NO_HOLE | cmd_flag::FAST_ZERO | cmd_flag::FUA),
-            Command::WriteZeroes { offset, length, fua: true, no_hole: true, fast: true },
+            NbdCommand::WriteZeroes { offset, length, fua: true, no_hole: true, fast: true },
         );
         accepts(
             &s,
             raw(cmd::BLOCK_STATUS, 4096, 512).with(cmd_flag::REQ_ONE),
-            Command::BlockStatus(StatusQuery { offset, length, one: true, contexts: s.contexts }),
+            NbdCommand::BlockStatus(StatusQuery { offset, length, one: true, contexts: s.contexts }),
         );
     }
 }
@@ -145,7 +145,7 @@ fn a_wrong_magic_closes() {
     for s in [simple(), extended()] {
         let mut bytes = raw(cmd::READ, 0, 512).bytes(s.style);
         bytes[0] ^= 1;
-        assert!(matches!(parse(&bytes, &s, SIZE), Parsed::Close(Breach::Magic(_))));
+        assert!(matches!(parse(&bytes, &s, SIZE), Parsed::Close(ProtocolViolation::Magic(_))));
     }
     // A header of a style that was not negotiated.
     let compact = raw(cmd::READ, 0, 512).bytes(ReplyStyle::Simple);
@@ -193,7 +193,7 @@ fn fua_is_valid_on_every_command_where_it_is_offered() {
         assert!(matches!(run(&simple(), request), Parsed::Request(_)), "{kind}");
         refuses(&without(simple(), export_flag::SEND_FUA), request, Errno::Inval, 0);
     }
-    accepts(&simple(), raw(cmd::FLUSH, 0, 0).with(cmd_flag::FUA), Command::Flush);
+    accepts(&simple(), raw(cmd::FLUSH, 0, 0).with(cmd_flag::FUA), NbdCommand::Flush);
 }
 
 #[test]
@@ -209,7 +209,7 @@ fn what_was_not_offered_is_refused() {
     refuses(&simple(), raw(cmd::READ, 0, 512).with(cmd_flag::DF), Errno::Inval, 0);
     let slow = without(simple(), export_flag::SEND_FAST_ZERO);
     refuses(&slow, raw(cmd::WRITE_ZEROES, 0, 512).with(cmd_flag::FAST_ZERO), Errno::Inval, 0);
-    let none = Session { contexts: MetaContexts::NONE, ..structured() };
+    let none = NbdSession { contexts: MetaContexts::NONE, ..structured() };
     refuses(&none, raw(cmd::BLOCK_STATUS, 0, 512), Errno::Inval, 0);
 }
 
@@ -227,7 +227,7 @@ fn past_the_end_is_invalid_to_read_and_no_space_to_write() {
     refuses(&extended(), raw(cmd::TRIM, 512, u64::MAX), Errno::Inval, 0);
     refuses(&extended(), raw(cmd::WRITE_ZEROES, 512, u64::MAX), Errno::NoSpc, 0);
     let (offset, length) = (SIZE - 512, 512);
-    accepts(&simple(), raw(cmd::READ, offset, 512), Command::Read { offset, length, dont_fragment: false });
+    accepts(&simple(), raw(cmd::READ, offset, 512), NbdCommand::Read { offset, length, dont_fragment: false });
 }
 
 #[test]
@@ -259,8 +259,8 @@ fn unaligned_to_the_advertised_minimum_is_invalid() {
         }
         refuses(&simple(), raw(cmd::WRITE, offset, length), Errno::Inval, length as u32);
     }
-    let free = Session { minimum_block: 1, sizes_acknowledged: false, ..simple() };
-    accepts(&free, raw(cmd::READ, 1, 3), Command::Read { offset: 1, length: 3, dont_fragment: false });
+    let free = NbdSession { minimum_block: 1, sizes_acknowledged: false, ..simple() };
+    accepts(&free, raw(cmd::READ, 1, 3), NbdCommand::Read { offset: 1, length: 3, dont_fragment: false });
 }
 
 #[test]
@@ -270,8 +270,8 @@ fn payloads_have_a_limit_and_ranges_do_not() {
     refuses(&structured(), raw(cmd::READ, 0, long), Errno::Overflow, 0);
     refuses(&extended(), raw(cmd::READ, 0, 1 << 40), Errno::Overflow, 0);
     refuses(&simple(), raw(cmd::WRITE, 0, long), Errno::Inval, long as u32);
-    accepts(&simple(), raw(cmd::TRIM, 0, SIZE), Command::Trim { offset: 0, length: SIZE, fua: false });
-    let command = Command::WriteZeroes { offset: 0, length: SIZE, fua: false, no_hole: false, fast: false };
+    accepts(&simple(), raw(cmd::TRIM, 0, SIZE), NbdCommand::Trim { offset: 0, length: SIZE, fua: false });
+    let command = NbdCommand::WriteZeroes { offset: 0, length: SIZE, fua: false, no_hole: false, fast: false };
     accepts(&extended(), raw(cmd::WRITE_ZEROES, 0, SIZE), command);
 }
 
@@ -279,22 +279,22 @@ fn payloads_have_a_limit_and_ranges_do_not() {
 fn up_to_32_mib_is_skipped_and_more_closes() {
     let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
     refuses(&simple(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
-    assert_eq!(run(&simple(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(Breach::Payload(most + 1)));
+    assert_eq!(run(&simple(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(ProtocolViolation::Payload(most + 1)));
     let payload = cmd_flag::PAYLOAD_LEN;
     refuses(&extended(), raw(cmd::TRIM, 0, most).with(payload), Errno::Inval, most as u32);
     for length in [most + 1, 1 << 32, u64::MAX] {
         let request = raw(cmd::TRIM, 0, length).with(payload);
-        assert_eq!(run(&extended(), request), Parsed::Close(Breach::Payload(length)));
+        assert_eq!(run(&extended(), request), Parsed::Close(ProtocolViolation::Payload(length)));
     }
     // A server with a larger maximum payload also skips larger ones.
-    let large = Session { maximum_payload: 1 << 26, ..read_only(simple()) };
+    let large = NbdSession { maximum_payload: 1 << 26, ..read_only(simple()) };
     refuses(&large, raw(cmd::WRITE, 0, 1 << 26), Errno::Perm, 1 << 26);
 }
 
 #[test]
 fn nothing_is_done_for_no_bytes() {
     for kind in [cmd::READ, cmd::WRITE, cmd::TRIM, cmd::CACHE, cmd::WRITE_ZEROES] {
-        accepts(&simple(), raw(kind, 512, 0), Command::Nothing);
+        accepts(&simple(), raw(kind, 512, 0), NbdCommand::Empty);
     }
     refuses(&structured(), raw(cmd::BLOCK_STATUS, 0, 0), Errno::Inval, 0);
     refuses(&simple(), raw(cmd::READ, SIZE + 512, 0), Errno::Inval, 0);
@@ -309,7 +309,7 @@ fn a_flush_has_neither_offset_nor_length() {
 
 #[test]
 fn a_disconnect_is_one_whatever_it_carries() {
-    accepts(&extended(), raw(cmd::DISC, 7, u64::MAX).with(u16::MAX), Command::Disconnect);
+    accepts(&extended(), raw(cmd::DISC, 7, u64::MAX).with(u16::MAX), NbdCommand::Disconnect);
 }
 
 #[test]
@@ -324,29 +324,29 @@ fn payload_len_means_a_payload_with_extended_headers() {
 fn a_write_has_its_payload_whether_or_not_it_says_so() {
     let (offset, length) = (4096, 512);
     let write = raw(cmd::WRITE, offset, 512);
-    accepts(&extended(), write, Command::Write { offset, length, fua: false });
-    accepts(&extended(), write.with(cmd_flag::FUA), Command::Write { offset, length, fua: true });
+    accepts(&extended(), write, NbdCommand::Write { offset, length, fua: false });
+    accepts(&extended(), write.with(cmd_flag::FUA), NbdCommand::Write { offset, length, fua: true });
     refuses(&read_only(extended()), write, Errno::Perm, 512);
     refuses(&extended(), write.with(cmd_flag::DF), Errno::Inval, 512);
     refuses(&extended(), raw(cmd::WRITE, SIZE, 512), Errno::NoSpc, 512);
     let most = u64::from(proto::DEFAULT_MAX_PAYLOAD);
     refuses(&extended(), raw(cmd::WRITE, 0, most), Errno::Inval, most as u32);
-    assert_eq!(run(&extended(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(Breach::Payload(most + 1)));
+    assert_eq!(run(&extended(), raw(cmd::WRITE, 0, most + 1)), Parsed::Close(ProtocolViolation::Payload(most + 1)));
 }
 
 #[test]
 fn df_asks_for_one_chunk() {
-    let command = Command::Read { offset: 0, length: MAX_PAYLOAD, dont_fragment: true };
+    let command = NbdCommand::Read { offset: 0, length: MAX_PAYLOAD, dont_fragment: true };
     accepts(&structured(), raw(cmd::READ, 0, u64::from(MAX_PAYLOAD)).with(cmd_flag::DF), command);
 }
 
-fn status_with(length: u64) -> Raw {
+fn status_with(length: u64) -> RawNbdRequest {
     raw(cmd::BLOCK_STATUS, 512, length).with(cmd_flag::PAYLOAD_LEN | cmd_flag::REQ_ONE)
 }
 
 #[test]
 fn block_status_may_carry_the_contexts_it_wants() {
-    let command = Command::BlockStatusPayload { offset: 512, payload: 12, one: true };
+    let command = NbdCommand::BlockStatusPayload { offset: 512, payload: 12, one: true };
     accepts(&extended(), status_with(12), command);
     assert_eq!(command.payload_bytes(), 12);
     for length in [0, 8, 11, 13, 16, 4096] {
@@ -356,10 +356,10 @@ fn block_status_may_carry_the_contexts_it_wants() {
 }
 
 /// Parses a payload for BLOCK_STATUS against the session, with errors reduced to their number.
-fn status(length: u64, ids: &[u32]) -> Result<Command, Errno> {
+fn status(length: u64, ids: &[u32]) -> Result<NbdCommand, Errno> {
     let mut payload = length.to_be_bytes().to_vec();
     ids.iter().for_each(|id| payload.extend_from_slice(&id.to_be_bytes()));
-    status_payload(&payload, Tag { cookie: 1, offset: 512 }, true, &extended(), SIZE)
+    status_payload(&payload, RequestTag { cookie: 1, offset: 512 }, true, &extended(), SIZE)
         .map_err(|refused| refused.errno)
 }
 
@@ -367,7 +367,7 @@ fn status(length: u64, ids: &[u32]) -> Result<Command, Errno> {
 fn the_contexts_of_a_payload_are_checked() {
     let contexts = extended().contexts;
     let query = StatusQuery { offset: 512, length: 1024, one: true, contexts };
-    assert_eq!(status(1024, &[1]), Ok(Command::BlockStatus(query)));
+    assert_eq!(status(1024, &[1]), Ok(NbdCommand::BlockStatus(query)));
     assert_eq!(status(1024, &[]), Err(Errno::Inval));
     assert_eq!(status(1024, &[1, 1]), Err(Errno::Inval));
     assert_eq!(status(1024, &[0]), Err(Errno::Inval));
@@ -375,7 +375,7 @@ fn the_contexts_of_a_payload_are_checked() {
     assert_eq!(status(SIZE, &[1]), Err(Errno::Inval));
     assert_eq!(status(u64::MAX, &[1]), Err(Errno::Inval));
     assert_eq!(status(1, &[1]), Err(Errno::Inval));
-    let short = status_payload(&[0; 7], Tag { cookie: 1, offset: 0 }, false, &extended(), SIZE);
+    let short = status_payload(&[0; 7], RequestTag { cookie: 1, offset: 0 }, false, &extended(), SIZE);
     assert!(short.is_err());
 }
 
@@ -397,8 +397,8 @@ proptest! {
     ) {
         let length = if style == ReplyStyle::Extended { length } else { length.min(u64::from(u32::MAX)) };
         let minimum_block = 1 << block;
-        let s = Session { flags: offers, minimum_block, ..session(style) };
-        let request = Raw { flags, kind, offset, length };
+        let s = NbdSession { flags: offers, minimum_block, ..session(style) };
+        let request = RawNbdRequest { flags, kind, offset, length };
         let command = match parse(&request.bytes(style), &s, SIZE) {
             Parsed::Incomplete => panic!("a whole header"),
             Parsed::Request(request) => request.command,
@@ -409,27 +409,27 @@ proptest! {
                 return Ok(());
             }
             Parsed::Close(breach) => {
-                prop_assert_eq!(breach, Breach::Payload(length));
+                prop_assert_eq!(breach, ProtocolViolation::Payload(length));
                 return Ok(());
             }
         };
         prop_assert!(command.payload_bytes() <= MAX_PAYLOAD);
         let (start, bytes) = match command {
-            Command::Read { offset, length, .. } | Command::Write { offset, length, .. } => {
+            NbdCommand::Read { offset, length, .. } | NbdCommand::Write { offset, length, .. } => {
                 prop_assert!(length <= MAX_PAYLOAD);
                 (offset, u64::from(length))
             }
-            Command::Trim { offset, length, .. }
-            | Command::Cache { offset, length }
-            | Command::WriteZeroes { offset, length, .. }
-            | Command::BlockStatus(StatusQuery { offset, length, .. }) => (offset, length),
-            Command::Disconnect | Command::Flush | Command::Nothing | Command::BlockStatusPayload { .. } => {
+            NbdCommand::Trim { offset, length, .. }
+            | NbdCommand::Cache { offset, length }
+            | NbdCommand::WriteZeroes { offset, length, .. }
+            | NbdCommand::BlockStatus(StatusQuery { offset, length, .. }) => (offset, length),
+            NbdCommand::Disconnect | NbdCommand::Flush | NbdCommand::Empty | NbdCommand::BlockStatusPayload { .. } => {
                 return Ok(());
             }
         };
         prop_assert!(bytes > 0 && start.checked_add(bytes).unwrap() <= SIZE);
         prop_assert!((start | bytes) % u64::from(minimum_block) == 0);
-        if matches!(command, Command::Write { .. } | Command::Trim { .. } | Command::WriteZeroes { .. }) {
+        if matches!(command, NbdCommand::Write { .. } | NbdCommand::Trim { .. } | NbdCommand::WriteZeroes { .. }) {
             prop_assert!(!s.offers(export_flag::READ_ONLY));
         }
     }
@@ -437,7 +437,7 @@ proptest! {
     #[test]
     fn no_bytes_make_it_panic(style in any_style(), bytes in prop::collection::vec(any::<u8>(), 0..64), size in any::<u64>()) {
         parse(&bytes, &session(style), size);
-        let tag = Tag { cookie: 0, offset: size };
+        let tag = RequestTag { cookie: 0, offset: size };
         let _ = status_payload(&bytes, tag, true, &session(style), size);
     }
 }
@@ -456,13 +456,13 @@ proptest! {
         let length = if kind == cmd::FLUSH { 0 } else { length * 512 };
         let offset = if kind == cmd::FLUSH { 0 } else { offset * 512 };
         let first = parse(&raw(kind, offset, length).with(flags).bytes(style), &session, SIZE);
-        if let Parsed::Request(Request { tag, command }) = first {
+        if let Parsed::Request(NbdRequest { tag, command }) = first {
             let mut bytes = Vec::new();
             encode(tag, command, &session, &mut bytes);
             let again = parse(&bytes, &session, SIZE);
             match command {
                 // An empty request has no effect, so its encoding may differ.
-                Command::Nothing | Command::Disconnect => prop_assert!(matches!(again, Parsed::Request(_))),
+                NbdCommand::Empty | NbdCommand::Disconnect => prop_assert!(matches!(again, Parsed::Request(_))),
                 _ => prop_assert_eq!(again, first),
             }
         }
@@ -476,13 +476,13 @@ fn a_part_of_block_status_is_asked_for_again() {
     let mut contexts = MetaContexts::NONE;
     contexts.insert(MetaContext::AllocationDepth);
     let (offset, length, one) = (512, 4096, true);
-    let asked = Command::BlockStatus(StatusQuery { offset, length, one, contexts });
-    let tag = Tag { cookie: COOKIE, offset };
+    let asked = NbdCommand::BlockStatus(StatusQuery { offset, length, one, contexts });
+    let tag = RequestTag { cookie: COOKIE, offset };
     let mut bytes = Vec::new();
     encode(tag, asked, &session, &mut bytes);
     let parsed = parse(&bytes, &session, SIZE);
-    let command = Command::BlockStatusPayload { offset, payload: 12, one };
-    assert_eq!(parsed, Parsed::Request(Request { tag, command }));
+    let command = NbdCommand::BlockStatusPayload { offset, payload: 12, one };
+    assert_eq!(parsed, Parsed::Request(NbdRequest { tag, command }));
     let payload = &bytes[proto::EXTENDED_REQUEST_BYTES..];
     assert_eq!(status_payload(payload, tag, one, &session, SIZE), Ok(asked));
 }

@@ -24,18 +24,18 @@ use std::{
 
 use event_listener::{Event, EventListener};
 
-use super::session::Session;
+use super::session::NbdSession;
 use reactor::op::Fd;
 
 /// State of a quiesced connection.
 #[derive(Clone, Debug)]
-pub struct Rested {
+pub struct QuiescedNbdConnection {
     /// No task receives or sends on it.
     pub socket: Fd,
     /// The connection uses TLS, whose state cannot move.
     pub tls: bool,
     /// Negotiated session.
-    pub session: Session,
+    pub session: NbdSession,
     /// Received bytes, from the beginning of a request.
     pub bytes: Vec<u8>,
     /// Number of bytes to drop from the socket; if above zero, `bytes` is empty.
@@ -45,15 +45,15 @@ pub struct Rested {
 /// Stage of all connections of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[repr(u8)]
-pub(super) enum Stage {
+pub(super) enum QuiesceStage {
     Open,
-    Closed,
-    Still,
-    Gone,
+    NotAccepting,
+    Quiescing,
+    HandedOver,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Rest {
+pub(super) struct ConnectionQuiesce {
     stage: AtomicU8,
     /// Number of quiesces so far.
     turn: AtomicU64,
@@ -65,49 +65,49 @@ pub(super) struct Rest {
     /// Clients that are being accepted or are not registered yet.
     arriving: AtomicUsize,
     /// State by connection number; `None` for a stream that is no socket and cannot move.
-    rested: Mutex<HashMap<u64, Option<Rested>>>,
+    rested: Mutex<HashMap<u64, Option<QuiescedNbdConnection>>>,
 }
 
 /// Guard for a client that is being accepted or not registered yet: see [`Rest::arriving`].
 #[derive(Debug)]
-pub(super) struct Arriving(Arc<Rest>);
+pub(super) struct ArrivalGuard(Arc<ConnectionQuiesce>);
 
-impl Drop for Arriving {
+impl Drop for ArrivalGuard {
     fn drop(&mut self) {
         self.0.arriving.fetch_sub(1, SeqCst);
         self.0.progress.notify(usize::MAX);
     }
 }
 
-impl Rest {
+impl ConnectionQuiesce {
     /// Counts a possible client until it is registered or was not accepted.
-    pub(super) fn arriving(self: &Arc<Self>) -> Arriving {
+    pub(super) fn arriving(self: &Arc<Self>) -> ArrivalGuard {
         self.arriving.fetch_add(1, SeqCst);
-        Arriving(Arc::clone(self))
+        ArrivalGuard(Arc::clone(self))
     }
 
     /// True if no accepted connection is unregistered, and none is being accepted.
-    pub(super) fn nobody_arrives(&self) -> bool {
+    pub(super) fn has_no_arrivals(&self) -> bool {
         self.arriving.load(SeqCst) == 0
     }
 
-    pub(super) fn stage(&self) -> Stage {
+    pub(super) fn stage(&self) -> QuiesceStage {
         match self.stage.load(SeqCst) {
-            0 => Stage::Open,
-            1 => Stage::Closed,
-            2 => Stage::Still,
-            _ => Stage::Gone,
+            0 => QuiesceStage::Open,
+            1 => QuiesceStage::NotAccepting,
+            2 => QuiesceStage::Quiescing,
+            _ => QuiesceStage::HandedOver,
         }
     }
 
-    pub(super) fn set(&self, stage: Stage) {
+    pub(super) fn set(&self, stage: QuiesceStage) {
         {
             let mut rested = self.rested();
             // Published states are stale once connections resume.
-            if stage != Stage::Gone {
+            if stage != QuiesceStage::HandedOver {
                 rested.clear();
             }
-            if stage == Stage::Still {
+            if stage == QuiesceStage::Quiescing {
                 // Under the lock of `rested`, so that `lie` cannot publish state of the previous
                 // quiesce.
                 self.turn.fetch_add(1, SeqCst);
@@ -126,7 +126,7 @@ impl Rest {
     }
 
     /// Waits until the stage satisfies `is_it`; returns the stage.
-    pub(super) async fn until(&self, is_it: impl Fn(Stage) -> bool) -> Stage {
+    pub(super) async fn until(&self, is_it: impl Fn(QuiesceStage) -> bool) -> QuiesceStage {
         loop {
             // The listener exists before the stage is read, so that a change in between wakes it.
             let changed = self.changed.listen();
@@ -138,49 +138,49 @@ impl Rest {
         }
     }
 
-    pub(super) fn turn(&self) -> u64 {
+    pub(super) fn generation(&self) -> u64 {
         self.turn.load(SeqCst)
     }
 
     /// Waits for the end of the quiesce with this number; true if another process continues the
     /// connection. A quiesce that follows at once has another number.
-    pub(super) async fn over(&self, turn: u64) -> bool {
-        let stage = self.until(|stage| stage != Stage::Still || self.turn() != turn).await;
-        stage == Stage::Gone
+    pub(super) async fn until_over(&self, turn: u64) -> bool {
+        let stage = self.until(|stage| stage != QuiesceStage::Quiescing || self.generation() != turn).await;
+        stage == QuiesceStage::HandedOver
     }
 
     /// Publishes the state of a quiesced connection, also for quiesces that follow at once, and
     /// waits until the server resumes. True if another process continues the connection.
-    pub(super) async fn lie(&self, number: u64, has: Option<Rested>) -> bool {
+    pub(super) async fn publish_until_resumed(&self, number: u64, has: Option<QuiescedNbdConnection>) -> bool {
         loop {
-            let turn = self.turn();
+            let turn = self.generation();
             {
                 let mut rested = self.rested();
                 // The state is published only for the current quiesce: an older one was already
                 // cleared.
-                if self.turn() == turn && self.stage() == Stage::Still {
+                if self.generation() == turn && self.stage() == QuiesceStage::Quiescing {
                     rested.insert(number, has.clone());
                 }
             }
             self.progress.notify(usize::MAX);
-            if self.over(turn).await {
+            if self.until_over(turn).await {
                 return true;
             }
             match self.stage() {
-                Stage::Still => {}
-                stage => return stage == Stage::Gone,
+                QuiesceStage::Quiescing => {}
+                stage => return stage == QuiesceStage::HandedOver,
             }
         }
     }
 
     /// True if another process continues this connection.
-    pub(super) fn is_passed_on(&self, number: u64) -> bool {
+    pub(super) fn is_handed_over(&self, number: u64) -> bool {
         let rested = self.rested();
-        self.stage() == Stage::Gone
+        self.stage() == QuiesceStage::HandedOver
             && rested.get(&number).is_some_and(|has| has.as_ref().is_some_and(|has| !has.tls))
     }
 
-    pub(super) fn rested(&self) -> MutexGuard<'_, HashMap<u64, Option<Rested>>> {
+    pub(super) fn rested(&self) -> MutexGuard<'_, HashMap<u64, Option<QuiescedNbdConnection>>> {
         self.rested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -203,12 +203,12 @@ mod tests {
     fn connections_are_woken_by_stages_alone() {
         const CONNECTIONS: u64 = 100;
         sim::run(1, async {
-            let rest = Arc::<Rest>::default();
+            let rest = Arc::<ConnectionQuiesce>::default();
             let polls: Rc<Cell<u64>> = Rc::default();
             let connection = |_| {
                 let (rest, polls) = (Arc::clone(&rest), Rc::clone(&polls));
                 spawn_joinable(async move {
-                    let mut still = pin!(rest.until(|stage| stage >= Stage::Still));
+                    let mut still = pin!(rest.until(|stage| stage >= QuiesceStage::Quiescing));
                     poll_fn(|context| {
                         polls.set(polls.get() + 1);
                         still.as_mut().poll(context)
@@ -230,11 +230,11 @@ mod tests {
             }
             settle().await;
             assert_eq!(polls.get(), CONNECTIONS);
-            rest.set(Stage::Closed);
+            rest.set(QuiesceStage::NotAccepting);
             settle().await;
-            rest.set(Stage::Still);
+            rest.set(QuiesceStage::Quiescing);
             for connection in connections {
-                assert_eq!(connection.await, Stage::Still);
+                assert_eq!(connection.await, QuiesceStage::Quiescing);
             }
             assert_eq!(polls.get(), 3 * CONNECTIONS);
         });

@@ -27,36 +27,36 @@ use std::{
 
 use event_listener::Event;
 use policy::{
-    access::{Access, Client},
+    access::{AccessRules, ClientIdentity},
     time::Duration,
 };
 
-use self::roster::{Live, Roster};
+use self::roster::{ConnectedClient, ConnectedClients};
 use super::{
-    admission::{self, Admission, Refused},
+    admission::{self, NbdAccessControl, RejectedClientCounts},
     catalog::ExportInfo,
-    connection::Connection,
-    holding::Holding,
-    inbox::Inbox,
-    live::{Export, LiveExports},
-    rest::{Arriving, Rest, Rested, Stage},
-    session::Session,
+    connection::NbdConnection,
+    holding::ClientTransfers,
+    inbox::ReceiveBuffer,
+    live::{NbdServerExport, RegisteredExports},
+    rest::{ArrivalGuard, ConnectionQuiesce, QuiescedNbdConnection, QuiesceStage},
+    session::NbdSession,
     stop::StopSignal,
-    stream::Stream,
-    visit::{Visit, Visited},
+    stream::NbdStream,
+    visit::{NbdClientInfo, ClientObserver},
 };
-use crate::{afterwards, process::Process, race::first};
+use crate::{afterwards, process::PeerProcess, race::first};
 use reactor::{
-    Worker,
-    memory::{Budget, ConnectionMemory},
+    ReactorWorker,
+    memory::{MemoryBudget, ConnectionMemory},
     op::{self, Fd},
-    seldom::Seldom,
+    seldom::LogRateLimit,
 };
 use tls::TlsServer;
 
 /// Bounds and access rules of a server.
 #[derive(Clone, Debug)]
-pub struct Terms {
+pub struct NbdServerTerms {
     /// Largest number of connections, 0 for no bound; further clients wait in the listener's queue.
     pub max_connections: usize,
     /// Largest number of connections of one address, 0 for no bound; further ones are closed.
@@ -64,27 +64,27 @@ pub struct Terms {
     /// one host with many virtual machines is served.
     pub max_of_one_address: Option<usize>,
     /// Clients that may connect.
-    pub access: Access,
+    pub access: AccessRules,
     /// Time for the whole handshake, TLS included.
     pub handshake_timeout: Duration,
     /// Observer of clients that connect and disconnect.
-    pub visited: Option<Arc<dyn Visited>>,
+    pub visited: Option<Arc<dyn ClientObserver>>,
 }
 
-impl Default for Terms {
+impl Default for NbdServerTerms {
     /// QEMU's defaults: 100 connections, 10 seconds.
     fn default() -> Self {
         Self {
             max_connections: 100,
             max_of_one_address: None,
-            access: Access::default(),
+            access: AccessRules::default(),
             handshake_timeout: Duration::from_secs(10),
             visited: None,
         }
     }
 }
 
-impl Terms {
+impl NbdServerTerms {
     pub(super) fn most_of_one_address(&self) -> usize {
         match (self.max_of_one_address, self.max_connections) {
             (Some(0), _) | (None, 0) => usize::MAX,
@@ -96,7 +96,7 @@ impl Terms {
 
 /// TLS settings of a server.
 #[derive(Clone, Debug)]
-pub struct Tls {
+pub struct NbdServerTls {
     /// Reject every client that does not start TLS.
     pub required: bool,
     /// Certificates or pre-shared keys.
@@ -105,30 +105,30 @@ pub struct Tls {
 
 /// Exports behind one or more listening sockets.
 #[derive(Debug)]
-pub struct Server {
+pub struct NbdServer {
     /// Lock order: `exports` before `connections`.
-    exports: RwLock<LiveExports>,
-    tls: Option<Tls>,
-    terms: Terms,
-    admission: Admission,
+    exports: RwLock<RegisteredExports>,
+    tls: Option<NbdServerTls>,
+    terms: NbdServerTerms,
+    admission: NbdAccessControl,
     stopping: AtomicBool,
-    pub(super) rest: Arc<Rest>,
+    pub(super) rest: Arc<ConnectionQuiesce>,
     served: AtomicBool,
-    connections: Mutex<Roster>,
+    connections: Mutex<ConnectedClients>,
     next_number: AtomicU64,
     /// Places in use. `freed` is notified of every change, and when a client finishes its
     /// handshake.
     places: AtomicUsize,
     freed: Event,
-    endings: Seldom,
-    refusals: Seldom,
+    endings: LogRateLimit,
+    refusals: LogRateLimit,
 }
 
 /// Treatment of the connected clients of an export that is removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Removal {
     /// Do not remove the export while it has clients.
-    Safe,
+    IfUnused,
     /// Disconnect them: requests in flight are completed, requests that wait for limits are
     /// dropped.
     Hard,
@@ -144,13 +144,13 @@ pub enum NotRemoved {
     InUse { connections: usize },
 }
 
-impl Server {
+impl NbdServer {
     /// A server without exports: see [`Server::add`].
-    pub fn new(tls: Option<Tls>, terms: Terms) -> Arc<Self> {
+    pub fn new(tls: Option<NbdServerTls>, terms: NbdServerTerms) -> Arc<Self> {
         Arc::new(Self {
             exports: RwLock::default(),
             tls,
-            admission: Admission::new(terms.access.clone(), terms.most_of_one_address()),
+            admission: NbdAccessControl::new(terms.access.clone(), terms.most_of_one_address()),
             terms,
             stopping: AtomicBool::new(false),
             rest: Arc::default(),
@@ -159,30 +159,30 @@ impl Server {
             next_number: AtomicU64::new(1),
             places: AtomicUsize::new(0),
             freed: Event::new(),
-            endings: Seldom::default(),
-            refusals: Seldom::default(),
+            endings: LogRateLimit::default(),
+            refusals: LogRateLimit::default(),
         })
     }
 
     /// Reserves numbers for exports with these names, in this order. The first reserved one is the
     /// default export even before it is added.
-    pub fn expect(&self, names: impl Iterator<Item = String>) {
-        self.exports.write().unwrap_or_else(PoisonError::into_inner).expect(names);
+    pub fn reserve(&self, names: impl Iterator<Item = String>) {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).reserve(names);
     }
 
     /// Reserves the former number of a removed export that will be added again under this name.
-    pub fn expect_again(&self, name: &str, number: usize) {
-        self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_again(name, number);
+    pub fn reserve_again(&self, name: &str, number: usize) {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).reserve_again(name, number);
     }
 
     /// Releases the number reserved for this name.
-    pub fn expect_no_more(&self, name: &str) {
-        self.exports.write().unwrap_or_else(PoisonError::into_inner).expect_no_more(name);
+    pub fn release_reserved(&self, name: &str) {
+        self.exports.write().unwrap_or_else(PoisonError::into_inner).release(name);
     }
 
     /// Offers `export` and returns its number; `None` if the name is in use. The default export is
     /// the one named "", or the oldest.
-    pub fn add(&self, export: Export) -> Option<usize> {
+    pub fn add(&self, export: NbdServerExport) -> Option<usize> {
         self.exports.write().unwrap_or_else(PoisonError::into_inner).add(export)
     }
 
@@ -198,7 +198,7 @@ impl Server {
         }
         let live = self.lock();
         let connections = live.count_of(export);
-        if removal == Removal::Safe && connections > 0 {
+        if removal == Removal::IfUnused && connections > 0 {
             return Err(NotRemoved::InUse { connections });
         }
         exports.remove(export);
@@ -246,11 +246,11 @@ impl Server {
             .map(|(number, live)| (number, live.address, live.socket.clone()))
             .collect();
         clients.sort_by_key(|(number, ..)| *number);
-        let more = clients.len().saturating_sub(MOST_NAMED);
-        let named = clients.into_iter().take(MOST_NAMED).map(|(number, address, socket)| {
+        let more = clients.len().saturating_sub(MAX_NAMED_CLIENTS);
+        let named = clients.into_iter().take(MAX_NAMED_CLIENTS).map(|(number, address, socket)| {
             let of = match address {
                 Some(address) => Some(address.to_string()),
-                None => Process::of(&socket).map(|process| process.to_string()),
+                None => PeerProcess::of_peer(&socket).map(|process| process.to_string()),
             };
             format!("client {number}{}", of.map(|of| format!(" of {of}")).unwrap_or_default())
         });
@@ -264,7 +264,7 @@ impl Server {
     }
 
     /// Counts connection `number` to its export; false if the export was removed meanwhile.
-    fn choose(&self, export: usize, number: u64, client: &Client) -> bool {
+    fn choose(&self, export: usize, number: u64, client: &ClientIdentity) -> bool {
         let exports = self.exports();
         let Some(chosen) = exports.get(export) else { return false };
         let visit = self.visit(chosen, number, client);
@@ -275,29 +275,29 @@ impl Server {
             self.served.store(true, Ordering::SeqCst);
             self.freed.notify(usize::MAX);
             if let (Some(visited), Some(visit)) = (&self.terms.visited, visit) {
-                visited.came(&visit);
+                visited.connected(&visit);
             }
         }
         true
     }
 
     /// `None` if there is no observer.
-    fn visit(&self, export: &Export, number: u64, client: &Client) -> Option<Box<Visit>> {
+    fn visit(&self, export: &NbdServerExport, number: u64, client: &ClientIdentity) -> Option<Box<NbdClientInfo>> {
         self.terms.visited.as_ref()?;
         let (disk, export) = (Arc::clone(export.disk.name()), Arc::clone(&export.name));
-        Some(Box::new(Visit { number, export, disk, address: client.address, name: client.name.clone() }))
+        Some(Box::new(NbdClientInfo { number, export, disk, address: client.address, name: client.name.clone() }))
     }
 
     /// Accepts connections and assigns them to `workers` in turn, until [`Server::stop`].
     ///
     /// # Errors
     /// `accept(2)` cannot work on this socket.
-    pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<Worker>>) -> io::Result<()> {
+    pub async fn listen(self: Arc<Self>, listener: Fd, workers: Rc<Vec<ReactorWorker>>) -> io::Result<()> {
         let mut turn = 0;
         loop {
             // The place is taken before the client is accepted, so that excess clients wait in the
             // kernel.
-            let Some(mut place) = Place::take(&self, &listener).await else { return Ok(()) };
+            let Some(mut place) = ConnectionSlot::take(&self, &listener).await else { return Ok(()) };
             let (socket, arriving) = loop {
                 let Some((socket, arriving)) = self.accept(&listener).await? else { return Ok(()) };
                 if place.is_for(&socket) {
@@ -308,7 +308,7 @@ impl Server {
             // client waits here, and no further one is accepted meanwhile.
             let Some(memory) = self.connection_memory(CONNECTION_BYTES).await else { continue };
             place.memory = Some(memory);
-            workers[turn % workers.len()].spawn(move || place.keep_while(socket, arriving));
+            workers[turn % workers.len()].spawn(move || place.welcome_and_hold(socket, arriving));
             turn += 1;
         }
     }
@@ -320,13 +320,13 @@ impl Server {
     async fn connection_memory(&self, bytes: u64) -> Option<ConnectionMemory> {
         loop {
             let freed = self.freed.listen();
-            if let Some(memory) = ConnectionMemory::new(Budget::process(), bytes) {
+            if let Some(memory) = ConnectionMemory::new(MemoryBudget::process(), bytes) {
                 return Some(memory);
             }
-            if self.stopping.load(Ordering::SeqCst) || self.rest.stage() != Stage::Open {
+            if self.stopping.load(Ordering::SeqCst) || self.rest.stage() != QuiesceStage::Open {
                 return None;
             }
-            if let Some(left_out) = self.refusals.line(reactor::recently()) {
+            if let Some(left_out) = self.refusals.try_log(reactor::coarse_now()) {
                 tracing::warn!(
                     left_out,
                     "a client waits for a connection: memory is used up (allow more with --memory)"
@@ -334,8 +334,8 @@ impl Server {
             }
             // Memory is also returned by others than the clients of this server, so the wait is
             // bounded.
-            let next_look = self.push_out_oldest().unwrap_or(MOMENT);
-            let changed = first(freed, self.rest.until(|stage| stage != Stage::Open));
+            let next_look = self.disconnect_oldest().unwrap_or(HANDSHAKE_GRACE);
+            let changed = first(freed, self.rest.until(|stage| stage != QuiesceStage::Open));
             let _ = reactor::timeout(next_look, changed).await;
         }
     }
@@ -345,16 +345,16 @@ impl Server {
     /// While file descriptors or memory are short it retries once a second, or when a client
     /// disconnects, and logs the state once. It holds the caller's place meanwhile: freeing it
     /// would notify `freed`, which this function waits for.
-    async fn accept(&self, listener: &Fd) -> io::Result<Option<(OwnedFd, Arriving)>> {
+    async fn accept(&self, listener: &Fd) -> io::Result<Option<(OwnedFd, ArrivalGuard)>> {
         let (mut failures, mut told) = (0_u64, false);
         loop {
             let freed = self.freed.listen();
-            let stage = self.rest.until(|stage| matches!(stage, Stage::Open | Stage::Gone)).await;
-            if stage == Stage::Gone {
+            let stage = self.rest.until(|stage| matches!(stage, QuiesceStage::Open | QuiesceStage::HandedOver)).await;
+            if stage == QuiesceStage::HandedOver {
                 return Ok(None);
             }
             let arriving = self.rest.arriving();
-            let socket = match op::descriptors_left() {
+            let socket = match op::has_client_descriptors() {
                 true => self.accept_while_open(listener).await,
                 false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
             };
@@ -377,7 +377,7 @@ impl Server {
                     // Short of descriptors or memory, a network error, a firewall: transient.
                     _ => {
                         if failures == 0
-                            && let Some(left_out) = self.refusals.line(reactor::recently())
+                            && let Some(left_out) = self.refusals.try_log(reactor::coarse_now())
                         {
                             told = true;
                             tracing::warn!(%error, left_out, "cannot accept connections, trying again every second");
@@ -394,7 +394,7 @@ impl Server {
     /// Accepts the next client; fails with `ECANCELED` when the server leaves [`Stage::Open`].
     async fn accept_while_open(&self, listener: &Fd) -> io::Result<OwnedFd> {
         let mut accepting = pin!(op::accept(listener));
-        let mut closed = pin!(self.rest.until(|stage| stage != Stage::Open));
+        let mut closed = pin!(self.rest.until(|stage| stage != QuiesceStage::Open));
         let mut is_told = false;
         poll_fn(|context| {
             // The accept first: a client that has just been accepted must not be lost to the
@@ -404,7 +404,7 @@ impl Server {
             }
             if !is_told && closed.as_mut().poll(context).is_ready() {
                 is_told = true;
-                op::interrupt(listener);
+                op::cancel_all_on(listener);
             }
             Poll::Pending
         })
@@ -414,12 +414,12 @@ impl Server {
     /// Stops accepting, so that clients wait in the listeners' queues, and waits until every
     /// handshake has finished; clients that take longer than `patience` are disconnected. Continue
     /// with [`Server::come_to_rest`] or [`Server::go_on`].
-    pub async fn close_doors(&self, patience: Duration) {
-        self.rest.set(Stage::Closed);
+    pub async fn stop_accepting(&self, patience: Duration) {
+        self.rest.set(QuiesceStage::NotAccepting);
         let finished = async {
             loop {
                 let (freed, changed) = (self.freed.listen(), self.rest.listen_to_progress());
-                if self.rest.nobody_arrives() && self.lock().oldest_unfinished().is_none() {
+                if self.rest.has_no_arrivals() && self.lock().oldest_unfinished().is_none() {
                     return;
                 }
                 first(freed, changed).await;
@@ -434,12 +434,12 @@ impl Server {
 
     /// Quiesces every connection: requests in flight are completed and answered, requests that wait
     /// for limits are put back. False if that takes longer than `patience`.
-    pub async fn come_to_rest(&self, patience: Duration) -> bool {
-        self.rest.set(Stage::Still);
+    pub async fn quiesce(&self, patience: Duration) -> bool {
+        self.rest.set(QuiesceStage::Quiescing);
         reactor::timeout(patience, async {
             loop {
                 let (freed, changed) = (self.freed.listen(), self.rest.listen_to_progress());
-                if self.rest.nobody_arrives() && self.rest.rested().len() == self.connections() {
+                if self.rest.has_no_arrivals() && self.rest.rested().len() == self.connections() {
                     return;
                 }
                 first(freed, changed).await;
@@ -450,7 +450,7 @@ impl Server {
     }
 
     /// State of every quiesced connection with its export's name, in the order of arrival.
-    pub fn rested(&self) -> Vec<(Arc<str>, Rested)> {
+    pub fn quiesced_state(&self) -> Vec<(Arc<str>, QuiescedNbdConnection)> {
         let exports = self.exports();
         let rested = self.rest.rested();
         // Ascending numbers are the order of arrival, which the new process keeps.
@@ -464,31 +464,31 @@ impl Server {
     }
 
     /// Resumes after [`Server::close_doors`] or [`Server::come_to_rest`].
-    pub fn go_on(&self) {
-        self.rest.set(Stage::Open);
+    pub fn resume(&self) {
+        self.rest.set(QuiesceStage::Open);
     }
 
     /// Ends after an upgrade: closes the connections that cannot move, those with TLS, before it
     /// returns. Sockets without TLS are not touched.
-    pub async fn leave(&self) {
-        self.rest.set(Stage::Gone);
-        let _ = reactor::timeout(FAREWELL, self.wait_while(|server| server.connections() > 0)).await;
+    pub async fn hand_over(&self) {
+        self.rest.set(QuiesceStage::HandedOver);
+        let _ = reactor::timeout(STOP_TIMEOUT, self.wait_while(|server| server.connections() > 0)).await;
     }
 
     /// Continues with a client of another process, on `worker`. Its session must name an export of
     /// this server.
-    pub fn take_in(self: &Arc<Self>, rested: Rested, worker: &Worker) {
+    pub fn adopt(self: &Arc<Self>, rested: QuiescedNbdConnection, worker: &ReactorWorker) {
         // Not bounded by `max_connections`: the client was already admitted by the old process.
         self.places.fetch_add(1, Ordering::SeqCst);
         let number = self.next_number.fetch_add(1, Ordering::Relaxed);
-        let address = admission::address_of(&rested.socket);
-        address.into_iter().for_each(|address| self.admission.count(address));
-        let memory = Some(ConnectionMemory::taken_over(Budget::process(), CONNECTION_BYTES));
-        let place = Place { server: Arc::clone(self), number, address, memory };
-        let client = Client { address, name: None };
+        let address = admission::peer_address(&rested.socket);
+        address.into_iter().for_each(|address| self.admission.count_transferred(address));
+        let memory = Some(ConnectionMemory::taken_over(MemoryBudget::process(), CONNECTION_BYTES));
+        let place = ConnectionSlot { server: Arc::clone(self), number, address, memory };
+        let client = ClientIdentity { address, name: None };
         let visit =
             self.exports().get(rested.session.export).and_then(|one| self.visit(one, number, &client));
-        let live = Live::new(rested.socket.clone(), address, reactor::now());
+        let live = ConnectedClient::new(rested.socket.clone(), address, reactor::now());
         let stop = Arc::clone(&live.stop);
         {
             let mut roster = self.lock();
@@ -497,21 +497,21 @@ impl Server {
         }
         self.served.store(true, Ordering::SeqCst);
         worker.spawn(move || async move {
-            place.server.resume(rested, &stop, number).await;
+            place.server.serve_adopted(rested, &stop, number).await;
             drop(place);
-            afterwards::give_memory_back();
+            afterwards::trim_memory_soon();
         });
     }
 
-    async fn resume(&self, rested: Rested, stop: &Arc<StopSignal>, number: u64) {
-        let Rested { socket, session, bytes, skip, .. } = rested;
-        let inbox = Inbox::holding(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
+    async fn serve_adopted(&self, rested: QuiescedNbdConnection, stop: &Arc<StopSignal>, number: u64) {
+        let QuiescedNbdConnection { socket, session, bytes, skip, .. } = rested;
+        let inbox = ReceiveBuffer::with_content(&bytes, usize::try_from(skip).unwrap_or(usize::MAX));
         drop(bytes);
         // A stop before the registration would be missed otherwise.
         if self.stopping.load(Ordering::SeqCst) {
             return;
         }
-        let Some(connection) = self.connection(Stream::Plain(socket), session, stop, number) else { return };
+        let Some(connection) = self.connection(NbdStream::Plain(socket), session, stop, number) else { return };
         if let Err(reason) = connection.serve(inbox).await {
             tracing::debug!(client = number, %reason, "connection ended");
         }
@@ -520,12 +520,12 @@ impl Server {
     /// Disconnects the client that has been in its handshake for longest, if for at least
     /// [`MOMENT`]. Each client is disconnected once: its memory is free when its task has ended. If
     /// there is none, returns the time, above zero, after which to check again.
-    fn push_out_oldest(&self) -> Option<Duration> {
+    fn disconnect_oldest(&self) -> Option<Duration> {
         let mut roster = self.lock();
         // None: all clients are being served, wait for memory themselves, or are not registered
         // yet.
-        let Some((number, since)) = roster.oldest_to_push_out() else { return Some(MOMENT) };
-        let early = (since + MOMENT) - reactor::now();
+        let Some((number, since)) = roster.oldest_to_disconnect() else { return Some(HANDSHAKE_GRACE) };
+        let early = (since + HANDSHAKE_GRACE) - reactor::now();
         if early > Duration::ZERO {
             return Some(early);
         }
@@ -548,7 +548,7 @@ impl Server {
     pub async fn stop(&self) {
         self.stopping.store(true, Ordering::SeqCst);
         // Quiesced connections must run to end.
-        self.rest.set(Stage::Open);
+        self.rest.set(QuiesceStage::Open);
         self.freed.notify(usize::MAX);
         for (_, live) in self.lock().iter() {
             live.stop.raise();
@@ -557,7 +557,7 @@ impl Server {
             let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Read);
         }
         let gone = || self.wait_while(|server| server.connections() > 0);
-        if reactor::timeout(FAREWELL, gone()).await.is_err() {
+        if reactor::timeout(STOP_TIMEOUT, gone()).await.is_err() {
             for (_, live) in self.lock().iter() {
                 // Ends the send that the connection waits in.
                 let _ = nix::sys::socket::shutdown(raw(&live.socket), nix::sys::socket::Shutdown::Both);
@@ -567,13 +567,13 @@ impl Server {
     }
 
     /// Numbers of rejected clients.
-    pub fn refused(&self) -> Refused {
-        self.admission.refused()
+    pub fn rejected_counts(&self) -> RejectedClientCounts {
+        self.admission.rejected_counts()
     }
 
     /// Adds the clients that the old process has rejected.
-    pub fn count_on(&self, refused: Refused) {
-        self.admission.count_on(refused);
+    pub fn add_counts(&self, refused: RejectedClientCounts) {
+        self.admission.add_counts(refused);
     }
 
     /// Number of connections of all exports.
@@ -583,31 +583,31 @@ impl Server {
 
     /// Hides CAN_MULTI_CONN if only one connection is allowed: the client would open several and
     /// wait for places.
-    fn offered(&self, mut info: ExportInfo) -> ExportInfo {
+    fn adapted_info(&self, mut info: ExportInfo) -> ExportInfo {
         info.features.multi_conn &= self.terms.max_connections != 1;
         info
     }
 
     /// Numbers of the clients that have finished the handshake.
-    pub(super) fn holders(&self) -> Vec<u64> {
+    pub(super) fn client_numbers(&self) -> Vec<u64> {
         self.lock().iter().filter(|(_, live)| live.holding.is_some()).map(|(number, _)| number).collect()
     }
 
     /// Transfers of a client that has finished the handshake.
-    pub(super) fn holding(&self, number: u64) -> Option<Arc<Holding>> {
+    pub(super) fn transfers(&self, number: u64) -> Option<Arc<ClientTransfers>> {
         self.lock().get(number)?.holding.clone()
     }
 
     /// Clients to which a message is being sent, with [`Holding::in_a_message`].
-    pub(super) fn in_a_message(&self) -> Vec<(u64, (u64, usize))> {
+    pub(super) fn sending_states(&self) -> Vec<(u64, (u64, usize))> {
         let live = self.lock();
         live.iter()
-            .filter_map(|(number, live)| Some((number, live.holding.as_ref()?.in_a_message()?)))
+            .filter_map(|(number, live)| Some((number, live.holding.as_ref()?.sending_state()?)))
             .collect()
     }
 
     /// Description of a client for messages: `client 7 of 192.0.2.1 at export vm1`.
-    pub(super) fn called(&self, number: u64) -> String {
+    pub(super) fn describe_client(&self, number: u64) -> String {
         let (export, address) =
             self.lock().get(number).map_or((None, None), |live| (live.export(), live.address));
         let of = address.map(|address| format!(" of {address}")).unwrap_or_default();
@@ -617,30 +617,30 @@ impl Server {
         format!("client {number}{of}{at}")
     }
 
-    fn exports(&self) -> RwLockReadGuard<'_, LiveExports> {
+    fn exports(&self) -> RwLockReadGuard<'_, RegisteredExports> {
         self.exports.read().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn lock(&self) -> MutexGuard<'_, Roster> {
+    fn lock(&self) -> MutexGuard<'_, ConnectedClients> {
         self.connections.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// `None` if the export was removed.
     fn connection(
         &self,
-        stream: Stream,
-        session: Session,
+        stream: NbdStream,
+        session: NbdSession,
         stop: &Arc<StopSignal>,
         number: u64,
-    ) -> Option<Rc<Connection>> {
+    ) -> Option<Rc<NbdConnection>> {
         let exports = self.exports();
         let export = exports.get(session.export)?;
         let (disk, bitmaps) = (Arc::clone(&export.disk), Arc::clone(&export.bitmaps));
-        let connection = Connection::new(stream, disk, bitmaps, session, Arc::clone(stop));
+        let connection = NbdConnection::new(stream, disk, bitmaps, session, Arc::clone(stop));
         if let Some(live) = self.lock().get_mut(number) {
             live.holding = Some(Arc::clone(connection.holding()));
         }
-        Some(connection.of_server(&self.rest, number))
+        Some(connection.with_quiesce(&self.rest, number))
     }
 }
 
@@ -650,18 +650,18 @@ impl Server {
 pub const CONNECTION_BYTES: u64 = 12 << 10;
 
 /// Number of clients that a message names.
-const MOST_NAMED: usize = 5;
+const MAX_NAMED_CLIENTS: usize = 5;
 /// Time for which a client in its handshake keeps its place while all places are taken and others
 /// wait.
-const MOMENT: Duration = Duration::from_secs(1);
+const HANDSHAKE_GRACE: Duration = Duration::from_secs(1);
 
 /// Time for clients to receive their last replies when the server stops: less than service managers
 /// wait before they kill.
-const FAREWELL: Duration = Duration::from_secs(10);
+const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A place among the connections, taken before a client is accepted and freed on drop.
-struct Place {
-    server: Arc<Server>,
+struct ConnectionSlot {
+    server: Arc<NbdServer>,
     number: u64,
     /// Address of the client; `None` for a Unix socket, and before a client was accepted.
     address: Option<IpAddr>,
@@ -669,10 +669,10 @@ struct Place {
     memory: Option<ConnectionMemory>,
 }
 
-impl Place {
+impl ConnectionSlot {
     /// Waits for a free place; `None` when the server stops. While all places are taken and a
     /// client waits on `listener`, the oldest client in its handshake is disconnected.
-    async fn take(server: &Arc<Server>, listener: &Fd) -> Option<Self> {
+    async fn take(server: &Arc<NbdServer>, listener: &Fd) -> Option<Self> {
         let most = match server.terms.max_connections {
             0 => usize::MAX,
             most => most,
@@ -692,7 +692,7 @@ impl Place {
             let mut freed = pin!(freed);
             let mut wanted = pin!(async {
                 if op::readable(listener).await.is_ok() {
-                    while let Some(next_look) = server.push_out_oldest() {
+                    while let Some(next_look) = server.disconnect_oldest() {
                         reactor::sleep_until(reactor::now() + next_look).await;
                     }
                 }
@@ -708,7 +708,7 @@ impl Place {
 
     /// True if the access rules admit the accepted client.
     fn is_for(&mut self, socket: &OwnedFd) -> bool {
-        let address = admission::address_of(socket);
+        let address = admission::peer_address(socket);
         let admitted = self.server.admission.admit(address);
         if admitted {
             self.address = address;
@@ -716,24 +716,24 @@ impl Place {
         admitted
     }
 
-    async fn keep_while(self, socket: OwnedFd, arriving: Arriving) {
-        self.server.welcome(socket, self.number, self.address, arriving).await;
-        afterwards::give_memory_back();
+    async fn welcome_and_hold(self, socket: OwnedFd, arriving: ArrivalGuard) {
+        self.server.serve_client(socket, self.number, self.address, arriving).await;
+        afterwards::trim_memory_soon();
     }
 }
 
-impl Drop for Place {
+impl Drop for ConnectionSlot {
     fn drop(&mut self) {
         let gone = self.server.lock().remove(self.number);
         // A transferred client has not disconnected: the new process reports its end.
-        if let (Some(visited), Some(Live { visit: Some(visit), since, .. })) =
+        if let (Some(visited), Some(ConnectedClient { visit: Some(visit), since, .. })) =
             (&self.server.terms.visited, gone)
-            && !self.server.rest.is_passed_on(self.number)
+            && !self.server.rest.is_handed_over(self.number)
         {
-            visited.went(&visit, reactor::real_time() - since);
+            visited.disconnected(&visit, reactor::real_time() - since);
         }
         if let Some(address) = self.address {
-            self.server.admission.leave(address);
+            self.server.admission.release(address);
         }
         // Place and memory are returned before `freed`, which wakes the tasks that wait for them.
         self.server.places.fetch_sub(1, Ordering::SeqCst);

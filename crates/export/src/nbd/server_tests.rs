@@ -9,41 +9,41 @@ use std::{
 use policy::throttle::Limits;
 
 use super::{
-    welcome::{Offer, ready},
+    welcome::{VisibleExports, take_replies},
     *,
 };
 use crate::nbd::negotiate::{self, Handshake, TlsPolicy};
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use image::{Image, Raw};
-use reactor::{Polling, run, sim};
+use image::{Image, RawImage};
+use reactor::{PollingMode, run, sim};
 use storage::Storage;
 
-fn export(name: &str) -> Export {
+fn export(name: &str) -> NbdServerExport {
     let storage = Storage::memory(1 << 20);
-    let disk = Disk::new(name, Image::Raw(Raw::new(storage)), DiskSettings::default(), None);
+    let disk = Disk::new(name, Image::Raw(RawImage::new(storage)), DiskSettings::default(), None);
     let disk = Arc::new(disk.expect("no limits"));
-    Export {
+    NbdServerExport {
         name: name.into(),
         description: "".into(),
         disk,
         read_only: false,
         bitmaps: Arc::default(),
-        access: Access::default(),
+        access: AccessRules::default(),
     }
 }
 
 /// Connects a client to `server`, which runs on this thread; returns the client's end.
-fn connect(server: &Arc<Server>, number: u64) -> UnixStream {
+fn connect(server: &Arc<NbdServer>, number: u64) -> UnixStream {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let place = Place { server: Arc::clone(server), number, address: None, memory: None };
+    let place = ConnectionSlot { server: Arc::clone(server), number, address: None, memory: None };
     server.places.fetch_add(1, Ordering::SeqCst);
-    reactor::spawn(place.keep_while(theirs.into(), server.rest.arriving()));
+    reactor::spawn(place.welcome_and_hold(theirs.into(), server.rest.arriving()));
     ours
 }
 
 /// Chooses an export by EXPORT_NAME. Returns its size, or `None` if the server closes.
 async fn choose(mut client: UnixStream, name: &'static str) -> Option<(u64, UnixStream)> {
-    reactor::blocking(move || {
+    reactor::run_blocking(move || {
         client.read_exact(&mut [0; 18]).expect("a greeting");
         // Fixed newstyle without zeroes, then NBD_OPT_EXPORT_NAME.
         let mut bytes = 3_u32.to_be_bytes().to_vec();
@@ -59,18 +59,18 @@ async fn choose(mut client: UnixStream, name: &'static str) -> Option<(u64, Unix
 }
 
 async fn hung_up(mut client: UnixStream) {
-    let rest = reactor::blocking(move || client.read(&mut [0; 1])).await;
+    let rest = reactor::run_blocking(move || client.read(&mut [0; 1])).await;
     assert_eq!(rest.ok(), Some(0), "no byte comes after the end");
 }
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    run(Polling::Off, future).expect("io_uring works")
+    run(PollingMode::Off, future).expect("io_uring works")
 }
 
 #[test]
 fn an_export_is_found_from_when_it_is_added_until_it_is_removed() {
     real(async {
-        let server = Server::new(None, Terms::default());
+        let server = NbdServer::new(None, NbdServerTerms::default());
         assert!(choose(connect(&server, 1), "vm1").await.is_none());
         let first = server.add(export("vm1")).expect("free");
         assert_eq!(server.add(export("vm1")), None, "one of a name");
@@ -79,8 +79,8 @@ fn an_export_is_found_from_when_it_is_added_until_it_is_removed() {
         assert_eq!(server.connections_of(first), 1);
         drop(client);
         server.wait_until_unused(first).await;
-        assert_eq!(server.remove(first, Removal::Safe), Ok(()));
-        assert_eq!(server.remove(first, Removal::Safe), Err(NotRemoved::Unknown));
+        assert_eq!(server.remove(first, Removal::IfUnused), Ok(()));
+        assert_eq!(server.remove(first, Removal::IfUnused), Err(NotRemoved::Unknown));
         assert!(choose(connect(&server, 3), "vm1").await.is_none());
         let again = server.add(export("vm1")).expect("free again");
         assert_ne!(again, first, "a number is given once");
@@ -90,11 +90,11 @@ fn an_export_is_found_from_when_it_is_added_until_it_is_removed() {
 #[test]
 fn clients_keep_an_export_or_go_with_it() {
     real(async {
-        let server = Server::new(None, Terms::default());
+        let server = NbdServer::new(None, NbdServerTerms::default());
         let (used, other) = (server.add(export("used")).unwrap(), server.add(export("other")).unwrap());
         let (_, client) = choose(connect(&server, 1), "used").await.expect("found");
         let (_, bystander) = choose(connect(&server, 2), "other").await.expect("found");
-        assert_eq!(server.remove(used, Removal::Safe), Err(NotRemoved::InUse { connections: 1 }));
+        assert_eq!(server.remove(used, Removal::IfUnused), Err(NotRemoved::InUse { connections: 1 }));
         assert_eq!(server.remove(used, Removal::Hard), Ok(()));
         hung_up(client).await;
         server.wait_until_unused(used).await;
@@ -107,17 +107,17 @@ fn clients_keep_an_export_or_go_with_it() {
 #[test]
 fn a_client_that_waits_for_its_limits_goes_with_its_export() {
     real(async {
-        let server = Server::new(None, Terms::default());
+        let server = NbdServer::new(None, NbdServerTerms::default());
         let slow = export("slow");
         let mut limits = Limits::default();
-        limits.set(policy::throttle::Setting::from_name("iops-total").expect("a setting"), 1).expect("valid");
+        limits.set(policy::throttle::LimitSetting::from_name("iops-total").expect("a setting"), 1).expect("valid");
         slow.disk.throttle().set(DiskSettings { limits, ..DiskSettings::default() }).expect("valid");
         let number = server.add(slow).expect("free");
         let (_, mut client) = choose(connect(&server, 1), "slow").await.expect("found");
         // Reads of one byte each, a hundred seconds' worth at the limit.
         let request = [&[0x25, 0x60, 0x95, 0x13][..], &[0; 23], &[1]].concat();
         client.write_all(&request.repeat(100)).expect("sent");
-        reactor::blocking({
+        reactor::run_blocking({
             let mut client = client.try_clone().expect("a descriptor");
             move || client.read_exact(&mut [0; 17]).expect("the first passes at once")
         })
@@ -132,7 +132,7 @@ fn a_client_that_waits_for_its_limits_goes_with_its_export() {
 #[test]
 fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
     real(async {
-        let server = Server::new(None, Terms::default());
+        let server = NbdServer::new(None, NbdServerTerms::default());
         server.add(export("vm1")).expect("free");
         let (size_bytes, client) = choose(connect(&server, 1), "vm1").await.expect("found");
         let request = |command: u8, offset: u64, length: u32| {
@@ -140,7 +140,7 @@ fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
             [&head, &offset.to_be_bytes()[..], &length.to_be_bytes()].concat()
         };
         let payload = vec![1; 1 << 20];
-        let answers = reactor::blocking(move || {
+        let answers = reactor::run_blocking(move || {
             let mut client = client;
             client.write_all(&request(1, size_bytes - 512, 1 << 20)).expect("sent");
             client.write_all(&payload[1..]).expect("sent");
@@ -167,11 +167,11 @@ fn a_write_that_is_refused_is_answered_once_all_of_it_has_come() {
 #[test]
 fn a_client_that_reads_no_replies_of_its_options_costs_little() {
     real(async {
-        let server = Server::new(None, Terms::default());
+        let server = NbdServer::new(None, NbdServerTerms::default());
         for number in 0..200 {
             server.add(export(&format!("disk-{number}"))).expect("a name of its own");
         }
-        let offer = Offer { server: &server, client: Client::default(), shown: Cell::new(None) };
+        let offer = VisibleExports { server: &server, client: ClientIdentity::default(), shown: Cell::new(None) };
         let info = [&[0, 0, 0, 6][..], b"disk-7", &[0, 0]].concat();
         for (option, data) in [(3, &[][..]), (6, &info), (77, b""), (8, b"")] {
             let mut out = Vec::new();
@@ -184,11 +184,11 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
                 let step = handshake.advance(input, &offer, &mut out);
                 input = &input[step.consumed..];
                 most = most.max(out.capacity());
-                if let Some(reply) = ready(step.event, &mut out) {
+                if let Some(reply) = take_replies(step.event, &mut out) {
                     most = most.max(reply.len() + out.capacity());
                     sent += reply.len();
                 }
-                if matches!(step.event, negotiate::Event::NeedInput) {
+                if matches!(step.event, negotiate::HandshakeEvent::NeedInput) {
                     break;
                 }
             }
@@ -203,14 +203,14 @@ fn a_client_that_reads_no_replies_of_its_options_costs_little() {
 #[test]
 fn a_client_in_its_handshake_is_disconnected_once() {
     sim::run(1, async {
-        let server = Server::new(None, Terms::default());
-        assert_eq!(server.push_out_oldest(), Some(MOMENT));
+        let server = NbdServer::new(None, NbdServerTerms::default());
+        assert_eq!(server.disconnect_oldest(), Some(HANDSHAKE_GRACE));
         let (ours, mut theirs) = UnixStream::pair().expect("sockets");
-        server.lock().insert(1, Live::new(OwnedFd::from(ours).into(), None, reactor::now()));
-        assert_eq!(server.push_out_oldest(), Some(MOMENT));
-        reactor::sleep_until(reactor::now() + MOMENT).await;
-        assert_eq!(server.push_out_oldest(), None);
+        server.lock().insert(1, ConnectedClient::new(OwnedFd::from(ours).into(), None, reactor::now()));
+        assert_eq!(server.disconnect_oldest(), Some(HANDSHAKE_GRACE));
+        reactor::sleep_until(reactor::now() + HANDSHAKE_GRACE).await;
+        assert_eq!(server.disconnect_oldest(), None);
         assert_eq!(theirs.read(&mut [0; 1]).ok(), Some(0), "it is disconnected");
-        assert_eq!(server.push_out_oldest(), Some(MOMENT));
+        assert_eq!(server.disconnect_oldest(), Some(HANDSHAKE_GRACE));
     });
 }

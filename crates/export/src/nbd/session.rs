@@ -34,7 +34,7 @@ impl ReplyStyle {
 /// Parameters of the transmission phase.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Session {
+pub struct NbdSession {
     /// Number of the export, as [`super::Exports::find`] returned it.
     pub export: usize,
     pub style: ReplyStyle,
@@ -49,7 +49,7 @@ pub struct Session {
     pub maximum_payload: u32,
 }
 
-impl Session {
+impl NbdSession {
     /// True if this [`proto::export_flag`] was sent to the client.
     pub const fn offers(&self, flag: u16) -> bool {
         self.flags & flag != 0
@@ -59,7 +59,7 @@ impl Session {
 /// Identification of a request in its replies. Extended headers repeat the offset as it was sent.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tag {
+pub struct RequestTag {
     pub cookie: u64,
     pub offset: u64,
 }

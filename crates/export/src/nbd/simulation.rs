@@ -19,29 +19,29 @@ mod wire;
 use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use policy::{
-    access::Access,
-    throttle::{Limit, LimitKind, Limits},
+    access::AccessRules,
+    throttle::{RateLimit, LimitKind, Limits},
     time::Duration,
 };
 
-use self::{client::Client, hostile::Hostile, wire::Wire};
+use self::{client::SimulatedNbdClient, hostile::HostileClient, wire::NbdTestWire};
 use super::{
-    live::Export,
+    live::NbdServerExport,
     outbox::{MAX_BYTES, MAX_REQUESTS},
     pipe::Pipe,
     proto::{self, cmd},
-    rest::Stage,
-    server::{Server, Terms},
+    rest::QuiesceStage,
+    server::{NbdServer, NbdServerTerms},
     session::ReplyStyle,
     stop::StopSignal,
-    stream::Stream,
+    stream::NbdStream,
 };
 use crate::seeds;
 use block::{
-    disk::{Disk, ErrorPolicies, OnError, Totals},
+    disk::{Disk, ErrorPolicies, OnError, DiskTotals},
     layer::throttle::DiskSettings,
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use reactor::{JoinHandle, error::Error, now, sim, sleep_until, spawn_joinable, timeout};
 use storage::{Storage, delay::DelayOptions, fault::FaultRule};
 
@@ -55,7 +55,7 @@ const FOREVER: Duration = Duration::from_secs(24 * 3600);
 
 #[test]
 fn clients_are_answered_whatever_others_do() {
-    let (mut totals, mut answered) = (Totals::default(), 0);
+    let (mut totals, mut answered) = (DiskTotals::default(), 0);
     let seeds = seeds::for_each("--lib", "clients_are_answered_whatever_others_do", 600, |seed| {
         let (of_seed, answered_of_seed) = sim::run(seed, serve_a_crowd());
         totals.reads += of_seed.reads;
@@ -80,7 +80,7 @@ fn some_time() -> Duration {
 }
 
 /// One run. Returns the disk's totals and the number of answered requests of well-behaved clients.
-async fn serve_a_crowd() -> (Totals, u64) {
+async fn serve_a_crowd() -> (DiskTotals, u64) {
     let faults = chance(25);
     let disk = Arc::new(disk(draw_storage(faults), draw_limits()));
     let server = serve(&disk);
@@ -90,8 +90,8 @@ async fn serve_a_crowd() -> (Totals, u64) {
     let (mut ends, mut clients, mut connections) = (Vec::new(), Vec::new(), Vec::new());
     for number in 0..sim::random(|random| random.u64(1..=MOST_CLIENTS)) {
         let (pipe, connection) = crowd.connect();
-        let client = Client {
-            wire: Wire::new(pipe),
+        let client = SimulatedNbdClient {
+            wire: NbdTestWire::new(pipe),
             start: number * REGION,
             faults,
             stopped: Rc::clone(&stopped),
@@ -103,7 +103,7 @@ async fn serve_a_crowd() -> (Totals, u64) {
     }
     for _ in 0..sim::random(|random| random.usize(..=3)) {
         let (pipe, connection) = crowd.connect();
-        clients.push(spawn_joinable(Hostile::draw(MOST_CLIENTS * REGION).run(pipe)));
+        clients.push(spawn_joinable(HostileClient::draw(MOST_CLIENTS * REGION).run(pipe)));
         ends.push((connection.end.clone(), Arc::clone(&connection.stop)));
         connections.push(connection.task);
     }
@@ -120,10 +120,10 @@ async fn serve_a_crowd() -> (Totals, u64) {
         stopping.cancel().await;
     }
     if chance(25) {
-        crowd.rest_now_and_then().await;
+        crowd.quiesce_repeatedly().await;
     }
     if chance(25) {
-        resize_now_and_then(&disk).await;
+        resize_repeatedly(&disk).await;
     }
     for task in clients.into_iter().chain(connections) {
         timeout(FOREVER, task).await.expect("every client and every connection comes to an end");
@@ -133,53 +133,53 @@ async fn serve_a_crowd() -> (Totals, u64) {
 
 /// Connections of one server, and the number of those past their handshake.
 struct Crowd {
-    server: Arc<Server>,
+    server: Arc<NbdServer>,
     numbers: Cell<u64>,
     served: Rc<Cell<usize>>,
 }
 
 impl Crowd {
-    fn new(server: &Arc<Server>) -> Self {
+    fn new(server: &Arc<NbdServer>) -> Self {
         Self { server: Arc::clone(server), numbers: Cell::new(0), served: Rc::default() }
     }
 
     /// The client's end of a pipe, and the connection at its other end.
-    fn connect(&self) -> (Pipe, Served) {
+    fn connect(&self) -> (Pipe, SimulatedNbdConnection) {
         let (ours, theirs) = Pipe::pair();
         let stop = Arc::<StopSignal>::default();
         let in_flight = Rc::new(Cell::new((0, 0)));
         let number = self.numbers.replace(self.numbers.get() + 1);
-        let task = converse(
+        let task = serve_connection(
             (Arc::clone(&self.server), number),
             theirs.clone(),
             Arc::clone(&stop),
             Rc::clone(&in_flight),
             Rc::clone(&self.served),
         );
-        (ours, Served { task: spawn_joinable(task), end: theirs, stop, in_flight })
+        (ours, SimulatedNbdConnection { task: spawn_joinable(task), end: theirs, stop, in_flight })
     }
 
     /// Quiesces and resumes all connections several times: sometimes before all are quiesced,
     /// sometimes with a second quiesce right behind the first.
-    async fn rest_now_and_then(&self) {
+    async fn quiesce_repeatedly(&self) {
         for _ in 0..sim::random(|random| random.usize(1..12)) {
             sleep_until(now() + some_time() / 10).await;
-            self.server.rest.set(Stage::Still);
+            self.server.rest.set(QuiesceStage::Quiescing);
             let until = now() + some_time();
             while now() < until && self.server.rest.rested().len() < self.served.get() {
                 sleep_until(now() + Duration::from_micros(10)).await;
             }
             if chance(30) {
-                self.server.rest.set(Stage::Still);
+                self.server.rest.set(QuiesceStage::Quiescing);
                 sleep_until(now() + some_time() / 1000).await;
             }
-            self.server.go_on();
+            self.server.resume();
         }
     }
 }
 
 /// Resizes the disk at random places of the hostile clients' region, several times.
-async fn resize_now_and_then(disk: &Disk) {
+async fn resize_repeatedly(disk: &Disk) {
     for _ in 0..sim::random(|random| random.usize(1..6)) {
         sleep_until(now() + some_time() / 10).await;
         // Never below the regions of well-behaved clients, whose requests must not fail.
@@ -215,56 +215,56 @@ fn draw_storage(faults: bool) -> Storage {
 
 fn disk(storage: Storage, limits: Limits) -> Disk {
     let settings = DiskSettings { limits, ..DiskSettings::default() };
-    Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None).expect("valid")
+    Disk::new("disk", Image::Raw(RawImage::new(storage)), settings, None).expect("valid")
 }
 
 fn draw_limits() -> Limits {
     let mut limits = Limits::default();
     if chance(40) {
         let rate = sim::random(|random| random.u64(50..5000));
-        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate, ..Limit::NONE };
+        *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate, ..RateLimit::NONE };
     }
     if chance(20) {
         let rate = sim::random(|random| random.u64(100_000..5_000_000));
-        *limits.limit_mut(LimitKind::BpsWrite) = Limit { rate, ..Limit::NONE };
+        *limits.limit_mut(LimitKind::BpsWrite) = RateLimit { rate, ..RateLimit::NONE };
     }
     limits
 }
 
-fn serve(disk: &Arc<Disk>) -> Arc<Server> {
-    let export = Export {
+fn serve(disk: &Arc<Disk>) -> Arc<NbdServer> {
+    let export = NbdServerExport {
         name: "disk".into(),
         description: "".into(),
         disk: Arc::clone(disk),
         read_only: false,
         bitmaps: Arc::default(),
-        access: Access::default(),
+        access: AccessRules::default(),
     };
-    let server = Server::new(None, Terms::default());
+    let server = NbdServer::new(None, NbdServerTerms::default());
     server.add(export).expect("the first of its name");
     server
 }
 
-struct Served {
+struct SimulatedNbdConnection {
     task: JoinHandle<()>,
     end: Pipe,
     stop: Arc<StopSignal>,
     in_flight: Rc<Cell<(usize, usize)>>,
 }
 
-fn connect(server: &Arc<Server>) -> (Pipe, Served) {
+fn connect(server: &Arc<NbdServer>) -> (Pipe, SimulatedNbdConnection) {
     Crowd::new(server).connect()
 }
 
 /// Serves one connection as [`Server`] does, and checks the bounds on requests in flight.
-async fn converse(
-    (server, number): (Arc<Server>, u64),
+async fn serve_connection(
+    (server, number): (Arc<NbdServer>, u64),
     pipe: Pipe,
     stop: Arc<StopSignal>,
     in_flight: Rc<Cell<(usize, usize)>>,
     served: Rc<Cell<usize>>,
 ) {
-    if let Ok(Some((connection, inbox))) = server.open(Stream::Simulated(pipe.clone()), &stop, number).await {
+    if let Ok(Some((connection, inbox))) = server.open(NbdStream::Simulated(pipe.clone()), &stop, number).await {
         served.set(served.get() + 1);
         let watched = Rc::clone(&connection);
         let watching = spawn_joinable(async move {
@@ -289,7 +289,7 @@ async fn converse(
     pipe.close();
 }
 
-fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
+fn connect_alone(size_bytes: u64) -> (Pipe, SimulatedNbdConnection) {
     let storage = Storage::memory(size_bytes);
     connect(&serve(&Arc::new(disk(storage, Limits::default()))))
 }
@@ -298,7 +298,7 @@ fn connect_alone(size_bytes: u64) -> (Pipe, Served) {
 /// bytes in flight then.
 async fn neglect_replies(count: u64, length: u32) -> (usize, usize) {
     let (pipe, served) = connect_alone(1 << 30);
-    let mut wire = Wire::new(pipe);
+    let mut wire = NbdTestWire::new(pipe);
     wire.handshake(ReplyStyle::Simple).await.expect("a handshake");
     let mut requests = Vec::new();
     for cookie in 0..count {
@@ -329,7 +329,7 @@ fn a_client_that_reads_no_replies_costs_a_bounded_amount_of_memory() {
 }
 
 #[test]
-fn what_a_stopped_disk_holds_of_a_client_ends_with_its_connection() {
+fn requests_held_by_a_stopped_disk_end_with_their_connection() {
     for server_ends_it in [false, true] {
         sim::run(1, async move {
             let full = "kind=write,error=ENOSPC".parse().expect("valid");
@@ -337,7 +337,7 @@ fn what_a_stopped_disk_holds_of_a_client_ends_with_its_connection() {
             disk.failures()
                 .set_policies(ErrorPolicies { write: OnError::Enospc, ..ErrorPolicies::default() });
             let (pipe, served) = connect(&serve(&disk));
-            let mut wire = Wire::new(pipe);
+            let mut wire = NbdTestWire::new(pipe);
             wire.handshake(ReplyStyle::Simple).await.expect("a handshake");
             for cookie in 0..8 {
                 let mut request = wire::request(ReplyStyle::Simple, cmd::WRITE, 0, cookie, 0, 512);
@@ -363,11 +363,11 @@ fn what_a_stopped_disk_holds_of_a_client_ends_with_its_connection() {
 }
 
 #[test]
-fn a_client_that_does_not_shake_hands_is_shown_the_door() {
+fn a_client_without_a_handshake_is_disconnected() {
     sim::run(1, async {
         let (pipe, served) = connect_alone(1 << 20);
         served.task.await;
-        assert_eq!(now().as_nanos(), Terms::default().handshake_timeout.as_nanos() as u64);
+        assert_eq!(now().as_nanos(), NbdServerTerms::default().handshake_timeout.as_nanos() as u64);
         pipe.close();
     });
 }

@@ -19,26 +19,26 @@ use std::sync::{
     atomic::{AtomicUsize, Ordering},
 };
 
-use policy::{access::Access, time::Duration};
+use policy::{access::AccessRules, time::Duration};
 
-use self::changing::{Changing, EVERYTHING, Ways};
+use self::changing::{ChangingServer, EVERYTHING, ServerProperties};
 use super::{
-    live::Export,
+    live::NbdServerExport,
     pipe::Pipe,
     proto::export_flag,
-    server::{Server, Terms},
+    server::{NbdServer, NbdServerTerms},
     stop::StopSignal,
-    stream::Stream,
+    stream::NbdStream,
 };
 use crate::seeds;
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use image::{Image, Raw};
-use reactor::{JoinHandle, buffer::Buffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
+use image::{Image, RawImage};
+use reactor::{JoinHandle, buffer::IoBuffer, now, sim, sleep_until, spawn, spawn_joinable, timeout};
 use storage::{
     Durability, Storage, ZeroOptions,
     align::Align,
     nbd::{NbdOptions, simulated},
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 const CLIENTS: usize = 3;
@@ -49,9 +49,9 @@ const BEHAVIOUR: Behaviour =
     Behaviour { block_bytes: 512, latency: Duration::from_micros(300), error_probability: 0.0 };
 
 /// The server's host.
-struct Host {
-    disk: Simulated,
-    server: Arc<Server>,
+struct SimulatedNbdHost {
+    disk: SimulatedStorage,
+    server: Arc<NbdServer>,
     /// The server's ends of connections, and the number of connections that have not ended.
     pipes: Vec<Pipe>,
     open: Arc<AtomicUsize>,
@@ -59,26 +59,26 @@ struct Host {
     connections: u64,
 }
 
-type World = Arc<Mutex<Host>>;
+type SharedNbdHost = Arc<Mutex<SimulatedNbdHost>>;
 
-fn lock(world: &World) -> MutexGuard<'_, Host> {
+fn lock(world: &SharedNbdHost) -> MutexGuard<'_, SimulatedNbdHost> {
     world.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Host {
+impl SimulatedNbdHost {
     fn with(content: Vec<u8>) -> Self {
-        let disk = Simulated::new(content, BEHAVIOUR);
+        let disk = SimulatedStorage::new(content, BEHAVIOUR);
         let storage = Storage::Simulated(Align::new(disk.clone()));
-        let raw = Image::Raw(Raw::new(storage));
+        let raw = Image::Raw(RawImage::new(storage));
         let served = Disk::new("disk", raw, DiskSettings::default(), None).expect("no limits");
-        let server = Server::new(None, Terms::default());
-        let export = Export {
+        let server = NbdServer::new(None, NbdServerTerms::default());
+        let export = NbdServerExport {
             name: "disk".into(),
             description: "".into(),
             disk: Arc::new(served),
             read_only: false,
             bitmaps: Arc::default(),
-            access: Access::default(),
+            access: AccessRules::default(),
         };
         server.add(export).expect("the first of its name");
         Self { disk, server, pipes: Vec::new(), open: Arc::default(), is_up: true, connections: 0 }
@@ -97,7 +97,7 @@ impl Host {
     }
 }
 
-fn dial(world: &World) -> std::io::Result<Stream> {
+fn dial(world: &SharedNbdHost) -> std::io::Result<NbdStream> {
     let mut host = lock(world);
     // A server must not accept a new connection while requests of the old one may still write.
     if !host.is_up || host.open.load(Ordering::Relaxed) > 0 {
@@ -110,17 +110,17 @@ fn dial(world: &World) -> std::io::Result<Stream> {
     let (server, open, number) = (Arc::clone(&host.server), Arc::clone(&host.open), host.connections);
     spawn(async move {
         let stop = Arc::<StopSignal>::default();
-        let stream = Stream::Simulated(theirs.clone());
+        let stream = NbdStream::Simulated(theirs.clone());
         if let Ok(Some((connection, inbox))) = server.open(stream, &stop, number).await {
             let _ = connection.serve(inbox).await;
         }
         theirs.close();
         open.fetch_sub(1, Ordering::Relaxed);
     });
-    Ok(Stream::Simulated(ours))
+    Ok(NbdStream::Simulated(ours))
 }
 
-async fn open(world: &World, delay: Duration) -> Arc<Storage> {
+async fn open(world: &SharedNbdHost, delay: Duration) -> Arc<Storage> {
     let options = NbdOptions { is_format_known: true, reconnect_delay: delay, ..NbdOptions::default() };
     let there = Arc::clone(world);
     let opened = simulated(Box::new(move || dial(&there)), "disk", &options).await;
@@ -139,7 +139,7 @@ async fn client(storage: Arc<Storage>, number: usize, requests: usize) -> Vec<u8
         let durability = if what % 7 == 0 { Durability::Synchronous } else { Durability::Cached };
         match what {
             0..45 => {
-                let data = Buffer::copy_of(&vec![byte; length]);
+                let data = IoBuffer::copy_of(&vec![byte; length]);
                 storage.write(place, data.into(), durability).await.expect("it waits for the server");
                 known[at..at + length].fill(byte);
             }
@@ -154,7 +154,7 @@ async fn client(storage: Arc<Storage>, number: usize, requests: usize) -> Vec<u8
                 assert!(extents.iter().map(|extent| extent.length).sum::<u64>() <= length as u64);
             }
             _ => {
-                let read = storage.read(place, Buffer::new(length)).await.expect("it waits");
+                let read = storage.read(place, IoBuffer::new(length)).await.expect("it waits");
                 assert!(read[..] == known[at..at + length], "client {number}, {length} bytes at {at}");
             }
         }
@@ -168,7 +168,7 @@ async fn pause(longest_ms: u64) {
 }
 
 /// Breaks connections and cuts power; returns the number of each.
-fn trouble(world: &World) -> JoinHandle<[u64; 2]> {
+fn inject_faults(world: &SharedNbdHost) -> JoinHandle<[u64; 2]> {
     let world = Arc::clone(world);
     spawn_joinable(async move {
         let mut happened = [0, 0];
@@ -197,9 +197,9 @@ fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
         300,
         |seed| {
             let of_seed = sim::run(seed, async {
-                let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+                let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
                 let storage = open(&world, Duration::from_secs(3600)).await;
-                let trouble = trouble(&world);
+                let trouble = inject_faults(&world);
                 let clients =
                     (0..CLIENTS).map(|number| spawn_joinable(client(Arc::clone(&storage), number, 40)));
                 let mut known = Vec::new();
@@ -208,7 +208,7 @@ fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
                 }
                 let happened = timeout(Duration::from_secs(3600), trouble).await.expect("it ends");
                 storage.flush().await.expect("the server is there");
-                assert_eq!(storage.remote().expect("it is at a server").unflushed_bytes, 0);
+                assert_eq!(storage.remote_status().expect("it is at a server").unflushed_bytes, 0);
                 let content = lock(&world).disk.crash();
                 assert!(content == known, "what was flushed is not there");
                 happened
@@ -223,12 +223,12 @@ fn nothing_that_was_answered_is_lost_whatever_happens_to_the_server() {
 fn without_a_delay_what_may_be_lost_is_said_and_stays_said() {
     for seed in 0..100 {
         sim::run(seed, async move {
-            let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+            let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
             let storage = open(&world, Duration::ZERO).await;
             let write = |byte: u8| {
                 let storage = Arc::clone(&storage);
                 async move {
-                    let data = Buffer::copy_of(&[byte; 512]);
+                    let data = IoBuffer::copy_of(&[byte; 512]);
                     storage.write(0, data.into(), Durability::Cached).await
                 }
             };
@@ -242,11 +242,11 @@ fn without_a_delay_what_may_be_lost_is_said_and_stays_said() {
                 }
             };
             timeout(Duration::from_secs(60), back).await.expect("it connects again by itself");
-            assert!(storage.remote().expect("it is at a server").reconnections > 0);
+            assert!(storage.remote_status().expect("it is at a server").reconnections > 0);
             lock(&world).lose_power();
             lock(&world).is_up = true;
             let back = async {
-                while storage.read(0, Buffer::new(512)).await.is_err() {
+                while storage.read(0, IoBuffer::new(512)).await.is_err() {
                     pause(50).await;
                 }
             };
@@ -261,30 +261,30 @@ fn without_a_delay_what_may_be_lost_is_said_and_stays_said() {
 #[test]
 fn after_the_delay_requests_fail_and_a_server_that_shrank_is_not_taken() {
     sim::run(7, async {
-        let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+        let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
         let storage = open(&world, Duration::from_secs(30)).await;
         lock(&world).is_up = false;
         lock(&world).cut();
         let began = now();
-        let read = storage.read(0, Buffer::new(512)).await;
+        let read = storage.read(0, IoBuffer::new(512)).await;
         let waited = now() - began;
         assert!(
             read.is_err() && waited >= Duration::from_secs(29) && waited < Duration::from_secs(32),
             "{waited:?}"
         );
-        *lock(&world) = Host::with(vec![0; SIZE / 2]);
+        *lock(&world) = SimulatedNbdHost::with(vec![0; SIZE / 2]);
         sleep_until(now() + Duration::from_secs(60)).await;
-        assert!(storage.read(0, Buffer::new(512)).await.is_err());
-        *lock(&world) = Host::with(vec![7; SIZE]);
+        assert!(storage.read(0, IoBuffer::new(512)).await.is_err());
+        *lock(&world) = SimulatedNbdHost::with(vec![7; SIZE]);
         sleep_until(now() + Duration::from_secs(60)).await;
-        assert_eq!(storage.read(0, Buffer::new(512)).await.expect("it is back")[0], 7);
+        assert_eq!(storage.read(0, IoBuffer::new(512)).await.expect("it is back")[0], 7);
     });
 }
 
 #[test]
 fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
     sim::run(11, async {
-        let world: World = Arc::new(Mutex::new(Host::with(vec![0; SIZE])));
+        let world: SharedNbdHost = Arc::new(Mutex::new(SimulatedNbdHost::with(vec![0; SIZE])));
         lock(&world).is_up = false;
         let opened = |seconds| {
             let options = NbdOptions {
@@ -324,10 +324,10 @@ fn a_server_that_comes_late_is_waited_for_as_long_as_was_said() {
 }
 
 /// Properties of the server at first; a third of the seeds has no cache, so no flush.
-fn first_ways(seed: u64) -> Ways {
+fn first_ways(seed: u64) -> ServerProperties {
     let without = if seed.is_multiple_of(3) { export_flag::SEND_FLUSH } else { 0 };
     let maximum_payload = sim::random(|random| [4096, 8192, 32 << 20][random.usize(..3)]);
-    Ways {
+    ServerProperties {
         size: SIZE,
         flags: EVERYTHING & !without,
         minimum_block: 512,
@@ -339,7 +339,7 @@ fn first_ways(seed: u64) -> Ways {
 }
 
 /// Properties of the server after a restart: fewer or more features, or unfit to continue the disk.
-fn later_ways(first: Ways) -> Ways {
+fn later_ways(first: ServerProperties) -> ServerProperties {
     let mut ways = first;
     sim::random(|random| {
         for flag in [
@@ -374,7 +374,7 @@ fn later_ways(first: Ways) -> Ways {
 
 /// Writes, zeroes, reads and flushes its region of a server that may refuse. Returns the expected
 /// content; `None` where it is unknown.
-async fn doubtful_client(
+async fn client_of_failing_server(
     storage: Arc<Storage>,
     server: changing::Shared,
     number: usize,
@@ -395,7 +395,7 @@ async fn doubtful_client(
         let durability = if is_durable { Durability::Synchronous } else { Durability::Cached };
         let changed = match what {
             0..40 => {
-                let data = Buffer::copy_of(&vec![byte; length]);
+                let data = IoBuffer::copy_of(&vec![byte; length]);
                 Some((storage.write(place, data.into(), durability).await, byte))
             }
             40..58 => {
@@ -415,7 +415,7 @@ async fn doubtful_client(
                 None
             }
             _ => {
-                let read = storage.read(place, Buffer::new(length)).await.expect("it waits");
+                let read = storage.read(place, IoBuffer::new(length)).await.expect("it waits");
                 assert!(agrees(&known[at..at + length], &read), "client {number}, {length} bytes at {at}");
                 None
             }
@@ -442,7 +442,7 @@ fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing()
     let seeds = seeds::for_each("--lib", test, 300, |seed| {
         refused += sim::run(seed, async move {
             let first = first_ways(seed);
-            let server = Changing::new(first);
+            let server = ChangingServer::new(first);
             let options = NbdOptions {
                 is_format_known: true,
                 reconnect_delay: Duration::from_secs(3600),
@@ -469,7 +469,7 @@ fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing()
             });
             let clients = (0..CLIENTS).map(|number| {
                 let (storage, server) = (Arc::clone(&storage), Arc::clone(&server));
-                spawn_joinable(doubtful_client(storage, server, number, 60))
+                spawn_joinable(client_of_failing_server(storage, server, number, 60))
             });
             let mut known = Vec::new();
             for client in clients.collect::<Vec<_>>() {
@@ -477,7 +477,7 @@ fn a_server_that_comes_back_as_another_is_asked_for_what_it_can_or_for_nothing()
             }
             timeout(Duration::from_secs(3600), trouble).await.expect("it ends");
             storage.flush().await.expect("the server is there");
-            assert_eq!(storage.remote().expect("it is at a server").unflushed_bytes, 0);
+            assert_eq!(storage.remote_status().expect("it is at a server").unflushed_bytes, 0);
             let state = changing::lock(&server);
             assert!(state.faults.is_empty(), "{:#?}", state.faults);
             let is_there =

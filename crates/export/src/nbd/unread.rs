@@ -13,22 +13,22 @@ use std::collections::HashMap;
 
 use policy::time::{Duration, Instant};
 
-use super::server::Server;
+use super::server::NbdServer;
 
 /// Interval of the checks.
-const LOOK: Duration = Duration::from_millis(10);
+const CHECK_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A client that may have stopped reading: the observed state and its first observation.
-struct Suspect {
+struct StalledReader {
     seen: (u64, usize),
     since: Instant,
 }
 
 /// Suspects of the last check, by number of client.
 #[derive(Default)]
-struct Suspects(HashMap<u64, Suspect>);
+struct StalledReaders(HashMap<u64, StalledReader>);
 
-impl Suspects {
+impl StalledReaders {
     /// Examines all clients to which a message is being sent: `(number, state)`. Returns the
     /// numbers of those whose state has not changed for `patience`.
     fn look(
@@ -41,7 +41,7 @@ impl Suspects {
         let mut stuck = Vec::new();
         for (number, seen) in sending {
             let suspect = before.remove(&number).filter(|suspect| suspect.seen == seen);
-            let suspect = suspect.unwrap_or(Suspect { seen, since: now });
+            let suspect = suspect.unwrap_or(StalledReader { seen, since: now });
             if now - suspect.since >= patience {
                 stuck.push(number);
             } else {
@@ -52,49 +52,49 @@ impl Suspects {
     }
 }
 
-impl Server {
+impl NbdServer {
     /// Disconnects clients that have not read a byte of a reply for `patience`. Returns
     /// descriptions of the disconnected clients once no suspect is left.
-    pub async fn push_out_unread(&self, patience: Duration) -> Vec<String> {
-        let (mut suspects, mut gone) = (Suspects::default(), Vec::new());
+    pub async fn disconnect_stalled(&self, patience: Duration) -> Vec<String> {
+        let (mut suspects, mut gone) = (StalledReaders::default(), Vec::new());
         loop {
-            gone.extend(self.push_out_stuck(&mut suspects, patience));
+            gone.extend(self.disconnect_stuck(&mut suspects, patience));
             if suspects.0.is_empty() {
                 return gone;
             }
-            reactor::sleep_until(reactor::now() + LOOK).await;
+            reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
     }
 
     /// Disconnects such clients until this future is dropped, while the server
     /// [quiesces](Server::come_to_rest). No message is sent to quiesced connections, so these are
     /// not affected. Calls `told` with a description of each disconnected client.
-    pub async fn keep_pushing_out_unread(&self, patience: Duration, told: impl Fn(String)) {
-        let mut suspects = Suspects::default();
+    pub async fn disconnect_stalled_until_dropped(&self, patience: Duration, told: impl Fn(String)) {
+        let mut suspects = StalledReaders::default();
         loop {
-            self.push_out_stuck(&mut suspects, patience).into_iter().for_each(&told);
-            reactor::sleep_until(reactor::now() + LOOK).await;
+            self.disconnect_stuck(&mut suspects, patience).into_iter().for_each(&told);
+            reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
     }
 
-    fn push_out_stuck(&self, suspects: &mut Suspects, patience: Duration) -> Vec<String> {
-        let stuck = suspects.look(self.in_a_message().into_iter(), reactor::now(), patience);
+    fn disconnect_stuck(&self, suspects: &mut StalledReaders, patience: Duration) -> Vec<String> {
+        let stuck = suspects.look(self.sending_states().into_iter(), reactor::now(), patience);
         let push_out = |number| {
             // Read before the disconnect: its worker then removes the client from the tables.
-            let client = self.called(number);
-            self.holding(number)?.push_out_now();
+            let client = self.describe_client(number);
+            self.transfers(number)?.disconnect();
             Some(client)
         };
         stuck.into_iter().filter_map(push_out).collect()
     }
 
     /// Description of a client that has not quiesced; `None` if all have.
-    pub fn restless(&self) -> Option<String> {
+    pub fn unquiesced_client(&self) -> Option<String> {
         let restless = {
-            let (live, rested) = (self.holders(), self.rest.rested());
+            let (live, rested) = (self.client_numbers(), self.rest.rested());
             live.into_iter().filter(|number| !rested.contains_key(number)).min()
         };
-        restless.map(|number| self.called(number))
+        restless.map(|number| self.describe_client(number))
     }
 }
 
@@ -106,7 +106,7 @@ mod tests {
     fn only_whoever_takes_nothing_for_so_long_is_found() {
         let at = |ms: u64| Instant::from_nanos(ms * 1_000_000);
         let patience = Duration::from_millis(100);
-        let mut suspects = Suspects::default();
+        let mut suspects = StalledReaders::default();
         // 1 reads nothing; 2 reads slowly from a long message; 3 is always sent another message.
         let seen = |ms: u64| [(1, (7, 4096)), (2, (7, 9000 - ms as usize)), (3, (ms, 4096))];
         for ms in (0..100).step_by(10) {

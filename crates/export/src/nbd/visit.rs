@@ -9,7 +9,7 @@ use policy::time::Duration;
 
 /// A client that has chosen an export.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Visit {
+pub struct NbdClientInfo {
     /// Number of the client, unique in its server.
     pub number: u64,
     /// The export's name.
@@ -23,9 +23,9 @@ pub struct Visit {
 }
 
 /// Observer of clients.
-pub trait Visited: Send + Sync + fmt::Debug {
+pub trait ClientObserver: Send + Sync + fmt::Debug {
     /// A client may now send requests.
-    fn came(&self, visit: &Visit);
+    fn connected(&self, visit: &NbdClientInfo);
     /// A client has disconnected; `lasted` is the time since it connected.
-    fn went(&self, visit: &Visit, lasted: Duration);
+    fn disconnected(&self, visit: &NbdClientInfo, lasted: Duration);
 }

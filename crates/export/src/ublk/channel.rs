@@ -2,27 +2,27 @@
 
 use std::{future::Future, io};
 
-use reactor::ublk::{self, Data, Descriptor};
+use reactor::ublk::{self, UblkData, UblkDescriptor};
 
 /// Source of a queue's requests.
 #[derive(Debug)]
-pub(super) enum Channel {
-    Driver(ublk::Queue),
+pub(super) enum UblkChannel {
+    Driver(ublk::UblkQueue),
     #[cfg(test)]
-    Simulated(super::simulation::kernel::Channel),
+    Simulated(super::simulation::kernel::SimulatedUblkChannel),
 }
 
 /// Step of a tag: see [`ublk::Queue::fetch`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum TagStep {
     Fetch,
     /// Commits the result of the previous request and fetches the next.
     Commit(i32),
 }
 
-impl Channel {
+impl UblkChannel {
     /// Descriptor of a tag's request.
-    pub(super) fn descriptor(&self, tag: u16) -> Descriptor {
+    pub(super) fn descriptor(&self, tag: u16) -> UblkDescriptor {
         match self {
             Self::Driver(queue) => queue.descriptor(tag),
             #[cfg(test)]
@@ -40,7 +40,7 @@ impl Channel {
     }
 
     /// Location of the request's data.
-    pub(super) fn data(&self, tag: u16, bytes: usize) -> Data {
+    pub(super) fn data(&self, tag: u16, bytes: usize) -> UblkData {
         match self {
             Self::Driver(queue) => queue.data(tag, bytes),
             #[cfg(test)]
@@ -52,8 +52,8 @@ impl Channel {
     ///
     /// # Errors
     /// The device has ended: there will be no further request.
-    pub(super) fn step(&self, tag: u16, step: Step) -> impl Future<Output = io::Result<()>> + use<> {
-        enum Next<F, C> {
+    pub(super) fn step(&self, tag: u16, step: TagStep) -> impl Future<Output = io::Result<()>> + use<> {
+        enum NextRequest<F, C> {
             Fetch(F),
             Commit(C),
             #[cfg(test)]
@@ -62,17 +62,17 @@ impl Channel {
         // Submitted here, not at the first poll, so that the kernel gets all steps of a turn
         // together.
         let next = match (self, step) {
-            (Self::Driver(queue), Step::Fetch) => Next::Fetch(queue.fetch(tag)),
-            (Self::Driver(queue), Step::Commit(result)) => Next::Commit(queue.commit_and_fetch(tag, result)),
+            (Self::Driver(queue), TagStep::Fetch) => NextRequest::Fetch(queue.fetch(tag)),
+            (Self::Driver(queue), TagStep::Commit(result)) => NextRequest::Commit(queue.commit_and_fetch(tag, result)),
             #[cfg(test)]
-            (Self::Simulated(queue), step) => Next::Simulated(queue.step(tag, step)),
+            (Self::Simulated(queue), step) => NextRequest::Simulated(queue.step(tag, step)),
         };
         async {
             match next {
-                Next::Fetch(next) => next.await,
-                Next::Commit(next) => next.await,
+                NextRequest::Fetch(next) => next.await,
+                NextRequest::Commit(next) => next.await,
                 #[cfg(test)]
-                Next::Simulated(next) => next.await,
+                NextRequest::Simulated(next) => next.await,
             }
         }
     }
@@ -80,7 +80,7 @@ impl Channel {
     /// Waits until the kernel has accepted all earlier submissions.
     pub(super) async fn begun(&self) -> io::Result<()> {
         match self {
-            Self::Driver(queue) => queue.begun().await,
+            Self::Driver(queue) => queue.commands_started().await,
             #[cfg(test)]
             Self::Simulated(_) => Ok(()),
         }

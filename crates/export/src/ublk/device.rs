@@ -10,25 +10,25 @@ use std::sync::{
 
 use block::disk::Disk;
 use event_listener::Event;
-use reactor::ublk::{Info, Params};
+use reactor::ublk::{UblkInfo, UblkParams};
 use storage::Durability;
 
-use super::request::{Rules, SECTOR_BYTES};
+use super::request::{UblkRequestRules, SECTOR_BYTES};
 
 /// A disk to be shown as a block device.
 #[derive(Clone, Debug)]
-pub struct Export {
+pub struct UblkExport {
     /// Name in the log.
     pub id: Arc<str>,
     /// The disk.
     pub disk: Arc<Disk>,
     /// Parameters of the device.
-    pub offer: Offer,
+    pub offer: UblkOffer,
 }
 
 /// Parameters of a device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Offer {
+pub struct UblkOffer {
     /// N of `/dev/ublkbN`; `None` lets the kernel choose.
     pub number: Option<u32>,
     /// Number of queues.
@@ -62,7 +62,7 @@ pub struct Offer {
     pub zero_copy: bool,
 }
 
-impl Default for Offer {
+impl Default for UblkOffer {
     /// A device with all features and one queue.
     fn default() -> Self {
         Self {
@@ -89,15 +89,15 @@ impl Default for Offer {
 /// Longest DISCARD or WRITE_ZEROES, in sectors: 1 GiB.
 const MAX_ERASE_SECTORS: u32 = 1 << 21;
 
-impl Offer {
+impl UblkOffer {
     /// Parameters in the driver's form, for a disk of this length.
-    pub(super) fn params(&self, size_bytes: u64) -> Params {
+    pub(super) fn params(&self, size_bytes: u64) -> UblkParams {
         let when = |condition: bool, bits| if condition { bits } else { 0 };
         let erases = |offered: bool| when(offered && !self.read_only, MAX_ERASE_SECTORS);
         let shift = |bytes: u32| bytes.ilog2() as u8;
-        let mut params = Params::default();
-        params.attributes = when(self.read_only, Params::READ_ONLY)
-            | when(self.write_cache, Params::VOLATILE_CACHE | Params::FUA);
+        let mut params = UblkParams::default();
+        params.attributes = when(self.read_only, UblkParams::READ_ONLY)
+            | when(self.write_cache, UblkParams::VOLATILE_CACHE | UblkParams::FUA);
         params.logical_block_shift = shift(self.block_bytes);
         params.physical_block_shift = shift(self.physical_block_bytes);
         params.minimum_io_shift = params.physical_block_shift;
@@ -113,7 +113,7 @@ impl Offer {
 }
 
 #[derive(Debug)]
-pub(super) struct Device {
+pub(super) struct UblkDevice {
     pub(super) id: Arc<str>,
     disk: Arc<Disk>,
     read_only: bool,
@@ -135,23 +135,23 @@ pub(super) struct Device {
 
 /// How a device ends.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Parting {
+pub(super) enum UblkShutdown {
     /// The kernel stops it and waits for its requests, so requests that a stopped disk holds fail.
     Stop,
     /// It stays for the next process, to which requests that were not started are left.
     Leave,
 }
 
-impl Device {
+impl UblkDevice {
     /// Creates the state of a device that was made or taken over. The kernel's parameters apply,
     /// which may differ from the offer of this process.
-    pub(super) fn new(export: &Export, info: &Info, params: &Params) -> Self {
-        let cached = params.attributes & Params::VOLATILE_CACHE != 0;
+    pub(super) fn new(export: &UblkExport, info: &UblkInfo, params: &UblkParams) -> Self {
+        let cached = params.attributes & UblkParams::VOLATILE_CACHE != 0;
         Self {
             id: Arc::clone(&export.id),
             disk: Arc::clone(&export.disk),
-            read_only: export.offer.read_only || params.attributes & Params::READ_ONLY != 0,
-            most_bytes: u64::from(info.most_bytes),
+            read_only: export.offer.read_only || params.attributes & UblkParams::READ_ONLY != 0,
+            most_bytes: u64::from(info.max_request_bytes),
             durability: if cached { Durability::Cached } else { Durability::Synchronous },
             requests: AtomicU64::default(),
             in_flight: AtomicU64::default(),
@@ -168,8 +168,8 @@ impl Device {
     }
 
     /// Current rules for validating requests.
-    pub(super) fn rules(&self) -> Rules {
-        Rules {
+    pub(super) fn rules(&self) -> UblkRequestRules {
+        UblkRequestRules {
             size_bytes: self.disk.size_bytes(),
             read_only: self.read_only,
             most_bytes: self.most_bytes,
@@ -178,24 +178,24 @@ impl Device {
     }
 
     /// Quiesces the queues, or resumes them.
-    pub(super) fn rest(&self, is_to: bool) {
+    pub(super) fn set_quiescing(&self, is_to: bool) {
         self.is_resting.store(is_to, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    pub(super) fn is_resting(&self) -> bool {
+    pub(super) fn is_quiescing(&self) -> bool {
         self.is_resting.load(SeqCst)
     }
 
     /// Ends the device; that also ends a quiesce.
-    pub(super) fn part(&self, how: Parting) {
+    pub(super) fn shut_down(&self, how: UblkShutdown) {
         // Quiesced queues have to run to end.
         self.is_resting.store(false, SeqCst);
         self.parting[how as usize].store(true, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
-    pub(super) fn parts(&self, how: Parting) -> bool {
+    pub(super) fn is_shutting_down(&self, how: UblkShutdown) -> bool {
         self.parting[how as usize].load(SeqCst)
     }
 
@@ -211,19 +211,19 @@ mod tests {
 
     #[test]
     fn the_kernel_is_told_what_an_export_can_do() {
-        let params = Offer::default().params(1 << 30);
+        let params = UblkOffer::default().params(1 << 30);
         assert_eq!((params.sectors, params.max_sectors, params.attributes), (1 << 21, 512, 0b1100));
         assert_eq!((params.logical_block_shift, params.physical_block_shift), (9, 12));
         assert_eq!(params.max_discard_sectors, 1 << 21);
-        let params = Offer { block_bytes: 4096, ..Offer::default() }.params(1 << 30);
+        let params = UblkOffer { block_bytes: 4096, ..UblkOffer::default() }.params(1 << 30);
         assert_eq!((params.logical_block_shift, params.physical_block_shift), (12, 12));
         assert_eq!((params.sectors, params.max_sectors), (1 << 21, 512), "in sectors all the same");
-        let params = Offer { read_only: true, write_cache: false, ..Offer::default() }.params(1 << 30);
+        let params = UblkOffer { read_only: true, write_cache: false, ..UblkOffer::default() }.params(1 << 30);
         assert_eq!(
             (params.attributes, params.max_discard_sectors, params.max_write_zeroes_sectors),
             (1, 0, 0)
         );
-        let params = Offer { discard: false, ..Offer::default() }.params(1 << 30);
+        let params = UblkOffer { discard: false, ..UblkOffer::default() }.params(1 << 30);
         assert_eq!((params.max_discard_sectors, params.max_write_zeroes_sectors), (0, 1 << 21));
     }
 }

@@ -27,7 +27,7 @@ use std::{
 };
 
 use nix::sys::signal::SigSet;
-use reactor::ublk::{Control, Info, State, feature};
+use reactor::ublk::{UblkControl, UblkInfo, UblkState, feature};
 use rustix::{
     event::{PollFd, PollFlags, poll},
     io::Errno,
@@ -41,13 +41,13 @@ const COMMAND: &str = "ublk-guard";
 /// Set for a server in the background: its parent waits until standard error is closed.
 const IN_BACKGROUND: &str = "WEIR_IN_BACKGROUND";
 /// Interval of checking whether the kernel has noticed the end of a process.
-const LOOK: Duration = Duration::from_millis(100);
+const CHECK_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The guard of a device; it becomes active when this is dropped, as when this process ends.
 #[derive(Debug)]
-pub(super) struct Guard(Option<Child>);
+pub(super) struct UblkGuard(Option<Child>);
 
-impl Drop for Guard {
+impl Drop for UblkGuard {
     fn drop(&mut self) {
         let Some(mut child) = self.0.take() else { return };
         // The guard exits by itself: at once if the device is gone.
@@ -58,16 +58,16 @@ impl Drop for Guard {
 
 /// Starts a guard for a device that outlives this process, with a timeout in seconds; 0 for none.
 /// The former guard has ended when this returns, so state of the device read before may be stale.
-pub(super) fn replace(control: &Control, device: &Info, seconds: u32) -> io::Result<Option<Guard>> {
+pub(super) fn replace(control: &UblkControl, device: &UblkInfo, seconds: u32) -> io::Result<Option<UblkGuard>> {
     if device.features & feature::USER_RECOVERY == 0 {
         return Ok(None);
     }
     dismiss(control, device.number)?;
-    (seconds > 0).then(|| Guard::start(device, seconds)).transpose()
+    (seconds > 0).then(|| UblkGuard::start(device, seconds)).transpose()
 }
 
 /// Ends the guard of a device, if it has one.
-pub(super) fn dismiss(control: &Control, number: u32) -> io::Result<()> {
+pub(super) fn dismiss(control: &UblkControl, number: u32) -> io::Result<()> {
     while let Some(process) = control.guardian(number)? {
         let Some(pid) = Some(process).filter(|process| *process > 0).and_then(Pid::from_raw) else {
             return Err(io::Error::other(
@@ -92,9 +92,9 @@ pub(super) fn dismiss(control: &Control, number: u32) -> io::Result<()> {
     Ok(())
 }
 
-impl Guard {
+impl UblkGuard {
     /// Starts a guard; it holds the lock when this returns.
-    fn start(device: &Info, seconds: u32) -> io::Result<Self> {
+    fn start(device: &UblkInfo, seconds: u32) -> io::Result<Self> {
         let is_in_background = env::var_os(IN_BACKGROUND).is_some();
         // /proc/self/exe is this very program, even if its file was replaced.
         let mut child = Command::new("/proc/self/exe")
@@ -110,11 +110,11 @@ impl Guard {
             .spawn()?;
         let (stdin, stdout) = (child.stdin.as_mut(), child.stdout.take());
         let (mut stdin, stdout) = stdin.zip(stdout).ok_or_else(|| io::Error::other("no pipe"))?;
-        let orders = Orders {
+        let orders = UblkGuardOrders {
             number: device.number,
-            mark: device.mark,
+            mark: device.user_data,
             server: process::id(),
-            patience: Duration::from_secs(seconds.into()),
+            timeout: Duration::from_secs(seconds.into()),
         };
         let told = orders.write(&mut stdin);
         let guard = Self(Some(child));
@@ -131,18 +131,18 @@ impl Guard {
 
 /// Orders of a guard, sent as one line.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Orders {
+struct UblkGuardOrders {
     number: u32,
     mark: u64,
     /// Process ID of the server.
     server: u32,
     /// Time for which the device may wait for another server.
-    patience: Duration,
+    timeout: Duration,
 }
 
-impl Orders {
+impl UblkGuardOrders {
     fn write(self, to: &mut impl io::Write) -> io::Result<()> {
-        let Self { number, mark, server, patience } = self;
+        let Self { number, mark, server, timeout: patience } = self;
         to.write_all(format!("{number} {mark} {server} {}\n", patience.as_secs()).as_bytes())
     }
 
@@ -152,17 +152,17 @@ impl Orders {
         let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>().ok()?;
         let [number, mark, server, seconds] = numbers[..] else { return None };
         let (number, server) = (number.try_into().ok()?, server.try_into().ok()?);
-        Some(Self { number, mark, server, patience: Duration::from_secs(seconds) })
+        Some(Self { number, mark, server, timeout: Duration::from_secs(seconds) })
     }
 
     /// The device, if it is waiting, or its only server is the one that has ended: the kernel may
     /// not have noticed that end yet.
-    fn left(&self, control: &mut Control) -> Option<Info> {
-        let info = control.info(self.number).ok().filter(|info| info.mark == self.mark)?;
+    fn orphaned_device(&self, control: &mut UblkControl) -> Option<UblkInfo> {
+        let info = control.info(self.number).ok().filter(|info| info.user_data == self.mark)?;
         let is_left = match info.state() {
-            State::Waiting => true,
-            State::Live => u32::try_from(info.process) == Ok(self.server) || info.process <= 0,
-            State::Dead | State::Failing => false,
+            UblkState::Quiesced => true,
+            UblkState::Live => u32::try_from(info.process) == Ok(self.server) || info.process <= 0,
+            UblkState::Dead | UblkState::FailIo => false,
         };
         is_left.then_some(info)
     }
@@ -177,7 +177,7 @@ pub fn run() -> io::Result<Option<String>> {
     // Signals that end the server by name, terminal or service must not end the guard.
     SigSet::all().thread_block()?;
     let mut stdin = io::stdin().lock();
-    let orders = Orders::read(&mut stdin).ok_or_else(|| {
+    let orders = UblkGuardOrders::read(&mut stdin).ok_or_else(|| {
         io::Error::other(
             "this is a part of `weir serve --ublk=0,dead-timeout=SECONDS`, and nothing by itself",
         )
@@ -185,26 +185,26 @@ pub fn run() -> io::Result<Option<String>> {
     // 0 means the writing process. Fails in a container, where the guard ends with the container.
     let _ = fs::write("/sys/fs/cgroup/cgroup.procs", "0");
     let _ = fs::write("/proc/self/oom_score_adj", "-1000");
-    let mut control = Control::open()?;
-    control.guard(orders.number)?;
+    let mut control = UblkControl::open()?;
+    control.lock_as_keeper(orders.number)?;
     writeln!(io::stdout(), "guards")?;
     io::copy(&mut stdin, &mut io::sink())?;
-    if orders.left(&mut control).is_none() {
+    if orders.orphaned_device(&mut control).is_none() {
         return Ok(None);
     }
-    thread::sleep(orders.patience);
+    thread::sleep(orders.timeout);
     loop {
-        match orders.left(&mut control) {
+        match orders.orphaned_device(&mut control) {
             None => return Ok(None),
-            Some(info) if info.state() == State::Waiting => {
+            Some(info) if info.state() == UblkState::Quiesced => {
                 begin_removal(info)?;
                 return Ok(Some(format!(
                     "{}: nobody has served it for {} s, so the device goes: what it was asked fails, and what was not written yet is lost",
                     path(orders.number).display(),
-                    orders.patience.as_secs()
+                    orders.timeout.as_secs()
                 )));
             }
-            Some(_) => thread::sleep(LOOK),
+            Some(_) => thread::sleep(CHECK_INTERVAL),
         }
     }
 }
@@ -215,12 +215,12 @@ mod tests {
 
     #[test]
     fn orders_are_read_as_they_were_written() {
-        let orders = Orders { number: 7, mark: u64::MAX, server: 12, patience: Duration::from_secs(86_400) };
+        let orders = UblkGuardOrders { number: 7, mark: u64::MAX, server: 12, timeout: Duration::from_secs(86_400) };
         let mut line = Vec::new();
         orders.write(&mut line).unwrap();
-        assert_eq!(Orders::read(&mut &line[..]), Some(orders));
+        assert_eq!(UblkGuardOrders::read(&mut &line[..]), Some(orders));
         for wrong in ["", "\n", "1 2 3\n", "1 2 3 4 5\n", "4294967296 2 3 4\n", "1 2 -3 4\n", "a 2 3 4\n"] {
-            assert_eq!(Orders::read(&mut wrong.as_bytes()), None, "{wrong:?}");
+            assert_eq!(UblkGuardOrders::read(&mut wrong.as_bytes()), None, "{wrong:?}");
         }
     }
 }

@@ -2,11 +2,11 @@
 
 use std::{collections::BTreeSet, fs, io, path::PathBuf, sync::mpsc, thread, time::Duration};
 
-use reactor::ublk::{Control, Info};
+use reactor::ublk::{UblkControl, UblkInfo};
 
 /// Interval of polling the driver, which sends no notification; openers of the device wait
 /// meanwhile.
-pub(super) const PAUSE: Duration = Duration::from_millis(2);
+pub(super) const POLL_INTERVAL: Duration = Duration::from_millis(2);
 
 /// The block device of this number.
 pub fn path(number: u32) -> PathBuf {
@@ -22,13 +22,13 @@ pub(super) fn numbers() -> BTreeSet<u32> {
 
 /// Removes a device; returns once it cannot be found any more, possibly before its last opener has
 /// closed it.
-pub(super) fn begin_removal(device: Info) -> io::Result<()> {
+pub(super) fn begin_removal(device: UblkInfo) -> io::Result<()> {
     let (done, removed) = mpsc::channel();
-    let delete = move || Control::open().and_then(|mut control| control.delete(&device));
+    let delete = move || UblkControl::open().and_then(|mut control| control.delete(&device));
     // Sending fails if this function has returned while an opener still delayed the removal.
     thread::Builder::new().name("removal".into()).spawn(move || drop(done.send(delete())))?;
     loop {
-        match removed.recv_timeout(PAUSE) {
+        match removed.recv_timeout(POLL_INTERVAL) {
             Ok(result) => return result,
             Err(_) if !numbers().contains(&device.number) => return Ok(()),
             Err(_) => {}

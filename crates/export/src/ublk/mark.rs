@@ -14,13 +14,13 @@ const KEPT: u64 = (1 << 48) - 1;
 
 /// Mark of a device for this disk; `None` if the disk ends with this process, so that no process
 /// could take the device over.
-pub(super) fn of(disk: &Disk) -> Option<u64> {
+pub(super) fn mark_of_disk(disk: &Disk) -> Option<u64> {
     let status = std::fs::metadata(disk.image().storage().path()?).ok()?;
     Some(mark([status.dev(), status.ino(), status.rdev()]))
 }
 
 /// Mark of a device that cannot be taken over.
-pub(super) fn none() -> u64 {
+pub(super) fn mark_without_image() -> u64 {
     OURS
 }
 
@@ -52,11 +52,11 @@ mod tests {
     #[test]
     fn a_mark_is_ours_and_its_images_alone() {
         let one = mark([8, 1234, 0]);
-        assert!(is_ours(one) && is_ours(none()) && !is_ours(0) && !is_ours(1234));
+        assert!(is_ours(one) && is_ours(mark_without_image()) && !is_ours(0) && !is_ours(1234));
         assert!([[8, 1235, 0], [9, 1234, 0], [8, 1234, 1]].iter().all(|other| mark(*other) != one));
         // Devices outlive this program, so its next version must compute equal marks.
         assert_eq!(one, 0x7765_0000_0000_0000 | (one & KEPT));
-        assert_ne!(one, none());
+        assert_ne!(one, mark_without_image());
         assert!(is_ours(zero_copy(one)) && zero_copy(one) != one);
     }
 }

@@ -27,28 +27,28 @@ use std::{
 
 use nix::unistd::{AccessFlags, access};
 use reactor::{
-    memory::NotEnough,
-    ublk::{self, Control, Info, Params, State, feature},
+    memory::OutOfBudget,
+    ublk::{self, UblkControl, UblkInfo, UblkParams, UblkState, feature},
 };
 
 pub use super::known::path;
 use super::{
-    Export,
-    guard::{self, Guard},
-    known::{PAUSE, begin_removal, numbers},
+    UblkExport,
+    guard::{self, UblkGuard},
+    known::{POLL_INTERVAL, begin_removal, numbers},
     mark,
     request::SECTOR_BYTES,
 };
 
 /// Time for the kernel to notice the end of a process: before 6.7 it checks every five seconds.
-const NOTICED: Duration = Duration::from_secs(30);
+const EXIT_NOTICE_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// Time for udev to change the owner of a new device.
-const GIVEN: Duration = Duration::from_secs(10);
+const UDEV_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Reason why there is no device. Nothing has changed, unless the variant says so.
 #[derive(Debug, thiserror::Error)]
-pub enum Refused {
+pub enum UblkError {
     /// The driver is not in the kernel, or not loaded.
     #[error(
         "this kernel has no ublk driver (`modprobe ublk_drv`; where there is no such module, the kernel lacks CONFIG_BLK_DEV_UBLK)"
@@ -61,7 +61,7 @@ pub enum Refused {
     NotPermitted(io::Error),
     /// An unprivileged user has made a device, and was not given it.
     #[error(
-        "{}: not this user's after {} s, as a device that a user makes is to be (have a rule of udev's give it to them; root can remove it: weir detach /dev/ublkb{number})", ublk::Queue::path(*number).display(), GIVEN.as_secs()
+        "{}: not this user's after {} s, as a device that a user makes is to be (have a rule of udev's give it to them; root can remove it: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
     )]
     NotGiven {
         /// N.
@@ -87,7 +87,7 @@ pub enum Refused {
     Gone,
     /// The memory to be lent is not available.
     #[error("{0}")]
-    Memory(#[from] NotEnough),
+    Memory(#[from] OutOfBudget),
     /// The kernel has failed.
     #[error("{what}: {error}")]
     Kernel {
@@ -103,17 +103,17 @@ fn of_process(process: Option<u32>) -> String {
 }
 
 /// Adds the purpose of an operation to its error.
-pub(super) fn kernel<T>(what: impl Into<String>, result: io::Result<T>) -> Result<T, Refused> {
-    result.map_err(|error| Refused::Kernel { what: what.into(), error })
+pub(super) fn kernel<T>(what: impl Into<String>, result: io::Result<T>) -> Result<T, UblkError> {
+    result.map_err(|error| UblkError::Kernel { what: what.into(), error })
 }
 
 /// A device of the driver, made by any program.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Found {
+pub struct UblkDeviceInfo {
     /// N of `/dev/ublkbN`.
     pub number: u32,
     /// State of the device.
-    pub state: State,
+    pub state: UblkState,
     /// Process ID of its server.
     pub process: Option<u32>,
     /// True if weir made it.
@@ -124,10 +124,10 @@ pub struct Found {
 ///
 /// # Errors
 /// [`Refused::NotPermitted`].
-pub fn list() -> Result<Vec<Found>, Refused> {
+pub fn list() -> Result<Vec<UblkDeviceInfo>, UblkError> {
     let mut control = match open() {
         Ok(control) => control,
-        Err(Refused::NoDriver) => return Ok(Vec::new()),
+        Err(UblkError::NoDriver) => return Ok(Vec::new()),
         Err(error) => return Err(error),
     };
     let infos = numbers().into_iter().filter_map(|number| control.info(number).ok());
@@ -138,69 +138,69 @@ pub fn list() -> Result<Vec<Found>, Refused> {
 ///
 /// # Errors
 /// [`Refused::Taken`]: a process serves it. Any error of the kernel.
-pub fn remove(number: u32) -> Result<(), Refused> {
+pub fn remove(number: u32) -> Result<(), UblkError> {
     let mut control = open()?;
     let what = format!("/dev/ublkb{number}: not removed");
     let info = kernel(what.clone(), control.info(number))?;
     if let Some(process) = server_of(&info) {
-        return Err(Refused::Taken { number, process: Some(process) });
+        return Err(UblkError::Taken { number, process: Some(process) });
     }
     kernel(what.clone(), guard::dismiss(&control, number))?;
     kernel(what, control.delete(&info))
 }
 
-fn found(info: &Info) -> Found {
-    Found {
+fn found(info: &UblkInfo) -> UblkDeviceInfo {
+    UblkDeviceInfo {
         number: info.number,
         state: info.state(),
         process: server_of(info),
-        is_ours: mark::is_ours(info.mark),
+        is_ours: mark::is_ours(info.user_data),
     }
 }
 
 /// Process ID of a device's server, if that is alive.
-fn server_of(info: &Info) -> Option<u32> {
+fn server_of(info: &UblkInfo) -> Option<u32> {
     let process = u32::try_from(info.process).ok().filter(|process| *process != 0)?;
-    (info.state() == State::Live && Path::new(&format!("/proc/{process}")).exists()).then_some(process)
+    (info.state() == UblkState::Live && Path::new(&format!("/proc/{process}")).exists()).then_some(process)
 }
 
-fn open() -> Result<Control, Refused> {
-    Control::open().map_err(|error| match error.raw_os_error() {
-        Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => Refused::NoDriver,
-        Some(libc::EACCES | libc::EPERM) => Refused::NotPermitted(error),
-        _ => Refused::Kernel { what: "/dev/ublk-control".into(), error },
+fn open() -> Result<UblkControl, UblkError> {
+    UblkControl::open().map_err(|error| match error.raw_os_error() {
+        Some(libc::ENOENT | libc::ENODEV | libc::ENXIO) => UblkError::NoDriver,
+        Some(libc::EACCES | libc::EPERM) => UblkError::NotPermitted(error),
+        _ => UblkError::Kernel { what: "/dev/ublk-control".into(), error },
     })
 }
 
 /// Begins to take a device over; false if the kernel has not yet cleaned up its last server.
-fn begin_recovery(control: &mut Control, info: &Info, what: impl Fn() -> String) -> Result<bool, Refused> {
+fn begin_recovery(control: &mut UblkControl, info: &UblkInfo, what: impl Fn() -> String) -> Result<bool, UblkError> {
     let Err(error) = control.start_recovery(info) else { return Ok(true) };
     match error.raw_os_error() {
         Some(libc::EBUSY) => Ok(false),
         // Already begun, by a process that was killed before it fetched a request.
         Some(libc::EINVAL) => Ok(true),
-        _ => Err(Refused::Kernel { what: what(), error }),
+        _ => Err(UblkError::Kernel { what: what(), error }),
     }
 }
 
 /// Waits until udev has given the new device to this user; until then the driver rejects every
 /// command.
-fn until_given(number: u32) -> Result<(), Refused> {
-    let (path, end) = (ublk::Queue::path(number), Instant::now() + GIVEN);
+fn wait_for_owner(number: u32) -> Result<(), UblkError> {
+    let (path, end) = (ublk::UblkQueue::path(number), Instant::now() + UDEV_TIMEOUT);
     while access(&path, AccessFlags::R_OK | AccessFlags::W_OK).is_err() {
         if Instant::now() > end {
-            return Err(Refused::NotGiven { number });
+            return Err(UblkError::NotGiven { number });
         }
-        thread::sleep(PAUSE);
+        thread::sleep(POLL_INTERVAL);
     }
     Ok(())
 }
 
 /// True if a device of this disk can be zero-copy.
-fn may_be_zero_copy(control: &Control, export: &Export) -> bool {
-    let Export { offer, disk, .. } = export;
+fn may_be_zero_copy(control: &UblkControl, export: &UblkExport) -> bool {
+    let UblkExport { offer, disk, .. } = export;
     // Zero copy needs root: the kernel does not let other users reference foreign pages.
-    let is_wanted = offer.zero_copy && !offer.unprivileged && disk.takes_registered();
+    let is_wanted = offer.zero_copy && !offer.unprivileged && disk.supports_registered();
     is_wanted && control.features() & feature::ZERO_COPY == feature::ZERO_COPY
 }
 
@@ -214,25 +214,25 @@ fn claimed() -> MutexGuard<'static, BTreeSet<u32>> {
 
 /// A device of this process, made or being taken over, from which requests can be fetched.
 #[derive(Debug)]
-pub(super) struct Node {
-    pub(super) info: Info,
-    pub(super) params: Params,
+pub(super) struct UblkNode {
+    pub(super) info: UblkInfo,
+    pub(super) params: UblkParams,
     pub(super) is_taken_over: bool,
     /// Becomes active on drop.
-    _guard: Option<Guard>,
+    _guard: Option<UblkGuard>,
 }
 
-impl Drop for Node {
+impl Drop for UblkNode {
     fn drop(&mut self) {
         claimed().remove(&self.info.number);
     }
 }
 
-impl Node {
+impl UblkNode {
     /// Takes over the device that waits for this disk, or makes one.
-    pub(super) fn open(export: &Export) -> Result<Self, Refused> {
+    pub(super) fn open(export: &UblkExport) -> Result<Self, UblkError> {
         let mut control = open()?;
-        let mark = mark::of(&export.disk);
+        let mark = mark::mark_of_disk(&export.disk);
         if let Some(mark) = mark
             && let Some(node) = Self::take_over(&mut control, export, mark, false)?
         {
@@ -242,21 +242,21 @@ impl Node {
     }
 
     /// Takes over the device of this disk from a process that is about to end.
-    pub(super) fn recover(export: &Export) -> Result<Self, Refused> {
-        let mark = mark::of(&export.disk).ok_or(Refused::Gone)?;
-        Self::take_over(&mut open()?, export, mark, true)?.ok_or(Refused::Gone)
+    pub(super) fn recover(export: &UblkExport) -> Result<Self, UblkError> {
+        let mark = mark::mark_of_disk(&export.disk).ok_or(UblkError::Gone)?;
+        Self::take_over(&mut open()?, export, mark, true)?.ok_or(UblkError::Gone)
     }
 
-    fn make(control: &mut Control, export: &Export, mark: Option<u64>) -> Result<Self, Refused> {
+    fn make(control: &mut UblkControl, export: &UblkExport, mark: Option<u64>) -> Result<Self, UblkError> {
         let offer = &export.offer;
         let recovery = feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE;
         let wanted = if mark.is_some() { recovery } else { 0 } | feature::UPDATE_SIZE;
         // Requested features are limited to those of this kernel, except UNPRIVILEGED, which must
         // not be dropped silently.
         let unprivileged = if offer.unprivileged { feature::UNPRIVILEGED } else { 0 };
-        let mut info = Info::new(offer.queues, offer.depth, offer.most_bytes);
+        let mut info = UblkInfo::new(offer.queues, offer.depth, offer.most_bytes);
         info.features = wanted & control.features() | unprivileged;
-        info.mark = mark.unwrap_or(mark::none());
+        info.user_data = mark.unwrap_or(mark::mark_without_image());
         // Held until the number is inserted, so that no other task takes the new device for an
         // orphan.
         let mut claimed = claimed();
@@ -267,11 +267,11 @@ impl Node {
         let info = made.map_err(|error| match (error.raw_os_error(), offer.number) {
             (Some(libc::EEXIST), Some(number)) => {
                 let process = control.info(number).ok().and_then(|info| server_of(&info));
-                Refused::Taken { number, process }
+                UblkError::Taken { number, process }
             }
-            (Some(libc::EACCES), _) => Refused::TooMany,
-            (Some(libc::EPERM), _) => Refused::NotPermitted(error),
-            _ => Refused::Kernel { what: "no ublk device can be made".into(), error },
+            (Some(libc::EACCES), _) => UblkError::TooMany,
+            (Some(libc::EPERM), _) => UblkError::NotPermitted(error),
+            _ => UblkError::Kernel { what: "no ublk device can be made".into(), error },
         })?;
         claimed.insert(info.number);
         drop(claimed);
@@ -283,26 +283,26 @@ impl Node {
             let _ = control.delete(&info);
         })?;
         if info.features & feature::UNPRIVILEGED != 0 {
-            until_given(info.number)?;
+            wait_for_owner(info.number)?;
         }
         if let Err(error) = control.set_params(&info, params) {
             // Removed, because it cannot be used.
             let _ = control.delete(&info);
-            return Err(Refused::Kernel { what: format!("/dev/ublkb{}: its limits", info.number), error });
+            return Err(UblkError::Kernel { what: format!("/dev/ublkb{}: its limits", info.number), error });
         }
         Ok(node)
     }
 
     /// Makes a zero-copy device, or one according to `plain` if the kernel refuses that.
     fn add_zero_copy(
-        control: &mut Control,
-        export: &Export,
-        plain: Info,
+        control: &mut UblkControl,
+        export: &UblkExport,
+        plain: UblkInfo,
         mark: Option<u64>,
-    ) -> io::Result<Info> {
+    ) -> io::Result<UblkInfo> {
         let mut info = plain;
         info.features |= feature::ZERO_COPY;
-        info.mark = mark.map_or(mark::none(), mark::zero_copy);
+        info.user_data = mark.map_or(mark::mark_without_image(), mark::zero_copy);
         control.add(export.offer.number, info).or_else(|error| {
             let made = control.add(export.offer.number, plain)?;
             tracing::warn!(export = %export.id, %error, "the kernel refuses a device without copies, so data is copied");
@@ -311,18 +311,18 @@ impl Node {
     }
 
     fn take_over(
-        control: &mut Control,
-        export: &Export,
+        control: &mut UblkControl,
+        export: &UblkExport,
         mark: u64,
         waits: bool,
-    ) -> Result<Option<Self>, Refused> {
+    ) -> Result<Option<Self>, UblkError> {
         for number in numbers() {
             // Claimed first, so that two exports of this process never take over one device.
             let is_asked_for = export.offer.number.is_none_or(|asked| asked == number);
             if !is_asked_for || !claimed().insert(number) {
                 continue;
             }
-            match Self::left(control, export, number, mark, waits) {
+            match Self::take_over_orphaned(control, export, number, mark, waits) {
                 Ok(None) => claimed().remove(&number),
                 Ok(node) => return Ok(node),
                 Err(error) => {
@@ -336,17 +336,17 @@ impl Node {
 
     /// The device of this number, if it is orphaned and has the disk's mark; with `waits`, waits
     /// until its server has ended.
-    fn left(
-        control: &mut Control,
-        export: &Export,
+    fn take_over_orphaned(
+        control: &mut UblkControl,
+        export: &UblkExport,
         number: u32,
         mark: u64,
         waits: bool,
-    ) -> Result<Option<Self>, Refused> {
+    ) -> Result<Option<Self>, UblkError> {
         let what = || format!("/dev/ublkb{number}, which an earlier weir has left");
-        let look = |control: &mut Control| {
+        let look = |control: &mut UblkControl| {
             let info = control.info(number).ok().filter(|_| numbers().contains(&number))?;
-            let is_it = [mark, mark::zero_copy(mark)].contains(&info.mark);
+            let is_it = [mark, mark::zero_copy(mark)].contains(&info.user_data);
             // A device with a live server is left alone, unless the caller knows that the server is
             // ending.
             (is_it && (waits || server_of(&info).is_none())).then_some(info)
@@ -354,26 +354,26 @@ impl Node {
         let Some(info) = look(control) else { return Ok(None) };
         // From here on only this process may remove it.
         let guard = kernel(what(), guard::replace(control, &info, export.offer.dead_timeout_s))?;
-        let end = Instant::now() + NOTICED;
+        let end = Instant::now() + EXIT_NOTICE_TIMEOUT;
         while let Some(info) = look(control) {
             match info.state() {
                 // Its server has ended, and the kernel has not noticed yet.
-                State::Live => {}
-                State::Waiting if begin_recovery(control, &info, what)? => {
+                UblkState::Live => {}
+                UblkState::Quiesced if begin_recovery(control, &info, what)? => {
                     let params = kernel(what(), control.params(&info))?;
                     return Ok(Some(Self { info, params, is_taken_over: true, _guard: guard }));
                 }
-                State::Waiting => {}
-                State::Dead | State::Failing => {
+                UblkState::Quiesced => {}
+                UblkState::Dead | UblkState::FailIo => {
                     kernel(what(), begin_removal(info))?;
                     return Ok(None);
                 }
             }
             if Instant::now() > end {
                 let error = io::Error::from_raw_os_error(libc::EBUSY);
-                return Err(Refused::Kernel { what: what(), error });
+                return Err(UblkError::Kernel { what: what(), error });
             }
-            thread::sleep(PAUSE);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(None)
     }
@@ -383,7 +383,7 @@ impl Node {
     }
 
     /// Starts or resumes the device. Every tag must have been fetched.
-    pub(super) fn start(&self) -> Result<(), Refused> {
+    pub(super) fn start(&self) -> Result<(), UblkError> {
         let mut control = open()?;
         let result = match self.is_taken_over {
             true => control.end_recovery(&self.info),
@@ -393,7 +393,7 @@ impl Node {
     }
 
     /// Writes back the page cache of the device, then stops it.
-    pub(super) fn stop(&self) -> Result<(), Refused> {
+    pub(super) fn stop(&self) -> Result<(), UblkError> {
         // With recovery enabled, the kernel fails writeback that happens while it stops the device.
         if let Ok(device) = fs::File::open(self.path())
             && let Err(error) = device.sync_all()
@@ -404,7 +404,7 @@ impl Node {
     }
 
     /// Removes the device; this process must not have it open.
-    pub(super) fn delete(&self) -> Result<(), Refused> {
+    pub(super) fn delete(&self) -> Result<(), UblkError> {
         kernel(format!("{}: not removed", self.path().display()), open()?.delete(&self.info))
     }
 
@@ -413,7 +413,7 @@ impl Node {
         self.info.features & feature::UPDATE_SIZE != 0
     }
 
-    pub(super) fn resize(&self, size_bytes: u64) -> Result<(), Refused> {
+    pub(super) fn resize(&self, size_bytes: u64) -> Result<(), UblkError> {
         let resized = open()?.update_size(&self.info, size_bytes / SECTOR_BYTES);
         kernel(format!("{}: not resized", self.path().display()), resized)
     }

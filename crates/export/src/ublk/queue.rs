@@ -25,46 +25,46 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::merge::{Candidate, Operation};
+use policy::merge::{MergeCandidate, MergeOperation};
 
 use super::{
-    channel::{Channel, Step},
-    device::{Device, Parting},
-    request::{Kind, Request, parse},
+    channel::{UblkChannel, TagStep},
+    device::{UblkDevice, UblkShutdown},
+    request::{UblkOperation, UblkRequest, parse},
 };
-use crate::intake::{Intake, Mergeable};
-use block::disk::Patience;
-use reactor::{Launcher, Signal};
+use crate::intake::{MergeBatch, Mergeable};
+use block::disk::CancelToken;
+use reactor::{TaskSpawner, Signal};
 use storage::Durability;
 
 /// A request in hand: fetched and not committed.
-pub(super) struct Incoming {
+pub(super) struct UblkIncomingRequest {
     pub(super) tag: u16,
-    pub(super) request: Request,
+    pub(super) request: UblkRequest,
     /// Zero copy: not merged, because an I/O references one registered buffer.
     is_alone: bool,
 }
 
-impl Mergeable for Incoming {
-    fn candidate(&self) -> Candidate {
-        let Request { kind, offset, bytes } = self.request;
+impl Mergeable for UblkIncomingRequest {
+    fn candidate(&self) -> MergeCandidate {
+        let UblkRequest { kind, offset, bytes } = self.request;
         match kind {
-            _ if self.is_alone => Candidate { operation: Operation::Barrier, offset: 0, length: 0, key: 0 },
-            Kind::Read => Candidate { operation: Operation::Read, offset, length: bytes, key: 0 },
-            Kind::Write(durability) => {
+            _ if self.is_alone => MergeCandidate { operation: MergeOperation::Barrier, offset: 0, length: 0, key: 0 },
+            UblkOperation::Read => MergeCandidate { operation: MergeOperation::Read, offset, length: bytes, key: 0 },
+            UblkOperation::Write(durability) => {
                 let key = u32::from(durability == Durability::Synchronous);
-                Candidate { operation: Operation::Write, offset, length: bytes, key }
+                MergeCandidate { operation: MergeOperation::Write, offset, length: bytes, key }
             }
-            _ => Candidate { operation: Operation::Barrier, offset: 0, length: 0, key: 0 },
+            _ => MergeCandidate { operation: MergeOperation::Barrier, offset: 0, length: 0, key: 0 },
         }
     }
 }
 
-pub(super) struct Queue {
-    pub(super) device: Arc<Device>,
-    pub(super) channel: Channel,
+pub(super) struct UblkIoQueue {
+    pub(super) device: Arc<UblkDevice>,
+    pub(super) channel: UblkChannel,
     depth: u16,
-    arrived: RefCell<Intake<Incoming>>,
+    arrived: RefCell<MergeBatch<UblkIncomingRequest>>,
     news: Signal,
     /// Number of requests in hand.
     in_flight: Cell<u64>,
@@ -76,11 +76,11 @@ pub(super) struct Queue {
     resting: Cell<bool>,
     /// Wakes requests that wait for limits.
     pub(super) leave: Event,
-    pub(super) patience: Arc<Patience>,
+    pub(super) patience: Arc<CancelToken>,
 }
 
-impl Queue {
-    pub(super) fn new(channel: Channel, depth: u16, device: Arc<Device>) -> Rc<Self> {
+impl UblkIoQueue {
+    pub(super) fn new(channel: UblkChannel, depth: u16, device: Arc<UblkDevice>) -> Rc<Self> {
         Rc::new(Self {
             device,
             channel,
@@ -103,7 +103,7 @@ impl Queue {
     /// The kernel rejects the fetch.
     pub(super) async fn begin(self: &Rc<Self>) -> io::Result<()> {
         for tag in 0..self.depth {
-            self.go_on(tag, Step::Fetch);
+            self.submit_step(tag, TagStep::Fetch);
         }
         self.channel.begun().await?;
         // Lets the tasks of rejected tags run before their error is read.
@@ -114,23 +114,23 @@ impl Queue {
     /// Serves until the device has stopped, or is left.
     pub(super) async fn serve(self: Rc<Self>) {
         let watching = reactor::spawn_joinable(Rc::clone(&self).watch());
-        let mut launcher = Launcher::new();
-        let mut taken = Intake::default();
+        let mut launcher = TaskSpawner::new();
+        let mut taken = MergeBatch::default();
         while !self.is_over() {
             if self.resting.get() {
-                self.rest().await;
+                self.quiesce_until_resumed().await;
                 continue;
             }
             // Swapped, because executing a request may make the next one arrive.
             std::mem::swap(&mut taken, &mut *self.arrived.borrow_mut());
-            self.start(&mut taken, &mut launcher, Self::carry_out);
+            self.start(&mut taken, &mut launcher, Self::execute);
             self.news.wait().await;
         }
         watching.cancel().await;
     }
 
     /// Quiesces, and waits until the device resumes.
-    async fn rest(&self) {
+    async fn quiesce_until_resumed(&self) {
         while self.resting.get() && self.in_flight.get() > self.waiting() {
             self.news.wait().await;
         }
@@ -158,9 +158,9 @@ impl Queue {
 
     fn start<F: Future<Output = ()> + 'static>(
         self: &Rc<Self>,
-        taken: &mut Intake<Incoming>,
-        launcher: &mut Launcher<F>,
-        carry_out: impl Fn(Rc<Self>, Incoming) -> F,
+        taken: &mut MergeBatch<UblkIncomingRequest>,
+        launcher: &mut TaskSpawner<F>,
+        carry_out: impl Fn(Rc<Self>, UblkIncomingRequest) -> F,
     ) {
         taken.start(
             launcher,
@@ -174,18 +174,18 @@ impl Queue {
     async fn watch(self: Rc<Self>) {
         loop {
             let changed = self.device.changed.listen();
-            if self.device.parts(Parting::Stop) {
-                self.patience.lose();
+            if self.device.is_shutting_down(UblkShutdown::Stop) {
+                self.patience.cancel();
             }
-            if self.device.parts(Parting::Leave) && !self.leaving.replace(true) {
-                self.patience.lose();
+            if self.device.is_shutting_down(UblkShutdown::Leave) && !self.leaving.replace(true) {
+                self.patience.cancel();
                 self.leave.notify(usize::MAX);
                 // Not committed, so the driver issues them again to the next server.
                 let waiting = std::mem::take(self.arrived.borrow_mut().all());
-                waiting.iter().for_each(|_| self.forget());
+                waiting.iter().for_each(|_| self.count_out());
                 self.news.raise();
             }
-            let resting = self.device.is_resting();
+            let resting = self.device.is_quiescing();
             if self.resting.replace(resting) != resting {
                 self.leave.notify(usize::MAX);
                 self.news.raise();
@@ -195,7 +195,7 @@ impl Queue {
     }
 
     /// Submits a step of a tag, and waits for its next request.
-    fn go_on(self: &Rc<Self>, tag: u16, step: Step) {
+    fn submit_step(self: &Rc<Self>, tag: u16, step: TagStep) {
         let next = self.channel.step(tag, step);
         let this = Rc::clone(self);
         reactor::spawn(async move {
@@ -218,7 +218,7 @@ impl Queue {
         }
         let request = parse(self.channel.descriptor(tag), &self.device.rules());
         let is_alone = self.channel.is_zero_copy();
-        self.arrived.borrow_mut().push(Incoming { tag, request, is_alone });
+        self.arrived.borrow_mut().push(UblkIncomingRequest { tag, request, is_alone });
         self.in_flight.set(self.in_flight.get() + 1);
         self.device.count(1);
         self.news.raise();
@@ -226,21 +226,21 @@ impl Queue {
 
     /// Commits a result and fetches the next request.
     pub(super) fn commit(self: &Rc<Self>, tag: u16, result: i32) {
-        self.go_on(tag, Step::Commit(result));
-        self.forget();
+        self.submit_step(tag, TagStep::Commit(result));
+        self.count_out();
     }
 
     /// Keeps a request that waited for limits and is not to be started now.
-    pub(super) fn put_off(&self, incoming: Incoming) {
+    pub(super) fn postpone(&self, incoming: UblkIncomingRequest) {
         if self.leaving.get() {
-            return self.forget();
+            return self.count_out();
         }
         self.arrived.borrow_mut().push(incoming);
         self.news.raise();
     }
 
     /// Counts out a request that was committed, or is left to the next server.
-    pub(super) fn forget(&self) {
+    pub(super) fn count_out(&self) {
         self.in_flight.set(self.in_flight.get() - 1);
         self.device.in_flight.fetch_sub(1, Relaxed);
         if self.is_over() || self.resting.get() {
@@ -249,7 +249,7 @@ impl Queue {
     }
 
     /// True if no request is to be started.
-    pub(super) fn holds_back(&self) -> bool {
+    pub(super) fn is_holding_back(&self) -> bool {
         self.leaving.get() || self.resting.get()
     }
 

@@ -1,7 +1,7 @@
 //! Requests of the kernel as values, validated once, so that `execute` only receives permitted
 //! ranges inside the disk.
 
-use reactor::{error::Error, ublk::Descriptor};
+use reactor::{error::Error, ublk::UblkDescriptor};
 use storage::Durability;
 
 /// Unit of offsets, lengths and sizes, independent of the block size.
@@ -21,7 +21,7 @@ const FUA: u32 = 1 << 13;
 const NO_UNMAP: u32 = 1 << 15;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum UblkOperation {
     Read,
     Write(Durability),
     Flush,
@@ -35,8 +35,8 @@ pub(super) enum Kind {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Request {
-    pub(super) kind: Kind,
+pub(super) struct UblkRequest {
+    pub(super) kind: UblkOperation,
     /// In bytes, inside the disk.
     pub(super) offset: u64,
     pub(super) bytes: u64,
@@ -44,7 +44,7 @@ pub(super) struct Request {
 
 /// Rules for validating requests.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Rules {
+pub(super) struct UblkRequestRules {
     pub(super) size_bytes: u64,
     pub(super) read_only: bool,
     /// Longest read or write.
@@ -53,7 +53,7 @@ pub(super) struct Rules {
     pub(super) durability: Durability,
 }
 
-pub(super) fn parse(descriptor: Descriptor, rules: &Rules) -> Request {
+pub(super) fn parse(descriptor: UblkDescriptor, rules: &UblkRequestRules) -> UblkRequest {
     let (offset, bytes) =
         (descriptor.first_sector.checked_mul(SECTOR_BYTES), u64::from(descriptor.sectors) * SECTOR_BYTES);
     let durability = match descriptor.operation & FUA {
@@ -62,55 +62,55 @@ pub(super) fn parse(descriptor: Descriptor, rules: &Rules) -> Request {
     };
     let may_unmap = descriptor.operation & NO_UNMAP == 0;
     let kind = match descriptor.operation & 0xff {
-        operation::READ => Kind::Read,
-        operation::WRITE => Kind::Write(durability),
-        operation::FLUSH => return Request { kind: Kind::Flush, offset: 0, bytes: 0 },
-        operation::DISCARD => Kind::Discard,
-        operation::WRITE_ZEROES => Kind::WriteZeroes { may_unmap, durability },
+        operation::READ => UblkOperation::Read,
+        operation::WRITE => UblkOperation::Write(durability),
+        operation::FLUSH => return UblkRequest { kind: UblkOperation::Flush, offset: 0, bytes: 0 },
+        operation::DISCARD => UblkOperation::Discard,
+        operation::WRITE_ZEROES => UblkOperation::WriteZeroes { may_unmap, durability },
         _ => return refused(Error::UNSUPPORTED),
     };
     // The kernel honours its limits, but lent memory is only as long as `most_bytes`.
-    let moves_data = matches!(kind, Kind::Read | Kind::Write(_));
+    let moves_data = matches!(kind, UblkOperation::Read | UblkOperation::Write(_));
     if bytes == 0 || moves_data && bytes > rules.most_bytes {
         return refused(Error::INVALID);
     }
-    if rules.read_only && kind != Kind::Read {
+    if rules.read_only && kind != UblkOperation::Read {
         return refused(Error::NOT_PERMITTED);
     }
     let inside = |offset: &u64| offset.checked_add(bytes).is_some_and(|end| end <= rules.size_bytes);
     match offset.filter(inside) {
-        Some(offset) => Request { kind, offset, bytes },
+        Some(offset) => UblkRequest { kind, offset, bytes },
         // The image is shorter than the device.
         None => refused(Error::IO),
     }
 }
 
-fn refused(error: Error) -> Request {
-    Request { kind: Kind::Refused(error), offset: 0, bytes: 0 }
+fn refused(error: Error) -> UblkRequest {
+    UblkRequest { kind: UblkOperation::Refused(error), offset: 0, bytes: 0 }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const RULES: Rules =
-        Rules { size_bytes: 1 << 20, read_only: false, most_bytes: 4096, durability: Durability::Cached };
+    const RULES: UblkRequestRules =
+        UblkRequestRules { size_bytes: 1 << 20, read_only: false, most_bytes: 4096, durability: Durability::Cached };
 
-    fn kind(operation: u32, first: u64, sectors: u32) -> Kind {
-        parse(Descriptor::new(operation, first, sectors), &RULES).kind
+    fn kind(operation: u32, first: u64, sectors: u32) -> UblkOperation {
+        parse(UblkDescriptor::new(operation, first, sectors), &RULES).kind
     }
 
     #[test]
     fn each_operation_is_what_the_header_says() {
-        assert_eq!(kind(0, 0, 8), Kind::Read);
-        assert_eq!(kind(1, 2047, 1), Kind::Write(Durability::Cached));
-        assert_eq!(kind(1 | FUA, 0, 1), Kind::Write(Durability::Synchronous));
-        assert_eq!(kind(2, u64::MAX, u32::MAX), Kind::Flush);
-        assert_eq!(kind(3, 0, 2048), Kind::Discard);
-        let zeroes = |may_unmap| Kind::WriteZeroes { may_unmap, durability: Durability::Cached };
+        assert_eq!(kind(0, 0, 8), UblkOperation::Read);
+        assert_eq!(kind(1, 2047, 1), UblkOperation::Write(Durability::Cached));
+        assert_eq!(kind(1 | FUA, 0, 1), UblkOperation::Write(Durability::Synchronous));
+        assert_eq!(kind(2, u64::MAX, u32::MAX), UblkOperation::Flush);
+        assert_eq!(kind(3, 0, 2048), UblkOperation::Discard);
+        let zeroes = |may_unmap| UblkOperation::WriteZeroes { may_unmap, durability: Durability::Cached };
         assert_eq!((kind(5, 0, 2048), kind(5 | NO_UNMAP, 0, 2048)), (zeroes(true), zeroes(false)));
-        let request = parse(Descriptor::new(1 << 8, 3, 2), &RULES);
-        assert_eq!((request.kind, request.offset, request.bytes), (Kind::Read, 1536, 1024));
+        let request = parse(UblkDescriptor::new(1 << 8, 3, 2), &RULES);
+        assert_eq!((request.kind, request.offset, request.bytes), (UblkOperation::Read, 1536, 1024));
     }
 
     #[test]
@@ -127,15 +127,15 @@ mod tests {
         ] {
             assert_eq!(
                 kind(operation, first, sectors),
-                Kind::Refused(error),
+                UblkOperation::Refused(error),
                 "{operation} {first} {sectors}"
             );
         }
-        let rules = Rules { read_only: true, ..RULES };
+        let rules = UblkRequestRules { read_only: true, ..RULES };
         for operation in [1, 3, 5] {
-            let request = parse(Descriptor::new(operation, 0, 1), &rules);
-            assert_eq!(request.kind, Kind::Refused(Error::NOT_PERMITTED));
+            let request = parse(UblkDescriptor::new(operation, 0, 1), &rules);
+            assert_eq!(request.kind, UblkOperation::Refused(Error::NOT_PERMITTED));
         }
-        assert_eq!(parse(Descriptor::new(0, 0, 1), &rules).kind, Kind::Read);
+        assert_eq!(parse(UblkDescriptor::new(0, 0, 1), &rules).kind, UblkOperation::Read);
     }
 }

@@ -20,24 +20,24 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
-    Export, Refused,
-    channel::Channel,
-    device::{Device, Parting},
-    node::{Node, kernel},
-    queue::Queue,
+    UblkExport, UblkError,
+    channel::UblkChannel,
+    device::{UblkDevice, UblkShutdown},
+    node::{UblkNode, kernel},
+    queue::UblkIoQueue,
     request::SECTOR_BYTES,
 };
-use crate::race::{First, first};
+use crate::race::{FirstReady, first};
 use reactor::{
-    Worker,
-    memory::{Budget, NotEnough},
+    ReactorWorker,
+    memory::{MemoryBudget, OutOfBudget},
     op::Fd,
-    ublk::{self, Info, Params},
+    ublk::{self, UblkInfo, UblkParams},
 };
 
 /// Counters of a device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct UblkStatistics {
     /// Queues that are served.
     pub queues: usize,
     /// Requests received.
@@ -59,47 +59,47 @@ pub struct Statistics {
 
 /// A block device.
 #[derive(Debug)]
-pub struct Server {
-    device: Arc<Device>,
-    node: Node,
+pub struct UblkServer {
+    device: Arc<UblkDevice>,
+    node: UblkNode,
     queues: AtomicUsize,
     is_over: AtomicBool,
     /// Notified when the device stops or has ended, and when the disk was resized.
     changed: Event,
     resizes: AtomicU64,
-    lent: Lent,
+    lent: LentMemory,
 }
 
 /// Memory that is reserved until this is dropped.
 #[derive(Debug)]
-struct Lent(u64);
+struct LentMemory(u64);
 
-impl Lent {
+impl LentMemory {
     const WHAT: &'static str = "memory that the kernel is lent for a block device";
 
-    fn of(info: &Info) -> Result<Self, NotEnough> {
-        let bytes = u64::from(info.queues) * u64::from(info.depth) * u64::from(info.most_bytes);
-        Budget::process().reserve(Self::WHAT, 0, bytes)?;
+    fn of(info: &UblkInfo) -> Result<Self, OutOfBudget> {
+        let bytes = u64::from(info.queues) * u64::from(info.depth) * u64::from(info.max_request_bytes);
+        MemoryBudget::process().reserve(Self::WHAT, 0, bytes)?;
         Ok(Self(bytes))
     }
 }
 
-impl Drop for Lent {
+impl Drop for LentMemory {
     fn drop(&mut self) {
         // Reducing a reservation cannot fail.
-        let _ = Budget::process().reserve(Self::WHAT, self.0, 0);
+        let _ = MemoryBudget::process().reserve(Self::WHAT, self.0, 0);
     }
 }
 
-impl Server {
+impl UblkServer {
     /// Makes a device for a disk, or takes over the orphaned one of its image; the device exists
     /// when this returns. Queues are distributed over the workers.
     ///
     /// # Errors
     /// [`Refused`]. An orphaned device stays.
-    pub async fn open(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
+    pub async fn open(export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
         let of_node = export.clone();
-        let node = reactor::blocking(move || Node::open(&of_node)).await?;
+        let node = reactor::run_blocking(move || UblkNode::open(&of_node)).await?;
         Self::with(node, export, workers).await
     }
 
@@ -107,21 +107,21 @@ impl Server {
     ///
     /// # Errors
     /// [`Refused`]. The device stays and waits.
-    pub async fn recover(export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
+    pub async fn recover(export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
         let of_node = export.clone();
-        let node = reactor::blocking(move || Node::recover(&of_node)).await?;
+        let node = reactor::run_blocking(move || UblkNode::recover(&of_node)).await?;
         Self::with(node, export, workers).await
     }
 
-    async fn with(node: Node, export: Export, workers: &[Worker]) -> Result<Arc<Self>, Refused> {
-        let lent = match Lent::of(&node.info) {
+    async fn with(node: UblkNode, export: UblkExport, workers: &[ReactorWorker]) -> Result<Arc<Self>, UblkError> {
+        let lent = match LentMemory::of(&node.info) {
             Ok(lent) => lent,
             Err(error) => {
-                give_up(node).await;
+                discard_node(node).await;
                 return Err(error.into());
             }
         };
-        let device = Arc::new(Device::new(&export, &node.info, &node.params));
+        let device = Arc::new(UblkDevice::new(&export, &node.info, &node.params));
         let server = Arc::new(Self {
             device,
             node,
@@ -135,17 +135,17 @@ impl Server {
         // A device that was taken over may have openers, so it is left for a later attempt.
         if let Err(error) = server.start(workers, ending).await {
             if server.node.is_taken_over {
-                server.device.part(Parting::Leave);
+                server.device.shut_down(UblkShutdown::Leave);
             } else {
-                server.device.part(Parting::Stop);
-                server.in_node(Node::stop).await;
+                server.device.shut_down(UblkShutdown::Stop);
+                server.call_driver(UblkNode::stop).await;
                 server.until_ended(&ended).await;
-                server.in_node(Node::delete).await;
+                server.call_driver(UblkNode::delete).await;
             }
             return Err(error);
         }
-        server.welcome(&export);
-        reactor::spawn(Arc::clone(&server).attend(ended));
+        server.log_start(&export);
+        reactor::spawn(Arc::clone(&server).handle_changes(ended));
         Ok(server)
     }
 
@@ -160,7 +160,7 @@ impl Server {
     }
 
     /// Waits until the device is removed, or left to another process.
-    pub async fn over(self: Arc<Self>) -> io::Result<()> {
+    pub async fn until_ended_or_left(self: Arc<Self>) -> io::Result<()> {
         self.wait_while(|server| server.connections() > 0).await;
         Ok(())
     }
@@ -177,14 +177,14 @@ impl Server {
 
     /// Adds the requests of the old process, and the bytes that it has
     /// [copied](Statistics::copied_bytes).
-    pub fn count_on(&self, requests: u64, copied_bytes: u64) {
+    pub fn add_counts(&self, requests: u64, copied_bytes: u64) {
         self.device.requests.fetch_add(requests, Relaxed);
         self.device.copied.fetch_add(copied_bytes, Relaxed);
     }
 
     /// Current counters.
-    pub fn statistics(&self) -> Statistics {
-        Statistics {
+    pub fn statistics(&self) -> UblkStatistics {
+        UblkStatistics {
             queues: self.queues.load(Relaxed),
             requests: self.device.requests.load(Relaxed),
             in_flight: self.device.in_flight.load(Relaxed),
@@ -202,15 +202,15 @@ impl Server {
     }
 
     /// Reports the disk's size to the kernel if it has changed.
-    pub fn look_at_size(&self) {
+    pub fn refresh_size(&self) {
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
 
     /// Removes the device even if it has openers: requests in hand complete, later ones fail.
     pub fn close(&self) {
-        if !self.device.parts(Parting::Leave) {
-            self.device.part(Parting::Stop);
+        if !self.device.is_shutting_down(UblkShutdown::Leave) {
+            self.device.shut_down(UblkShutdown::Stop);
             self.changed.notify(usize::MAX);
         }
     }
@@ -218,14 +218,14 @@ impl Server {
     /// Leaves the device to a later process, if it can outlive this one; its openers wait. No
     /// further request is started.
     pub fn leave(&self) {
-        if self.survives() { self.device.part(Parting::Leave) } else { self.close() }
+        if self.survives() { self.device.shut_down(UblkShutdown::Leave) } else { self.close() }
     }
 
     /// Quiesces every queue: started requests are answered, and no further one is started. Another
     /// process may then use the disk, and takes the device over once this one has ended. False if
     /// that takes longer than `patience`.
-    pub async fn come_to_rest(&self, patience: Duration) -> bool {
-        self.device.rest(true);
+    pub async fn quiesce(&self, patience: Duration) -> bool {
+        self.device.set_quiescing(true);
         reactor::timeout(patience, async {
             loop {
                 let (changed, ended) = (self.device.changed.listen(), self.changed.listen());
@@ -240,8 +240,8 @@ impl Server {
     }
 
     /// Resumes after [`Server::come_to_rest`].
-    pub fn go_on(&self) {
-        self.device.rest(false);
+    pub fn resume(&self) {
+        self.device.set_quiescing(false);
     }
 
     /// Waits until `busy` is false; `busy` is evaluated now and after every change.
@@ -256,11 +256,11 @@ impl Server {
     }
 
     /// Makes every queue fetch, and then starts the device.
-    async fn start(self: &Arc<Self>, workers: &[Worker], ending: Sender<()>) -> Result<(), Refused> {
+    async fn start(self: &Arc<Self>, workers: &[ReactorWorker], ending: Sender<()>) -> Result<(), UblkError> {
         let what = || format!("{}: its requests cannot be had", self.path().display());
         let number = self.number();
         // One open file for all queues: the driver allows a single one.
-        let channel = reactor::blocking(move || ublk::Queue::open_device(number)).await;
+        let channel = reactor::run_blocking(move || ublk::UblkQueue::open_device(number)).await;
         let channel = kernel(what(), channel)?;
         let (ready, readied) = async_channel::unbounded();
         for number in 0..self.node.info.queues {
@@ -281,7 +281,7 @@ impl Server {
             }
         }
         let server = Arc::clone(self);
-        reactor::blocking(move || server.node.start()).await
+        reactor::run_blocking(move || server.node.start()).await
     }
 
     async fn serve_queue(
@@ -291,13 +291,13 @@ impl Server {
         ready: Sender<io::Result<()>>,
         ending: Sender<()>,
     ) {
-        if let Err(error) = reactor::serves_writeback() {
+        if let Err(error) = reactor::set_io_flusher() {
             tracing::debug!(export = %self.device.id, %error, "where memory is short, this thread may wait for its own device");
         }
         let info = &self.node.info;
-        match ublk::Queue::new(channel, info, number, &self.device.copied) {
+        match ublk::UblkQueue::new(channel, info, number, &self.device.copied) {
             Ok(queue) => {
-                let queue = Queue::new(Channel::Driver(queue), info.depth, Arc::clone(&self.device));
+                let queue = UblkIoQueue::new(UblkChannel::Driver(queue), info.depth, Arc::clone(&self.device));
                 // Fails if another queue has failed before.
                 let _ = ready.try_send(queue.begin().await);
                 queue.serve().await;
@@ -312,7 +312,7 @@ impl Server {
         let _ = ending.try_send(());
     }
 
-    fn welcome(&self, export: &Export) {
+    fn log_start(&self, export: &UblkExport) {
         let Self { device, node, .. } = self;
         let (id, path) = (&device.id, node.path());
         let (queues, depth) = (node.info.queues, node.info.depth);
@@ -321,13 +321,13 @@ impl Server {
             tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "took over a device that an earlier weir has left");
             let size_bytes = export.disk.size_bytes();
             let wanted = export.offer.params(size_bytes);
-            let settings = |params: &Params| (params.attributes, params.logical_block_shift);
+            let settings = |params: &UblkParams| (params.attributes, params.logical_block_shift);
             // Parameters of a device cannot change while it exists.
             if settings(&wanted) != settings(&node.params) {
                 tracing::warn!(export = %id, "the device keeps its settings: whether it is read-only and has a write cache, and the size of its blocks, are as it was made");
             }
             if size_bytes / SECTOR_BYTES != node.params.sectors {
-                self.look_at_size();
+                self.refresh_size();
             }
         } else {
             tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "made a device");
@@ -335,7 +335,7 @@ impl Server {
     }
 
     /// Handles changes until the device has ended.
-    async fn attend(self: Arc<Self>, ended: Receiver<()>) {
+    async fn handle_changes(self: Arc<Self>, ended: Receiver<()>) {
         let (mut resizes, mut is_stopped) = (0, false);
         while self.queues.load(SeqCst) > 0 {
             let changed = self.changed.listen();
@@ -344,25 +344,25 @@ impl Server {
                 self.resize().await;
                 continue;
             }
-            if self.device.parts(Parting::Stop) && !is_stopped {
+            if self.device.is_shutting_down(UblkShutdown::Stop) && !is_stopped {
                 is_stopped = true;
-                self.in_node(Node::stop).await;
+                self.call_driver(UblkNode::stop).await;
                 continue;
             }
-            if let First::One(_) = first(ended.recv(), changed).await {
+            if let FirstReady::One(_) = first(ended.recv(), changed).await {
                 // One aborted queue means that the kernel has stopped the device, so all of them
                 // end.
                 self.until_ended(&ended).await;
             }
         }
         let path = self.path();
-        if self.device.parts(Parting::Leave) {
+        if self.device.is_shutting_down(UblkShutdown::Leave) {
             tracing::warn!(
                 export = %self.device.id, device = %path.display(),
                 "the device is in use and stays; its users wait until weir serves its image again"
             );
         } else {
-            self.in_node(Node::delete).await;
+            self.call_driver(UblkNode::delete).await;
             tracing::info!(export = %self.device.id, device = %path.display(), "the device has gone");
         }
         self.is_over.store(true, SeqCst);
@@ -381,7 +381,7 @@ impl Server {
         if !size_bytes.is_multiple_of(block) {
             tracing::warn!(export = %self.device.id, size_bytes, "the device keeps its length: the disk's is no multiple of {block}");
         } else if self.node.can_resize() {
-            self.in_node(move |node| node.resize(size_bytes)).await;
+            self.call_driver(move |node| node.resize(size_bytes)).await;
         } else {
             tracing::warn!(
                 export = %self.device.id, device = %self.path().display(), size_bytes,
@@ -391,17 +391,17 @@ impl Server {
     }
 
     /// Calls the driver on a blocking thread; logs a failure.
-    async fn in_node(self: &Arc<Self>, ask: impl FnOnce(&Node) -> Result<(), Refused> + Send + 'static) {
+    async fn call_driver(self: &Arc<Self>, ask: impl FnOnce(&UblkNode) -> Result<(), UblkError> + Send + 'static) {
         let server = Arc::clone(self);
-        if let Err(error) = reactor::blocking(move || ask(&server.node)).await {
+        if let Err(error) = reactor::run_blocking(move || ask(&server.node)).await {
             tracing::error!(export = %self.device.id, %error, "the ublk driver refuses");
         }
     }
 }
 
 /// Removes a device that was not started, and leaves one that was taken over.
-async fn give_up(node: Node) {
+async fn discard_node(node: UblkNode) {
     if !node.is_taken_over {
-        let _ = reactor::blocking(move || node.delete()).await;
+        let _ = reactor::run_blocking(move || node.delete()).await;
     }
 }

@@ -22,34 +22,34 @@ use std::{
     },
 };
 
-use policy::{prefetch::Settings, time::Duration};
+use policy::{prefetch::PrefetchConfig, time::Duration};
 
-use self::kernel::Kernel;
+use self::kernel::SimulatedUblkDriver;
 use super::{
-    channel::Channel,
-    device::{Device, Export, Offer, Parting},
-    queue::Queue,
+    channel::UblkChannel,
+    device::{UblkDevice, UblkExport, UblkOffer, UblkShutdown},
+    queue::UblkIoQueue,
 };
 use crate::{
-    draw::{self, chance, some_time},
+    draw::{self, chance, sleep_randomly},
     model::{Model, Outcome},
-    passed::Passed,
+    passed::GroupSamples,
     seeds,
 };
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use reactor::{
     JoinHandle, now, sim, sleep_until, spawn_joinable, timeout,
-    ublk::{Descriptor, Info},
+    ublk::{UblkDescriptor, UblkInfo},
     yield_now,
 };
 use storage::{
     Storage,
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
@@ -61,7 +61,7 @@ const LONGEST_REQUEST: u64 = 256 << 10;
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct UblkSimulationTally {
     answered: u64,
     failed: u64,
     flushed: u64,
@@ -78,8 +78,8 @@ struct Tally {
 }
 
 #[test]
-fn devices_are_served_whatever_becomes_of_the_process() {
-    let tally = Rc::new(Cell::new(Tally::default()));
+fn devices_survive_killed_and_replaced_processes() {
+    let tally = Rc::new(Cell::new(UblkSimulationTally::default()));
     let name = "devices_are_served_whatever_becomes_of_the_process";
     let seeds = seeds::for_each("--lib", name, 600, |seed| sim::run(seed, run(Rc::clone(&tally))));
     let all = tally.get();
@@ -102,9 +102,9 @@ fn devices_are_served_whatever_becomes_of_the_process() {
     }
 }
 
-async fn run(tally: Rc<Cell<Tally>>) {
+async fn run(tally: Rc<Cell<UblkSimulationTally>>) {
     let settings = GroupSettings { limits: draw::limits(30), ..GroupSettings::default() };
-    let group = Group::new("group", settings, None).expect("drawn valid");
+    let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let may_fail = chance(30);
     let behaviour = Behaviour {
         block_bytes: BLOCK,
@@ -112,18 +112,18 @@ async fn run(tally: Rc<Cell<Tally>>) {
         error_probability: if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 },
     };
     let content: Vec<u8> = sim::random(|random| (0..DISK_BYTES).map(|_| random.u8(..)).collect());
-    let storage = Simulated::new(content.clone(), behaviour);
-    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(storage.clone()))));
+    let storage = SimulatedStorage::new(content.clone(), behaviour);
+    let image = Image::Raw(RawImage::new(Storage::Simulated(Align::new(storage.clone()))));
     let disk = Disk::new("disk", image, DiskSettings::default(), Some(&group)).expect("no reservation");
     let (write_cache, depth) = (chance(80), sim::random(|random| random.u16(1..=12)));
     let most_bytes = (MOST_SECTORS * BLOCK) as u32;
-    let offer = Offer { write_cache, depth, most_bytes, ..Offer::default() };
-    let export = Export { id: "device".into(), disk: Arc::new(disk), offer };
-    let world = Rc::new(World {
-        kernel: Kernel::new(depth, most_bytes as usize, chance(50)),
+    let offer = UblkOffer { write_cache, depth, most_bytes, ..UblkOffer::default() };
+    let export = UblkExport { id: "device".into(), disk: Arc::new(disk), offer };
+    let world = Rc::new(UblkWorld {
+        kernel: SimulatedUblkDriver::new(depth, most_bytes as usize, chance(50)),
         copied: Arc::default(),
         model: RefCell::new(Model::new(content, BLOCK)),
-        passed: RefCell::new(Passed::new(&group, LONGEST_REQUEST)),
+        passed: RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)),
         export,
         may_fail,
         next: Cell::new(0),
@@ -160,29 +160,29 @@ async fn run(tally: Rc<Cell<Tally>>) {
 }
 
 /// One device, over all its processes.
-struct World {
-    kernel: Kernel,
+struct UblkWorld {
+    kernel: SimulatedUblkDriver,
     /// Bytes that the processes have copied.
     copied: Arc<AtomicU64>,
     model: RefCell<Model>,
-    passed: RefCell<Passed>,
-    export: Export,
+    passed: RefCell<GroupSamples>,
+    export: UblkExport,
     may_fail: bool,
     /// The sector behind the most recent request of any client.
     next: Cell<usize>,
-    tally: Rc<Cell<Tally>>,
+    tally: Rc<Cell<UblkSimulationTally>>,
 }
 
 /// A process that serves.
-struct Process {
-    device: Arc<Device>,
+struct SimulatedUblkProcess {
+    device: Arc<UblkDevice>,
     serving: JoinHandle<()>,
     /// Upgradable while any task of the queue is left.
-    queue: Weak<Queue>,
+    queue: Weak<UblkIoQueue>,
 }
 
-impl World {
-    fn count(&self, change: impl FnOnce(&mut Tally)) {
+impl UblkWorld {
+    fn count(&self, change: impl FnOnce(&mut UblkSimulationTally)) {
         let mut all = self.tally.get();
         change(&mut all);
         self.tally.set(all);
@@ -192,18 +192,18 @@ impl World {
     async fn processes(self: Rc<Self>, all_asked: Rc<Cell<bool>>) {
         for _ in 0..sim::random(|random| random.usize(..6)) {
             let process = self.begin();
-            some_time(Duration::from_millis(50)).await;
+            sleep_randomly(Duration::from_millis(50)).await;
             while chance(30) {
                 self.rest(&process).await;
                 if chance(50) {
                     break;
                 }
-                process.device.rest(false);
-                some_time(Duration::from_millis(20)).await;
+                process.device.set_quiescing(false);
+                sleep_randomly(Duration::from_millis(20)).await;
             }
             self.end(process).await;
             if chance(50) {
-                some_time(Duration::from_millis(20)).await;
+                sleep_randomly(Duration::from_millis(20)).await;
             }
         }
         let process = self.begin();
@@ -217,25 +217,25 @@ impl World {
         assert_eq!(process.device.in_flight.load(SeqCst), 0, "requests are counted that are none");
     }
 
-    fn begin(&self) -> Process {
-        let Export { offer, .. } = &self.export;
-        let info = Info::new(1, offer.depth, offer.most_bytes);
-        let device = Arc::new(Device::new(&self.export, &info, &offer.params(DISK_BYTES as u64)));
-        let channel = Channel::Simulated(self.kernel.channel(&self.copied));
-        let queue = Queue::new(channel, offer.depth, Arc::clone(&device));
+    fn begin(&self) -> SimulatedUblkProcess {
+        let UblkExport { offer, .. } = &self.export;
+        let info = UblkInfo::new(1, offer.depth, offer.most_bytes);
+        let device = Arc::new(UblkDevice::new(&self.export, &info, &offer.params(DISK_BYTES as u64)));
+        let channel = UblkChannel::Simulated(self.kernel.channel(&self.copied));
+        let queue = UblkIoQueue::new(channel, offer.depth, Arc::clone(&device));
         let weak = Rc::downgrade(&queue);
         let serving = spawn_joinable(async move {
             // A process that is killed before it has begun receives no request.
             let _ = queue.begin().await;
             queue.serve().await;
         });
-        Process { device, serving, queue: weak }
+        SimulatedUblkProcess { device, serving, queue: weak }
     }
 
     /// Quiesces the queue, and checks that no I/O happens meanwhile.
-    async fn rest(&self, process: &Process) {
+    async fn rest(&self, process: &SimulatedUblkProcess) {
         let device = &process.device;
-        device.rest(true);
+        device.set_quiescing(true);
         timeout(FOREVER, async {
             loop {
                 let changed = device.changed.listen();
@@ -248,25 +248,25 @@ impl World {
         .await
         .expect("it comes to rest");
         let moved = self.export.disk.totals();
-        some_time(Duration::from_millis(20)).await;
+        sleep_randomly(Duration::from_millis(20)).await;
         assert_eq!(self.export.disk.totals(), moved, "something was done in a rest");
         self.count(|all| all.rests += 1);
     }
 
-    async fn end(&self, process: Process) {
-        let Process { device, serving, queue } = process;
+    async fn end(&self, process: SimulatedUblkProcess) {
+        let SimulatedUblkProcess { device, serving, queue } = process;
         if chance(50) {
             self.count(|all| all.leaves += 1);
-            device.part(Parting::Leave);
+            device.shut_down(UblkShutdown::Leave);
             timeout(FOREVER, serving).await.expect("it leaves its device");
             assert_eq!(device.in_flight.load(SeqCst), 0, "requests are counted that are none");
             self.kernel.end_process();
         } else {
             self.count(|all| all.kills += 1);
             self.kernel.end_process();
-            if device.is_resting() {
+            if device.is_quiescing() {
                 // Requests that it holds back are not started any more.
-                device.part(Parting::Leave);
+                device.shut_down(UblkShutdown::Leave);
             }
             // Its I/O must end first, or it would write concurrently with the next process; in
             // reality the file stays locked until then.
@@ -275,7 +275,7 @@ impl World {
         self.all_gone(&queue).await;
     }
 
-    async fn all_gone(&self, queue: &Weak<Queue>) {
+    async fn all_gone(&self, queue: &Weak<UblkIoQueue>) {
         for _ in 0..1000 {
             if queue.strong_count() == 0 {
                 return;
@@ -289,13 +289,13 @@ impl World {
     async fn ask(self: Rc<Self>) {
         for _ in 0..sim::random(|random| random.usize(..40)) {
             if chance(5) {
-                let settings = if chance(50) { Settings::default() } else { Settings::off() };
+                let settings = if chance(50) { PrefetchConfig::default() } else { PrefetchConfig::off() };
                 self.export.disk.prefetch().set(settings).expect("valid");
             }
             self.ask_one().await;
             self.passed.borrow_mut().look();
             if chance(50) {
-                some_time(Duration::from_millis(5)).await;
+                sleep_randomly(Duration::from_millis(5)).await;
             }
         }
     }
@@ -311,7 +311,7 @@ impl World {
         });
         self.next.set(first + sectors);
         let range = first * BLOCK..(first + sectors) * BLOCK;
-        let descriptor = |operation| Descriptor::new(operation, first as u64, sectors as u32);
+        let descriptor = |operation| UblkDescriptor::new(operation, first as u64, sectors as u32);
         match sim::random(|random| random.u8(..12)) {
             0..4 => {
                 let began = self.model.borrow_mut().begin();
@@ -342,14 +342,14 @@ impl World {
             }
             10 => {
                 let began = self.model.borrow_mut().begin();
-                let (result, _) = self.kernel.ask(Descriptor::new(2, 0, 0), Vec::new(), 0).await;
+                let (result, _) = self.kernel.ask(UblkDescriptor::new(2, 0, 0), Vec::new(), 0).await;
                 if self.succeeded(result, 0) {
                     self.model.borrow_mut().end_flush(began);
                     self.count(|all| all.flushed += 1);
                 }
             }
             _ => {
-                let behind = Descriptor::new(1, (DISK_BYTES / BLOCK) as u64, 1);
+                let behind = UblkDescriptor::new(1, (DISK_BYTES / BLOCK) as u64, 1);
                 let (result, _) = self.kernel.ask(behind, vec![1; BLOCK], 0).await;
                 assert_eq!(result, -libc::EIO, "a write behind the end");
             }

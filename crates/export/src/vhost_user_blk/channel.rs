@@ -20,29 +20,29 @@ use rustix::{
 /// The descriptor is no usable channel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("its descriptor is not one of a pair of new Unix sockets: see socketpair(2)")]
-pub struct NoChannel;
+pub struct InvalidChannel;
 
 /// Checks a socket and shuts down its receiving direction.
 ///
 /// # Errors
 /// [`NoChannel`]. A socket that listens has a name, and so has the peer of a socket that connected
 /// to it. An unnamed pair therefore never is an end of a connection with this process.
-pub(super) fn channel(socket: OwnedFd) -> Result<Fd, NoChannel> {
+pub(super) fn channel(socket: OwnedFd) -> Result<Fd, InvalidChannel> {
     let socket = UnixStream::from(socket);
-    if !is_of_a_pair(&socket).unwrap_or(false) {
-        return Err(NoChannel);
+    if !is_unnamed_pair(&socket).unwrap_or(false) {
+        return Err(InvalidChannel);
     }
     // After the shutdown nothing can arrive, so a message found now was sent before.
-    socket.shutdown(Shutdown::Read).map_err(|_| NoChannel)?;
+    socket.shutdown(Shutdown::Read).map_err(|_| InvalidChannel)?;
     match recv(&socket, &mut [0], RecvFlags::DONTWAIT) {
         // ECONNRESET: the peer was closed with unread data, see unix(7).
         Ok((_, 0)) | Err(Errno::CONNRESET) => Ok(OwnedFd::from(socket).into()),
-        _ => Err(NoChannel),
+        _ => Err(InvalidChannel),
     }
 }
 
 /// True for an unnamed stream socket; fails for another family and for no socket.
-fn is_of_a_pair(socket: &UnixStream) -> io::Result<bool> {
+fn is_unnamed_pair(socket: &UnixStream) -> io::Result<bool> {
     // Both ends: a socket that connected to a listener is unnamed itself, but its peer has a name.
     let is_unnamed = socket.local_addr()?.is_unnamed() && socket.peer_addr()?.is_unnamed();
     Ok(is_unnamed && socket_type(socket)? == SocketType::STREAM)
@@ -81,7 +81,7 @@ mod tests {
         other.write_all(&[1]).expect("there is room");
         let file = File::open("/dev/null").expect("it is there");
         for none in [connects.into(), accepted.into(), listener.into(), full.into(), file.into()] {
-            assert_eq!(channel(none).map(drop), Err(NoChannel));
+            assert_eq!(channel(none).map(drop), Err(InvalidChannel));
         }
     }
 

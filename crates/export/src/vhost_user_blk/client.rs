@@ -23,9 +23,9 @@ use std::{
 
 use policy::time::Duration;
 use reactor::{
-    JoinHandle, Signal, blocking,
+    JoinHandle, Signal, run_blocking,
     error::{Error, Result},
-    guest::driver::{Device, Queue, Slots},
+    guest::driver::{DriverDevice, DriverQueue, RequestSlots},
     now, op, spawn_joinable, timeout, yield_now,
 };
 
@@ -33,13 +33,13 @@ use reactor::{
 pub const GONE: Error = Error::from_errno(libc::ENOTCONN);
 
 /// Half of the cost of waking a thread on a virtual machine: docs/decisions/0002.
-const LOOK: Duration = Duration::from_micros(20);
+const POLL_TIME: Duration = Duration::from_micros(20);
 const QUIET: Duration = Duration::from_secs(1);
 
 /// Failure to connect or to start the queues.
 #[allow(missing_docs, reason = "the messages say it")]
 #[derive(Debug, thiserror::Error)]
-pub enum NotConnected {
+pub enum VhostUserConnectError {
     #[error("cannot be connected to: {0}")]
     Refused(io::Error),
     #[error("has closed the connection (it serves one client at a time: is another connected?)")]
@@ -62,15 +62,15 @@ pub async fn connect(
     path: &str,
     read_only: bool,
     limit: Duration,
-) -> std::result::Result<Device, NotConnected> {
+) -> std::result::Result<DriverDevice, VhostUserConnectError> {
     let path = path.to_owned();
-    match timeout(limit, blocking(move || Device::connect(&path, read_only))).await {
+    match timeout(limit, run_blocking(move || DriverDevice::connect(&path, read_only))).await {
         Ok(device) => device.map_err(|error| match error.kind() {
-            io::ErrorKind::UnexpectedEof => NotConnected::Closed,
-            io::ErrorKind::InvalidData => NotConnected::Breach(error),
-            _ => NotConnected::Refused(error),
+            io::ErrorKind::UnexpectedEof => VhostUserConnectError::Closed,
+            io::ErrorKind::InvalidData => VhostUserConnectError::Breach(error),
+            _ => VhostUserConnectError::Refused(error),
         }),
-        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+        Err(_) => Err(VhostUserConnectError::TooLate(limit.as_secs())),
     }
 }
 
@@ -79,31 +79,31 @@ pub async fn connect(
 /// # Errors
 /// A rejection by the server, or no reply within `limit`.
 pub async fn start(
-    device: Device,
+    device: DriverDevice,
     queues: usize,
-    slots: Slots,
+    slots: RequestSlots,
     limit: Duration,
-) -> std::result::Result<Vec<Queue>, NotConnected> {
-    match timeout(limit, blocking(move || device.start(queues, slots))).await {
-        Ok(Err(error)) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Err(NotConnected::ReadOnly),
-        Ok(queues) => queues.map_err(NotConnected::NotStarted),
-        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+) -> std::result::Result<Vec<DriverQueue>, VhostUserConnectError> {
+    match timeout(limit, run_blocking(move || device.start(queues, slots))).await {
+        Ok(Err(error)) if error.kind() == io::ErrorKind::ReadOnlyFilesystem => Err(VhostUserConnectError::ReadOnly),
+        Ok(queues) => queues.map_err(VhostUserConnectError::NotStarted),
+        Err(_) => Err(VhostUserConnectError::TooLate(limit.as_secs())),
     }
 }
 
 /// Client of one queue, on the reactor where it was created. Dropping it ends the queue.
 #[derive(Debug)]
-pub struct Client {
-    requests: Rc<Requests>,
+pub struct VhostUserClient {
+    requests: Rc<ClientRequests>,
     /// Held because dropping the handle cancels the task.
     _pump: JoinHandle<()>,
     _bell: JoinHandle<()>,
 }
 
 #[derive(Debug)]
-struct Requests {
-    queue: RefCell<Queue>,
-    slots: RefCell<Vec<Slot>>,
+struct ClientRequests {
+    queue: RefCell<DriverQueue>,
+    slots: RefCell<Vec<ClientSlot>>,
     free: RefCell<Vec<usize>>,
     /// Number of slots submitted to the server.
     in_flight: Cell<usize>,
@@ -114,7 +114,7 @@ struct Requests {
 }
 
 #[derive(Debug)]
-enum Slot {
+enum ClientSlot {
     Free,
     Awaited(Option<Waker>),
     /// The caller was dropped; the completion still arrives.
@@ -122,17 +122,17 @@ enum Slot {
     Answered(i32),
 }
 
-impl Client {
+impl VhostUserClient {
     /// Starts the tasks of the queue.
     ///
     /// # Errors
     /// No file descriptor is left.
-    pub fn start(queue: Queue) -> io::Result<Self> {
-        let bell = op::Fd::from(queue.bell()?);
+    pub fn start(queue: DriverQueue) -> io::Result<Self> {
+        let bell = op::Fd::from(queue.notification_fd()?);
         let count = queue.slots().count;
-        let requests = Rc::new(Requests {
+        let requests = Rc::new(ClientRequests {
             queue: RefCell::new(queue),
-            slots: RefCell::new((0..count).map(|_| Slot::Free).collect()),
+            slots: RefCell::new((0..count).map(|_| ClientSlot::Free).collect()),
             free: RefCell::new((0..count).rev().collect()),
             in_flight: Cell::new(0),
             news: Signal::default(),
@@ -140,7 +140,7 @@ impl Client {
             fault: RefCell::default(),
         });
         let pump = spawn_joinable(Rc::clone(&requests).pump());
-        let bell = spawn_joinable(Rc::clone(&requests).hear(bell));
+        let bell = spawn_joinable(Rc::clone(&requests).forward_calls(bell));
         Ok(Self { requests, _pump: pump, _bell: bell })
     }
 
@@ -168,27 +168,27 @@ impl Client {
 
     /// Flushes; otherwise as [`Client::read`].
     pub async fn flush(&self) -> Result<()> {
-        self.requests.request(Queue::flush).await
+        self.requests.request(DriverQueue::flush).await
     }
 }
 
-impl Requests {
-    async fn request(&self, send: impl FnOnce(&mut Queue, usize)) -> Result<()> {
+impl ClientRequests {
+    async fn request(&self, send: impl FnOnce(&mut DriverQueue, usize)) -> Result<()> {
         if self.fault.borrow().is_some() {
             return Err(GONE);
         }
         let slot = self.free.borrow_mut().pop().expect("as many slots as requests");
-        self.slots.borrow_mut()[slot] = Slot::Awaited(None);
+        self.slots.borrow_mut()[slot] = ClientSlot::Awaited(None);
         self.in_flight.set(self.in_flight.get() + 1);
-        let taken = Taken { requests: self, slot };
+        let taken = ClientSlotInUse { requests: self, slot };
         send(&mut self.queue.borrow_mut(), slot);
-        self.tell();
+        self.wake_pump();
         poll_fn(|context| {
             let mut slots = self.slots.borrow_mut();
-            if let Slot::Answered(errno) = slots[taken.slot] {
+            if let ClientSlot::Answered(errno) = slots[taken.slot] {
                 return Poll::Ready(if errno == 0 { Ok(()) } else { Err(Error::from_errno(errno)) });
             }
-            slots[taken.slot] = Slot::Awaited(Some(context.waker().clone()));
+            slots[taken.slot] = ClientSlot::Awaited(Some(context.waker().clone()));
             Poll::Pending
         })
         .await
@@ -198,7 +198,7 @@ impl Requests {
         let fault = loop {
             self.news.wait().await;
             self.resting.set(false);
-            if let Err(fault) = self.work().await {
+            if let Err(fault) = self.poll_until_idle().await {
                 break fault;
             }
             self.resting.set(true);
@@ -210,14 +210,14 @@ impl Requests {
     }
 
     /// Polls until no request is in flight.
-    async fn work(&self) -> io::Result<()> {
+    async fn poll_until_idle(&self) -> io::Result<()> {
         let mut looking = None;
         while self.in_flight.get() > 0 {
             if self.turn()? > 0 {
                 looking = None;
             } else {
                 let at = now();
-                if at - *looking.get_or_insert(at) >= LOOK {
+                if at - *looking.get_or_insert(at) >= POLL_TIME {
                     self.sleep().await?;
                     looking = None;
                     continue;
@@ -233,28 +233,28 @@ impl Requests {
     async fn sleep(&self) -> io::Result<()> {
         // Calls are enabled before the last look at the ring: a completion in between raises a
         // call.
-        self.queue.borrow_mut().listen(true);
+        self.queue.borrow_mut().enable_notifications(true);
         let answered = self.turn()?;
         self.resting.set(true);
         let quiet = answered == 0 && timeout(QUIET, self.news.wait()).await.is_err();
         self.resting.set(false);
-        self.queue.borrow_mut().listen(false);
+        self.queue.borrow_mut().enable_notifications(false);
         if quiet && self.turn()? == 0 {
-            let ask = self.queue.borrow().ask();
-            blocking(ask).await?;
+            let ask = self.queue.borrow().liveness_probe();
+            run_blocking(ask).await?;
         }
         Ok(())
     }
 
-    async fn hear(self: Rc<Self>, bell: op::Fd) {
+    async fn forward_calls(self: Rc<Self>, bell: op::Fd) {
         while op::readable(&bell).await.is_ok() {
             // May fail because a turn has already read the eventfd.
             let _ = nix::unistd::read(&bell, &mut [0; 8]);
-            self.tell();
+            self.wake_pump();
         }
     }
 
-    fn tell(&self) {
+    fn wake_pump(&self) {
         if self.resting.get() {
             self.news.raise();
         }
@@ -262,24 +262,24 @@ impl Requests {
 
     /// Submits new requests and takes completions; returns the number of completions.
     fn turn(&self) -> io::Result<usize> {
-        self.queue.borrow_mut().turn(|slot, errno| self.answer(slot, errno))
+        self.queue.borrow_mut().poll_completions(|slot, errno| self.answer(slot, errno))
     }
 
     fn answer(&self, slot: usize, errno: i32) {
         let mut slots = self.slots.borrow_mut();
         let waker = match &mut slots[slot] {
-            Slot::Awaited(waker) => waker.take(),
-            Slot::Abandoned => {
+            ClientSlot::Awaited(waker) => waker.take(),
+            ClientSlot::Abandoned => {
                 // The caller was dropped, so the slot becomes free only now: the device wrote to it
                 // until here.
-                slots[slot] = Slot::Free;
+                slots[slot] = ClientSlot::Free;
                 self.free.borrow_mut().push(slot);
                 self.in_flight.set(self.in_flight.get() - 1);
                 return;
             }
-            Slot::Free | Slot::Answered(_) => return,
+            ClientSlot::Free | ClientSlot::Answered(_) => return,
         };
-        slots[slot] = Slot::Answered(errno);
+        slots[slot] = ClientSlot::Answered(errno);
         self.in_flight.set(self.in_flight.get() - 1);
         drop(slots);
         if let Some(waker) = waker {
@@ -289,20 +289,20 @@ impl Requests {
 }
 
 /// A slot in use; freed on drop, or abandoned while the server still has it.
-struct Taken<'a> {
-    requests: &'a Requests,
+struct ClientSlotInUse<'a> {
+    requests: &'a ClientRequests,
     slot: usize,
 }
 
-impl Drop for Taken<'_> {
+impl Drop for ClientSlotInUse<'_> {
     fn drop(&mut self) {
         let slot = &mut self.requests.slots.borrow_mut()[self.slot];
         *slot = match slot {
-            Slot::Answered(_) => {
+            ClientSlot::Answered(_) => {
                 self.requests.free.borrow_mut().push(self.slot);
-                Slot::Free
+                ClientSlot::Free
             }
-            _ => Slot::Abandoned,
+            _ => ClientSlot::Abandoned,
         };
     }
 }

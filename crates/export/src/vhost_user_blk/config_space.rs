@@ -19,7 +19,7 @@
 //! is refused if blocks are larger than its guest knows, as each small write would fail; the
 //! in-flight area records the guest's block size. Smaller blocks are harmless.
 
-use super::features::Offer;
+use super::features::VhostUserOffer;
 use ::virtio::block::SECTOR_BYTES;
 
 /// Bytes that can be non-zero, rounded up to the structure's alignment.
@@ -35,9 +35,9 @@ pub const TO_BLOCK_BYTES: usize = BLOCK as usize + size_of::<u32>();
 const WRITEBACK: u32 = 32;
 
 /// Returns `count` bytes of the configuration from `offset`.
-pub fn read(offer: &Offer, writeback: bool, offset: u32, count: usize) -> Vec<u8> {
+pub fn read(offer: &VhostUserOffer, writeback: bool, offset: u32, count: usize) -> Vec<u8> {
     let whole = whole(offer, writeback);
-    let from = usize::try_from(beginning(offset)).map_or(BYTES, |from| from.min(BYTES));
+    let from = usize::try_from(normalized_offset(offset)).map_or(BYTES, |from| from.min(BYTES));
     let there = &whole[from..];
     let mut piece = there[..count.min(there.len())].to_vec();
     piece.resize(count, 0);
@@ -47,7 +47,7 @@ pub fn read(offer: &Offer, writeback: bool, offset: u32, count: usize) -> Vec<u8
 /// New value of `writeback` for a guest's write of `content` at `offset`; `None` for any write
 /// other than of exactly this byte.
 pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
-    match (beginning(offset), content) {
+    match (normalized_offset(offset), content) {
         (WRITEBACK, [wanted]) => Some(*wanted != 0),
         _ => None,
     }
@@ -56,7 +56,7 @@ pub fn written_writeback(offset: u32, content: &[u8]) -> Option<bool> {
 /// Value of `writeback` in any range of a configuration that a front end migrates from another back
 /// end; `None` if the range does not contain it.
 pub fn migrated_writeback(offset: u32, content: &[u8]) -> Option<bool> {
-    let at = usize::try_from(WRITEBACK.checked_sub(beginning(offset))?).ok()?;
+    let at = usize::try_from(WRITEBACK.checked_sub(normalized_offset(offset))?).ok()?;
     content.get(at).map(|wanted| *wanted != 0)
 }
 
@@ -66,21 +66,21 @@ pub fn writeback(wanted: bool) -> (u32, [u8; 1]) {
 }
 
 /// True if a read of this range returns the whole capacity.
-pub fn tells_capacity(offset: u32, count: usize) -> bool {
-    beginning(offset) == 0 && count >= size_of::<u64>()
+pub fn covers_capacity(offset: u32, count: usize) -> bool {
+    normalized_offset(offset) == 0 && count >= size_of::<u64>()
 }
 
 /// True if a read of this range returns the whole block size.
-pub fn tells_block(offset: u32, count: usize) -> bool {
-    let from = beginning(offset);
+pub fn covers_block_size(offset: u32, count: usize) -> bool {
+    let from = normalized_offset(offset);
     from <= BLOCK && u64::from(from) + count as u64 >= u64::from(BLOCK) + size_of::<u32>() as u64
 }
 
-fn beginning(offset: u32) -> u32 {
+fn normalized_offset(offset: u32) -> u32 {
     offset.checked_sub(MMIO_OFFSET).unwrap_or(offset)
 }
 
-fn whole(offer: &Offer, writeback: bool) -> [u8; BYTES] {
+fn whole(offer: &VhostUserOffer, writeback: bool) -> [u8; BYTES] {
     let mut space = [0; BYTES];
     let mut put = |at: usize, bytes: &[u8]| space[at..at + bytes.len()].copy_from_slice(bytes);
     // Capacity counts sectors, but only whole blocks are offered.
@@ -120,14 +120,14 @@ mod tests {
 
     use super::*;
 
-    fn offer() -> Offer {
-        Offer {
+    fn offer() -> VhostUserOffer {
+        VhostUserOffer {
             size_bytes: (1 << 30) + 700,
             queues: 4,
             optimal_io_bytes: 65536,
             max_discard_segments: 7,
             max_write_zeroes_segments: 1,
-            ..Offer::default()
+            ..VhostUserOffer::default()
         }
     }
 
@@ -153,7 +153,7 @@ mod tests {
     fn blocks_may_be_larger_than_sectors() {
         let number = |block_bytes, at: u32, bytes| {
             let size_bytes = (1 << 20) + 4096 + 2048 + 512;
-            let offer = Offer { block_bytes, size_bytes, discard_alignment_bytes: 65536, ..offer() };
+            let offer = VhostUserOffer { block_bytes, size_bytes, discard_alignment_bytes: 65536, ..offer() };
             let space = read(&offer, true, at, bytes);
             space.iter().rev().fold(0_u64, |number, byte| number << 8 | u64::from(*byte))
         };
@@ -171,18 +171,18 @@ mod tests {
     #[test]
     fn a_request_fits_into_the_ring() {
         for (queue_size, expect) in [(1024, 126), (128, 126), (127, 125), (64, 62), (4, 2), (1, 1)] {
-            let space = read(&Offer { queue_size, ..offer() }, true, 12, 4);
+            let space = read(&VhostUserOffer { queue_size, ..offer() }, true, 12, 4);
             assert_eq!(space, u32::to_le_bytes(expect), "{queue_size}");
         }
     }
 
     #[test]
     fn what_is_not_offered_has_no_limits() {
-        let space = read(&Offer { discard: false, ..offer() }, true, 36, 24);
+        let space = read(&VhostUserOffer { discard: false, ..offer() }, true, 36, 24);
         assert_eq!((&space[..12], space[20]), (&[0; 12][..], 1));
-        let space = read(&Offer { write_zeroes: false, ..offer() }, true, 36, 24);
+        let space = read(&VhostUserOffer { write_zeroes: false, ..offer() }, true, 36, 24);
         assert_eq!((space[4], &space[12..]), (7, &[0; 12][..]));
-        assert_eq!(read(&Offer { read_only: true, ..offer() }, true, 36, 24), [0; 24]);
+        assert_eq!(read(&VhostUserOffer { read_only: true, ..offer() }, true, 36, 24), [0; 24]);
     }
 
     #[test]
@@ -196,13 +196,13 @@ mod tests {
             (21, 4, false),
             (0, 0, false),
         ] {
-            assert_eq!(tells_block(offset, count), block, "{offset} {count}");
+            assert_eq!(covers_block_size(offset, count), block, "{offset} {count}");
         }
         assert!(
-            tells_capacity(0, 8)
-                && tells_capacity(0x100, 60)
-                && !tells_capacity(0, 7)
-                && !tells_capacity(1, 8)
+            covers_capacity(0, 8)
+                && covers_capacity(0x100, 60)
+                && !covers_capacity(0, 7)
+                && !covers_capacity(1, 8)
         );
     }
 

@@ -20,7 +20,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{op, op::Fd, seldom::Seldom};
+use reactor::{op, op::Fd, seldom::LogRateLimit};
 use rustix::{
     io::Errno,
     net::{
@@ -30,42 +30,42 @@ use rustix::{
 };
 
 use super::{
-    inflight::Loss,
-    message::{self, HEADER_BYTES, Header, MAX_DESCRIPTORS, Malformed, Reply, Request},
-    session::{Effect, Output, Refusal, Said, Session},
+    inflight::UnflushedWrites,
+    message::{self, HEADER_BYTES, VhostUserHeader, MAX_DESCRIPTORS, MalformedVhostUserMessage, VhostUserReply, VhostUserRequest},
+    session::{Effect, SessionOutput, RequestRejection, SessionMessage, VhostUserSession},
 };
 
 /// Time for a message, from its first byte to its last.
-const PATIENCE: Duration = Duration::from_secs(10);
+const MESSAGE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Buffer capacity kept for the next message.
 const KEPT_BYTES: usize = 64;
 
 /// Reason for the end of a connection.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
-pub enum Ended {
+pub enum FrontEndEnd {
     #[error("the front end has disconnected")]
-    Left,
-    #[error("the rest of a message did not come within {} s", PATIENCE.as_secs())]
-    HalfMessage,
+    Disconnected,
+    #[error("the rest of a message did not come within {} s", MESSAGE_TIMEOUT.as_secs())]
+    IncompleteMessage,
     #[error(
         "a message came with more descriptors than any has, or than are left to one client (`ulimit -n` or LimitNOFILE= must be larger)"
     )]
     Descriptors,
     #[error("not a message: {0}")]
-    Header(Malformed),
+    Header(MalformedVhostUserMessage),
     #[error("{request}: {why}")]
-    Refused { request: &'static str, why: Refusal },
+    Rejected { request: &'static str, why: RequestRejection },
     #[error("the front end does not read its replies")]
     NotReading,
     #[error(transparent)]
     Socket(#[from] io::Error),
 }
 
-impl Ended {
+impl FrontEndEnd {
     /// The error, unless the front end has just disconnected.
     pub(super) fn fault(&self) -> Option<&Self> {
-        (!matches!(self, Self::Left)).then_some(self)
+        (!matches!(self, Self::Disconnected)).then_some(self)
     }
 }
 
@@ -82,53 +82,53 @@ impl Ended {
 /// After the end, the owner stops the rings that still run ([`Connection::running`]), as
 /// [`Effect::Stop`] would.
 #[derive(Debug)]
-pub struct Connection {
+pub struct VhostUserConnection {
     export: Arc<str>,
     socket: Fd,
-    session: Session,
-    inbox: Inbox,
-    outputs: VecDeque<Output>,
-    refusals: Seldom,
+    session: VhostUserSession,
+    inbox: VhostUserInbox,
+    outputs: VecDeque<SessionOutput>,
+    refusals: LogRateLimit,
 }
 
-impl Connection {
+impl VhostUserConnection {
     /// Creates a connection with a new front end; `export` is its name in the log.
-    pub fn new(export: Arc<str>, socket: Fd, session: Session) -> Self {
+    pub fn new(export: Arc<str>, socket: Fd, session: VhostUserSession) -> Self {
         let (inbox, outputs, refusals) = Default::default();
         Self { export, socket, session, inbox, outputs, refusals }
     }
 
     /// Continues a connection with the session of another process.
-    pub(super) fn taken_over(export: Arc<str>, arrived: Arrived) -> Self {
-        let Arrived { socket, session, outputs, inbox, used_ns: _ } = arrived;
-        let deadline = (inbox.filled > 0).then(|| reactor::now() + PATIENCE);
-        Self { outputs, inbox: Inbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
+    pub(super) fn taken_over(export: Arc<str>, arrived: TransferredFrontEnd) -> Self {
+        let TransferredFrontEnd { socket, session, outputs, inbox, used_ns: _ } = arrived;
+        let deadline = (inbox.filled > 0).then(|| reactor::now() + MESSAGE_TIMEOUT);
+        Self { outputs, inbox: VhostUserInbox { deadline, ..inbox }, ..Self::new(export, socket, session) }
     }
 
     /// Stops all rings; nothing more is received once [`Connection::is_at_rest`].
-    pub(super) fn rest(&mut self) {
-        self.session.rest(&mut self.outputs);
+    pub(super) fn quiesce(&mut self) {
+        self.session.quiesce(&mut self.outputs);
     }
 
     /// True if the connection is quiescing or quiesced.
-    pub(super) fn is_resting(&self) -> bool {
-        self.session.is_resting()
+    pub(super) fn is_quiescing(&self) -> bool {
+        self.session.is_quiescing()
     }
 
     /// True if no ring runs and no output is queued.
-    pub(super) fn is_at_rest(&self) -> bool {
-        self.session.is_at_rest() && self.outputs.is_empty()
+    pub(super) fn is_quiesced(&self) -> bool {
+        self.session.is_quiesced() && self.outputs.is_empty()
     }
 
     /// Resumes after a quiesce.
-    pub(super) fn wake(&mut self) {
-        self.session.wake(&mut self.outputs);
+    pub(super) fn resume(&mut self) {
+        self.session.resume(&mut self.outputs);
     }
 
     /// State of the front end for the new process, and the time for which it has used the disk.
-    pub(super) fn told(&self, used_ns: Option<u64>) -> io::Result<Rested> {
+    pub(super) fn told(&self, used_ns: Option<u64>) -> io::Result<QuiescedFrontEnd> {
         let (bytes, descriptors) = self.inbox.told()?;
-        Ok(Rested { socket: self.socket.clone(), said: self.session.told()?, bytes, descriptors, used_ns })
+        Ok(QuiescedFrontEnd { socket: self.socket.clone(), said: self.session.to_messages()?, bytes, descriptors, used_ns })
     }
 
     /// Returns the next effect. Cancel safe: dropping the future loses nothing.
@@ -141,7 +141,7 @@ impl Connection {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn next(&mut self) -> Result<Effect, Ended> {
+    pub async fn next(&mut self) -> Result<Effect, FrontEndEnd> {
         loop {
             if let Some(effect) = self.step().await? {
                 return Ok(effect);
@@ -150,29 +150,29 @@ impl Connection {
     }
 
     /// Advances like [`Self::next`], but at most to the end of one message.
-    pub(super) async fn step(&mut self) -> Result<Option<Effect>, Ended> {
+    pub(super) async fn step(&mut self) -> Result<Option<Effect>, FrontEndEnd> {
         let has_outputs = !self.outputs.is_empty();
         while let Some(output) = self.outputs.pop_front() {
             match output {
-                Output::Act(effect) => return Ok(Some(effect)),
-                Output::Reply(reply) => self.send(&reply)?,
-                Output::ConfigChanged => self.tell_change(),
-                Output::Refused { request, why } => self.log(request, &why),
-                Output::Close { request, why } => return Err(Ended::Refused { request, why }),
+                SessionOutput::Effect(effect) => return Ok(Some(effect)),
+                SessionOutput::Reply(reply) => self.send(&reply)?,
+                SessionOutput::ConfigChanged => self.send_config_change(),
+                SessionOutput::Rejected { request, why } => self.log(request, &why),
+                SessionOutput::Close { request, why } => return Err(FrontEndEnd::Rejected { request, why }),
             }
         }
-        if has_outputs && self.is_at_rest() {
+        if has_outputs && self.is_quiesced() {
             // The last output completed the quiesce; the owner has to see that.
             return Ok(None);
         }
         // A later message could depend on the pending reply, so none is received before it.
-        if self.session.is_waiting() || self.is_at_rest() {
-            op::hung_up(&self.socket).await?;
-            return Err(Ended::Left);
+        if self.session.is_waiting_for_rings() || self.is_quiesced() {
+            op::peer_shut_down(&self.socket).await?;
+            return Err(FrontEndEnd::Disconnected);
         }
-        let Received { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
+        let VhostUserMessage { header, payload, descriptors } = self.inbox.receive(&self.socket).await?;
         // A malformed payload is no reason to close by itself: the session decides.
-        let request = Request::parse(header.code, &payload, descriptors);
+        let request = VhostUserRequest::parse(header.code, &payload, descriptors);
         self.session.receive(header.code, header.need_reply, request, &mut self.outputs);
         // Yields after each message, so that a fast front end cannot starve the worker's other
         // tasks.
@@ -183,12 +183,12 @@ impl Connection {
     /// Waits until the front end disconnects, even if messages are still unread.
     pub fn hung_up(&self) -> impl Future<Output = io::Result<()>> + use<> {
         let socket = self.socket.clone();
-        async move { op::hung_up(&socket).await }
+        async move { op::peer_shut_down(&socket).await }
     }
 
     /// See [`Session::stopped`].
     pub fn stopped(&mut self, ring: u16, base: u32) {
-        self.session.stopped(ring, base, &mut self.outputs);
+        self.session.ring_stopped(ring, base, &mut self.outputs);
     }
 
     /// Rings that run or have yet to stop.
@@ -198,11 +198,11 @@ impl Connection {
 
     /// See [`Session::queues_asked_for`].
     pub fn queues_asked_for(&self) -> Option<u16> {
-        self.session.queues_asked_for()
+        self.session.queried_queue_count()
     }
 
     /// See [`Session::loss`].
-    pub fn loss(&self) -> Option<&Arc<Loss>> {
+    pub fn loss(&self) -> Option<&Arc<UnflushedWrites>> {
         self.session.loss()
     }
 
@@ -214,11 +214,11 @@ impl Connection {
     /// Updates the disk's size and sends CONFIG_CHANGE_MSG if the front end has passed a channel.
     pub fn resize(&mut self, size_bytes: u64) {
         if self.session.resize(size_bytes).is_some() {
-            self.tell_change();
+            self.send_config_change();
         }
     }
 
-    fn tell_change(&self) {
+    fn send_config_change(&self) {
         let Some(channel) = self.session.channel() else { return };
         let message = message::config_change();
         let sent = sendmsg(
@@ -236,15 +236,15 @@ impl Connection {
         }
     }
 
-    fn log(&self, request: &str, why: &Refusal) {
-        if let Some(left_out) = self.refusals.line(reactor::recently()) {
+    fn log(&self, request: &str, why: &RequestRejection) {
+        if let Some(left_out) = self.refusals.try_log(reactor::coarse_now()) {
             tracing::warn!(export = %self.export, request, %why, left_out, "a front end's request was refused");
         }
     }
 
     /// Sends a reply without waiting. Replies are small and the front end waits for each, so a full
     /// socket buffer means that many were not read.
-    fn send(&self, reply: &Reply) -> Result<(), Ended> {
+    fn send(&self, reply: &VhostUserReply) -> Result<(), FrontEndEnd> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let descriptor = reply.descriptor.as_ref().map(|descriptor| [descriptor.as_fd()]);
@@ -255,20 +255,20 @@ impl Connection {
         let flags = SendFlags::DONTWAIT | SendFlags::NOSIGNAL;
         match sendmsg(&self.socket, &[IoSlice::new(&reply.bytes)], &mut control, flags) {
             Ok(sent) if sent == reply.bytes.len() => Ok(()),
-            Ok(_) | Err(Errno::AGAIN) => Err(Ended::NotReading),
-            Err(Errno::PIPE | Errno::CONNRESET) => Err(Ended::Left),
-            Err(error) => Err(Ended::Socket(error.into())),
+            Ok(_) | Err(Errno::AGAIN) => Err(FrontEndEnd::NotReading),
+            Err(Errno::PIPE | Errno::CONNRESET) => Err(FrontEndEnd::Disconnected),
+            Err(error) => Err(FrontEndEnd::Socket(error.into())),
         }
     }
 }
 
 /// State of a quiesced front end: its socket, and the messages that recreate its session.
 #[derive(Debug)]
-pub struct Rested {
+pub struct QuiescedFrontEnd {
     /// Source of messages that have not arrived yet.
     pub socket: Fd,
     /// See [`Session::told`].
-    pub said: Vec<Said>,
+    pub said: Vec<SessionMessage>,
     /// Received bytes of an incomplete message.
     pub bytes: Vec<u8>,
     /// Descriptors that arrived with `bytes`.
@@ -279,35 +279,35 @@ pub struct Rested {
 
 /// State of a front end that another process has transferred.
 #[derive(Debug)]
-pub(super) struct Arrived {
+pub(super) struct TransferredFrontEnd {
     pub(super) socket: Fd,
-    pub(super) session: Session,
-    pub(super) outputs: VecDeque<Output>,
-    pub(super) inbox: Inbox,
+    pub(super) session: VhostUserSession,
+    pub(super) outputs: VecDeque<SessionOutput>,
+    pub(super) inbox: VhostUserInbox,
     /// See [`Rested::used_ns`].
     pub(super) used_ns: Option<u64>,
 }
 
-struct Received {
-    header: Header,
+struct VhostUserMessage {
+    header: VhostUserHeader,
     payload: Vec<u8>,
     descriptors: Vec<OwnedFd>,
 }
 
 /// An incomplete message.
 #[derive(Debug, Default)]
-pub(super) struct Inbox {
+pub(super) struct VhostUserInbox {
     /// As long as the message, as far as its length is known.
     bytes: Vec<u8>,
     filled: usize,
     /// Set once the header is complete.
-    header: Option<Header>,
+    header: Option<VhostUserHeader>,
     descriptors: Vec<OwnedFd>,
     /// Set at the first byte.
     deadline: Option<Instant>,
 }
 
-impl Inbox {
+impl VhostUserInbox {
     /// Copy of the incomplete message for another process.
     fn told(&self) -> io::Result<(Vec<u8>, Vec<OwnedFd>)> {
         let descriptors = self.descriptors.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
@@ -315,38 +315,38 @@ impl Inbox {
     }
 
     /// Recreates an incomplete message from another process.
-    pub(super) fn of(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Result<Self, Malformed> {
-        let header = bytes.first_chunk().map(Header::parse).transpose()?;
+    pub(super) fn of(bytes: Vec<u8>, descriptors: Vec<OwnedFd>) -> Result<Self, MalformedVhostUserMessage> {
+        let header = bytes.first_chunk().map(VhostUserHeader::parse).transpose()?;
         Ok(Self { filled: bytes.len(), bytes, header, descriptors, deadline: None })
     }
 
-    async fn receive(&mut self, socket: &Fd) -> Result<Received, Ended> {
+    async fn receive(&mut self, socket: &Fd) -> Result<VhostUserMessage, FrontEndEnd> {
         loop {
             if self.deadline.is_some_and(|deadline| reactor::now() >= deadline) {
-                return Err(Ended::HalfMessage);
+                return Err(FrontEndEnd::IncompleteMessage);
             }
             match self.fill(socket) {
                 Ok(Some(received)) => return Ok(received),
                 Ok(None) => {}
-                Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::WouldBlock => {
+                Err(FrontEndEnd::Socket(error)) if error.kind() == io::ErrorKind::WouldBlock => {
                     self.wait(socket).await?;
                 }
-                Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(Ended::Socket(error)) if error.kind() == io::ErrorKind::ConnectionReset => {
-                    return Err(Ended::Left);
+                Err(FrontEndEnd::Socket(error)) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(FrontEndEnd::Socket(error)) if error.kind() == io::ErrorKind::ConnectionReset => {
+                    return Err(FrontEndEnd::Disconnected);
                 }
                 Err(ended) => return Err(ended),
             }
         }
     }
 
-    async fn wait(&self, socket: &Fd) -> Result<(), Ended> {
+    async fn wait(&self, socket: &Fd) -> Result<(), FrontEndEnd> {
         let readable = op::readable(socket);
         match self.deadline {
             None => Ok(readable.await?),
             Some(deadline) => {
                 let left = deadline - reactor::now();
-                reactor::timeout(left, readable).await.map_err(|reactor::Timeout| Ended::HalfMessage)??;
+                reactor::timeout(left, readable).await.map_err(|reactor::Timeout| FrontEndEnd::IncompleteMessage)??;
                 Ok(())
             }
         }
@@ -354,25 +354,25 @@ impl Inbox {
 
     /// Receives available bytes up to the end of the header or of the message; returns the message
     /// once it is complete.
-    fn fill(&mut self, socket: &Fd) -> Result<Option<Received>, Ended> {
+    fn fill(&mut self, socket: &Fd) -> Result<Option<VhostUserMessage>, FrontEndEnd> {
         let due = HEADER_BYTES + self.header.map_or(0, |header| header.payload_bytes);
         self.bytes.resize(due, 0);
         if self.filled < due {
             let count = self.receive_once(socket)?;
             // Set once at the first byte: a slow front end cannot extend it by sending single
             // bytes.
-            self.deadline = self.deadline.or_else(|| Some(reactor::now() + PATIENCE));
+            self.deadline = self.deadline.or_else(|| Some(reactor::now() + MESSAGE_TIMEOUT));
             self.filled += count;
         }
         if self.descriptors.len() > MAX_DESCRIPTORS {
-            return Err(Ended::Descriptors);
+            return Err(FrontEndEnd::Descriptors);
         }
         if self.filled < due {
             return Ok(None);
         }
         let Some(header) = self.header else {
-            let header = self.bytes.first_chunk().map(Header::parse);
-            let header = header.transpose().map_err(Ended::Header)?;
+            let header = self.bytes.first_chunk().map(VhostUserHeader::parse);
+            let header = header.transpose().map_err(FrontEndEnd::Header)?;
             self.header = header;
             return if header.is_some_and(|header| header.payload_bytes == 0) {
                 self.fill(socket)
@@ -380,7 +380,7 @@ impl Inbox {
                 Ok(None)
             };
         };
-        let received = Received {
+        let received = VhostUserMessage {
             header,
             payload: self.bytes[HEADER_BYTES..].to_vec(),
             descriptors: std::mem::take(&mut self.descriptors),
@@ -392,7 +392,7 @@ impl Inbox {
         Ok(Some(received))
     }
 
-    fn receive_once(&mut self, socket: &Fd) -> Result<usize, Ended> {
+    fn receive_once(&mut self, socket: &Fd) -> Result<usize, FrontEndEnd> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let received = recvmsg(
@@ -411,11 +411,11 @@ impl Inbox {
         let received = received.map_err(io::Error::from)?;
         // The kernel has closed the descriptors that did not fit. Descriptors near the limit are
         // left to the rest of the process, so their sender is disconnected.
-        let is_short = self.descriptors.len() > had && !op::descriptors_left_to_others();
+        let is_short = self.descriptors.len() > had && !op::has_shared_descriptors();
         if received.flags.contains(ReturnFlags::CTRUNC) || is_short {
-            return Err(Ended::Descriptors);
+            return Err(FrontEndEnd::Descriptors);
         }
-        if received.bytes == 0 { Err(Ended::Left) } else { Ok(received.bytes) }
+        if received.bytes == 0 { Err(FrontEndEnd::Disconnected) } else { Ok(received.bytes) }
     }
 }
 

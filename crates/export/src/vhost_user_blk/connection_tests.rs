@@ -8,23 +8,23 @@ use std::{
     task::Poll,
 };
 
-use reactor::{Polling, buffer::Buffer};
+use reactor::{PollingMode, buffer::IoBuffer};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use super::*;
 use crate::vhost_user_blk::{
-    features::{Offer, protocol},
+    features::{VhostUserOffer, protocol},
     message::{MAX_PAYLOAD_BYTES, RegionInfo, VringAddresses, code},
 };
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(Polling::Off, future).expect("io_uring works on a test machine")
+    reactor::run(PollingMode::Off, future).expect("io_uring works on a test machine")
 }
 
-fn connection() -> (Connection, UnixStream) {
+fn connection() -> (VhostUserConnection, UnixStream) {
     let (ours, theirs) = UnixStream::pair().expect("sockets");
-    let session = Session::new(Offer { size_bytes: 1 << 20, queues: 2, ..Offer::default() });
-    (Connection::new("vm1".into(), ours.into(), session), theirs)
+    let session = VhostUserSession::new(VhostUserOffer { size_bytes: 1 << 20, queues: 2, ..VhostUserOffer::default() });
+    (VhostUserConnection::new("vm1".into(), ours.into(), session), theirs)
 }
 
 fn message(code: u32, flags: u32, payload: &[u8]) -> Vec<u8> {
@@ -52,10 +52,10 @@ fn send_with(socket: &UnixStream, bytes: &[u8], descriptors: usize) {
 }
 
 /// The next `count` bytes that the front end receives.
-async fn received(connection: &mut Connection, theirs: &UnixStream, count: usize) -> Vec<u8> {
+async fn received(connection: &mut VhostUserConnection, theirs: &UnixStream, count: usize) -> Vec<u8> {
     let theirs = Fd::from(theirs.try_clone().expect("a copy"));
     let mut reading = pin!(async {
-        let mut buffer = Buffer::new(count);
+        let mut buffer = IoBuffer::new(count);
         let mut filled = 0;
         while filled < count {
             let (result, back) = op::receive(&theirs, buffer, filled).await;
@@ -77,7 +77,7 @@ async fn received(connection: &mut Connection, theirs: &UnixStream, count: usize
 }
 
 /// Polls the connection once, so that it receives available bytes.
-async fn look_once(connection: &mut Connection) {
+async fn look_once(connection: &mut VhostUserConnection) {
     let mut next = pin!(connection.next());
     poll_fn(|context| {
         assert!(next.as_mut().poll(context).is_pending());
@@ -108,7 +108,7 @@ fn messages_are_taken_in_whatever_pieces_they_come() {
         }
         assert_eq!(received(&mut connection, &theirs, answers.len()).await, answers);
         drop(theirs);
-        assert!(matches!(connection.next().await, Err(Ended::Left)));
+        assert!(matches!(connection.next().await, Err(FrontEndEnd::Disconnected)));
     });
 }
 
@@ -139,7 +139,7 @@ fn more_descriptors_than_any_message_has_end_it() {
         real(async move {
             let (mut connection, theirs) = connection();
             send_with(&theirs, &message(code::SET_OWNER, 1, &[]), count);
-            assert!(matches!(connection.next().await, Err(Ended::Descriptors)));
+            assert!(matches!(connection.next().await, Err(FrontEndEnd::Descriptors)));
         });
     }
     real(async {
@@ -149,7 +149,7 @@ fn more_descriptors_than_any_message_has_end_it() {
         for byte in &bytes[..40] {
             send_with(&theirs, &[*byte], 4);
         }
-        assert!(matches!(connection.next().await, Err(Ended::Descriptors)));
+        assert!(matches!(connection.next().await, Err(FrontEndEnd::Descriptors)));
     });
 }
 
@@ -184,7 +184,7 @@ fn half_a_message_is_not_waited_for_for_ever() {
         let deadline = connection.inbox.deadline.as_mut().expect("it has begun");
         assert!(*deadline > reactor::now());
         *deadline = reactor::now();
-        assert!(matches!(connection.next().await, Err(Ended::HalfMessage)));
+        assert!(matches!(connection.next().await, Err(FrontEndEnd::IncompleteMessage)));
     });
 }
 
@@ -198,7 +198,7 @@ fn a_front_end_that_reads_nothing_is_given_up() {
             // Ends when the connection is dropped. It blocks once the server has stopped reading.
             while theirs.write_all(&asks).is_ok() {}
         });
-        assert!(matches!(connection.next().await, Err(Ended::NotReading)));
+        assert!(matches!(connection.next().await, Err(FrontEndEnd::NotReading)));
         drop(connection);
         asking.join().expect("it ends with the connection");
     });
@@ -226,14 +226,14 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
         ftruncate(&memory, 1 << 16).expect("its length");
         let [descriptors, driver, device] = [0, 1, 2].map(|page| begin + page * 4096);
         for (code, request) in [
-            (code::SET_MEM_TABLE, Request::SetMemTable(vec![(region, memory)])),
-            (code::SET_VRING_NUM, Request::SetVringNum { ring, descriptors: 128 }),
+            (code::SET_MEM_TABLE, VhostUserRequest::SetMemTable(vec![(region, memory)])),
+            (code::SET_VRING_NUM, VhostUserRequest::SetVringNum { ring, descriptors: 128 }),
             (
                 code::SET_VRING_ADDR,
-                Request::SetVringAddr { ring, addresses: VringAddresses { descriptors, device, driver } },
+                VhostUserRequest::SetVringAddr { ring, addresses: VringAddresses { descriptors, device, driver } },
             ),
-            (code::SET_VRING_KICK, Request::SetVringKick { ring, event: None }),
-            (code::GET_VRING_BASE, Request::GetVringBase { ring }),
+            (code::SET_VRING_KICK, VhostUserRequest::SetVringKick { ring, event: None }),
+            (code::GET_VRING_BASE, VhostUserRequest::GetVringBase { ring }),
         ] {
             connection.session.receive(code, false, Ok(request), &mut connection.outputs);
         }
@@ -244,7 +244,7 @@ fn a_front_end_that_leaves_while_rings_stop_is_missed() {
         theirs.write_all(&message(code::GET_FEATURES, 1, &[])).expect("sent");
         look_once(&mut connection).await;
         drop(theirs);
-        assert!(matches!(connection.next().await, Err(Ended::Left)));
+        assert!(matches!(connection.next().await, Err(FrontEndEnd::Disconnected)));
         assert_eq!(connection.running().collect::<Vec<_>>(), [0]);
         connection.stopped(0, 7);
         assert_eq!(connection.running().count(), 0);

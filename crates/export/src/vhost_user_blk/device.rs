@@ -20,13 +20,13 @@ use block::disk::Disk;
 use event_listener::{Event, EventListener};
 use pin_project_lite::pin_project;
 use policy::time::Instant;
-use reactor::{buffer::guest_copies, seldom::Seldom};
+use reactor::{buffer::guest_copies, seldom::LogRateLimit};
 use storage::Durability;
 
 use super::{
-    bell::NoEvent,
-    features::Offer,
-    happening::{Happening, Told},
+    bell::NotAnEventfd,
+    features::VhostUserOffer,
+    happening::{FrontEndEvent, ExportObserver},
 };
 use ::virtio::block::{self as requests, ID_BYTES, RangeLimits};
 
@@ -36,21 +36,21 @@ const SWITCHES_AT_ONCE: u64 = 16;
 
 /// A disk to be exported to virtual machines.
 #[derive(Clone, Debug)]
-pub struct Export {
+pub struct VhostUserExport {
     /// Name in the log.
     pub id: Arc<str>,
     /// The disk.
     pub disk: Arc<Disk>,
     /// Features and parameters. The size is overwritten with the disk's current one.
-    pub offer: Offer,
+    pub offer: VhostUserOffer,
     /// Serial number; a guest sees its first 20 bytes.
     pub serial: Arc<str>,
 }
 
 #[derive(Debug)]
-pub(super) struct Device {
-    pub(super) export: Export,
-    told: Option<Arc<dyn Told>>,
+pub(super) struct VhostUserDevice {
+    pub(super) export: VhostUserExport,
+    observer: Option<Arc<dyn ExportObserver>>,
     /// Completed writes may stay in a cache until the next flush, as negotiated.
     write_cache: AtomicBool,
     /// The guest's choice, if it could choose, or else the offered setting.
@@ -58,20 +58,20 @@ pub(super) struct Device {
     /// Value of `requests` when the current front end connected.
     requests_before: AtomicU64,
     /// Logged for this front end: its memory may not be shared.
-    pub(super) is_doubted: AtomicBool,
+    pub(super) has_warned_of_memory: AtomicBool,
     /// Logged for this front end: its guest may assume another block size.
-    pub(super) is_out_of_step: AtomicBool,
+    pub(super) has_warned_of_block_size: AtomicBool,
     /// Logged for this front end: its guest has lost writes.
-    is_told_of_loss: AtomicBool,
+    has_warned_of_loss: AtomicBool,
     /// Logged for this front end: a ring is too short for its requests.
-    pub(super) is_ring_short: AtomicBool,
+    pub(super) has_warned_of_short_ring: AtomicBool,
     /// The front end has to quiesce for an upgrade.
-    resting: AtomicBool,
+    is_quiescing: AtomicBool,
     /// Notified when `resting` changes.
-    rests: Event,
-    no_events: Seldom,
-    switches: Seldom,
-    pub(super) broken_rings: Seldom,
+    quiesce_changed: Event,
+    no_events: LogRateLimit,
+    switches: LogRateLimit,
+    pub(super) broken_rings: LogRateLimit,
     /// Reported broken rings that are not served again yet, and since when.
     broken: Mutex<BTreeMap<u16, Instant>>,
     pub(super) kicks: AtomicU64,
@@ -81,8 +81,8 @@ pub(super) struct Device {
     pub(super) copies: AtomicU64,
 }
 
-impl Device {
-    pub(super) fn new(export: Export) -> Self {
+impl VhostUserDevice {
+    pub(super) fn new(export: VhostUserExport) -> Self {
         let cache = || AtomicBool::new(export.offer.write_cache);
         let (write_cache, chosen_write_cache) = (cache(), cache());
         let (no_events, switches, broken_rings, broken) = Default::default();
@@ -91,16 +91,16 @@ impl Device {
             Default::default();
         Self {
             export,
-            told: None,
+            observer: None,
             write_cache,
             chosen_write_cache,
             requests_before,
-            is_doubted,
-            is_out_of_step,
-            is_told_of_loss,
-            is_ring_short,
-            resting,
-            rests: Event::new(),
+            has_warned_of_memory: is_doubted,
+            has_warned_of_block_size: is_out_of_step,
+            has_warned_of_loss: is_told_of_loss,
+            has_warned_of_short_ring: is_ring_short,
+            is_quiescing: resting,
+            quiesce_changed: Event::new(),
             no_events,
             switches,
             broken_rings,
@@ -114,22 +114,22 @@ impl Device {
     }
 
     /// Quiesces or resumes the front end.
-    pub(super) fn rest(&self, is_to: bool) {
-        self.resting.store(is_to, SeqCst);
-        self.rests.notify(usize::MAX);
+    pub(super) fn set_quiescing(&self, is_to: bool) {
+        self.is_quiescing.store(is_to, SeqCst);
+        self.quiesce_changed.notify(usize::MAX);
     }
 
-    pub(super) fn is_resting(&self) -> bool {
-        self.resting.load(SeqCst)
+    pub(super) fn is_quiescing(&self) -> bool {
+        self.is_quiescing.load(SeqCst)
     }
 
     /// Listener for the next change of [`Self::is_resting`].
-    pub(super) fn rests(&self) -> EventListener {
-        self.rests.listen()
+    pub(super) fn listen_to_quiesce(&self) -> EventListener {
+        self.quiesce_changed.listen()
     }
 
-    pub(super) fn told_to(self, told: Arc<dyn Told>) -> Self {
-        Self { told: Some(told), ..self }
+    pub(super) fn with_observer(self, told: Arc<dyn ExportObserver>) -> Self {
+        Self { observer: Some(told), ..self }
     }
 
     pub(super) fn disk(&self) -> &Disk {
@@ -138,23 +138,23 @@ impl Device {
 
     /// Current offer. A front end that reconnects does not repeat the guest's choice of a cache
     /// mode, so the earlier choice is offered.
-    pub(super) fn offer(&self) -> Offer {
-        Offer {
+    pub(super) fn offer(&self) -> VhostUserOffer {
+        VhostUserOffer {
             size_bytes: self.disk().size_bytes(),
-            opened: self.disk().opened(),
+            opened: self.disk().opening_id(),
             write_cache: self.chosen_write_cache.load(Relaxed),
             ..self.export.offer.clone()
         }
     }
 
     /// Parameters for validating requests.
-    pub(super) fn limits(&self) -> requests::Device {
+    pub(super) fn limits(&self) -> requests::BlkDeviceConfig {
         let offer = &self.export.offer;
         // `None` makes the request type unsupported, as an unoffered feature requires.
         let ranges = |offered: bool, max_ranges: u32| {
             offered.then_some(RangeLimits { max_sectors: offer.max_erase_sectors, max_ranges })
         };
-        requests::Device {
+        requests::BlkDeviceConfig {
             bytes: self.disk().size_bytes(),
             block_bytes: offer.block_bytes.into(),
             read_only: offer.read_only,
@@ -170,7 +170,7 @@ impl Device {
         self.write_cache.store(negotiated, Relaxed);
         // Logged only if the guest's choice has changed, not at each renegotiation.
         let is_news = self.chosen_write_cache.swap(chosen, Relaxed) != chosen;
-        let line = || self.switches.line_of(reactor::recently(), SWITCHES_AT_ONCE);
+        let line = || self.switches.try_log_burst(reactor::coarse_now(), SWITCHES_AT_ONCE);
         if let Some(left_out) = is_news.then(line).flatten() {
             let export = &self.export.id;
             tracing::info!(%export, write_cache = chosen, left_out, "the guest switched the write cache");
@@ -182,51 +182,51 @@ impl Device {
         self.chosen_write_cache.store(chosen, Relaxed);
     }
 
-    pub(super) fn warn_of_event(&self, queue: u16, why: &NoEvent) {
-        if let Some(left_out) = self.no_events.line(reactor::recently()) {
+    pub(super) fn warn_of_event(&self, queue: u16, why: &NotAnEventfd) {
+        if let Some(left_out) = self.no_events.try_log(reactor::coarse_now()) {
             tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring does without an event");
         }
     }
 
     /// Reports an event to the observer, if there is one.
-    pub(super) fn tell(&self, happening: &Happening<'_>, left_out: u64) {
-        if let Some(told) = &self.told {
-            told.hear(&self.export.id, self.disk().name(), happening, left_out);
+    pub(super) fn report(&self, happening: &FrontEndEvent<'_>, left_out: u64) {
+        if let Some(told) = &self.observer {
+            told.observe(&self.export.id, self.disk().name(), happening, left_out);
         }
     }
 
     /// Reports a broken ring, rate-limited: a guest can break and reset its rings thousands of
     /// times.
-    pub(super) fn ring_broke(&self, ring: u16, why: &dyn Display) {
-        if let Some(left_out) = self.broken_rings.line(reactor::recently()) {
+    pub(super) fn report_ring_broken(&self, ring: u16, why: &dyn Display) {
+        if let Some(left_out) = self.broken_rings.try_log(reactor::coarse_now()) {
             // Remembered only if reported, so that each report has at most one counterpart.
             self.broken().entry(ring).or_insert_with(reactor::now);
-            self.tell(&Happening::RingBroken { ring, why }, left_out);
+            self.report(&FrontEndEvent::RingBroken { ring, why }, left_out);
         }
     }
 
     /// Reports that a ring that was broken is served again.
-    pub(super) fn ring_begins(&self, ring: u16) {
+    pub(super) fn report_ring_served(&self, ring: u16) {
         let since = self.broken().remove(&ring);
         if let Some(since) = since {
-            self.tell(&Happening::RingServed { ring, after: reactor::now() - since }, 0);
+            self.report(&FrontEndEvent::RingServed { ring, after: reactor::now() - since }, 0);
         }
     }
 
     /// Resets the state of the previous front end.
-    pub(super) fn begin_anew(&self) {
+    pub(super) fn reset_front_end(&self) {
         self.broken().clear();
         self.requests_before.store(self.requests.load(Relaxed), Relaxed);
-        self.is_doubted.store(false, Relaxed);
-        self.is_out_of_step.store(false, Relaxed);
-        self.is_told_of_loss.store(false, Relaxed);
-        self.is_ring_short.store(false, Relaxed);
+        self.has_warned_of_memory.store(false, Relaxed);
+        self.has_warned_of_block_size.store(false, Relaxed);
+        self.has_warned_of_loss.store(false, Relaxed);
+        self.has_warned_of_short_ring.store(false, Relaxed);
     }
 
     /// Logs, once for each front end, that a request is not aligned to blocks: the driver is wrong
     /// or was told another block size.
-    pub(super) fn tell_part_of_block(&self) {
-        if !self.is_out_of_step.swap(true, Relaxed) {
+    pub(super) fn warn_of_unaligned_request(&self) {
+        if !self.has_warned_of_block_size.swap(true, Relaxed) {
             tracing::warn!(
                 export = %self.export.id,
                 block_bytes = self.export.offer.block_bytes,
@@ -237,8 +237,8 @@ impl Device {
 
     /// Logs, once for each front end, that a request with the offered number of segments does not
     /// fit into the ring: Linux would then stop submitting requests.
-    pub(super) fn tell_short_ring(&self, size: u16) {
-        if !self.is_ring_short.swap(true, Relaxed) {
+    pub(super) fn warn_of_short_ring(&self, size: u16) {
+        if !self.has_warned_of_short_ring.swap(true, Relaxed) {
             let (export, segments) = (&self.export.id, self.export.offer.segments());
             tracing::warn!(
                 %export, descriptors = size, segments,
@@ -250,8 +250,8 @@ impl Device {
 
     /// Logs, once for each front end, that a killed process has lost unflushed writes of this
     /// guest.
-    pub(super) fn tell_of_loss(&self) {
-        if !self.is_told_of_loss.swap(true, Relaxed) {
+    pub(super) fn warn_of_loss(&self) {
+        if !self.has_warned_of_loss.swap(true, Relaxed) {
             tracing::error!(
                 export = %self.export.id,
                 "a weir that was killed had acknowledged writes that no flush had covered, and they are lost: \
@@ -263,9 +263,9 @@ impl Device {
 
     /// Logs, once, that a kicked ring never contained a request. Skipped if the front end has sent
     /// a request on any ring: then the driver's writes are visible here.
-    pub(super) fn doubt_memory(&self, queue: u16) {
+    pub(super) fn warn_of_unshared_memory(&self, queue: u16) {
         let has_sent = self.requests.load(Relaxed) != self.requests_before.load(Relaxed);
-        if !has_sent && !self.is_doubted.swap(true, Relaxed) {
+        if !has_sent && !self.has_warned_of_memory.swap(true, Relaxed) {
             tracing::warn!(
                 export = %self.export.id, queue,
                 "a ring is kicked, and nothing ever was in it: is the guest's memory shared? (share=on of QEMU's memory backend)"
@@ -291,14 +291,14 @@ impl Device {
 
 pin_project! {
     /// A request's I/O; counts the bounce copies that it makes.
-    pub(super) struct Counted<F> {
+    pub(super) struct CopyCountingIo<F> {
         #[pin]
         pub(super) io: F,
-        pub(super) device: Arc<Device>,
+        pub(super) device: Arc<VhostUserDevice>,
     }
 }
 
-impl<F: Future<Output = ()>> Future for Counted<F> {
+impl<F: Future<Output = ()>> Future for CopyCountingIo<F> {
     type Output = ();
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<()> {

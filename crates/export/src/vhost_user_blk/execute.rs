@@ -9,121 +9,121 @@ use std::{
     task::Poll,
 };
 
-use policy::{request::Direction, throttle::Cost};
+use policy::{request::Direction, throttle::RequestCost};
 
 use super::{
-    pieces::is_plain,
-    queue::{Incoming, Queue},
+    pieces::needs_no_split,
+    queue::{VringRequest, VhostUserQueue},
 };
 use crate::intake::Mergeable as _;
 use ::virtio::{
-    block::{Data, Kind, Request, Status},
-    ring::Ticket,
+    block::{Data, BlkOperation, BlkRequest, BlkStatus},
+    ring::ChainTicket,
 };
-use block::disk::Pass;
+use block::disk::AdmissionPermit;
 use reactor::{
-    buffer::{Segment, Segments, Target},
+    buffer::{Segment, Segments, ReadTarget},
     error::{Error, Result},
 };
 use storage::ZeroOptions;
 
-impl Queue {
-    pub(super) async fn carry_out(self: Rc<Self>, incoming: Incoming) {
+impl VhostUserQueue {
+    pub(super) async fn execute(self: Rc<Self>, incoming: VringRequest) {
         if let Err(lost) = self.check_memory() {
-            return self.answer(incoming, Err(lost));
+            return self.complete_request(incoming, Err(lost));
         }
         match &incoming.request.kind {
-            Kind::Read { into: data, .. } | Kind::Write { from: data, .. } if !is_plain(data) => {
-                Box::pin(self.carry_out_in_pieces(incoming)).await;
+            BlkOperation::Read { into: data, .. } | BlkOperation::Write { from: data, .. } if !needs_no_split(data) => {
+                Box::pin(self.execute_in_pieces(incoming)).await;
             }
-            Kind::Read { .. } => self.read(incoming).await,
-            Kind::Write { .. } => self.write(incoming).await,
+            BlkOperation::Read { .. } => self.read(incoming).await,
+            BlkOperation::Write { .. } => self.write(incoming).await,
             // Boxed, because the future of every read and write would otherwise be as large as the
             // largest arm.
-            Kind::Discard(_) | Kind::WriteZeroes(_) => Box::pin(self.erase(incoming)).await,
-            Kind::Flush => Box::pin(self.flush(incoming)).await,
-            Kind::Id(_) => {
-                incoming.request.answer_id(self.device.id());
+            BlkOperation::Discard(_) | BlkOperation::WriteZeroes(_) => Box::pin(self.erase(incoming)).await,
+            BlkOperation::Flush => Box::pin(self.flush(incoming)).await,
+            BlkOperation::Id(_) => {
+                incoming.request.write_id(self.device.id());
                 incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
-                self.answer(incoming, Ok(()));
+                self.complete_request(incoming, Ok(()));
             }
-            &Kind::Done(status) => self.finish(incoming.ticket, incoming.request, status),
-            Kind::PartOfBlock => {
-                self.device.tell_part_of_block();
-                self.finish(incoming.ticket, incoming.request, Status::IoError);
+            &BlkOperation::Completed(status) => self.finish(incoming.ticket, incoming.request, status),
+            BlkOperation::PartOfBlock => {
+                self.device.warn_of_unaligned_request();
+                self.finish(incoming.ticket, incoming.request, BlkStatus::IoError);
             }
         }
     }
 
-    async fn flush(&self, incoming: Incoming) {
+    async fn flush(&self, incoming: VringRequest) {
         let disk = self.device.disk();
         // Read before the flush begins: it covers only writes that were acknowledged until now.
-        let covered = self.loss.as_ref().map(|loss| (loss, loss.noted()));
+        let covered = self.loss.as_ref().map(|loss| (loss, loss.recorded_writes()));
         let mut result = disk.flush_for(Some(&self.patience)).await;
         if let Some((loss, noted)) = covered {
             if result.is_ok() {
-                loss.flushed(noted, || disk.would_lose());
+                loss.flushed(noted, || disk.has_volatile_writes());
             }
             // The guest must see an error, or it would rely on writes that a killed process has
             // lost.
             if loss.has_happened() {
-                self.device.tell_of_loss();
+                self.device.warn_of_loss();
                 result = Err(Error::IO);
             }
         }
-        self.answer(incoming, result);
+        self.complete_request(incoming, result);
     }
 
-    async fn read(&self, mut incoming: Incoming) {
-        let cost = Cost::one(incoming.request.bytes());
-        let Some(pass) = self.admit(Direction::Read, cost, incoming.must_go).await else {
-            return self.give_back(incoming);
+    async fn read(&self, mut incoming: VringRequest) {
+        let cost = RequestCost::one(incoming.request.bytes());
+        let Some(pass) = self.admit(Direction::Read, cost, incoming.must_complete).await else {
+            return self.return_request(incoming);
         };
         let offset = incoming.candidate().offset;
-        let target = Target::Here(self.lend_places(&mut incoming).into_iter().collect());
+        let target = ReadTarget::Segments(self.data_for_disk(&mut incoming).into_iter().collect());
         let result = self.device.disk().read_to(pass, offset, target).await;
         self.answer_read(incoming, result);
     }
 
     /// Executes adjacent reads as one I/O into all their buffers.
-    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<Incoming>) {
+    pub(super) async fn read_merged(self: Rc<Self>, parts: Vec<VringRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
-        let Some(pass) = self.admit(Direction::Read, Cost::merged(&lengths), false).await else {
-            return parts.into_iter().for_each(|part| self.give_back(part));
+        let Some(pass) = self.admit(Direction::Read, RequestCost::merged(&lengths), false).await else {
+            return parts.into_iter().for_each(|part| self.return_request(part));
         };
-        let target = Target::Here(parts.iter().flat_map(Incoming::places).cloned().collect());
+        let target = ReadTarget::Segments(parts.iter().flat_map(VringRequest::places).cloned().collect());
         let result = self.device.disk().read_to(pass, parts[0].candidate().offset, target).await;
         match result {
             Ok(_) => {
                 for mut part in parts {
                     // `read_to` has filled the parts' own buffers in place; only the dirty log has
                     // to be updated.
-                    let places = take_places(&mut part);
+                    let places = take_data(&mut part);
                     self.answer_read(part, Ok(places.into_iter().collect()));
                 }
             }
-            Err(error) => self.retry_apart(parts, error).await,
+            Err(error) => self.retry_separately(parts, error).await,
         }
     }
 
     /// Retries each read on its own, because a failed merged read does not show which part failed.
-    async fn retry_apart(&self, parts: Vec<Incoming>, error: Error) {
+    async fn retry_separately(&self, parts: Vec<VringRequest>, error: Error) {
         let disk = self.device.disk();
         tracing::debug!(disk = %disk.name(), %error, requests = parts.len(), "a merged read failed, trying its parts");
         for mut part in parts {
-            let cost = Cost::one(part.request.bytes());
-            let Some(pass) = self.admit(Direction::Read, cost, part.must_go).await else {
-                self.give_back(part);
+            let cost = RequestCost::one(part.request.bytes());
+            let Some(pass) = self.admit(Direction::Read, cost, part.must_complete).await else {
+                self.return_request(part);
                 continue;
             };
             let offset = part.candidate().offset;
-            let target = Target::Here(self.lend_places(&mut part).into_iter().collect());
+            let target = ReadTarget::Segments(self.data_for_disk(&mut part).into_iter().collect());
             let result = disk.retry_read_to(pass, offset, target).await;
             self.answer_read(part, result);
         }
     }
 
-    fn answer_read(&self, incoming: Incoming, result: Result<Segments>) {
+    fn answer_read(&self, incoming: VringRequest, result: Result<Segments>) {
         if let Ok(filled) = &result {
             for segment in filled.iter() {
                 if let Segment::Guest(place) = segment {
@@ -131,50 +131,50 @@ impl Queue {
                 }
             }
         }
-        self.answer(incoming, result.map(drop));
+        self.complete_request(incoming, result.map(drop));
     }
 
-    async fn write(&self, mut incoming: Incoming) {
-        let cost = Cost::one(incoming.request.bytes());
-        let Some(pass) = self.admit(Direction::Write, cost, incoming.must_go).await else {
-            return self.give_back(incoming);
+    async fn write(&self, mut incoming: VringRequest) {
+        let cost = RequestCost::one(incoming.request.bytes());
+        let Some(pass) = self.admit(Direction::Write, cost, incoming.must_complete).await else {
+            return self.return_request(incoming);
         };
         let offset = incoming.candidate().offset;
-        let data: Segments = self.lend_places(&mut incoming).into_iter().collect();
+        let data: Segments = self.data_for_disk(&mut incoming).into_iter().collect();
         let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
-        self.answer(incoming, result);
+        self.complete_request(incoming, result);
     }
 
     /// Executes adjacent writes as one gathered I/O. All of them fail together, because a failed
     /// write leaves its range undefined anyway.
-    pub(super) async fn write_merged(self: Rc<Self>, mut parts: Vec<Incoming>) {
+    pub(super) async fn write_merged(self: Rc<Self>, mut parts: Vec<VringRequest>) {
         let lengths: Vec<u64> = parts.iter().map(|part| part.request.bytes()).collect();
-        let Some(pass) = self.admit(Direction::Write, Cost::merged(&lengths), false).await else {
-            return parts.into_iter().for_each(|part| self.give_back(part));
+        let Some(pass) = self.admit(Direction::Write, RequestCost::merged(&lengths), false).await else {
+            return parts.into_iter().for_each(|part| self.return_request(part));
         };
         let offset = parts[0].candidate().offset;
-        let data: Segments = parts.iter_mut().flat_map(|part| self.lend_places(part)).collect();
+        let data: Segments = parts.iter_mut().flat_map(|part| self.data_for_disk(part)).collect();
         let result = self.device.disk().write(pass, offset, data, self.device.durability()).await;
         for part in parts {
-            self.answer(part, result);
+            self.complete_request(part, result);
         }
     }
 
     /// Executes DISCARD and WRITE_ZEROES, range by range.
-    async fn erase(&self, incoming: Incoming) {
+    async fn erase(&self, incoming: VringRequest) {
         let disk = self.device.disk();
         let durability = self.device.durability();
         let (ranges, zeroes) = match &incoming.request.kind {
-            Kind::Discard(ranges) => (ranges, false),
-            Kind::WriteZeroes(ranges) => (ranges, true),
+            BlkOperation::Discard(ranges) => (ranges, false),
+            BlkOperation::WriteZeroes(ranges) => (ranges, true),
             _ => unreachable!("one of these two"),
         };
         let mut outcome = Ok(());
         for (index, range) in ranges.iter().enumerate() {
             // After the first range, the request has had effects and cannot go back into the ring.
-            let must_go = incoming.must_go || index > 0;
-            let Some(pass) = self.admit(Direction::Write, Cost::one(range.bytes), must_go).await else {
-                return self.give_back(incoming);
+            let must_go = incoming.must_complete || index > 0;
+            let Some(pass) = self.admit(Direction::Write, RequestCost::one(range.bytes), must_go).await else {
+                return self.return_request(incoming);
             };
             let result = if zeroes {
                 let options = ZeroOptions { may_unmap: range.may_unmap, only_if_fast: false, durability };
@@ -184,36 +184,36 @@ impl Queue {
             };
             outcome = outcome.and(result);
         }
-        self.answer(incoming, outcome);
+        self.complete_request(incoming, outcome);
     }
 
     /// Waits for admission by the disk's limits; `None` as in [`Queue::unless_over`], or if the
     /// guest's memory is lost.
-    pub(super) async fn admit(&self, direction: Direction, cost: Cost, must_go: bool) -> Option<Pass> {
+    pub(super) async fn admit(&self, direction: Direction, cost: RequestCost, must_go: bool) -> Option<AdmissionPermit> {
         let pass = match must_go {
-            true => Box::pin(self.admit_in_the_end(direction, cost)).await,
-            false => self.unless_over(self.device.disk().admit(direction, cost), false).await,
+            true => Box::pin(self.admit_final(direction, cost)).await,
+            false => self.unless_stopping(self.device.disk().admit(direction, cost), false).await,
         };
         let pass = pass.filter(|_| !self.is_lost());
-        pass.map(|pass| pass.while_awaited(&self.patience))
+        pass.map(|pass| pass.with_cancel_token(&self.patience))
     }
 
     /// Waits for admission of a request that cannot go back into the ring. If an upgrade waits for
     /// the export, the request is admitted at once, and later requests pay for it in the new
     /// process. A guest cannot use this to evade limits: it can reset its device, but cannot cause
     /// an upgrade.
-    async fn admit_in_the_end(&self, direction: Direction, cost: Cost) -> Option<Pass> {
+    async fn admit_final(&self, direction: Direction, cost: RequestCost) -> Option<AdmissionPermit> {
         let disk = self.device.disk();
-        let is_over = || self.is_abandoned() || self.device.is_resting();
+        let is_over = || self.is_abandoned() || self.device.is_quiescing();
         match self.unless(disk.admit(direction, cost.clone()), is_over).await {
-            None if !self.is_abandoned() => Some(disk.admit_anyway(direction, &cost)),
+            None if !self.is_abandoned() => Some(disk.charge_unconditionally(direction, &cost)),
             passed => passed,
         }
     }
 
     /// Waits for `wanted`. `None` if the queue stops, or, for a request that must be executed, if
     /// the front end has disconnected.
-    pub(super) async fn unless_over<T>(&self, wanted: impl Future<Output = T>, must_go: bool) -> Option<T> {
+    pub(super) async fn unless_stopping<T>(&self, wanted: impl Future<Output = T>, must_go: bool) -> Option<T> {
         self.unless(wanted, || if must_go { self.is_abandoned() } else { self.is_stopping() }).await
     }
 
@@ -248,59 +248,59 @@ impl Queue {
 
     /// Buffers of a request, to be passed to the disk. Copied instead of moved if the request may
     /// have to be retried.
-    fn lend_places(&self, incoming: &mut Incoming) -> Data {
-        match self.device.disk().failures().may_hold() {
+    fn data_for_disk(&self, incoming: &mut VringRequest) -> Data {
+        match self.device.disk().failures().may_wait() {
             true => incoming.places().clone(),
-            false => take_places(incoming),
+            false => take_data(incoming),
         }
     }
 
     /// True if the request may have failed only because a stopping queue does not wait for a disk
     /// that is stopped by an error. It is retried from the ring, or here, and then waits for the
     /// disk.
-    fn is_held(&self, incoming: &Incoming) -> bool {
-        let may_wait = self.is_stopping() && !self.is_abandoned() && !incoming.must_go;
-        may_wait && self.device.disk().failures().may_hold() && !incoming.is_spent() && !self.is_lost()
+    fn may_be_retried(&self, incoming: &VringRequest) -> bool {
+        let may_wait = self.is_stopping() && !self.is_abandoned() && !incoming.must_complete;
+        may_wait && self.device.disk().failures().may_wait() && !incoming.data_was_moved() && !self.is_lost()
     }
 
-    pub(super) fn answer(&self, incoming: Incoming, result: Result<()>) {
-        if result.is_err() && self.is_held(&incoming) {
-            return self.give_back(incoming);
+    pub(super) fn complete_request(&self, incoming: VringRequest, result: Result<()>) {
+        if result.is_err() && self.may_be_retried(&incoming) {
+            return self.return_request(incoming);
         }
-        let Incoming { ticket, request, .. } = incoming;
+        let VringRequest { ticket, request, .. } = incoming;
         // Most disks lose nothing with the process, and need not take the lock in `note`.
-        if let (Kind::Write { .. } | Kind::WriteZeroes(_), Some(loss)) = (&request.kind, &self.loss)
-            && self.device.disk().would_lose()
+        if let (BlkOperation::Write { .. } | BlkOperation::WriteZeroes(_), Some(loss)) = (&request.kind, &self.loss)
+            && self.device.disk().has_volatile_writes()
         {
-            loss.note(|| self.device.disk().would_lose());
+            loss.record_write(|| self.device.disk().has_volatile_writes());
         }
         // The memory may have been lost during the I/O, so its result is not valid.
         let status = match result.and(self.check_memory()) {
-            Ok(()) => Status::Ok,
+            Ok(()) => BlkStatus::Ok,
             // Stays in the in-flight area: the next process retries it.
-            Err(_) if self.is_abandoned() => return self.forget(ticket),
-            Err(Error::UNSUPPORTED) => Status::Unsupported,
+            Err(_) if self.is_abandoned() => return self.drop_request(ticket),
+            Err(Error::UNSUPPORTED) => BlkStatus::Unsupported,
             Err(error) => {
                 tracing::debug!(disk = %self.device.disk().name(), %error, "a guest's request failed");
-                Status::IoError
+                BlkStatus::IoError
             }
         };
         self.finish(ticket, request, status);
     }
 
-    fn finish(&self, ticket: Ticket, request: Request, status: Status) {
+    fn finish(&self, ticket: ChainTicket, request: BlkRequest, status: BlkStatus) {
         let place = request.status_place();
         let (address, bytes) = (place.guest_address(), place.bytes());
         let written = request.finish(status);
         self.mark(address, bytes);
-        self.ended(ticket, written);
+        self.complete(ticket, written);
     }
 }
 
 /// Moves the buffers out of a request; its length is lost.
-fn take_places(incoming: &mut Incoming) -> Data {
+fn take_data(incoming: &mut VringRequest) -> Data {
     match &mut incoming.request.kind {
-        Kind::Read { into: places, .. } | Kind::Write { from: places, .. } => mem::take(places),
+        BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } => mem::take(places),
         _ => unreachable!("planned as reads or writes"),
     }
 }

@@ -93,7 +93,7 @@ pub const MAX_QUEUE_SIZE: u16 = 1 << 15;
 
 /// Parameters of an export as front ends see it.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Offer {
+pub struct VhostUserOffer {
     /// Length of the disk; bytes behind its last whole block are not offered.
     pub size_bytes: u64,
     /// See [`Disk::opened`](block::disk::Disk::opened).
@@ -132,7 +132,7 @@ pub struct Offer {
     pub max_write_zeroes_segments: u32,
 }
 
-impl Default for Offer {
+impl Default for VhostUserOffer {
     /// An empty disk with all features and one ring.
     fn default() -> Self {
         Self {
@@ -160,7 +160,7 @@ impl Default for Offer {
     }
 }
 
-impl Offer {
+impl VhostUserOffer {
     /// Reply to GET_FEATURES.
     pub fn features(&self) -> u64 {
         use virtio::*;
@@ -207,16 +207,16 @@ mod tests {
 
     #[test]
     fn an_export_offers_what_it_can_do() {
-        let all = Offer { queues: 4, ..Offer::default() };
+        let all = VhostUserOffer { queues: 4, ..VhostUserOffer::default() };
         // Bit by bit, from the specifications.
         let due = [2, 6, 9, 10, 11, 12, 13, 14, 26, 28, 29, 30, 32, 34].map(|bit| 1_u64 << bit);
         assert_eq!(all.features(), due.iter().sum::<u64>());
-        let without = |offer: Offer| all.features() & !offer.features();
-        assert_eq!(without(Offer { queues: 1, ..all.clone() }), virtio::MQ);
-        assert_eq!(without(Offer { discard: false, ..all.clone() }), virtio::DISCARD);
-        assert_eq!(without(Offer { write_zeroes: false, ..all.clone() }), virtio::WRITE_ZEROES);
-        assert_eq!(without(Offer { packed: false, ..all.clone() }), virtio::RING_PACKED);
-        let read_only = Offer { read_only: true, ..all.clone() };
+        let without = |offer: VhostUserOffer| all.features() & !offer.features();
+        assert_eq!(without(VhostUserOffer { queues: 1, ..all.clone() }), virtio::MQ);
+        assert_eq!(without(VhostUserOffer { discard: false, ..all.clone() }), virtio::DISCARD);
+        assert_eq!(without(VhostUserOffer { write_zeroes: false, ..all.clone() }), virtio::WRITE_ZEROES);
+        assert_eq!(without(VhostUserOffer { packed: false, ..all.clone() }), virtio::RING_PACKED);
+        let read_only = VhostUserOffer { read_only: true, ..all.clone() };
         let writing = virtio::CONFIG_WCE | virtio::DISCARD | virtio::WRITE_ZEROES;
         assert_eq!(read_only.features(), all.features() & !writing | virtio::RO);
         assert_eq!(protocol::OFFERED, 0x1b22b);

@@ -31,7 +31,7 @@ use std::{
 };
 
 use policy::time::{Duration, Instant};
-use reactor::{op, op::Fd, seldom::Seldom};
+use reactor::{op, op::Fd, seldom::LogRateLimit};
 use rustix::{
     io::Errno,
     net::{
@@ -41,55 +41,55 @@ use rustix::{
 };
 
 use super::{
-    device::Device,
-    happening::{Happening, Process},
+    device::VhostUserDevice,
+    happening::{FrontEndEvent, PeerProcess},
 };
-use crate::race::{First, first};
+use crate::race::{FirstReady, first};
 
 /// Pause between attempts to connect: doubled from the first to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// Shortest duration of a successful connection.
-const GOOD: Duration = Duration::from_secs(1);
+const MIN_GOOD_DURATION: Duration = Duration::from_secs(1);
 /// Time after which a second front end is rejected. A killed front end has disconnected by then:
 /// its process ends after its successor has started.
-const GRACE: Duration = Duration::from_millis(250);
+const REJECT_DELAY: Duration = Duration::from_millis(250);
 /// Time after which a silent front end is replaced if another waits; equal to the time for one
 /// message.
-pub(super) const SILENCE: Duration = Duration::from_secs(10);
+pub(super) const SILENCE_TIMEOUT: Duration = Duration::from_secs(10);
 /// Number of waiting front ends. Beyond it the oldest is rejected: either it is silent, or the
 /// current one is active.
-const MOST_WAITING: usize = 16;
+const MAX_WAITING: usize = 16;
 /// Pause between attempts to accept while file descriptors or memory are short.
-const SHORTAGE: Duration = Duration::from_secs(1);
+const SHORTAGE_RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// The front ends of one export, in sequence.
 #[derive(Debug)]
 pub struct FrontEnds {
     /// Export's name in the log.
     id: Arc<str>,
-    way: Way,
+    way: FrontEndSource,
     /// A front end that is already connected.
     first: Option<Fd>,
     /// Front ends that connected while another was served, the oldest first.
-    waiting: VecDeque<Waiting>,
-    refusals: Seldom,
+    waiting: VecDeque<WaitingFrontEnd>,
+    refusals: LogRateLimit,
     silence: Duration,
     /// Receives the events of rejected front ends.
-    device: Option<Arc<Device>>,
+    device: Option<Arc<VhostUserDevice>>,
 }
 
 #[derive(Debug)]
-struct Waiting {
+struct WaitingFrontEnd {
     socket: Fd,
     since: Instant,
 }
 
 #[derive(Debug)]
-enum Way {
+enum FrontEndSource {
     Listen(Fd),
     /// `told` is the reason that was logged last.
-    Call {
+    Connect {
         path: PathBuf,
         pause: Duration,
         told: String,
@@ -99,26 +99,26 @@ enum Way {
 impl FrontEnds {
     /// Front ends of the export `id` that connect to a listening Unix socket.
     pub fn listen(id: &str, listener: Fd) -> Self {
-        Self::by(id, Way::Listen(listener))
+        Self::by(id, FrontEndSource::Listen(listener))
     }
 
     /// A front end that listens at `path`; connects to it whenever possible.
     pub fn call(id: &str, path: PathBuf) -> Self {
-        Self::by(id, Way::Call { path, pause: Duration::ZERO, told: String::new() })
+        Self::by(id, FrontEndSource::Connect { path, pause: Duration::ZERO, told: String::new() })
     }
 
-    fn by(id: &str, way: Way) -> Self {
+    fn by(id: &str, way: FrontEndSource) -> Self {
         let (first, waiting, refusals) = Default::default();
-        Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE, device: None }
+        Self { id: id.into(), way, first, waiting, refusals, silence: SILENCE_TIMEOUT, device: None }
     }
 
     /// Sets a front end that is already connected.
-    pub(super) fn begin_with(&mut self, socket: Fd) {
+    pub(super) fn set_first(&mut self, socket: Fd) {
         self.first = Some(socket);
     }
 
     /// Sets the device that receives events.
-    pub(super) fn belong_to(&mut self, device: &Arc<Device>) {
+    pub(super) fn set_device(&mut self, device: &Arc<VhostUserDevice>) {
         self.device = Some(Arc::clone(device));
     }
 
@@ -140,7 +140,7 @@ impl FrontEnds {
             let began = reactor::now();
             {
                 let mut served = pin!(serve(socket.clone()));
-                let mut others = pin!(self.turn_away_others(&socket, &is_silent));
+                let mut others = pin!(self.reject_competitors(&socket, &is_silent));
                 let over = poll_fn(|context| match served.as_mut().poll(context) {
                     Poll::Ready(()) => Poll::Ready(Ok(())),
                     // Both are polled, because a competing front end must be handled while one is
@@ -149,7 +149,7 @@ impl FrontEnds {
                 });
                 over.await?;
             }
-            self.lasted(began);
+            self.record_duration(began);
         }
     }
 
@@ -158,13 +158,13 @@ impl FrontEnds {
         self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
         // One that has sent a message is preferred over silent ones, which may be no front ends at
         // all.
-        let speaks = self.waiting.iter().position(|waiting| has_spoken(&waiting.socket));
+        let speaks = self.waiting.iter().position(|waiting| has_sent(&waiting.socket));
         if let Some(waiting) = self.waiting.remove(speaks.unwrap_or(0)) {
             return Ok(waiting.socket);
         }
         match &mut self.way {
-            Way::Listen(listener) => Ok(accept(&self.id, listener, &self.refusals).await?.into()),
-            Way::Call { path, pause, told } => {
+            FrontEndSource::Listen(listener) => Ok(accept(&self.id, listener, &self.refusals).await?.into()),
+            FrontEndSource::Connect { path, pause, told } => {
                 let address = SocketAddrUnix::new(&*path)?;
                 loop {
                     reactor::sleep_until(reactor::now() + *pause).await;
@@ -172,33 +172,33 @@ impl FrontEnds {
                     match call(&address) {
                         Ok(socket) => return Ok(socket.into()),
                         // Any error is retried: the front end may start later.
-                        Err(error) => tell(&self.id, path, told, io::Error::from(error).to_string()),
+                        Err(error) => log_once(&self.id, path, told, io::Error::from(error).to_string()),
                     }
                 }
             }
         }
     }
 
-    fn lasted(&mut self, began: Instant) {
-        let Way::Call { path, pause, told } = &mut self.way else { return };
-        if reactor::now() - began >= GOOD {
+    fn record_duration(&mut self, began: Instant) {
+        let FrontEndSource::Connect { path, pause, told } = &mut self.way else { return };
+        if reactor::now() - began >= MIN_GOOD_DURATION {
             *pause = FIRST_PAUSE;
             told.clear();
         } else {
-            tell(&self.id, path, told, "it hung up at once".to_owned());
+            log_once(&self.id, path, told, "it hung up at once".to_owned());
         }
     }
 
     /// Rejects competing front ends; returns only on an error: see [`FrontEnds::serve`].
-    async fn turn_away_others(&mut self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
-        let Way::Listen(listener) = &self.way else { return pending().await };
+    async fn reject_competitors(&mut self, current: &Fd, is_silent: impl Fn() -> bool) -> io::Result<()> {
+        let FrontEndSource::Listen(listener) = &self.way else { return pending().await };
         let listener = listener.clone();
         let began = reactor::now();
-        let mut gone = pin!(op::hung_up(current));
+        let mut gone = pin!(op::peer_shut_down(current));
         loop {
             let is_silent = is_silent();
             let patience = match is_silent {
-                true if !has_spoken(current) && self.is_to_go(began) => {
+                true if !has_sent(current) && self.must_make_room(began) => {
                     tracing::warn!(
                         export = %self.id,
                         "a front end that has said nothing is disconnected: another wants its place"
@@ -208,9 +208,9 @@ impl FrontEnds {
                     return pending().await;
                 }
                 // Checked in short intervals, because the silent front end may send a message.
-                true if !self.waiting.is_empty() => GRACE.min(began + self.silence - reactor::now()),
+                true if !self.waiting.is_empty() => REJECT_DELAY.min(began + self.silence - reactor::now()),
                 true => Duration::MAX,
-                false => self.turn_away_after(GRACE, current),
+                false => self.reject_after(REJECT_DELAY, current),
             };
             let speaks = async {
                 match is_silent {
@@ -220,54 +220,54 @@ impl FrontEnds {
             };
             let news = first(gone.as_mut(), first(op::readable(&listener), speaks));
             match reactor::timeout(patience, news).await {
-                Ok(First::One(_)) => return pending().await,
-                Ok(First::Other(First::One(came))) => {
+                Ok(FirstReady::One(_)) => return pending().await,
+                Ok(FirstReady::Other(FirstReady::One(came))) => {
                     came?;
                     let socket = accept(&self.id, &listener, &self.refusals).await?.into();
-                    self.waiting.push_back(Waiting { socket, since: reactor::now() });
+                    self.waiting.push_back(WaitingFrontEnd { socket, since: reactor::now() });
                     // Bounded, or a local process could exhaust descriptors by connecting.
-                    if self.waiting.len() > MOST_WAITING {
-                        self.turn_away_oldest(current);
+                    if self.waiting.len() > MAX_WAITING {
+                        self.reject_oldest(current);
                     }
                 }
-                Ok(First::Other(First::Other(()))) | Err(reactor::Timeout) => {}
+                Ok(FirstReady::Other(FirstReady::Other(()))) | Err(reactor::Timeout) => {}
             }
         }
     }
 
     /// True if the front end connected at `began`, which has sent nothing, has to make room for a
     /// waiting one.
-    fn is_to_go(&mut self, began: Instant) -> bool {
+    fn must_make_room(&mut self, began: Instant) -> bool {
         self.waiting.retain(|waiting| !has_hung_up(&waiting.socket));
         let is_long = reactor::now() - began >= self.silence;
-        is_long && !self.waiting.is_empty() || self.waiting.iter().any(|waiting| has_spoken(&waiting.socket))
+        is_long && !self.waiting.is_empty() || self.waiting.iter().any(|waiting| has_sent(&waiting.socket))
     }
 
     /// Rejects front ends that have waited for `patience`; returns the time until the next one has.
-    fn turn_away_after(&mut self, patience: Duration, current: &Fd) -> Duration {
+    fn reject_after(&mut self, patience: Duration, current: &Fd) -> Duration {
         let now = reactor::now();
         while let Some(oldest) = self.waiting.front() {
             let until = oldest.since + patience;
             if now < until {
                 return until - now;
             }
-            self.turn_away_oldest(current);
+            self.reject_oldest(current);
         }
         Duration::MAX
     }
 
-    fn turn_away_oldest(&mut self, current: &Fd) {
+    fn reject_oldest(&mut self, current: &Fd) {
         let Some(oldest) = self.waiting.pop_front() else { return };
-        if let (Some(left_out), Some(device)) = (self.refusals.line(reactor::recently()), &self.device) {
-            let (process, connected) = (Process::of(&oldest.socket), Process::of(current));
+        if let (Some(left_out), Some(device)) = (self.refusals.try_log(reactor::coarse_now()), &self.device) {
+            let (process, connected) = (PeerProcess::of_peer(&oldest.socket), PeerProcess::of_peer(current));
             let (process, connected) = (process.as_ref(), connected.as_ref());
-            device.tell(&Happening::TurnedAway { process, connected }, left_out);
+            device.report(&FrontEndEvent::Rejected { process, connected }, left_out);
         }
     }
 }
 
 /// Waits until one of these has sent something or has disconnected.
-async fn any_readable(waiting: &VecDeque<Waiting>) {
+async fn any_readable(waiting: &VecDeque<WaitingFrontEnd>) {
     let mut readable: Vec<_> =
         waiting.iter().map(|waiting| Box::pin(op::readable(&waiting.socket))).collect();
     poll_fn(|context| {
@@ -278,23 +278,23 @@ async fn any_readable(waiting: &VecDeque<Waiting>) {
 }
 
 /// Number of readable bytes, 0 at the end of the stream; `None` if nothing has arrived.
-fn look(socket: &Fd) -> Option<Result<usize, Errno>> {
+fn peek(socket: &Fd) -> Option<Result<usize, Errno>> {
     match recv(socket, &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
         Err(Errno::AGAIN | Errno::INTR) => None,
         came => Some(came.map(|(_, bytes)| bytes)),
     }
 }
 
-fn has_spoken(socket: &Fd) -> bool {
-    matches!(look(socket), Some(Ok(1..)))
+fn has_sent(socket: &Fd) -> bool {
+    matches!(peek(socket), Some(Ok(1..)))
 }
 
 fn has_hung_up(socket: &Fd) -> bool {
-    matches!(look(socket), Some(Ok(0) | Err(_)))
+    matches!(peek(socket), Some(Ok(0) | Err(_)))
 }
 
 /// Logs why there is no front end at `path`, unless the same reason was logged last.
-fn tell(id: &str, path: &Path, told: &mut String, why: String) {
+fn log_once(id: &str, path: &Path, told: &mut String, why: String) {
     if *told != why {
         tracing::warn!(
             export = %id,
@@ -315,9 +315,9 @@ fn call(address: &SocketAddrUnix) -> Result<OwnedFd, Errno> {
 }
 
 /// Accepts a front end; retries while file descriptors or memory are short.
-async fn accept(id: &str, listener: &Fd, refusals: &Seldom) -> io::Result<OwnedFd> {
+async fn accept(id: &str, listener: &Fd, refusals: &LogRateLimit) -> io::Result<OwnedFd> {
     loop {
-        let socket = match op::descriptors_left() {
+        let socket = match op::has_client_descriptors() {
             true => op::accept(listener).await,
             false => Err(io::Error::from_raw_os_error(libc::EMFILE)),
         };
@@ -329,10 +329,10 @@ async fn accept(id: &str, listener: &Fd, refusals: &Seldom) -> io::Result<OwnedF
             // The front end closed before it was accepted.
             Some(libc::ECONNABORTED | libc::EINTR | libc::EPROTO | libc::EAGAIN) => {}
             _ => {
-                if let Some(left_out) = refusals.line(reactor::recently()) {
+                if let Some(left_out) = refusals.try_log(reactor::coarse_now()) {
                     tracing::warn!(export = %id, %error, left_out, "cannot accept a front end, trying again every second");
                 }
-                reactor::sleep_until(reactor::now() + SHORTAGE).await;
+                reactor::sleep_until(reactor::now() + SHORTAGE_RETRY_INTERVAL).await;
             }
         }
     }

@@ -8,12 +8,12 @@ use std::{
     rc::Rc,
 };
 
-use reactor::{Polling, Signal, buffer::Buffer, sim};
+use reactor::{PollingMode, Signal, buffer::IoBuffer, sim};
 
 use super::*;
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(Polling::Off, future).expect("io_uring works on a test machine")
+    reactor::run(PollingMode::Off, future).expect("io_uring works on a test machine")
 }
 
 /// Timeout of a wait that must succeed.
@@ -21,7 +21,7 @@ const LONG: Duration = Duration::from_secs(30);
 
 /// Serves a front end until it hangs up, and then until its rings would have ended.
 #[derive(Default)]
-struct Owner {
+struct FrontEndOwner {
     came: Cell<usize>,
     news: Signal,
     /// Rings take time to end.
@@ -32,12 +32,12 @@ struct Owner {
     ended: Signal,
 }
 
-impl Owner {
+impl FrontEndOwner {
     async fn serve(self: Rc<Self>, socket: Fd) {
         self.came.set(self.came.get() + 1);
         self.spoke.set(false);
         self.news.raise();
-        let mut buffer = Buffer::new(1);
+        let mut buffer = IoBuffer::new(1);
         loop {
             let (result, back) = op::receive(&socket, buffer, 0).await;
             buffer = back;
@@ -73,8 +73,8 @@ impl Owner {
     }
 }
 
-fn spawn(mut front_ends: FrontEnds) -> (Rc<Owner>, reactor::JoinHandle<io::Result<()>>) {
-    let owner = Rc::<Owner>::default();
+fn spawn(mut front_ends: FrontEnds) -> (Rc<FrontEndOwner>, reactor::JoinHandle<io::Result<()>>) {
+    let owner = Rc::<FrontEndOwner>::default();
     let serving = Rc::clone(&owner);
     let task = reactor::spawn_joinable(async move {
         front_ends.serve(|| !serving.spoke.get(), |socket| Rc::clone(&serving).serve(socket)).await
@@ -87,7 +87,7 @@ const PATIENT: Duration = Duration::from_secs(3600);
 
 /// A socket at which front ends are served.
 struct Listening {
-    owner: Rc<Owner>,
+    owner: Rc<FrontEndOwner>,
     path: PathBuf,
 }
 
@@ -115,7 +115,7 @@ impl Listening {
     /// Gives the server time to reject a front end: a number of round trips to another thread.
     async fn pause(&self) {
         for _ in 0..20 {
-            reactor::blocking(|| ()).await;
+            reactor::run_blocking(|| ()).await;
         }
     }
 }
@@ -129,7 +129,7 @@ fn is_served(socket: &UnixStream) {
 
 /// Waits until the peer closes.
 async fn turned_away(mut socket: UnixStream) {
-    let read = reactor::blocking(move || socket.read(&mut [0])).await;
+    let read = reactor::run_blocking(move || socket.read(&mut [0])).await;
     assert!(matches!(read, Ok(0)), "{read:?}");
 }
 
@@ -141,7 +141,7 @@ fn directory(name: &str) -> PathBuf {
 }
 
 #[test]
-fn a_front_end_that_comes_before_the_last_one_has_gone_is_not_turned_away() {
+fn a_front_end_that_connects_shortly_before_a_disconnect_is_served() {
     Listening::run("early", PATIENT, async |it| {
         let owner = &it.owner;
         let first = it.connect();
@@ -155,7 +155,7 @@ fn a_front_end_that_comes_before_the_last_one_has_gone_is_not_turned_away() {
 }
 
 #[test]
-fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
+fn a_second_front_end_is_rejected_until_the_first_disconnects() {
     Listening::run("second", PATIENT, async |it| {
         let owner = &it.owner;
         let first = it.connect();
@@ -175,7 +175,7 @@ fn a_second_front_end_is_turned_away_until_the_first_has_gone() {
 }
 
 #[test]
-fn one_that_says_nothing_has_to_go_when_another_comes() {
+fn a_silent_front_end_is_replaced_by_the_next() {
     Listening::run("silent", Duration::ZERO, async |it| {
         let owner = &it.owner;
         let silent = it.connect();
@@ -191,7 +191,7 @@ fn one_that_says_nothing_has_to_go_when_another_comes() {
 }
 
 #[test]
-fn however_many_say_nothing_one_that_speaks_is_served_at_once() {
+fn a_front_end_that_sends_is_preferred_over_many_silent_ones() {
     Listening::run("crowd", PATIENT, async |it| {
         let owner = &it.owner;
         // More than `MOST_WAITING`, so that the oldest are rejected while the test runs.
@@ -205,7 +205,7 @@ fn however_many_say_nothing_one_that_speaks_is_served_at_once() {
 }
 
 #[test]
-fn one_that_has_hung_up_takes_nobodys_place() {
+fn a_disconnected_front_end_replaces_none() {
     Listening::run("hasty", PATIENT, async |it| {
         let owner = &it.owner;
         let silent = it.connect();
@@ -220,7 +220,7 @@ fn one_that_has_hung_up_takes_nobodys_place() {
 }
 
 #[test]
-fn one_that_says_nothing_stays_for_a_while() {
+fn a_silent_front_end_keeps_its_place_for_the_timeout() {
     Listening::run("quiet", PATIENT, async |it| {
         let owner = &it.owner;
         let silent = it.connect();
@@ -259,7 +259,7 @@ fn a_front_end_that_listens_is_called_again_and_again() {
         let path = directory.join("s");
         let (owner, task) = spawn(FrontEnds::call("e", path.clone()));
         // At first no front end listens.
-        let accept = |listener: UnixListener| reactor::blocking(move || listener.accept().map(|_| listener));
+        let accept = |listener: UnixListener| reactor::run_blocking(move || listener.accept().map(|_| listener));
         let listener = accept(UnixListener::bind(&path).expect("a socket")).await.expect("it calls");
         owner.has_seen(1).await;
         let listener = accept(listener).await.expect("it calls again");
@@ -275,7 +275,7 @@ fn a_front_end_that_listens_is_called_again_and_again() {
 }
 
 #[test]
-fn why_nobody_can_be_called_is_told() {
+fn the_reason_of_a_failed_connect_is_logged() {
     sim::run(1, async {
         let directory = directory("why");
         let path = directory.join("s");
@@ -287,8 +287,8 @@ fn why_nobody_can_be_called_is_told() {
                 "it goes on"
             );
             match &front_ends.way {
-                Way::Call { told, .. } => told.clone(),
-                Way::Listen(_) => unreachable!("it calls"),
+                FrontEndSource::Connect { told, .. } => told.clone(),
+                FrontEndSource::Listen(_) => unreachable!("it calls"),
             }
         };
         assert!(told().await.starts_with("No such file"));
@@ -321,7 +321,7 @@ fn a_socket_of_another_kind_is_called_until_the_right_one_is_there() {
 }
 
 #[test]
-fn nobody_can_be_called_at_what_is_no_path() {
+fn a_path_too_long_for_a_socket_is_an_error() {
     real(async {
         let long = PathBuf::from("x".repeat(200));
         let error = FrontEnds::call("e", long).serve(|| false, async |_| {}).await.expect_err("too long");

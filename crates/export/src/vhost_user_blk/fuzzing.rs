@@ -12,9 +12,9 @@ use rustix::{
 };
 
 use super::{
-    features::{Offer, protocol, virtio},
-    message::{self, HEADER_BYTES, Header, Request, code},
-    session::{Effect, Output, Session},
+    features::{VhostUserOffer, protocol, virtio},
+    message::{self, HEADER_BYTES, VhostUserHeader, VhostUserRequest, code},
+    session::{Effect, SessionOutput, VhostUserSession},
 };
 
 /// Length of the file of every region, and of every well-formed region.
@@ -28,17 +28,17 @@ const USER_ADDRESS: u64 = 0x7f00_0000_0000;
 /// stops when it runs, and its settings are sound.
 pub fn vhost_user_session(data: &[u8]) {
     let Some((&traits, rest)) = data.split_first() else { return };
-    let offer = Offer {
+    let offer = VhostUserOffer {
         size_bytes: 1 << 30,
         queues: u16::from(traits & 3) + 1,
         read_only: traits & 4 != 0,
         packed: traits & 8 != 0,
         write_cache: traits & 16 == 0,
         queue_size: 256,
-        ..Offer::default()
+        ..VhostUserOffer::default()
     };
-    let Some(mut run) = Run::new(offer) else { return };
-    let mut input = Input(rest);
+    let Some(mut run) = SessionFuzzer::new(offer) else { return };
+    let mut input = FuzzBytes(rest);
     let well_begun = traits & 32 == 0 || run.begin(&mut input);
     while well_begun && let Some(kind) = input.byte() {
         if !run.step(kind, &mut input) {
@@ -48,29 +48,29 @@ pub fn vhost_user_session(data: &[u8]) {
     // However the conversation ended, rings that are stopping are reported.
     let mut out = VecDeque::new();
     for ring in std::mem::take(&mut run.stopping) {
-        run.session.stopped(ring, 0, &mut out);
+        run.session.ring_stopped(ring, 0, &mut out);
         run.running.remove(&ring);
     }
-    run.follow(&mut out);
+    run.execute_outputs(&mut out);
     let still: BTreeSet<u16> = run.session.running().collect();
     // The session and this model must agree, whatever the front end has sent.
     assert_eq!(still, run.running, "rings that run");
-    run.goes_on_elsewhere();
+    run.check_transfer();
 }
 
 /// Quiesces a session whose rings stop at once.
-fn rest(session: &mut Session) {
+fn quiesce(session: &mut VhostUserSession) {
     let mut out = VecDeque::new();
-    session.rest(&mut out);
+    session.quiesce(&mut out);
     for ring in session.running().collect::<Vec<_>>() {
-        session.stopped(ring, 7, &mut out);
+        session.ring_stopped(ring, 7, &mut out);
     }
-    assert!(session.is_at_rest());
+    assert!(session.is_quiesced());
 }
 
-struct Input<'a>(&'a [u8]);
+struct FuzzBytes<'a>(&'a [u8]);
 
-impl Input<'_> {
+impl FuzzBytes<'_> {
     fn byte(&mut self) -> Option<u8> {
         let (first, rest) = self.0.split_first()?;
         self.0 = rest;
@@ -88,9 +88,9 @@ impl Input<'_> {
     }
 }
 
-struct Run {
-    offer: Offer,
-    session: Session,
+struct SessionFuzzer {
+    offer: VhostUserOffer,
+    session: VhostUserSession,
     file: OwnedFd,
     event: OwnedFd,
     channel: OwnedFd,
@@ -101,41 +101,41 @@ struct Run {
     reply_ack: bool,
 }
 
-impl Run {
-    fn new(offer: Offer) -> Option<Self> {
+impl SessionFuzzer {
+    fn new(offer: VhostUserOffer) -> Option<Self> {
         let file = memfd_create("fuzz", MemfdFlags::CLOEXEC).ok()?;
         ftruncate(&file, REGION_BYTES).ok()?;
         let event = eventfd(0, EventfdFlags::CLOEXEC).ok()?;
         let channel = UnixStream::pair().ok()?.0.into();
-        let session = Session::new(offer.clone());
+        let session = VhostUserSession::new(offer.clone());
         let (running, stopping) = Default::default();
         Some(Self { offer, session, file, event, channel, running, stopping, reply_ack: false })
     }
 
     /// Checks that a session recreated from this one is in the same state.
-    fn goes_on_elsewhere(mut self) {
+    fn check_transfer(mut self) {
         // A ring that ran may be unable to start now, so the session resumes and quiesces first.
         for _ in 0..2 {
-            self.session.wake(&mut VecDeque::new());
-            rest(&mut self.session);
+            self.session.resume(&mut VecDeque::new());
+            quiesce(&mut self.session);
         }
-        let said = |session: &Session| {
-            let said = session.told().ok()?.into_iter();
+        let said = |session: &VhostUserSession| {
+            let said = session.to_messages().ok()?.into_iter();
             Some(said.map(|said| (said.code, said.payload, said.descriptors.len())).collect::<Vec<_>>())
         };
-        let (Ok(told), Some(ours)) = (self.session.told(), said(&self.session)) else { return };
-        let (mut other, _) = Session::heard(self.offer, told).expect("a front end could say all that");
+        let (Ok(told), Some(ours)) = (self.session.to_messages(), said(&self.session)) else { return };
+        let (mut other, _) = VhostUserSession::from_messages(self.offer, told).expect("a front end could say all that");
         let running: Vec<u16> = other.running().collect();
-        rest(&mut other);
+        quiesce(&mut other);
         if let Some(theirs) = said(&other) {
             assert_eq!(ours, theirs);
         }
-        self.session.wake(&mut VecDeque::new());
+        self.session.resume(&mut VecDeque::new());
         assert_eq!(self.session.running().collect::<Vec<_>>(), running, "rings that go on");
     }
 
     /// Processes one step; true if the conversation continues.
-    fn step(&mut self, kind: u8, input: &mut Input<'_>) -> bool {
+    fn step(&mut self, kind: u8, input: &mut FuzzBytes<'_>) -> bool {
         let mut out = VecDeque::new();
         match kind {
             0..4 => {
@@ -143,7 +143,7 @@ impl Run {
                 let chosen = self.running.iter().nth(input.small() as usize).copied();
                 let Some(ring) = chosen else { return true };
                 self.has_stopped(ring, input.small() as u32, &mut out);
-                self.follow(&mut out);
+                self.execute_outputs(&mut out);
                 return true;
             }
             4 => {
@@ -153,18 +153,18 @@ impl Run {
             _ => {}
         }
         let (code, need_reply, payload, count) = if kind < 48 {
-            let Some(message) = written_out(input) else { return false };
+            let Some(message) = raw_message(input) else { return false };
             message
         } else {
-            let (code, payload, count) = sensible(kind, self.offer.queues, input);
+            let (code, payload, count) = mostly_valid_message(kind, self.offer.queues, input);
             (code, input.small() & 31 != 31, payload, count)
         };
         self.take(code, need_reply, &payload, count, input)
     }
 
     /// Sends the first messages of every front end: protocol features and memory.
-    fn begin(&mut self, input: &mut Input<'_>) -> bool {
-        let (code, table, count) = sensible(5, 1, &mut Input(&[0, 8]));
+    fn begin(&mut self, input: &mut FuzzBytes<'_>) -> bool {
+        let (code, table, count) = mostly_valid_message(5, 1, &mut FuzzBytes(&[0, 8]));
         self.take(code::SET_PROTOCOL_FEATURES, false, &numbers(&[protocol::OFFERED]), 0, input)
             && self.take(code, true, &table, count, input)
     }
@@ -176,7 +176,7 @@ impl Run {
         need_reply: bool,
         payload: &[u8],
         count: usize,
-        input: &mut Input<'_>,
+        input: &mut FuzzBytes<'_>,
     ) -> bool {
         let mut out = VecDeque::new();
         let passed = match code {
@@ -187,22 +187,22 @@ impl Run {
         let Ok(descriptors) = (0..count).map(|_| passed.try_clone()).collect::<Result<_, _>>() else {
             return false;
         };
-        let request = Request::parse(code, payload, descriptors);
+        let request = VhostUserRequest::parse(code, payload, descriptors);
         let due = message::has_answer(code) || need_reply && self.reply_ack;
-        if let Ok(Request::SetProtocolFeatures(features)) = &request
+        if let Ok(VhostUserRequest::SetProtocolFeatures(features)) = &request
             && features & !protocol::OFFERED == 0
         {
             self.reply_ack = features & protocol::REPLY_ACK != 0;
         }
         self.session.receive(code, need_reply, request, &mut out);
-        let (mut replies, mut closed) = self.follow(&mut out);
-        while self.session.is_waiting() {
+        let (mut replies, mut closed) = self.execute_outputs(&mut out);
+        while self.session.is_waiting_for_rings() {
             assert!(!self.stopping.is_empty(), "it waits for nothing");
             // The reply to the request comes only after all rings have stopped.
             assert_eq!(replies, 0, "a reply too early");
             let which = input.small() as usize % self.stopping.len();
             self.has_stopped(self.stopping[which], input.small() as u32, &mut out);
-            let more = self.follow(&mut out);
+            let more = self.execute_outputs(&mut out);
             (replies, closed) = (replies + more.0, closed || more.1);
         }
         // SET_LOG_BASE is answered if that was negotiated, whether a reply was requested or not.
@@ -212,27 +212,27 @@ impl Run {
         !closed
     }
 
-    fn has_stopped(&mut self, ring: u16, base: u32, out: &mut VecDeque<Output>) {
+    fn has_stopped(&mut self, ring: u16, base: u32, out: &mut VecDeque<SessionOutput>) {
         self.running.remove(&ring);
         self.stopping.retain(|stopping| *stopping != ring);
-        self.session.stopped(ring, base, out);
+        self.session.ring_stopped(ring, base, out);
     }
 
     /// Executes outputs; returns the number of replies, and whether the connection is to be closed.
-    fn follow(&mut self, out: &mut VecDeque<Output>) -> (usize, bool) {
+    fn execute_outputs(&mut self, out: &mut VecDeque<SessionOutput>) -> (usize, bool) {
         let (mut replies, mut closed) = (0, false);
         for output in out.drain(..) {
             assert!(!closed, "nothing comes after the end");
             match output {
-                Output::Reply(reply) => {
+                SessionOutput::Reply(reply) => {
                     let payload = u32::from_ne_bytes(reply.bytes[8..12].try_into().expect("four bytes"));
                     assert_eq!(reply.bytes.len(), HEADER_BYTES + payload as usize);
                     replies += 1;
                 }
-                Output::Refused { why, .. } => assert!(why.to_string().len() < 200),
-                Output::Close { .. } => closed = true,
-                Output::ConfigChanged => assert!(self.session.channel().is_some()),
-                Output::Act(effect) => self.act(effect),
+                SessionOutput::Rejected { why, .. } => assert!(why.to_string().len() < 200),
+                SessionOutput::Close { .. } => closed = true,
+                SessionOutput::ConfigChanged => assert!(self.session.channel().is_some()),
+                SessionOutput::Effect(effect) => self.act(effect),
             }
         }
         (replies, closed)
@@ -270,15 +270,15 @@ impl Run {
 }
 
 /// Reads a header, a byte for the number of descriptors, and a payload of the header's length.
-fn written_out(input: &mut Input<'_>) -> Option<(u32, bool, Vec<u8>, usize)> {
+fn raw_message(input: &mut FuzzBytes<'_>) -> Option<(u32, bool, Vec<u8>, usize)> {
     let header = *input.take(HEADER_BYTES).first_chunk()?;
-    let header = Header::parse(&header).ok()?;
+    let header = VhostUserHeader::parse(&header).ok()?;
     let count = input.small() as usize % 4;
     Some((header.code, header.need_reply, input.take(header.payload_bytes).to_vec(), count))
 }
 
 /// A message of the right form with mostly valid values.
-fn sensible(kind: u8, queues: u16, input: &mut Input<'_>) -> (u32, Vec<u8>, usize) {
+fn mostly_valid_message(kind: u8, queues: u16, input: &mut FuzzBytes<'_>) -> (u32, Vec<u8>, usize) {
     use code::*;
     let pair = |ring: u64, number: u64| [ring as u32, number as u32].map(u32::to_ne_bytes).concat();
     let region = |place: u64| {
@@ -362,8 +362,8 @@ mod tests {
         for _ in 0..1000 {
             let data: Vec<u8> = (0..400).map(|_| fastrand::u8(48..)).collect();
             let mut run =
-                Run::new(Offer { queues: 2, queue_size: 256, ..Offer::default() }).expect("a memfd");
-            let mut input = Input(&data);
+                SessionFuzzer::new(VhostUserOffer { queues: 2, queue_size: 256, ..VhostUserOffer::default() }).expect("a memfd");
+            let mut input = FuzzBytes(&data);
             assert!(run.begin(&mut input));
             while let Some(kind) = input.byte() {
                 let before = run.running.len();

@@ -6,41 +6,41 @@
 use std::{cell::Cell, pin::pin};
 
 use async_channel::Receiver;
-use block::disk::{Disk, NotHeld};
+use block::disk::{Disk, HoldError};
 use policy::time::Duration;
 
-use super::{bell::Bell, queue::Order, session::EventKind, vring::RingSettings};
-use crate::race::{First, first};
+use super::{bell::VringEvent, queue::QueueOrder, session::EventKind, vring::RingSettings};
+use crate::race::{FirstReady, first};
 
 /// Longest wait. The guest is running by then and notices a slow disk.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Replaced events of the ring.
-pub(super) type Rewired = Vec<(EventKind, Option<Bell>)>;
+pub(super) type ReplacedEvents = Vec<(EventKind, Option<VringEvent>)>;
 
 /// Waits for the disk's image and applies orders meanwhile. `None` if the ring is to stop.
-pub(super) async fn held(
+pub(super) async fn wait_for_image(
     disk: &Disk,
     settings: &mut RingSettings,
-    orders: &Receiver<Order>,
-) -> Result<Option<Rewired>, NotHeld> {
+    orders: &Receiver<QueueOrder>,
+) -> Result<Option<ReplacedEvents>, HoldError> {
     let is_over = Cell::new(false);
     let mut hold = pin!(disk.hold(PATIENCE, || !is_over.get()));
-    let mut rewired = Rewired::new();
+    let mut rewired = ReplacedEvents::new();
     let held = loop {
         match first(hold.as_mut(), orders.recv()).await {
-            First::One(held) => break held,
-            First::Other(Ok(Order::Memory(memory, places, _in_use))) => {
+            FirstReady::One(held) => break held,
+            FirstReady::Other(Ok(QueueOrder::Memory(memory, places, _in_use))) => {
                 // Dropping the sender at the end of this arm confirms that the new memory is in
                 // use.
                 (settings.memory, settings.places) = (memory, places);
             }
-            First::Other(Ok(Order::Event(kind, bell))) => {
+            FirstReady::Other(Ok(QueueOrder::Event(kind, bell))) => {
                 // Only the most recent event of each kind is kept.
                 rewired.retain(|(other, _)| *other != kind);
                 rewired.push((kind, bell));
             }
-            First::Other(Ok(Order::Stop { .. }) | Err(_)) => {
+            FirstReady::Other(Ok(QueueOrder::Stop { .. }) | Err(_)) => {
                 is_over.set(true);
                 // Awaited instead of dropped: if it holds the image by now, that has to be
                 // released below.
@@ -50,11 +50,11 @@ pub(super) async fn held(
     };
     match held {
         Ok(()) if is_over.get() => {
-            disk.let_go().await;
+            disk.release().await;
             Ok(None)
         }
         Ok(()) => Ok(Some(rewired)),
-        Err(NotHeld::GivenUp) => Ok(None),
+        Err(HoldError::Cancelled) => Ok(None),
         Err(error) => Err(error),
     }
 }

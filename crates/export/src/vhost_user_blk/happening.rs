@@ -8,37 +8,37 @@ use std::fmt;
 
 use policy::time::Duration;
 
-use super::connection::Ended;
-pub use crate::process::Process;
+use super::connection::FrontEndEnd;
+pub use crate::process::PeerProcess;
 
 /// An event. `process` is that of the front end; `None` if it is unknown.
-pub enum Happening<'a> {
+pub enum FrontEndEvent<'a> {
     /// A front end uses the disk: its first ring is about to be served. Not reported again for a
     /// front end that another process has transferred.
-    Came {
+    Connected {
         /// `None` if unknown, as below.
-        process: Option<&'a Process>,
+        process: Option<&'a PeerProcess>,
     },
     /// The front end has disconnected and the last of its rings has ended.
-    Went {
+    Disconnected {
         /// The front end's process.
-        process: Option<&'a Process>,
+        process: Option<&'a PeerProcess>,
         /// Time since it began to use the disk, or since it was transferred.
         lasted: Duration,
     },
     /// A front end broke the protocol and was disconnected, before or after it used the disk.
-    Disconnected {
+    ProtocolError {
         /// The front end's process.
-        process: Option<&'a Process>,
+        process: Option<&'a PeerProcess>,
         /// Its fault.
-        why: &'a Ended,
+        why: &'a FrontEndEnd,
     },
     /// A front end was rejected because another is connected.
-    TurnedAway {
+    Rejected {
         /// The rejected process.
-        process: Option<&'a Process>,
+        process: Option<&'a PeerProcess>,
         /// The connected process.
-        connected: Option<&'a Process>,
+        connected: Option<&'a PeerProcess>,
     },
     /// A ring cannot be served until its driver sets it up again.
     RingBroken {
@@ -57,9 +57,9 @@ pub enum Happening<'a> {
 }
 
 /// Observer of events.
-pub trait Told: Send + Sync + fmt::Debug {
+pub trait ExportObserver: Send + Sync + fmt::Debug {
     /// Receives an event of the export with this id and the disk with this name. Events that a
     /// client can cause by the thousand are limited to one a second; `left_out` is the number of
     /// omitted ones since the last.
-    fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, left_out: u64);
+    fn observe(&self, export: &str, disk: &str, happening: &FrontEndEvent<'_>, left_out: u64);
 }

@@ -15,24 +15,24 @@ const LONGEST: Duration = Duration::from_millis(10);
 const FREE_KICKS: u32 = 16;
 
 #[derive(Debug, Default)]
-pub(super) struct Idle {
+pub(super) struct IdleBackoff {
     /// Number of requests taken until the last poll.
     taken: Option<u64>,
     /// Polls without a request since then.
-    vain: u32,
+    fruitless: u32,
 }
 
-impl Idle {
+impl IdleBackoff {
     /// Pause before the next poll, or before the next kick is handled. `taken`: number of requests
     /// taken so far.
     pub(super) fn pause(&mut self, taken: u64, has_kick: bool) -> Duration {
         let found = self.taken.replace(taken) != Some(taken);
         // Any progress resets the pause: a driver that submits is polled closely.
-        self.vain = if found { 0 } else { self.vain.saturating_add(1) };
-        match (has_kick, self.vain.checked_sub(FREE_KICKS)) {
+        self.fruitless = if found { 0 } else { self.fruitless.saturating_add(1) };
+        match (has_kick, self.fruitless.checked_sub(FREE_KICKS)) {
             (true, None) => Duration::ZERO,
             (true, Some(vain)) => doubled(vain),
-            (false, _) => doubled(self.vain),
+            (false, _) => doubled(self.fruitless),
         }
     }
 }
@@ -46,13 +46,13 @@ fn doubled(times: u32) -> Duration {
 mod tests {
     use super::*;
 
-    fn pauses_us(idle: &mut Idle, taken: u64, has_kick: bool, count: usize) -> Vec<u128> {
+    fn pauses_us(idle: &mut IdleBackoff, taken: u64, has_kick: bool, count: usize) -> Vec<u128> {
         (0..count).map(|_| idle.pause(taken, has_kick).as_micros()).collect()
     }
 
     #[test]
     fn without_a_kick_pauses_double_until_something_is_found() {
-        let mut idle = Idle::default();
+        let mut idle = IdleBackoff::default();
         let doubled = [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000];
         assert_eq!(pauses_us(&mut idle, 0, false, 8), doubled);
         assert_eq!(pauses_us(&mut idle, 1, false, 8), doubled);
@@ -60,7 +60,7 @@ mod tests {
 
     #[test]
     fn a_kick_waits_only_after_many_for_nothing() {
-        let mut idle = Idle::default();
+        let mut idle = IdleBackoff::default();
         let mut expected = vec![0; 16];
         expected.extend([200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
         assert_eq!(pauses_us(&mut idle, 7, true, 24), expected);
@@ -69,7 +69,7 @@ mod tests {
 
     #[test]
     fn kicks_that_bring_something_never_wait() {
-        let mut idle = Idle::default();
+        let mut idle = IdleBackoff::default();
         assert!((0..100).all(|kick| idle.pause(kick / 15, true) == Duration::ZERO));
     }
 }

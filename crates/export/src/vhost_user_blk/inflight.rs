@@ -20,7 +20,7 @@ use std::{
     },
 };
 
-use reactor::guest::{Memory, Place, Quota, Region, RegionError};
+use reactor::guest::{GuestMemory, GuestBytes, MappingQuota, Region, RegionError};
 use rustix::{
     fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create},
     io::pwrite,
@@ -30,7 +30,7 @@ use super::{
     features::{MAX_QUEUE_SIZE, MAX_QUEUES},
     message::InflightInfo,
 };
-use ::virtio::ring::Inflight;
+use ::virtio::ring::InflightQueueArea;
 
 /// Failure to create or map an area.
 #[allow(missing_docs, reason = "each has its message")]
@@ -67,7 +67,7 @@ const OPENED_AT: usize = 32;
 
 /// Distance between the parts of two rings, in bytes.
 fn part_bytes(queue_size: u16, packed: bool) -> u64 {
-    Inflight::bytes(queue_size, packed) as u64
+    InflightQueueArea::bytes(queue_size, packed) as u64
 }
 
 /// Creates an area without requests in flight or choices; returns its length in bytes. The file is
@@ -98,16 +98,16 @@ fn check_shape(queues: u16, queue_size: u16) -> Result<(), InflightError> {
 
 /// An area that a front end has passed.
 #[derive(Debug)]
-pub struct Area {
-    memory: Memory,
+pub struct InflightArea {
+    memory: GuestMemory,
     /// The front end's description.
     info: InflightInfo,
     /// Distance between the parts of rings, in an area that was created here: it has room for
     /// larger rings than the front end has asked for.
     stride: Option<u64>,
     /// Location of the guest's choices.
-    choice: Option<Place>,
-    loss: Option<Arc<Loss>>,
+    choice: Option<GuestBytes>,
+    loss: Option<Arc<UnflushedWrites>>,
 }
 
 /// Record of whether acknowledged, unflushed writes of the guest would be lost with this process,
@@ -116,8 +116,8 @@ pub struct Area {
 ///
 /// Shared by all rings of a front end.
 #[derive(Debug)]
-pub struct Loss {
-    place: Place,
+pub struct UnflushedWrites {
+    place: GuestBytes,
     opened: u64,
     /// Number of writes that would have been lost when they were acknowledged.
     noted: AtomicU64,
@@ -125,8 +125,8 @@ pub struct Loss {
     turn: Mutex<()>,
 }
 
-impl Loss {
-    fn new(place: Place, opened: u64) -> Self {
+impl UnflushedWrites {
+    fn new(place: GuestBytes, opened: u64) -> Self {
         Self { place, opened, noted: AtomicU64::new(0), turn: Mutex::default() }
     }
 
@@ -138,7 +138,7 @@ impl Loss {
 
     /// Evaluates the record when a front end passes the area. If another opening of the disk would
     /// have lost writes, they are lost; after a mere reconnect the opening is still the same.
-    pub fn brought(&self) {
+    pub fn evaluate(&self) {
         let is_alive = self.place.load_u64(OPENED_AT, Acquire) == self.opened;
         // WOULD_LOSE of a live opening is normal after a reconnect: its cache still has the writes.
         if self.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE && !is_alive {
@@ -148,16 +148,16 @@ impl Loss {
 
     /// Carries the state over to a new area. A reset machine passes another area, but that does not
     /// make its earlier writes durable.
-    pub fn replaces(&self, before: &Self) {
+    pub fn inherit(&self, before: &Self) {
         if before.place.load_u64(LOSS_AT, Acquire) == WOULD_LOSE {
-            let _turn = self.turn();
+            let _turn = self.lock();
             self.set(true);
         }
     }
 
     /// Records a write that would be lost; call it before the write is acknowledged.
-    pub fn note(&self, would_lose: impl FnOnce() -> bool) {
-        let _turn = self.turn();
+    pub fn record_write(&self, would_lose: impl FnOnce() -> bool) {
+        let _turn = self.lock();
         // Before the state is stored: a flush that reads the count earlier does not clear this
         // write.
         self.noted.fetch_add(1, AcqRel);
@@ -165,15 +165,15 @@ impl Loss {
     }
 
     /// Number of recorded writes; call it before a flush, which covers these.
-    pub fn noted(&self) -> u64 {
+    pub fn recorded_writes(&self) -> u64 {
         self.noted.load(Acquire)
     }
 
     /// Clears the record after a successful flush, unless more writes were recorded since `noted`.
     /// Losses of other clients of the disk do not concern this guest.
     pub fn flushed(&self, noted: u64, would_lose: impl FnOnce() -> bool) {
-        let _turn = self.turn();
-        self.set(self.noted() != noted && would_lose());
+        let _turn = self.lock();
+        self.set(self.recorded_writes() != noted && would_lose());
     }
 
     fn set(&self, would_lose: bool) {
@@ -185,12 +185,12 @@ impl Loss {
         }
     }
 
-    fn turn(&self) -> MutexGuard<'_, ()> {
+    fn lock(&self) -> MutexGuard<'_, ()> {
         self.turn.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Area {
+impl InflightArea {
     /// Maps the area for the opening `opened` of the disk
     /// ([`Disk::opened`](block::disk::Disk::opened)). Counts in `quota` until it is unmapped.
     ///
@@ -199,7 +199,7 @@ impl Area {
     pub fn map(
         info: &InflightInfo,
         file: OwnedFd,
-        quota: &Quota,
+        quota: &MappingQuota,
         opened: u64,
     ) -> Result<Self, InflightError> {
         let &InflightInfo { bytes, file_offset, queues, queue_size, .. } = info;
@@ -211,24 +211,24 @@ impl Area {
         }
         // No address refers to the area, so it is mapped at guest address 0.
         let region = Region::map(file, 0, 0, bytes, file_offset, quota)?;
-        let memory = Memory::new(vec![region])?;
+        let memory = GuestMemory::new(vec![region])?;
         let choice = bytes.checked_sub(CHOICE_BYTES).filter(|at| *at >= due);
-        let choice = choice.and_then(|at| memory.place(at, CHOICE_BYTES as usize));
+        let choice = choice.and_then(|at| memory.range(at, CHOICE_BYTES as usize));
         let choice = choice.filter(|place| place.is_aligned(8) && place.load_u64(0, Acquire) == CHOICE_MARK);
         let stride = choice.as_ref().map(|_| (bytes - CHOICE_BYTES) / u64::from(queues));
         // Checked, because the front end may pass another number of queues than it asked for.
         let stride = stride.filter(|stride| stride.is_multiple_of(64));
-        let loss = choice.clone().map(|place| Arc::new(Loss::new(place, opened)));
+        let loss = choice.clone().map(|place| Arc::new(UnflushedWrites::new(place, opened)));
         Ok(Self { memory, info: *info, stride, choice, loss })
     }
 
     /// See [`Loss`]; `None` for an area of another back end.
-    pub fn loss(&self) -> Option<&Arc<Loss>> {
+    pub fn loss(&self) -> Option<&Arc<UnflushedWrites>> {
         self.loss.as_ref()
     }
 
     /// The front end's description, and the area's file.
-    pub fn told(&self) -> Option<(InflightInfo, BorrowedFd<'_>)> {
+    pub fn description(&self) -> Option<(InflightInfo, BorrowedFd<'_>)> {
         let (file, _) = self.memory.regions().next()?.file()?;
         Some((self.info, file))
     }
@@ -243,7 +243,7 @@ impl Area {
     }
 
     /// Records the guest's choice, if the area has room for it.
-    pub fn keep_write_cache(&self, wanted: bool) {
+    pub fn store_write_cache(&self, wanted: bool) {
         if let Some(place) = &self.choice {
             place.store_u64(CHOICE_AT, if wanted { CACHED } else { THROUGH }, Release);
         }
@@ -256,20 +256,20 @@ impl Area {
     }
 
     /// Records the guest's block size, if the area has room for it.
-    pub fn keep_block_bytes(&self, told: u32) {
+    pub fn store_block_bytes(&self, told: u32) {
         if let Some(place) = &self.choice {
             place.store_u64(BLOCK_AT, told.into(), Release);
         }
     }
 
     /// Part of a ring of `size` descriptors; `None` if the area has no room for it.
-    pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<Place> {
+    pub fn part(&self, ring: u16, size: u16, packed: bool) -> Option<GuestBytes> {
         let each = self.stride.unwrap_or_else(|| part_bytes(self.info.queue_size, packed));
-        let (begin, needed) = (u64::from(ring) * each, Inflight::bytes(size, packed));
+        let (begin, needed) = (u64::from(ring) * each, InflightQueueArea::bytes(size, packed));
         if ring >= self.info.queues || needed as u64 > each || begin + each > self.info.bytes {
             return None;
         }
-        self.memory.place(begin, needed)
+        self.memory.range(begin, needed)
     }
 }
 
@@ -278,8 +278,8 @@ mod tests {
     use super::*;
 
     /// More than a test maps.
-    fn plenty() -> Quota {
-        Quota::new(16, 1 << 47)
+    fn plenty() -> MappingQuota {
+        MappingQuota::new(16, 1 << 47)
     }
 
     fn info(bytes: u64, queues: u16, queue_size: u16) -> InflightInfo {
@@ -292,7 +292,7 @@ mod tests {
         for (packed, stride) in [(false, 2112), (true, 4160)] {
             let (file, bytes) = create(2, 128, packed).expect("made");
             assert_eq!(bytes, 2 * stride + 64);
-            let area = Area::map(&info(bytes, 2, 128), file, &plenty(), 0).expect("mapped");
+            let area = InflightArea::map(&info(bytes, 2, 128), file, &plenty(), 0).expect("mapped");
             let part = |ring, size| area.part(ring, size, packed).map(|part| part.guest_address());
             assert_eq!((part(0, 128), part(1, 128), part(1, 7)), (Some(0), Some(stride), Some(stride)));
             assert_eq!((part(2, 128), part(0, 256)), (None, None));
@@ -307,14 +307,14 @@ mod tests {
             let (file, bytes) = create(2, 1024, packed).expect("made");
             let map = |queues| {
                 let file = file.try_clone().expect("a descriptor");
-                Area::map(&info(bytes, queues, 128), file, &plenty(), 0).expect("mapped")
+                InflightArea::map(&info(bytes, queues, 128), file, &plenty(), 0).expect("mapped")
             };
             let parts = [0, 1].map(|ring| map(2).part(ring, 1024, packed).expect("there").guest_address());
             assert_eq!(parts, [0, part_bytes(1024, packed)]);
             // Parts of any length keep the alignment.
             for queues in 1..=MAX_QUEUES {
                 let file = file.try_clone().expect("a descriptor");
-                let area = Area::map(&info(bytes, queues, 2), file, &plenty(), 0);
+                let area = InflightArea::map(&info(bytes, queues, 2), file, &plenty(), 0);
                 let part = area.ok().and_then(|area| area.part(queues - 1, 2, packed));
                 assert!(part.is_none_or(|part| part.is_aligned(64)), "{queues}");
             }
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn a_packed_ring_does_not_fit_where_split_ones_were_asked_for() {
         let (file, bytes) = create(1, 128, false).expect("made");
-        let area = Area::map(&info(bytes, 1, 128), file, &plenty(), 0).expect("mapped");
+        let area = InflightArea::map(&info(bytes, 1, 128), file, &plenty(), 0).expect("mapped");
         assert!(area.part(0, 128, false).is_some());
         assert!(area.part(0, 128, true).is_none());
     }
@@ -334,15 +334,15 @@ mod tests {
         for packed in [false, true] {
             let (file, bytes) = create(3, 128, packed).expect("made");
             let again = || file.try_clone().expect("a descriptor");
-            let map = |bytes| Area::map(&info(bytes, 3, 128), again(), &plenty(), 0).expect("mapped");
+            let map = |bytes| InflightArea::map(&info(bytes, 3, 128), again(), &plenty(), 0).expect("mapped");
             assert_eq!(map(bytes).write_cache(), None);
             for wanted in [false, true] {
-                map(bytes).keep_write_cache(wanted);
+                map(bytes).store_write_cache(wanted);
                 assert_eq!(map(bytes).write_cache(), Some(wanted));
             }
             // An area of another back end, or one that the front end describes differently.
             let rings = bytes - CHOICE_BYTES;
-            map(rings).keep_write_cache(false);
+            map(rings).store_write_cache(false);
             assert_eq!((map(rings).write_cache(), map(bytes).write_cache()), (None, Some(true)));
             let choice = |number: u64| {
                 pwrite(&file, &number.to_le_bytes(), rings + CHOICE_AT as u64).expect("written");
@@ -358,19 +358,19 @@ mod tests {
     fn the_block_that_a_guest_was_told_is_kept_in_areas_that_were_made_here() {
         let (file, bytes) = create(1, 128, true).expect("made");
         let again = || file.try_clone().expect("a descriptor");
-        let map = |bytes| Area::map(&info(bytes, 1, 128), again(), &plenty(), 0).expect("mapped");
+        let map = |bytes| InflightArea::map(&info(bytes, 1, 128), again(), &plenty(), 0).expect("mapped");
         assert_eq!(map(bytes).block_bytes(), None);
-        map(bytes).keep_block_bytes(4096);
+        map(bytes).store_block_bytes(4096);
         assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), None));
-        map(bytes).keep_write_cache(true);
+        map(bytes).store_write_cache(true);
         assert_eq!((map(bytes).block_bytes(), map(bytes).write_cache()), (Some(4096), Some(true)));
-        map(bytes - CHOICE_BYTES).keep_block_bytes(512);
+        map(bytes - CHOICE_BYTES).store_block_bytes(512);
         assert_eq!((map(bytes - CHOICE_BYTES).block_bytes(), map(bytes).block_bytes()), (None, Some(4096)));
     }
 
     #[test]
     fn what_a_front_end_says_of_an_area_is_checked() {
-        let map = |info: InflightInfo| Area::map(&info, create(1, 4, false).expect("made").0, &plenty(), 0);
+        let map = |info: InflightInfo| InflightArea::map(&info, create(1, 4, false).expect("made").0, &plenty(), 0);
         assert!(map(info(128, 1, 4)).is_ok());
         assert!(matches!(map(info(127, 1, 4)), Err(InflightError::TooSmall { is: 127, due: 128 })));
         assert!(matches!(map(info(1 << 40, 1, 4)), Err(InflightError::Map(_))), "longer than its file");
@@ -392,7 +392,7 @@ mod tests {
         let (file, bytes) = create(1, 4, false).expect("made");
         let area = |opened| {
             let file = file.try_clone().expect("a descriptor");
-            Area::map(&info(bytes, 1, 4), file, &plenty(), opened).expect("mapped")
+            InflightArea::map(&info(bytes, 1, 4), file, &plenty(), opened).expect("mapped")
         };
         let is_lost_with = |opened: u64| {
             let word = || area(opened).loss().expect("made here").place.load_u64(LOSS_AT, Acquire);
@@ -404,26 +404,26 @@ mod tests {
         };
         let ours = area(7);
         let loss = ours.loss().expect("made here");
-        loss.flushed(loss.noted(), || true);
+        loss.flushed(loss.recorded_writes(), || true);
         assert!(!is_lost_with(7), "it has not written");
-        loss.note(|| true);
-        let noted = loss.noted();
-        loss.note(|| true);
+        loss.record_write(|| true);
+        let noted = loss.recorded_writes();
+        loss.record_write(|| true);
         loss.flushed(noted, || true);
         assert!(is_lost_with(7), "a write was acknowledged beside the flush");
-        loss.flushed(loss.noted(), || true);
+        loss.flushed(loss.recorded_writes(), || true);
         assert!(!is_lost_with(7));
 
-        loss.note(|| true);
+        loss.record_write(|| true);
         let (file, bytes) = create(1, 4, false).expect("made");
-        let other = Area::map(&info(bytes, 1, 4), file, &plenty(), 7).expect("mapped");
+        let other = InflightArea::map(&info(bytes, 1, 4), file, &plenty(), 7).expect("mapped");
         let replacing = other.loss().expect("made here");
-        replacing.replaces(loss);
+        replacing.inherit(loss);
         assert_eq!(replacing.place.load_u64(LOSS_AT, Acquire), WOULD_LOSE, "another area makes nothing safe");
 
-        area(7).loss().expect("made here").brought();
+        area(7).loss().expect("made here").evaluate();
         assert!(!loss.has_happened(), "whoever would lose it lives");
-        area(8).loss().expect("made here").brought();
+        area(8).loss().expect("made here").evaluate();
         assert!(loss.has_happened());
     }
 }

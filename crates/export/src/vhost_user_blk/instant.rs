@@ -3,43 +3,43 @@
 //!
 //! Requests that have to wait for limits take the usual path: see `execute.rs`.
 
-use policy::{request::Direction, throttle::Cost};
+use policy::{request::Direction, throttle::RequestCost};
 use smallvec::SmallVec;
 
 use super::{
-    pieces::is_plain,
-    queue::{Incoming, Queue},
+    pieces::needs_no_split,
+    queue::{VringRequest, VhostUserQueue},
 };
-use crate::intake::Intake;
-use ::virtio::block::{Data, Kind};
-use block::disk::Pass;
-use reactor::{error::Error, guest::Place};
+use crate::intake::MergeBatch;
+use ::virtio::block::{Data, BlkOperation};
+use block::disk::AdmissionPermit;
+use reactor::{error::Error, guest::GuestBytes};
 
 /// Number of requests of one queue that ask for admission together: the lock of the group's tree is
 /// held meanwhile.
 const MOST_ASKED: usize = 32;
 
-impl Queue {
+impl VhostUserQueue {
     /// Executes all requests that are admitted at once; passes the rest to `usual`.
-    pub(super) fn start_now(&self, intake: &mut Intake<Incoming>, mut usual: impl FnMut(Incoming)) {
+    pub(super) fn execute_immediately(&self, intake: &mut MergeBatch<VringRequest>, mut usual: impl FnMut(VringRequest)) {
         let disk = self.device.disk();
-        let mut passes: SmallVec<[Option<Pass>; MOST_ASKED]> = SmallVec::new();
+        let mut passes: SmallVec<[Option<AdmissionPermit>; MOST_ASKED]> = SmallVec::new();
         for some in intake.all().chunks(MOST_ASKED) {
             let costs = some.iter().filter_map(task).map(|(direction, _, data)| (direction, cost(data)));
-            disk.admit_now(costs, |pass| passes.push(pass));
+            disk.try_admit_batch(costs, |pass| passes.push(pass));
         }
         // Permits are in the order of the requests that `task` accepts, so one iterator assigns
         // them.
         let mut passes = passes.into_iter();
         for incoming in intake.all().drain(..) {
             match task(&incoming).and_then(|_| passes.next().flatten()) {
-                Some(pass) => self.carry_out_now(incoming, &pass),
+                Some(pass) => self.execute_now(incoming, &pass),
                 None => usual(incoming),
             }
         }
     }
 
-    fn carry_out_now(&self, incoming: Incoming, pass: &Pass) {
+    fn execute_now(&self, incoming: VringRequest, pass: &AdmissionPermit) {
         let disk = self.device.disk();
         let result = match task(&incoming) {
             _ if self.is_lost() => Err(Error::FAULT),
@@ -53,19 +53,19 @@ impl Queue {
             }
             None => unreachable!("it has a pass"),
         };
-        self.answer(incoming, result);
+        self.complete_request(incoming, result);
     }
 }
 
 /// Direction, offset and data of a request that may be executed here.
-fn task(incoming: &Incoming) -> Option<(Direction, u64, &Data)> {
+fn task(incoming: &VringRequest) -> Option<(Direction, u64, &Data)> {
     match &incoming.request.kind {
-        Kind::Read { offset, into } if is_plain(into) => Some((Direction::Read, *offset, into)),
-        Kind::Write { offset, from } if is_plain(from) => Some((Direction::Write, *offset, from)),
+        BlkOperation::Read { offset, into } if needs_no_split(into) => Some((Direction::Read, *offset, into)),
+        BlkOperation::Write { offset, from } if needs_no_split(from) => Some((Direction::Write, *offset, from)),
         _ => None,
     }
 }
 
-fn cost(data: &Data) -> Cost {
-    Cost::one(data.iter().map(Place::bytes).sum::<usize>() as u64)
+fn cost(data: &Data) -> RequestCost {
+    RequestCost::one(data.iter().map(GuestBytes::bytes).sum::<usize>() as u64)
 }

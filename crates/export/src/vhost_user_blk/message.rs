@@ -117,7 +117,7 @@ pub fn name(code: u32) -> &'static str {
 /// Reason why bytes are no valid message.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Malformed {
+pub enum MalformedVhostUserMessage {
     #[error("version {0} of the protocol instead of 1")]
     Version(u32),
     #[error("a reply where a request is due")]
@@ -142,7 +142,7 @@ pub enum Malformed {
 
 /// Header of a message.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct VhostUserHeader {
     /// The request's number: see [`code`].
     pub code: u32,
     /// The front end expects an acknowledgement, if REPLY_ACK was negotiated.
@@ -151,22 +151,22 @@ pub struct Header {
     pub payload_bytes: usize,
 }
 
-impl Header {
+impl VhostUserHeader {
     /// Parses a front end's header.
     ///
     /// # Errors
     /// [`Malformed`]: the end of the message is unknown, so the connection has to end.
-    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, Malformed> {
+    pub fn parse(bytes: &[u8; HEADER_BYTES]) -> Result<Self, MalformedVhostUserMessage> {
         let (code, flags, payload_bytes) = (u32_at(bytes, 0), u32_at(bytes, 4), u32_at(bytes, 8));
         // "Header": the lower two bits of the flags are the version, bit 2 marks a reply.
         if flags & VERSION_MASK != VERSION {
-            return Err(Malformed::Version(flags & VERSION_MASK));
+            return Err(MalformedVhostUserMessage::Version(flags & VERSION_MASK));
         }
         if flags & REPLY != 0 {
-            return Err(Malformed::Reply);
+            return Err(MalformedVhostUserMessage::Reply);
         }
         let length = usize::try_from(payload_bytes).ok().filter(|length| *length <= MAX_PAYLOAD_BYTES);
-        let payload_bytes = length.ok_or(Malformed::TooLong(payload_bytes))?;
+        let payload_bytes = length.ok_or(MalformedVhostUserMessage::TooLong(payload_bytes))?;
         Ok(Self { code, need_reply: flags & NEED_REPLY != 0, payload_bytes })
     }
 }
@@ -213,7 +213,7 @@ pub struct InflightInfo {
 /// A request of a front end.
 #[allow(missing_docs, reason = "the specification's names")]
 #[derive(Debug)]
-pub enum Request {
+pub enum VhostUserRequest {
     GetFeatures,
     SetFeatures(u64),
     SetOwner,
@@ -245,12 +245,12 @@ pub enum Request {
     GetStatus,
 }
 
-impl Request {
+impl VhostUserRequest {
     /// Parses the payload behind a header. All `descriptors` that are not in the result are closed.
     ///
     /// # Errors
     /// [`Malformed`]; the message ends where its header says, so later messages can be parsed.
-    pub fn parse(code: u32, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Self, Malformed> {
+    pub fn parse(code: u32, payload: &[u8], descriptors: Vec<OwnedFd>) -> Result<Self, MalformedVhostUserMessage> {
         let mut body = Body { payload, descriptors };
         let request = match code {
             code::GET_FEATURES => Self::GetFeatures,
@@ -287,7 +287,7 @@ impl Request {
             code::GET_QUEUE_NUM => Self::GetQueueNum,
             code::SET_VRING_ENABLE => match body.state()? {
                 (ring, enable @ (0 | 1)) => Self::SetVringEnable { ring, enable: enable == 1 },
-                (_, other) => return Err(Malformed::Enable(other)),
+                (_, other) => return Err(MalformedVhostUserMessage::Enable(other)),
             },
             code::SET_BACKEND_REQ_FD => Self::SetBackendReqFd(body.descriptor()?),
             code::GET_CONFIG => {
@@ -313,7 +313,7 @@ impl Request {
             }
             code::SET_STATUS => Self::SetStatus(body.number()?),
             code::GET_STATUS => Self::GetStatus,
-            unknown => return Err(Malformed::Unknown(unknown)),
+            unknown => return Err(MalformedVhostUserMessage::Unknown(unknown)),
         };
         body.end()?;
         Ok(request)
@@ -344,23 +344,23 @@ struct Body<'a> {
 
 impl<'a> Body<'a> {
     /// Takes the whole payload, which must have `N` bytes.
-    fn whole<const N: usize>(&mut self) -> Result<&'a [u8; N], Malformed> {
-        let wrong = Malformed::Size { is: self.payload.len(), due: N };
+    fn whole<const N: usize>(&mut self) -> Result<&'a [u8; N], MalformedVhostUserMessage> {
+        let wrong = MalformedVhostUserMessage::Size { is: self.payload.len(), due: N };
         let whole = <&[u8; N]>::try_from(self.payload).map_err(|_| wrong)?;
         self.payload = &[];
         Ok(whole)
     }
 
-    fn number(&mut self) -> Result<u64, Malformed> {
+    fn number(&mut self) -> Result<u64, MalformedVhostUserMessage> {
         Ok(u64::from_ne_bytes(*self.whole()?))
     }
 
-    fn state(&mut self) -> Result<(u32, u32), Malformed> {
+    fn state(&mut self) -> Result<(u32, u32), MalformedVhostUserMessage> {
         let bytes = self.whole::<8>()?;
         Ok((u32_at(bytes, 0), u32_at(bytes, 4)))
     }
 
-    fn addresses(&mut self) -> Result<Request, Malformed> {
+    fn addresses(&mut self) -> Result<VhostUserRequest, MalformedVhostUserMessage> {
         let bytes = self.whole::<40>()?;
         // Ignores the flags at 4 (log writes to the used ring) and the log address at 32. Those
         // writes are logged where they happen, with all others: see `session`.
@@ -369,13 +369,13 @@ impl<'a> Body<'a> {
             device: u64_at(bytes, 16),
             driver: u64_at(bytes, 24),
         };
-        Ok(Request::SetVringAddr { ring: u32_at(bytes, 0), addresses })
+        Ok(VhostUserRequest::SetVringAddr { ring: u32_at(bytes, 0), addresses })
     }
 
-    fn event(&mut self) -> Result<(u32, Option<OwnedFd>), Malformed> {
+    fn event(&mut self) -> Result<(u32, Option<OwnedFd>), MalformedVhostUserMessage> {
         let number = self.number()?;
         if number & !(0xff | NO_DESCRIPTOR) != 0 {
-            return Err(Malformed::RingBits(number));
+            return Err(MalformedVhostUserMessage::RingBits(number));
         }
         // Bits 0 to 7 are the ring, bit 8 means that no descriptor is passed
         // ("VHOST_USER_SET_VRING_KICK").
@@ -383,53 +383,53 @@ impl<'a> Body<'a> {
         Ok(((number & 0xff) as u32, event))
     }
 
-    fn table(&mut self) -> Result<Vec<(RegionInfo, OwnedFd)>, Malformed> {
-        let short = Malformed::Size { is: self.payload.len(), due: TABLE_HEADER_BYTES };
+    fn table(&mut self) -> Result<Vec<(RegionInfo, OwnedFd)>, MalformedVhostUserMessage> {
+        let short = MalformedVhostUserMessage::Size { is: self.payload.len(), due: TABLE_HEADER_BYTES };
         let (header, regions) = self.payload.split_at_checked(TABLE_HEADER_BYTES).ok_or(short)?;
         let count = u32_at(header, 0);
         let due = usize::try_from(count).ok().filter(|count| *count <= MAX_TABLE_REGIONS);
-        let due = due.ok_or(Malformed::Regions(count))?;
+        let due = due.ok_or(MalformedVhostUserMessage::Regions(count))?;
         if regions.len() != due * REGION_BYTES {
             let due = TABLE_HEADER_BYTES + due * REGION_BYTES;
-            return Err(Malformed::Size { is: self.payload.len(), due });
+            return Err(MalformedVhostUserMessage::Size { is: self.payload.len(), due });
         }
         // One descriptor for each region, in the order of the regions.
         if self.descriptors.len() != due {
-            return Err(Malformed::Descriptors { is: self.descriptors.len(), due });
+            return Err(MalformedVhostUserMessage::Descriptors { is: self.descriptors.len(), due });
         }
         self.payload = &[];
         let regions = regions.chunks_exact(REGION_BYTES).map(region);
         Ok(regions.zip(self.descriptors.drain(..)).collect())
     }
 
-    fn region(&mut self) -> Result<RegionInfo, Malformed> {
+    fn region(&mut self) -> Result<RegionInfo, MalformedVhostUserMessage> {
         let bytes = self.whole::<{ 8 + REGION_BYTES }>()?;
         Ok(region(&bytes[8..]))
     }
 
-    fn log(&mut self) -> Result<Request, Malformed> {
+    fn log(&mut self) -> Result<VhostUserRequest, MalformedVhostUserMessage> {
         // An eight-byte payload is an address in the front end, as the kernel's vhost accepts it.
         if self.payload.len() == 8 {
-            return Err(Malformed::LogWithoutDescriptor);
+            return Err(MalformedVhostUserMessage::LogWithoutDescriptor);
         }
         let area = self.whole::<16>()?;
         let file = self.descriptor()?;
-        Ok(Request::SetLogBase { bytes: u64_at(area, 0), file_offset: u64_at(area, 8), file })
+        Ok(VhostUserRequest::SetLogBase { bytes: u64_at(area, 0), file_offset: u64_at(area, 8), file })
     }
 
-    fn config(&mut self) -> Result<(u32, u32, &'a [u8]), Malformed> {
-        let short = Malformed::Size { is: self.payload.len(), due: CONFIG_HEADER_BYTES };
+    fn config(&mut self) -> Result<(u32, u32, &'a [u8]), MalformedVhostUserMessage> {
+        let short = MalformedVhostUserMessage::Size { is: self.payload.len(), due: CONFIG_HEADER_BYTES };
         let (header, content) = self.payload.split_at_checked(CONFIG_HEADER_BYTES).ok_or(short)?;
         let size = u32_at(header, 4) as usize;
         if content.len() != size {
             let due = CONFIG_HEADER_BYTES.saturating_add(size);
-            return Err(Malformed::Size { is: self.payload.len(), due });
+            return Err(MalformedVhostUserMessage::Size { is: self.payload.len(), due });
         }
         self.payload = &[];
         Ok((u32_at(header, 0), u32_at(header, 8), content))
     }
 
-    fn inflight(&mut self) -> Result<InflightInfo, Malformed> {
+    fn inflight(&mut self) -> Result<InflightInfo, MalformedVhostUserMessage> {
         // Front ends written in C send the structure with its padding, others without.
         let padded = self.payload.len() == PADDED_INFLIGHT_BYTES;
         let bytes: &[u8] =
@@ -443,19 +443,19 @@ impl<'a> Body<'a> {
         })
     }
 
-    fn descriptor(&mut self) -> Result<OwnedFd, Malformed> {
+    fn descriptor(&mut self) -> Result<OwnedFd, MalformedVhostUserMessage> {
         match self.descriptors.len() {
-            1 => self.descriptors.pop().ok_or(Malformed::Descriptors { is: 0, due: 1 }),
-            is => Err(Malformed::Descriptors { is, due: 1 }),
+            1 => self.descriptors.pop().ok_or(MalformedVhostUserMessage::Descriptors { is: 0, due: 1 }),
+            is => Err(MalformedVhostUserMessage::Descriptors { is, due: 1 }),
         }
     }
 
     /// Fails if a part of the message was not consumed.
-    fn end(self) -> Result<(), Malformed> {
+    fn end(self) -> Result<(), MalformedVhostUserMessage> {
         match (self.payload.len(), self.descriptors.len()) {
             (0, 0) => Ok(()),
-            (0, is) => Err(Malformed::Descriptors { is, due: 0 }),
-            (is, _) => Err(Malformed::Size { is, due: 0 }),
+            (0, is) => Err(MalformedVhostUserMessage::Descriptors { is, due: 0 }),
+            (is, _) => Err(MalformedVhostUserMessage::Size { is, due: 0 }),
         }
     }
 }
@@ -531,14 +531,14 @@ fn u64_at(bytes: &[u8], at: usize) -> u64 {
 
 /// A reply to a front end, ready to be sent.
 #[derive(Debug)]
-pub struct Reply {
+pub struct VhostUserReply {
     /// Header and payload.
     pub bytes: Vec<u8>,
     /// Sent beside the bytes.
     pub descriptor: Option<OwnedFd>,
 }
 
-impl Reply {
+impl VhostUserReply {
     fn new(code: u32, payload: &[&[u8]]) -> Self {
         Self { bytes: message(code, VERSION | REPLY, payload), descriptor: None }
     }
@@ -594,20 +594,20 @@ mod tests {
         (0..count).map(|_| File::open("/dev/null").expect("it is there").into()).collect()
     }
 
-    fn header(code: u32, flags: u32, length: u32) -> Result<Header, Malformed> {
+    fn header(code: u32, flags: u32, length: u32) -> Result<VhostUserHeader, MalformedVhostUserMessage> {
         let bytes = [code, flags, length].map(u32::to_ne_bytes).concat();
-        Header::parse(bytes.as_slice().try_into().expect("twelve bytes"))
+        VhostUserHeader::parse(bytes.as_slice().try_into().expect("twelve bytes"))
     }
 
     #[test]
     fn headers_are_of_version_one_and_no_replies() {
         let parsed = header(1, 1, 0).expect("as QEMU sends it");
-        assert_eq!(parsed, Header { code: 1, need_reply: false, payload_bytes: 0 });
+        assert_eq!(parsed, VhostUserHeader { code: 1, need_reply: false, payload_bytes: 0 });
         assert!(header(5, 9, 4096).expect("to be acknowledged").need_reply);
-        assert_eq!(header(1, 0, 0), Err(Malformed::Version(0)));
-        assert_eq!(header(1, 2, 0), Err(Malformed::Version(2)));
-        assert_eq!(header(1, 5, 0), Err(Malformed::Reply));
-        assert_eq!(header(1, 1, u32::MAX), Err(Malformed::TooLong(u32::MAX)));
+        assert_eq!(header(1, 0, 0), Err(MalformedVhostUserMessage::Version(0)));
+        assert_eq!(header(1, 2, 0), Err(MalformedVhostUserMessage::Version(2)));
+        assert_eq!(header(1, 5, 0), Err(MalformedVhostUserMessage::Reply));
+        assert_eq!(header(1, 1, u32::MAX), Err(MalformedVhostUserMessage::TooLong(u32::MAX)));
         assert!(header(1, 1, MAX_PAYLOAD_BYTES as u32).is_ok());
         assert!(header(1, 1, MAX_PAYLOAD_BYTES as u32 + 1).is_err());
     }
@@ -663,69 +663,69 @@ mod tests {
         ];
         for (code, payload, count) in &exact {
             let name = name(*code);
-            let parsed = |payload: &[u8], count| Request::parse(*code, payload, descriptors(count));
+            let parsed = |payload: &[u8], count| VhostUserRequest::parse(*code, payload, descriptors(count));
             assert!(parsed(payload, *count).is_ok(), "{name}");
             let longer = [payload, &[0][..]].concat();
-            assert!(matches!(parsed(&longer, *count), Err(Malformed::Size { .. })), "{name}");
+            assert!(matches!(parsed(&longer, *count), Err(MalformedVhostUserMessage::Size { .. })), "{name}");
             if let Some((_, shorter)) = payload.split_last() {
-                assert!(matches!(parsed(shorter, *count), Err(Malformed::Size { .. })), "{name}");
+                assert!(matches!(parsed(shorter, *count), Err(MalformedVhostUserMessage::Size { .. })), "{name}");
             }
             for wrong in [count + 1, count + 2] {
                 if *code == REM_MEM_REG && wrong == 1 {
                     continue;
                 }
-                let refused = matches!(parsed(payload, wrong), Err(Malformed::Descriptors { .. }));
+                let refused = matches!(parsed(payload, wrong), Err(MalformedVhostUserMessage::Descriptors { .. }));
                 assert!(refused, "{name} with {wrong} descriptors");
             }
             if *count > 0 && *code != REM_MEM_REG {
-                assert!(matches!(parsed(payload, count - 1), Err(Malformed::Descriptors { .. })), "{name}");
+                assert!(matches!(parsed(payload, count - 1), Err(MalformedVhostUserMessage::Descriptors { .. })), "{name}");
             }
         }
         for unknown in [0, 19, 20, 22, 23, 26, 27, 28, 29, 30, 33, 35, 41, 44, u32::MAX] {
-            let parsed = Request::parse(unknown, &[], Vec::new());
-            assert_eq!(parsed.err(), Some(Malformed::Unknown(unknown)));
+            let parsed = VhostUserRequest::parse(unknown, &[], Vec::new());
+            assert_eq!(parsed.err(), Some(MalformedVhostUserMessage::Unknown(unknown)));
         }
     }
 
     #[test]
     fn what_a_payload_says_is_understood() {
         let bytes: Vec<u8> = (1..=5_u64).flat_map(u64::to_ne_bytes).collect();
-        let parsed = Request::parse(code::SET_VRING_ADDR, &bytes, Vec::new()).expect("well formed");
-        let Request::SetVringAddr { ring: 1, addresses } = parsed else { panic!("{parsed:?}") };
+        let parsed = VhostUserRequest::parse(code::SET_VRING_ADDR, &bytes, Vec::new()).expect("well formed");
+        let VhostUserRequest::SetVringAddr { ring: 1, addresses } = parsed else { panic!("{parsed:?}") };
         assert_eq!(addresses, VringAddresses { descriptors: 2, device: 3, driver: 4 });
 
-        let parsed = Request::parse(code::ADD_MEM_REG, &bytes, descriptors(1)).expect("well formed");
-        let Request::AddMemReg(region, _) = parsed else { panic!("{parsed:?}") };
+        let parsed = VhostUserRequest::parse(code::ADD_MEM_REG, &bytes, descriptors(1)).expect("well formed");
+        let VhostUserRequest::AddMemReg(region, _) = parsed else { panic!("{parsed:?}") };
         let due = RegionInfo { guest_address: 2, bytes: 3, user_address: 4, file_offset: 5 };
         assert_eq!(region, due);
 
         let enable = |number: u32| {
-            Request::parse(code::SET_VRING_ENABLE, &[3, number].map(u32::to_ne_bytes).concat(), Vec::new())
+            VhostUserRequest::parse(code::SET_VRING_ENABLE, &[3, number].map(u32::to_ne_bytes).concat(), Vec::new())
         };
-        assert!(matches!(enable(0), Ok(Request::SetVringEnable { ring: 3, enable: false })));
-        assert!(matches!(enable(1), Ok(Request::SetVringEnable { ring: 3, enable: true })));
-        assert_eq!(enable(2).err(), Some(Malformed::Enable(2)));
+        assert!(matches!(enable(0), Ok(VhostUserRequest::SetVringEnable { ring: 3, enable: false })));
+        assert!(matches!(enable(1), Ok(VhostUserRequest::SetVringEnable { ring: 3, enable: true })));
+        assert_eq!(enable(2).err(), Some(MalformedVhostUserMessage::Enable(2)));
 
-        let log = Request::parse(code::SET_LOG_BASE, &[0; 8], Vec::new());
-        assert_eq!(log.err(), Some(Malformed::LogWithoutDescriptor));
-        let kick = Request::parse(code::SET_VRING_KICK, &0x200_u64.to_ne_bytes(), descriptors(1));
-        assert_eq!(kick.err(), Some(Malformed::RingBits(0x200)));
+        let log = VhostUserRequest::parse(code::SET_LOG_BASE, &[0; 8], Vec::new());
+        assert_eq!(log.err(), Some(MalformedVhostUserMessage::LogWithoutDescriptor));
+        let kick = VhostUserRequest::parse(code::SET_VRING_KICK, &0x200_u64.to_ne_bytes(), descriptors(1));
+        assert_eq!(kick.err(), Some(MalformedVhostUserMessage::RingBits(0x200)));
         let table = [33_u32, 0].map(u32::to_ne_bytes).concat();
-        let table = Request::parse(code::SET_MEM_TABLE, &table, Vec::new());
-        assert_eq!(table.err(), Some(Malformed::Regions(33)));
+        let table = VhostUserRequest::parse(code::SET_MEM_TABLE, &table, Vec::new());
+        assert_eq!(table.err(), Some(MalformedVhostUserMessage::Regions(33)));
     }
 
     #[test]
     fn replies_are_as_long_as_the_front_end_expects_them() {
         let area = |padded| InflightInfo { bytes: 7, file_offset: 0, queues: 2, queue_size: 128, padded };
-        assert_eq!(Reply::inflight(&area(true), None).bytes.len(), HEADER_BYTES + 24);
-        assert_eq!(Reply::inflight(&area(false), None).bytes.len(), HEADER_BYTES + 20);
-        assert_eq!(Reply::no_config().bytes, [24_u32, 5, 0].map(u32::to_ne_bytes).concat());
-        let config = Reply::config(32, 1, &[1]).bytes;
+        assert_eq!(VhostUserReply::inflight(&area(true), None).bytes.len(), HEADER_BYTES + 24);
+        assert_eq!(VhostUserReply::inflight(&area(false), None).bytes.len(), HEADER_BYTES + 20);
+        assert_eq!(VhostUserReply::no_config().bytes, [24_u32, 5, 0].map(u32::to_ne_bytes).concat());
+        let config = VhostUserReply::config(32, 1, &[1]).bytes;
         let head = [24_u32, 5, 13, 32, 1, 1].map(u32::to_ne_bytes).concat();
         assert_eq!(config, [head, vec![1]].concat());
         assert_eq!(config_change(), [2_u32, 1, 0].map(u32::to_ne_bytes).concat());
         let number = [[11_u32, 5, 8].map(u32::to_ne_bytes), [[3, 0, 0, 0], [9, 0, 0, 0], [0; 4]]].concat();
-        assert_eq!(Reply::vring_base(3, 9).bytes, number[..5].concat());
+        assert_eq!(VhostUserReply::vring_base(3, 9).bytes, number[..5].concat());
     }
 }

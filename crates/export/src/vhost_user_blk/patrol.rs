@@ -19,7 +19,7 @@ const LONGEST: Duration = Duration::from_micros(64);
 const MOST_SKIPPED: u32 = 1024;
 
 #[derive(Debug, Default)]
-pub(super) struct Patrol {
+pub(super) struct BusyPolling {
     /// The last sleep was short.
     is_worth_it: bool,
     since: Option<Instant>,
@@ -30,9 +30,9 @@ pub(super) struct Patrol {
     skipped: u32,
 }
 
-impl Patrol {
+impl BusyPolling {
     /// Records that the ring had a request, or that a request has ended.
-    pub(super) fn found(&mut self) {
+    pub(super) fn record_progress(&mut self) {
         if self.since.take().is_some() {
             self.penalty = 0;
         }
@@ -40,7 +40,7 @@ impl Patrol {
     }
 
     /// Records that nothing was found; true to poll again, false to sleep.
-    pub(super) fn goes_on(&mut self, now: Instant) -> bool {
+    pub(super) fn should_poll(&mut self, now: Instant) -> bool {
         if !self.is_worth_it {
             return false;
         }
@@ -61,7 +61,7 @@ impl Patrol {
     }
 
     /// Records a wake-up after a sleep of this duration.
-    pub(super) fn slept(&mut self, slept: Duration) {
+    pub(super) fn record_sleep(&mut self, slept: Duration) {
         self.is_worth_it = slept <= LONGEST;
     }
 }
@@ -74,9 +74,9 @@ mod tests {
 
     /// Polls until it sleeps; returns the number of polls, each of which advances `now` by
     /// [`STEP`].
-    fn looks(patrol: &mut Patrol, now: &mut Instant) -> u64 {
+    fn looks(patrol: &mut BusyPolling, now: &mut Instant) -> u64 {
         let mut looks = 0;
-        while patrol.goes_on(*now) {
+        while patrol.should_poll(*now) {
             looks += 1;
             *now += STEP;
         }
@@ -85,31 +85,31 @@ mod tests {
 
     #[test]
     fn it_looks_only_after_a_short_sleep() {
-        let (mut patrol, mut now) = (Patrol::default(), Instant::ZERO);
+        let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
         assert_eq!(looks(&mut patrol, &mut now), 0, "nothing is known");
-        patrol.slept(LONGEST + STEP);
+        patrol.record_sleep(LONGEST + STEP);
         assert_eq!(looks(&mut patrol, &mut now), 0, "it would have looked in vain");
-        patrol.slept(LONGEST);
+        patrol.record_sleep(LONGEST);
         assert_eq!(looks(&mut patrol, &mut now), 64);
     }
 
     #[test]
     fn as_long_as_it_finds_it_goes_on() {
-        let (mut patrol, mut now) = (Patrol::default(), Instant::ZERO);
-        patrol.slept(STEP);
+        let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
+        patrol.record_sleep(STEP);
         for _ in 0..100 {
             for _ in 0..63 {
-                assert!(patrol.goes_on(now));
+                assert!(patrol.should_poll(now));
                 now += STEP;
             }
-            patrol.found();
+            patrol.record_progress();
         }
     }
 
     #[test]
     fn in_vain_it_looks_ever_more_seldom_until_it_finds() {
-        let (mut patrol, mut now) = (Patrol::default(), Instant::ZERO);
-        patrol.slept(STEP);
+        let (mut patrol, mut now) = (BusyPolling::default(), Instant::ZERO);
+        patrol.record_sleep(STEP);
         let mut between = Vec::new();
         let mut slept = 0;
         while between.len() < 14 {
@@ -120,10 +120,10 @@ mod tests {
         }
         assert_eq!(between, [0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1024, 1024]);
         for _ in 0..1024 {
-            assert!(!patrol.goes_on(now));
+            assert!(!patrol.should_poll(now));
         }
-        assert!(patrol.goes_on(now));
-        patrol.found();
+        assert!(patrol.should_poll(now));
+        patrol.record_progress();
         assert_eq!(looks(&mut patrol, &mut now), 64, "it pays again");
         assert_eq!(looks(&mut patrol, &mut now), 0);
         assert_eq!(looks(&mut patrol, &mut now), 64);

@@ -7,14 +7,14 @@
 
 use std::mem;
 
-use policy::{request::Direction, throttle::Cost};
+use policy::{request::Direction, throttle::RequestCost};
 
-use super::queue::{Incoming, Queue};
+use super::queue::{VringRequest, VhostUserQueue};
 use crate::intake::Mergeable as _;
-use ::virtio::block::{Data, Kind, SECTOR_BYTES};
+use ::virtio::block::{Data, BlkOperation, SECTOR_BYTES};
 use reactor::{
-    buffer::{Segments, Target},
-    memory::Account,
+    buffer::{Segments, ReadTarget},
+    memory::MemoryAccount,
 };
 
 /// Length of a piece: no request of a usual guest is larger. Copied within a millisecond or two.
@@ -22,7 +22,7 @@ use reactor::{
 const PIECE_BYTES: usize = if cfg!(test) { 4 << 10 } else { 4 << 20 };
 
 /// True if a request with this data is executed as a whole.
-pub(super) fn is_plain(data: &Data) -> bool {
+pub(super) fn needs_no_split(data: &Data) -> bool {
     let sector = SECTOR_BYTES as usize;
     let mut bytes = 0;
     data.iter().all(|place| {
@@ -32,29 +32,29 @@ pub(super) fn is_plain(data: &Data) -> bool {
 }
 
 /// Charged memory; returned on drop.
-struct Charge<'a>(&'a Account, u64);
+struct PieceMemoryCharge<'a>(&'a MemoryAccount, u64);
 
-impl Drop for Charge<'_> {
+impl Drop for PieceMemoryCharge<'_> {
     fn drop(&mut self) {
-        self.0.give_back(self.1);
+        self.0.release(self.1);
     }
 }
 
-impl Queue {
+impl VhostUserQueue {
     /// Executes a read or write.
-    pub(super) async fn carry_out_in_pieces(&self, incoming: Incoming) {
+    pub(super) async fn execute_in_pieces(&self, incoming: VringRequest) {
         let direction = match incoming.request.kind {
-            Kind::Read { .. } => Direction::Read,
+            BlkOperation::Read { .. } => Direction::Read,
             _ => Direction::Write,
         };
         let is_large = incoming.request.bytes() > PIECE_BYTES as u64;
         let _turn = if is_large { Some(self.large.exclusive(0..1).await) } else { None };
-        if self.is_stopping() && !incoming.must_go {
-            return self.give_back(incoming);
+        if self.is_stopping() && !incoming.must_complete {
+            return self.return_request(incoming);
         }
         let mut offset = incoming.candidate().offset;
         let mut rest: Segments = incoming.places().iter().cloned().collect();
-        let mut must_go = incoming.must_go;
+        let mut must_go = incoming.must_complete;
         let mut outcome = Ok(());
         while !rest.is_empty() && outcome.is_ok() {
             let bytes = rest.len().min(PIECE_BYTES);
@@ -62,17 +62,17 @@ impl Queue {
             let after = rest.split_off(bytes);
             let piece = mem::replace(&mut rest, after);
             let (disk, bytes) = (self.device.disk(), bytes as u64);
-            if self.unless_over(disk.memory().take(&self.flow, bytes), must_go).await.is_none() {
-                return self.give_back(incoming);
+            if self.unless_stopping(disk.memory().acquire(&self.flow, bytes), must_go).await.is_none() {
+                return self.return_request(incoming);
             }
-            let _charge = Charge(disk.memory(), bytes);
-            let Some(pass) = self.admit(direction, Cost::one(bytes), must_go).await else {
-                return self.give_back(incoming);
+            let _charge = PieceMemoryCharge(disk.memory(), bytes);
+            let Some(pass) = self.admit(direction, RequestCost::one(bytes), must_go).await else {
+                return self.return_request(incoming);
             };
             // The first piece has effects, so the request cannot go back into the ring any more.
             must_go = true;
             outcome = match direction {
-                Direction::Read => disk.read_to(pass, offset, Target::Here(piece)).await.map(drop),
+                Direction::Read => disk.read_to(pass, offset, ReadTarget::Segments(piece)).await.map(drop),
                 Direction::Write => disk.write(pass, offset, piece, self.device.durability()).await,
             };
             offset += bytes;
@@ -85,6 +85,6 @@ impl Queue {
             // them.
             incoming.places().iter().for_each(|place| self.mark(place.guest_address(), place.bytes()));
         }
-        self.answer(incoming, outcome);
+        self.complete_request(incoming, outcome);
     }
 }

@@ -23,40 +23,40 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::merge::{Candidate, Operation};
+use policy::merge::{MergeCandidate, MergeOperation};
 use smallvec::SmallVec;
 
 use super::{
-    bell::Bell,
-    device::{Counted, Device},
+    bell::VringEvent,
+    device::{CopyCountingIo, VhostUserDevice},
     features::virtio,
-    idle::Idle,
-    inflight::Loss,
-    patrol::Patrol,
+    idle::IdleBackoff,
+    inflight::UnflushedWrites,
+    patrol::BusyPolling,
     session::EventKind,
     vring::{RingPlaces, RingSettings},
 };
 use crate::{
-    intake::{Intake, Mergeable},
-    race::{First, first},
+    intake::{MergeBatch, Mergeable},
+    race::{FirstReady, first},
 };
 use ::virtio::{
-    block::{self as requests, Data, Kind, Request},
-    ring::{Broken, Chain, Inflight, Layout, MAX_DESCRIPTORS, Places, Ring, Ticket},
+    block::{self as requests, Data, BlkOperation, BlkRequest},
+    ring::{RingError, DescriptorChain, InflightQueueArea, RingLayout, MAX_DESCRIPTORS, Places, Virtqueue, ChainTicket},
 };
-use block::disk::Patience;
+use block::disk::CancelToken;
 use reactor::{
-    Launcher, Notifier, Signal,
-    guest::{Memory, Place},
-    memory::MemoryFlow,
+    TaskSpawner, EventfdNotifier, Signal,
+    guest::{GuestMemory, GuestBytes},
+    memory::FairQueueFlow,
     op::Fd,
 };
 use storage::RangeLocks;
 
 /// Number of requests taken in one turn, so that completions are not delayed for long.
-const MOST_TAKEN: usize = 256;
+const MAX_REQUESTS_PER_TURN: usize = 256;
 /// Number of descriptors read in one turn: two of the longest chains.
-const MOST_DESCRIPTORS: usize = 2 * MAX_DESCRIPTORS;
+const MAX_DESCRIPTORS_PER_TURN: usize = 2 * MAX_DESCRIPTORS;
 /// Number of descriptors above which a turn counts as long: they occupy the thread like dozens of
 /// small requests. Otherwise a guest with chains of maximum length could use a turn of tasks for
 /// milliseconds and delay the completions of its neighbours.
@@ -67,86 +67,86 @@ const MANY_DESCRIPTORS: usize = 512;
 const FETCHED: usize = 16;
 /// Kicks of an always empty ring after which the guest's memory is in doubt. One may be the front
 /// end's own (QEMU kicks a ring that it starts); the second is the driver's.
-const KICKS_FOR_NOTHING: u64 = 2;
+const MAX_FRUITLESS_KICKS: u64 = 2;
 /// Number of completions after which the driver is called during a turn.
-const MOST_UNANNOUNCED: usize = 16;
+const MAX_UNANNOUNCED: usize = 16;
 
 /// Order of the export to a queue.
 #[derive(Debug)]
-pub(super) enum Order {
+pub(super) enum QueueOrder {
     /// Take no further request. `abandoned`: the front end has disconnected.
     Stop {
         abandoned: bool,
     },
     /// Replace the memory. The channel closes when the new memory is in use or the queue has ended.
-    Memory(Memory, RingPlaces, async_channel::Sender<Infallible>),
-    Event(EventKind, Option<Bell>),
+    Memory(GuestMemory, RingPlaces, async_channel::Sender<Infallible>),
+    Event(EventKind, Option<VringEvent>),
 }
 
 /// A request that was taken from the ring.
-pub(super) struct Incoming {
-    pub(super) ticket: Ticket,
-    pub(super) request: Request,
+pub(super) struct VringRequest {
+    pub(super) ticket: ChainTicket,
+    pub(super) request: BlkRequest,
     /// Sequence number of the request in the queue.
     number: u64,
     /// The request cannot go back into the ring: it waits for admission even while the queue stops.
-    pub(super) must_go: bool,
+    pub(super) must_complete: bool,
 }
 
-impl Incoming {
+impl VringRequest {
     /// Buffers of the request's data.
     ///
     /// # Panics
     /// If it has none.
     pub(super) fn places(&self) -> &Data {
         match &self.request.kind {
-            Kind::Read { into: places, .. } | Kind::Write { from: places, .. } | Kind::Id(places) => places,
+            BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } | BlkOperation::Id(places) => places,
             _ => unreachable!("it has no data"),
         }
     }
 
     /// True if the buffers were moved to the disk, so that the request cannot be retried.
-    pub(super) fn is_spent(&self) -> bool {
-        matches!(&self.request.kind, Kind::Read { into: places, .. } | Kind::Write { from: places, .. } if places.is_empty())
+    pub(super) fn data_was_moved(&self) -> bool {
+        matches!(&self.request.kind, BlkOperation::Read { into: places, .. } | BlkOperation::Write { from: places, .. } if places.is_empty())
     }
 }
 
-impl Mergeable for Incoming {
-    fn candidate(&self) -> Candidate {
+impl Mergeable for VringRequest {
+    fn candidate(&self) -> MergeCandidate {
         let (operation, offset) = match self.request.kind {
-            Kind::Read { offset, .. } => (Operation::Read, offset),
-            Kind::Write { offset, .. } => (Operation::Write, offset),
-            _ => (Operation::Barrier, 0),
+            BlkOperation::Read { offset, .. } => (MergeOperation::Read, offset),
+            BlkOperation::Write { offset, .. } => (MergeOperation::Write, offset),
+            _ => (MergeOperation::Barrier, 0),
         };
-        let length = if operation == Operation::Barrier { 0 } else { self.request.bytes() };
-        Candidate { operation, offset, length, key: 0 }
+        let length = if operation == MergeOperation::Barrier { 0 } else { self.request.bytes() };
+        MergeCandidate { operation, offset, length, key: 0 }
     }
 }
 
-struct Bells {
-    kick: Option<Bell>,
-    call: Option<Bell>,
-    error: Option<Bell>,
+struct VringEvents {
+    kick: Option<VringEvent>,
+    call: Option<VringEvent>,
+    error: Option<VringEvent>,
 }
 
-pub(super) struct Queue {
+pub(super) struct VhostUserQueue {
     number: u16,
-    pub(super) device: Arc<Device>,
-    ring: RefCell<Ring>,
-    pub(super) loss: Option<Arc<Loss>>,
-    memory: RefCell<Memory>,
+    pub(super) device: Arc<VhostUserDevice>,
+    ring: RefCell<Virtqueue>,
+    pub(super) loss: Option<Arc<UnflushedWrites>>,
+    memory: RefCell<GuestMemory>,
     /// Memory was replaced while requests in flight still use the old one: see [`Queue::mark`].
     memory_changed: Cell<bool>,
     /// See [`Queue::is_lost`].
     lost: Cell<bool>,
-    bells: RefCell<Bells>,
-    notifier: Notifier,
+    bells: RefCell<VringEvents>,
+    notifier: EventfdNotifier,
     /// Notified when the kick was replaced.
     rewired: Event,
     /// Number of completions for which the driver was not called yet.
     unannounced: Cell<usize>,
     /// Requests that waited for limits when the queue was stopped.
-    returned: RefCell<Vec<Incoming>>,
+    returned: RefCell<Vec<VringRequest>>,
     in_flight: Cell<usize>,
     taken: Cell<u64>,
     kicks: Cell<u64>,
@@ -155,25 +155,25 @@ pub(super) struct Queue {
     abandoned: Cell<bool>,
     /// Wakes requests that wait for limits.
     pub(super) stop: Event,
-    pub(super) patience: Arc<Patience>,
+    pub(super) patience: Arc<CancelToken>,
     /// Share of the disk's memory while requests wait for it.
-    pub(super) flow: MemoryFlow,
+    pub(super) flow: FairQueueFlow,
     /// Held by the large request that is being executed.
     pub(super) large: RangeLocks,
 }
 
-impl Queue {
+impl VhostUserQueue {
     /// Creates a queue for a ring.
     ///
     /// # Errors
     /// The settings or the in-flight area contradict each other.
-    pub(super) fn new(number: u16, settings: RingSettings, device: Arc<Device>) -> Result<Rc<Self>, Broken> {
+    pub(super) fn new(number: u16, settings: RingSettings, device: Arc<VhostUserDevice>) -> Result<Rc<Self>, RingError> {
         let RingSettings { size, places, memory, features, base, inflight, loss, kick, call, error } =
             settings;
-        let bell = |event| bell(&device, number, event);
-        let bells = Bells { kick: bell(kick), call: bell(call), error: bell(error) };
+        let bell = |event| vring_event(&device, number, event);
+        let bells = VringEvents { kick: bell(kick), call: bell(call), error: bell(error) };
         let has = |feature| features & feature != 0;
-        let layout = Layout {
+        let layout = RingLayout {
             size,
             descriptors: places.descriptors,
             driver: places.driver,
@@ -183,8 +183,8 @@ impl Queue {
             indirect: has(virtio::INDIRECT_DESC),
         };
         let ring = match inflight {
-            None => Ring::new(layout, memory.clone(), base)?,
-            Some(area) => Ring::with_inflight(layout, memory.clone(), base, Inflight::new(area))?,
+            None => Virtqueue::new(layout, memory.clone(), base)?,
+            Some(area) => Virtqueue::with_inflight(layout, memory.clone(), base, InflightQueueArea::new(area))?,
         };
         Ok(Rc::new(Self {
             number,
@@ -195,7 +195,7 @@ impl Queue {
             memory_changed: Cell::new(false),
             lost: Cell::new(false),
             bells: RefCell::new(bells),
-            notifier: Notifier::default(),
+            notifier: EventfdNotifier::default(),
             rewired: Event::new(),
             unannounced: Cell::new(0),
             returned: RefCell::default(),
@@ -207,27 +207,27 @@ impl Queue {
             abandoned: Cell::new(false),
             stop: Event::new(),
             patience: Arc::default(),
-            flow: MemoryFlow::default(),
+            flow: FairQueueFlow::default(),
             large: RangeLocks::default(),
         }))
     }
 
     /// Replaces the events by simulated ones before the queue serves.
     #[cfg(test)]
-    pub(super) fn hang(&self, kick: Option<Bell>, call: Bell) {
+    pub(super) fn set_simulated_events(&self, kick: Option<VringEvent>, call: VringEvent) {
         let mut bells = self.bells.borrow_mut();
         (bells.kick, bells.call) = (kick, Some(call));
     }
 
     /// Serves the ring until an order to stop or a violation by the driver; returns the index at
     /// which the ring continues.
-    pub(super) async fn serve(self: Rc<Self>, orders: async_channel::Receiver<Order>) -> u32 {
-        let bell = reactor::spawn_joinable(Rc::clone(&self).hear());
-        let obeying = reactor::spawn_joinable(Rc::clone(&self).obey(orders));
+    pub(super) async fn serve(self: Rc<Self>, orders: async_channel::Receiver<QueueOrder>) -> u32 {
+        let bell = reactor::spawn_joinable(Rc::clone(&self).watch_kick());
+        let obeying = reactor::spawn_joinable(Rc::clone(&self).execute_orders(orders));
         if let Err(why) = self.run().await {
-            self.break_off(&why);
+            self.fail(&why);
         }
-        self.wait_for_the_rest().await;
+        self.drain().await;
         bell.cancel().await;
         obeying.cancel().await;
         let this = Rc::into_inner(self).expect("its tasks have ended");
@@ -237,29 +237,29 @@ impl Queue {
         if this.abandoned.get() { ring.base() } else { ring.stop() }
     }
 
-    async fn run(self: &Rc<Self>) -> Result<(), Broken> {
-        let mut intake = Intake::default();
-        let mut launcher = Launcher::new();
-        let mut patrol = Patrol::default();
+    async fn run(self: &Rc<Self>) -> Result<(), RingError> {
+        let mut intake = MergeBatch::default();
+        let mut launcher = TaskSpawner::new();
+        let mut patrol = BusyPolling::default();
         // An earlier process may have died between a completion and its call.
         self.call();
         while !self.stopping.get() {
-            self.ring.borrow_mut().silence();
-            let taken = self.take(&mut intake);
+            self.ring.borrow_mut().suppress_kicks();
+            let taken = self.take_requests(&mut intake);
             // Requests in front of a violation are valid and are executed.
-            self.start(&mut intake, &mut launcher, Self::carry_out);
-            let ended = self.announce();
+            self.start(&mut intake, &mut launcher, Self::execute);
+            let ended = self.announce_completions();
             if taken? > 0 || ended {
-                patrol.found();
+                patrol.record_progress();
             // `listen` enables kicks and looks once more: a request added in between may come
             // without a kick.
-            } else if !patrol.goes_on(reactor::now()) && !self.ring.borrow_mut().listen() {
-                if self.taken.get() == 0 && self.kicks.get() >= KICKS_FOR_NOTHING {
-                    self.device.doubt_memory(self.number);
+            } else if !patrol.should_poll(reactor::now()) && !self.ring.borrow_mut().enable_kicks() {
+                if self.taken.get() == 0 && self.kicks.get() >= MAX_FRUITLESS_KICKS {
+                    self.device.warn_of_unshared_memory(self.number);
                 }
                 let began = reactor::now();
                 self.news.wait().await;
-                patrol.slept(reactor::now() - began);
+                patrol.record_sleep(reactor::now() - began);
                 continue;
             }
             // Yields after each turn, so that a busy ring cannot starve the worker's other tasks.
@@ -269,14 +269,14 @@ impl Queue {
     }
 
     /// Takes requests from the ring; returns their number.
-    fn take(&self, intake: &mut Intake<Incoming>) -> Result<usize, Broken> {
+    fn take_requests(&self, intake: &mut MergeBatch<VringRequest>) -> Result<usize, RingError> {
         let mut ring = self.ring.borrow_mut();
-        if ring.is_lost() || self.is_lost() {
-            return Err(Broken::Lost);
+        if ring.is_truncated() || self.is_lost() {
+            return Err(RingError::MemoryTruncated);
         }
         let limits = self.device.limits();
         let (mut taken, mut descriptors) = (0, 0);
-        let mut chains: SmallVec<[Chain; FETCHED]> = SmallVec::new();
+        let mut chains: SmallVec<[DescriptorChain; FETCHED]> = SmallVec::new();
         let mut outcome = Ok(());
         let mut is_over = false;
         while !is_over {
@@ -286,7 +286,7 @@ impl Queue {
                         chain.prefetch();
                         taken += 1;
                         descriptors += chain.descriptors;
-                        is_over = taken == MOST_TAKEN || descriptors >= MOST_DESCRIPTORS;
+                        is_over = taken == MAX_REQUESTS_PER_TURN || descriptors >= MAX_DESCRIPTORS_PER_TURN;
                         chains.push(chain);
                     }
                     Ok(None) => is_over = true,
@@ -301,7 +301,7 @@ impl Queue {
         drop(ring);
         if descriptors > MANY_DESCRIPTORS {
             // Makes the worker look at completions before it runs the next task.
-            reactor::was_long();
+            reactor::yield_after_turn();
         }
         if taken > 0 {
             self.in_flight.set(self.in_flight.get() + taken);
@@ -311,7 +311,7 @@ impl Queue {
         outcome.map(|()| taken)
     }
 
-    fn parse(&self, chain: Chain, limits: &requests::Device, ring: &mut Ring, intake: &mut Intake<Incoming>) {
+    fn parse(&self, chain: DescriptorChain, limits: &requests::BlkDeviceConfig, ring: &mut Virtqueue, intake: &mut MergeBatch<VringRequest>) {
         let fault = chain.fault;
         let (ticket, request) = requests::parse(chain, limits);
         if let Some(fault) = fault {
@@ -320,7 +320,7 @@ impl Queue {
         let number = self.taken.get();
         self.taken.set(number + 1);
         match request {
-            Some(request) => intake.push(Incoming { ticket, request, number, must_go: false }),
+            Some(request) => intake.push(VringRequest { ticket, request, number, must_complete: false }),
             None => {
                 ring.complete(ticket, 0);
                 self.unannounced.set(self.unannounced.get() + 1);
@@ -330,9 +330,9 @@ impl Queue {
 
     fn start<F>(
         self: &Rc<Self>,
-        intake: &mut Intake<Incoming>,
-        launcher: &mut Launcher<Counted<F>>,
-        carry_out: impl Fn(Rc<Self>, Incoming) -> F,
+        intake: &mut MergeBatch<VringRequest>,
+        launcher: &mut TaskSpawner<CopyCountingIo<F>>,
+        carry_out: impl Fn(Rc<Self>, VringRequest) -> F,
     ) where
         F: Future<Output = ()> + 'static,
     {
@@ -340,8 +340,8 @@ impl Queue {
             return;
         }
         if self.device.disk().is_instant() {
-            return self.start_now(intake, |incoming| {
-                launcher.launch(self.counted(carry_out(Rc::clone(self), incoming)));
+            return self.execute_immediately(intake, |incoming| {
+                launcher.spawn(self.counted(carry_out(Rc::clone(self), incoming)));
             });
         }
         intake.start(
@@ -352,47 +352,47 @@ impl Queue {
         );
     }
 
-    fn counted<F>(&self, io: F) -> Counted<F> {
-        Counted { io, device: Arc::clone(&self.device) }
+    fn counted<F>(&self, io: F) -> CopyCountingIo<F> {
+        CopyCountingIo { io, device: Arc::clone(&self.device) }
     }
 
     /// Completes a request whose reply was written to the guest's memory, `written` bytes of it.
     /// The driver is called once for many completions, but not only at the end of a turn, so that a
     /// sleeping driver wakes up while this thread continues.
-    pub(super) fn ended(&self, ticket: Ticket, written: u32) {
+    pub(super) fn complete(&self, ticket: ChainTicket, written: u32) {
         self.ring.borrow_mut().complete(ticket, written);
         let count = self.unannounced.get() + 1;
         self.unannounced.set(count);
-        if count == MOST_UNANNOUNCED {
-            self.announce();
+        if count == MAX_UNANNOUNCED {
+            self.announce_completions();
         }
         self.news.raise();
     }
 
     /// Returns a request that was not executed, or is to be retried, while the queue is stopping or
     /// about to stop because its memory is lost.
-    pub(super) fn give_back(&self, incoming: Incoming) {
+    pub(super) fn return_request(&self, incoming: VringRequest) {
         self.returned.borrow_mut().push(incoming);
-        self.less(1);
+        self.count_out(1);
         self.news.raise();
     }
 
     /// Drops a request without a reply; the next front end finds it in the in-flight area.
-    pub(super) fn forget(&self, _: Ticket) {
-        self.less(1);
+    pub(super) fn drop_request(&self, _: ChainTicket) {
+        self.count_out(1);
         self.news.raise();
     }
 
-    fn less(&self, count: usize) {
+    fn count_out(&self, count: usize) {
         self.in_flight.set(self.in_flight.get() - count);
         self.device.in_flight.fetch_sub(count as u64, Relaxed);
     }
 
     /// Counts out completions and calls the driver if it asked for that; true if there were any.
-    fn announce(&self) -> bool {
+    fn announce_completions(&self) -> bool {
         let count = self.unannounced.take();
         if count > 0 {
-            self.less(count);
+            self.count_out(count);
             self.call();
         }
         count > 0
@@ -403,18 +403,18 @@ impl Queue {
         if !self.ring.borrow_mut().wants_call() {
             return;
         }
-        self.call_anyway();
+        self.call_always();
     }
 
     /// Raises `news` when the driver kicks, or periodically if there is no kick.
-    async fn hear(self: Rc<Self>) {
-        let mut idle = Idle::default();
+    async fn watch_kick(self: Rc<Self>) {
+        let mut idle = IdleBackoff::default();
         loop {
             let mut rewired = self.rewired.listen();
             let kick = self.bells.borrow().kick.clone();
             let pause = idle.pause(self.taken.get(), kick.is_some());
             if !pause.is_zero() && reactor::timeout(pause, &mut rewired).await.is_ok() {
-                idle = Idle::default();
+                idle = IdleBackoff::default();
                 continue;
             }
             let Some(kick) = kick else {
@@ -422,37 +422,37 @@ impl Queue {
                 continue;
             };
             match first(kick.heard(), rewired).await {
-                First::One(Ok(())) => {
+                FirstReady::One(Ok(())) => {
                     self.device.kicks.fetch_add(1, Relaxed);
                     self.kicks.set(self.kicks.get() + 1);
                     self.news.raise();
                 }
-                First::One(Err(why)) => {
+                FirstReady::One(Err(why)) => {
                     self.device.warn_of_event(self.number, &why);
                     self.bells.borrow_mut().kick = None;
                 }
-                First::Other(()) => idle = Idle::default(),
+                FirstReady::Other(()) => idle = IdleBackoff::default(),
             }
         }
     }
 
-    async fn obey(self: Rc<Self>, orders: async_channel::Receiver<Order>) {
+    async fn execute_orders(self: Rc<Self>, orders: async_channel::Receiver<QueueOrder>) {
         loop {
-            let rests = self.device.rests();
-            if self.device.is_resting() {
+            let rests = self.device.listen_to_quiesce();
+            if self.device.is_quiescing() {
                 // The front end may have stopped the ring before the upgrade; then no order will
                 // follow.
                 self.stop.notify(usize::MAX);
             }
             let order = match first(orders.recv(), rests).await {
-                First::One(Ok(order)) => order,
-                First::One(Err(_)) => break,
-                First::Other(()) => continue,
+                FirstReady::One(Ok(order)) => order,
+                FirstReady::One(Err(_)) => break,
+                FirstReady::Other(()) => continue,
             };
             match order {
-                Order::Stop { abandoned } => self.stop(abandoned),
-                Order::Memory(memory, places, _in_use) => self.set_memory(memory, places),
-                Order::Event(kind, bell) => self.set_bell(kind, bell),
+                QueueOrder::Stop { abandoned } => self.stop(abandoned),
+                QueueOrder::Memory(memory, places, _in_use) => self.set_memory(memory, places),
+                QueueOrder::Event(kind, bell) => self.set_bell(kind, bell),
             }
         }
         // The sender was dropped: the front end has disconnected.
@@ -460,7 +460,7 @@ impl Queue {
         pending::<()>().await;
     }
 
-    pub(super) fn set_bell(&self, kind: EventKind, bell: Option<Bell>) {
+    pub(super) fn set_bell(&self, kind: EventKind, bell: Option<VringEvent>) {
         match kind {
             EventKind::Kick => {
                 self.bells.borrow_mut().kick = bell;
@@ -471,13 +471,13 @@ impl Queue {
             EventKind::Call => {
                 self.bells.borrow_mut().call = bell;
                 // Completions since the last call may not have been signalled.
-                self.call_anyway();
+                self.call_always();
             }
             EventKind::Error => self.bells.borrow_mut().error = bell,
         }
     }
 
-    fn call_anyway(&self) {
+    fn call_always(&self) {
         if let Some(call) = &self.bells.borrow().call {
             call.ring(&self.notifier);
             self.device.calls.fetch_add(1, Relaxed);
@@ -488,7 +488,7 @@ impl Queue {
         let had_stopped = self.stopping.replace(true);
         self.abandoned.set(self.abandoned.get() || abandoned);
         if abandoned || !had_stopped {
-            self.patience.lose();
+            self.patience.cancel();
         }
         self.stop.notify(usize::MAX);
         self.news.raise();
@@ -510,7 +510,7 @@ impl Queue {
         self.abandoned.get()
     }
 
-    fn set_memory(&self, memory: Memory, places: RingPlaces) {
+    fn set_memory(&self, memory: GuestMemory, places: RingPlaces) {
         let RingPlaces { descriptors, driver, device } = places;
         let changed = self.ring.borrow_mut().set_memory(memory.clone(), descriptors, driver, device);
         match changed {
@@ -518,7 +518,7 @@ impl Queue {
                 *self.memory.borrow_mut() = memory;
                 self.memory_changed.set(true);
             }
-            Err(why) => self.break_off(&why),
+            Err(why) => self.fail(&why),
         }
     }
 
@@ -529,12 +529,12 @@ impl Queue {
         }
         let mut places = Places::new();
         // The new memory may divide the range into other regions.
-        self.memory.borrow().places(address, bytes, &mut places);
-        places.iter().for_each(Place::mark_dirty);
+        self.memory.borrow().ranges(address, bytes, &mut places);
+        places.iter().for_each(GuestBytes::mark_dirty);
     }
 
-    fn break_off(&self, why: &Broken) {
-        self.device.ring_broke(self.number, why);
+    fn fail(&self, why: &RingError) {
+        self.device.report_ring_broken(self.number, why);
         if let Some(error) = &self.bells.borrow().error {
             error.ring(&self.notifier);
         }
@@ -543,9 +543,9 @@ impl Queue {
 
     /// Waits until no request is in flight. Requests that were not executed go back into the ring,
     /// the newest first; those that cannot are executed.
-    async fn wait_for_the_rest(self: &Rc<Self>) {
+    async fn drain(self: &Rc<Self>) {
         loop {
-            self.announce();
+            self.announce_completions();
             if self.in_flight.get() > 0 {
                 self.news.wait().await;
                 continue;
@@ -556,10 +556,10 @@ impl Queue {
             }
             if !self.abandoned.get() {
                 // Requests that cannot go back have to wait for the disk.
-                self.patience.regain();
+                self.patience.reset();
             }
             returned.sort_by_key(|incoming| incoming.number);
-            while let Some(Incoming { ticket, request, number, .. }) = returned.pop() {
+            while let Some(VringRequest { ticket, request, number, .. }) = returned.pop() {
                 // Only the newest available entries can go back. A request behind which another was
                 // completed cannot.
                 let Err(ticket) = self.ring.borrow_mut().put_back(ticket) else { continue };
@@ -569,16 +569,16 @@ impl Queue {
                 }
                 self.in_flight.set(self.in_flight.get() + 1);
                 self.device.in_flight.fetch_add(1, Relaxed);
-                let again = Incoming { ticket, request, number, must_go: true };
-                reactor::spawn(self.counted(Rc::clone(self).carry_out(again)));
+                let again = VringRequest { ticket, request, number, must_complete: true };
+                reactor::spawn(self.counted(Rc::clone(self).execute(again)));
             }
         }
     }
 }
 
 /// Wraps an eventfd. A ring with an invalid event is served as if it had been given none.
-pub(super) fn bell(device: &Device, number: u16, event: Option<Fd>) -> Option<Bell> {
-    let bell = Bell::new(event?);
+pub(super) fn vring_event(device: &VhostUserDevice, number: u16, event: Option<Fd>) -> Option<VringEvent> {
+    let bell = VringEvent::new(event?);
     bell.inspect_err(|why| device.warn_of_event(number, why)).ok()
 }
 

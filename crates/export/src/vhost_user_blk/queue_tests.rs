@@ -1,13 +1,13 @@
 //! Number of requests that a queue takes in one turn.
 
 use super::*;
-use crate::vhost_user_blk::{Export, Offer};
+use crate::vhost_user_blk::{VhostUserExport, VhostUserOffer};
 use ::virtio::ring::{
-    Parts,
-    driver::{Buffer, Driver},
+    RingParts,
+    driver::{DriverBuffer, RingDriver},
 };
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use reactor::guest::Region;
 use storage::Storage;
 
@@ -20,13 +20,13 @@ fn the_longest_chains_are_taken_two_at_a_time() {
 }
 
 fn take_the_longest_chains() {
-    let image = Image::Raw(Raw::new(Storage::memory(1 << 20)));
+    let image = Image::Raw(RawImage::new(Storage::memory(1 << 20)));
     let disk = Disk::new("disk", image, DiskSettings::default(), None).expect("no limits");
-    let offer = Offer::default();
-    let export = Export { id: "vm1".into(), disk: Arc::new(disk), offer, serial: "disk".into() };
-    let memory = Memory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
-    let place = |at, bytes| memory.place(at, bytes).expect("inside");
-    let parts = Parts::of(SIZE, false, false);
+    let offer = VhostUserOffer::default();
+    let export = VhostUserExport { id: "vm1".into(), disk: Arc::new(disk), offer, serial: "disk".into() };
+    let memory = GuestMemory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
+    let place = |at, bytes| memory.range(at, bytes).expect("inside");
+    let parts = RingParts::of(SIZE, false, false);
     let places = RingPlaces {
         descriptors: place(0, parts.descriptors.0),
         driver: place(0x1000, parts.driver.0),
@@ -35,9 +35,9 @@ fn take_the_longest_chains() {
     let RingPlaces { descriptors, driver, device } = places.clone();
     let (packed, event_idx, indirect) = (false, false, true);
     let mut driver =
-        Driver::new(&Layout { size: SIZE, descriptors, driver, device, packed, event_idx, indirect });
+        RingDriver::new(&RingLayout { size: SIZE, descriptors, driver, device, packed, event_idx, indirect });
     // Chains of empty buffers: each is completed at once.
-    let nothing = Buffer { address: 0, bytes: 0, writable: false };
+    let nothing = DriverBuffer { address: 0, bytes: 0, writable: false };
     for _ in 0..5 {
         let table = place(0x4000, MAX_DESCRIPTORS * 16);
         driver.add_indirect(&table, &[nothing; MAX_DESCRIPTORS]).expect("there is room");
@@ -54,7 +54,7 @@ fn take_the_longest_chains() {
         call: None,
         error: None,
     };
-    let queue = Queue::new(0, settings, Arc::new(Device::new(export))).expect("a good ring");
-    let mut intake = Intake::default();
-    assert_eq!([0; 4].map(|_| queue.take(&mut intake)), [Ok(2), Ok(2), Ok(1), Ok(0)]);
+    let queue = VhostUserQueue::new(0, settings, Arc::new(VhostUserDevice::new(export))).expect("a good ring");
+    let mut intake = MergeBatch::default();
+    assert_eq!([0; 4].map(|_| queue.take_requests(&mut intake)), [Ok(2), Ok(2), Ok(1), Ok(0)]);
 }

@@ -29,38 +29,38 @@ use async_channel::{Receiver, Sender};
 use event_listener::Event;
 
 use super::{
-    connection::{Arrived, Connection, Ended, Inbox, Rested},
-    device::{Device, Export},
+    connection::{TransferredFrontEnd, VhostUserConnection, FrontEndEnd, VhostUserInbox, QuiescedFrontEnd},
+    device::{VhostUserDevice, VhostUserExport},
     features::virtio,
-    front_ends::{FrontEnds, SILENCE},
-    handover::held,
-    happening::{Happening, Process, Told},
-    inflight::Loss,
-    queue::{Order, Queue, bell},
-    session::{Effect, Refusal, Session},
-    vain::Vain,
+    front_ends::{FrontEnds, SILENCE_TIMEOUT},
+    handover::wait_for_image,
+    happening::{FrontEndEvent, PeerProcess, ExportObserver},
+    inflight::UnflushedWrites,
+    queue::{QueueOrder, VhostUserQueue, vring_event},
+    session::{Effect, RequestRejection, VhostUserSession},
+    vain::FutileAttempts,
     vring::RingSettings,
 };
 use crate::{
     afterwards,
-    race::{First, first},
+    race::{FirstReady, first},
 };
 use block::disk::Disk;
 use policy::time::{Duration, Instant};
-use reactor::{Notifier, Party, Worker, op::Fd, seldom::Seldom};
+use reactor::{EventfdNotifier, TaskGroup, ReactorWorker, op::Fd, seldom::LogRateLimit};
 
 /// Threads that run queues.
 #[derive(Clone)]
 pub enum Threads {
     /// Each queue on the next of these.
-    Workers(Rc<Vec<Worker>>),
+    Workers(Rc<Vec<ReactorWorker>>),
     /// All on the serving thread: for tests and simulation.
     Here,
 }
 
 /// Counters of an export.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Statistics {
+pub struct VhostUserStatistics {
     /// Rings that are being served.
     pub queues: usize,
     /// Requests taken from rings.
@@ -75,53 +75,53 @@ pub struct Statistics {
     /// see [`reactor::buffer::guest_copies`].
     pub copies: u64,
     /// Process of the connected front end.
-    pub front_end: Option<Process>,
+    pub front_end: Option<PeerProcess>,
 }
 
 /// One export of a disk to virtual machines.
 #[derive(Debug)]
-pub struct Server {
-    device: Arc<Device>,
+pub struct VhostUserServer {
+    device: Arc<VhostUserDevice>,
     /// Task group of all rings: an export has one share of each worker, however many rings it has.
-    party: Party,
+    party: TaskGroup,
     connected: AtomicUsize,
     /// Process of the connected front end.
-    process: Mutex<Option<Process>>,
+    process: Mutex<Option<PeerProcess>>,
     served: AtomicBool,
     /// The connected front end has sent nothing yet.
     silent: AtomicBool,
     queues: AtomicUsize,
     stopping: AtomicBool,
     /// State of the connected front end, once it is quiesced.
-    rested: Mutex<Option<Rested>>,
+    rested: Mutex<Option<QuiescedFrontEnd>>,
     /// A front end transferred from another process, until it is served.
-    arrived: Mutex<Option<Arrived>>,
+    arrived: Mutex<Option<TransferredFrontEnd>>,
     /// Notified when the server stops, quiesces or resumes, when a front end connects, disconnects
     /// or is quiesced, and when the disk was resized.
     changed: Event,
-    arrivals: Seldom,
-    departures: Seldom,
-    refusals: Seldom,
-    silences: Seldom,
-    vain: Vain,
+    arrivals: LogRateLimit,
+    departures: LogRateLimit,
+    refusals: LogRateLimit,
+    silences: LogRateLimit,
+    futile_attempts: FutileAttempts,
     resizes: AtomicU64,
 }
 
-impl Server {
+impl VhostUserServer {
     /// Creates a server; it accepts front ends from [`Server::serve`] on.
-    pub fn new(export: Export) -> Arc<Self> {
-        Self::of(Device::new(export))
+    pub fn new(export: VhostUserExport) -> Arc<Self> {
+        Self::of(VhostUserDevice::new(export))
     }
 
     /// Creates a server that reports events to `told`.
-    pub fn told_to(told: Arc<dyn Told>, export: Export) -> Arc<Self> {
-        Self::of(Device::new(export).told_to(told))
+    pub fn with_observer(told: Arc<dyn ExportObserver>, export: VhostUserExport) -> Arc<Self> {
+        Self::of(VhostUserDevice::new(export).with_observer(told))
     }
 
-    fn of(device: Device) -> Arc<Self> {
+    fn of(device: VhostUserDevice) -> Arc<Self> {
         Arc::new(Self {
             device: Arc::new(device),
-            party: Party::new(),
+            party: TaskGroup::new(),
             connected: AtomicUsize::new(0),
             process: Mutex::default(),
             served: AtomicBool::new(false),
@@ -131,11 +131,11 @@ impl Server {
             rested: Mutex::default(),
             arrived: Mutex::default(),
             changed: Event::new(),
-            arrivals: Seldom::default(),
-            departures: Seldom::default(),
-            refusals: Seldom::default(),
-            silences: Seldom::default(),
-            vain: Vain::default(),
+            arrivals: LogRateLimit::default(),
+            departures: LogRateLimit::default(),
+            refusals: LogRateLimit::default(),
+            silences: LogRateLimit::default(),
+            futile_attempts: FutileAttempts::default(),
             resizes: AtomicU64::new(0),
         })
     }
@@ -146,38 +146,38 @@ impl Server {
     /// As [`FrontEnds::serve`].
     pub async fn serve(self: Arc<Self>, mut front_ends: FrontEnds, threads: Threads) -> io::Result<()> {
         if let Some(arrived) = &*self.arrived() {
-            front_ends.begin_with(arrived.socket.clone());
+            front_ends.set_first(arrived.socket.clone());
         }
-        front_ends.belong_to(&self.device);
+        front_ends.set_device(&self.device);
         while !self.stopping.load(SeqCst) {
             let is_silent = || self.silent.load(SeqCst);
-            let serving = front_ends.serve(is_silent, |socket| self.attend(socket, threads.clone()));
-            if let First::One(result) = first(serving, self.until_nobody_is_let_in()).await {
+            let serving = front_ends.serve(is_silent, |socket| self.serve_front_end(socket, threads.clone()));
+            if let FirstReady::One(result) = first(serving, self.until_not_accepting()).await {
                 return result;
             }
-            self.wait_while(|server| server.device.is_resting() && !server.stopping.load(SeqCst)).await;
+            self.wait_while(|server| server.device.is_quiescing() && !server.stopping.load(SeqCst)).await;
         }
         Ok(())
     }
 
     /// Stops accepting and quiesces the connected front end: its rings stop as if it had asked for
     /// that. False if that takes longer than `patience`.
-    pub async fn come_to_rest(&self, patience: Duration) -> bool {
-        self.device.rest(true);
+    pub async fn quiesce(&self, patience: Duration) -> bool {
+        self.device.set_quiescing(true);
         self.changed.notify(usize::MAX);
-        let at_rest = self.wait_while(|server| server.connections() > 0 && server.rested().is_none());
+        let at_rest = self.wait_while(|server| server.connections() > 0 && server.quiesced().is_none());
         reactor::timeout(patience, at_rest).await.is_ok()
     }
 
     /// State of the quiesced front end for another process; returned once.
-    pub fn take_rested(&self) -> Option<Rested> {
-        self.rested().take()
+    pub fn take_quiesced(&self) -> Option<QuiescedFrontEnd> {
+        self.quiesced().take()
     }
 
     /// Resumes after [`Server::come_to_rest`].
-    pub fn go_on(&self) {
-        self.device.rest(false);
-        *self.rested() = None;
+    pub fn resume(&self) {
+        self.device.set_quiescing(false);
+        *self.quiesced() = None;
         self.changed.notify(usize::MAX);
     }
 
@@ -185,23 +185,23 @@ impl Server {
     ///
     /// # Errors
     /// The state does not fit this export: see [`Session::heard`].
-    pub fn take_over(&self, rested: Rested) -> Result<(), Refusal> {
-        let Rested { socket, said, bytes, descriptors, used_ns } = rested;
-        let (session, outputs) = Session::heard(self.device.offer(), said)?;
-        let inbox = Inbox::of(bytes, descriptors)?;
-        *self.arrived() = Some(Arrived { socket, session, outputs, inbox, used_ns });
+    pub fn adopt(&self, rested: QuiescedFrontEnd) -> Result<(), RequestRejection> {
+        let QuiescedFrontEnd { socket, said, bytes, descriptors, used_ns } = rested;
+        let (session, outputs) = VhostUserSession::from_messages(self.device.offer(), said)?;
+        let inbox = VhostUserInbox::of(bytes, descriptors)?;
+        *self.arrived() = Some(TransferredFrontEnd { socket, session, outputs, inbox, used_ns });
         Ok(())
     }
 
-    fn rested(&self) -> MutexGuard<'_, Option<Rested>> {
+    fn quiesced(&self) -> MutexGuard<'_, Option<QuiescedFrontEnd>> {
         self.rested.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn arrived(&self) -> MutexGuard<'_, Option<Arrived>> {
+    fn arrived(&self) -> MutexGuard<'_, Option<TransferredFrontEnd>> {
         self.arrived.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn process(&self) -> MutexGuard<'_, Option<Process>> {
+    fn process(&self) -> MutexGuard<'_, Option<PeerProcess>> {
         self.process.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -216,8 +216,8 @@ impl Server {
     }
 
     /// Current counters.
-    pub fn statistics(&self) -> Statistics {
-        Statistics {
+    pub fn statistics(&self) -> VhostUserStatistics {
+        VhostUserStatistics {
             queues: self.queues.load(Relaxed),
             requests: self.device.requests.load(Relaxed),
             in_flight: self.device.in_flight.load(Relaxed),
@@ -229,7 +229,7 @@ impl Server {
     }
 
     /// Adds the counters of the old process.
-    pub fn count_on(&self, requests: u64, kicks: u64, calls: u64, copies: u64) {
+    pub fn add_counts(&self, requests: u64, kicks: u64, calls: u64, copies: u64) {
         let device = &self.device;
         for (count, more) in [
             (&device.requests, requests),
@@ -242,7 +242,7 @@ impl Server {
     }
 
     /// Reports the disk's size to the guest if it has changed.
-    pub fn look_at_size(&self) {
+    pub fn refresh_size(&self) {
         self.resizes.fetch_add(1, SeqCst);
         self.changed.notify(usize::MAX);
     }
@@ -266,19 +266,19 @@ impl Server {
         }
     }
 
-    async fn until_nobody_is_let_in(&self) {
-        let is_open = |server: &Self| !server.stopping.load(SeqCst) && !server.device.is_resting();
+    async fn until_not_accepting(&self) {
+        let is_open = |server: &Self| !server.stopping.load(SeqCst) && !server.device.is_quiescing();
         self.wait_while(|server| is_open(server) || server.connections() > 0).await;
     }
 
     /// Serves one front end until it has left.
-    async fn attend(self: &Arc<Self>, socket: Fd, threads: Threads) {
+    async fn serve_front_end(self: &Arc<Self>, socket: Fd, threads: Threads) {
         let id = &self.device.export.id;
         self.connected.fetch_add(1, SeqCst);
-        let _presence = Presence(self);
+        let _presence = ConnectedGuard(self);
         self.served.store(true, SeqCst);
         self.changed.notify(usize::MAX);
-        let process = Process::of(&socket);
+        let process = PeerProcess::of_peer(&socket);
         self.process().clone_from(&process);
         let pid = process.as_ref().map(|process| process.pid);
         // Before the offer reads the size: a later resize is then noticed in `run`.
@@ -290,22 +290,22 @@ impl Server {
         let before = |ns| Instant::from_nanos(reactor::now().as_nanos().saturating_sub(ns));
         let began = used_ns.map(before);
         let connection = if let Some(arrived) = arrived {
-            let connection = Connection::taken_over(Arc::clone(id), arrived);
+            let connection = VhostUserConnection::taken_over(Arc::clone(id), arrived);
             // The old process has flushed everything; writes cached in this process begin now.
             if let Some(loss) = connection.loss() {
-                loss.flushed(loss.noted(), || false);
+                loss.flushed(loss.recorded_writes(), || false);
             }
             connection
         } else {
-            let now = reactor::recently();
-            if !self.vain.is_known(pid, now)
-                && let Some(left_out) = self.arrivals.line(now)
+            let now = reactor::coarse_now();
+            if !self.futile_attempts.was_logged_recently(pid, now)
+                && let Some(left_out) = self.arrivals.try_log(now)
             {
                 tracing::info!(export = %id, process = pid, left_out, "a front end has connected");
             }
-            Connection::new(Arc::clone(id), socket, Session::new(self.device.offer()))
+            VhostUserConnection::new(Arc::clone(id), socket, VhostUserSession::new(self.device.offer()))
         };
-        let mut attendance = Attendance {
+        let mut attendance = ServedFrontEnd {
             server: self,
             connection,
             process,
@@ -317,32 +317,32 @@ impl Server {
             resizes,
             told: false,
         };
-        let ended = match first(attendance.run(), self.tell_silence(pid)).await {
-            First::One(ended) => ended,
-            First::Other(never) => match never {},
+        let ended = match first(attendance.run(), self.log_silence(pid)).await {
+            FirstReady::One(ended) => ended,
+            FirstReady::Other(never) => match never {},
         };
         // Queues first: only after they have ended are their writes complete and can be flushed.
         attendance.end().await;
         attendance.leave_nothing_to_lose().await;
-        attendance.tell_end(&ended);
+        attendance.report_end(&ended);
         self.device.remember_write_cache(attendance.connection.write_cache());
         drop(attendance);
-        self.device.begin_anew();
+        self.device.reset_front_end();
     }
 }
 
-impl Server {
+impl VhostUserServer {
     /// Logs once that a front end has sent nothing for long. A virtual machine sends when it gets
     /// the disk, which may be later; a client of another protocol never does.
-    async fn tell_silence(&self, pid: Option<u32>) -> Infallible {
-        reactor::sleep_until(reactor::now() + SILENCE).await;
+    async fn log_silence(&self, pid: Option<u32>) -> Infallible {
+        reactor::sleep_until(reactor::now() + SILENCE_TIMEOUT).await;
         if self.silent.load(SeqCst)
-            && let Some(left_out) = self.silences.line(reactor::recently())
+            && let Some(left_out) = self.silences.try_log(reactor::coarse_now())
         {
             tracing::info!(
                 export = %self.device.export.id, process = pid, left_out,
                 "whoever has connected has said nothing for {} s: is it an NBD client? This socket is for vhost-user-blk, and --nbd has one for NBD (a virtual machine that gets the disk later speaks then)",
-                SILENCE.as_secs()
+                SILENCE_TIMEOUT.as_secs()
             );
         }
         pending().await
@@ -350,12 +350,12 @@ impl Server {
 }
 
 /// A connected front end; dropped when it has left.
-struct Presence<'s>(&'s Server);
+struct ConnectedGuard<'s>(&'s VhostUserServer);
 
-impl Drop for Presence<'_> {
+impl Drop for ConnectedGuard<'_> {
     fn drop(&mut self) {
         let Self(server) = self;
-        *server.rested() = None;
+        *server.quiesced() = None;
         *server.process() = None;
         server.connected.fetch_sub(1, SeqCst);
         server.changed.notify(usize::MAX);
@@ -363,57 +363,57 @@ impl Drop for Presence<'_> {
 }
 
 /// Time for a flush after a front end or a ring has ended. If it takes longer, writes may be lost.
-const TO_FLUSH: Duration = Duration::from_secs(5);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(5);
 /// Number of orders that a queue has not processed. Each may hold a descriptor; beyond it the front
 /// end waits.
-const MOST_ORDERS: usize = 16;
+const MAX_QUEUED_ORDERS: usize = 16;
 
 type Report = (u16, u32);
 
-struct Attendance<'s> {
-    server: &'s Arc<Server>,
-    connection: Connection,
-    process: Option<Process>,
+struct ServedFrontEnd<'s> {
+    server: &'s Arc<VhostUserServer>,
+    connection: VhostUserConnection,
+    process: Option<PeerProcess>,
     /// Time at which it began to use the disk.
     began: Option<Instant>,
     threads: Threads,
     /// Index of the next worker.
     turn: usize,
-    queues: HashMap<u16, Sender<Order>>,
+    queues: HashMap<u16, Sender<QueueOrder>>,
     stopped: (Sender<Report>, Receiver<Report>),
     resizes: u64,
     /// The state was published, quiesced.
     told: bool,
 }
 
-enum News {
+enum AttendanceEvent {
     Effect(Effect),
     Stopped(Report),
     Changed,
 }
 
-impl Attendance<'_> {
+impl ServedFrontEnd<'_> {
     /// Runs until the front end disconnects or is disconnected.
-    async fn run(&mut self) -> Ended {
+    async fn run(&mut self) -> FrontEndEnd {
         loop {
             let changed = self.server.changed.listen();
             if self.server.stopping.load(SeqCst) {
-                return Ended::Left;
+                return FrontEndEnd::Disconnected;
             }
-            self.rest_or_wake();
+            self.quiesce_or_resume();
             let resizes = self.server.resizes.load(SeqCst);
             if resizes != self.resizes {
                 self.resizes = resizes;
                 self.connection.resize(self.server.device.disk().size_bytes());
             }
             match self.news(changed).await {
-                Ok(News::Effect(effect)) => {
-                    if let Err(ended) = self.carry_out_unless_left(effect).await {
+                Ok(AttendanceEvent::Effect(effect)) => {
+                    if let Err(ended) = self.execute_unless_disconnected(effect).await {
                         return ended;
                     }
                 }
-                Ok(News::Stopped((ring, base))) => self.ring_stopped(ring, base),
-                Ok(News::Changed) => {}
+                Ok(AttendanceEvent::Stopped((ring, base))) => self.ring_stopped(ring, base),
+                Ok(AttendanceEvent::Changed) => {}
                 Err(ended) => return ended,
             }
         }
@@ -421,17 +421,17 @@ impl Attendance<'_> {
 
     /// Quiesces or resumes the connection as the server requires. If no file descriptor is left for
     /// the state, the front end stays in this process.
-    fn rest_or_wake(&mut self) {
-        let wanted = self.server.device.is_resting();
-        match (wanted, self.connection.is_resting()) {
-            (true, false) => self.connection.rest(),
-            (false, true) => self.connection.wake(),
+    fn quiesce_or_resume(&mut self) {
+        let wanted = self.server.device.is_quiescing();
+        match (wanted, self.connection.is_quiescing()) {
+            (true, false) => self.connection.quiesce(),
+            (false, true) => self.connection.resume(),
             _ => {}
         }
-        if wanted && self.connection.is_at_rest() && !self.told {
+        if wanted && self.connection.is_quiesced() && !self.told {
             match self.connection.told(self.began.map(|began| reactor::now().nanos_since(began))) {
                 Ok(rested) => {
-                    (*self.server.rested(), self.told) = (Some(rested), true);
+                    (*self.server.quiesced(), self.told) = (Some(rested), true);
                     self.server.changed.notify(usize::MAX);
                 }
                 Err(error) => {
@@ -443,56 +443,56 @@ impl Attendance<'_> {
         self.told &= wanted;
     }
 
-    async fn news(&mut self, changed: event_listener::EventListener) -> Result<News, Ended> {
+    async fn news(&mut self, changed: event_listener::EventListener) -> Result<AttendanceEvent, FrontEndEnd> {
         let reports = self.stopped.1.clone();
         let report = async {
             match reports.recv().await {
-                Ok(report) => News::Stopped(report),
+                Ok(report) => AttendanceEvent::Stopped(report),
                 Err(_) => pending().await,
             }
         };
         let ours = first(report, async {
             changed.await;
-            News::Changed
+            AttendanceEvent::Changed
         });
         match first(ours, self.connection.step()).await {
-            First::One(First::One(news) | First::Other(news)) => Ok(news),
-            First::Other(effect) => {
+            FirstReady::One(FirstReady::One(news) | FirstReady::Other(news)) => Ok(news),
+            FirstReady::Other(effect) => {
                 self.server.silent.store(false, SeqCst);
-                Ok(effect?.map_or(News::Changed, News::Effect))
+                Ok(effect?.map_or(AttendanceEvent::Changed, AttendanceEvent::Effect))
             }
         }
     }
 
     /// Executes an effect. A busy queue processes its orders later; if the front end disconnects
     /// meanwhile, the wait ends, because all queues end then.
-    async fn carry_out_unless_left(&mut self, effect: Effect) -> Result<(), Ended> {
+    async fn execute_unless_disconnected(&mut self, effect: Effect) -> Result<(), FrontEndEnd> {
         let hung_up = self.connection.hung_up();
-        match first(self.carry_out(effect), hung_up).await {
-            First::One(()) => Ok(()),
-            First::Other(_) => Err(Ended::Left),
+        match first(self.execute(effect), hung_up).await {
+            FirstReady::One(()) => Ok(()),
+            FirstReady::Other(_) => Err(FrontEndEnd::Disconnected),
         }
     }
 
-    async fn carry_out(&mut self, effect: Effect) {
+    async fn execute(&mut self, effect: Effect) {
         match effect {
             Effect::Start { ring, settings } => self.start(ring, *settings),
-            Effect::Stop { ring } => self.order(ring, Order::Stop { abandoned: false }).await,
+            Effect::Stop { ring } => self.order(ring, QueueOrder::Stop { abandoned: false }).await,
             Effect::Fault { ring, why, error } => {
-                cannot_serve(&self.server.device, ring, &why, error);
+                report_unserved_ring(&self.server.device, ring, &why, error);
             }
             Effect::Memory { memory, rings } => {
                 let (in_use, all_in_use) = async_channel::bounded(1);
                 for (ring, places) in rings {
-                    self.order(ring, Order::Memory(memory.clone(), places, in_use.clone())).await;
+                    self.order(ring, QueueOrder::Memory(memory.clone(), places, in_use.clone())).await;
                 }
                 drop(in_use);
                 // The reply that may follow confirms that every write is logged from now on.
                 let _ = all_in_use.recv().await;
             }
             Effect::Event { ring, kind, event } => {
-                let bell = bell(&self.server.device, ring, event);
-                self.order(ring, Order::Event(kind, bell)).await;
+                let bell = vring_event(&self.server.device, ring, event);
+                self.order(ring, QueueOrder::Event(kind, bell)).await;
             }
             Effect::WriteCache(on) => {
                 self.server.device.set_write_cache(on, self.connection.write_cache());
@@ -500,7 +500,7 @@ impl Attendance<'_> {
         }
     }
 
-    async fn order(&self, ring: u16, order: Order) {
+    async fn order(&self, ring: u16, order: QueueOrder) {
         if let Some(queue) = self.queues.get(&ring) {
             // Fails if the queue has just ended; its report follows.
             let _ = queue.send(order).await;
@@ -508,15 +508,15 @@ impl Attendance<'_> {
     }
 
     fn start(&mut self, ring: u16, settings: RingSettings) {
-        self.begin();
-        let (orders, received) = async_channel::bounded(MOST_ORDERS);
+        self.report_connected();
+        let (orders, received) = async_channel::bounded(MAX_QUEUED_ORDERS);
         self.queues.insert(ring, orders);
         let (server, reports) = (Arc::clone(self.server), self.stopped.0.clone());
         server.queues.fetch_add(1, Relaxed);
         let serve = move || serve_ring(server, ring, settings, received, reports);
         match &self.threads {
             Threads::Workers(workers) => {
-                workers[self.turn % workers.len()].spawn_as(self.server.party, serve);
+                workers[self.turn % workers.len()].spawn_in_group(self.server.party, serve);
                 self.turn += 1;
             }
             Threads::Here => reactor::spawn(serve()),
@@ -525,22 +525,22 @@ impl Attendance<'_> {
 
     /// Reports the use of the disk when the first ring starts; a front end that only connects does
     /// not use it.
-    fn begin(&mut self) {
+    fn report_connected(&mut self) {
         if self.began.is_none() {
             self.began = Some(reactor::now());
-            self.server.vain.forget();
-            self.server.device.tell(&Happening::Came { process: self.process.as_ref() }, 0);
+            self.server.futile_attempts.forget();
+            self.server.device.report(&FrontEndEvent::Connected { process: self.process.as_ref() }, 0);
         }
     }
 
-    fn tell_end(&self, ended: &Ended) {
-        let Server { device, departures, refusals, vain, .. } = &**self.server;
-        let (now, process) = (reactor::recently(), self.process.as_ref());
+    fn report_end(&self, ended: &FrontEndEnd) {
+        let VhostUserServer { device, departures, refusals, futile_attempts: vain, .. } = &**self.server;
+        let (now, process) = (reactor::coarse_now(), self.process.as_ref());
         if let Some(began) = self.began {
-            if let Some(left_out) = ended.fault().and_then(|_| refusals.line(now)) {
-                device.tell(&Happening::Disconnected { process, why: ended }, left_out);
+            if let Some(left_out) = ended.fault().and_then(|_| refusals.try_log(now)) {
+                device.report(&FrontEndEvent::ProtocolError { process, why: ended }, left_out);
             }
-            return device.tell(&Happening::Went { process, lasted: reactor::now() - began }, 0);
+            return device.report(&FrontEndEvent::Disconnected { process, lasted: reactor::now() - began }, 0);
         }
         let (seldom, queues) = match ended.fault() {
             Some(_) => (refusals, None),
@@ -550,11 +550,11 @@ impl Attendance<'_> {
         };
         let pid = process.map(|process| process.pid);
         let why = format!("{ended}, of {queues:?} queues");
-        let told = seldom.line(now).and_then(|unseen| vain.went(pid, &why, unseen, now));
+        let told = seldom.try_log(now).and_then(|unseen| vain.record_attempt(pid, &why, unseen, now));
         let Some(left_out) = told else { return };
         let export = &device.export.id;
         match (ended.fault(), queues) {
-            (Some(why), _) => device.tell(&Happening::Disconnected { process, why }, left_out),
+            (Some(why), _) => device.report(&FrontEndEvent::ProtocolError { process, why }, left_out),
             (None, Some(queues)) => tracing::warn!(
                 %export, process = pid, queues, left_out,
                 "the front end has left once it knew how many queues there are: a machine that has more is not served (give this export as many as the machine has; start a machine anew that does not connect again)"
@@ -582,39 +582,39 @@ impl Attendance<'_> {
     /// Flushes, so that a guest that connects to another process after an orderly end has lost
     /// nothing. Skipped for a quiesced front end: it continues there, or here.
     async fn leave_nothing_to_lose(&self) {
-        if let Some(loss) = self.connection.loss().filter(|_| !self.connection.is_at_rest()) {
+        if let Some(loss) = self.connection.loss().filter(|_| !self.connection.is_quiesced()) {
             leave_nothing_to_lose(self.server.device.disk(), loss).await;
         }
     }
 }
 
 /// Flushes writes that would be lost with this process.
-async fn leave_nothing_to_lose(disk: &Disk, loss: &Loss) {
-    let noted = loss.noted();
+async fn leave_nothing_to_lose(disk: &Disk, loss: &UnflushedWrites) {
+    let noted = loss.recorded_writes();
     // Flushes the image, because a disk that is stopped by an error would hold the flush back.
     let is_kept =
-        !disk.would_lose() || matches!(reactor::timeout(TO_FLUSH, disk.image().flush()).await, Ok(Ok(())));
+        !disk.has_volatile_writes() || matches!(reactor::timeout(FLUSH_TIMEOUT, disk.image().flush()).await, Ok(Ok(())));
     if is_kept {
-        loss.flushed(noted, || disk.would_lose());
+        loss.flushed(noted, || disk.has_volatile_writes());
     }
 }
 
 async fn serve_ring(
-    server: Arc<Server>,
+    server: Arc<VhostUserServer>,
     ring: u16,
     mut settings: RingSettings,
-    orders: Receiver<Order>,
+    orders: Receiver<QueueOrder>,
     reports: Sender<Report>,
 ) {
     let (base, error, loss) = (settings.base, settings.error.clone(), settings.loss.clone());
     let late = orders.clone();
     let disk = server.device.disk();
     // A disk in migration may still be locked by the source host; see `handover.rs`.
-    let base = match held(disk, &mut settings, &orders).await {
+    let base = match wait_for_image(disk, &mut settings, &orders).await {
         Ok(Some(rewired)) => {
-            if disk.is_handed_over() {
+            if disk.has_handover() {
                 // The source host may have resized the image.
-                server.look_at_size();
+                server.refresh_size();
             }
             let knows = |feature| settings.features & feature != 0;
             let needed = server.device.export.offer.segments() + 2;
@@ -622,48 +622,48 @@ async fn serve_ring(
             let is_short =
                 knows(virtio::SEG_MAX) && !knows(virtio::INDIRECT_DESC) && u32::from(settings.size) < needed;
             let size = settings.size;
-            let base = match Queue::new(ring, settings, Arc::clone(&server.device)) {
+            let base = match VhostUserQueue::new(ring, settings, Arc::clone(&server.device)) {
                 Ok(queue) => {
                     if is_short {
-                        server.device.tell_short_ring(size);
+                        server.device.warn_of_short_ring(size);
                     }
-                    server.device.ring_begins(ring);
+                    server.device.report_ring_served(ring);
                     rewired.into_iter().for_each(|(kind, bell)| queue.set_bell(kind, bell));
                     queue.serve(orders).await
                 }
                 Err(why) => {
-                    cannot_serve(&server.device, ring, &why, error);
+                    report_unserved_ring(&server.device, ring, &why, error);
                     base
                 }
             };
             // A stopped machine may continue at another process, for example one that QEMU has
             // stopped and whose disk is migrated meanwhile. A quiesced ring is not stopped, and for
             // a front end that has disconnected `Attendance::leave_nothing_to_lose` flushes.
-            if let Some(loss) = loss.filter(|_| !server.device.is_resting() && !late.is_closed()) {
+            if let Some(loss) = loss.filter(|_| !server.device.is_quiescing() && !late.is_closed()) {
                 leave_nothing_to_lose(disk, &loss).await;
             }
-            disk.let_go().await;
+            disk.release().await;
             base
         }
         Ok(None) => base,
         Err(why) => {
-            cannot_serve(&server.device, ring, &why, error);
+            report_unserved_ring(&server.device, ring, &why, error);
             base
         }
     };
     // Late orders are dropped, because the sender may wait for their channel to close.
     late.close();
     while late.try_recv().is_ok() {}
-    afterwards::give_memory_back();
+    afterwards::trim_memory_soon();
     server.queues.fetch_sub(1, Relaxed);
     let _ = reports.try_send((ring, base));
 }
 
 /// Reports a ring that was not started, to the observer and by the ring's error event.
-fn cannot_serve(device: &Device, ring: u16, why: &dyn Display, error: Option<Fd>) {
-    device.ring_broke(ring, why);
-    if let Some(error) = bell(device, ring, error) {
-        error.ring(&Notifier::default());
+fn report_unserved_ring(device: &VhostUserDevice, ring: u16, why: &dyn Display, error: Option<Fd>) {
+    device.report_ring_broken(ring, why);
+    if let Some(error) = vring_event(device, ring, error) {
+        error.ring(&EventfdNotifier::default());
     }
 }
 

@@ -31,20 +31,20 @@ mod takeover;
 
 use std::{collections::VecDeque, os::fd::OwnedFd, sync::Arc};
 
-pub use outcome::{Effect, EventKind, Output, Refusal};
+pub use outcome::{Effect, EventKind, SessionOutput, RequestRejection};
 use reactor::{
-    guest::{DirtyLog, Memory, Quota, Region, RegionError},
+    guest::{DirtyLog, GuestMemory, MappingQuota, Region, RegionError},
     op::Fd,
 };
-use rings::{After, Bases};
-pub use takeover::Said;
+use rings::{AfterStop, BasesAfterReset};
+pub use takeover::SessionMessage;
 
 use super::{
     channel::channel,
     config_space,
-    features::{Offer, protocol, virtio},
-    inflight::{self, Area, Loss},
-    message::{self, InflightInfo, Malformed, RegionInfo, Reply, Request, code},
+    features::{VhostUserOffer, protocol, virtio},
+    inflight::{self, InflightArea, UnflushedWrites},
+    message::{self, InflightInfo, MalformedVhostUserMessage, RegionInfo, VhostUserReply, VhostUserRequest, code},
     vring::{Kick, Vring},
 };
 
@@ -64,17 +64,17 @@ const NEEDS_RESET: u8 = 64;
 
 /// The state of one front end.
 #[derive(Debug)]
-pub struct Session {
-    offer: Offer,
+pub struct VhostUserSession {
+    offer: VhostUserOffer,
     /// As acknowledged last.
     features: u64,
     protocol_features: u64,
-    memory: Memory,
-    quota: Quota,
-    inflight: Option<Area>,
+    memory: GuestMemory,
+    quota: MappingQuota,
+    inflight: Option<InflightArea>,
     /// Loss record of the most recent area: a device that was reset has no area, but the guest may
     /// not have reset it.
-    loss: Option<Arc<Loss>>,
+    loss: Option<Arc<UnflushedWrites>>,
     /// Channel for the back end's own messages.
     back_end: Option<Fd>,
     status: u8,
@@ -93,34 +93,34 @@ pub struct Session {
     /// No ring is to run, whatever the front end asks for.
     resting: bool,
     /// Action after all rings that are stopping have stopped.
-    waiting: Option<After>,
+    waiting: Option<AfterStop>,
     /// The most recent request.
     last_code: Option<u32>,
 }
 
 /// Reply to a request.
-enum Answer {
+enum VhostUserOutcome {
     Done,
-    Reply(Reply),
+    Reply(VhostUserReply),
     /// Rejected with a reply of the request's own type.
-    Instead(Reply, Refusal),
+    RejectedWithReply(VhostUserReply, RequestRejection),
     /// Replied to when the rings have stopped.
-    Later(After),
+    AfterRingsStop(AfterStop),
 }
 
-impl Session {
+impl VhostUserSession {
     /// Creates the session of a front end that has sent nothing yet.
     ///
     /// # Panics
     /// If the offer has no ring, or more than a message can name.
-    pub fn new(offer: Offer) -> Self {
+    pub fn new(offer: VhostUserOffer) -> Self {
         assert!((1..=super::features::MAX_QUEUES).contains(&offer.queues), "{} rings", offer.queues);
         assert!((1..=super::features::MAX_QUEUE_SIZE).contains(&offer.queue_size));
         Self {
             features: 0,
             protocol_features: 0,
-            memory: Memory::default(),
-            quota: Quota::of_front_end(MAX_MAPPINGS),
+            memory: GuestMemory::default(),
+            quota: MappingQuota::of_front_end(MAX_MAPPINGS),
             inflight: None,
             loss: None,
             back_end: None,
@@ -139,12 +139,12 @@ impl Session {
     }
 
     /// Loss record of the most recent in-flight area; `None` before the first.
-    pub fn loss(&self) -> Option<&Arc<Loss>> {
+    pub fn loss(&self) -> Option<&Arc<UnflushedWrites>> {
         self.loss.as_ref()
     }
 
     /// True if a reply waits for rings to stop.
-    pub fn is_waiting(&self) -> bool {
+    pub fn is_waiting_for_rings(&self) -> bool {
         self.waiting.is_some()
     }
 
@@ -156,43 +156,43 @@ impl Session {
         &mut self,
         code: u32,
         need_reply: bool,
-        request: Result<Request, Malformed>,
-        out: &mut VecDeque<Output>,
+        request: Result<VhostUserRequest, MalformedVhostUserMessage>,
+        out: &mut VecDeque<SessionOutput>,
     ) {
-        assert!(!self.is_waiting(), "a message while another waits for its reply");
+        assert!(!self.is_waiting_for_rings(), "a message while another waits for its reply");
         self.last_code = Some(code);
         // Evaluated before the request, which may itself negotiate REPLY_ACK.
         let acknowledge = need_reply && self.has(protocol::REPLY_ACK) && !message::has_answer(code);
         let acknowledge = acknowledge.then_some(code);
         let answer =
-            request.map_err(Refusal::from).and_then(|request| self.carry_out(request, acknowledge, out));
+            request.map_err(RequestRejection::from).and_then(|request| self.execute(request, acknowledge, out));
         let request = message::name(code);
         match answer {
-            Ok(Answer::Done) => out.extend(acknowledgement(acknowledge, 0)),
-            Ok(Answer::Reply(reply)) => out.push_back(Output::Reply(reply)),
-            Ok(Answer::Instead(reply, why)) => {
-                out.extend([Output::Refused { request, why }, Output::Reply(reply)]);
+            Ok(VhostUserOutcome::Done) => out.extend(acknowledgement(acknowledge, 0)),
+            Ok(VhostUserOutcome::Reply(reply)) => out.push_back(SessionOutput::Reply(reply)),
+            Ok(VhostUserOutcome::RejectedWithReply(reply, why)) => {
+                out.extend([SessionOutput::Rejected { request, why }, SessionOutput::Reply(reply)]);
             }
-            Ok(Answer::Later(after)) => {
+            Ok(VhostUserOutcome::AfterRingsStop(after)) => {
                 self.waiting = Some(after);
-                self.go_on(out);
+                self.continue_after_stop(out);
             }
             Err(why) if acknowledge.is_some() => {
-                out.push_back(Output::Refused { request, why });
+                out.push_back(SessionOutput::Rejected { request, why });
                 out.extend(acknowledgement(acknowledge, 1));
             }
-            Err(why @ Refusal::Malformed(Malformed::Size { .. })) if code == code::GET_CONFIG => {
-                out.extend([Output::Refused { request, why }, Output::Reply(Reply::no_config())]);
+            Err(why @ RequestRejection::Malformed(MalformedVhostUserMessage::Size { .. })) if code == code::GET_CONFIG => {
+                out.extend([SessionOutput::Rejected { request, why }, SessionOutput::Reply(VhostUserReply::no_config())]);
             }
             // Caused by the guest; `Session::settle` has already reported it to the owner.
-            Err(Refusal::Fault { .. }) => {}
-            Err(why) => out.push_back(Output::Close { request, why }),
+            Err(RequestRejection::Fault { .. }) => {}
+            Err(why) => out.push_back(SessionOutput::Close { request, why }),
         }
     }
 
     /// Number of rings, if the front end has just asked for it. If it disconnects then, it probably
     /// has more queues; the protocol has no message for that.
-    pub fn queues_asked_for(&self) -> Option<u16> {
+    pub fn queried_queue_count(&self) -> Option<u16> {
         (self.last_code == Some(code::GET_QUEUE_NUM)).then_some(self.offer.queues)
     }
 
@@ -221,68 +221,68 @@ impl Session {
         self.protocol_features & protocol_features == protocol_features
     }
 
-    fn carry_out(
+    fn execute(
         &mut self,
-        request: Request,
+        request: VhostUserRequest,
         acknowledge: Option<u32>,
-        out: &mut VecDeque<Output>,
-    ) -> Result<Answer, Refusal> {
-        let number = |code, number| Ok(Answer::Reply(Reply::number(code, number)));
+        out: &mut VecDeque<SessionOutput>,
+    ) -> Result<VhostUserOutcome, RequestRejection> {
+        let number = |code, number| Ok(VhostUserOutcome::Reply(VhostUserReply::number(code, number)));
         match request {
-            Request::GetFeatures => return number(code::GET_FEATURES, self.offer.features()),
-            Request::SetFeatures(features) => self.set_features(features, out)?,
-            Request::SetOwner => {}
-            Request::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
-            Request::SetProtocolFeatures(features) => match features & !protocol::OFFERED {
+            VhostUserRequest::GetFeatures => return number(code::GET_FEATURES, self.offer.features()),
+            VhostUserRequest::SetFeatures(features) => self.set_features(features, out)?,
+            VhostUserRequest::SetOwner => {}
+            VhostUserRequest::GetProtocolFeatures => return number(code::GET_PROTOCOL_FEATURES, protocol::OFFERED),
+            VhostUserRequest::SetProtocolFeatures(features) => match features & !protocol::OFFERED {
                 0 => self.protocol_features = features,
-                unknown => return Err(Refusal::ProtocolFeatures(unknown)),
+                unknown => return Err(RequestRejection::ProtocolFeatures(unknown)),
             },
-            Request::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
-            Request::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
-            Request::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
+            VhostUserRequest::GetQueueNum => return number(code::GET_QUEUE_NUM, u64::from(self.offer.queues)),
+            VhostUserRequest::GetMaxMemSlots => return number(code::GET_MAX_MEM_SLOTS, MAX_MEM_SLOTS as u64),
+            VhostUserRequest::GetStatus => return number(code::GET_STATUS, u64::from(self.status)),
             // QEMU resets the status of a paused machine before it asks for the bases, so bases are
             // kept.
-            Request::SetStatus(0) => {
-                self.forget_kicks(out);
-                return Ok(Answer::Later(After::Reset(Bases::Kept, acknowledge)));
+            VhostUserRequest::SetStatus(0) => {
+                self.unset_kicks(out);
+                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Reset(BasesAfterReset::Kept, acknowledge)));
             }
-            Request::ResetDevice => {
-                self.forget_kicks(out);
-                return Ok(Answer::Later(After::Reset(Bases::Forgotten, acknowledge)));
+            VhostUserRequest::ResetDevice => {
+                self.unset_kicks(out);
+                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Reset(BasesAfterReset::Forgotten, acknowledge)));
             }
-            Request::SetStatus(status) if status > MAX_STATUS => return Err(Refusal::Status(status)),
-            Request::SetStatus(status) => {
+            VhostUserRequest::SetStatus(status) if status > MAX_STATUS => return Err(RequestRejection::Status(status)),
+            VhostUserRequest::SetStatus(status) => {
                 // NEEDS_RESET is cleared only by a reset, not by the driver's write.
                 self.status = status as u8 | self.status & NEEDS_RESET;
-                self.tell_broken(out);
+                self.set_needs_reset(out);
             }
-            Request::ResetOwner => {
-                self.forget_kicks(out);
-                return Ok(Answer::Later(After::Acknowledge(acknowledge)));
+            VhostUserRequest::ResetOwner => {
+                self.unset_kicks(out);
+                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Acknowledge(acknowledge)));
             }
 
-            Request::SetMemTable(regions) => {
+            VhostUserRequest::SetMemTable(regions) => {
                 let map = |(info, file)| self.map(&info, file);
                 let regions = regions.into_iter().map(map).collect::<Result<_, _>>()?;
-                self.set_memory(Memory::new(regions)?.with_log(self.memory.log().cloned()), out);
+                self.set_memory(GuestMemory::new(regions)?.with_log(self.memory.log().cloned()), out);
             }
-            Request::AddMemReg(info, file) => {
+            VhostUserRequest::AddMemReg(info, file) => {
                 // The bound that GET_MAX_MEM_SLOTS reports.
                 if self.memory.regions().len() >= MAX_MEM_SLOTS {
-                    return Err(Refusal::TooManyRegions);
+                    return Err(RequestRejection::TooManyRegions);
                 }
                 self.set_memory(self.memory.with(self.map(&info, file)?)?, out);
             }
-            Request::RemMemReg(RegionInfo { guest_address, user_address, bytes, .. }) => {
+            VhostUserRequest::RemMemReg(RegionInfo { guest_address, user_address, bytes, .. }) => {
                 let without = self.memory.without(guest_address, user_address, bytes);
-                self.set_memory(without.ok_or(Refusal::NoSuchRegion { guest_address, bytes })?, out);
+                self.set_memory(without.ok_or(RequestRejection::NoSuchRegion { guest_address, bytes })?, out);
             }
-            Request::SetLogBase { bytes, file_offset, file } => {
-                let log = DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(Refusal::Log)?;
+            VhostUserRequest::SetLogBase { bytes, file_offset, file } => {
+                let log = DirtyLog::map(file, bytes, file_offset, &self.quota).map_err(RequestRejection::Log)?;
                 // Running rings get the log before the reply, so that no write is missing from the
                 // log.
                 self.memory = self.memory.with_log(Some(log));
-                self.tell_memory(out);
+                self.emit_memory(out);
                 // Acknowledged in any case if the log was passed as a descriptor (LOG_SHMFD).
                 if self.has(protocol::LOG_SHMFD) && acknowledge.is_none() {
                     return number(code::SET_LOG_BASE, 0);
@@ -290,81 +290,81 @@ impl Session {
             }
             // An eventfd for a front end that sleeps until the log changes. No known front end
             // does; the descriptor is closed.
-            Request::SetLogFd(_) => {}
+            VhostUserRequest::SetLogFd(_) => {}
 
-            Request::SetVringNum { ring, descriptors } => {
+            VhostUserRequest::SetVringNum { ring, descriptors } => {
                 let most = self.offer.queue_size;
                 let size = u16::try_from(descriptors).ok().filter(|size| (1..=most).contains(size));
-                let size = size.ok_or(Refusal::RingSize { is: descriptors, most })?;
+                let size = size.ok_or(RequestRejection::RingSize { is: descriptors, most })?;
                 self.stopped_ring(ring)?.size = Some(size);
-                self.settle_number(ring, out)?;
+                self.start_or_stop_number(ring, out)?;
             }
-            Request::SetVringAddr { ring, addresses } => self.set_addresses(ring, addresses, out)?,
-            Request::SetVringBase { ring, base } => self.stopped_ring(ring)?.base = base,
-            Request::GetVringBase { ring } => {
+            VhostUserRequest::SetVringAddr { ring, addresses } => self.set_addresses(ring, addresses, out)?,
+            VhostUserRequest::SetVringBase { ring, base } => self.stopped_ring(ring)?.base = base,
+            VhostUserRequest::GetVringBase { ring } => {
                 let number = self.number(ring)?;
                 let vring = self.ring(ring)?;
-                (vring.kick, vring.broken, vring.spoilt) = (Kick::Unset, false, false);
-                self.settle_number(ring, out)?;
-                return Ok(Answer::Later(After::VringBase(number)));
+                (vring.kick, vring.broken, vring.broken_by_driver) = (Kick::Unset, false, false);
+                self.start_or_stop_number(ring, out)?;
+                return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::VringBase(number)));
             }
-            Request::SetVringEnable { ring, enable } => {
+            VhostUserRequest::SetVringEnable { ring, enable } => {
                 self.ring(ring)?.enabled = Some(enable);
-                self.settle_number(ring, out)?;
+                self.start_or_stop_number(ring, out)?;
                 if !enable {
-                    return Ok(Answer::Later(After::Acknowledge(acknowledge)));
+                    return Ok(VhostUserOutcome::AfterRingsStop(AfterStop::Acknowledge(acknowledge)));
                 }
             }
-            Request::SetVringKick { ring, event } => {
+            VhostUserRequest::SetVringKick { ring, event } => {
                 self.set_event(ring, EventKind::Kick, event, out)?;
-                self.settle_number(ring, out)?;
+                self.start_or_stop_number(ring, out)?;
             }
-            Request::SetVringCall { ring, event } => self.set_event(ring, EventKind::Call, event, out)?,
-            Request::SetVringErr { ring, event } => self.set_event(ring, EventKind::Error, event, out)?,
+            VhostUserRequest::SetVringCall { ring, event } => self.set_event(ring, EventKind::Call, event, out)?,
+            VhostUserRequest::SetVringErr { ring, event } => self.set_event(ring, EventKind::Error, event, out)?,
 
-            Request::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
-            Request::GetConfig { offset, flags, bytes } => {
+            VhostUserRequest::SetBackendReqFd(socket) => self.back_end = Some(channel(socket)?),
+            VhostUserRequest::GetConfig { offset, flags, bytes } => {
                 // A read after a resize does not change the block size that the guest uses.
-                if self.told_size.is_none() && config_space::tells_block(offset, bytes) {
+                if self.told_size.is_none() && config_space::covers_block_size(offset, bytes) {
                     self.told_block.get_or_insert(self.offer.block_bytes);
                 }
-                if config_space::tells_capacity(offset, bytes) {
+                if config_space::covers_capacity(offset, bytes) {
                     self.told_size = Some(self.offer.size_bytes);
                 }
                 let content = config_space::read(&self.offer, self.writeback, offset, bytes);
-                return Ok(Answer::Reply(Reply::config(offset, flags, &content)));
+                return Ok(VhostUserOutcome::Reply(VhostUserReply::config(offset, flags, &content)));
             }
-            Request::SetConfig { offset, flags, content } => {
+            VhostUserRequest::SetConfig { offset, flags, content } => {
                 self.set_config(offset, flags, &content)?;
-                self.inflight.iter().for_each(|area| area.keep_write_cache(self.writeback));
-                self.tell_write_cache(out);
+                self.inflight.iter().for_each(|area| area.store_write_cache(self.writeback));
+                self.emit_write_cache(out);
             }
-            Request::GetInflightFd(info) => return Ok(self.make_inflight(info)),
-            Request::SetInflightFd(info, file) => {
-                let area = Area::map(&info, file, &self.quota, self.offer.opened)?;
-                self.agree_on_block(&area)?;
+            VhostUserRequest::GetInflightFd(info) => return Ok(self.create_inflight(info)),
+            VhostUserRequest::SetInflightFd(info, file) => {
+                let area = InflightArea::map(&info, file, &self.quota, self.offer.opened)?;
+                self.check_block_size(&area)?;
                 if let Some(loss) = area.loss().filter(|_| !self.is_heard) {
-                    loss.brought();
-                    self.loss.iter().for_each(|before| loss.replaces(before));
+                    loss.evaluate();
+                    self.loss.iter().for_each(|before| loss.inherit(before));
                 }
                 self.loss = area.loss().cloned();
                 match area.write_cache() {
                     Some(chosen) => {
                         self.writeback = chosen;
-                        self.tell_write_cache(out);
+                        self.emit_write_cache(out);
                     }
-                    None => area.keep_write_cache(self.writeback),
+                    None => area.store_write_cache(self.writeback),
                 }
                 self.inflight = Some(area);
             }
         }
-        Ok(Answer::Done)
+        Ok(VhostUserOutcome::Done)
     }
 
-    fn set_features(&mut self, features: u64, out: &mut VecDeque<Output>) -> Result<(), Refusal> {
+    fn set_features(&mut self, features: u64, out: &mut VecDeque<SessionOutput>) -> Result<(), RequestRejection> {
         let unknown = features & !self.offer.features();
         if unknown != 0 {
-            return Err(Refusal::Features(unknown));
+            return Err(RequestRejection::Features(unknown));
         }
         // LOG_ALL may change while rings run: migration switches it. Other features define the
         // layout.
@@ -372,20 +372,20 @@ impl Session {
         if (features ^ before) & !virtio::LOG_ALL != 0
             && let Some(ring) = self.running().next()
         {
-            return Err(Refusal::FeaturesInUse(ring));
+            return Err(RequestRejection::FeaturesInUse(ring));
         }
         self.features = features;
         // Logging starts with SET_LOG_BASE and ends when the feature is withdrawn.
         if before & !features & virtio::LOG_ALL != 0 && self.memory.log().is_some() {
             self.memory = self.memory.with_log(None);
-            self.tell_memory(out);
+            self.emit_memory(out);
         }
-        self.tell_write_cache(out);
-        self.settle_all(out);
+        self.emit_write_cache(out);
+        self.start_or_stop_all(out);
         Ok(())
     }
 
-    fn set_config(&mut self, offset: u32, flags: u32, content: &[u8]) -> Result<(), Refusal> {
+    fn set_config(&mut self, offset: u32, flags: u32, content: &[u8]) -> Result<(), RequestRejection> {
         if flags == CONFIG_MIGRATION {
             // This back end determines all fields but `writeback`.
             let migrated = config_space::migrated_writeback(offset, content);
@@ -394,23 +394,23 @@ impl Session {
         }
         let offered = self.offer.features() & virtio::CONFIG_WCE != 0;
         let written = config_space::written_writeback(offset, content).filter(|_| offered);
-        self.writeback = written.ok_or(Refusal::Config { offset, bytes: content.len() })?;
+        self.writeback = written.ok_or(RequestRejection::Config { offset, bytes: content.len() })?;
         Ok(())
     }
 
     /// Sets the write cache: as the guest has chosen if it can choose, otherwise on if it can flush
     /// (virtio 1.3 § 5.2.6.2).
-    fn tell_write_cache(&mut self, out: &mut VecDeque<Output>) {
+    fn emit_write_cache(&mut self, out: &mut VecDeque<SessionOutput>) {
         let may_cache = match self.features {
             features if features & virtio::CONFIG_WCE != 0 => self.writeback,
             features => features & virtio::FLUSH != 0 && self.offer.write_cache,
         };
         if self.write_cache.replace(may_cache) != Some(may_cache) {
-            out.push_back(Output::Act(Effect::WriteCache(may_cache)));
+            out.push_back(SessionOutput::Effect(Effect::WriteCache(may_cache)));
         }
     }
 
-    fn make_inflight(&self, mut info: InflightInfo) -> Answer {
+    fn create_inflight(&self, mut info: InflightInfo) -> VhostUserOutcome {
         let packed = self.features & virtio::RING_PACKED != 0;
         info.file_offset = 0;
         // Sized for the largest possible ring: QEMU 7.2 asks for the device's configured size, and
@@ -419,25 +419,25 @@ impl Session {
         match inflight::create(info.queues, queue_size, packed) {
             Ok((file, bytes)) => {
                 info.bytes = bytes;
-                Answer::Reply(Reply::inflight(&info, Some(file)))
+                VhostUserOutcome::Reply(VhostUserReply::inflight(&info, Some(file)))
             }
             Err(why) => {
                 info.bytes = 0;
-                Answer::Instead(Reply::inflight(&info, None), why.into())
+                VhostUserOutcome::RejectedWithReply(VhostUserReply::inflight(&info, None), why.into())
             }
         }
     }
 
     /// Compares block sizes with those that the guest learned when its machine started. Smaller
     /// blocks than the guest knows are possible; larger ones would fail its requests.
-    fn agree_on_block(&mut self, area: &Area) -> Result<(), Refusal> {
+    fn check_block_size(&mut self, area: &InflightArea) -> Result<(), RequestRejection> {
         let Some(told) = area.block_bytes() else {
-            self.told_block.iter().for_each(|told| area.keep_block_bytes(*told));
+            self.told_block.iter().for_each(|told| area.store_block_bytes(*told));
             return Ok(());
         };
         let is = self.offer.block_bytes;
         if !told.is_multiple_of(is.into()) {
-            return Err(Refusal::Blocks { is, told });
+            return Err(RequestRejection::Blocks { is, told });
         }
         self.told_block = u32::try_from(told).ok();
         Ok(())
@@ -448,15 +448,15 @@ impl Session {
         Region::map(file, guest_address, user_address, bytes, file_offset, &self.quota)
     }
 
-    fn set_memory(&mut self, memory: Memory, out: &mut VecDeque<Output>) {
+    fn set_memory(&mut self, memory: GuestMemory, out: &mut VecDeque<SessionOutput>) {
         self.memory = memory;
-        self.tell_memory(out);
-        self.settle_all(out);
+        self.emit_memory(out);
+        self.start_or_stop_all(out);
     }
 }
 
-fn acknowledgement(code: Option<u32>, number: u64) -> Option<Output> {
-    code.map(|code| Output::Reply(Reply::number(code, number)))
+fn acknowledgement(code: Option<u32>, number: u64) -> Option<SessionOutput> {
+    code.map(|code| SessionOutput::Reply(VhostUserReply::number(code, number)))
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::os::fd::{AsFd as _, OwnedFd};
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 use rustix::{
     event::{EventfdFlags, eventfd},
     fs::{MemfdFlags, fstat, ftruncate, memfd_create},
@@ -67,23 +67,23 @@ fn config(offset: u32, bytes: u32) -> Vec<u8> {
     [[offset, bytes, 0].map(u32::to_ne_bytes).concat(), vec![0; bytes as usize]].concat()
 }
 
-struct FrontEnd {
-    session: Session,
-    out: VecDeque<Output>,
+struct SessionFrontEnd {
+    session: VhostUserSession,
+    out: VecDeque<SessionOutput>,
     /// Payload of the last reply.
     payload: Vec<u8>,
     descriptor: Option<OwnedFd>,
 }
 
-impl FrontEnd {
-    fn new(offer: Offer) -> Self {
+impl SessionFrontEnd {
+    fn new(offer: VhostUserOffer) -> Self {
         let (out, payload, descriptor) = Default::default();
-        Self { session: Session::new(offer), out, payload, descriptor }
+        Self { session: VhostUserSession::new(offer), out, payload, descriptor }
     }
 
     /// Sends a message; returns the outputs as short words.
     fn send(&mut self, code: u32, need_reply: bool, payload: &[u8], descriptors: Vec<OwnedFd>) -> String {
-        let request = Request::parse(code, payload, descriptors);
+        let request = VhostUserRequest::parse(code, payload, descriptors);
         self.session.receive(code, need_reply, request, &mut self.out);
         self.came_out()
     }
@@ -93,7 +93,7 @@ impl FrontEnd {
     }
 
     fn stopped(&mut self, ring: u16, base: u32) -> String {
-        self.session.stopped(ring, base, &mut self.out);
+        self.session.ring_stopped(ring, base, &mut self.out);
         self.came_out()
     }
 
@@ -103,9 +103,9 @@ impl FrontEnd {
         words.join(", ")
     }
 
-    fn word(&mut self, output: Output) -> String {
+    fn word(&mut self, output: SessionOutput) -> String {
         match output {
-            Output::Reply(reply) => {
+            SessionOutput::Reply(reply) => {
                 self.payload = reply.bytes[HEADER_BYTES..].to_vec();
                 self.descriptor = reply.descriptor;
                 match self.payload.as_slice() {
@@ -115,22 +115,22 @@ impl FrontEnd {
                     other => format!("reply of {}", other.len()),
                 }
             }
-            Output::Act(Effect::Start { ring, settings }) => {
+            SessionOutput::Effect(Effect::Start { ring, settings }) => {
                 let RingSettings { size, base, .. } = *settings;
                 format!("start {ring} of {size} at {base}")
             }
-            Output::Act(Effect::Stop { ring }) => format!("stop {ring}"),
-            Output::Act(Effect::Fault { ring, why, error }) => {
+            SessionOutput::Effect(Effect::Stop { ring }) => format!("stop {ring}"),
+            SessionOutput::Effect(Effect::Fault { ring, why, error }) => {
                 format!("fault {ring}: {why}{}", if error.is_some() { " (told)" } else { "" })
             }
-            Output::Act(Effect::Memory { rings, .. }) => {
+            SessionOutput::Effect(Effect::Memory { rings, .. }) => {
                 format!("memory {:?}", rings.iter().map(|(ring, _)| ring).collect::<Vec<_>>())
             }
-            Output::Act(Effect::Event { ring, kind, .. }) => format!("{kind:?} {ring}"),
-            Output::Act(Effect::WriteCache(on)) => format!("cache {on}"),
-            Output::ConfigChanged => "config".to_owned(),
-            Output::Refused { request, why } => format!("refused {request}: {why}"),
-            Output::Close { request, why } => format!("close {request}: {why}"),
+            SessionOutput::Effect(Effect::Event { ring, kind, .. }) => format!("{kind:?} {ring}"),
+            SessionOutput::Effect(Effect::WriteCache(on)) => format!("cache {on}"),
+            SessionOutput::ConfigChanged => "config".to_owned(),
+            SessionOutput::Rejected { request, why } => format!("refused {request}: {why}"),
+            SessionOutput::Close { request, why } => format!("close {request}: {why}"),
         }
     }
 
@@ -164,23 +164,23 @@ impl FrontEnd {
 
 const FEATURES: u64 = virtio::PROTOCOL_FEATURES | virtio::VERSION_1 | virtio::FLUSH | virtio::CONFIG_WCE;
 
-fn offer() -> Offer {
-    Offer { size_bytes: 100 * SECTOR_BYTES, queues: 2, ..Offer::default() }
+fn offer() -> VhostUserOffer {
+    VhostUserOffer { size_bytes: 100 * SECTOR_BYTES, queues: 2, ..VhostUserOffer::default() }
 }
 
 /// QEMU 7.2: first its firmware with one ring, then Linux with two.
 #[test]
 fn qemu_with_its_firmware_and_then_linux() {
     use code::*;
-    let mut qemu = FrontEnd::new(offer());
+    let mut qemu = SessionFrontEnd::new(offer());
     let offered = offer().features();
     assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));
     assert_eq!(qemu.plain(GET_PROTOCOL_FEATURES, &[]), "reply 0x1b22b");
     assert_eq!(qemu.plain(SET_PROTOCOL_FEATURES, &number(protocol::OFFERED)), "");
     assert_eq!(qemu.plain(GET_QUEUE_NUM, &[]), "reply 0x2");
-    assert_eq!(qemu.session.queues_asked_for(), Some(2), "one that leaves now has more");
+    assert_eq!(qemu.session.queried_queue_count(), Some(2), "one that leaves now has more");
     assert_eq!(qemu.plain(GET_MAX_MEM_SLOTS, &[]), "reply 0x1fd");
-    assert_eq!(qemu.session.queues_asked_for(), None);
+    assert_eq!(qemu.session.queried_queue_count(), None);
     assert_eq!(qemu.send(SET_BACKEND_REQ_FD, NEED_REPLY, &[], vec![channel()]), "reply 0x0");
     assert_eq!(qemu.plain(SET_OWNER, &[]), "");
     assert_eq!(qemu.plain(GET_FEATURES, &[]), format!("reply {offered:#x}"));
@@ -196,7 +196,7 @@ fn qemu_with_its_firmware_and_then_linux() {
     assert_eq!(qemu.plain(SET_FEATURES, &number(firmware)), "cache false");
     let mut has_memory = false;
     let asked = [numbers(&[0, 0]), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
-    let mut start = |qemu: &mut FrontEnd, features: u64, rings: u32, base: u32| {
+    let mut start = |qemu: &mut SessionFrontEnd, features: u64, rings: u32, base: u32| {
         assert_eq!(qemu.plain(GET_STATUS, &[]), "reply 0x0");
         assert_eq!(qemu.plain(SET_STATUS, &number(8)), "");
         assert_eq!(qemu.plain(GET_INFLIGHT_FD, &asked), "reply of 24");
@@ -227,9 +227,9 @@ fn qemu_with_its_firmware_and_then_linux() {
     start(&mut qemu, firmware, 1, 0);
 
     // Shutdown or pause: the status is reset first, the base is asked for last.
-    let stop = |qemu: &mut FrontEnd| {
+    let stop = |qemu: &mut SessionFrontEnd| {
         assert_eq!(qemu.plain(SET_STATUS, &number(0)), "stop 0");
-        assert!(qemu.session.is_waiting(), "for the requests in flight");
+        assert!(qemu.session.is_waiting_for_rings(), "for the requests in flight");
         assert_eq!(qemu.stopped(0, 77), "");
         assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(0, 0)), "");
         assert_eq!(qemu.plain(SET_VRING_ENABLE, &pair(1, 0)), "");
@@ -263,7 +263,7 @@ fn qemu_with_its_firmware_and_then_linux() {
 #[test]
 fn libblkio() {
     use code::*;
-    let mut blkio = FrontEnd::new(offer());
+    let mut blkio = SessionFrontEnd::new(offer());
     blkio.plain(SET_OWNER, &[]);
     blkio.plain(GET_FEATURES, &[]);
     assert_eq!(blkio.plain(SET_FEATURES, &number(FEATURES | virtio::EVENT_IDX)), "cache true");
@@ -294,7 +294,7 @@ fn libblkio() {
 #[test]
 fn firecracker() {
     use code::*;
-    let mut firecracker = FrontEnd::new(offer());
+    let mut firecracker = SessionFrontEnd::new(offer());
     for code in [SET_OWNER, GET_FEATURES] {
         firecracker.plain(code, &[]);
     }
@@ -318,7 +318,7 @@ fn firecracker() {
 #[test]
 fn cloud_hypervisor() {
     use code::*;
-    let mut hypervisor = FrontEnd::new(offer());
+    let mut hypervisor = SessionFrontEnd::new(offer());
     hypervisor.plain(SET_OWNER, &[]);
     hypervisor.plain(GET_FEATURES, &[]);
     let features = FEATURES | virtio::MQ | virtio::EVENT_IDX | virtio::LOG_ALL;
@@ -352,7 +352,7 @@ fn cloud_hypervisor() {
 
 #[test]
 fn without_protocol_features_a_kick_starts_a_ring() {
-    let mut front_end = FrontEnd::negotiated(virtio::VERSION_1);
+    let mut front_end = SessionFrontEnd::negotiated(virtio::VERSION_1);
     assert_eq!(front_end.set_up(0, 3), "start 0 of 128 at 3");
     assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
     assert_eq!(front_end.stopped(0, 9), format!("reply {:#x}", 9_u64 << 32));
@@ -362,7 +362,7 @@ fn without_protocol_features_a_kick_starts_a_ring() {
 
 #[test]
 fn a_ring_that_its_driver_breaks_needs_a_reset() {
-    let mut front_end = FrontEnd::running();
+    let mut front_end = SessionFrontEnd::running();
     let (channel, _events) = std::os::unix::net::UnixStream::pair().expect("sockets");
     front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel.into()]);
     // Without DRIVER_OK, no driver is notified.
@@ -375,12 +375,12 @@ fn a_ring_that_its_driver_breaks_needs_a_reset() {
     front_end.plain(code::SET_STATUS, &number(0));
     assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0x0");
 
-    let mut running = FrontEnd::running();
+    let mut running = SessionFrontEnd::running();
     assert_eq!(running.plain(code::SET_STATUS, &number(15)), "");
     assert_eq!(running.stopped(0, 3), "", "without a channel the status tells it alone");
     assert_eq!(running.plain(code::GET_STATUS, &[]), "reply 0x4f");
     // A ring that was asked to stop has not failed.
-    let mut stopping = FrontEnd::running();
+    let mut stopping = SessionFrontEnd::running();
     stopping.plain(code::SET_STATUS, &number(15));
     assert_eq!(stopping.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
     stopping.stopped(0, 3);
@@ -389,9 +389,9 @@ fn a_ring_that_its_driver_breaks_needs_a_reset() {
 
 #[test]
 fn a_base_is_told_when_the_ring_has_ended() {
-    let mut front_end = FrontEnd::running();
+    let mut front_end = SessionFrontEnd::running();
     assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), "stop 0");
-    assert!(front_end.session.is_waiting());
+    assert!(front_end.session.is_waiting_for_rings());
     assert_eq!(front_end.session.running().collect::<Vec<_>>(), [0]);
     assert_eq!(front_end.stopped(0, 41), format!("reply {:#x}", 41_u64 << 32));
     // A second report of the same stop is ignored.
@@ -401,7 +401,7 @@ fn a_base_is_told_when_the_ring_has_ended() {
 
 #[test]
 fn a_ring_that_breaks_waits_to_be_set_up_again() {
-    let mut front_end = FrontEnd::running();
+    let mut front_end = SessionFrontEnd::running();
     assert_eq!(front_end.stopped(0, 12), "");
     assert_eq!(front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "");
     assert_eq!(front_end.plain(code::GET_VRING_BASE, &pair(0, 0)), format!("reply {:#x}", 12_u64 << 32));
@@ -410,7 +410,7 @@ fn a_ring_that_breaks_waits_to_be_set_up_again() {
 
 #[test]
 fn a_ring_outside_memory_costs_that_ring() {
-    let mut front_end = FrontEnd::running();
+    let mut front_end = SessionFrontEnd::running();
     assert_eq!(front_end.send(code::SET_VRING_ERR, PLAIN, &number(1), vec![event()]), "");
     let far = numbers(&[1, USER + GUEST_BYTES - 16, USER + 0x1000, USER + 0x2000, 0]);
     front_end.plain(code::SET_VRING_NUM, &pair(1, 128));
@@ -433,7 +433,7 @@ fn a_ring_outside_memory_costs_that_ring() {
 
 #[test]
 fn the_sizes_of_rings_are_checked() {
-    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     front_end.set_up(0, 0);
     let mut size = |size| front_end.send(code::SET_VRING_NUM, NEED_REPLY, &pair(0, size), vec![]);
     for wrong in [0, 1025, 65536, u32::MAX] {
@@ -450,7 +450,7 @@ fn the_sizes_of_rings_are_checked() {
     size(100);
     let words = front_end.plain(code::SET_VRING_ENABLE, &pair(0, 1));
     assert_eq!(words, "fault 0: a split ring has 100 descriptors, which is no power of two");
-    let mut packed = FrontEnd::negotiated(FEATURES | virtio::RING_PACKED);
+    let mut packed = SessionFrontEnd::negotiated(FEATURES | virtio::RING_PACKED);
     packed.set_up(0, 0);
     packed.plain(code::SET_VRING_NUM, &pair(0, 100));
     assert_eq!(packed.plain(code::SET_VRING_ENABLE, &pair(0, 1)), "start 0 of 100 at 0");
@@ -458,7 +458,7 @@ fn the_sizes_of_rings_are_checked() {
 
 #[test]
 fn memory_changes_under_rings_that_run() {
-    let mut front_end = FrontEnd::running();
+    let mut front_end = SessionFrontEnd::running();
     let more = numbers(&[0, GUEST_BYTES, GUEST_BYTES, USER + GUEST_BYTES, 0]);
     assert_eq!(front_end.send(code::ADD_MEM_REG, PLAIN, &more, vec![memory()]), "memory [0]");
     assert_eq!(front_end.plain(code::REM_MEM_REG, &more), "memory [0]");
@@ -469,7 +469,7 @@ fn memory_changes_under_rings_that_run() {
     let words = front_end.plain(code::REM_MEM_REG, &region());
     assert!(words.starts_with("fault 0: no region of the guest's memory holds"), "{words}");
     assert!(words.ends_with(", stop 0"), "{words}");
-    assert!(!front_end.session.is_waiting());
+    assert!(!front_end.session.is_waiting_for_rings());
     assert_eq!(front_end.send(code::SET_MEM_TABLE, PLAIN, &table(), vec![memory()]), "");
     assert_eq!(front_end.stopped(0, 3), "", "it waits to be set up again");
     assert_eq!(front_end.set_up(0, 3), "start 0 of 128 at 3");
@@ -484,20 +484,20 @@ fn the_parts_of_a_ring_are_as_long_as_it_needs() {
         (FEATURES | virtio::EVENT_IDX, [4096, 518, 2054]),
         (FEATURES | virtio::RING_PACKED | virtio::EVENT_IDX, [4096, 4, 4]),
     ] {
-        let mut front_end = FrontEnd::negotiated(features);
+        let mut front_end = SessionFrontEnd::negotiated(features);
         front_end.set_up(0, 0);
         front_end.plain(code::SET_VRING_NUM, &pair(0, 256));
         let settings = front_end.session.settings(0).expect("it is set up");
         let RingPlaces { descriptors, driver, device } = settings.places;
-        assert_eq!([&descriptors, &driver, &device].map(Place::bytes), bytes);
-        let at = [&descriptors, &driver, &device].map(Place::guest_address);
+        assert_eq!([&descriptors, &driver, &device].map(GuestBytes::bytes), bytes);
+        let at = [&descriptors, &driver, &device].map(GuestBytes::guest_address);
         assert_eq!(at, [0, 0x8000, 0x4000], "the used ring is said before the available one");
     }
 }
 
 #[test]
 fn wrong_memory_is_refused() {
-    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let words = front_end.send(code::ADD_MEM_REG, NEED_REPLY, &region(), vec![memory()]);
     assert_eq!(words, "refused ADD_MEM_REG: a region at 0x0 overlaps another, reply 0x1");
     for wrong in [
@@ -519,7 +519,7 @@ fn wrong_memory_is_refused() {
 
 #[test]
 fn what_one_front_end_maps_has_a_bound() {
-    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let more = numbers(&[0, GUEST_BYTES, 4096, USER + GUEST_BYTES, 0]);
     let mut held = Vec::new();
     let words = loop {
@@ -556,7 +556,7 @@ fn what_one_front_end_maps_has_a_bound() {
 
 #[test]
 fn messages_that_are_none_are_refused_or_end_it() {
-    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let words = front_end.send(code::SET_VRING_NUM, NEED_REPLY, &[0; 7], vec![]);
     assert_eq!(words, "refused SET_VRING_NUM: a payload of 7 bytes instead of 8, reply 0x1");
     let words = front_end.send(code::SET_OWNER, NEED_REPLY, &[], vec![event()]);
@@ -578,8 +578,8 @@ fn messages_that_are_none_are_refused_or_end_it() {
 }
 
 #[test]
-fn what_runs_is_not_changed_below_its_feet() {
-    let mut front_end = FrontEnd::running();
+fn settings_of_a_running_ring_cannot_change() {
+    let mut front_end = SessionFrontEnd::running();
     for (code, payload) in [
         (code::SET_VRING_NUM, pair(0, 64)),
         (code::SET_VRING_BASE, pair(0, 64)),
@@ -600,7 +600,7 @@ fn what_runs_is_not_changed_below_its_feet() {
 
 #[test]
 fn writes_are_recorded_from_the_log_on_until_that_feature_goes() {
-    let mut front_end = FrontEnd::running();
+    let mut front_end = SessionFrontEnd::running();
     let log = memory();
     let file = log.try_clone().expect("a copy");
     // Answered in any case, but once.
@@ -609,13 +609,13 @@ fn writes_are_recorded_from_the_log_on_until_that_feature_goes() {
     let file = log.try_clone().expect("a copy");
     assert_eq!(front_end.send(code::SET_LOG_BASE, NEED_REPLY, &area, vec![file]), "memory [0], reply 0x0");
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES | virtio::LOG_ALL)), "");
-    let place = front_end.session.memory.place(0x5000, 1).expect("it is there");
+    let place = front_end.session.memory.range(0x5000, 1).expect("it is there");
     place.write(0, &[1]);
     let mut recorded = [0; 2];
     rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
     assert_eq!(recorded, [1 << 5, 0], "page 5");
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "memory [0]");
-    front_end.session.memory.place(0x6000, 1).expect("it is there").write(0, &[1]);
+    front_end.session.memory.range(0x6000, 1).expect("it is there").write(0, &[1]);
     rustix::io::pread(log.as_fd(), &mut recorded, 0).expect("read");
     assert_eq!(recorded, [1 << 5, 0], "page 6 is not");
     let words = front_end.send(code::SET_LOG_BASE, NEED_REPLY, &number(0), vec![]);
@@ -626,7 +626,7 @@ fn writes_are_recorded_from_the_log_on_until_that_feature_goes() {
 #[test]
 fn the_write_cache_follows_features_and_configuration() {
     let write = |writeback: u8| [config(32, 0)[..4].to_vec(), pair(1, 0), vec![writeback]].concat();
-    let mut front_end = FrontEnd::new(offer());
+    let mut front_end = SessionFrontEnd::new(offer());
     assert_eq!(front_end.plain(code::SET_FEATURES, &number(FEATURES)), "cache true");
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(0)), "cache false");
     assert_eq!(front_end.plain(code::SET_CONFIG, &write(0)), "");
@@ -641,10 +641,10 @@ fn the_write_cache_follows_features_and_configuration() {
     let words = front_end.plain(code::SET_CONFIG, &config(0, 8));
     assert_eq!(words, "close SET_CONFIG: 8 bytes of the configuration at 0 cannot be written");
 
-    let mut read_only = FrontEnd::new(Offer { read_only: true, ..offer() });
+    let mut read_only = SessionFrontEnd::new(VhostUserOffer { read_only: true, ..offer() });
     let words = read_only.plain(code::SET_CONFIG, &write(0));
     assert!(words.starts_with("close SET_CONFIG"), "{words}");
-    let mut through = FrontEnd::new(Offer { write_cache: false, ..offer() });
+    let mut through = SessionFrontEnd::new(VhostUserOffer { write_cache: false, ..offer() });
     assert_eq!(through.plain(code::SET_FEATURES, &number(FEATURES)), "cache false");
     assert_eq!(through.plain(code::SET_CONFIG, &write(1)), "cache true", "the guest may say so");
 }
@@ -654,7 +654,7 @@ fn the_choice_of_a_write_cache_outlasts_the_back_end() {
     let write = |writeback: u8| [config(32, 0)[..4].to_vec(), pair(1, 0), vec![writeback]].concat();
     let shape = [0, 0].map(u64::to_ne_bytes).concat();
     let shape = [shape, vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
-    let mut before = FrontEnd::negotiated(FEATURES);
+    let mut before = SessionFrontEnd::negotiated(FEATURES);
     before.plain(code::SET_CONFIG, &write(0));
     assert_eq!(before.plain(code::GET_INFLIGHT_FD, &shape), "reply of 24");
     let (shape, area) = (before.payload.clone(), before.descriptor.take().expect("an area"));
@@ -663,7 +663,7 @@ fn the_choice_of_a_write_cache_outlasts_the_back_end() {
 
     // Another process, which offers a cache.
     let restarted = || {
-        let mut after = FrontEnd::negotiated(FEATURES);
+        let mut after = SessionFrontEnd::negotiated(FEATURES);
         let words = after.send(code::SET_INFLIGHT_FD, PLAIN, &shape, again());
         assert_eq!(after.plain(code::GET_CONFIG, &config(32, 1)), "reply of 13");
         (after.payload[12], words)
@@ -674,10 +674,10 @@ fn the_choice_of_a_write_cache_outlasts_the_back_end() {
 }
 
 #[test]
-fn a_guest_that_was_told_smaller_blocks_is_refused() {
+fn a_guest_that_knows_smaller_blocks_is_rejected() {
     let shape = [[0, 0].map(u64::to_ne_bytes).concat(), vec![2, 0, 128, 0, 0, 0, 0, 0]].concat();
     let front_end = |block_bytes, reads: bool| {
-        let mut front_end = FrontEnd::new(Offer { block_bytes, ..offer() });
+        let mut front_end = SessionFrontEnd::new(VhostUserOffer { block_bytes, ..offer() });
         front_end.plain(code::SET_FEATURES, &number(FEATURES));
         if reads {
             front_end.plain(code::GET_CONFIG, &config(0, 60));
@@ -685,7 +685,7 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
         front_end
     };
     // The first connection: the front end uses the area that it is given.
-    let first = |mut front_end: FrontEnd| {
+    let first = |mut front_end: SessionFrontEnd| {
         front_end.plain(code::GET_INFLIGHT_FD, &shape);
         let (shape, area) = (front_end.payload.clone(), front_end.descriptor.take().expect("an area"));
         let again = move || (shape.clone(), vec![area.try_clone().expect("a descriptor")]);
@@ -716,12 +716,12 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
     assert_eq!(comes_back(4096, false, &area), "");
 
     // A process that takes the session over has the same knowledge, with and without an area.
-    let heard = |mut front_end: FrontEnd, block_bytes| {
-        front_end.session.rest(&mut front_end.out);
-        let said = front_end.session.told().expect("descriptors");
-        let heard = Session::heard(Offer { block_bytes, ..offer() }, said);
+    let heard = |mut front_end: SessionFrontEnd, block_bytes| {
+        front_end.session.quiesce(&mut front_end.out);
+        let said = front_end.session.to_messages().expect("descriptors");
+        let heard = VhostUserSession::from_messages(VhostUserOffer { block_bytes, ..offer() }, said);
         heard
-            .map(|(session, _)| FrontEnd { session, ..FrontEnd::new(offer()) })
+            .map(|(session, _)| SessionFrontEnd { session, ..SessionFrontEnd::new(offer()) })
             .map_err(|why| why.to_string())
     };
     assert!(heard(told_512, 4096).is_err_and(|why| refused.ends_with(&why)));
@@ -730,9 +730,9 @@ fn a_guest_that_was_told_smaller_blocks_is_refused() {
 }
 
 #[test]
-fn who_connects_again_is_told_to_look_how_long_the_disk_is() {
+fn a_reconnected_front_end_is_asked_to_read_the_size() {
     let start = |reads: bool| {
-        let mut front_end = FrontEnd::negotiated(FEATURES);
+        let mut front_end = SessionFrontEnd::negotiated(FEATURES);
         front_end.plain(code::SET_PROTOCOL_FEATURES, &number(protocol::OFFERED));
         front_end.send(code::SET_BACKEND_REQ_FD, PLAIN, &[], vec![channel()]);
         if reads {
@@ -751,14 +751,14 @@ fn who_connects_again_is_told_to_look_how_long_the_disk_is() {
 #[test]
 fn a_reset_stops_everything_first_and_keeps_memory() {
     for (code, payload, base) in [(code::RESET_DEVICE, vec![], 0_u64), (code::SET_STATUS, number(0), 7)] {
-        let mut front_end = FrontEnd::running();
+        let mut front_end = SessionFrontEnd::running();
         front_end.set_up(1, 0);
         front_end.plain(code::SET_VRING_ENABLE, &pair(1, 1));
         front_end.plain(code::SET_STATUS, &number(15));
         assert_eq!(front_end.plain(code::GET_STATUS, &[]), "reply 0xf");
         assert_eq!(front_end.send(code, NEED_REPLY, &payload, vec![]), "stop 0, stop 1");
         assert_eq!(front_end.stopped(1, 7), "");
-        assert!(front_end.session.is_waiting());
+        assert!(front_end.session.is_waiting_for_rings());
         assert_eq!(front_end.stopped(0, 7), "reply 0x0");
         let told = front_end.plain(code::GET_VRING_BASE, &pair(0, 0));
         assert_eq!(told, format!("reply {:#x}", base << 32), "a machine that was paused goes on there");
@@ -772,7 +772,7 @@ fn a_reset_stops_everything_first_and_keeps_memory() {
 
 #[test]
 fn an_in_flight_area_that_is_wrong_is_refused() {
-    let mut front_end = FrontEnd::negotiated(FEATURES);
+    let mut front_end = SessionFrontEnd::negotiated(FEATURES);
     let area = |bytes: u64, queues: u8, size: u8| {
         [numbers(&[bytes, 0]), vec![queues, 0, size, 0, 0, 0, 0, 0]].concat()
     };

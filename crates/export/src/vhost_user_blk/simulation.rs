@@ -21,37 +21,37 @@ use std::{
     sync::Arc,
 };
 
-use policy::{throttle::Share, time::Duration};
+use policy::{throttle::NodeShare, time::Duration};
 
-use self::{hostile::Hostile, machine::Machine};
+use self::{hostile::HostileGuest, machine::SimulatedGuest};
 use super::{
-    device::{Device, Export},
-    features::Offer,
-    queue::{Order, Queue},
+    device::{VhostUserDevice, VhostUserExport},
+    features::VhostUserOffer,
+    queue::{QueueOrder, VhostUserQueue},
     session::EventKind,
     vring::RingSettings,
 };
 use crate::{
-    draw::{self, chance, some_time},
+    draw::{self, chance, sleep_randomly},
     model::Model,
-    passed::Passed,
+    passed::GroupSamples,
     seeds,
 };
-use ::virtio::ring::meddler::meddle;
+use ::virtio::ring::meddler::with_hook;
 use block::{
     disk::{Disk, ErrorPolicies, OnError},
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use reactor::{
     JoinHandle,
-    guest::{DirtyLog, Place},
+    guest::{DirtyLog, GuestBytes},
     now, sim, sleep_until, spawn_joinable, timeout,
 };
 use storage::{
     Storage,
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 const FOREVER: Duration = Duration::from_secs(24 * 3600);
@@ -63,7 +63,7 @@ const SERIAL: &str = "a serial number that is too long";
 
 /// Events counted over all seeds; the test fails if one of them is too rare.
 #[derive(Clone, Copy, Debug, Default)]
-struct Tally {
+struct VhostUserSimulationTally {
     answered: u64,
     failed: u64,
     flushed: u64,
@@ -82,9 +82,9 @@ struct Tally {
 
 #[test]
 fn guests_are_served_whatever_others_do() {
-    let tally = Rc::new(Cell::new(Tally::default()));
+    let tally = Rc::new(Cell::new(VhostUserSimulationTally::default()));
     let seeds = seeds::for_each("--lib", "guests_are_served_whatever_others_do", 600, |seed| {
-        let prey = Prey::default();
+        let prey = VolatileMemory::default();
         let world = run(Rc::clone(&tally), Rc::clone(&prey));
         let mut random = fastrand::Rng::with_seed(!seed);
         // Hostile memory also changes while the device reads it.
@@ -95,7 +95,7 @@ fn guests_are_served_whatever_others_do() {
                 place.write(random.usize(..place.bytes()), &[random.u8(..)]);
             }
         };
-        meddle(change, || sim::run(seed, world));
+        with_hook(change, || sim::run(seed, world));
     });
     let all = tally.get();
     if seeds >= 100 {
@@ -117,21 +117,21 @@ fn guests_are_served_whatever_others_do() {
     }
 }
 
-fn count(tally: &Cell<Tally>, change: impl FnOnce(&mut Tally)) {
+fn count(tally: &Cell<VhostUserSimulationTally>, change: impl FnOnce(&mut VhostUserSimulationTally)) {
     let mut all = tally.get();
     change(&mut all);
     tally.set(all);
 }
 
 /// Memory that changes at any time.
-type Prey = Rc<RefCell<Vec<Place>>>;
+type VolatileMemory = Rc<RefCell<Vec<GuestBytes>>>;
 
-async fn run(tally: Rc<Cell<Tally>>, prey: Prey) {
+async fn run(tally: Rc<Cell<VhostUserSimulationTally>>, prey: VolatileMemory) {
     let settings = GroupSettings { limits: draw::limits(30), ..GroupSettings::default() };
-    let group = Group::new("group", settings, None).expect("drawn valid");
-    let passed = Rc::new(RefCell::new(Passed::new(&group, LONGEST_REQUEST)));
+    let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
+    let passed = Rc::new(RefCell::new(GroupSamples::new(&group, LONGEST_REQUEST)));
     let lives: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
-        .map(|_| spawn_joinable(Life::draw(&group, &tally, &passed, &prey).run()))
+        .map(|_| spawn_joinable(SimulatedDiskLife::draw(&group, &tally, &passed, &prey).run()))
         .collect();
     for life in lives {
         timeout(FOREVER, life).await.expect("every request comes back within a day of virtual time");
@@ -142,21 +142,21 @@ async fn run(tally: Rc<Cell<Tally>>, prey: Prey) {
 }
 
 /// One disk, its machines, and its content after all of them.
-struct Life {
+struct SimulatedDiskLife {
     disk: Arc<Disk>,
-    storage: Simulated,
+    storage: SimulatedStorage,
     hostile: Vec<JoinHandle<()>>,
     model: Rc<RefCell<Model>>,
     may_fail: bool,
     /// The guests' choice of the write cache, and the number of changes.
     cache: Rc<Cell<(bool, u64)>>,
-    device: Arc<Device>,
-    passed: Rc<RefCell<Passed>>,
-    tally: Rc<Cell<Tally>>,
+    device: Arc<VhostUserDevice>,
+    passed: Rc<RefCell<GroupSamples>>,
+    tally: Rc<Cell<VhostUserSimulationTally>>,
 }
 
-impl Life {
-    fn draw(group: &Arc<Group>, tally: &Rc<Cell<Tally>>, passed: &Rc<RefCell<Passed>>, prey: &Prey) -> Self {
+impl SimulatedDiskLife {
+    fn draw(group: &Arc<ThrottleGroup>, tally: &Rc<Cell<VhostUserSimulationTally>>, passed: &Rc<RefCell<GroupSamples>>, prey: &VolatileMemory) -> Self {
         let may_fail = chance(30);
         let error_probability = if may_fail { sim::random(fastrand::Rng::f64) / 8.0 } else { 0.0 };
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
@@ -168,10 +168,10 @@ impl Life {
         for _ in 0..sim::random(|random| random.usize(..=2)) {
             let guest = if chance(50) {
                 // On the same disk, read-only.
-                Hostile::new(export(&disk, true), tally, prey)
+                HostileGuest::new(export(&disk, true), tally, prey)
             } else {
                 let (_, other) = open(vec![0; DISK_BYTES], behaviour, group);
-                Hostile::new(export(&other, false), tally, prey)
+                HostileGuest::new(export(&other, false), tally, prey)
             };
             hostile.push(spawn_joinable(guest.run()));
         }
@@ -197,15 +197,15 @@ impl Life {
             let disk = Arc::clone(&self.disk);
             spawn_joinable(async move {
                 loop {
-                    some_time(Duration::from_millis(100)).await;
+                    sleep_randomly(Duration::from_millis(100)).await;
                     disk.failures().resume();
                 }
             })
         });
         let machines: Vec<_> = (0..sim::random(|random| random.usize(1..=2)))
             .map(|_| {
-                let machine = Machine::draw(&self);
-                spawn_joinable(FrontEnd::new(machine, Rc::clone(&self.tally)).run())
+                let machine = SimulatedGuest::draw(&self);
+                spawn_joinable(SimulatedFrontEnd::new(machine, Rc::clone(&self.tally)).run())
             })
             .collect();
         let mut killed = false;
@@ -224,10 +224,10 @@ impl Life {
     }
 }
 
-fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulated, Arc<Disk>) {
-    let storage = Simulated::new(content, behaviour);
-    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(storage.clone()))));
-    let share = Share::new(sim::random(|random| random.u32(1..1000))).expect("in range");
+fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<ThrottleGroup>) -> (SimulatedStorage, Arc<Disk>) {
+    let storage = SimulatedStorage::new(content, behaviour);
+    let image = Image::Raw(RawImage::new(Storage::Simulated(Align::new(storage.clone()))));
+    let share = NodeShare::new(sim::random(|random| random.u32(1..1000))).expect("in range");
     let reserved = share.with_reservation(sim::random(|random| random.u64(..10)), 0);
     let settings = DiskSettings { share: reserved, ..DiskSettings::default() };
     // A group without limits accepts no reservation.
@@ -235,32 +235,32 @@ fn open(content: Vec<u8>, behaviour: Behaviour, group: &Arc<Group>) -> (Simulate
     (storage, Arc::new(disk.expect("the group can keep it")))
 }
 
-fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<Device> {
+fn export(disk: &Arc<Disk>, read_only: bool) -> Arc<VhostUserDevice> {
     let offer =
-        Offer { size_bytes: DISK_BYTES as u64, read_only, write_cache: chance(80), ..Offer::default() };
-    Arc::new(Device::new(Export { id: "vm".into(), disk: Arc::clone(disk), offer, serial: SERIAL.into() }))
+        VhostUserOffer { size_bytes: DISK_BYTES as u64, read_only, write_cache: chance(80), ..VhostUserOffer::default() };
+    Arc::new(VhostUserDevice::new(VhostUserExport { id: "vm".into(), disk: Arc::clone(disk), offer, serial: SERIAL.into() }))
 }
 
 /// A front end as a queue sees it: starts the queue, ends it in one of several ways, and replaces
 /// its memory and events while it runs.
-struct FrontEnd {
-    machine: Rc<Machine>,
-    tally: Rc<Cell<Tally>>,
+struct SimulatedFrontEnd {
+    machine: Rc<SimulatedGuest>,
+    tally: Rc<Cell<VhostUserSimulationTally>>,
     /// Value for SET_VRING_BASE.
     base: u32,
     killed: bool,
 }
 
 /// A running queue.
-struct Running {
-    orders: async_channel::Sender<Order>,
+struct RunningQueue {
+    orders: async_channel::Sender<QueueOrder>,
     serving: JoinHandle<u32>,
     /// Upgradable while any task of the queue is left.
-    queue: Weak<Queue>,
+    queue: Weak<VhostUserQueue>,
 }
 
-impl FrontEnd {
-    fn new(machine: Rc<Machine>, tally: Rc<Cell<Tally>>) -> Self {
+impl SimulatedFrontEnd {
+    fn new(machine: Rc<SimulatedGuest>, tally: Rc<Cell<VhostUserSimulationTally>>) -> Self {
         Self { base: machine.start(), machine, tally, killed: false }
     }
 
@@ -273,7 +273,7 @@ impl FrontEnd {
             self.machine.some_moment().await;
             self.end(running).await;
             if chance(70) {
-                some_time(Duration::from_millis(20)).await;
+                sleep_randomly(Duration::from_millis(20)).await;
             }
         }
         let running = self.start();
@@ -283,7 +283,7 @@ impl FrontEnd {
         self.killed
     }
 
-    fn start(&mut self) -> Running {
+    fn start(&mut self) -> RunningQueue {
         let machine = &self.machine;
         if machine.has_inflight() && machine.waits() {
             count(&self.tally, |all| all.resumed += 1);
@@ -301,31 +301,31 @@ impl FrontEnd {
             call: None,
             error: None,
         };
-        let queue = Queue::new(0, settings, Arc::clone(&machine.device)).expect("a good ring");
+        let queue = VhostUserQueue::new(0, settings, Arc::clone(&machine.device)).expect("a good ring");
         let (kick, call) = (self.machine.new_kick(), self.machine.new_call());
-        queue.hang(kick.map(|counter| counter.bell()), call.bell());
+        queue.set_simulated_events(kick.map(|counter| counter.bell()), call.bell());
         let (orders, received) = async_channel::unbounded();
-        Running { orders, queue: Rc::downgrade(&queue), serving: spawn_joinable(queue.serve(received)) }
+        RunningQueue { orders, queue: Rc::downgrade(&queue), serving: spawn_joinable(queue.serve(received)) }
     }
 
     /// Replaces an event of a ring.
-    fn wire(&self, running: &Running, kind: EventKind) {
+    fn wire(&self, running: &RunningQueue, kind: EventKind) {
         let bell = match kind {
             EventKind::Kick => self.machine.new_kick(),
             _ => Some(self.machine.new_call()),
         };
-        let order = Order::Event(kind, bell.map(|counter| counter.bell()));
+        let order = QueueOrder::Event(kind, bell.map(|counter| counter.bell()));
         running.orders.try_send(order).expect("the queue runs");
     }
 
-    async fn change_now_and_then(&self, running: &Running) {
+    async fn change_now_and_then(&self, running: &RunningQueue) {
         for _ in 0..sim::random(|random| random.usize(..4)) {
             self.machine.some_moment().await;
             self.change(running).await;
         }
     }
 
-    async fn change(&self, running: &Running) {
+    async fn change(&self, running: &RunningQueue) {
         match sim::random(|random| random.u8(..4)) {
             0 => self.wire(running, EventKind::Kick),
             1 => self.wire(running, EventKind::Call),
@@ -336,7 +336,7 @@ impl FrontEnd {
                 self.machine.log_changes();
                 let (memory, places) = self.machine.map_with(log.clone());
                 let (in_use, is_in_use) = async_channel::bounded(1);
-                let order = Order::Memory(memory, places, in_use);
+                let order = QueueOrder::Memory(memory, places, in_use);
                 running.orders.try_send(order).expect("the queue runs");
                 let _ = timeout(FOREVER, is_in_use.recv()).await.expect("it is taken up");
                 self.machine.log_is(log);
@@ -344,18 +344,18 @@ impl FrontEnd {
         }
     }
 
-    async fn end(&mut self, running: Running) {
+    async fn end(&mut self, running: RunningQueue) {
         // Without an in-flight area, a guest loses the requests that a queue leaves.
         match sim::random(|random| random.u8(..4)) {
             1 if self.machine.has_inflight() => {
                 count(&self.tally, |all| all.abandoned += 1);
                 let was_told = chance(30);
                 if was_told {
-                    running.orders.try_send(Order::Stop { abandoned: false }).expect("the queue runs");
-                    some_time(Duration::from_millis(5)).await;
+                    running.orders.try_send(QueueOrder::Stop { abandoned: false }).expect("the queue runs");
+                    sleep_randomly(Duration::from_millis(5)).await;
                 }
                 if chance(50) {
-                    let _ = running.orders.try_send(Order::Stop { abandoned: true });
+                    let _ = running.orders.try_send(QueueOrder::Stop { abandoned: true });
                 } else {
                     drop(running.orders);
                 }
@@ -381,9 +381,9 @@ impl FrontEnd {
         }
     }
 
-    async fn stop(&mut self, running: Running) {
+    async fn stop(&mut self, running: RunningQueue) {
         count(&self.tally, |all| all.stops += 1);
-        running.orders.try_send(Order::Stop { abandoned: false }).expect("the queue runs");
+        running.orders.try_send(QueueOrder::Stop { abandoned: false }).expect("the queue runs");
         let end = timeout(FOREVER, running.serving).await;
         self.base = end.expect("a queue ends when it is told to");
         assert_eq!(running.queue.strong_count(), 0, "tasks of a queue that has ended");

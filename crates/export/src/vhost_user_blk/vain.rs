@@ -11,26 +11,26 @@ const AGAIN: Duration = Duration::from_secs(600);
 
 /// State of one export.
 #[derive(Debug, Default)]
-pub(super) struct Vain(Mutex<Option<Last>>);
+pub(super) struct FutileAttempts(Mutex<Option<LastAttempt>>);
 
 /// The attempt that was logged last.
 #[derive(Debug)]
-struct Last {
+struct LastAttempt {
     process: Option<u32>,
     why: String,
     told: Instant,
     left_out: u64,
 }
 
-impl Vain {
+impl FutileAttempts {
     /// True if an attempt of this process was logged within [`AGAIN`].
-    pub(super) fn is_known(&self, process: Option<u32>, now: Instant) -> bool {
+    pub(super) fn was_logged_recently(&self, process: Option<u32>, now: Instant) -> bool {
         self.last().as_ref().is_some_and(|last| last.process == process && last.is_fresh(now))
     }
 
     /// Records an attempt that did not use the disk; `unseen` similar ones were already omitted.
     /// Returns the number of omitted lines if this attempt is to be logged.
-    pub(super) fn went(&self, process: Option<u32>, why: &str, unseen: u64, now: Instant) -> Option<u64> {
+    pub(super) fn record_attempt(&self, process: Option<u32>, why: &str, unseen: u64, now: Instant) -> Option<u64> {
         let mut last = self.last();
         let same = last.as_mut().filter(|last| last.process == process && last.why == why);
         let left_out = match same {
@@ -43,7 +43,7 @@ impl Vain {
             Some(same) => same.left_out + unseen,
             None => unseen,
         };
-        *last = Some(Last { process, why: why.to_owned(), told: now, left_out: 0 });
+        *last = Some(LastAttempt { process, why: why.to_owned(), told: now, left_out: 0 });
         Some(left_out)
     }
 
@@ -52,12 +52,12 @@ impl Vain {
         *self.last() = None;
     }
 
-    fn last(&self) -> MutexGuard<'_, Option<Last>> {
+    fn last(&self) -> MutexGuard<'_, Option<LastAttempt>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Last {
+impl LastAttempt {
     fn is_fresh(&self, now: Instant) -> bool {
         now - self.told < AGAIN
     }
@@ -69,18 +69,18 @@ mod tests {
 
     #[test]
     fn the_same_is_told_once_in_a_while_and_news_at_once() {
-        let vain = Vain::default();
+        let vain = FutileAttempts::default();
         let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
-        let went = |process, why, unseen, seconds| vain.went(Some(process), why, unseen, at(seconds));
-        assert!(!vain.is_known(Some(1), at(0)));
+        let went = |process, why, unseen, seconds| vain.record_attempt(Some(process), why, unseen, at(seconds));
+        assert!(!vain.was_logged_recently(Some(1), at(0)));
         assert_eq!([went(1, "a", 0, 0), went(1, "a", 0, 1), went(1, "a", 2, 599)], [Some(0), None, None]);
-        assert!(vain.is_known(Some(1), at(599)) && !vain.is_known(Some(2), at(599)));
-        assert!(!vain.is_known(Some(1), at(600)));
+        assert!(vain.was_logged_recently(Some(1), at(599)) && !vain.was_logged_recently(Some(2), at(599)));
+        assert!(!vain.was_logged_recently(Some(1), at(600)));
         assert_eq!([went(1, "a", 1, 600), went(1, "a", 0, 601)], [Some(5), None]);
         assert_eq!(went(1, "b", 0, 602), Some(0), "another reason");
         assert_eq!(went(2, "b", 0, 603), Some(0), "another machine");
         vain.forget();
-        assert!(!vain.is_known(Some(2), at(604)));
+        assert!(!vain.was_logged_recently(Some(2), at(604)));
         assert_eq!(went(2, "b", 0, 604), Some(0), "it has used the disk meanwhile");
     }
 }

@@ -11,20 +11,20 @@
 
 use std::sync::Arc;
 
-use reactor::{guest::Memory, guest::Place, op::Fd};
+use reactor::{guest::GuestMemory, guest::GuestBytes, op::Fd};
 
-use super::{features::virtio, inflight::Loss, message::VringAddresses};
-use ::virtio::ring::Parts;
+use super::{features::virtio, inflight::UnflushedWrites, message::VringAddresses};
+use ::virtio::ring::RingParts;
 
 /// Parts of a ring, each inside one region and aligned as virtio 1.3 § 2.7 and § 2.8 require.
 #[derive(Clone, Debug)]
 pub struct RingPlaces {
     /// The descriptor table, or a packed ring's descriptors.
-    pub descriptors: Place,
+    pub descriptors: GuestBytes,
     /// The available ring with its event index, or the driver's event suppression.
-    pub driver: Place,
+    pub driver: GuestBytes,
     /// The used ring with its event index, or the device's event suppression.
-    pub device: Place,
+    pub device: GuestBytes,
 }
 
 /// Settings that a queue needs to serve a ring.
@@ -35,16 +35,16 @@ pub struct RingSettings {
     /// Locations of its parts.
     pub places: RingPlaces,
     /// The guest's memory, with its dirty log if there is one.
-    pub memory: Memory,
+    pub memory: GuestMemory,
     /// Negotiated features: see [`virtio`].
     pub features: u64,
     /// Index at which to continue, from SET_VRING_BASE or the queue's last stop.
     pub base: u32,
     /// In-flight record of the ring, if the front end keeps one; it may hold requests of a process
     /// that died.
-    pub inflight: Option<Place>,
+    pub inflight: Option<GuestBytes>,
     /// Loss record of the area, shared by all rings.
-    pub loss: Option<Arc<Loss>>,
+    pub loss: Option<Arc<UnflushedWrites>>,
     /// Eventfd that announces requests; without it the ring is polled.
     pub kick: Option<Fd>,
     /// Eventfd that announces completions; without it the driver polls.
@@ -56,7 +56,7 @@ pub struct RingSettings {
 /// Reason why a ring cannot run: a mistake of the front end or of the guest. Other rings continue.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum Fault {
+pub enum VringFault {
     #[error(
         "no region of the guest's memory holds all of its {what} at {address:#x} (is that memory shared? share=on)"
     )]
@@ -81,7 +81,7 @@ pub(super) enum Kick {
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) enum State {
+pub(super) enum VringState {
     #[default]
     Stopped,
     Running,
@@ -91,7 +91,7 @@ pub(super) enum State {
 
 #[derive(Debug, Default)]
 pub(super) struct Vring {
-    pub(super) state: State,
+    pub(super) state: VringState,
     pub(super) size: Option<u16>,
     pub(super) addresses: Option<VringAddresses>,
     pub(super) base: u32,
@@ -104,7 +104,7 @@ pub(super) struct Vring {
     /// The ring could not be served, and waits until it is set up again.
     pub(super) broken: bool,
     /// The driver broke the ring while it ran.
-    pub(super) spoilt: bool,
+    pub(super) broken_by_driver: bool,
 }
 
 impl Vring {
@@ -118,21 +118,21 @@ impl Vring {
     }
 
     /// Locates its parts in the guest's memory.
-    pub(super) fn places(&self, memory: &Memory, features: u64) -> Result<RingPlaces, Fault> {
+    pub(super) fn places(&self, memory: &GuestMemory, features: u64) -> Result<RingPlaces, VringFault> {
         let (Some(size), Some(addresses)) = (self.size, self.addresses) else {
             unreachable!("only a ring that is set up is looked for")
         };
         let packed = features & virtio::RING_PACKED != 0;
         // Packed rings may have any size (virtio 1.3 § 2.8.10.1), split rings only powers of two.
         if !packed && !size.is_power_of_two() {
-            return Err(Fault::Size(size));
+            return Err(VringFault::Size(size));
         }
-        let parts = Parts::of(size, packed, features & virtio::EVENT_IDX != 0);
+        let parts = RingParts::of(size, packed, features & virtio::EVENT_IDX != 0);
         let find = |what, address, (bytes, alignment)| {
-            let place = memory.user_place(address, bytes).ok_or(Fault::Outside { what, address })?;
+            let place = memory.user_range(address, bytes).ok_or(VringFault::Outside { what, address })?;
             match place.is_aligned(alignment) {
                 true => Ok(place),
-                false => Err(Fault::Unaligned { what, address, alignment }),
+                false => Err(VringFault::Unaligned { what, address, alignment }),
             }
         };
         Ok(RingPlaces {

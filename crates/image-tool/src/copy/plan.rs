@@ -5,17 +5,17 @@
 
 use std::ops::Range;
 
-use crate::disk::Kind;
+use crate::disk::ExtentKind;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Item {
+pub(super) struct CopyItem {
     pub(super) range: Range<u64>,
     /// Never [`Kind::Below`].
-    pub(super) kind: Kind,
+    pub(super) kind: ExtentKind,
 }
 
 #[derive(Debug)]
-pub(super) struct Planner {
+pub(super) struct CopyPlanner {
     /// Items of data begin at multiples of this, in bytes; data is extended to it.
     align: u64,
     /// Items of data do not cross multiples of this, which is a multiple of `align`.
@@ -23,19 +23,19 @@ pub(super) struct Planner {
     size: u64,
     done: u64,
     /// Last piece, which may still grow.
-    last: Option<(Range<u64>, Kind)>,
+    last: Option<(Range<u64>, ExtentKind)>,
     /// Zeroes in the last, incomplete block; data that follows in the same block absorbs them.
     begun: Vec<Range<u64>>,
 }
 
-impl Planner {
+impl CopyPlanner {
     pub(super) fn new(size: u64, align: u64, unit: u64) -> Self {
         Self { align, unit, size, done: 0, last: None, begun: Vec::new() }
     }
 
     /// Adds the next piece, which begins where the last one ended, and appends the items that are
     /// complete.
-    pub(super) fn piece(&mut self, range: Range<u64>, kind: Kind, items: &mut Vec<Item>) {
+    pub(super) fn piece(&mut self, range: Range<u64>, kind: ExtentKind, items: &mut Vec<CopyItem>) {
         match &mut self.last {
             Some((last, same)) if *same == kind => last.end = range.end,
             _ => {
@@ -44,31 +44,31 @@ impl Planner {
             }
         }
         // Data becomes items at once; otherwise a large image of data would be a single late item.
-        if let Some((last, Kind::Data)) = &mut self.last {
+        if let Some((last, ExtentKind::Data)) = &mut self.last {
             let last = last.clone();
             self.data(last, items);
         }
     }
 
     /// Appends the remaining items.
-    pub(super) fn finish(&mut self, items: &mut Vec<Item>) {
+    pub(super) fn finish(&mut self, items: &mut Vec<CopyItem>) {
         self.complete(items);
-        self.zero_what_was_begun(items);
+        self.zero_partial_item(items);
     }
 
-    fn complete(&mut self, items: &mut Vec<Item>) {
+    fn complete(&mut self, items: &mut Vec<CopyItem>) {
         let Some((range, kind)) = self.last.take() else { return };
         match kind {
-            Kind::Data => self.data(range, items),
+            ExtentKind::Data => self.data(range, items),
             // The target's own backing file provides these ranges.
-            Kind::Below => {}
-            Kind::Zero => {
+            ExtentKind::Below => {}
+            ExtentKind::Zero => {
                 // Only whole blocks of zeroes are final; the rest waits for what follows in the
                 // block.
                 let block = range.end - range.end % self.align;
                 let start = range.start.max(self.done);
                 if self.begun.first().is_some_and(|begun| begun.start < block) {
-                    self.zero_what_was_begun(items);
+                    self.zero_partial_item(items);
                 }
                 if start < block {
                     self.zero(start..block, items);
@@ -79,31 +79,31 @@ impl Planner {
         }
     }
 
-    fn zero_what_was_begun(&mut self, items: &mut Vec<Item>) {
+    fn zero_partial_item(&mut self, items: &mut Vec<CopyItem>) {
         for range in std::mem::take(&mut self.begun) {
             self.zero(range, items);
         }
     }
 
-    fn zero(&mut self, range: Range<u64>, items: &mut Vec<Item>) {
+    fn zero(&mut self, range: Range<u64>, items: &mut Vec<CopyItem>) {
         if !range.is_empty() {
             self.done = range.end;
-            items.push(Item { range, kind: Kind::Zero });
+            items.push(CopyItem { range, kind: ExtentKind::Zero });
         }
     }
 
-    fn data(&mut self, range: Range<u64>, items: &mut Vec<Item>) {
+    fn data(&mut self, range: Range<u64>, items: &mut Vec<CopyItem>) {
         // Starts after blocks that an earlier item already covers.
         let mut at = (range.start - range.start % self.align).max(self.done);
         if self.begun.first().is_some_and(|begun| begun.start < at) {
-            self.zero_what_was_begun(items);
+            self.zero_partial_item(items);
         }
         // These zeroes are in the first block of the data, which covers them.
         self.begun.clear();
         let end = range.end.next_multiple_of(self.align).min(self.size);
         while at < end {
             let next = (at + 1).next_multiple_of(self.unit).min(end);
-            items.push(Item { range: at..next, kind: Kind::Data });
+            items.push(CopyItem { range: at..next, kind: ExtentKind::Data });
             at = next;
         }
         self.done = self.done.max(end);
@@ -116,8 +116,8 @@ mod tests {
 
     use super::*;
 
-    fn plan(size: u64, align: u64, unit: u64, pieces: &[(u64, Kind)]) -> Vec<Item> {
-        let mut planner = Planner::new(size, align, unit);
+    fn plan(size: u64, align: u64, unit: u64, pieces: &[(u64, ExtentKind)]) -> Vec<CopyItem> {
+        let mut planner = CopyPlanner::new(size, align, unit);
         let (mut at, mut items) = (0, Vec::new());
         for &(length, kind) in pieces {
             planner.piece(at..at + length, kind, &mut items);
@@ -127,22 +127,22 @@ mod tests {
         items
     }
 
-    fn item(range: Range<u64>, kind: Kind) -> Item {
-        Item { range, kind }
+    fn item(range: Range<u64>, kind: ExtentKind) -> CopyItem {
+        CopyItem { range, kind }
     }
 
     #[test]
     fn data_is_widened_to_blocks_and_cut_at_units() {
-        let pieces = [(5, Kind::Zero), (1, Kind::Data), (4, Kind::Below), (30, Kind::Data), (3, Kind::Zero)];
+        let pieces = [(5, ExtentKind::Zero), (1, ExtentKind::Data), (4, ExtentKind::Below), (30, ExtentKind::Data), (3, ExtentKind::Zero)];
         assert_eq!(
             plan(43, 4, 16, &pieces),
             [
-                item(0..4, Kind::Zero),
-                item(4..8, Kind::Data),
-                item(8..16, Kind::Data),
-                item(16..32, Kind::Data),
-                item(32..40, Kind::Data),
-                item(40..43, Kind::Zero),
+                item(0..4, ExtentKind::Zero),
+                item(4..8, ExtentKind::Data),
+                item(8..16, ExtentKind::Data),
+                item(16..32, ExtentKind::Data),
+                item(32..40, ExtentKind::Data),
+                item(40..43, ExtentKind::Zero),
             ]
         );
     }
@@ -150,19 +150,19 @@ mod tests {
     proptest! {
         #[test]
         fn all_data_is_copied_nothing_twice_and_zeroes_stay_where_they_are(
-            pieces in prop::collection::vec((1_u64..40, prop_oneof![Just(Kind::Data), Just(Kind::Zero), Just(Kind::Below)]), 1..20),
+            pieces in prop::collection::vec((1_u64..40, prop_oneof![Just(ExtentKind::Data), Just(ExtentKind::Zero), Just(ExtentKind::Below)]), 1..20),
             align in prop_oneof![Just(1_u64), Just(4), Just(8)],
         ) {
             let size = pieces.iter().map(|(length, _)| length).sum();
-            let truth: Vec<Kind> = pieces.iter().flat_map(|&(length, kind)| vec![kind; length as usize]).collect();
+            let truth: Vec<ExtentKind> = pieces.iter().flat_map(|&(length, kind)| vec![kind; length as usize]).collect();
             let items = plan(size, align, 16, &pieces);
             let mut end = 0;
             let mut copied = vec![None; truth.len()];
-            for Item { range, kind } in items {
+            for CopyItem { range, kind } in items {
                 prop_assert!(range.start >= end && range.end > range.start && range.end <= size);
                 end = range.end;
                 copied[range.start as usize..range.end as usize].fill(Some(kind));
-                if kind == Kind::Data {
+                if kind == ExtentKind::Data {
                     prop_assert!(range.end - range.start <= 16);
                     prop_assert!(range.start % align == 0);
                     prop_assert!(range.end % align == 0 || range.end == size);
@@ -170,9 +170,9 @@ mod tests {
             }
             for (truth, copied) in truth.iter().zip(copied) {
                 match truth {
-                    Kind::Data => prop_assert_eq!(copied, Some(Kind::Data)),
-                    Kind::Zero => prop_assert!(copied.is_some()),
-                    Kind::Below => prop_assert!(copied != Some(Kind::Zero)),
+                    ExtentKind::Data => prop_assert_eq!(copied, Some(ExtentKind::Data)),
+                    ExtentKind::Zero => prop_assert!(copied.is_some()),
+                    ExtentKind::Below => prop_assert!(copied != Some(ExtentKind::Zero)),
                 }
             }
         }

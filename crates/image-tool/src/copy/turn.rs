@@ -8,16 +8,16 @@ use std::{
 };
 
 #[derive(Debug, Default)]
-pub(super) struct Turns(Mutex<State>);
+pub(super) struct WriteOrder(Mutex<WriteOrderState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct WriteOrderState {
     next: u64,
     over: bool,
     waiting: Vec<Waker>,
 }
 
-impl Turns {
+impl WriteOrder {
     pub(super) async fn wait(&self, number: u64) -> bool {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
@@ -39,7 +39,7 @@ impl Turns {
         self.change(|state| state.over = true);
     }
 
-    fn change(&self, change: impl FnOnce(&mut State)) {
+    fn change(&self, change: impl FnOnce(&mut WriteOrderState)) {
         let woken = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             change(&mut state);

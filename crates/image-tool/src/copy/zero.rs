@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn only_whole_grains_of_zeroes_are_left_out() {
+    fn only_aligned_zero_grains_are_skipped() {
         assert_eq!(data_of("a00b0000", 0, 2, 2), [(0, 4)]);
         assert_eq!(data_of("a000b000", 0, 2, 2), [(0, 2), (4, 6)]);
         assert_eq!(data_of("0a00", 1, 2, 2), [(1, 3)], "grains lie where they lie on the disk");
@@ -82,7 +82,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_is_left_out_is_zero(blocks in "[0a]{1,40}", offset in 0_u64..9, grain in 1_usize..5, least in 1_usize..9) {
+        fn skipped_ranges_are_zero(blocks in "[0a]{1,40}", offset in 0_u64..9, grain in 1_usize..5, least in 1_usize..9) {
             let bytes = bytes(&blocks);
             let mut end = 0;
             for (range, data) in parts(&bytes, offset * 512, grain * 512, least * 512) {

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 
 use super::{BackingChoice, ImageOptions, names};
 use storage::{
-    FileIdentity, Format, OpenError, Spec, Storage, open_any,
+    FileIdentity, ImageFormat, OpenError, StorageSpec, Storage, open_async,
     probe::{self, Probed, check_format},
-    wrapped,
+    add_wrappers,
 };
 
 use crate::qcow2::{
     self, MetadataError,
-    header::{Crypt, Header, Place},
+    header::{EncryptionMethod, Qcow2Header, FileRegion},
 };
 
 /// Length limit of a chain. Each image costs caches, and a read may pass through all of
@@ -22,7 +22,7 @@ use crate::qcow2::{
 pub const LONGEST_CHAIN: usize = 200;
 
 /// An image of the chain whose header was read and whose tables were not.
-pub(super) struct Level {
+pub(super) struct ChainLevel {
     /// Path or spec, for messages.
     pub(super) name: String,
     /// Its file, with delay, rate and fault wrappers.
@@ -31,38 +31,38 @@ pub(super) struct Level {
     /// The format was probed; writes must not change the result of the next probe.
     pub(super) guessed: bool,
     /// `None` for a raw image.
-    pub(super) qcow2: Option<Found>,
+    pub(super) qcow2: Option<Qcow2Files>,
 }
 
 /// Header of a qcow2 image, and its data file.
-pub(super) struct Found {
-    pub(super) header: Header,
+pub(super) struct Qcow2Files {
+    pub(super) header: Qcow2Header,
     pub(super) data: Option<Storage>,
 }
 
-impl Level {
+impl ChainLevel {
     /// Location of its LUKS header, if it is encrypted.
-    pub(super) fn luks(&self) -> Option<Place> {
+    pub(super) fn luks(&self) -> Option<FileRegion> {
         self.qcow2
             .as_ref()
-            .and_then(|found| found.header.encryption.filter(|_| found.header.crypt == Crypt::Luks))
+            .and_then(|found| found.header.encryption.filter(|_| found.header.crypt == EncryptionMethod::Luks))
     }
 }
 
 /// Backing file to open next.
-struct Next {
+struct NextBackingFile {
     path: PathBuf,
-    format: Format,
+    format: ImageFormat,
     /// Name of the image that refers to it.
     of: String,
 }
 
 /// Opens the files of the chain that begins with `spec`, topmost first; at least one.
-pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Level>, OpenError> {
-    let mut seen = Seen::default();
+pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<ChainLevel>, OpenError> {
+    let mut seen = ChainFiles::default();
     let (top, mut next) = find_top(spec, options, &mut seen).await?;
     let mut levels = vec![top];
-    while let Some(Next { path, format, of }) = next {
+    while let Some(NextBackingFile { path, format, of }) = next {
         if levels.len() == LONGEST_CHAIN {
             let why = format!("the chain of backing files is longer than {LONGEST_CHAIN} images");
             return Err(OpenError::new(spec, why, "shorten it: qemu-img rebase or commit"));
@@ -77,30 +77,30 @@ pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Level
 async fn find_top(
     spec: &str,
     options: &ImageOptions,
-    seen: &mut Seen,
-) -> Result<(Level, Option<Next>), OpenError> {
+    seen: &mut ChainFiles,
+) -> Result<(ChainLevel, Option<NextBackingFile>), OpenError> {
     let own = &options.storage;
     let (path, is_far) = match spec.parse() {
-        Ok(Spec::File(path)) => (Some(path), false),
-        Ok(Spec::Nbd(_) | Spec::Rbd(_)) => (None, true),
+        Ok(StorageSpec::File(path)) => (Some(path), false),
+        Ok(StorageSpec::Nbd(_) | StorageSpec::Rbd(_)) => (None, true),
         _ => (None, false),
     };
     let name = path.as_ref().map_or_else(|| spec.to_owned(), |path| path.display().to_string());
-    let (bottom, probed) = bottom(spec.to_owned(), own.clone()).await?;
+    let (bottom, probed) = open_storage(spec.to_owned(), own.clone()).await?;
     seen.add(&bottom, &name)?;
     // Memory and null storage have no persistent header that a later probe could read.
     let guessed = own.format.is_none() && (path.is_some() || is_far);
     let format = check_format(own.format, probed, &name)?;
     warn_of_container(&name, probed);
-    if own.part.is_some() && format != Format::Raw {
+    if own.part.is_some() && format != ImageFormat::Raw {
         return Err(OpenError::new(
             &name,
             "is not raw, and only of raw images a part can be had",
             "leave it out",
         ));
     }
-    let level = Level {
-        storage: wrapped(spec, bottom, own.clone())?,
+    let level = ChainLevel {
+        storage: add_wrappers(spec, bottom, own.clone())?,
         name,
         read_only: own.read_only,
         guessed,
@@ -111,46 +111,46 @@ async fn find_top(
 
 async fn find_backing(
     path: PathBuf,
-    format: Format,
+    format: ImageFormat,
     of: &str,
     options: &ImageOptions,
-    seen: &mut Seen,
-) -> Result<(Level, Option<Next>), OpenError> {
+    seen: &mut ChainFiles,
+) -> Result<(ChainLevel, Option<NextBackingFile>), OpenError> {
     let name = format!("{of}: its backing file {}", path.display());
     // The part of an overlay beyond the end of a raw backing file reads as zeroes, so the
     // file may even be empty.
-    let may_be_empty = format == Format::Raw;
-    let own = storage::OpenOptions { read_only: true, may_be_empty, ..behind(options, format) };
-    let (storage, probed) = open_behind(&path, &name, own, seen).await?;
+    let may_be_empty = format == ImageFormat::Raw;
+    let own = storage::OpenOptions { read_only: true, may_be_empty, ..backing_options(options, format) };
+    let (storage, probed) = open_backing(&path, &name, own, seen).await?;
     warn_of_container(&name, probed);
     let name = path.display().to_string();
-    let level = Level { name, storage, read_only: true, guessed: false, qcow2: None };
+    let level = ChainLevel { name, storage, read_only: true, guessed: false, qcow2: None };
     follow(level, Some(&path), format, options, seen).await
 }
 
 /// Reads the header, opens the data file and returns the backing file to open next.
 async fn follow(
-    mut level: Level,
+    mut level: ChainLevel,
     path: Option<&Path>,
-    format: Format,
+    format: ImageFormat,
     options: &ImageOptions,
-    seen: &mut Seen,
-) -> Result<(Level, Option<Next>), OpenError> {
-    if format == Format::Raw {
+    seen: &mut ChainFiles,
+) -> Result<(ChainLevel, Option<NextBackingFile>), OpenError> {
+    if format == ImageFormat::Raw {
         return Ok((level, None));
     }
     let header = qcow2::read_header(&level.storage).await.map_err(|error| invalid(&level, &error))?;
     check(&level, &header)?;
     let data = open_data_file(&level, path, &header, options, seen).await?;
     let next = next(&level.name, path, &header, &options.backing)?;
-    level.qcow2 = Some(Found { header, data });
+    level.qcow2 = Some(Qcow2Files { header, data });
     // `BackingChoice` applies to the topmost image only in effect: with `Nothing` the
     // chain ends here.
     Ok((level, next))
 }
 
-fn check(level: &Level, header: &Header) -> Result<(), OpenError> {
-    if header.crypt == Crypt::Aes {
+fn check(level: &ChainLevel, header: &Qcow2Header) -> Result<(), OpenError> {
+    if header.crypt == EncryptionMethod::Aes {
         return Err(OpenError::new(
             &level.name,
             "is encrypted in the old way (\"aes\"), which is broken and not supported",
@@ -172,9 +172,9 @@ fn check(level: &Level, header: &Header) -> Result<(), OpenError> {
 fn next(
     name: &str,
     path: Option<&Path>,
-    header: &Header,
+    header: &Qcow2Header,
     choice: &BackingChoice,
-) -> Result<Option<Next>, OpenError> {
+) -> Result<Option<NextBackingFile>, OpenError> {
     let (Some(backing), BackingChoice::AsInImage) = (&header.backing, choice) else { return Ok(None) };
     let refused = |why: String, remedy: &str| {
         OpenError::new(name, format!("its backing file {:?} {why}", backing.name), remedy)
@@ -185,7 +185,7 @@ fn next(
             "write it into the image: qemu-img rebase -u -b BACKING -F raw|qcow2 IMAGE",
         ));
     };
-    let format: Format = format.parse().map_err(|_| {
+    let format: ImageFormat = format.parse().map_err(|_| {
         refused(
             format!("is of the format {format:?}; weir knows raw and qcow2"),
             "convert it: qemu-img convert -O qcow2",
@@ -194,15 +194,15 @@ fn next(
     let path = names::resolve(path, &backing.name).map_err(|why| {
         refused(why, "write a path into the image: qemu-img rebase -u -b PATH -F raw|qcow2 IMAGE")
     })?;
-    Ok(Some(Next { path, format, of: name.to_owned() }))
+    Ok(Some(NextBackingFile { path, format, of: name.to_owned() }))
 }
 
 async fn open_data_file(
-    level: &Level,
+    level: &ChainLevel,
     path: Option<&Path>,
-    header: &Header,
+    header: &Qcow2Header,
     options: &ImageOptions,
-    seen: &mut Seen,
+    seen: &mut ChainFiles,
 ) -> Result<Option<Storage>, OpenError> {
     if !header.has_data_file() {
         return Ok(None);
@@ -220,12 +220,12 @@ async fn open_data_file(
     })?;
     let name = format!("{}: its data file {}", level.name, path.display());
     let (read_only, handover) = (level.read_only, options.storage.handover);
-    let own = storage::OpenOptions { read_only, handover, ..behind(options, Format::Raw) };
-    open_behind(&path, &name, own, seen).await.map(|(storage, _)| Some(storage))
+    let own = storage::OpenOptions { read_only, handover, ..backing_options(options, ImageFormat::Raw) };
+    open_backing(&path, &name, own, seen).await.map(|(storage, _)| Some(storage))
 }
 
 /// Options of a file behind the image. Delay, rate and faults are not inherited.
-fn behind(options: &ImageOptions, format: Format) -> storage::OpenOptions {
+fn backing_options(options: &ImageOptions, format: ImageFormat) -> storage::OpenOptions {
     // Sharing a data file that is written to is never safe; `force_share` covers readers
     // only.
     let top = &options.storage;
@@ -234,28 +234,28 @@ fn behind(options: &ImageOptions, format: Format) -> storage::OpenOptions {
         format: Some(format),
         force_share: top.force_share,
         root: top.root.clone(),
-        passed: top.passed.clone(),
+        passed_files: top.passed_files.clone(),
         ..storage::OpenOptions::default()
     }
 }
 
 /// Opens a file behind the image; `name` includes the image that refers to it.
-async fn open_behind(
+async fn open_backing(
     path: &Path,
     name: &str,
     mut options: storage::OpenOptions,
-    seen: &mut Seen,
+    seen: &mut ChainFiles,
 ) -> Result<(Storage, Probed), OpenError> {
     // Checked before the locks are taken: a loop would otherwise be reported as a lock
     // conflict.
     let at = path.to_owned();
-    let there = reactor::blocking(move || FileIdentity::at(&at)).await;
+    let there = reactor::run_blocking(move || FileIdentity::of_path(&at)).await;
     seen.check(there, name)?;
     let Some(text) = path.to_str() else {
         return Err(OpenError::new(name, "its name is not UTF-8", "rename it or its directory"));
     };
     options.force_share &= options.read_only;
-    let opened = bottom(format!("file:{text}"), options).await;
+    let opened = open_storage(format!("file:{text}"), options).await;
     let (storage, probed) = opened.map_err(|error| OpenError { image: name.to_owned(), ..error })?;
     seen.add(&storage, name)?;
     Ok((storage, probed))
@@ -268,11 +268,11 @@ fn warn_of_container(image: &str, probed: Probed) {
     }
 }
 
-async fn bottom(spec: String, options: storage::OpenOptions) -> Result<(Storage, Probed), OpenError> {
-    open_any(&spec, &options).await
+async fn open_storage(spec: String, options: storage::OpenOptions) -> Result<(Storage, Probed), OpenError> {
+    open_async(&spec, &options).await
 }
 
-fn invalid(level: &Level, error: &MetadataError) -> OpenError {
+fn invalid(level: &ChainLevel, error: &MetadataError) -> OpenError {
     let name = &level.name;
     match error {
         MetadataError::Invalid(error) if level.guessed => {
@@ -293,9 +293,9 @@ fn invalid(level: &Level, error: &MetadataError) -> OpenError {
 /// Files of the chain so far, by device and inode, because several names can lead to
 /// one file.
 #[derive(Default)]
-struct Seen(Vec<FileIdentity>);
+struct ChainFiles(Vec<FileIdentity>);
 
-impl Seen {
+impl ChainFiles {
     fn check(&self, file: Option<FileIdentity>, name: &str) -> Result<(), OpenError> {
         if file.is_some_and(|file| self.0.contains(&file)) {
             let remedy = "an image cannot be its own backing file: qemu-img rebase -u names another";

@@ -87,7 +87,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_path_is_refused_by_name() {
+    fn names_of_other_protocols_are_rejected() {
         for (name, why) in [
             ("json:{\"driver\":\"qcow2\"}", "json:"),
             ("nbd://host/disk", "\"nbd\""),

@@ -1,18 +1,18 @@
 //! Assigns passphrases to the encrypted images of a chain and unlocks them.
 
-use super::chain::Level;
+use super::chain::ChainLevel;
 use storage::OpenError;
 
 use crate::{
     Secret,
-    qcow2::luks::{self, Cipher, UnlockError},
+    qcow2::luks::{self, SectorCipher, UnlockError},
 };
 
 /// Cipher of each level; `None` for a level that is not encrypted.
 ///
 /// Runs after the whole chain was found, so that missing files are reported before keys
 /// are derived, which takes seconds.
-pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<Option<Cipher>>, OpenError> {
+pub(super) async fn unlock(levels: &[ChainLevel], secrets: &[Secret]) -> Result<Vec<Option<SectorCipher>>, OpenError> {
     let encrypted = levels.iter().filter(|level| level.luks().is_some()).count();
     let top = &levels[0].name;
     if encrypted == 0 && !secrets.is_empty() {
@@ -39,14 +39,14 @@ pub(super) async fn unlock(levels: &[Level], secrets: &[Secret]) -> Result<Vec<O
                     )
                 })?;
                 let opened = luks::unlock(&level.storage, place, secret).await;
-                Some(opened.map_err(|error| said(&level.name, &error, secret))?)
+                Some(opened.map_err(|error| unlock_error(&level.name, &error, secret))?)
             }
         });
     }
     Ok(ciphers)
 }
 
-fn said(name: &str, error: &UnlockError, secret: &Secret) -> OpenError {
+fn unlock_error(name: &str, error: &UnlockError, secret: &Secret) -> OpenError {
     let remedy = match error {
         // The most common mistake. The hint depends on the given secret only and reveals
         // nothing about the correct one.

@@ -8,22 +8,22 @@ use std::{
 };
 
 use super::{super::Secret, BackingChoice, ImageOptions, open};
-use reactor::{Polling, buffer::Buffer};
-use storage::{Durability, Format, OpenOptions, Root, open_storage};
+use reactor::{PollingMode, buffer::IoBuffer};
+use storage::{Durability, ImageFormat, OpenOptions, Root, open_storage};
 
 use crate::{
     Image,
     qcow2::{
         create::{CreateOptions, create},
-        header::Backing,
+        header::BackingReference,
         luks::{self, LuksOptions},
     },
 };
 
 /// A directory of images.
-struct Images(tempfile::TempDir);
+struct TestImages(tempfile::TempDir);
 
-impl Images {
+impl TestImages {
     fn new() -> Self {
         Self(tempfile::tempdir().expect("a directory"))
     }
@@ -42,7 +42,7 @@ impl Images {
         let path = self.0.path().join(name);
         let data = options.data_file.as_ref().map(|name| made_file(path.with_file_name(name)));
         let image = made_file(path);
-        let made = reactor::run(Polling::Off, async move {
+        let made = reactor::run(PollingMode::Off, async move {
             let opened = |spec: &str| open_storage(spec, OpenOptions::default()).expect("opens");
             create(&opened(&image), data.as_deref().map(opened).as_ref(), &options).await
         });
@@ -51,7 +51,7 @@ impl Images {
 
     /// Creates an overlay.
     fn over(&self, name: &str, backing: &str, format: Option<&str>) {
-        let backing = Backing { name: backing.to_owned(), format: format.map(str::to_owned) };
+        let backing = BackingReference { name: backing.to_owned(), format: format.map(str::to_owned) };
         self.create(name, CreateOptions { backing: Some(backing), ..CreateOptions::default() });
     }
 
@@ -59,7 +59,7 @@ impl Images {
     fn write(&self, name: &str, byte: u8, first: u64, clusters: usize) {
         with(self.path(name), writing(), async move |opened| {
             let image = opened.expect("opens");
-            let data = Buffer::copy_of(&vec![byte; clusters << 16]);
+            let data = IoBuffer::copy_of(&vec![byte; clusters << 16]);
             image.write(first << 16, data.into(), Durability::Cached).await.expect("written");
             image.close().await.expect("closed");
         });
@@ -78,13 +78,13 @@ impl Images {
     }
 }
 
-fn options(format: Option<Format>) -> ImageOptions {
+fn options(format: Option<ImageFormat>) -> ImageOptions {
     let storage = OpenOptions { read_only: true, format, ..OpenOptions::default() };
     ImageOptions { storage, ..ImageOptions::default() }
 }
 
 fn qcow2() -> ImageOptions {
-    options(Some(Format::Qcow2))
+    options(Some(ImageFormat::Qcow2))
 }
 
 fn writing() -> ImageOptions {
@@ -96,7 +96,7 @@ fn with<T: 'static>(
     options: ImageOptions,
     look: impl AsyncFnOnce(Result<Image, String>) -> T + 'static,
 ) -> T {
-    reactor::run(Polling::Off, async move {
+    reactor::run(PollingMode::Off, async move {
         look(open(&format!("file:{path}"), options).await.map_err(|error| error.to_string())).await
     })
     .expect("io_uring works")
@@ -120,7 +120,7 @@ async fn bytes(image: &Image) -> Vec<u8> {
 
 #[test]
 fn a_chain_is_read_through() {
-    let images = Images::chain();
+    let images = TestImages::chain();
     with(images.path("top.qcow2"), qcow2(), async |opened| {
         let image = opened.expect("opens");
         assert_eq!(bytes(&image).await, [1, 2, 0, 0, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]);
@@ -132,22 +132,22 @@ fn a_chain_is_read_through() {
 }
 
 #[test]
-fn formats_are_guessed_only_where_nothing_else_is_named() {
-    let images = Images::chain();
+fn format_is_probed_only_if_none_is_given() {
+    let images = TestImages::chain();
     refused(images.path("top.qcow2"), options(None), "looks like qcow2 and names other files");
     images.create("alone.qcow2", CreateOptions::default());
     with(images.path("alone.qcow2"), options(None), async |opened| {
         assert!(matches!(opened.expect("opens"), Image::Qcow2(_)));
     });
-    with(images.path("top.qcow2"), options(Some(Format::Raw)), async |opened| {
+    with(images.path("top.qcow2"), options(Some(ImageFormat::Raw)), async |opened| {
         assert!(matches!(opened.expect("opens"), Image::Raw(_)));
     });
     refused(images.path("sub/base.raw"), qcow2(), "is no qcow2 image that can be used");
 }
 
 #[test]
-fn what_a_chain_may_not_be() {
-    let images = Images::chain();
+fn invalid_chains_are_rejected() {
+    let images = TestImages::chain();
     images.over("a.qcow2", "b.qcow2", Some("qcow2"));
     symlink(images.path("a.qcow2"), images.path("link.qcow2")).expect("linked");
     images.over("b.qcow2", "link.qcow2", Some("qcow2"));
@@ -169,8 +169,8 @@ fn what_a_chain_may_not_be() {
 }
 
 #[test]
-fn a_raw_file_of_no_bytes_has_nothing_to_show() {
-    let images = Images::new();
+fn empty_raw_image_is_rejected() {
+    let images = TestImages::new();
     fs::write(images.path("empty"), []).expect("written");
     images.over("top.qcow2", "empty", Some("raw"));
     images.write("top.qcow2", 3, 4, 1);
@@ -178,18 +178,18 @@ fn a_raw_file_of_no_bytes_has_nothing_to_show() {
         let image = opened.expect("opens");
         assert_eq!(bytes(&image).await[..6], [0, 0, 0, 0, 3, 0]);
         // The rest of the cluster is copied from the backing file.
-        image.write(5 << 16, Buffer::copy_of(&[4]).into(), Durability::Cached).await.expect("written");
+        image.write(5 << 16, IoBuffer::copy_of(&[4]).into(), Durability::Cached).await.expect("written");
         assert_eq!(image.read(5 << 16, 4096).await.expect("readable").to_vec()[..2], [4, 0]);
         image.close().await.expect("closed");
     });
     images.over("top.qcow2", "empty", Some("qcow2"));
     refused(images.path("top.qcow2"), qcow2(), "is empty");
-    refused(images.path("empty"), options(Some(Format::Raw)), "is empty");
+    refused(images.path("empty"), options(Some(ImageFormat::Raw)), "is empty");
 }
 
 #[test]
 fn a_backing_file_is_locked_against_writers() {
-    let images = Images::chain();
+    let images = TestImages::chain();
     let base = images.path("sub/middle.qcow2");
     let top = images.path("top.qcow2");
     with(base, writing(), async move |opened| {
@@ -211,7 +211,7 @@ fn with_data(name: &str) -> CreateOptions {
     CreateOptions { data_file: Some(name.to_owned()), ..CreateOptions::default() }
 }
 
-fn beneath(images: &Images, directory: &str, format: Option<Format>) -> ImageOptions {
+fn beneath(images: &TestImages, directory: &str, format: Option<ImageFormat>) -> ImageOptions {
     let root = Root::open(Path::new(&images.path(directory))).expect("a directory");
     ImageOptions {
         storage: OpenOptions { root: Some(root), ..options(format).storage },
@@ -220,9 +220,9 @@ fn beneath(images: &Images, directory: &str, format: Option<Format>) -> ImageOpt
 }
 
 #[test]
-fn an_image_root_holds_for_what_images_name() {
-    let images = Images::chain();
-    let of = |directory: &str| beneath(&images, directory, Some(Format::Qcow2));
+fn image_root_applies_to_backing_files() {
+    let images = TestImages::chain();
+    let of = |directory: &str| beneath(&images, directory, Some(ImageFormat::Qcow2));
     with(images.path("top.qcow2"), of(""), async |opened| drop(opened.expect("all of it is inside")));
     refused(images.path("top.qcow2"), of("sub"), "lies outside of the image root");
     images.over("sub/over.qcow2", "../top.qcow2", Some("qcow2"));
@@ -236,7 +236,7 @@ fn an_image_root_holds_for_what_images_name() {
 
 #[test]
 fn data_files_are_opened_beside_the_image() {
-    let images = Images::new();
+    let images = TestImages::new();
     images.create("disk.qcow2", with_data("disk.data"));
     images.write("disk.qcow2", 7, 0, 16);
     with(images.path("disk.qcow2"), qcow2(), async |opened| {
@@ -249,7 +249,7 @@ fn data_files_are_opened_beside_the_image() {
 
 #[test]
 fn legacy_encryption_is_refused_by_name() {
-    let images = Images::new();
+    let images = TestImages::new();
     images.create("a.qcow2", CreateOptions::default());
     let mut file = fs::read(images.path("a.qcow2")).expect("readable");
     file[35] = 1;
@@ -258,8 +258,8 @@ fn legacy_encryption_is_refused_by_name() {
 }
 
 #[test]
-fn secrets_are_asked_for_and_counted() {
-    let images = Images::new();
+fn missing_and_unused_secrets_are_reported() {
+    let images = TestImages::new();
     let quick = LuksOptions { iteration_time: time::Duration::ZERO, ..LuksOptions::default() };
     let luks = luks::create(&Secret::new("geheim".into()), &quick).expect("made").area;
     images.create("e.qcow2", CreateOptions { luks: Some(luks), ..CreateOptions::default() });

@@ -2,7 +2,7 @@
 //!
 //! Both are fields of the header; everything else stays unchanged. Never changes guest data.
 
-use super::Qcow2;
+use super::Qcow2Image;
 use reactor::error::{Error, Result};
 
 use crate::qcow2::header::compatible;
@@ -16,7 +16,7 @@ pub struct Amendment {
     pub lazy_refcounts: Option<bool>,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Changes features of the image, durably. Affects no request to the open image; the caller
     /// should close it next.
     ///

@@ -7,16 +7,16 @@ use std::sync::{Arc, atomic::Ordering::Relaxed};
 
 use policy::time::Duration;
 
-use super::{Qcow2, header::Backing};
+use super::{Qcow2Image, header::BackingReference};
 use reactor::error::{Error, Result};
-use storage::Stamp;
+use storage::FileStamp;
 
 use crate::Image;
 
 // Interval at which the backing files are checked for changes.
 const LOOK_EVERY: Duration = Duration::from_secs(2);
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Starts a task that checks every two seconds whether a file of the backing chain was written
     /// to by a program that ignores locks. After that, reads from the backing chain fail with
     /// [`Error::IO`], because they would mix old and new data. Data in this image remains readable
@@ -31,7 +31,7 @@ impl Qcow2 {
         let image = Arc::downgrade(&self.0);
         reactor::spawn(async move {
             // First known stamp of each image of the chain, if it has one.
-            let mut first: Vec<Option<Stamp>> = Vec::new();
+            let mut first: Vec<Option<FileStamp>> = Vec::new();
             loop {
                 let Some(image) = image.upgrade().map(Self) else { return };
                 // Sequential: a file system that does not answer blocks only this task.
@@ -76,7 +76,7 @@ impl Qcow2 {
     /// # Errors
     /// [`Error::NOT_PERMITTED`] if the image is read-only; [`Error::INVALID`] if the name does not
     /// fit or the image must not have a backing file (raw data file); or the file's error.
-    pub async fn set_backing(&self, backing: Option<Backing>) -> Result<()> {
+    pub async fn set_backing(&self, backing: Option<BackingReference>) -> Result<()> {
         if self.is_read_only() {
             return Err(Error::NOT_PERMITTED);
         }

@@ -4,9 +4,9 @@
 //! image incomplete and relies on that. Callers bound the length of reads; nothing here trusts a
 //! number in an image.
 
-use super::{Invalid, header::Header};
+use super::{InvalidImage, header::Qcow2Header};
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     error::{Error, Result},
 };
 use storage::{Durability, ResizeError, Storage};
@@ -16,7 +16,7 @@ use storage::{Durability, ResizeError, Storage};
 pub enum MetadataError {
     /// The structure is invalid.
     #[error("{0}")]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] InvalidImage),
     /// The storage failed.
     #[error("cannot be read: {0}")]
     Storage(#[from] Error),
@@ -26,8 +26,8 @@ pub enum MetadataError {
 ///
 /// # Errors
 /// The violated rule, or the storage's error.
-pub async fn read_header(storage: &Storage) -> std::result::Result<Header, MetadataError> {
-    Ok(Header::parse(&read_start(storage).await?)?)
+pub async fn read_header(storage: &Storage) -> std::result::Result<Qcow2Header, MetadataError> {
+    Ok(Qcow2Header::parse(&read_start(storage).await?)?)
 }
 
 /// First cluster, or the whole file if that is shorter.
@@ -47,7 +47,7 @@ pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Resul
     let there = storage.size_bytes().saturating_sub(offset).min(length as u64) as usize;
     let mut bytes = vec![0; length];
     if there > 0 {
-        let buffer = storage.read(offset, Buffer::new(there)).await?;
+        let buffer = storage.read(offset, IoBuffer::new(there)).await?;
         bytes[..there].copy_from_slice(&buffer);
     }
     Ok(bytes)
@@ -56,7 +56,7 @@ pub(super) async fn read(storage: &Storage, offset: u64, length: usize) -> Resul
 /// Writes `bytes` at `offset`, and grows the file first if necessary.
 pub(super) async fn write(storage: &Storage, offset: u64, bytes: &[u8]) -> Result<()> {
     grow(storage, offset + bytes.len() as u64).await?;
-    storage.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
+    storage.write(offset, IoBuffer::copy_of(bytes).into(), Durability::Cached).await
 }
 
 /// Grows the file to at least `size_bytes`.
@@ -70,11 +70,11 @@ pub(super) async fn grow(storage: &Storage, size_bytes: u64) -> Result<()> {
 /// Sets the size of the file, rounded up to whole blocks.
 pub(super) async fn set_size(storage: &Storage, size_bytes: u64) -> Result<()> {
     let block = u64::from(storage.block_size().minimum).max(512);
-    storage.resize(size_bytes.next_multiple_of(block)).await.map_err(error_of)
+    storage.resize(size_bytes.next_multiple_of(block)).await.map_err(to_io_error)
 }
 
 /// Error for the request whose growth of the file failed.
-pub(super) fn error_of(error: ResizeError) -> Error {
+pub(super) fn to_io_error(error: ResizeError) -> Error {
     match error {
         ResizeError::Failed(error) => error,
         ResizeError::ReadOnly

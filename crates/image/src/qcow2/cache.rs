@@ -31,7 +31,7 @@ const WAYS: usize = 8;
 
 /// A cached piece of an L2 table.
 #[derive(Debug)]
-pub(super) struct Slice {
+pub(super) struct L2Slice {
     /// Number of the slice; it maps the guest clusters from `number × entries` on.
     pub(super) number: u64,
     /// Entries in native byte order; two words each if extended.
@@ -46,7 +46,7 @@ pub(super) struct Slice {
     pub(super) writing: AtomicBool,
 }
 
-impl Slice {
+impl L2Slice {
     pub(super) fn new(number: u64, words: impl Iterator<Item = u64>) -> Self {
         Self {
             number,
@@ -115,17 +115,17 @@ pub struct CacheStatistics {
 #[derive(Debug)]
 #[repr(align(128))]
 #[derive(Default)]
-struct Hits(AtomicU64);
+struct HitCounter(AtomicU64);
 
 /// The L2 cache. See the head of this file.
 #[derive(Debug)]
 pub(super) struct L2Cache {
-    ways: Box<[ArcSwapOption<Slice>]>,
+    ways: Box<[ArcSwapOption<L2Slice>]>,
     sets: u64,
     slice_bytes: u64,
     /// Incremented by each insertion.
     clock: AtomicU32,
-    hits: Box<[Hits]>,
+    hits: Box<[HitCounter]>,
     misses: AtomicU64,
     evictions: AtomicU64,
     slices: AtomicU64,
@@ -144,21 +144,21 @@ impl L2Cache {
             sets,
             slice_bytes,
             clock: AtomicU32::new(0),
-            hits: (0..slots()).map(|_| Hits::default()).collect(),
+            hits: (0..slots()).map(|_| HitCounter::default()).collect(),
             misses: AtomicU64::new(0),
             evictions: AtomicU64::new(0),
             slices: AtomicU64::new(0),
         }
     }
 
-    fn set(&self, number: u64) -> &[ArcSwapOption<Slice>] {
+    fn set(&self, number: u64) -> &[ArcSwapOption<L2Slice>] {
         let ways = self.ways.len() / self.sets as usize;
         let first = (number % self.sets) as usize * ways;
         &self.ways[first..first + ways]
     }
 
     /// Applies `look` to a cached slice, without taking a reference; `None` on a miss.
-    pub(super) fn with<T>(&self, number: u64, look: impl FnOnce(&Slice) -> T) -> Option<T> {
+    pub(super) fn with<T>(&self, number: u64, look: impl FnOnce(&L2Slice) -> T) -> Option<T> {
         for way in self.set(number) {
             let guard = way.load();
             if let Some(slice) = guard.as_ref().filter(|slice| slice.number == number) {
@@ -172,7 +172,7 @@ impl L2Cache {
     }
 
     /// Returns a counted reference to a cached slice.
-    pub(super) fn get(&self, number: u64) -> Option<Arc<Slice>> {
+    pub(super) fn get(&self, number: u64) -> Option<Arc<L2Slice>> {
         let slice = self.set(number).iter().find_map(|way| {
             // Compared before cloning: the reference counts of other slices are shared with other
             // threads.
@@ -183,7 +183,7 @@ impl L2Cache {
         Some(slice)
     }
 
-    fn touch(&self, slice: &Slice) {
+    fn touch(&self, slice: &L2Slice) {
         // Written only if it changed, so that hits on a hot slice leave its cache line shared.
         let clock = self.clock.load(Relaxed);
         if slice.used.load(Relaxed) != clock {
@@ -193,7 +193,7 @@ impl L2Cache {
 
     /// Inserts a slice and evicts the least recently used one of its set if necessary. Returns the
     /// slice if all of them are dirty; the caller must write them first.
-    pub(super) fn insert(&self, slice: Arc<Slice>) -> Result<(), Arc<Slice>> {
+    pub(super) fn insert(&self, slice: Arc<L2Slice>) -> Result<(), Arc<L2Slice>> {
         let clock = self.clock.fetch_add(1, Relaxed).wrapping_add(1);
         slice.used.store(clock, Relaxed);
         let set = self.set(slice.number);
@@ -266,8 +266,8 @@ impl L2Cache {
 mod tests {
     use super::*;
 
-    fn slice(number: u64) -> Arc<Slice> {
-        Arc::new(Slice::new(number, (0..8).map(|word| number * 100 + word)))
+    fn slice(number: u64) -> Arc<L2Slice> {
+        Arc::new(L2Slice::new(number, (0..8).map(|word| number * 100 + word)))
     }
 
     #[test]

@@ -5,7 +5,7 @@
 
 use policy::time::Duration;
 
-use super::header::Header;
+use super::header::Qcow2Header;
 
 /// Default limit of the L2 cache.
 const DEFAULT_L2_BYTES: u64 = 32 << 20;
@@ -20,7 +20,7 @@ const DEFAULT_CLEAN_INTERVAL: Duration = Duration::from_secs(600);
 
 /// Size of the L2 cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum L2Size {
+pub enum L2CacheSize {
     /// Size in bytes, at most the size that maps the whole disk.
     Bytes(u64),
     /// Enough to map the whole disk.
@@ -31,7 +31,7 @@ pub enum L2Size {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CacheSettings {
     /// `l2-cache-size`. Default: the size that maps the whole disk, at most 32 MiB.
-    pub l2: Option<L2Size>,
+    pub l2: Option<L2CacheSize>,
     /// `l2-cache-entry-size` in bytes: a power of two from 512 to the cluster size.
     pub entry_bytes: Option<u64>,
     /// `refcount-cache-size` in bytes. Default: four clusters.
@@ -99,13 +99,13 @@ impl CacheSettings {
     ///
     /// # Errors
     /// [`InvalidCache`].
-    pub fn sizes(&self, header: &Header) -> Result<CacheSizes, InvalidCache> {
+    pub fn sizes(&self, header: &Qcow2Header) -> Result<CacheSizes, InvalidCache> {
         let cluster_bytes = header.cluster_bytes();
         let covers = 1_u64 << (header.cluster_bits + header.l2_bits());
         let needed = header.size_bytes.div_ceil(covers).max(1) * cluster_bytes;
         let l2 = self.l2.map(|size| match size {
-            L2Size::Bytes(bytes) => bytes,
-            L2Size::Full => needed,
+            L2CacheSize::Bytes(bytes) => bytes,
+            L2CacheSize::Full => needed,
         });
         let least_refcounts = REFCOUNT_CLUSTERS * cluster_bytes;
         let (l2_bytes, refcount_bytes) = match (self.total_bytes, l2, self.refcount_bytes) {

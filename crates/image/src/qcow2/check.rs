@@ -46,12 +46,12 @@ use std::collections::HashSet;
 
 use super::{
     MetadataError, bytes,
-    entry::Shape,
-    header::{Header, autoclear, incompatible},
+    entry::EntryFormat,
+    header::{Qcow2Header, autoclear, incompatible},
     numbers, read_header,
 };
-use completing::Planned;
-use counts::Counts;
+use completing::PlannedSnapshotTable;
+use counts::ReferenceCounts;
 use metadata::{MetadataKind, ReferenceSurvey};
 pub use ranges::GuestRange;
 use ranges::GuestRanges;
@@ -82,7 +82,7 @@ pub enum Repair {
 
 /// Result of a check. Counters have the names of `qemu-img check`.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Report {
+pub struct CheckReport {
     /// Remaining corruptions.
     pub corruptions: u64,
     /// Remaining clusters whose refcount is higher than the number of references.
@@ -120,8 +120,8 @@ pub struct Report {
     pub unsaid: u64,
 }
 
-impl Report {
-    fn say(&mut self, what: impl Into<String>) {
+impl CheckReport {
+    fn report(&mut self, what: impl Into<String>) {
         if self.findings.len() < MOST_FINDINGS {
             self.findings.push(what.into());
         } else {
@@ -142,7 +142,7 @@ const RAW_WITHOUT_DATA_FILE: &str = "the header says that the external data file
 /// # Errors
 /// The header is unreadable or invalid, so that a check is impossible; or a repair cannot be
 /// written.
-pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, MetadataError> {
+pub async fn check(storage: &Storage, repair: Repair) -> Result<CheckReport, MetadataError> {
     let mut header = read_repairable(storage).await?;
     if repair != Repair::Nothing && header.autoclear & !autoclear::KNOWN != 0 {
         // Unknown autoclear bits must be cleared before a write: their features may become
@@ -161,7 +161,7 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
     let has_stale_bitmaps = header.bitmaps.is_some() && header.autoclear & autoclear::BITMAPS == 0;
     // The first pass never writes: its survey tells the second one which tables are safe to
     // change.
-    let (mut report, survey, _) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
+    let (mut report, survey, _) = CheckPass::new(storage, header, Repair::Nothing, None).run().await?;
     let is_intact = report.is_consistent() && report.leaks == 0 && !has_stale_bitmaps;
     // A repair invalidates the first report, so it is replaced.
     if repair != Repair::Nothing && !is_intact {
@@ -169,10 +169,10 @@ pub async fn check(storage: &Storage, repair: Repair) -> Result<Report, Metadata
     }
     if clears_raw {
         report.corruptions_fixed += 1;
-        report.say(format!("Repaired: {RAW_WITHOUT_DATA_FILE}"));
+        report.report(format!("Repaired: {RAW_WITHOUT_DATA_FILE}"));
     } else if is_raw_without_data_file {
         report.corruptions += 1;
-        report.say(format!("ERROR {RAW_WITHOUT_DATA_FILE}"));
+        report.report(format!("ERROR {RAW_WITHOUT_DATA_FILE}"));
     }
     if repair != Repair::Nothing && report.is_consistent() {
         mark_clean(storage, &mut report).await?;
@@ -186,24 +186,24 @@ async fn repair_surveyed(
     storage: &Storage,
     repair: Repair,
     survey: ReferenceSurvey,
-) -> Result<Report, MetadataError> {
+) -> Result<CheckReport, MetadataError> {
     let header = read_repairable(storage).await?;
-    let (mut report, _, has_moved) = Pass::new(storage, header, repair, Some(survey)).run().await?;
+    let (mut report, _, has_moved) = CheckPass::new(storage, header, repair, Some(survey)).run().await?;
     if has_moved {
         // The old location of a moved structure is an expected leak and not a finding.
         let header = read_repairable(storage).await?;
-        let (_, survey, _) = Pass::new(storage, header.clone(), Repair::Nothing, None).run().await?;
-        Pass::new(storage, header, Repair::Leaks, Some(survey)).run().await?;
+        let (_, survey, _) = CheckPass::new(storage, header.clone(), Repair::Nothing, None).run().await?;
+        CheckPass::new(storage, header, Repair::Leaks, Some(survey)).run().await?;
     }
     // The second pass reports the repaired image, and verifies the repairs.
     if has_moved || report.corruptions_fixed + report.leaks_fixed > 0 {
         let header = read_repairable(storage).await?;
-        let (mut second, ..) = Pass::new(storage, header, Repair::Nothing, None).run().await?;
+        let (mut second, ..) = CheckPass::new(storage, header, Repair::Nothing, None).run().await?;
         second.corruptions_fixed = report.corruptions_fixed;
         second.leaks_fixed = report.leaks_fixed;
         second.lost = std::mem::take(&mut report.lost);
         for finding in std::mem::take(&mut second.findings) {
-            report.say(format!("Still: {finding}"));
+            report.report(format!("Still: {finding}"));
         }
         second.findings = report.findings;
         second.unsaid += report.unsaid;
@@ -214,9 +214,9 @@ async fn repair_surveyed(
 
 /// Reads the header. If only its refcount table is invalid, the table is assumed beyond the end of
 /// the file, so that the refcounts count as lost and can be rebuilt.
-async fn read_repairable(storage: &Storage) -> Result<Header, MetadataError> {
+async fn read_repairable(storage: &Storage) -> Result<Qcow2Header, MetadataError> {
     let mut start = bytes::read_start(storage).await?;
-    let invalid = match Header::parse(&start) {
+    let invalid = match Qcow2Header::parse(&start) {
         Ok(header) => return Ok(header),
         Err(invalid) => invalid,
     };
@@ -224,11 +224,11 @@ async fn read_repairable(storage: &Storage) -> Result<Header, MetadataError> {
     let Some(place) = start.get_mut(48..60) else { return Err(invalid.into()) };
     place[..8].copy_from_slice(&behind.to_be_bytes());
     place[8..].copy_from_slice(&1_u32.to_be_bytes());
-    Header::parse(&start).map_err(|_| invalid.into())
+    Qcow2Header::parse(&start).map_err(|_| invalid.into())
 }
 
 /// Clears the dirty and corrupt marks of a consistent image, and reports that.
-async fn mark_clean(storage: &Storage, report: &mut Report) -> Result<(), MetadataError> {
+async fn mark_clean(storage: &Storage, report: &mut CheckReport) -> Result<(), MetadataError> {
     let mut header = read_header(storage).await?;
     let marks = incompatible::DIRTY | incompatible::CORRUPT;
     if header.incompatible & marks != 0 {
@@ -238,7 +238,7 @@ async fn mark_clean(storage: &Storage, report: &mut Report) -> Result<(), Metada
         write_header(storage, &header).await?;
         for (mark, name) in [(incompatible::DIRTY, "dirty"), (incompatible::CORRUPT, "corrupt")] {
             if found & mark != 0 {
-                report.say(format!("The image is consistent and no longer marked {name}"));
+                report.report(format!("The image is consistent and no longer marked {name}"));
             }
         }
     }
@@ -246,7 +246,7 @@ async fn mark_clean(storage: &Storage, report: &mut Report) -> Result<(), Metada
 }
 
 /// Writes the changed sectors of the header and flushes.
-async fn write_header(storage: &Storage, header: &Header) -> Result<(), MetadataError> {
+async fn write_header(storage: &Storage, header: &Qcow2Header) -> Result<(), MetadataError> {
     let encoded = header.encode()?;
     let old = bytes::read(storage, 0, encoded.len()).await?;
     for (number, sector) in encoded.chunks(512).enumerate() {
@@ -260,11 +260,11 @@ async fn write_header(storage: &Storage, header: &Header) -> Result<(), Metadata
 }
 
 /// One pass over the whole image.
-struct Pass<'a> {
+struct CheckPass<'a> {
     storage: &'a Storage,
-    header: Header,
+    header: Qcow2Header,
     repair: Repair,
-    shape: Shape,
+    shape: EntryFormat,
     /// Clusters in the file; the last may be incomplete.
     file_clusters: u64,
     found: ReferenceSurvey,
@@ -273,7 +273,7 @@ struct Pass<'a> {
     /// L1 tables that were read.
     disks: Vec<L1Table>,
     /// Clusters whose stored refcount differs from the counted one: 1 if it is 1, otherwise 2.
-    stored: Counts,
+    stored: ReferenceCounts,
     /// Clusters whose refcount was lowered to 1, and whose referring entry therefore lacks COPIED.
     lowered_to_one: HashSet<u64>,
     /// Clusters per refcount block.
@@ -283,24 +283,24 @@ struct Pass<'a> {
     /// Refcount blocks must not be written, because they may overlap other structures.
     is_frozen: bool,
     /// New snapshot table that is to replace the one in the file.
-    planned: Option<Planned>,
+    planned: Option<PlannedSnapshotTable>,
     ambiguous: GuestRanges,
     lost: GuestRanges,
-    report: Report,
+    report: CheckReport,
 }
 
-impl<'a> Pass<'a> {
-    fn new(storage: &'a Storage, header: Header, repair: Repair, survey: Option<ReferenceSurvey>) -> Self {
-        let shape = Shape {
+impl<'a> CheckPass<'a> {
+    fn new(storage: &'a Storage, header: Qcow2Header, repair: Repair, survey: Option<ReferenceSurvey>) -> Self {
+        let shape = EntryFormat {
             cluster_bits: header.cluster_bits,
             extended: header.has_subclusters(),
             data_file: header.has_data_file(),
             version: header.version,
         };
-        let per_block = numbers::count(header.cluster_bytes(), header.refcount_order);
-        let report = Report {
+        let per_block = numbers::entry_count(header.cluster_bytes(), header.refcount_order);
+        let report = CheckReport {
             total_clusters: header.size_bytes.div_ceil(header.cluster_bytes()),
-            ..Report::default()
+            ..CheckReport::default()
         };
         Self {
             storage,
@@ -311,7 +311,7 @@ impl<'a> Pass<'a> {
             found: ReferenceSurvey::default(),
             survey,
             disks: Vec::new(),
-            stored: Counts::default(),
+            stored: ReferenceCounts::default(),
             lowered_to_one: HashSet::new(),
             per_block,
             unknown_blocks: Some(HashSet::new()),
@@ -324,7 +324,7 @@ impl<'a> Pass<'a> {
     }
 
     /// Runs the pass. Returns the report, the references, and true if a structure was to be moved.
-    async fn run(mut self) -> Result<(Report, ReferenceSurvey, bool), MetadataError> {
+    async fn run(mut self) -> Result<(CheckReport, ReferenceSurvey, bool), MetadataError> {
         self.check_header().await?;
         self.count_metadata(MetadataKind::Header, "the header", (0, self.header.cluster_bytes()), 1);
         let tables = self.count_snapshots().await?;
@@ -373,13 +373,13 @@ impl<'a> Pass<'a> {
     /// Reports unrepaired damage.
     fn corrupt(&mut self, what: impl Into<String>) {
         self.report.corruptions += 1;
-        self.report.say(format!("ERROR: {}", what.into()));
+        self.report.report(format!("ERROR: {}", what.into()));
     }
 
     /// Reports repaired damage.
     fn corrected(&mut self, what: impl Into<String>) {
         self.report.corruptions_fixed += 1;
-        self.report.say(format!("Repaired: {}", what.into()));
+        self.report.report(format!("Repaired: {}", what.into()));
     }
 
     /// Reads metadata of bounded length. A failure is reported and returns `None`.
@@ -389,7 +389,7 @@ impl<'a> Pass<'a> {
             Err(error) => {
                 let what = format!("{what} at {offset:#x} cannot be read: {error}");
                 self.report.check_errors += 1;
-                self.report.say(format!("ERROR: {what}"));
+                self.report.report(format!("ERROR: {what}"));
                 self.miss_references(what);
                 None
             }

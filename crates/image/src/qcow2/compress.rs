@@ -23,7 +23,7 @@ use zstd::{
     zstd_safe,
 };
 
-use super::{Invalid, header::Compression};
+use super::{InvalidImage, header::CompressionType};
 
 // Window that QEMU writes, and the largest that it reads: 4 KiB.
 const WRITTEN_WINDOW_BITS: u8 = 12;
@@ -45,42 +45,42 @@ thread_local! {
 /// # Errors
 /// The stream is damaged or does not fill the cluster; for zstd also if it exceeds the cluster.
 /// The content of `cluster` is then undefined.
-pub fn decompress(kind: Compression, data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
+pub fn decompress(kind: CompressionType, data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
     match kind {
-        Compression::Zlib => inflate(data, cluster),
-        Compression::Zstd => unzstd(data, cluster),
+        CompressionType::Zlib => inflate(data, cluster),
+        CompressionType::Zstd => unzstd(data, cluster),
     }
 }
 
 /// Compresses a whole cluster; `None` if that saves no space.
-pub fn compress(kind: Compression, cluster: &[u8]) -> Option<Vec<u8>> {
+pub fn compress(kind: CompressionType, cluster: &[u8]) -> Option<Vec<u8>> {
     // At least one byte less than the cluster, as in QEMU.
     let most = cluster.len().checked_sub(1)?;
     match kind {
-        Compression::Zlib => deflate(cluster, most),
-        Compression::Zstd => zstd(cluster, most),
+        CompressionType::Zlib => deflate(cluster, most),
+        CompressionType::Zstd => zstd(cluster, most),
     }
 }
 
-fn inflate(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
+fn inflate(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
     INFLATE.with_borrow_mut(|context| {
         let context =
             context.get_or_insert_with(|| Decompress::new_with_window_bits(false, READ_WINDOW_BITS));
         context.reset(false);
         let status = context
             .decompress(data, cluster, FlushDecompress::Finish)
-            .map_err(|_| Invalid::new("compressed data is damaged"))?;
+            .map_err(|_| InvalidImage::new("compressed data is damaged"))?;
         let filled = context.total_out();
         // A stream that exceeds the cluster is accepted, as in QEMU.
         if filled != cluster.len() as u64 {
             let why = if status == Status::StreamEnd { "ends" } else { "breaks off" };
-            return Err(short(why, filled, cluster.len()));
+            return Err(truncated_input(why, filled, cluster.len()));
         }
         Ok(())
     })
 }
 
-fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
+fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
     ZSTD_READER.with_borrow_mut(|slot| {
         let context = match slot {
             Some(context) => context,
@@ -94,33 +94,33 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), Invalid> {
             let before = (input.pos(), output.pos());
             let rest = context
                 .run(&mut input, &mut output)
-                .map_err(|error| Invalid::new(format!("compressed data is damaged: {error}")))?;
+                .map_err(|error| InvalidImage::new(format!("compressed data is damaged: {error}")))?;
             match (rest, output.pos() == length) {
                 (0, true) => return Ok(()),
                 // A cluster may consist of several frames.
                 (0, false) if (input.pos(), output.pos()) != before && input.pos() < data.len() => {}
-                (0, false) => return Err(short("ends", output.pos() as u64, length)),
+                (0, false) => return Err(truncated_input("ends", output.pos() as u64, length)),
                 (_, _) if (input.pos(), output.pos()) != before => {}
-                (_, true) => return Err(Invalid::new("compressed data unpacks to more than a cluster")),
-                (_, false) => return Err(short("breaks off", output.pos() as u64, length)),
+                (_, true) => return Err(InvalidImage::new("compressed data unpacks to more than a cluster")),
+                (_, false) => return Err(truncated_input("breaks off", output.pos() as u64, length)),
             }
         }
     })
 }
 
-fn new_reader() -> Result<zstd::stream::raw::Decoder<'static>, Invalid> {
+fn new_reader() -> Result<zstd::stream::raw::Decoder<'static>, InvalidImage> {
     let mut context = zstd::stream::raw::Decoder::new().map_err(|error| no_context(&error))?;
     let window = DParameter::WindowLogMax(ZSTD_WINDOW_BITS);
     context.set_parameter(window).map_err(|error| no_context(&error))?;
     Ok(context)
 }
 
-fn no_context(error: &std::io::Error) -> Invalid {
-    Invalid::new(format!("zstd cannot be used: {error}"))
+fn no_context(error: &std::io::Error) -> InvalidImage {
+    InvalidImage::new(format!("zstd cannot be used: {error}"))
 }
 
-fn short(why: &str, filled: u64, length: usize) -> Invalid {
-    Invalid::new(format!("compressed data {why} after {filled} of the cluster's {length} bytes"))
+fn truncated_input(why: &str, filled: u64, length: usize) -> InvalidImage {
+    InvalidImage::new(format!("compressed data {why} after {filled} of the cluster's {length} bytes"))
 }
 
 fn deflate(cluster: &[u8], most: usize) -> Option<Vec<u8>> {
@@ -159,7 +159,7 @@ mod tests {
 
     use super::*;
 
-    const KINDS: [Compression; 2] = [Compression::Zlib, Compression::Zstd];
+    const KINDS: [CompressionType; 2] = [CompressionType::Zlib, CompressionType::Zstd];
 
     /// Compressible text, with repetitions both inside and outside zlib's window.
     fn text(length: usize) -> Vec<u8> {
@@ -174,7 +174,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_shrink_is_left() {
+    fn incompressible_data_is_not_compressed() {
         let mut noise = vec![0; 65536];
         fastrand::Rng::with_seed(1).fill(&mut noise);
         for kind in KINDS {
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_shrink_leaves_nothing_behind_for_the_next() {
+    fn incompressible_data_leaves_no_state() {
         let mut random = fastrand::Rng::with_seed(1);
         for kind in KINDS {
             for length in [512, 4096, 16384] {
@@ -210,16 +210,16 @@ mod tests {
             let said = decompress(kind, &packed[..packed.len() / 2], &mut [0; 8192]).expect_err("cut");
             assert!(said.to_string().contains("breaks off"), "{said}");
             let long = decompress(kind, &packed, &mut [0; 4096]);
-            assert_eq!(long.is_ok(), kind == Compression::Zlib, "{long:?}");
+            assert_eq!(long.is_ok(), kind == CompressionType::Zlib, "{long:?}");
             assert!(decompress(kind, &[], &mut [0; 512]).is_err());
         }
     }
 
     #[test]
-    fn a_zstd_frame_cannot_ask_for_much_memory() {
+    fn zstd_window_is_bounded() {
         // Magic number, no content size, window of 2^31 bytes, then an empty last block.
         let frame = [0x28, 0xb5, 0x2f, 0xfd, 0x00, 0xa8, 0x01, 0x00, 0x00];
-        let said = decompress(Compression::Zstd, &frame, &mut [0; 65536]).expect_err("too large").to_string();
+        let said = decompress(CompressionType::Zstd, &frame, &mut [0; 65536]).expect_err("too large").to_string();
         assert!(said.contains("too much memory"), "{said}");
     }
 
@@ -227,7 +227,7 @@ mod tests {
         #![proptest_config(ProptestConfig::with_cases(64))]
 
         #[test]
-        fn what_is_packed_is_unpacked_whatever_follows(
+        fn compressed_data_survives_trailing_bytes(
             bits in 9_u32..=17,
             pieces in proptest::collection::vec((any::<u8>(), 1_usize..3000), 1..200),
             behind in proptest::collection::vec(any::<u8>(), 0..600),
@@ -246,7 +246,7 @@ mod tests {
         }
 
         #[test]
-        fn damage_never_does_more_than_fail(
+        fn damaged_input_only_fails(
             noise in proptest::collection::vec(any::<u8>(), 0..2000),
             at in any::<proptest::sample::Index>(),
             byte in any::<u8>(),

@@ -15,16 +15,16 @@
 mod layout;
 mod rules;
 
-use self::layout::Layout;
-pub use self::rules::BrokenRule;
+use self::layout::ImageLayout;
+pub use self::rules::InvalidImageOption;
 use super::{
-    Invalid, bytes,
-    entry::{Cluster, L1Entry, Shape, Standard},
-    header::{Backing, Compression, Crypt, Header, Place, autoclear, compatible, incompatible},
+    InvalidImage, bytes,
+    entry::{ClusterMapping, L1Entry, EntryFormat, StandardCluster},
+    header::{BackingReference, CompressionType, EncryptionMethod, Qcow2Header, FileRegion, autoclear, compatible, incompatible},
     numbers,
 };
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     error::{Error, Result as IoResult},
 };
 use storage::{Durability, Storage, ZeroOptions};
@@ -66,9 +66,9 @@ pub struct CreateOptions {
     /// L2 entries are extended, with subclusters.
     pub extended_l2: bool,
     /// Compression method of compressed clusters.
-    pub compression: Compression,
+    pub compression: CompressionType,
     /// Source of unallocated clusters.
-    pub backing: Option<Backing>,
+    pub backing: Option<BackingReference>,
     /// Name of the external data file.
     pub data_file: Option<String>,
     /// The external data file is a consistent raw image.
@@ -88,7 +88,7 @@ impl Default for CreateOptions {
             refcount_bits: 16,
             lazy_refcounts: false,
             extended_l2: false,
-            compression: Compression::Zlib,
+            compression: CompressionType::Zlib,
             backing: None,
             data_file: None,
             data_file_raw: false,
@@ -105,9 +105,9 @@ impl CreateOptions {
     ///
     /// # Errors
     /// The image would be too large for its cluster size.
-    pub fn metadata_bytes(&self) -> Result<u64, BrokenRule> {
+    pub fn metadata_bytes(&self) -> Result<u64, InvalidImageOption> {
         let inside = Self { preallocation: Preallocation::Metadata, data_file: None, ..self.clone() };
-        let layout = Layout::of_any_size(&inside)?;
+        let layout = ImageLayout::of_any_size(&inside)?;
         Ok((layout.clusters - layout.guest_clusters) << layout.cluster_bits)
     }
 }
@@ -117,7 +117,7 @@ impl CreateOptions {
 pub enum CreateError {
     /// An invalid option or combination of options.
     #[error(transparent)]
-    Rule(#[from] BrokenRule),
+    Rule(#[from] InvalidImageOption),
     /// The storage has a fixed size (device, NBD server) that is too small.
     #[error("needs at least {needed} bytes, and there are {present}")]
     NoRoom {
@@ -128,7 +128,7 @@ pub enum CreateError {
     },
     /// The header violates a rule that involves several options.
     #[error("{0}")]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] InvalidImage),
     /// The storage failed.
     #[error("cannot be written: {0}")]
     Storage(#[from] Error),
@@ -146,25 +146,25 @@ pub async fn create(
     storage: &Storage,
     data: Option<&Storage>,
     options: &CreateOptions,
-) -> Result<Header, CreateError> {
+) -> Result<Qcow2Header, CreateError> {
     let options = options.checked()?;
-    let layout = Layout::of(&options)?;
+    let layout = ImageLayout::of(&options)?;
     let header = header(&options, &layout);
     let encoded = header.encode()?;
     let old_end = storage.size_bytes();
     let needed = layout.clusters << layout.cluster_bits;
-    if storage.keeps_size() && old_end < needed {
+    if storage.has_fixed_size() && old_end < needed {
         return Err(CreateError::NoRoom { needed, present: old_end });
     }
     // An old header must not survive next to new tables.
     clear_header(storage).await?;
-    let writer = Writer { storage, old_end, layout: &layout, options: &options, header: &header };
+    let writer = ImageCreator { storage, old_end, layout: &layout, options: &options, header: &header };
     writer.write_tables().await?;
     match data {
-        None => writer.make_room(storage, layout.data_offset, layout.data_bytes).await?,
+        None => writer.allocate_file_space(storage, layout.data_offset, layout.data_bytes).await?,
         Some(data) => {
             bytes::grow(data, options.size_bytes).await?;
-            writer.make_room(data, 0, options.size_bytes).await?;
+            writer.allocate_file_space(data, 0, options.size_bytes).await?;
             data.flush().await?;
         }
     }
@@ -172,14 +172,14 @@ pub async fn create(
     Ok(header)
 }
 
-fn header(options: &CreateOptions, layout: &Layout) -> Header {
+fn header(options: &CreateOptions, layout: &ImageLayout) -> Qcow2Header {
     let bit = |is_set: bool, bit: u64| if is_set { bit } else { 0 };
     let luks_bytes = options.luks.as_ref().map(|luks| luks.len() as u64);
-    Header {
+    Qcow2Header {
         version: options.version,
         cluster_bits: layout.cluster_bits,
         size_bytes: options.size_bytes,
-        crypt: if options.luks.is_some() { Crypt::Luks } else { Crypt::None },
+        crypt: if options.luks.is_some() { EncryptionMethod::Luks } else { EncryptionMethod::None },
         l1_entries: layout.l1_entries as u32,
         l1_offset: layout.l1_offset,
         refcount_table_offset: layout.refcount_table_offset,
@@ -187,7 +187,7 @@ fn header(options: &CreateOptions, layout: &Layout) -> Header {
         snapshots: 0,
         snapshots_offset: 0,
         incompatible: bit(options.data_file.is_some(), incompatible::DATA_FILE)
-            | bit(options.compression != Compression::Zlib, incompatible::COMPRESSION)
+            | bit(options.compression != CompressionType::Zlib, incompatible::COMPRESSION)
             | bit(options.extended_l2, incompatible::EXTENDED_L2),
         compatible: bit(options.lazy_refcounts, compatible::LAZY_REFCOUNTS),
         autoclear: bit(options.data_file_raw, autoclear::RAW_DATA_FILE),
@@ -196,7 +196,7 @@ fn header(options: &CreateOptions, layout: &Layout) -> Header {
         backing: options.backing.clone(),
         data_file: options.data_file.clone(),
         bitmaps: None,
-        encryption: luks_bytes.map(|length| Place { offset: layout.luks_offset, length }),
+        encryption: luks_bytes.map(|length| FileRegion { offset: layout.luks_offset, length }),
         others: Vec::new(),
         later_fields: Vec::new(),
     }
@@ -208,24 +208,24 @@ async fn clear_header(storage: &Storage) -> IoResult<()> {
     storage.flush().await
 }
 
-struct Writer<'a> {
+struct ImageCreator<'a> {
     storage: &'a Storage,
     /// Previous size of the storage: bytes before it have arbitrary content, later ones read as
     /// zeroes.
     old_end: u64,
-    layout: &'a Layout,
+    layout: &'a ImageLayout,
     options: &'a CreateOptions,
-    header: &'a Header,
+    header: &'a Qcow2Header,
 }
 
 /// Sequential writes, gathered into larger pieces.
-struct Stream<'a> {
-    writer: &'a Writer<'a>,
+struct SequentialWriter<'a> {
+    writer: &'a ImageCreator<'a>,
     offset: u64,
     gathered: Vec<u8>,
 }
 
-impl Stream<'_> {
+impl SequentialWriter<'_> {
     async fn put(&mut self, bytes: &[u8]) -> IoResult<()> {
         self.gathered.extend_from_slice(bytes);
         if self.gathered.len() >= PIECE { self.finish().await } else { Ok(()) }
@@ -239,11 +239,11 @@ impl Stream<'_> {
     }
 }
 
-impl Writer<'_> {
+impl ImageCreator<'_> {
     /// Writes everything between header and guest data, in the order of the drawing above.
     async fn write_tables(&self) -> IoResult<()> {
         let layout = self.layout;
-        let mut stream = Stream { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
+        let mut stream = SequentialWriter { writer: self, offset: layout.refcount_table_offset, gathered: Vec::new() };
         // In memory as a whole: the refcount table has at most 8 MiB, the L1 table 32.
         let blocks = (0..layout.refcount_blocks).map(|block| layout.refcount_block_offset(block));
         stream.put(&self.table(blocks, layout.refcount_table_clusters)).await?;
@@ -307,7 +307,7 @@ impl Writer<'_> {
     fn refcount_block(&self, block: u64) -> Vec<u8> {
         let order = self.header.refcount_order;
         let mut bytes = vec![0; self.layout.cluster_bytes()];
-        let numbers = numbers::count(bytes.len() as u64, order);
+        let numbers = numbers::entry_count(bytes.len() as u64, order);
         let used = self.layout.clusters.saturating_sub(block * numbers).min(numbers);
         for index in 0..used as usize {
             numbers::put(&mut bytes, order, index, 1);
@@ -316,7 +316,7 @@ impl Writer<'_> {
     }
 
     fn l2_table(&self, table: u64) -> Vec<u8> {
-        let shape = Shape {
+        let shape = EntryFormat {
             cluster_bits: self.layout.cluster_bits,
             extended: self.options.extended_l2,
             data_file: self.options.data_file.is_some(),
@@ -340,7 +340,7 @@ impl Writer<'_> {
     /// L2 entry of a preallocated cluster. With subclusters it has a host cluster and all
     /// subclusters stay unallocated. In an encrypted image zeroes in the file would decrypt to
     /// garbage, so the entry is a zero cluster.
-    fn preallocated(&self, cluster: u64) -> Cluster {
+    fn preallocated(&self, cluster: u64) -> ClusterMapping {
         let host = self.layout.data_offset + (cluster << self.layout.cluster_bits);
         let is_zero = self.options.luks.is_some() && self.options.version >= 3;
         let (allocated, zero) = match (self.options.extended_l2, is_zero) {
@@ -348,11 +348,11 @@ impl Writer<'_> {
             (false, true) => (0, 1),
             (false, false) => (1, 0),
         };
-        Cluster::Standard(Standard { host: Some(host), copied: true, allocated, zero })
+        ClusterMapping::Standard(StandardCluster { host: Some(host), copied: true, allocated, zero })
     }
 
     /// Ensures that preallocated guest clusters are in the file and read as zeroes.
-    async fn make_room(&self, storage: &Storage, offset: u64, length: u64) -> IoResult<()> {
+    async fn allocate_file_space(&self, storage: &Storage, offset: u64, length: u64) -> IoResult<()> {
         if length == 0 {
             return Ok(());
         }
@@ -380,7 +380,7 @@ async fn write_zeroes(storage: &Storage, offset: u64, length: u64) -> IoResult<(
     let mut at = offset;
     while at < offset + length {
         let piece = (offset + length - at).min(PIECE as u64);
-        storage.write(at, Buffer::zeroed(piece as usize).into(), Durability::Cached).await?;
+        storage.write(at, IoBuffer::zeroed(piece as usize).into(), Durability::Cached).await?;
         at += piece;
     }
     Ok(())

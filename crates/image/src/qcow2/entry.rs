@@ -5,7 +5,7 @@
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
-use super::Invalid;
+use super::InvalidImage;
 
 /// Bits 9 to 55: offset in the file.
 pub(super) const OFFSET: u64 = 0x00ff_ffff_ffff_fe00;
@@ -21,7 +21,7 @@ pub const SUBCLUSTERS: u32 = 32;
 
 /// Parameters of the header that entries are decoded with.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct EntryFormat {
     /// A cluster has `1 << cluster_bits` bytes.
     pub cluster_bits: u32,
     /// L2 entries are extended, with subclusters.
@@ -49,10 +49,10 @@ impl L1Entry {
     ///
     /// # Errors
     /// The offset is not a multiple of the cluster size, or reserved bits are set.
-    pub fn decode(raw: u64, shape: Shape) -> Result<Self, Invalid> {
+    pub fn decode(raw: u64, shape: EntryFormat) -> Result<Self, InvalidImage> {
         let offset = raw & OFFSET;
         if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
-            return Err(Invalid::new(format!("L1 entry {raw:#x} points to no cluster")));
+            return Err(InvalidImage::new(format!("L1 entry {raw:#x} points to no cluster")));
         }
         // Without a table there is nothing to own; `own_table` would skip the allocation of the
         // table.
@@ -67,9 +67,9 @@ impl L1Entry {
 
 /// A decoded L2 entry.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Cluster {
+pub enum ClusterMapping {
     /// A standard cluster, possibly unallocated or allocated in part.
-    Standard(Standard),
+    Standard(StandardCluster),
     /// Compressed data.
     Compressed {
         /// Offset of the data in the file; any byte.
@@ -83,7 +83,7 @@ pub enum Cluster {
 ///
 /// A cluster without extended entries is a single subcluster that uses bit 0 of both maps.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Standard {
+pub struct StandardCluster {
     /// Host cluster assigned to it.
     pub host: Option<u64>,
     /// No snapshot shares the host cluster; it may be written in place.
@@ -94,12 +94,12 @@ pub struct Standard {
     pub zero: u32,
 }
 
-impl Standard {
+impl StandardCluster {
     /// Unallocated: read from the backing file.
     pub const UNALLOCATED: Self = Self { host: None, copied: false, allocated: 0, zero: 0 };
 }
 
-impl Shape {
+impl EntryFormat {
     /// Size of an L2 entry in bytes.
     pub fn entry_bytes(self) -> usize {
         if self.extended { 16 } else { 8 }
@@ -124,13 +124,13 @@ impl Shape {
     ///
     /// # Errors
     /// The violated rule.
-    pub fn decode(self, raw: u64, map: u64) -> Result<Cluster, Invalid> {
+    pub fn decode(self, raw: u64, map: u64) -> Result<ClusterMapping, InvalidImage> {
         if raw & COMPRESSED != 0 {
             return self.decode_compressed(raw);
         }
         let offset = raw & OFFSET;
         let copied = raw & COPIED != 0;
-        let wrong = |why: &str| Err(Invalid::new(format!("L2 entry {raw:#x} {why}")));
+        let wrong = |why: &str| Err(InvalidImage::new(format!("L2 entry {raw:#x} {why}")));
         if offset & ((1 << self.cluster_bits) - 1) != 0 {
             return wrong("points inside a cluster");
         }
@@ -151,7 +151,7 @@ impl Shape {
         if allocated != 0 && host.is_none() {
             return wrong("has allocated subclusters and no cluster");
         }
-        Ok(Cluster::Standard(Standard { host, copied: copied && host.is_some(), allocated, zero }))
+        Ok(ClusterMapping::Standard(StandardCluster { host, copied: copied && host.is_some(), allocated, zero }))
     }
 
     /// Checks that a cluster in an external data file lies at its guest offset. QEMU reads no
@@ -159,11 +159,11 @@ impl Shape {
     ///
     /// # Errors
     /// It lies elsewhere.
-    pub fn check_place(self, cluster: Cluster, offset: u64) -> Result<(), Invalid> {
+    pub fn check_place(self, cluster: ClusterMapping, offset: u64) -> Result<(), InvalidImage> {
         let own = offset >> self.cluster_bits << self.cluster_bits;
         match cluster {
-            Cluster::Standard(Standard { host: Some(host), .. }) if self.data_file && host != own => {
-                Err(Invalid::new(format!(
+            ClusterMapping::Standard(StandardCluster { host: Some(host), .. }) if self.data_file && host != own => {
+                Err(InvalidImage::new(format!(
                     "the guest cluster at {own:#x} has its data at {host:#x} of the data file, and not there"
                 )))
             }
@@ -172,9 +172,9 @@ impl Shape {
     }
 
     /// Encodes an entry: the first word, and the bitmap of an extended one.
-    pub fn encode(self, cluster: Cluster) -> (u64, u64) {
+    pub fn encode(self, cluster: ClusterMapping) -> (u64, u64) {
         match cluster {
-            Cluster::Standard(Standard { host, copied, allocated, zero }) => {
+            ClusterMapping::Standard(StandardCluster { host, copied, allocated, zero }) => {
                 let raw = host.unwrap_or(0) | if copied { COPIED } else { 0 };
                 if self.extended {
                     (raw, u64::from(allocated) | u64::from(zero) << 32)
@@ -182,7 +182,7 @@ impl Shape {
                     (raw | if zero != 0 { ZERO } else { 0 }, 0)
                 }
             }
-            Cluster::Compressed { offset, length } => {
+            ClusterMapping::Compressed { offset, length } => {
                 // The count excludes the sector in which the data begins.
                 let sectors = (offset % 512 + length).div_ceil(512) - 1;
                 (COMPRESSED | offset | sectors << self.compressed_offset_bits(), 0)
@@ -200,17 +200,17 @@ impl Shape {
         62 - (self.cluster_bits - 8)
     }
 
-    fn decode_compressed(self, raw: u64) -> Result<Cluster, Invalid> {
+    fn decode_compressed(self, raw: u64) -> Result<ClusterMapping, InvalidImage> {
         let bits = self.compressed_offset_bits();
         let field = raw & ((1 << bits) - 1);
         if self.data_file {
-            return Err(Invalid::new(format!("L2 entry {raw:#x} is compressed, with an external data file")));
+            return Err(InvalidImage::new(format!("L2 entry {raw:#x} is compressed, with an external data file")));
         }
         if field >> 56 != 0 {
-            return Err(Invalid::new(format!("L2 entry {raw:#x} points past the largest offset")));
+            return Err(InvalidImage::new(format!("L2 entry {raw:#x} points past the largest offset")));
         }
         let sectors = (raw & !(COPIED | COMPRESSED)) >> bits;
-        Ok(Cluster::Compressed { offset: field, length: (sectors + 1) * 512 - field % 512 })
+        Ok(ClusterMapping::Compressed { offset: field, length: (sectors + 1) * 512 - field % 512 })
     }
 }
 
@@ -218,15 +218,15 @@ impl Shape {
 mod tests {
     use super::*;
 
-    const PLAIN: Shape = Shape { cluster_bits: 16, extended: false, data_file: false, version: 3 };
-    const EXTENDED: Shape = Shape { extended: true, ..PLAIN };
+    const PLAIN: EntryFormat = EntryFormat { cluster_bits: 16, extended: false, data_file: false, version: 3 };
+    const EXTENDED: EntryFormat = EntryFormat { extended: true, ..PLAIN };
 
-    fn standard(host: Option<u64>, allocated: u32, zero: u32) -> Cluster {
-        Cluster::Standard(Standard { host, copied: host.is_some(), allocated, zero })
+    fn standard(host: Option<u64>, allocated: u32, zero: u32) -> ClusterMapping {
+        ClusterMapping::Standard(StandardCluster { host, copied: host.is_some(), allocated, zero })
     }
 
     #[test]
-    fn what_is_written_is_read() {
+    fn entries_survive_encoding_and_decoding() {
         for (shape, cluster) in [
             (PLAIN, standard(None, 0, 0)),
             (PLAIN, standard(Some(0x50000), 1, 0)),
@@ -234,7 +234,7 @@ mod tests {
             (PLAIN, standard(None, 0, 1)),
             (EXTENDED, standard(Some(0x50000), 0xffff, 0xff_0000)),
             (EXTENDED, standard(None, 0, u32::MAX)),
-            (PLAIN, Cluster::Compressed { offset: 0x51234, length: 3 * 512 - 0x34 }),
+            (PLAIN, ClusterMapping::Compressed { offset: 0x51234, length: 3 * 512 - 0x34 }),
         ] {
             let (raw, map) = shape.encode(cluster);
             assert_eq!(shape.decode(raw, map), Ok(cluster));
@@ -242,26 +242,26 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_a_rule_is_refused() {
+    fn invalid_entries_are_rejected() {
         assert!(PLAIN.decode(0x5_1000, 0).is_err(), "inside a cluster");
         assert!(EXTENDED.decode(0, 1).is_err(), "allocated nowhere");
         assert!(EXTENDED.decode(0x5_0000, 1 << 32 | 1).is_err(), "allocated and zero");
         assert!(L1Entry::decode(0x5_1000, PLAIN).is_err(), "inside a cluster");
-        let compressed = PLAIN.encode(Cluster::Compressed { offset: 512, length: 512 }).0;
-        assert!(Shape { data_file: true, ..PLAIN }.decode(compressed, 0).is_err());
+        let compressed = PLAIN.encode(ClusterMapping::Compressed { offset: 512, length: 512 }).0;
+        assert!(EntryFormat { data_file: true, ..PLAIN }.decode(compressed, 0).is_err());
     }
 
     #[test]
-    fn no_table_is_nobody_s() {
+    fn unallocated_table_is_not_copied() {
         assert_eq!(L1Entry::decode(COPIED, PLAIN), Ok(L1Entry::NONE));
     }
 
     #[test]
-    fn version_2_knows_no_zero_flag() {
-        let shape = Shape { version: 2, ..PLAIN };
+    fn version_2_has_no_zero_flag() {
+        let shape = EntryFormat { version: 2, ..PLAIN };
         assert_eq!(
             shape.decode(0x5_0001, 0),
-            Ok(Cluster::Standard(Standard { host: Some(0x5_0000), copied: false, allocated: 1, zero: 0 }))
+            Ok(ClusterMapping::Standard(StandardCluster { host: Some(0x5_0000), copied: false, allocated: 1, zero: 0 }))
         );
     }
 }

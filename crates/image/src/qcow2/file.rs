@@ -9,12 +9,12 @@ use std::sync::{
 };
 
 use super::{
-    Invalid, bytes,
-    header::{Header, incompatible},
+    InvalidImage, bytes,
+    header::{Qcow2Header, incompatible},
     header_change,
 };
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
 };
 use storage::{Durability, RangeLocks, ResizeError, Storage};
@@ -32,7 +32,7 @@ const SECTOR: usize = 512;
 #[derive(Debug)]
 pub(super) struct ImageFile {
     storage: Storage,
-    header: Mutex<Kept>,
+    header: Mutex<StoredHeader>,
     /// Serializes changes of the header; `size_turn` serializes changes of the file's size.
     header_turn: RangeLocks,
     size_turn: RangeLocks,
@@ -47,15 +47,15 @@ pub(super) struct ImageFile {
 }
 
 #[derive(Debug)]
-struct Kept {
-    header: Header,
+struct StoredHeader {
+    header: Qcow2Header,
     /// First cluster as in the file, without trailing zeroes: usually a few hundred bytes of 64
     /// KiB.
     start: Box<[u8]>,
 }
 
-impl Kept {
-    fn new(header: Header, first_cluster: &[u8]) -> Self {
+impl StoredHeader {
+    fn new(header: Qcow2Header, first_cluster: &[u8]) -> Self {
         let end = first_cluster.iter().rposition(|byte| *byte != 0).map_or(0, |last| last + 1);
         Self { header, start: first_cluster[..end].into() }
     }
@@ -70,13 +70,13 @@ impl Kept {
 
 impl ImageFile {
     /// `bytes` are those of the first cluster.
-    pub(super) fn new(storage: Storage, header: Header, bytes: &[u8]) -> Self {
+    pub(super) fn new(storage: Storage, header: Qcow2Header, bytes: &[u8]) -> Self {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         Self {
             kept_bytes: AtomicU64::new(storage.size_bytes()),
             zero_from: AtomicU64::new(u64::MAX),
             storage,
-            header: Mutex::new(Kept::new(header, bytes)),
+            header: Mutex::new(StoredHeader::new(header, bytes)),
             header_turn: RangeLocks::default(),
             size_turn: RangeLocks::default(),
             corrupt: AtomicBool::new(is_corrupt),
@@ -85,13 +85,13 @@ impl ImageFile {
     }
 
     /// Resets the state after another process had the file. No request may be in flight.
-    pub(super) fn changed_hands(&self, header: Header, bytes: &[u8]) {
+    pub(super) fn reset_cached_header(&self, header: Qcow2Header, bytes: &[u8]) {
         let is_corrupt = header.incompatible & incompatible::CORRUPT != 0;
         self.kept_bytes.store(self.storage.size_bytes(), Relaxed);
         self.zero_from.store(u64::MAX, Relaxed);
         self.corrupt.store(is_corrupt, Relaxed);
         self.marked.store(is_corrupt, Relaxed);
-        *self.kept() = Kept::new(header, bytes);
+        *self.kept() = StoredHeader::new(header, bytes);
     }
 
     pub(super) fn storage(&self) -> &Storage {
@@ -102,20 +102,20 @@ impl ImageFile {
         self.storage.size_bytes()
     }
 
-    fn kept(&self) -> MutexGuard<'_, Kept> {
+    fn kept(&self) -> MutexGuard<'_, StoredHeader> {
         // A poisoned lock is safe to use: both fields are replaced together by one assignment.
         self.header.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Header in the file.
-    pub(super) fn header(&self) -> Header {
+    pub(super) fn header(&self) -> Qcow2Header {
         self.kept().header.clone()
     }
 
     /// Reports an invalid structure and returns the error for the request that found it.
     /// Background work, such as read-ahead, does not mark the image: a request that needs the
     /// structure finds it again.
-    pub(super) fn found(&self, what: &Invalid) -> Error {
+    pub(super) fn found(&self, what: &InvalidImage) -> Error {
         if reactor::is_in_background() {
             return Error::IO;
         }
@@ -176,19 +176,19 @@ impl ImageFile {
             let what = format!(
                 "{length} bytes of metadata at {offset:#x} lie beyond the end of the file ({end:#x})"
             );
-            return Err(self.found(&Invalid::new(what)));
+            return Err(self.found(&InvalidImage::new(what)));
         }
         bytes::read(&self.storage, offset, length as usize).await
     }
 
     /// Writes metadata inside the file.
     pub(super) async fn write(&self, offset: u64, bytes: &[u8]) -> Result<()> {
-        self.storage.write(offset, Buffer::copy_of(bytes).into(), Durability::Cached).await
+        self.storage.write(offset, IoBuffer::copy_of(bytes).into(), Durability::Cached).await
     }
 
     /// Writes guest data, and grows the file first if necessary.
     pub(super) async fn write_data(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
-        self.make_room(offset + data.len() as u64).await?;
+        self.grow_to(offset + data.len() as u64).await?;
         self.storage.write(offset, data, durability).await
     }
 
@@ -197,7 +197,7 @@ impl ImageFile {
     }
 
     /// Grows the file to at least `end` bytes; added bytes read as zeroes.
-    pub(super) async fn make_room(&self, end: u64) -> Result<()> {
+    pub(super) async fn grow_to(&self, end: u64) -> Result<()> {
         if end <= self.size_bytes() {
             return Ok(());
         }
@@ -218,7 +218,7 @@ impl ImageFile {
             Err(ResizeError::Failed(_) | ResizeError::TooLarge { .. }) => {
                 bytes::set_size(&self.storage, end).await?;
             }
-            result => result.map_err(bytes::error_of)?,
+            result => result.map_err(bytes::to_io_error)?,
         }
         // Only after success, and to the smaller value: the bytes between the two were added as
         // zeroes.
@@ -227,7 +227,7 @@ impl ImageFile {
     }
 
     /// Extends the file to a multiple of the cluster size, if it can grow.
-    pub(super) async fn make_whole(&self, cluster_bytes: u64) -> Result<()> {
+    pub(super) async fn pad_to_cluster(&self, cluster_bytes: u64) -> Result<()> {
         let _turn = self.size_turn.exclusive(0..1).await;
         let whole = self.size_bytes().next_multiple_of(cluster_bytes);
         if whole == self.size_bytes() || !self.storage.can_grow() {
@@ -238,12 +238,12 @@ impl ImageFile {
 
     /// Allows the file to shrink below its size at open time, after the disk was shrunk or
     /// emptied.
-    pub(super) fn may_be_cut(&self) {
+    pub(super) fn allow_truncation(&self) {
         self.kept_bytes.store(0, Relaxed);
     }
 
     /// Truncates the file to `end`, but not below its size at open time.
-    pub(super) async fn cut(&self, end: u64) -> Result<()> {
+    pub(super) async fn truncate(&self, end: u64) -> Result<()> {
         let _turn = self.size_turn.exclusive(0..1).await;
         let end = end.max(self.kept_bytes.load(Relaxed));
         if end >= self.size_bytes() || !self.storage.can_grow() {
@@ -253,7 +253,7 @@ impl ImageFile {
     }
 
     /// Changes the header durably. Everything written before the change becomes durable as well.
-    pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+    pub(super) async fn update_header(&self, change: impl FnOnce(&mut Qcow2Header)) -> Result<()> {
         let _turn = self.header_turn.exclusive(0..1).await;
         let (old, old_bytes) = {
             let kept = self.kept();
@@ -274,7 +274,7 @@ impl ImageFile {
         }
         // Published after both writes are durable, so that `header` never returns a header that a
         // crash could lose.
-        *self.kept() = Kept::new(header, &bytes);
+        *self.kept() = StoredHeader::new(header, &bytes);
         Ok(())
     }
 
@@ -309,7 +309,7 @@ mod tests {
     fn zeroes_at_the_end_of_the_first_cluster_take_no_memory() {
         let header = header();
         let bytes = header.encode().expect("valid");
-        let kept = Kept::new(header, &bytes);
+        let kept = StoredHeader::new(header, &bytes);
         assert!(kept.start.len() < 1024 && bytes.len() >= 65536, "{} of {}", kept.start.len(), bytes.len());
         assert_eq!(kept.first_cluster(), bytes);
     }

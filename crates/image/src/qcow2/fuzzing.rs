@@ -20,17 +20,17 @@
 mod tests;
 
 use super::{
-    CacheSettings, L2Size, Parts, Qcow2,
+    CacheSettings, L2CacheSize, Qcow2Components, Qcow2Image,
     check::{self, Repair},
-    header::{Crypt, Header, autoclear},
-    luks::{self, Cipher, CipherKind},
+    header::{EncryptionMethod, Qcow2Header, autoclear},
+    luks::{self, SectorCipher, CipherKind},
     read_header,
     snapshot::NewSnapshot,
 };
-use reactor::{buffer::Buffer, sim};
+use reactor::{buffer::IoBuffer, sim};
 use storage::{Durability, Storage, ZeroOptions};
 
-use crate::{Image, Raw};
+use crate::{Image, RawImage};
 
 // Larger images only take more time.
 const LARGEST: usize = 4 << 20;
@@ -48,10 +48,10 @@ const MOST_REQUESTS: usize = 32;
 /// Checks and repairs an image.
 pub fn check(data: &[u8]) {
     with(data, async |content| {
-        let image = Storage::holding(&content).await;
+        let image = Storage::with_content(&content).await;
         let Ok(found) = check::check(&image, Repair::Nothing).await else { return };
         for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
-            let image = Storage::holding(&content).await;
+            let image = Storage::with_content(&content).await;
             let Ok(repaired) = check::check(&image, repair).await else { continue };
             if repaired.corruptions + repaired.check_errors > 0 {
                 continue;
@@ -70,27 +70,27 @@ pub fn check(data: &[u8]) {
 /// header.
 pub fn open(data: &[u8]) {
     with(data, async |content| {
-        let storage = Storage::holding(&content).await;
+        let storage = Storage::with_content(&content).await;
         let Ok(header) = read_header(&storage).await else { return };
         if let Some(place) = header.encryption {
             let _ = luks::read_header(&storage, place).await;
         }
-        if let Ok(image) = Qcow2::open(parts(&content, &header, true).await).await {
-            look(&image).await;
+        if let Ok(image) = Qcow2Image::open(parts(&content, &header, true).await).await {
+            verify(&image).await;
             look_at_bitmaps(&image).await;
             for snapshot in image.snapshots().await.unwrap_or_default().iter().take(4) {
                 let parts = parts(&content, &header, true).await;
-                if let Ok(disk) = Qcow2::open_snapshot(parts, &snapshot.id()).await {
-                    look(&disk).await;
+                if let Ok(disk) = Qcow2Image::open_snapshot(parts, &snapshot.id()).await {
+                    verify(&disk).await;
                 }
             }
         }
-        if let Ok(image) = Qcow2::open_for_upkeep(storage).await {
+        if let Ok(image) = Qcow2Image::open_for_maintenance(storage).await {
             let _ = image.snapshots().await;
             let _ = image.bitmaps().await;
             let _ = image.close().await;
         }
-        if let Ok(image) = Qcow2::open(parts(&content, &header, false).await).await {
+        if let Ok(image) = Qcow2Image::open(parts(&content, &header, false).await).await {
             let _ = image.close().await;
         }
     });
@@ -103,14 +103,14 @@ pub fn lookup(data: &[u8]) {
     let count = usize::from(count) % MOST_REQUESTS;
     let Some(end) = rest.len().checked_sub(count * REQUEST_BYTES) else { return };
     let (content, requests) = rest.split_at(end);
-    let requests: Vec<Request> = requests.chunks_exact(REQUEST_BYTES).map(Request::decode).collect();
+    let requests: Vec<FuzzRequest> = requests.chunks_exact(REQUEST_BYTES).map(FuzzRequest::decode).collect();
     with(content, async move |content| {
-        let storage = Storage::holding(&content).await;
+        let storage = Storage::with_content(&content).await;
         let Ok(header) = read_header(&storage).await else { return };
         let was_consistent = is_consistent(&storage).await;
-        let Ok(image) = Qcow2::open(parts(&content, &header, false).await).await else { return };
+        let Ok(image) = Qcow2Image::open(parts(&content, &header, false).await).await else { return };
         for request in requests {
-            request.carry_out(&image, was_consistent).await;
+            request.execute(&image, was_consistent).await;
         }
         let _ = image.close().await;
         let after = check::check(image.file.storage(), Repair::Nothing).await;
@@ -123,7 +123,7 @@ pub fn lookup(data: &[u8]) {
 
 /// A request to an open image.
 #[derive(Clone, Copy, Debug)]
-struct Request {
+struct FuzzRequest {
     kind: u8,
     /// The offset counts backwards from the end of the disk.
     from_end: bool,
@@ -132,7 +132,7 @@ struct Request {
     byte: u8,
 }
 
-impl Request {
+impl FuzzRequest {
     fn decode(bytes: &[u8]) -> Self {
         Self {
             kind: bytes[0] & 0xf,
@@ -152,7 +152,7 @@ impl Request {
 
     /// Executes the request. Errors are allowed for every image; only a consistent image must
     /// return the written data.
-    async fn carry_out(self, image: &Qcow2, was_consistent: bool) {
+    async fn execute(self, image: &Qcow2Image, was_consistent: bool) {
         let (offset, length) = self.range(image.size_bytes());
         let zeroes =
             |may_unmap| ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
@@ -171,8 +171,8 @@ impl Request {
         }
     }
 
-    async fn write(self, image: &Qcow2, offset: u64, length: u64, was_consistent: bool) {
-        let mut data = Buffer::new(length as usize);
+    async fn write(self, image: &Qcow2Image, offset: u64, length: u64, was_consistent: bool) {
+        let mut data = IoBuffer::new(length as usize);
         data.fill(self.byte);
         if image.write(offset, data.into(), Durability::Cached).await.is_err() || !was_consistent {
             return;
@@ -182,11 +182,11 @@ impl Request {
         assert!(read.iter().all(|byte| *byte == self.byte), "{self:?}: something else is read");
     }
 
-    async fn write_compressed(self, image: &Qcow2, offset: u64) {
+    async fn write_compressed(self, image: &Qcow2Image, offset: u64) {
         let cluster = image.header().cluster_bytes();
         let offset = offset & !(cluster - 1);
         let length = cluster.min(image.size_bytes() - offset);
-        let mut data = Buffer::new(length as usize);
+        let mut data = IoBuffer::new(length as usize);
         data.fill(self.byte);
         let _ = image.write_compressed(offset, data.into()).await;
     }
@@ -207,24 +207,24 @@ async fn is_consistent(storage: &Storage) -> bool {
 }
 
 /// Opens the image with the files that its header names and with the smallest caches.
-async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
+async fn parts(content: &[u8], header: &Qcow2Header, read_only: bool) -> Qcow2Components {
     let other = |bytes: u64| {
         let bytes = bytes.min(LARGEST_OTHER).next_multiple_of(512);
         Storage::memory(bytes)
     };
     let backing = match &header.backing {
-        Some(_) => Some(Box::new(Image::Raw(Raw::new(Storage::holding(&[0xba; 40_000]).await).read_only()))),
+        Some(_) => Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&[0xba; 40_000]).await).read_only()))),
         None => None,
     };
     let key: [u8; 64] = std::array::from_fn(|index| index as u8);
-    Parts {
-        storage: Storage::holding(content).await,
+    Qcow2Components {
+        storage: Storage::with_content(content).await,
         backing,
         data: header.has_data_file().then(|| other(header.size_bytes)),
-        cipher: (header.crypt == Crypt::Luks).then(|| Cipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+        cipher: (header.crypt == EncryptionMethod::Luks).then(|| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
         read_only,
         caches: CacheSettings {
-            l2: Some(L2Size::Bytes(0)),
+            l2: Some(L2CacheSize::Bytes(0)),
             entry_bytes: Some(512),
             clean_interval: policy::time::Duration::ZERO,
             ..CacheSettings::default()
@@ -233,7 +233,7 @@ async fn parts(content: &[u8], header: &Header, read_only: bool) -> Parts {
 }
 
 /// Queries the status of the whole disk and reads the front of each extent.
-async fn look(image: &Qcow2) {
+async fn verify(image: &Qcow2Image) {
     let size = image.size_bytes();
     let mut at = 0;
     for _ in 0..MOST_QUESTIONS {
@@ -255,7 +255,7 @@ async fn look(image: &Qcow2) {
     }
 }
 
-async fn look_at_bitmaps(image: &Qcow2) {
+async fn look_at_bitmaps(image: &Qcow2Image) {
     if image.header().autoclear & autoclear::BITMAPS == 0 {
         return;
     }

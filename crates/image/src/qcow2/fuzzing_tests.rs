@@ -8,7 +8,7 @@ use super::*;
 use crate::qcow2::{
     bytes,
     create::{CreateOptions, Preallocation, create},
-    header::Backing,
+    header::BackingReference,
 };
 
 /// Small, undamaged images.
@@ -25,7 +25,7 @@ fn kinds() -> Vec<CreateOptions> {
         CreateOptions { preallocation: Preallocation::Metadata, ..plain.clone() },
         CreateOptions { data_file: Some("data".into()), ..plain.clone() },
         CreateOptions { luks: Some([&b"LUKS\xba\xbe"[..], &[0; 1994]].concat()), ..plain.clone() },
-        CreateOptions { backing: Some(Backing { name: "base".into(), format: Some("raw".into()) }), ..plain },
+        CreateOptions { backing: Some(BackingReference { name: "base".into(), format: Some("raw".into()) }), ..plain },
     ]
 }
 
@@ -36,13 +36,13 @@ fn image(options: CreateOptions) -> Vec<u8> {
         let data = options.data_file.as_ref().map(|_| Storage::memory(options.size_bytes));
         let header = create(&storage, data.as_ref(), &options).await.expect("valid");
         let content = bytes::read(&storage, 0, storage.size_bytes() as usize).await.expect("memory");
-        let image = Qcow2::open(parts(&content, &header, false).await).await.expect("an image");
-        let request = |kind, offset, length| Request { kind, from_end: false, offset, length, byte: kind };
-        request(1, 0, 9000).carry_out(&image, true).await;
-        request(10, 32 << 10, 1).carry_out(&image, false).await;
-        request(5, 4096, 2048).carry_out(&image, false).await;
-        request(12, 0, 0).carry_out(&image, false).await;
-        request(2, 6000, 3000).carry_out(&image, true).await;
+        let image = Qcow2Image::open(parts(&content, &header, false).await).await.expect("an image");
+        let request = |kind, offset, length| FuzzRequest { kind, from_end: false, offset, length, byte: kind };
+        request(1, 0, 9000).execute(&image, true).await;
+        request(10, 32 << 10, 1).execute(&image, false).await;
+        request(5, 4096, 2048).execute(&image, false).await;
+        request(12, 0, 0).execute(&image, false).await;
+        request(2, 6000, 3000).execute(&image, true).await;
         let _ = image.add_bitmap("one", 9).await;
         image.close().await.expect("memory");
         let file = image.file.storage();
@@ -52,12 +52,12 @@ fn image(options: CreateOptions) -> Vec<u8> {
 
 /// One of the images, with some bytes replaced.
 #[derive(Clone, Debug)]
-struct Damaged {
+struct FuzzedImage {
     number: usize,
     changes: Vec<(usize, u8)>,
 }
 
-impl Damaged {
+impl FuzzedImage {
     fn content(&self) -> Vec<u8> {
         let mut content = IMAGES[self.number].clone();
         for (place, value) in &self.changes {
@@ -69,10 +69,10 @@ impl Damaged {
 }
 
 /// Most of the replaced bytes are at the front, in the header and the tables.
-fn damaged() -> impl Strategy<Value = Damaged> {
+fn damaged() -> impl Strategy<Value = FuzzedImage> {
     let place = prop_oneof![0..120_usize, 512..4096_usize, any::<usize>()];
     let value = prop_oneof![any::<u8>(), (0..8_u32).prop_map(|bit| 1 << bit), Just(0), Just(0xff)];
-    (0..IMAGES.len(), vec((place, value), 0..6)).prop_map(|(number, changes)| Damaged { number, changes })
+    (0..IMAGES.len(), vec((place, value), 0..6)).prop_map(|(number, changes)| FuzzedImage { number, changes })
 }
 
 proptest! {
@@ -87,18 +87,18 @@ proptest! {
     }
 
     #[test]
-    fn any_image_is_used(image in damaged(), requests in vec(any::<[u8; REQUEST_BYTES]>(), 0..MOST_REQUESTS)) {
+    fn any_image_survives_use(image in damaged(), requests in vec(any::<[u8; REQUEST_BYTES]>(), 0..MOST_REQUESTS)) {
         let count = requests.len() as u8;
         lookup(&[&image.content()[..], &requests.concat(), &[count]].concat());
     }
 }
 
 #[test]
-fn images_that_nobody_damaged_are_used() {
+fn valid_images_are_usable() {
     for image in IMAGES.iter() {
         sim::run(1, {
             let image = image.clone();
-            async move { assert!(is_consistent(&Storage::holding(&image).await).await) }
+            async move { assert!(is_consistent(&Storage::with_content(&image).await).await) }
         });
         let requests: Vec<u8> =
             (0..31 * REQUEST_BYTES as u32).map(|number| (number * 37 % 251) as u8).collect();
@@ -108,6 +108,6 @@ fn images_that_nobody_damaged_are_used() {
 
 #[test]
 fn clusters_that_share_a_place_in_the_data_file_are_not_written() {
-    let image = Damaged { number: 6, changes: vec![(2118, 2)] };
+    let image = FuzzedImage { number: 6, changes: vec![(2118, 2)] };
     lookup(&[&image.content()[..], &[225, 2, 0, 0, 237, 1], &[1]].concat());
 }

@@ -40,9 +40,9 @@ const CLOSED: usize = 2;
 
 /// Epoch gate. See the head of this file.
 #[derive(Debug)]
-pub(super) struct Gate {
+pub(super) struct EpochGate {
     state: AtomicUsize,
-    slots: Box<[Slot]>,
+    slots: Box<[RequestCountSlot]>,
     /// Number of tasks that wait for counts to reach zero.
     waiting: AtomicUsize,
     changed: Event,
@@ -53,22 +53,22 @@ pub(super) struct Gate {
 // Two cache lines: processors prefetch the adjacent one.
 #[derive(Debug, Default)]
 #[repr(align(128))]
-struct Slot {
+struct RequestCountSlot {
     inside: [AtomicUsize; 2],
 }
 
 /// Guard of a request in flight; dropping it ends the request.
 #[derive(Debug)]
-pub(super) struct Pass<'a> {
-    gate: &'a Gate,
+pub(super) struct RequestGuard<'a> {
+    gate: &'a EpochGate,
     slot: usize,
     generation: usize,
 }
 
 /// Guard of exclusive access: no request is in flight until it is dropped.
 #[derive(Debug)]
-pub(super) struct Closed<'a> {
-    gate: &'a Gate,
+pub(super) struct ExclusiveGuard<'a> {
+    gate: &'a EpochGate,
     _turn: storage::RangeGuard<'a>,
 }
 
@@ -89,11 +89,11 @@ pub(super) fn slot_of_thread() -> usize {
     SLOT.with(|slot| *slot)
 }
 
-impl Gate {
+impl EpochGate {
     pub(super) fn new() -> Self {
         Self {
             state: AtomicUsize::new(0),
-            slots: (0..slots()).map(|_| Slot::default()).collect(),
+            slots: (0..slots()).map(|_| RequestCountSlot::default()).collect(),
             waiting: AtomicUsize::new(0),
             changed: Event::new(),
             turn: RangeLocks::default(),
@@ -101,7 +101,7 @@ impl Gate {
     }
 
     /// Counts a request; waits while the gate is closed.
-    pub(super) async fn enter(&self) -> Pass<'_> {
+    pub(super) async fn enter(&self) -> RequestGuard<'_> {
         loop {
             if let Some(pass) = self.try_enter() {
                 return pass;
@@ -115,7 +115,7 @@ impl Gate {
         }
     }
 
-    fn try_enter(&self) -> Option<Pass<'_>> {
+    fn try_enter(&self) -> Option<RequestGuard<'_>> {
         let slot = slot_of_thread();
         loop {
             let state = self.state.load(SeqCst);
@@ -125,7 +125,7 @@ impl Gate {
             let generation = state & GENERATION;
             // First count, then check the state again: see the head of this file.
             self.slots[slot].inside[generation].fetch_add(1, SeqCst);
-            let pass = Pass { gate: self, slot, generation };
+            let pass = RequestGuard { gate: self, slot, generation };
             if self.state.load(SeqCst) == state {
                 return Some(pass);
             }
@@ -133,33 +133,33 @@ impl Gate {
     }
 
     /// Waits for all requests that were in flight at the time of the call.
-    pub(super) async fn settle(&self) {
+    pub(super) async fn wait_for_earlier_requests(&self) {
         let _turn = self.turn.exclusive(0..1).await;
-        self.settle_in_turn().await;
+        self.wait_for_earlier_requests_in_order().await;
     }
 
-    async fn settle_in_turn(&self) {
+    async fn wait_for_earlier_requests_in_order(&self) {
         let old = self.state.fetch_xor(GENERATION, SeqCst) & GENERATION;
-        self.emptied(old).await;
+        self.drained(old).await;
     }
 
     /// Blocks new requests and waits until none is in flight. A task that holds a guard must not
     /// await it: deadlock.
-    pub(super) async fn close(&self) -> Closed<'_> {
+    pub(super) async fn close(&self) -> ExclusiveGuard<'_> {
         let turn = self.turn.exclusive(0..1).await;
         // Created before the first await, so that cancellation opens the gate again.
-        let closed = Closed { gate: self, _turn: turn };
+        let closed = ExclusiveGuard { gate: self, _turn: turn };
         self.state.fetch_or(CLOSED, SeqCst);
-        self.emptied(0).await;
-        self.emptied(1).await;
+        self.drained(0).await;
+        self.drained(1).await;
         closed
     }
 
-    async fn emptied(&self, generation: usize) {
+    async fn drained(&self, generation: usize) {
         // Announced before the counts are read, or the last guard could be dropped without a
         // notification.
         self.waiting.fetch_add(1, SeqCst);
-        let waiting = Waiting(self);
+        let waiting = DrainWaiter(self);
         loop {
             let listener = self.changed.listen();
             if self.slots.iter().all(|slot| slot.inside[generation].load(SeqCst) == 0) {
@@ -171,15 +171,15 @@ impl Gate {
     }
 }
 
-struct Waiting<'a>(&'a Gate);
+struct DrainWaiter<'a>(&'a EpochGate);
 
-impl Drop for Waiting<'_> {
+impl Drop for DrainWaiter<'_> {
     fn drop(&mut self) {
         self.0.waiting.fetch_sub(1, SeqCst);
     }
 }
 
-impl Drop for Pass<'_> {
+impl Drop for RequestGuard<'_> {
     fn drop(&mut self) {
         self.gate.slots[self.slot].inside[self.generation].fetch_sub(1, SeqCst);
         if self.gate.waiting.load(SeqCst) > 0 {
@@ -188,7 +188,7 @@ impl Drop for Pass<'_> {
     }
 }
 
-impl Drop for Closed<'_> {
+impl Drop for ExclusiveGuard<'_> {
     fn drop(&mut self) {
         self.gate.state.fetch_and(!CLOSED, SeqCst);
         self.gate.changed.notify(usize::MAX);
@@ -205,16 +205,16 @@ mod tests {
     use reactor::{now, sim, sleep_until, spawn_joinable, yield_now};
 
     #[test]
-    fn who_was_inside_is_waited_for_and_who_comes_later_is_not() {
+    fn settling_waits_only_for_earlier_requests() {
         for seed in 0..100 {
             sim::run(seed, async {
-                let gate = Rc::new(Gate::new());
+                let gate = Rc::new(EpochGate::new());
                 let first = gate.enter().await;
                 let settled = Rc::new(Cell::new(false));
                 let task = spawn_joinable({
                     let (gate, settled) = (Rc::clone(&gate), Rc::clone(&settled));
                     async move {
-                        gate.settle().await;
+                        gate.wait_for_earlier_requests().await;
                         settled.set(true);
                     }
                 });
@@ -233,10 +233,10 @@ mod tests {
     }
 
     #[test]
-    fn a_closed_gate_has_nobody_inside() {
+    fn closed_gate_admits_no_request() {
         for seed in 0..200 {
             sim::run(seed, async {
-                let gate = Rc::new(Gate::new());
+                let gate = Rc::new(EpochGate::new());
                 let inside = Rc::new(Cell::new(0));
                 let tasks: Vec<_> = (0..10)
                     .map(|number| {

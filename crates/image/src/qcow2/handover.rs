@@ -11,14 +11,14 @@
 use std::sync::atomic::Ordering::Release;
 
 use super::{
-    OpenFailure, Qcow2, bytes,
-    header::{Header, autoclear, incompatible},
-    open::{Tables, check_openable},
+    OpenFailure, Qcow2Image, bytes,
+    header::{Qcow2Header, autoclear, incompatible},
+    open::{ResidentTables, check_openable},
     read_header,
 };
 use reactor::error::Result;
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Writes all metadata, so that another process can take the image over. The image must not be
     /// used before [`Qcow2::take_over`].
     ///
@@ -42,7 +42,7 @@ impl Qcow2 {
         let _giving = self.giving.exclusive(0..1).await;
         let _closed = self.gate.close().await;
         if self.is_dirty() {
-            self.write_what_is_left().await?;
+            self.flush_remaining_metadata().await?;
         }
         let storage = self.file.storage();
         let header = read_header(storage).await?;
@@ -52,8 +52,8 @@ impl Qcow2 {
         }
         check_openable(&header, false, self.data.is_some(), self.cipher.is_some())?;
         let first = bytes::read(storage, 0, header.cluster_bytes() as usize).await?;
-        self.file.changed_hands(header.clone(), &first);
-        let Tables { l1, refcounts, places } = Tables::read(&self.file, &header, self.shape).await?;
+        self.file.reset_cached_header(header.clone(), &first);
+        let ResidentTables { l1, refcounts, places } = ResidentTables::read(&self.file, &header, self.shape).await?;
         self.overlap.replace(&places);
         self.overlap.check_apart(&places)?;
         self.refcounts.replace(&header, refcounts);
@@ -64,13 +64,13 @@ impl Qcow2 {
             self.l1.store(l1.into());
         }
         self.size.store(header.size_bytes, Release);
-        self.make_ready(&header, false).await
+        self.prepare(&header, false).await
     }
 }
 
 /// The parts of a header that must not change during a handover.
-fn lasting(header: &Header) -> Header {
-    Header {
+fn lasting(header: &Qcow2Header) -> Qcow2Header {
+    Qcow2Header {
         size_bytes: 0,
         l1_offset: 0,
         l1_entries: 0,

@@ -9,7 +9,7 @@
 //! Source: QEMU's docs/interop/qcow2.rst, "Header". The limits beyond it are QEMU's own, so that
 //! QEMU can open images that weir creates.
 
-use super::{Invalid, big_endian::u32_at};
+use super::{InvalidImage, big_endian::u32_at};
 
 /// Signature at offset 0, "QFI\xfb".
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -83,7 +83,7 @@ const OWN_LENGTH: usize = 112;
 
 /// Encryption method of guest data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Crypt {
+pub enum EncryptionMethod {
     /// Not encrypted.
     None,
     /// QEMU's legacy AES-CBC, which weir rejects as insecure.
@@ -94,7 +94,7 @@ pub enum Crypt {
 
 /// Compression method of compressed clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Compression {
+pub enum CompressionType {
     /// Raw deflate without a zlib header, as written by QEMU.
     Zlib,
     /// Zstandard.
@@ -103,7 +103,7 @@ pub enum Compression {
 
 /// Backing file, the source of unallocated clusters.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Backing {
+pub struct BackingReference {
     /// Name as stored in the image: relative to the directory of the image, unless absolute.
     pub name: String,
     /// Name of the format; `None` leaves it to probing, which weir rejects.
@@ -112,7 +112,7 @@ pub struct Backing {
 
 /// Location of a structure in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Place {
+pub struct FileRegion {
     /// Offset in bytes, a multiple of the cluster size.
     pub offset: u64,
     /// Length in bytes.
@@ -121,16 +121,16 @@ pub struct Place {
 
 /// Content of the bitmaps extension.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Bitmaps {
+pub struct BitmapsExtension {
     /// Number of bitmaps.
     pub count: u32,
     /// Location of the bitmap directory.
-    pub directory: Place,
+    pub directory: FileRegion,
 }
 
 /// Decoded header. Fields have the meaning of the specification.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Header {
+pub struct Qcow2Header {
     /// 2 or 3.
     pub version: u32,
     /// A cluster is `1 << cluster_bits` bytes; in [`CLUSTER_BITS`].
@@ -138,7 +138,7 @@ pub struct Header {
     /// Size of the virtual disk in bytes.
     pub size_bytes: u64,
     /// Encryption method.
-    pub crypt: Crypt,
+    pub crypt: EncryptionMethod,
     /// Entries of the active L1 table.
     pub l1_entries: u32,
     /// Offset of the active L1 table; 0 only if it has no entries.
@@ -160,41 +160,41 @@ pub struct Header {
     /// A refcount has `1 << refcount_order` bits; 0 to 6.
     pub refcount_order: u32,
     /// Compression method of compressed clusters.
-    pub compression: Compression,
+    pub compression: CompressionType,
     /// The backing file.
-    pub backing: Option<Backing>,
+    pub backing: Option<BackingReference>,
     /// Name of the external data file.
     pub data_file: Option<String>,
     /// Content of the bitmaps extension.
-    pub bitmaps: Option<Bitmaps>,
+    pub bitmaps: Option<BitmapsExtension>,
     /// Location of the LUKS header.
-    pub encryption: Option<Place>,
+    pub encryption: Option<FileRegion>,
     /// Unknown extensions as pairs of type and data; preserved.
     pub others: Vec<(u32, Vec<u8>)>,
     /// Unknown fields after the known ones; preserved.
     pub later_fields: Vec<u8>,
 }
 
-impl Header {
+impl Qcow2Header {
     /// Decodes and checks the header. `bytes` begin at offset 0 and hold the first cluster, or all
     /// of a shorter file.
     ///
     /// # Errors
     /// The violated rule and its location.
-    pub fn parse(bytes: &[u8]) -> Result<Self, Invalid> {
-        let fields = Fields(bytes);
+    pub fn parse(bytes: &[u8]) -> Result<Self, InvalidImage> {
+        let fields = HeaderFields(bytes);
         // Order: signature and version decide the layout, cluster size and length bound all
         // further reads.
         if bytes.get(..4) != Some(&MAGIC[..]) {
-            return Err(Invalid::new("it does not begin with the signature of qcow2, \"QFI\\xfb\""));
+            return Err(InvalidImage::new("it does not begin with the signature of qcow2, \"QFI\\xfb\""));
         }
         let version = fields.u32(4)?;
         if !matches!(version, 2 | 3) {
-            return Err(Invalid::new(format!("version {version} of qcow2 is not known; 2 and 3 are")));
+            return Err(InvalidImage::new(format!("version {version} of qcow2 is not known; 2 and 3 are")));
         }
         let cluster_bits = fields.u32(20)?;
         if !CLUSTER_BITS.contains(&cluster_bits) {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "clusters of 2^{cluster_bits} bytes; from 2^9 to 2^21 is possible"
             )));
         }
@@ -203,20 +203,20 @@ impl Header {
         let length = if later { fields.u32(100)? as usize } else { V2_LENGTH };
         // QEMU requires a length that is a multiple of 8 and inside the first cluster.
         if later && (length < V3_LENGTH || !length.is_multiple_of(8)) || length > 1 << cluster_bits {
-            return Err(Invalid::new(format!("a header of {length} bytes")));
+            return Err(InvalidImage::new(format!("a header of {length} bytes")));
         }
         if bytes.len() < length {
-            return Err(Invalid::new(format!("the file ends inside the header, which has {length} bytes")));
+            return Err(InvalidImage::new(format!("the file ends inside the header, which has {length} bytes")));
         }
         let mut header = Self {
             version,
             cluster_bits,
             size_bytes: fields.u64(24)?,
             crypt: match fields.u32(32)? {
-                0 => Crypt::None,
-                1 => Crypt::Aes,
-                2 => Crypt::Luks,
-                other => return Err(Invalid::new(format!("encryption method {other} is not known"))),
+                0 => EncryptionMethod::None,
+                1 => EncryptionMethod::Aes,
+                2 => EncryptionMethod::Luks,
+                other => return Err(InvalidImage::new(format!("encryption method {other} is not known"))),
             },
             l1_entries: fields.u32(36)?,
             l1_offset: fields.u64(40)?,
@@ -228,7 +228,7 @@ impl Header {
             compatible: if later { fields.u64(80)? } else { 0 },
             autoclear: if later { fields.u64(88)? } else { 0 },
             refcount_order: if later { fields.u32(96)? } else { 4 },
-            compression: Compression::Zlib,
+            compression: CompressionType::Zlib,
             backing: None,
             data_file: None,
             bitmaps: None,
@@ -250,7 +250,7 @@ impl Header {
     ///
     /// # Errors
     /// If it does not fit into a cluster or violates a rule.
-    pub fn encode(&self) -> Result<Vec<u8>, Invalid> {
+    pub fn encode(&self) -> Result<Vec<u8>, InvalidImage> {
         self.check()?;
         let mut bytes = Vec::with_capacity(self.cluster_bytes() as usize);
         let long = |bytes: &mut Vec<u8>, value: u64| bytes.extend(value.to_be_bytes());
@@ -265,9 +265,9 @@ impl Header {
         word(
             &mut bytes,
             match self.crypt {
-                Crypt::None => 0,
-                Crypt::Aes => 1,
-                Crypt::Luks => 2,
+                EncryptionMethod::None => 0,
+                EncryptionMethod::Aes => 1,
+                EncryptionMethod::Luks => 2,
             },
         );
         word(&mut bytes, self.l1_entries);
@@ -283,21 +283,21 @@ impl Header {
             word(&mut bytes, self.refcount_order);
             word(&mut bytes, (OWN_LENGTH + self.later_fields.len()) as u32);
             bytes.push(match self.compression {
-                Compression::Zlib => 0,
-                Compression::Zstd => 1,
+                CompressionType::Zlib => 0,
+                CompressionType::Zstd => 1,
             });
             bytes.extend([0; 7]);
             bytes.extend(&self.later_fields);
         }
         self.write_extensions(&mut bytes);
-        if let Some(Backing { name, .. }) = &self.backing {
+        if let Some(BackingReference { name, .. }) = &self.backing {
             let at = bytes.len() as u64;
             bytes[8..16].copy_from_slice(&at.to_be_bytes());
             bytes[16..20].copy_from_slice(&(name.len() as u32).to_be_bytes());
             bytes.extend(name.as_bytes());
         }
         if bytes.len() as u64 > self.cluster_bytes() {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "the header needs {} bytes and has a cluster of {}",
                 bytes.len(),
                 self.cluster_bytes()
@@ -337,7 +337,7 @@ impl Header {
         size_bytes.div_ceil(1 << (self.cluster_bits + self.l2_bits()))
     }
 
-    fn read_extensions(&mut self, fields: &Fields<'_>) -> Result<Vec<FeatureName>, Invalid> {
+    fn read_extensions(&mut self, fields: &HeaderFields<'_>) -> Result<Vec<FeatureName>, InvalidImage> {
         let mut names = Vec::new();
         for extension in extensions(fields.0) {
             let (kind, _, data) = extension?;
@@ -351,21 +351,21 @@ impl Header {
         kind: u32,
         data: &[u8],
         names: &mut Vec<FeatureName>,
-    ) -> Result<(), Invalid> {
-        let inner = Fields(data);
+    ) -> Result<(), InvalidImage> {
+        let inner = HeaderFields(data);
         match kind {
             extension::BACKING_FORMAT => {
                 let format = Some(text(data, "the backing file's format")?);
                 // `read_backing_name` fills in the name, which is outside the extensions.
-                self.backing = Some(Backing { name: String::new(), format });
+                self.backing = Some(BackingReference { name: String::new(), format });
             }
             extension::FEATURE_NAMES => names.extend(data.chunks_exact(48).map(FeatureName::parse)),
             extension::BITMAPS => {
-                let directory = Place { length: inner.u64(8)?, offset: inner.u64(16)? };
-                self.bitmaps = Some(Bitmaps { count: inner.u32(0)?, directory });
+                let directory = FileRegion { length: inner.u64(8)?, offset: inner.u64(16)? };
+                self.bitmaps = Some(BitmapsExtension { count: inner.u32(0)?, directory });
             }
             extension::ENCRYPTION => {
-                self.encryption = Some(Place { offset: inner.u64(0)?, length: inner.u64(8)? });
+                self.encryption = Some(FileRegion { offset: inner.u64(0)?, length: inner.u64(8)? });
             }
             extension::DATA_FILE => self.data_file = Some(text(data, "the data file's name")?),
             extension::END => {}
@@ -381,13 +381,13 @@ impl Header {
             bytes.extend(data);
             bytes.resize(bytes.len().next_multiple_of(8), 0);
         };
-        if let Some(Backing { format: Some(format), .. }) = &self.backing {
+        if let Some(BackingReference { format: Some(format), .. }) = &self.backing {
             put(extension::BACKING_FORMAT, format.as_bytes());
         }
         if let Some(name) = &self.data_file {
             put(extension::DATA_FILE, name.as_bytes());
         }
-        if let Some(Place { offset, length }) = self.encryption {
+        if let Some(FileRegion { offset, length }) = self.encryption {
             put(extension::ENCRYPTION, &[offset.to_be_bytes(), length.to_be_bytes()].concat());
         }
         if let Some(bitmaps) = self.bitmaps {
@@ -404,7 +404,7 @@ impl Header {
         put(extension::END, &[]);
     }
 
-    fn read_backing_name(&mut self, fields: &Fields<'_>) -> Result<(), Invalid> {
+    fn read_backing_name(&mut self, fields: &HeaderFields<'_>) -> Result<(), InvalidImage> {
         let (offset, length) = (fields.u64(8)?, fields.u32(16)? as usize);
         if offset == 0 {
             // A format without a name has no effect.
@@ -412,114 +412,114 @@ impl Header {
             return Ok(());
         }
         if length > LONGEST_BACKING_NAME {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "the backing file's name has {length} bytes; 1023 is the most"
             )));
         }
         if offset > self.cluster_bytes() || offset + length as u64 > self.cluster_bytes() {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "the backing file's name at {offset:#x} is outside the first cluster"
             )));
         }
         let name = text(fields.bytes(offset as usize, length)?, "the backing file's name")?;
         let format = self.backing.take().and_then(|backing| backing.format);
         // QEMU treats an empty name as no backing file.
-        self.backing = (!name.is_empty()).then_some(Backing { name, format });
+        self.backing = (!name.is_empty()).then_some(BackingReference { name, format });
         Ok(())
     }
 
-    fn check_features(&mut self, names: &[FeatureName], compression: u8) -> Result<(), Invalid> {
+    fn check_features(&mut self, names: &[FeatureName], compression: u8) -> Result<(), InvalidImage> {
         let unknown = self.incompatible & !incompatible::KNOWN;
         if unknown != 0 {
             let bits = (0..64).filter(|bit| unknown & 1 << bit != 0);
             let named = bits.map(|bit| FeatureName::find(names, bit)).collect::<Vec<_>>().join(", ");
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "it uses features that this version of weir does not know: {named}"
             )));
         }
         // The specification: zlib must not set the bit, every other type must.
         let is_marked = self.incompatible & incompatible::COMPRESSION != 0;
         self.compression = match (is_marked, compression) {
-            (false, 0) => Compression::Zlib,
-            (true, 1) => Compression::Zstd,
+            (false, 0) => CompressionType::Zlib,
+            (true, 1) => CompressionType::Zstd,
             (false, other) => {
-                return Err(Invalid::new(format!("compression type {other} without its feature bit")));
+                return Err(InvalidImage::new(format!("compression type {other} without its feature bit")));
             }
-            (true, other) => return Err(Invalid::new(format!("compression type {other} is not known"))),
+            (true, other) => return Err(InvalidImage::new(format!("compression type {other} is not known"))),
         };
         Ok(())
     }
 
     /// Checks all rules that need no access to the file.
-    fn check(&self) -> Result<(), Invalid> {
+    fn check(&self) -> Result<(), InvalidImage> {
         let cluster = self.cluster_bytes();
         let table = |what: &str, offset: u64, length: u64| {
             if !offset.is_multiple_of(cluster) {
-                return Err(Invalid::new(format!(
+                return Err(InvalidImage::new(format!(
                     "{what} at {offset:#x} is not at the beginning of a cluster"
                 )));
             }
             if offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT) {
-                return Err(Invalid::new(format!("{what} at {offset:#x} lies past the largest offset")));
+                return Err(InvalidImage::new(format!("{what} at {offset:#x} lies past the largest offset")));
             }
             if offset == 0 && length > 0 {
-                return Err(Invalid::new(format!("{what} would lie on the header")));
+                return Err(InvalidImage::new(format!("{what} would lie on the header")));
             }
             Ok(())
         };
         // From here on, rules of the specification and QEMU's limits, which bound the
         // allocations.
         if self.refcount_order > 6 {
-            return Err(Invalid::new(format!("refcounts of 2^{} bits; 64 is the most", self.refcount_order)));
+            return Err(InvalidImage::new(format!("refcounts of 2^{} bits; 64 is the most", self.refcount_order)));
         }
         if self.has_subclusters() && self.cluster_bits < EXTENDED_CLUSTER_BITS {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "extended L2 entries need clusters of 16 KiB, and these have {cluster} bytes"
             )));
         }
         if self.has_data_file() && self.snapshots > 0 {
-            return Err(Invalid::new("an external data file and internal snapshots exclude each other"));
+            return Err(InvalidImage::new("an external data file and internal snapshots exclude each other"));
         }
         let raw_data = self.autoclear & autoclear::RAW_DATA_FILE != 0;
         if raw_data && self.has_data_file() && self.backing.is_some() {
-            return Err(Invalid::new("a raw external data file and a backing file exclude each other"));
+            return Err(InvalidImage::new("a raw external data file and a backing file exclude each other"));
         }
         let l1_bytes = u64::from(self.l1_entries) * 8;
         if l1_bytes > LARGEST_L1 {
-            return Err(Invalid::new(format!("an L1 table of {l1_bytes} bytes; {LARGEST_L1} is the most")));
+            return Err(InvalidImage::new(format!("an L1 table of {l1_bytes} bytes; {LARGEST_L1} is the most")));
         }
         table("the L1 table", self.l1_offset, l1_bytes)?;
         if u64::from(self.l1_entries) < self.l1_entries_for(self.size_bytes) {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "an L1 table of {} entries is too small for a disk of {} bytes",
                 self.l1_entries, self.size_bytes
             )));
         }
         let refcount_bytes = u64::from(self.refcount_table_clusters) << self.cluster_bits;
         if refcount_bytes > LARGEST_REFCOUNT_TABLE.max(cluster) {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "a refcount table of {refcount_bytes} bytes; {LARGEST_REFCOUNT_TABLE} is the most"
             )));
         }
         if refcount_bytes == 0 {
-            return Err(Invalid::new("it has no refcount table"));
+            return Err(InvalidImage::new("it has no refcount table"));
         }
         table("the refcount table", self.refcount_table_offset, refcount_bytes)?;
         // The length of an entry is unknown before it is read: `snapshots` bytes is a lower bound.
         table("the snapshot table", self.snapshots_offset, u64::from(self.snapshots))?;
-        if self.encryption.is_some() && self.crypt != Crypt::Luks {
-            return Err(Invalid::new("it says where a LUKS header is, and is not encrypted with LUKS"));
+        if self.encryption.is_some() && self.crypt != EncryptionMethod::Luks {
+            return Err(InvalidImage::new("it says where a LUKS header is, and is not encrypted with LUKS"));
         }
-        if self.crypt == Crypt::Luks {
+        if self.crypt == EncryptionMethod::Luks {
             let Some(place) = self.encryption else {
-                return Err(Invalid::new(
+                return Err(InvalidImage::new(
                     "it is encrypted with LUKS and does not say where its LUKS header is",
                 ));
             };
             table("the LUKS header", place.offset, place.length)?;
             if place.length > LARGEST_LUKS {
                 let length = place.length;
-                return Err(Invalid::new(format!(
+                return Err(InvalidImage::new(format!(
                     "a LUKS header of {length} bytes; {LARGEST_LUKS} is the most"
                 )));
             }
@@ -527,16 +527,16 @@ impl Header {
         self.check_bitmaps(table)
     }
 
-    fn check_bitmaps(&self, table: impl Fn(&str, u64, u64) -> Result<(), Invalid>) -> Result<(), Invalid> {
+    fn check_bitmaps(&self, table: impl Fn(&str, u64, u64) -> Result<(), InvalidImage>) -> Result<(), InvalidImage> {
         // Without the autoclear bit the extension may be stale and must be ignored.
         if self.autoclear & autoclear::BITMAPS == 0 {
             return Ok(());
         }
-        let Some(Bitmaps { count, directory }) = self.bitmaps else {
-            return Err(Invalid::new("bitmaps are marked consistent, and there are none"));
+        let Some(BitmapsExtension { count, directory }) = self.bitmaps else {
+            return Err(InvalidImage::new("bitmaps are marked consistent, and there are none"));
         };
         if !(1..=MOST_BITMAPS).contains(&count) || directory.length > LARGEST_BITMAP_DIRECTORY {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "{count} bitmaps in a directory of {} bytes",
                 directory.length
             )));
@@ -547,8 +547,8 @@ impl Header {
 
 /// Type, offset and data of each extension in the first cluster, including the end marker, whose
 /// data is empty. The list also ends at the backing file's name or at the end of the cluster.
-pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usize, &[u8]), Invalid>> {
-    let fields = Fields(bytes);
+pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usize, &[u8]), InvalidImage>> {
+    let fields = HeaderFields(bytes);
     let is_later = fields.u32(4).is_ok_and(|version| version >= 3);
     let start =
         if is_later { fields.u32(100).map_or(V3_LENGTH, |length| length as usize) } else { V2_LENGTH };
@@ -568,7 +568,7 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
         let Some(data) = data else {
             let at = at + 8;
             let what = format!("header extension {kind:#x} at {at:#x} has {length} bytes and does not fit");
-            return Some(Err(Invalid::new(what)));
+            return Some(Err(InvalidImage::new(what)));
         };
         next = Some(at + 8 + length.next_multiple_of(8));
         Some(Ok((kind, at, data)))
@@ -577,12 +577,12 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
 
 /// Reserved bytes after the compression type; empty if the header is too short to contain them.
 pub(super) fn compression_padding(bytes: &[u8], version: u32) -> &[u8] {
-    let has_type = version >= 3 && Fields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
+    let has_type = version >= 3 && HeaderFields(bytes).u32(100).is_ok_and(|length| length as usize >= OWN_LENGTH);
     if has_type { bytes.get(V3_LENGTH + 1..OWN_LENGTH).unwrap_or_default() } else { &[] }
 }
 
 /// Encoded bitmaps extension, including its type and length.
-pub(super) fn bitmaps_extension(Bitmaps { count, directory }: Bitmaps) -> Vec<u8> {
+pub(super) fn bitmaps_extension(BitmapsExtension { count, directory }: BitmapsExtension) -> Vec<u8> {
     let start = u64::from(extension::BITMAPS) << 32 | 24;
     [start, u64::from(count) << 32, directory.length, directory.offset].map(u64::to_be_bytes).concat()
 }
@@ -631,42 +631,42 @@ impl FeatureName {
 }
 
 /// Bounds-checked access to fields of the header.
-struct Fields<'a>(&'a [u8]);
+struct HeaderFields<'a>(&'a [u8]);
 
-impl Fields<'_> {
-    fn bytes(&self, at: usize, length: usize) -> Result<&[u8], Invalid> {
+impl HeaderFields<'_> {
+    fn bytes(&self, at: usize, length: usize) -> Result<&[u8], InvalidImage> {
         let end = at.checked_add(length);
         end.and_then(|end| self.0.get(at..end))
-            .ok_or_else(|| Invalid::new(format!("the file ends inside the header, at {at:#x}")))
+            .ok_or_else(|| InvalidImage::new(format!("the file ends inside the header, at {at:#x}")))
     }
 
-    fn u32(&self, at: usize) -> Result<u32, Invalid> {
+    fn u32(&self, at: usize) -> Result<u32, InvalidImage> {
         let mut value = [0; 4];
         value.copy_from_slice(self.bytes(at, 4)?);
         Ok(u32::from_be_bytes(value))
     }
 
-    fn u64(&self, at: usize) -> Result<u64, Invalid> {
+    fn u64(&self, at: usize) -> Result<u64, InvalidImage> {
         let mut value = [0; 8];
         value.copy_from_slice(self.bytes(at, 8)?);
         Ok(u64::from_be_bytes(value))
     }
 }
 
-fn text(bytes: &[u8], what: &str) -> Result<String, Invalid> {
-    String::from_utf8(bytes.to_vec()).map_err(|_| Invalid::new(format!("{what} is not text")))
+fn text(bytes: &[u8], what: &str) -> Result<String, InvalidImage> {
+    String::from_utf8(bytes.to_vec()).map_err(|_| InvalidImage::new(format!("{what} is not text")))
 }
 
 #[cfg(test)]
 pub(super) mod tests {
     use super::*;
 
-    pub(in crate::qcow2) fn header() -> Header {
-        Header {
+    pub(in crate::qcow2) fn header() -> Qcow2Header {
+        Qcow2Header {
             version: 3,
             cluster_bits: 16,
             size_bytes: 1 << 30,
-            crypt: Crypt::None,
+            crypt: EncryptionMethod::None,
             l1_entries: 4,
             l1_offset: 0x30000,
             refcount_table_offset: 0x10000,
@@ -677,8 +677,8 @@ pub(super) mod tests {
             compatible: compatible::LAZY_REFCOUNTS,
             autoclear: 0,
             refcount_order: 4,
-            compression: Compression::Zlib,
-            backing: Some(Backing { name: "base.raw".into(), format: Some("raw".into()) }),
+            compression: CompressionType::Zlib,
+            backing: Some(BackingReference { name: "base.raw".into(), format: Some("raw".into()) }),
             data_file: None,
             bitmaps: None,
             encryption: None,
@@ -689,32 +689,32 @@ pub(super) mod tests {
 
     #[test]
     fn what_is_written_is_read() {
-        let zstd = Header {
-            compression: Compression::Zstd,
+        let zstd = Qcow2Header {
+            compression: CompressionType::Zstd,
             incompatible: incompatible::COMPRESSION | incompatible::EXTENDED_L2,
             ..header()
         };
-        let bitmaps = Bitmaps { count: 1, directory: Place { offset: 0x50000, length: 32 } };
-        let luks = Header {
-            crypt: Crypt::Luks,
-            encryption: Some(Place { offset: 0x40000, length: 592 }),
+        let bitmaps = BitmapsExtension { count: 1, directory: FileRegion { offset: 0x50000, length: 32 } };
+        let luks = Qcow2Header {
+            crypt: EncryptionMethod::Luks,
+            encryption: Some(FileRegion { offset: 0x40000, length: 592 }),
             bitmaps: Some(bitmaps),
             autoclear: autoclear::BITMAPS,
             backing: None,
             ..header()
         };
         let data_file =
-            Header { incompatible: incompatible::DATA_FILE, data_file: Some("data".into()), ..header() };
+            Qcow2Header { incompatible: incompatible::DATA_FILE, data_file: Some("data".into()), ..header() };
         for header in [header(), zstd, luks, data_file] {
             let bytes = header.encode().expect("valid");
-            assert_eq!(Header::parse(&bytes), Ok(header));
+            assert_eq!(Qcow2Header::parse(&bytes), Ok(header));
         }
-        let second = Header { version: 2, compatible: 0, later_fields: Vec::new(), ..header() };
-        assert_eq!(Header::parse(&second.encode().expect("valid")), Ok(second));
+        let second = Qcow2Header { version: 2, compatible: 0, later_fields: Vec::new(), ..header() };
+        assert_eq!(Qcow2Header::parse(&second.encode().expect("valid")), Ok(second));
     }
 
     #[test]
-    fn what_breaks_a_rule_is_named() {
+    fn invalid_headers_are_rejected() {
         type Change = fn(&mut Vec<u8>);
         let cases: [(&str, Change); 10] = [
             ("signature", |bytes| bytes[0] = 0),
@@ -736,7 +736,7 @@ pub(super) mod tests {
         for (part, change) in cases {
             let mut bytes = header().encode().expect("valid");
             change(&mut bytes);
-            let said = Header::parse(&bytes).expect_err(part).to_string();
+            let said = Qcow2Header::parse(&bytes).expect_err(part).to_string();
             assert!(said.contains(part), "{said}");
         }
     }
@@ -752,10 +752,10 @@ pub(super) mod tests {
     }
 
     #[test]
-    fn a_header_that_is_cut_off_is_refused_wherever() {
+    fn truncated_header_is_rejected_at_every_length() {
         let bytes = header().encode().expect("valid");
         for length in 0..112 {
-            assert!(Header::parse(&bytes[..length]).is_err(), "{length}");
+            assert!(Qcow2Header::parse(&bytes[..length]).is_err(), "{length}");
         }
     }
 }

@@ -7,8 +7,8 @@
 //! layout.
 
 use super::{
-    Invalid,
-    header::{Bitmaps, Header, bitmaps_extension},
+    InvalidImage,
+    header::{BitmapsExtension, Qcow2Header, bitmaps_extension},
 };
 
 // Fields that may change and have a fixed offset: from the disk's size to the snapshot table, and
@@ -17,7 +17,7 @@ const NUMBERS_2: std::ops::Range<usize> = 24..72;
 const NUMBERS_3: std::ops::Range<usize> = 24..96;
 
 /// First cluster with the header `new`, given its present bytes and the header they encode.
-pub(super) fn changed(bytes: &[u8], old: &Header, new: &Header) -> Result<Vec<u8>, Invalid> {
+pub(super) fn changed(bytes: &[u8], old: &Qcow2Header, new: &Qcow2Header) -> Result<Vec<u8>, InvalidImage> {
     let encoded = new.encode()?;
     let mut patched = bytes.to_vec();
     patched.resize(encoded.len(), 0);
@@ -27,11 +27,11 @@ pub(super) fn changed(bytes: &[u8], old: &Header, new: &Header) -> Result<Vec<u8
         patch_bitmaps(&mut patched, old, new);
     }
     // Decoding shows whether the patch was sufficient; anything else needs a new layout.
-    let is_all = Header::parse(&patched).is_ok_and(|header| header == *new);
+    let is_all = Qcow2Header::parse(&patched).is_ok_and(|header| header == *new);
     Ok(if is_all { patched } else { encoded })
 }
 
-fn patch_bitmaps(bytes: &mut [u8], old: Bitmaps, new: Bitmaps) {
+fn patch_bitmaps(bytes: &mut [u8], old: BitmapsExtension, new: BitmapsExtension) {
     let (old, new) = (bitmaps_extension(old), bitmaps_extension(new));
     if let Some(at) = bytes.windows(old.len()).position(|window| window == old) {
         bytes[at..at + new.len()].copy_from_slice(&new);
@@ -41,16 +41,16 @@ fn patch_bitmaps(bytes: &mut [u8], old: Bitmaps, new: Bitmaps) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::qcow2::header::{Backing, Place, autoclear, tests::header};
+    use crate::qcow2::header::{BackingReference, FileRegion, autoclear, tests::header};
 
     /// An image with the shortest header of version 3 and the backing file's name directly after
     /// the extensions, as written by older programs.
-    fn older() -> (Header, Vec<u8>) {
+    fn old_header() -> (Qcow2Header, Vec<u8>) {
         let encoded = header().encode().expect("valid");
         let mut bytes = encoded.clone();
         bytes.truncate(104);
         bytes[100..104].copy_from_slice(&104_u32.to_be_bytes());
-        let bitmaps = Bitmaps { count: 1, directory: Place { offset: 0x50000, length: 32 } };
+        let bitmaps = BitmapsExtension { count: 1, directory: FileRegion { offset: 0x50000, length: 32 } };
         bytes.extend(bitmaps_extension(bitmaps));
         bytes.extend([0; 8]);
         let name = bytes.len() as u64;
@@ -59,30 +59,30 @@ mod tests {
         bytes[95] |= autoclear::BITMAPS as u8;
         bytes.extend(b"base.raw");
         bytes.resize(encoded.len(), 0);
-        (Header::parse(&bytes).expect("valid"), bytes)
+        (Qcow2Header::parse(&bytes).expect("valid"), bytes)
     }
 
     #[test]
-    fn numbers_change_where_they_are() {
-        let (old, bytes) = older();
-        let directory = Place { offset: 0x70000, length: 64 };
-        let new = Header {
+    fn patch_changes_fields_in_place() {
+        let (old, bytes) = old_header();
+        let directory = FileRegion { offset: 0x70000, length: 64 };
+        let new = Qcow2Header {
             size_bytes: 1 << 21,
             l1_offset: 0x90000,
-            bitmaps: Some(Bitmaps { count: 2, directory }),
+            bitmaps: Some(BitmapsExtension { count: 2, directory }),
             ..old.clone()
         };
         let after = changed(&bytes, &old, &new).expect("valid");
-        assert_eq!(Header::parse(&after), Ok(new));
+        assert_eq!(Qcow2Header::parse(&after), Ok(new));
         let moved = (0..bytes.len()).filter(|at| bytes[*at] != after[*at]).collect::<Vec<_>>();
         assert!(moved.len() < 16 && moved.iter().all(|at| (24..512).contains(at)), "{moved:?}");
         assert_eq!(&after[144..152], b"base.raw");
     }
 
     #[test]
-    fn another_name_makes_another_layout() {
-        let (old, bytes) = older();
-        let new = Header { backing: Some(Backing { name: "other".into(), format: None }), ..old.clone() };
+    fn changed_backing_name_moves_extensions() {
+        let (old, bytes) = old_header();
+        let new = Qcow2Header { backing: Some(BackingReference { name: "other".into(), format: None }), ..old.clone() };
         let after = changed(&bytes, &old, &new).expect("valid");
         assert_eq!(after, new.encode().expect("valid"));
     }

@@ -10,15 +10,15 @@ use std::sync::atomic::{
 };
 
 use super::{
-    Invalid, big_endian,
-    entry::{L1Entry, Shape},
+    InvalidImage, big_endian,
+    entry::{L1Entry, EntryFormat},
 };
 
 #[derive(Debug)]
 pub(super) struct L1 {
     /// Offset in the file.
     pub(super) offset: u64,
-    shape: Shape,
+    shape: EntryFormat,
     words: Box<[AtomicU64]>,
 }
 
@@ -34,13 +34,13 @@ pub(super) fn padded(mut table: Vec<u8>) -> Vec<u8> {
 
 impl L1 {
     /// Decodes the table and checks that each L2 table lies inside the file.
-    pub(super) fn parse(offset: u64, bytes: &[u8], shape: Shape, file_bytes: u64) -> Result<Self, Invalid> {
+    pub(super) fn parse(offset: u64, bytes: &[u8], shape: EntryFormat, file_bytes: u64) -> Result<Self, InvalidImage> {
         let mut words = Vec::with_capacity(bytes.len() / 8);
         for (index, word) in big_endian::words(bytes).enumerate() {
             let entry = L1Entry::decode(word, shape)?;
             if entry.offset != 0 && entry.offset + (1 << shape.cluster_bits) > file_bytes {
                 let offset = entry.offset;
-                return Err(Invalid::new(format!(
+                return Err(InvalidImage::new(format!(
                     "L2 table {index} at {offset:#x} lies beyond the end of the file ({file_bytes:#x})"
                 )));
             }
@@ -50,7 +50,7 @@ impl L1 {
     }
 
     /// Table of an image that must not be used yet.
-    pub(super) fn empty(shape: Shape) -> Self {
+    pub(super) fn empty(shape: EntryFormat) -> Self {
         Self { offset: 0, shape, words: Box::default() }
     }
 

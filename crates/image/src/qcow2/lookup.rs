@@ -11,19 +11,19 @@
 use std::sync::Arc;
 
 use super::{
-    Invalid, Qcow2,
+    InvalidImage, Qcow2Image,
     big_endian::words,
-    cache::Slice,
-    entry::{Cluster, L1Entry},
+    cache::L2Slice,
+    entry::{ClusterMapping, L1Entry},
 };
 use reactor::error::Result;
 
 /// Result of decoding an entry of the image.
-type Valid<T> = std::result::Result<T, Invalid>;
+type LookupResult<T> = std::result::Result<T, InvalidImage>;
 
 /// Mapping of a piece.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum What {
+pub enum GuestMapping {
     /// Read from the backing file; zeroes without one.
     Unallocated,
     /// Reads as zeroes, independent of the backing file.
@@ -49,16 +49,16 @@ pub enum What {
 
 /// A run of guest bytes with one mapping, contiguous in the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Piece {
+pub struct MappedRun {
     /// Length in bytes.
     pub length: u64,
     /// Mapping of the bytes.
-    pub what: What,
+    pub what: GuestMapping,
 }
 
-impl What {
+impl GuestMapping {
     /// True if a piece of `length` bytes can be extended by a piece that maps to `next`.
-    fn goes_on(&self, length: u64, next: &Self) -> bool {
+    fn extends(&self, length: u64, next: &Self) -> bool {
         match (self, next) {
             (Self::Unallocated, Self::Unallocated) => true,
             (Self::Zero { host: None }, Self::Zero { host: None }) => true,
@@ -71,11 +71,11 @@ impl What {
     }
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Returns the first piece of `length` bytes at `offset`; at most `length` bytes long.
-    pub(super) async fn lookup(&self, offset: u64, length: u64) -> Result<Piece> {
+    pub(super) async fn lookup(&self, offset: u64, length: u64) -> Result<MappedRun> {
         loop {
-            if let Some(piece) = self.peek(offset, length) {
+            if let Some(piece) = self.cached_mapping(offset, length) {
                 return piece.map_err(|invalid| self.file.found(&invalid));
             }
             self.slice(self.slice_number(offset)).await?;
@@ -83,47 +83,47 @@ impl Qcow2 {
     }
 
     /// Like [`Self::lookup`], but `None` if the slice is not cached.
-    fn peek(&self, offset: u64, length: u64) -> Option<Valid<Piece>> {
+    fn cached_mapping(&self, offset: u64, length: u64) -> Option<LookupResult<MappedRun>> {
         let index = self.l1_index(offset);
         let l1 = self.l1.load();
         if l1.get(index).offset == 0 {
             // Without an L2 table the whole range of the table is unallocated.
             let table_covers = 1_u64 << (self.shape.cluster_bits + self.l2_bits);
             let rest = table_covers - offset % table_covers;
-            return Some(Ok(Piece { length: length.min(rest), what: What::Unallocated }));
+            return Some(Ok(MappedRun { length: length.min(rest), what: GuestMapping::Unallocated }));
         }
-        self.cache.load().with(self.slice_number(offset), |slice| self.piece_in(slice, offset, length))
+        self.cache.load().with(self.slice_number(offset), |slice| self.run_in_slice(slice, offset, length))
     }
 
-    fn piece_in(&self, slice: &Slice, offset: u64, length: u64) -> Valid<Piece> {
+    fn run_in_slice(&self, slice: &L2Slice, offset: u64, length: u64) -> LookupResult<MappedRun> {
         let covers = self.slice_covers();
         let end = (offset + length).min((offset / covers + 1) * covers);
-        let mut piece: Option<Piece> = None;
+        let mut piece: Option<MappedRun> = None;
         let mut at = offset;
         while at < end {
             let (what, length) = self.part_of_cluster(slice, at)?;
             match &mut piece {
-                None => piece = Some(Piece { length, what }),
-                Some(piece) if piece.what.goes_on(piece.length, &what) => piece.length += length,
+                None => piece = Some(MappedRun { length, what }),
+                Some(piece) if piece.what.extends(piece.length, &what) => piece.length += length,
                 Some(_) => break,
             }
             at += length;
         }
-        let piece = piece.unwrap_or(Piece { length: 0, what: What::Unallocated });
-        Ok(Piece { length: piece.length.min(end - offset), ..piece })
+        let piece = piece.unwrap_or(MappedRun { length: 0, what: GuestMapping::Unallocated });
+        Ok(MappedRun { length: piece.length.min(end - offset), ..piece })
     }
 
     /// Mapping at `at`, and its length up to the next change or the end of the cluster.
-    fn part_of_cluster(&self, slice: &Slice, at: u64) -> Valid<(What, u64)> {
+    fn part_of_cluster(&self, slice: &L2Slice, at: u64) -> LookupResult<(GuestMapping, u64)> {
         let shape = self.shape;
         let (word, map) = slice.get(self.entry_in_slice(at), shape.extended);
         let cluster_bytes = 1_u64 << shape.cluster_bits;
         let within = at & (cluster_bytes - 1);
         let standard = match self.decode_at(at, word, map)? {
-            Cluster::Compressed { offset, length } => {
-                return Ok((What::Compressed { offset, length }, cluster_bytes - within));
+            ClusterMapping::Compressed { offset, length } => {
+                return Ok((GuestMapping::Compressed { offset, length }, cluster_bytes - within));
             }
-            Cluster::Standard(standard) => standard,
+            ClusterMapping::Standard(standard) => standard,
         };
         let first = (within >> shape.subcluster_bits()) as u32;
         let bit = |map: u32, number: u32| map >> number & 1;
@@ -135,9 +135,9 @@ impl Qcow2 {
         }
         let host = standard.host.map(|host| host + within);
         let what = match (kind(first), host) {
-            ((1, _), Some(host)) => What::Data { host, copied: standard.copied },
-            ((_, 1), host) => What::Zero { host },
-            _ => What::Unallocated,
+            ((1, _), Some(host)) => GuestMapping::Data { host, copied: standard.copied },
+            ((_, 1), host) => GuestMapping::Zero { host },
+            _ => GuestMapping::Unallocated,
         };
         Ok((what, (u64::from(last) << shape.subcluster_bits()) - within))
     }
@@ -145,14 +145,14 @@ impl Qcow2 {
     /// Decodes the entry of the guest cluster at `offset`. In a data file each cluster must lie at
     /// its guest offset (qcow2 specification, "Cluster mapping"): clusters there have no
     /// refcounts, so sharing would go undetected.
-    pub(super) fn decode_at(&self, offset: u64, word: u64, map: u64) -> Valid<Cluster> {
+    pub(super) fn decode_at(&self, offset: u64, word: u64, map: u64) -> LookupResult<ClusterMapping> {
         let cluster = self.shape.decode(word, map)?;
         self.shape.check_place(cluster, offset)?;
         Ok(cluster)
     }
 
     /// Returns a slice, and reads it on a miss; `None` if there is no L2 table.
-    pub(super) async fn slice(&self, number: u64) -> Result<Option<Arc<Slice>>> {
+    pub(super) async fn slice(&self, number: u64) -> Result<Option<Arc<L2Slice>>> {
         loop {
             let cache = self.cache.load_full();
             if let Some(slice) = cache.get(number) {
@@ -165,7 +165,7 @@ impl Qcow2 {
             }
             let Some(offset) = self.slice_offset(number) else { return Ok(None) };
             let bytes = self.file.read(offset, self.slice_bytes()).await?;
-            let slice = Arc::new(Slice::new(number, words(&bytes)));
+            let slice = Arc::new(L2Slice::new(number, words(&bytes)));
             let inserted = {
                 // Insertion changes the cache, which needs the lock of `Pending`.
                 let _pending = self.pending();

@@ -29,7 +29,7 @@ mod stripes;
 mod unlock;
 
 pub use self::{
-    cipher::{Cipher, CipherKind, IvKind, Mode, SECTOR_BYTES},
-    header::{HEADER_BYTES, Hash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, check_slots},
+    cipher::{SectorCipher, CipherKind, IvKind, ChainingMode, SECTOR_BYTES},
+    header::{HEADER_BYTES, LuksHash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, check_slots},
     unlock::{LuksOptions, NewLuks, UnlockError, create, read_header, unlock},
 };

@@ -12,32 +12,32 @@ use std::sync::{
 use arc_swap::ArcSwap;
 
 use super::{
-    Invalid, Qcow2,
+    InvalidImage, Qcow2Image,
     big_endian::words,
     bitmap::Recording,
     bytes::{self, MetadataError, read_header},
     cache::L2Cache,
     cache_settings::{CacheSettings, CacheSizes, InvalidCache},
     check::{self, Repair},
-    entry::Shape,
+    entry::EntryFormat,
     file::ImageFile,
-    gate::Gate,
-    header::{Compression, Crypt, Header, autoclear, incompatible},
+    gate::EpochGate,
+    header::{CompressionType, EncryptionMethod, Qcow2Header, autoclear, incompatible},
     l1::L1,
-    luks::Cipher,
-    overlap::Metadata,
+    luks::SectorCipher,
+    overlap::MetadataClusters,
     refcounts::{RefcountTable, Refcounts},
     snapshot,
-    writeback::Pending,
+    writeback::PendingMetadata,
 };
-use reactor::{error::Error, memory::NotEnough};
+use reactor::{error::Error, memory::OutOfBudget};
 use storage::{RangeLocks, Storage};
 
 use crate::Image;
 
 /// Components that an image is opened from.
 #[derive(Debug)]
-pub struct Parts {
+pub struct Qcow2Components {
     /// The qcow2 file.
     pub storage: Storage,
     /// Image that unallocated clusters are read from; opened read-only.
@@ -45,14 +45,14 @@ pub struct Parts {
     /// The external data file.
     pub data: Option<Storage>,
     /// Cipher of an encrypted image, with its key.
-    pub cipher: Option<Cipher>,
+    pub cipher: Option<SectorCipher>,
     /// Writes nothing, not even marks in the header.
     pub read_only: bool,
     /// Sizes of the metadata caches.
     pub caches: CacheSettings,
 }
 
-impl Parts {
+impl Qcow2Components {
     /// Components of a writable image that consists of one file.
     pub fn of(storage: Storage) -> Self {
         let caches = CacheSettings::default();
@@ -65,7 +65,7 @@ impl Parts {
 pub enum OpenFailure {
     /// A structure is invalid.
     #[error("{0} (`weir image check` shows the damage)")]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] InvalidImage),
     /// A read or write of the file failed.
     #[error("{0}")]
     Failed(#[from] Error),
@@ -101,12 +101,12 @@ pub enum OpenFailure {
     Caches(#[from] InvalidCache),
     /// The dirty bitmaps that record writes exceed the memory budget.
     #[error("{0}")]
-    Bitmaps(NotEnough),
+    Bitmaps(OutOfBudget),
 }
 
 /// Purpose of opening an image.
 #[derive(Clone, Copy, Debug)]
-enum Purpose<'a> {
+enum Qcow2Purpose<'a> {
     Disk,
     Handover,
     Upkeep,
@@ -115,18 +115,18 @@ enum Purpose<'a> {
 
 /// State of an open image, shared by the modules of this folder. Reached through [`Qcow2`].
 #[derive(Debug)]
-pub struct Opened {
+pub struct Qcow2State {
     pub(super) file: ImageFile,
     pub(super) data: Option<Storage>,
     pub(super) backing: Option<Box<Image>>,
-    pub(super) cipher: Option<Cipher>,
+    pub(super) cipher: Option<SectorCipher>,
     pub(super) read_only: bool,
     /// Every write is made durable before it completes, even without FUA (cache mode
     /// `writethrough`).
     pub(super) writes_through: bool,
-    pub(super) shape: Shape,
+    pub(super) shape: EntryFormat,
     pub(super) l2_bits: u32,
-    pub(super) compression: Compression,
+    pub(super) compression: CompressionType,
     pub(super) size: AtomicU64,
     pub(super) l1: ArcSwap<L1>,
     pub(super) cache: ArcSwap<L2Cache>,
@@ -137,11 +137,11 @@ pub struct Opened {
     /// Generation of the task that drops unused slices; tasks of earlier generations end.
     cleaning: AtomicU64,
     pub(super) refcounts: Refcounts,
-    pub(super) overlap: Metadata,
-    pub(super) pending: Mutex<Pending>,
+    pub(super) overlap: MetadataClusters,
+    pub(super) pending: Mutex<PendingMetadata>,
     /// Dirty bitmaps that record writes.
     pub(super) recording: Recording,
-    pub(super) gate: Gate,
+    pub(super) gate: EpochGate,
     /// Guest ranges whose clusters are being changed.
     pub(super) guest: RangeLocks,
     /// Numbers of the L2 tables that are being allocated.
@@ -154,7 +154,7 @@ pub struct Opened {
     pub(super) giving: RangeLocks,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Opens an image.
     ///
     /// # Errors
@@ -162,8 +162,8 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn open(parts: Parts) -> Result<Self, OpenFailure> {
-        Self::open_for(parts, Purpose::Disk).await
+    pub async fn open(parts: Qcow2Components) -> Result<Self, OpenFailure> {
+        Self::open_for(parts, Qcow2Purpose::Disk).await
     }
 
     /// Opens an image to change its snapshots or bitmaps. Needs no key and no other file, and
@@ -174,8 +174,8 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn open_for_upkeep(storage: Storage) -> Result<Self, OpenFailure> {
-        Self::open_for(Parts::of(storage), Purpose::Upkeep).await
+    pub async fn open_for_maintenance(storage: Storage) -> Result<Self, OpenFailure> {
+        Self::open_for(Qcow2Components::of(storage), Qcow2Purpose::Upkeep).await
     }
 
     /// Opens an internal snapshot, by id or name, as a read-only disk.
@@ -185,8 +185,8 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub async fn open_snapshot(parts: Parts, name: &str) -> Result<Self, OpenFailure> {
-        Self::open_for(Parts { read_only: true, ..parts }, Purpose::Snapshot(name)).await
+    pub async fn open_snapshot(parts: Qcow2Components, name: &str) -> Result<Self, OpenFailure> {
+        Self::open_for(Qcow2Components { read_only: true, ..parts }, Qcow2Purpose::Snapshot(name)).await
     }
 
     /// Opens an image that another process may still use. Reads only its header; the image must
@@ -197,16 +197,16 @@ impl Qcow2 {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub(crate) async fn open_for_handover(parts: Parts) -> Result<Self, OpenFailure> {
-        Self::open_for(parts, Purpose::Handover).await
+    pub(crate) async fn open_for_handover(parts: Qcow2Components) -> Result<Self, OpenFailure> {
+        Self::open_for(parts, Qcow2Purpose::Handover).await
     }
 
-    async fn open_for(parts: Parts, purpose: Purpose<'_>) -> Result<Self, OpenFailure> {
-        let Parts { storage, backing, data, cipher, read_only, caches } = parts;
+    async fn open_for(parts: Qcow2Components, purpose: Qcow2Purpose<'_>) -> Result<Self, OpenFailure> {
+        let Qcow2Components { storage, backing, data, cipher, read_only, caches } = parts;
         let mut header = read_header(&storage).await?;
         let is_dirty =
             header.incompatible & (incompatible::DIRTY | incompatible::CORRUPT) == incompatible::DIRTY;
-        let is_handover = matches!(purpose, Purpose::Handover);
+        let is_handover = matches!(purpose, Qcow2Purpose::Handover);
         if is_dirty && !is_handover && !read_only && !storage.read_only() {
             // With lazy refcounts, a program that crashed left them unwritten; QEMU repairs them
             // on open too.
@@ -217,21 +217,21 @@ impl Qcow2 {
             check::check(&storage, Repair::All).await?;
             header = read_header(&storage).await?;
         }
-        if let Purpose::Snapshot(name) = purpose
+        if let Qcow2Purpose::Snapshot(name) = purpose
             // A snapshot replaces size and L1 table of the header before any table is read.
-            && !snapshot::look_into(&storage, &mut header, name).await?
+            && !snapshot::select_snapshot(&storage, &mut header, name).await?
         {
             return Err(OpenFailure::NoSnapshot(name.to_owned()));
         }
         let first = bytes::read(&storage, 0, header.cluster_bytes() as usize).await?;
         let read_only = read_only || storage.read_only();
-        let is_upkeep = matches!(purpose, Purpose::Upkeep);
+        let is_upkeep = matches!(purpose, Qcow2Purpose::Upkeep);
         // During a handover the marks belong to the previous process; `take_over` reads and checks
         // them again.
         let judged_later = read_only || is_handover;
         check_openable(&header, judged_later, is_upkeep || data.is_some(), is_upkeep || cipher.is_some())?;
         let sizes = caches.sizes(&header)?;
-        let shape = Shape {
+        let shape = EntryFormat {
             cluster_bits: header.cluster_bits,
             extended: header.has_subclusters(),
             data_file: header.has_data_file(),
@@ -240,18 +240,18 @@ impl Qcow2 {
         let writes_through = storage.writes_through();
         let file = ImageFile::new(storage, header.clone(), &first);
         drop(first);
-        let Tables { l1, refcounts: table, places } = match is_handover {
-            true => Tables::none(shape),
-            false => Tables::read(&file, &header, shape).await?,
+        let ResidentTables { l1, refcounts: table, places } = match is_handover {
+            true => ResidentTables::none(shape),
+            false => ResidentTables::read(&file, &header, shape).await?,
         };
-        let overlap = Metadata::new(header.cluster_bits, &places);
+        let overlap = MetadataClusters::new(header.cluster_bits, &places);
         // A writable image with overlapping metadata would damage itself; a read-only one stays
         // readable.
         if !read_only {
             overlap.check_apart(&places)?;
         }
         let refcounts = Refcounts::new(&header, table, sizes.refcount_bytes);
-        let image = Self(Arc::new(Opened {
+        let image = Self(Arc::new(Qcow2State {
             file,
             data,
             backing,
@@ -271,7 +271,7 @@ impl Qcow2 {
             overlap,
             pending: Mutex::default(),
             recording: Recording::default(),
-            gate: Gate::new(),
+            gate: EpochGate::new(),
             guest: RangeLocks::default(),
             tables: RangeLocks::default(),
             loading: RangeLocks::default(),
@@ -279,14 +279,14 @@ impl Qcow2 {
             giving: RangeLocks::default(),
         }));
         if !read_only && !is_handover {
-            image.make_ready(&header, is_upkeep).await?;
+            image.prepare(&header, is_upkeep).await?;
         }
         image.keep_cache_clean(caches.clean_interval);
         Ok(image)
     }
 
     /// Brings the file into the state that must precede the first write.
-    pub(super) async fn make_ready(&self, header: &Header, keeps_bitmaps: bool) -> Result<(), OpenFailure> {
+    pub(super) async fn prepare(&self, header: &Qcow2Header, keeps_bitmaps: bool) -> Result<(), OpenFailure> {
         // The specification: a program that writes must clear the autoclear bits that it does not
         // know.
         if header.autoclear & !autoclear::KNOWN != 0 {
@@ -296,7 +296,7 @@ impl Qcow2 {
             self.take_up_bitmaps().await?.map_err(OpenFailure::Bitmaps)?;
         }
         // The last cluster may be incomplete, and a guest may write to its end.
-        Ok(self.file.make_whole(header.cluster_bytes()).await?)
+        Ok(self.file.pad_to_cluster(header.cluster_bytes()).await?)
     }
 
     /// Starts a task that drops unused slices at each `interval`, and ends the previous one. A
@@ -343,19 +343,19 @@ impl Qcow2 {
 }
 
 /// Tables that are held in memory completely.
-pub(super) struct Tables {
+pub(super) struct ResidentTables {
     pub(super) l1: L1,
     pub(super) refcounts: RefcountTable,
     /// Offsets and lengths of all metadata, for the overlap check.
     pub(super) places: Vec<(u64, u64)>,
 }
 
-impl Tables {
-    fn none(shape: Shape) -> Self {
+impl ResidentTables {
+    fn none(shape: EntryFormat) -> Self {
         Self { l1: L1::empty(shape), refcounts: RefcountTable::default(), places: Vec::new() }
     }
 
-    pub(super) async fn read(file: &ImageFile, header: &Header, shape: Shape) -> Result<Self, OpenFailure> {
+    pub(super) async fn read(file: &ImageFile, header: &Qcow2Header, shape: EntryFormat) -> Result<Self, OpenFailure> {
         let l1_bytes = file.read(header.l1_offset, u64::from(header.l1_entries) * 8).await?;
         let l1 = L1::parse(header.l1_offset, &l1_bytes, shape, file.size_bytes())?;
         let refcounts = read_refcount_table(file, header).await?;
@@ -383,16 +383,16 @@ impl From<MetadataError> for OpenFailure {
 }
 
 pub(super) fn check_openable(
-    header: &Header,
+    header: &Qcow2Header,
     read_only: bool,
     has_data: bool,
     has_key: bool,
 ) -> Result<(), OpenFailure> {
     match header.crypt {
-        Crypt::None => {}
-        Crypt::Aes => return Err(OpenFailure::LegacyAes),
-        Crypt::Luks if has_key => {}
-        Crypt::Luks => return Err(OpenFailure::NoKey),
+        EncryptionMethod::None => {}
+        EncryptionMethod::Aes => return Err(OpenFailure::LegacyAes),
+        EncryptionMethod::Luks if has_key => {}
+        EncryptionMethod::Luks => return Err(OpenFailure::NoKey),
     }
     if header.has_data_file() && !has_data {
         return Err(OpenFailure::NoDataFile);
@@ -409,7 +409,7 @@ pub(super) fn check_openable(
     snapshot::too_many(header).map_or(Ok(()), |too_many| Err(too_many.into()))
 }
 
-async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<RefcountTable, OpenFailure> {
+async fn read_refcount_table(file: &ImageFile, header: &Qcow2Header) -> Result<RefcountTable, OpenFailure> {
     let length = u64::from(header.refcount_table_clusters) << header.cluster_bits;
     let bytes = file.read(header.refcount_table_offset, length).await?;
     let mut table = RefcountTable::empty(bytes.len() / 8);
@@ -418,7 +418,7 @@ async fn read_refcount_table(file: &ImageFile, header: &Header) -> Result<Refcou
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset != 0 && end.is_none_or(|end| end > file.size_bytes())
         {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "refcount block {index} at {offset:#x} lies beyond the end of the file, or inside a cluster"
             ))
             .into());

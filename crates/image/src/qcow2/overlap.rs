@@ -15,7 +15,7 @@ use std::{
 
 use arc_swap::ArcSwap;
 
-use super::{Invalid, file::ImageFile};
+use super::{InvalidImage, file::ImageFile};
 use reactor::error::Result;
 
 /// Hasher of cluster numbers, by multiplication. Resistance to collisions is not needed: the set
@@ -40,16 +40,16 @@ impl Hasher for ByMultiplication {
     }
 }
 
-type Clusters = HashSet<u64, BuildHasherDefault<ByMultiplication>>;
+type MetadataClusterSet = HashSet<u64, BuildHasherDefault<ByMultiplication>>;
 
 /// Set of metadata clusters. See the head of this file.
 #[derive(Debug)]
-pub(super) struct Metadata {
+pub(super) struct MetadataClusters {
     cluster_bits: u32,
-    clusters: ArcSwap<Clusters>,
+    clusters: ArcSwap<MetadataClusterSet>,
 }
 
-impl Metadata {
+impl MetadataClusters {
     pub(super) fn new(cluster_bits: u32, places: &[(u64, u64)]) -> Self {
         let clusters = places.iter().flat_map(|(offset, length)| clusters_of(cluster_bits, *offset, *length));
         Self { cluster_bits, clusters: ArcSwap::from_pointee(clusters.collect()) }
@@ -62,17 +62,17 @@ impl Metadata {
 
     /// Fails if two of the ranges that the set was created from overlap: a change of one would
     /// damage both.
-    pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), Invalid> {
+    pub(super) fn check_apart(&self, places: &[(u64, u64)]) -> std::result::Result<(), InvalidImage> {
         let all = |(offset, length): &(u64, u64)| clusters_of(self.cluster_bits, *offset, *length);
         // Equal counts prove that no cluster is in two ranges; the search below runs only for the
         // error.
         if places.iter().map(|place| all(place).count()).sum::<usize>() == self.clusters.load().len() {
             return Ok(());
         }
-        let mut seen = Clusters::default();
+        let mut seen = MetadataClusterSet::default();
         let twice = places.iter().flat_map(all).find(|cluster| !seen.insert(*cluster)).unwrap_or(0);
         let offset = twice << self.cluster_bits;
-        Err(Invalid::new(format!("two tables lie on each other at {offset:#x}")))
+        Err(InvalidImage::new(format!("two tables lie on each other at {offset:#x}")))
     }
 
     /// True if any of these bytes belong to metadata.
@@ -85,7 +85,7 @@ impl Metadata {
     pub(super) fn check(&self, file: &ImageFile, offset: u64, length: u64) -> Result<()> {
         if self.contains(offset, length) {
             let what = format!("guest data at {offset:#x} would overwrite metadata");
-            return Err(file.found(&Invalid::new(what)));
+            return Err(file.found(&InvalidImage::new(what)));
         }
         Ok(())
     }
@@ -113,10 +113,10 @@ impl Metadata {
         });
     }
 
-    fn change(&self, change: impl Fn(&mut Clusters)) {
+    fn change(&self, change: impl Fn(&mut MetadataClusterSet)) {
         // Copy-on-write: readers on other threads continue with the old set.
         self.clusters.rcu(|clusters| {
-            let mut changed = Clusters::clone(clusters);
+            let mut changed = MetadataClusterSet::clone(clusters);
             change(&mut changed);
             Arc::new(changed)
         });

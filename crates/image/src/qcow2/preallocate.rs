@@ -7,13 +7,13 @@
 //! Never changes clusters that have a host cluster.
 
 use super::{
-    Qcow2,
+    Qcow2Image,
     create::Preallocation,
-    entry::{Cluster, Standard},
-    refcounts::Found,
+    entry::{ClusterMapping, StandardCluster},
+    refcounts::AllocatedRun,
 };
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     error::{Error, Result},
 };
 use storage::{Durability, ZeroOptions};
@@ -21,7 +21,7 @@ use storage::{Durability, ZeroOptions};
 // Size of a write of zeroes, in bytes.
 const PIECE: u64 = 2 << 20;
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Allocates host clusters for the guest clusters from `first` to `last`, which must read as
     /// zeroes. `last` is at most the end of the disk.
     ///
@@ -33,7 +33,7 @@ impl Qcow2 {
         }
         self.check_change(first, last - first)?;
         let image = self.clone();
-        let all = reactor::spawn_to_end(async move {
+        let all = reactor::spawn_detached(async move {
             let _pass = image.gate.enter().await;
             image.preallocate_inside(first, last, Some(how)).await
         });
@@ -54,7 +54,7 @@ impl Qcow2 {
             // Limited to one slice, so that all entries are linked in one step.
             let end = last.min((at / covers + 1) * covers).next_multiple_of(cluster_bytes);
             let _own = self.guest.exclusive(at..end).await;
-            self.own_table(self.l1_index(at)).await?;
+            self.writable_l2_table(self.l1_index(at)).await?;
             while at < end {
                 at += self.place(at, end, how).await? * cluster_bytes;
             }
@@ -65,7 +65,7 @@ impl Qcow2 {
     /// Allocates host clusters for the first guest clusters from `guest` on; returns their number.
     async fn place(&self, guest: u64, end: u64, how: Option<Preallocation>) -> Result<u64> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let has_none = |cluster| matches!(cluster, Cluster::Standard(Standard { host: None, .. }));
+        let has_none = |cluster| matches!(cluster, ClusterMapping::Standard(StandardCluster { host: None, .. }));
         let mut wanted = 0;
         while guest + wanted * cluster_bytes < end
             && has_none(self.cluster_at(guest + wanted * cluster_bytes).await?)
@@ -75,14 +75,14 @@ impl Qcow2 {
         if wanted == 0 {
             return Ok(1);
         }
-        let Found { offset: host, clusters, untouched } = self.find_room(guest, wanted).await?;
+        let AllocatedRun { offset: host, clusters, untouched } = self.allocate_for_write(guest, wanted).await?;
         let placed = async {
             // Zeroes first: once linked, the clusters are visible to the guest.
             if let Some(how) = how {
                 self.make_zero(host, clusters * cluster_bytes, untouched, how).await?;
             }
             self.change_entries(guest, clusters, |index, old| {
-                Cluster::Standard(self.placed(old, host + index * cluster_bytes))
+                ClusterMapping::Standard(self.placed(old, host + index * cluster_bytes))
             })
             .await
         };
@@ -93,9 +93,9 @@ impl Qcow2 {
         placed.map(|()| clusters)
     }
 
-    fn placed(&self, old: Cluster, host: u64) -> Standard {
+    fn placed(&self, old: ClusterMapping, host: u64) -> StandardCluster {
         let zero = match old {
-            Cluster::Standard(Standard { zero, .. }) if zero != 0 => zero,
+            ClusterMapping::Standard(StandardCluster { zero, .. }) if zero != 0 => zero,
             // Zeroes in the file would be decrypted to garbage. LUKS requires version 3, which has
             // zero clusters.
             _ if self.cipher.is_some() => self.shape.all(),
@@ -103,7 +103,7 @@ impl Qcow2 {
         };
         // A host cluster does not make subclusters allocated.
         let allocated = if zero == 0 && !self.shape.extended { self.shape.all() } else { 0 };
-        Standard { host: Some(host), copied: true, allocated, zero }
+        StandardCluster { host: Some(host), copied: true, allocated, zero }
     }
 
     /// Makes the host clusters read as zeroes, by the method of `how`.
@@ -121,7 +121,7 @@ impl Qcow2 {
                 let mut at = host;
                 while at < end {
                     let piece = PIECE.min(end - at);
-                    storage.write(at, Buffer::zeroed(piece as usize).into(), Durability::Cached).await?;
+                    storage.write(at, IoBuffer::zeroed(piece as usize).into(), Durability::Cached).await?;
                     at += piece;
                 }
                 Ok(())
@@ -136,12 +136,12 @@ impl Qcow2 {
 mod tests {
     use super::*;
     use crate::{
-        Image, Raw,
+        Image, RawImage,
         qcow2::{
-            Parts, What,
+            Qcow2Components, GuestMapping,
             check::{Repair, check},
             create::{CreateOptions, create},
-            header::Backing,
+            header::BackingReference,
         },
     };
     use reactor::sim;
@@ -150,21 +150,21 @@ mod tests {
     const OLD: u64 = 100 << 10;
     const NEW: u64 = 3 << 20;
 
-    async fn image(options: &CreateOptions) -> Qcow2 {
+    async fn image(options: &CreateOptions) -> Qcow2Image {
         let storage = Storage::memory(512);
         create(&storage, None, options).await.expect("valid");
         let backing = options.backing.as_ref().map(|_| Storage::memory(2 << 20));
         if let Some(backing) = &backing {
-            let ones = Buffer::copy_of(&[1; 2 << 20]);
+            let ones = IoBuffer::copy_of(&[1; 2 << 20]);
             backing.write(0, ones.into(), Durability::Cached).await.expect("memory");
         }
-        let backing = backing.map(|storage| Box::new(Image::Raw(Raw::of(storage, false, true))));
-        Qcow2::open(Parts { backing, ..Parts::of(storage) }).await.expect("valid")
+        let backing = backing.map(|storage| Box::new(Image::Raw(RawImage::of(storage, false, true))));
+        Qcow2Image::open(Qcow2Components { backing, ..Qcow2Components::of(storage) }).await.expect("valid")
     }
 
     fn kinds() -> Vec<CreateOptions> {
         let plain = CreateOptions { size_bytes: OLD, ..CreateOptions::default() };
-        let backing = Some(Backing { name: "base".into(), format: Some("raw".into()) });
+        let backing = Some(BackingReference { name: "base".into(), format: Some("raw".into()) });
         vec![
             plain.clone(),
             CreateOptions { version: 2, ..plain.clone() },
@@ -183,7 +183,7 @@ mod tests {
                 sim::run(1, async move {
                     let image = image(&options).await;
                     // Leaves freed clusters in the file that contain something other than zeroes.
-                    let data = Buffer::copy_of(&[7; OLD as usize]);
+                    let data = IoBuffer::copy_of(&[7; OLD as usize]);
                     image.write(0, data.into(), Durability::Cached).await.expect("memory");
                     image.discard(0, OLD).await.expect("memory");
                     image.flush().await.expect("memory");
@@ -193,16 +193,16 @@ mod tests {
                     for piece in image.map(first, NEW - first).await.expect("readable") {
                         let what = piece.what;
                         let has_place = match what {
-                            What::Data { .. } => true,
-                            What::Zero { host } => host.is_some(),
+                            GuestMapping::Data { .. } => true,
+                            GuestMapping::Zero { host } => host.is_some(),
                             // The mapping does not distinguish preallocated from unallocated
                             // subclusters.
-                            What::Unallocated => options.extended_l2,
-                            What::Compressed { .. } => false,
+                            GuestMapping::Unallocated => options.extended_l2,
+                            GuestMapping::Compressed { .. } => false,
                         };
                         assert!(has_place, "{options:?} {how:?}: {what:?}");
                     }
-                    let mut read = Buffer::new((NEW - OLD) as usize);
+                    let mut read = IoBuffer::new((NEW - OLD) as usize);
                     image.read(OLD, read.len()).await.expect("readable").copy_to(&mut read);
                     assert!(read.iter().all(|byte| *byte == 0), "{options:?} {how:?}");
                     image.close().await.expect("memory");

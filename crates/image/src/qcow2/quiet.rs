@@ -3,44 +3,44 @@
 
 use std::{ops::Range, sync::atomic::Ordering::Release};
 
-use super::{Qcow2, bitmap::BitmapError, gate::Closed, header::Header, l1::L1, refcounts::Held};
+use super::{Qcow2Image, bitmap::BitmapError, gate::ExclusiveGuard, header::Qcow2Header, l1::L1, refcounts::FreedContent};
 use reactor::error::{Error, Result};
 use storage::RangeGuard;
 
 /// Guard of exclusive access: no request is in flight, and all metadata is in the file.
 #[derive(Debug)]
-pub(super) struct Quiesced<'a> {
-    _closed: Closed<'a>,
+pub(super) struct ExclusiveImage<'a> {
+    _closed: ExclusiveGuard<'a>,
     _giving: RangeGuard<'a>,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Blocks new requests, waits for those in flight, and writes all metadata.
-    pub(super) async fn quiesce(&self) -> Result<Quiesced<'_>> {
+    pub(super) async fn quiesce(&self) -> Result<ExclusiveImage<'_>> {
         // Before the gate: a task that frees clusters waits for requests, which the closed gate
         // would block.
         let giving = self.giving.exclusive(0..1).await;
         let closed = self.gate.close().await;
-        self.write_everything().await?;
-        Ok(Quiesced { _closed: closed, _giving: giving })
+        self.flush_all_metadata().await?;
+        Ok(ExclusiveImage { _closed: closed, _giving: giving })
     }
 
     /// Writes all dirty metadata, durably. Requires that no request is in flight or no cluster is
     /// being freed.
-    pub(super) async fn write_everything(&self) -> Result<()> {
+    pub(super) async fn flush_all_metadata(&self) -> Result<()> {
         if self.read_only {
             return Ok(());
         }
-        self.write_what_is_left().await?;
+        self.flush_remaining_metadata().await?;
         self.flush_files().await
     }
 
-    pub(super) async fn write_what_is_left(&self) -> Result<()> {
+    pub(super) async fn flush_remaining_metadata(&self) -> Result<()> {
         loop {
             self.write_tables().await?;
             // Without requests in flight, unused clusters can be freed at once. That dirties
             // refcounts again, so repeat.
-            self.give_back_quietly().await?;
+            self.free_unreferenced_exclusive().await?;
             if !self.is_dirty() {
                 return Ok(());
             }
@@ -53,12 +53,12 @@ impl Qcow2 {
     /// # Errors
     /// Those of the file, also if a bitmap cannot be stored; the image then remains usable and
     /// continues to record.
-    pub(crate) async fn lay_down(&self) -> Result<()> {
+    pub(crate) async fn write_for_handover(&self) -> Result<()> {
         let _giving = self.giving.exclusive(0..1).await;
         let _closed = self.gate.close().await;
-        self.write_what_is_left().await?;
+        self.flush_remaining_metadata().await?;
         let Some((name, why)) = self.lay_down_bitmaps().await.pop() else {
-            return self.write_what_is_left().await;
+            return self.flush_remaining_metadata().await;
         };
         let image = self.file.storage().description();
         tracing::warn!(image, bitmap = name, "the bitmap cannot be stored, and records on: {why}");
@@ -81,14 +81,14 @@ impl Qcow2 {
         for (name, why) in self.lay_down_bitmaps().await {
             self.warn_of_loss(&name, &why);
         }
-        let end = self.refcounts.end_of_use(&self.file).await?;
-        self.file.cut(end).await?;
+        let end = self.refcounts.used_end(&self.file).await?;
+        self.file.truncate(end).await?;
         self.file.flush().await
     }
 
     /// Allocates consecutive clusters for metadata, and protects them from guest data.
     pub(super) async fn allocate(&self, clusters: u64) -> Result<u64> {
-        let found = self.refcounts.take_all(&self.file, &self.overlap, clusters).await?;
+        let found = self.refcounts.allocate_all(&self.file, &self.overlap, clusters).await?;
         self.overlap.add(found.offset, clusters << self.shape.cluster_bits);
         Ok(found.offset)
     }
@@ -99,9 +99,9 @@ impl Qcow2 {
         // The file may contain clusters that were freed since it grew.
         let clusters = self.clusters_of(offset, length);
         if by < 0 {
-            return self.refcounts.give_back(&self.file, &self.overlap, clusters, Held::Metadata).await;
+            return self.refcounts.free_clusters(&self.file, &self.overlap, clusters, FreedContent::Metadata).await;
         }
-        self.refcounts.raise(&self.file, clusters).await
+        self.refcounts.increment(&self.file, clusters).await
     }
 
     /// All clusters that these bytes touch; at least one.
@@ -132,7 +132,7 @@ impl Qcow2 {
     }
 
     /// Changes the header, durably.
-    pub(super) async fn update_header(&self, change: impl FnOnce(&mut Header)) -> Result<()> {
+    pub(super) async fn update_header(&self, change: impl FnOnce(&mut Qcow2Header)) -> Result<()> {
         self.file.update_header(change).await
     }
 
@@ -160,7 +160,7 @@ impl Qcow2 {
 
     /// Clears the `copied` flags in memory, after they were cleared in the file. Requires that no
     /// request is in flight.
-    pub(super) fn forget_copied(&self) {
+    pub(super) fn clear_copied_flags(&self) {
         let _pending = self.pending();
         self.cache.load().clear();
         self.l1.load().clear_copied();

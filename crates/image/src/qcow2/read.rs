@@ -3,29 +3,29 @@
 use std::sync::atomic::Ordering::Relaxed;
 
 use super::{
-    Invalid, Qcow2, compress,
-    lookup::{Piece, What},
+    InvalidImage, Qcow2Image, compress,
+    lookup::{MappedRun, GuestMapping},
     luks::SECTOR_BYTES,
 };
 use reactor::{
-    buffer::{Buffer, Segments, Target},
+    buffer::{IoBuffer, Segments, ReadTarget},
     error::{Error, Result},
 };
 
 // Unit of encryption.
 const SECTOR: u64 = SECTOR_BYTES as u64;
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Reads `length` bytes at `offset`, which must be inside the disk.
     ///
     /// # Errors
     /// Those of the file; [`Error::IO`] where the image is corrupt.
     pub async fn read(&self, offset: u64, length: usize) -> Result<Segments> {
-        self.read_to(offset, Target::Anywhere(length)).await
+        self.read_to(offset, ReadTarget::Anywhere(length)).await
     }
 
     /// Like [`Self::read`], into the memory that `target` names.
-    pub(crate) async fn read_to(&self, offset: u64, target: Target) -> Result<Segments> {
+    pub(crate) async fn read_to(&self, offset: u64, target: ReadTarget) -> Result<Segments> {
         let _pass = self.gate.enter().await;
         // Checked under the guard: a resize waits until no request holds one.
         if !self.is_inside(offset, target.len() as u64) {
@@ -35,7 +35,7 @@ impl Qcow2 {
     }
 
     /// Like [`Self::read_to`], for callers that hold a guard of the gate.
-    pub(super) async fn read_inside(&self, offset: u64, target: Target) -> Result<Segments> {
+    pub(super) async fn read_inside(&self, offset: u64, target: ReadTarget) -> Result<Segments> {
         let length = target.len() as u64;
         if length == 0 {
             return Ok(Segments::default());
@@ -50,7 +50,7 @@ impl Qcow2 {
     /// Reads several pieces concurrently: the first one here, the rest in spawned tasks. Awaits
     /// all of them even after an error, because the kernel may write to the guest's memory until
     /// they complete.
-    async fn read_pieces(&self, offset: u64, mut target: Target, first: Piece) -> Result<Segments> {
+    async fn read_pieces(&self, offset: u64, mut target: ReadTarget, first: MappedRun) -> Result<Segments> {
         let mut others = Vec::new();
         let first_target = target.split_front(first.length as usize);
         let mut at = offset + first.length;
@@ -88,49 +88,49 @@ impl Qcow2 {
         data
     }
 
-    async fn read_piece(&self, offset: u64, piece: Piece, target: Target) -> Result<Segments> {
+    async fn read_piece(&self, offset: u64, piece: MappedRun, target: ReadTarget) -> Result<Segments> {
         match piece.what {
-            What::Data { host, .. } => self.read_data(host, target).await,
-            What::Zero { .. } => Ok(target.zeroes()),
-            What::Unallocated => Box::pin(self.read_backing(offset, target)).await,
-            What::Compressed { offset: host, length: most } => {
+            GuestMapping::Data { host, .. } => self.read_data(host, target).await,
+            GuestMapping::Zero { .. } => Ok(target.zeroes()),
+            GuestMapping::Unallocated => Box::pin(self.read_backing(offset, target)).await,
+            GuestMapping::Compressed { offset: host, length: most } => {
                 Box::pin(self.read_compressed(offset, target, host, most)).await
             }
         }
     }
 
     /// Reads guest data from the file that holds it, and decrypts it.
-    async fn read_data(&self, host: u64, target: Target) -> Result<Segments> {
+    async fn read_data(&self, host: u64, target: ReadTarget) -> Result<Segments> {
         let Some(cipher) = &self.cipher else { return self.read_stored(host, target).await };
         // A sector can only be decrypted as a whole.
         let length = target.len();
         let first = host & !(SECTOR - 1);
         let end = (host + length as u64).next_multiple_of(SECTOR);
-        let mut sectors = self.read_stored(first, Target::Anywhere((end - first) as usize)).await?.joined();
+        let mut sectors = self.read_stored(first, ReadTarget::Anywhere((end - first) as usize)).await?.joined();
         cipher.decrypt(first / SECTOR, &mut sectors)?;
         sectors.advance((host - first) as usize);
         sectors.truncate(length);
-        Ok(target.take(sectors))
+        Ok(target.accept(sectors))
     }
 
-    async fn read_stored(&self, host: u64, mut target: Target) -> Result<Segments> {
+    async fn read_stored(&self, host: u64, mut target: ReadTarget) -> Result<Segments> {
         let storage = self.storage();
         // The file may end inside its last cluster; the rest reads as zeroes.
         let there = storage.size_bytes().saturating_sub(host).min(target.len() as u64) as usize;
         if there == target.len() {
-            return storage.read_into(host, target.memory()).await;
+            return storage.read_into(host, target.into_memory()).await;
         }
         let front = target.split_front(there);
         let mut data = Segments::default();
         if there > 0 {
-            data = storage.read_into(host, front.memory()).await?;
+            data = storage.read_into(host, front.into_memory()).await?;
         }
         data.append(target.zeroes());
         Ok(data)
     }
 
     /// Reads from the backing file; bytes beyond its end are zeroes.
-    async fn read_backing(&self, offset: u64, mut target: Target) -> Result<Segments> {
+    async fn read_backing(&self, offset: u64, mut target: ReadTarget) -> Result<Segments> {
         let there = self.backing_bytes(offset).min(target.len() as u64) as usize;
         // The backing file was changed by another process: fail instead of mixing old and new
         // data.
@@ -152,18 +152,18 @@ impl Qcow2 {
         self.backing.as_ref().map_or(0, |backing| backing.size_bytes().saturating_sub(offset))
     }
 
-    async fn read_compressed(&self, offset: u64, target: Target, host: u64, most: u64) -> Result<Segments> {
+    async fn read_compressed(&self, offset: u64, target: ReadTarget, host: u64, most: u64) -> Result<Segments> {
         let cluster_bytes = 1_usize << self.shape.cluster_bits;
         // The file may end inside the last sector of compressed data.
         let there = self.file.size_bytes().saturating_sub(host).min(most);
         if there == 0 {
             let what = format!("compressed data at {host:#x} lies beyond the end of the file");
-            return Err(self.file.found(&Invalid::new(what)));
+            return Err(self.file.found(&InvalidImage::new(what)));
         }
-        let packed = self.file.storage().read(host, Buffer::new(there as usize)).await?.to_vec();
+        let packed = self.file.storage().read(host, IoBuffer::new(there as usize)).await?.to_vec();
         let kind = self.compression;
         // Decompression runs on another thread: it would delay all disks of this worker.
-        let unpacked = reactor::computing(move || {
+        let unpacked = reactor::run_computation(move || {
             let mut cluster = vec![0; cluster_bytes];
             compress::decompress(kind, &packed, &mut cluster).map(|()| cluster)
         });
@@ -179,9 +179,9 @@ impl Qcow2 {
         while length > 0 {
             let piece = self.lookup(offset, length).await?;
             let is_zero = match piece.what {
-                What::Zero { .. } => true,
-                What::Unallocated => self.backing_bytes(offset) == 0,
-                What::Data { .. } | What::Compressed { .. } => false,
+                GuestMapping::Zero { .. } => true,
+                GuestMapping::Unallocated => self.backing_bytes(offset) == 0,
+                GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => false,
             };
             if !is_zero {
                 return Ok(false);

@@ -32,14 +32,14 @@ use super::{
     file::ImageFile,
     header,
     numbers::{self, get, put},
-    overlap::Metadata,
+    overlap::MetadataClusters,
 };
 use reactor::error::{Error, Result};
 use storage::RangeLocks;
 
 /// Content of a cluster that is freed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Held {
+pub(super) enum FreedContent {
     /// Metadata, protected by the overlap check until now, or clusters of a snapshot.
     Metadata,
     /// Guest data, or an allocation that was not used. `unmapped`: no new cluster replaces it, so
@@ -55,7 +55,7 @@ pub(super) struct Refcounts {
     cluster_bits: u32,
     order: u32,
     turn: RangeLocks,
-    state: Mutex<State>,
+    state: Mutex<RefcountState>,
     /// Limit of cached blocks; exceeded only if all are dirty.
     most_blocks: AtomicU64,
     hits: AtomicU64,
@@ -63,12 +63,12 @@ pub(super) struct Refcounts {
 }
 
 #[derive(Debug)]
-struct State {
+struct RefcountState {
     table_offset: u64,
     table: RefcountTable,
     /// Indices of table entries that differ from the file.
     dirty_entries: BTreeSet<usize>,
-    blocks: BTreeMap<usize, Block>,
+    blocks: BTreeMap<usize, RefcountBlock>,
     clock: u64,
     /// Lower bound of the first free cluster.
     first_free: u64,
@@ -83,7 +83,7 @@ struct State {
 }
 
 #[derive(Debug)]
-struct Block {
+struct RefcountBlock {
     bytes: Vec<u8>,
     dirty: bool,
     used: u64,
@@ -91,7 +91,7 @@ struct Block {
 
 /// A run of clusters that was allocated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Found {
+pub(super) struct AllocatedRun {
     /// Offset of the first cluster in the file.
     pub(super) offset: u64,
     /// Number of consecutive clusters.
@@ -116,7 +116,7 @@ pub struct RefcountStatistics {
 /// Metadata that must be written in this order: blocks, then the table entries that refer to new
 /// blocks.
 #[derive(Debug, Default)]
-pub(super) struct Dirty {
+pub(super) struct DirtyRefcounts {
     /// Offset in the file and content.
     pub(super) blocks: Vec<(u64, Vec<u8>)>,
     /// Offset in the file and content of table entries.
@@ -125,8 +125,8 @@ pub(super) struct Dirty {
     entry_indices: Vec<usize>,
 }
 
-impl State {
-    fn new(header: &header::Header, table: RefcountTable) -> Self {
+impl RefcountState {
+    fn new(header: &header::Qcow2Header, table: RefcountTable) -> Self {
         Self {
             table_offset: header.refcount_table_offset,
             table,
@@ -143,12 +143,12 @@ impl State {
 
 impl Refcounts {
     /// `table` is the checked content of the file.
-    pub(super) fn new(header: &header::Header, table: RefcountTable, cache_bytes: u64) -> Self {
+    pub(super) fn new(header: &header::Qcow2Header, table: RefcountTable, cache_bytes: u64) -> Self {
         Self {
             cluster_bits: header.cluster_bits,
             order: header.refcount_order,
             turn: RangeLocks::default(),
-            state: Mutex::new(State::new(header, table)),
+            state: Mutex::new(RefcountState::new(header, table)),
             most_blocks: AtomicU64::new((cache_bytes >> header.cluster_bits).max(1)),
             hits: AtomicU64::new(0),
             misses: AtomicU64::new(0),
@@ -156,11 +156,11 @@ impl Refcounts {
     }
 
     /// Discards all state after another process had the file.
-    pub(super) fn replace(&self, header: &header::Header, table: RefcountTable) {
-        *self.lock() = State::new(header, table);
+    pub(super) fn replace(&self, header: &header::Qcow2Header, table: RefcountTable) {
+        *self.lock() = RefcountState::new(header, table);
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, RefcountState> {
         // A poisoned lock is safe to use: every field is changed by a single assignment.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -187,18 +187,18 @@ impl Refcounts {
     }
 
     /// Allocates 1 to `wanted` consecutive clusters.
-    pub(super) async fn take(&self, file: &ImageFile, metadata: &Metadata, wanted: u64) -> Result<Found> {
+    pub(super) async fn allocate(&self, file: &ImageFile, metadata: &MetadataClusters, wanted: u64) -> Result<AllocatedRun> {
         let _turn = self.turn.exclusive(0..1).await;
-        self.take_run(file, metadata, 1, wanted).await
+        self.allocate_run(file, metadata, 1, wanted).await
     }
 
     /// Allocates exactly `wanted` consecutive clusters.
-    pub(super) async fn take_all(&self, file: &ImageFile, metadata: &Metadata, wanted: u64) -> Result<Found> {
+    pub(super) async fn allocate_all(&self, file: &ImageFile, metadata: &MetadataClusters, wanted: u64) -> Result<AllocatedRun> {
         let _turn = self.turn.exclusive(0..1).await;
-        self.take_run(file, metadata, wanted, wanted).await
+        self.allocate_run(file, metadata, wanted, wanted).await
     }
 
-    async fn take_run(&self, file: &ImageFile, metadata: &Metadata, least: u64, most: u64) -> Result<Found> {
+    async fn allocate_run(&self, file: &ImageFile, metadata: &MetadataClusters, least: u64, most: u64) -> Result<AllocatedRun> {
         let mut start = self.lock().first_free;
         loop {
             let run = self.find(file, start, least, most).await?;
@@ -217,7 +217,7 @@ impl Refcounts {
                 run.start << self.cluster_bits,
                 (run.end - run.start) << self.cluster_bits,
             )?;
-            let run = self.with_room(file, run, least).await?;
+            let run = self.with_file_space(file, run, least).await?;
             for cluster in run.clone() {
                 self.put(cluster, 1);
             }
@@ -230,7 +230,7 @@ impl Refcounts {
             if least == 1 || state.first_free >= run.start {
                 state.first_free = run.end;
             }
-            return Ok(Found {
+            return Ok(AllocatedRun {
                 offset: run.start << self.cluster_bits,
                 clusters: run.end - run.start,
                 untouched,
@@ -240,8 +240,8 @@ impl Refcounts {
 
     /// Grows the file to contain the run. If it cannot grow that far, shortens the run to what
     /// fits, but not below `least` clusters.
-    async fn with_room(&self, file: &ImageFile, run: Range<u64>, least: u64) -> Result<Range<u64>> {
-        match file.make_room(run.end << self.cluster_bits).await {
+    async fn with_file_space(&self, file: &ImageFile, run: Range<u64>, least: u64) -> Result<Range<u64>> {
+        match file.grow_to(run.end << self.cluster_bits).await {
             Ok(()) => Ok(run),
             Err(error) => {
                 let there = file.size_bytes() >> self.cluster_bits;
@@ -315,20 +315,20 @@ impl Refcounts {
 
     /// Creates a refcount block in the free cluster `at` and returns true. If the table is too
     /// short it is grown instead, the cluster stays free and the result is false.
-    async fn add_block(&self, file: &ImageFile, metadata: &Metadata, block: usize, at: u64) -> Result<bool> {
+    async fn add_block(&self, file: &ImageFile, metadata: &MetadataClusters, block: usize, at: u64) -> Result<bool> {
         if block >= self.lock().table.entries() {
             self.grow_table(file, metadata, block).await?;
             return Ok(false);
         }
         let offset = at << self.cluster_bits;
         metadata.check(file, offset, 1 << self.cluster_bits)?;
-        file.make_room((at + 1) << self.cluster_bits).await?;
+        file.grow_to((at + 1) << self.cluster_bits).await?;
         {
             let mut state = self.lock();
             let state = &mut *state;
             state.clock += 1;
             let bytes = vec![0; 1 << self.cluster_bits];
-            state.blocks.insert(block, Block { bytes, dirty: true, used: state.clock });
+            state.blocks.insert(block, RefcountBlock { bytes, dirty: true, used: state.clock });
             state.table.set(block, offset);
             state.dirty_entries.insert(block);
             state.untouched = state.untouched.max(at + 1);
@@ -347,7 +347,7 @@ impl Refcounts {
     ///
     /// The writes are ordered so that the image is valid at every moment: the new table and its
     /// blocks, a flush, then the header.
-    async fn grow_table(&self, file: &ImageFile, metadata: &Metadata, block: usize) -> Result<()> {
+    async fn grow_table(&self, file: &ImageFile, metadata: &MetadataClusters, block: usize) -> Result<()> {
         let (old_table, old_offset) = {
             let state = self.lock();
             (state.table.clone(), state.table_offset)
@@ -374,7 +374,7 @@ impl Refcounts {
             return Err(Error::NO_SPACE);
         }
         metadata.check(file, first << self.cluster_bits, (end - first) << self.cluster_bits)?;
-        file.make_room(end << self.cluster_bits).await?;
+        file.grow_to(end << self.cluster_bits).await?;
         let mut table = old_table.clone();
         table.grow((table_clusters * per_cluster) as usize);
         let mut made = Vec::new();
@@ -419,24 +419,24 @@ impl Refcounts {
             state.dirty_entries.clear();
             for (block, bytes) in made {
                 state.clock += 1;
-                state.blocks.insert(block, Block { bytes, dirty: false, used: state.clock });
+                state.blocks.insert(block, RefcountBlock { bytes, dirty: false, used: state.clock });
             }
             state.untouched = state.untouched.max(end);
         }
         // The header no longer refers to the old table.
         metadata.remove(old_offset, old_entries * 8);
         let old = old_offset >> self.cluster_bits;
-        self.lower(file, old..old + (old_entries * 8).div_ceil(cluster_bytes)).await?;
+        self.decrement(file, old..old + (old_entries * 8).div_ceil(cluster_bytes)).await?;
         Ok(())
     }
 
     /// Increments the refcounts of allocated clusters; either all or none.
-    pub(super) async fn raise(&self, file: &ImageFile, clusters: Range<u64>) -> Result<()> {
+    pub(super) async fn increment(&self, file: &ImageFile, clusters: Range<u64>) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
         // Checked first for all clusters, so that an error leaves no partial change.
         for cluster in clusters.clone() {
             let now = self.read(file, cluster).await?;
-            if now == 0 || now == numbers::largest(self.order) {
+            if now == 0 || now == numbers::max_refcount(self.order) {
                 return Err(Error::INVALID);
             }
         }
@@ -448,27 +448,27 @@ impl Refcounts {
     }
 
     /// Frees clusters that nothing in the file refers to.
-    pub(super) async fn give_back(
+    pub(super) async fn free_clusters(
         &self,
         file: &ImageFile,
-        metadata: &Metadata,
+        metadata: &MetadataClusters,
         clusters: Range<u64>,
-        held: Held,
+        held: FreedContent,
     ) -> Result<()> {
         // Held until the discard completes: a cluster that was allocated again meanwhile would
         // lose its data.
         let _turn = self.turn.exclusive(0..1).await;
-        if held != Held::Metadata {
+        if held != FreedContent::Metadata {
             let length = (clusters.end - clusters.start) << self.cluster_bits;
             metadata.check(file, clusters.start << self.cluster_bits, length)?;
         }
-        for freed in self.lower(file, clusters).await? {
+        for freed in self.decrement(file, clusters).await? {
             let (offset, length) =
                 (freed.start << self.cluster_bits, (freed.end - freed.start) << self.cluster_bits);
-            if held == Held::Metadata {
+            if held == FreedContent::Metadata {
                 metadata.remove(offset, length);
             }
-            if matches!(held, Held::Metadata | Held::Data { unmapped: true }) {
+            if matches!(held, FreedContent::Metadata | FreedContent::Data { unmapped: true }) {
                 // Only a hint: a failed discard wastes space and nothing else.
                 let _ = file.storage().discard(offset, length).await;
             }
@@ -478,7 +478,7 @@ impl Refcounts {
 
     /// Frees blocks whose only reference, if any, is to themselves. No other metadata may be dirty
     /// or change meanwhile.
-    pub(super) async fn drop_empty_blocks(&self, file: &ImageFile, metadata: &Metadata) -> Result<()> {
+    pub(super) async fn drop_empty_blocks(&self, file: &ImageFile, metadata: &MetadataClusters) -> Result<()> {
         let _turn = self.turn.exclusive(0..1).await;
         let blocks: Vec<_> = self.lock().table.blocks().collect();
         let mut dropped = Vec::new();
@@ -511,7 +511,7 @@ impl Refcounts {
         for (offset, by_itself) in dropped {
             let cluster = offset >> self.cluster_bits;
             if !by_itself {
-                self.lower(file, cluster..cluster + 1).await?;
+                self.decrement(file, cluster..cluster + 1).await?;
             }
             {
                 let mut state = self.lock();
@@ -524,7 +524,7 @@ impl Refcounts {
     }
 
     /// Decrements refcounts and returns the runs of clusters that became free.
-    async fn lower(&self, file: &ImageFile, clusters: Range<u64>) -> Result<Vec<Range<u64>>> {
+    async fn decrement(&self, file: &ImageFile, clusters: Range<u64>) -> Result<Vec<Range<u64>>> {
         let mut freed: Vec<Range<u64>> = Vec::new();
         for cluster in clusters {
             let now = self.read(file, cluster).await?;
@@ -576,21 +576,21 @@ impl Refcounts {
 
     /// Allocates `length` bytes for compressed data, which may share a cluster with other
     /// compressed data.
-    pub(super) async fn take_bytes(&self, file: &ImageFile, metadata: &Metadata, length: u64) -> Result<u64> {
+    pub(super) async fn allocate_bytes(&self, file: &ImageFile, metadata: &MetadataClusters, length: u64) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         let cluster_bytes = 1_u64 << self.cluster_bits;
         let end = self.lock().compressed_end;
         // The last cluster can be shared if it has space and its refcount can be incremented.
         let tail = if end.is_multiple_of(cluster_bytes) { 0 } else { cluster_bytes - end % cluster_bytes };
         let last = end >> self.cluster_bits;
-        let is_shared = tail > 0 && self.read(file, last).await? < numbers::largest(self.order);
+        let is_shared = tail > 0 && self.read(file, last).await? < numbers::max_refcount(self.order);
         if is_shared && length <= tail {
             let number = self.read(file, last).await?;
             self.put(last, number + 1);
             self.lock().compressed_end = end + length;
             return Ok(end);
         }
-        let found = self.take_run(file, metadata, 1, 1).await?;
+        let found = self.allocate_run(file, metadata, 1, 1).await?;
         // The data begins in the last cluster and ends in the newly allocated next one.
         if is_shared && found.offset >> self.cluster_bits == last + 1 {
             let number = self.read(file, last).await?;
@@ -616,16 +616,16 @@ impl Refcounts {
             state.table.get(block)
         };
         self.misses.fetch_add(1, Relaxed);
-        self.make_room(file).await?;
+        self.evict_clean_blocks(file).await?;
         let bytes = file.read(offset, 1 << self.cluster_bits).await?;
         let mut state = self.lock();
         let used = state.clock;
-        state.blocks.insert(block, Block { bytes, dirty: false, used });
+        state.blocks.insert(block, RefcountBlock { bytes, dirty: false, used });
         Ok(())
     }
 
     /// Evicts least recently used blocks until one more fits. Dirty ones are written first.
-    async fn make_room(&self, file: &ImageFile) -> Result<()> {
+    async fn evict_clean_blocks(&self, file: &ImageFile) -> Result<()> {
         loop {
             let (block, offset, dirty) = {
                 let mut state = self.lock();
@@ -652,10 +652,10 @@ impl Refcounts {
     }
 
     /// Copies all dirty metadata and marks it clean.
-    fn collect_dirty(&self) -> Dirty {
+    fn collect_dirty(&self) -> DirtyRefcounts {
         let mut state = self.lock();
         let state = &mut *state;
-        let mut dirty = Dirty::default();
+        let mut dirty = DirtyRefcounts::default();
         for (number, block) in state.blocks.iter_mut().filter(|(_, block)| block.dirty) {
             block.dirty = false;
             dirty.blocks.push((state.table.get(*number), block.bytes.clone()));
@@ -671,7 +671,7 @@ impl Refcounts {
 
     /// Writes dirty blocks and returns them with the table entries to be written after the next
     /// flush.
-    pub(super) async fn write(&self, file: &ImageFile) -> Result<Dirty> {
+    pub(super) async fn write(&self, file: &ImageFile) -> Result<DirtyRefcounts> {
         // Excludes eviction, which also writes blocks.
         let _turn = self.turn.exclusive(0..1).await;
         let dirty = self.collect_dirty();
@@ -686,7 +686,7 @@ impl Refcounts {
 
     /// Writes the table entries that refer to new blocks. The blocks must have been flushed.
     /// Returns true if there were any, which then need another flush.
-    pub(super) async fn write_entries(&self, file: &ImageFile, written: &Dirty) -> Result<bool> {
+    pub(super) async fn write_entries(&self, file: &ImageFile, written: &DirtyRefcounts) -> Result<bool> {
         for (offset, entry) in &written.entries {
             let moved = {
                 let state = self.lock();
@@ -702,7 +702,7 @@ impl Refcounts {
     }
 
     /// Marks metadata dirty again after a failed write.
-    pub(super) fn keep(&self, dirty: &Dirty) {
+    pub(super) fn keep(&self, dirty: &DirtyRefcounts) {
         let mut state = self.lock();
         for number in &dirty.indices {
             if let Some(block) = state.blocks.get_mut(number) {
@@ -719,7 +719,7 @@ impl Refcounts {
     }
 
     /// End of the last allocated cluster, for truncating the file.
-    pub(super) async fn end_of_use(&self, file: &ImageFile) -> Result<u64> {
+    pub(super) async fn used_end(&self, file: &ImageFile) -> Result<u64> {
         let _turn = self.turn.exclusive(0..1).await;
         let mut cluster = file.size_bytes().div_ceil(1 << self.cluster_bits);
         // Skips whole blocks: a sparse file can be arbitrarily long.
@@ -742,7 +742,7 @@ impl Refcounts {
     }
 }
 
-impl Dirty {
+impl DirtyRefcounts {
     pub(super) fn is_empty(&self) -> bool {
         self.blocks.is_empty() && self.entries.is_empty()
     }

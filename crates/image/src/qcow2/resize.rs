@@ -5,14 +5,14 @@
 //! table. Bitmaps are resized with the disk.
 
 use super::{
-    Qcow2, bytes,
+    Qcow2Image, bytes,
     header::{LARGEST_L1, autoclear},
     l1::{L1, padded},
 };
 use reactor::error::Result;
 use storage::{Durability, ResizeError, ZeroOptions};
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Changes the size of the disk to a multiple of 512 bytes; added bytes read as zeroes.
     ///
     /// # Errors
@@ -51,7 +51,7 @@ impl Qcow2 {
         // that.
         self.begin_recording().await?;
         let first = to.next_multiple_of(1 << self.shape.cluster_bits).min(from);
-        let shrunk = self.cut_off(first, to, from).await;
+        let shrunk = self.unmap_tail(first, to, from).await;
         if shrunk.is_err() {
             // After a failure the range is still part of the disk, and its content may have
             // changed.
@@ -60,11 +60,11 @@ impl Qcow2 {
         shrunk
     }
 
-    async fn cut_off(&self, first: u64, to: u64, from: u64) -> Result<()> {
+    async fn unmap_tail(&self, first: u64, to: u64, from: u64) -> Result<()> {
         if first < from {
             self.forget(first, from).await?;
             self.refcounts.drop_empty_blocks(&self.file, &self.overlap).await?;
-            self.write_everything().await?;
+            self.flush_all_metadata().await?;
         }
         self.set_size(from, to).await?;
         // The header no longer refers to the bytes that are cut off.
@@ -104,7 +104,7 @@ impl Qcow2 {
             // old bytes beyond the old end, zeroes where the file grew.
             self.preallocate_inside(from, to, None).await?;
         }
-        self.write_everything().await?;
+        self.flush_all_metadata().await?;
         self.set_size(from, to).await
     }
 

@@ -17,11 +17,11 @@ mod tests;
 
 pub use change::NewSnapshot;
 pub(super) use table::too_many;
-pub use table::{LARGEST_TABLE, Snapshot, SnapshotTable, encode, read};
+pub use table::{LARGEST_TABLE, InternalSnapshot, SnapshotTable, encode, read};
 
 use super::{
-    Invalid, MetadataError,
-    header::{Header, MOST_SNAPSHOTS},
+    InvalidImage, MetadataError,
+    header::{Qcow2Header, MOST_SNAPSHOTS},
 };
 use reactor::error::Error;
 use storage::Storage;
@@ -52,14 +52,14 @@ pub enum SnapshotError {
     },
     /// A structure is invalid.
     #[error("{0} (`weir image check` shows the damage)")]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] InvalidImage),
     /// A read or write of the file failed.
     #[error("{0}")]
     Failed(#[from] Error),
 }
 
 impl SnapshotError {
-    fn of_refcount(error: Error, offset: u64) -> Self {
+    fn refcount_error(error: Error, offset: u64) -> Self {
         if error == Error::INVALID { Self::Refcount { offset } } else { Self::Failed(error) }
     }
 }
@@ -75,14 +75,14 @@ impl From<MetadataError> for SnapshotError {
 
 /// Replaces size and L1 table of `header` by those of a snapshot. Returns false if there is no
 /// such snapshot.
-pub(super) async fn look_into(
+pub(super) async fn select_snapshot(
     storage: &Storage,
-    header: &mut Header,
+    header: &mut Qcow2Header,
     name: &str,
 ) -> Result<bool, MetadataError> {
     let SnapshotTable { snapshots, cut, .. } = SnapshotTable::read(storage, header).await?;
     // A truncated table may hide the snapshot: report the damage instead of "not found".
-    let Some(snapshot) = Snapshot::find(&snapshots, name).map(|found| &snapshots[found]) else {
+    let Some(snapshot) = InternalSnapshot::find(&snapshots, name).map(|found| &snapshots[found]) else {
         return cut.map_or(Ok(false), |cut| Err(cut.into()));
     };
     snapshot.check(header)?;
@@ -93,7 +93,7 @@ pub(super) async fn look_into(
             "the L1 table of snapshot {name:?} is too small for its disk of {} bytes",
             header.size_bytes
         );
-        return Err(Invalid::new(what).into());
+        return Err(InvalidImage::new(what).into());
     }
     Ok(true)
 }

@@ -2,15 +2,15 @@
 //! map`.
 
 use super::{
-    Qcow2,
-    lookup::{Piece, What},
+    Qcow2Image,
+    lookup::{MappedRun, GuestMapping},
 };
 use reactor::error::{Error, Result};
-use storage::{Extent, MOST_EXTENTS, push_extent};
+use storage::{Extent, MAX_EXTENTS, push_extent};
 
-use crate::Depth;
+use crate::ChainDepthRun;
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Status of a range, backing files included: see
     /// [`Storage::block_status`](storage::Storage::block_status).
     pub async fn block_status(&self, offset: u64, length: u64) -> Result<Vec<Extent>> {
@@ -20,7 +20,7 @@ impl Qcow2 {
         let _pass = self.gate.enter().await;
         let mut extents = Vec::new();
         let mut done = 0;
-        while done < length && extents.len() < MOST_EXTENTS {
+        while done < length && extents.len() < MAX_EXTENTS {
             let at = offset + done;
             let piece = self.lookup(at, length - done).await?;
             done += self.push_status(&mut extents, at, piece).await?;
@@ -29,12 +29,12 @@ impl Qcow2 {
     }
 
     /// Appends the status of a piece, or of its first part, and returns the length of that part.
-    async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: Piece) -> Result<u64> {
+    async fn push_status(&self, extents: &mut Vec<Extent>, at: u64, piece: MappedRun) -> Result<u64> {
         let length = piece.length;
         let extent = match piece.what {
-            What::Data { .. } | What::Compressed { .. } => Extent { length, hole: false, zero: false },
-            What::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
-            What::Unallocated => {
+            GuestMapping::Data { .. } | GuestMapping::Compressed { .. } => Extent { length, hole: false, zero: false },
+            GuestMapping::Zero { host } => Extent { length, hole: host.is_none(), zero: true },
+            GuestMapping::Unallocated => {
                 let there = self.backing_bytes(at).min(length);
                 let Some(backing) = self.backing.as_ref().filter(|_| there > 0) else {
                     push_extent(extents, Extent { length, hole: true, zero: true });
@@ -54,14 +54,14 @@ impl Qcow2 {
 
     /// Mapping of a range in this image alone: contiguous pieces that cover all of it or its first
     /// part.
-    pub async fn map(&self, offset: u64, length: u64) -> Result<Vec<Piece>> {
+    pub async fn map(&self, offset: u64, length: u64) -> Result<Vec<MappedRun>> {
         if length == 0 || !self.is_inside(offset, length) {
             return Err(Error::INVALID);
         }
         let _pass = self.gate.enter().await;
-        let mut pieces: Vec<Piece> = Vec::new();
+        let mut pieces: Vec<MappedRun> = Vec::new();
         let mut done = 0;
-        while done < length && pieces.len() < MOST_EXTENTS {
+        while done < length && pieces.len() < MAX_EXTENTS {
             let piece = self.lookup(offset + done, length - done).await?;
             done += piece.length;
             pieces.push(piece);
@@ -71,17 +71,17 @@ impl Qcow2 {
 
     /// See [`Image::allocation_depth`](crate::Image::allocation_depth). A range beyond the end of
     /// a shorter backing file counts as allocated in the backing file, as in QEMU.
-    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<Depth>> {
-        let mut runs: Vec<Depth> = Vec::new();
+    pub async fn allocation_depth(&self, offset: u64, length: u64) -> Result<Vec<ChainDepthRun>> {
+        let mut runs: Vec<ChainDepthRun> = Vec::new();
         let mut push = |length, depth| match runs.last_mut() {
             Some(last) if last.depth == depth => last.length += length,
-            _ => runs.push(Depth { length, depth }),
+            _ => runs.push(ChainDepthRun { length, depth }),
         };
         let mut at = offset;
-        for Piece { length, what } in self.map(offset, length).await? {
+        for MappedRun { length, what } in self.map(offset, length).await? {
             match (what, &self.backing) {
-                (What::Unallocated, None) => push(length, 0),
-                (What::Unallocated, Some(backing)) => {
+                (GuestMapping::Unallocated, None) => push(length, 0),
+                (GuestMapping::Unallocated, Some(backing)) => {
                     let there = self.backing_bytes(at).min(length);
                     let mut told = 0;
                     if there > 0 {
@@ -103,7 +103,7 @@ impl Qcow2 {
             }
             at += length;
         }
-        runs.truncate(MOST_EXTENTS);
+        runs.truncate(MAX_EXTENTS);
         Ok(runs)
     }
 }

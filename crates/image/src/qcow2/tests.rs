@@ -5,34 +5,34 @@ use policy::time::Duration;
 use proptest::prelude::*;
 
 use super::{
-    CacheSettings, L2Size, Parts, Qcow2,
+    CacheSettings, L2CacheSize, Qcow2Components, Qcow2Image,
     big_endian::{u64_at, words},
     bytes,
     check::{Repair, check},
     create::{CreateOptions, Preallocation, create},
-    header::{Backing, Header, incompatible},
+    header::{BackingReference, Qcow2Header, incompatible},
 };
 use reactor::{
-    buffer::{Buffer, Segments, Target},
+    buffer::{IoBuffer, Segments, ReadTarget},
     error::Error,
-    guest::{Memory, Region},
+    guest::{GuestMemory, Region},
     sim,
 };
 use storage::{Durability, Storage, ZeroOptions};
 
-use crate::{Image, Raw};
+use crate::{Image, RawImage};
 
 const SIZE: usize = 300 << 10;
 const BACKING_SIZE: usize = 200 << 10;
 
 #[derive(Clone, Debug)]
-struct Kind {
+struct ImageVariant {
     options: CreateOptions,
     caches: CacheSettings,
     has_backing: bool,
 }
 
-fn kinds() -> impl Strategy<Value = Kind> {
+fn kinds() -> impl Strategy<Value = ImageVariant> {
     let cluster_bits = prop_oneof![Just(9), Just(12), Just(16)];
     (cluster_bits, 0..=6_u32, any::<bool>(), any::<bool>(), 0..4_u32, any::<bool>()).prop_map(
         |(bits, order, extended, backing, cache, old)| {
@@ -44,22 +44,22 @@ fn kinds() -> impl Strategy<Value = Kind> {
                 cluster_bytes: 1 << bits,
                 refcount_bits: if old { 16 } else { 1 << order },
                 extended_l2: extended,
-                backing: backing.then(|| Backing { name: "base".into(), format: Some("raw".into()) }),
+                backing: backing.then(|| BackingReference { name: "base".into(), format: Some("raw".into()) }),
                 ..CreateOptions::default()
             };
             let small = CacheSettings {
-                l2: Some(L2Size::Bytes(0)),
+                l2: Some(L2CacheSize::Bytes(0)),
                 entry_bytes: Some(512),
                 ..CacheSettings::default()
             };
             let caches = if cache == 0 { small } else { CacheSettings::default() };
-            Kind { options, caches, has_backing: backing }
+            ImageVariant { options, caches, has_backing: backing }
         },
     )
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum DiskTestStep {
     Write(usize, usize, u8),
     Compressed(usize, u8),
     Zero(usize, usize, bool),
@@ -83,22 +83,22 @@ fn ranges() -> impl Strategy<Value = (usize, usize)> {
     })
 }
 
-fn steps() -> impl Strategy<Value = Step> {
+fn steps() -> impl Strategy<Value = DiskTestStep> {
     prop_oneof![
-        6 => (ranges(), 1..=255_u8).prop_map(|((at, length), byte)| Step::Write(at, length, byte)),
-        2 => (0..SIZE, 1..=255_u8).prop_map(|(at, byte)| Step::Compressed(at, byte)),
-        2 => (ranges(), any::<bool>()).prop_map(|((at, length), unmap)| Step::Zero(at, length, unmap)),
-        2 => ranges().prop_map(|(at, length)| Step::Discard(at, length)),
-        3 => ranges().prop_map(|(at, length)| Step::Read(at, length)),
-        1 => Just(Step::Flush),
-        1 => Just(Step::Reopen),
-        1 => any::<bool>().prop_map(Step::Caches),
+        6 => (ranges(), 1..=255_u8).prop_map(|((at, length), byte)| DiskTestStep::Write(at, length, byte)),
+        2 => (0..SIZE, 1..=255_u8).prop_map(|(at, byte)| DiskTestStep::Compressed(at, byte)),
+        2 => (ranges(), any::<bool>()).prop_map(|((at, length), unmap)| DiskTestStep::Zero(at, length, unmap)),
+        2 => ranges().prop_map(|(at, length)| DiskTestStep::Discard(at, length)),
+        3 => ranges().prop_map(|(at, length)| DiskTestStep::Read(at, length)),
+        1 => Just(DiskTestStep::Flush),
+        1 => Just(DiskTestStep::Reopen),
+        1 => any::<bool>().prop_map(DiskTestStep::Caches),
     ]
 }
 
-struct World {
-    kind: Kind,
-    image: Qcow2,
+struct DiskTestWorld {
+    kind: ImageVariant,
+    image: Qcow2Image,
     model: Vec<u8>,
     /// Discarded ranges: the old bytes or zeroes.
     open: Vec<bool>,
@@ -108,30 +108,30 @@ fn base(at: usize) -> u8 {
     (at / 300 % 251) as u8 | 1
 }
 
-async fn open(kind: &Kind, content: &[u8]) -> Qcow2 {
+async fn open(kind: &ImageVariant, content: &[u8]) -> Qcow2Image {
     let backing = if kind.has_backing {
         let content: Vec<u8> = (0..BACKING_SIZE).map(base).collect();
-        Some(Box::new(Image::Raw(Raw::new(Storage::holding(&content).await).read_only())))
+        Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(&content).await).read_only())))
     } else {
         None
     };
-    let storage = Storage::holding(content).await;
-    let parts = Parts { backing, caches: kind.caches, ..Parts::of(storage) };
-    Qcow2::open(parts).await.expect("valid")
+    let storage = Storage::with_content(content).await;
+    let parts = Qcow2Components { backing, caches: kind.caches, ..Qcow2Components::of(storage) };
+    Qcow2Image::open(parts).await.expect("valid")
 }
 
 /// Guest memory whose content is not zero.
-fn guest(bytes: usize) -> Memory {
-    let memory = Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
-    memory.place(0, bytes).expect("inside").fill(0, bytes, 0xa5);
+fn guest(bytes: usize) -> GuestMemory {
+    let memory = GuestMemory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
+    memory.range(0, bytes).expect("inside").fill(0, bytes, 0xa5);
     memory
 }
 
-impl World {
-    async fn new(kind: Kind) -> Self {
+impl DiskTestWorld {
+    async fn new(kind: ImageVariant) -> Self {
         let storage = Storage::memory(512);
         create(&storage, None, &kind.options).await.expect("valid");
-        let content = storage.content().await.expect("memory");
+        let content = storage.read_all().await.expect("memory");
         let image = open(&kind, &content).await;
         let there = if kind.has_backing { BACKING_SIZE } else { 0 };
         let model = (0..SIZE).map(|at| if at < there { base(at) } else { 0 }).collect();
@@ -148,9 +148,9 @@ impl World {
     async fn check(&self, at: usize, length: usize) {
         let bytes = self.image.read(at as u64, length).await.expect("reads").to_vec();
         let memory = guest(length);
-        let target = Target::Here(memory.place(0, length).expect("inside").into());
+        let target = ReadTarget::Segments(memory.range(0, length).expect("inside").into());
         self.image.read_to(at as u64, target).await.expect("reads");
-        let found = memory.place(0, length).expect("inside");
+        let found = memory.range(0, length).expect("inside");
         assert_eq!(Segments::from(found).to_vec(), bytes, "in memory of a guest: {length:#x} at {at:#x}");
         for (index, byte) in bytes.iter().enumerate() {
             let (at, want) = (at + index, self.model[at + index]);
@@ -161,41 +161,41 @@ impl World {
         }
     }
 
-    async fn step(&mut self, step: &Step) {
+    async fn step(&mut self, step: &DiskTestStep) {
         match *step {
-            Step::Write(at, length, seed) => {
+            DiskTestStep::Write(at, length, seed) => {
                 let byte = |at: usize| seed.wrapping_add((at / 100) as u8);
                 let data: Vec<u8> = (at..at + length).map(byte).collect();
-                let data = Buffer::copy_of(&data).into();
+                let data = IoBuffer::copy_of(&data).into();
                 self.image.write(at as u64, data, Durability::Cached).await.expect("room");
                 self.set(at, length, byte);
             }
-            Step::Compressed(at, seed) => {
+            DiskTestStep::Compressed(at, seed) => {
                 let cluster = self.kind.options.cluster_bytes as usize;
                 let at = at / cluster * cluster;
                 let length = cluster.min(SIZE - at);
-                let data = Buffer::copy_of(&vec![seed; length]).into();
+                let data = IoBuffer::copy_of(&vec![seed; length]).into();
                 self.image.write_compressed(at as u64, data).await.expect("room");
                 self.set(at, length, |_| seed);
             }
-            Step::Zero(at, length, may_unmap) => {
+            DiskTestStep::Zero(at, length, may_unmap) => {
                 let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
                 self.image.write_zeroes(at as u64, length as u64, options).await.expect("room");
                 self.set(at, length, |_| 0);
             }
-            Step::Discard(at, length) => {
+            DiskTestStep::Discard(at, length) => {
                 self.image.discard(at as u64, length as u64).await.expect("a hint");
                 self.open[at..at + length].fill(true);
             }
-            Step::Read(at, length) => self.check(at, length).await,
-            Step::Flush => self.image.flush().await.expect("memory"),
-            Step::Reopen => {
+            DiskTestStep::Read(at, length) => self.check(at, length).await,
+            DiskTestStep::Flush => self.image.flush().await.expect("memory"),
+            DiskTestStep::Reopen => {
                 self.image.close().await.expect("memory");
-                let content = self.image.storage().content().await.expect("memory");
+                let content = self.image.storage().read_all().await.expect("memory");
                 self.image = open(&self.kind, &content).await;
             }
-            Step::Caches(small) => {
-                let l2 = Some(if small { L2Size::Bytes(0) } else { L2Size::Full });
+            DiskTestStep::Caches(small) => {
+                let l2 = Some(if small { L2CacheSize::Bytes(0) } else { L2CacheSize::Full });
                 let settings = CacheSettings { l2, ..CacheSettings::default() };
                 self.image.set_caches(settings).await.expect("valid");
             }
@@ -209,24 +209,24 @@ fn a_read_that_fails_ends_when_nothing_writes_to_its_memory_any_more() {
         let cluster = 65_536;
         let options = CreateOptions {
             size_bytes: 2 * cluster,
-            backing: Some(Backing { name: "base".into(), format: Some("raw".into()) }),
+            backing: Some(BackingReference { name: "base".into(), format: Some("raw".into()) }),
             ..CreateOptions::default()
         };
         let storage = Storage::memory(512);
         create(&storage, None, &options).await.expect("valid");
-        let image = Qcow2::open(Parts::of(storage)).await.expect("valid");
-        let data = Buffer::copy_of(&vec![7; cluster as usize]);
+        let image = Qcow2Image::open(Qcow2Components::of(storage)).await.expect("valid");
+        let data = IoBuffer::copy_of(&vec![7; cluster as usize]);
         image.write(cluster, data.into(), Durability::Cached).await.expect("room");
         image.close().await.expect("memory");
-        let content = image.storage().content().await.expect("memory");
+        let content = image.storage().read_all().await.expect("memory");
         // The first cluster fails at once in the backing file; the second takes its time.
         let base = Storage::memory(cluster).with_faults(vec!["kind=read".parse().expect("valid")]);
-        let slow = Storage::holding(&content).await.delayed("read=5ms".parse().expect("valid"));
-        let backing = Some(Box::new(Image::Raw(Raw::new(base).read_only())));
-        let image = Qcow2::open(Parts { backing, ..Parts::of(slow) }).await.expect("valid");
+        let slow = Storage::with_content(&content).await.delayed("read=5ms".parse().expect("valid"));
+        let backing = Some(Box::new(Image::Raw(RawImage::new(base).read_only())));
+        let image = Qcow2Image::open(Qcow2Components { backing, ..Qcow2Components::of(slow) }).await.expect("valid");
         let memory = guest(2 * cluster as usize);
-        let place = |at, length| memory.place(at, length).expect("inside");
-        let target = Target::Here(place(0, 2 * cluster as usize).into());
+        let place = |at, length| memory.range(at, length).expect("inside");
+        let target = ReadTarget::Segments(place(0, 2 * cluster as usize).into());
         assert_eq!(image.read_to(0, target).await.err(), Some(Error::IO));
         let second = || Segments::from(place(cluster, cluster as usize)).to_vec();
         assert_eq!(second(), vec![7; cluster as usize], "it was not waited for");
@@ -239,31 +239,31 @@ fn a_read_that_fails_ends_when_nothing_writes_to_its_memory_any_more() {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
     #[test]
-    fn an_image_is_as_good_as_an_array(kind in kinds(), steps in prop::collection::vec(steps(), 1..40), seed in any::<u64>()) {
+    fn image_behaves_like_an_array(kind in kinds(), steps in prop::collection::vec(steps(), 1..40), seed in any::<u64>()) {
         sim::run(seed, async move {
-            let mut world = World::new(kind).await;
+            let mut world = DiskTestWorld::new(kind).await;
             for step in &steps {
                 world.step(step).await;
             }
             world.check(0, SIZE).await;
-            world.step(&Step::Reopen).await;
+            world.step(&DiskTestStep::Reopen).await;
             world.check(0, SIZE).await;
-            assert_eq!(world.image.write(SIZE as u64, Buffer::zeroed(1).into(), Durability::Cached).await, Err(Error::INVALID));
+            assert_eq!(world.image.write(SIZE as u64, IoBuffer::zeroed(1).into(), Durability::Cached).await, Err(Error::INVALID));
         });
     }
 }
 
-fn plain() -> Kind {
+fn plain() -> ImageVariant {
     let options = CreateOptions { size_bytes: SIZE as u64, cluster_bytes: 4096, ..CreateOptions::default() };
-    Kind { options, caches: CacheSettings::default(), has_backing: false }
+    ImageVariant { options, caches: CacheSettings::default(), has_backing: false }
 }
 
 /// Content of an image whose first 64 KiB are written.
 async fn written() -> Vec<u8> {
-    let mut world = World::new(plain()).await;
-    world.step(&Step::Write(0, 65_536, 7)).await;
+    let mut world = DiskTestWorld::new(plain()).await;
+    world.step(&DiskTestStep::Write(0, 65_536, 7)).await;
     world.image.close().await.expect("memory");
-    world.image.storage().content().await.expect("memory")
+    world.image.storage().read_all().await.expect("memory")
 }
 
 fn word(content: &mut [u8], offset: u64) -> &mut [u8] {
@@ -272,25 +272,25 @@ fn word(content: &mut [u8], offset: u64) -> &mut [u8] {
 
 /// Offset of the first L2 table.
 fn first_table(content: &[u8]) -> u64 {
-    let header = Header::parse(content).expect("valid");
+    let header = Qcow2Header::parse(content).expect("valid");
     u64_at(content, header.l1_offset as usize) & 0x00ff_ffff_ffff_fe00
 }
 
-async fn parts_of(content: &[u8]) -> Parts {
-    Parts::of(Storage::holding(content).await)
+async fn parts_of(content: &[u8]) -> Qcow2Components {
+    Qcow2Components::of(Storage::with_content(content).await)
 }
 
 #[test]
-fn refcounts_that_were_left_unwritten_are_counted_again() {
+fn dirty_image_is_repaired_on_open() {
     sim::run(1, async {
         let mut content = written().await;
-        let header = Header::parse(&content).expect("valid");
+        let header = Qcow2Header::parse(&content).expect("valid");
         let block = u64_at(&content, header.refcount_table_offset as usize) as usize;
         content[block..block + 4096].fill(0);
         content[79] |= incompatible::DIRTY as u8;
-        let image = Qcow2::open(parts_of(&content).await).await.expect("mended");
+        let image = Qcow2Image::open(parts_of(&content).await).await.expect("mended");
         assert_eq!(image.header().incompatible, 0);
-        image.write(100 << 10, Buffer::zeroed(70_000).into(), Durability::Cached).await.expect("room");
+        image.write(100 << 10, IoBuffer::zeroed(70_000).into(), Durability::Cached).await.expect("room");
         let read = image.read(0, 4096).await.expect("reads");
         assert_eq!(read.to_vec()[0], 7);
         image.close().await.expect("memory");
@@ -302,22 +302,22 @@ fn refcounts_that_were_left_unwritten_are_counted_again() {
 #[test]
 fn a_compressed_write_of_nothing_is_refused_also_at_the_end() {
     sim::run(1, async {
-        let image = Qcow2::open(parts_of(&written().await).await).await.expect("an image");
+        let image = Qcow2Image::open(parts_of(&written().await).await).await.expect("an image");
         for offset in [0, 4096, SIZE as u64] {
-            let refused = image.write_compressed(offset, Buffer::new(0).into()).await;
+            let refused = image.write_compressed(offset, IoBuffer::new(0).into()).await;
             assert_eq!(refused, Err(Error::INVALID), "{offset}");
         }
     });
 }
 
 #[test]
-fn a_flag_without_a_table_keeps_nobody_from_writing() {
+fn copied_flag_without_l2_table_is_harmless() {
     sim::run(1, async {
         let mut content = written().await;
-        let l1 = Header::parse(&content).expect("valid").l1_offset;
+        let l1 = Qcow2Header::parse(&content).expect("valid").l1_offset;
         word(&mut content, l1).copy_from_slice(&(1_u64 << 63).to_be_bytes());
-        let image = Qcow2::open(parts_of(&content).await).await.expect("an image");
-        image.write(0, Buffer::zeroed(5000).into(), Durability::Synchronous).await.expect("room");
+        let image = Qcow2Image::open(parts_of(&content).await).await.expect("an image");
+        image.write(0, IoBuffer::zeroed(5000).into(), Durability::Synchronous).await.expect("room");
         image.close().await.expect("memory");
         let report = check(image.storage(), Repair::Nothing).await.expect("a header");
         assert_eq!(report.corruptions, 0, "{report:?}");
@@ -329,36 +329,36 @@ fn a_long_sparse_file_is_closed_at_once() {
     sim::run(1, async {
         let content = written().await;
         let storage = Storage::memory(1 << 47);
-        storage.write(0, Buffer::copy_of(&content).into(), Durability::Cached).await.expect("memory");
-        let image = Qcow2::open(Parts { storage, ..parts_of(&content).await }).await.expect("an image");
+        storage.write(0, IoBuffer::copy_of(&content).into(), Durability::Cached).await.expect("memory");
+        let image = Qcow2Image::open(Qcow2Components { storage, ..parts_of(&content).await }).await.expect("an image");
         assert_eq!(image.close().await, Ok(()));
     });
 }
 
 #[test]
-fn tables_that_lie_on_each_other_are_refused_before_anything_is_written() {
+fn overlapping_tables_are_rejected_before_any_write() {
     sim::run(1, async {
         let mut content = written().await;
-        let header = Header::parse(&content).expect("valid");
+        let header = Qcow2Header::parse(&content).expect("valid");
         let l1 = header.l1_offset;
         word(&mut content, l1).copy_from_slice(&(header.refcount_table_offset | 1 << 63).to_be_bytes());
-        let why = Qcow2::open(parts_of(&content).await).await.expect_err("overlap").to_string();
+        let why = Qcow2Image::open(parts_of(&content).await).await.expect_err("overlap").to_string();
         assert!(why.contains("lie on each other"), "{why}");
-        let parts = Parts { read_only: true, ..parts_of(&content).await };
-        assert!(Qcow2::open(parts).await.is_ok(), "to look at it");
+        let parts = Qcow2Components { read_only: true, ..parts_of(&content).await };
+        assert!(Qcow2Image::open(parts).await.is_ok(), "to look at it");
     });
 }
 
 #[test]
-fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
+fn guest_write_on_metadata_is_rejected_and_marks_the_image_corrupt() {
     for forged in [0, 4096, 1 << 40] {
         sim::run(1, async move {
             let mut content = written().await;
             let table = first_table(&content);
             word(&mut content, table).copy_from_slice(&(forged | 1_u64 << 63).to_be_bytes());
-            let image = Qcow2::open(parts_of(&content).await).await.expect("not seen yet");
-            let before = image.storage().content().await.expect("memory");
-            let result = image.write(0, Buffer::zeroed(512).into(), Durability::Cached).await;
+            let image = Qcow2Image::open(parts_of(&content).await).await.expect("not seen yet");
+            let before = image.storage().read_all().await.expect("memory");
+            let result = image.write(0, IoBuffer::zeroed(512).into(), Durability::Cached).await;
             if forged == 0 {
                 // With offset 0 it is an unallocated cluster.
                 assert_eq!(result, Ok(()));
@@ -366,11 +366,11 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
             }
             assert_eq!(result, Err(Error::IO), "{forged:#x}");
             assert!(image.is_read_only());
-            let again = image.write(32_768, Buffer::zeroed(512).into(), Durability::Cached).await;
+            let again = image.write(32_768, IoBuffer::zeroed(512).into(), Durability::Cached).await;
             assert_eq!(again, Err(Error::NOT_PERMITTED));
             assert!(image.read(32_768, 512).await.is_ok(), "what is whole can be read");
             assert_eq!(image.flush().await, Err(Error::IO));
-            let after = image.storage().content().await.expect("memory");
+            let after = image.storage().read_all().await.expect("memory");
             assert_eq!(image.header().incompatible, incompatible::CORRUPT);
             assert_eq!(before[512..], after[512..before.len()], "only the header has changed");
         });
@@ -378,19 +378,19 @@ fn a_guest_cannot_write_into_metadata_and_the_image_is_marked() {
 }
 
 /// Opens the image over a storage that fails as the rule says.
-async fn failing(content: &[u8], rule: &str) -> Parts {
+async fn failing(content: &[u8], rule: &str) -> Qcow2Components {
     let parts = parts_of(content).await;
     let rules = vec![rule.parse().expect("a rule")];
-    Parts { storage: parts.storage.with_faults(rules), ..parts }
+    Qcow2Components { storage: parts.storage.with_faults(rules), ..parts }
 }
 
 #[test]
-fn guest_data_that_lies_on_metadata_is_not_given_back() {
+fn guest_data_on_metadata_is_not_freed() {
     sim::run(1, async {
         let mut content = written().await;
         let table = first_table(&content);
         word(&mut content, table).copy_from_slice(&(table | 1_u64 << 63).to_be_bytes());
-        let image = Qcow2::open(parts_of(&content).await).await.expect("not seen yet");
+        let image = Qcow2Image::open(parts_of(&content).await).await.expect("not seen yet");
         image.discard(0, 4096).await.expect("a change of the mapping alone");
         image.flush().await.expect("memory");
         while !image.is_read_only() {
@@ -401,32 +401,32 @@ fn guest_data_that_lies_on_metadata_is_not_given_back() {
 }
 
 #[test]
-fn a_write_in_place_that_must_be_durable_waits_for_nobody_elses_metadata() {
+fn fua_write_in_place_flushes_no_unrelated_metadata() {
     sim::run(1, async {
         let content = written().await;
-        let image = Qcow2::open(failing(&content, "kind=flush").await).await.expect("valid");
-        let write = |offset: u64, durability| image.write(offset, Buffer::zeroed(4096).into(), durability);
+        let image = Qcow2Image::open(failing(&content, "kind=flush").await).await.expect("valid");
+        let write = |offset: u64, durability| image.write(offset, IoBuffer::zeroed(4096).into(), durability);
         write(200 << 10, Durability::Cached).await.expect("room");
         assert_eq!(write(8192, Durability::Synchronous).await, Err(Error::IO), "its table has changes");
-        let image = Qcow2::open(failing(&content, "kind=flush").await).await.expect("valid");
-        image.write(8192, Buffer::zeroed(4096).into(), Durability::Synchronous).await.expect("in place");
-        let allocates = image.write(200 << 10, Buffer::zeroed(4096).into(), Durability::Synchronous).await;
+        let image = Qcow2Image::open(failing(&content, "kind=flush").await).await.expect("valid");
+        image.write(8192, IoBuffer::zeroed(4096).into(), Durability::Synchronous).await.expect("in place");
+        let allocates = image.write(200 << 10, IoBuffer::zeroed(4096).into(), Durability::Synchronous).await;
         assert_eq!(allocates, Err(Error::IO), "this one needs a flush");
     });
 }
 
 #[test]
-fn a_header_that_does_not_arrive_is_the_old_one() {
+fn failed_header_write_keeps_the_old_header() {
     for count in ["count=1", "probability=1"] {
         sim::run(1, async move {
             let content = written().await;
             let image =
-                Qcow2::open(failing(&content, &format!("kind=flush,{count}")).await).await.expect("valid");
+                Qcow2Image::open(failing(&content, &format!("kind=flush,{count}")).await).await.expect("valid");
             let changed = image.update_header(|header| header.size_bytes -= 512).await;
             assert_eq!(changed, Err(Error::IO));
             assert_eq!(image.header().size_bytes, SIZE as u64);
-            let there = image.storage().content().await.expect("memory");
-            assert_eq!(Header::parse(&there[..4096]).expect("valid").size_bytes, SIZE as u64);
+            let there = image.storage().read_all().await.expect("memory");
+            assert_eq!(Qcow2Header::parse(&there[..4096]).expect("valid").size_bytes, SIZE as u64);
             // If the header could not be restored either, all writes are rejected.
             assert_eq!(image.is_read_only(), count != "count=1");
         });
@@ -434,10 +434,10 @@ fn a_header_that_does_not_arrive_is_the_old_one() {
 }
 
 #[test]
-fn what_was_behind_the_old_end_does_not_come_to_light() {
+fn growth_exposes_no_old_bytes() {
     sim::run(1, async {
-        let image = World::new(plain()).await.image;
-        image.write(0, Buffer::copy_of(&[7; SIZE]).into(), Durability::Cached).await.expect("room");
+        let image = DiskTestWorld::new(plain()).await.image;
+        image.write(0, IoBuffer::copy_of(&[7; SIZE]).into(), Durability::Cached).await.expect("room");
         for size in [100 << 10, (50 << 10) + 512, 300 << 10, 1 << 30] {
             image.resize(size).await.expect("room");
             assert_eq!(image.size_bytes(), size);
@@ -455,14 +455,14 @@ fn what_was_behind_the_old_end_does_not_come_to_light() {
 }
 
 #[test]
-fn a_disk_that_shrinks_keeps_no_refcounts_of_nothing() {
+fn shrink_frees_refcounts() {
     sim::run(1, async {
         // A refcount block covers 64 clusters, and the tables of the mapping precede all data.
         let preallocation = Preallocation::Metadata;
         let options =
             CreateOptions { cluster_bytes: 512, refcount_bits: 64, preallocation, ..plain().options };
-        let image = World::new(Kind { options, ..plain() }).await.image;
-        let used = async |image: &Qcow2| {
+        let image = DiskTestWorld::new(ImageVariant { options, ..plain() }).await.image;
+        let used = async |image: &Qcow2Image| {
             let header = image.header();
             let length = header.refcount_table_clusters as usize * 512;
             let table =
@@ -473,7 +473,7 @@ fn a_disk_that_shrinks_keeps_no_refcounts_of_nothing() {
         image.resize(512).await.expect("possible");
         assert!(used(&image).await <= 2, "{} blocks", used(&image).await);
         image.resize(SIZE as u64).await.expect("room");
-        image.write(0, Buffer::copy_of(&[7; SIZE]).into(), Durability::Cached).await.expect("room");
+        image.write(0, IoBuffer::copy_of(&[7; SIZE]).into(), Durability::Cached).await.expect("room");
         image.close().await.expect("memory");
         let report = check(image.storage(), Repair::Nothing).await.expect("valid");
         assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
@@ -481,11 +481,11 @@ fn a_disk_that_shrinks_keeps_no_refcounts_of_nothing() {
 }
 
 #[test]
-fn what_is_not_used_goes_as_soon_as_somebody_asks_for_that() {
+fn unused_cache_slices_are_dropped_on_request() {
     sim::run(1, async {
         let content = written().await;
         let never = CacheSettings { clean_interval: Duration::ZERO, ..CacheSettings::default() };
-        let image = Qcow2::open(Parts { caches: never, ..parts_of(&content).await }).await.expect("valid");
+        let image = Qcow2Image::open(Qcow2Components { caches: never, ..parts_of(&content).await }).await.expect("valid");
         let pass = async |seconds| {
             image.read(0, 512).await.expect("reads");
             reactor::sleep_until(reactor::now() + Duration::from_secs(seconds)).await;

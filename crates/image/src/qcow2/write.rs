@@ -14,21 +14,21 @@
 //! could still be executed by the kernel after its cluster was reused.
 
 use super::{
-    Invalid, Qcow2, compress,
-    entry::{Cluster, L1Entry, Standard},
-    lookup::What,
+    InvalidImage, Qcow2Image, compress,
+    entry::{ClusterMapping, L1Entry, StandardCluster},
+    lookup::GuestMapping,
     luks::SECTOR_BYTES,
-    refcounts::{Found, Held},
-    writeback::Freed,
+    refcounts::{AllocatedRun, FreedContent},
+    writeback::UnreferencedRange,
 };
 use reactor::{
-    buffer::{Buffer, Segments, Target},
+    buffer::{IoBuffer, Segments, ReadTarget},
     error::{Error, Result},
 };
 use storage::Durability;
 
 /// Allocation of new clusters for a part of a write.
-struct Plan {
+struct ClusterAllocation {
     /// Guest offset of the first cluster.
     guest: u64,
     /// Offset of the first cluster in the file that holds guest data.
@@ -46,7 +46,7 @@ struct Plan {
     whole: bool,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Writes `data` at `offset`, which must be inside the disk.
     ///
     /// # Errors
@@ -54,7 +54,7 @@ impl Qcow2 {
     /// if no cluster is free and the file cannot grow.
     pub async fn write(&self, offset: u64, data: Segments, durability: Durability) -> Result<()> {
         let image = self.clone();
-        let write = reactor::spawn_to_end(async move { image.write_to_end(offset, data, durability).await });
+        let write = reactor::spawn_detached(async move { image.write_to_end(offset, data, durability).await });
         write.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
@@ -77,9 +77,9 @@ impl Qcow2 {
         if at_once && !self.is_settled(offset, length) {
             return self.flush().await;
         }
-        if self.pending().has_much_freed() {
+        if self.pending().has_many_unreferenced() {
             self.write_tables().await?;
-            self.give_back_later();
+            self.free_later();
         }
         Ok(())
     }
@@ -95,8 +95,8 @@ impl Qcow2 {
             let written = match piece.what {
                 // In place. No lock: requests of a client to the same bytes at the same time have
                 // no order.
-                What::Data { host, copied: true } => {
-                    self.check_there(host, piece.length)?;
+                GuestMapping::Data { host, copied: true } => {
+                    self.check_inside_file(host, piece.length)?;
                     let rest = data.split_off(piece.length as usize);
                     let part = std::mem::replace(&mut data, rest);
                     if self.cipher.is_some() {
@@ -114,10 +114,10 @@ impl Qcow2 {
     }
 
     /// Marks the image corrupt and fails if an entry maps data beyond the end of the file.
-    fn check_there(&self, host: u64, length: u64) -> Result<()> {
+    fn check_inside_file(&self, host: u64, length: u64) -> Result<()> {
         if self.data.is_none() && host + length > self.file.size_bytes() {
             let what = format!("the cluster at {host:#x} lies beyond the end of the file");
-            return Err(self.file.found(&Invalid::new(what)));
+            return Err(self.file.found(&InvalidImage::new(what)));
         }
         Ok(())
     }
@@ -127,7 +127,7 @@ impl Qcow2 {
     async fn write_data(&self, host: u64, data: Segments, durability: Durability) -> Result<()> {
         let mut data = data;
         if let Some(cipher) = &self.cipher {
-            let mut sectors = Buffer::new(data.len());
+            let mut sectors = IoBuffer::new(data.len());
             data.copy_to(&mut sectors);
             cipher.encrypt(host / SECTOR_BYTES as u64, &mut sectors)?;
             data = sectors.into();
@@ -158,10 +158,10 @@ impl Qcow2 {
             return self.write_data(host, data, durability).await;
         }
         let _own = self.guest.exclusive(first..last).await;
-        let mut sectors = Buffer::new((last - first) as usize);
+        let mut sectors = IoBuffer::new((last - first) as usize);
         let there = last.min(self.size_bytes()).saturating_sub(first);
         sectors.fill(0);
-        let old = self.read_inside(first, Target::Anywhere(there as usize)).await?;
+        let old = self.read_inside(first, ReadTarget::Anywhere(there as usize)).await?;
         old.copy_to(&mut sectors[..there as usize]);
         data.copy_to(&mut sectors[(offset - first) as usize..][..data.len()]);
         self.write_data(host - (offset - first), sectors.into(), durability).await
@@ -184,7 +184,7 @@ impl Qcow2 {
         let part = std::mem::replace(data, rest);
         let linked = match self.fill(&plan, offset, part).await {
             // The data is written before the entries refer to it.
-            Ok(()) => self.link(&plan).await.map(|()| end - offset),
+            Ok(()) => self.update_mapping(&plan).await.map(|()| end - offset),
             Err(error) => Err(error),
         };
         if linked.is_err() && !plan.kept {
@@ -199,19 +199,19 @@ impl Qcow2 {
         let clusters = self.clusters_of(offset, length);
         let _ = self
             .refcounts
-            .give_back(&self.file, &self.overlap, clusters, Held::Data { unmapped: false })
+            .free_clusters(&self.file, &self.overlap, clusters, FreedContent::Data { unmapped: false })
             .await;
     }
 
     /// Decides where the range from `offset` to `end`, or its front part, is written. `None` if
     /// its first subcluster has become writable in place.
-    async fn plan(&self, offset: u64, end: u64) -> Result<Option<Plan>> {
-        self.own_table(self.l1_index(offset)).await?;
+    async fn plan(&self, offset: u64, end: u64) -> Result<Option<ClusterAllocation>> {
+        self.writable_l2_table(self.l1_index(offset)).await?;
         let shape = self.shape;
         let cluster_bytes = 1_u64 << shape.cluster_bits;
         let first = offset & !(cluster_bytes - 1);
         let old = self.cluster_at(first).await?;
-        if let Cluster::Standard(Standard { host: Some(host), copied: true, allocated, .. }) = old {
+        if let ClusterMapping::Standard(StandardCluster { host: Some(host), copied: true, allocated, .. }) = old {
             let bits = shape.subcluster_bits();
             let start = ((offset - first) >> bits) as u32;
             // Allocated subclusters may be written in place concurrently, so they must not be
@@ -222,7 +222,7 @@ impl Qcow2 {
             }
             let end = end.min(first + ((u64::from(start) + free as u64) << bits));
             let (from, to) = self.completed(offset, end, 1 << bits);
-            return Ok(Some(Plan {
+            return Ok(Some(ClusterAllocation {
                 guest: first,
                 host,
                 clusters: 1,
@@ -235,35 +235,35 @@ impl Qcow2 {
         }
         // A shared cluster that contains data is copied completely; otherwise its other
         // subclusters would be lost.
-        let has_data = |cluster: &Cluster| match cluster {
-            Cluster::Compressed { .. } => true,
-            Cluster::Standard(standard) => standard.allocated != 0,
+        let has_data = |cluster: &ClusterMapping| match cluster {
+            ClusterMapping::Compressed { .. } => true,
+            ClusterMapping::Standard(standard) => standard.allocated != 0,
         };
         let mut is_copied = has_data(&old);
         let mut wanted = 1;
         while first + wanted * cluster_bytes < end {
             let next = self.cluster_at(first + wanted * cluster_bytes).await?;
-            if matches!(next, Cluster::Standard(Standard { host: Some(_), copied: true, .. })) {
+            if matches!(next, ClusterMapping::Standard(StandardCluster { host: Some(_), copied: true, .. })) {
                 break;
             }
             is_copied |= has_data(&next);
             wanted += 1;
         }
-        let Found { offset: host, clusters, untouched } = self.find_room(first, wanted).await?;
+        let AllocatedRun { offset: host, clusters, untouched } = self.allocate_for_write(first, wanted).await?;
         let end = end.min(first + clusters * cluster_bytes);
         let whole = !shape.extended || is_copied || clusters > 1;
         // Without a copy, only the touched subclusters are written and become allocated.
         let grain = if whole { cluster_bytes } else { 1 << shape.subcluster_bits() };
         let (from, to) = self.completed(offset, end, grain);
-        Ok(Some(Plan { guest: first, host, clusters, kept: self.data.is_some(), untouched, from, to, whole }))
+        Ok(Some(ClusterAllocation { guest: first, host, clusters, kept: self.data.is_some(), untouched, from, to, whole }))
     }
 
-    pub(super) async fn find_room(&self, guest: u64, clusters: u64) -> Result<Found> {
+    pub(super) async fn allocate_for_write(&self, guest: u64, clusters: u64) -> Result<AllocatedRun> {
         if self.data.is_some() {
             // In an external data file the host offset equals the guest offset.
-            return Ok(Found { offset: guest, clusters, untouched: false });
+            return Ok(AllocatedRun { offset: guest, clusters, untouched: false });
         }
-        self.refcounts.take(&self.file, &self.overlap, clusters).await
+        self.refcounts.allocate(&self.file, &self.overlap, clusters).await
     }
 
     /// The range, extended to multiples of `grain`.
@@ -273,9 +273,9 @@ impl Qcow2 {
 
     /// Writes the clusters of a plan: `data`, and the old content around it. Not durable by
     /// itself: the link that follows needs a flush anyway.
-    async fn fill(&self, plan: &Plan, offset: u64, data: Segments) -> Result<()> {
-        let head = self.below(plan, plan.from, offset).await?;
-        let tail = self.below(plan, offset + data.len() as u64, plan.to).await?;
+    async fn fill(&self, plan: &ClusterAllocation, offset: u64, data: Segments) -> Result<()> {
+        let head = self.read_old_content(plan, plan.from, offset).await?;
+        let tail = self.read_old_content(plan, offset + data.len() as u64, plan.to).await?;
         let mut start = offset;
         let mut segments = Segments::default();
         if let Some(head) = head {
@@ -290,7 +290,7 @@ impl Qcow2 {
     }
 
     /// Present content of a range for copying, or `None` if it need not be written.
-    async fn below(&self, plan: &Plan, from: u64, to: u64) -> Result<Option<Segments>> {
+    async fn read_old_content(&self, plan: &ClusterAllocation, from: u64, to: u64) -> Result<Option<Segments>> {
         if from >= to {
             return Ok(None);
         }
@@ -307,18 +307,18 @@ impl Qcow2 {
             return Ok(None);
         }
         let mut data = if is_zero {
-            Segments::from(Buffer::zeroed(there as usize))
+            Segments::from(IoBuffer::zeroed(there as usize))
         } else {
-            self.read_inside(from, Target::Anywhere(there as usize)).await?
+            self.read_inside(from, ReadTarget::Anywhere(there as usize)).await?
         };
         if from + there < to {
-            data.push(Buffer::zeroed((to - from - there) as usize));
+            data.push(IoBuffer::zeroed((to - from - there) as usize));
         }
         Ok(Some(data))
     }
 
     /// Maps the guest clusters of a plan to its host clusters.
-    async fn link(&self, plan: &Plan) -> Result<()> {
+    async fn update_mapping(&self, plan: &ClusterAllocation) -> Result<()> {
         let shape = self.shape;
         self.change_entries(plan.guest, plan.clusters, |index, old| {
             let host = plan.host + (index << shape.cluster_bits);
@@ -333,10 +333,10 @@ impl Qcow2 {
                 )
             };
             let (allocated, zero) = match old {
-                Cluster::Standard(Standard { allocated, zero, .. }) if !plan.whole => (allocated, zero),
+                ClusterMapping::Standard(StandardCluster { allocated, zero, .. }) if !plan.whole => (allocated, zero),
                 _ => (0, 0),
             };
-            Cluster::Standard(Standard {
+            ClusterMapping::Standard(StandardCluster {
                 host: Some(host),
                 copied: true,
                 allocated: allocated | touched,
@@ -353,7 +353,7 @@ impl Qcow2 {
         &self,
         guest: u64,
         clusters: u64,
-        change: impl Fn(u64, Cluster) -> Cluster,
+        change: impl Fn(u64, ClusterMapping) -> ClusterMapping,
     ) -> Result<()> {
         let shape = self.shape;
         let number = self.slice_number(guest);
@@ -374,8 +374,8 @@ impl Qcow2 {
                     continue;
                 }
                 slice.set(at, shape.extended, shape.encode(new));
-                if let Some(freed) = self.left_behind(old, new) {
-                    pending.freed(freed);
+                if let Some(freed) = self.unreferenced_clusters(old, new) {
+                    pending.add_unreferenced(freed);
                 }
                 pending.changed(&slice);
             }
@@ -384,35 +384,35 @@ impl Qcow2 {
     }
 
     /// The part of the file that `old` refers to and `new` does not.
-    fn left_behind(&self, old: Cluster, new: Cluster) -> Option<Freed> {
-        let host = |cluster: Cluster| match cluster {
-            Cluster::Standard(standard) => standard.host,
-            Cluster::Compressed { .. } => None,
+    fn unreferenced_clusters(&self, old: ClusterMapping, new: ClusterMapping) -> Option<UnreferencedRange> {
+        let host = |cluster: ClusterMapping| match cluster {
+            ClusterMapping::Standard(standard) => standard.host,
+            ClusterMapping::Compressed { .. } => None,
         };
         match old {
-            Cluster::Compressed { offset, length } => {
-                (new != old).then_some(Freed { offset, length, held: Held::Compressed })
+            ClusterMapping::Compressed { offset, length } => {
+                (new != old).then_some(UnreferencedRange { offset, length, held: FreedContent::Compressed })
             }
-            Cluster::Standard(_) if self.data.is_some() || host(old) == host(new) => None,
-            Cluster::Standard(_) => {
+            ClusterMapping::Standard(_) if self.data.is_some() || host(old) == host(new) => None,
+            ClusterMapping::Standard(_) => {
                 let length = 1 << self.shape.cluster_bits;
-                let held = Held::Data { unmapped: host(new).is_none() };
-                host(old).map(|offset| Freed { offset, length, held })
+                let held = FreedContent::Data { unmapped: host(new).is_none() };
+                host(old).map(|offset| UnreferencedRange { offset, length, held })
             }
         }
     }
 
     /// Present entry of the guest cluster at `offset`.
-    pub(super) async fn cluster_at(&self, offset: u64) -> Result<Cluster> {
+    pub(super) async fn cluster_at(&self, offset: u64) -> Result<ClusterMapping> {
         let Some(slice) = self.slice(self.slice_number(offset)).await? else {
-            return Ok(Cluster::Standard(Standard::UNALLOCATED));
+            return Ok(ClusterMapping::Standard(StandardCluster::UNALLOCATED));
         };
         let (word, map) = slice.get(self.entry_in_slice(offset), self.shape.extended);
         self.decode_at(offset, word, map).map_err(|invalid| self.file.found(&invalid))
     }
 
     /// Ensures that the L2 table exists and is not shared: allocates one, or copies a snapshot's.
-    pub(super) async fn own_table(&self, index: usize) -> Result<()> {
+    pub(super) async fn writable_l2_table(&self, index: usize) -> Result<()> {
         if self.l1.load().get(index).copied {
             return Ok(());
         }
@@ -422,7 +422,7 @@ impl Qcow2 {
             return Ok(());
         }
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
-        let found = self.refcounts.take(&self.file, &self.overlap, 1).await?;
+        let found = self.refcounts.allocate(&self.file, &self.overlap, 1).await?;
         let made = async {
             // A copy leaves the refcounts of data clusters alone: they count disk and snapshots,
             // not tables.
@@ -445,7 +445,7 @@ impl Qcow2 {
         self.l1.load().set(index, L1Entry { offset: found.offset, copied: true });
         pending.new_table(index);
         if old.offset != 0 {
-            pending.freed(Freed { offset: old.offset, length: cluster_bytes, held: Held::Metadata });
+            pending.add_unreferenced(UnreferencedRange { offset: old.offset, length: cluster_bytes, held: FreedContent::Metadata });
         }
         Ok(())
     }
@@ -473,10 +473,10 @@ impl Qcow2 {
         let mut cluster = vec![0; cluster_bytes as usize];
         data.copy_to(&mut cluster);
         let kind = self.compression;
-        let packed = reactor::computing(move || compress::compress(kind, &cluster)).await;
+        let packed = reactor::run_computation(move || compress::compress(kind, &cluster)).await;
         let Some(packed) = packed else { return self.write(offset, data, Durability::Cached).await };
         let image = self.clone();
-        let write = reactor::spawn_to_end(async move {
+        let write = reactor::spawn_detached(async move {
             let _pass = image.gate.enter().await;
             image.check_change(offset, length)?;
             image.record(offset, length).await?;
@@ -488,13 +488,13 @@ impl Qcow2 {
     async fn write_packed(&self, guest: u64, packed: Vec<u8>) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let _own = self.guest.exclusive(guest..guest + cluster_bytes).await;
-        self.own_table(self.l1_index(guest)).await?;
+        self.writable_l2_table(self.l1_index(guest)).await?;
         let length = packed.len() as u64;
-        let offset = self.refcounts.take_bytes(&self.file, &self.overlap, length).await?;
+        let offset = self.refcounts.allocate_bytes(&self.file, &self.overlap, length).await?;
         // The order is that of `write_new`: data, then the entry.
         let written = async {
-            self.file.write_data(offset, Buffer::copy_of(&packed).into(), Durability::Cached).await?;
-            self.change_entries(guest, 1, |_, _| Cluster::Compressed { offset, length }).await
+            self.file.write_data(offset, IoBuffer::copy_of(&packed).into(), Durability::Cached).await?;
+            self.change_entries(guest, 1, |_, _| ClusterMapping::Compressed { offset, length }).await
         };
         let result = written.await;
         if result.is_err() {

@@ -25,10 +25,10 @@ use std::{
 };
 
 use super::{
-    Qcow2,
-    cache::Slice,
+    Qcow2Image,
+    cache::L2Slice,
     l1::SECTOR_ENTRIES,
-    refcounts::{Dirty, Held},
+    refcounts::{DirtyRefcounts, FreedContent},
 };
 use reactor::error::{Error, Result};
 
@@ -38,19 +38,19 @@ const MOST_FREED: usize = 4096;
 
 /// A range of the file that is no longer referenced.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Freed {
+pub(super) struct UnreferencedRange {
     /// Offset in the file.
     pub(super) offset: u64,
     /// Length in bytes; every cluster that it touches counts.
     pub(super) length: u64,
     /// Former content.
-    pub(super) held: Held,
+    pub(super) held: FreedContent,
 }
 
 /// Changes in memory that are not in the file.
 #[derive(Debug, Default)]
-pub(super) struct Pending {
-    slices: Vec<Arc<Slice>>,
+pub(super) struct PendingMetadata {
+    slices: Vec<Arc<L2Slice>>,
     /// Dirty sectors of the L1 table.
     l1_sectors: BTreeSet<usize>,
     /// L2 tables whose L1 entry is not in the file, by index. The value distinguishes successive
@@ -58,28 +58,28 @@ pub(super) struct Pending {
     new_tables: HashMap<usize, u64>,
     tables_made: u64,
     /// Ranges that nothing in memory refers to, but the file may.
-    freed: Vec<Freed>,
+    freed: Vec<UnreferencedRange>,
     /// Ranges that neither memory nor the file refers to.
-    unused: Vec<Freed>,
+    unused: Vec<UnreferencedRange>,
     /// A batch is being written.
     writing: bool,
 }
 
 /// Changes that are written together.
 #[derive(Debug, Default)]
-struct Batch {
+struct MetadataBatch {
     /// Each with its offset and the content to write.
-    slices: Vec<(Arc<Slice>, u64, Vec<u8>)>,
+    slices: Vec<(Arc<L2Slice>, u64, Vec<u8>)>,
     /// Number of slices, at the front, that belong to tables which the file does not refer to yet.
     hidden: usize,
     l1_sectors: Vec<(usize, u64, Vec<u8>)>,
     new_tables: HashMap<usize, u64>,
-    freed: Vec<Freed>,
+    freed: Vec<UnreferencedRange>,
 }
 
-impl Pending {
+impl PendingMetadata {
     /// Marks a slice dirty.
-    pub(super) fn changed(&mut self, slice: &Arc<Slice>) {
+    pub(super) fn changed(&mut self, slice: &Arc<L2Slice>) {
         if !slice.dirty.swap(true, Relaxed) {
             self.slices.push(Arc::clone(slice));
         }
@@ -93,11 +93,11 @@ impl Pending {
     }
 
     /// Records that a range is no longer referenced in memory.
-    pub(super) fn freed(&mut self, freed: Freed) {
+    pub(super) fn add_unreferenced(&mut self, freed: UnreferencedRange) {
         // Neighbouring data clusters are merged to one discard; compressed ones share clusters and
         // are not.
         if let Some(last) = self.freed.last_mut()
-            && matches!(freed.held, Held::Data { .. })
+            && matches!(freed.held, FreedContent::Data { .. })
             && last.held == freed.held
             && last.offset + last.length == freed.offset
         {
@@ -108,22 +108,22 @@ impl Pending {
     }
 
     /// True if more than [`MOST_FREED`] ranges wait to be freed: metadata should then be written.
-    pub(super) fn has_much_freed(&self) -> bool {
+    pub(super) fn has_many_unreferenced(&self) -> bool {
         self.freed.len() + self.unused.len() > MOST_FREED
     }
 
     /// True if the mapping of guest data in memory differs from the file.
-    fn leads_elsewhere(&self) -> bool {
+    fn has_dirty_mappings(&self) -> bool {
         self.writing || !self.slices.is_empty() || !self.l1_sectors.is_empty()
     }
 
     fn is_clean(&self) -> bool {
-        !self.leads_elsewhere() && self.freed.is_empty()
+        !self.has_dirty_mappings() && self.freed.is_empty()
     }
 }
 
-impl Qcow2 {
-    pub(super) fn pending(&self) -> MutexGuard<'_, Pending> {
+impl Qcow2Image {
+    pub(super) fn pending(&self) -> MutexGuard<'_, PendingMetadata> {
         // A panic ends the process in release builds; a test has failed by then.
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -136,13 +136,13 @@ impl Qcow2 {
         if !self.write_tables().await? {
             self.flush_files().await?;
         }
-        self.give_back_later();
+        self.free_later();
         Ok(())
     }
 
     /// See [`Image::would_lose`](crate::Image::would_lose).
     pub fn would_lose(&self) -> bool {
-        self.pending().leads_elsewhere()
+        self.pending().has_dirty_mappings()
     }
 
     /// True if any metadata is dirty.
@@ -169,7 +169,7 @@ impl Qcow2 {
     pub(super) async fn write_tables(&self) -> Result<bool> {
         let image = self.clone();
         // Must run to completion even if the client disconnects: a dropped batch would be lost.
-        let written = reactor::spawn_to_end(async move { image.write_tables_to_end().await });
+        let written = reactor::spawn_detached(async move { image.write_tables_to_end().await });
         written.await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
@@ -179,7 +179,7 @@ impl Qcow2 {
         let batch = self.take_batch();
         if self.file.is_corrupt() && !self.read_only {
             // A corrupt image must not be written to.
-            self.put_back(batch);
+            self.requeue(batch);
             return Err(Error::IO);
         }
         let result = self.write_batch(&batch).await;
@@ -189,18 +189,18 @@ impl Qcow2 {
                 Ok(flushed)
             }
             Err(error) => {
-                self.put_back(batch);
+                self.requeue(batch);
                 Err(error)
             }
         }
     }
 
     /// Copies all dirty metadata, atomically, and marks it clean.
-    fn take_batch(&self) -> Batch {
+    fn take_batch(&self) -> MetadataBatch {
         let mut pending = self.pending();
         let pending = &mut *pending;
         pending.writing = true;
-        let mut batch = Batch::default();
+        let mut batch = MetadataBatch::default();
         let l1 = self.l1.load();
         let mut slices = std::mem::take(&mut pending.slices);
         // New tables first: `hidden` splits the batch into phases 1 and 3.
@@ -225,7 +225,7 @@ impl Qcow2 {
         batch
     }
 
-    async fn write_batch(&self, batch: &Batch) -> Result<bool> {
+    async fn write_batch(&self, batch: &MetadataBatch) -> Result<bool> {
         let refcounts = self.refcounts.write(&self.file).await?;
         let result = self.write_in_order(batch, &refcounts).await;
         if result.is_err() {
@@ -234,7 +234,7 @@ impl Qcow2 {
         result
     }
 
-    async fn write_in_order(&self, batch: &Batch, refcounts: &Dirty) -> Result<bool> {
+    async fn write_in_order(&self, batch: &MetadataBatch, refcounts: &DirtyRefcounts) -> Result<bool> {
         let (hidden, visible) = batch.slices.split_at(batch.hidden);
         if hidden.is_empty() && visible.is_empty() && batch.l1_sectors.is_empty() && refcounts.is_empty() {
             // Freed ranges need no write here: the changes that removed their references were
@@ -269,7 +269,7 @@ impl Qcow2 {
     }
 
     /// Writes slices; adjacent ones in one request.
-    async fn write_slices(&self, slices: &[(Arc<Slice>, u64, Vec<u8>)]) -> Result<()> {
+    async fn write_slices(&self, slices: &[(Arc<L2Slice>, u64, Vec<u8>)]) -> Result<()> {
         const MOST: usize = 1 << 20;
         let mut at = 0;
         while at < slices.len() {
@@ -288,7 +288,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn written(&self, batch: Batch) {
+    fn written(&self, batch: MetadataBatch) {
         let mut pending = self.pending();
         pending.writing = false;
         for (slice, ..) in &batch.slices {
@@ -299,7 +299,7 @@ impl Qcow2 {
         pending.unused.extend(batch.freed);
     }
 
-    fn put_back(&self, batch: Batch) {
+    fn requeue(&self, batch: MetadataBatch) {
         let mut pending = self.pending();
         pending.writing = false;
         for (slice, ..) in &batch.slices {
@@ -315,20 +315,20 @@ impl Qcow2 {
 
     /// Frees unused ranges in a spawned task: freeing waits for requests in flight, of which the
     /// caller may be one.
-    pub(super) fn give_back_later(&self) {
+    pub(super) fn free_later(&self) {
         if self.pending().unused.is_empty() {
             return;
         }
         let image = self.clone();
         reactor::spawn(async move {
-            if let Err(error) = image.give_back().await {
+            if let Err(error) = image.free_unreferenced().await {
                 tracing::warn!("clusters that are not used any more could not be given back: {error}");
             }
         });
     }
 
     /// Frees unused ranges after all requests that may still use them have completed.
-    pub(super) async fn give_back(&self) -> Result<()> {
+    pub(super) async fn free_unreferenced(&self) -> Result<()> {
         // `quiesce` takes this lock before it closes the gate, so that freeing is never in
         // progress then.
         let _turn = self.giving.exclusive(0..1).await;
@@ -336,25 +336,25 @@ impl Qcow2 {
         if unused.is_empty() {
             return Ok(());
         }
-        self.gate.settle().await;
-        self.give_back_all(unused).await
+        self.gate.wait_for_earlier_requests().await;
+        self.free_all_unreferenced(unused).await
     }
 
     /// Like [`Self::give_back`], for callers that hold `giving` while no request is in flight.
-    pub(super) async fn give_back_quietly(&self) -> Result<()> {
+    pub(super) async fn free_unreferenced_exclusive(&self) -> Result<()> {
         let unused = std::mem::take(&mut self.pending().unused);
-        self.give_back_all(unused).await
+        self.free_all_unreferenced(unused).await
     }
 
-    async fn give_back_all(&self, unused: Vec<Freed>) -> Result<()> {
+    async fn free_all_unreferenced(&self, unused: Vec<UnreferencedRange>) -> Result<()> {
         for freed in unused {
-            self.give_back_one(freed).await?;
+            self.free_range(freed).await?;
         }
         Ok(())
     }
 
-    async fn give_back_one(&self, freed: Freed) -> Result<()> {
+    async fn free_range(&self, freed: UnreferencedRange) -> Result<()> {
         let clusters = self.clusters_of(freed.offset, freed.length);
-        self.refcounts.give_back(&self.file, &self.overlap, clusters, freed.held).await
+        self.refcounts.free_clusters(&self.file, &self.overlap, clusters, freed.held).await
     }
 }

@@ -11,12 +11,12 @@
 //! is allowed, the cluster becomes unallocated.
 
 use super::{
-    Qcow2,
-    entry::{Cluster, Standard},
+    Qcow2Image,
+    entry::{ClusterMapping, StandardCluster},
     header::autoclear,
 };
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     error::{Error, Result},
 };
 use storage::{Durability, ZeroOptions};
@@ -26,7 +26,7 @@ const ZEROES_AT_ONCE: u64 = 2 << 20;
 
 /// New state of whole clusters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Become {
+enum ClusterChange {
     /// Zero cluster; with `unmap` its host cluster is freed.
     Zero { unmap: bool },
     /// Zero cluster, even if the backing file reads as zeroes there.
@@ -35,7 +35,7 @@ enum Become {
     Unallocated,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Makes `length` bytes at `offset` read as zeroes.
     ///
     /// # Errors
@@ -43,7 +43,7 @@ impl Qcow2 {
     /// written.
     pub async fn write_zeroes(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         let image = self.clone();
-        let zero = reactor::spawn_to_end(async move {
+        let zero = reactor::spawn_detached(async move {
             {
                 let _pass = image.gate.enter().await;
                 image.check_change(offset, length)?;
@@ -62,7 +62,7 @@ impl Qcow2 {
     /// As [`Qcow2::write`]; [`Error::UNSUPPORTED`] for version 2, which has no zero clusters.
     pub async fn hide(&self, offset: u64, length: u64) -> Result<()> {
         let image = self.clone();
-        let hide = reactor::spawn_to_end(async move {
+        let hide = reactor::spawn_detached(async move {
             let _pass = image.gate.enter().await;
             image.check_change(offset, length)?;
             let (first, last) = image.whole_clusters(offset, offset + length);
@@ -70,7 +70,7 @@ impl Qcow2 {
                 return Err(Error::UNSUPPORTED);
             }
             image.record(offset, length).await?;
-            image.change_clusters(first, last, Become::OwnZero).await
+            image.change_clusters(first, last, ClusterChange::OwnZero).await
         });
         hide.await.unwrap_or(Err(Error::SHUTDOWN))
     }
@@ -79,8 +79,8 @@ impl Qcow2 {
         let end = offset + length;
         let (first, last) = self.whole_clusters(offset, end);
         let zero = match self.shape.version {
-            3.. => Some(Become::Zero { unmap: options.may_unmap }),
-            _ if options.may_unmap && self.backing.is_none() => Some(Become::Unallocated),
+            3.. => Some(ClusterChange::Zero { unmap: options.may_unmap }),
+            _ if options.may_unmap && self.backing.is_none() => Some(ClusterChange::Unallocated),
             _ => None,
         };
         // A raw data file must itself contain the zeroes.
@@ -105,7 +105,7 @@ impl Qcow2 {
     /// As [`Qcow2::write`].
     pub async fn discard(&self, offset: u64, length: u64) -> Result<()> {
         let image = self.clone();
-        let discard = reactor::spawn_to_end(async move {
+        let discard = reactor::spawn_detached(async move {
             {
                 let _pass = image.gate.enter().await;
                 image.check_change(offset, length)?;
@@ -128,9 +128,9 @@ impl Qcow2 {
             return data.discard(first, last.min(data.size_bytes()).saturating_sub(first)).await;
         }
         let what = match (&self.backing, self.shape.version) {
-            (None, _) => Become::Unallocated,
+            (None, _) => ClusterChange::Unallocated,
             // Otherwise the content of the backing file would become visible again.
-            (Some(_), 3..) => Become::Zero { unmap: true },
+            (Some(_), 3..) => ClusterChange::Zero { unmap: true },
             (Some(_), _) => return Ok(()),
         };
         self.change_clusters(first, last, what).await
@@ -144,14 +144,14 @@ impl Qcow2 {
         let mut at = first;
         while at < last {
             let end = last.min(at.saturating_add(step));
-            self.change_clusters(at, end, Become::Unallocated).await?;
-            if self.pending().has_much_freed() {
-                self.write_everything().await?;
+            self.change_clusters(at, end, ClusterChange::Unallocated).await?;
+            if self.pending().has_many_unreferenced() {
+                self.flush_all_metadata().await?;
             }
             at = end;
         }
-        self.file.may_be_cut();
-        self.write_everything().await
+        self.file.allow_truncation();
+        self.flush_all_metadata().await
     }
 
     /// The whole clusters of a range, first to last; not ascending if there are none. The disk's
@@ -168,7 +168,7 @@ impl Qcow2 {
             let length = (end - offset).min(ZEROES_AT_ONCE);
             // Does not allocate a cluster that reads as zeroes already.
             if !self.is_zero(offset, length).await? {
-                let zeroes = Buffer::zeroed(length as usize);
+                let zeroes = IoBuffer::zeroed(length as usize);
                 self.write_inside(offset, zeroes.into(), durability).await?;
             }
             offset += length;
@@ -178,7 +178,7 @@ impl Qcow2 {
 
     /// Changes the state of whole clusters, one slice at a time. `last` is the end of a cluster or
     /// of the disk.
-    async fn change_clusters(&self, first: u64, last: u64, what: Become) -> Result<()> {
+    async fn change_clusters(&self, first: u64, last: u64, what: ClusterChange) -> Result<()> {
         let cluster_bytes = 1_u64 << self.shape.cluster_bits;
         let covers = self.slice_covers();
         let mut at = first;
@@ -190,12 +190,12 @@ impl Qcow2 {
             // hide.
             let has_table = self.slice_offset(self.slice_number(at)).is_some();
             let hides = match what {
-                Become::Unallocated => false,
-                Become::Zero { .. } => self.backing_bytes(at) > 0,
-                Become::OwnZero => true,
+                ClusterChange::Unallocated => false,
+                ClusterChange::Zero { .. } => self.backing_bytes(at) > 0,
+                ClusterChange::OwnZero => true,
             };
             if has_table || hides {
-                self.own_table(self.l1_index(at)).await?;
+                self.writable_l2_table(self.l1_index(at)).await?;
                 self.change_entries(at, clusters, |index, old| {
                     self.changed(old, what, at + index * cluster_bytes)
                 })
@@ -206,26 +206,26 @@ impl Qcow2 {
         Ok(())
     }
 
-    fn changed(&self, old: Cluster, what: Become, guest: u64) -> Cluster {
+    fn changed(&self, old: ClusterMapping, what: ClusterChange, guest: u64) -> ClusterMapping {
         let zero = self.shape.all();
         match what {
-            Become::Unallocated => Cluster::Standard(Standard::UNALLOCATED),
-            Become::OwnZero => Cluster::Standard(Standard { host: None, copied: false, allocated: 0, zero }),
-            Become::Zero { unmap } => {
-                if old == Cluster::Standard(Standard::UNALLOCATED) && self.backing_bytes(guest) == 0 {
+            ClusterChange::Unallocated => ClusterMapping::Standard(StandardCluster::UNALLOCATED),
+            ClusterChange::OwnZero => ClusterMapping::Standard(StandardCluster { host: None, copied: false, allocated: 0, zero }),
+            ClusterChange::Zero { unmap } => {
+                if old == ClusterMapping::Standard(StandardCluster::UNALLOCATED) && self.backing_bytes(guest) == 0 {
                     return old;
                 }
                 let kept = match old {
                     // A host cluster that a snapshot shares cannot be kept; in a data file the
                     // offset is fixed anyway.
-                    Cluster::Standard(Standard { host: Some(host), copied: true, .. })
+                    ClusterMapping::Standard(StandardCluster { host: Some(host), copied: true, .. })
                         if !unmap || self.data.is_some() =>
                     {
                         Some(host)
                     }
                     _ => None,
                 };
-                Cluster::Standard(Standard { host: kept, copied: kept.is_some(), allocated: 0, zero })
+                ClusterMapping::Standard(StandardCluster { host: kept, copied: kept.is_some(), allocated: 0, zero })
             }
         }
     }

@@ -2,12 +2,12 @@
 
 use console::{
     figures,
-    table::{Side, Table, columns},
+    table::{ColumnAlignment, TextTable, columns},
 };
-use policy::throttle::{Limit, Share, Unit};
+use policy::throttle::{RateLimit, NodeShare, ReservationUnit};
 use serde::{Serialize, Serializer};
 
-use super::{certainty::Interval, trial::Figures};
+use super::{certainty::ConfidenceInterval, trial::TrialFigures};
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
@@ -20,9 +20,9 @@ pub(super) struct Advice {
     pub(super) seconds: f64,
     /// True if the advice keeps all targets.
     pub(super) kept: bool,
-    pub(super) tenants: Vec<Line>,
+    pub(super) tenants: Vec<TenantAdvice>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) devices: Option<Vec<OnDevice>>,
+    pub(super) devices: Option<Vec<PackedDevice>>,
     pub(super) commands: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) config: Option<String>,
@@ -33,7 +33,7 @@ pub(super) struct Advice {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Line {
+pub(super) struct TenantAdvice {
     pub(super) kind: &'static str,
     pub(super) name: String,
     pub(super) requests: u64,
@@ -43,28 +43,28 @@ pub(super) struct Line {
     pub(super) kept: Option<bool>,
     /// The smallest limits that keep its target while it is alone on its device.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) smallest_iops: Option<Smallest>,
+    pub(super) smallest_iops: Option<SmallestLimit>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) smallest_bps: Option<Smallest>,
+    pub(super) smallest_bps: Option<SmallestLimit>,
     /// Limits to set; absent if there are none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) set: Option<figures::Limits>,
+    pub(super) set: Option<figures::SettingValues>,
     /// Its share in a group that the advice creates; absent if there is none.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) joins: Option<Joins>,
+    pub(super) joins: Option<GroupMembership>,
     /// Confidence interval of a limit that is not the smallest.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) set_between: Option<Between>,
+    pub(super) set_between: Option<RateInterval>,
     /// At present: with the config file, or without limits.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) before: Option<Figures>,
+    pub(super) before: Option<TrialFigures>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) after: Option<Figures>,
+    pub(super) after: Option<TrialFigures>,
 }
 
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Joins {
+pub(super) struct GroupMembership {
     pub(super) group: String,
     pub(super) weight: u32,
     /// Rate per second; 0 for no reservation.
@@ -74,21 +74,21 @@ pub(super) struct Joins {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Smallest {
+pub(super) struct SmallestLimit {
     #[serde(flatten, serialize_with = "limit")]
-    pub(super) limit: Limit,
+    pub(super) limit: RateLimit,
     /// Smallest rate that needs no burst.
     pub(super) rate_without_burst: u64,
     /// Confidence interval of the rate, over days made of similar hours.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) between: Option<Between>,
+    pub(super) between: Option<RateInterval>,
     /// Reason why there is no interval.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(super) unsure: Option<String>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(super) struct Between {
+pub(super) struct RateInterval {
     pub(super) low: u64,
     /// `None` if it exceeds four times the estimate.
     pub(super) high: Option<u64>,
@@ -96,7 +96,7 @@ pub(super) struct Between {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct OnDevice {
+pub(super) struct PackedDevice {
     pub(super) device: String,
     pub(super) disks: Vec<String>,
     /// Utilization in the busiest hour, or tenth of a short trace.
@@ -105,27 +105,27 @@ pub(super) struct OnDevice {
     pub(super) latency_ns: u64,
 }
 
-fn limit<S: Serializer>(limit: &Limit, serializer: S) -> Result<S::Ok, S::Error> {
+fn limit<S: Serializer>(limit: &RateLimit, serializer: S) -> Result<S::Ok, S::Error> {
     #[derive(Serialize)]
     #[serde(rename_all = "kebab-case")]
-    struct Shown {
+    struct LimitJson {
         rate: u64,
         burst_rate: u64,
         burst_length_s: u64,
     }
-    let Limit { rate, burst_rate, burst_length_s } = *limit;
-    Shown { rate, burst_rate, burst_length_s }.serialize(serializer)
+    let RateLimit { rate, burst_rate, burst_length_s } = *limit;
+    LimitJson { rate, burst_rate, burst_length_s }.serialize(serializer)
 }
 
-impl Between {
-    pub(super) fn of(rate: u64, interval: Interval) -> Self {
+impl RateInterval {
+    pub(super) fn of(rate: u64, interval: ConfidenceInterval) -> Self {
         let times = |times: f64| (rate as f64 * times).ceil() as u64;
         // The largest scale tried was too small for some draws: there is no upper end.
         let high = (interval.high.is_finite()).then(|| times(interval.high));
         Self { low: times(interval.low), high }
     }
 
-    pub(super) fn shown(self, unit: Unit) -> String {
+    pub(super) fn shown(self, unit: ReservationUnit) -> String {
         let number = |value: u64| count(value as f64, unit);
         match self.high {
             Some(high) => format!("{}…{}", number(self.low), number(high)),
@@ -134,8 +134,8 @@ impl Between {
     }
 }
 
-impl Joins {
-    pub(super) fn of(group: &str, share: Share) -> Self {
+impl GroupMembership {
+    pub(super) fn of(group: &str, share: NodeShare) -> Self {
         Self {
             group: group.to_owned(),
             weight: share.weight(),
@@ -155,20 +155,20 @@ impl Joins {
     }
 }
 
-pub(super) fn count(value: f64, unit: Unit) -> String {
+pub(super) fn count(value: f64, unit: ReservationUnit) -> String {
     match unit {
-        Unit::Iops => figures::count(value),
-        Unit::Bps => figures::bytes(value),
+        ReservationUnit::Iops => figures::count(value),
+        ReservationUnit::Bps => figures::bytes(value),
     }
 }
 
-impl Smallest {
-    fn cells(&self, unit: Unit) -> [String; 4] {
+impl SmallestLimit {
+    fn cells(&self, unit: ReservationUnit) -> [String; 4] {
         let number = |value: u64| match unit {
-            Unit::Iops => value.to_string(),
-            Unit::Bps => settings::exact_size(value),
+            ReservationUnit::Iops => value.to_string(),
+            ReservationUnit::Bps => settings::exact_size(value),
         };
-        let Limit { rate, burst_rate, burst_length_s } = self.limit;
+        let RateLimit { rate, burst_rate, burst_length_s } = self.limit;
         let burst = match (burst_rate, burst_length_s) {
             (0, _) => "-".to_owned(),
             (burst, 1) => number(burst),
@@ -183,7 +183,7 @@ impl Advice {
     pub(super) fn text(&self, with_config: bool) -> String {
         let mut text = Vec::new();
         // Empty tables render to nothing, so every kind of advice uses the same sequence.
-        for table in [self.smallest(Unit::Iops), self.smallest(Unit::Bps), self.felt(), self.packed()] {
+        for table in [self.smallest(ReservationUnit::Iops), self.smallest(ReservationUnit::Bps), self.felt(), self.packed()] {
             text.push(table.render(false));
         }
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
@@ -200,13 +200,13 @@ impl Advice {
         text.join("\n")
     }
 
-    fn smallest(&self, unit: Unit) -> Table {
-        let (name, of): (_, fn(&Line) -> &Option<Smallest>) = match unit {
-            Unit::Iops => ("IOPS-TOTAL", |line| &line.smallest_iops),
-            Unit::Bps => ("BPS-TOTAL", |line| &line.smallest_bps),
+    fn smallest(&self, unit: ReservationUnit) -> TextTable {
+        let (name, of): (_, fn(&TenantAdvice) -> &Option<SmallestLimit>) = match unit {
+            ReservationUnit::Iops => ("IOPS-TOTAL", |line| &line.smallest_iops),
+            ReservationUnit::Bps => ("BPS-TOTAL", |line| &line.smallest_bps),
         };
         let mut table =
-            Table::new(columns(&["SMALLEST FOR"], &["REQUESTS", name, "BETWEEN", "BURST", "WITHOUT BURST"]));
+            TextTable::new(columns(&["SMALLEST FOR"], &["REQUESTS", name, "BETWEEN", "BURST", "WITHOUT BURST"]));
         for line in &self.tenants {
             if let Some(smallest) = of(line) {
                 let mut row = vec![shown(line), line.requests.to_string()];
@@ -217,12 +217,12 @@ impl Advice {
         table
     }
 
-    fn felt(&self) -> Table {
+    fn felt(&self) -> TextTable {
         let percentile = self.keep.to_uppercase();
         let wait = format!("WAIT {percentile}");
         let numbers = ["IOPS", "BYTES/S", "P50", &percentile, "WAIT P50", &wait, "WAITED"];
         let mut table =
-            Table::new(columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", Side::Left)]));
+            TextTable::new(columns(&["WHO", "WITH"], &numbers).into_iter().chain([("TARGET", ColumnAlignment::Left)]));
         for line in &self.tenants {
             let set = match (&line.joins, &line.set) {
                 (Some(joins), _) => joins.shown(),
@@ -256,13 +256,13 @@ impl Advice {
         table
     }
 
-    fn packed(&self) -> Table {
-        let mut table = Table::new([
-            ("DEVICE", Side::Left),
-            ("DISKS", Side::Right),
-            ("BUSIEST", Side::Right),
-            ("LATENCY", Side::Right),
-            ("WHICH", Side::Left),
+    fn packed(&self) -> TextTable {
+        let mut table = TextTable::new([
+            ("DEVICE", ColumnAlignment::Left),
+            ("DISKS", ColumnAlignment::Right),
+            ("BUSIEST", ColumnAlignment::Right),
+            ("LATENCY", ColumnAlignment::Right),
+            ("WHICH", ColumnAlignment::Left),
         ]);
         for device in self.devices.iter().flatten() {
             table.row(vec![
@@ -277,6 +277,6 @@ impl Advice {
     }
 }
 
-fn shown(line: &Line) -> String {
+fn shown(line: &TenantAdvice) -> String {
     if line.kind == "disk" { line.name.clone() } else { format!("group {}", line.name) }
 }

@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use clap::Args;
 use storage::{delay::DelayOptions, rate::RateOptions};
 
-use super::target::Target;
+use super::target::LatencyTarget;
 use crate::{simulate::DeviceSpec, trace::ReadingArgs};
 
 /// Shown below the options.
@@ -44,8 +44,8 @@ pub struct AdviseArgs {
     #[arg(value_name = "TRACE", required = true)]
     pub(super) traces: Vec<PathBuf>,
     /// How long so many of 100 requests may take
-    #[arg(long, value_name = "pPERCENT=TIME", default_value = "p99=10ms", value_parser = settings::read::<Target>)]
-    pub(super) keep: Target,
+    #[arg(long, value_name = "pPERCENT=TIME", default_value = "p99=10ms", value_parser = settings::parse::<LatencyTarget>)]
+    pub(super) keep: LatencyTarget,
     /// Who the target is for; the others may be held back as it takes. A disk of a group: it is
     /// spared in the group as that is [default: all]
     #[arg(long = "for", value_name = "DISK|GROUP")]
@@ -58,31 +58,31 @@ pub struct AdviseArgs {
     #[arg(long, value_name = "FILE")]
     pub(super) config: Option<PathBuf>,
     #[command(flatten)]
-    pub(super) devices: DeviceArgs,
+    pub(super) devices: AdviseDeviceArgs,
     #[command(flatten)]
     pub(super) reading: ReadingArgs,
     #[command(flatten)]
-    pub(super) output: OutputArgs,
+    pub(super) output: AdviseOutputArgs,
 }
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
-pub(super) struct DeviceArgs {
+pub(super) struct AdviseDeviceArgs {
     /// What all disks lie on together: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,…
     /// or what `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device
     /// for each disk [default: takes no time]
-    #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
+    #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::parse::<DeviceSpec>)]
     pub(super) device: Vec<DeviceSpec>,
     /// Put the disks onto as few devices as the target allows: those named with --device, or any
     /// number of one
     #[arg(long, requires = "device", conflicts_with_all = ["config", "delay", "rate", "whom"])]
     pub(super) pack: bool,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
-    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, hide = true, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "TIMES", value_parser = settings::parse::<DelayOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(super) delay: Option<DelayOptions>,
     /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all
     /// disks together
-    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, hide = true, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "RATES", value_parser = settings::parse::<RateOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(super) rate: Option<RateOptions>,
     /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
     /// if not root]
@@ -92,7 +92,7 @@ pub(super) struct DeviceArgs {
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
-pub(super) struct OutputArgs {
+pub(super) struct AdviseOutputArgs {
     /// Write a config file with the settings here; without --config, with images that hold nothing
     #[arg(long, value_name = "FILE", conflicts_with = "pack")]
     pub(super) write_config: Option<PathBuf>,

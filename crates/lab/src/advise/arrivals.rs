@@ -15,7 +15,7 @@ use std::{
 };
 
 use console::figures;
-use recording::{Measured, Op, Record, Source};
+use recording::{RecordedOutcome, RequestOp, TraceRecord, RecordSource};
 
 use crate::{
     latencies::{self, Latencies},
@@ -30,8 +30,8 @@ const SLOT_BITS: u32 = 27;
 pub(super) const SLOT_NS: u64 = 1 << SLOT_BITS;
 
 #[derive(Debug, Default)]
-pub(super) struct Arrivals {
-    pub(super) streams: Vec<Stream>,
+pub(super) struct TraceArrivals {
+    pub(super) streams: Vec<DiskArrivals>,
     pub(super) requests: u64,
     /// Time from the first request to the last.
     pub(super) length_ns: u64,
@@ -42,7 +42,7 @@ pub(super) struct Arrivals {
 
 /// Requests of one disk.
 #[derive(Debug, Default)]
-pub(super) struct Stream {
+pub(super) struct DiskArrivals {
     pub(super) name: String,
     /// Requests that move data; only these are limited.
     pub(super) requests: u64,
@@ -52,11 +52,11 @@ pub(super) struct Stream {
     pub(super) end_bytes: u64,
     pub(super) last_ns: u64,
     /// Requests that begin at the end of the previous one.
-    pub(super) in_a_row: u64,
+    pub(super) sequential: u64,
     /// Recorded latencies of the requests that move data, if the trace has them.
     pub(super) measured: Option<Latencies>,
     /// Number of those that were throttled.
-    pub(super) held: u64,
+    pub(super) throttled: u64,
     /// Maxima of operations and bytes in one slot.
     pub(super) peak: [u64; 2],
     slot: u64,
@@ -67,16 +67,16 @@ pub(super) struct Stream {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Arrival {
+pub(super) struct TraceArrival {
     pub(super) at_ns: u64,
-    pub(super) op: Op,
+    pub(super) op: RequestOp,
     pub(super) length: u64,
 }
 
-impl Arrivals {
+impl TraceArrivals {
     /// Reads to the end, to an error, or until `stop`. Fails if there is no request at all.
     pub(super) fn read(
-        source: &mut dyn Source,
+        source: &mut dyn RecordSource,
         stop: &AtomicBool,
         tell: &dyn Fn(u64),
     ) -> anyhow::Result<Self> {
@@ -92,7 +92,7 @@ impl Arrivals {
                 arrivals.push(record, &disks[record.disk.index()]);
             }
             // Flushes have no admission, so their latencies would distort the comparison.
-            for record in records.iter().filter(|record| record.op != Op::Flush) {
+            for record in records.iter().filter(|record| record.op != RequestOp::Flush) {
                 if let Some(measured) = source.measured(record) {
                     arrivals.measure(record, measured);
                 }
@@ -117,11 +117,11 @@ impl Arrivals {
         }
     }
 
-    pub(super) fn push(&mut self, record: &Record, name: &str) {
+    pub(super) fn push(&mut self, record: &TraceRecord, name: &str) {
         let index = record.disk.index();
         // Disks are numbered in order of appearance, but one record may introduce several.
         if self.streams.len() <= index {
-            self.streams.resize_with(index + 1, Stream::default);
+            self.streams.resize_with(index + 1, DiskArrivals::default);
         }
         let stream = &mut self.streams[index];
         if stream.name.is_empty() {
@@ -136,15 +136,15 @@ impl Arrivals {
     }
 
     /// Adds the recorded result of a request.
-    fn measure(&mut self, record: &Record, measured: Measured) {
+    fn measure(&mut self, record: &TraceRecord, measured: RecordedOutcome) {
         let stream = &mut self.streams[record.disk.index()];
-        stream.held += u64::from(measured.was_held);
+        stream.throttled += u64::from(measured.was_held);
         latencies::note(stream.measured.get_or_insert_with(latencies::growing), measured.latency_ns);
     }
 
     /// Requests of these disks by time, each with its disk; at equal times in the order of `disks`.
-    pub(super) fn of(&self, disks: &[usize]) -> Together<'_> {
-        let mut together = Together { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
+    pub(super) fn merged(&self, disks: &[usize]) -> MergedArrivals<'_> {
+        let mut together = MergedArrivals { sources: Vec::with_capacity(disks.len()), next: BinaryHeap::new() };
         for (place, &disk) in disks.iter().enumerate() {
             let mut iter = self.streams[disk].iter();
             if let Some(arrival) = iter.next() {
@@ -152,33 +152,33 @@ impl Arrivals {
                 together.sources.push((disk, iter, arrival));
             } else {
                 // A placeholder that is never read: the heap has no entry for it.
-                together.sources.push((disk, iter, Arrival { at_ns: 0, op: Op::Flush, length: 0 }));
+                together.sources.push((disk, iter, TraceArrival { at_ns: 0, op: RequestOp::Flush, length: 0 }));
             }
         }
         together
     }
 }
 
-impl Stream {
-    fn push(&mut self, record: &Record) {
-        let Record { time_ns, op, offset, length, .. } = *record;
+impl DiskArrivals {
+    fn push(&mut self, record: &TraceRecord) {
+        let TraceRecord { time_ns, op, offset, length, .. } = *record;
         let is_same = length == self.last_length;
-        let kind = Op::ALL.iter().position(|known| *known == op).unwrap_or(0) as u128;
+        let kind = RequestOp::ALL.iter().position(|known| *known == op).unwrap_or(0) as u128;
         // The lowest bit marks a repeated length, three bits the operation, the rest the time
         // difference. 128 bits, because the difference of two 64-bit times is shifted by four bits.
         let ahead = u128::from(time_ns.saturating_sub(self.last_ns));
-        put(&mut self.encoded, ahead << 4 | kind << 1 | u128::from(is_same));
+        encode_varint(&mut self.encoded, ahead << 4 | kind << 1 | u128::from(is_same));
         if !is_same {
-            put(&mut self.encoded, u128::from(length));
+            encode_varint(&mut self.encoded, u128::from(length));
         }
         (self.last_ns, self.last_length) = (time_ns.max(self.last_ns), length);
         self.end_bytes = self.end_bytes.max(offset.saturating_add(length));
-        if op == Op::Flush {
+        if op == RequestOp::Flush {
             self.flushes += 1;
             return;
         }
         self.requests += 1;
-        self.in_a_row += u64::from(offset == self.last_end);
+        self.sequential += u64::from(offset == self.last_end);
         self.last_end = offset.saturating_add(length);
         self.moved_bytes = self.moved_bytes.saturating_add(length);
         // Times never decrease within a disk, so only the current slot has to be stored.
@@ -205,32 +205,32 @@ pub(super) struct Iter<'a> {
 }
 
 impl Iterator for Iter<'_> {
-    type Item = Arrival;
+    type Item = TraceArrival;
 
     #[inline]
-    fn next(&mut self) -> Option<Arrival> {
-        let head = take(&mut self.rest)?;
+    fn next(&mut self) -> Option<TraceArrival> {
+        let head = decode_varint(&mut self.rest)?;
         // Cannot overflow for encoded input: each sum is a 64-bit time that was pushed.
         self.at_ns = self.at_ns.wrapping_add((head >> 4) as u64);
         if head & 1 == 0 {
-            self.length = take(&mut self.rest)? as u64;
+            self.length = decode_varint(&mut self.rest)? as u64;
         }
-        let op = Op::ALL[(head >> 1 & 7) as usize % Op::ALL.len()];
-        Some(Arrival { at_ns: self.at_ns, op, length: self.length })
+        let op = RequestOp::ALL[(head >> 1 & 7) as usize % RequestOp::ALL.len()];
+        Some(TraceArrival { at_ns: self.at_ns, op, length: self.length })
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Together<'a> {
-    sources: Vec<(usize, Iter<'a>, Arrival)>,
+pub(super) struct MergedArrivals<'a> {
+    sources: Vec<(usize, Iter<'a>, TraceArrival)>,
     next: BinaryHeap<Reverse<(u64, usize)>>,
 }
 
-impl Iterator for Together<'_> {
-    type Item = (usize, Arrival);
+impl Iterator for MergedArrivals<'_> {
+    type Item = (usize, TraceArrival);
 
     #[inline]
-    fn next(&mut self) -> Option<(usize, Arrival)> {
+    fn next(&mut self) -> Option<(usize, TraceArrival)> {
         let mut first = self.next.peek_mut()?;
         let place = first.0.1;
         // Replacing the top of the heap in place costs one sift instead of a pop and a push.
@@ -247,7 +247,7 @@ impl Iterator for Together<'_> {
     }
 }
 
-fn put(bytes: &mut Vec<u8>, mut value: u128) {
+fn encode_varint(bytes: &mut Vec<u8>, mut value: u128) {
     while value >= 0x80 {
         bytes.push(value as u8 | 0x80);
         value >>= 7;
@@ -256,7 +256,7 @@ fn put(bytes: &mut Vec<u8>, mut value: u128) {
 }
 
 #[inline]
-fn take(bytes: &mut &[u8]) -> Option<u128> {
+fn decode_varint(bytes: &mut &[u8]) -> Option<u128> {
     // Fast path: nearly all values fit into nine bytes and thus into 64 bits.
     let mut value = 0_u64;
     for (index, &byte) in bytes.iter().take(9).enumerate() {
@@ -266,11 +266,11 @@ fn take(bytes: &mut &[u8]) -> Option<u128> {
             return Some(value.into());
         }
     }
-    take_long(bytes)
+    decode_long_varint(bytes)
 }
 
 #[cold]
-fn take_long(bytes: &mut &[u8]) -> Option<u128> {
+fn decode_long_varint(bytes: &mut &[u8]) -> Option<u128> {
     let mut value = 0_u128;
     for (index, &byte) in bytes.iter().enumerate().take(18) {
         value |= u128::from(byte & 0x7f) << (7 * index);
@@ -291,22 +291,22 @@ mod tests {
 
     proptest! {
         #[test]
-        fn what_goes_in_comes_out(
+        fn encoded_arrivals_are_decoded(
             records in prop::collection::vec((any::<u64>(), 0..3_u32, 0..5_usize, prop::option::of(any::<u64>())), 1..60)
         ) {
             let mut records = records;
             records.sort_by_key(|record| record.0);
-            let mut arrivals = Arrivals::default();
-            let mut expected: Vec<(usize, Arrival)> = Vec::new();
+            let mut arrivals = TraceArrivals::default();
+            let mut expected: Vec<(usize, TraceArrival)> = Vec::new();
             for (time_ns, disk, op, length) in records {
-                let (op, length) = (Op::ALL[op], length.unwrap_or(4096));
-                let record = Record { time_ns, offset: 0, length, line: 1, disk: DiskId(disk), file: 0, op };
+                let (op, length) = (RequestOp::ALL[op], length.unwrap_or(4096));
+                let record = TraceRecord { time_ns, offset: 0, length, line: 1, disk: DiskId(disk), file: 0, op };
                 arrivals.push(&record, &disk.to_string());
-                expected.push((disk as usize, Arrival { at_ns: time_ns, op, length }));
+                expected.push((disk as usize, TraceArrival { at_ns: time_ns, op, length }));
             }
             let all: Vec<usize> = (0..arrivals.streams.len()).collect();
             expected.sort_by_key(|(disk, arrival)| (arrival.at_ns, *disk));
-            prop_assert_eq!(arrivals.of(&all).collect::<Vec<_>>(), expected);
+            prop_assert_eq!(arrivals.merged(&all).collect::<Vec<_>>(), expected);
         }
     }
 }

@@ -11,10 +11,10 @@
 //! Student's distribution demands (Gosset, 1908). Few or very different hours make the interval
 //! wide. `tests/coverage.rs` measures the coverage.
 
-use policy::throttle::{Limit, Unit};
+use policy::throttle::{RateLimit, ReservationUnit};
 use serde::Serialize;
 
-use super::{envelope::Buckets, search::Terms, target::Target};
+use super::{envelope::LimitBuckets, search::SearchTerms, target::LatencyTarget};
 
 const HOUR_NS: u64 = 3_600_000_000_000;
 /// Traces shorter than this are divided into tenths.
@@ -38,12 +38,12 @@ const FULL_STEPS: usize = 8 << FULL_BITS;
 
 /// Division of a trace into blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Blocks {
+pub(super) struct TraceBlocks {
     block_ns: u64,
     pub(super) count: usize,
 }
 
-impl Blocks {
+impl TraceBlocks {
     pub(super) fn new(length_ns: u64) -> Self {
         let block_ns = match length_ns / HOUR_NS {
             HOURS.. => HOUR_NS.max(length_ns.div_ceil(MOST_BLOCKS)),
@@ -73,12 +73,12 @@ impl Blocks {
 
 /// Factors on the rate: the range of the smallest limit on 95 of 100 similar days.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
-pub(super) struct Interval {
+pub(super) struct ConfidenceInterval {
     pub(super) low: f64,
     pub(super) high: f64,
 }
 
-impl Interval {
+impl ConfidenceInterval {
     /// Union of the drawn interval and its mirror image (the basic bootstrap; Davison and Hinkley,
     /// *Bootstrap Methods and their Application*, 1997, section 5.2). A trace contains few of the
     /// rarest moments, so its smallest limit is more often too small than too large, and a limit
@@ -89,18 +89,18 @@ impl Interval {
 }
 
 /// Confidence interval of the smallest limit for these requests; the error says why there is none.
-pub(super) fn interval(
+pub(super) fn limit_interval(
     demand: impl Iterator<Item = (u64, f64)>,
-    unit: Unit,
-    limit: Limit,
-    terms: &Terms,
-    blocks: Blocks,
-) -> Result<Interval, String> {
+    unit: ReservationUnit,
+    limit: RateLimit,
+    terms: &SearchTerms,
+    blocks: TraceBlocks,
+) -> Result<ConfidenceInterval, String> {
     // Geometric steps: the relative error of the interval is the same at both ends.
     let step = (WIDEST / NARROWEST).powf(1.0 / (SCALES - 1) as f64);
     let scales: Vec<f64> = (0..SCALES).map(|index| NARROWEST * step.powi(index as i32)).collect();
-    let mut lanes: Vec<Buckets> = scales.iter().map(|&times| Buckets::scaled(limit, unit, times)).collect();
-    let mut parts = vec![Part::default(); blocks.count];
+    let mut lanes: Vec<LimitBuckets> = scales.iter().map(|&times| LimitBuckets::scaled(limit, unit, times)).collect();
+    let mut parts = vec![BlockHistogram::default(); blocks.count];
     let mut before = 0;
     for (at_ns, units) in demand {
         // One pass for all scales: each lane is a bucket with scaled rates.
@@ -122,11 +122,11 @@ pub(super) fn interval(
     // Idle blocks would dilute the draws without ever exceeding a limit.
     parts.retain(|part| part.requests > 0);
     let requests: u64 = parts.iter().map(|part| part.requests).sum();
-    if requests < terms.target.enough() {
+    if requests < terms.target.min_requests() {
         return Err(format!(
             "too short to say: {} takes {} requests, and there are {requests}",
             terms.target.name(),
-            terms.target.enough()
+            terms.target.min_requests()
         ));
     }
     if parts.len() < LEAST_BLOCKS {
@@ -138,19 +138,19 @@ pub(super) fn interval(
         ));
     }
     let mut random = fastrand::Rng::with_seed(SEED);
-    let mut found: Vec<usize> = (0..DRAWS).map(|_| draw(&parts, terms, &mut random)).collect();
+    let mut found: Vec<usize> = (0..DRAWS).map(|_| draw_scale(&parts, terms, &mut random)).collect();
     found.sort_unstable();
     let (low, high) = (found[DRAWS / 40], found[DRAWS - 1 - DRAWS / 40]);
     // The smallest limit lies between two of the scales.
     let low = if low == 0 { 0.0 } else { scales[low - 1] };
     let scale = |index: usize| scales.get(index).copied().unwrap_or(f64::INFINITY);
-    let drawn = Interval::around(low, scale(high));
-    Ok(Interval { high: drawn.high.max(scale(for_unseen(&parts, &terms.target))), ..drawn })
+    let drawn = ConfidenceInterval::around(low, scale(high));
+    Ok(ConfidenceInterval { high: drawn.high.max(scale(scale_for_unseen(&parts, &terms.target))), ..drawn })
 }
 
 /// The smallest scale that suffices for a part fuller than the fullest, by the spread of the parts.
-fn for_unseen(parts: &[Part], target: &Target) -> usize {
-    let times = student(parts.len() - 1);
+fn scale_for_unseen(parts: &[BlockHistogram], target: &LatencyTarget) -> usize {
+    let times = student_quantile(parts.len() - 1);
     let does = |scale: usize| {
         let full = parts.iter().map(|part| part.full_at(scale, target));
         // Sample variance with n - 1, since the mean is estimated from the same parts.
@@ -163,18 +163,18 @@ fn for_unseen(parts: &[Part], target: &Target) -> usize {
 
 /// The 0.995 quantile of Student's distribution (Abramowitz and Stegun, 26.7.5; 3 % too low for
 /// five degrees of freedom, less for more).
-fn student(freedom: usize) -> f64 {
+fn student_quantile(freedom: usize) -> f64 {
     const NORMAL: f64 = 2.5758;
     let (z, n) = (NORMAL, freedom as f64);
     z + (z.powi(3) + z) / (4.0 * n) + (5.0 * z.powi(5) + 16.0 * z.powi(3) + 3.0 * z) / (96.0 * n * n)
 }
 
 /// By tenant with a target: late requests and all requests, in each block.
-pub(super) type Judged = Vec<(Vec<u32>, Vec<u32>)>;
+pub(super) type LateRequests = Vec<(Vec<u32>, Vec<u32>)>;
 
 /// Range of the limit that keeps the target, from limits tried with their judged requests: the
 /// largest if `is_highest`, else the smallest. `None` with too few blocks.
-pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target) -> Option<(f64, f64)> {
+pub(super) fn interval_of_tried(tried: &[(f64, LateRequests)], is_highest: bool, target: &LatencyTarget) -> Option<(f64, f64)> {
     let blocks = tried.first()?.1.first()?.0.len();
     // Blocks without judged requests carry no information about the target.
     let any = |block: &usize| tried.iter().any(|(_, judged)| judged.iter().any(|(_, all)| all[*block] > 0));
@@ -187,10 +187,10 @@ pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target
     for _ in 0..DRAWS {
         // The same draw is applied to all levels and tenants, which keeps them comparable.
         let drawn: Vec<usize> = blocks.iter().map(|_| blocks[random.usize(..blocks.len())]).collect();
-        let holds = |judged: &Judged| {
+        let holds = |judged: &LateRequests| {
             judged.iter().all(|(over, all)| {
                 let sum = |of: &[u32]| drawn.iter().map(|&block| u64::from(of[block])).sum::<u64>();
-                sum(over) <= target.allowed(sum(all))
+                sum(over) <= target.allowed_late(sum(all))
             })
         };
         let holding = tried.iter().filter(|(_, judged)| holds(judged)).map(|(level, _)| *level);
@@ -210,7 +210,7 @@ pub(super) fn between(tried: &[(f64, Judged)], is_highest: bool, target: &Target
 }
 
 #[derive(Clone)]
-struct Part {
+struct BlockHistogram {
     requests: u64,
     /// Late requests by scale.
     over: [u32; SCALES],
@@ -218,16 +218,16 @@ struct Part {
     full: Vec<[u32; FULL_STEPS]>,
 }
 
-impl Default for Part {
+impl Default for BlockHistogram {
     fn default() -> Self {
         Self { requests: 0, over: [0; SCALES], full: Vec::new() }
     }
 }
 
-impl Part {
+impl BlockHistogram {
     /// Relative bucket level at the target's percentile, rounded up to a step.
-    fn full_at(&self, scale: usize, target: &Target) -> f64 {
-        let (mut above, allowed) = (0, target.allowed(self.requests));
+    fn full_at(&self, scale: usize, target: &LatencyTarget) -> f64 {
+        let (mut above, allowed) = (0, target.allowed_late(self.requests));
         for (step, &count) in self.full[scale].iter().enumerate().rev() {
             above += u64::from(count);
             if above > allowed {
@@ -239,14 +239,14 @@ impl Part {
 }
 
 /// The smallest scale that suffices for a random draw of as many parts.
-fn draw(parts: &[Part], terms: &Terms, random: &mut fastrand::Rng) -> usize {
+fn draw_scale(parts: &[BlockHistogram], terms: &SearchTerms, random: &mut fastrand::Rng) -> usize {
     let (mut requests, mut over) = (0, [0_u64; SCALES]);
     for _ in parts {
         let part = &parts[random.usize(..parts.len())];
         requests += part.requests;
         over.iter_mut().zip(part.over).for_each(|(sum, over)| *sum += u64::from(over));
     }
-    let allowed = terms.target.allowed(requests);
+    let allowed = terms.target.allowed_late(requests);
     // Sorted: larger limits never delay more requests.
     over.partition_point(|&over| over > allowed)
 }

@@ -18,10 +18,10 @@
 //!
 //! Times are floating-point seconds: exact to nanoseconds for levels of hours.
 
-use policy::throttle::{Limit, Unit};
-use recording::Op;
+use policy::throttle::{RateLimit, ReservationUnit};
+use recording::RequestOp;
 
-use super::arrivals::Arrival;
+use super::arrivals::TraceArrival;
 
 /// As in `policy`'s `throttle/price.rs`.
 const SLICE_S: f64 = 0.09;
@@ -35,34 +35,34 @@ const STEPS: usize = 60 << STEP_BITS;
 
 /// Arrival times, and the units that each request costs.
 pub(super) fn demand(
-    arrivals: impl Iterator<Item = Arrival>,
-    unit: Unit,
+    arrivals: impl Iterator<Item = TraceArrival>,
+    unit: ReservationUnit,
 ) -> impl Iterator<Item = (u64, f64)> {
-    let moving = arrivals.filter(|arrival| arrival.op != Op::Flush);
-    moving.map(move |Arrival { at_ns, length, .. }| {
-        (at_ns, if unit == Unit::Iops { 1.0 } else { length as f64 })
+    let moving = arrivals.filter(|arrival| arrival.op != RequestOp::Flush);
+    moving.map(move |TraceArrival { at_ns, length, .. }| {
+        (at_ns, if unit == ReservationUnit::Iops { 1.0 } else { length as f64 })
     })
 }
 
 /// An unbounded bucket.
 #[derive(Clone, Copy, Debug)]
-struct Level {
+struct UnboundedBucket {
     rate: f64,
     /// Seconds until the level has drained.
     out_s: f64,
     slice: f64,
 }
 
-impl Level {
-    fn new(rate: f64, unit: Unit) -> Self {
+impl UnboundedBucket {
+    fn new(rate: f64, unit: ReservationUnit) -> Self {
         // A single operation is never divided, so a slice has at least one.
         let slice = SLICE_S * rate;
-        Self { rate, out_s: 0.0, slice: if unit == Unit::Iops { slice.max(1.0) } else { slice } }
+        Self { rate, out_s: 0.0, slice: if unit == ReservationUnit::Iops { slice.max(1.0) } else { slice } }
     }
 
     /// Level in seconds of the rate that a request meets, `after_s` after the previous one.
     #[inline(always)]
-    fn meet(&mut self, after_s: f64, units: f64) -> f64 {
+    fn arrive(&mut self, after_s: f64, units: f64) -> f64 {
         let level_s = (self.out_s - after_s).max(0.0);
         self.out_s = level_s + units / self.rate;
         if units <= self.slice { level_s } else { level_s + self.before_last(units) }
@@ -76,14 +76,14 @@ impl Level {
 
 /// Waits at one rate.
 #[derive(Clone, Debug)]
-pub(super) struct Lane {
-    level: Level,
+pub(super) struct RateHistogram {
+    level: UnboundedBucket,
     counts: Vec<u32>,
     /// Requests that wait too long at a bucket without a burst.
     pub(super) over: u64,
 }
 
-impl Lane {
+impl RateHistogram {
     pub(super) const fn rate(&self) -> f64 {
         self.level.rate
     }
@@ -105,20 +105,20 @@ impl Lane {
 }
 
 /// Waits at many rates, in one pass over the requests.
-pub(super) fn measure(
+pub(super) fn measure_rates(
     demand: impl Iterator<Item = (u64, f64)>,
-    unit: Unit,
+    unit: ReservationUnit,
     rates: &[f64],
     wait_s: f64,
-) -> Vec<Lane> {
-    let lane = |&rate: &f64| Lane { level: Level::new(rate, unit), counts: vec![0; STEPS], over: 0 };
-    let mut lanes: Vec<Lane> = rates.iter().map(lane).collect();
+) -> Vec<RateHistogram> {
+    let lane = |&rate: &f64| RateHistogram { level: UnboundedBucket::new(rate, unit), counts: vec![0; STEPS], over: 0 };
+    let mut lanes: Vec<RateHistogram> = rates.iter().map(lane).collect();
     let mut before = 0;
     for (at_ns, units) in demand {
         let after_s = (at_ns - before) as f64 / 1e9;
         before = at_ns;
         for lane in &mut lanes {
-            let found_s = lane.level.meet(after_s, units);
+            let found_s = lane.level.arrive(after_s, units);
             lane.over += u64::from(exceeds(found_s, NO_BURST_S, wait_s));
             // The bits of a positive float order like its value: exponent and leading mantissa bits
             // select the step.
@@ -141,38 +141,38 @@ fn exceeds(found_s: f64, size_s: f64, wait_s: f64) -> bool {
 
 /// The bucket of a limit, or the two of a burst longer than a second.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Buckets {
-    level: Level,
+pub(super) struct LimitBuckets {
+    level: UnboundedBucket,
     size_s: f64,
-    burst: Option<Level>,
+    burst: Option<UnboundedBucket>,
 }
 
-impl Buckets {
+impl LimitBuckets {
     #[cfg(test)]
-    pub(super) fn new(limit: Limit, unit: Unit) -> Self {
+    pub(super) fn new(limit: RateLimit, unit: ReservationUnit) -> Self {
         Self::scaled(limit, unit, 1.0)
     }
 
     /// A bucket with scaled rates and unchanged burst length.
-    pub(super) fn scaled(limit: Limit, unit: Unit, times: f64) -> Self {
-        let Limit { rate, burst_rate, burst_length_s } = limit;
+    pub(super) fn scaled(limit: RateLimit, unit: ReservationUnit, times: f64) -> Self {
+        let RateLimit { rate, burst_rate, burst_length_s } = limit;
         // As in `policy`: a burst enlarges the bucket to its rate times its length.
         let size_s = match burst_rate {
             0 => NO_BURST_S,
             _ => burst_rate as f64 * burst_length_s as f64 / rate as f64,
         };
-        let level = Level::new(rate as f64 * times, unit);
+        let level = UnboundedBucket::new(rate as f64 * times, unit);
         // A slice is defined by the rate, also for the burst bucket.
-        let burst = Level { rate: burst_rate as f64 * times, ..level };
+        let burst = UnboundedBucket { rate: burst_rate as f64 * times, ..level };
         Self { level, size_s, burst: (burst_rate > 0 && burst_length_s > 1).then_some(burst) }
     }
 
     /// Wait of a request, `after_s` after the previous one.
     #[inline]
     pub(super) fn wait_s(&mut self, after_s: f64, units: f64) -> f64 {
-        let wait_s = self.level.meet(after_s, units) - self.size_s;
+        let wait_s = self.level.arrive(after_s, units) - self.size_s;
         // Both buckets must admit a request; each is charged in any case.
-        let burst_s = self.burst.as_mut().map_or(0.0, |burst| burst.meet(after_s, units) - NO_BURST_S);
+        let burst_s = self.burst.as_mut().map_or(0.0, |burst| burst.arrive(after_s, units) - NO_BURST_S);
         wait_s.max(burst_s).max(0.0)
     }
 
@@ -185,10 +185,10 @@ impl Buckets {
     /// of the two buckets; and true if it does wait too long.
     #[inline]
     pub(super) fn fills(&mut self, after_s: f64, units: f64, wait_s: f64) -> (f64, bool) {
-        let found_s = self.level.meet(after_s, units);
+        let found_s = self.level.arrive(after_s, units);
         let (mut fills, mut over) = (found_s / (self.size_s + wait_s), exceeds(found_s, self.size_s, wait_s));
         if let Some(burst) = &mut self.burst {
-            let found_s = burst.meet(after_s, units);
+            let found_s = burst.arrive(after_s, units);
             fills = fills.max(found_s / (NO_BURST_S + wait_s));
             over |= exceeds(found_s, NO_BURST_S, wait_s);
         }
@@ -197,14 +197,14 @@ impl Buckets {
 }
 
 /// Number of requests that wait longer than `wait_s` at a limit.
-pub(super) fn over(
+pub(super) fn late_requests(
     demand: impl Iterator<Item = (u64, f64)>,
-    unit: Unit,
-    limit: Limit,
+    unit: ReservationUnit,
+    limit: RateLimit,
     times: f64,
     wait_s: f64,
 ) -> u64 {
-    let (mut buckets, mut before) = (Buckets::scaled(limit, unit, times), 0);
+    let (mut buckets, mut before) = (LimitBuckets::scaled(limit, unit, times), 0);
     let mut over = 0;
     for (at_ns, units) in demand {
         over += u64::from(buckets.exceeds((at_ns - before) as f64 / 1e9, units, wait_s));

@@ -13,27 +13,27 @@ use std::collections::{HashMap, HashSet};
 
 use anyhow::anyhow;
 use block::layer::throttle::DiskSettings;
-use console::Failure;
+use console::CommandFailure;
 use policy::{
     prefetch,
-    throttle::{Limits, Share},
+    throttle::{Limits, NodeShare},
     watermark::Watermark,
 };
 use settings::suggest;
 use simulator::{
-    device::Place,
-    world::{Disk, UNKNOWN_SIZE, World},
+    device::DevicePlacement,
+    world::{DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 
-use super::{arguments::AdviseArgs, arrivals::Arrivals};
-use crate::simulate::{Names, Setup, Terms, device_of};
+use super::{arguments::AdviseArgs, arrivals::TraceArrivals};
+use crate::simulate::{DiskResolver, SimulationSetup, DefaultDiskSettings, device_of};
 
 #[derive(Debug)]
-pub(super) struct House {
+pub(super) struct Tenants {
     /// With the limits of the config file.
-    pub(super) world: World,
+    pub(super) world: WorldSpec,
     /// Without limits on tenants.
-    pub(super) bare: World,
+    pub(super) bare: WorldSpec,
     /// Index of the world's disk, by the trace's disk.
     pub(super) disks: Vec<usize>,
     pub(super) tenants: Vec<Tenant>,
@@ -56,7 +56,7 @@ pub(super) struct Tenant {
     /// Indices in the trace.
     pub(super) disks: Vec<usize>,
     /// True if the target applies to it.
-    pub(super) is_kept: bool,
+    pub(super) has_target: bool,
 }
 
 impl Tenant {
@@ -67,55 +67,55 @@ impl Tenant {
 
 /// A subset of the tenants as a separate world.
 #[derive(Debug)]
-pub(super) struct Room {
-    pub(super) world: World,
+pub(super) struct TenantWorld {
+    pub(super) world: WorldSpec,
     pub(super) disks: Vec<usize>,
     pub(super) tenant_of: Vec<usize>,
 }
 
-impl House {
-    pub(super) fn new(arguments: &AdviseArgs, arrivals: &Arrivals) -> Result<Self, Failure> {
+impl Tenants {
+    pub(super) fn new(arguments: &AdviseArgs, arrivals: &TraceArrivals) -> Result<Self, CommandFailure> {
         let devices = &arguments.devices;
         let device = match &devices.device[..] {
             [] => None,
             [only] if !devices.pack => Some(device_of(only, devices.state.as_deref())?),
             _ if devices.pack => None,
             _ => {
-                return Err(Failure::Usage(anyhow!(
+                return Err(CommandFailure::Usage(anyhow!(
                     "--device: there are several (--pack says which disks go onto which)"
                 )));
             }
         };
         // Without a config file every disk of the trace is a tenant with default settings.
         let setup = match &arguments.config {
-            Some(path) => Setup::of_config(path, device)?,
+            Some(path) => SimulationSetup::of_config(path, device)?,
             None => {
-                let disk = settings::Settings::default();
-                let terms = Terms { group: None, disk, prefetch: prefetch::Settings::off() };
-                Setup::of_terms(&terms, UNKNOWN_SIZE, (devices.delay.as_ref(), devices.rate.as_ref()), device)
+                let disk = settings::ThrottleConfig::default();
+                let terms = DefaultDiskSettings { group: None, disk, prefetch: prefetch::PrefetchConfig::off() };
+                SimulationSetup::of_terms(&terms, UNKNOWN_SIZE, (devices.delay.as_ref(), devices.rate.as_ref()), device)
             }
         };
         let names = arrivals.streams.iter().map(|stream| stream.name.as_str());
         let mut house = Self::of_setup(&setup, names)?;
-        house.choose(&arguments.whom).map_err(|why| Failure::Failed(anyhow!(why)))?;
+        house.restrict_target(&arguments.whom).map_err(|why| CommandFailure::Failed(anyhow!(why)))?;
         Ok(house)
     }
 
-    pub(super) fn of_setup<'a>(setup: &Setup, names: impl Iterator<Item = &'a str>) -> anyhow::Result<Self> {
+    pub(super) fn of_setup<'a>(setup: &SimulationSetup, names: impl Iterator<Item = &'a str>) -> anyhow::Result<Self> {
         let mut world = setup.world.clone();
-        let mut known = Names::new(setup);
+        let mut known = DiskResolver::new(setup);
         for name in names {
             known.add(name, &mut world).map_err(|why| anyhow!(why))?;
         }
         // Offsets are not stored, so a prefetcher would see meaningless sequences.
-        world.disks.iter_mut().for_each(|disk| disk.prefetch = prefetch::Settings::off());
+        world.disks.iter_mut().for_each(|disk| disk.prefetch = prefetch::PrefetchConfig::off());
         let disks = known.known;
         // Without service times the target can only be about waits at limits.
-        let takes_time = |place: &Place| place.station.is_some() || place.budget.is_some();
+        let takes_time = |place: &DevicePlacement| place.station.is_some() || place.budget.is_some();
         let has_device = world.disks.iter().any(|disk| takes_time(&disk.place));
         let remarks = setup.remarks.clone();
         let mut house = Self {
-            bare: World::default(),
+            bare: WorldSpec::default(),
             world,
             disks,
             tenants: Vec::new(),
@@ -126,12 +126,12 @@ impl House {
             remarks,
         };
         // Tenants are determined last: they depend on the groups of all disks.
-        house.settle();
+        house.determine_tenants();
         Ok(house)
     }
 
     /// Determines the tenants.
-    pub(super) fn settle(&mut self) {
+    pub(super) fn determine_tenants(&mut self) {
         self.tenants.clear();
         self.tenant_of = vec![usize::MAX; self.world.disks.len()];
         let mut of_group = HashMap::new();
@@ -140,7 +140,7 @@ impl House {
             let group = disk.group.filter(|group| !self.open.contains(group));
             let tenants = &mut self.tenants;
             let mut add = |name: &str| {
-                tenants.push(Tenant { name: name.to_owned(), group, disks: Vec::new(), is_kept: true });
+                tenants.push(Tenant { name: name.to_owned(), group, disks: Vec::new(), has_target: true });
                 tenants.len() - 1
             };
             let tenant = match group {
@@ -152,12 +152,12 @@ impl House {
         }
         // A copy without tenants' limits is the starting point of every search.
         let mut bare = self.world.clone();
-        (0..self.tenants.len()).for_each(|tenant| self.limit(&mut bare, tenant, Limits::default()));
+        (0..self.tenants.len()).for_each(|tenant| self.set_limits(&mut bare, tenant, Limits::default()));
         self.bare = bare;
     }
 
     /// Restricts the target to these tenants, if any is named.
-    pub(super) fn choose(&mut self, whom: &[String]) -> Result<(), String> {
+    pub(super) fn restrict_target(&mut self, whom: &[String]) -> Result<(), String> {
         let is_tenant = |house: &Self, name: &String| house.tenants.iter().any(|tenant| tenant.name == *name);
         let unknown: Vec<&String> = whom.iter().filter(|name| !is_tenant(self, name)).collect();
         if !unknown.is_empty() {
@@ -173,7 +173,7 @@ impl House {
             let above = |&group: &usize| std::iter::successors(Some(group), parent);
             self.around = self.open.iter().flat_map(above).collect();
             // Opening a group turns its disks into tenants, which changes all indices.
-            self.settle();
+            self.determine_tenants();
         }
         if let Some(group) = whom.iter().find(|name| !is_tenant(self, name)) {
             return Err(format!(
@@ -181,7 +181,7 @@ impl House {
             ));
         }
         if !whom.is_empty() {
-            self.tenants.iter_mut().for_each(|tenant| tenant.is_kept = whom.contains(&tenant.name));
+            self.tenants.iter_mut().for_each(|tenant| tenant.has_target = whom.contains(&tenant.name));
         }
         Ok(())
     }
@@ -197,7 +197,7 @@ impl House {
     }
 
     /// Sets the limits of a tenant.
-    pub(super) fn limit(&self, world: &mut World, tenant: usize, limits: Limits) {
+    pub(super) fn set_limits(&self, world: &mut WorldSpec, tenant: usize, limits: Limits) {
         self.hold(world, tenant, |hold| {
             hold.limits = limits;
             // A watermark would lift the limits at times; then no target could be guaranteed.
@@ -206,7 +206,7 @@ impl House {
     }
 
     /// Settings of a tenant in the config file.
-    pub(super) fn held(&self, tenant: usize) -> &DiskSettings {
+    pub(super) fn configured(&self, tenant: usize) -> &DiskSettings {
         let Tenant { group, disks, .. } = &self.tenants[tenant];
         match group {
             Some(group) => &self.world.groups[*group].hold,
@@ -230,15 +230,15 @@ impl House {
         (self.open.contains(&group) && is_limited && tenants.iter().all(is_in)).then_some(group)
     }
 
-    fn first_disk(&self, tenant: usize) -> &Disk {
+    fn first_disk(&self, tenant: usize) -> &DiskSpec {
         &self.world.disks[self.disks[self.tenants[tenant].disks[0]]]
     }
 
-    pub(super) fn share(&self, world: &mut World, tenant: usize, share: Share) {
+    pub(super) fn share(&self, world: &mut WorldSpec, tenant: usize, share: NodeShare) {
         self.hold(world, tenant, |hold| hold.share = share);
     }
 
-    fn hold(&self, world: &mut World, tenant: usize, change: impl Fn(&mut DiskSettings)) {
+    fn hold(&self, world: &mut WorldSpec, tenant: usize, change: impl Fn(&mut DiskSettings)) {
         let Tenant { group, disks, .. } = &self.tenants[tenant];
         match group {
             Some(group) => change(&mut world.groups[*group].hold),
@@ -247,9 +247,9 @@ impl House {
     }
 
     /// A world with the disks of these tenants, all groups, and only the devices that they use.
-    pub(super) fn room(&self, world: &World, tenants: &[usize]) -> Room {
-        let mut room = Room {
-            world: World { groups: world.groups.clone(), ..World::default() },
+    pub(super) fn world_of(&self, world: &WorldSpec, tenants: &[usize]) -> TenantWorld {
+        let mut room = TenantWorld {
+            world: WorldSpec { groups: world.groups.clone(), ..WorldSpec::default() },
             disks: Vec::new(),
             tenant_of: Vec::new(),
         };
@@ -260,7 +260,7 @@ impl House {
                 let mut disk = world.disks[self.disks[of_trace]].clone();
                 // Stations and budgets are renumbered on first use, so that shared ones stay
                 // shared.
-                let mut moved = |at: Place| Place {
+                let mut moved = |at: DevicePlacement| DevicePlacement {
                     station: at.station.map(|station| {
                         *stations
                             .entry(station)
@@ -282,20 +282,20 @@ impl House {
     /// Sets of tenants that share a device, or an open group with limits.
     pub(super) fn neighbours(&self) -> Vec<Vec<usize>> {
         #[derive(PartialEq, Eq, Hash)]
-        enum Common {
+        enum SharedResource {
             Station(usize),
             Budget(usize),
             Group(usize),
         }
         // Union of sets: two tenants with a common resource join their sets.
-        let mut first: HashMap<Common, usize> = HashMap::new();
+        let mut first: HashMap<SharedResource, usize> = HashMap::new();
         let mut sets: Vec<Vec<usize>> = (0..self.tenants.len()).map(|tenant| vec![tenant]).collect();
         let mut set_of: Vec<usize> = (0..self.tenants.len()).collect();
         for (disk, &tenant) in self.tenant_of.iter().enumerate().filter(|(_, tenant)| **tenant != usize::MAX)
         {
-            let Place { station, budget } = self.world.disks[disk].place;
-            let devices = station.map(Common::Station).into_iter().chain(budget.map(Common::Budget));
-            for common in devices.chain(self.limited_around(tenant).map(Common::Group)) {
+            let DevicePlacement { station, budget } = self.world.disks[disk].place;
+            let devices = station.map(SharedResource::Station).into_iter().chain(budget.map(SharedResource::Budget));
+            for common in devices.chain(self.limited_around(tenant).map(SharedResource::Group)) {
                 // The first tenant at a resource represents it; later ones join its set.
                 let other = set_of[*first.entry(common).or_insert(tenant)];
                 let own = set_of[tenant];

@@ -3,15 +3,15 @@
 
 use std::sync::atomic::AtomicBool;
 
-use policy::throttle::{Limit, LimitKind, Limits, Unit};
+use policy::throttle::{RateLimit, LimitKind, Limits, ReservationUnit};
 
 use super::{
-    arrivals::{Arrival, Arrivals},
-    certainty::{self, Blocks, Interval},
+    arrivals::{TraceArrival, TraceArrivals},
+    certainty::{self, TraceBlocks, ConfidenceInterval},
     envelope::demand,
-    house::{House, Room},
-    search::{Amount, Smallest, Terms, smallest, whole},
-    trial::{Felt, Judge, Trial},
+    house::{Tenants, TenantWorld},
+    search::{RequestVolume, SmallestLimits, SearchTerms, smallest, valid_rate},
+    trial::{TrialResult, TrialCriterion, SimulatedTrial},
 };
 
 /// Steps in which insufficient limits are raised: by 1 %, doubling each time.
@@ -21,44 +21,44 @@ const HALVINGS: u32 = 5;
 
 /// Result for a tenant whose requests move data.
 #[derive(Clone, Debug)]
-pub(super) struct Need {
+pub(super) struct TenantLimits {
     /// By unit; `None` if that unit is not limited.
-    pub(super) smallest: [Option<Smallest>; 2],
+    pub(super) smallest: [Option<SmallestLimits>; 2],
     /// Confidence interval of each, or the reason why there is none.
-    pub(super) certainty: [Option<Result<Interval, String>>; 2],
+    pub(super) certainty: [Option<Result<ConfidenceInterval, String>>; 2],
     /// Simulated alone with these limits.
-    pub(super) felt: Felt,
+    pub(super) felt: TrialResult,
     /// Latency at the percentile if the target is missed even without limits and neighbours.
     pub(super) impossible_ns: Option<u64>,
 }
 
-impl Need {
+impl TenantLimits {
     pub(super) fn limits(&self) -> Limits {
         limits_of(self.smallest.map(|smallest| smallest.map(|it| it.limit)))
     }
 }
 
-pub(super) const fn kind(unit: Unit) -> LimitKind {
+pub(super) const fn total_limit_kind(unit: ReservationUnit) -> LimitKind {
     match unit {
-        Unit::Iops => LimitKind::IopsTotal,
-        Unit::Bps => LimitKind::BpsTotal,
+        ReservationUnit::Iops => LimitKind::IopsTotal,
+        ReservationUnit::Bps => LimitKind::BpsTotal,
     }
 }
 
-pub(super) fn limits_of(by_unit: [Option<Limit>; 2]) -> Limits {
+pub(super) fn limits_of(by_unit: [Option<RateLimit>; 2]) -> Limits {
     let mut limits = Limits::default();
-    for (unit, limit) in Unit::ALL.into_iter().zip(by_unit) {
-        *limits.limit_mut(kind(unit)) = limit.unwrap_or(Limit::NONE);
+    for (unit, limit) in ReservationUnit::ALL.into_iter().zip(by_unit) {
+        *limits.limit_mut(total_limit_kind(unit)) = limit.unwrap_or(RateLimit::NONE);
     }
     limits
 }
 
-pub(super) fn amount(arrivals: &Arrivals, disks: &[usize], unit: Unit) -> Amount {
-    let blocks = Blocks::new(arrivals.length_ns);
-    let (mut amount, mut in_block) = (Amount::default(), vec![0.0; blocks.count]);
+pub(super) fn amount(arrivals: &TraceArrivals, disks: &[usize], unit: ReservationUnit) -> RequestVolume {
+    let blocks = TraceBlocks::new(arrivals.length_ns);
+    let (mut amount, mut in_block) = (RequestVolume::default(), vec![0.0; blocks.count]);
     for stream in disks.iter().map(|&disk| &arrivals.streams[disk]) {
         amount.requests += stream.requests;
-        amount.units += if unit == Unit::Iops { stream.requests } else { stream.moved_bytes };
+        amount.units += if unit == ReservationUnit::Iops { stream.requests } else { stream.moved_bytes };
         amount.peak = amount.peak.saturating_add(stream.peak[unit.index()]);
         demand(stream.iter(), unit).for_each(|(at_ns, units)| in_block[blocks.of(at_ns)] += units);
     }
@@ -69,40 +69,40 @@ pub(super) fn amount(arrivals: &Arrivals, disks: &[usize], unit: Unit) -> Amount
 }
 
 /// Requests of a tenant by time, without their disks.
-pub(super) fn together<'a>(
-    arrivals: &'a Arrivals,
+pub(super) fn merged_arrivals<'a>(
+    arrivals: &'a TraceArrivals,
     disks: &'a [usize],
-) -> Box<dyn Iterator<Item = Arrival> + 'a> {
+) -> Box<dyn Iterator<Item = TraceArrival> + 'a> {
     match disks {
         [only] => Box::new(arrivals.streams[*only].iter()),
-        _ => Box::new(arrivals.of(disks).map(|(_, arrival)| arrival)),
+        _ => Box::new(arrivals.merged(disks).map(|(_, arrival)| arrival)),
     }
 }
 
 /// Common input of all searches.
 #[derive(Clone, Copy)]
-pub(super) struct Search<'a> {
-    pub(super) house: &'a House,
-    pub(super) arrivals: &'a Arrivals,
-    pub(super) judge: Judge,
+pub(super) struct AdviseSearch<'a> {
+    pub(super) house: &'a Tenants,
+    pub(super) arrivals: &'a TraceArrivals,
+    pub(super) judge: TrialCriterion,
     pub(super) over_s: f64,
     pub(super) stop: &'a AtomicBool,
 }
 
-impl Search<'_> {
+impl AdviseSearch<'_> {
     /// The smallest limits of a tenant; `None` if it has no request that is ever limited.
-    pub(super) fn need(&self, tenant: usize, units: &[Unit]) -> anyhow::Result<Option<Need>> {
+    pub(super) fn limits_alone(&self, tenant: usize, units: &[ReservationUnit]) -> anyhow::Result<Option<TenantLimits>> {
         let disks = &self.house.tenants[tenant].disks;
-        let requests = amount(self.arrivals, disks, Unit::Iops).requests;
+        let requests = amount(self.arrivals, disks, ReservationUnit::Iops).requests;
         if requests == 0 {
             return Ok(None);
         }
-        let room = self.house.room(&self.house.bare, &[tenant]);
+        let room = self.house.world_of(&self.house.bare, &[tenant]);
         let target = self.judge.target;
-        let mut need = Need {
+        let mut need = TenantLimits {
             smallest: [None; 2],
             certainty: [None, None],
-            felt: self.alone(&room, tenant, [None; 2])?,
+            felt: self.simulate_alone(&room, tenant, [None; 2])?,
             impossible_ns: None,
         };
         // Further search is pointless: no limit improves the latency of a tenant that is alone.
@@ -112,10 +112,10 @@ impl Search<'_> {
         }
         // Waits may use only the time that the device leaves of the target.
         let free_ns = target.time_ns.saturating_sub(need.felt.judged_ns(&self.judge));
-        let terms = Terms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
+        let terms = SearchTerms { target, wait_s: free_ns as f64 / 1e9, over_s: self.over_s };
         for &unit in units {
             let found = smallest(
-                || together(self.arrivals, disks),
+                || merged_arrivals(self.arrivals, disks),
                 unit,
                 &amount(self.arrivals, disks, unit),
                 &terms,
@@ -123,8 +123,8 @@ impl Search<'_> {
             need.smallest[unit.index()] = found;
         }
         // The computed limits ignore the device's queue; a common factor corrects them.
-        let (times, felt) = self.fit(&room, tenant, &need)?;
-        for unit in Unit::ALL {
+        let (times, felt) = self.fit_to_simulation(&room, tenant, &need)?;
+        for unit in ReservationUnit::ALL {
             if let Some(smallest) = &mut need.smallest[unit.index()] {
                 smallest.limit = scaled(smallest.limit, times, unit);
                 smallest.steady = scale(smallest.steady, times, unit);
@@ -138,23 +138,23 @@ impl Search<'_> {
             terms.wait_s
         };
         need.felt = felt;
-        for unit in Unit::ALL {
-            let Some(Smallest { limit, .. }) = need.smallest[unit.index()] else { continue };
-            let demand = demand(together(self.arrivals, disks), unit);
-            let terms = Terms { wait_s, ..terms };
+        for unit in ReservationUnit::ALL {
+            let Some(SmallestLimits { limit, .. }) = need.smallest[unit.index()] else { continue };
+            let demand = demand(merged_arrivals(self.arrivals, disks), unit);
+            let terms = SearchTerms { wait_s, ..terms };
             need.certainty[unit.index()] =
-                Some(certainty::interval(demand, unit, limit, &terms, self.judge.blocks));
+                Some(certainty::limit_interval(demand, unit, limit, &terms, self.judge.blocks));
         }
         Ok(Some(need))
     }
 
     /// The smallest factor on the limits that suffices in a simulation, and its result.
-    fn fit(&self, room: &Room, tenant: usize, need: &Need) -> anyhow::Result<(f64, Felt)> {
+    fn fit_to_simulation(&self, room: &TenantWorld, tenant: usize, need: &TenantLimits) -> anyhow::Result<(f64, TrialResult)> {
         let limits = |times: f64| {
-            Unit::ALL.map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
+            ReservationUnit::ALL.map(|unit| need.smallest[unit.index()].map(|it| scaled(it.limit, times, unit)))
         };
-        let trial = |times: f64| self.alone(room, tenant, limits(times));
-        let holds = |felt: &Felt| felt.holds(&self.judge.target);
+        let trial = |times: f64| self.simulate_alone(room, tenant, limits(times));
+        let holds = |felt: &TrialResult| felt.holds(&self.judge.target);
         let (mut low, mut high) = (1.0, 1.0);
         let mut felt = trial(1.0)?;
         if holds(&felt) {
@@ -187,8 +187,8 @@ impl Search<'_> {
         Ok((high, felt))
     }
 
-    fn alone(&self, room: &Room, tenant: usize, limits: [Option<Limit>; 2]) -> anyhow::Result<Felt> {
-        let Room { world, disks, tenant_of } = room;
+    fn simulate_alone(&self, room: &TenantWorld, tenant: usize, limits: [Option<RateLimit>; 2]) -> anyhow::Result<TrialResult> {
+        let TenantWorld { world, disks, tenant_of } = room;
         let of = &self.house.tenants[tenant];
         let mut world = world.clone();
         // The room has only this tenant's disks, so a lone disk has index 0.
@@ -197,26 +197,26 @@ impl Search<'_> {
             None => &mut world.disks[0].hold,
         };
         hold.limits = limits_of(limits);
-        let trial = Trial { world: &world, disks, tenants: tenant_of, count: 1 };
+        let trial = SimulatedTrial { world: &world, disks, tenants: tenant_of, count: 1 };
         let felt = match of.disks[..] {
             // One stream is ordered already.
             [only] => {
                 let arrivals = self.arrivals.streams[only].iter().map(|arrival| (only, arrival));
                 trial.run(arrivals, &self.judge, self.stop)?
             }
-            _ => trial.run(self.arrivals.of(&of.disks), &self.judge, self.stop)?,
+            _ => trial.run(self.arrivals.merged(&of.disks), &self.judge, self.stop)?,
         };
         Ok(felt.into_iter().next().expect("there is one tenant"))
     }
 }
 
-fn scale(rate: u64, times: f64, unit: Unit) -> u64 {
+fn scale(rate: u64, times: f64, unit: ReservationUnit) -> u64 {
     // The common case, exact without rounding.
-    if times == 1.0 { rate } else { whole(rate as f64 * times, unit) }
+    if times == 1.0 { rate } else { valid_rate(rate as f64 * times, unit) }
 }
 
-fn scaled(limit: Limit, times: f64, unit: Unit) -> Limit {
+fn scaled(limit: RateLimit, times: f64, unit: ReservationUnit) -> RateLimit {
     let rate = scale(limit.rate, times, unit);
     let burst_rate = if limit.burst_rate == 0 { 0 } else { scale(limit.burst_rate, times, unit).max(rate) };
-    Limit { rate, burst_rate, ..limit }
+    RateLimit { rate, burst_rate, ..limit }
 }

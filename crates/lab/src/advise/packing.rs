@@ -8,15 +8,15 @@
 
 use std::{cmp::Reverse, collections::HashMap};
 
-use policy::device::Rates;
+use policy::device::DeviceRates;
 use simulator::{
-    device::{Devices, Place, StationSpec},
-    world::World,
+    device::{SimulatedDevices, DevicePlacement, StationSpec},
+    world::WorldSpec,
 };
 
 use super::{
-    need::Search,
-    trial::{Felt, Trial},
+    need::AdviseSearch,
+    trial::{TrialResult, SimulatedTrial},
 };
 
 /// Bound on identical devices.
@@ -26,18 +26,18 @@ const MOST_IN_ALL_WAYS: usize = 64;
 /// Requests simulated in an exhaustive search before it is abandoned.
 const MOST_TRIED: u64 = 5_000_000;
 /// Thresholds of utilization, tried in this order.
-const FULL: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
+const THRESHOLDS: [f64; 10] = [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1];
 
-pub(super) type Device = (StationSpec, Rates);
+pub(super) type DeviceModel = (StationSpec, DeviceRates);
 
 /// The available devices: any number of one kind, or an inventory.
 #[derive(Clone, Debug)]
-pub(super) enum Supply {
-    Any(Device),
-    These(Vec<Device>),
+pub(super) enum AvailableDevices {
+    Any(DeviceModel),
+    These(Vec<DeviceModel>),
 }
 
-impl Supply {
+impl AvailableDevices {
     fn most(&self) -> usize {
         match self {
             Self::Any(_) => MOST_DEVICES,
@@ -45,7 +45,7 @@ impl Supply {
         }
     }
 
-    fn at(&self, place: usize) -> Device {
+    fn at(&self, place: usize) -> DeviceModel {
         match self {
             Self::Any(any) => *any,
             Self::These(these) => these[place],
@@ -55,18 +55,18 @@ impl Supply {
 
 /// A device with its tenants and their simulated results.
 #[derive(Debug)]
-pub(super) struct Packed {
+pub(super) struct DeviceAssignment {
     /// Index of the device; of identical devices, their running number.
     pub(super) device: usize,
     pub(super) tenants: Vec<usize>,
-    pub(super) felt: Vec<Felt>,
+    pub(super) felt: Vec<TrialResult>,
     /// Utilization in the busiest part of the trace.
     pub(super) busiest: f64,
 }
 
 #[derive(Debug)]
 pub(super) struct Packing {
-    pub(super) devices: Vec<Packed>,
+    pub(super) devices: Vec<DeviceAssignment>,
     /// Tenants that fit nowhere, even alone.
     pub(super) left_over: Vec<usize>,
     /// Lower bound on the number of devices, by the amount of work.
@@ -74,7 +74,7 @@ pub(super) struct Packing {
 }
 
 /// Packs all tenants that have requests.
-pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Packing> {
+pub(super) fn pack(search: &AdviseSearch<'_>, devices: &AvailableDevices) -> anyhow::Result<Packing> {
     let packer = Packer::new(search, devices);
     let mut packing = Packing { devices: Vec::new(), left_over: Vec::new(), at_least: packer.at_least() };
     let mut order = Vec::new();
@@ -97,9 +97,9 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
     order.sort_by_key(|&tenant| (Reverse((packer.peak(0, tenant) * 1e9) as u64), tenant));
     let mut best: Option<Vec<Vec<usize>>> = None;
     // From dense to loose: the first threshold whose packing passes the simulation wins.
-    for full in FULL {
+    for full in THRESHOLDS {
         if let Some(bins) = packer.first_fit(&order, full)
-            && packer.all_hold(&bins)?
+            && packer.all_keep_target(&bins)?
         {
             best = Some(bins);
             break;
@@ -110,7 +110,7 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
     let most = best.as_ref().map_or(devices.most().min(order.len()), |bins| used(bins).saturating_sub(1));
     for count in (packing.at_least.max(1)..=most).take(if order.is_empty() { 0 } else { MOST_DEVICES }) {
         let bins = packer.spread(&order, count);
-        let bins = if packer.all_hold(&bins)? { Some(bins) } else { packer.any_way(&order, count)? };
+        let bins = if packer.all_keep_target(&bins)? { Some(bins) } else { packer.exhaustive(&order, count)? };
         if bins.is_some() {
             best = bins;
             break;
@@ -125,7 +125,7 @@ pub(super) fn pack(search: &Search<'_>, devices: &Supply) -> anyhow::Result<Pack
         tenants.sort_unstable();
         let felt = packer.run(device, &tenants)?;
         let busiest = packer.busiest(device, &tenants);
-        packing.devices.push(Packed { device, tenants, felt, busiest });
+        packing.devices.push(DeviceAssignment { device, tenants, felt, busiest });
     }
     Ok(packing)
 }
@@ -135,23 +135,23 @@ fn used(bins: &[Vec<usize>]) -> usize {
 }
 
 struct Packer<'a> {
-    search: &'a Search<'a>,
-    devices: &'a Supply,
+    search: &'a AdviseSearch<'a>,
+    devices: &'a AvailableDevices,
     /// Seconds of work in each part of the trace, by kind of device and tenant.
     work: Vec<Vec<Vec<f64>>>,
     part_s: f64,
 }
 
 impl<'a> Packer<'a> {
-    fn new(search: &'a Search<'a>, devices: &'a Supply) -> Self {
+    fn new(search: &'a AdviseSearch<'a>, devices: &'a AvailableDevices) -> Self {
         let blocks = search.judge.blocks;
-        let work = |(station, rates): Device| {
+        let work = |(station, rates): DeviceModel| {
             let of_tenant = |tenant: usize| {
                 let mut work = vec![0.0; blocks.count];
-                let mut worked = Worked::new(station, rates);
+                let mut worked = ServiceTime::new(station, rates);
                 // Work is attributed to the arrival's block, although a backlog may be served
                 // later.
-                for (_, arrival) in search.arrivals.of(&search.house.tenants[tenant].disks) {
+                for (_, arrival) in search.arrivals.merged(&search.house.tenants[tenant].disks) {
                     work[blocks.of(arrival.at_ns)] += worked.add(arrival.op, arrival.length);
                 }
                 work
@@ -159,8 +159,8 @@ impl<'a> Packer<'a> {
             (0..search.house.tenants.len()).map(of_tenant).collect()
         };
         let kinds = match devices {
-            Supply::Any(_) => 1,
-            Supply::These(these) => these.len(),
+            AvailableDevices::Any(_) => 1,
+            AvailableDevices::These(these) => these.len(),
         };
         let work = (0..kinds).map(|kind| work(devices.at(kind))).collect();
         Self { search, devices, work, part_s: blocks.seconds(search.arrivals.length_ns) }
@@ -252,20 +252,20 @@ impl<'a> Packer<'a> {
 
     /// Backtracking over all assignments, disk by disk. Prunes: additional requests never make a
     /// device faster, so an infeasible set has no feasible superset.
-    fn any_way(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
+    fn exhaustive(&self, order: &[usize], count: usize) -> anyhow::Result<Option<Vec<Vec<usize>>>> {
         if order.len() > MOST_IN_ALL_WAYS {
             return Ok(None);
         }
-        let mut ways = Ways { packer: self, order, left: MOST_TRIED, known: HashMap::new() };
+        let mut ways = ExhaustiveSearch { packer: self, order, left: MOST_TRIED, known: HashMap::new() };
         let mut bins = vec![0; count];
-        let found = ways.go_on(0, &mut bins)?;
+        let found = ways.place_next(0, &mut bins)?;
         let places = |bin: &u64| {
             (0..order.len()).filter(|place| bin >> place & 1 == 1).map(|place| order[place]).collect()
         };
         Ok(found.then(|| bins.iter().map(places).collect()))
     }
 
-    fn all_hold(&self, bins: &[Vec<usize>]) -> anyhow::Result<bool> {
+    fn all_keep_target(&self, bins: &[Vec<usize>]) -> anyhow::Result<bool> {
         for (device, tenants) in bins.iter().enumerate() {
             // Twice the capacity in any part cannot meet a target: saves a long simulation.
             if !tenants.is_empty() && (self.busiest(device, tenants) > 2.0 || !self.holds(device, tenants)?) {
@@ -279,21 +279,21 @@ impl<'a> Packer<'a> {
         Ok(self.run(device, tenants)?.iter().all(|felt| felt.holds(&self.search.judge.target)))
     }
 
-    fn run(&self, device: usize, tenants: &[usize]) -> anyhow::Result<Vec<Felt>> {
+    fn run(&self, device: usize, tenants: &[usize]) -> anyhow::Result<Vec<TrialResult>> {
         let house = self.search.house;
-        let mut room = house.room(&house.bare, tenants);
+        let mut room = house.world_of(&house.bare, tenants);
         let place = room.world.add_device(self.devices.at(self.kind(device)));
         room.world.disks.iter_mut().for_each(|disk| disk.place = place);
         let disks: Vec<usize> =
             tenants.iter().flat_map(|&tenant| house.tenants[tenant].disks.iter().copied()).collect();
         let trial =
-            Trial { world: &room.world, disks: &room.disks, tenants: &room.tenant_of, count: tenants.len() };
-        trial.run(self.search.arrivals.of(&disks), &self.search.judge, self.search.stop)
+            SimulatedTrial { world: &room.world, disks: &room.disks, tenants: &room.tenant_of, count: tenants.len() };
+        trial.run(self.search.arrivals.merged(&disks), &self.search.judge, self.search.stop)
     }
 }
 
 /// Exhaustive search. A set of disks is a bit mask of their positions in the order.
-struct Ways<'a> {
+struct ExhaustiveSearch<'a> {
     packer: &'a Packer<'a>,
     order: &'a [usize],
     /// Budget of requests to simulate.
@@ -302,8 +302,8 @@ struct Ways<'a> {
     known: HashMap<(usize, u64), bool>,
 }
 
-impl Ways<'_> {
-    fn go_on(&mut self, place: usize, bins: &mut [u64]) -> anyhow::Result<bool> {
+impl ExhaustiveSearch<'_> {
+    fn place_next(&mut self, place: usize, bins: &mut [u64]) -> anyhow::Result<bool> {
         if place == self.order.len() {
             return Ok(true);
         }
@@ -318,7 +318,7 @@ impl Ways<'_> {
             let before = bins[device];
             bins[device] |= 1 << place;
             // Depth-first; the assignment is undone below if the rest does not fit.
-            if self.holds(kind, bins[device])? && self.go_on(place + 1, bins)? {
+            if self.holds(kind, bins[device])? && self.place_next(place + 1, bins)? {
                 return Ok(true);
             }
             bins[device] = before;
@@ -345,22 +345,22 @@ impl Ways<'_> {
 }
 
 /// Accumulates the service time of a device, in seconds.
-struct Worked {
-    devices: Devices,
-    place: Place,
+struct ServiceTime {
+    devices: SimulatedDevices,
+    place: DevicePlacement,
     before_ns: u64,
 }
 
-impl Worked {
-    fn new(station: StationSpec, rates: Rates) -> Self {
-        let mut world = World::default();
+impl ServiceTime {
+    fn new(station: StationSpec, rates: DeviceRates) -> Self {
+        let mut world = WorldSpec::default();
         let place = world.add_device((station, rates));
-        let mut devices = Devices::default();
+        let mut devices = SimulatedDevices::default();
         devices.follow(&world.stations, &world.budgets);
         Self { devices, place, before_ns: 0 }
     }
 
-    fn add(&mut self, op: recording::Op, length: u64) -> f64 {
+    fn add(&mut self, op: recording::RequestOp, length: u64) -> f64 {
         // All requests begin at time 0: only the accumulated service time is of interest.
         self.devices.begin(self.place, op, length, 0);
         // Far in the future, when all work is complete.

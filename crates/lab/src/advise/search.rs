@@ -15,12 +15,12 @@
 //!
 //! Pure: no I/O, no clock, and the same requests give the same limit.
 
-use policy::throttle::{Limit, MAX_VALUE, Unit};
+use policy::throttle::{RateLimit, MAX_VALUE, ReservationUnit};
 
 use super::{
-    arrivals::{Arrival, SLOT_NS},
-    envelope::{Lane, NO_BURST_S, demand, measure, over},
-    target::Target,
+    arrivals::{TraceArrival, SLOT_NS},
+    envelope::{RateHistogram, NO_BURST_S, demand, measure_rates, late_requests},
+    target::LatencyTarget,
 };
 
 const COARSE: usize = 24;
@@ -31,7 +31,7 @@ const KIB: u64 = 1024;
 
 /// Volume of a tenant's requests.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Amount {
+pub(super) struct RequestVolume {
     pub(super) requests: u64,
     pub(super) units: u64,
     /// Maximum in one slot.
@@ -42,8 +42,8 @@ pub(super) struct Amount {
 
 /// Criterion for limits.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Terms {
-    pub(super) target: Target,
+pub(super) struct SearchTerms {
+    pub(super) target: LatencyTarget,
     /// Tolerated wait; less than the target's time if the device needs the rest.
     pub(super) wait_s: f64,
     /// Seconds over which a burst is spread to compare it with a rate.
@@ -52,19 +52,19 @@ pub(super) struct Terms {
 
 /// The smallest limits of one unit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Smallest {
+pub(super) struct SmallestLimits {
     /// The limit with the least capacity.
-    pub(super) limit: Limit,
+    pub(super) limit: RateLimit,
     /// The smallest rate that needs no burst.
     pub(super) steady: u64,
 }
 
 /// Units per second that may be admitted within `over_s`.
-pub(super) fn capacity(limit: Limit, over_s: f64) -> f64 {
+pub(super) fn capacity(limit: RateLimit, over_s: f64) -> f64 {
     limit.rate as f64 + size(limit) / over_s
 }
 
-fn size(limit: Limit) -> f64 {
+fn size(limit: RateLimit) -> f64 {
     match limit.burst_rate {
         0 => limit.rate as f64 * NO_BURST_S,
         burst => burst as f64 * limit.burst_length_s as f64,
@@ -73,16 +73,16 @@ fn size(limit: Limit) -> f64 {
 
 /// Searches the smallest limit for at least one request. `None` if it would exceed the largest
 /// valid limit.
-pub(super) fn smallest<A: Iterator<Item = Arrival>>(
+pub(super) fn smallest<A: Iterator<Item = TraceArrival>>(
     arrivals: impl Fn() -> A,
-    unit: Unit,
-    amount: &Amount,
-    terms: &Terms,
-) -> Option<Smallest> {
-    let allowed = terms.target.allowed(amount.requests);
-    let mut points = Points { allowed, terms: *terms, steady: f64::INFINITY, below: 0.0, best: Vec::new() };
+    unit: ReservationUnit,
+    amount: &RequestVolume,
+    terms: &SearchTerms,
+) -> Option<SmallestLimits> {
+    let allowed = terms.target.allowed_late(amount.requests);
+    let mut points = MeasuredRates { allowed, terms: *terms, steady: f64::INFINITY, below: 0.0, best: Vec::new() };
     let mut look = |rates: &[f64]| {
-        points.take(&measure(demand(arrivals(), unit), unit, rates, terms.wait_s));
+        points.add(&measure_rates(demand(arrivals(), unit), unit, rates, terms.wait_s));
         points.next()
     };
     // At this rate no request waits: a bucket of a tenth of a second holds two slots at their peak,
@@ -94,30 +94,30 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     for _ in 0..=REFINEMENTS {
         rates = look(&rates);
     }
-    let whole = |units: f64| whole(units, unit);
+    let whole = |units: f64| valid_rate(units, unit);
     // If no rate sufficed without a burst, the upper bound is tried in whole numbers.
-    let steady = Limit { rate: whole(points.steady.min(high)), ..Limit::NONE };
+    let steady = RateLimit { rate: whole(points.steady.min(high)), ..RateLimit::NONE };
     let mut best = steady;
     if let Some(&(_, rate, size_s)) = points.cheapest() {
-        let bursting = bursting(rate, size_s, steady.rate, whole);
+        let bursting = limit_with_burst(rate, size_s, steady.rate, whole);
         // A burst pays only if it reduces the capacity within `over_s`.
         if capacity(bursting, terms.over_s) < capacity(steady, terms.over_s) {
             best = bursting;
         }
     }
     // Verified in whole numbers and with both buckets of a long burst.
-    let holds = |limit: Limit| over(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
-    let grown = |limit: Limit| {
+    let holds = |limit: RateLimit| late_requests(demand(arrivals(), unit), unit, limit, 1.0, terms.wait_s) <= allowed;
+    let grown = |limit: RateLimit| {
         // At least one more, or small rates would never grow by rounding.
         let grow = |rate: u64| whole(rate as f64 * 1.01).max(rate + 1);
-        let Limit { rate, burst_rate, burst_length_s } = limit;
-        Limit {
+        let RateLimit { rate, burst_rate, burst_length_s } = limit;
+        RateLimit {
             rate: grow(rate),
             burst_rate: if burst_rate > 0 { grow(burst_rate) } else { 0 },
             burst_length_s,
         }
     };
-    let until_it_holds = |mut limit: Limit| {
+    let until_it_holds = |mut limit: RateLimit| {
         // Bounded: 200 steps of 1 % are a factor of seven, more than rounding ever needs.
         for _ in 0..200 {
             if holds(limit) {
@@ -130,21 +130,21 @@ pub(super) fn smallest<A: Iterator<Item = Arrival>>(
     let limit = until_it_holds(best);
     let steady = if best == steady { limit.rate } else { until_it_holds(steady).rate };
     let is_valid =
-        |limit: Limit| limit.rate.max(limit.burst_rate) <= MAX_VALUE && size(limit) <= MAX_VALUE as f64;
-    (is_valid(limit) && holds(limit)).then_some(Smallest { limit, steady })
+        |limit: RateLimit| limit.rate.max(limit.burst_rate) <= MAX_VALUE && size(limit) <= MAX_VALUE as f64;
+    (is_valid(limit) && holds(limit)).then_some(SmallestLimits { limit, steady })
 }
 
 /// The next valid rate, rounded up; to KiB for bytes.
-pub(super) fn whole(units: f64, unit: Unit) -> u64 {
+pub(super) fn valid_rate(units: f64, unit: ReservationUnit) -> u64 {
     match unit {
-        Unit::Iops => (units.ceil() as u64).clamp(1, MAX_VALUE),
-        Unit::Bps => (units / KIB as f64).ceil().clamp(1.0, (MAX_VALUE / KIB) as f64) as u64 * KIB,
+        ReservationUnit::Iops => (units.ceil() as u64).clamp(1, MAX_VALUE),
+        ReservationUnit::Bps => (units / KIB as f64).ceil().clamp(1.0, (MAX_VALUE / KIB) as f64) as u64 * KIB,
     }
 }
 
 /// A limit of this rate with a bucket of `size_s` seconds of it; bursts longer than a second run at
 /// `steady`.
-fn bursting(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> Limit {
+fn limit_with_burst(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> RateLimit {
     let size = rate * size_s;
     let rate = whole(rate);
     let fast = steady.max(rate);
@@ -153,9 +153,9 @@ fn bursting(rate: f64, size_s: f64, steady: u64, whole: impl Fn(f64) -> u64) -> 
     let burst_length_s = (size / fast as f64).ceil().max(1.0) as u64;
     let burst_rate = whole(size / burst_length_s as f64).max(rate);
     if burst_length_s == 1 {
-        return Limit { rate, burst_rate, burst_length_s };
+        return RateLimit { rate, burst_rate, burst_length_s };
     }
-    Limit { rate, burst_rate: fast, burst_length_s }
+    RateLimit { rate, burst_rate: fast, burst_length_s }
 }
 
 fn spread(low: f64, high: f64, count: usize) -> Vec<f64> {
@@ -164,9 +164,9 @@ fn spread(low: f64, high: f64, count: usize) -> Vec<f64> {
 }
 
 /// Results of the rates measured so far.
-struct Points {
+struct MeasuredRates {
     allowed: u64,
-    terms: Terms,
+    terms: SearchTerms,
     /// The smallest rate known to suffice without a burst, and the largest known not to.
     steady: f64,
     below: f64,
@@ -174,8 +174,8 @@ struct Points {
     best: Vec<(f64, f64, f64)>,
 }
 
-impl Points {
-    fn take(&mut self, lanes: &[Lane]) {
+impl MeasuredRates {
+    fn add(&mut self, lanes: &[RateHistogram]) {
         for lane in lanes {
             let rate = lane.rate();
             if lane.over <= self.allowed {

@@ -8,22 +8,22 @@ use std::fmt::Write as _;
 
 use anyhow::{Context as _, anyhow};
 use block::layer::throttle::DiskSettings;
-use policy::throttle::{Limits, Part, Setting, Share};
+use policy::throttle::{Limits, LimitPart, LimitSetting, NodeShare};
 use settings::exact_size;
 use toml_edit::{DocumentMut, Item, Table, TableLike, Value, value};
 
 /// Changes of one disk or group.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Change {
+pub(super) struct AdvisedChange {
     pub(super) is_group: bool,
     pub(super) name: String,
     pub(super) limits: Limits,
     /// Its share in the group that it joins.
-    pub(super) share: Share,
+    pub(super) share: NodeShare,
     /// True to print every weight, because a running daemon may have changed them.
     pub(super) is_weighed: bool,
     /// Settings in the file; those not in the advice are removed.
-    pub(super) held: DiskSettings,
+    pub(super) before: DiskSettings,
     /// The group that it joins.
     pub(super) group: Option<String>,
     /// Size of a disk's placeholder image.
@@ -32,11 +32,11 @@ pub(super) struct Change {
     pub(super) is_new: bool,
 }
 
-impl Change {
+impl AdvisedChange {
     /// Options that differ from their defaults, with their values; true for sizes.
     fn options(&self) -> Vec<(&'static str, u64, bool)> {
-        let Self { limits, share, held: DiskSettings { share: held, .. }, .. } = self;
-        let limits = Setting::ALL.iter().filter(|setting| is_set(limits, **setting));
+        let Self { limits, share, before: DiskSettings { share: held, .. }, .. } = self;
+        let limits = LimitSetting::ALL.iter().filter(|setting| is_set(limits, **setting));
         let mut options: Vec<_> =
             limits.map(|setting| (setting.name(), self.limits.get(*setting), setting.is_size())).collect();
         // Shares have an effect within a group only.
@@ -71,8 +71,8 @@ impl Change {
         // Settings of the old file that the advice drops must be reset explicitly in a running
         // daemon.
         let ends =
-            |setting: &&Setting| is_set(&self.held.limits, **setting) && !is_set(&self.limits, **setting);
-        for setting in Setting::ALL.iter().filter(ends) {
+            |setting: &&LimitSetting| is_set(&self.before.limits, **setting) && !is_set(&self.limits, **setting);
+        for setting in LimitSetting::ALL.iter().filter(ends) {
             let _ = write!(line, " --{} {}", setting.name(), self.limits.get(*setting));
         }
         if let Some(group) = &self.group {
@@ -86,8 +86,8 @@ impl Change {
 }
 
 /// True if a setting differs from its default.
-pub(super) fn is_set(limits: &Limits, setting: Setting) -> bool {
-    let unset = u64::from(matches!(setting, Setting::Limit(_, Part::BurstLength)));
+pub(super) fn is_set(limits: &Limits, setting: LimitSetting) -> bool {
+    let unset = u64::from(matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength)));
     limits.get(setting) > unset
 }
 
@@ -106,7 +106,7 @@ fn quoted(word: &str) -> String {
 }
 
 /// Text of a config file with these changes: of `before`, or of a new one.
-pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result<String> {
+pub(super) fn config(before: Option<&str>, changes: &[AdvisedChange]) -> anyhow::Result<String> {
     let mut document: DocumentMut = before.unwrap_or_default().parse().context("the config is no TOML")?;
     for change in changes {
         let kind = if change.is_group { "group" } else { "disk" };
@@ -135,8 +135,8 @@ pub(super) fn config(before: Option<&str>, changes: &[Change]) -> anyhow::Result
         let table = of_kind.get_mut(&change.name).and_then(Item::as_table_like_mut);
         let table = table.ok_or_else(|| anyhow!("[{kind}.{}] is no table", change.name))?;
         // Old limits that are not in the advice are removed.
-        for setting in Setting::ALL {
-            if change.limits.get(setting) == 0 || matches!(setting, Setting::Limit(_, Part::BurstLength)) {
+        for setting in LimitSetting::ALL {
+            if change.limits.get(setting) == 0 || matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength)) {
                 table.remove(setting.name());
             }
         }
@@ -170,17 +170,17 @@ fn set(table: &mut dyn TableLike, name: &str, mut new: Value) {
 mod tests {
     use std::path::Path;
 
-    use policy::throttle::{Limit, LimitKind};
+    use policy::throttle::{RateLimit, LimitKind};
 
     use super::*;
 
-    fn change(name: &str, kind: LimitKind, limit: Limit) -> Change {
-        let mut change = Change { name: name.to_owned(), size_bytes: 5 << 20, ..Change::default() };
+    fn change(name: &str, kind: LimitKind, limit: RateLimit) -> AdvisedChange {
+        let mut change = AdvisedChange { name: name.to_owned(), size_bytes: 5 << 20, ..AdvisedChange::default() };
         *change.limits.limit_mut(kind) = limit;
         change
     }
 
-    const BURST: Limit = Limit { rate: 100, burst_rate: 400, burst_length_s: 3 };
+    const BURST: RateLimit = RateLimit { rate: 100, burst_rate: 400, burst_length_s: 3 };
 
     #[test]
     fn commands_can_be_pasted() {
@@ -189,31 +189,31 @@ mod tests {
         assert_eq!(line("vm1"), format!("weir throttle vm1 {options}"));
         assert_eq!(line("it's $a"), format!(r"weir throttle 'it'\''s $a' {options}"));
         assert_eq!(line("-f"), format!("weir throttle {options} -- -f"));
-        let bytes = change("vm1", LimitKind::BpsTotal, Limit { rate: 3 << 20, ..Limit::NONE });
+        let bytes = change("vm1", LimitKind::BpsTotal, RateLimit { rate: 3 << 20, ..RateLimit::NONE });
         assert_eq!(bytes.command(), "weir throttle vm1 --bps-total 3M");
-        let group = Change { is_new: true, is_group: true, ..change("shared", LimitKind::IopsTotal, BURST) };
+        let group = AdvisedChange { is_new: true, is_group: true, ..change("shared", LimitKind::IopsTotal, BURST) };
         assert_eq!(group.command(), format!("weir group add shared {options}"));
-        let member = Change {
+        let member = AdvisedChange {
             group: Some("shared".into()),
-            share: Share::default().with_reservation(7, 0),
-            ..Change::default()
+            share: NodeShare::default().with_reservation(7, 0),
+            ..AdvisedChange::default()
         };
-        let weighed = Change {
+        let weighed = AdvisedChange {
             name: "vm2".into(),
-            share: Share::new(500).unwrap(),
+            share: NodeShare::new(500).unwrap(),
             is_weighed: true,
             ..member.clone()
         };
         assert_eq!(weighed.command(), "weir throttle vm2 --weight 500 --group shared");
-        let mut held = DiskSettings { share: Share::new(50).unwrap().with_reservation(0, 9), ..weighed.held };
+        let mut held = DiskSettings { share: NodeShare::new(50).unwrap().with_reservation(0, 9), ..weighed.before };
         *held.limits.limit_mut(LimitKind::IopsRead) = BURST;
-        let promised = Change { share: Share::default(), is_weighed: false, held, ..weighed };
+        let promised = AdvisedChange { share: NodeShare::default(), is_weighed: false, before: held, ..weighed };
         assert_eq!(
             promised.command(),
             "weir throttle vm2 --weight 100 --bps-reservation 0 --iops-read 0 --iops-read-max 0 \
              --iops-read-max-length 1 --group shared"
         );
-        let member = Change { name: "vm1".into(), ..member };
+        let member = AdvisedChange { name: "vm1".into(), ..member };
         assert_eq!(member.command(), "weir throttle vm1 --iops-reservation 7 --group shared");
     }
 
@@ -223,7 +223,7 @@ mod tests {
         let changes = names.map(|name| change(name, LimitKind::IopsTotal, BURST));
         let text = config(None, &changes).unwrap();
         let draft = settings::config::parse("new.toml", &text, Path::new("")).unwrap();
-        let plan = settings::Plan::new(draft, 0).unwrap();
+        let plan = settings::DesiredState::new(draft, 0).unwrap();
         for (disk, name) in plan.disks.iter().zip(names) {
             assert_eq!((disk.name.as_str(), disk.settings.limits.limit(LimitKind::IopsTotal)), (name, BURST));
         }
@@ -234,10 +234,10 @@ mod tests {
     fn the_operators_file_keeps_what_is_not_about_limits() {
         let before = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 5 # once\nbps-total = \"1M\"\n\
                       iops-total-max = 50\niops-total-max-length = 9\n[group.gold]\nweight = 7\n";
-        let mut gold = change("gold", LimitKind::BpsTotal, Limit { rate: 1 << 20, ..Limit::NONE });
+        let mut gold = change("gold", LimitKind::BpsTotal, RateLimit { rate: 1 << 20, ..RateLimit::NONE });
         gold.is_group = true;
-        gold.held.share = Share::new(7).unwrap();
-        let changes = [change("vm1", LimitKind::IopsTotal, Limit { burst_length_s: 1, ..BURST }), gold];
+        gold.before.share = NodeShare::new(7).unwrap();
+        let changes = [change("vm1", LimitKind::IopsTotal, RateLimit { burst_length_s: 1, ..BURST }), gold];
         let after = config(Some(before), &changes).unwrap();
         let expected = "# Ours.\n[disk.vm1]\nimage = \"null:1M\"   # small\niops-total = 100 # once\n\
                         iops-total-max = 400\n[group.gold]\nweight = 7\nbps-total = \"1M\"\n";

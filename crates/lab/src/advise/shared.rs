@@ -22,15 +22,15 @@
 
 mod group;
 
-use policy::throttle::{Limit, LimitKind, Limits, Share, Unit};
-use simulator::{device::Devices, world::World};
+use policy::throttle::{RateLimit, LimitKind, Limits, NodeShare, ReservationUnit};
+use simulator::{device::SimulatedDevices, world::WorldSpec};
 
 use super::{
-    arrivals::Arrival,
-    certainty::{Interval, Judged, between},
-    house::Room,
-    need::{Need, Search, amount, limits_of},
-    trial::{Felt, Trial},
+    arrivals::TraceArrival,
+    certainty::{ConfidenceInterval, LateRequests, interval_of_tried},
+    house::TenantWorld,
+    need::{TenantLimits, AdviseSearch, amount, limits_of},
+    trial::{TrialResult, SimulatedTrial},
 };
 
 const MOST_SEARCHED: u64 = 2_000_000;
@@ -45,35 +45,35 @@ const LESS: f64 = 0.95;
 
 /// Settings for the tenants of a device.
 #[derive(Clone, Debug)]
-pub(super) struct Plan {
+pub(super) struct NeighbourPlan {
     /// By place among the neighbours; `None` for no limit.
     pub(super) limits: Vec<Option<Limits>>,
     /// Puts all of them in one group with these limits, and their shares in it. If they are in a
     /// common group already, its limits stay.
-    pub(super) group: Option<(Limits, Vec<Share>)>,
+    pub(super) group: Option<(Limits, Vec<NodeShare>)>,
 }
 
 /// Result of the search.
 #[derive(Debug)]
-pub(super) struct Found {
-    pub(super) plan: Plan,
+pub(super) struct NeighbourAdvice {
+    pub(super) plan: NeighbourPlan,
     /// Simulated results, in the order of the neighbours.
-    pub(super) felt: Vec<Felt>,
+    pub(super) felt: Vec<TrialResult>,
     pub(super) is_kept: bool,
     /// The shortest time of a target that all could keep, of all plans tried; set if the target is
     /// missed.
     pub(super) could_ns: Option<u64>,
     /// Confidence interval of the limits, or of the group's limit.
-    pub(super) interval: Option<Interval>,
+    pub(super) interval: Option<ConfidenceInterval>,
 }
 
 /// A plan simulated on the whole trace, the results, and true if it keeps the target.
-type Confirmed = (Plan, Vec<Felt>, bool);
+type ConfirmedPlan = (NeighbourPlan, Vec<TrialResult>, bool);
 
 /// A tenant's share of a device, or of a group's limit, whichever is larger.
 #[derive(Clone, Copy, Debug)]
-struct Load {
-    unit: Unit,
+struct TenantLoad {
+    unit: ReservationUnit,
     /// Seconds of the whole device that a unit takes.
     unit_s: f64,
     /// The smallest rate that its target needs alone; limits never exceed it.
@@ -84,28 +84,28 @@ struct Load {
 }
 
 /// Neighbours on a device.
-pub(super) struct Shared<'a> {
-    search: Search<'a>,
+pub(super) struct Neighbours<'a> {
+    search: AdviseSearch<'a>,
     tenants: &'a [usize],
-    loads: Vec<Load>,
+    loads: Vec<TenantLoad>,
     kept: Vec<bool>,
-    room: Room,
+    room: TenantWorld,
     disks: Vec<usize>,
     /// The group with limits that contains all of them.
     common: Option<usize>,
     /// Blocks that the search uses, and the number of late requests allowed in them, by tenant.
     blocks: Vec<bool>,
     allowed: Vec<u64>,
-    tried: Vec<Tried>,
+    tried: Vec<TriedPlan>,
 }
 
 /// Record of a tried level or group.
-struct Tried {
+struct TriedPlan {
     /// `None` for a group.
     level: Option<f64>,
     worst_ns: u64,
     /// Requests of the unlimited tenants, and of the limited ones.
-    judged: [Judged; 2],
+    judged: [LateRequests; 2],
 }
 
 /// Factors around the level found, tried for the confidence interval.
@@ -113,14 +113,14 @@ const BESIDE: [f64; 10] = [0.25, 0.35, 0.5, 0.7, 0.85, 1.15, 1.4, 2.0, 3.0, 4.0]
 
 /// The unit in which a tenant uses more of its device or groups; seconds of the whole for one unit,
 /// and for all units.
-pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
+pub(super) fn cost(search: &AdviseSearch<'_>, tenant: usize) -> (ReservationUnit, f64, f64) {
     let of = &search.house.tenants[tenant];
     let place = search.house.world.disks[search.house.disks[of.disks[0]]].place;
     // Comparing full and minimal lengths shows whether operations or bytes dominate the service
     // time.
     let world = &search.house.world;
     let worked_s = |with_length: bool| {
-        let mut devices = Devices::default();
+        let mut devices = SimulatedDevices::default();
         devices.follow(&world.stations, &world.budgets);
         for arrival in of.disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter()) {
             // One sector: the service time of a request without its payload.
@@ -131,10 +131,10 @@ pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
     };
     let (whole, small) = (worked_s(true), worked_s(false));
     // Fixed costs dominate if minimal requests take more than half of the time.
-    let of_device = (if small >= whole / 2.0 { Unit::Iops } else { Unit::Bps }, whole);
+    let of_device = (if small >= whole / 2.0 { ReservationUnit::Iops } else { ReservationUnit::Bps }, whole);
     let groups = search.house.limited_around(tenant).map(|group| &world.groups[group].hold.limits);
     let of_groups =
-        groups.flat_map(|limits| LimitKind::ALL.map(|kind| taken(search, &of.disks, limits, kind)));
+        groups.flat_map(|limits| LimitKind::ALL.map(|kind| seconds_of_limit(search, &of.disks, limits, kind)));
     let (unit, whole) = std::iter::once(of_device)
         .chain(of_groups)
         .max_by(|one, other| one.1.total_cmp(&other.1))
@@ -144,29 +144,29 @@ pub(super) fn cost(search: &Search<'_>, tenant: usize) -> (Unit, f64, f64) {
 }
 
 /// Seconds in which a limit admits as much as these disks request.
-fn taken(search: &Search<'_>, disks: &[usize], limits: &Limits, kind: LimitKind) -> (Unit, f64) {
-    let unit = if kind.counts_bytes() { Unit::Bps } else { Unit::Iops };
+fn seconds_of_limit(search: &AdviseSearch<'_>, disks: &[usize], limits: &Limits, kind: LimitKind) -> (ReservationUnit, f64) {
+    let unit = if kind.counts_bytes() { ReservationUnit::Bps } else { ReservationUnit::Iops };
     let arrivals = disks.iter().flat_map(|&disk| search.arrivals.streams[disk].iter());
-    let applies = |arrival: &Arrival| {
+    let applies = |arrival: &TraceArrival| {
         arrival.op.direction().is_some_and(|direction| LimitKind::applying_to(direction).contains(&kind))
     };
-    let units = |arrival: Arrival| match (unit, limits.iops_size) {
-        (Unit::Bps, _) => arrival.length as f64,
-        (Unit::Iops, 0) => 1.0,
-        (Unit::Iops, size) => (arrival.length as f64 / size as f64).max(1.0),
+    let units = |arrival: TraceArrival| match (unit, limits.iops_size) {
+        (ReservationUnit::Bps, _) => arrival.length as f64,
+        (ReservationUnit::Iops, 0) => 1.0,
+        (ReservationUnit::Iops, size) => (arrival.length as f64 / size as f64).max(1.0),
     };
     let rate = limits.limit(kind).rate;
     let units: f64 = arrivals.filter(applies).map(units).sum();
     (unit, if rate == 0 { 0.0 } else { units / rate as f64 })
 }
 
-impl<'a> Shared<'a> {
+impl<'a> Neighbours<'a> {
     /// `before` has the results without limits, in the order of `tenants`.
     pub(super) fn new(
-        search: Search<'a>,
+        search: AdviseSearch<'a>,
         tenants: &'a [usize],
-        needs: &[Option<Need>],
-        before: &[Felt],
+        needs: &[Option<TenantLimits>],
+        before: &[TrialResult],
     ) -> Self {
         let load = |&tenant: &usize| {
             let (unit, unit_s, work_s) = cost(&search, tenant);
@@ -174,14 +174,14 @@ impl<'a> Shared<'a> {
             let smallest = needs[tenant].as_ref().and_then(|need| need.smallest[unit.index()]);
             // Without a known steady rate no limit is capped.
             let steady = smallest.map_or(f64::INFINITY, |smallest| smallest.steady as f64);
-            Load { unit, unit_s, steady, units, work_s }
+            TenantLoad { unit, unit_s, steady, units, work_s }
         };
-        let room = search.house.room(&search.house.bare, tenants);
+        let room = search.house.world_of(&search.house.bare, tenants);
         let disks: Vec<usize> =
             tenants.iter().flat_map(|&tenant| search.house.tenants[tenant].disks.iter().copied()).collect();
         let kept = tenants
             .iter()
-            .map(|&tenant| search.house.tenants[tenant].is_kept && needs[tenant].is_some())
+            .map(|&tenant| search.house.tenants[tenant].has_target && needs[tenant].is_some())
             .collect::<Vec<_>>();
         let mut shared = Self {
             search,
@@ -201,10 +201,10 @@ impl<'a> Shared<'a> {
     }
 
     /// Selects the blocks with the most late requests; all blocks of a short trace.
-    fn choose_blocks(&mut self, before: &[Felt]) {
+    fn choose_blocks(&mut self, before: &[TrialResult]) {
         let judge = &self.search.judge;
         let mut requests = vec![0_u64; judge.blocks.count];
-        for (_, arrival) in self.search.arrivals.of(&self.disks) {
+        for (_, arrival) in self.search.arrivals.merged(&self.disks) {
             requests[judge.blocks.of(arrival.at_ns)] += 1;
         }
         let over = |block: usize| {
@@ -223,57 +223,57 @@ impl<'a> Shared<'a> {
                 self.blocks[block] = true;
             }
         }
-        let allowed = |felt: &Felt| {
+        let allowed = |felt: &TrialResult| {
             let of_blocks = felt.over_in.iter().zip(&self.blocks);
             let inside: u64 = of_blocks.filter(|(_, is_in)| **is_in).map(|(over, _)| u64::from(*over)).sum();
-            let allowed = judge.target.allowed(felt.requests);
+            let allowed = judge.target.allowed_late(felt.requests);
             // Blocks that are not searched keep their share of the allowance.
-            if felt.over == 0 {
+            if felt.late == 0 {
                 allowed
             } else {
-                (u128::from(allowed) * u128::from(inside) / u128::from(felt.over)) as u64
+                (u128::from(allowed) * u128::from(inside) / u128::from(felt.late)) as u64
             }
         };
         self.allowed = before.iter().map(allowed).collect();
     }
 
     fn limited(&self, level: f64) -> Vec<Option<Limits>> {
-        let is_for_some = self.search.house.tenants.iter().any(|tenant| !tenant.is_kept);
-        let limit = |(load, &is_kept): (&Load, &bool)| {
+        let is_for_some = self.search.house.tenants.iter().any(|tenant| !tenant.has_target);
+        let limit = |(load, &is_kept): (&TenantLoad, &bool)| {
             let rate = level / load.unit_s;
             // A tenant with a target is spared only if other tenants have none.
             let spared = is_for_some && is_kept || rate >= load.steady || !rate.is_finite();
             (!spared).then(|| {
                 let mut by_unit = [None; 2];
-                by_unit[load.unit.index()] = Some(Limit { rate: (rate as u64).max(1), ..Limit::NONE });
+                by_unit[load.unit.index()] = Some(RateLimit { rate: (rate as u64).max(1), ..RateLimit::NONE });
                 limits_of(by_unit)
             })
         };
         self.loads.iter().zip(&self.kept).map(limit).collect()
     }
 
-    fn at_level(&self, level: f64) -> Plan {
-        Plan { limits: self.limited(level), group: None }
+    fn at_level(&self, level: f64) -> NeighbourPlan {
+        NeighbourPlan { limits: self.limited(level), group: None }
     }
 
     /// Simulates a plan, on the searched blocks or on everything.
-    fn run(&self, plan: &Plan, everything: bool) -> anyhow::Result<Vec<Felt>> {
+    fn run(&self, plan: &NeighbourPlan, everything: bool) -> anyhow::Result<Vec<TrialResult>> {
         let world = self.world(plan);
-        let Room { disks, tenant_of, .. } = &self.room;
-        let trial = Trial { world: &world, disks, tenants: tenant_of, count: self.tenants.len() };
+        let TenantWorld { disks, tenant_of, .. } = &self.room;
+        let trial = SimulatedTrial { world: &world, disks, tenants: tenant_of, count: self.tenants.len() };
         let blocks = self.search.judge.blocks;
-        let arrivals = self.search.arrivals.of(&self.disks);
+        let arrivals = self.search.arrivals.merged(&self.disks);
         // Skipped blocks leave gaps in time, in which queues drain as in reality.
         let arrivals = arrivals.filter(|(_, arrival)| everything || self.blocks[blocks.of(arrival.at_ns)]);
         trial.run(arrivals, &self.search.judge, self.search.stop)
     }
 
-    fn world(&self, plan: &Plan) -> World {
+    fn world(&self, plan: &NeighbourPlan) -> WorldSpec {
         let house = self.search.house;
         let mut world = house.bare.clone();
         for (&tenant, limits) in self.tenants.iter().zip(&plan.limits) {
             if let Some(limits) = limits {
-                house.limit(&mut world, tenant, *limits);
+                house.set_limits(&mut world, tenant, *limits);
             }
         }
         if let Some((_, shares)) = &plan.group {
@@ -282,39 +282,39 @@ impl<'a> Shared<'a> {
                 .zip(shares)
                 .for_each(|(&tenant, share)| house.share(&mut world, tenant, *share));
         }
-        let mut world = house.room(&world, self.tenants).world;
+        let mut world = house.world_of(&world, self.tenants).world;
         if let Some((limits, _)) = &plan.group
             // An existing group keeps its limits; only the shares in it change.
             && self.common.is_none()
         {
-            world.put_together(*limits);
+            world.add_common_group(*limits);
         }
         world
     }
 
     /// True if all tenants with a target keep it, among those that `is_asked` selects.
-    fn keeps(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> bool {
+    fn keeps(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> bool {
         let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
-        asked.all(|(place, felt)| felt.over <= self.allowed[place])
+        asked.all(|(place, felt)| felt.late <= self.allowed[place])
     }
 
-    fn worst_ns(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> u64 {
+    fn worst_ns(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> u64 {
         let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked
-            .map(|(_, felt)| if felt.given_up { u64::MAX } else { felt.judged_ns(&self.search.judge) })
+            .map(|(_, felt)| if felt.abandoned { u64::MAX } else { felt.judged_ns(&self.search.judge) })
             .max()
             .unwrap_or(0)
     }
 
-    fn keep(&mut self, level: Option<f64>, plan: &Plan, felt: &[Felt]) {
+    fn record_tried(&mut self, level: Option<f64>, plan: &NeighbourPlan, felt: &[TrialResult]) {
         let worst_ns = self.worst_ns(felt, |_| true);
         let judged = [false, true]
             .map(|is_limited| self.judged(felt, |place| plan.limits[place].is_some() == is_limited));
-        self.tried.push(Tried { level, worst_ns, judged });
+        self.tried.push(TriedPlan { level, worst_ns, judged });
     }
 
     /// Late and all requests by block, of the tenants with a target that `is_asked` selects.
-    fn judged(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> Judged {
+    fn judged(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> LateRequests {
         let asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked.map(|(_, felt)| (felt.over_in.clone(), felt.requests_in.clone())).collect()
     }
@@ -325,7 +325,7 @@ impl<'a> Shared<'a> {
     }
 
     /// Confidence interval of the level, over days made of similar hours.
-    fn interval(&mut self, level: f64, is_highest: bool) -> anyhow::Result<Option<Interval>> {
+    fn interval(&mut self, level: f64, is_highest: bool) -> anyhow::Result<Option<ConfidenceInterval>> {
         if !self.is_all_searched() {
             return Ok(None);
         }
@@ -338,22 +338,22 @@ impl<'a> Shared<'a> {
             tried.level.map(|level| (level, judged)).filter(|(_, judged)| !judged.is_empty())
         });
         let tried: Vec<_> = tried.collect();
-        let found = between(&tried, is_highest, &self.search.judge.target);
-        Ok(found.map(|(low, high)| Interval::around(low / level, high / level)))
+        let found = interval_of_tried(&tried, is_highest, &self.search.judge.target);
+        Ok(found.map(|(low, high)| ConfidenceInterval::around(low / level, high / level)))
     }
 
     fn try_level(&mut self, level: f64) -> anyhow::Result<(bool, bool)> {
         let plan = self.at_level(level);
         let felt = self.run(&plan, false)?;
-        self.keep(Some(level), &plan, &felt);
+        self.record_tried(Some(level), &plan, &felt);
         let left_alone = |place: usize| plan.limits[place].is_none();
         // A trial is abandoned when too many requests wait, which are those of limited tenants.
-        let is_whole = felt.iter().all(|felt| !felt.given_up);
+        let is_whole = felt.iter().all(|felt| !felt.abandoned);
         Ok((self.keeps(&felt, left_alone), is_whole && self.keeps(&felt, |place| !left_alone(place))))
     }
 
     /// The best plan, confirmed on the whole trace.
-    pub(super) fn find(mut self) -> anyhow::Result<Found> {
+    pub(super) fn best_plan(mut self) -> anyhow::Result<NeighbourAdvice> {
         let by_level = self.by_level()?;
         let (mut best, mut interval) = (None, None);
         if let Some((level, is_highest)) = by_level {
@@ -361,7 +361,7 @@ impl<'a> Shared<'a> {
             interval = self.interval(level, is_highest)?;
             best = Some(self.confirm(|this, step| this.at_level(level * 0.95_f64.powi(step)))?);
             let limited: Vec<bool> = self.limited(level).iter().map(Option::is_some).collect();
-            for group in [self.by_weight(&limited)?, self.by_promise(&limited)?].into_iter().flatten() {
+            for group in [self.by_weight(&limited)?, self.by_reservation(&limited)?].into_iter().flatten() {
                 let (size, shares) = group;
                 let of_group =
                     self.confirm(|this, step| this.grouped(size * 0.95_f64.powi(step), &shares))?;
@@ -383,7 +383,7 @@ impl<'a> Shared<'a> {
             Some(best) => best,
             None => {
                 // No level suffices, even with all others limited to the minimum.
-                let plan = Plan { limits: vec![None; self.tenants.len()], group: None };
+                let plan = NeighbourPlan { limits: vec![None; self.tenants.len()], group: None };
                 let felt = self.run(&plan, true)?;
                 (plan, felt, false)
             }
@@ -391,7 +391,7 @@ impl<'a> Shared<'a> {
         let could_ns = (!is_kept)
             .then(|| self.tried.iter().map(|tried| tried.worst_ns).filter(|&ns| ns < u64::MAX).min())
             .flatten();
-        Ok(Found { plan, felt, is_kept, could_ns, interval })
+        Ok(NeighbourAdvice { plan, felt, is_kept, could_ns, interval })
     }
 
     /// Searches the level, with true for the highest that suffices and false for the lowest. `None`
@@ -439,7 +439,7 @@ impl<'a> Shared<'a> {
             let middle = (low * high).sqrt();
             let plan = self.at_level(middle);
             let felt = self.run(&plan, false)?;
-            self.keep(Some(middle), &plan, &felt);
+            self.record_tried(Some(middle), &plan, &felt);
             let limited = self.worst_ns(&felt, |place| plan.limits[place].is_some());
             if limited > self.worst_ns(&felt, |place| plan.limits[place].is_none()) {
                 low = middle;
@@ -452,7 +452,7 @@ impl<'a> Shared<'a> {
 
     /// Tightens a plan until it keeps the target on the whole trace; returns the last plan in any
     /// case.
-    fn confirm(&self, plan: impl Fn(&Self, i32) -> Plan) -> anyhow::Result<Confirmed> {
+    fn confirm(&self, plan: impl Fn(&Self, i32) -> NeighbourPlan) -> anyhow::Result<ConfirmedPlan> {
         let mut step = 0;
         loop {
             let plan = plan(self, step);
@@ -472,8 +472,8 @@ impl<'a> Shared<'a> {
 
     /// True if `one` keeps the target and `other` does not, or if it does less harm to the limited
     /// tenants.
-    fn is_better(&self, one: &Confirmed, other: &Confirmed, limited: &[bool]) -> bool {
-        let harm = |felt: &[Felt]| {
+    fn is_better(&self, one: &ConfirmedPlan, other: &ConfirmedPlan, limited: &[bool]) -> bool {
+        let harm = |felt: &[TrialResult]| {
             let limited = (0..self.tenants.len()).filter(|&place| limited[place]);
             limited.map(|place| felt[place].latency.mean()).fold(0.0, f64::max)
         };
@@ -488,7 +488,7 @@ impl<'a> Shared<'a> {
         }
     }
 
-    fn keeps_all(&self, felt: &[Felt], is_asked: impl Fn(usize) -> bool) -> bool {
+    fn keeps_all(&self, felt: &[TrialResult], is_asked: impl Fn(usize) -> bool) -> bool {
         let target = self.search.judge.target;
         let mut asked = felt.iter().enumerate().filter(|(place, _)| self.kept[*place] && is_asked(*place));
         asked.all(|(_, felt)| felt.holds(&target))

@@ -4,13 +4,13 @@ use std::{str::FromStr, time::Duration};
 
 /// `p99=10ms`: 99 of 100 requests take at most 10 ms.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Target {
+pub(crate) struct LatencyTarget {
     /// Percent, between 0 and 100.
     percentile: f64,
     pub(super) time_ns: u64,
 }
 
-impl Target {
+impl LatencyTarget {
     #[cfg(test)]
     pub(super) const fn new(percentile: f64, time_ns: u64) -> Self {
         Self { percentile, time_ns }
@@ -23,7 +23,7 @@ impl Target {
 
     /// Number of requests, of this total, that may take longer: those above the percentile, with
     /// the rounding of histograms.
-    pub(super) fn allowed(&self, requests: u64) -> u64 {
+    pub(super) fn allowed_late(&self, requests: u64) -> u64 {
         // Rounded up: the percentile itself must lie within the time.
         let within = (requests as f64 * self.percentile / 100.0).ceil();
         requests.saturating_sub(within as u64)
@@ -34,7 +34,7 @@ impl Target {
     }
 
     /// Minimum number of requests for a meaningful percentile: ten must lie above it.
-    pub(super) fn enough(&self) -> u64 {
+    pub(super) fn min_requests(&self) -> u64 {
         (10.0 / (1.0 - self.share()) - 1e-6).ceil() as u64
     }
 
@@ -44,7 +44,7 @@ impl Target {
     }
 }
 
-impl FromStr for Target {
+impl FromStr for LatencyTarget {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -68,8 +68,8 @@ mod tests {
 
     #[test]
     fn a_target_is_a_percentile_and_a_time() {
-        assert_eq!("p99=10ms".parse(), Ok(Target::new(99.0, 10_000_000)));
-        assert_eq!("p99.9=0".parse(), Ok(Target::new(99.9, 0)));
+        assert_eq!("p99=10ms".parse(), Ok(LatencyTarget::new(99.0, 10_000_000)));
+        assert_eq!("p99.9=0".parse(), Ok(LatencyTarget::new(99.9, 0)));
         for (text, why) in [
             ("p99", "is not of the form"),
             ("99=1ms", "is not of the form"),
@@ -80,18 +80,18 @@ mod tests {
             ("p1e1=1ms", "1e1 is no percentile"),
             ("p99=fast", "fast is not a duration"),
         ] {
-            let error = text.parse::<Target>().unwrap_err();
+            let error = text.parse::<LatencyTarget>().unwrap_err();
             assert!(error.contains(why), "{text}: {error}");
         }
     }
 
     #[test]
     fn one_of_a_hundred_may_take_longer_and_none_of_ninety_nine() {
-        let target = Target::new(99.0, 0);
+        let target = LatencyTarget::new(99.0, 0);
         assert_eq!(
-            [1, 99, 100, 199, 200, 1000].map(|requests| target.allowed(requests)),
+            [1, 99, 100, 199, 200, 1000].map(|requests| target.allowed_late(requests)),
             [0, 0, 1, 1, 2, 10]
         );
-        assert_eq!((target.enough(), Target::new(99.9, 0).enough()), (1000, 10_000));
+        assert_eq!((target.min_requests(), LatencyTarget::new(99.9, 0).min_requests()), (1000, 10_000));
     }
 }

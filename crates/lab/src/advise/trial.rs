@@ -6,11 +6,11 @@
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use recording::Op;
+use recording::RequestOp;
 use serde::Serialize;
-use simulator::{engine::Engine, request::Request, world::World};
+use simulator::{engine::SimulationEngine, request::SimulatedRequest, world::WorldSpec};
 
-use super::{arrivals::Arrival, certainty::Blocks, target::Target};
+use super::{arrivals::TraceArrival, certainty::TraceBlocks, target::LatencyTarget};
 use crate::latencies::{self, Latencies};
 
 /// Some 240 MB. A trial with more waiting requests is abandoned.
@@ -19,16 +19,16 @@ const BATCH: usize = 4096;
 
 /// Criterion for late requests.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Judge {
-    pub(super) target: Target,
+pub(super) struct TrialCriterion {
+    pub(super) target: LatencyTarget,
     /// True to judge the whole latency, including the device; false for the wait at limits alone.
     pub(super) whole: bool,
-    pub(super) blocks: Blocks,
+    pub(super) blocks: TraceBlocks,
 }
 
 /// Results of one tenant.
 #[derive(Clone, Debug)]
-pub(super) struct Felt {
+pub(super) struct TrialResult {
     pub(super) requests: u64,
     pub(super) bytes: u64,
     pub(super) latency: Latencies,
@@ -36,19 +36,19 @@ pub(super) struct Felt {
     /// Requests that were throttled at all.
     pub(super) held: u64,
     /// Late requests, in total and by block.
-    pub(super) over: u64,
+    pub(super) late: u64,
     pub(super) over_in: Vec<u32>,
     pub(super) requests_in: Vec<u32>,
     first_ns: u64,
     last_ns: u64,
     /// True if the trial was abandoned: the rest is unknown.
-    pub(super) given_up: bool,
+    pub(super) abandoned: bool,
 }
 
 /// Times in nanoseconds; rates from the first request to the end of the last.
 #[derive(Clone, Copy, Debug, PartialEq, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Figures {
+pub(super) struct TrialFigures {
     pub(super) iops: f64,
     pub(super) bps: f64,
     pub(super) latency_p50_ns: u64,
@@ -60,7 +60,7 @@ pub(super) struct Figures {
     pub(super) held: f64,
 }
 
-impl Felt {
+impl TrialResult {
     fn new(blocks: usize) -> Self {
         let [latency, waited] = [(); 2].map(|()| latencies::growing());
         Self {
@@ -69,30 +69,30 @@ impl Felt {
             latency,
             waited,
             held: 0,
-            over: 0,
+            late: 0,
             over_in: vec![0; blocks],
             requests_in: vec![0; blocks],
             first_ns: u64::MAX,
             last_ns: 0,
-            given_up: false,
+            abandoned: false,
         }
     }
 
     /// True if no more requests were late than the target allows.
-    pub(super) fn holds(&self, target: &Target) -> bool {
-        !self.given_up && self.over <= target.allowed(self.requests)
+    pub(super) fn holds(&self, target: &LatencyTarget) -> bool {
+        !self.abandoned && self.late <= target.allowed_late(self.requests)
     }
 
     /// The judged time at the target's percentile.
-    pub(super) fn judged_ns(&self, judge: &Judge) -> u64 {
+    pub(super) fn judged_ns(&self, judge: &TrialCriterion) -> u64 {
         let of = if judge.whole { &self.latency } else { &self.waited };
         of.value_at_quantile(judge.target.share())
     }
 
-    pub(super) fn figures(&self, target: &Target) -> Figures {
+    pub(super) fn figures(&self, target: &LatencyTarget) -> TrialFigures {
         let seconds = self.last_ns.saturating_sub(self.first_ns) as f64 / 1e9;
         let a_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
-        Figures {
+        TrialFigures {
             iops: a_second(self.requests),
             bps: a_second(self.bytes),
             latency_p50_ns: self.latency.value_at_quantile(0.5),
@@ -106,8 +106,8 @@ impl Felt {
 
 /// A world and the owners of its disks.
 #[derive(Debug)]
-pub(super) struct Trial<'a> {
-    pub(super) world: &'a World,
+pub(super) struct SimulatedTrial<'a> {
+    pub(super) world: &'a WorldSpec,
     /// Index of the world's disk, by the trace's disk.
     pub(super) disks: &'a [usize],
     /// Index of the tenant, by the world's disk.
@@ -116,19 +116,19 @@ pub(super) struct Trial<'a> {
     pub(super) count: usize,
 }
 
-impl Trial<'_> {
+impl SimulatedTrial<'_> {
     /// Simulates the requests. Fails if a daemon would reject the settings, or if `stop` is set.
     pub(super) fn run(
         &self,
-        arrivals: impl Iterator<Item = (usize, Arrival)>,
-        judge: &Judge,
+        arrivals: impl Iterator<Item = (usize, TraceArrival)>,
+        judge: &TrialCriterion,
         stop: &AtomicBool,
-    ) -> anyhow::Result<Vec<Felt>> {
-        let mut engine = Engine::new(self.world, true)?;
-        let mut felt: Vec<Felt> = (0..self.count).map(|_| Felt::new(judge.blocks.count)).collect();
+    ) -> anyhow::Result<Vec<TrialResult>> {
+        let mut engine = SimulationEngine::new(self.world, true)?;
+        let mut felt: Vec<TrialResult> = (0..self.count).map(|_| TrialResult::new(judge.blocks.count)).collect();
         let mut pending = 0;
-        for (disk, Arrival { at_ns, op, length }) in arrivals {
-            engine.arrive(Request { at_ns, disk: self.disks[disk], op, offset: 0, length }, stop);
+        for (disk, TraceArrival { at_ns, op, length }) in arrivals {
+            engine.arrive(SimulatedRequest { at_ns, disk: self.disks[disk], op, offset: 0, length }, stop);
             pending += 1;
             if pending == BATCH {
                 // Rows are drained in batches, so that memory stays bounded for long traces.
@@ -137,7 +137,7 @@ impl Trial<'_> {
                 // Under a limit far too low the queue grows without bound; the target is missed
                 // anyway.
                 if engine.waiting() > MOST_WAITING {
-                    felt.iter_mut().for_each(|felt| felt.given_up = true);
+                    felt.iter_mut().for_each(|felt| felt.abandoned = true);
                     return Ok(felt);
                 }
                 anyhow::ensure!(!stop.load(Ordering::Relaxed), "interrupted");
@@ -152,10 +152,10 @@ impl Trial<'_> {
         Ok(felt)
     }
 
-    fn note(&self, engine: &mut Engine, judge: &Judge, felt: &mut [Felt]) {
+    fn note(&self, engine: &mut SimulationEngine, judge: &TrialCriterion, felt: &mut [TrialResult]) {
         for row in engine.take_rows() {
-            let Request { at_ns, disk, op, length, .. } = row.request;
-            if op == Op::Flush {
+            let SimulatedRequest { at_ns, disk, op, length, .. } = row.request;
+            if op == RequestOp::Flush {
                 continue;
             }
             let felt = &mut felt[self.tenants[disk]];
@@ -167,7 +167,7 @@ impl Trial<'_> {
             latencies::note(&mut felt.latency, latency_ns);
             felt.requests_in[judge.blocks.of(at_ns)] += 1;
             if (if judge.whole { latency_ns } else { wait_ns }) > judge.target.time_ns {
-                felt.over += 1;
+                felt.late += 1;
                 felt.over_in[judge.blocks.of(at_ns)] += 1;
             }
             felt.first_ns = felt.first_ns.min(at_ns);

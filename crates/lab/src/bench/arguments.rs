@@ -6,14 +6,14 @@ use std::path::Path;
 use anyhow::bail;
 use clap::{Arg, ArgGroup, Args, ValueEnum};
 use policy::{
-    prefetch::{Mode, Settings},
+    prefetch::{PrefetchMode, PrefetchConfig},
     time::Duration,
 };
 use settings::{
-    DiskConfig, ImageDescription, Key, Place, Placed, Wrong,
-    arguments::{KeyArgs, KeyOptions},
+    DiskConfig, ImageDescription, ConfigKey, Origin, ConfigWithOrigins, ConfigError,
+    arguments::{ConfigKeyArgs, OptionSelection},
 };
-use storage::{CacheMode, Format, delay::DelayOptions, rate::RateOptions};
+use storage::{CacheMode, ImageFormat, delay::DelayOptions, rate::RateOptions};
 
 use crate::{bench::BenchTarget, load::Spacing, result::arguments::ResultArgs};
 
@@ -44,14 +44,14 @@ Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command lin
 
 /// A percentage of the requests goes to a percentage of the disk: `90/10`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Hot {
+pub(crate) struct HotSpot {
     /// Percent of the requests.
     pub(crate) requests: u8,
     /// Percent of the disk, from its beginning.
     pub(crate) places: u8,
 }
 
-impl std::str::FromStr for Hot {
+impl std::str::FromStr for HotSpot {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -95,7 +95,7 @@ pub(crate) enum Aio {
 pub struct BenchArgs {
     /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, nbd://HOST:PORT/EXPORT,
     /// nbd+unix:///EXPORT?socket=PATH or vhost-user:PATH
-    #[arg(value_name = "IMAGE|URI", value_parser = settings::read::<BenchTarget>)]
+    #[arg(value_name = "IMAGE|URI", value_parser = settings::parse::<BenchTarget>)]
     pub(crate) target: BenchTarget,
     /// Requests in all [default: 75000, or as many as fit into --runtime]
     #[arg(short = 'c', long, value_name = "COUNT", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
@@ -104,8 +104,8 @@ pub struct BenchArgs {
     #[arg(short = 'd', long, value_name = "DEPTH", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) depth: u32,
     /// How the image's bytes are laid out [default: found by probing, where that is safe]
-    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = settings::read::<Format>)]
-    pub(crate) format: Option<Format>,
+    #[arg(short = 'f', long, value_name = "FORMAT", value_parser = settings::parse::<ImageFormat>)]
+    pub(crate) format: Option<ImageFormat>,
     /// Read IMAGE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
     #[arg(long, conflicts_with = "format")]
     pub(crate) image_opts: bool,
@@ -141,7 +141,7 @@ pub struct BenchArgs {
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) step_size: Option<u64>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
-    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::read::<CacheMode>)]
+    #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     pub(crate) cache: CacheMode,
     /// Write instead of reading, which destroys what is in the image
     #[arg(short = 'w', long)]
@@ -161,8 +161,8 @@ pub struct BenchArgs {
     pub(crate) zipf: Option<f64>,
     /// Random places, so many percent of the requests going to the first so many percent of the
     /// disk: 90/10
-    #[arg(long, value_name = "REQUESTS/DISK", value_parser = settings::read::<Hot>)]
-    pub(crate) hot: Option<Hot>,
+    #[arg(long, value_name = "REQUESTS/DISK", value_parser = settings::parse::<HotSpot>)]
+    pub(crate) hot: Option<HotSpot>,
     /// So many requests one behind the other from each random place
     #[arg(long, value_name = "N", default_value_t = 1, requires = "anywhere", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) run: u64,
@@ -198,10 +198,10 @@ pub struct BenchArgs {
     #[arg(long)]
     pub(crate) stats: bool,
     /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
-    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>)]
+    #[arg(long, value_name = "TIMES", value_parser = settings::parse::<DelayOptions>)]
     pub(crate) delay: Option<DelayOptions>,
     /// A narrower device: so much passes per second, such as bytes=22M
-    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>)]
+    #[arg(long, value_name = "RATES", value_parser = settings::parse::<RateOptions>)]
     pub(crate) rate: Option<RateOptions>,
     /// Print a JSON object
     #[arg(long)]
@@ -209,7 +209,7 @@ pub struct BenchArgs {
     #[command(flatten)]
     pub(crate) results: ResultArgs,
     #[command(flatten)]
-    disk: KeyArgs<DiskOptions>,
+    disk: ConfigKeyArgs<BenchDiskOptions>,
 }
 
 impl BenchArgs {
@@ -229,8 +229,8 @@ impl BenchArgs {
     pub(crate) fn resolve(&mut self) -> anyhow::Result<()> {
         let text = self.target.to_string();
         let description = match self.image_opts {
-            true => ImageDescription::of_options(&text)?,
-            false if text.starts_with("json:") => ImageDescription::of_name(&text)?,
+            true => ImageDescription::from_options(&text)?,
+            false if text.starts_with("json:") => ImageDescription::from_name(&text)?,
             false => return Ok(()),
         };
         if description.key_secret.is_some() {
@@ -254,26 +254,26 @@ impl BenchArgs {
     ///
     /// # Errors
     /// Values that contradict each other, or are out of their range.
-    pub(crate) fn disk(&self) -> Result<Placed<DiskConfig>, Wrong> {
+    pub(crate) fn disk(&self) -> Result<ConfigWithOrigins<DiskConfig>, ConfigError> {
         // Off by default: prefetching would turn a benchmark of the disk into one of memory.
-        let prefetch = Settings { mode: Mode::Off, ..Settings::default() };
-        let mut disk = Placed::new(
+        let prefetch = PrefetchConfig { mode: PrefetchMode::Off, ..PrefetchConfig::default() };
+        let mut disk = ConfigWithOrigins::new(
             DiskConfig { prefetch, ..DiskConfig::default() },
-            Place::new(self.target.to_string()),
+            Origin::new(self.target.to_string()),
         );
         self.disk.read_into(&mut disk, Path::new(""), |_| true)?;
-        disk.checked()
+        disk.into_checked()
     }
 }
 
 /// Config keys of the measured disk.
 #[derive(Clone, Debug)]
-pub(crate) struct DiskOptions;
+pub(crate) struct BenchDiskOptions;
 
-impl KeyOptions for DiskOptions {
+impl OptionSelection for BenchDiskOptions {
     type Config = DiskConfig;
 
-    fn has(key: &Key<DiskConfig>) -> bool {
+    fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
         key.heading == "Reading ahead"
             || key.heading == "qcow2" && key.name.ends_with("cache-size") | key.name.ends_with("entry-size")
     }

@@ -2,14 +2,14 @@
 
 use anyhow::{Context as _, bail};
 use policy::{
-    prefetch::{Mode, Settings},
+    prefetch::{PrefetchMode, PrefetchConfig},
     time::Duration,
 };
 
 use super::target::BenchTarget;
 use crate::{
     bench::arguments::{Aio, BenchArgs},
-    load::{Arrivals, Flush, Job, Load, Locality, Places},
+    load::{OpenLoop, FlushSpec, LoadJob, LoadSpec, Locality, OffsetPattern},
 };
 
 /// About the maximum that one system call moves.
@@ -94,17 +94,17 @@ fn check_times(arguments: &BenchArgs) -> anyhow::Result<()> {
 fn check_remote(arguments: &BenchArgs) -> anyhow::Result<()> {
     let disk = arguments.disk()?;
     let said = [
-        ("-f", arguments.format.is_some_and(|format| format != storage::Format::Raw)),
+        ("-f", arguments.format.is_some_and(|format| format != storage::ImageFormat::Raw)),
         ("-t", arguments.cache != storage::CacheMode::default()),
         ("-U", arguments.force_share),
         ("--delay", arguments.delay.is_some()),
         ("--rate", arguments.rate.is_some()),
-        ("--prefetch", disk.prefetch != Settings { mode: Mode::Off, ..Settings::default() }),
+        ("--prefetch", disk.prefetch != PrefetchConfig { mode: PrefetchMode::Off, ..PrefetchConfig::default() }),
     ];
     if let Some((option, _)) = said.iter().find(|(_, said)| *said) {
         bail!("{option}: is for images, and what a server does with its own is its choice (leave it away)");
     }
-    if let Some(option) = disk.qcow2_key() {
+    if let Some(option) = disk.first_qcow2_key() {
         bail!("{option} is for images, and what a server does with its own is its choice (leave it away)");
     }
     Ok(())
@@ -115,7 +115,7 @@ fn count(arguments: &BenchArgs) -> u64 {
     arguments.count.unwrap_or(if arguments.runtime.is_some() { u64::MAX } else { COUNT })
 }
 
-pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job> {
+pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<LoadJob> {
     let block = arguments.buffer_size;
     // The last offset at which a request fits.
     let Some(last) = size_bytes.checked_sub(block) else {
@@ -125,14 +125,14 @@ pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job>
         bail!("a request at {} does not fit into {size_bytes} bytes (choose another -o)", arguments.offset);
     }
     let step = arguments.step_size.unwrap_or(0);
-    let flush = |interval| Flush { interval, drain: !arguments.no_drain };
+    let flush = |interval| FlushSpec { interval, drain: !arguments.no_drain };
     let locality = locality(arguments);
-    let load = Load {
+    let load = LoadSpec {
         count: count(arguments),
         depth: arguments.depth,
         readers: arguments.readers,
         block_bytes: usize::try_from(block).context("that is too large for this machine")?,
-        places: Places {
+        places: OffsetPattern {
             offset: arguments.offset,
             // As with qemu-img, 0 is the default.
             step_bytes: if step == 0 { block } else { step },
@@ -145,10 +145,10 @@ pub(super) fn job(arguments: &BenchArgs, size_bytes: u64) -> anyhow::Result<Job>
         write: arguments.write.then_some(arguments.pattern.unwrap_or(0)),
         flush: arguments.flush_interval.map(flush),
     };
-    Ok(Job {
+    Ok(LoadJob {
         read_percent: arguments.rwmixread.unwrap_or(0),
         locality,
-        arrivals: arguments.rate_iops.map(|per_second| Arrivals { per_second, spacing: arguments.arrivals }),
+        arrivals: arguments.rate_iops.map(|per_second| OpenLoop { per_second, spacing: arguments.arrivals }),
         ramp: arguments.ramp_time.unwrap_or_default(),
         runtime: arguments.runtime,
         ..load.into()
@@ -168,13 +168,13 @@ mod tests {
     use clap::Parser as _;
 
     use super::{
-        super::tests::{Line, arguments},
+        super::tests::{BenchLine, arguments},
         *,
     };
     use crate::load::Spacing;
 
     #[test]
-    fn what_makes_no_sense_is_refused() {
+    fn invalid_options_are_rejected() {
         for (text, why) in [
             ("a -i threads", "-i threads: weir does its I/O through io_uring alone"),
             ("a -n", "-i native: "),
@@ -224,7 +224,7 @@ mod tests {
              a --rate-iops nan; a --arrivals fixed; a --runtime 30; nbds://h/a";
         for text in lines.split("; ") {
             let words = ["weir", "bench"].into_iter().chain(text.split_whitespace());
-            assert!(Line::try_parse_from(words).is_err(), "{text}");
+            assert!(BenchLine::try_parse_from(words).is_err(), "{text}");
         }
     }
 
@@ -238,7 +238,7 @@ mod tests {
         assert_eq!(of("a --hot 90/10").locality, Locality::Hot { requests: 90, places: 10 });
         assert_eq!((of("a").load.places.random, of("a --random").load.places.random), (None, Some(1)));
         let arrivals = |text| of(text).arrivals.unwrap();
-        assert_eq!(arrivals("a --rate-iops 1.5"), Arrivals { per_second: 1.5, spacing: Spacing::Poisson });
+        assert_eq!(arrivals("a --rate-iops 1.5"), OpenLoop { per_second: 1.5, spacing: Spacing::Poisson });
         assert_eq!(arrivals("a --rate-iops 9 --arrivals fixed").spacing, Spacing::Fixed);
         assert_eq!(of("a -w --rwmixread 70").read_percent, 70);
     }

@@ -6,8 +6,8 @@ use simulator::over_time::OverTime;
 
 use crate::{
     latencies::{self, Counts, Latencies, percentile_names, percentiles},
-    load::{Outcome, Second},
-    result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
+    load::{LoadOutcome, SecondCounts},
+    result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, ResultTable, MeasureUnit},
 };
 
 /// With fewer complete seconds, the whole run is one sample.
@@ -15,19 +15,19 @@ const FEWEST_SECONDS: usize = 3;
 /// Largest number of points of a line over time.
 const MOST_POINTS: usize = 256;
 
-struct Direction<'a> {
+struct DirectionFindings<'a> {
     name: &'static str,
     latencies: &'a Latencies,
-    part: fn(&Second) -> u64,
-    part_ns: fn(&Second) -> u64,
-    took: fn(&Second) -> &Counts,
+    part: fn(&SecondCounts) -> u64,
+    part_ns: fn(&SecondCounts) -> u64,
+    took: fn(&SecondCounts) -> &Counts,
     over_time: &'a OverTime,
 }
 
-pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
+pub(super) fn findings(outcome: &LoadOutcome, told: Vec<String>) -> Findings {
     let measured = &outcome.measured;
     let both = [
-        Direction {
+        DirectionFindings {
             name: "read",
             latencies: &measured.reads,
             part: |second| second.reads,
@@ -35,7 +35,7 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
             took: |second| &second.reads_took,
             over_time: &measured.reads_over_time,
         },
-        Direction {
+        DirectionFindings {
             name: "write",
             latencies: &measured.writes,
             part: |second| second.writes,
@@ -59,8 +59,8 @@ pub(super) fn findings(outcome: &Outcome, told: Vec<String>) -> Findings {
     }
 }
 
-fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
-    let Direction { name, latencies, part, part_ns, took, .. } = direction;
+fn measures(outcome: &LoadOutcome, direction: &DirectionFindings<'_>) -> Vec<Measure> {
+    let DirectionFindings { name, latencies, part, part_ns, took, .. } = direction;
     let seconds = &outcome.measured.seconds;
     // Too few seconds for an interval: one sample for the run, which is reported without one.
     let are_few = seconds.len() < FEWEST_SECONDS;
@@ -73,11 +73,11 @@ fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
     let means: Vec<f64> = means.map(|second| part_ns(second) as f64 / part(second) as f64).collect();
     let means = if are_few || means.is_empty() { vec![latencies.mean()] } else { means };
     let latency = |what: &str, samples| {
-        Measure::new(format!("{name} latency, {what}"), Unit::Nanoseconds, Better::Lower, samples)
+        Measure::new(format!("{name} latency, {what}"), MeasureUnit::Nanoseconds, Better::Lower, samples)
     };
-    let rate = Measure::new(format!("{name} IOPS"), Unit::Iops, Better::Higher, rates);
+    let rate = Measure::new(format!("{name} IOPS"), MeasureUnit::Iops, Better::Higher, rates);
     let mean = latency("mean", means);
-    let each: Vec<Latencies> = seconds.iter().map(|second| latencies::of_counts(took(second))).collect();
+    let each: Vec<Latencies> = seconds.iter().map(|second| latencies::from_counts(took(second))).collect();
     let percentile = |(what, value): (&str, u64)| {
         // A second has a sample only if it has enough requests for the percentile.
         let samples = latencies::percentile_of_each(each.iter(), what);
@@ -87,7 +87,7 @@ fn measures(outcome: &Outcome, direction: &Direction<'_>) -> Vec<Measure> {
     all.map(|measure| Measure { samples_are: SamplesAre::Seconds, ..measure }).collect()
 }
 
-fn table(outcome: &Outcome, directions: &[Direction<'_>]) -> Table {
+fn table(outcome: &LoadOutcome, directions: &[DirectionFindings<'_>]) -> ResultTable {
     let flushes = &outcome.measured.flushes;
     let rows = directions.iter().map(|direction| (direction.name, direction.latencies));
     let flushes = (!flushes.is_empty()).then_some(("flush", flushes));
@@ -102,21 +102,21 @@ fn table(outcome: &Outcome, directions: &[Direction<'_>]) -> Table {
     };
     let columns = ["", "requests", "a second", "min", "mean"].into_iter();
     let columns = columns.chain(percentile_names()).chain(["max"]);
-    Table::new("Requests and their latencies", columns, rows.chain(flushes).map(row).collect())
+    ResultTable::new("Requests and their latencies", columns, rows.chain(flushes).map(row).collect())
 }
 
-fn over_time(directions: &[Direction<'_>]) -> Option<Chart> {
-    let line = |direction: &Direction<'_>| {
+fn over_time(directions: &[DirectionFindings<'_>]) -> Option<Chart> {
+    let line = |direction: &DirectionFindings<'_>| {
         // Coarse enough for a legible chart, fine enough to show a drift.
         let points = direction.over_time.steady(direction.over_time, MOST_POINTS).rates();
-        Series { name: direction.name.to_owned(), points }
+        ChartSeries { name: direction.name.to_owned(), points }
     };
     let series: Vec<_> = directions.iter().map(line).filter(|series| series.points.len() > 1).collect();
     (!series.is_empty()).then(|| {
         Chart::Lines(Lines {
             title: "Requests answered a second".to_owned(),
-            x: Axis::new("time", Unit::Seconds),
-            y: Axis::new("requests", Unit::Iops),
+            x: ChartAxis::new("time", MeasureUnit::Seconds),
+            y: ChartAxis::new("requests", MeasureUnit::Iops),
             steps: false,
             series,
             limits: Vec::new(),
@@ -125,10 +125,10 @@ fn over_time(directions: &[Direction<'_>]) -> Option<Chart> {
     })
 }
 
-fn distribution(directions: &[Direction<'_>]) -> Chart {
-    let line = |direction: &Direction<'_>| {
+fn distribution(directions: &[DirectionFindings<'_>]) -> Chart {
+    let line = |direction: &DirectionFindings<'_>| {
         let (name, points) = (direction.name.to_owned(), latencies::distribution(direction.latencies));
-        Series { name, points }
+        ChartSeries { name, points }
     };
     let series = directions.iter().map(line).collect();
     Chart::Lines(Lines::distribution("Share of requests that took no longer", series))
@@ -141,14 +141,14 @@ mod tests {
     use super::*;
     use crate::load::Measured;
 
-    fn outcome(seconds: usize) -> Outcome {
+    fn outcome(seconds: usize) -> LoadOutcome {
         let mut measured = Measured::default();
         (1..=1000).for_each(|number| measured.reads.record(number * 1000).unwrap());
         let reads_took = (1..=200).map(|number| (number * 1000, 1)).collect();
         measured.seconds =
-            vec![Second { reads: 200, reads_ns: 200_000, reads_took, ..Second::default() }; seconds];
+            vec![SecondCounts { reads: 200, reads_ns: 200_000, reads_took, ..SecondCounts::default() }; seconds];
         (0..800).for_each(|number| measured.reads_over_time.note(number * 5_000_000, 1));
-        Outcome { elapsed: Duration::from_secs(4), measured, ..Outcome::default() }
+        LoadOutcome { elapsed: Duration::from_secs(4), measured, ..LoadOutcome::default() }
     }
 
     #[test]
@@ -191,8 +191,8 @@ mod tests {
     }
 
     #[test]
-    fn of_nothing_there_are_no_numbers() {
-        let found = findings(&Outcome::default(), vec![]);
+    fn empty_run_has_no_findings() {
+        let found = findings(&LoadOutcome::default(), vec![]);
         assert!(found.measures.is_empty() && found.charts.is_empty());
     }
 }

@@ -6,7 +6,7 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use policy::{prefetch::Stats, time::Duration};
+use policy::{prefetch::PrefetchStats, time::Duration};
 use serde_json::{Map, Value, json};
 
 use super::text;
@@ -14,18 +14,18 @@ use crate::{
     bench::arguments::BenchArgs,
     latencies,
     latencies::{Latencies, Percentiles},
-    load::{Job, Measured, Outcome, Second},
+    load::{LoadJob, Measured, LoadOutcome, SecondCounts},
 };
 
 const PERCENTILES: [f64; 17] =
     [1.0, 5.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0, 70.0, 80.0, 90.0, 95.0, 99.0, 99.5, 99.9, 99.95, 99.99];
 
 /// `partial` is the reason why the run is incomplete.
-pub(super) fn own(
+pub(super) fn weir_json(
     arguments: &BenchArgs,
-    job: &Job,
-    (outcome, processor): (&Outcome, Duration),
-    prefetch: Option<Stats>,
+    job: &LoadJob,
+    (outcome, processor): (&LoadOutcome, Duration),
+    prefetch: Option<PrefetchStats>,
     partial: Option<&'static str>,
 ) -> Value {
     let (load, measured) = (&job.load, &outcome.measured);
@@ -74,9 +74,9 @@ pub(super) fn own(
     })
 }
 
-pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &Value) -> Value {
+pub(super) fn report(arguments: &BenchArgs, job: &LoadJob, outcome: &LoadOutcome, own: &Value) -> Value {
     let Measured { reads, writes, flushes, .. } = &outcome.measured;
-    let direction = |latencies: &Latencies, part: fn(&Second) -> u64| {
+    let direction = |latencies: &Latencies, part: fn(&SecondCounts) -> u64| {
         let each: Vec<u64> = outcome.measured.seconds.iter().map(part).collect();
         direction(latencies, job.load.block_bytes as u64, outcome, &each)
     };
@@ -103,11 +103,11 @@ pub(super) fn report(arguments: &BenchArgs, job: &Job, outcome: &Outcome, own: &
     })
 }
 
-fn milliseconds(outcome: &Outcome) -> u64 {
+fn milliseconds(outcome: &LoadOutcome) -> u64 {
     u64::try_from(outcome.elapsed.as_millis()).unwrap_or(u64::MAX)
 }
 
-fn options(arguments: &BenchArgs, job: &Job) -> Value {
+fn options(arguments: &BenchArgs, job: &LoadJob) -> Value {
     let load = &job.load;
     let random = load.places.random.is_some();
     let mut options = Map::new();
@@ -139,12 +139,12 @@ fn options(arguments: &BenchArgs, job: &Job) -> Value {
     Value::Object(options)
 }
 
-fn direction(latencies: &Latencies, block_bytes: u64, outcome: &Outcome, each: &[u64]) -> Value {
+fn direction(latencies: &Latencies, block_bytes: u64, outcome: &LoadOutcome, each: &[u64]) -> Value {
     let count = latencies.len();
     let bytes = count.saturating_mul(block_bytes);
     // fio's `bw` is in KiB per second, `bw_bytes` in bytes per second.
     let rate = outcome.iops(count) * block_bytes as f64;
-    let iops = Spread::of(each.iter().map(|&count| count as f64));
+    let iops = IopsSpread::of(each.iter().map(|&count| count as f64));
     let kib = block_bytes as f64 / 1024.0;
     json!({
         "io_bytes": bytes,
@@ -191,14 +191,14 @@ fn latency(latencies: &Latencies, with_percentiles: bool) -> Value {
     value
 }
 
-struct Spread {
+struct IopsSpread {
     min: f64,
     max: f64,
     mean: f64,
     deviation: f64,
 }
 
-impl Spread {
+impl IopsSpread {
     fn of(samples: impl Iterator<Item = f64> + Clone) -> Self {
         let count = samples.clone().count().max(1) as f64;
         let mean = samples.clone().sum::<f64>() / count;
@@ -215,18 +215,18 @@ mod tests {
         *,
     };
 
-    fn outcome() -> Outcome {
+    fn outcome() -> LoadOutcome {
         let mut measured = Measured::default();
         (1..=4).for_each(|number| measured.reads.record(number * 1000).unwrap());
         measured.writes.record(5000).unwrap();
-        measured.seconds.push(Second { reads: 3, ..Second::default() });
-        Outcome { elapsed: Duration::from_millis(1500), measured, ..Outcome::default() }
+        measured.seconds.push(SecondCounts { reads: 3, ..SecondCounts::default() });
+        LoadOutcome { elapsed: Duration::from_millis(1500), measured, ..LoadOutcome::default() }
     }
 
     fn told() -> Value {
         let arguments = arguments("a -w --rwmixread 80 --random --runtime 2s");
         let (job, outcome) = (job(&arguments, 1 << 20).unwrap(), outcome());
-        let own = own(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
+        let own = weir_json(&arguments, &job, (&outcome, Duration::from_nanos(5000)), None, Some("interrupted"));
         report(&arguments, &job, &outcome, &own)
     }
 
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_told_before_is_told_still() {
+    fn weir_keys_are_present() {
         let own = &told()["weir"];
         assert_eq!((&own["count"], &own["operation"]), (&json!(5), &json!("mixed")));
         assert_eq!(own["iops-each-second"], json!([3]));

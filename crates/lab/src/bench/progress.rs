@@ -14,18 +14,18 @@ use std::{
 
 use console::{figures, progress::bar};
 
-use crate::load::{Count, Job};
+use crate::load::{CompletedCount, LoadJob};
 
 const TICK: Duration = Duration::from_millis(250);
 const OF_REQUESTS: &str = "{msg:>14} {wide_bar} {pos}/{len}";
 const OF_TIME: &str = "{msg:>14} {wide_bar} {elapsed}";
 
 #[derive(Debug, Default)]
-pub(super) struct Progress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
+pub(super) struct BenchProgress(Option<(Arc<AtomicBool>, JoinHandle<()>)>);
 
-impl Progress {
+impl BenchProgress {
     /// `counts` belong to the jobs that share `whole`.
-    pub(super) fn begin(silent: bool, whole: &Job, counts: &[Count]) -> Self {
+    pub(super) fn begin(silent: bool, whole: &LoadJob, counts: &[CompletedCount]) -> Self {
         if silent || !stderr().is_terminal() {
             return Self::default();
         }
@@ -40,7 +40,7 @@ impl Progress {
     }
 }
 
-impl Drop for Progress {
+impl Drop for BenchProgress {
     fn drop(&mut self) {
         if let Some((ended, thread)) = self.0.take() {
             ended.store(true, Ordering::Relaxed);
@@ -50,13 +50,13 @@ impl Drop for Progress {
     }
 }
 
-fn draw(counts: &[Count], requests: u64, time: Option<Duration>, ended: &AtomicBool) {
+fn draw(counts: &[CompletedCount], requests: u64, time: Option<Duration>, ended: &AtomicBool) {
     let length = time.map_or(requests, |time| u64::try_from(time.as_millis()).unwrap_or(u64::MAX));
     let bar = bar(if time.is_some() { OF_TIME } else { OF_REQUESTS }, length);
     let began = Instant::now();
     let (mut at, mut before) = (began, 0);
     while !ended.load(Ordering::Relaxed) {
-        let answered: u64 = counts.iter().map(Count::get).sum();
+        let answered: u64 = counts.iter().map(CompletedCount::get).sum();
         let rate = (answered - before) as f64 / at.elapsed().as_secs_f64().max(1e-9);
         (at, before) = (Instant::now(), answered);
         bar.set_message(format!("{} IOPS", figures::count(rate)));

@@ -4,7 +4,7 @@
 use std::{fmt, str::FromStr};
 
 use nbd::uri::Uri;
-use settings::{Image, Rule as _};
+use settings::{ImageLocation, RuleError as _};
 
 const VHOST_USER: &str = "vhost-user:";
 /// Prefixes of a socket's path in options and logs of `weir serve`, rejected with advice.
@@ -12,7 +12,7 @@ const OF_SERVE: [&str; 3] = ["unix:", "vhost-user-blk:unix:", "vhost-user:unix:"
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum BenchTarget {
-    Image(Image),
+    Image(ImageLocation),
     /// Measured by a plain client, without weir's layers.
     Nbd(Box<Uri>),
     /// Path of the socket.
@@ -32,7 +32,7 @@ impl FromStr for BenchTarget {
             Some("") => return Err("has no path for its socket; write vhost-user:PATH".to_owned()),
             Some(path) => {
                 // Checks the length of a Unix socket's path.
-                settings::socket(&format!("unix:{path}"))?;
+                settings::parse_unix_socket(&format!("unix:{path}"))?;
                 return Ok(Self::VhostUser(path.to_owned()));
             }
             None => {}
@@ -59,11 +59,11 @@ impl fmt::Display for BenchTarget {
 
 #[cfg(test)]
 mod tests {
-    use nbd::{client::Endpoint, uri::PORT};
+    use nbd::{client::NbdEndpoint, uri::PORT};
 
     use super::*;
 
-    fn export(text: &str) -> Result<(Endpoint, String), String> {
+    fn export(text: &str) -> Result<(NbdEndpoint, String), String> {
         match text.parse()? {
             BenchTarget::Nbd(uri) => Ok((uri.server, uri.export)),
             other => panic!("{other} is no NBD export"),
@@ -73,14 +73,14 @@ mod tests {
     #[test]
     fn uris_that_weir_serve_prints_are_understood() {
         let tcp = |host: &str, port, name: &str| {
-            Ok((Endpoint::Tcp { host: host.to_owned(), port }, name.to_owned()))
+            Ok((NbdEndpoint::Tcp { host: host.to_owned(), port }, name.to_owned()))
         };
         assert_eq!(export("nbd://localhost:10809/vm%201"), tcp("localhost", 10809, "vm 1"));
         assert_eq!(export("nbd://[::1]:7/%C3%A9"), tcp("::1", 7, "é"));
         assert_eq!(export("nbd://[::1]"), tcp("::1", PORT, ""));
         assert_eq!(export("nbd://host"), tcp("host", PORT, ""));
         assert_eq!(export("nbd://host/a/b"), tcp("host", PORT, "a/b"));
-        let unix = Ok((Endpoint::Unix("/run/my disks/s&1.sock".into()), "vm1".to_owned()));
+        let unix = Ok((NbdEndpoint::Unix("/run/my disks/s&1.sock".into()), "vm1".to_owned()));
         assert_eq!(export("nbd+unix:///vm1?socket=/run/my%20disks/s%261.sock"), unix);
     }
 

@@ -7,12 +7,12 @@ use policy::time::Duration;
 
 use crate::{
     latencies::{Latencies, percentiles},
-    load::{Arrivals, Flush, Job, Locality, Outcome, Places, Spacing},
+    load::{OpenLoop, FlushSpec, LoadJob, Locality, LoadOutcome, OffsetPattern, Spacing},
 };
 
 const SECONDS_SHOWN: usize = 60;
 
-pub(super) fn announcement(job: &Job, jobs: u32) -> String {
+pub(super) fn announcement(job: &LoadJob, jobs: u32) -> String {
     let load = &job.load;
     let kind = match (load.write, job.read_percent) {
         (None, _) => "read".to_owned(),
@@ -26,19 +26,19 @@ pub(super) fn announcement(job: &Job, jobs: u32) -> String {
         load.depth,
         places(job, jobs)
     );
-    if let Some(Flush { interval, drain }) = load.flush {
+    if let Some(FlushSpec { interval, drain }) = load.flush {
         let drain = if drain { "" } else { " without draining" };
         let _ = writeln!(text, "Sending flush every {interval} requests{drain}");
     }
-    if let Some(Arrivals { per_second, spacing }) = job.arrivals {
+    if let Some(OpenLoop { per_second, spacing }) = job.arrivals {
         let how = if spacing == Spacing::Poisson { "at random instants" } else { "at equal distances" };
         let _ = writeln!(text, "Sending {per_second} requests per second, {how}");
     }
     text
 }
 
-fn places(job: &Job, jobs: u32) -> String {
-    let Places { offset, step_bytes, backward, random, run, .. } = job.load.places;
+fn places(job: &LoadJob, jobs: u32) -> String {
+    let OffsetPattern { offset, step_bytes, backward, random, run, .. } = job.load.places;
     let mut text = match random {
         None => format!("starting at offset {offset}, step size {step_bytes}"),
         Some(seed) => format!("at random multiples of {step_bytes} from offset {offset}, seed {seed}"),
@@ -71,13 +71,13 @@ fn places(job: &Job, jobs: u32) -> String {
     text
 }
 
-pub(super) fn completion(outcome: &Outcome) -> String {
+pub(super) fn completion(outcome: &LoadOutcome) -> String {
     format!("Run completed in {:.3} seconds.\n", outcome.elapsed.as_secs_f64())
 }
 
 /// Rates, latencies and the CPU time of a request, printed after qemu-img's lines. `processor` is
 /// the time of all threads of this process.
-pub(super) fn summary(job: &Job, outcome: &Outcome, processor: Duration) -> String {
+pub(super) fn summary(job: &LoadJob, outcome: &LoadOutcome, processor: Duration) -> String {
     let measured = &outcome.measured;
     let mut text = String::new();
     for (name, latencies) in [("read", &measured.reads), ("write", &measured.writes)] {
@@ -103,17 +103,17 @@ pub(super) fn summary(job: &Job, outcome: &Outcome, processor: Duration) -> Stri
 }
 
 /// CPU nanoseconds per completed request; `None` without completed requests.
-pub(super) fn processor_ns(outcome: &Outcome, processor: Duration) -> Option<f64> {
+pub(super) fn processor_ns(outcome: &LoadOutcome, processor: Duration) -> Option<f64> {
     let count = outcome.measured.answered();
     (count > 0).then(|| processor.as_nanos() as f64 / count as f64)
 }
 
 /// Details over time.
-pub(super) fn details(outcome: &Outcome) -> String {
+pub(super) fn details(outcome: &LoadOutcome) -> String {
     let measured = &outcome.measured;
     let mut text = String::new();
     if measured.seconds.len() > 1 {
-        let iops = |second: &crate::load::Second| figures::count((second.reads + second.writes) as f64);
+        let iops = |second: &crate::load::SecondCounts| figures::count((second.reads + second.writes) as f64);
         let shown: Vec<_> = measured.seconds.iter().take(SECONDS_SHOWN).map(iops).collect();
         let more = measured.seconds.len() - shown.len();
         let more = if more > 0 { format!(" … and {more} more") } else { String::new() };
@@ -172,7 +172,7 @@ mod tests {
 
     #[test]
     fn every_run_has_rates_latencies_and_the_cost_of_a_request() {
-        let mut outcome = Outcome { elapsed: Duration::from_secs(2), ..Outcome::default() };
+        let mut outcome = LoadOutcome { elapsed: Duration::from_secs(2), ..LoadOutcome::default() };
         (1..=1000).for_each(|number| outcome.measured.writes.record(number * 1000).unwrap());
         let job = job(&arguments("a -w -s 1M -c 1000"), 1 << 30).unwrap();
         let text = summary(&job, &outcome, Duration::from_millis(20));
@@ -182,11 +182,11 @@ mod tests {
             assert!(lines[1].contains(part), "{part}: {text}");
         }
         assert_eq!(lines[2..], ["processor: 20us per request"]);
-        assert_eq!(summary(&job, &Outcome::default(), Duration::ZERO), "");
+        assert_eq!(summary(&job, &LoadOutcome::default(), Duration::ZERO), "");
     }
 
     #[test]
-    fn what_qemu_img_does_not_have_is_told_too() {
+    fn announcement_has_additional_options() {
         assert_eq!(
             announced(
                 "a -w --rwmixread 70 --zipf 1.2 --seed 3 --jobs 2 --runtime 5s --ramp-time 1s --rate-iops 500"

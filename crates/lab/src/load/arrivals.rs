@@ -7,10 +7,10 @@
 use clap::ValueEnum;
 use policy::time::{Duration, Instant, NANOS_PER_SECOND};
 
-use super::places::Part;
+use super::places::JobPart;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Arrivals {
+pub(crate) struct OpenLoop {
     /// Above 0, finite.
     pub(crate) per_second: f64,
     pub(crate) spacing: Spacing,
@@ -25,17 +25,17 @@ pub(crate) enum Spacing {
 }
 
 #[derive(Debug)]
-pub(super) struct Schedule {
-    arrivals: Arrivals,
+pub(super) struct ArrivalSchedule {
+    arrivals: OpenLoop,
     began: Instant,
     /// Nanoseconds since the start; fractional, because rounding would distort a rate of a million.
     next_ns: f64,
     random: fastrand::Rng,
 }
 
-impl Schedule {
+impl ArrivalSchedule {
     /// `arrivals` is the rate of this part alone.
-    pub(super) fn new(arrivals: Arrivals, began: Instant, seed: u64, part: Part) -> Self {
+    pub(super) fn new(arrivals: OpenLoop, began: Instant, seed: u64, part: JobPart) -> Self {
         let mut random = fastrand::Rng::with_seed(part.seed(seed));
         let gap_ns = NANOS_PER_SECOND as f64 / arrivals.per_second;
         // The first Poisson gap is drawn like all others: starting at 0 would synchronize the jobs.
@@ -73,21 +73,21 @@ pub(crate) fn exponential(mean: f64, random: &mut fastrand::Rng) -> f64 {
 mod tests {
     use super::*;
 
-    fn drawn(spacing: Spacing, part: Part, count: usize) -> Vec<u64> {
-        let arrivals = Arrivals { per_second: 1000.0, spacing };
-        let mut schedule = Schedule::new(arrivals, Instant::from_nanos(5), 1, part);
+    fn drawn(spacing: Spacing, part: JobPart, count: usize) -> Vec<u64> {
+        let arrivals = OpenLoop { per_second: 1000.0, spacing };
+        let mut schedule = ArrivalSchedule::new(arrivals, Instant::from_nanos(5), 1, part);
         (0..count).map(|_| schedule.take().as_nanos() - 5).collect()
     }
 
     #[test]
     fn fixed_ones_come_at_equal_distances_and_parts_in_between() {
-        assert_eq!(drawn(Spacing::Fixed, Part::WHOLE, 3), [0, 1_000_000, 2_000_000]);
-        assert_eq!(drawn(Spacing::Fixed, Part { number: 1, of: 2 }, 2), [500_000, 1_500_000]);
+        assert_eq!(drawn(Spacing::Fixed, JobPart::WHOLE, 3), [0, 1_000_000, 2_000_000]);
+        assert_eq!(drawn(Spacing::Fixed, JobPart { number: 1, of: 2 }, 2), [500_000, 1_500_000]);
     }
 
     #[test]
     fn gaps_between_poisson_s_are_exponential() {
-        let drawn = drawn(Spacing::Poisson, Part::WHOLE, 100_000);
+        let drawn = drawn(Spacing::Poisson, JobPart::WHOLE, 100_000);
         let gaps: Vec<f64> = drawn.windows(2).map(|pair| (pair[1] - pair[0]) as f64 / 1e6).collect();
         let mean = gaps.iter().sum::<f64>() / gaps.len() as f64;
         assert!((mean - 1.0).abs() < 0.02, "{mean}");

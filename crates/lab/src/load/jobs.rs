@@ -14,62 +14,62 @@ use async_channel::{Receiver, Sender};
 use block::disk::Disk;
 use console::NO_RING;
 use export::{
-    nbd::client::{Client, Endpoint, Wanted, connect},
+    nbd::client::{NbdClient, NbdEndpoint, HandshakeOptions, connect},
     vhost_user_blk,
 };
 use policy::time::Duration;
-use reactor::{Polling, Worker, guest::driver::Queue};
+use reactor::{PollingMode, ReactorWorker, guest::driver::DriverQueue};
 
-use super::{Failed, Job, Outcome, Stop, Target, put};
+use super::{FailedLoad, LoadJob, LoadOutcome, LoadStop, LoadTarget, run_job};
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 
 #[derive(Clone, Debug)]
-pub(crate) enum Source {
+pub(crate) enum LoadSource {
     Disk(Arc<Disk>),
     Nbd {
-        server: Endpoint,
-        wanted: Wanted,
+        server: NbdEndpoint,
+        wanted: HandshakeOptions,
     },
     /// One for each job.
-    VhostUser(Arc<Mutex<Vec<Queue>>>),
+    VhostUser(Arc<Mutex<Vec<DriverQueue>>>),
 }
 
 #[derive(Debug)]
-pub(crate) struct Ran {
-    pub(crate) outcome: Outcome,
+pub(crate) struct JobResult {
+    pub(crate) outcome: LoadOutcome,
     pub(crate) failed: Option<anyhow::Error>,
 }
 
-enum Told {
+enum JobEvent {
     Ready,
-    Ended(Box<Ran>),
+    Ended(Box<JobResult>),
 }
 
-impl Source {
-    pub(crate) async fn client(server: &Endpoint, wanted: &Wanted) -> anyhow::Result<Client> {
-        Ok(connect(server, wanted, PATIENCE).await?)
+impl LoadSource {
+    pub(crate) async fn client(server: &NbdEndpoint, wanted: &HandshakeOptions) -> anyhow::Result<NbdClient> {
+        Ok(connect(server, wanted, CONNECT_TIMEOUT).await?)
     }
 
-    async fn open(self) -> anyhow::Result<Target> {
+    async fn open(self) -> anyhow::Result<LoadTarget> {
         match self {
             Self::Disk(disk) => Ok(disk.into()),
-            Self::Nbd { server, wanted } => Ok(Target::Nbd(Rc::new(Self::client(&server, &wanted).await?))),
+            Self::Nbd { server, wanted } => Ok(LoadTarget::Nbd(Rc::new(Self::client(&server, &wanted).await?))),
             Self::VhostUser(queues) => {
                 let queue = queues.lock().unwrap_or_else(PoisonError::into_inner).pop();
                 let queue = queue.context("a job has no queue")?;
-                Ok(Target::VhostUser(Rc::new(vhost_user_blk::client::Client::start(queue)?)))
+                Ok(LoadTarget::VhostUser(Rc::new(vhost_user_blk::client::VhostUserClient::start(queue)?)))
             }
         }
     }
 }
 
 /// Runs all jobs. `begin` is called once all are ready; if it fails, no request is sent.
-pub(crate) async fn put_all(
-    jobs: Vec<Job>,
-    source: Source,
+pub(crate) async fn run_jobs(
+    jobs: Vec<LoadJob>,
+    source: LoadSource,
     begin: impl FnOnce() -> anyhow::Result<()>,
-) -> anyhow::Result<Ran> {
+) -> anyhow::Result<JobResult> {
     let count = jobs.len();
     // Each job sends two messages, so no job ever waits for the collector.
     let (tell, told) = async_channel::bounded(2 * count.max(1));
@@ -78,13 +78,13 @@ pub(crate) async fn put_all(
     let mut workers = Vec::new();
     if count == 1 {
         // On this reactor: a daemon's worker also serves all its requests on one thread.
-        let alone = jobs.into_iter().map(|job| one(job, source.clone(), tell.clone(), opened.clone()));
+        let alone = jobs.into_iter().map(|job| open_and_run(job, source.clone(), tell.clone(), opened.clone()));
         alone.for_each(reactor::spawn);
     } else {
         for (number, job) in jobs.into_iter().enumerate() {
-            let worker = Worker::start(&format!("job {number}"), Polling::Off).context(NO_RING)?;
+            let worker = ReactorWorker::start(&format!("job {number}"), PollingMode::Off).context(NO_RING)?;
             let (source, tell, opened) = (source.clone(), tell.clone(), opened.clone());
-            worker.spawn(move || one(job, source, tell, opened));
+            worker.spawn(move || open_and_run(job, source, tell, opened));
             workers.push(worker);
         }
     }
@@ -100,19 +100,19 @@ pub(crate) async fn put_all(
 /// Collects the results. Opens the gate once all jobs are ready; `fail` is called if one fails.
 async fn gather(
     count: usize,
-    told: &Receiver<Told>,
+    told: &Receiver<JobEvent>,
     gate: &Sender<()>,
     begin: impl FnOnce() -> anyhow::Result<()>,
     fail: impl Fn(),
-) -> Ran {
-    let nothing = Outcome { slowest: u64::MAX, ..Outcome::default() };
-    let mut sum = Ran { outcome: nothing, failed: None };
+) -> JobResult {
+    let nothing = LoadOutcome { slowest: u64::MAX, ..LoadOutcome::default() };
+    let mut sum = JobResult { outcome: nothing, failed: None };
     let mut begin = Some(begin);
     let (mut ready, mut ended) = (0, 0);
     while ended < count {
         match told.recv().await {
-            Ok(Told::Ready) => ready += 1,
-            Ok(Told::Ended(ran)) => {
+            Ok(JobEvent::Ready) => ready += 1,
+            Ok(JobEvent::Ended(ran)) => {
                 ended += 1;
                 sum.add(*ran);
             }
@@ -136,7 +136,7 @@ async fn gather(
     sum
 }
 
-impl Ran {
+impl JobResult {
     fn add(&mut self, other: Self) {
         self.outcome.elapsed = self.outcome.elapsed.max(other.outcome.elapsed);
         self.outcome.slowest = self.outcome.slowest.min(other.outcome.slowest);
@@ -147,41 +147,41 @@ impl Ran {
     }
 }
 
-async fn one(job: Job, source: Source, tell: Sender<Told>, opened: Receiver<()>) {
+async fn open_and_run(job: LoadJob, source: LoadSource, tell: Sender<JobEvent>, opened: Receiver<()>) {
     let (writes, stop) = (job.load.write.is_some(), job.stop.clone());
     let ran = match stop.unless_stopped(source.open()).await {
         Some(Ok(target)) => {
-            let _ = tell.send(Told::Ready).await;
+            let _ = tell.send(JobEvent::Ready).await;
             let _ = opened.recv().await;
-            let ran = measured(put(job, target.clone()).await, &target);
-            end(ran, target, writes, &stop).await
+            let ran = measured(run_job(job, target.clone()).await, &target);
+            flush_and_disconnect(ran, target, writes, &stop).await
         }
-        Some(Err(error)) => Ran { outcome: Outcome::default(), failed: Some(error) },
-        None => Ran { outcome: Outcome::default(), failed: None },
+        Some(Err(error)) => JobResult { outcome: LoadOutcome::default(), failed: Some(error) },
+        None => JobResult { outcome: LoadOutcome::default(), failed: None },
     };
-    let _ = tell.send(Told::Ended(Box::new(ran))).await;
+    let _ = tell.send(JobEvent::Ended(Box::new(ran))).await;
 }
 
-fn measured(result: Result<Outcome, Failed>, target: &Target) -> Ran {
+fn measured(result: Result<LoadOutcome, FailedLoad>, target: &LoadTarget) -> JobResult {
     match result {
-        Ok(outcome) => Ran { outcome, failed: None },
+        Ok(outcome) => JobResult { outcome, failed: None },
         Err(failed) => {
             let error = match target.fault() {
                 Some(fault) => anyhow!(fault),
                 // Names the server, because its log may have the reason.
                 None if target.is_remote() => {
-                    let Failed { request, error, .. } = &failed;
+                    let FailedLoad { request, error, .. } = &failed;
                     anyhow!("{request}: the server answered: {error} (its log may say why)")
                 }
                 None => anyhow!("{failed}"),
             };
-            Ran { outcome: *failed.outcome, failed: Some(error.context("a request failed")) }
+            JobResult { outcome: *failed.outcome, failed: Some(error.context("a request failed")) }
         }
     }
 }
 
 /// Flushes after writes, except on a server that left requests unanswered.
-async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
+async fn flush_and_disconnect(mut ran: JobResult, target: LoadTarget, writes: bool, stop: &LoadStop) -> JobResult {
     if ran.outcome.unanswered > 0 {
         return ran;
     }
@@ -198,7 +198,7 @@ async fn end(mut ran: Ran, target: Target, writes: bool, stop: &Stop) -> Ran {
             }
         }
     }
-    if let Target::Nbd(client) = target
+    if let LoadTarget::Nbd(client) = target
         // Fails while a request still holds the client; then the connection just closes.
         && let Ok(client) = Rc::try_unwrap(client)
     {

@@ -11,7 +11,7 @@ use crate::latencies::{self, Counts, Latencies};
 const SECOND: Duration = Duration::from_secs(1);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum RequestKind {
     Read,
     Write,
     Flush,
@@ -19,17 +19,17 @@ pub(crate) enum Kind {
 
 /// A request; the offset of a flush is meaningless.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Sent {
-    pub(super) kind: Kind,
+pub(crate) struct SentRequest {
+    pub(super) kind: RequestKind,
     pub(super) offset: u64,
 }
 
-impl fmt::Display for Sent {
+impl fmt::Display for SentRequest {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.kind {
-            Kind::Read => write!(f, "a read at {}", self.offset),
-            Kind::Write => write!(f, "a write at {}", self.offset),
-            Kind::Flush => f.write_str("a flush"),
+            RequestKind::Read => write!(f, "a read at {}", self.offset),
+            RequestKind::Write => write!(f, "a write at {}", self.offset),
+            RequestKind::Flush => f.write_str("a flush"),
         }
     }
 }
@@ -41,7 +41,7 @@ pub(crate) struct Measured {
     pub(crate) writes: Latencies,
     pub(crate) flushes: Latencies,
     /// Complete seconds only.
-    pub(crate) seconds: Vec<Second>,
+    pub(crate) seconds: Vec<SecondCounts>,
     /// Completions over time, for a chart.
     pub(crate) reads_over_time: OverTime,
     pub(crate) writes_over_time: OverTime,
@@ -51,7 +51,7 @@ pub(crate) struct Measured {
 }
 
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Second {
+pub(crate) struct SecondCounts {
     pub(crate) reads: u64,
     pub(crate) writes: u64,
     pub(crate) reads_ns: u64,
@@ -89,7 +89,7 @@ impl Measured {
         for (ours, theirs) in pairs {
             ours.add(theirs).expect("all have the same bounds");
         }
-        self.seconds.resize(self.seconds.len().max(other.seconds.len()), Second::default());
+        self.seconds.resize(self.seconds.len().max(other.seconds.len()), SecondCounts::default());
         for (ours, theirs) in self.seconds.iter_mut().zip(&other.seconds) {
             ours.reads += theirs.reads;
             ours.writes += theirs.writes;
@@ -112,23 +112,23 @@ impl Measured {
 /// Records completions. Requests due before `from` (the ramp) are ignored, even if they complete
 /// later.
 #[derive(Debug)]
-pub(super) struct Recorder {
+pub(super) struct LoadRecorder {
     from: Instant,
     second_ends: Instant,
-    second: Second,
+    second: SecondCounts,
     reads: Latencies,
     writes: Latencies,
     measured: Measured,
 }
 
-impl Recorder {
+impl LoadRecorder {
     pub(super) fn new(from: Instant) -> Self {
-        let [reads, writes] = [(); 2].map(|()| latencies::of_a_second());
-        let (second, measured) = (Second::default(), Measured::default());
+        let [reads, writes] = [(); 2].map(|()| latencies::one_second());
+        let (second, measured) = (SecondCounts::default(), Measured::default());
         Self { from, second_ends: from + SECOND, second, reads, writes, measured }
     }
 
-    pub(super) fn answered(&mut self, kind: Kind, due: Instant, at: Instant) {
+    pub(super) fn answered(&mut self, kind: RequestKind, due: Instant, at: Instant) {
         if due < self.from {
             return;
         }
@@ -143,21 +143,21 @@ impl Recorder {
         let took_ns = at.nanos_since(due);
         let since_ns = at.nanos_since(self.from);
         let latencies = match kind {
-            Kind::Read => {
+            RequestKind::Read => {
                 self.second.reads += 1;
                 self.second.reads_ns = self.second.reads_ns.saturating_add(took_ns);
                 self.reads.saturating_record(took_ns);
                 self.measured.reads_over_time.note(since_ns, 1);
                 &mut self.measured.reads
             }
-            Kind::Write => {
+            RequestKind::Write => {
                 self.second.writes += 1;
                 self.second.writes_ns = self.second.writes_ns.saturating_add(took_ns);
                 self.writes.saturating_record(took_ns);
                 self.measured.writes_over_time.note(since_ns, 1);
                 &mut self.measured.writes
             }
-            Kind::Flush => &mut self.measured.flushes,
+            RequestKind::Flush => &mut self.measured.flushes,
         };
         latencies.saturating_record(took_ns);
     }
@@ -183,9 +183,9 @@ mod tests {
 
     #[test]
     fn each_second_counts_what_was_answered_in_it() {
-        let mut recorder = Recorder::new(at(1000));
+        let mut recorder = LoadRecorder::new(at(1000));
         for answered in [900, 1099, 1100, 1999, 2000, 4500] {
-            recorder.answered(Kind::Read, at(answered - 100), at(answered));
+            recorder.answered(RequestKind::Read, at(answered - 100), at(answered));
         }
         let measured = recorder.end(Duration::ZERO);
         let reads: Vec<_> = measured.seconds.iter().map(|second| second.reads).collect();
@@ -196,25 +196,25 @@ mod tests {
 
     #[test]
     fn what_several_measured_is_added() {
-        let one = |kinds: &[Kind], seconds| {
-            let mut recorder = Recorder::new(at(0));
+        let one = |kinds: &[RequestKind], seconds| {
+            let mut recorder = LoadRecorder::new(at(0));
             for &kind in kinds {
                 recorder.answered(kind, at(1), at(2));
             }
-            recorder.answered(Kind::Write, at(0), at(seconds * 1000));
+            recorder.answered(RequestKind::Write, at(0), at(seconds * 1000));
             recorder.end(Duration::from_millis(seconds))
         };
-        let mut sum = one(&[Kind::Read, Kind::Flush], 1);
-        sum.add(&one(&[Kind::Read, Kind::Write], 2));
+        let mut sum = one(&[RequestKind::Read, RequestKind::Flush], 1);
+        sum.add(&one(&[RequestKind::Read, RequestKind::Write], 2));
         assert_eq!((sum.reads.len(), sum.writes.len(), sum.flushes.len()), (2, 3, 1));
         let drawn = |series: &OverTime| series.points().map(|(_, count)| count).sum::<u64>();
         assert_eq!((drawn(&sum.reads_over_time), drawn(&sum.writes_over_time)), (2, 3));
         let [first, second] = sum.seconds.as_slice() else { panic!("{:?}", sum.seconds) };
         assert_eq!((first.reads, first.writes), (2, 1));
         assert_eq!((first.reads_ns, first.writes_ns), (2_000_000, 1_000_000));
-        let took = latencies::of_counts(&first.reads_took);
+        let took = latencies::from_counts(&first.reads_took);
         assert!(took.len() == 2 && took.equivalent(took.max(), 1_000_000), "{:?}", first.reads_took);
-        assert_eq!(*second, Second::default());
+        assert_eq!(*second, SecondCounts::default());
         assert_eq!(sum.behind, Duration::from_millis(2));
     }
 }

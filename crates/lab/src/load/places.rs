@@ -7,7 +7,7 @@ use super::zipf::Zipf;
 
 /// Wraps to the image's start before a request would extend past its end; reversed for backward.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Places {
+pub(crate) struct OffsetPattern {
     /// In bytes.
     pub(crate) offset: u64,
     /// In bytes; not 0.
@@ -20,7 +20,7 @@ pub(crate) struct Places {
     pub(crate) run: u64,
 }
 
-impl Places {
+impl OffsetPattern {
     fn last_step(&self) -> u64 {
         (self.last - self.offset) / self.step_bytes
     }
@@ -37,13 +37,13 @@ pub(crate) enum Locality {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Part {
+pub(crate) struct JobPart {
     pub(crate) number: u32,
     /// Number of parts; not 0.
     pub(crate) of: u32,
 }
 
-impl Part {
+impl JobPart {
     pub(crate) const WHOLE: Self = Self { number: 0, of: 1 };
 
     /// Seed of this part; that of the first part is `seed` itself.
@@ -54,15 +54,15 @@ impl Part {
 }
 
 #[derive(Debug)]
-pub(super) struct Course {
-    places: Places,
+pub(super) struct OffsetGenerator {
+    places: OffsetPattern,
     block_bytes: u64,
     random: RefCell<fastrand::Rng>,
-    draw: Draw,
+    draw: RandomBlocks,
 }
 
 #[derive(Debug)]
-pub(crate) enum Draw {
+pub(crate) enum RandomBlocks {
     Even {
         count: u64,
     },
@@ -75,7 +75,7 @@ pub(crate) enum Draw {
     },
 }
 
-impl Draw {
+impl RandomBlocks {
     /// `count` is not 0; the seed determines which places are hot by Zipf's law.
     pub(crate) fn new(count: u64, locality: Locality, seed: u64) -> Self {
         match locality {
@@ -102,29 +102,29 @@ impl Draw {
 }
 
 #[derive(Debug)]
-pub(super) struct Reader {
+pub(super) struct LoadReader {
     next_offset: Cell<u64>,
     left_of_run: Cell<u64>,
     pub(super) answered: Cell<u64>,
 }
 
-impl Course {
+impl OffsetGenerator {
     /// Every part has the same hot places, but draws in its own order.
-    pub(super) fn new(places: Places, block_bytes: u64, locality: Locality, part: Part) -> Self {
+    pub(super) fn new(places: OffsetPattern, block_bytes: u64, locality: Locality, part: JobPart) -> Self {
         let seed = places.random.unwrap_or_default();
-        let draw = Draw::new(places.last_step().saturating_add(1), locality, seed);
+        let draw = RandomBlocks::new(places.last_step().saturating_add(1), locality, seed);
         let random = RefCell::new(fastrand::Rng::with_seed(part.seed(seed)));
         Self { places, block_bytes, random, draw }
     }
 
     /// Readers start at equal distances over all parts.
-    pub(super) fn readers(&self, count: u32, part: Part) -> Vec<Reader> {
-        let Places { offset, step_bytes, .. } = self.places;
+    pub(super) fn readers(&self, count: u32, part: JobPart) -> Vec<LoadReader> {
+        let OffsetPattern { offset, step_bytes, .. } = self.places;
         let all = u64::from(count) * u64::from(part.of);
         // A multiple of the step, so that random and sequential offsets have the same alignment.
         let distance = self.places.last_step() / all * step_bytes;
         let first = u64::from(part.number) * u64::from(count);
-        let reader = |number| Reader {
+        let reader = |number| LoadReader {
             next_offset: Cell::new(offset + (first + u64::from(number)) * distance),
             left_of_run: Cell::new(0),
             answered: Cell::new(0),
@@ -132,8 +132,8 @@ impl Course {
         (0..count).map(reader).collect()
     }
 
-    pub(super) fn next(&self, reader: &Reader) -> u64 {
-        let Places { offset, step_bytes, last, backward, random, run } = self.places;
+    pub(super) fn next(&self, reader: &LoadReader) -> u64 {
+        let OffsetPattern { offset, step_bytes, last, backward, random, run } = self.places;
         let mut place = reader.next_offset.get();
         if random.is_some() {
             if reader.left_of_run.get() == 0 {
@@ -162,21 +162,21 @@ mod tests {
 
     const BLOCKS: u64 = 256;
 
-    fn course(locality: Locality, part: Part) -> Course {
+    fn course(locality: Locality, part: JobPart) -> OffsetGenerator {
         let last = (BLOCKS - 1) * 4096;
-        let places = Places { offset: 0, step_bytes: 4096, last, backward: false, random: Some(5), run: 1 };
-        Course::new(places, 4096, locality, part)
+        let places = OffsetPattern { offset: 0, step_bytes: 4096, last, backward: false, random: Some(5), run: 1 };
+        OffsetGenerator::new(places, 4096, locality, part)
     }
 
-    fn blocks(course: &Course, count: usize) -> Vec<u64> {
-        let reader = &course.readers(1, Part::WHOLE)[0];
+    fn blocks(course: &OffsetGenerator, count: usize) -> Vec<u64> {
+        let reader = &course.readers(1, JobPart::WHOLE)[0];
         (0..count).map(|_| course.next(reader) / 4096).collect()
     }
 
     #[test]
     fn ninety_percent_go_to_the_first_ten_and_none_is_left_out() {
         let hot = Locality::Hot { requests: 90, places: 10 };
-        let drawn = blocks(&course(hot, Part::WHOLE), 100_000);
+        let drawn = blocks(&course(hot, JobPart::WHOLE), 100_000);
         let hits = drawn.iter().filter(|&&block| block < 26).count();
         assert!((89_500..90_500).contains(&hits), "{hits}");
         assert!((0..BLOCKS).all(|block| drawn.contains(&block)));
@@ -185,7 +185,7 @@ mod tests {
     #[test]
     fn what_is_hot_is_so_for_every_part_though_each_draws_its_own() {
         let hottest = |number| {
-            let drawn = blocks(&course(Locality::Zipf(1.2), Part { number, of: 2 }), 10_000);
+            let drawn = blocks(&course(Locality::Zipf(1.2), JobPart { number, of: 2 }), 10_000);
             let count = |block| drawn.iter().filter(|&&other| other == block).count();
             (drawn[..20].to_vec(), (0..BLOCKS).max_by_key(|&block| count(block)))
         };
@@ -198,8 +198,8 @@ mod tests {
     fn a_disk_of_one_block_has_one_place() {
         for locality in [Locality::Even, Locality::Zipf(1.0), Locality::Hot { requests: 50, places: 99 }] {
             let places =
-                Places { offset: 0, step_bytes: 4096, last: 0, backward: false, random: Some(1), run: 1 };
-            let course = Course::new(places, 4096, locality, Part::WHOLE);
+                OffsetPattern { offset: 0, step_bytes: 4096, last: 0, backward: false, random: Some(1), run: 1 };
+            let course = OffsetGenerator::new(places, 4096, locality, JobPart::WHOLE);
             assert_eq!(blocks(&course, 10), [0; 10]);
         }
     }
@@ -210,7 +210,7 @@ mod tests {
             let readers = course(Locality::Even, part).readers(readers, part);
             readers.iter().map(|reader| reader.next_offset.get()).collect::<Vec<_>>()
         };
-        let parts = [0, 1].map(|number| begins(2, Part { number, of: 2 })).concat();
-        assert_eq!(parts, begins(4, Part::WHOLE));
+        let parts = [0, 1].map(|number| begins(2, JobPart { number, of: 2 })).concat();
+        assert_eq!(parts, begins(4, JobPart::WHOLE));
     }
 }

@@ -20,36 +20,36 @@ use std::{
 
 use policy::time::{Duration, Instant};
 use reactor::{
-    buffer::{ALIGNMENT, Buffer},
+    buffer::{ALIGNMENT, IoBuffer},
     error::Result,
     now, spawn_joinable,
 };
 
 use super::{
-    Failed, Job, Outcome, Target,
-    arrivals::Schedule,
-    measured::{Kind, Recorder, Sent},
-    places::{Course, Reader},
+    FailedLoad, LoadJob, LoadOutcome, LoadTarget,
+    arrivals::ArrivalSchedule,
+    measured::{RequestKind, LoadRecorder, SentRequest},
+    places::{OffsetGenerator, LoadReader},
 };
 
-enum Next {
-    Request { offset: u64, kind: Kind },
+enum NextAction {
+    Request { offset: u64, kind: RequestKind },
     Flush,
     Wait,
     Done,
 }
 
-struct Run {
-    job: Job,
-    target: Target,
+struct RunningJob {
+    job: LoadJob,
+    target: LoadTarget,
     /// Data of a write, from [`Run::first`] on, aligned for any device; empty for reads.
     content: Arc<[u8]>,
     first: usize,
-    course: Course,
-    readers: Vec<Reader>,
+    course: OffsetGenerator,
+    readers: Vec<LoadReader>,
     kinds: RefCell<fastrand::Rng>,
-    schedule: Option<RefCell<Schedule>>,
-    recorder: RefCell<Recorder>,
+    schedule: Option<RefCell<ArrivalSchedule>>,
+    recorder: RefCell<LoadRecorder>,
     from: Instant,
     until: Instant,
     sent: Cell<u64>,
@@ -59,7 +59,7 @@ struct Run {
     written: Cell<u64>,
     in_flight: Cell<u32>,
     flush: Cell<FlushState>,
-    failed: Cell<Option<(Sent, reactor::error::Error)>>,
+    failed: Cell<Option<(SentRequest, reactor::error::Error)>>,
     waiting: RefCell<Vec<Waker>>,
 }
 
@@ -70,11 +70,11 @@ enum FlushState {
     UnderWay,
 }
 
-pub(crate) async fn put(
-    job: impl Into<Job>,
-    target: impl Into<Target>,
-) -> std::result::Result<Outcome, Failed> {
-    let run = Rc::new(Run::new(job.into(), target.into()));
+pub(crate) async fn run_job(
+    job: impl Into<LoadJob>,
+    target: impl Into<LoadTarget>,
+) -> std::result::Result<LoadOutcome, FailedLoad> {
+    let run = Rc::new(RunningJob::new(job.into(), target.into()));
     let tasks: Vec<_> = (0..run.job.load.depth)
         .flat_map(|_| 0..run.readers.len())
         .map(|reader| spawn_joinable(Rc::clone(&run).task(reader)))
@@ -94,21 +94,21 @@ pub(crate) async fn put(
         false
     };
     let ended = now();
-    let outcome = Outcome {
+    let outcome = LoadOutcome {
         elapsed: ended - run.from,
         slowest: run.readers.iter().map(|reader| reader.answered.get()).min().unwrap_or_default(),
         // A flush in flight is not counted in `in_flight`.
         unanswered: if overdue { run.in_flight.get().max(1).into() } else { 0 },
-        measured: run.recorder.replace(Recorder::new(ended)).end(run.behind(ended)),
+        measured: run.recorder.replace(LoadRecorder::new(ended)).end(run.behind(ended)),
     };
     match run.failed.get() {
-        Some((request, error)) => Err(Failed { request, error, outcome: Box::new(outcome) }),
+        Some((request, error)) => Err(FailedLoad { request, error, outcome: Box::new(outcome) }),
         None => Ok(outcome),
     }
 }
 
-impl Run {
-    fn new(job: Job, target: Target) -> Self {
+impl RunningJob {
+    fn new(job: LoadJob, target: LoadTarget) -> Self {
         let load = &job.load;
         let content: Arc<[u8]> =
             load.write.map_or_else(Vec::new, |byte| vec![byte; load.block_bytes + ALIGNMENT]).into();
@@ -116,10 +116,10 @@ impl Run {
         let seed = load.places.random.unwrap_or_default();
         // Offsets are drawn by the course, not by the tasks: their order does not depend on
         // completions.
-        let course = Course::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
+        let course = OffsetGenerator::new(load.places.clone(), load.block_bytes as u64, job.locality, job.part);
         let began = now();
         let from = began + job.ramp;
-        let schedule = |arrivals| RefCell::new(Schedule::new(arrivals, began, seed, job.part));
+        let schedule = |arrivals| RefCell::new(ArrivalSchedule::new(arrivals, began, seed, job.part));
         Self {
             first: content.as_ptr().align_offset(ALIGNMENT),
             content,
@@ -129,7 +129,7 @@ impl Run {
             // offsets.
             kinds: RefCell::new(fastrand::Rng::with_seed(job.part.seed(!seed))),
             schedule: job.arrivals.map(schedule),
-            recorder: RefCell::new(Recorder::new(from)),
+            recorder: RefCell::new(LoadRecorder::new(from)),
             from,
             until: job.runtime.map_or(Instant::MAX, |runtime| from + runtime),
             sent: Cell::new(0),
@@ -152,15 +152,15 @@ impl Run {
         loop {
             // A due time that was not used because of a flush stays valid for the next turn.
             if let (None, Some(schedule)) = (due, &self.schedule) {
-                due = self.arrival(schedule, at).await;
+                due = self.wait_until_due(schedule, at).await;
                 if due.is_none() {
                     break;
                 }
                 at = now();
             }
             // Without a schedule a request is due when the task is free: a closed loop.
-            match self.take(reader, due.unwrap_or(at), at) {
-                Next::Request { offset, kind } => {
+            match self.next_action(reader, due.unwrap_or(at), at) {
+                NextAction::Request { offset, kind } => {
                     if let Some(due) = due {
                         self.recorder.borrow_mut().sent(due, at);
                     }
@@ -168,9 +168,9 @@ impl Run {
                     let result = self.request(offset, kind).await;
                     at = now();
                     self.in_flight.set(self.in_flight.get() - 1);
-                    self.answer(reader, Sent { kind, offset }, began, at, result);
+                    self.answer(reader, SentRequest { kind, offset }, began, at, result);
                 }
-                Next::Flush => {
+                NextAction::Flush => {
                     let result = self.target.flush().await;
                     let began = at;
                     at = now();
@@ -179,22 +179,22 @@ impl Run {
                     if self.flush.get() == FlushState::UnderWay {
                         self.flush.set(FlushState::NotDue);
                     }
-                    self.recorder.borrow_mut().answered(Kind::Flush, began, at);
-                    self.note(Sent { kind: Kind::Flush, offset: 0 }, result);
+                    self.recorder.borrow_mut().answered(RequestKind::Flush, began, at);
+                    self.record_failure(SentRequest { kind: RequestKind::Flush, offset: 0 }, result);
                     self.wake();
                 }
-                Next::Wait => {
+                NextAction::Wait => {
                     self.wait().await;
                     at = now();
                 }
-                Next::Done => break,
+                NextAction::Done => break,
             }
         }
         // Tasks may be waiting for a flush that will not be submitted any more.
         self.wake();
     }
 
-    async fn arrival(&self, schedule: &RefCell<Schedule>, at: Instant) -> Option<Instant> {
+    async fn wait_until_due(&self, schedule: &RefCell<ArrivalSchedule>, at: Instant) -> Option<Instant> {
         // Counted when the due time is taken, or many tasks would wait for the last request.
         if self.is_over(at) || self.promised.get() >= self.job.load.count {
             return None;
@@ -228,24 +228,24 @@ impl Run {
         self.failed.get().is_some() || self.job.stop.is_stopped() || at >= self.until
     }
 
-    fn take(&self, reader: &Reader, due: Instant, at: Instant) -> Next {
+    fn next_action(&self, reader: &LoadReader, due: Instant, at: Instant) -> NextAction {
         if self.is_over(at) {
-            return Next::Done;
+            return NextAction::Done;
         }
         let drain = self.job.load.flush.is_some_and(|flush| flush.drain);
         match self.flush.get() {
             FlushState::NotDue => {}
             // As in qemu-img bench: the flush covers every write before it.
-            FlushState::Due if drain && self.in_flight.get() > 0 => return Next::Wait,
+            FlushState::Due if drain && self.in_flight.get() > 0 => return NextAction::Wait,
             FlushState::Due => {
                 self.flush.set(if drain { FlushState::UnderWay } else { FlushState::NotDue });
-                return Next::Flush;
+                return NextAction::Flush;
             }
-            FlushState::UnderWay => return Next::Wait,
+            FlushState::UnderWay => return NextAction::Wait,
         }
         let sent = self.sent.get();
         if sent == self.job.load.count {
-            return Next::Done;
+            return NextAction::Done;
         }
         // The ramp's requests are not counted, so the number of measured requests is as configured.
         if due >= self.from {
@@ -253,7 +253,7 @@ impl Run {
         }
         self.in_flight.set(self.in_flight.get() + 1);
         let kind = self.kind();
-        if kind == Kind::Write {
+        if kind == RequestKind::Write {
             let written = self.written.get() + 1;
             self.written.set(written);
             // The flush is due after this write; whichever task comes next submits it.
@@ -261,35 +261,35 @@ impl Run {
                 self.flush.set(FlushState::Due);
             }
         }
-        Next::Request { offset: self.course.next(reader), kind }
+        NextAction::Request { offset: self.course.next(reader), kind }
     }
 
-    fn kind(&self) -> Kind {
+    fn kind(&self) -> RequestKind {
         let percent = self.job.read_percent;
         let reads =
             self.job.load.write.is_none() || percent > 0 && self.kinds.borrow_mut().u8(..100) < percent;
-        if reads { Kind::Read } else { Kind::Write }
+        if reads { RequestKind::Read } else { RequestKind::Write }
     }
 
-    async fn request(&self, offset: u64, kind: Kind) -> Result<()> {
+    async fn request(&self, offset: u64, kind: RequestKind) -> Result<()> {
         let length = self.job.load.block_bytes;
-        if kind == Kind::Read {
+        if kind == RequestKind::Read {
             return self.target.read(offset, length).await;
         }
-        self.target.write(offset, Buffer::lent(&self.content, self.first..self.first + length)).await
+        self.target.write(offset, IoBuffer::view_of(&self.content, self.first..self.first + length)).await
     }
 
-    fn answer(&self, reader: &Reader, request: Sent, began: Instant, at: Instant, result: Result<()>) {
+    fn answer(&self, reader: &LoadReader, request: SentRequest, began: Instant, at: Instant, result: Result<()>) {
         if result.is_ok() {
             self.answered.set(self.answered.get() + 1);
             self.job.answered.set(self.answered.get());
             reader.answered.set(reader.answered.get() + 1);
             self.recorder.borrow_mut().answered(request.kind, began, at);
         }
-        self.note(request, result);
+        self.record_failure(request, result);
     }
 
-    fn note(&self, request: Sent, result: Result<()>) {
+    fn record_failure(&self, request: SentRequest, result: Result<()>) {
         // Later failures are consequences or duplicates.
         if let (Err(error), None) = (result, self.failed.get()) {
             self.failed.set(Some((request, error)));

@@ -5,31 +5,31 @@ use std::{rc::Rc, sync::Arc};
 
 use block::disk::Disk;
 use export::{nbd, vhost_user_blk};
-use policy::{request::Direction, throttle::Cost};
-use reactor::{buffer::Buffer, error::Result};
+use policy::{request::Direction, throttle::RequestCost};
+use reactor::{buffer::IoBuffer, error::Result};
 use storage::Durability;
 
 #[derive(Clone, Debug)]
-pub(crate) enum Target {
+pub(crate) enum LoadTarget {
     Disk(Arc<Disk>),
-    Nbd(Rc<nbd::client::Client>),
+    Nbd(Rc<nbd::client::NbdClient>),
     /// Determines length and content of requests itself.
-    VhostUser(Rc<vhost_user_blk::client::Client>),
+    VhostUser(Rc<vhost_user_blk::client::VhostUserClient>),
 }
 
-impl From<Arc<Disk>> for Target {
+impl From<Arc<Disk>> for LoadTarget {
     fn from(disk: Arc<Disk>) -> Self {
         Self::Disk(disk)
     }
 }
 
-impl Target {
+impl LoadTarget {
     pub(super) async fn read(&self, offset: u64, length: usize) -> Result<()> {
         match self {
             Self::Disk(disk) => {
                 // The benchmark's disk has no limits, but the admission is part of the measured
                 // path.
-                let pass = disk.admit(Direction::Read, Cost::one(length as u64)).await;
+                let pass = disk.admit(Direction::Read, RequestCost::one(length as u64)).await;
                 disk.read(pass, offset, length).await.map(drop)
             }
             Self::Nbd(client) => client.read(offset, length).await.map(drop),
@@ -37,10 +37,10 @@ impl Target {
         }
     }
 
-    pub(super) async fn write(&self, offset: u64, data: Buffer) -> Result<()> {
+    pub(super) async fn write(&self, offset: u64, data: IoBuffer) -> Result<()> {
         match self {
             Self::Disk(disk) => {
-                let pass = disk.admit(Direction::Write, Cost::one(data.len() as u64)).await;
+                let pass = disk.admit(Direction::Write, RequestCost::one(data.len() as u64)).await;
                 disk.write(pass, offset, data.into(), Durability::Cached).await
             }
             Self::Nbd(client) => client.write(offset, data.into(), false).await,
@@ -64,7 +64,7 @@ impl Target {
     /// True for servers and Ceph clusters, which may become unresponsive.
     pub(super) fn may_never_answer(&self) -> bool {
         match self {
-            Self::Disk(disk) => disk.image().storage().is_far(),
+            Self::Disk(disk) => disk.image().storage().is_remote(),
             Self::Nbd(_) | Self::VhostUser(_) => true,
         }
     }

@@ -9,12 +9,12 @@ use storage::OpenOptions;
 
 use super::*;
 
-fn places() -> Places {
-    Places { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, backward: false, random: None, run: 1 }
+fn places() -> OffsetPattern {
+    OffsetPattern { offset: 0, step_bytes: 4096, last: (1 << 20) - 4096, backward: false, random: None, run: 1 }
 }
 
-fn load(count: u64, depth: u32) -> Load {
-    Load { count, depth, readers: 1, block_bytes: 4096, places: places(), write: None, flush: None }
+fn load(count: u64, depth: u32) -> LoadSpec {
+    LoadSpec { count, depth, readers: 1, block_bytes: 4096, places: places(), write: None, flush: None }
 }
 
 fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
@@ -25,9 +25,9 @@ fn disk(spec: &str, rules: &[&str]) -> Arc<Disk> {
     Arc::new(Disk::new("load", image, DiskSettings::default(), None).unwrap())
 }
 
-fn put_on(job: impl Into<Job>, rules: &'static [&str]) -> Result<Outcome, Error> {
+fn put_on(job: impl Into<LoadJob>, rules: &'static [&str]) -> Result<LoadOutcome, Error> {
     let job = job.into();
-    sim::run(1, async move { put(job, disk("memory:1M", rules)).await.map_err(|failed| failed.error) })
+    sim::run(1, async move { run_job(job, disk("memory:1M", rules)).await.map_err(|failed| failed.error) })
 }
 
 #[test]
@@ -40,23 +40,23 @@ fn as_many_requests_are_in_flight_as_were_asked_for() {
 
 #[test]
 fn a_flush_comes_after_every_so_many_writes_and_nothing_is_in_flight_with_it() {
-    let flush = Some(Flush { interval: 64, drain: true });
-    let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    let flush = Some(FlushSpec { interval: 64, drain: true });
+    let outcome = put_on(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
     // Ten times: 64 writes take 2 ms at depth 32, and the flush 10 ms.
     assert_eq!(outcome.elapsed, Duration::from_millis(10 * (2 + 10)));
 }
 
 #[test]
 fn without_draining_writes_go_on_during_a_flush() {
-    let flush = Some(Flush { interval: 64, drain: false });
-    let outcome = put_on(Load { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
+    let flush = Some(FlushSpec { interval: 64, drain: false });
+    let outcome = put_on(LoadSpec { write: Some(7), flush, ..load(640, 32) }, &[]).unwrap();
     assert!(outcome.elapsed < Duration::from_millis(50), "{:?}", outcome.elapsed);
 }
 
 #[test]
 fn the_first_failure_ends_it_also_while_others_wait_for_a_flush() {
-    let flush = Some(Flush { interval: 64, drain: true });
-    let load = Load { write: Some(7), flush, ..load(640, 32) };
+    let flush = Some(FlushSpec { interval: 64, drain: true });
+    let load = LoadSpec { write: Some(7), flush, ..load(640, 32) };
     for rule in ["kind=flush,error=EIO", "kind=write,offset=128K-129K,error=EIO"] {
         let rules: &'static [&str] = Box::leak(Box::new([rule]));
         assert_eq!(put_on(load.clone(), rules), Err(Error::IO), "{rule}");
@@ -65,10 +65,10 @@ fn the_first_failure_ends_it_also_while_others_wait_for_a_flush() {
 
 #[test]
 fn places_follow_each_other_as_if_the_end_were_the_beginning() {
-    let places = Places { offset: 8192, step_bytes: 500_000, ..places() };
+    let places = OffsetPattern { offset: 8192, step_bytes: 500_000, ..places() };
     let written = sim::run(1, async move {
         let disk = disk("memory:1M", &[]);
-        put(Load { write: Some(7), places, ..load(6, 1) }, Arc::clone(&disk)).await.unwrap();
+        run_job(LoadSpec { write: Some(7), places, ..load(6, 1) }, Arc::clone(&disk)).await.unwrap();
         let mut found = Vec::new();
         for offset in [8192, 508_192, 1_008_192, 459_616, 959_616, 411_040, 0] {
             let read = disk.image().read(offset, 1).await.unwrap();
@@ -86,8 +86,8 @@ fn random_places_are_everywhere_and_the_same_for_one_seed() {
         sim::run(1, async move {
             let disk = disk("memory:1M", &[]);
             let load =
-                Load { write: Some(7), places: Places { random: Some(seed), ..places() }, ..load(256, 16) };
-            put(load, Arc::clone(&disk)).await.unwrap();
+                LoadSpec { write: Some(7), places: OffsetPattern { random: Some(seed), ..places() }, ..load(256, 16) };
+            run_job(load, Arc::clone(&disk)).await.unwrap();
             let read = disk.image().read(0, 1 << 20).await.unwrap();
             let mut all = vec![0; 1 << 20];
             read.copy_to(&mut all);
@@ -101,10 +101,10 @@ fn random_places_are_everywhere_and_the_same_for_one_seed() {
     assert_ne!(written(3), written(4));
 }
 
-fn blocks(load: Load) -> Vec<usize> {
+fn blocks(load: LoadSpec) -> Vec<usize> {
     sim::run(1, async move {
         let disk = disk("memory:1M", &[]);
-        put(Load { write: Some(7), ..load }, Arc::clone(&disk)).await.unwrap();
+        run_job(LoadSpec { write: Some(7), ..load }, Arc::clone(&disk)).await.unwrap();
         let mut all = vec![0; 1 << 20];
         disk.image().read(0, 1 << 20).await.unwrap().copy_to(&mut all);
         let blocks = all.chunks(4096).enumerate();
@@ -114,7 +114,7 @@ fn blocks(load: Load) -> Vec<usize> {
 
 #[test]
 fn readers_begin_at_equal_distances_and_the_slowest_is_told() {
-    let load = Load { readers: 4, ..load(20, 1) };
+    let load = LoadSpec { readers: 4, ..load(20, 1) };
     let expect: Vec<usize> = (0..4).flat_map(|reader| (0..5).map(move |block| reader * 63 + block)).collect();
     assert_eq!(blocks(load.clone()), expect);
     assert_eq!(put_on(load, &[]).map(|outcome| outcome.slowest), Ok(5));
@@ -122,13 +122,13 @@ fn readers_begin_at_equal_distances_and_the_slowest_is_told() {
 
 #[test]
 fn backward_comes_the_end_after_the_beginning() {
-    let load = Load { places: Places { offset: 8192, backward: true, ..places() }, ..load(5, 1) };
+    let load = LoadSpec { places: OffsetPattern { offset: 8192, backward: true, ..places() }, ..load(5, 1) };
     assert_eq!(blocks(load), [0, 1, 2, 254, 255]);
 }
 
 #[test]
 fn a_run_goes_on_from_each_random_place() {
-    let written = blocks(Load { places: Places { random: Some(1), run: 4, ..places() }, ..load(12, 1) });
+    let written = blocks(LoadSpec { places: OffsetPattern { random: Some(1), run: 4, ..places() }, ..load(12, 1) });
     assert!((9..=12).contains(&written.len()), "{written:?}");
     let follow = written.windows(2).filter(|pair| pair[0] + 1 == pair[1]).count();
     assert!(follow >= 8, "{written:?}");
@@ -146,10 +146,10 @@ fn latencies_are_those_of_the_disk() {
 }
 
 #[test]
-fn so_many_of_a_hundred_read_and_the_places_are_the_same() {
+fn read_percentage_does_not_change_offsets() {
     let mixed = |percent| {
-        let places = Places { random: Some(3), ..places() };
-        let job = Job { read_percent: percent, ..Load { write: Some(7), places, ..load(10_000, 16) }.into() };
+        let places = OffsetPattern { random: Some(3), ..places() };
+        let job = LoadJob { read_percent: percent, ..LoadSpec { write: Some(7), places, ..load(10_000, 16) }.into() };
         put_on(job, &[]).unwrap().measured
     };
     let measured = mixed(70);
@@ -160,15 +160,15 @@ fn so_many_of_a_hundred_read_and_the_places_are_the_same() {
 
 #[test]
 fn a_flush_counts_writes_alone() {
-    let flush = Some(Flush { interval: 64, drain: true });
-    let job = Job { read_percent: 50, ..Load { write: Some(7), flush, ..load(6400, 32) }.into() };
+    let flush = Some(FlushSpec { interval: 64, drain: true });
+    let job = LoadJob { read_percent: 50, ..LoadSpec { write: Some(7), flush, ..load(6400, 32) }.into() };
     let measured = put_on(job, &[]).unwrap().measured;
     assert_eq!(measured.flushes.len(), measured.writes.len() / 64);
 }
 
 #[test]
 fn time_ends_it_and_what_was_warming_up_does_not_count() {
-    let job = Job {
+    let job = LoadJob {
         ramp: Duration::from_millis(2500),
         runtime: Some(Duration::from_millis(3500)),
         ..load(u64::MAX, 4).into()
@@ -177,23 +177,23 @@ fn time_ends_it_and_what_was_warming_up_does_not_count() {
     assert_eq!(outcome.elapsed, Duration::from_millis(3500));
     let seconds: Vec<_> = outcome.measured.seconds.iter().map(|second| second.reads).collect();
     assert!(seconds.len() == 3 && seconds.iter().all(|reads| (3996..=4004).contains(reads)), "{seconds:?}");
-    let outcome = put_on(Job { load: load(1000, 4), ..job }, &[]).unwrap();
+    let outcome = put_on(LoadJob { load: load(1000, 4), ..job }, &[]).unwrap();
     assert!((249..=251).contains(&outcome.elapsed.as_millis()), "{:?}", outcome.elapsed);
 }
 
-fn slowly() -> Option<Arrivals> {
-    Some(Arrivals { per_second: 100.0, spacing: Spacing::Fixed })
+fn slowly() -> Option<OpenLoop> {
+    Some(OpenLoop { per_second: 100.0, spacing: Spacing::Fixed })
 }
 
 #[test]
 fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
-    let outcome = put_on(Job { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
+    let outcome = put_on(LoadJob { arrivals: slowly(), ..load(101, 8).into() }, &[]).unwrap();
     assert_eq!(outcome.elapsed, Duration::from_millis(1001), "the last is due after a second");
     assert_eq!((outcome.measured.late.max(), outcome.measured.behind), (0, Duration::ZERO));
     // Capacity for 1000 per second, arrivals of 2000: the hundredth waits for half of the earlier
     // ones.
-    let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
-    let outcome = put_on(Job { arrivals, ..load(100, 1).into() }, &[]).unwrap();
+    let arrivals = Some(OpenLoop { per_second: 2000.0, spacing: Spacing::Fixed });
+    let outcome = put_on(LoadJob { arrivals, ..load(100, 1).into() }, &[]).unwrap();
     let reads = &outcome.measured.reads;
     assert!(reads.equivalent(reads.max(), 50_500_000), "{}", reads.max());
     assert!(reads.equivalent(reads.min(), 1_000_000), "{}", reads.min());
@@ -202,24 +202,24 @@ fn requests_come_by_themselves_and_wait_where_too_many_are_in_flight() {
 
 #[test]
 fn how_far_behind_a_schedule_it_was_at_the_end_is_told() {
-    let arrivals = Some(Arrivals { per_second: 2000.0, spacing: Spacing::Fixed });
+    let arrivals = Some(OpenLoop { per_second: 2000.0, spacing: Spacing::Fixed });
     let runtime = Some(Duration::from_secs(1));
-    let outcome = put_on(Job { arrivals, runtime, ..load(u64::MAX, 1).into() }, &[]).unwrap();
+    let outcome = put_on(LoadJob { arrivals, runtime, ..load(u64::MAX, 1).into() }, &[]).unwrap();
     assert_eq!(outcome.measured.reads.len(), 1000);
     assert_eq!(outcome.measured.behind, Duration::from_millis(500));
 }
 
 #[test]
-fn whoever_stops_it_need_not_wait_for_the_next_request() {
-    let stop = Stop::default();
-    let arrivals = Some(Arrivals { per_second: 0.001, spacing: Spacing::Fixed });
-    let job = Job { arrivals, stop: stop.clone(), ..load(1000, 2).into() };
+fn stop_does_not_wait_for_the_next_arrival() {
+    let stop = LoadStop::default();
+    let arrivals = Some(OpenLoop { per_second: 0.001, spacing: Spacing::Fixed });
+    let job = LoadJob { arrivals, stop: stop.clone(), ..load(1000, 2).into() };
     let outcome = sim::run(1, async move {
         spawn(async move {
             sleep_until(now() + Duration::from_secs(1)).await;
             assert!(stop.stop() && !stop.stop(), "it is stopped once");
         });
-        put(job, disk("memory:1M", &[])).await.unwrap()
+        run_job(job, disk("memory:1M", &[])).await.unwrap()
     });
     assert_eq!((outcome.elapsed, outcome.measured.reads.len()), (Duration::from_secs(1), 1));
 }
@@ -227,7 +227,7 @@ fn whoever_stops_it_need_not_wait_for_the_next_request() {
 #[test]
 fn what_was_measured_before_a_failure_is_kept() {
     let failed = sim::run(1, async {
-        put(load(640, 1), disk("memory:1M", &["kind=read,offset=128K-129K,error=EIO"])).await.unwrap_err()
+        run_job(load(640, 1), disk("memory:1M", &["kind=read,offset=128K-129K,error=EIO"])).await.unwrap_err()
     });
     assert_eq!((failed.error, failed.outcome.measured.reads.len()), (Error::IO, 32));
     assert_eq!(failed.request.to_string(), "a read at 131072");
@@ -235,10 +235,10 @@ fn what_was_measured_before_a_failure_is_kept() {
 
 #[test]
 fn jobs_share_requests_and_rate() {
-    let parts = Job { arrivals: slowly(), ..load(10, 4).into() }.split(3);
+    let parts = LoadJob { arrivals: slowly(), ..load(10, 4).into() }.split(3);
     assert_eq!(parts.iter().map(|job| job.load.count).collect::<Vec<_>>(), [4, 3, 3]);
     let rate: f64 = parts.iter().filter_map(|job| job.arrivals).map(|arrivals| arrivals.per_second).sum();
     assert!((rate - 100.0).abs() < 1e-9);
     assert!(parts[0].stop.stop() && parts[2].stop.is_stopped(), "all of them stop together");
-    assert_eq!(parts[2].part, Part { number: 2, of: 3 });
+    assert_eq!(parts[2].part, JobPart { number: 2, of: 3 });
 }

@@ -15,24 +15,24 @@ use policy::time::Duration;
 use reactor::{now, sleep_until, timeout};
 
 /// Time that an ended load waits for outstanding replies of a server.
-const GRACE: Duration = Duration::from_secs(5);
+const REPLY_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Ends all loads that have a clone.
 #[derive(Clone, Debug)]
-pub(crate) struct Stop {
+pub(crate) struct LoadStop {
     stopped: Arc<AtomicBool>,
     bell: Sender<()>,
     heard: Receiver<()>,
 }
 
-impl Default for Stop {
+impl Default for LoadStop {
     fn default() -> Self {
         let (bell, heard) = async_channel::bounded(1);
         Self { stopped: Arc::default(), bell, heard }
     }
 }
 
-impl Stop {
+impl LoadStop {
     /// Stops the loads. Returns false if they were stopped already.
     pub(crate) fn stop(&self) -> bool {
         // The flag for the hot path, the closed channel for sleeping tasks.
@@ -56,7 +56,7 @@ impl Stop {
 
     /// `None` if it has been stopped for [`GRACE`]: a server may never reply.
     pub(crate) async fn unless_overdue<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
-        self.unless_stopped_for(GRACE, awaited).await
+        self.unless_stopped_for(REPLY_TIMEOUT, awaited).await
     }
 
     async fn unless_stopped_for<T>(&self, grace: Duration, awaited: impl Future<Output = T>) -> Option<T> {
@@ -75,9 +75,9 @@ impl Stop {
 }
 
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Count(Arc<AtomicU64>);
+pub(crate) struct CompletedCount(Arc<AtomicU64>);
 
-impl Count {
+impl CompletedCount {
     pub(super) fn set(&self, count: u64) {
         self.0.store(count, Ordering::Relaxed);
     }

@@ -19,7 +19,7 @@ pub(crate) struct Zipf {
     at_last: f64,
     /// Distance from a rank below which no draw is rejected.
     sure: f64,
-    scatter: Scatter,
+    scatter: ScatteredRanks,
 }
 
 impl Zipf {
@@ -30,7 +30,7 @@ impl Zipf {
         let at_first = integral(1.5, theta) - 1.0;
         let at_last = integral(count as f64 + 0.5, theta);
         let sure = 2.0 - inverse(integral(2.5, theta) - density(2.0, theta), theta);
-        Self { count, theta, at_first, at_last, sure, scatter: Scatter::new(count, seed) }
+        Self { count, theta, at_first, at_last, sure, scatter: ScatteredRanks::new(count, seed) }
     }
 
     pub(crate) fn draw(&self, random: &mut fastrand::Rng) -> u64 {
@@ -72,13 +72,13 @@ fn inverse(y: f64, theta: f64) -> f64 {
 
 /// Scatters ranks by a step coprime to their number (Knuth, *TAOCP* 3, section 6.4).
 #[derive(Clone, Debug, PartialEq, Eq)]
-struct Scatter {
+struct ScatteredRanks {
     count: u64,
     step: u64,
     first: u64,
 }
 
-impl Scatter {
+impl ScatteredRanks {
     fn new(count: u64, seed: u64) -> Self {
         // Multiples of the golden ratio are spread as evenly as possible.
         let golden = (count as f64 * 0.618_033_988_749_894_9) as u64;
@@ -128,7 +128,7 @@ mod tests {
     #[test]
     fn every_block_has_one_rank() {
         for count in [1, 2, 3, 6, 10, 97, 1000, 1024, 262_144] {
-            let scatter = Scatter::new(count, 3);
+            let scatter = ScatteredRanks::new(count, 3);
             let mut places: Vec<_> = (0..count).map(|rank| scatter.place(rank)).collect();
             places.sort_unstable();
             assert!(places.into_iter().eq(0..count), "{count}");
@@ -137,7 +137,7 @@ mod tests {
 
     #[test]
     fn hot_blocks_are_far_from_each_other() {
-        let scatter = Scatter::new(1 << 40, 1);
+        let scatter = ScatteredRanks::new(1 << 40, 1);
         let mut hottest: Vec<_> = (0..100).map(|rank| scatter.place(rank)).collect();
         hottest.sort_unstable();
         let nearest = hottest.windows(2).map(|pair| pair[1] - pair[0]).min();

@@ -8,21 +8,21 @@
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
 use anyhow::{Context as _, bail};
-use block::device::{Identity, Number, Roots};
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use nix::{errno::Errno, fcntl::OFlag};
 use storage::probe::{HEADER_BYTES, Probed, probe_header};
 
 /// Exclusive open of a device: prevents mounting.
 #[derive(Debug)]
-pub(crate) struct Claim {
+pub(crate) struct ExclusiveDevice {
     _file: fs::File,
 }
 
 /// Claims an unused device for writing. `force` overrides signatures.
-pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<Claim> {
+pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Result<ExclusiveDevice> {
     let name = path.display();
-    let number = Number::unpack(device_number);
-    let roots = Roots::default();
+    let number = DeviceNumber::unpack(device_number);
+    let roots = SysfsRoots::default();
     let mounts = fs::read_to_string(&roots.mounts).context("the list of what is mounted cannot be read")?;
     // A mounted partition makes the whole disk unusable as well.
     let parts = parts_of(number, &roots);
@@ -54,14 +54,14 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     {
         bail!("{name}: begins like {what}, which writing would destroy (add --force if nobody needs it)");
     }
-    Ok(Claim { _file: file })
+    Ok(ExclusiveDevice { _file: file })
 }
 
 /// Claims a device for reading: I/O of other users would be measured as well.
-pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
+pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<ExclusiveDevice> {
     let name = path.display();
     match fs::OpenOptions::new().read(true).custom_flags(OFlag::O_EXCL.bits()).open(path) {
-        Ok(file) => Ok(Claim { _file: file }),
+        Ok(file) => Ok(ExclusiveDevice { _file: file }),
         Err(error) if error.raw_os_error() == Some(Errno::EBUSY as i32) => {
             bail!(
                 "{name}: the system holds it, as a mounted file system or swap perhaps, and what happens there would be measured too (free it first)"
@@ -71,8 +71,8 @@ pub(crate) fn claim_to_read(path: &Path) -> anyhow::Result<Claim> {
     }
 }
 
-fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
-    let Ok(identity) = Identity::resolve(number, roots) else { return Vec::new() };
+fn parts_of(number: DeviceNumber, roots: &SysfsRoots) -> Vec<DeviceNumber> {
+    let Ok(identity) = DeviceIdentity::resolve(number, roots) else { return Vec::new() };
     // A partition has no partitions.
     if identity.number() != number {
         return Vec::new();
@@ -83,14 +83,14 @@ fn parts_of(number: Number, roots: &Roots) -> Vec<Number> {
         path.join("partition").exists().then_some(())?;
         let text = fs::read_to_string(path.join("dev")).ok()?;
         let (major, minor) = text.trim().split_once(':')?;
-        Some(Number { major: major.parse().ok()?, minor: minor.parse().ok()? })
+        Some(DeviceNumber { major: major.parse().ok()?, minor: minor.parse().ok()? })
     };
     entries.filter_map(part).collect()
 }
 
 /// Mount point in the text of proc_pid_mountinfo(5): the third field is the number, the fifth the
 /// mount point.
-fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
+fn mounted_at(mounts: &str, number: DeviceNumber) -> Option<&str> {
     let number = number.to_string();
     mounts.lines().find_map(|line| {
         let mut fields = line.split(' ');
@@ -99,7 +99,7 @@ fn mounted_at(mounts: &str, number: Number) -> Option<&str> {
 }
 
 /// Device that is built on this one, such as a logical volume.
-fn holder_of(number: Number, roots: &Roots) -> Option<String> {
+fn holder_of(number: DeviceNumber, roots: &SysfsRoots) -> Option<String> {
     let directory = roots.sys.join("dev/block").join(number.to_string()).join("holders");
     let holder = fs::read_dir(directory).ok()?.next()?.ok()?;
     Some(holder.file_name().to_string_lossy().into_owned())
@@ -140,7 +140,7 @@ fn signature(file: &fs::File) -> io::Result<Option<&'static str>> {
 
 fn known(start: &[u8]) -> Option<&'static str> {
     // Disk images and LUKS volumes, with the same detection as when an image is opened.
-    if let Probed::Looks(_) = probe_header(&start[..start.len().min(HEADER_BYTES)]) {
+    if let Probed::Format(_) = probe_header(&start[..start.len().min(HEADER_BYTES)]) {
         return Some("a disk image or an encrypted volume");
     }
     let here =
@@ -169,7 +169,7 @@ mod tests {
     fn a_mount_is_found_by_its_device_s_number() {
         let mounts =
             "24 1 254:0 / / rw - ext4 /dev/root rw\n25 24 0:23 / /dev/shm rw - tmpfs tmpfs rw\ngarbage\n";
-        let at = |major, minor| mounted_at(mounts, Number { major, minor });
+        let at = |major, minor| mounted_at(mounts, DeviceNumber { major, minor });
         assert_eq!(at(254, 0), Some("/"));
         assert_eq!(at(254, 1), None);
         assert_eq!(at(0, 23), Some("/dev/shm"));

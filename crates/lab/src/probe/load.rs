@@ -16,7 +16,7 @@ use policy::{
     request::Direction,
     time::{Duration, Instant},
 };
-use reactor::{buffer::Buffer, now, sleep_until, spawn_joinable};
+use reactor::{buffer::IoBuffer, now, sleep_until, spawn_joinable};
 use storage::Durability;
 
 /// Enough to keep every queue of a disk busy.
@@ -32,25 +32,25 @@ const LONGER: [u32; 2] = [2, 4];
 const ANSWERS: u64 = 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Pattern {
+pub(super) enum ProbePattern {
     Random,
     Sequential,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Load {
-    pub(super) pattern: Pattern,
+pub(super) struct ProbeLoad {
+    pub(super) pattern: ProbePattern,
     pub(super) direction: Direction,
     /// A power of two.
     pub(super) block_bytes: usize,
 }
 
-impl Load {
+impl ProbeLoad {
     /// All loads. Reads come first: writes would fill the device's caches for them.
     pub(super) fn all() -> impl Iterator<Item = Self> {
         let directions = [Direction::Read, Direction::Write];
         directions.into_iter().flat_map(|direction| {
-            [Pattern::Random, Pattern::Sequential].into_iter().flat_map(move |pattern| {
+            [ProbePattern::Random, ProbePattern::Sequential].into_iter().flat_map(move |pattern| {
                 [4096, 1 << 20].into_iter().map(move |block_bytes| Self { pattern, direction, block_bytes })
             })
         })
@@ -58,17 +58,17 @@ impl Load {
 
     pub(super) fn name(&self) -> &'static str {
         match (self.pattern, self.direction) {
-            (Pattern::Random, Direction::Read) => "random read",
-            (Pattern::Random, Direction::Write) => "random write",
-            (Pattern::Sequential, Direction::Read) => "sequential read",
-            (Pattern::Sequential, Direction::Write) => "sequential write",
+            (ProbePattern::Random, Direction::Read) => "random read",
+            (ProbePattern::Random, Direction::Write) => "random write",
+            (ProbePattern::Sequential, Direction::Read) => "sequential read",
+            (ProbePattern::Sequential, Direction::Write) => "sequential write",
         }
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Figure {
-    pub(super) load: Load,
+pub(super) struct ProbeResult {
+    pub(super) load: ProbeLoad,
     /// Operations per second: the median of the windows; fractional, as large blocks are few. 0 if
     /// too few requests were completed for a rate.
     pub(super) rate: f64,
@@ -77,7 +77,7 @@ pub(super) struct Figure {
     pub(super) spread: f64,
 }
 
-impl Figure {
+impl ProbeResult {
     /// At least 1: in a record, 0 stands for a rate that was not measured.
     pub(super) fn iops(&self) -> u64 {
         (self.rate.round() as u64).max(1)
@@ -93,7 +93,7 @@ impl Figure {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Field {
+pub(super) struct ProbedRange {
     pub(super) image: Rc<Image>,
     /// Measured range from the start; at least one block of every load.
     pub(super) size_bytes: u64,
@@ -102,9 +102,9 @@ pub(super) struct Field {
 }
 
 #[derive(Debug)]
-struct Run {
-    load: Load,
-    field: Field,
+struct ProbeRun {
+    load: ProbeLoad,
+    field: ProbedRange,
     end: Instant,
     random: RefCell<fastrand::Rng>,
     next: Cell<u64>,
@@ -113,7 +113,7 @@ struct Run {
     failed: RefCell<Option<reactor::error::Error>>,
 }
 
-impl Field {
+impl ProbedRange {
     /// Measures, and repeats for longer while the rate varies: twice, each time for twice as long.
     /// `longer` is called before each repetition. The last result counts.
     ///
@@ -121,10 +121,10 @@ impl Field {
     /// A failed request, or too few completed requests for a rate.
     pub(super) async fn measure_steadily(
         &self,
-        load: Load,
+        load: ProbeLoad,
         time: Duration,
         mut longer: impl FnMut(Duration),
-    ) -> anyhow::Result<Figure> {
+    ) -> anyhow::Result<ProbeResult> {
         let mut figure = self.measure(load, time).await?;
         for factor in LONGER {
             if figure.is_steady() {
@@ -143,11 +143,11 @@ impl Field {
         Ok(figure)
     }
 
-    pub(super) async fn measure(&self, load: Load, time: Duration) -> anyhow::Result<Figure> {
+    pub(super) async fn measure(&self, load: ProbeLoad, time: Duration) -> anyhow::Result<ProbeResult> {
         // One window more than compared: the first is the warm-up.
         let window = time / (WINDOWS + 1);
         let began = now();
-        let run = Run::start(self, load, began + window * (WINDOWS + 1));
+        let run = ProbeRun::start(self, load, began + window * (WINDOWS + 1));
         let tasks: Vec<_> = (0..DEPTH).map(|_| spawn_joinable(Rc::clone(&run).requests())).collect();
         let mut marks = Vec::new();
         for number in 1..=WINDOWS + 1 {
@@ -169,12 +169,12 @@ impl Field {
     /// Writes sequentially until the end or `time`; returns the bytes written.
     pub(super) async fn fill(&self, time: Duration, progress: impl Fn(u64)) -> anyhow::Result<u64> {
         let load =
-            Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
+            ProbeLoad { pattern: ProbePattern::Sequential, direction: Direction::Write, block_bytes: self.noise.len() };
         let block = load.block_bytes as u64;
         let blocks = self.size_bytes / block;
         let end = now() + time;
-        let run = Run::start(self, load, end);
-        let task = |run: Rc<Run>| async move {
+        let run = ProbeRun::start(self, load, end);
+        let task = |run: Rc<ProbeRun>| async move {
             while run.next.get() < blocks && now() < run.end && run.failed.borrow().is_none() {
                 let at = run.next.replace(run.next.get() + 1) * block;
                 run.request(at).await;
@@ -190,8 +190,8 @@ impl Field {
     }
 }
 
-impl Run {
-    fn start(field: &Field, load: Load, end: Instant) -> Rc<Self> {
+impl ProbeRun {
+    fn start(field: &ProbedRange, load: ProbeLoad, end: Instant) -> Rc<Self> {
         Rc::new(Self {
             load,
             field: field.clone(),
@@ -215,8 +215,8 @@ impl Run {
         let block = self.load.block_bytes as u64;
         let blocks = self.field.size_bytes / block;
         let number = match self.load.pattern {
-            Pattern::Random => self.random.borrow_mut().u64(0..blocks),
-            Pattern::Sequential => self.next.replace(self.next.get() + 1) % blocks,
+            ProbePattern::Random => self.random.borrow_mut().u64(0..blocks),
+            ProbePattern::Sequential => self.next.replace(self.next.get() + 1) % blocks,
         };
         number * block
     }
@@ -226,7 +226,7 @@ impl Run {
         let result = match self.load.direction {
             Direction::Read => image.read(at, self.load.block_bytes).await.map(drop),
             Direction::Write => {
-                let data = Buffer::copy_of(&self.field.noise[..self.load.block_bytes]);
+                let data = IoBuffer::copy_of(&self.field.noise[..self.load.block_bytes]);
                 image.write(at, data.into(), Durability::Cached).await
             }
         };
@@ -243,7 +243,7 @@ impl Run {
 }
 
 /// `marks`: time of each window's last completion, and the number of completions until then.
-fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
+fn figure(load: ProbeLoad, marks: &[(Instant, u64)]) -> ProbeResult {
     let windows = marks.len() - 1;
     // The first mark is the end of the warm-up.
     let answers = marks[windows].1 - marks[0].1;
@@ -254,7 +254,7 @@ fn figure(load: Load, marks: &[(Instant, u64)]) -> Figure {
     let (each, long) = (rates(marks, windows), rates(marks, counted.unwrap_or(1)));
     let median = long[long.len() / 2];
     let range = each[windows - 1] - each[0];
-    Figure { load, rate: median, spread: if median > 0.0 { range / median } else { f64::INFINITY } }
+    ProbeResult { load, rate: median, spread: if median > 0.0 { range / median } else { f64::INFINITY } }
 }
 
 /// Ascending rates of groups of windows, measured between last completions: nominal ends would add
@@ -278,7 +278,7 @@ mod tests {
 
     use super::*;
 
-    const LOAD: Load = Load { pattern: Pattern::Random, direction: Direction::Read, block_bytes: 4096 };
+    const LOAD: ProbeLoad = ProbeLoad { pattern: ProbePattern::Random, direction: Direction::Read, block_bytes: 4096 };
 
     #[test]
     fn the_median_counts_and_the_range_is_told() {
@@ -313,7 +313,7 @@ mod tests {
 
     #[test]
     fn everything_is_measured_once_and_reads_come_first() {
-        let all: Vec<_> = Load::all().collect();
+        let all: Vec<_> = ProbeLoad::all().collect();
         assert_eq!(all.len(), 8);
         assert!(all[..4].iter().all(|load| load.direction == Direction::Read));
         assert!(all.iter().enumerate().all(|(index, load)| !all[..index].contains(load)));
@@ -322,12 +322,12 @@ mod tests {
     fn measured(
         spec: &'static str,
         options: OpenOptions,
-        (load, size_bytes): (Load, u64),
+        (load, size_bytes): (ProbeLoad, u64),
         time: Duration,
-    ) -> anyhow::Result<Figure> {
+    ) -> anyhow::Result<ProbeResult> {
         sim::run(1, async move {
             let image = Rc::new(open_raw(spec, options).unwrap());
-            let field = Field { image, size_bytes, noise: vec![7; 1 << 20].into() };
+            let field = ProbedRange { image, size_bytes, noise: vec![7; 1 << 20].into() };
             field.measure(load, time).await
         })
     }
@@ -338,7 +338,7 @@ mod tests {
 
     #[test]
     fn a_load_of_an_imitated_device_is_measured_as_what_it_is() {
-        for load in Load::all() {
+        for load in ProbeLoad::all() {
             let options = rate("bytes=100M,iops=2000");
             let figure = measured("memory:64M", options, (load, 64 << 20), Duration::from_secs(8)).unwrap();
             let expect = if load.block_bytes == 4096 { 2000.0 } else { 100.0 };
@@ -350,7 +350,7 @@ mod tests {
     #[test]
     fn a_slow_device_is_measured_to_the_percent() {
         // 3 or 4 requests of 1 MiB in each window.
-        let load = Load { pattern: Pattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
+        let load = ProbeLoad { pattern: ProbePattern::Sequential, direction: Direction::Write, block_bytes: 1 << 20 };
         let (options, time) = (rate("bytes=13500000"), Duration::from_secs(2));
         let figure = measured("memory:64M", options, (load, 64 << 20), time).unwrap();
         assert!((figure.bps() as f64 / 13_500_000.0 - 1.0).abs() < 0.01, "{figure:?}");
@@ -375,7 +375,7 @@ mod tests {
                         }
                     });
                 }
-                let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
+                let field = ProbedRange { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
                 let mut repeated = Vec::new();
                 let time = Duration::from_secs(8);
                 let figure = field.measure_steadily(LOAD, time, |time| repeated.push(time.as_secs())).await;
@@ -397,7 +397,7 @@ mod tests {
         // Requests complete one second apart.
         let error = sim::run(1, async move {
             let image = Rc::new(open_raw("memory:64M", rate("iops=1")).unwrap());
-            let field = Field { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
+            let field = ProbedRange { image, size_bytes: 64 << 20, noise: vec![7; 1 << 20].into() };
             field.measure_steadily(LOAD, Duration::from_millis(80), |_| ()).await.unwrap_err()
         });
         let error = error.to_string();
@@ -407,7 +407,7 @@ mod tests {
 
     #[test]
     fn a_rate_below_one_is_no_zero() {
-        let figure = Figure { load: LOAD, rate: 0.3, spread: 0.0 };
+        let figure = ProbeResult { load: LOAD, rate: 0.3, spread: 0.0 };
         assert_eq!(figure.iops(), 1);
     }
 

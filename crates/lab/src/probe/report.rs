@@ -2,33 +2,33 @@
 
 use std::{fmt::Write as _, path::PathBuf};
 
-use console::table::{Table, columns};
+use console::table::{TextTable, columns};
 use policy::request::Direction;
 use serde_json::json;
-use settings::state::Figures;
+use settings::state::CapacityFigures;
 
-use super::load::{DEPTH, Figure, Pattern};
+use super::load::{DEPTH, ProbeResult, ProbePattern};
 
 #[derive(Debug)]
-pub(super) struct Report {
+pub(super) struct ProbeReport {
     pub(super) target: String,
     /// The device's node and its stable name, if the target is on one.
     pub(super) device: Option<(String, String)>,
     pub(super) size_bytes: u64,
-    pub(super) figures: Vec<Figure>,
-    pub(super) capacity: Figures,
+    pub(super) figures: Vec<ProbeResult>,
+    pub(super) capacity: CapacityFigures,
     pub(super) not_measured: Vec<&'static str>,
     pub(super) kept: Option<PathBuf>,
 }
 
-impl Report {
+impl ProbeReport {
     pub(super) fn text(&self) -> String {
         let mut text = match &self.device {
             Some((node, key)) => format!("{} on {node} ({key})\n", self.target),
             None => format!("{}, on no disk of this machine\n", self.target),
         };
         let _ = writeln!(text, "{} measured, {DEPTH} requests at a time\n", size(self.size_bytes));
-        let mut table = Table::new(columns(&["load"], &["block", "IOPS", "MiB/s", "spread"]));
+        let mut table = TextTable::new(columns(&["load"], &["block", "IOPS", "MiB/s", "spread"]));
         for figure in &self.figures {
             table.row(vec![
                 figure.load.name().to_owned(),
@@ -53,9 +53,9 @@ impl Report {
     }
 
     pub(super) fn json(&self) -> String {
-        let load = |figure: &Figure| {
+        let load = |figure: &ProbeResult| {
             json!({
-                "pattern": match figure.load.pattern { Pattern::Random => "random", Pattern::Sequential => "sequential" },
+                "pattern": match figure.load.pattern { ProbePattern::Random => "random", ProbePattern::Sequential => "sequential" },
                 "direction": match figure.load.direction { Direction::Read => "read", Direction::Write => "write" },
                 "block-bytes": figure.load.block_bytes,
                 "depth": DEPTH,
@@ -91,16 +91,16 @@ pub(super) fn size(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::probe::load::Load;
+    use crate::probe::load::ProbeLoad;
 
-    fn report() -> Report {
-        let load = Load { pattern: Pattern::Random, direction: Direction::Read, block_bytes: 4096 };
-        Report {
+    fn report() -> ProbeReport {
+        let load = ProbeLoad { pattern: ProbePattern::Random, direction: Direction::Read, block_bytes: 4096 };
+        ProbeReport {
             target: "/srv".to_owned(),
             device: Some(("/dev/vda".to_owned(), "serial x, 5 bytes".to_owned())),
             size_bytes: 1 << 30,
-            figures: vec![Figure { load, rate: 25_600.0, spread: 0.054 }],
-            capacity: Figures { read_iops: 25_600, ..Figures::default() },
+            figures: vec![ProbeResult { load, rate: 25_600.0, spread: 0.054 }],
+            capacity: CapacityFigures { read_iops: 25_600, ..CapacityFigures::default() },
             not_measured: vec!["writes: not asked for (--read-only)"],
             kept: Some("/var/lib/weir/capacity/x.json".into()),
         }
@@ -119,7 +119,7 @@ not measured: writes: not asked for (--read-only)
 kept in /var/lib/weir/capacity/x.json
 ";
         assert_eq!(report().text(), expect);
-        let nowhere = Report { device: None, kept: None, ..report() };
+        let nowhere = ProbeReport { device: None, kept: None, ..report() };
         assert!(nowhere.text().starts_with("/srv, on no disk of this machine\n"));
         assert!(nowhere.text().ends_with("not kept: a capacity is kept for disks of this machine\n"));
     }
@@ -130,7 +130,7 @@ kept in /var/lib/weir/capacity/x.json
         assert_eq!(answer["loads"][0]["bps"], 104_857_600);
         assert_eq!(answer["capacity"]["read-iops"], 25_600);
         assert_eq!(answer["device"]["name"], "/dev/vda");
-        let nowhere = Report { device: None, kept: None, ..report() };
+        let nowhere = ProbeReport { device: None, kept: None, ..report() };
         let answer: serde_json::Value = serde_json::from_str(&nowhere.json()).unwrap();
         assert!(answer.get("device").is_none() && answer.get("kept").is_none());
     }

@@ -14,16 +14,16 @@ use std::{
 use anyhow::{Context as _, bail, ensure};
 use image::{Image, open_raw};
 use nix::sys::statvfs::fstatvfs;
-use storage::{CacheMode, Format, OpenError, OpenOptions};
+use storage::{CacheMode, ImageFormat, OpenError, OpenOptions};
 
-use super::in_use::{self, Claim};
+use super::in_use::{self, ExclusiveDevice};
 
 /// Larger than the caches of most devices.
 const DEFAULT_SIZE: u64 = 1 << 30;
 pub(super) const LEAST_SIZE: u64 = 8 << 20;
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Wish<'a> {
+pub(super) struct ProbeOptions<'a> {
     pub(super) path: &'a Path,
     pub(super) size_bytes: Option<u64>,
     pub(super) write: bool,
@@ -32,29 +32,29 @@ pub(super) struct Wish<'a> {
 }
 
 #[derive(Debug)]
-pub(super) struct Target {
+pub(super) struct ProbeTarget {
     pub(super) image: Rc<Image>,
     pub(super) size_bytes: u64,
-    pub(super) kind: Kind,
+    pub(super) kind: ProbeTargetKind,
     /// In the encoding of stat(2).
     pub(super) device_number: u64,
-    _held: Held,
+    _held: ProbeTargetGuard,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum ProbeTargetKind {
     File,
     Device { writable: bool },
 }
 
 #[derive(Debug)]
-enum Held {
+enum ProbeTargetGuard {
     File { _file: fs::File },
-    Device { _claim: Option<Claim> },
+    Device { _claim: Option<ExclusiveDevice> },
 }
 
-impl Target {
-    pub(super) fn open(wish: Wish<'_>) -> anyhow::Result<Self> {
+impl ProbeTarget {
+    pub(super) fn open(wish: ProbeOptions<'_>) -> anyhow::Result<Self> {
         let name = wish.path.display();
         let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be probed"))?;
         if metadata.is_dir() {
@@ -70,7 +70,7 @@ impl Target {
         }
     }
 
-    fn in_directory(wish: Wish<'_>) -> anyhow::Result<Self> {
+    fn in_directory(wish: ProbeOptions<'_>) -> anyhow::Result<Self> {
         use std::os::unix::fs::MetadataExt as _;
         let name = wish.path.display();
         let file = tempfile::tempfile_in(wish.path).with_context(|| {
@@ -93,10 +93,10 @@ impl Target {
         // The unlinked file has no other name.
         let image = opened(wish.path, &format!("file:/proc/self/fd/{}", file.as_raw_fd()), false)?;
         let device_number = file.metadata()?.dev();
-        Ok(Self { image, size_bytes, kind: Kind::File, device_number, _held: Held::File { _file: file } })
+        Ok(Self { image, size_bytes, kind: ProbeTargetKind::File, device_number, _held: ProbeTargetGuard::File { _file: file } })
     }
 
-    fn device(wish: Wish<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
+    fn device(wish: ProbeOptions<'_>, metadata: &fs::Metadata) -> anyhow::Result<Self> {
         use std::os::unix::fs::MetadataExt as _;
         let name = wish.path.display();
         // Before the device is opened for writing.
@@ -112,9 +112,9 @@ impl Target {
         Ok(Self {
             image,
             size_bytes,
-            kind: Kind::Device { writable: wish.write },
+            kind: ProbeTargetKind::Device { writable: wish.write },
             device_number: metadata.rdev(),
-            _held: Held::Device { _claim: claim },
+            _held: ProbeTargetGuard::Device { _claim: claim },
         })
     }
 }
@@ -122,7 +122,7 @@ impl Target {
 fn opened(path: &Path, spec: &str, read_only: bool) -> anyhow::Result<Rc<Image>> {
     let options = OpenOptions {
         cache: CacheMode::None,
-        format: Some(Format::Raw),
+        format: Some(ImageFormat::Raw),
         read_only,
         ..OpenOptions::default()
     };
@@ -141,11 +141,11 @@ mod tests {
     use super::*;
 
     fn refused(path: &Path, size_bytes: Option<u64>, write: bool) -> String {
-        format!("{:#}", Target::open(Wish { path, size_bytes, write, force: false }).unwrap_err())
+        format!("{:#}", ProbeTarget::open(ProbeOptions { path, size_bytes, write, force: false }).unwrap_err())
     }
 
     #[test]
-    fn what_cannot_be_measured_is_said() {
+    fn unsuitable_targets_are_rejected() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let named = |rest: &str| format!("{}: {rest}", path.display());

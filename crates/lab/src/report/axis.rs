@@ -8,7 +8,7 @@
 //! source may contain any number. Values are therefore mapped to 0 to 1 first.
 
 use super::quantity;
-use crate::result::{Axis, Unit};
+use crate::result::{ChartAxis, MeasureUnit};
 
 /// Larger values are drawn at the edge, so that differences stay finite.
 const MOST: f64 = 1e30;
@@ -19,31 +19,31 @@ const NO_SPAN: f64 = 1e-9;
 const NARROW: f64 = 0.7;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Ends {
+pub(super) enum ScaleEnds {
     Values,
     /// At ticks, starting at zero (or a power of ten if logarithmic).
     Ticks,
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Tick {
+pub(super) struct AxisTick {
     pub(super) position: f64,
     pub(super) label: String,
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Scale {
+pub(super) struct AxisScale {
     logarithmic: bool,
     /// Bounds of the values, or of their logarithms; finite, `low < high`.
     low: f64,
     high: f64,
-    pub(super) ticks: Vec<Tick>,
+    pub(super) ticks: Vec<AxisTick>,
 }
 
-impl Scale {
+impl AxisScale {
     /// Creates a scale with about `most` ticks. Values that it cannot represent are ignored.
-    pub(super) fn over(values: impl Iterator<Item = f64>, axis: &Axis, ends: Ends, most: usize) -> Self {
-        let shown = values.filter_map(|value| placed(value, axis.logarithmic));
+    pub(super) fn over(values: impl Iterator<Item = f64>, axis: &ChartAxis, ends: ScaleEnds, most: usize) -> Self {
+        let shown = values.filter_map(|value| representable(value, axis.logarithmic));
         let (low, high) = shown
             .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), value| (low.min(value), high.max(value)));
         let mut scale = Self { logarithmic: axis.logarithmic, low, high, ticks: Vec::new() };
@@ -56,27 +56,27 @@ impl Scale {
         scale.ticks = scale
             .named(axis.unit, most)
             .into_iter()
-            .map(|(value, label)| Tick { position: scale.along(transformed(value, axis.logarithmic)), label })
+            .map(|(value, label)| AxisTick { position: scale.along(transformed(value, axis.logarithmic)), label })
             .filter(|tick| (-1e-6..=1.0 + 1e-6).contains(&tick.position))
-            .map(|tick| Tick { position: tick.position.clamp(0.0, 1.0), ..tick })
+            .map(|tick| AxisTick { position: tick.position.clamp(0.0, 1.0), ..tick })
             .collect();
         scale
     }
 
     /// Position from 0 to 1; `None` if the scale cannot represent the value.
     pub(super) fn position(&self, value: f64) -> Option<f64> {
-        Some(self.along(placed(value, self.logarithmic)?))
+        Some(self.along(representable(value, self.logarithmic)?))
     }
 
     fn along(&self, transformed: f64) -> f64 {
         (transformed - self.low) / (self.high - self.low)
     }
 
-    fn widen_logarithmic(&mut self, ends: Ends) {
+    fn widen_logarithmic(&mut self, ends: ScaleEnds) {
         if self.low > self.high {
             (self.low, self.high) = (0.0, 1.0);
         }
-        if ends == Ends::Ticks && self.high - self.low >= NARROW {
+        if ends == ScaleEnds::Ticks && self.high - self.low >= NARROW {
             (self.low, self.high) = (self.low.floor(), self.high.ceil());
         }
         if self.high - self.low < NO_SPAN {
@@ -84,11 +84,11 @@ impl Scale {
         }
     }
 
-    fn widen_linear(&mut self, unit: Unit, ends: Ends, most: usize) {
+    fn widen_linear(&mut self, unit: MeasureUnit, ends: ScaleEnds, most: usize) {
         if self.low > self.high {
             (self.low, self.high) = (0.0, 0.0);
         }
-        if ends == Ends::Ticks {
+        if ends == ScaleEnds::Ticks {
             (self.low, self.high) = (self.low.min(0.0), self.high.max(0.0));
         }
         let magnitude = self.low.abs().max(self.high.abs());
@@ -97,7 +97,7 @@ impl Scale {
         } else if self.high - self.low <= magnitude * NO_SPAN {
             (self.low, self.high) = (self.low - magnitude / 10.0, self.high + magnitude / 10.0);
         }
-        if ends == Ends::Ticks {
+        if ends == ScaleEnds::Ticks {
             let (step, _) = self.step(unit, most);
             // The tolerance keeps an end that is a tick from being extended by a whole step.
             self.low = (self.low / step + 1e-6).floor().min(0.0) * step;
@@ -105,12 +105,12 @@ impl Scale {
         }
     }
 
-    fn step(&self, unit: Unit, most: usize) -> (f64, (f64, &'static str)) {
+    fn step(&self, unit: MeasureUnit, most: usize) -> (f64, (f64, &'static str)) {
         let shown = quantity::scale(unit, self.low.abs().max(self.high.abs()));
         (nice((self.high - self.low) / shown.0 / most.max(1) as f64) * shown.0, shown)
     }
 
-    fn named(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+    fn named(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
         if !self.logarithmic {
             return self.at_equal_differences(unit, most);
         }
@@ -123,7 +123,7 @@ impl Scale {
         self.at_equal_factors(unit, most)
     }
 
-    fn at_equal_differences(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+    fn at_equal_differences(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
         let (step, shown) = self.step(unit, most);
         // As many decimals as the step needs, so that neighbouring labels differ.
         let digits = (-(step / shown.0).log10() - 1e-6).ceil().clamp(0.0, 9.0) as usize;
@@ -131,12 +131,12 @@ impl Scale {
         // Up to `most` and a rounded step at each end; a single tick if steps vanish in rounding.
         let count = if last - first <= (most + 2) as f64 { (last - first) as usize + 1 } else { 0 };
         let value = |number: usize| (first + number as f64) * step;
-        (0..count).map(|number| (value(number), quantity::written(value(number), shown, digits))).collect()
+        (0..count).map(|number| (value(number), quantity::with_digits(value(number), shown, digits))).collect()
     }
 
-    fn at_equal_factors(&self, unit: Unit, most: usize) -> Vec<(f64, String)> {
+    fn at_equal_factors(&self, unit: MeasureUnit, most: usize) -> Vec<(f64, String)> {
         // Sizes get powers of two, which are round numbers in KiB and MiB.
-        let binary = matches!(unit, Unit::Bytes | Unit::BytesPerSecond);
+        let binary = matches!(unit, MeasureUnit::Bytes | MeasureUnit::BytesPerSecond);
         let (base, mantissas): (f64, &[f64]) = if binary { (2.0, &[1.0]) } else { (10.0, &[1.0, 2.0, 5.0]) };
         let per_decade = base.log10();
         let (first, last) = ((self.low / per_decade).floor() as i32, (self.high / per_decade).ceil() as i32);
@@ -152,7 +152,7 @@ impl Scale {
 }
 
 /// The value or its logarithm, within bounds; `None` if the scale cannot represent it.
-fn placed(value: f64, logarithmic: bool) -> Option<f64> {
+fn representable(value: f64, logarithmic: bool) -> Option<f64> {
     let exists = value.is_finite() && !(logarithmic && value <= 0.0);
     let bounded = if logarithmic { value.clamp(LEAST, MOST) } else { value.clamp(-MOST, MOST) };
     exists.then(|| transformed(bounded, logarithmic))
@@ -175,48 +175,48 @@ mod tests {
 
     use super::*;
 
-    fn axis(unit: Unit, logarithmic: bool) -> Axis {
-        Axis { label: String::new(), unit, logarithmic }
+    fn axis(unit: MeasureUnit, logarithmic: bool) -> ChartAxis {
+        ChartAxis { label: String::new(), unit, logarithmic }
     }
 
-    fn labels(values: &[f64], unit: Unit, logarithmic: bool, ends: Ends) -> Vec<String> {
-        let scale = Scale::over(values.iter().copied(), &axis(unit, logarithmic), ends, 6);
+    fn labels(values: &[f64], unit: MeasureUnit, logarithmic: bool, ends: ScaleEnds) -> Vec<String> {
+        let scale = AxisScale::over(values.iter().copied(), &axis(unit, logarithmic), ends, 6);
         scale.ticks.into_iter().map(|tick| tick.label).collect()
     }
 
     #[test]
     fn ticks_are_round_numbers() {
-        let iops = labels(&[9_100.0, 23_456.0], Unit::Iops, false, Ends::Ticks);
+        let iops = labels(&[9_100.0, 23_456.0], MeasureUnit::Iops, false, ScaleEnds::Ticks);
         assert_eq!(iops, ["0", "5K", "10K", "15K", "20K", "25K"]);
-        let seconds = labels(&[0.0, 30.0], Unit::Seconds, false, Ends::Values);
+        let seconds = labels(&[0.0, 30.0], MeasureUnit::Seconds, false, ScaleEnds::Values);
         assert_eq!(seconds, ["0s", "5s", "10s", "15s", "20s", "25s", "30s"]);
         assert_eq!(
-            labels(&[0.9, 1.1], Unit::Ratio, false, Ends::Values),
+            labels(&[0.9, 1.1], MeasureUnit::Ratio, false, ScaleEnds::Values),
             ["0.9×", "0.95×", "1×", "1.05×", "1.1×"]
         );
         assert_eq!(
-            labels(&[-30.0, 20.0], Unit::Count, false, Ends::Ticks),
+            labels(&[-30.0, 20.0], MeasureUnit::Count, false, ScaleEnds::Ticks),
             ["-30", "-20", "-10", "0", "10", "20"]
         );
     }
 
     #[test]
     fn logarithmic_ticks_are_powers() {
-        let times = labels(&[2e3, 3e8], Unit::Nanoseconds, true, Ends::Values);
+        let times = labels(&[2e3, 3e8], MeasureUnit::Nanoseconds, true, ScaleEnds::Values);
         assert_eq!(times, ["10us", "100us", "1ms", "10ms", "100ms"]);
-        let sizes = labels(&[65_536.0, 2_097_152.0], Unit::Bytes, true, Ends::Values);
+        let sizes = labels(&[65_536.0, 2_097_152.0], MeasureUnit::Bytes, true, ScaleEnds::Values);
         assert_eq!(sizes, ["64K", "128K", "256K", "512K", "1M", "2M"]);
-        let narrow = labels(&[0.95, 1.05], Unit::Ratio, true, Ends::Values);
+        let narrow = labels(&[0.95, 1.05], MeasureUnit::Ratio, true, ScaleEnds::Values);
         assert_eq!(narrow, ["0.96×", "0.98×", "1×", "1.02×", "1.04×"]);
-        assert_eq!(labels(&[3e3, 4e5], Unit::Iops, true, Ends::Ticks), ["1K", "10K", "100K", "1M"]);
+        assert_eq!(labels(&[3e3, 4e5], MeasureUnit::Iops, true, ScaleEnds::Ticks), ["1K", "10K", "100K", "1M"]);
     }
 
     #[test]
     fn nothing_and_a_single_value_have_a_scale() {
-        assert_eq!(labels(&[], Unit::Iops, false, Ends::Ticks).first().map(String::as_str), Some("0"));
-        for ends in [Ends::Values, Ends::Ticks] {
+        assert_eq!(labels(&[], MeasureUnit::Iops, false, ScaleEnds::Ticks).first().map(String::as_str), Some("0"));
+        for ends in [ScaleEnds::Values, ScaleEnds::Ticks] {
             for logarithmic in [false, true] {
-                let scale = Scale::over([7.0; 3].into_iter(), &axis(Unit::Iops, logarithmic), ends, 6);
+                let scale = AxisScale::over([7.0; 3].into_iter(), &axis(MeasureUnit::Iops, logarithmic), ends, 6);
                 assert!((0.0..=1.0).contains(&scale.position(7.0).unwrap()), "{scale:?}");
                 assert!(!scale.ticks.is_empty(), "{scale:?}");
             }
@@ -225,7 +225,7 @@ mod tests {
 
     #[test]
     fn zero_is_not_on_a_logarithmic_scale() {
-        let scale = Scale::over([0.0, -5.0, 1.0, 10.0].into_iter(), &axis(Unit::Iops, true), Ends::Values, 6);
+        let scale = AxisScale::over([0.0, -5.0, 1.0, 10.0].into_iter(), &axis(MeasureUnit::Iops, true), ScaleEnds::Values, 6);
         assert_eq!((scale.position(0.0), scale.position(-5.0)), (None, None));
         assert_eq!((scale.position(1.0), scale.position(10.0)), (Some(0.0), Some(1.0)));
     }
@@ -236,16 +236,16 @@ mod tests {
             values in prop::collection::vec(any::<f64>(), 0..6),
             logarithmic: bool,
             rounded: bool,
-            unit in prop::sample::select(vec![Unit::Iops, Unit::Bytes, Unit::Nanoseconds, Unit::Seconds, Unit::Share]),
+            unit in prop::sample::select(vec![MeasureUnit::Iops, MeasureUnit::Bytes, MeasureUnit::Nanoseconds, MeasureUnit::Seconds, MeasureUnit::Share]),
         ) {
-            let ends = if rounded { Ends::Ticks } else { Ends::Values };
-            let scale = Scale::over(values.iter().copied(), &axis(unit, logarithmic), ends, 6);
+            let ends = if rounded { ScaleEnds::Ticks } else { ScaleEnds::Values };
+            let scale = AxisScale::over(values.iter().copied(), &axis(unit, logarithmic), ends, 6);
             for position in values.iter().filter_map(|&value| scale.position(value)) {
                 prop_assert!((-1e-6..=1.0 + 1e-6).contains(&position), "{position} {scale:?}");
             }
             prop_assert!(scale.ticks.len() <= 24, "{scale:?}");
             // A label with an exponent is no real quantity of a disk; such labels may be equal.
-            let differ = |one: &Tick, other: &Tick| one.label != other.label || one.label.contains('e');
+            let differ = |one: &AxisTick, other: &AxisTick| one.label != other.label || one.label.contains('e');
             prop_assert!(scale.ticks.is_sorted_by(|a, b| a.position < b.position && differ(a, b)), "{scale:?}");
         }
     }

@@ -1,19 +1,19 @@
 //! Detects the numeric columns of a table, which are right-aligned.
 
-use console::table::Side;
+use console::table::ColumnAlignment;
 
-use crate::result::Table;
+use crate::result::ResultTable;
 
 /// More letters after a number are words, not a unit.
 const UNIT: usize = 6;
 
 /// Alignment of each column. The first names the rows and is never numeric.
-pub(super) fn sides(table: &Table) -> Vec<Side> {
+pub(super) fn sides(table: &ResultTable) -> Vec<ColumnAlignment> {
     let side = |column: usize| {
         let cells = || table.rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.trim());
         let holds =
             column > 0 && cells().any(is_number) && cells().all(|cell| is_number(cell) || is_nothing(cell));
-        if holds { Side::Right } else { Side::Left }
+        if holds { ColumnAlignment::Right } else { ColumnAlignment::Left }
     };
     (0..table.columns.len()).map(side).collect()
 }
@@ -63,11 +63,11 @@ mod tests {
     #[test]
     fn a_column_of_numbers_stands_at_the_right() {
         let row = |cells: [&str; 4]| cells.map(str::to_owned).to_vec();
-        let table = Table {
+        let table = ResultTable {
             columns: row(["size", "IOPS", "mode", "nothing"]),
             rows: vec![row(["4", "12.3K", "none", "-"]), row(["8", "-", "2", ""]), vec!["16".to_owned()]],
-            ..Table::default()
+            ..ResultTable::default()
         };
-        assert_eq!(sides(&table), [Side::Left, Side::Right, Side::Left, Side::Left]);
+        assert_eq!(sides(&table), [ColumnAlignment::Left, ColumnAlignment::Right, ColumnAlignment::Left, ColumnAlignment::Left]);
     }
 }

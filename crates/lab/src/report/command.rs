@@ -7,19 +7,19 @@ use std::{
 };
 
 use anyhow::anyhow;
-use console::{Failure, print, print_json};
+use console::{CommandFailure, print, print_json};
 use serde_json::{Value, json};
 
 use super::{
-    differences::{Differences, Outcome},
+    differences::{Differences, DifferenceVerdict},
     pictures,
     samples::{IntervalKind, estimated},
     text,
 };
 use crate::{
     report::arguments::ReportArgs,
-    result::{Header, Kind, Machine, Measure, ResultFile, load, write},
-    simulate::Setup,
+    result::{ResultHeader, OutputKind, MachineInfo, Measure, ResultFile, load, write},
+    simulate::SimulationSetup,
     statistics::Estimate,
     trace::drawn::{self, DrawnRecording},
 };
@@ -28,7 +28,7 @@ use crate::{
 ///
 /// # Errors
 /// An unusable file, or with `--fail-on-worse` a measure that got worse.
-pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
+pub fn run(arguments: ReportArgs) -> Result<(), CommandFailure> {
     // Decided by content: recordings have no fixed extension.
     if drawn::is_recording(&arguments.a) {
         return show_recordings(&arguments);
@@ -44,7 +44,7 @@ pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
         _ => None,
     };
     if let Some(why) = not_for_results {
-        return Err(Failure::Usage(anyhow!(why)));
+        return Err(CommandFailure::Usage(anyhow!(why)));
     }
     let a = load(&arguments.a)?;
     match &arguments.b {
@@ -56,13 +56,13 @@ pub fn run(arguments: ReportArgs) -> Result<(), Failure> {
     }
 }
 
-fn show_recordings(arguments: &ReportArgs) -> Result<(), Failure> {
+fn show_recordings(arguments: &ReportArgs) -> Result<(), CommandFailure> {
     for (is_given, option, instead) in [
         (arguments.json, "--json", "`weir trace info --json` has the figures of a recording"),
         (arguments.fail_on_worse, "--fail-on-worse", "recordings are not compared"),
     ] {
         if is_given {
-            return Err(Failure::Usage(anyhow!("{option}: not for recordings ({instead})")));
+            return Err(CommandFailure::Usage(anyhow!("{option}: not for recordings ({instead})")));
         }
     }
     // The second argument may be a recording as well.
@@ -70,18 +70,18 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), Failure> {
         [&arguments.a].into_iter().chain(&arguments.b).chain(&arguments.more).cloned().collect();
     if let Some(other) = paths.iter().find(|path| !drawn::is_recording(path)) {
         let why = anyhow!("{}: is no recording, unlike the first (name recordings alone)", other.display());
-        return Err(Failure::Usage(why));
+        return Err(CommandFailure::Usage(why));
     }
-    let begun = Header::begin();
-    let setup = arguments.config.as_deref().map(|path| Setup::of_config(path, None)).transpose()?;
-    let limits = setup.as_ref().map(Setup::limits_by_disk);
+    let begun = ResultHeader::begin();
+    let setup = arguments.config.as_deref().map(|path| SimulationSetup::of_config(path, None)).transpose()?;
+    let limits = setup.as_ref().map(SimulationSetup::limits_by_disk);
     let DrawnRecording { findings, began_s, seconds, partial } = drawn::draw(&paths, limits.as_ref())?;
     // Time and duration of the recording; the machine that draws it is irrelevant.
-    let header = Header { began: began_s, seconds, machine: Machine::default(), ..begun.end(None) };
+    let header = ResultHeader { began: began_s, seconds, machine: MachineInfo::default(), ..begun.end(None) };
     let result = ResultFile { partial, ..ResultFile::new(header, findings) };
     show(arguments, &result)?;
     match &result.partial {
-        Some(why) => Err(Failure::Failed(anyhow!("not read to the end: {why}"))),
+        Some(why) => Err(CommandFailure::Failed(anyhow!("not read to the end: {why}"))),
         None => Ok(()),
     }
 }
@@ -92,7 +92,7 @@ fn name(path: &Path) -> String {
 
 fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
     if let Some(path) = &arguments.report {
-        write(path, Kind::Page, &super::page(result)?)?;
+        write(path, OutputKind::Page, &super::page(result)?)?;
     }
     if let Some(directory) = &arguments.charts {
         pictures::save(&result.findings.charts, directory)?;
@@ -105,10 +105,10 @@ fn show(arguments: &ReportArgs, result: &ResultFile) -> anyhow::Result<()> {
     print(&text::result(result, &written, stdout().is_terminal()))
 }
 
-fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Result<(), Failure> {
+fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile)) -> Result<(), CommandFailure> {
     let differences = Differences::between(a.1, b.1);
     if let Some(path) = &arguments.report {
-        write(path, Kind::Page, &super::comparison(a, b)?)?;
+        write(path, OutputKind::Page, &super::comparison(a, b)?)?;
     }
     if arguments.json {
         print_json(&of_two(&differences, a.0, b.0))?;
@@ -117,8 +117,8 @@ fn compare(arguments: &ReportArgs, a: (&str, &ResultFile), b: (&str, &ResultFile
         print(&text::comparison(&differences, a, b, &written, stdout().is_terminal()))?;
     }
     // After the output, which a script may want to keep.
-    if arguments.fail_on_worse && differences.count(Outcome::Worse) > 0 {
-        return Err(Failure::Found(1));
+    if arguments.fail_on_worse && differences.count(DifferenceVerdict::Worse) > 0 {
+        return Err(CommandFailure::Found(1));
     }
     Ok(())
 }
@@ -156,10 +156,10 @@ fn of_one(result: &ResultFile) -> Value {
 
 fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
     let verdict = |outcome| match outcome {
-        Outcome::Better => "better",
-        Outcome::Worse => "worse",
-        Outcome::Same => "same",
-        Outcome::Unknown => "unknown",
+        DifferenceVerdict::Better => "better",
+        DifferenceVerdict::Worse => "worse",
+        DifferenceVerdict::Same => "same",
+        DifferenceVerdict::Unknown => "unknown",
     };
     let rows = differences.rows.iter().map(|row| {
         json!({
@@ -181,8 +181,8 @@ fn of_two(differences: &Differences, a: &str, b: &str) -> Value {
         "measures": rows.collect::<Vec<_>>(),
         "only-in-a": differences.only_a,
         "only-in-b": differences.only_b,
-        "better": differences.count(Outcome::Better),
-        "worse": differences.count(Outcome::Worse),
+        "better": differences.count(DifferenceVerdict::Better),
+        "worse": differences.count(DifferenceVerdict::Worse),
         "expected-by-chance": differences.expected_by_chance(),
         "conclusion": differences.conclusion(),
     })

@@ -10,19 +10,19 @@ use super::{
     samples::{IntervalKind, estimated, independent},
 };
 use crate::{
-    result::{Better, Header, Measure, ResultFile, SamplesAre, Table, Unit},
-    statistics::{Estimate, Verdict, compare},
+    result::{Better, ResultHeader, Measure, ResultFile, SamplesAre, ResultTable, MeasureUnit},
+    statistics::{Estimate, RankVerdict, compare},
 };
 
 /// Expected share of false differences, the level of `statistics`.
-const BY_CHANCE: f64 = 0.05;
+const FALSE_DIFFERENCE_RATE: f64 = 0.05;
 /// Number of measures from which the expected false differences are mentioned: one in twenty.
-const WORTH_SAYING: usize = 20;
+const MIN_MEASURES_FOR_NOTE: usize = 20;
 /// Smaller relative differences of memory are overhead of the kernel.
 const SAME_MEMORY: f64 = 0.02;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Outcome {
+pub(super) enum DifferenceVerdict {
     Better,
     Worse,
     Same,
@@ -30,7 +30,7 @@ pub(super) enum Outcome {
     Unknown,
 }
 
-impl Outcome {
+impl DifferenceVerdict {
     pub(super) fn text(self) -> &'static str {
         match self {
             Self::Better => "better",
@@ -42,21 +42,21 @@ impl Outcome {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Row {
+pub(super) struct DifferenceRow {
     pub(super) name: String,
-    pub(super) unit: Unit,
+    pub(super) unit: MeasureUnit,
     pub(super) a: Estimate,
     pub(super) b: Estimate,
     /// B relative to A; NaN if one of them is 0.
     pub(super) ratio: Estimate,
-    pub(super) outcome: Outcome,
+    pub(super) outcome: DifferenceVerdict,
     pub(super) samples_are: SamplesAre,
     /// Interval kinds of A and B.
     pub(super) intervals: [IntervalKind; 2],
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Other {
+pub(super) struct DifferingFact {
     pub(super) what: &'static str,
     pub(super) a: String,
     pub(super) b: String,
@@ -64,11 +64,11 @@ pub(super) struct Other {
 
 #[derive(Clone, Debug)]
 pub(super) struct Differences {
-    pub(super) rows: Vec<Row>,
+    pub(super) rows: Vec<DifferenceRow>,
     /// Including measures whose unit differs.
     pub(super) only_a: Vec<String>,
     pub(super) only_b: Vec<String>,
-    pub(super) others: Vec<Other>,
+    pub(super) others: Vec<DifferingFact>,
 }
 
 impl Differences {
@@ -79,34 +79,34 @@ impl Differences {
             alone.map(|measure| measure.name.clone()).collect()
         };
         Self {
-            rows: list_a.iter().filter_map(|one| Some(Row::new(one, counterpart(list_b, one)?))).collect(),
+            rows: list_a.iter().filter_map(|one| Some(DifferenceRow::new(one, counterpart(list_b, one)?))).collect(),
             only_a: alone(list_a, list_b),
             only_b: alone(list_b, list_a),
             others: others(&a.header, &b.header),
         }
     }
 
-    pub(super) fn count(&self, outcome: Outcome) -> usize {
+    pub(super) fn count(&self, outcome: DifferenceVerdict) -> usize {
         self.rows.iter().filter(|row| row.outcome == outcome).count()
     }
 
     fn told(&self) -> usize {
-        self.rows.len() - self.count(Outcome::Unknown)
+        self.rows.len() - self.count(DifferenceVerdict::Unknown)
     }
 
     /// Number of measures in which a difference may be due to chance.
     fn told_by_chance(&self) -> usize {
         let is_measured =
-            |row: &&Row| row.outcome != Outcome::Unknown && row.samples_are != SamplesAre::Exact;
+            |row: &&DifferenceRow| row.outcome != DifferenceVerdict::Unknown && row.samples_are != SamplesAre::Exact;
         self.rows.iter().filter(is_measured).count()
     }
 
     pub(super) fn expected_by_chance(&self) -> f64 {
-        self.told_by_chance() as f64 * BY_CHANCE
+        self.told_by_chance() as f64 * FALSE_DIFFERENCE_RATE
     }
 
     pub(super) fn conclusion(&self) -> String {
-        let (told, better, worse) = (self.told(), self.count(Outcome::Better), self.count(Outcome::Worse));
+        let (told, better, worse) = (self.told(), self.count(DifferenceVerdict::Better), self.count(DifferenceVerdict::Worse));
         let measures = if told == 1 { "measure" } else { "measures" };
         let mut text = match better + worse {
             _ if self.rows.is_empty() => {
@@ -122,7 +122,7 @@ impl Differences {
         // With many measures some differ by chance; the reader should know how many.
         let chance = self.expected_by_chance();
         let by_chance = self.told_by_chance();
-        if by_chance >= WORTH_SAYING && better + worse > 0 {
+        if by_chance >= MIN_MEASURES_FOR_NOTE && better + worse > 0 {
             let _ = write!(text, " Of {by_chance} about {chance:.0} would differ by chance alone");
             text += if (better + worse) as f64 <= chance {
                 ": this is no sign of a real difference."
@@ -130,11 +130,11 @@ impl Differences {
                 ": single ones among them may be no real difference."
             };
         }
-        let is_within = |row: &Row| row.samples_are == SamplesAre::Seconds && row.outcome != Outcome::Unknown;
+        let is_within = |row: &DifferenceRow| row.samples_are == SamplesAre::Seconds && row.outcome != DifferenceVerdict::Unknown;
         if self.rows.iter().any(is_within) {
             text += " Some were compared within one run each: a difference between the runs themselves is not told from one between the things.";
         }
-        match self.count(Outcome::Unknown) {
+        match self.count(DifferenceVerdict::Unknown) {
             0 => {}
             1 => text += " One measure has too few samples to tell, or is zero.",
             unknown => {
@@ -144,8 +144,8 @@ impl Differences {
         text
     }
 
-    pub(super) fn table(&self) -> Table {
-        let row = |row: &Row| {
+    pub(super) fn table(&self) -> ResultTable {
+        let row = |row: &DifferenceRow| {
             let told = |estimate: Estimate, interval: IntervalKind| {
                 let [median, low, high] = quantity::estimate(estimate, row.unit);
                 match interval {
@@ -166,17 +166,17 @@ impl Differences {
             ]
         };
         let columns = ["measure", "B is", "difference", "between", "A", "B"];
-        Table::new("Measures that both have", columns, self.rows.iter().map(row).collect())
+        ResultTable::new("Measures that both have", columns, self.rows.iter().map(row).collect())
     }
 
-    pub(super) fn others_table(&self) -> Table {
-        let row = |other: &Other| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
+    pub(super) fn others_table(&self) -> ResultTable {
+        let row = |other: &DifferingFact| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
         let note = Some("Measures may differ for these reasons alone.".to_owned());
-        Table { note, ..Table::new("Not the same", ["", "A", "B"], self.others.iter().map(row).collect()) }
+        ResultTable { note, ..ResultTable::new("Not the same", ["", "A", "B"], self.others.iter().map(row).collect()) }
     }
 }
 
-impl Row {
+impl DifferenceRow {
     fn new(a: &Measure, b: &Measure) -> Self {
         // The weaker kind decides: seconds of one run make a comparison of runs impossible.
         let samples_are = match [a.samples_are, b.samples_are] {
@@ -196,41 +196,41 @@ impl Row {
 }
 
 /// Computed values are exact: they differ unless they are equal.
-fn exact(a: f64, b: f64, better: Better) -> (Estimate, Outcome) {
+fn exact(a: f64, b: f64, better: Better) -> (Estimate, DifferenceVerdict) {
     let ratio = if a == b { 1.0 } else { b / a };
     let ratio = if ratio.is_finite() && ratio > 0.0 { ratio } else { f64::NAN };
     let outcome = match (a == b, (b > a) == (better == Better::Higher)) {
-        (true, _) => Outcome::Same,
-        (false, true) => Outcome::Better,
-        (false, false) => Outcome::Worse,
+        (true, _) => DifferenceVerdict::Same,
+        (false, true) => DifferenceVerdict::Better,
+        (false, false) => DifferenceVerdict::Worse,
     };
     (Estimate { median: ratio, low: ratio, high: ratio }, outcome)
 }
 
-fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, Outcome) {
+fn outcome(a: &[f64], b: &[f64], better: Better) -> (Estimate, DifferenceVerdict) {
     // Identical samples, including all zeros, are equal without a test.
     if a == b {
-        return (Estimate { median: 1.0, low: 1.0, high: 1.0 }, Outcome::Same);
+        return (Estimate { median: 1.0, low: 1.0, high: 1.0 }, DifferenceVerdict::Same);
     }
     // A ratio needs values above zero, and a better direction does as well.
     if a.iter().chain(b).any(|sample| *sample <= 0.0) {
         let none = f64::NAN;
-        return (Estimate { median: none, low: none, high: none }, Outcome::Unknown);
+        return (Estimate { median: none, low: none, high: none }, DifferenceVerdict::Unknown);
     }
     // The verdict depends on the interval, the outcome on the better direction as well.
     let comparison = compare(a, b);
     let outcome = match (comparison.verdict, better) {
-        (Verdict::Same, _) if !tells(a.len(), b.len()) => Outcome::Unknown,
-        (Verdict::Same, _) => Outcome::Same,
-        (Verdict::Higher, Better::Higher) | (Verdict::Lower, Better::Lower) => Outcome::Better,
-        (Verdict::Higher, Better::Lower) | (Verdict::Lower, Better::Higher) => Outcome::Worse,
+        (RankVerdict::Same, _) if !can_show_difference(a.len(), b.len()) => DifferenceVerdict::Unknown,
+        (RankVerdict::Same, _) => DifferenceVerdict::Same,
+        (RankVerdict::Higher, Better::Higher) | (RankVerdict::Lower, Better::Lower) => DifferenceVerdict::Better,
+        (RankVerdict::Higher, Better::Lower) | (RankVerdict::Lower, Better::Higher) => DifferenceVerdict::Worse,
     };
     (comparison.ratio, outcome)
 }
 
 /// True if this many samples could show even the clearest difference.
-fn tells(a: usize, b: usize) -> bool {
-    compare(&vec![1.0; a], &vec![2.0; b]).verdict != Verdict::Same
+fn can_show_difference(a: usize, b: usize) -> bool {
+    compare(&vec![1.0; a], &vec![2.0; b]).verdict != RankVerdict::Same
 }
 
 fn counterpart<'a>(list: &'a [Measure], of: &Measure) -> Option<&'a Measure> {
@@ -238,7 +238,7 @@ fn counterpart<'a>(list: &'a [Measure], of: &Measure) -> Option<&'a Measure> {
 }
 
 /// Differing facts, except time and duration.
-fn others(a: &Header, b: &Header) -> Vec<Other> {
+fn others(a: &ResultHeader, b: &ResultHeader) -> Vec<DifferingFact> {
     let (facts_a, facts_b) = (facts(a), facts(b));
     let fact = |facts: &[(&str, String)], name| {
         facts
@@ -260,18 +260,18 @@ fn others(a: &Header, b: &Header) -> Vec<Other> {
         name => fact(&facts_a, name) != fact(&facts_b, name),
     };
     let names = ["Device", "Machine", "Kernel", "weir"].into_iter().filter(|name| differs(name));
-    names.map(|what| Other { what, a: fact(&facts_a, what), b: fact(&facts_b, what) }).collect()
+    names.map(|what| DifferingFact { what, a: fact(&facts_a, what), b: fact(&facts_b, what) }).collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn differences(outcomes: &[(Outcome, usize)]) -> Differences {
+    fn differences(outcomes: &[(DifferenceVerdict, usize)]) -> Differences {
         let estimate = Estimate { median: 1.0, low: 1.0, high: 1.0 };
-        let row = |&outcome: &Outcome| Row {
+        let row = |&outcome: &DifferenceVerdict| DifferenceRow {
             name: String::new(),
-            unit: Unit::Count,
+            unit: MeasureUnit::Count,
             a: estimate,
             b: estimate,
             ratio: estimate,
@@ -285,8 +285,8 @@ mod tests {
 
     #[test]
     fn it_is_said_whether_the_difference_is_real() {
-        use Outcome::{Better, Same, Unknown, Worse};
-        let cases: [(&[(Outcome, usize)], &str); 8] = [
+        use DifferenceVerdict::{Better, Same, Unknown, Worse};
+        let cases: [(&[(DifferenceVerdict, usize)], &str); 8] = [
             (&[], "No measure is in both results: there is nothing to compare."),
             (&[(Same, 1)], "No real difference: none of 1 measure differs by more than noise."),
             (
@@ -320,39 +320,39 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_told_is_not_called_the_same() {
+    fn too_few_samples_are_unknown() {
         let of = |a: &[f64], b: &[f64]| outcome(a, b, Better::Lower).1;
-        assert_eq!(of(&[1.0], &[9.0]), Outcome::Unknown);
-        assert_eq!(of(&[1.0], &[1.0]), Outcome::Same);
-        assert_eq!(of(&[0.0; 9], &[9.0; 9]), Outcome::Unknown);
-        assert_eq!(of(&[0.0; 9], &[0.0; 9]), Outcome::Same);
-        assert_eq!(of(&[1.0, 1.1, 1.2, 1.1], &[1.1, 1.2, 1.0, 1.1]), Outcome::Same);
-        assert_eq!(of(&[1.0, 1.1, 1.2, 1.1], &[9.1, 9.2, 9.0, 9.1]), Outcome::Worse);
+        assert_eq!(of(&[1.0], &[9.0]), DifferenceVerdict::Unknown);
+        assert_eq!(of(&[1.0], &[1.0]), DifferenceVerdict::Same);
+        assert_eq!(of(&[0.0; 9], &[9.0; 9]), DifferenceVerdict::Unknown);
+        assert_eq!(of(&[0.0; 9], &[0.0; 9]), DifferenceVerdict::Same);
+        assert_eq!(of(&[1.0, 1.1, 1.2, 1.1], &[1.1, 1.2, 1.0, 1.1]), DifferenceVerdict::Same);
+        assert_eq!(of(&[1.0, 1.1, 1.2, 1.1], &[9.1, 9.2, 9.0, 9.1]), DifferenceVerdict::Worse);
     }
 
     #[test]
-    fn what_samples_are_decides_what_they_tell() {
+    fn verdict_depends_on_the_kind_of_samples() {
         let of = |samples_are, samples: &[f64]| Measure {
             samples_are,
-            ..Measure::new("it", Unit::Nanoseconds, Better::Lower, samples.to_vec())
+            ..Measure::new("it", MeasureUnit::Nanoseconds, Better::Lower, samples.to_vec())
         };
-        let outcome = |are, a: &[f64], b: &[f64]| Row::new(&of(are, a), &of(are, b)).outcome;
-        assert_eq!(outcome(SamplesAre::Exact, &[100.0], &[100.1]), Outcome::Worse);
-        assert_eq!(outcome(SamplesAre::Exact, &[0.0], &[1.0]), Outcome::Worse);
-        assert_eq!(outcome(SamplesAre::Exact, &[2.0], &[2.0]), Outcome::Same);
-        assert_eq!(outcome(SamplesAre::Runs, &[100.0], &[100.1]), Outcome::Unknown);
+        let outcome = |are, a: &[f64], b: &[f64]| DifferenceRow::new(&of(are, a), &of(are, b)).outcome;
+        assert_eq!(outcome(SamplesAre::Exact, &[100.0], &[100.1]), DifferenceVerdict::Worse);
+        assert_eq!(outcome(SamplesAre::Exact, &[0.0], &[1.0]), DifferenceVerdict::Worse);
+        assert_eq!(outcome(SamplesAre::Exact, &[2.0], &[2.0]), DifferenceVerdict::Same);
+        assert_eq!(outcome(SamplesAre::Runs, &[100.0], &[100.1]), DifferenceVerdict::Unknown);
         // A minute of one run each, with slow waves: the same machine at another time.
         let waves =
             |phase: f64| (0..60).map(move |second| 100.0 + 10.0 * (f64::from(second) / 9.0 + phase).sin());
         let (a, b): (Vec<_>, Vec<_>) = (waves(0.0).collect(), waves(2.0).collect());
-        assert_eq!(outcome(SamplesAre::Seconds, &a, &b), Outcome::Same);
+        assert_eq!(outcome(SamplesAre::Seconds, &a, &b), DifferenceVerdict::Same);
         let b: Vec<_> = b.iter().map(|sample| sample * 2.0).collect();
-        let row = Row::new(&of(SamplesAre::Seconds, &a), &of(SamplesAre::Seconds, &b));
-        assert_eq!(row.outcome, Outcome::Worse);
+        let row = DifferenceRow::new(&of(SamplesAre::Seconds, &a), &of(SamplesAre::Seconds, &b));
+        assert_eq!(row.outcome, DifferenceVerdict::Worse);
         let told = Differences { rows: vec![row], only_a: vec![], only_b: vec![], others: vec![] };
         assert!(told.conclusion().contains("within one run each"), "{}", told.conclusion());
         let exact = of(SamplesAre::Exact, &[1.0]);
-        let rows = vec![Row::new(&exact, &of(SamplesAre::Exact, &[2.0])); 40];
+        let rows = vec![DifferenceRow::new(&exact, &of(SamplesAre::Exact, &[2.0])); 40];
         let told = Differences { rows, ..told };
         assert!(!told.conclusion().contains("chance") && told.expected_by_chance() == 0.0);
     }
@@ -363,13 +363,13 @@ mod tests {
             let samples = (0..9).map(|step| middle * (1.0 + f64::from(step) / 1e3)).collect();
             Measure::new("it", unit, better, samples)
         };
-        for (better, outcome) in [(Better::Higher, Outcome::Better), (Better::Lower, Outcome::Worse)] {
-            let [a, b] = [1.0, 2.0].map(|middle| measure(Unit::Iops, better, middle));
-            assert_eq!(Row::new(&a, &b).outcome, outcome);
-            assert_ne!(Row::new(&b, &a).outcome, outcome);
-            assert_eq!(Row::new(&a, &a).outcome, Outcome::Same);
+        for (better, outcome) in [(Better::Higher, DifferenceVerdict::Better), (Better::Lower, DifferenceVerdict::Worse)] {
+            let [a, b] = [1.0, 2.0].map(|middle| measure(MeasureUnit::Iops, better, middle));
+            assert_eq!(DifferenceRow::new(&a, &b).outcome, outcome);
+            assert_ne!(DifferenceRow::new(&b, &a).outcome, outcome);
+            assert_eq!(DifferenceRow::new(&a, &a).outcome, DifferenceVerdict::Same);
         }
-        let seconds = measure(Unit::Seconds, Better::Lower, 1.0);
-        assert!(counterpart(&[seconds], &measure(Unit::Iops, Better::Lower, 1.0)).is_none(), "another unit");
+        let seconds = measure(MeasureUnit::Seconds, Better::Lower, 1.0);
+        assert!(counterpart(&[seconds], &measure(MeasureUnit::Iops, Better::Lower, 1.0)).is_none(), "another unit");
     }
 }

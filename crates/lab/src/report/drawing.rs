@@ -64,7 +64,7 @@ pub(super) fn fill(sheet: &Sheet, from: (f64, f64), to: (f64, f64), colour: RGBC
     sheet.draw(&Rectangle::new(corners, colour.filled()))
 }
 
-pub(super) struct Drawing {
+pub(super) struct SvgDrawing {
     size: (f64, f64),
     /// Alternative text.
     shows: String,
@@ -75,7 +75,7 @@ pub(super) fn drawing(
     (width, height): (f64, f64),
     shows: &str,
     paint: impl FnOnce(&Sheet) -> Drawn,
-) -> anyhow::Result<Drawing> {
+) -> anyhow::Result<SvgDrawing> {
     let mut drawn = String::new();
     // Borrows the string until the sheet is dropped.
     let sheet = SVGBackend::with_string(&mut drawn, (px(width).unsigned_abs(), px(height).unsigned_abs()));
@@ -85,10 +85,10 @@ pub(super) fn drawing(
     drop(sheet);
     // plotters' own tag has a fixed size and no alternative text.
     let shapes = drawn.split_once('>').map_or("", |(_, shapes)| shapes).to_owned();
-    Ok(Drawing { size: (width, height), shows: escape(shows), shapes })
+    Ok(SvgDrawing { size: (width, height), shows: escape(shows), shapes })
 }
 
-impl Drawing {
+impl SvgDrawing {
     /// Element for an HTML page. Shrinks to three quarters at most, so that letters stay readable.
     pub(super) fn inline(&self) -> String {
         let Self { size: (width, height), shows, shapes } = self;

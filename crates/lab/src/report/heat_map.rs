@@ -14,11 +14,11 @@ use plotters::style::{
 };
 
 use super::{
-    drawing::{self, Drawing, Drawn, LETTER_WIDTH, Sheet, letters},
-    palette::{BETTER, CELLS, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG, Pair, WORSE},
+    drawing::{self, SvgDrawing, Drawn, LETTER_WIDTH, Sheet, letters},
+    palette::{BETTER, CELLS, FAINT, INK, NO_CELL, ON_FAINT, ON_STRONG, ColourPair, WORSE},
     quantity,
 };
-use crate::result::{Better, HeatMap, Unit};
+use crate::result::{Better, HeatMap, MeasureUnit};
 
 const CELL_HEIGHT: f64 = 34.0;
 const CELL_WIDTHS: (f64, f64) = (34.0, 80.0);
@@ -44,7 +44,7 @@ pub(super) fn html(map: &HeatMap) -> anyhow::Result<String> {
         Better::Lower => "lower",
     };
     let note = match map.unit {
-        Unit::Ratio => format!(
+        MeasureUnit::Ratio => format!(
             "Blue is better than 1×, orange worse; {best} is better. Without colour: no difference beyond noise{}.",
             if map.noise.is_empty() { ", or 5 %" } else { "" }
         ),
@@ -69,15 +69,15 @@ pub(super) fn alone(map: &HeatMap) -> anyhow::Result<String> {
     Ok(drawing(map, 0..map.columns.len().min(MOST))?.alone(&[]))
 }
 
-fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<Drawing> {
-    let layout = Layout::of(map, columns);
+fn drawing(map: &HeatMap, columns: Range<usize>) -> anyhow::Result<SvgDrawing> {
+    let layout = HeatMapLayout::of(map, columns);
     drawing::drawing(layout.size(), &map.title, |sheet| layout.paint(sheet, map))
 }
 
 /// Bands of columns of about the same width; one empty band if there are no columns.
 fn bands(map: &HeatMap) -> Vec<Range<usize>> {
     let columns = map.columns.len().min(MOST);
-    let Layout { name_width, cell_width, .. } = Layout::of(map, 0..columns);
+    let HeatMapLayout { name_width, cell_width, .. } = HeatMapLayout::of(map, 0..columns);
     // At least one column in a band, however wide its cells are.
     let most = (((BAND - name_width) / cell_width) as usize).max(1);
     let bands = columns.div_ceil(most).max(1);
@@ -89,16 +89,16 @@ fn value(map: &HeatMap, row: usize, column: usize) -> Option<f64> {
 }
 
 /// Formats a value; ratios to two digits and without their sign, which the note explains.
-fn shown(value: f64, unit: Unit) -> String {
+fn shown(value: f64, unit: MeasureUnit) -> String {
     match value {
-        _ if unit != Unit::Ratio => quantity::short(value, unit),
+        _ if unit != MeasureUnit::Ratio => quantity::short(value, unit),
         _ if !(-10.0..1e4).contains(&value) => quantity::short(value, unit),
         _ if value.abs() < 10.0 => format!("{value:.2}"),
         _ => format!("{value:.0}"),
     }
 }
 
-struct Layout {
+struct HeatMapLayout {
     rows: usize,
     columns: Range<usize>,
     names: Vec<Vec<String>>,
@@ -107,7 +107,7 @@ struct Layout {
     head_height: f64,
 }
 
-impl Layout {
+impl HeatMapLayout {
     fn of(map: &HeatMap, columns: Range<usize>) -> Self {
         let rows = map.rows.len().min(MOST);
         let room = |letters: usize, (least, most): (f64, f64)| {
@@ -164,10 +164,10 @@ impl Layout {
             for (place, column) in self.columns.clone().enumerate() {
                 let colours = match value(map, row, column) {
                     None => (NO_CELL, ON_FAINT),
-                    Some(value) if map.unit == Unit::Ratio => {
+                    Some(value) if map.unit == MeasureUnit::Ratio => {
                         let is_noise =
                             map.noise.get(row).and_then(|row| row.get(column)).copied().unwrap_or(false);
-                        beside_one(value, map.better, is_noise)
+                        ratio_colours(value, map.better, is_noise)
                     }
                     Some(value) => {
                         let step = strength(value, range, map.better);
@@ -187,7 +187,7 @@ impl Layout {
         sheet: &Sheet,
         (row, place): (usize, usize),
         text: &str,
-        (colour, ink): (Pair, Pair),
+        (colour, ink): (ColourPair, ColourPair),
     ) -> Drawn {
         let left = self.name_width + place as f64 * self.cell_width;
         let top = self.head_height + row as f64 * CELL_HEIGHT;
@@ -227,7 +227,7 @@ fn range(map: &HeatMap) -> (f64, f64) {
 }
 
 /// Colours of a ratio's cell and its text.
-fn beside_one(value: f64, better: Better, is_noise: bool) -> (Pair, Pair) {
+fn ratio_colours(value: f64, better: Better, is_noise: bool) -> (ColourPair, ColourPair) {
     // Half and twice have the same strength; zero counts as an extreme ratio.
     let factor = if value < 1.0 { 1.0 / value.max(f64::MIN_POSITIVE) } else { value };
     let reached = STEPS.iter().filter(|step| factor >= **step).count();
@@ -258,12 +258,12 @@ fn strength(value: f64, (low, high): (f64, f64), better: Better) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::Unit;
+    use crate::result::MeasureUnit;
 
     fn map(values: Vec<Vec<Option<f64>>>) -> HeatMap {
         HeatMap {
             title: "p99 by cache and cluster".to_owned(),
-            unit: Unit::Nanoseconds,
+            unit: MeasureUnit::Nanoseconds,
             better: Better::Lower,
             columns: vec!["64K".to_owned(), "<b>".to_owned()],
             rows: vec!["none".to_owned(), "a name that is far too long for the place there is".to_owned()],
@@ -311,7 +311,7 @@ mod tests {
 
     #[test]
     fn a_quotient_is_blue_or_orange_and_noise_is_neither() {
-        let colour = |value, better, is_noise| beside_one(value, better, is_noise).0.light;
+        let colour = |value, better, is_noise| ratio_colours(value, better, is_noise).0.light;
         for (value, higher, lower) in [
             (0.2, WORSE[3], BETTER[3]),
             (0.44, WORSE[2], BETTER[2]),
@@ -331,11 +331,11 @@ mod tests {
     fn all_columns_are_drawn_each_band_as_wide_as_a_telephone() {
         let mut wide = map(vec![vec![Some(1.5); 22]; 2]);
         wide.columns = (0..22).map(|number| format!("random read 4K ×{number}")).collect();
-        wide.unit = Unit::Ratio;
+        wide.unit = MeasureUnit::Ratio;
         let bands = bands(&wide);
         assert_eq!(bands.iter().map(ExactSizeIterator::len).sum::<usize>(), 22);
         assert!(bands.windows(2).all(|pair| pair[0].end == pair[1].start), "{bands:?}");
-        assert!(bands.iter().all(|band| Layout::of(&wide, band.clone()).size().0 <= BAND), "{bands:?}");
+        assert!(bands.iter().all(|band| HeatMapLayout::of(&wide, band.clone()).size().0 <= BAND), "{bands:?}");
         let svg = html(&wide).unwrap();
         assert_eq!((svg.matches("<svg").count(), svg.matches(">\n1.50\n<").count()), (bands.len(), 44));
     }

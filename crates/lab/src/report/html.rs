@@ -3,7 +3,7 @@
 //! Names and notes come from untrusted result files: a disk may be named `<script>`. No character
 //! of a text can begin a tag or an entity, or end an attribute.
 
-use reactor::plain::is_hidden;
+use reactor::plain::is_unsafe_for_display;
 
 /// Escapes text between tags and in quoted attributes.
 pub(super) fn escape(text: &str) -> String {
@@ -31,7 +31,7 @@ fn shown(character: char) -> char {
     // Noncharacters as well (Unicode 16, section 23.7): they make a document ill-formed.
     let noncharacter = matches!(character as u32 & 0xFFFF, 0xFFFE | 0xFFFF)
         || ('\u{FDD0}'..='\u{FDEF}').contains(&character);
-    if character != '\n' && is_hidden(character) || noncharacter { '?' } else { character }
+    if character != '\n' && is_unsafe_for_display(character) || noncharacter { '?' } else { character }
 }
 
 #[cfg(test)]

@@ -18,12 +18,12 @@ use plotters::{
 };
 
 use super::{
-    axis::{Ends, Scale},
-    differences::{Outcome, Row},
+    axis::{ScaleEnds, AxisScale},
+    differences::{DifferenceVerdict, DifferenceRow},
     drawing::{self, Drawn, LETTER_WIDTH, Sheet, letters, px},
-    palette::{GRID, GROUND, INK, LINES, Pair},
+    palette::{GRID, GROUND, INK, LINES, ColourPair},
 };
-use crate::result::{Axis, Unit};
+use crate::result::{ChartAxis, MeasureUnit};
 
 const WIDTH: f64 = 760.0;
 const ROW: f64 = 24.0;
@@ -35,15 +35,15 @@ const TICKS: usize = 6;
 /// Bound on the rows drawn; rows that differ come first.
 const MOST: usize = 50;
 
-pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
+pub(super) fn html(rows: &[DifferenceRow]) -> anyhow::Result<Option<String>> {
     let rows = shown(rows);
     if rows.is_empty() {
         return Ok(None);
     }
-    let axis = Axis::new("", Unit::Ratio).logarithmic();
+    let axis = ChartAxis::new("", MeasureUnit::Ratio).logarithmic();
     // 1× is always on the scale, as the reference.
     let values = rows.iter().flat_map(|row| [row.ratio.low, row.ratio.high]).chain([1.0]);
-    let scale = Scale::over(values, &axis, Ends::Values, TICKS);
+    let scale = AxisScale::over(values, &axis, ScaleEnds::Values, TICKS);
     let longest = rows.iter().map(|row| row.name.chars().count()).max().unwrap_or(0) as f64;
     let left = (longest * LETTER_WIDTH + 16.0).clamp(NAMES.0, NAMES.1);
     let height = ABOVE + rows.len() as f64 * ROW + BELOW;
@@ -54,12 +54,12 @@ pub(super) fn html(rows: &[Row]) -> anyhow::Result<Option<String>> {
 }
 
 /// Rows to draw, at most [`MOST`], differences first.
-fn shown(rows: &[Row]) -> Vec<&Row> {
-    let drawable = |row: &&Row| {
+fn shown(rows: &[DifferenceRow]) -> Vec<&DifferenceRow> {
+    let drawable = |row: &&DifferenceRow| {
         let ratio = row.ratio;
         [ratio.low, ratio.median, ratio.high].iter().all(|value| value.is_finite() && *value > 0.0)
     };
-    let mut shown: Vec<&Row> = rows.iter().filter(drawable).collect();
+    let mut shown: Vec<&DifferenceRow> = rows.iter().filter(drawable).collect();
     if shown.len() > MOST {
         // A stable sort: equal rows keep the order of the file.
         shown.sort_by_key(|row| !differs(row));
@@ -68,19 +68,19 @@ fn shown(rows: &[Row]) -> Vec<&Row> {
     shown
 }
 
-fn differs(row: &Row) -> bool {
-    matches!(row.outcome, Outcome::Better | Outcome::Worse)
+fn differs(row: &DifferenceRow) -> bool {
+    matches!(row.outcome, DifferenceVerdict::Better | DifferenceVerdict::Worse)
 }
 
-fn colour(outcome: Outcome) -> Pair {
+fn colour(outcome: DifferenceVerdict) -> ColourPair {
     match outcome {
-        Outcome::Better => LINES[0],
-        Outcome::Worse => LINES[1],
-        Outcome::Same | Outcome::Unknown => INK,
+        DifferenceVerdict::Better => LINES[0],
+        DifferenceVerdict::Worse => LINES[1],
+        DifferenceVerdict::Same | DifferenceVerdict::Unknown => INK,
     }
 }
 
-fn paint(sheet: &Sheet, rows: &[&Row], scale: &Scale, left: f64) -> Drawn {
+fn paint(sheet: &Sheet, rows: &[&DifferenceRow], scale: &AxisScale, left: f64) -> Drawn {
     let bottom = ABOVE + rows.len() as f64 * ROW;
     let x = |position: f64| left + position * (WIDTH - left - RIGHT);
     let at = |value: f64| x(scale.position(value).unwrap_or(0.0));
@@ -111,14 +111,14 @@ mod tests {
     use super::*;
     use crate::{report::samples::IntervalKind, result::SamplesAre, statistics::Estimate};
 
-    fn row(name: &str, ratio: (f64, f64, f64), outcome: Outcome) -> Row {
+    fn row(name: &str, ratio: (f64, f64, f64), outcome: DifferenceVerdict) -> DifferenceRow {
         let (low, median, high) = ratio;
         let ratio = Estimate { median, low, high };
         let samples_are = SamplesAre::Runs;
         let intervals = [IntervalKind::Estimated; 2];
-        Row {
+        DifferenceRow {
             name: name.to_owned(),
-            unit: Unit::Iops,
+            unit: MeasureUnit::Iops,
             a: ratio,
             b: ratio,
             ratio,
@@ -129,18 +129,18 @@ mod tests {
     }
 
     #[test]
-    fn what_has_no_ratio_is_not_drawn() {
-        let infinite = row("new", (1.0, f64::INFINITY, f64::INFINITY), Outcome::Same);
-        assert_eq!(html(&[infinite.clone(), row("gone", (0.0, 0.0, 0.0), Outcome::Worse)]).unwrap(), None);
-        let svg = html(&[infinite, row("reads", (0.9, 0.95, 0.99), Outcome::Worse)]).unwrap().unwrap();
+    fn rows_without_ratio_are_not_drawn() {
+        let infinite = row("new", (1.0, f64::INFINITY, f64::INFINITY), DifferenceVerdict::Same);
+        assert_eq!(html(&[infinite.clone(), row("gone", (0.0, 0.0, 0.0), DifferenceVerdict::Worse)]).unwrap(), None);
+        let svg = html(&[infinite, row("reads", (0.9, 0.95, 0.99), DifferenceVerdict::Worse)]).unwrap().unwrap();
         assert!(svg.contains(">\nreads\n") && !svg.contains(">\nnew\n"), "{svg}");
         assert!(svg.contains(">\n1×\n"), "no difference is on the scale: {svg}");
     }
 
     #[test]
     fn of_many_those_that_differ_are_drawn() {
-        let mut rows = vec![row("same", (0.9, 1.0, 1.1), Outcome::Same); 2 * MOST];
-        rows.push(row("differs", (1.1, 1.2, 1.3), Outcome::Better));
+        let mut rows = vec![row("same", (0.9, 1.0, 1.1), DifferenceVerdict::Same); 2 * MOST];
+        rows.push(row("differs", (1.1, 1.2, 1.3), DifferenceVerdict::Better));
         let svg = html(&rows).unwrap().unwrap();
         assert_eq!(svg.matches(">\nsame\n").count(), MOST - 1);
         assert!(svg.contains(">\ndiffers\n"), "{svg}");

@@ -4,24 +4,24 @@
 use anyhow::bail;
 
 use super::page;
-use crate::result::{Kind, ResultFile, arguments::ResultArgs, check, save, write};
+use crate::result::{OutputKind, ResultFile, arguments::ResultArgs, check, save, write};
 
 impl ResultArgs {
     /// Fails if the files cannot be written, as far as that is known before the measurement.
     pub(crate) fn check(&self) -> anyhow::Result<()> {
         if let Some(path) = &self.result {
-            check(path, Kind::Result)?;
+            check(path, OutputKind::Result)?;
             if self.report.as_ref() == Some(path) {
                 bail!("--report {}: is the file of --result (choose another name)", path.display());
             }
         }
-        self.report.as_ref().map_or(Ok(()), |path| check(path, Kind::Page))
+        self.report.as_ref().map_or(Ok(()), |path| check(path, OutputKind::Page))
     }
 
     /// Saves both files; if one fails, the other is still written.
     pub(crate) fn keep(&self, result: &ResultFile) -> anyhow::Result<()> {
         let kept = self.result.as_ref().map_or(Ok(()), |path| save(result, path));
-        let draw = |path| write(path, Kind::Page, &page(result)?);
+        let draw = |path| write(path, OutputKind::Page, &page(result)?);
         kept.and(self.report.as_ref().map_or(Ok(()), |path: &std::path::PathBuf| draw(path)))
     }
 }

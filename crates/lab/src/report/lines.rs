@@ -14,14 +14,14 @@ use plotters::{
 };
 
 use super::{
-    axis::{Ends, Scale},
-    drawing::{self, Drawing, Drawn, Sheet, letters, px},
+    axis::{ScaleEnds, AxisScale},
+    drawing::{self, SvgDrawing, Drawn, Sheet, letters, px},
     html::escape,
-    palette::{GRID, INK, LIMIT, LINES, Pair, code},
+    palette::{GRID, INK, LIMIT, LINES, ColourPair, code},
 };
 use crate::{
     limit_lines::MOST_DRAWN,
-    result::{Axis, Lines, Series},
+    result::{ChartAxis, Lines, ChartSeries},
 };
 
 const WIDTH: f64 = 760.0;
@@ -58,18 +58,18 @@ pub(super) fn alone(lines: &Lines) -> anyhow::Result<String> {
     Ok(drawing(lines)?.alone(&legend))
 }
 
-fn drawn(lines: &Lines) -> Vec<&Series> {
+fn drawn(lines: &Lines) -> Vec<&ChartSeries> {
     lines.series.iter().take(LINES.len()).collect()
 }
 
 /// Lines to draw, with their colours: the series, and the limits above them.
-fn named(lines: &Lines) -> impl Iterator<Item = (&Series, Pair)> {
+fn named(lines: &Lines) -> impl Iterator<Item = (&ChartSeries, ColourPair)> {
     let limits = drawn_limits(lines).map(|series| (series, LIMIT));
     lines.series.iter().zip(LINES).chain(limits)
 }
 
 /// Limits up to [`MOST_DRAWN`] names. A limit has a line for each time in which it was in force.
-fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &Series> {
+fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &ChartSeries> {
     let mut names: Vec<&str> = Vec::new();
     lines.limits.iter().filter(move |limit| {
         let is_known = names.contains(&&*limit.name);
@@ -82,8 +82,8 @@ fn drawn_limits(lines: &Lines) -> impl Iterator<Item = &Series> {
 }
 
 /// Entries of the legend: each name of a limit once.
-fn legend_lines(lines: &Lines) -> Vec<(&Series, Pair)> {
-    let mut limits: Vec<(&Series, Pair)> = Vec::new();
+fn legend_lines(lines: &Lines) -> Vec<(&ChartSeries, ColourPair)> {
+    let mut limits: Vec<(&ChartSeries, ColourPair)> = Vec::new();
     for limit in drawn_limits(lines) {
         if limits.iter().all(|(known, _)| known.name != limit.name) {
             limits.push((limit, LIMIT));
@@ -92,14 +92,14 @@ fn legend_lines(lines: &Lines) -> Vec<(&Series, Pair)> {
     lines.series.iter().zip(LINES).chain(limits).collect()
 }
 
-fn drawing(lines: &Lines) -> anyhow::Result<Drawing> {
+fn drawing(lines: &Lines) -> anyhow::Result<SvgDrawing> {
     let series = drawn(lines);
     let points = || named(lines).flat_map(|(series, _)| &series.points);
-    let placed = |axis: &Axis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
+    let placed = |axis: &ChartAxis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
     // A point that one axis cannot represent must not widen the other.
     let points = || points().filter(|(x, y)| placed(&lines.x, *x) && placed(&lines.y, *y));
-    let x = Scale::over(points().map(|point| point.0), &lines.x, Ends::Values, X_TICKS);
-    let y = Scale::over(points().map(|point| point.1), &lines.y, Ends::Ticks, Y_TICKS);
+    let x = AxisScale::over(points().map(|point| point.0), &lines.x, ScaleEnds::Values, X_TICKS);
+    let y = AxisScale::over(points().map(|point| point.1), &lines.y, ScaleEnds::Ticks, Y_TICKS);
     drawing::drawing((WIDTH, HEIGHT), &lines.title, |sheet| {
         paint(sheet, lines, &series, &x, &y)?;
         if points().next().is_none() {
@@ -133,13 +133,13 @@ fn legend(lines: &Lines) -> String {
     html + "</ul>"
 }
 
-fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale) -> Drawn {
+fn paint(sheet: &Sheet, lines: &Lines, series: &[&ChartSeries], x: &AxisScale, y: &AxisScale) -> Drawn {
     let mut chart = ChartBuilder::on(sheet)
         .margin_top(px(ABOVE))
         .margin_right(px(RIGHT))
         .x_label_area_size(px(BELOW))
         .y_label_area_size(px(LEFT))
-        .build_cartesian_2d(Direction(x), Direction(y))?;
+        .build_cartesian_2d(PlottersRange(x), PlottersRange(y))?;
     let style = || letters(INK.light, HPos::Center, VPos::Center);
     chart
         .configure_mesh()
@@ -155,7 +155,7 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
     drawing::write(sheet, &lines.x.label, (WIDTH - RIGHT, HEIGHT - 4.0), rightwards)?;
     for (series, colour) in series.iter().zip(LINES) {
         let style = colour.light.stroke_width(px(2.0).unsigned_abs());
-        let mut points = places(series, x, y);
+        let mut points = chart_points(series, x, y);
         if lines.steps {
             points = stepped(&points);
         }
@@ -166,7 +166,7 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
         chart.draw_series([PathElement::new(points, style)])?;
     }
     for limit in drawn_limits(lines) {
-        let points = held(&places(limit, x, y));
+        let points = until_next(&chart_points(limit, x, y));
         let style = LIMIT.light.stroke_width(px(1.5).unsigned_abs());
         chart.draw_series([PathElement::new(points, style)])?;
     }
@@ -174,9 +174,9 @@ fn paint(sheet: &Sheet, lines: &Lines, series: &[&Series], x: &Scale, y: &Scale)
 }
 
 /// A scale as plotters' range: positions from 0 to 1, labels at its ticks only.
-struct Direction<'a>(&'a Scale);
+struct PlottersRange<'a>(&'a AxisScale);
 
-impl Ranged for Direction<'_> {
+impl Ranged for PlottersRange<'_> {
     type FormatOption = NoDefaultFormatting;
     type ValueType = f64;
 
@@ -194,7 +194,7 @@ impl Ranged for Direction<'_> {
     }
 }
 
-impl ValueFormatter<f64> for Direction<'_> {
+impl ValueFormatter<f64> for PlottersRange<'_> {
     fn format_ext(&self, position: &f64) -> String {
         let tick = self.0.ticks.iter().find(|tick| (tick.position - position).abs() < 1e-12);
         tick.map_or_else(String::new, |tick| tick.label.clone())
@@ -204,17 +204,17 @@ impl ValueFormatter<f64> for Direction<'_> {
 /// Step function from one end of the chart to the other.
 fn stepped(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let (Some(&(_, first)), Some(&(_, last))) = (points.first(), points.last()) else { return vec![] };
-    [(0.0, first)].into_iter().chain(held(points)).chain([(1.0, last)]).collect()
+    [(0.0, first)].into_iter().chain(until_next(points)).chain([(1.0, last)]).collect()
 }
 
 /// Constant from each point until the next.
-fn held(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+fn until_next(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let corners = points.windows(2).flat_map(|pair| [pair[0], (pair[1].0, pair[0].1)]);
     corners.chain(points.last().copied()).collect()
 }
 
 /// Positions from 0 to 1 in both directions; at most four points for each pixel column.
-fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
+fn chart_points(series: &ChartSeries, x: &AxisScale, y: &AxisScale) -> Vec<(f64, f64)> {
     let place = |&(at, value): &(f64, f64)| Some((x.position(at)?, y.position(value)?));
     let all: Vec<(f64, f64)> = series.points.iter().filter_map(place).collect();
     // Short series are drawn completely.
@@ -239,13 +239,13 @@ fn places(series: &Series, x: &Scale, y: &Scale) -> Vec<(f64, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::Unit;
+    use crate::result::MeasureUnit;
 
-    fn lines(series: Vec<Series>) -> Lines {
+    fn lines(series: Vec<ChartSeries>) -> Lines {
         Lines {
             title: "IOPS over time".to_owned(),
-            x: Axis::new("time", Unit::Seconds),
-            y: Axis::new("IOPS", Unit::Iops),
+            x: ChartAxis::new("time", MeasureUnit::Seconds),
+            y: ChartAxis::new("IOPS", MeasureUnit::Iops),
             steps: false,
             series,
             limits: Vec::new(),
@@ -253,8 +253,8 @@ mod tests {
         }
     }
 
-    fn series(name: &str, points: &[(f64, f64)]) -> Series {
-        Series { name: name.to_owned(), points: points.to_vec() }
+    fn series(name: &str, points: &[(f64, f64)]) -> ChartSeries {
+        ChartSeries { name: name.to_owned(), points: points.to_vec() }
     }
 
     #[test]
@@ -322,9 +322,9 @@ mod tests {
         points[54_321].1 = 0.0;
         points[77_777].1 = 200.0;
         let (x, y) = (&lines(vec![]).x, &lines(vec![]).y);
-        let x = Scale::over(points.iter().map(|point| point.0), x, Ends::Values, 6);
-        let y = Scale::over(points.iter().map(|point| point.1), y, Ends::Ticks, 6);
-        let places = places(&series("", &points), &x, &y);
+        let x = AxisScale::over(points.iter().map(|point| point.0), x, ScaleEnds::Values, 6);
+        let y = AxisScale::over(points.iter().map(|point| point.1), y, ScaleEnds::Ticks, 6);
+        let places = chart_points(&series("", &points), &x, &y);
         assert!(places.len() <= 4 * (COLUMNS + 1), "{}", places.len());
         assert!(places.is_sorted_by(|one, other| one.0 <= other.0));
         for extreme in [0.0, 1.0] {

@@ -5,7 +5,7 @@
 
 use std::fmt::Write as _;
 
-use console::{figures, table::Side};
+use console::{figures, table::ColumnAlignment};
 
 use super::{
     columns,
@@ -18,7 +18,7 @@ use super::{
 };
 use crate::{
     duration::duration,
-    result::{Chart, Header, Measure, Table, Unit},
+    result::{Chart, ResultHeader, Measure, ResultTable, MeasureUnit},
 };
 
 const STYLE: &str = include_str!("page.css");
@@ -30,12 +30,12 @@ const MOST_COLUMNS: usize = 6;
 const MANY: usize = 40;
 
 #[derive(Debug)]
-pub(super) struct Page {
+pub(super) struct ReportPage {
     title: String,
     body: String,
 }
 
-impl Page {
+impl ReportPage {
     pub(super) fn new(title: &str) -> Self {
         Self { title: title.to_owned(), body: format!("<h1>{}</h1>\n", escape(title)) }
     }
@@ -54,11 +54,11 @@ impl Page {
         )
     }
 
-    pub(super) fn command(&mut self, header: &Header) {
+    pub(super) fn command(&mut self, header: &ResultHeader) {
         self.put(&format!("<p class=\"command\"><code>{}</code></p>", escape(&command(header))));
     }
 
-    pub(super) fn facts(&mut self, header: &Header) {
+    pub(super) fn facts(&mut self, header: &ResultHeader) {
         self.put("<dl>");
         for (name, fact) in facts(header) {
             self.put(&format!("<dt>{}</dt><dd>{}</dd>", escape(name), escape(&fact)));
@@ -87,7 +87,7 @@ impl Page {
         self.put(&format!("<h2>{}</h2>", escape(text)));
     }
 
-    pub(super) fn table(&mut self, shown: &Table) {
+    pub(super) fn table(&mut self, shown: &ResultTable) {
         let stacked = if is_wide(shown) { " stacked" } else { "" };
         self.put(&format!("<section class=\"table{stacked}\">"));
         if !shown.title.is_empty() {
@@ -131,7 +131,7 @@ impl Page {
 }
 
 /// The command as one would type it, without the program's directory.
-pub(super) fn command(header: &Header) -> String {
+pub(super) fn command(header: &ResultHeader) -> String {
     let program = |word: &String| word.rsplit('/').next().unwrap_or_default().to_owned();
     let quoted = |word: &String| {
         let plain = |letter: char| letter.is_alphanumeric() || "-_./:=,+@%".contains(letter);
@@ -143,7 +143,7 @@ pub(super) fn command(header: &Header) -> String {
 }
 
 /// Known facts about the run.
-pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
+pub(super) fn facts(header: &ResultHeader) -> Vec<(&'static str, String)> {
     let machine = &header.machine;
     let began = figures::date(u32::try_from(header.began).unwrap_or(u32::MAX));
     let took = duration(header.seconds);
@@ -156,7 +156,7 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
         let system = device.file_system.as_ref().map(|name| format!(", {name}")).unwrap_or_default();
         format!("{} ({}){system}", device.node, device.key)
     });
-    let (processors, memory) = (machine.processors, short(machine.memory_bytes as f64, Unit::Bytes));
+    let (processors, memory) = (machine.processors, short(machine.memory_bytes as f64, MeasureUnit::Bytes));
     // A recording does not contain these figures.
     let of_machine = match machine.processors {
         0 => String::new(),
@@ -172,29 +172,29 @@ pub(super) fn facts(header: &Header) -> Vec<(&'static str, String)> {
     facts.into_iter().filter(|(_, fact)| !fact.is_empty()).collect()
 }
 
-pub(super) fn measures(list: &[Measure]) -> Table {
+pub(super) fn measures(list: &[Measure]) -> ResultTable {
     let row = |measure: &Measure| {
         let [median, low, high] = quantity::estimate(estimated(measure), measure.unit);
         let interval = IntervalKind::of(measure).text(&low, &high);
         vec![measure.name.clone(), median, interval, measure.samples.len().to_string()]
     };
     let columns = ["measure", "median", "95 of 100 in", "samples"];
-    Table::new("Measured", columns, list.iter().map(row).collect())
+    ResultTable::new("Measured", columns, list.iter().map(row).collect())
 }
 
 /// True if a table is wider than a phone: cells have several lines or sentences, or there are many
 /// columns. On a phone a row of such a table is a block, in which each cell is beside or below the
 /// name of its column, so that no sideways scrolling is needed.
-fn is_wide(shown: &Table) -> bool {
+fn is_wide(shown: &ResultTable) -> bool {
     let is_long = |cell: &String| cell.contains('\n') || cell.chars().count() > LONG;
     shown.columns.len() > MOST_COLUMNS || shown.rows.iter().flatten().any(is_long)
 }
 
-fn table(shown: &Table) -> String {
+fn table(shown: &ResultTable) -> String {
     let sides = columns::sides(shown);
     let is_wide = is_wide(shown);
     let class = |column: usize, text: &str| {
-        let right = sides.get(column) == Some(&Side::Right);
+        let right = sides.get(column) == Some(&ColumnAlignment::Right);
         match text {
             _ if right => " class=\"number\"",
             text if text.contains('\n') => " class=\"lines\"",

@@ -8,13 +8,13 @@
 use plotters::style::RGBColor;
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Pair {
+pub(super) struct ColourPair {
     pub(super) light: RGBColor,
     dark: RGBColor,
 }
 
-const fn pair(light: u32, dark: u32) -> Pair {
-    Pair { light: rgb(light), dark: rgb(dark) }
+const fn pair(light: u32, dark: u32) -> ColourPair {
+    ColourPair { light: rgb(light), dark: rgb(dark) }
 }
 
 const fn rgb(code: u32) -> RGBColor {
@@ -22,11 +22,11 @@ const fn rgb(code: u32) -> RGBColor {
 }
 
 /// Background; the page's style sheet has the same.
-pub(super) const GROUND: Pair = pair(0xFF_FFFF, 0x17_191D);
-pub(super) const INK: Pair = pair(0x33_3B46, 0xC9_D1DC);
-pub(super) const GRID: Pair = pair(0xDF_E3E8, 0x33_3841);
+pub(super) const GROUND: ColourPair = pair(0xFF_FFFF, 0x17_191D);
+pub(super) const INK: ColourPair = pair(0x33_3B46, 0xC9_D1DC);
+pub(super) const GRID: ColourPair = pair(0xDF_E3E8, 0x33_3841);
 /// Colours of lines; the first [`SOLID`] are solid.
-pub(super) const LINES: [Pair; 8] = [
+pub(super) const LINES: [ColourPair; 8] = [
     pair(0x00_72B2, 0x2B_8FD6),
     pair(0xD5_5E00, 0xE8_702A),
     pair(0x00_9E73, 0x00_A87C),
@@ -38,9 +38,9 @@ pub(super) const LINES: [Pair; 8] = [
 ];
 pub(super) const SOLID: usize = 5;
 /// Limits, dashed.
-pub(super) const LIMIT: Pair = pair(0xA4_133C, 0xFF_8FA3);
+pub(super) const LIMIT: ColourPair = pair(0xA4_133C, 0xFF_8FA3);
 /// From the worst to the best, which contrasts most with the background.
-pub(super) const CELLS: [Pair; 7] = [
+pub(super) const CELLS: [ColourPair; 7] = [
     pair(0xF1_F6FB, 0x20_2A36),
     pair(0xD6_E6F4, 0x1D_3850),
     pair(0xB0_D2E8, 0x18_4A70),
@@ -50,8 +50,8 @@ pub(super) const CELLS: [Pair; 7] = [
     pair(0x08_3E7A, 0xC6_E4F8),
 ];
 /// Ratios above and below 1, from the nearest: the first half has text in [`ON_FAINT`].
-pub(super) const BETTER: [Pair; 4] = [CELLS[1], CELLS[2], CELLS[5], CELLS[6]];
-pub(super) const WORSE: [Pair; 4] = [
+pub(super) const BETTER: [ColourPair; 4] = [CELLS[1], CELLS[2], CELLS[5], CELLS[6]];
+pub(super) const WORSE: [ColourPair; 4] = [
     pair(0xFB_E6D6, 0x3A_2618),
     pair(0xF5_C6A0, 0x5E_3815),
     pair(0xAD_4D0D, 0xE0_9050),
@@ -59,18 +59,18 @@ pub(super) const WORSE: [Pair; 4] = [
 ];
 /// Cells before this index have text in [`ON_FAINT`], later ones in [`ON_STRONG`].
 pub(super) const FAINT: usize = 4;
-pub(super) const ON_FAINT: Pair = pair(0x10_1418, 0xF5_F7FA);
-pub(super) const ON_STRONG: Pair = pair(0xFE_FEFE, 0x0B_0E12);
-pub(super) const NO_CELL: Pair = pair(0xE9_EBED, 0x2A_2D33);
+pub(super) const ON_FAINT: ColourPair = pair(0x10_1418, 0xF5_F7FA);
+pub(super) const ON_STRONG: ColourPair = pair(0xFE_FEFE, 0x0B_0E12);
+pub(super) const NO_CELL: ColourPair = pair(0xE9_EBED, 0x2A_2D33);
 
-const ALL: [&[Pair]; 4] = [&[GROUND, INK, GRID, LIMIT, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
+const ALL: [&[ColourPair]; 4] = [&[GROUND, INK, GRID, LIMIT, ON_FAINT, ON_STRONG, NO_CELL], &LINES, &CELLS, &WORSE];
 
 pub(super) fn code(RGBColor(red, green, blue): RGBColor) -> String {
     format!("#{red:02X}{green:02X}{blue:02X}")
 }
 
 pub(super) fn dark_rules() -> String {
-    let rule = |pair: &Pair| {
+    let rule = |pair: &ColourPair| {
         let (light, dark) = (code(pair.light), code(pair.dark));
         format!("svg [fill=\"{light}\"]{{fill:{dark}}}svg [stroke=\"{light}\"]{{stroke:{dark}}}\n")
     };
@@ -81,7 +81,7 @@ pub(super) fn dark_rules() -> String {
 pub(super) fn dash_rules(scale: i32) -> String {
     let dashes = [[7, 4], [2, 3], [12, 4]];
     // Selected by the stroke's colour: each dashed line has a colour that no solid line has.
-    let rule = |(pair, [on, off]): (&Pair, [i32; 2])| {
+    let rule = |(pair, [on, off]): (&ColourPair, [i32; 2])| {
         let (code, on, off) = (code(pair.light), on * scale, off * scale);
         format!("svg [stroke=\"{code}\"]{{stroke-dasharray:{on} {off}}}\n")
     };
@@ -110,7 +110,7 @@ mod tests {
         (one / other).max(other / one)
     }
 
-    const MODES: [fn(&Pair) -> RGBColor; 2] = [|pair| pair.light, |pair| pair.dark];
+    const MODES: [fn(&ColourPair) -> RGBColor; 2] = [|pair| pair.light, |pair| pair.dark];
 
     #[test]
     fn lines_and_letters_stand_out_from_the_ground() {

@@ -8,7 +8,7 @@ use std::{
 use anyhow::Context as _;
 
 use super::{heat_map, lines, text::chart_title};
-use crate::result::{Chart, Kind, write};
+use crate::result::{Chart, OutputKind, write};
 
 const LONGEST: usize = 64;
 
@@ -21,7 +21,7 @@ pub(super) fn save(charts: &[Chart], directory: &Path) -> anyhow::Result<()> {
             Chart::Lines(lines) => lines::alone(lines)?,
             Chart::HeatMap(map) => heat_map::alone(map)?,
         };
-        write(path, Kind::Chart, &drawn)?;
+        write(path, OutputKind::Chart, &drawn)?;
     }
     Ok(())
 }
@@ -51,10 +51,10 @@ fn plain(title: &str) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::{Lines, Series};
+    use crate::result::{Lines, ChartSeries};
 
     fn chart(title: &str) -> Chart {
-        let series = Series { name: "a<b".to_owned(), points: vec![(1.0, 0.0), (2.0, 1.0)] };
+        let series = ChartSeries { name: "a<b".to_owned(), points: vec![(1.0, 0.0), (2.0, 1.0)] };
         Chart::Lines(Lines::distribution(title, vec![series]))
     }
 

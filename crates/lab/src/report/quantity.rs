@@ -3,59 +3,59 @@
 //! Unlike `figures`, it distinguishes neighbouring ticks, allows negative differences, and accepts
 //! any number from a result file.
 
-use crate::{result::Unit, statistics::Estimate};
+use crate::{result::MeasureUnit, statistics::Estimate};
 
 /// A divisor and its suffix, in ascending order.
-type Step = (f64, &'static str);
+type UnitStep = (f64, &'static str);
 
-const DECIMAL: [Step; 5] = [(1.0, ""), (1e3, "K"), (1e6, "M"), (1e9, "G"), (1e12, "T")];
+const DECIMAL: [UnitStep; 5] = [(1.0, ""), (1e3, "K"), (1e6, "M"), (1e9, "G"), (1e12, "T")];
 const KIB: f64 = 1024.0;
-const BINARY: [Step; 5] =
+const BINARY: [UnitStep; 5] =
     [(1.0, ""), (KIB, "K"), (KIB * KIB, "M"), (KIB * KIB * KIB, "G"), (KIB * KIB * KIB * KIB, "T")];
-const BINARY_RATE: [Step; 5] =
+const BINARY_RATE: [UnitStep; 5] =
     [(1.0, "/s"), (KIB, "K/s"), (KIB * KIB, "M/s"), (KIB * KIB * KIB, "G/s"), (KIB * KIB * KIB * KIB, "T/s")];
-const NANOSECONDS: [Step; 4] = [(1.0, "ns"), (1e3, "us"), (1e6, "ms"), (1e9, "s")];
-const SECONDS: [Step; 4] = [(1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s")];
-const SHARE: [Step; 1] = [(0.01, "%")];
-const RATIO: [Step; 1] = [(1.0, "×")];
+const NANOSECONDS: [UnitStep; 4] = [(1.0, "ns"), (1e3, "us"), (1e6, "ms"), (1e9, "s")];
+const SECONDS: [UnitStep; 4] = [(1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s")];
+const SHARE: [UnitStep; 1] = [(0.01, "%")];
+const RATIO: [UnitStep; 1] = [(1.0, "×")];
 
 /// Numbers above this, and below its inverse, are printed with an exponent.
 const WRITTEN_OUT: f64 = 1e7;
 
-fn steps(unit: Unit) -> &'static [Step] {
+fn steps(unit: MeasureUnit) -> &'static [UnitStep] {
     match unit {
-        Unit::Iops | Unit::Count => &DECIMAL,
-        Unit::Bytes => &BINARY,
-        Unit::BytesPerSecond => &BINARY_RATE,
-        Unit::Nanoseconds => &NANOSECONDS,
-        Unit::Seconds => &SECONDS,
-        Unit::Share => &SHARE,
-        Unit::Ratio => &RATIO,
+        MeasureUnit::Iops | MeasureUnit::Count => &DECIMAL,
+        MeasureUnit::Bytes => &BINARY,
+        MeasureUnit::BytesPerSecond => &BINARY_RATE,
+        MeasureUnit::Nanoseconds => &NANOSECONDS,
+        MeasureUnit::Seconds => &SECONDS,
+        MeasureUnit::Share => &SHARE,
+        MeasureUnit::Ratio => &RATIO,
     }
 }
 
-pub(super) fn scale(unit: Unit, magnitude: f64) -> Step {
+pub(super) fn scale(unit: MeasureUnit, magnitude: f64) -> UnitStep {
     let steps = steps(unit);
-    let zero = || if unit == Unit::Seconds { SECONDS[3] } else { steps[0] };
+    let zero = || if unit == MeasureUnit::Seconds { SECONDS[3] } else { steps[0] };
     if magnitude == 0.0 {
         return zero();
     }
     // The threshold for three digits: 999.7 becomes 1K, not 1000.
-    let reaches = |&&(factor, _): &&Step| magnitude.abs() / factor >= 0.9995;
+    let reaches = |&&(factor, _): &&UnitStep| magnitude.abs() / factor >= 0.9995;
     steps.iter().rev().find(reaches).copied().unwrap_or(steps[0])
 }
 
 /// Formats with three digits: `0`, `1.23K`, `85us`, `-4.2%`, `1.02×`.
-pub(super) fn short(value: f64, unit: Unit) -> String {
+pub(super) fn short(value: f64, unit: MeasureUnit) -> String {
     let step = scale(unit, value);
     let magnitude = (value / step.0).abs();
     let digits = if magnitude > 0.0 { 2.0 - magnitude.log10().floor() } else { 0.0 };
-    written(value, step, digits.clamp(0.0, 9.0) as usize)
+    with_digits(value, step, digits.clamp(0.0, 9.0) as usize)
 }
 
 /// Formats a median and its interval with enough digits to distinguish its ends: `10.00K`, `9.97K`,
 /// `10.03K`.
-pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
+pub(super) fn estimate(estimate: Estimate, unit: MeasureUnit) -> [String; 3] {
     let Estimate { median, low, high } = estimate;
     let step = scale(unit, median);
     let digits = |value: f64| {
@@ -69,12 +69,12 @@ pub(super) fn estimate(estimate: Estimate, unit: Unit) -> [String; 3] {
     let alone = low == median && high == median;
     [median, low, high].map(
         |value| {
-            if alone { written(value, step, digits) } else { in_full(value, step, digits) }
+            if alone { with_digits(value, step, digits) } else { in_full(value, step, digits) }
         },
     )
 }
 
-fn in_full(value: f64, (factor, suffix): Step, digits: usize) -> String {
+fn in_full(value: f64, (factor, suffix): UnitStep, digits: usize) -> String {
     let value = value / factor;
     if is_far_off(value) { format!("{value:.1e}{suffix}") } else { format!("{value:.digits$}{suffix}") }
 }
@@ -84,7 +84,7 @@ fn is_far_off(value: f64) -> bool {
 }
 
 /// Formats with at most `digits` decimals, without trailing zeros.
-pub(super) fn written(value: f64, (factor, suffix): Step, digits: usize) -> String {
+pub(super) fn with_digits(value: f64, (factor, suffix): UnitStep, digits: usize) -> String {
     let value = value / factor;
     if is_far_off(value) {
         return format!("{value:.1e}{suffix}");
@@ -118,20 +118,20 @@ mod tests {
     #[test]
     fn three_digits_and_a_unit() {
         let iops =
-            [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0].map(|it| short(it, Unit::Iops));
+            [0.0, 0.4, 998.4, 999.7, 12_345.0, 123_456.0, 1e12, -1500.0].map(|it| short(it, MeasureUnit::Iops));
         assert_eq!(iops, ["0", "0.4", "998", "1K", "12.3K", "123K", "1T", "-1.5K"]);
-        let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|it| short(it, Unit::Nanoseconds));
+        let times = [0.0, 85_000.0, 1_234_567.0, 4.1e9, 90e9].map(|it| short(it, MeasureUnit::Nanoseconds));
         assert_eq!(times, ["0ns", "85us", "1.23ms", "4.1s", "90s"]);
-        assert_eq!([0.0, 0.0025, 61.0].map(|it| short(it, Unit::Seconds)), ["0s", "2.5ms", "61s"]);
-        assert_eq!([4096.0, 1_073_741_824.0].map(|it| short(it, Unit::Bytes)), ["4K", "1G"]);
-        assert_eq!(short(10_485_760.0, Unit::BytesPerSecond), "10M/s");
-        assert_eq!([0.0, 0.4237, 1.0].map(|it| short(it, Unit::Share)), ["0%", "42.4%", "100%"]);
-        assert_eq!(short(1.018, Unit::Ratio), "1.02×");
+        assert_eq!([0.0, 0.0025, 61.0].map(|it| short(it, MeasureUnit::Seconds)), ["0s", "2.5ms", "61s"]);
+        assert_eq!([4096.0, 1_073_741_824.0].map(|it| short(it, MeasureUnit::Bytes)), ["4K", "1G"]);
+        assert_eq!(short(10_485_760.0, MeasureUnit::BytesPerSecond), "10M/s");
+        assert_eq!([0.0, 0.4237, 1.0].map(|it| short(it, MeasureUnit::Share)), ["0%", "42.4%", "100%"]);
+        assert_eq!(short(1.018, MeasureUnit::Ratio), "1.02×");
     }
 
     #[test]
     fn the_ends_of_an_interval_are_told_apart() {
-        let told = |median, low, high| estimate(Estimate { median, low, high }, Unit::Iops);
+        let told = |median, low, high| estimate(Estimate { median, low, high }, MeasureUnit::Iops);
         assert_eq!(told(1e4, 9970.0, 10_030.0), ["10.00K", "9.97K", "10.03K"]);
         assert_eq!(told(1e4, 5e3, 2e4), ["10.0K", "5.0K", "20.0K"]);
         assert_eq!(told(999.0, 998.0, 1001.0), ["999", "998", "1001"]);
@@ -143,7 +143,7 @@ mod tests {
     #[test]
     fn no_number_is_too_long_to_show() {
         for value in [f64::MAX, f64::MIN, f64::MIN_POSITIVE, 5e-324, -1e-30, 123_456_789.123, 1e19] {
-            for unit in [Unit::Iops, Unit::Bytes, Unit::Nanoseconds, Unit::Seconds, Unit::Share, Unit::Ratio]
+            for unit in [MeasureUnit::Iops, MeasureUnit::Bytes, MeasureUnit::Nanoseconds, MeasureUnit::Seconds, MeasureUnit::Share, MeasureUnit::Ratio]
             {
                 let text = short(value, unit);
                 assert!(text.len() <= 12, "{text}");

@@ -74,10 +74,10 @@ pub(super) fn estimated(measure: &Measure) -> Estimate {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::{Better, Unit};
+    use crate::result::{Better, MeasureUnit};
 
     fn measure(samples_are: SamplesAre, samples: Vec<f64>) -> Measure {
-        Measure { samples_are, ..Measure::new("it", Unit::Iops, Better::Higher, samples) }
+        Measure { samples_are, ..Measure::new("it", MeasureUnit::Iops, Better::Higher, samples) }
     }
 
     #[test]

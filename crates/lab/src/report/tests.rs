@@ -4,23 +4,23 @@ use proptest::prelude::*;
 
 use super::{comparison, page};
 use crate::result::{
-    Axis, Better, Chart, Device, Findings, Header, HeatMap, Lines, Machine, Measure, ResultFile, Series,
-    Table, Unit,
+    ChartAxis, Better, Chart, MeasuredDevice, Findings, ResultHeader, HeatMap, Lines, MachineInfo, Measure, ResultFile, ChartSeries,
+    ResultTable, MeasureUnit,
 };
 
-fn header(command: &[&str]) -> Header {
-    Header {
+fn header(command: &[&str]) -> ResultHeader {
+    ResultHeader {
         command: command.iter().map(|word| (*word).to_owned()).collect(),
         began: 1_795_241_721,
         seconds: 592.0,
         weir: "0.1.0".to_owned(),
-        machine: Machine {
+        machine: MachineInfo {
             kernel: "Linux 6.18.0 #1 SMP".to_owned(),
             processor: "A <fast> one".to_owned(),
             processors: 2,
             memory_bytes: 24 << 30,
         },
-        device: Some(Device {
+        device: Some(MeasuredDevice {
             node: "/dev/vda".to_owned(),
             key: "serial x".to_owned(),
             file_system: Some("ext4".to_owned()),
@@ -28,17 +28,17 @@ fn header(command: &[&str]) -> Header {
     }
 }
 
-fn measure(name: &str, unit: Unit, better: Better, samples: &[f64]) -> Measure {
+fn measure(name: &str, unit: MeasureUnit, better: Better, samples: &[f64]) -> Measure {
     Measure::new(name, unit, better, samples.to_vec())
 }
 
 fn small() -> ResultFile {
     let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
-    let axis = Axis::new;
+    let axis = ChartAxis::new;
     let findings = Findings {
         summary: words(&["Use cache=none & 64K clusters.", "weir serve a.qcow2 \\\n    --cache none"]),
-        measures: vec![measure("random read", Unit::Iops, Better::Higher, &[9.9e3, 10e3, 10.1e3])],
-        tables: vec![Table {
+        measures: vec![measure("random read", MeasureUnit::Iops, Better::Higher, &[9.9e3, 10e3, 10.1e3])],
+        tables: vec![ResultTable {
             title: "What each costs".to_owned(),
             columns: words(&["cache", "IOPS"]),
             rows: vec![words(&["none", "10.0K"]), words(&["<b>writeback</b>", "9"])],
@@ -47,16 +47,16 @@ fn small() -> ResultFile {
         charts: vec![
             Chart::Lines(Lines {
                 title: "IOPS over time".to_owned(),
-                x: axis("time", Unit::Seconds),
-                y: axis("IOPS", Unit::Iops),
+                x: axis("time", MeasureUnit::Seconds),
+                y: axis("IOPS", MeasureUnit::Iops),
                 steps: false,
                 limits: Vec::new(),
                 note: None,
-                series: vec![Series { name: "none".to_owned(), points: vec![(0.0, 1.0), (1.0, 2.0)] }],
+                series: vec![ChartSeries { name: "none".to_owned(), points: vec![(0.0, 1.0), (1.0, 2.0)] }],
             }),
             Chart::HeatMap(HeatMap {
                 title: "The matrix".to_owned(),
-                unit: Unit::Iops,
+                unit: MeasureUnit::Iops,
                 better: Better::Higher,
                 columns: words(&["64K"]),
                 rows: words(&["none"]),
@@ -155,14 +155,14 @@ fn two_pages_side_by_side_say_which_is_better() {
         |middle: f64| (-5..=5).map(|step| middle * (1.0 + f64::from(step) / 1e3)).collect::<Vec<_>>();
     let list = |one: f64, two: f64| {
         vec![
-            measure("reads", Unit::Iops, Better::Higher, &samples(one)),
-            measure("p99", Unit::Nanoseconds, Better::Lower, &samples(two)),
-            measure("the same", Unit::Share, Better::Lower, &samples(0.5)),
+            measure("reads", MeasureUnit::Iops, Better::Higher, &samples(one)),
+            measure("p99", MeasureUnit::Nanoseconds, Better::Lower, &samples(two)),
+            measure("the same", MeasureUnit::Share, Better::Lower, &samples(0.5)),
         ]
     };
     let mut a = ResultFile { partial: None, ..a };
     (a.findings.measures, b.findings.measures) = (list(1e4, 1e6), list(2e4, 2e6));
-    b.findings.measures.push(measure("<new>", Unit::Count, Better::Higher, &[1.0]));
+    b.findings.measures.push(measure("<new>", MeasureUnit::Count, Better::Higher, &[1.0]));
     b.header.machine.kernel = "Linux 7".to_owned();
     let texts = texts(&comparison(("a.json", &a), ("b.json", &b)).unwrap());
     for part in [
@@ -191,13 +191,13 @@ fn text() -> impl Strategy<Value = String> {
     prop_oneof![any::<String>(), Just("</text></svg><script>x()</script>\"'&".to_owned()), "[a-z ]{0,90}"]
 }
 
-fn unit() -> impl Strategy<Value = Unit> {
-    use Unit::{Bytes, BytesPerSecond, Count, Iops, Nanoseconds, Ratio, Seconds, Share};
+fn unit() -> impl Strategy<Value = MeasureUnit> {
+    use MeasureUnit::{Bytes, BytesPerSecond, Count, Iops, Nanoseconds, Ratio, Seconds, Share};
     prop::sample::select(vec![Iops, Bytes, BytesPerSecond, Nanoseconds, Seconds, Share, Ratio, Count])
 }
 
-fn axis() -> impl Strategy<Value = Axis> {
-    (text(), unit(), any::<bool>()).prop_map(|(label, unit, logarithmic)| Axis { label, unit, logarithmic })
+fn axis() -> impl Strategy<Value = ChartAxis> {
+    (text(), unit(), any::<bool>()).prop_map(|(label, unit, logarithmic)| ChartAxis { label, unit, logarithmic })
 }
 
 fn better() -> impl Strategy<Value = Better> {
@@ -206,7 +206,7 @@ fn better() -> impl Strategy<Value = Better> {
 
 fn chart() -> impl Strategy<Value = Chart> {
     let points = prop::collection::vec((number(), number()), 0..6);
-    let series = (text(), points).prop_map(|(name, points)| Series { name, points });
+    let series = (text(), points).prop_map(|(name, points)| ChartSeries { name, points });
     let lines =
         (text(), axis(), axis(), prop::collection::vec(series, 0..11)).prop_map(|(title, x, y, series)| {
             Chart::Lines(Lines { title, x, y, steps: false, series, limits: Vec::new(), note: None })
@@ -224,7 +224,7 @@ fn chart() -> impl Strategy<Value = Chart> {
 fn findings() -> impl Strategy<Value = Findings> {
     let list = || prop::collection::vec(text(), 0..4);
     let table = (text(), list(), prop::collection::vec(list(), 0..4), prop::option::of(text()))
-        .prop_map(|(title, columns, rows, note)| Table { title, columns, rows, note });
+        .prop_map(|(title, columns, rows, note)| ResultTable { title, columns, rows, note });
     let measure = (text(), unit(), better(), prop::collection::vec(number(), 1..4))
         .prop_map(|(name, unit, better, samples)| Measure::new(name, unit, better, samples));
     (

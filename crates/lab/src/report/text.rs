@@ -6,7 +6,7 @@ use std::{fmt::Write as _, path::Path};
 use console::table;
 
 use super::{columns, differences::Differences, html::clean, page};
-use crate::result::{Chart, ResultFile, Table};
+use crate::result::{Chart, ResultFile, ResultTable};
 
 /// Formats a result. `written` lists the page and the directory of charts, if they were written.
 pub(super) fn result(result: &ResultFile, written: &[&Path], bold: bool) -> String {
@@ -86,9 +86,9 @@ pub(super) fn chart_title(chart: &Chart) -> &str {
     }
 }
 
-fn titled(shown: &Table, bold: bool) -> String {
+fn titled(shown: &ResultTable, bold: bool) -> String {
     let columns = shown.columns.iter().map(String::as_str).zip(columns::sides(shown));
-    let mut table = table::Table::new(columns.collect::<Vec<_>>());
+    let mut table = table::TextTable::new(columns.collect::<Vec<_>>());
     for row in &shown.rows {
         let line =
             |column, number| row.get(column).and_then(|cell: &String| cell.lines().nth(number)).unwrap_or("");

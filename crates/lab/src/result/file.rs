@@ -22,13 +22,13 @@ const BEGINNING_BYTES: u64 = 1024;
 const MOST_LINKS: u32 = 40;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
+pub(crate) enum OutputKind {
     Result,
     Page,
     Chart,
 }
 
-impl Kind {
+impl OutputKind {
     /// Recognizes a file written by weir by its beginning; an empty file may be replaced as well.
     fn is_ours(self, beginning: &str) -> bool {
         let (first, mark) = match self {
@@ -48,13 +48,13 @@ impl Kind {
     }
 }
 
-enum Place {
+enum OutputDestination {
     File(PathBuf),
-    Into,
+    WriteInto,
 }
 
-impl Place {
-    fn of(path: &Path, kind: Kind) -> anyhow::Result<Self> {
+impl OutputDestination {
+    fn of(path: &Path, kind: OutputKind) -> anyhow::Result<Self> {
         // A dangling symbolic link is followed, so that the file is created at its target.
         let Ok(meta) = fs::metadata(path) else { return Ok(Self::File(followed(path)?)) };
         let is = meta.file_type();
@@ -65,7 +65,7 @@ impl Place {
             bail!("is a block device, and what it holds would be lost (choose another name)");
         }
         if !is.is_file() {
-            return Ok(Self::Into);
+            return Ok(Self::WriteInto);
         }
         let mut beginning = Vec::new();
         // The mark of each kind is within the first bytes.
@@ -98,9 +98,9 @@ fn unnamed(path: &Path) -> io::Result<tempfile::NamedTempFile> {
 }
 
 /// Fails if the file cannot be written, as far as that is known in advance.
-pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
+pub(crate) fn check(path: &Path, kind: OutputKind) -> anyhow::Result<()> {
     let look = || {
-        if let Place::File(path) = Place::of(path, kind)? {
+        if let OutputDestination::File(path) = OutputDestination::of(path, kind)? {
             unnamed(&path)?;
         }
         anyhow::Ok(())
@@ -110,21 +110,21 @@ pub(crate) fn check(path: &Path, kind: Kind) -> anyhow::Result<()> {
 
 pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
     let text = serde_json::to_string_pretty(result).context("the result cannot be told as JSON")?;
-    write(path, Kind::Result, &(text + "\n"))
+    write(path, OutputKind::Result, &(text + "\n"))
 }
 
 /// Writes a file atomically; never replaces a file that weir has not written.
-pub(crate) fn write(path: &Path, kind: Kind, text: &str) -> anyhow::Result<()> {
+pub(crate) fn write(path: &Path, kind: OutputKind, text: &str) -> anyhow::Result<()> {
     let write = || {
-        match Place::of(path, kind)? {
-            Place::File(path) => {
+        match OutputDestination::of(path, kind)? {
+            OutputDestination::File(path) => {
                 // A temporary file in the same directory, because a rename cannot cross file
                 // systems.
                 let mut file = unnamed(&path)?;
                 file.write_all(text.as_bytes())?;
                 file.persist(path).map_err(|error| error.error)?;
             }
-            Place::Into => fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?,
+            OutputDestination::WriteInto => fs::OpenOptions::new().write(true).open(path)?.write_all(text.as_bytes())?,
         }
         anyhow::Ok(())
     };
@@ -171,12 +171,12 @@ fn parse(text: &[u8]) -> anyhow::Result<ResultFile> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::result::{Better, Findings, Header, Measure, Unit};
+    use crate::result::{Better, Findings, ResultHeader, Measure, MeasureUnit};
 
     fn result() -> ResultFile {
-        let measure = Measure::new("read", Unit::Iops, Better::Higher, vec![0.1, 1e300, 3.0]);
+        let measure = Measure::new("read", MeasureUnit::Iops, Better::Higher, vec![0.1, 1e300, 3.0]);
         ResultFile::new(
-            Header::begin().end(None),
+            ResultHeader::begin().end(None),
             Findings { measures: vec![measure], ..Findings::default() },
         )
     }
@@ -194,19 +194,19 @@ mod tests {
     }
 
     #[test]
-    fn what_weir_has_not_written_is_left_as_it_is() {
+    fn foreign_files_are_not_replaced() {
         let directory = tempfile::tempdir().unwrap();
         let path = |name| directory.path().join(name);
         fs::write(path("image"), b"QFI\xfb").unwrap();
         fs::write(path("page"), "<!DOCTYPE html><p>mine").unwrap();
         fs::write(path("other.json"), "{\"format\":\"other\"}").unwrap();
         for (name, kind) in [
-            ("image", Kind::Result),
-            ("image", Kind::Page),
-            ("page", Kind::Page),
-            ("other.json", Kind::Result),
-            ("", Kind::Result),
-            ("nowhere/a.json", Kind::Result),
+            ("image", OutputKind::Result),
+            ("image", OutputKind::Page),
+            ("page", OutputKind::Page),
+            ("other.json", OutputKind::Result),
+            ("", OutputKind::Result),
+            ("nowhere/a.json", OutputKind::Result),
         ] {
             let before = fs::read(path(name)).ok();
             let error = format!("{:#}", check(&path(name), kind).unwrap_err());
@@ -224,20 +224,20 @@ mod tests {
         std::os::unix::fs::symlink("a.json", path("link")).unwrap();
         std::os::unix::fs::symlink("/dev/null", path("null")).unwrap();
         for _ in 0..2 {
-            check(&path("link"), Kind::Result).unwrap();
+            check(&path("link"), OutputKind::Result).unwrap();
             save(&result(), &path("link")).unwrap();
             assert!(path("link").is_symlink() && load(&path("a.json")).is_ok());
         }
-        check(&path("null"), Kind::Result).unwrap();
+        check(&path("null"), OutputKind::Result).unwrap();
         save(&result(), &path("null")).unwrap();
         assert!(path("null").is_symlink());
         assert!(fs::metadata("/dev/null").unwrap().file_type().is_char_device());
         std::os::unix::fs::symlink("round", path("round")).unwrap();
-        assert!(check(&path("round"), Kind::Result).is_err());
+        assert!(check(&path("round"), OutputKind::Result).is_err());
     }
 
     #[test]
-    fn what_never_ends_is_not_read() {
+    fn special_files_are_rejected() {
         for path in ["/dev/zero", "/dev"] {
             let error = format!("{:#}", load(Path::new(path)).unwrap_err());
             assert!(error.contains("not a file"), "{error}");
@@ -252,7 +252,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_result_says_so() {
+    fn invalid_result_file_is_rejected() {
         let mut empty = serde_json::to_value(result()).unwrap();
         empty["findings"]["measures"][0]["samples"] = serde_json::json!([]);
         for (text, why) in [

@@ -6,14 +6,14 @@ use std::{num::NonZeroUsize, path::PathBuf, time::Duration};
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches, builder::Resettable, parser::ValueSource};
 use policy::prefetch;
 use settings::{
-    DiskConfig, Key, MAX_WORKERS, Place, Placed, Settings, Wrong,
-    arguments::{KeyArgs, KeyOptions, shared_group},
+    DiskConfig, ConfigKey, MAX_WORKERS, Origin, ConfigWithOrigins, ThrottleConfig, ConfigError,
+    arguments::{ConfigKeyArgs, OptionSelection, describe_shared_group},
 };
 use storage::{delay::DelayOptions, rate::RateOptions};
 
 use crate::{
     result::arguments::ResultArgs,
-    simulate::{ClusterSpec, DeviceSpec, Sweep, Workload, generators},
+    simulate::{ClusterSpec, DeviceSpec, SweepValues, Workload, generators},
     trace::ReadingArgs,
 };
 
@@ -49,7 +49,7 @@ Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command
 pub struct SimulateArgs {
     /// Before all others: who takes an argument's value takes it away.
     #[command(flatten)]
-    pub(crate) given: Given,
+    pub(crate) given: GivenOptions,
     /// Traces, read as one by their times; - is standard input
     #[arg(value_name = "TRACE", required_unless_present_any = ["workload", "cluster"])]
     pub(crate) traces: Vec<PathBuf>,
@@ -59,18 +59,18 @@ pub struct SimulateArgs {
     /// Hosts that share the limits by etcd, with the daemon's own code: hosts=N,disks=N of each,
     /// busy=PERCENT and idle=PERCENT of them, change=PERCENT and every=TIME, tick=TIME, lease=TIME,
     /// safe-share=PERCENT, …; see docs/cluster.md for all
-    #[arg(long, value_name = "SPEC", value_parser = settings::read::<ClusterSpec>, conflicts_with_all = ["traces", "config"])]
+    #[arg(long, value_name = "SPEC", value_parser = settings::parse::<ClusterSpec>, conflicts_with_all = ["traces", "config"])]
     pub(crate) cluster: Option<ClusterSpec>,
     #[command(flatten)]
     pub(crate) input: InputArgs,
     #[command(flatten)]
-    pub(crate) devices: DeviceArgs,
+    pub(crate) devices: SimulateDeviceArgs,
     #[command(flatten)]
-    disk: KeyArgs<DiskOptions>,
+    disk: ConfigKeyArgs<SimulateDiskOptions>,
     #[command(flatten)]
     pub(crate) sweep: SweepArgs,
     #[command(flatten)]
-    pub(crate) output: OutputArgs,
+    pub(crate) output: SimulateOutputArgs,
     #[command(flatten)]
     pub(crate) results: ResultArgs,
 }
@@ -80,7 +80,7 @@ pub struct SimulateArgs {
 pub(crate) struct InputArgs {
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
-    #[arg(long, value_name = "SPEC", conflicts_with_all = ["traces", "format", "columns", "window", "absolute_time"], value_parser = settings::read::<Workload>,
+    #[arg(long, value_name = "SPEC", conflicts_with_all = ["traces", "format", "columns", "window", "absolute_time"], value_parser = settings::parse::<Workload>,
         help = format!("Requests of a generator instead: {}; with :key=value,…", generators()))]
     pub(crate) workload: Option<Workload>,
     /// Where the generator begins: the same number gives the same requests
@@ -90,18 +90,18 @@ pub(crate) struct InputArgs {
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
-pub(crate) struct DeviceArgs {
+pub(crate) struct SimulateDeviceArgs {
     /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what
     /// `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device of
     /// each disk [default: takes no time]
-    #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::read::<DeviceSpec>)]
+    #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::parse::<DeviceSpec>)]
     pub(crate) device: Option<DeviceSpec>,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
-    #[arg(long, value_name = "TIMES", value_parser = settings::read::<DelayOptions>, hide = true, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "TIMES", value_parser = settings::parse::<DelayOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(crate) delay: Option<DelayOptions>,
     /// Each disk's device, as `weir serve` imitates it, such as bytes=22M; with shared=NAME of all
     /// disks together
-    #[arg(long, value_name = "RATES", value_parser = settings::read::<RateOptions>, hide = true, conflicts_with_all = ["config", "device"])]
+    #[arg(long, value_name = "RATES", value_parser = settings::parse::<RateOptions>, hide = true, conflicts_with_all = ["config", "device"])]
     pub(crate) rate: Option<RateOptions>,
     /// Each disk's size, past which a request is an error [default: any]
     #[arg(long, value_name = "SIZE", value_parser = settings::size, conflicts_with = "config")]
@@ -116,8 +116,8 @@ pub(crate) struct DeviceArgs {
 #[command(next_help_heading = "Which limit")]
 pub(crate) struct SweepArgs {
     /// A simulation for each value of one limit, such as iops-total=500..5000:500
-    #[arg(long, value_name = "LIMIT=FROM..TO:STEP", value_parser = settings::read::<Sweep>, conflicts_with = "events")]
-    pub(crate) sweep: Option<Sweep>,
+    #[arg(long, value_name = "LIMIT=FROM..TO:STEP", value_parser = settings::parse::<SweepValues>, conflicts_with = "events")]
+    pub(crate) sweep: Option<SweepValues>,
     /// The disk or group whose limit it is [default: the only group, or all disks]
     #[arg(long, value_name = "NAME", requires = "sweep")]
     pub(crate) sweep_of: Option<String>,
@@ -132,7 +132,7 @@ pub(crate) struct SweepArgs {
 
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
-pub(crate) struct OutputArgs {
+pub(crate) struct SimulateOutputArgs {
     /// Write what became of each request to this file (CSV); on one thread
     #[arg(long, value_name = "FILE")]
     pub(crate) events: Option<PathBuf>,
@@ -146,9 +146,9 @@ pub(crate) struct OutputArgs {
 
 /// Names of the options that were given.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Given(Vec<String>);
+pub(crate) struct GivenOptions(Vec<String>);
 
-impl Given {
+impl GivenOptions {
     /// The first given option that is not in `taken`.
     pub(crate) fn first_but(&self, taken: &[&str]) -> Option<&str> {
         self.0.iter().map(String::as_str).find(|given| !taken.contains(given))
@@ -160,7 +160,7 @@ impl Given {
     }
 }
 
-impl Args for Given {
+impl Args for GivenOptions {
     fn augment_args(command: Command) -> Command {
         command
     }
@@ -170,7 +170,7 @@ impl Args for Given {
     }
 }
 
-impl FromArgMatches for Given {
+impl FromArgMatches for GivenOptions {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         // clap lists argument groups as well, under their type names.
         let is_option = |name: &str| !name.contains(char::is_uppercase);
@@ -188,45 +188,45 @@ impl FromArgMatches for Given {
 
 /// Settings of disks that no config file names.
 #[derive(Debug)]
-pub(crate) struct Terms {
+pub(crate) struct DefaultDiskSettings {
     /// A group of all disks: its name and settings.
-    pub(crate) group: Option<(String, Settings)>,
+    pub(crate) group: Option<(String, ThrottleConfig)>,
     /// Settings of each disk.
-    pub(crate) disk: Settings,
+    pub(crate) disk: ThrottleConfig,
     /// Prefetching of each disk.
-    pub(crate) prefetch: prefetch::Settings,
+    pub(crate) prefetch: prefetch::PrefetchConfig,
 }
 
 impl SimulateArgs {
     /// Settings that the options give to disks.
-    pub(crate) fn terms(&self) -> Result<Terms, Wrong> {
-        let mut disk = Placed::new(DiskConfig::default(), Place::new("disk"));
+    pub(crate) fn terms(&self) -> Result<DefaultDiskSettings, ConfigError> {
+        let mut disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("disk"));
         let group = self.disk.read_disk(&mut disk, |_| true)?;
         // Reported at the option, with its origin.
         if let Some(group) = group.as_ref().filter(|group| group.name.is_empty()) {
-            return Err(group.own_place().wrong("the name is empty (give it one)"));
+            return Err(group.own_origin().error("the name is empty (give it one)"));
         }
-        let group = group.map(Placed::checked).transpose()?;
-        let disk = disk.checked()?;
+        let group = group.map(ConfigWithOrigins::into_checked).transpose()?;
+        let disk = disk.into_checked()?;
         let group = group.map(|group| (group.name.clone(), group.settings));
-        Ok(Terms { group, disk: disk.settings, prefetch: disk.prefetch })
+        Ok(DefaultDiskSettings { group, disk: disk.settings, prefetch: disk.prefetch })
     }
 }
 
 /// Keys of disks that no config file names.
 #[derive(Clone, Debug)]
-pub(crate) struct DiskOptions;
+pub(crate) struct SimulateDiskOptions;
 
-impl KeyOptions for DiskOptions {
+impl OptionSelection for SimulateDiskOptions {
     type Config = DiskConfig;
 
-    fn has(key: &Key<DiskConfig>) -> bool {
+    fn is_option(key: &ConfigKey<DiskConfig>) -> bool {
         ["Reading ahead", "Limits", "Shares"].contains(&key.heading) || key.name == "group"
     }
 
     fn adapt(option: Arg) -> Arg {
         let option = match option.get_id() == "group" {
-            true => shared_group(option).help_heading(Resettable::Reset),
+            true => describe_shared_group(option).help_heading(Resettable::Reset),
             false => option,
         };
         option.conflicts_with("config")

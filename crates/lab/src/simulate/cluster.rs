@@ -20,13 +20,13 @@ mod tests;
 use std::sync::atomic::AtomicBool;
 
 use anyhow::anyhow;
-use console::{Failure, figures, progress::Spinner};
+use console::{CommandFailure, figures, progress::ActivitySpinner};
 use policy::{
-    cluster::Spec,
-    throttle::{LimitKind, Limits, Part, Setting},
+    cluster::ClusterGroupLimits,
+    throttle::{LimitKind, Limits, LimitPart, LimitSetting},
 };
 pub(crate) use spec::ClusterSpec;
-use summary::Summary;
+use summary::ClusterSummary;
 
 use crate::result::Findings;
 
@@ -36,12 +36,12 @@ const IOPS_OF_ONE: u64 = 100;
 pub(super) const OTHERS: [&str; 5] = ["cluster", "seed", "json", "result", "report"];
 
 /// Result of a simulation.
-pub(super) struct Simulated {
-    pub(super) summary: Summary,
+pub(super) struct ClusterResult {
+    pub(super) summary: ClusterSummary,
     pub(super) findings: Findings,
 }
 
-impl Simulated {
+impl ClusterResult {
     /// The most severe problem: a violated limit, else the reason for an early end.
     pub(super) fn failure(&self) -> Option<String> {
         let violated = self.summary.violation.is_some().then(|| self.summary.safety());
@@ -55,25 +55,25 @@ pub(super) fn simulate(
     limits: Limits,
     seed: u64,
     stop: &AtomicBool,
-) -> Result<Simulated, Failure> {
+) -> Result<ClusterResult, CommandFailure> {
     // Wrong limits are usage errors, reported before the simulation starts.
     let (limits, remarks) = of_group(limits, spec)?;
-    let progress = Spinner::new();
+    let progress = ActivitySpinner::new();
     let outcome = run::run(spec, limits, seed, stop, |at| {
         progress.say(|| format!("{} of {} s simulated", figures::time(at), spec.seconds));
     });
     drop(progress);
-    let summary = Summary::new(spec, &limits, seed, &outcome, remarks);
+    let summary = ClusterSummary::new(spec, &limits, seed, &outcome, remarks);
     let findings = findings::of(&summary, &outcome);
-    Ok(Simulated { summary, findings })
+    Ok(ClusterResult { summary, findings })
 }
 
 /// The group's limits, and remarks about them.
-fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(Spec, Vec<String>), Failure> {
-    let wrong = |why: String| Failure::Usage(anyhow!("--cluster: {why}"));
+fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(ClusterGroupLimits, Vec<String>), CommandFailure> {
+    let wrong = |why: String| CommandFailure::Usage(anyhow!("--cluster: {why}"));
     for kind in [LimitKind::IopsWrite, LimitKind::BpsWrite] {
         if limits.limit(kind).rate > 0 {
-            let name = Setting::Limit(kind, Part::Rate).name();
+            let name = LimitSetting::Limit(kind, LimitPart::Rate).name();
             return Err(wrong(format!("{name}: its clients only read (limit reads, or both together)")));
         }
     }
@@ -84,10 +84,10 @@ fn of_group(mut limits: Limits, spec: &ClusterSpec) -> Result<(Spec, Vec<String>
         remarks
             .push(format!("No limit was given: iops-total={rate} was taken, {IOPS_OF_ONE} for each host."));
     }
-    let group = Spec::new(1, limits, spec.hosts as u32, spec.safe_share_ppm)
+    let group = ClusterGroupLimits::new(1, limits, spec.hosts as u32, spec.safe_share_ppm)
         .map_err(|error| wrong(error.to_string()))?;
     // Reservations beyond the limit could not all be in force, and the ideal would be undefined.
-    let promised = spec.promised();
+    let promised = spec.total_reservation();
     for kind in [LimitKind::IopsTotal, LimitKind::IopsRead] {
         let rate = limits.limit(kind).rate;
         if rate > 0 && promised > rate {

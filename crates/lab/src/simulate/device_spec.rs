@@ -7,7 +7,7 @@ use storage::{delay::DelayOptions, rate::RateOptions};
 
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum DeviceSpec {
-    Given { delay: DelayOptions, rate: RateOptions },
+    Modelled { delay: DelayOptions, rate: RateOptions },
     Probed(PathBuf),
 }
 
@@ -47,7 +47,7 @@ impl FromStr for DeviceSpec {
         let rate = if rate.is_empty() { Ok(RateOptions::default()) } else { rate.join(",").parse() };
         // The error names the translated key, such as `bytes` for `bps`.
         let rule = |error: storage::InvalidOption| format!("{}={} {}", error.key, error.value, error.rule);
-        Ok(Self::Given { delay: delay.map_err(rule)?, rate: rate.map_err(rule)? })
+        Ok(Self::Modelled { delay: delay.map_err(rule)?, rate: rate.map_err(rule)? })
     }
 }
 
@@ -58,10 +58,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_is_said_in_the_words_of_delay_and_rate() {
+    fn device_spec_has_the_keys_of_delay_and_rate() {
         let choice: DeviceSpec =
             "read=100us,write=200us,flush=1ms,parallel=32,write-bps=100M".parse().unwrap();
-        let DeviceSpec::Given { delay, rate } = choice else { panic!("a path") };
+        let DeviceSpec::Modelled { delay, rate } = choice else { panic!("a path") };
         assert_eq!((delay.read, delay.parallel), (Duration::from_micros(100), Some(32)));
         assert_eq!((rate.write, rate.bytes), (Some(100 << 20), None));
     }
@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_known_is_named() {
+    fn unknown_key_is_named() {
         let error = |text: &str| text.parse::<DeviceSpec>().unwrap_err();
         assert!(error("reed=5ms").starts_with("\"reed\" is nothing that is known of a device"));
         assert!(error("read=fast").starts_with("read=fast is not a duration"));

@@ -24,19 +24,19 @@ use std::{
 
 use anyhow::anyhow;
 use policy::prefetch;
-use recording::{Record, Source};
+use recording::{TraceRecord, RecordSource};
 use simulator::{
     backlog::{BacklogMemory, MOST_BYTES},
-    client::{Client, ClientSpec},
-    engine::{Engine, Impossible, RowSink, STEPS},
-    request::Request,
-    tally::{Queue, Tally},
-    world::{Disk, UNKNOWN_SIZE, World},
+    client::{ClosedLoopClient, ClientSpec},
+    engine::{SimulationEngine, WorldError, RowSink, STEPS},
+    request::SimulatedRequest,
+    tally::{QueueStatistics, RequestStatistics},
+    world::{DiskSpec, UNKNOWN_SIZE, WorldSpec},
 };
 
 use super::{
-    events::Events,
-    setup::{Names, Setup},
+    events::EventsFile,
+    setup::{DiskResolver, SimulationSetup},
 };
 
 /// Large enough to amortize a channel operation, small enough for the CPU cache.
@@ -44,10 +44,10 @@ const BATCH: usize = 4096;
 const LAG: usize = 16;
 
 #[derive(Debug)]
-pub(crate) struct Silence;
+pub(crate) struct EmptySource;
 
-impl Source for Silence {
-    fn fill(&mut self, _: &mut Vec<Record>, _: usize) -> anyhow::Result<()> {
+impl RecordSource for EmptySource {
+    fn fill(&mut self, _: &mut Vec<TraceRecord>, _: usize) -> anyhow::Result<()> {
         Ok(())
     }
 
@@ -55,67 +55,67 @@ impl Source for Silence {
         &[]
     }
 
-    fn place(&self, _: &Record) -> String {
+    fn place(&self, _: &TraceRecord) -> String {
         String::new()
     }
 }
 
-pub(crate) struct Input {
-    pub(crate) source: Box<dyn Source>,
+pub(crate) struct SimulationInput {
+    pub(crate) source: Box<dyn RecordSource>,
     pub(crate) disks: Vec<String>,
     /// Their disk is an index into `disks`.
     pub(crate) clients: Vec<ClientSpec>,
 }
 
-impl Input {
-    pub(crate) fn of(source: impl Source + 'static) -> Self {
+impl SimulationInput {
+    pub(crate) fn of(source: impl RecordSource + 'static) -> Self {
         Self { source: Box::new(source), disks: Vec::new(), clients: Vec::new() }
     }
 }
 
-pub(crate) struct Job<'a> {
-    pub(crate) setup: &'a Setup,
-    pub(crate) input: Input,
+pub(crate) struct SimulationJob<'a> {
+    pub(crate) setup: &'a SimulationSetup,
+    pub(crate) input: SimulationInput,
     pub(crate) threads: usize,
     /// True to simulate without limits as well.
     pub(crate) before: bool,
     /// Receives every request's result; forces one thread.
-    pub(crate) events: Option<Arc<Mutex<Events>>>,
+    pub(crate) events: Option<Arc<Mutex<EventsFile>>>,
     pub(crate) stop: &'a AtomicBool,
     /// Progress callback: number of requests, and time of the last one.
     pub(crate) tell: &'a (dyn Fn(u64, u64) + Sync),
 }
 
-impl<'a> Job<'a> {
+impl<'a> SimulationJob<'a> {
     /// A job on one thread, with and without limits, without progress.
-    pub(crate) fn new(setup: &'a Setup, input: Input, stop: &'a AtomicBool) -> Self {
+    pub(crate) fn new(setup: &'a SimulationSetup, input: SimulationInput, stop: &'a AtomicBool) -> Self {
         Self { setup, input, threads: 1, before: true, events: None, stop, tell: &|_, _| () }
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Outcome {
-    pub(crate) world: World,
-    pub(crate) disks: Vec<OfDisk>,
-    pub(crate) groups: Vec<Queue>,
+pub(crate) struct SimulationOutcome {
+    pub(crate) world: WorldSpec,
+    pub(crate) disks: Vec<SimulatedDisk>,
+    pub(crate) groups: Vec<QueueStatistics>,
     /// Reason why the outcome is incomplete.
     pub(crate) partial: Option<String>,
 }
 
 #[derive(Debug)]
-pub(crate) struct OfDisk {
-    pub(crate) after: Tally,
-    pub(crate) before: Option<Tally>,
-    pub(crate) queue: Queue,
+pub(crate) struct SimulatedDisk {
+    pub(crate) after: RequestStatistics,
+    pub(crate) before: Option<RequestStatistics>,
+    pub(crate) queue: QueueStatistics,
     /// Nanoseconds throttled by each limit, the longest first.
-    pub(crate) held: Vec<(String, u64)>,
-    pub(crate) prefetch: Option<prefetch::Stats>,
+    pub(crate) throttled: Vec<(String, u64)>,
+    pub(crate) prefetch: Option<prefetch::PrefetchStats>,
 }
 
 /// Simulates a job. Fails if nothing can be simulated: contradictory settings, or an unreadable
 /// trace.
-pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
-    let mut names = Names::new(job.setup);
+pub(crate) fn simulate(job: SimulationJob<'_>) -> anyhow::Result<SimulationOutcome> {
+    let mut names = DiskResolver::new(job.setup);
     let mut world = job.setup.world.clone();
     for name in &job.input.disks {
         // The workload's disks come first, so that its clients can refer to them by index.
@@ -125,14 +125,14 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     let of_world = |spec: &ClientSpec| ClientSpec { disk: names.known[spec.disk], ..spec.clone() };
     let clients: Vec<ClientSpec> = job.input.clients.iter().map(of_world).collect();
     if let Some(spec) = clients.iter().find(|spec| spec.region.end > world.disks[spec.disk].size_bytes) {
-        let Disk { name, size_bytes, .. } = &world.disks[spec.disk];
+        let DiskSpec { name, size_bytes, .. } = &world.disks[spec.disk];
         return Err(anyhow!(
             "the workload: span={} goes past the end of the disk {name:?}, which has {size_bytes} bytes",
             spec.region.end
         ));
     }
     let first = names.known.len();
-    let reading = Reading { names, first, world, requests: 0, partial: None };
+    let reading = SimulationReader { names, first, world, requests: 0, partial: None };
     // Rows of several threads would reach the events file in an unpredictable order.
     let shards = if job.events.is_some() { 1 } else { job.setup.parts().min(job.threads) };
     if shards > 1 {
@@ -142,23 +142,23 @@ pub(crate) fn simulate(job: Job<'_>) -> anyhow::Result<Outcome> {
     }
 }
 
-struct Reading<'a> {
-    names: Names<'a>,
+struct SimulationReader<'a> {
+    names: DiskResolver<'a>,
     first: usize,
-    world: World,
+    world: WorldSpec,
     requests: u64,
     partial: Option<String>,
 }
 
-impl Reading<'_> {
+impl SimulationReader<'_> {
     /// Reads to the end, or until `hand_on` breaks. `hand_on` receives the world, true if it has
     /// grown, and a batch of requests.
     fn read(
         &mut self,
-        source: &mut dyn Source,
+        source: &mut dyn RecordSource,
         stop: &AtomicBool,
         tell: &dyn Fn(u64, u64),
-        mut hand_on: impl FnMut(&World, bool, &mut Vec<Request>) -> anyhow::Result<ControlFlow<()>>,
+        mut hand_on: impl FnMut(&WorldSpec, bool, &mut Vec<SimulatedRequest>) -> anyhow::Result<ControlFlow<()>>,
     ) -> anyhow::Result<()> {
         let (mut records, mut requests) = (Vec::with_capacity(BATCH), Vec::with_capacity(BATCH));
         loop {
@@ -193,7 +193,7 @@ impl Reading<'_> {
     }
 
     #[inline]
-    fn request(&mut self, source: &dyn Source, record: &Record) -> anyhow::Result<Request> {
+    fn request(&mut self, source: &dyn RecordSource, record: &TraceRecord) -> anyhow::Result<SimulatedRequest> {
         let number = self.first + record.disk.index();
         // Numbers are assigned in order of appearance, so all names up to this one exist.
         while self.names.known.len() <= number {
@@ -219,13 +219,13 @@ impl Reading<'_> {
                 record.offset
             ));
         }
-        let Record { time_ns: at_ns, op, offset, length, .. } = *record;
-        Ok(Request { at_ns, disk, op, offset, length })
+        let TraceRecord { time_ns: at_ns, op, offset, length, .. } = *record;
+        Ok(SimulatedRequest { at_ns, disk, op, offset, length })
     }
 
-    fn read_in_one(mut self, job: Job<'_>, clients: &[ClientSpec]) -> anyhow::Result<Outcome> {
-        let Job { mut input, stop, tell, events, before, .. } = job;
-        let follow = |world: &World| {
+    fn read_in_one(mut self, job: SimulationJob<'_>, clients: &[ClientSpec]) -> anyhow::Result<SimulationOutcome> {
+        let SimulationJob { mut input, stop, tell, events, before, .. } = job;
+        let follow = |world: &WorldSpec| {
             if let Some(events) = &events {
                 locked(events).follow(world);
             }
@@ -233,7 +233,7 @@ impl Reading<'_> {
         let results =
             events.clone().map(|events| -> RowSink { Box::new(move |rows| locked(&events).write(rows)) });
         follow(&self.world);
-        let mut pair = Pair::new(&self.world, before, results, clients, &BacklogMemory::default())?;
+        let mut pair = EnginePair::new(&self.world, before, results, clients, &BacklogMemory::default())?;
         self.read(&mut *input.source, stop, tell, |world, grown, requests| {
             if grown {
                 follow(world);
@@ -249,11 +249,11 @@ impl Reading<'_> {
 
     fn read_in_shards(
         mut self,
-        job: Job<'_>,
+        job: SimulationJob<'_>,
         shards: usize,
         clients: &[ClientSpec],
-    ) -> anyhow::Result<Outcome> {
-        let Job { setup, mut input, stop, tell, before, .. } = job;
+    ) -> anyhow::Result<SimulationOutcome> {
+        let SimulationJob { setup, mut input, stop, tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
         // Each shard simulates the clients of its own disks, and all shards share the bound on
         // memory.
@@ -262,19 +262,19 @@ impl Reading<'_> {
         for shard in 0..shards {
             let own = |client: &&ClientSpec| shard_of(client.disk) == shard;
             let own: Vec<_> = clients.iter().filter(own).cloned().collect();
-            pairs.push(Pair::new(&self.world, before, None, &own, &memory)?);
+            pairs.push(EnginePair::new(&self.world, before, None, &own, &memory)?);
         }
         let full = AtomicBool::new(false);
         let pairs = thread::scope(|scope| {
             let full = &full;
             let (mut workers, mut channels) = (Vec::new(), Vec::new());
             for pair in pairs {
-                let (give, take): (SyncSender<Batch>, _) = sync_channel(LAG);
+                let (give, take): (SyncSender<RequestBatch>, _) = sync_channel(LAG);
                 channels.push(give);
                 let world = Arc::new(self.world.clone());
                 workers.push(scope.spawn(move || pair.work(world, &take, stop, full)));
             }
-            let mut divided: Vec<Vec<Request>> = vec![Vec::new(); shards];
+            let mut divided: Vec<Vec<SimulatedRequest>> = vec![Vec::new(); shards];
             let read = self.read(&mut *input.source, stop, tell, |world, grown, requests| {
                 // One copy of the grown world for all workers.
                 let grown = grown.then(|| Arc::new(world.clone()));
@@ -284,7 +284,7 @@ impl Reading<'_> {
                 // Every shard receives every batch, even an empty one, so that all learn of new
                 // disks.
                 for (channel, requests) in channels.iter().zip(&mut divided) {
-                    let batch = Batch { grown: grown.clone(), requests: std::mem::take(requests) };
+                    let batch = RequestBatch { grown: grown.clone(), requests: std::mem::take(requests) };
                     // Fails if the worker has failed; joining it returns its error.
                     let _ = channel.send(batch);
                 }
@@ -296,17 +296,17 @@ impl Reading<'_> {
             });
             // Closed channels end the workers' loops; otherwise joining them would never return.
             drop(channels);
-            let join = |worker: ScopedJoinHandle<'_, anyhow::Result<Pair>>| {
+            let join = |worker: ScopedJoinHandle<'_, anyhow::Result<EnginePair>>| {
                 worker.join().expect("it does not panic")
             };
             let pairs: Vec<_> = workers.into_iter().map(join).collect();
-            read.and_then(|()| pairs.into_iter().collect::<anyhow::Result<Vec<Pair>>>())
+            read.and_then(|()| pairs.into_iter().collect::<anyhow::Result<Vec<EnginePair>>>())
         })?;
         Ok(self.outcome(pairs, shard_of, stop))
     }
 
-    fn why_partial(&mut self, pairs: &[Pair], stop: &AtomicBool) -> Option<String> {
-        if pairs.iter().any(Pair::is_full) {
+    fn why_partial(&mut self, pairs: &[EnginePair], stop: &AtomicBool) -> Option<String> {
+        if pairs.iter().any(EnginePair::is_full) {
             let waiting: usize = pairs.iter().map(|pair| pair.after.waiting()).sum();
             return Some(format!(
                 "{waiting} requests waited for limits at once, and the {} of memory for them are used up (raise the limits, or split the trace)",
@@ -326,13 +326,13 @@ impl Reading<'_> {
 
     fn outcome(
         mut self,
-        mut pairs: Vec<Pair>,
+        mut pairs: Vec<EnginePair>,
         shard_of: impl Fn(usize) -> usize,
         stop: &AtomicBool,
-    ) -> Outcome {
+    ) -> SimulationOutcome {
         let partial = self.why_partial(&pairs, stop);
         let Self { world, .. } = self;
-        let mut groups = vec![Queue::default(); world.groups.len()];
+        let mut groups = vec![QueueStatistics::default(); world.groups.len()];
         let mut disks = Vec::with_capacity(world.disks.len());
         for (index, disk) in world.disks.iter().enumerate() {
             // A disk's results, and those of the groups above it, are in its own shard.
@@ -346,66 +346,66 @@ impl Reading<'_> {
             let (_, queue, held) = pair.after.disk(index);
             let held = held.times().into_iter().map(|(bucket, ns)| (bucket.name(&names), ns)).collect();
             let queue = *queue;
-            disks.push(OfDisk {
+            disks.push(SimulatedDisk {
                 after: pair.after.take_tally(index),
                 before: pair.before.as_mut().map(|before| before.take_tally(index)),
                 queue,
-                held,
+                throttled: held,
                 prefetch,
             });
         }
-        Outcome { world, disks, groups, partial }
+        SimulationOutcome { world, disks, groups, partial }
     }
 }
 
-fn locked(events: &Mutex<Events>) -> MutexGuard<'_, Events> {
+fn locked(events: &Mutex<EventsFile>) -> MutexGuard<'_, EventsFile> {
     events.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// An engine with limits and one without.
 #[derive(Debug)]
-struct Pair {
-    after: Engine,
-    before: Option<Engine>,
+struct EnginePair {
+    after: SimulationEngine,
+    before: Option<SimulationEngine>,
     memory: BacklogMemory,
     /// True if this pair found the memory full: it stops at once, even if another shard frees
     /// memory.
     is_full: bool,
 }
 
-struct Batch {
-    grown: Option<Arc<World>>,
-    requests: Vec<Request>,
+struct RequestBatch {
+    grown: Option<Arc<WorldSpec>>,
+    requests: Vec<SimulatedRequest>,
 }
 
-impl Pair {
+impl EnginePair {
     fn new(
-        world: &World,
+        world: &WorldSpec,
         before: bool,
         results: Option<RowSink>,
         clients: &[ClientSpec],
         memory: &BacklogMemory,
     ) -> anyhow::Result<Self> {
-        let mut after = Engine::beside(world, results, memory)?;
-        let mut before = before.then(|| Engine::unlimited(world)).transpose()?;
+        let mut after = SimulationEngine::with_shared_memory(world, results, memory)?;
+        let mut before = before.then(|| SimulationEngine::unlimited(world)).transpose()?;
         for engine in std::iter::once(&mut after).chain(&mut before) {
-            clients.iter().for_each(|spec| engine.add_client(Client::new(spec.clone())));
+            clients.iter().for_each(|spec| engine.add_client(ClosedLoopClient::new(spec.clone())));
         }
         Ok(Self { after, before, memory: memory.clone(), is_full: false })
     }
 
-    fn follow(&mut self, world: &World, disks: usize) -> Result<(), Impossible> {
+    fn follow(&mut self, world: &WorldSpec, disks: usize) -> Result<(), WorldError> {
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
             if engine.disks() < disks {
-                engine.follow(world, disks)?;
+                engine.extend(world, disks)?;
             }
         }
         Ok(())
     }
 
-    fn arrive(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
+    fn arrive(&mut self, world: &WorldSpec, request: SimulatedRequest, stop: &AtomicBool) -> Result<(), WorldError> {
         if request.disk >= self.after.disks() {
-            self.meet(world, request, stop)?;
+            self.add_disk(world, request, stop)?;
         }
         self.is_full |= self.memory.is_full();
         if self.is_full {
@@ -420,7 +420,7 @@ impl Pair {
 
     /// Creates a disk at the time of its first request, independently of the time of reading.
     #[cold]
-    fn meet(&mut self, world: &World, request: Request, stop: &AtomicBool) -> Result<(), Impossible> {
+    fn add_disk(&mut self, world: &WorldSpec, request: SimulatedRequest, stop: &AtomicBool) -> Result<(), WorldError> {
         // All events before must have happened: a new disk changes the shares of its group.
         for engine in std::iter::once(&mut self.after).chain(&mut self.before) {
             engine.run_until(request.at_ns, stop);
@@ -432,7 +432,7 @@ impl Pair {
         self.is_full
     }
 
-    fn finish(&mut self, world: &World, stop: &AtomicBool) -> Result<(), Impossible> {
+    fn finish(&mut self, world: &WorldSpec, stop: &AtomicBool) -> Result<(), WorldError> {
         self.follow(world, world.disks.len())?;
         let is_over = self.is_full();
         let is_stopped = || is_over || stop.load(Ordering::Relaxed);
@@ -448,12 +448,12 @@ impl Pair {
 
     fn work(
         mut self,
-        mut world: Arc<World>,
-        batches: &Receiver<Batch>,
+        mut world: Arc<WorldSpec>,
+        batches: &Receiver<RequestBatch>,
         stop: &AtomicBool,
         full: &AtomicBool,
     ) -> anyhow::Result<Self> {
-        for Batch { grown, requests } in batches {
+        for RequestBatch { grown, requests } in batches {
             // The latest world applies to all requests until the next one.
             world = grown.unwrap_or(world);
             for request in requests {

@@ -14,51 +14,51 @@ use recording::{
     push_decimal,
     write::{push_request, quoted},
 };
-use simulator::{bucket::Bucket, engine::Row, world::World};
+use simulator::{bucket::LimitingBucket, engine::ResultRow, world::WorldSpec};
 
-use crate::trace::Output;
+use crate::trace::TraceOutput;
 
 const BLOCK_BYTES: usize = 1 << 18;
 
 #[derive(Debug)]
-pub(crate) struct Events {
-    out: Output,
+pub(crate) struct EventsFile {
+    out: TraceOutput,
     name: String,
     text: Vec<u8>,
     failed: Option<io::Error>,
-    disks: Vec<Named>,
+    disks: Vec<DiskNames>,
 }
 
 #[derive(Debug)]
-struct Named {
+struct DiskNames {
     disk: String,
     /// The groups above it, innermost first.
     groups: Vec<String>,
-    buckets: Vec<(Bucket, String)>,
+    buckets: Vec<(LimitingBucket, String)>,
 }
 
-impl Events {
+impl EventsFile {
     /// Creates the file; rejects a path that is one of the `inputs`.
     pub(crate) fn create<'a>(
         path: &Path,
         inputs: impl IntoIterator<Item = &'a PathBuf>,
     ) -> anyhow::Result<Self> {
         let name = path.display().to_string();
-        let out = Output::create("--events", path, inputs)?;
+        let out = TraceOutput::create("--events", path, inputs)?;
         let text = [recording::HEADER, recording::MORE_COLUMNS, "\n"].concat().into_bytes();
         Ok(Self { out, name, text, failed: None, disks: Vec::new() })
     }
 
     /// Adopts the names of the world's new disks, before rows of these.
-    pub(crate) fn follow(&mut self, world: &World) {
+    pub(crate) fn follow(&mut self, world: &WorldSpec) {
         for disk in &world.disks[self.disks.len()..] {
             let groups = world.groups_above(disk).map(|group| world.groups[group].name.clone()).collect();
-            self.disks.push(Named { disk: quoted(&disk.name).into_owned(), groups, buckets: Vec::new() });
+            self.disks.push(DiskNames { disk: quoted(&disk.name).into_owned(), groups, buckets: Vec::new() });
         }
     }
 
     /// Errors are reported by [`finish`](Self::finish).
-    pub(crate) fn write(&mut self, rows: &[Row]) {
+    pub(crate) fn write(&mut self, rows: &[ResultRow]) {
         for row in rows {
             self.add(row);
             if self.text.len() >= BLOCK_BYTES {
@@ -83,9 +83,9 @@ impl Events {
         self.text.clear();
     }
 
-    fn add(&mut self, row: &Row) {
-        let Row { request, admitted_ns, completed_ns, bucket } = *row;
-        let Named { disk, groups, buckets } = &mut self.disks[request.disk];
+    fn add(&mut self, row: &ResultRow) {
+        let ResultRow { request, admitted_ns, completed_ns, bucket } = *row;
+        let DiskNames { disk, groups, buckets } = &mut self.disks[request.disk];
         // A disk has few limits, and quoting their names for each row would dominate the cost.
         let at = buckets.iter().position(|(known, _)| *known == bucket).unwrap_or_else(|| {
             let groups: Vec<_> = groups.iter().map(String::as_str).collect();

@@ -1,39 +1,39 @@
 //! Result file of a simulation: measures to compare, tables, and charts of the first disks.
 
 use console::figures;
-use simulator::{engine::DRAWN, tally::Tally};
+use simulator::{engine::DRAWN, tally::RequestStatistics};
 
 use super::{
-    drive::Outcome,
-    output::{Figures, Line, Summary},
-    story::Story,
-    swept::{JudgedDisks, Point, Swept},
+    drive::SimulationOutcome,
+    output::{SimulationFigures, SummaryLine, SimulationSummary},
+    story::ScenarioTable,
+    swept::{JudgedDisks, SweepPoint, SweepResult},
 };
 use crate::{
     latencies::{self, Percentiles},
     limit_lines::{LimitRates, lines_of},
-    result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Table, Unit},
+    result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, ResultTable, MeasureUnit},
 };
 
 const MOST_POINTS: usize = 512;
 
-fn exact(name: String, unit: Unit, better: Better, value: f64) -> Measure {
+fn exact(name: String, unit: MeasureUnit, better: Better, value: f64) -> Measure {
     Measure { samples_are: SamplesAre::Exact, ..Measure::new(name, unit, better, vec![value]) }
 }
 
-pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
+pub(super) fn of_run(summary: &SimulationSummary, outcome: &SimulationOutcome) -> Findings {
     let mut measures = Vec::new();
     for (what, line) in summary.lines() {
         let mut measure = |name: &str, unit, better, value: f64| {
             measures.push(exact(format!("{what} {}: {name}", line.name), unit, better, value));
         };
-        let Figures { latency_ns, iops, bps, .. } = &line.after;
-        measure("requests a second", Unit::Iops, Better::Higher, *iops);
-        measure("bytes a second", Unit::BytesPerSecond, Better::Higher, *bps);
+        let SimulationFigures { latency_ns, iops, bps, .. } = &line.after;
+        measure("requests a second", MeasureUnit::Iops, Better::Higher, *iops);
+        measure("bytes a second", MeasureUnit::BytesPerSecond, Better::Higher, *bps);
         for (name, value) in [("p50", latency_ns.p50), ("p99", latency_ns.p99), ("p99.9", latency_ns.p99_9)] {
-            measure(&format!("latency {name}"), Unit::Nanoseconds, Better::Lower, value as f64);
+            measure(&format!("latency {name}"), MeasureUnit::Nanoseconds, Better::Lower, value as f64);
         }
-        measure("time throttled", Unit::Share, Better::Lower, line.throttled);
+        measure("time throttled", MeasureUnit::Share, Better::Lower, line.throttled);
     }
     Findings {
         summary: summary.lines().map(|(what, line)| sentence(what, line, summary.compared())).collect(),
@@ -44,8 +44,8 @@ pub(super) fn of_run(summary: &Summary, outcome: &Outcome) -> Findings {
     }
 }
 
-pub(super) fn of_sweep(swept: &Swept) -> Findings {
-    let line = |name: &str, value: fn(&Point) -> f64| Series {
+pub(super) fn of_sweep(swept: &SweepResult) -> Findings {
+    let line = |name: &str, value: fn(&SweepPoint) -> f64| ChartSeries {
         name: name.to_owned(),
         points: swept.points.iter().map(|point| (point.value as f64, value(point))).collect(),
     };
@@ -54,12 +54,12 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
     let are_others = swept.points.first().is_some_and(|point| point.judges != JudgedDisks::Limited);
     let judged = swept.p99.as_ref().and_then(|bound| bound.of.as_ref()).filter(|_| are_others);
     let judged = judged.map(|name| line(&format!("p99 of {name}"), |point| point.judged_p99_ns as f64));
-    let is_size = swept.setting.is_some_and(policy::throttle::Setting::is_size);
-    let unit = if is_size { Unit::BytesPerSecond } else { Unit::Iops };
+    let is_size = swept.setting.is_some_and(policy::throttle::LimitSetting::is_size);
+    let unit = if is_size { MeasureUnit::BytesPerSecond } else { MeasureUnit::Iops };
     let latency = Lines {
         title: format!("What each {} would have done to latency", swept.limit),
-        x: Axis::new(swept.limit, unit),
-        y: Axis::new("latency", Unit::Nanoseconds),
+        x: ChartAxis::new(swept.limit, unit),
+        y: ChartAxis::new("latency", MeasureUnit::Nanoseconds),
         steps: false,
         limits: Vec::new(),
         note: None,
@@ -74,14 +74,14 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
     };
     let throttled = Lines {
         title: "Share of the time in which requests waited for limits".to_owned(),
-        x: Axis::new(swept.limit, unit),
-        y: Axis::new("throttled", Unit::Share),
+        x: ChartAxis::new(swept.limit, unit),
+        y: ChartAxis::new("throttled", MeasureUnit::Share),
         steps: false,
         limits: Vec::new(),
         note: None,
         series: vec![line("throttled", |point| point.throttled)],
     };
-    let row = |point: &Point| {
+    let row = |point: &SweepPoint| {
         let Percentiles { p50, p99, p99_9, .. } = point.latency_ns;
         let mut row = vec![swept.shown(point.value)];
         row.extend([p50, p99, p99_9].map(figures::time));
@@ -89,9 +89,9 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
         row.extend(swept.p99_of_disks(point));
         row
     };
-    let measure = |point: &Point| {
+    let measure = |point: &SweepPoint| {
         let name = format!("{}={}: latency p99", swept.limit, swept.shown(point.value));
-        exact(name, Unit::Nanoseconds, Better::Lower, point.latency_ns.p99 as f64)
+        exact(name, MeasureUnit::Nanoseconds, Better::Lower, point.latency_ns.p99 as f64)
     };
     let disks: Vec<_> = swept.columns().iter().map(|name| format!("p99 {name}")).collect();
     let columns = [swept.limit, "p50", "p99", "p99.9", "IOPS", "bytes/s", "throttled"].into_iter();
@@ -100,14 +100,14 @@ pub(super) fn of_sweep(swept: &Swept) -> Findings {
     Findings {
         summary: swept.p99.iter().map(|bound| swept.sentence(bound)).collect(),
         measures: swept.points.iter().map(measure).collect(),
-        tables: vec![Table::new(&title, columns, swept.points.iter().map(row).collect())],
+        tables: vec![ResultTable::new(&title, columns, swept.points.iter().map(row).collect())],
         charts: vec![Chart::Lines(latency), Chart::Lines(throttled)],
         ..Findings::default()
     }
 }
 
-pub(super) fn of_story(story: &Story) -> Findings {
-    let measure = |(name, value): &(String, f64)| exact(name.clone(), Unit::Count, Better::Higher, *value);
+pub(super) fn of_story(story: &ScenarioTable) -> Findings {
+    let measure = |(name, value): &(String, f64)| exact(name.clone(), MeasureUnit::Count, Better::Higher, *value);
     Findings {
         measures: story.measures.iter().map(measure).collect(),
         tables: vec![story.table()],
@@ -115,8 +115,8 @@ pub(super) fn of_story(story: &Story) -> Findings {
     }
 }
 
-fn sentence(what: &str, line: &Line, compared: &str) -> String {
-    let p99 = |figures: &Figures| figures::time(figures.latency_ns.p99);
+fn sentence(what: &str, line: &SummaryLine, compared: &str) -> String {
+    let p99 = |figures: &SimulationFigures| figures::time(figures.latency_ns.p99);
     let before = match &line.before {
         None => String::new(),
         Some(_) if line.after.latency_ns.max == 0 => String::new(),
@@ -133,7 +133,7 @@ fn sentence(what: &str, line: &Line, compared: &str) -> String {
     )
 }
 
-fn table(summary: &Summary) -> Table {
+fn table(summary: &SimulationSummary) -> ResultTable {
     let compared = summary.compared();
     let numbers = "requests|IOPS|bytes/s|p50|p99|p99.9|max|throttled|longest queue".split('|');
     let columns = ["", compared].into_iter().chain(numbers);
@@ -164,14 +164,14 @@ fn table(summary: &Summary) -> Table {
     let note = format!(
         "Without {compared}: on the same device, as it is modelled. Times are right within a hundredth."
     );
-    Table { note: Some(note), ..Table::new(&format!("The effect of {compared}"), columns, rows) }
+    ResultTable { note: Some(note), ..ResultTable::new(&format!("The effect of {compared}"), columns, rows) }
 }
 
 /// Lines of limits, and a note on those that are not drawn.
-type LimitsShown = (Vec<Series>, Option<String>);
+type LimitsShown = (Vec<ChartSeries>, Option<String>);
 
 /// Charts of the first disks. `compared` names the difference between the two runs.
-fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
+fn charts(outcome: &SimulationOutcome, compared: &str) -> Vec<Chart> {
     let world = &outcome.world;
     let mut done = Vec::new();
     let mut moved = Vec::new();
@@ -180,7 +180,7 @@ fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
     let mut limits = LimitRates::default();
     for (disk, of) in world.disks.iter().zip(&outcome.disks).take(DRAWN) {
         let Some(drawn) = of.after.drawn.as_ref().filter(|_| of.after.requests > 0) else { continue };
-        let series = |points: Vec<_>| Series { name: disk.name.clone(), points };
+        let series = |points: Vec<_>| ChartSeries { name: disk.name.clone(), points };
         done.push(series(drawn.done.steady(&drawn.done, MOST_POINTS).rates()));
         moved.push(series(drawn.done_bytes.steady(&drawn.done, MOST_POINTS).rates()));
         let depths = drawn.waiting.within(MOST_POINTS);
@@ -191,9 +191,9 @@ fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
         }
         charts.extend(distribution(&disk.name, &of.after, of.before.as_ref(), compared));
     }
-    let over_time = |title: &str, label: &str, unit, series: Vec<Series>, limits: LimitsShown| {
+    let over_time = |title: &str, label: &str, unit, series: Vec<ChartSeries>, limits: LimitsShown| {
         let series: Vec<_> = series.into_iter().filter(|series| !series.points.is_empty()).collect();
-        let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
+        let (x, y) = (ChartAxis::new("time", MeasureUnit::Seconds), ChartAxis::new(label, unit));
         let (limits, note) = limits;
         let lines = Lines { title: title.to_owned(), x, y, steps: false, series, limits, note };
         (!lines.series.is_empty()).then_some(Chart::Lines(lines))
@@ -204,12 +204,12 @@ fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
     let moved = if limits.bps.is_empty() { Vec::new() } else { moved };
     // Charts over time precede the distributions of single disks.
     let first = [
-        over_time("Requests done a second, with the limits", "IOPS", Unit::Iops, done, of_iops),
-        over_time("Bytes done a second, with the limits", "bytes/s", Unit::BytesPerSecond, moved, of_bps),
+        over_time("Requests done a second, with the limits", "IOPS", MeasureUnit::Iops, done, of_iops),
+        over_time("Bytes done a second, with the limits", "bytes/s", MeasureUnit::BytesPerSecond, moved, of_bps),
         over_time(
             "Most requests that waited for limits",
             "waiting",
-            Unit::Count,
+            MeasureUnit::Count,
             waiting,
             LimitsShown::default(),
         ),
@@ -217,10 +217,10 @@ fn charts(outcome: &Outcome, compared: &str) -> Vec<Chart> {
     first.into_iter().flatten().chain(charts).collect()
 }
 
-fn distribution(name: &str, after: &Tally, before: Option<&Tally>, compared: &str) -> Option<Chart> {
-    let line = |name: &str, tally: &Tally| {
+fn distribution(name: &str, after: &RequestStatistics, before: Option<&RequestStatistics>, compared: &str) -> Option<Chart> {
+    let line = |name: &str, tally: &RequestStatistics| {
         let points = latencies::distribution(&tally.latency);
-        Series { name: name.to_owned(), points }
+        ChartSeries { name: name.to_owned(), points }
     };
     let with = line(&format!("with {compared}"), after);
     let series = before.map(|before| line("without", before)).into_iter().chain([with]);

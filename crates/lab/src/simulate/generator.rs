@@ -1,28 +1,28 @@
 //! Requests of a generated workload; the same seed gives the same requests.
 
-use recording::{DiskId, Record, Source};
-use simulator::request::Op;
+use recording::{DiskId, TraceRecord, RecordSource};
+use simulator::request::RequestOp;
 
-use super::workload::{Open, names};
-use crate::load::{Draw, exponential};
+use super::workload::{OpenWorkload, names};
+use crate::load::{RandomBlocks, exponential};
 
 #[derive(Debug)]
-pub(crate) struct Generator {
-    open: Open,
+pub(crate) struct WorkloadGenerator {
+    open: OpenWorkload,
     names: Vec<String>,
     random: fastrand::Rng,
-    draw: Draw,
+    draw: RandomBlocks,
     /// Time of the last request in nanoseconds, and the number of requests.
     at: f64,
     count: u64,
 }
 
-impl Generator {
-    pub(crate) fn new(open: &Open, seed: u64) -> Self {
+impl WorkloadGenerator {
+    pub(crate) fn new(open: &OpenWorkload, seed: u64) -> Self {
         Self {
             names: names(open.disks),
             random: fastrand::Rng::with_seed(seed),
-            draw: Draw::new(open.span / open.length, open.locality, seed),
+            draw: RandomBlocks::new(open.span / open.length, open.locality, seed),
             at: 0.0,
             count: 0,
             open: open.clone(),
@@ -30,9 +30,9 @@ impl Generator {
     }
 }
 
-impl Source for Generator {
-    fn fill(&mut self, records: &mut Vec<Record>, count: usize) -> anyhow::Result<()> {
-        let Open { iops, length, disks, seconds, read, .. } = self.open;
+impl RecordSource for WorkloadGenerator {
+    fn fill(&mut self, records: &mut Vec<TraceRecord>, count: usize) -> anyhow::Result<()> {
+        let OpenWorkload { iops, length, disks, seconds, read, .. } = self.open;
         // A superposition of Poisson processes (Kingman, *Poisson Processes*, 1993, section 2.2).
         let mean_ns = 1e9 / (iops as f64 * disks as f64);
         for _ in 0..count {
@@ -43,14 +43,14 @@ impl Source for Generator {
             }
             self.count += 1;
             let offset = self.draw.block(&mut self.random) * length;
-            records.push(Record {
+            records.push(TraceRecord {
                 time_ns: self.at as u64,
                 offset,
                 length,
                 line: self.count,
                 disk: DiskId(self.random.usize(0..disks) as u32),
                 file: 0,
-                op: if self.random.u64(0..100) < read { Op::Read } else { Op::Write },
+                op: if self.random.u64(0..100) < read { RequestOp::Read } else { RequestOp::Write },
             });
         }
         Ok(())
@@ -60,7 +60,7 @@ impl Source for Generator {
         &self.names
     }
 
-    fn place(&self, record: &Record) -> String {
+    fn place(&self, record: &TraceRecord) -> String {
         format!("the workload's request {}", record.line)
     }
 }
@@ -70,9 +70,9 @@ mod tests {
     use super::*;
     use crate::simulate::Workload;
 
-    fn generated(text: &str, seed: u64) -> Vec<Record> {
+    fn generated(text: &str, seed: u64) -> Vec<TraceRecord> {
         let Workload::Open(open) = text.parse().unwrap() else { panic!("{text} is not open") };
-        let mut generator = Generator::new(&open, seed);
+        let mut generator = WorkloadGenerator::new(&open, seed);
         let mut records = Vec::new();
         generator.fill(&mut records, usize::MAX).unwrap();
         records
@@ -88,7 +88,7 @@ mod tests {
             assert!((value as f64 / expected - 1.0).abs() < 0.03, "{value} instead of {expected}");
         };
         near(records.len(), 40_000.0);
-        near(records.iter().filter(|record| record.op == Op::Read).count(), 28_000.0);
+        near(records.iter().filter(|record| record.op == RequestOp::Read).count(), 28_000.0);
         near(records.iter().filter(|record| record.disk == DiskId(3)).count(), 10_000.0);
         near(records.iter().filter(|record| record.time_ns < 1_000_000_000).count(), 20_000.0);
         assert!(records.is_sorted_by_key(|record| record.time_ns));

@@ -8,12 +8,12 @@ use std::{fmt, ops::RangeInclusive, time::Duration};
 const MOST_BYTES: u64 = 1 << 50;
 
 /// The `key=value` pairs not taken yet, and the keys that are known.
-pub(super) struct Keys<'a> {
+pub(super) struct SpecKeys<'a> {
     left: Vec<(&'a str, &'a str)>,
     known: Vec<String>,
 }
 
-impl<'a> Keys<'a> {
+impl<'a> SpecKeys<'a> {
     pub(super) fn new(text: &'a str) -> Result<Self, String> {
         let mut pairs: Vec<(&str, &str)> = Vec::new();
         for pair in text.split(',').filter(|pair| !pair.is_empty()) {

@@ -5,22 +5,22 @@
 
 use console::{
     figures,
-    table::{Side, Table, columns},
+    table::{ColumnAlignment, TextTable, columns},
 };
 use serde::Serialize;
-use simulator::tally::{Queue, Tally};
+use simulator::tally::{QueueStatistics, RequestStatistics};
 
-use super::drive::{OfDisk, Outcome};
+use super::drive::{SimulatedDisk, SimulationOutcome};
 use crate::latencies::Percentiles;
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Summary {
+pub(crate) struct SimulationSummary {
     /// All disks together, if there are several.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) all: Option<All>,
-    pub(crate) disks: Vec<Line>,
-    pub(crate) groups: Vec<Line>,
+    pub(crate) all: Option<AllDisks>,
+    pub(crate) disks: Vec<SummaryLine>,
+    pub(crate) groups: Vec<SummaryLine>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(crate) remarks: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -31,30 +31,30 @@ pub(crate) struct Summary {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct All {
-    pub(crate) before: Option<Figures>,
-    pub(crate) after: Figures,
+pub(crate) struct AllDisks {
+    pub(crate) before: Option<SimulationFigures>,
+    pub(crate) after: SimulationFigures,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Line {
+pub(crate) struct SummaryLine {
     pub(crate) name: String,
     /// Without limits, on the same device; absent if it would be the same.
-    pub(crate) before: Option<Figures>,
-    pub(crate) after: Figures,
+    pub(crate) before: Option<SimulationFigures>,
+    pub(crate) after: SimulationFigures,
     /// Share of time in which requests were throttled, 0 to 1.
     pub(crate) throttled: f64,
     pub(crate) longest_queue: u64,
     /// Share of time in which each limit throttled requests; the longest first.
-    pub(crate) held_by: Vec<HeldBy>,
+    pub(crate) held_by: Vec<ThrottleCauseShare>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) prefetch: Option<Prefetched>,
+    pub(crate) prefetch: Option<PrefetchSummary>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Figures {
+pub(crate) struct SimulationFigures {
     pub(crate) requests: u64,
     pub(crate) bytes: u64,
     pub(crate) seconds: f64,
@@ -67,7 +67,7 @@ pub(crate) struct Figures {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct HeldBy {
+pub(crate) struct ThrottleCauseShare {
     pub(crate) limit: String,
     pub(crate) seconds: f64,
     pub(crate) share: f64,
@@ -75,14 +75,14 @@ pub(crate) struct HeldBy {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Prefetched {
+pub(crate) struct PrefetchSummary {
     pub(crate) hit_rate: Option<f64>,
     pub(crate) accuracy: Option<f64>,
     pub(crate) read_ahead_bytes: u64,
 }
 
-impl Figures {
-    fn of(tally: &Tally) -> Self {
+impl SimulationFigures {
+    fn of(tally: &RequestStatistics) -> Self {
         Self {
             requests: tally.requests,
             bytes: tally.bytes,
@@ -96,12 +96,12 @@ impl Figures {
     }
 }
 
-impl Line {
-    fn new(name: &str, after: &Tally, before: Option<&Tally>, queue: &Queue) -> Self {
+impl SummaryLine {
+    fn new(name: &str, after: &RequestStatistics, before: Option<&RequestStatistics>, queue: &QueueStatistics) -> Self {
         Self {
             name: name.to_owned(),
-            before: before.map(Figures::of),
-            after: Figures::of(after),
+            before: before.map(SimulationFigures::of),
+            after: SimulationFigures::of(after),
             throttled: after.share(queue.throttled_ns),
             longest_queue: queue.longest,
             held_by: Vec::new(),
@@ -109,16 +109,16 @@ impl Line {
         }
     }
 
-    fn of_disk(name: &str, disk: &OfDisk, is_known: bool) -> Self {
+    fn of_disk(name: &str, disk: &SimulatedDisk, is_known: bool) -> Self {
         let before = disk.before.as_ref().filter(|_| is_known);
         let mut line = Self::new(name, &disk.after, before, &disk.queue);
-        let held = |(limit, ns): &(String, u64)| HeldBy {
+        let held = |(limit, ns): &(String, u64)| ThrottleCauseShare {
             limit: limit.clone(),
             seconds: *ns as f64 / 1e9,
             share: disk.after.share(*ns),
         };
-        line.held_by = disk.held.iter().map(held).collect();
-        line.prefetch = disk.prefetch.map(|stats| Prefetched {
+        line.held_by = disk.throttled.iter().map(held).collect();
+        line.prefetch = disk.prefetch.map(|stats| PrefetchSummary {
             hit_rate: stats.hit_rate(),
             accuracy: stats.accuracy(),
             read_ahead_bytes: stats.read_ahead_bytes,
@@ -127,28 +127,28 @@ impl Line {
     }
 }
 
-impl Summary {
-    pub(crate) fn new(outcome: &Outcome, remarks: &[String]) -> Self {
-        let Outcome { world, disks, groups, partial } = outcome;
+impl SimulationSummary {
+    pub(crate) fn new(outcome: &SimulationOutcome, remarks: &[String]) -> Self {
+        let SimulationOutcome { world, disks, groups, partial } = outcome;
         let is_limited = world.is_limited();
-        let reads_ahead = |disk: &OfDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
+        let reads_ahead = |disk: &SimulatedDisk| disk.prefetch.is_some_and(|stats| stats.read_ahead_bytes > 0);
         // Without limits or prefetching both runs are identical, and the comparison is omitted.
         let is_known =
             (is_limited || disks.iter().any(reads_ahead)) && disks.iter().any(|disk| disk.before.is_some());
         // Disks of the config file without requests are left out.
         let used = disks.iter().zip(&world.disks).filter(|(disk, _)| disk.after.requests > 0);
-        let lines: Vec<_> = used.map(|(disk, named)| Line::of_disk(&named.name, disk, is_known)).collect();
-        let sum = |of: fn(&OfDisk) -> Option<&Tally>| {
-            let mut sum = Tally::default();
+        let lines: Vec<_> = used.map(|(disk, named)| SummaryLine::of_disk(&named.name, disk, is_known)).collect();
+        let sum = |of: fn(&SimulatedDisk) -> Option<&RequestStatistics>| {
+            let mut sum = RequestStatistics::default();
             disks.iter().filter_map(of).for_each(|tally| sum.add(tally));
-            Figures::of(&sum)
+            SimulationFigures::of(&sum)
         };
-        let all = (lines.len() > 1).then(|| All {
+        let all = (lines.len() > 1).then(|| AllDisks {
             before: is_known.then(|| sum(|disk| disk.before.as_ref())),
             after: sum(|disk| Some(&disk.after)),
         });
-        let of_group = |(index, queue): (usize, &Queue)| {
-            let (mut after, mut before) = (Tally::default(), Tally::default());
+        let of_group = |(index, queue): (usize, &QueueStatistics)| {
+            let (mut after, mut before) = (RequestStatistics::default(), RequestStatistics::default());
             // A group's figures cover all disks below it, directly or through other groups.
             for (disk, of) in world.disks.iter().zip(disks) {
                 if world.groups_above(disk).any(|group| group == index) {
@@ -156,7 +156,7 @@ impl Summary {
                     of.before.iter().for_each(|one| before.add(one));
                 }
             }
-            Line::new(&world.groups[index].name, &after, is_known.then_some(&before), queue)
+            SummaryLine::new(&world.groups[index].name, &after, is_known.then_some(&before), queue)
         };
         let groups = groups.iter().enumerate().map(of_group).filter(|line| line.after.requests > 0).collect();
         Self { all, disks: lines, groups, remarks: remarks.to_vec(), partial: partial.clone(), is_limited }
@@ -165,7 +165,7 @@ impl Summary {
     /// Differences between the two runs of a comparison: one run has neither limits nor
     /// prefetching.
     pub(crate) fn compared(&self) -> &'static str {
-        let reads_ahead = |line: &Line| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
+        let reads_ahead = |line: &SummaryLine| line.prefetch.as_ref().is_some_and(|of| of.read_ahead_bytes > 0);
         match (self.is_limited, self.disks.iter().any(reads_ahead)) {
             (false, true) => "prefetch",
             (true, true) => "limits and prefetch",
@@ -187,14 +187,14 @@ impl Summary {
         text.join("\n")
     }
 
-    pub(crate) fn lines(&self) -> impl Iterator<Item = (&'static str, &Line)> {
+    pub(crate) fn lines(&self) -> impl Iterator<Item = (&'static str, &SummaryLine)> {
         self.disks.iter().map(|line| ("disk", line)).chain(self.groups.iter().map(|line| ("group", line)))
     }
 
-    fn latencies(&self) -> Table {
+    fn latencies(&self) -> TextTable {
         let numbers = ["REQUESTS", "BYTES", "IOPS", "BYTES/S", "P50", "P90", "P99", "P99.9", "MAX"];
         let compared = self.compared().to_uppercase();
-        let mut table = Table::new(columns(&["DISK", &compared], &numbers));
+        let mut table = TextTable::new(columns(&["DISK", &compared], &numbers));
         let lines = self.lines().map(|(what, line)| (shown(what, line), line.before.as_ref(), &line.after));
         let all = self.all.iter().map(|all| ("all disks".to_owned(), all.before.as_ref(), &all.after));
         for (name, before, after) in lines.chain(all) {
@@ -216,14 +216,14 @@ impl Summary {
     }
 
     /// Disks and groups with throttled requests.
-    fn waited(&self) -> impl Iterator<Item = (&'static str, &Line)> {
+    fn waited(&self) -> impl Iterator<Item = (&'static str, &SummaryLine)> {
         self.lines().filter(|(_, line)| line.after.waited_ns.max > 0)
     }
 
     /// `None` if no request was throttled.
-    fn parts(&self) -> Option<Table> {
+    fn parts(&self) -> Option<TextTable> {
         let mut table =
-            Table::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
+            TextTable::new(columns(&["DISK", "TIME"], &["P50", "P90", "P99", "P99.9", "MAX", "MEAN"]));
         for (what, line) in self.waited() {
             for (part, percentiles) in [("waited", &line.after.waited_ns), ("served", &line.after.served_ns)]
             {
@@ -237,12 +237,12 @@ impl Summary {
     }
 
     /// `None` if there is no limit.
-    fn limits(&self) -> Option<Table> {
-        let mut table = Table::new([
-            ("DISK", Side::Left),
-            ("THROTTLED", Side::Right),
-            ("LONGEST QUEUE", Side::Right),
-            ("HELD BY", Side::Left),
+    fn limits(&self) -> Option<TextTable> {
+        let mut table = TextTable::new([
+            ("DISK", ColumnAlignment::Left),
+            ("THROTTLED", ColumnAlignment::Right),
+            ("LONGEST QUEUE", ColumnAlignment::Right),
+            ("HELD BY", ColumnAlignment::Left),
         ]);
         for (what, line) in self.lines() {
             let held =
@@ -258,8 +258,8 @@ impl Summary {
         self.is_limited.then_some(table)
     }
 
-    fn prefetched(&self) -> Option<Table> {
-        let mut table = Table::new(columns(&["DISK"], &["HITS", "ACCURACY", "READ AHEAD"]));
+    fn prefetched(&self) -> Option<TextTable> {
+        let mut table = TextTable::new(columns(&["DISK"], &["HITS", "ACCURACY", "READ AHEAD"]));
         let ahead = self.disks.iter().filter_map(|line| Some((line, line.prefetch.as_ref()?)));
         let ahead = ahead.filter(|(_, prefetch)| prefetch.read_ahead_bytes > 0);
         let mut any = false;
@@ -277,6 +277,6 @@ impl Summary {
     }
 }
 
-fn shown(what: &str, line: &Line) -> String {
+fn shown(what: &str, line: &SummaryLine) -> String {
     if what == "disk" { line.name.clone() } else { format!("{what} {}", line.name) }
 }

@@ -3,33 +3,33 @@
 //! the result with the original's.
 
 use console::table::columns;
-use policy::throttle::{Limit, LimitKind, Limits};
+use policy::throttle::{RateLimit, LimitKind, Limits};
 use simulator::{
     client::ClientSpec,
-    engine::{Impossible, Row},
-    request::Op,
-    world::{DiskSettings, Group, World},
+    engine::{WorldError, ResultRow},
+    request::RequestOp,
+    world::{DiskSettings, DiskGroupSpec, WorldSpec},
 };
 
 use super::{
-    story::{Story, disk, one_limit, run},
+    story::{ScenarioTable, disk, one_limit, run},
     two_streams,
-    workload::Tale,
+    workload::Scenario,
 };
 
-pub(crate) fn told(tale: &Tale) -> Result<Story, Impossible> {
+pub(crate) fn simulate(tale: &Scenario) -> Result<ScenarioTable, WorldError> {
     match tale {
-        Tale::TwoStreams { cache_bytes } => two_streams::tell(*cache_bytes),
-        Tale::Burst => burst(),
-        Tale::Group => group(),
-        Tale::Depths => depths(),
+        Scenario::TwoStreams { cache_bytes } => two_streams::simulate_all(*cache_bytes),
+        Scenario::Burst => burst(),
+        Scenario::Group => group(),
+        Scenario::Depths => depths(),
     }
 }
 
 fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
     ClientSpec {
         disk,
-        op: Op::Read,
+        op: RequestOp::Read,
         length,
         region: 0..1 << 30,
         random: Some(disk as u64),
@@ -42,31 +42,31 @@ fn reader(disk: usize, length: u64, depth: u32, seconds: u64) -> ClientSpec {
 
 const SECOND: u64 = 1_000_000_000;
 
-fn rate(rows: &[Row], disk: usize, seconds: std::ops::Range<u64>) -> f64 {
+fn rate(rows: &[ResultRow], disk: usize, seconds: std::ops::Range<u64>) -> f64 {
     let time = seconds.start * SECOND..seconds.end * SECOND;
     let passed =
         rows.iter().filter(|row| row.request.disk == disk && time.contains(&row.admitted_ns)).count();
     passed as f64 / (seconds.end - seconds.start) as f64
 }
 
-fn said(value: f64) -> String {
+fn rounded(value: f64) -> String {
     if value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.1}") }
 }
 
-fn beside(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f64)>) -> [String; 2] {
+fn compared_cells(name: &str, simulated: f64, said_rate: f64, story: &mut Vec<(String, f64)>) -> [String; 2] {
     story.push((name.to_owned(), simulated));
-    [said(simulated), said(said_rate)]
+    [rounded(simulated), rounded(said_rate)]
 }
 
 /// "Perform I/O on hd0.qcow2 at a rate of 2000 IOPS for 1 minute before it's throttled down to 100
 /// IOPS"; 8 KiB count as two operations, 6 KiB as one and a half.
-fn burst() -> Result<Story, Impossible> {
+fn burst() -> Result<ScenarioTable, WorldError> {
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
+    *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate: 100, burst_rate: 2000, burst_length_s: 60 };
     limits.iops_size = 4096;
     let sizes = [4096, 6144, 8192];
     let disks = sizes.map(|size| disk(&format!("of {} KiB", size / 1024), limits, None));
-    let world = World { disks: disks.into(), ..World::default() };
+    let world = WorldSpec { disks: disks.into(), ..WorldSpec::default() };
     // 80 seconds cover the burst of one minute and the rate after it.
     let clients: Vec<_> = sizes.iter().enumerate().map(|(disk, size)| reader(disk, *size, 64, 80)).collect();
     let rows = run(&world, &clients)?;
@@ -74,14 +74,14 @@ fn burst() -> Result<Story, Impossible> {
     let row = |(index, size): (usize, &u64)| {
         // Larger requests count as several operations, and both rates are in operations.
         let counts = *size as f64 / 4096.0;
-        let mut row = vec![settings::exact_size(*size), said(counts)];
-        row.extend(beside(
+        let mut row = vec![settings::exact_size(*size), rounded(counts)];
+        row.extend(compared_cells(
             &format!("burst of {size}"),
             rate(&rows, index, 0..60),
             2000.0 / counts,
             &mut measures,
         ));
-        row.extend(beside(
+        row.extend(compared_cells(
             &format!("after of {size}"),
             rate(&rows, index, 70..80),
             100.0 / counts,
@@ -89,7 +89,7 @@ fn burst() -> Result<Story, Impossible> {
         ));
         row
     };
-    Ok(Story {
+    Ok(ScenarioTable {
         title: "iops-total=100,iops-total-max=2000,iops-total-max-length=60,iops-size=4096: requests a second",
         columns: columns(&["REQUEST"], &["COUNTS AS", "FIRST MINUTE", "SAID", "FROM 70 S ON", "SAID"]),
         rows: sizes.iter().enumerate().map(row).collect(),
@@ -102,8 +102,8 @@ fn burst() -> Result<Story, Impossible> {
 
 /// "Hd1, hd2 and hd4 are all members of a group named 'foo'; hd3 and hd5 are members of 'bar', hd6
 /// is left alone."
-fn group() -> Result<Story, Impossible> {
-    let group = |name: &str, rate| Group {
+fn group() -> Result<ScenarioTable, WorldError> {
+    let group = |name: &str, rate| DiskGroupSpec {
         name: name.to_owned(),
         hold: DiskSettings { limits: one_limit(LimitKind::IopsTotal, rate), ..DiskSettings::default() },
         parent: None,
@@ -114,10 +114,10 @@ fn group() -> Result<Story, Impossible> {
         let limits = if group.is_none() { alone } else { Limits::default() };
         disk(&format!("hd{}", index + 1), limits, *group)
     };
-    let world = World {
+    let world = WorldSpec {
         groups: vec![group("foo", 6000), group("bar", 3000)],
         disks: of.iter().enumerate().map(disk).collect(),
-        ..World::default()
+        ..WorldSpec::default()
     };
     // The first second is not measured: the bucket is full at first.
     let clients: Vec<_> = (0..of.len()).map(|disk| reader(disk, 4096, 32, 11)).collect();
@@ -131,10 +131,10 @@ fn group() -> Result<Story, Impossible> {
         };
         let disk = format!("hd{}", index + 1);
         let mut row = vec![disk.clone(), name.to_owned(), limit.to_string()];
-        row.extend(beside(&disk, rate(&rows, index, 1..11), share, &mut measures));
+        row.extend(compared_cells(&disk, rate(&rows, index, 1..11), share, &mut measures));
         row
     };
-    Ok(Story {
+    Ok(ScenarioTable {
         title: "Disks that share limits: requests a second",
         columns: columns(&["DISK", "GROUP"], &["IOPS-TOTAL", "SIMULATED", "AN EQUAL SHARE"]),
         rows: of.iter().enumerate().map(row).collect(),
@@ -145,17 +145,17 @@ fn group() -> Result<Story, Impossible> {
 }
 
 /// Two clients of one limit with 1 and 64 requests in flight; QEMU favours the latter.
-fn depths() -> Result<Story, Impossible> {
+fn depths() -> Result<ScenarioTable, WorldError> {
     /// Rates of qemu-storage-daemon 7.2 (weir's design, section 6).
     const QEMU: [f64; 2] = [738.0, 1290.0];
     let hold = DiskSettings { limits: one_limit(LimitKind::IopsTotal, 2000), ..DiskSettings::default() };
-    let world = World {
-        groups: vec![Group { name: "group".to_owned(), hold, parent: None }],
+    let world = WorldSpec {
+        groups: vec![DiskGroupSpec { name: "group".to_owned(), hold, parent: None }],
         disks: vec![
             disk("depth 1", Limits::default(), Some(0)),
             disk("depth 64", Limits::default(), Some(0)),
         ],
-        ..World::default()
+        ..WorldSpec::default()
     };
     let clients = [reader(0, 4096, 1, 11), reader(1, 4096, 64, 11)];
     let rows = run(&world, &clients)?;
@@ -163,10 +163,10 @@ fn depths() -> Result<Story, Impossible> {
     let row = |disk: usize| {
         let name = &world.disks[disk].name;
         let mut row = vec![name.clone()];
-        row.extend(beside(name, rate(&rows, disk, 1..11), QEMU[disk], &mut measures));
+        row.extend(compared_cells(name, rate(&rows, disk, 1..11), QEMU[disk], &mut measures));
         row
     };
-    Ok(Story {
+    Ok(ScenarioTable {
         title: "Two clients of a group with iops-total=2000: requests a second",
         columns: columns(&["CLIENT"], &["SIMULATED", "QEMU 7.2"]),
         rows: (0..2).map(row).collect(),
@@ -181,14 +181,14 @@ fn depths() -> Result<Story, Impossible> {
 mod tests {
     use super::*;
 
-    fn measures(tale: &Tale) -> Vec<(String, f64)> {
-        told(tale).unwrap().measures
+    fn measures(tale: &Scenario) -> Vec<(String, f64)> {
+        simulate(tale).unwrap().measures
     }
 
     #[test]
     fn a_burst_is_what_it_was_said_to_be() {
         let expected = [2000.0, 100.0, 2000.0 / 1.5, 100.0 / 1.5, 1000.0, 50.0];
-        for ((name, simulated), expected) in measures(&Tale::Burst).iter().zip(expected) {
+        for ((name, simulated), expected) in measures(&Scenario::Burst).iter().zip(expected) {
             assert!((simulated / expected - 1.0).abs() < 0.02, "{name}: {simulated} instead of {expected}");
         }
     }
@@ -196,14 +196,14 @@ mod tests {
     #[test]
     fn groups_share_and_others_do_not() {
         let expected = [2000.0, 2000.0, 1500.0, 2000.0, 1500.0, 5000.0];
-        for ((name, simulated), expected) in measures(&Tale::Group).iter().zip(expected) {
+        for ((name, simulated), expected) in measures(&Scenario::Group).iter().zip(expected) {
             assert!((simulated / expected - 1.0).abs() < 0.01, "{name}: {simulated} instead of {expected}");
         }
     }
 
     #[test]
     fn a_short_queue_gets_its_share() {
-        for (name, simulated) in measures(&Tale::Depths) {
+        for (name, simulated) in measures(&Scenario::Depths) {
             assert!((simulated / 1000.0 - 1.0).abs() < 0.05, "{name}: {simulated}");
         }
     }

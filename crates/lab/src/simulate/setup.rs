@@ -12,63 +12,63 @@
 use std::{collections::HashMap, fs, io::Read as _, path::Path};
 
 use anyhow::{Context as _, ensure};
-use block::device::{Identity, Number, Roots};
+use block::device::{DeviceIdentity, DeviceNumber, SysfsRoots};
 use policy::{
-    device::Rates,
-    throttle::{Limits, Setting},
+    device::DeviceRates,
+    throttle::{Limits, LimitSetting},
 };
-use settings::{Plan, config, state::Store};
+use settings::{DesiredState, config, state::CapacityStore};
 use simulator::{
-    device::{Place, Service, StationSpec, measured, places},
-    world::{Disk, Group, UNKNOWN_SIZE, World},
+    device::{DevicePlacement, ServiceTimeSpec, StationSpec, service_from_rates, server_count},
+    world::{DiskSpec, DiskGroupSpec, UNKNOWN_SIZE, WorldSpec},
 };
-use storage::{Spec, delay::DelayOptions, rate::RateOptions};
+use storage::{StorageSpec, delay::DelayOptions, rate::RateOptions};
 
 use super::device_spec::DeviceSpec;
 use crate::{
     limit_lines::LimitRates,
     probe,
-    simulate::arguments::{SimulateArgs, Terms},
+    simulate::arguments::{SimulateArgs, DefaultDiskSettings},
 };
 
 /// Bound on disks: each has tables of some 200 KiB.
 pub(crate) const MOST_DISKS: usize = 10_000;
 
 #[derive(Clone, Debug)]
-pub(crate) struct Setup {
-    pub(crate) world: World,
+pub(crate) struct SimulationSetup {
+    pub(crate) world: WorldSpec,
     /// Effects of the config file in a daemon that are not simulated.
     pub(crate) remarks: Vec<String>,
-    kind: Kind,
+    kind: SetupKind,
 }
 
 #[derive(Clone, Debug)]
-enum Kind {
+enum SetupKind {
     Config {
         file: String,
         by_name: HashMap<String, usize>,
     },
     /// Every disk of a trace gets these settings, on its own or a shared device.
-    Any(Box<Any>),
+    Any(Box<AnyDisk>),
 }
 
 #[derive(Clone, Debug)]
-struct Any {
-    disk: Disk,
+struct AnyDisk {
+    disk: DiskSpec,
     station: Option<StationSpec>,
-    budget: Option<Rates>,
+    budget: Option<DeviceRates>,
 }
 
-impl Setup {
+impl SimulationSetup {
     /// From the command line; rejects settings that a daemon rejects, and unprobed devices.
-    pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::Failure> {
+    pub(crate) fn new(arguments: &SimulateArgs) -> Result<Self, console::CommandFailure> {
         let devices = &arguments.devices;
         let device =
             devices.device.as_ref().map(|spec| device_of(spec, devices.state.as_deref())).transpose()?;
         match &arguments.config {
             Some(path) => Ok(Self::of_config(path, device)?),
             None => {
-                let terms = arguments.terms().map_err(|wrong| console::Failure::Usage(wrong.into()))?;
+                let terms = arguments.terms().map_err(|wrong| console::CommandFailure::Usage(wrong.into()))?;
                 let size = arguments.devices.size.unwrap_or(UNKNOWN_SIZE);
                 let devices = (arguments.devices.delay.as_ref(), arguments.devices.rate.as_ref());
                 Ok(Self::of_terms(&terms, size, devices, device))
@@ -76,23 +76,23 @@ impl Setup {
         }
     }
 
-    pub(crate) fn of_config(path: &Path, device: Option<(StationSpec, Rates)>) -> anyhow::Result<Self> {
-        let plan = Plan::new(config::load(path)?, 0)?;
-        let mut world = World::default();
+    pub(crate) fn of_config(path: &Path, device: Option<(StationSpec, DeviceRates)>) -> anyhow::Result<Self> {
+        let plan = DesiredState::new(config::load(path)?, 0)?;
+        let mut world = WorldSpec::default();
         let shared = device.map(|device| world.add_device(device));
         let by_name: HashMap<_, _> =
             plan.groups.iter().enumerate().map(|(index, group)| (&group.name, index)).collect();
         // A plan lists groups in the order of their indices in the world.
         let index_of = |group: Option<&String>| group.and_then(|group| by_name.get(group).copied());
         for group in &plan.groups {
-            let hold = group.settings.of_disk();
+            let hold = group.settings.to_disk_settings();
             let parent = index_of(group.group.as_ref());
-            world.groups.push(Group { name: group.name.clone(), hold, parent });
+            world.groups.push(DiskGroupSpec { name: group.name.clone(), hold, parent });
         }
         // Budgets with a name are shared by all disks that refer to it.
         let mut budgets = HashMap::new();
         for disk in &plan.disks {
-            let mut place = Place::default();
+            let mut place = DevicePlacement::default();
             if let Some(delay) = &disk.delay {
                 place.station = Some(world.add_station(station_of(delay)));
             }
@@ -104,15 +104,15 @@ impl Setup {
                 });
             }
             // A watermark observes the budget only: a station is no shared resource.
-            let watched = place.budget.map(|_| Place { station: None, ..place });
+            let watched = place.budget.map(|_| DevicePlacement { station: None, ..place });
             // `--device` is for disks without a delay or rate in the config file.
             let (place, watched) = match shared {
-                Some(shared) if place == Place::default() => (shared, Some(shared)),
+                Some(shared) if place == DevicePlacement::default() => (shared, Some(shared)),
                 _ => (place, watched),
             };
-            world.disks.push(Disk {
+            world.disks.push(DiskSpec {
                 name: disk.name.clone(),
-                hold: disk.settings.of_disk(),
+                hold: disk.settings.to_disk_settings(),
                 group: index_of(disk.group.as_ref()),
                 prefetch: disk.prefetch,
                 size_bytes: size_of(&disk.image)?,
@@ -144,30 +144,30 @@ impl Setup {
                 ));
             }
         }
-        Ok(Self { world, remarks, kind: Kind::Config { file: path.display().to_string(), by_name } })
+        Ok(Self { world, remarks, kind: SetupKind::Config { file: path.display().to_string(), by_name } })
     }
 
     /// For disks unknown beforehand. `device` is shared; `delay` and `rate` apply to each disk
     /// alone.
     pub(crate) fn of_terms(
-        terms: &Terms,
+        terms: &DefaultDiskSettings,
         size_bytes: u64,
         (delay, rate): (Option<&DelayOptions>, Option<&RateOptions>),
-        device: Option<(StationSpec, Rates)>,
+        device: Option<(StationSpec, DeviceRates)>,
     ) -> Self {
-        let mut world = World::default();
+        let mut world = WorldSpec::default();
         // All disks are in the one group of the command line.
         let group = terms.group.as_ref().map(|(name, settings)| {
-            world.groups.push(Group { name: name.clone(), hold: settings.of_disk(), parent: None });
+            world.groups.push(DiskGroupSpec { name: name.clone(), hold: settings.to_disk_settings(), parent: None });
             0
         });
-        let mut disk = Disk {
+        let mut disk = DiskSpec {
             name: String::new(),
-            hold: terms.disk.of_disk(),
+            hold: terms.disk.to_disk_settings(),
             group,
             prefetch: terms.prefetch,
             size_bytes,
-            place: Place::default(),
+            place: DevicePlacement::default(),
             watched: None,
         };
         if let Some(device) = device {
@@ -180,13 +180,13 @@ impl Setup {
             disk.place.budget = budget.take().map(|budget| world.add_budget(budget));
             disk.watched = Some(disk.place);
         }
-        let any = Any { disk, station: delay.map(station_of), budget };
-        Self { world, remarks: Vec::new(), kind: Kind::Any(Box::new(any)) }
+        let any = AnyDisk { disk, station: delay.map(station_of), budget };
+        Self { world, remarks: Vec::new(), kind: SetupKind::Any(Box::new(any)) }
     }
 
     /// Limits of each disk that is known by name, with those of its groups.
     pub(crate) fn limits_by_disk(&self) -> HashMap<String, LimitRates> {
-        let of_disk = |disk: &Disk| {
+        let of_disk = |disk: &DiskSpec| {
             let mut limits = LimitRates::default();
             limits.add(None, &disk.hold.limits);
             for group in self.world.groups_above(disk).map(|group| &self.world.groups[group]) {
@@ -200,24 +200,24 @@ impl Setup {
     /// Upper bound of the number of independent parts.
     pub(crate) fn parts(&self) -> usize {
         match &self.kind {
-            Kind::Config { .. } => self.world.parts().into_iter().max().map_or(1, |last| last + 1),
-            Kind::Any(any) if any.disk.group.is_some() || any.disk.place != Place::default() => 1,
-            Kind::Any(_) => usize::MAX,
+            SetupKind::Config { .. } => self.world.parts().into_iter().max().map_or(1, |last| last + 1),
+            SetupKind::Any(any) if any.disk.group.is_some() || any.disk.place != DevicePlacement::default() => 1,
+            SetupKind::Any(_) => usize::MAX,
         }
     }
 
     /// Maps a disk's index to its shard, including disks that are added later.
-    pub(crate) fn shards(&self, world: &World, shards: usize) -> impl Fn(usize) -> usize + use<> {
+    pub(crate) fn shards(&self, world: &WorldSpec, shards: usize) -> impl Fn(usize) -> usize + use<> {
         let parts = match &self.kind {
-            Kind::Config { .. } => world.parts(),
-            Kind::Any(_) => Vec::new(),
+            SetupKind::Config { .. } => world.parts(),
+            SetupKind::Any(_) => Vec::new(),
         };
         move |disk| parts.get(disk).copied().unwrap_or(disk) % shards
     }
 
     /// A copy with another value of one limit: of the named disk or group, the only group, or all
     /// disks.
-    pub(crate) fn with(&self, of: Option<&str>, setting: Setting, value: u64) -> anyhow::Result<Self> {
+    pub(crate) fn with_limit(&self, of: Option<&str>, setting: LimitSetting, value: u64) -> anyhow::Result<Self> {
         let mut setup = self.clone();
         // A swept value can contradict the other limits, which is only detected here.
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
@@ -228,7 +228,7 @@ impl Setup {
                 .validate()
                 .map_err(|invalid| anyhow::anyhow!("{}: {} {}", place(), invalid.setting, invalid.rule))
         };
-        let World { groups, disks, .. } = &mut setup.world;
+        let WorldSpec { groups, disks, .. } = &mut setup.world;
         let group = match of {
             Some(name) => groups.iter_mut().find(|group| group.name == name),
             None if groups.len() == 1 => groups.first_mut(),
@@ -237,12 +237,12 @@ impl Setup {
         // A group takes precedence; without a name, the target must be unambiguous.
         match (group, of, &mut setup.kind) {
             (Some(group), _, _) => change(&group.name, &mut group.hold.limits)?,
-            (None, Some(name), Kind::Config { file, .. }) => {
+            (None, Some(name), SetupKind::Config { file, .. }) => {
                 let disk = disks.iter_mut().find(|disk| disk.name == name);
                 let disk = disk.with_context(|| format!("{name}: is no disk and no group of {file}"))?;
                 change(&disk.name, &mut disk.hold.limits)?;
             }
-            (None, Some(name), Kind::Any(_)) => {
+            (None, Some(name), SetupKind::Any(_)) => {
                 let places = if groups.is_empty() {
                     format!("add --config FILE with this disk or group, or --group {name}")
                 } else {
@@ -252,39 +252,39 @@ impl Setup {
                     "--sweep-of {name}: without --config a limit is that of --group or of each disk ({places}, or leave --sweep-of out)"
                 )
             }
-            (None, None, Kind::Config { .. }) => match &mut disks[..] {
+            (None, None, SetupKind::Config { .. }) => match &mut disks[..] {
                 [disk] => change(&disk.name, &mut disk.hold.limits)?,
                 _ => {
                     anyhow::bail!("--sweep: there are several disks and groups (choose one with --sweep-of)")
                 }
             },
-            (None, None, Kind::Any(any)) => change("", &mut any.disk.hold.limits)?,
+            (None, None, SetupKind::Any(any)) => change("", &mut any.disk.hold.limits)?,
         }
         Ok(setup)
     }
 }
 
 #[derive(Debug)]
-pub(crate) struct Names<'a> {
-    setup: &'a Setup,
+pub(crate) struct DiskResolver<'a> {
+    setup: &'a SimulationSetup,
     /// Index in the world, by the trace's number.
     pub(crate) known: Vec<usize>,
     /// Name of the trace's first disk, if it stands for the only disk of the config file, which has
     /// another name.
-    taken: Option<String>,
+    stand_in: Option<String>,
 }
 
-impl<'a> Names<'a> {
-    pub(crate) fn new(setup: &'a Setup) -> Self {
-        Self { setup, known: Vec::new(), taken: None }
+impl<'a> DiskResolver<'a> {
+    pub(crate) fn new(setup: &'a SimulationSetup) -> Self {
+        Self { setup, known: Vec::new(), stand_in: None }
     }
 
     /// Resolves the next disk; adds a new one to the world. The caller adds the location in the
     /// trace to an error.
-    pub(crate) fn add(&mut self, name: &str, world: &mut World) -> Result<(), String> {
+    pub(crate) fn add(&mut self, name: &str, world: &mut WorldSpec) -> Result<(), String> {
         let index = match &self.setup.kind {
-            Kind::Any(any) => {
-                let Any { disk, station, budget } = &**any;
+            SetupKind::Any(any) => {
+                let AnyDisk { disk, station, budget } = &**any;
                 if world.disks.len() == MOST_DISKS {
                     return Err(format!("there are more than {MOST_DISKS} disks (split the trace)"));
                 }
@@ -295,17 +295,17 @@ impl<'a> Names<'a> {
                 }
                 if let Some(budget) = budget {
                     place.budget = Some(world.add_budget(*budget));
-                    watched = Some(Place { station: None, ..place });
+                    watched = Some(DevicePlacement { station: None, ..place });
                 }
-                world.disks.push(Disk { name: name.to_owned(), place, watched, ..disk.clone() });
+                world.disks.push(DiskSpec { name: name.to_owned(), place, watched, ..disk.clone() });
                 world.disks.len() - 1
             }
-            Kind::Config { file, by_name } => match by_name.get(name) {
-                Some(index) if self.taken.is_none() => *index,
+            SetupKind::Config { file, by_name } => match by_name.get(name) {
+                Some(index) if self.stand_in.is_none() => *index,
                 _ if by_name.len() == 1 && self.known.is_empty() => {
                     // A trace with one disk fits a config file with one disk, whatever their names
                     // are.
-                    self.taken = Some(name.to_owned());
+                    self.stand_in = Some(name.to_owned());
                     0
                 }
                 _ => return Err(self.unknown(name, file, &world.disks)),
@@ -315,9 +315,9 @@ impl<'a> Names<'a> {
         Ok(())
     }
 
-    fn unknown(&self, name: &str, file: &str, disks: &[Disk]) -> String {
+    fn unknown(&self, name: &str, file: &str, disks: &[DiskSpec]) -> String {
         const MOST_NAMED: usize = 5;
-        if let Some(taken) = &self.taken {
+        if let Some(taken) = &self.stand_in {
             let only = &disks[0].name;
             return format!(
                 "the disk {name:?} is the trace's second, and {file} has {only:?} alone, which {taken:?} was taken for (add [disk.{name:?}])"
@@ -333,16 +333,16 @@ impl<'a> Names<'a> {
 }
 
 /// Model of a device that was specified or probed; `state` is the directory of `weir probe`.
-pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Result<(StationSpec, Rates)> {
+pub(crate) fn device_of(spec: &DeviceSpec, state: Option<&Path>) -> anyhow::Result<(StationSpec, DeviceRates)> {
     Ok(match spec {
-        DeviceSpec::Given { delay, rate } => (station_of(delay), budget_of(rate)),
-        DeviceSpec::Probed(path) => (probed(path, &Store::new(state))?, Rates::default()),
+        DeviceSpec::Modelled { delay, rate } => (station_of(delay), budget_of(rate)),
+        DeviceSpec::Probed(path) => (probed(path, &CapacityStore::new(state))?, DeviceRates::default()),
     })
 }
 
 fn station_of(delay: &DelayOptions) -> StationSpec {
     let fixed =
-        |time: std::time::Duration| Service::fixed(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        |time: std::time::Duration| ServiceTimeSpec::fixed(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
     StationSpec {
         read: fixed(delay.read),
         write: fixed(delay.write),
@@ -352,12 +352,12 @@ fn station_of(delay: &DelayOptions) -> StationSpec {
     }
 }
 
-fn budget_of(rate: &RateOptions) -> Rates {
-    Rates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
+fn budget_of(rate: &RateOptions) -> DeviceRates {
+    DeviceRates { bytes: rate.bytes, iops: rate.iops, read: rate.read, write: rate.write }
 }
 
 /// Model from `weir probe`'s record of the device. Missing write figures are taken from reads.
-fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
+fn probed(path: &Path, store: &CapacityStore) -> anyhow::Result<StationSpec> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let name = path.display();
     let metadata = fs::metadata(path).with_context(|| {
@@ -365,30 +365,30 @@ fn probed(path: &Path, store: &Store) -> anyhow::Result<StationSpec> {
     })?;
     let is_device = metadata.file_type().is_block_device();
     // A device is the measured object itself; a directory lies on one.
-    let number = Number::unpack(if is_device { metadata.rdev() } else { metadata.dev() });
-    let identity = Identity::resolve(number, &Roots::default())
+    let number = DeviceNumber::unpack(if is_device { metadata.rdev() } else { metadata.dev() });
+    let identity = DeviceIdentity::resolve(number, &SysfsRoots::default())
         .with_context(|| format!("{name}: lies on no device (say what it takes: --device read=100us,…)"))?;
     let capacity = store.capacity(identity.key()).with_context(|| {
         format!("{name}: nothing is known of {} (measure it: weir probe {name})", identity.node())
     })?;
     // Capacities were measured at this depth, so the model cannot have more parallel places.
-    let parallel = places(capacity.read_iops.max(capacity.write_iops), probe::DEPTH);
-    let read = measured(capacity.read_iops, capacity.read_bps, parallel);
+    let parallel = server_count(capacity.read_iops.max(capacity.write_iops), probe::DEPTH);
+    let read = service_from_rates(capacity.read_iops, capacity.read_bps, parallel);
     let write = match (capacity.write_iops, capacity.write_bps) {
         (0, 0) => read,
-        (iops, bps) => measured(iops, bps, parallel),
+        (iops, bps) => service_from_rates(iops, bps, parallel),
     };
     // Flushes are not measured; one is modelled as a small write.
-    let flush = Service { byte_ns: 0.0, ..write };
+    let flush = ServiceTimeSpec { byte_ns: 0.0, ..write };
     Ok(StationSpec { read, write, zero: flush, flush, parallel: Some(parallel) })
 }
 
 /// Size of an image, as far as known without opening it.
-fn size_of(image: &settings::Image) -> anyhow::Result<u64> {
-    Ok(match image.spec()?.parse::<Spec>()? {
-        Spec::Memory(bytes) | Spec::Null(bytes) => bytes,
-        Spec::File(path) => size_of_file(&path).unwrap_or(UNKNOWN_SIZE),
-        Spec::Nbd(_) | Spec::Rbd(_) => UNKNOWN_SIZE,
+fn size_of(image: &settings::ImageLocation) -> anyhow::Result<u64> {
+    Ok(match image.to_spec()?.parse::<StorageSpec>()? {
+        StorageSpec::Memory(bytes) | StorageSpec::Null(bytes) => bytes,
+        StorageSpec::File(path) => size_of_file(&path).unwrap_or(UNKNOWN_SIZE),
+        StorageSpec::Nbd(_) | StorageSpec::Rbd(_) => UNKNOWN_SIZE,
     })
 }
 

@@ -2,27 +2,27 @@
 
 use std::str::FromStr;
 
-use policy::throttle::{Part, Setting};
+use policy::throttle::{LimitPart, LimitSetting};
 use settings::suggest;
 
 /// Bound on values: each is a simulation.
 const MOST_VALUES: u64 = 10_000;
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) struct Sweep {
-    pub(crate) setting: Setting,
+pub(crate) struct SweepValues {
+    pub(crate) setting: LimitSetting,
     pub(crate) values: Vec<u64>,
 }
 
-impl FromStr for Sweep {
+impl FromStr for SweepValues {
     type Err = String;
 
     /// Parses `iops-total=500..5000:500`: first, last and step; without a step, only these two.
     fn from_str(text: &str) -> Result<Self, String> {
         let form = || "is not of the form LIMIT=FROM..TO:STEP, such as iops-total=500..5000:500".to_owned();
         let (name, range) = text.split_once('=').ok_or_else(form)?;
-        let Some(setting) = Setting::from_name(name) else {
-            let near = suggest::nearest(name, Setting::ALL.map(Setting::name));
+        let Some(setting) = LimitSetting::from_name(name) else {
+            let near = suggest::nearest(name, LimitSetting::ALL.map(LimitSetting::name));
             return Err(match near {
                 Some(near) => format!("{name:?} is no limit (did you mean {near}?)"),
                 None => format!("{name:?} is no limit (weir simulate --help lists them)"),
@@ -41,7 +41,7 @@ impl FromStr for Sweep {
             return Err("does not rise (write the smaller value first, and a step above 0)".to_owned());
         }
         // For a rate, 0 means unlimited, which is the largest value rather than the smallest.
-        if from == 0 && matches!(setting, Setting::Limit(_, Part::Rate)) {
+        if from == 0 && matches!(setting, LimitSetting::Limit(_, LimitPart::Rate)) {
             return Err(format!("begins with 0, which is no {name} at all (begin above 0)"));
         }
         let count = (to - from) / step + 1;
@@ -52,10 +52,10 @@ impl FromStr for Sweep {
     }
 }
 
-impl Sweep {
+impl SweepValues {
     /// True if a higher value is never slower, so that a smallest sufficient value exists.
     pub(crate) fn has_smallest(&self) -> bool {
-        matches!(self.setting, Setting::Limit(_, Part::Rate))
+        matches!(self.setting, LimitSetting::Limit(_, LimitPart::Rate))
     }
 }
 
@@ -65,17 +65,17 @@ mod tests {
 
     #[test]
     fn a_sweep_is_a_limit_and_its_values() {
-        let sweep: Sweep = "iops-total=500..2000:500".parse().unwrap();
+        let sweep: SweepValues = "iops-total=500..2000:500".parse().unwrap();
         assert_eq!(sweep.setting.name(), "iops-total");
         assert_eq!(sweep.values, [500, 1000, 1500, 2000]);
-        let bytes: Sweep = "bps-read=1M..3M:1M".parse().unwrap();
+        let bytes: SweepValues = "bps-read=1M..3M:1M".parse().unwrap();
         assert_eq!(bytes.values, [1 << 20, 2 << 20, 3 << 20]);
-        assert_eq!("iops-read=1..9".parse::<Sweep>().unwrap().values, [1, 9]);
+        assert_eq!("iops-read=1..9".parse::<SweepValues>().unwrap().values, [1, 9]);
     }
 
     #[test]
-    fn what_is_no_sweep_says_why() {
-        let error = |text: &str| text.parse::<Sweep>().unwrap_err();
+    fn invalid_sweep_is_rejected() {
+        let error = |text: &str| text.parse::<SweepValues>().unwrap_err();
         assert!(error("iops-total").contains("is not of the form"));
         assert_eq!(error("iops-totl=1..2"), "\"iops-totl\" is no limit (did you mean iops-total?)");
         assert!(error("iops-total=9..1:1").contains("does not rise"));
@@ -83,7 +83,7 @@ mod tests {
             error("iops-total=0..9:1"),
             "begins with 0, which is no iops-total at all (begin above 0)"
         );
-        assert!("iops-size=0..9:1".parse::<Sweep>().is_ok_and(|sweep| !sweep.has_smallest()));
+        assert!("iops-size=0..9:1".parse::<SweepValues>().is_ok_and(|sweep| !sweep.has_smallest()));
         assert!(error("iops-total=1..9:0").contains("does not rise"));
         assert!(error("iops-total=1..1000000:1").contains("has 1000000 values"));
         assert!(error("iops-total=1K..9K:1").contains("is not a plain number"));

@@ -12,13 +12,13 @@ use std::{
 
 use console::{
     figures,
-    table::{Table, columns},
+    table::{TextTable, columns},
 };
-use policy::throttle::Setting;
+use policy::throttle::LimitSetting;
 use serde::Serialize;
-use simulator::tally::Tally;
+use simulator::tally::RequestStatistics;
 
-use super::{drive::Outcome, sweep::Sweep};
+use super::{drive::SimulationOutcome, sweep::SweepValues};
 use crate::latencies::Percentiles;
 
 /// Maximum number of disks with a separate column.
@@ -35,7 +35,7 @@ pub(crate) struct SweptNames<'a> {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Point {
+pub(crate) struct SweepPoint {
     pub(crate) value: u64,
     /// Latencies of the limited target, as are the figures below.
     pub(crate) latency_ns: Percentiles,
@@ -73,21 +73,21 @@ pub(crate) enum JudgedDisks {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Swept {
+pub(crate) struct SweepResult {
     pub(crate) limit: &'static str,
-    pub(crate) points: Vec<Point>,
+    pub(crate) points: Vec<SweepPoint>,
     /// The value that keeps the p99 below the bound.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(crate) p99: Option<Bound>,
+    pub(crate) p99: Option<P99Bound>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub(crate) partial: Option<String>,
     #[serde(skip)]
-    pub(crate) setting: Option<Setting>,
+    pub(crate) setting: Option<LimitSetting>,
 }
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(crate) struct Bound {
+pub(crate) struct P99Bound {
     pub(crate) below_ns: u64,
     /// The judged disk or group, if one was named.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -105,12 +105,12 @@ pub(crate) enum BestLimit {
     Largest(Option<u64>),
 }
 
-impl Point {
+impl SweepPoint {
     /// Evaluates a simulation.
     ///
     /// # Errors
     /// If the judged target has no requests.
-    pub(crate) fn new(value: u64, outcome: &Outcome, between: SweptNames<'_>) -> anyhow::Result<Self> {
+    pub(crate) fn new(value: u64, outcome: &SimulationOutcome, between: SweptNames<'_>) -> anyhow::Result<Self> {
         let world = &outcome.world;
         let is_of = |index: usize, name: Option<&str>| {
             let disk = &world.disks[index];
@@ -120,7 +120,7 @@ impl Point {
             name.is_none_or(named)
         };
         let used = || outcome.disks.iter().enumerate().filter(|(_, disk)| disk.after.requests > 0);
-        let (mut all, mut judged) = (Tally::default(), Tally::default());
+        let (mut all, mut judged) = (RequestStatistics::default(), RequestStatistics::default());
         let (mut throttled, mut of_limited, mut of_neighbours) = (0.0, false, false);
         for (index, disk) in used() {
             let is_limited = is_of(index, between.limited);
@@ -201,16 +201,16 @@ pub(crate) fn sweep<T: Send>(
     results.into_iter().filter_map(|(_, result)| result.transpose()).collect()
 }
 
-impl Swept {
+impl SweepResult {
     /// With `below`, a bound and the name of the judged target, also finds the limit that keeps it.
     pub(crate) fn new(
-        sweep: &Sweep,
-        points: Vec<Point>,
+        sweep: &SweepValues,
+        points: Vec<SweepPoint>,
         below: Option<(u64, Option<&str>)>,
         partial: Option<String>,
     ) -> Self {
         let p99 = below.map(|(below_ns, of)| {
-            let is_below = |point: &&Point| point.judged_p99_ns < below_ns;
+            let is_below = |point: &&SweepPoint| point.judged_p99_ns < below_ns;
             let judges = points.first().map_or(JudgedDisks::Limited, |point| point.judges);
             // From the end that helps most: an isolated value below the bound does not count.
             let kept = match judges {
@@ -223,7 +223,7 @@ impl Swept {
                     BestLimit::Largest(keep.last().map(|point| point.value))
                 }
             };
-            Bound { below_ns, of: of.map(str::to_owned), kept }
+            P99Bound { below_ns, of: of.map(str::to_owned), kept }
         });
         Self { limit: sweep.setting.name(), points, p99, partial, setting: Some(sweep.setting) }
     }
@@ -245,7 +245,7 @@ impl Swept {
         let disks: Vec<_> = self.columns().iter().map(|name| format!("P99 {name}")).collect();
         let numbers = [self.limit, "P50", "P99", "P99.9", "MAX", "IOPS", "BYTES/S", "THROTTLED"].into_iter();
         let numbers: Vec<_> = numbers.chain(disks.iter().map(String::as_str)).collect();
-        let mut table = Table::new(columns(&[], &numbers));
+        let mut table = TextTable::new(columns(&[], &numbers));
         for point in &self.points {
             let Percentiles { p50, p99, p99_9, max, .. } = point.latency_ns;
             let mut row = vec![self.shown(point.value)];
@@ -269,7 +269,7 @@ impl Swept {
     }
 
     /// A cell for each of [`columns`](Self::columns).
-    pub(crate) fn p99_of_disks(&self, point: &Point) -> impl Iterator<Item = String> {
+    pub(crate) fn p99_of_disks(&self, point: &SweepPoint) -> impl Iterator<Item = String> {
         let of = |name: String| point.disks.iter().find(|disk| disk.name == name).map(|disk| disk.p99_ns);
         let cells = self.columns().into_iter().map(of);
         cells
@@ -278,7 +278,7 @@ impl Swept {
             .into_iter()
     }
 
-    pub(crate) fn sentence(&self, bound: &Bound) -> String {
+    pub(crate) fn sentence(&self, bound: &P99Bound) -> String {
         let of = bound.of.as_ref().map_or_else(String::new, |name| format!(" of {name}"));
         let keeps = format!("keeps 99 of 100 requests{of} below {}", figures::time(bound.below_ns));
         let (which, value) = match bound.kept {
@@ -294,7 +294,7 @@ impl Swept {
                 )
             }
             Some(value) => format!("The {which} that {keeps}: {}={}", self.limit, self.shown(value)),
-            None => format!("None of these {keeps} ({}).", self.why_none()),
+            None => format!("None of these {keeps} ({}).", self.no_value_reason()),
         }
     }
 
@@ -307,7 +307,7 @@ impl Swept {
     }
 
     /// Reason why no value keeps the bound, with the change that helps, if any.
-    fn why_none(&self) -> &'static str {
+    fn no_value_reason(&self) -> &'static str {
         let last = self.points.last();
         match last.map(|point| point.judges) {
             Some(JudgedDisks::Neighbours) if self.is_indifferent() => {
@@ -326,8 +326,8 @@ impl Swept {
 mod tests {
     use super::*;
 
-    fn swept(judges: JudgedDisks, throttled: f64, p99s: [u64; 4]) -> Swept {
-        let point = |(value, p99)| Point {
+    fn swept(judges: JudgedDisks, throttled: f64, p99s: [u64; 4]) -> SweepResult {
+        let point = |(value, p99)| SweepPoint {
             value,
             latency_ns: Percentiles { mean: 0.0, p50: 0, p90: 0, p99, p99_9: 0, max: 0 },
             iops: 0.0,
@@ -337,9 +337,9 @@ mod tests {
             judged_p99_ns: p99,
             judges,
         };
-        let sweep: Sweep = "iops-total=1..4:1".parse().unwrap();
+        let sweep: SweepValues = "iops-total=1..4:1".parse().unwrap();
         let points = (1..).zip(p99s).map(point).collect();
-        Swept::new(&sweep, points, Some((100, Some("db"))), None)
+        SweepResult::new(&sweep, points, Some((100, Some("db"))), None)
     }
 
     fn kept(judges: JudgedDisks, p99s: [u64; 4]) -> BestLimit {
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn advice_is_given_where_it_helps_alone() {
+    fn advice_names_the_helpful_direction() {
         let told = |judges, throttled, p99s| {
             let swept = swept(judges, throttled, p99s);
             swept.sentence(swept.p99.as_ref().unwrap())

@@ -4,7 +4,7 @@ use std::{fs, path::Path};
 
 use clap::Parser as _;
 
-use super::{drive::Outcome, *};
+use super::{drive::SimulationOutcome, *};
 
 static GO_ON: AtomicBool = AtomicBool::new(false);
 const HEADER: &str = "time_ns,disk,op,offset,length\n";
@@ -38,17 +38,17 @@ impl Files {
     }
 }
 
-fn outcome(words: &str, threads: usize) -> anyhow::Result<Outcome> {
+fn outcome(words: &str, threads: usize) -> anyhow::Result<SimulationOutcome> {
     let arguments = arguments(words);
-    let setup = Setup::new(&arguments).map_err(|failure| match failure {
-        Failure::Usage(error) | Failure::Failed(error) => error,
-        Failure::Found(_) => unreachable!("it finds nothing"),
+    let setup = SimulationSetup::new(&arguments).map_err(|failure| match failure {
+        CommandFailure::Usage(error) | CommandFailure::Failed(error) => error,
+        CommandFailure::Found(_) => unreachable!("it finds nothing"),
     })?;
-    simulate(Job { threads, ..Job::new(&setup, input(&arguments)?, &GO_ON) })
+    simulate(SimulationJob { threads, ..SimulationJob::new(&setup, input(&arguments)?, &GO_ON) })
 }
 
 fn told(words: &str, threads: usize) -> String {
-    serde_json::to_string_pretty(&Summary::new(&outcome(words, threads).unwrap(), &[])).unwrap()
+    serde_json::to_string_pretty(&SimulationSummary::new(&outcome(words, threads).unwrap(), &[])).unwrap()
 }
 
 fn trace(disks: u64, requests: u64) -> String {
@@ -138,7 +138,7 @@ fn a_disk_is_the_same_in_whichever_company() {
     let only = only.replacen(HEADER, &format!("{HEADER}{first},other,flush,0,0\n"), 1);
     let (all, only) = (files.with("all.csv", &all), files.with("only.csv", &only));
     let line = |trace: &str| {
-        let summary = Summary::new(
+        let summary = SimulationSummary::new(
             &outcome(&format!("{trace} --iops-total 500 --iops-total-max 900"), 1).unwrap(),
             &[],
         );
@@ -155,24 +155,24 @@ fn the_same_again_is_the_same_and_another_seed_is_not() {
 }
 
 #[test]
-fn larger_limits_make_nobody_wait_longer() {
+fn larger_limits_never_increase_waits() {
     let words = "--workload random:iops=2000,seconds=5 --sweep iops-total=500..4000:500 --p99 10ms";
     let arguments = arguments(words);
-    let setup = Setup::new(&arguments).unwrap();
+    let setup = SimulationSetup::new(&arguments).unwrap();
     let values = arguments.sweep.sweep.clone().unwrap();
-    let points: Vec<Point> = values
+    let points: Vec<SweepPoint> = values
         .values
         .iter()
         .map(|&value| {
-            let setup = setup.with(None, values.setting, value).unwrap();
-            let job = Job { before: false, ..Job::new(&setup, input(&arguments).unwrap(), &GO_ON) };
+            let setup = setup.with_limit(None, values.setting, value).unwrap();
+            let job = SimulationJob { before: false, ..SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON) };
             let all = SweptNames { limited: None, judged: None };
-            Point::new(value, &simulate(job).unwrap(), all).unwrap()
+            SweepPoint::new(value, &simulate(job).unwrap(), all).unwrap()
         })
         .collect();
     assert!(points.is_sorted_by_key(|point| std::cmp::Reverse(point.latency_ns.p99)), "{points:?}");
     assert!(points.is_sorted_by(|one, other| one.throttled >= other.throttled), "{points:?}");
-    let swept = Swept::new(&values, points, Some((10_000_000, None)), None);
+    let swept = SweepResult::new(&values, points, Some((10_000_000, None)), None);
     // 2000 random arrivals per second; the bucket absorbs their fluctuation.
     assert_eq!(swept.p99.unwrap().kept, swept::BestLimit::Smallest(Some(2000)));
 }
@@ -180,7 +180,7 @@ fn larger_limits_make_nobody_wait_longer() {
 #[test]
 fn without_limits_nobody_waits() {
     let outcome = outcome("--workload random:iops=5000,seconds=2 --delay read=1ms,parallel=8", 1).unwrap();
-    let summary = Summary::new(&outcome, &[]);
+    let summary = SimulationSummary::new(&outcome, &[]);
     let line = &summary.disks[0];
     assert_eq!((line.throttled, line.longest_queue, line.after.waited_ns.max), (0.0, 0, 0));
     assert!(line.before.is_none(), "it would be the same");
@@ -192,7 +192,7 @@ fn several_disks_have_a_line_for_all_of_them() {
     let workload = "--workload random:iops=5000,seconds=2,disks=3";
     for (limits, rows) in [("", 1), (" --iops-total 1000", 2)] {
         let outcome = outcome(&format!("{workload}{limits}"), 1).unwrap();
-        let summary = Summary::new(&outcome, &[]);
+        let summary = SimulationSummary::new(&outcome, &[]);
         let all = summary.all.as_ref().unwrap();
         let sum: u64 = summary.disks.iter().map(|line| line.after.requests).sum();
         assert_eq!((summary.disks.len(), all.after.requests), (3, sum));
@@ -205,7 +205,7 @@ fn several_disks_have_a_line_for_all_of_them() {
 fn clients_wait_for_the_limits_and_not_for_a_clock() {
     let outcome =
         outcome("--workload sequential:op=write,size=1M,seconds=4,depth=2 --bps-write 10M", 1).unwrap();
-    let line = &Summary::new(&outcome, &[]).disks[0];
+    let line = &SimulationSummary::new(&outcome, &[]).disks[0];
     assert!((line.after.bps / f64::from(10 << 20) - 1.0).abs() < 0.1, "{}", line.after.bps);
     assert_eq!(line.longest_queue, 2);
 }
@@ -215,7 +215,7 @@ fn a_trace_with_one_disk_is_that_of_a_config_with_one() {
     let files = Files::new();
     let config = files.with("weir.toml", "[disk.only]\nimage = \"null:1G\"\niops-total = 1\n");
     let other = files.with("other.csv", &format!("{HEADER}0,sda,read,0,512\n1,sda,read,0,512\n"));
-    let summary = Summary::new(&outcome(&format!("{other} --config {config}"), 1).unwrap(), &[]);
+    let summary = SimulationSummary::new(&outcome(&format!("{other} --config {config}"), 1).unwrap(), &[]);
     assert_eq!(summary.disks[0].name, "only");
     assert_eq!(summary.disks[0].after.requests, 2);
 }
@@ -278,30 +278,30 @@ fn what_does_not_apply_is_said_of_its_place() {
 }
 
 #[test]
-fn what_came_before_a_broken_line_is_kept_and_marked() {
+fn rows_before_a_broken_line_are_kept() {
     let files = Files::new();
     let broken = files.with("a.csv", &format!("{HEADER}0,a,read,0,512\n1,a,read,0,512\n2,a,read,zero,512\n"));
     let outcome = outcome(&broken, 1).unwrap();
     assert_eq!(outcome.disks[0].after.requests, 2);
-    let summary = Summary::new(&outcome, &[]);
+    let summary = SimulationSummary::new(&outcome, &[]);
     assert!(summary.partial.as_deref().unwrap().contains("a.csv:4: "), "{:?}", summary.partial);
     assert!(summary.text().contains("Not complete: "), "{}", summary.text());
 }
 
-fn simulate_with(events: Events, job: Job<'_>) -> (Outcome, Events) {
+fn simulate_with(events: EventsFile, job: SimulationJob<'_>) -> (SimulationOutcome, EventsFile) {
     let events = Arc::new(Mutex::new(events));
-    let outcome = simulate(Job { events: Some(events.clone()), ..job }).unwrap();
+    let outcome = simulate(SimulationJob { events: Some(events.clone()), ..job }).unwrap();
     let events = Arc::into_inner(events).expect("the simulation is over");
     (outcome, events.into_inner().unwrap())
 }
 
 fn events(files: &Files, words: &str) -> (String, String) {
     let arguments = arguments(words);
-    let setup = Setup::new(&arguments).unwrap();
+    let setup = SimulationSetup::new(&arguments).unwrap();
     let path = files.path().join("events.csv");
-    let events = Events::create(&path, &arguments.traces).unwrap();
-    let job = Job::new(&setup, input(&arguments).unwrap(), &GO_ON);
-    simulate_with(events, Job { threads: 4, ..job }).1.finish().unwrap();
+    let events = EventsFile::create(&path, &arguments.traces).unwrap();
+    let job = SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON);
+    simulate_with(events, SimulationJob { threads: 4, ..job }).1.finish().unwrap();
     (path.display().to_string(), fs::read_to_string(&path).unwrap())
 }
 
@@ -342,7 +342,7 @@ fn events_never_replace_what_is_read_and_keep_what_was_there_until_they_are_comp
     let trace = files.with("a.csv", HEADER);
     let link = files.path().join("link.csv");
     std::os::unix::fs::symlink(&trace, &link).unwrap();
-    let error = |path: &Path| Events::create(path, &[trace.clone().into()]).unwrap_err().to_string();
+    let error = |path: &Path| EventsFile::create(path, &[trace.clone().into()]).unwrap_err().to_string();
     assert_eq!(
         error(Path::new(&trace)),
         format!("--events: {trace} is {trace}, which is read (name another file)")
@@ -350,17 +350,17 @@ fn events_never_replace_what_is_read_and_keep_what_was_there_until_they_are_comp
     assert!(error(&link).contains("which is read"));
     assert_eq!(fs::read_to_string(&trace).unwrap(), HEADER);
     let old = files.with("old.csv", "old");
-    drop(Events::create(Path::new(&old), &[]).unwrap());
+    drop(EventsFile::create(Path::new(&old), &[]).unwrap());
     assert_eq!(fs::read_to_string(&old).unwrap(), "old");
     assert_eq!(fs::read_dir(files.path()).unwrap().count(), 3, "nothing is left beside it");
 }
 
 #[test]
 fn a_full_disk_ends_the_events_and_not_the_simulation() {
-    let events = Events::create(Path::new("/dev/full"), &[]).unwrap();
+    let events = EventsFile::create(Path::new("/dev/full"), &[]).unwrap();
     let arguments = arguments("--workload random:iops=20000,seconds=1");
-    let setup = Setup::new(&arguments).unwrap();
-    let job = Job::new(&setup, input(&arguments).unwrap(), &GO_ON);
+    let setup = SimulationSetup::new(&arguments).unwrap();
+    let job = SimulationJob::new(&setup, input(&arguments).unwrap(), &GO_ON);
     let (outcome, events) = simulate_with(events, job);
     assert!(outcome.partial.is_none() && outcome.disks[0].after.requests > 15_000);
     let error = format!("{:#}", events.finish().unwrap_err());
@@ -380,9 +380,9 @@ fn lengths_that_no_sum_holds_are_simulated() {
 }
 
 #[test]
-fn what_a_workload_does_not_take_is_refused() {
+fn options_unfit_for_a_workload_are_rejected() {
     let refused = |words: &str| match run(arguments(words)) {
-        Err(Failure::Usage(error)) => error.to_string(),
+        Err(CommandFailure::Usage(error)) => error.to_string(),
         other => panic!("{words}: {other:?}"),
     };
     let options = "config=x iops-total=5 group=g device=/ delay=read=1ms rate=bytes=1M weight=5 prefetch=on \
@@ -401,11 +401,11 @@ fn what_a_workload_does_not_take_is_refused() {
 }
 
 #[test]
-fn an_interruption_leaves_what_there_is() {
+fn interruption_keeps_the_partial_result() {
     let arguments = arguments("--workload sequential:seconds=1000000,size=4K --iops-total 100");
-    let setup = Setup::new(&arguments).unwrap();
+    let setup = SimulationSetup::new(&arguments).unwrap();
     let stop = AtomicBool::new(true);
-    let outcome = simulate(Job::new(&setup, input(&arguments).unwrap(), &stop)).unwrap();
+    let outcome = simulate(SimulationJob::new(&setup, input(&arguments).unwrap(), &stop)).unwrap();
     assert!(outcome.partial.as_deref().unwrap().starts_with("interrupted"));
     assert!(outcome.disks[0].after.requests > 0);
 }
@@ -416,8 +416,8 @@ fn a_sweep_of_what_is_not_there_is_an_error() {
     let config = files.with("weir.toml", CONFIG);
     let error = |words: &str, of: Option<&str>, value| {
         let arguments = arguments(&format!("x {words} --sweep iops-total=1..2"));
-        let setup = Setup::new(&arguments).unwrap();
-        format!("{:#}", setup.with(of, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err())
+        let setup = SimulationSetup::new(&arguments).unwrap();
+        format!("{:#}", setup.with_limit(of, arguments.sweep.sweep.unwrap().setting, value).map(drop).unwrap_err())
     };
     let config = format!("--config {config}");
     assert_eq!(

@@ -6,23 +6,23 @@
 //! `oflag=direct`, a stream has one write in flight, else up to `cache` dirty bytes; the figures of
 //! 2009 imply some 30 to 100 MiB.
 
-use console::table::Side;
-use policy::{device::Rates, throttle::LimitKind, watermark::Watermark};
+use console::table::ColumnAlignment;
+use policy::{device::DeviceRates, throttle::LimitKind, watermark::Watermark};
 use simulator::{
     client::ClientSpec,
-    device::Place,
-    engine::Impossible,
-    request::Op,
-    world::{Disk, DiskSettings, World},
+    device::DevicePlacement,
+    engine::WorldError,
+    request::RequestOp,
+    world::{DiskSpec, DiskSettings, WorldSpec},
 };
 
-use super::story::{Story, disk, one_limit, run};
+use super::story::{ScenarioTable, disk, one_limit, run};
 
 const MIB: u64 = 1 << 20;
 const COUNT: u64 = 256;
 const DEVICE_BPS: u64 = 22 * MIB;
 
-struct Case {
+struct StreamsCase {
     /// True for limits of 4 and 2 MiB per second.
     limited: bool,
     watermark: u8,
@@ -31,11 +31,11 @@ struct Case {
     then: [f64; 2],
 }
 
-const fn case(limited: bool, watermark: u8, direct: bool, then: [f64; 2]) -> Case {
-    Case { limited, watermark, direct, then }
+const fn case(limited: bool, watermark: u8, direct: bool, then: [f64; 2]) -> StreamsCase {
+    StreamsCase { limited, watermark, direct, then }
 }
 
-const CASES: [Case; 8] = [
+const CASES: [StreamsCase; 8] = [
     case(false, 0, false, [19.7, 21.1]),
     case(false, 0, true, [12.0, 11.7]),
     case(true, 0, false, [6.3, 2.4]),
@@ -46,18 +46,18 @@ const CASES: [Case; 8] = [
     case(true, 100, true, [14.3, 11.7]),
 ];
 
-struct Figures {
+struct StreamRates {
     /// The rates that each `dd` would report, in MB/s.
     streams: [f64; 2],
     together: [f64; 2],
 }
 
 /// Simulates all cases. `cache_bytes` bounds the dirty bytes of each stream.
-pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
+pub(super) fn simulate_all(cache_bytes: u64) -> Result<ScenarioTable, WorldError> {
     let mut rows = Vec::new();
     let mut measures = Vec::new();
     for (number, case) in (1..).zip(&CASES) {
-        let Figures { streams, together } = simulate(case, cache_bytes)?;
+        let StreamRates { streams, together } = simulate(case, cache_bytes)?;
         let [one, other] = streams.map(|rate| format!("{rate:.1}"));
         let [then_one, then_other] = case.then.map(|rate| format!("{rate:.1}"));
         rows.push(vec![
@@ -84,17 +84,17 @@ pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
          wrote to the device while both did.",
         cache_bytes / MIB
     );
-    Ok(Story {
+    Ok(ScenarioTable {
         title: "Two streams on one device of 22 MB/s, as io-throttle v16 had them in 2009",
         columns: vec![
-            ("CASE", Side::Right),
-            ("LIMITS", Side::Left),
-            ("I/O", Side::Left),
-            ("STREAM 1", Side::Right),
-            ("2009", Side::Right),
-            ("STREAM 2", Side::Right),
-            ("2009", Side::Right),
-            ("WHILE BOTH", Side::Right),
+            ("CASE", ColumnAlignment::Right),
+            ("LIMITS", ColumnAlignment::Left),
+            ("I/O", ColumnAlignment::Left),
+            ("STREAM 1", ColumnAlignment::Right),
+            ("2009", ColumnAlignment::Right),
+            ("STREAM 2", ColumnAlignment::Right),
+            ("2009", ColumnAlignment::Right),
+            ("WHILE BOTH", ColumnAlignment::Right),
         ],
         rows,
         note,
@@ -102,23 +102,23 @@ pub(super) fn tell(cache_bytes: u64) -> Result<Story, Impossible> {
     })
 }
 
-fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
-    let place = Place { station: None, budget: Some(0) };
+fn simulate(case: &StreamsCase, cache_bytes: u64) -> Result<StreamRates, WorldError> {
+    let place = DevicePlacement { station: None, budget: Some(0) };
     let stream = |name: &str, rate: u64| {
         let limits = one_limit(LimitKind::BpsWrite, if case.limited { rate } else { 0 });
         let watermark = Watermark::new(case.watermark).unwrap_or_default();
         let hold = DiskSettings { limits, watermark, ..DiskSettings::default() };
-        Disk { hold, place, watched: Some(place), ..disk(name, limits, None) }
+        DiskSpec { hold, place, watched: Some(place), ..disk(name, limits, None) }
     };
-    let world = World {
+    let world = WorldSpec {
         disks: vec![stream("cgrp1", 4 * MIB), stream("cgrp2", 2 * MIB)],
-        budgets: vec![Rates { bytes: Some(DEVICE_BPS), ..Rates::default() }],
-        ..World::default()
+        budgets: vec![DeviceRates { bytes: Some(DEVICE_BPS), ..DeviceRates::default() }],
+        ..WorldSpec::default()
     };
     let depth = if case.direct { 1 } else { (cache_bytes / MIB).clamp(1, COUNT) as u32 };
     let client = |disk| ClientSpec {
         disk,
-        op: Op::Write,
+        op: RequestOp::Write,
         length: MIB,
         region: 0..COUNT * MIB,
         random: None,
@@ -138,7 +138,7 @@ fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
     let both = written[0].min(written[1]);
     let megabytes = |count: u64, ns: u64| (count * MIB) as f64 / 1e6 / (ns.max(1) as f64 / 1e9);
     let until = |disk| of(disk).filter(|row| row.completed_ns <= both).count() as u64;
-    Ok(Figures {
+    Ok(StreamRates {
         streams: ended.map(|end| megabytes(COUNT, end)),
         together: [0, 1].map(|disk| megabytes(until(disk), both)),
     })
@@ -148,7 +148,7 @@ fn simulate(case: &Case, cache_bytes: u64) -> Result<Figures, Impossible> {
 mod tests {
     use super::*;
 
-    fn figures(case: usize) -> Figures {
+    fn figures(case: usize) -> StreamRates {
         simulate(&CASES[case - 1], 64 * MIB).unwrap()
     }
 

@@ -11,20 +11,20 @@
 
 use std::str::FromStr;
 
-use simulator::{client::ClientSpec, request::Op};
+use simulator::{client::ClientSpec, request::RequestOp};
 
-use super::keys::Keys;
+use super::keys::SpecKeys;
 use crate::load::Locality;
 
 #[derive(Clone, Debug, PartialEq)]
 pub(crate) enum Workload {
-    Open(Open),
-    Sequential(Sequential),
-    Story(Tale),
+    Open(OpenWorkload),
+    Sequential(SequentialWorkload),
+    Scenario(Scenario),
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) enum Tale {
+pub(crate) enum Scenario {
     TwoStreams { cache_bytes: u64 },
     Burst,
     Group,
@@ -33,7 +33,7 @@ pub(crate) enum Tale {
 
 /// Open-loop requests.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Open {
+pub(crate) struct OpenWorkload {
     pub(crate) locality: Locality,
     /// Mean requests per second to each disk, with Poisson arrivals.
     pub(crate) iops: u64,
@@ -48,8 +48,8 @@ pub(crate) struct Open {
 
 /// Clients that read or write their disk from start to end.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Sequential {
-    pub(crate) op: Op,
+pub(crate) struct SequentialWorkload {
+    pub(crate) op: RequestOp,
     pub(crate) length: u64,
     pub(crate) depth: u32,
     pub(crate) think_ns: u64,
@@ -76,16 +76,16 @@ impl FromStr for Workload {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (name, rest) = text.split_once(':').unwrap_or((text, ""));
-        let mut keys = Keys::new(rest)?;
+        let mut keys = SpecKeys::new(rest)?;
         let workload = match name {
             "random" => Self::Open(open(&mut keys, |_| Ok(Locality::Even))?),
             "zipf" => Self::Open(open(&mut keys, zipf)?),
             "hot-cold" => Self::Open(open(&mut keys, hot_cold)?),
             "sequential" => Self::Sequential(sequential(&mut keys)?),
-            "two-streams" => Self::Story(Tale::TwoStreams { cache_bytes: keys.bytes("cache", 64 << 20)? }),
-            "burst" => Self::Story(Tale::Burst),
-            "group" => Self::Story(Tale::Group),
-            "depths" => Self::Story(Tale::Depths),
+            "two-streams" => Self::Scenario(Scenario::TwoStreams { cache_bytes: keys.bytes("cache", 64 << 20)? }),
+            "burst" => Self::Scenario(Scenario::Burst),
+            "group" => Self::Scenario(Scenario::Group),
+            "depths" => Self::Scenario(Scenario::Depths),
             _ => return Err(format!("{name:?} is no generator (there are {})", generators())),
         };
         // Rejects keys that this generator did not ask for.
@@ -95,10 +95,10 @@ impl FromStr for Workload {
 }
 
 fn open(
-    keys: &mut Keys<'_>,
-    locality: impl Fn(&mut Keys<'_>) -> Result<Locality, String>,
-) -> Result<Open, String> {
-    let open = Open {
+    keys: &mut SpecKeys<'_>,
+    locality: impl Fn(&mut SpecKeys<'_>) -> Result<Locality, String>,
+) -> Result<OpenWorkload, String> {
+    let open = OpenWorkload {
         locality: locality(keys)?,
         iops: keys.number("iops", 1000, 1..=MOST_IOPS)?,
         length: keys.bytes("size", 4096)?,
@@ -110,7 +110,7 @@ fn open(
     holds_one(open.span, open.length).map(|()| open)
 }
 
-fn zipf(keys: &mut Keys<'_>) -> Result<Locality, String> {
+fn zipf(keys: &mut SpecKeys<'_>) -> Result<Locality, String> {
     let theta = keys.take("theta").map_or(Ok(0.99), |text| {
         let theta = text.parse::<f64>().ok().filter(|theta| (0.01..=10.0).contains(theta));
         theta.ok_or_else(|| format!("theta={text} is not a number from 0.01 to 10"))
@@ -118,18 +118,18 @@ fn zipf(keys: &mut Keys<'_>) -> Result<Locality, String> {
     Ok(Locality::Zipf(theta))
 }
 
-fn hot_cold(keys: &mut Keys<'_>) -> Result<Locality, String> {
+fn hot_cold(keys: &mut SpecKeys<'_>) -> Result<Locality, String> {
     Ok(Locality::Hot {
         requests: keys.number("requests", 80, 0..=100)? as u8,
         places: keys.number("space", 20, 1..=99)? as u8,
     })
 }
 
-fn sequential(keys: &mut Keys<'_>) -> Result<Sequential, String> {
-    let sequential = Sequential {
+fn sequential(keys: &mut SpecKeys<'_>) -> Result<SequentialWorkload, String> {
+    let sequential = SequentialWorkload {
         op: match keys.take("op").unwrap_or("read") {
-            "read" => Op::Read,
-            "write" => Op::Write,
+            "read" => RequestOp::Read,
+            "write" => RequestOp::Write,
             other => return Err(format!("op={other} is neither read nor write")),
         },
         length: keys.bytes("size", 64 << 10)?,
@@ -156,7 +156,7 @@ pub(crate) fn names(disks: usize) -> Vec<String> {
     (1..=disks).map(|number| format!("disk{number}")).collect()
 }
 
-impl Sequential {
+impl SequentialWorkload {
     pub(crate) fn clients(&self) -> Vec<ClientSpec> {
         let Self { op, length, depth, think_ns, disks, seconds, span } = *self;
         let client = |disk| ClientSpec {
@@ -179,7 +179,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_workload_says_why() {
+    fn invalid_workload_is_rejected() {
         let error = |text: &str| text.parse::<Workload>().unwrap_err();
         assert!(error("rnd").starts_with("\"rnd\" is no generator (there are random, "));
         assert_eq!(error("random:iops=0"), "iops=0 is not between 1 and 100000000");

@@ -5,19 +5,19 @@
 //! how many ratios at each end lie outside the 95 % interval. The noise may have any distribution,
 //! and outliers have little effect.
 
-use super::ranks::{Comparison, EXACT_UP_TO, comparison, exact_places, normal_places};
+use super::ranks::{RankComparison, EXACT_UP_TO, comparison, exact_places, normal_places};
 
 /// Larger groups are represented by this many samples, evenly chosen by rank.
 const MOST_SAMPLES: usize = 400;
 
 /// Compares samples, all above 0; without samples the groups count as equal.
-pub(crate) fn compare(base: &[f64], other: &[f64]) -> Comparison {
+pub(crate) fn compare(base: &[f64], other: &[f64]) -> RankComparison {
     let (base, other) = (representatives(base), representatives(other));
     let mut quotients: Vec<f64> =
         base.iter().flat_map(|base| other.iter().map(move |other| other / base)).collect();
     quotients.retain(|quotient| quotient.is_finite());
     quotients.sort_unstable_by(f64::total_cmp);
-    comparison(&quotients, places(base.len(), other.len()), |quotient| quotient)
+    comparison(&quotients, dropped_ratios(base.len(), other.len()), |quotient| quotient)
 }
 
 pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
@@ -31,18 +31,18 @@ pub(super) fn representatives(samples: &[f64]) -> Vec<f64> {
 }
 
 /// Number of ratios to drop at each end, by [`TAIL`](super::ranks::TAIL); `None`: too few samples.
-fn places(base: usize, other: usize) -> Option<usize> {
+fn dropped_ratios(base: usize, other: usize) -> Option<usize> {
     if base.max(other) > EXACT_UP_TO {
         let (base, other) = (base as f64, other as f64);
         // Mean and deviation of Mann and Whitney's U without a difference.
         let deviation = (base * other * (base + other + 1.0) / 12.0).sqrt();
         return normal_places(base * other / 2.0, deviation);
     }
-    exact_places(&ways(base, other))
+    exact_places(&rank_sum_ways(base, other))
 }
 
 /// Mann and Whitney's distribution of U, by recursion over the group of the largest sample.
-fn ways(base: usize, other: usize) -> Vec<f64> {
+fn rank_sum_ways(base: usize, other: usize) -> Vec<f64> {
     let mut rows = vec![vec![1.0]; base + 1];
     for others in 1..=other {
         for bases in 1..=base {
@@ -63,7 +63,7 @@ fn ways(base: usize, other: usize) -> Vec<f64> {
 
 #[cfg(test)]
 mod tests {
-    use super::{super::ranks::Verdict, *};
+    use super::{super::ranks::RankVerdict, *};
 
     /// Noise of a shared machine: a few percent, and occasionally a disturbed run.
     fn runs(random: &mut fastrand::Rng, count: usize, value: f64, noise: f64) -> Vec<f64> {
@@ -80,7 +80,7 @@ mod tests {
         let different = (0..2000).filter(|_| {
             let base = runs(&mut random, count, 50_000.0, noise);
             let other = runs(&mut random, count, 50_000.0 * factor, noise);
-            compare(&base, &other).verdict != Verdict::Same
+            compare(&base, &other).verdict != RankVerdict::Same
         });
         different.count() as f64 / 2000.0
     }
@@ -129,11 +129,11 @@ mod tests {
             let behind = |at: u32| (0..at).filter(|&before| !is_base(before)).count();
             counted[(0..9).filter(|&at| is_base(at)).map(behind).sum::<usize>()] += 1.0;
         }
-        assert_eq!(ways(4, 5), counted);
+        assert_eq!(rank_sum_ways(4, 5), counted);
         // Of 252 orders, four have a U of 2 or less (1.6 %), seven one of 3 or less (2.8 %).
-        assert_eq!(places(5, 5), Some(2));
-        assert_eq!(places(3, 3), None, "a twentieth is the least that three and three can have");
-        let (exact, approximate) = (places(25, 25).unwrap(), places(26, 24).unwrap());
+        assert_eq!(dropped_ratios(5, 5), Some(2));
+        assert_eq!(dropped_ratios(3, 3), None, "a twentieth is the least that three and three can have");
+        let (exact, approximate) = (dropped_ratios(25, 25).unwrap(), dropped_ratios(26, 24).unwrap());
         assert!(
             exact.abs_diff(approximate) <= 2,
             "{exact}, {approximate}: the approximation goes on where the exact ends"
@@ -145,11 +145,11 @@ mod tests {
         for (base, other) in
             [(&[][..], &[][..]), (&[1.0], &[]), (&[1.0, 1.0], &[9.0, 9.0]), (&[0.0; 9], &[0.0; 9])]
         {
-            assert_eq!(compare(base, other).verdict, Verdict::Same, "{base:?}, {other:?}");
+            assert_eq!(compare(base, other).verdict, RankVerdict::Same, "{base:?}, {other:?}");
         }
-        assert_eq!(compare(&[2.0; 8], &[2.0; 8]).verdict, Verdict::Same);
-        assert_eq!(compare(&[2.0; 8], &[1.0; 8]).verdict, Verdict::Lower);
+        assert_eq!(compare(&[2.0; 8], &[2.0; 8]).verdict, RankVerdict::Same);
+        assert_eq!(compare(&[2.0; 8], &[1.0; 8]).verdict, RankVerdict::Lower);
         let many: Vec<f64> = (1..=100_000).map(f64::from).collect();
-        assert_eq!(compare(&many, &many).verdict, Verdict::Same);
+        assert_eq!(compare(&many, &many).verdict, RankVerdict::Same);
     }
 }

@@ -7,39 +7,39 @@
 use super::estimate::{Estimate, median};
 
 /// One-sided error; one in twenty-five in both directions together.
-pub(super) const TAIL: f64 = 0.02;
+pub(super) const ONE_SIDED_ERROR: f64 = 0.02;
 /// Number of samples above which the normal approximation is good to the third digit.
 pub(super) const EXACT_UP_TO: usize = 25;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Comparison {
+pub(crate) struct RankComparison {
     /// Other to base, with its 95 % interval; the full range for fewer than four samples of each.
     pub(crate) ratio: Estimate,
-    pub(crate) verdict: Verdict,
+    pub(crate) verdict: RankVerdict,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Verdict {
+pub(crate) enum RankVerdict {
     Same,
     Higher,
     Lower,
 }
 
 /// Drops `places` ordered ratios at each end (`None`: too few samples); `back` inverts their scale.
-pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f64) -> f64) -> Comparison {
+pub(super) fn comparison(ordered: &[f64], places: Option<usize>, back: impl Fn(f64) -> f64) -> RankComparison {
     let Some(last) = ordered.len().checked_sub(1) else {
-        return Comparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: Verdict::Same };
+        return RankComparison { ratio: Estimate { median: 1.0, low: 1.0, high: 1.0 }, verdict: RankVerdict::Same };
     };
     // At least the middle remains.
     let cut = places.unwrap_or(0).min(last / 2);
     let ratio =
         Estimate { median: back(median(ordered)), low: back(ordered[cut]), high: back(ordered[last - cut]) };
     let verdict = match places {
-        Some(_) if ratio.low > 1.0 => Verdict::Higher,
-        Some(_) if ratio.high < 1.0 => Verdict::Lower,
-        _ => Verdict::Same,
+        Some(_) if ratio.low > 1.0 => RankVerdict::Higher,
+        Some(_) if ratio.high < 1.0 => RankVerdict::Lower,
+        _ => RankVerdict::Same,
     };
-    Comparison { ratio, verdict }
+    RankComparison { ratio, verdict }
 }
 
 /// Largest number of places with a probability below [`TAIL`], from the ways to each value; `None`:
@@ -49,7 +49,7 @@ pub(super) fn exact_places(ways: &[f64]) -> Option<usize> {
     let mut chance = 0.0;
     let within = ways.iter().take_while(|&&count| {
         chance += count / all;
-        chance <= TAIL
+        chance <= ONE_SIDED_ERROR
     });
     within.count().checked_sub(1)
 }

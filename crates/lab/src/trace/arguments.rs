@@ -1,19 +1,19 @@
 //! Options of every command that reads traces.
 
 use clap::Args;
-use recording::{Columns, Format, Options, reader::MAX_WINDOW};
+use recording::{ColumnSpec, TraceFormat, TraceOptions, reader::MAX_WINDOW};
 
 /// Options for reading traces.
 #[derive(Debug, Args)]
 pub(crate) struct ReadingArgs {
     /// The traces' format [default: seen from how each begins]
     #[arg(long, value_name = "FORMAT")]
-    pub(crate) format: Option<Format>,
+    pub(crate) format: Option<TraceFormat>,
     /// Which columns of a text are what: time=N[:ns|us|ms|s], offset=N[:bytes|sectors|KiB|pages],
     /// length=N[:…], op=N, disk=N, reads=WORD, writes=WORD,
     /// separator=comma|semicolon|tab|blanks, skip=LINES
-    #[arg(long, value_name = "KEY=N,…", value_parser = settings::read::<Columns>, conflicts_with = "format")]
-    pub(crate) columns: Option<Columns>,
+    #[arg(long, value_name = "KEY=N,…", value_parser = settings::parse::<ColumnSpec>, conflicts_with = "format")]
+    pub(crate) columns: Option<ColumnSpec>,
     /// How many records are held back to put them in order, up to 16777216
     #[arg(long, value_name = "N", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..=MAX_WINDOW as i64))]
     pub(crate) window: u32,
@@ -24,8 +24,8 @@ pub(crate) struct ReadingArgs {
 }
 
 impl ReadingArgs {
-    pub(crate) fn options(&self) -> Options {
-        Options {
+    pub(crate) fn options(&self) -> TraceOptions {
+        TraceOptions {
             format: self.format,
             columns: self.columns.clone(),
             window: self.window as usize,

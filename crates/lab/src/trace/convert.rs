@@ -17,61 +17,61 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, anyhow};
 use arguments::format_of;
-pub use arguments::{ABOUT, Command, ConvertArgs};
-use console::{Failure, figures, say};
-use forms::{Request, Start};
-pub use live::Transcript;
+pub use arguments::{ABOUT, TraceCommand, ConvertArgs};
+use console::{CommandFailure, figures, print_notice};
+use forms::{TraceRequest, TraceStart};
+pub use live::LiveConversion;
 use recording::{
-    Format, Merged, Options, Outcome, Source as _,
-    disks::Disks,
+    TraceFormat, MergedTraces, TraceOptions, RequestOutcome, RecordSource as _,
+    disks::TraceDisks,
     error::TraceError,
-    file::Blocks,
-    lines::Lines,
-    reader::{self, Reader},
+    file::RecordingReader,
+    lines::LineReader,
+    reader::{self, TraceReader},
 };
-use sink::{Compression, Sink};
+use sink::{TraceCompression, ConvertSink};
 
-use super::{Output, info};
+use super::{TraceOutput, info};
 
 /// Runs `weir trace …`.
 ///
 /// # Errors
 /// Wrong usage, and errors of reading or writing. Requests read before an error are written, unless
 /// there are none.
-pub fn run(command: Command) -> Result<(), Failure> {
+pub fn run(command: TraceCommand) -> Result<(), CommandFailure> {
     match command {
-        Command::Convert(arguments) => convert(&arguments),
-        Command::Info(arguments) => info::run(&arguments),
+        TraceCommand::Convert(arguments) => convert(&arguments),
+        TraceCommand::Info(arguments) => info::run(&arguments),
     }
 }
 
-fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
+fn convert(arguments: &ConvertArgs) -> Result<(), CommandFailure> {
     let Some((output, traces)) = arguments.files.split_last().filter(|(_, traces)| !traces.is_empty()) else {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "OUTPUT: missing (write it behind the traces; - is standard output)"
         )));
     };
-    let (format, compression) = wanted(output, arguments.to).map_err(Failure::Usage)?;
-    let options = Options { outcomes: true, ..arguments.reading.options() };
+    let (format, compression) = output_format(output, arguments.to).map_err(CommandFailure::Usage)?;
+    let options = TraceOptions { outcomes: true, ..arguments.reading.options() };
     // Inputs are opened before the output is created: an unreadable trace leaves no file.
-    let mut source = Source::open(traces, &options, format).map_err(anyhow::Error::from)?;
+    let mut source = ConvertSource::open(traces, &options, format).map_err(anyhow::Error::from)?;
     let cannot = || format!("{}: cannot be written", output.display());
     let out = match output.as_path() {
-        path if path == Path::new("-") => Output::standard().with_context(cannot)?,
-        path => Output::create("OUTPUT", path, traces)?,
+        path if path == Path::new("-") => TraceOutput::standard().with_context(cannot)?,
+        path => TraceOutput::create("OUTPUT", path, traces)?,
     };
     // The header needs the clock, which is known after the first block.
     let start = source.start().map_err(anyhow::Error::from)?;
-    let mut sink = Sink::new(format, compression, out, start).with_context(cannot)?;
+    let mut sink = ConvertSink::new(format, compression, out, start).with_context(cannot)?;
     let read = match &mut source {
-        Source::Recording(lines, blocks) => as_it_is(lines, blocks, &mut sink, &cannot),
-        Source::Any(traces) => in_order(traces, &mut sink, &cannot),
+        ConvertSource::Recording(lines, blocks) => convert_recording(lines, blocks, &mut sink, &cannot),
+        ConvertSource::Any(traces) => convert_sorted(traces, &mut sink, &cannot),
     };
-    if let Source::Any(traces) = &source {
-        info::tell_empty(traces.empty());
+    if let ConvertSource::Any(traces) = &source {
+        info::report_empty(traces.empty());
     }
     if sink.lost() > 0 {
-        say(&format!("lost while it was recorded: {}", figures::counted(sink.lost(), "request")));
+        print_notice(&format!("lost while it was recorded: {}", figures::counted(sink.lost(), "request")));
     }
     let written = sink.written();
     // Without a request the unfinished output is dropped, and an existing file stays.
@@ -84,7 +84,7 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
     let left_out = sink.left_out();
     // The requests before an error are kept, and the error is reported afterwards.
     sink.finish().with_context(cannot)?;
-    left_out.iter().for_each(|line| say(line));
+    left_out.iter().for_each(|line| print_notice(line));
     read.with_context(|| {
         format!("{} ends after {}", output.display(), figures::counted(written, "request"))
     })?;
@@ -92,60 +92,60 @@ fn convert(arguments: &ConvertArgs) -> Result<(), Failure> {
 }
 
 /// Input of the conversion.
-enum Source {
+enum ConvertSource {
     /// A recording with all its information.
-    Recording(Box<Lines>, Box<Blocks>),
-    Any(Box<Merged>),
+    Recording(Box<LineReader>, Box<RecordingReader>),
+    Any(Box<MergedTraces>),
 }
 
-impl Source {
-    fn open(traces: &[PathBuf], options: &Options, to: Format) -> Result<Self, TraceError> {
+impl ConvertSource {
+    fn open(traces: &[PathBuf], options: &TraceOptions, to: TraceFormat) -> Result<Self, TraceError> {
         // Several traces must be merged, which no block structure survives.
         let [only] = traces else {
-            return Merged::open(traces, options).map(|merged| Self::Any(merged.into()));
+            return MergedTraces::open(traces, options).map(|merged| Self::Any(merged.into()));
         };
         let mut lines = reader::open(only)?;
         let keeps_all =
             // Only these formats keep everything, and a block has absolute times.
-            matches!(to, Format::Weir | Format::Recording) && options.absolute_time != Some(false);
+            matches!(to, TraceFormat::Weir | TraceFormat::Recording) && options.absolute_time != Some(false);
         if keeps_all && reader::is_recording(&mut lines, options)? {
             return Ok(Self::Recording(lines.into(), Box::default()));
         }
-        let merged = Merged::new(vec![Reader::over(lines, options)?], options.absolute_time)?;
+        let merged = MergedTraces::new(vec![TraceReader::over(lines, options)?], options.absolute_time)?;
         Ok(Self::Any(merged.into()))
     }
 
-    fn start(&mut self) -> Result<Start, TraceError> {
+    fn start(&mut self) -> Result<TraceStart, TraceError> {
         match self {
             Self::Recording(lines, blocks) => {
-                Ok(Start { clock_ns: blocks.clock_ns(lines)?, with_outcomes: true })
+                Ok(TraceStart { clock_ns: blocks.clock_ns(lines)?, with_outcomes: true })
             }
             Self::Any(traces) => {
-                Ok(Start { clock_ns: traces.clock_ns(), with_outcomes: traces.tells_outcomes() })
+                Ok(TraceStart { clock_ns: traces.clock_ns(), with_outcomes: traces.has_outcomes() })
             }
         }
     }
 }
 
 /// The format and the compression to write.
-fn wanted(output: &Path, to: Option<Format>) -> anyhow::Result<(Format, Compression)> {
-    let (named, compression) = named(output);
+fn output_format(output: &Path, to: Option<TraceFormat>) -> anyhow::Result<(TraceFormat, TraceCompression)> {
+    let (named, compression) = format_by_name(output);
     let format = to.or(named).ok_or_else(|| {
         let name = output.display().to_string();
         anyhow!("OUTPUT: {name:?} does not say in which format (name it with --to)")
     })?;
-    Ok((format, if format == Format::Recording { Compression::None } else { compression }))
+    Ok((format, if format == TraceFormat::Recording { TraceCompression::None } else { compression }))
 }
 
 /// Format and compression according to a file's name.
-fn named(path: &Path) -> (Option<Format>, Compression) {
+fn format_by_name(path: &Path) -> (Option<TraceFormat>, TraceCompression) {
     let name = path.file_name().map(|name| name.to_string_lossy().to_lowercase()).unwrap_or_default();
-    let (compression, name) = Compression::of(&name);
+    let (compression, name) = TraceCompression::of(&name);
     (format_of(name), compression)
 }
 
 /// Converts requests sorted by time.
-fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
+fn convert_sorted(source: &mut MergedTraces, sink: &mut ConvertSink, cannot: &dyn Fn() -> String) -> anyhow::Result<()> {
     let read = loop {
         let record = match source.next() {
             Ok(Some(record)) => record,
@@ -155,11 +155,11 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
         let noted = source.outcome(&record);
         let outcome = noted.and_then(|noted| source.named(&record, noted));
         let name = &source.disks()[record.disk.index()];
-        let recording::Record { time_ns, disk, op, offset, length, .. } = record;
-        sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
+        let recording::TraceRecord { time_ns, disk, op, offset, length, .. } = record;
+        sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
     };
     // Losses and limits are complete only at the end of all traces.
-    sink.lose(source.lost());
+    sink.add_lost(source.lost());
     let mut limits = source.take_limits();
     sink.drop_limit_changes(limits.dropped());
     for change in limits.drain() {
@@ -169,13 +169,13 @@ fn in_order(source: &mut Merged, sink: &mut Sink, cannot: &dyn Fn() -> String) -
 }
 
 /// Converts a recording block by block, each as soon as it is available.
-fn as_it_is(
-    lines: &mut Lines,
-    blocks: &mut Blocks,
-    sink: &mut Sink,
+fn convert_recording(
+    lines: &mut LineReader,
+    blocks: &mut RecordingReader,
+    sink: &mut ConvertSink,
     cannot: &dyn Fn() -> String,
 ) -> anyhow::Result<()> {
-    let mut disks = Disks::default();
+    let mut disks = TraceDisks::default();
     let mut changes = Vec::new();
     let read = loop {
         // Limit changes precede the request that they were read with.
@@ -188,16 +188,16 @@ fn as_it_is(
             Ok(None) => break Ok(()),
             Err(error) => break Err(error.into()),
         };
-        let disk = disks.id(told.disk.as_bytes()).map_err(|why| lines.wrong_at(told.number, why))?;
+        let disk = disks.id(told.disk.as_bytes()).map_err(|why| lines.line_error_at(told.number, why))?;
         let (entry, name, limit) = (told.entry, told.disk, told.limit);
-        let outcome = entry.times.map(|times| Outcome { times, has_failed: entry.has_failed, limit });
+        let outcome = entry.times.map(|times| RequestOutcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);
-        sink.put(Request { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
+        sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
         // Between blocks the reader may wait for a live recording: write out what is complete.
-        if blocks.is_between() {
+        if blocks.is_between_blocks() {
             sink.flush().with_context(cannot)?;
         }
     };
-    sink.lose(blocks.lost());
+    sink.add_lost(blocks.lost());
     read
 }

@@ -18,18 +18,18 @@ use std::{
 
 use anyhow::anyhow;
 use console::figures;
-use recording::{Merged, Options, Outcome, Record, Source as _, limit_history::LimitHistory, reader};
+use recording::{MergedTraces, TraceOptions, RequestOutcome, TraceRecord, RecordSource as _, limit_history::LimitHistory, reader};
 use simulator::over_time::{LatencyOverTime, OverTime};
 
 use super::{
-    held_by::{HeldBy, LimitNames},
+    held_by::{RequestsByLimit, LimitNames},
     info::is_since_1970,
     recorded_limits::recorded_limits,
 };
 use crate::{
-    latencies::{Exact, Percentiles},
+    latencies::{ExactTimes, Percentiles},
     limit_lines::{LimitRates, lines_of},
-    result::{Axis, Chart, Findings, Lines, Series, Table, Unit},
+    result::{ChartAxis, Chart, Findings, Lines, ChartSeries, ResultTable, MeasureUnit},
 };
 
 /// Disks with charts: those with the most requests.
@@ -64,7 +64,7 @@ pub(crate) fn is_recording(path: &Path) -> bool {
     if !fs::metadata(path).is_ok_and(|metadata| metadata.is_file()) {
         return false;
     }
-    let read = reader::open(path).and_then(|mut lines| reader::is_recording(&mut lines, &Options::default()));
+    let read = reader::open(path).and_then(|mut lines| reader::is_recording(&mut lines, &TraceOptions::default()));
     read.unwrap_or(false)
 }
 
@@ -106,8 +106,8 @@ impl ReadRecording {
     /// Reads recordings as one. `is_drawn` receives the name of each disk and its position in order
     /// of appearance.
     fn of(paths: &[PathBuf], is_drawn: &dyn Fn(&str, usize) -> bool) -> anyhow::Result<Self> {
-        let options = Options { outcomes: true, ..Options::default() };
-        let mut source = Merged::open(paths, &options)?;
+        let options = TraceOptions { outcomes: true, ..TraceOptions::default() };
+        let mut source = MergedTraces::open(paths, &options)?;
         let clock_ns = source.clock_ns();
         let (mut disks, mut partial, mut last_ns): (Vec<RecordedDisk>, _, u64) = (Vec::new(), None, 0);
         let mut places: HashMap<usize, usize> = HashMap::new();
@@ -155,9 +155,9 @@ struct RecordedDisk {
     requests: u64,
     bytes: u64,
     failed: u64,
-    latency: Exact,
-    waited: Exact,
-    held_by: HeldBy,
+    latency: ExactTimes,
+    waited: ExactTimes,
+    held_by: RequestsByLimit,
     throttled_ns: u64,
     /// End of the period in which an earlier request is throttled.
     throttled_until_ns: u64,
@@ -189,9 +189,9 @@ impl RecordedDisk {
             requests: 0,
             bytes: 0,
             failed: 0,
-            latency: Exact::default(),
-            waited: Exact::default(),
-            held_by: HeldBy::default(),
+            latency: ExactTimes::default(),
+            waited: ExactTimes::default(),
+            held_by: RequestsByLimit::default(),
             throttled_ns: 0,
             throttled_until_ns: 0,
             by_limit: Vec::new(),
@@ -200,7 +200,7 @@ impl RecordedDisk {
     }
 
     /// Adds a request; in order of arrival.
-    fn add(&mut self, record: &Record, outcome: Option<&Outcome<'_>>, names: &mut LimitNames) {
+    fn add(&mut self, record: &TraceRecord, outcome: Option<&RequestOutcome<'_>>, names: &mut LimitNames) {
         self.requests += 1;
         self.bytes = self.bytes.saturating_add(record.length);
         let took_ns = outcome.map_or(0, |outcome| outcome.times.latency_ns());
@@ -241,7 +241,7 @@ impl RecordedDisk {
         if let Some(over_time) = &mut self.over_time {
             // The series of a limit is created with its first wait.
             over_time.throttled.resize_with(over_time.throttled.len().max(place + 1), OverTime::sums);
-            over_time.throttled[place].note_stretch(from_ns, until_ns);
+            over_time.throttled[place].add_span(from_ns, until_ns);
         }
     }
 
@@ -271,7 +271,7 @@ impl RecordedDisk {
 
     fn row(&self, seconds: f64) -> Vec<String> {
         let a_second = |count: u64| if seconds > 0.0 { count as f64 / seconds } else { 0.0 };
-        let times = |times: &Exact, of: fn(&Percentiles) -> u64| match times.count() {
+        let times = |times: &ExactTimes, of: fn(&Percentiles) -> u64| match times.count() {
             0 => "-".to_owned(),
             _ => figures::time(of(&times.percentiles())),
         };
@@ -305,32 +305,32 @@ impl RecordedDisk {
         };
         let mut charts = Vec::new();
         for (what, unit, series, limits) in [
-            ("requests a second", Unit::Iops, done, &limits.iops),
-            ("bytes a second", Unit::BytesPerSecond, done_bytes, &limits.bps),
+            ("requests a second", MeasureUnit::Iops, done, &limits.iops),
+            ("bytes a second", MeasureUnit::BytesPerSecond, done_bytes, &limits.bps),
         ] {
             let rates =
-                vec![Series { name: "done".to_owned(), points: series.steady(done, MOST_POINTS).rates() }];
+                vec![ChartSeries { name: "done".to_owned(), points: series.steady(done, MOST_POINTS).rates() }];
             let limits = lines_of(limits, &rates);
-            charts.push(over_time_chart(&self.name, what, Axis::new(what, unit), rates, limits));
+            charts.push(over_time_chart(&self.name, what, ChartAxis::new(what, unit), rates, limits));
         }
         let points = latency.points();
         let line = |name: &str, of: fn(&(f64, u64, u64)) -> u64| {
             // A logarithmic scale cannot show zero.
             let points = points.iter().filter(|point| of(point) > 0);
             let points = points.map(|point| (point.0, of(point) as f64)).collect();
-            Series { name: name.to_owned(), points }
+            ChartSeries { name: name.to_owned(), points }
         };
         if !points.is_empty() {
-            let axis = Axis::new("latency", Unit::Nanoseconds).logarithmic();
+            let axis = ChartAxis::new("latency", MeasureUnit::Nanoseconds).logarithmic();
             let series = vec![line("p50", |point| point.1), line("p99", |point| point.2)];
             charts.push(over_time_chart(&self.name, "latency", axis, series, (Vec::new(), None)));
         }
         let line = |((limit, _), series): (&(String, u64), &OverTime)| {
             let mut series = series.within(MOST_POINTS);
             // Intervals without a wait up to the end are zero, not missing.
-            series.lasts_until((seconds * 1e9) as u64);
+            series.extend_to((seconds * 1e9) as u64);
             let share = |(at, ns): (f64, u64)| (at, (ns as f64 / 1e9 / series.interval_s()).min(1.0));
-            Series { name: limit.clone(), points: series.points().map(share).collect() }
+            ChartSeries { name: limit.clone(), points: series.points().map(share).collect() }
         };
         let series: Vec<_> = self.by_limit.iter().zip(throttled).map(line).collect();
         if !series.is_empty() {
@@ -338,7 +338,7 @@ impl RecordedDisk {
             charts.push(over_time_chart(
                 &self.name,
                 what,
-                Axis::new("throttled", Unit::Share),
+                ChartAxis::new("throttled", MeasureUnit::Share),
                 series,
                 (Vec::new(), None),
             ));
@@ -355,20 +355,20 @@ fn share(ns: u64, seconds: f64) -> f64 {
 fn over_time_chart(
     disk: &str,
     what: &str,
-    y: Axis,
-    series: Vec<Series>,
-    (limits, note): (Vec<Series>, Option<String>),
+    y: ChartAxis,
+    series: Vec<ChartSeries>,
+    (limits, note): (Vec<ChartSeries>, Option<String>),
 ) -> Chart {
-    let (title, x) = (format!("{disk}: {what}"), Axis::new("time", Unit::Seconds));
+    let (title, x) = (format!("{disk}: {what}"), ChartAxis::new("time", MeasureUnit::Seconds));
     Chart::Lines(Lines { title, x, y, steps: false, series, limits, note })
 }
 
 fn findings(disks: &[RecordedDisk], limits: &ShownLimits<'_>, seconds: f64, lost: u64) -> Findings {
     let columns = "disk|requests|IOPS|bytes/s|p50|p99|max|waited p99|failed|throttled".split('|');
-    let columns = columns.chain([HeldBy::HEADING]);
+    let columns = columns.chain([RequestsByLimit::HEADING]);
     let rows = disks.iter().map(|disk| disk.row(seconds)).collect();
     let note = "The busiest disks come first. Rates are over the time from the first arrival to the last completion. A disk is throttled while at least one request waits for a limit; the last column is a share of the requests.";
-    let table = Table { note: Some(note.to_owned()), ..Table::new("Each disk", columns, rows) };
+    let table = ResultTable { note: Some(note.to_owned()), ..ResultTable::new("Each disk", columns, rows) };
     let mut summary: Vec<_> = disks.iter().take(DRAWN).map(|disk| disk.sentence(seconds)).collect();
     if disks.len() > DRAWN {
         summary.push(format!("Of {} disks the {DRAWN} with the most requests are drawn.", disks.len()));

@@ -14,9 +14,9 @@ pub(super) type LimitNames = HashSet<Rc<str>>;
 
 /// Number of throttled requests of a disk, by the limit that each waited for last.
 #[derive(Default)]
-pub(super) struct HeldBy(BTreeMap<Rc<str>, u64>);
+pub(super) struct RequestsByLimit(BTreeMap<Rc<str>, u64>);
 
-impl HeldBy {
+impl RequestsByLimit {
     /// Column heading in both commands, in lower case.
     pub(super) const HEADING: &str = "held by (of requests)";
 
@@ -49,7 +49,7 @@ impl HeldBy {
     }
 }
 
-impl Serialize for HeldBy {
+impl Serialize for RequestsByLimit {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|(name, count)| (&**name, count)))
     }

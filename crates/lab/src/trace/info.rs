@@ -9,24 +9,24 @@ use std::{
 
 use clap::Args;
 use console::{
-    Failure, figures, print, print_json, say,
-    table::{Side, Table, columns},
+    CommandFailure, figures, print, print_json, print_notice,
+    table::{ColumnAlignment, TextTable, columns},
 };
 use recording::{
-    Op, Options, Outcome,
+    RequestOp, TraceOptions, RequestOutcome,
     error::TraceError,
-    file::{Blocks, Told},
-    lines::Lines,
+    file::{RecordingReader, RecordedRequest},
+    lines::LineReader,
     merge,
-    reader::{self, Reader},
+    reader::{self, TraceReader},
 };
 use serde::Serialize;
 
 use super::{
     ReadingArgs,
-    held_by::{HeldBy, LimitNames},
+    held_by::{RequestsByLimit, LimitNames},
 };
-use crate::{duration::duration, latencies::Exact};
+use crate::{duration::duration, latencies::ExactTimes};
 
 pub(crate) const EXAMPLES: &str = "\
 Examples:
@@ -57,14 +57,14 @@ pub struct InfoArgs {
 /// Summary of all traces together.
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct Info {
-    disks: BTreeMap<String, OfDisk>,
+struct TraceSummary {
+    disks: BTreeMap<String, DiskSummary>,
     #[serde(skip)]
     limits: LimitNames,
     /// Requests lost while recording.
     lost: u64,
     /// Requests of length 0, which are not counted elsewhere.
-    #[serde(skip_serializing_if = "is_none")]
+    #[serde(skip_serializing_if = "is_zero")]
     empty: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
     partial: Option<String>,
@@ -74,7 +74,7 @@ struct Info {
 /// completion, as far as the traces have completions.
 #[derive(Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct OfDisk {
+struct DiskSummary {
     requests: u64,
     reads: u64,
     writes: u64,
@@ -92,36 +92,36 @@ struct OfDisk {
     last_completion_ns: u64,
     /// Set if a trace has results.
     #[serde(skip_serializing_if = "Option::is_none")]
-    measured: Option<Box<Measured>>,
+    measured: Option<Box<DiskLatencies>>,
     /// Requests of a recording without a latency.
-    #[serde(skip_serializing_if = "is_none")]
+    #[serde(skip_serializing_if = "is_zero")]
     unmeasured: u64,
 }
 
 #[derive(Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
-struct Measured {
+struct DiskLatencies {
     failed: u64,
     #[serde(rename = "latency-ns", serialize_with = "percentiles")]
-    latency: Exact,
+    latency: ExactTimes,
     #[serde(rename = "waited-ns", serialize_with = "percentiles")]
-    waited: Exact,
+    waited: ExactTimes,
     #[serde(rename = "served-ns", serialize_with = "percentiles")]
-    served: Exact,
-    held_by: HeldBy,
+    served: ExactTimes,
+    held_by: RequestsByLimit,
 }
 
 /// The part of a request that every trace has.
-struct Request {
+struct CountedRequest {
     time_ns: u64,
-    op: Op,
+    op: RequestOp,
     length: u64,
     /// 0 if the trace lacks it.
     latency_ns: u64,
 }
 
-pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
-    let mut info = Info::default();
+pub(super) fn run(arguments: &InfoArgs) -> Result<(), CommandFailure> {
+    let mut info = TraceSummary::default();
     for path in &arguments.traces {
         let read = reader::open(path).and_then(|lines| info.read(lines, &arguments.reading.options()));
         if let Err(error) = read {
@@ -141,9 +141,9 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
     } else {
         print(&info.text())?;
     }
-    tell_empty(info.empty);
+    report_empty(info.empty);
     if info.lost > 0 {
-        say(&format!("lost while it was recorded: {}", figures::counted(info.lost, "request")));
+        print_notice(&format!("lost while it was recorded: {}", figures::counted(info.lost, "request")));
     }
     match info.partial {
         Some(why) => Err(anyhow::anyhow!("not read to the end: {why}").into()),
@@ -152,31 +152,31 @@ pub(super) fn run(arguments: &InfoArgs) -> Result<(), Failure> {
 }
 
 /// Reports requests of length 0, which were skipped.
-pub(super) fn tell_empty(count: u64) {
+pub(super) fn report_empty(count: u64) {
     if count > 0 {
-        say(&format!("left out: {} of no length", figures::counted(count, "request")));
+        print_notice(&format!("left out: {} of no length", figures::counted(count, "request")));
     }
 }
 
-impl Info {
-    fn read(&mut self, mut lines: Lines, options: &Options) -> Result<(), TraceError> {
+impl TraceSummary {
+    fn read(&mut self, mut lines: LineReader, options: &TraceOptions) -> Result<(), TraceError> {
         if reader::is_recording(&mut lines, options)? {
-            let (mut blocks, mut first_ns) = (Blocks::default(), None);
+            let (mut blocks, mut first_ns) = (RecordingReader::default(), None);
             let read = loop {
                 match blocks.next(&mut lines, &mut |_| ()) {
                     Ok(Some(told)) => {
-                        let Told { entry, arrival_ns, disk, limit, .. } = told;
+                        let RecordedRequest { entry, arrival_ns, disk, limit, .. } = told;
                         let time_ns = match options.absolute_time {
                             // Relative times start with the first request.
                             Some(false) => arrival_ns.saturating_sub(*first_ns.get_or_insert(arrival_ns)),
                             _ => arrival_ns,
                         };
-                        let latency_ns = entry.times.map_or(0, recording::Times::latency_ns);
-                        let request = Request { time_ns, op: entry.op, length: entry.length, latency_ns };
+                        let latency_ns = entry.times.map_or(0, recording::RecordedTimes::latency_ns);
+                        let request = CountedRequest { time_ns, op: entry.op, length: entry.length, latency_ns };
                         let has_failed = entry.has_failed;
-                        let outcome = entry.times.map(|times| Outcome { times, has_failed, limit });
+                        let outcome = entry.times.map(|times| RequestOutcome { times, has_failed, limit });
                         let (of, limits) = self.count(disk, &request);
-                        of.fared(outcome, limits);
+                        of.add_result(outcome, limits);
                     }
                     Ok(None) => break Ok(()),
                     Err(error) => break Err(error),
@@ -185,8 +185,8 @@ impl Info {
             self.lost = self.lost.saturating_add(blocks.lost());
             return read;
         }
-        let options = Options { outcomes: true, ..options.clone() };
-        let mut reader = Reader::over(lines, &options)?;
+        let options = TraceOptions { outcomes: true, ..options.clone() };
+        let mut reader = TraceReader::over(lines, &options)?;
         // Other formats have relative times; absolute ones need the clock at time 0.
         let zero_ns = match options.absolute_time {
             Some(true) => merge::share_clock(std::slice::from_mut(&mut reader))?,
@@ -199,7 +199,7 @@ impl Info {
                 Err(error) => break Err(error),
             };
             let outcome = reader.outcome(&record).and_then(|noted| reader.named(noted));
-            let request = Request {
+            let request = CountedRequest {
                 time_ns: zero_ns + record.time_ns,
                 op: record.op,
                 length: record.length,
@@ -207,8 +207,8 @@ impl Info {
             };
             let (of, limits) = self.count(&reader.disks()[record.disk.index()], &request);
             // Without results in the format, a missing result is no loss.
-            if reader.tells_outcomes() {
-                of.fared(outcome, limits);
+            if reader.has_outcomes() {
+                of.add_result(outcome, limits);
             }
         };
         self.empty = self.empty.saturating_add(reader.empty());
@@ -216,12 +216,12 @@ impl Info {
     }
 
     /// Counts a request; returns its disk, and the shared names of limits.
-    fn count(&mut self, disk: &str, request: &Request) -> (&mut OfDisk, &mut LimitNames) {
+    fn count(&mut self, disk: &str, request: &CountedRequest) -> (&mut DiskSummary, &mut LimitNames) {
         // The name is copied for the first request only.
         if !self.disks.contains_key(disk)
             && let Entry::Vacant(place) = self.disks.entry(disk.to_owned())
         {
-            place.insert(OfDisk::beginning(request.time_ns));
+            place.insert(DiskSummary::beginning(request.time_ns));
         }
         let of = self.disks.get_mut(disk).expect("it was put there");
         of.count(request);
@@ -264,8 +264,8 @@ impl Info {
         ns as f64 / 1e9
     }
 
-    fn amounts(&self) -> Table {
-        type Column = (&'static str, fn(&OfDisk, f64) -> String);
+    fn amounts(&self) -> TextTable {
+        type Column = (&'static str, fn(&DiskSummary, f64) -> String);
         fn size(bytes: u64) -> String {
             figures::bytes(bytes as f64)
         }
@@ -287,7 +287,7 @@ impl Info {
             }),
         ];
         // Most traces have none of these.
-        let has = |count: fn(&OfDisk) -> u64| self.disks.values().any(|of| count(of) > 0);
+        let has = |count: fn(&DiskSummary) -> u64| self.disks.values().any(|of| count(of) > 0);
         let (discards, zeroes) = (has(|of| of.discards), has(|of| of.write_zeroes));
         let is_shown = |(name, _): &Column| match *name {
             "DISCARDS" | "DISCARDED" => discards,
@@ -296,7 +296,7 @@ impl Info {
         };
         let shown: Vec<Column> = all.into_iter().filter(is_shown).collect();
         let names: Vec<_> = shown.iter().map(|(name, _)| *name).collect();
-        let mut table = Table::new(columns(&["DISK"], &names));
+        let mut table = TextTable::new(columns(&["DISK"], &names));
         // All disks share one period, so that their rates add up.
         let seconds = self.seconds();
         for (name, of) in &self.disks {
@@ -306,15 +306,15 @@ impl Info {
         table
     }
 
-    fn measured(&self) -> impl Iterator<Item = (&String, &Measured)> {
+    fn measured(&self) -> impl Iterator<Item = (&String, &DiskLatencies)> {
         self.disks.iter().filter_map(|(name, disk)| Some((name, disk.measured.as_deref()?)))
     }
 
-    fn times(&self) -> Table {
+    fn times(&self) -> TextTable {
         let numbers = ["P50", "P90", "P99", "P99.9", "MAX", "MEAN"];
-        let mut table = Table::new(columns(&["DISK", "TIME"], &numbers));
+        let mut table = TextTable::new(columns(&["DISK", "TIME"], &numbers));
         for (name, measured) in self.measured() {
-            let Measured { latency, waited, served, .. } = measured;
+            let DiskLatencies { latency, waited, served, .. } = measured;
             for (what, times) in [("latency", latency), ("waited", waited), ("served", served)] {
                 let percentiles = times.percentiles();
                 let mut row = vec![name.clone(), what.to_owned()];
@@ -326,13 +326,13 @@ impl Info {
         table
     }
 
-    fn held(&self) -> Table {
-        let heading = HeldBy::HEADING.to_uppercase();
-        let mut table = Table::new([
-            ("DISK", Side::Left),
-            ("WAITED", Side::Right),
-            ("FAILED", Side::Right),
-            (&heading, Side::Left),
+    fn held(&self) -> TextTable {
+        let heading = RequestsByLimit::HEADING.to_uppercase();
+        let mut table = TextTable::new([
+            ("DISK", ColumnAlignment::Left),
+            ("WAITED", ColumnAlignment::Right),
+            ("FAILED", ColumnAlignment::Right),
+            (&heading, ColumnAlignment::Left),
         ]);
         for (name, measured) in self.measured() {
             let requests = measured.waited.count();
@@ -355,7 +355,7 @@ pub(super) fn is_since_1970(ns: u64) -> bool {
 /// Seconds since 1970.
 const YEAR_2000_S: u64 = 946_684_800;
 
-impl OfDisk {
+impl DiskSummary {
     fn beginning(first_ns: u64) -> Self {
         Self {
             requests: 0,
@@ -376,16 +376,16 @@ impl OfDisk {
         }
     }
 
-    fn count(&mut self, request: &Request) {
-        let Request { time_ns, op, length, latency_ns } = *request;
+    fn count(&mut self, request: &CountedRequest) {
+        let CountedRequest { time_ns, op, length, latency_ns } = *request;
         self.requests += 1;
         let (count, bytes) = match op {
-            Op::Read => (&mut self.reads, &mut self.read_bytes),
-            Op::Write => (&mut self.writes, &mut self.written_bytes),
-            Op::Discard => (&mut self.discards, &mut self.discarded_bytes),
-            Op::WriteZeroes => (&mut self.write_zeroes, &mut self.zeroed_bytes),
+            RequestOp::Read => (&mut self.reads, &mut self.read_bytes),
+            RequestOp::Write => (&mut self.writes, &mut self.written_bytes),
+            RequestOp::Discard => (&mut self.discards, &mut self.discarded_bytes),
+            RequestOp::WriteZeroes => (&mut self.write_zeroes, &mut self.zeroed_bytes),
             // A flush moves no data.
-            Op::Flush => (&mut self.flushes, &mut 0),
+            RequestOp::Flush => (&mut self.flushes, &mut 0),
         };
         *count += 1;
         *bytes = bytes.saturating_add(length);
@@ -395,7 +395,7 @@ impl OfDisk {
     }
 
     /// Adds a result; `None` if it is unknown.
-    fn fared(&mut self, outcome: Option<Outcome<'_>>, limits: &mut LimitNames) {
+    fn add_result(&mut self, outcome: Option<RequestOutcome<'_>>, limits: &mut LimitNames) {
         match outcome {
             Some(outcome) => self.measured.get_or_insert_with(Box::default).add(&outcome, limits),
             None => self.unmeasured += 1,
@@ -409,9 +409,9 @@ impl OfDisk {
     }
 }
 
-impl Measured {
-    fn add(&mut self, outcome: &Outcome<'_>, limits: &mut LimitNames) {
-        let Outcome { times, has_failed, limit } = outcome;
+impl DiskLatencies {
+    fn add(&mut self, outcome: &RequestOutcome<'_>, limits: &mut LimitNames) {
+        let RequestOutcome { times, has_failed, limit } = outcome;
         self.failed += u64::from(*has_failed);
         self.waited.note(times.wait_ns);
         self.served.note(times.service_ns);
@@ -427,10 +427,10 @@ fn a_second(count: u64, seconds: f64) -> Option<f64> {
     (seconds > 0.0).then(|| count as f64 / seconds)
 }
 
-fn is_none(count: &u64) -> bool {
+fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-fn percentiles<S: serde::Serializer>(times: &Exact, serializer: S) -> Result<S::Ok, S::Error> {
+fn percentiles<S: serde::Serializer>(times: &ExactTimes, serializer: S) -> Result<S::Ok, S::Error> {
     times.percentiles().serialize(serializer)
 }

@@ -22,15 +22,15 @@ use tempfile::NamedTempFile;
 const NEW_FILE: u32 = 0o666;
 
 #[derive(Debug)]
-pub(crate) enum Output {
+pub(crate) enum TraceOutput {
     /// Renamed at the end.
-    Beside(NamedTempFile, PathBuf),
+    Temporary(NamedTempFile, PathBuf),
     /// A special file: a pipe or a terminal.
     InPlace(File),
     Standard(File),
 }
 
-impl Output {
+impl TraceOutput {
     /// Creates an output. `inputs` are rejected as the output; `what` names the option in errors.
     pub(crate) fn create<'a>(
         what: &str,
@@ -66,7 +66,7 @@ impl Output {
             // Best effort: the replaced file's mode is a convenience.
             let _ = file.as_file().set_permissions(earlier.permissions());
         }
-        Ok(Self::Beside(file, target))
+        Ok(Self::Temporary(file, target))
     }
 
     /// # Errors
@@ -78,16 +78,16 @@ impl Output {
     /// Renames the file to its final name.
     pub(crate) fn finish(self) -> io::Result<()> {
         match self {
-            Self::Beside(file, target) => file.persist(target).map(drop).map_err(|error| error.error),
+            Self::Temporary(file, target) => file.persist(target).map(drop).map_err(|error| error.error),
             Self::InPlace(_) | Self::Standard(_) => Ok(()),
         }
     }
 }
 
-impl Write for Output {
+impl Write for TraceOutput {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         match self {
-            Self::Beside(file, _) => file.as_file_mut().write(bytes),
+            Self::Temporary(file, _) => file.as_file_mut().write(bytes),
             Self::InPlace(file) => file.write(bytes),
             Self::Standard(file) => match file.write(bytes) {
                 // As in `… | head`: the reader has finished, which `console::print` treats alike.

@@ -22,7 +22,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::{limit_lines::lines_of, result::Series};
+    use crate::{limit_lines::lines_of, result::ChartSeries};
     use recording::{LimitChange, LimitOwner};
 
     const S: u64 = 1_000_000_000;
@@ -35,7 +35,7 @@ mod tests {
     }
 
     fn drawn(history: &LimitHistory, disk: &str) -> Vec<(String, Vec<(f64, f64)>)> {
-        let rates = [Series { name: "done".to_owned(), points: vec![(0.0, 90.0), (30.0, 90.0)] }];
+        let rates = [ChartSeries { name: "done".to_owned(), points: vec![(0.0, 90.0), (30.0, 90.0)] }];
         let lines = lines_of(&recorded_limits(history, disk).iops, &rates).0;
         lines.into_iter().map(|line| (line.name, line.points)).collect()
     }

@@ -4,31 +4,31 @@
 //! docs/qcow2-cache.txt; libvirt's formatdomain (`driver`, `metadata_cache`, since 7.0.0). Missing
 //! options are pointed out.
 
-use policy::prefetch::Mode;
+use policy::prefetch::PrefetchMode;
 use settings::exact_size;
 use storage::CacheMode;
 
-use super::matrix::{Configuration, L2Share, Qcow2};
+use super::matrix::{DiskConfiguration, L2Share, Qcow2Choice};
 
 /// QEMU's minimum refcount cache, which has precedence over L2 (its docs/qcow2-cache.txt).
 const REFCOUNT_CLUSTERS: u64 = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Target<'a> {
+pub(super) struct AppliedDisk<'a> {
     pub(super) name: &'a str,
     pub(super) disk_bytes: u64,
-    pub(super) kind: Written,
+    pub(super) kind: DiskOrigin,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Written {
+pub(super) enum DiskOrigin {
     New,
     Image,
     Device,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Commands {
+pub(super) struct ApplyCommands {
     /// Command that creates the image; `None` for an existing one, which it would erase.
     pub(super) create: Option<String>,
     pub(super) weir: String,
@@ -39,14 +39,14 @@ pub(super) struct Commands {
     pub(super) without: Option<&'static str>,
 }
 
-impl Commands {
+impl ApplyCommands {
     /// Builds the commands; names are quoted for a shell.
-    pub(super) fn new(configuration: &Configuration, target: Target<'_>) -> Self {
-        let Target { name, disk_bytes, kind } = target;
-        let Configuration { cache, qcow2, prefetch } = *configuration;
+    pub(super) fn new(configuration: &DiskConfiguration, target: AppliedDisk<'_>) -> Self {
+        let AppliedDisk { name, disk_bytes, kind } = target;
+        let DiskConfiguration { cache, qcow2, prefetch } = *configuration;
         let mode = cache.name();
         let format = if qcow2.is_some() { "qcow2" } else { "raw" };
-        let l2_bytes = qcow2.map(|Qcow2 { cluster_bytes, l2 }| l2.bytes(disk_bytes, cluster_bytes));
+        let l2_bytes = qcow2.map(|Qcow2Choice { cluster_bytes, l2 }| l2.bytes(disk_bytes, cluster_bytes));
         // A raw image has no L2 tables, so the option is absent.
         let option = l2_bytes.map_or(String::new(), |bytes| format!(",l2-cache-size={bytes}"));
         let own = qcow2.map_or(String::new(), |qcow2| match qcow2.l2 {
@@ -55,21 +55,21 @@ impl Commands {
         });
         Self {
             // `qemu-img create` would overwrite an existing image.
-            create: qcow2.filter(|_| kind == Written::New).map(|Qcow2 { cluster_bytes, .. }| {
+            create: qcow2.filter(|_| kind == DiskOrigin::New).map(|Qcow2Choice { cluster_bytes, .. }| {
                 let (cluster, size) = (exact_size(cluster_bytes), exact_size(disk_bytes));
-                format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", word(name))
+                format!("qemu-img create -f qcow2 -o cluster_size={cluster} {} {size}", shell_word(name))
             }),
-            weir: format!("weir serve {} --format {format} --cache {mode}{own} --prefetch {prefetch}", word(name)),
+            weir: format!("weir serve {} --format {format} --cache {mode}{own} --prefetch {prefetch}", shell_word(name)),
             qemu_drive: format!(
                 "-drive {}",
-                word(&format!(
+                shell_word(&format!(
                     "file={},format={format},if=virtio,cache={mode}{option}",
                     name.replace(',', ",,")
                 ))
             ),
             qemu_blockdev: blockdev(cache, format, target, &option),
             libvirt: libvirt(mode, format, qcow2, l2_bytes),
-            without: (prefetch == Mode::On).then_some(
+            without: (prefetch == PrefetchMode::On).then_some(
                 "prefetch: neither QEMU nor libvirt has it; serve the disk with weir and let QEMU use it over NBD",
             ),
         }
@@ -77,8 +77,8 @@ impl Commands {
 }
 
 /// Expands `cache=MODE` to its components (qemu-system-x86_64(1), `-drive`).
-fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) -> String {
-    let driver = if target.kind == Written::Device { "host_device" } else { "file" };
+fn blockdev(cache: CacheMode, format: &str, target: AppliedDisk<'_>, option: &str) -> String {
+    let driver = if target.kind == DiskOrigin::Device { "host_device" } else { "file" };
     // A comma ends a value unless it is doubled.
     let name = target.name.replace(',', ",,");
     let switch = |is_on: bool| if is_on { "on" } else { "off" };
@@ -90,20 +90,20 @@ fn blockdev(cache: CacheMode, format: &str, target: Target<'_>, option: &str) ->
     );
     // The guest sees a volatile cache, and flushes it, only in these modes.
     let write_cache = switch(cache.has_write_cache());
-    format!("-blockdev {} -device virtio-blk-pci,drive=disk0,write-cache={write_cache}", word(&node))
+    format!("-blockdev {} -device virtio-blk-pci,drive=disk0,write-cache={write_cache}", shell_word(&node))
 }
 
 /// Quotes one word for a POSIX shell.
-fn word(text: &str) -> String {
+fn shell_word(text: &str) -> String {
     let is_plain = |letter: char| letter.is_ascii_alphanumeric() || "_./,:=@%+-".contains(letter);
     if text.chars().all(is_plain) { text.to_owned() } else { format!("'{}'", text.replace('\'', r"'\''")) }
 }
 
-fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2>, l2_bytes: Option<u64>) -> String {
+fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2Choice>, l2_bytes: Option<u64>) -> String {
     let open = format!("<driver name='qemu' type='{format}' cache='{mode}'");
     match qcow2.zip(l2_bytes) {
         None => open + "/>",
-        Some((Qcow2 { cluster_bytes, .. }, l2_bytes)) => {
+        Some((Qcow2Choice { cluster_bytes, .. }, l2_bytes)) => {
             // libvirt sets the total of both caches, and QEMU deducts the refcount cache.
             let bytes = l2_bytes + REFCOUNT_CLUSTERS * cluster_bytes;
             format!(
@@ -117,15 +117,15 @@ fn libvirt(mode: &str, format: &str, qcow2: Option<Qcow2>, l2_bytes: Option<u64>
 mod tests {
     use super::*;
 
-    fn configuration(cache: CacheMode, prefetch: Mode) -> Configuration {
-        let qcow2 = Some(Qcow2 { cluster_bytes: 2 << 20, l2: L2Share::Full });
-        Configuration { cache, qcow2, prefetch }
+    fn configuration(cache: CacheMode, prefetch: PrefetchMode) -> DiskConfiguration {
+        let qcow2 = Some(Qcow2Choice { cluster_bytes: 2 << 20, l2: L2Share::Full });
+        DiskConfiguration { cache, qcow2, prefetch }
     }
 
     #[test]
     fn every_option_says_what_the_configuration_is() {
-        let target = Target { name: "vm1.qcow2", disk_bytes: 100 << 30, kind: Written::New };
-        let commands = Commands::new(&configuration(CacheMode::None, Mode::On), target);
+        let target = AppliedDisk { name: "vm1.qcow2", disk_bytes: 100 << 30, kind: DiskOrigin::New };
+        let commands = ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::On), target);
         assert_eq!(commands.create.unwrap(), "qemu-img create -f qcow2 -o cluster_size=2M vm1.qcow2 100G");
         assert_eq!(
             commands.weir,
@@ -154,8 +154,8 @@ mod tests {
             (CacheMode::Unsafe, "off", "on", "on"),
         ];
         for (cache, direct, no_flush, write_cache) in parts {
-            let target = Target { name: "a", disk_bytes: 1 << 30, kind: Written::New };
-            let text = Commands::new(&configuration(cache, Mode::Auto), target).qemu_blockdev;
+            let target = AppliedDisk { name: "a", disk_bytes: 1 << 30, kind: DiskOrigin::New };
+            let text = ApplyCommands::new(&configuration(cache, PrefetchMode::Auto), target).qemu_blockdev;
             assert!(text.contains(&format!(",cache.direct={direct},cache.no-flush={no_flush},")), "{text}");
             assert!(text.ends_with(&format!("write-cache={write_cache}")), "{text}");
         }
@@ -163,9 +163,9 @@ mod tests {
 
     #[test]
     fn a_raw_disk_has_no_clusters_and_no_l2_cache() {
-        let raw = Configuration { cache: CacheMode::Directsync, qcow2: None, prefetch: Mode::Off };
-        let target = Target { name: "/dev/sdb", disk_bytes: 1 << 30, kind: Written::Device };
-        let commands = Commands::new(&raw, target);
+        let raw = DiskConfiguration { cache: CacheMode::Directsync, qcow2: None, prefetch: PrefetchMode::Off };
+        let target = AppliedDisk { name: "/dev/sdb", disk_bytes: 1 << 30, kind: DiskOrigin::Device };
+        let commands = ApplyCommands::new(&raw, target);
         assert!(commands.qemu_blockdev.contains(",file.driver=host_device,file.filename=/dev/sdb,"));
         assert_eq!((commands.create, commands.without), (None, None));
         assert_eq!(commands.libvirt, "<driver name='qemu' type='raw' cache='directsync'/>");
@@ -175,14 +175,14 @@ mod tests {
 
     #[test]
     fn an_image_that_is_there_is_not_made_again() {
-        let target = Target { name: "vm1.qcow2", disk_bytes: 1 << 30, kind: Written::Image };
-        assert_eq!(Commands::new(&configuration(CacheMode::None, Mode::Auto), target).create, None);
+        let target = AppliedDisk { name: "vm1.qcow2", disk_bytes: 1 << 30, kind: DiskOrigin::Image };
+        assert_eq!(ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::Auto), target).create, None);
     }
 
     #[test]
     fn odd_names_are_one_word_and_one_value() {
-        let target = Target { name: "/vm's/a, b.qcow2", disk_bytes: 1 << 30, kind: Written::New };
-        let commands = Commands::new(&configuration(CacheMode::None, Mode::Auto), target);
+        let target = AppliedDisk { name: "/vm's/a, b.qcow2", disk_bytes: 1 << 30, kind: DiskOrigin::New };
+        let commands = ApplyCommands::new(&configuration(CacheMode::None, PrefetchMode::Auto), target);
         assert!(commands.weir.starts_with(r"weir serve '/vm'\''s/a, b.qcow2' --format"), "{commands:?}");
         assert!(
             commands.qemu_drive.starts_with(r"-drive 'file=/vm'\''s/a,, b.qcow2,format="),

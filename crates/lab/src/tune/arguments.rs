@@ -3,11 +3,11 @@
 use std::{path::PathBuf, time::Duration};
 
 use clap::Args;
-use storage::Format;
+use storage::ImageFormat;
 
 use crate::{
     result::arguments::ResultArgs,
-    tune::{Goal, Preset},
+    tune::{TuneGoal, Preset},
 };
 
 /// Shown below the options.
@@ -34,7 +34,7 @@ pub struct TuneArgs {
     pub(crate) path: PathBuf,
     /// What to tune for [default: each of them]
     #[arg(long = "for", value_name = "GOAL")]
-    pub(crate) goal: Option<Goal>,
+    pub(crate) goal: Option<TuneGoal>,
     /// How long it may take in all, such as 90s, 10m or 2h
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = budget)]
     pub(crate) budget: Duration,
@@ -48,8 +48,8 @@ pub struct TuneArgs {
     pub(crate) disk: Option<u64>,
     /// The format of an image that is there: raw or qcow2 [default: found by probing, where that is
     /// safe]
-    #[arg(long, value_name = "FORMAT", value_parser = settings::read::<Format>)]
-    pub(crate) format: Option<Format>,
+    #[arg(long, value_name = "FORMAT", value_parser = settings::parse::<ImageFormat>)]
+    pub(crate) format: Option<ImageFormat>,
     /// Measure a published table instead of searching
     #[arg(long, value_name = "TABLE", conflicts_with_all = ["goal", "resume", "disk"])]
     pub(crate) preset: Option<Preset>,

@@ -10,11 +10,11 @@
 //! and another run chooses the same. A recommended change was shown to gain more than 5 %.
 
 use super::{
-    goal::Goal,
-    matrix::{Configuration, Pattern, Space},
-    samples::{LEAST_ROUNDS, Samples},
+    goal::TuneGoal,
+    matrix::{DiskConfiguration, RequestPattern, ConfigurationSpace},
+    samples::{LEAST_ROUNDS, TuneSamples},
 };
-use crate::statistics::{Comparison, Verdict, median};
+use crate::statistics::{RankComparison, RankVerdict, median};
 
 /// Smaller gains do not justify a change, and chance would decide between equals.
 pub(super) const MARGIN: f64 = 0.05;
@@ -33,50 +33,50 @@ pub(super) fn rule(settled: bool) -> String {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Choice {
-    pub(super) goal: Goal,
-    pub(super) configuration: Configuration,
-    pub(super) leader: Configuration,
+pub(super) struct GoalChoice {
+    pub(super) goal: TuneGoal,
+    pub(super) configuration: DiskConfiguration,
+    pub(super) leader: DiskConfiguration,
     pub(super) settled: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Standing {
+pub(super) enum CandidateStanding {
     AsGood,
     Behind,
     Open,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Scores<'a> {
-    pub(super) samples: &'a Samples,
-    pub(super) patterns: &'a [Pattern],
-    pub(super) space: &'a Space,
+pub(super) struct GoalScores<'a> {
+    pub(super) samples: &'a TuneSamples,
+    pub(super) patterns: &'a [RequestPattern],
+    pub(super) space: &'a ConfigurationSpace,
 }
 
-impl Scores<'_> {
+impl GoalScores<'_> {
     /// Speed relative to the default, for each round of both; empty if none is complete.
-    pub(super) fn of(&self, goal: Goal, candidate: &Configuration) -> Vec<f64> {
+    pub(super) fn of(&self, goal: TuneGoal, candidate: &DiskConfiguration) -> Vec<f64> {
         self.samples.quotients(&self.space.default_configuration(), candidate, &self.counted(goal))
     }
 
     /// Speed of `other` relative to `base`, and the number of rounds behind it.
     pub(super) fn compare(
         &self,
-        goal: Goal,
-        base: &Configuration,
-        other: &Configuration,
-    ) -> (Comparison, usize) {
+        goal: TuneGoal,
+        base: &DiskConfiguration,
+        other: &DiskConfiguration,
+    ) -> (RankComparison, usize) {
         let default = self.space.default_configuration();
         self.samples.compare(base, other, &self.counted(goal), &default)
     }
 
-    pub(super) fn gains(&self, goal: Goal, base: &Configuration, candidate: &Configuration) -> bool {
-        let (Comparison { ratio, verdict }, rounds) = self.compare(goal, base, candidate);
-        rounds >= LEAST_ROUNDS && verdict == Verdict::Higher && ratio.median > 1.0 + MARGIN
+    pub(super) fn gains(&self, goal: TuneGoal, base: &DiskConfiguration, candidate: &DiskConfiguration) -> bool {
+        let (RankComparison { ratio, verdict }, rounds) = self.compare(goal, base, candidate);
+        rounds >= LEAST_ROUNDS && verdict == RankVerdict::Higher && ratio.median > 1.0 + MARGIN
     }
 
-    fn counted(&self, goal: Goal) -> Vec<Pattern> {
+    fn counted(&self, goal: TuneGoal) -> Vec<RequestPattern> {
         self.patterns.iter().copied().filter(|pattern| goal.counts(pattern)).collect()
     }
 }
@@ -84,7 +84,7 @@ impl Scores<'_> {
 /// The base if nothing was shown to be better, including open cases: then the choice is not
 /// settled, and another seed would not choose another configuration. `None` if nothing is allowed
 /// for the goal.
-pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuration]) -> Option<Choice> {
+pub(super) fn choose(goal: TuneGoal, scores: &GoalScores<'_>, candidates: &[DiskConfiguration]) -> Option<GoalChoice> {
     let space = scores.space;
     let base = goal.base(space)?;
     let measured: Vec<_> = candidates
@@ -96,49 +96,49 @@ pub(super) fn choose(goal: Goal, scores: &Scores<'_>, candidates: &[Configuratio
     // By the median: a single fast round does not make a leader.
     let fastest = measured.iter().max_by(|(_, one), (_, other)| median(one).total_cmp(&median(other)));
     let Some((leader, rounds)) = fastest.map(|(leader, scores)| (*leader, scores.len())) else {
-        return Some(Choice { goal, configuration: base, leader: base, settled: false });
+        return Some(GoalChoice { goal, configuration: base, leader: base, settled: false });
     };
     let standings: Vec<_> = measured
         .iter()
         .map(|(candidate, _)| (*candidate, standing(goal, scores, &leader, candidate)))
         .collect();
-    let is_good = |candidate: &Configuration| *candidate == base || scores.gains(goal, &base, candidate);
+    let is_good = |candidate: &DiskConfiguration| *candidate == base || scores.gains(goal, &base, candidate);
     let good = standings
         .iter()
-        .filter(|(candidate, standing)| *standing == Standing::AsGood && is_good(candidate))
+        .filter(|(candidate, standing)| *standing == CandidateStanding::AsGood && is_good(candidate))
         .map(|(candidate, _)| *candidate);
     // The order stated by [`RULE`].
-    let order = |candidate: &Configuration| {
+    let order = |candidate: &DiskConfiguration| {
         (*candidate != base, space.changes(candidate), candidate.memory_bytes(space.size_bytes))
     };
     let first = good.min_by_key(order).filter(|first| {
         // A candidate later in the order cannot replace the first, so it need not be decided.
-        let is_open = |(candidate, standing): &(Configuration, Standing)| {
-            *standing == Standing::Open && order(candidate) <= order(first)
+        let is_open = |(candidate, standing): &(DiskConfiguration, CandidateStanding)| {
+            *standing == CandidateStanding::Open && order(candidate) <= order(first)
         };
         rounds >= LEAST_ROUNDS && !standings.iter().any(is_open)
     });
-    Some(Choice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() })
+    Some(GoalChoice { goal, configuration: first.unwrap_or(base), leader, settled: first.is_some() })
 }
 
 pub(super) fn standing(
-    goal: Goal,
-    scores: &Scores<'_>,
-    leader: &Configuration,
-    candidate: &Configuration,
-) -> Standing {
+    goal: TuneGoal,
+    scores: &GoalScores<'_>,
+    leader: &DiskConfiguration,
+    candidate: &DiskConfiguration,
+) -> CandidateStanding {
     if candidate == leader {
-        return Standing::AsGood;
+        return CandidateStanding::AsGood;
     }
-    let (Comparison { ratio, .. }, rounds) = scores.compare(goal, leader, candidate);
+    let (RankComparison { ratio, .. }, rounds) = scores.compare(goal, leader, candidate);
     // By the interval, not the median: candidates near the margin need more rounds.
     if rounds < LEAST_ROUNDS {
-        Standing::Open
+        CandidateStanding::Open
     } else if ratio.high < 1.0 - MARGIN {
-        Standing::Behind
+        CandidateStanding::Behind
     } else if ratio.low >= 1.0 - MARGIN {
-        Standing::AsGood
+        CandidateStanding::AsGood
     } else {
-        Standing::Open
+        CandidateStanding::Open
     }
 }

@@ -3,43 +3,43 @@
 use console::{figures, table};
 
 use super::{
-    apply::Target,
-    choice::{Choice, rule},
-    goal::Goal,
-    matrix::{Configuration, Pattern},
+    apply::AppliedDisk,
+    choice::{GoalChoice, rule},
+    goal::TuneGoal,
+    matrix::{DiskConfiguration, RequestPattern},
     recommend::{Recommendation, percent},
-    search::Search,
+    search::ConfigurationSearch,
 };
 use crate::{
-    result::{Axis, Better, Chart, Findings, HeatMap, Lines, Measure, Series, Table, Unit},
-    statistics::{Comparison, Verdict, estimate, median, steady},
+    result::{ChartAxis, Better, Chart, Findings, HeatMap, Lines, Measure, ChartSeries, ResultTable, MeasureUnit},
+    statistics::{RankComparison, RankVerdict, estimate, median, steady},
 };
 
 const NOTE: &str = "Operations per second, medians with the interval of 95 %. Reads begin with an empty page cache, rereads are of what is in it. A \
      write counts once a flush at the end of its slice is answered. First writes go to an empty overlay over a backing file.";
 
 #[derive(Clone, Debug)]
-pub(super) struct Growth {
-    pub(super) configuration: Configuration,
+pub(super) struct ColdCacheCurve {
+    pub(super) configuration: DiskConfiguration,
     /// (seconds, operations per second).
     pub(super) points: Vec<(f64, f64)>,
 }
 
 #[derive(Debug)]
-pub(super) struct Found<'a> {
-    pub(super) search: &'a Search,
-    pub(super) growth: &'a [Growth],
+pub(super) struct TuneFindings<'a> {
+    pub(super) search: &'a ConfigurationSearch,
+    pub(super) growth: &'a [ColdCacheCurve],
     pub(super) remarks: &'a [String],
-    pub(super) target: Target<'a>,
+    pub(super) target: AppliedDisk<'a>,
 }
 
-impl Found<'_> {
+impl TuneFindings<'_> {
     pub(super) fn recommendations(&self) -> Vec<Recommendation> {
         let choices = self.search.choices();
         choices.iter().map(|choice| self.recommendation(choice)).collect()
     }
 
-    fn recommendation(&self, choice: &Choice) -> Recommendation {
+    fn recommendation(&self, choice: &GoalChoice) -> Recommendation {
         let search = self.search;
         Recommendation::new(choice, &search.samples, &search.patterns, &search.space, self.target)
     }
@@ -61,13 +61,13 @@ impl Found<'_> {
 
     pub(super) fn text(&self, bold: bool) -> String {
         let mut text = String::new();
-        let Table { columns, rows, .. } = self.scores();
+        let ResultTable { columns, rows, .. } = self.scores();
         // On a terminal only the goals are columns.
-        let goals = Goal::ALL.map(|goal| goal.name().to_uppercase());
+        let goals = TuneGoal::ALL.map(|goal| goal.name().to_uppercase());
         let numbers: Vec<_> = std::iter::once("ROUNDS").chain(goals.iter().map(String::as_str)).collect();
         let heads = table::columns(&["CONFIGURATION"], &numbers);
         if columns.len() == heads.len() {
-            let mut shown = table::Table::new(heads);
+            let mut shown = table::TextTable::new(heads);
             rows.into_iter().for_each(|row| shown.row(row));
             text += &shown.render(bold);
         }
@@ -96,27 +96,27 @@ impl Found<'_> {
     }
 
     /// The default, then all others by speed for the goal that includes every pattern.
-    fn ordered(&self) -> Vec<Configuration> {
+    fn ordered(&self) -> Vec<DiskConfiguration> {
         let search = self.search;
         let (scores, default) = (search.scores(), search.space.default_configuration());
         let mut ordered = search.samples.configurations.clone();
-        let score = |configuration: &Configuration| {
-            let quotients = scores.of(Goal::Balanced, configuration);
+        let score = |configuration: &DiskConfiguration| {
+            let quotients = scores.of(TuneGoal::Balanced, configuration);
             if quotients.is_empty() { f64::NEG_INFINITY } else { median(&quotients) }
         };
         // The sort is stable: equal scores keep the order of the first sample.
         ordered.sort_by(|one, other| {
-            let is_default = |configuration: &Configuration| *configuration == default;
+            let is_default = |configuration: &DiskConfiguration| *configuration == default;
             is_default(other).cmp(&is_default(one)).then(score(other).total_cmp(&score(one)))
         });
         ordered
     }
 
-    fn scores(&self) -> Table {
+    fn scores(&self) -> ResultTable {
         let search = self.search;
         let scores = search.scores();
-        let row = |configuration: &Configuration| {
-            let of = |goal: Goal| {
+        let row = |configuration: &DiskConfiguration| {
+            let of = |goal: TuneGoal| {
                 let quotients = scores.of(goal, configuration);
                 match (quotients.is_empty(), goal.allows(configuration.cache)) {
                     (true, _) => "-".to_owned(),
@@ -127,19 +127,19 @@ impl Found<'_> {
                 }
             };
             let rounds = search.samples.rounds(configuration, &search.patterns);
-            [configuration.to_string(), rounds.to_string()].into_iter().chain(Goal::ALL.map(of)).collect()
+            [configuration.to_string(), rounds.to_string()].into_iter().chain(TuneGoal::ALL.map(of)).collect()
         };
-        let columns = ["Configuration", "Rounds"].into_iter().chain(Goal::ALL.map(Goal::name));
+        let columns = ["Configuration", "Rounds"].into_iter().chain(TuneGoal::ALL.map(TuneGoal::name));
         let rows = self.ordered().iter().map(row).collect();
         let note = "The geometric mean over what counts for the goal, by quotients of the same round; \
                     1 is as fast as the default. In brackets: not safe enough for the goal.";
-        Table { note: Some(note.to_owned()), ..Table::new("Speed beside the default", columns, rows) }
+        ResultTable { note: Some(note.to_owned()), ..ResultTable::new("Speed beside the default", columns, rows) }
     }
 
-    fn pattern(&self, pattern: &Pattern) -> Option<Table> {
+    fn pattern(&self, pattern: &RequestPattern) -> Option<ResultTable> {
         let samples = &self.search.samples;
         let default = self.search.space.default_configuration();
-        let row = |configuration: &Configuration| {
+        let row = |configuration: &DiskConfiguration| {
             let own = samples.of(configuration, pattern);
             if own.is_empty() {
                 return None;
@@ -162,7 +162,7 @@ impl Found<'_> {
         let rows: Vec<_> = rows.into_iter().map(|(_, cells)| cells).collect();
         let columns = ["Configuration", "IOPS", "Interval", "Beside the default", "Samples"];
         let title = pattern.to_string();
-        (!rows.is_empty()).then(|| Table { note: Some(NOTE.to_owned()), ..Table::new(&title, columns, rows) })
+        (!rows.is_empty()).then(|| ResultTable { note: Some(NOTE.to_owned()), ..ResultTable::new(&title, columns, rows) })
     }
 
     fn measures(&self) -> Vec<Measure> {
@@ -173,7 +173,7 @@ impl Found<'_> {
                 let samples = samples.of(configuration, pattern);
                 if !samples.is_empty() {
                     let name = format!("{configuration}: {pattern}");
-                    measures.push(Measure::new(name, Unit::Iops, Better::Higher, samples));
+                    measures.push(Measure::new(name, MeasureUnit::Iops, Better::Higher, samples));
                 }
             }
         }
@@ -184,21 +184,21 @@ impl Found<'_> {
         let samples = &self.search.samples;
         let default = self.search.space.default_configuration();
         let patterns = &self.search.patterns;
-        let compared = |configuration: &Configuration| {
+        let compared = |configuration: &DiskConfiguration| {
             let cell = |pattern| samples.compare_cells((&default, pattern), (configuration, pattern));
             patterns.iter().map(cell).collect()
         };
         let ordered = self.ordered();
-        let cells: Vec<Vec<Option<Comparison>>> = ordered.iter().map(compared).collect();
-        let value = |cell: &Option<Comparison>| cell.as_ref().map(|comparison| comparison.ratio.median);
-        let is_noise = |cell: &Option<Comparison>| {
-            cell.as_ref().is_some_and(|comparison| comparison.verdict == Verdict::Same)
+        let cells: Vec<Vec<Option<RankComparison>>> = ordered.iter().map(compared).collect();
+        let value = |cell: &Option<RankComparison>| cell.as_ref().map(|comparison| comparison.ratio.median);
+        let is_noise = |cell: &Option<RankComparison>| {
+            cell.as_ref().is_some_and(|comparison| comparison.verdict == RankVerdict::Same)
         };
         let mut charts = Vec::new();
         if !samples.configurations.is_empty() {
             charts.push(Chart::HeatMap(HeatMap {
                 title: "Speed beside the default, by pattern".to_owned(),
-                unit: Unit::Ratio,
+                unit: MeasureUnit::Ratio,
                 better: Better::Higher,
                 columns: patterns.iter().map(ToString::to_string).collect(),
                 rows: ordered.iter().map(ToString::to_string).collect(),
@@ -213,20 +213,20 @@ impl Found<'_> {
     }
 
     fn growth_chart(&self) -> Lines {
-        let series = |growth: &Growth| {
+        let series = |growth: &ColdCacheCurve| {
             let rates: Vec<_> = growth.points.iter().map(|&(_, rate)| rate).collect();
             let steady = steady(&rates);
             // The start of the steady part shows how long the cache takes to warm up.
             let begins = growth.points.get(steady.start).map_or(0.0, |&(at, _)| at);
-            Series {
+            ChartSeries {
                 name: format!("{} (steady from {begins:.1} s)", growth.configuration),
                 points: growth.points.clone(),
             }
         };
         Lines {
             title: "Random reads of 4K from a cold L2 cache".to_owned(),
-            x: Axis::new("Time", Unit::Seconds),
-            y: Axis::new("Operations per second", Unit::Iops),
+            x: ChartAxis::new("Time", MeasureUnit::Seconds),
+            y: ChartAxis::new("Operations per second", MeasureUnit::Iops),
             steps: false,
             limits: Vec::new(),
             note: None,
@@ -235,22 +235,22 @@ impl Found<'_> {
     }
 }
 
-fn beside_default(comparison: &Comparison) -> String {
+fn beside_default(comparison: &RankComparison) -> String {
     match comparison.verdict {
-        Verdict::Same => "no difference".to_owned(),
-        Verdict::Higher | Verdict::Lower => percent(&comparison.ratio),
+        RankVerdict::Same => "no difference".to_owned(),
+        RankVerdict::Higher | RankVerdict::Lower => percent(&comparison.ratio),
     }
 }
 
-fn recommended(recommendations: &[Recommendation]) -> Table {
+fn recommended(recommendations: &[Recommendation]) -> ResultTable {
     let columns = ["For", "Use", "A power failure loses", "Gains", "Costs"];
     let rows = recommendations.iter().map(Recommendation::row).collect();
     let settled = recommendations.iter().all(|recommendation| recommendation.settled);
-    Table { note: Some(rule(settled)), ..Table::new("Recommended", columns, rows) }
+    ResultTable { note: Some(rule(settled)), ..ResultTable::new("Recommended", columns, rows) }
 }
 
-fn apply(recommendation: &Recommendation) -> Table {
+fn apply(recommendation: &Recommendation) -> ResultTable {
     let title = format!("For {}: {}", recommendation.goal.name(), recommendation.configuration);
     let rows = recommendation.how().into_iter().map(|(what, line)| vec![what.to_owned(), line]).collect();
-    Table::new(&title, ["For", "What to type"], rows)
+    ResultTable::new(&title, ["For", "What to type"], rows)
 }

@@ -7,10 +7,10 @@
 use clap::ValueEnum;
 use storage::CacheMode;
 
-use super::matrix::{Configuration, Operation, Pattern, Space};
+use super::matrix::{DiskConfiguration, PatternOperation, RequestPattern, ConfigurationSpace};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
-pub(crate) enum Goal {
+pub(crate) enum TuneGoal {
     /// Much at a time: large requests, and many in flight
     Throughput,
     /// One after the other: how soon a small request is answered
@@ -21,7 +21,7 @@ pub(crate) enum Goal {
     Balanced,
 }
 
-impl Goal {
+impl TuneGoal {
     pub(super) const ALL: [Self; 4] = [Self::Throughput, Self::Latency, Self::Integrity, Self::Balanced];
 
     pub(super) fn name(self) -> &'static str {
@@ -35,42 +35,42 @@ impl Goal {
 
     /// True if a pattern counts. Reads from the host's memory count for no goal: a guest has its
     /// own cache.
-    pub(super) fn counts(self, pattern: &Pattern) -> bool {
-        let Pattern { operation, block_bytes, depth, .. } = *pattern;
-        if operation == Operation::Reread {
+    pub(super) fn counts(self, pattern: &RequestPattern) -> bool {
+        let RequestPattern { operation, block_bytes, depth, .. } = *pattern;
+        if operation == PatternOperation::Reread {
             return false;
         }
         // First writes count only where everything does: a disk has each of them once.
         let is_large = block_bytes >= 1 << 20;
         match self {
-            Self::Throughput => (is_large || depth > 1) && operation != Operation::FirstWrite,
-            Self::Latency => !is_large && depth == 1 && operation != Operation::FirstWrite,
+            Self::Throughput => (is_large || depth > 1) && operation != PatternOperation::FirstWrite,
+            Self::Latency => !is_large && depth == 1 && operation != PatternOperation::FirstWrite,
             Self::Integrity | Self::Balanced => true,
         }
     }
 
     pub(super) fn allows(self, cache: CacheMode) -> bool {
         match self {
-            Self::Integrity => Safety::of(cache) == Safety::Always,
-            _ => Safety::of(cache) != Safety::Never,
+            Self::Integrity => CacheSafety::of(cache) == CacheSafety::Always,
+            _ => CacheSafety::of(cache) != CacheSafety::Never,
         }
     }
 
     /// The allowed configuration closest to the default.
-    pub(super) fn base(self, space: &Space) -> Option<Configuration> {
+    pub(super) fn base(self, space: &ConfigurationSpace) -> Option<DiskConfiguration> {
         let cache = space.caches.iter().copied().find(|&cache| self.allows(cache))?;
-        Some(Configuration { cache, ..space.default_configuration() })
+        Some(DiskConfiguration { cache, ..space.default_configuration() })
     }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Safety {
+pub(super) enum CacheSafety {
     Always,
     WithFlushes,
     Never,
 }
 
-impl Safety {
+impl CacheSafety {
     pub(super) fn of(cache: CacheMode) -> Self {
         match cache {
             CacheMode::Writethrough | CacheMode::Directsync => Self::Always,
@@ -109,28 +109,28 @@ mod tests {
 
     #[test]
     fn unsafe_is_recommended_for_nothing_and_integrity_needs_no_flushes() {
-        for goal in Goal::ALL {
+        for goal in TuneGoal::ALL {
             assert!(!goal.allows(CacheMode::Unsafe), "{goal:?}");
         }
         let allowed: Vec<_> =
-            CacheMode::ALL.into_iter().filter(|&cache| Goal::Integrity.allows(cache)).collect();
+            CacheMode::ALL.into_iter().filter(|&cache| TuneGoal::Integrity.allows(cache)).collect();
         assert_eq!(allowed, [CacheMode::Writethrough, CacheMode::Directsync]);
-        let base = Goal::Integrity.base(&Space::of_made_images(1 << 30)).unwrap();
+        let base = TuneGoal::Integrity.base(&ConfigurationSpace::of_made_images(1 << 30)).unwrap();
         assert_eq!(base.to_string(), "writethrough, 64K");
         assert_eq!(
-            Goal::Latency.base(&Space::of_made_images(1 << 30)).unwrap().to_string(),
+            TuneGoal::Latency.base(&ConfigurationSpace::of_made_images(1 << 30)).unwrap().to_string(),
             "writeback, 64K"
         );
     }
 
     #[test]
     fn each_goal_has_reads_and_writes_and_none_has_reads_from_memory() {
-        for goal in Goal::ALL {
+        for goal in TuneGoal::ALL {
             let patterns: Vec<_> =
-                Pattern::all().into_iter().filter(|pattern| goal.counts(pattern)).collect();
-            assert!(patterns.iter().any(Pattern::writes), "{goal:?}");
-            assert!(patterns.iter().any(|pattern| pattern.operation == Operation::Read), "{goal:?}");
-            assert!(!patterns.iter().any(|pattern| pattern.operation == Operation::Reread), "{goal:?}");
+                RequestPattern::all().into_iter().filter(|pattern| goal.counts(pattern)).collect();
+            assert!(patterns.iter().any(RequestPattern::writes), "{goal:?}");
+            assert!(patterns.iter().any(|pattern| pattern.operation == PatternOperation::Read), "{goal:?}");
+            assert!(!patterns.iter().any(|pattern| pattern.operation == PatternOperation::Reread), "{goal:?}");
         }
     }
 }

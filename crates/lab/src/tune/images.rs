@@ -13,30 +13,30 @@ use std::{
 
 use anyhow::{Context as _, bail};
 use block::{disk::Disk, layer::throttle::DiskSettings};
-use console::progress::Progress;
+use console::progress::StepProgress;
 use image::{
     Image,
     open::{ImageOptions, open},
     qcow2::{
-        CacheSettings, L2Size,
+        CacheSettings, L2CacheSize,
         create::{CreateOptions, create},
-        header::Backing,
+        header::BackingReference,
     },
 };
 use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
-use policy::prefetch::Settings;
+use policy::prefetch::PrefetchConfig;
 use reactor::{
-    blocking,
-    buffer::{ALIGNMENT, Buffer},
+    run_blocking,
+    buffer::{ALIGNMENT, IoBuffer},
     spawn_joinable,
 };
 use settings::exact_size;
-use storage::{CacheMode, Durability, Format, OpenOptions, open_storage};
+use storage::{CacheMode, Durability, ImageFormat, OpenOptions, open_storage};
 
 use super::{
-    matrix::{Configuration, L2Share, Qcow2},
-    place::{Kind, Place},
-    stop::Stop,
+    matrix::{DiskConfiguration, L2Share, Qcow2Choice},
+    place::{TuneTargetKind, TuneTarget},
+    stop::TuneStop,
 };
 
 /// The overlays' backing file; also the raw disk that presets compare with.
@@ -48,15 +48,15 @@ const DEPTH: usize = 8;
 const LEAST_FILE: u64 = 512;
 
 #[derive(Debug)]
-pub(super) struct Images {
-    pub(super) place: Rc<Place>,
+pub(super) struct TuneImages {
+    pub(super) place: Rc<TuneTarget>,
     /// [`PIECE`] incompressible bytes from the aligned index `first` on.
     noise: Arc<[u8]>,
     first: usize,
 }
 
-impl Images {
-    pub(super) fn new(place: Rc<Place>) -> Self {
+impl TuneImages {
+    pub(super) fn new(place: Rc<TuneTarget>) -> Self {
         let noise: Arc<[u8]> = (0..PIECE as usize + ALIGNMENT).map(|_| fastrand::u8(..)).collect();
         // Direct I/O needs aligned buffers, and the noise is shared without copying.
         let first = noise.as_ptr().align_offset(ALIGNMENT);
@@ -68,8 +68,8 @@ impl Images {
     pub(super) async fn make(
         &self,
         clusters: &[u64],
-        stop: &Stop,
-        progress: &Rc<Progress>,
+        stop: &TuneStop,
+        progress: &Rc<StepProgress>,
     ) -> anyhow::Result<Vec<u64>> {
         let mut made = Vec::new();
         // Nothing is created for an existing image or a device.
@@ -77,14 +77,14 @@ impl Images {
         fs::File::create(&base)
             .and_then(|file| file.set_len(self.place.size_bytes))
             .context("cannot be made")?;
-        if !self.fill(&base, Format::Raw, stop, progress).await? {
+        if !self.fill(&base, ImageFormat::Raw, stop, progress).await? {
             bail!("writing the images took too long (give a smaller --size or a longer --budget)");
         }
         for &cluster_bytes in clusters {
             let path = self.path(cluster_bytes)?;
             self.create(&path, cluster_bytes, None).await?;
             // Out of time: an image that is only partly filled would be faster than a full one.
-            if !self.fill(&path, Format::Qcow2, stop, progress).await? {
+            if !self.fill(&path, ImageFormat::Qcow2, stop, progress).await? {
                 fs::remove_file(&path).context("a file cannot be removed")?;
                 break;
             }
@@ -96,34 +96,34 @@ impl Images {
         Ok(made)
     }
 
-    pub(super) async fn open(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
+    pub(super) async fn open(&self, configuration: &DiskConfiguration) -> anyhow::Result<Arc<Disk>> {
         // An existing image is opened read-only; a device is writable only on request.
         let (path, format, read_only) = match (&self.place.kind, configuration.qcow2) {
-            (Kind::Made { .. }, Some(Qcow2 { cluster_bytes, .. })) => {
-                (self.path(cluster_bytes)?, Some(Format::Qcow2), false)
+            (TuneTargetKind::Made { .. }, Some(Qcow2Choice { cluster_bytes, .. })) => {
+                (self.path(cluster_bytes)?, Some(ImageFormat::Qcow2), false)
             }
-            (Kind::Made { .. }, None) => (self.base()?, Some(Format::Raw), false),
-            (Kind::Device { writable, .. }, _) => (self.place.path.clone(), Some(Format::Raw), !writable),
-            (Kind::Image { format, .. }, _) => (self.place.path.clone(), *format, true),
+            (TuneTargetKind::Made { .. }, None) => (self.base()?, Some(ImageFormat::Raw), false),
+            (TuneTargetKind::Device { writable, .. }, _) => (self.place.path.clone(), Some(ImageFormat::Raw), !writable),
+            (TuneTargetKind::Image { format, .. }, _) => (self.place.path.clone(), *format, true),
         };
         self.disk(&path, format, read_only, configuration).await
     }
 
-    pub(super) async fn open_overlay(&self, configuration: &Configuration) -> anyhow::Result<Arc<Disk>> {
+    pub(super) async fn open_overlay(&self, configuration: &DiskConfiguration) -> anyhow::Result<Arc<Disk>> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
         let cluster_bytes = configuration.qcow2.map_or(0, |qcow2| qcow2.cluster_bytes);
-        let backing = Backing { name: BASE.to_owned(), format: Some("raw".to_owned()) };
+        let backing = BackingReference { name: BASE.to_owned(), format: Some("raw".to_owned()) };
         self.create(&path, cluster_bytes, Some(backing)).await?;
-        self.disk(&path, Some(Format::Qcow2), false, configuration).await
+        self.disk(&path, Some(ImageFormat::Qcow2), false, configuration).await
     }
 
     pub(super) async fn remove_overlay(&self) -> anyhow::Result<()> {
         let path = self.place.made(OVERLAY).context("there is no directory for an overlay")?;
-        blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")
+        run_blocking(move || fs::remove_file(path)).await.context("the overlay cannot be removed")
     }
 
     /// Drops the disk from the page cache, as far as the kernel permits.
-    pub(super) async fn forget(&self, disk: &Disk) -> anyhow::Result<()> {
+    pub(super) async fn drop_from_page_cache(&self, disk: &Disk) -> anyhow::Result<()> {
         let paths: Vec<_> =
             disk.image().chain().filter_map(|image| image.storage().path().map(PathBuf::from)).collect();
         let forget = move || -> anyhow::Result<()> {
@@ -135,7 +135,7 @@ impl Images {
             }
             Ok(())
         };
-        blocking(forget).await.context("the page cache cannot be emptied")
+        run_blocking(forget).await.context("the page cache cannot be emptied")
     }
 
     fn path(&self, cluster_bytes: u64) -> anyhow::Result<PathBuf> {
@@ -148,7 +148,7 @@ impl Images {
         self.place.made(BASE).context("there is no directory for images")
     }
 
-    async fn create(&self, path: &Path, cluster_bytes: u64, backing: Option<Backing>) -> anyhow::Result<()> {
+    async fn create(&self, path: &Path, cluster_bytes: u64, backing: Option<BackingReference>) -> anyhow::Result<()> {
         fs::File::create(path)
             .and_then(|file| file.set_len(LEAST_FILE))
             .context("an image cannot be made")?;
@@ -162,9 +162,9 @@ impl Images {
     async fn disk(
         &self,
         path: &Path,
-        format: Option<Format>,
+        format: Option<ImageFormat>,
         read_only: bool,
-        configuration: &Configuration,
+        configuration: &DiskConfiguration,
     ) -> anyhow::Result<Arc<Disk>> {
         let options = ImageOptions {
             storage: OpenOptions { cache: configuration.cache, format, read_only, ..OpenOptions::default() },
@@ -173,17 +173,17 @@ impl Images {
         };
         let disk = Disk::new("tune", open(&spec(path)?, options).await?, DiskSettings::default(), None)?;
         // Set explicitly, because the default mode would decide by itself.
-        disk.prefetch().set(Settings { mode: configuration.prefetch, ..Settings::default() })?;
+        disk.prefetch().set(PrefetchConfig { mode: configuration.prefetch, ..PrefetchConfig::default() })?;
         Ok(Arc::new(disk))
     }
 
-    fn caches(&self, Qcow2 { cluster_bytes, l2 }: Qcow2) -> CacheSettings {
+    fn caches(&self, Qcow2Choice { cluster_bytes, l2 }: Qcow2Choice) -> CacheSettings {
         if l2 == L2Share::Full {
-            return CacheSettings { l2: Some(L2Size::Full), ..CacheSettings::default() };
+            return CacheSettings { l2: Some(L2CacheSize::Full), ..CacheSettings::default() };
         }
         let bytes = l2.bytes(self.place.size_bytes, cluster_bytes);
         CacheSettings {
-            l2: Some(L2Size::Bytes(bytes)),
+            l2: Some(L2CacheSize::Bytes(bytes)),
             entry_bytes: Some(L2Share::slice_bytes(bytes).min(cluster_bytes)),
             ..CacheSettings::default()
         }
@@ -193,9 +193,9 @@ impl Images {
     async fn fill(
         &self,
         path: &Path,
-        format: Format,
-        stop: &Stop,
-        progress: &Rc<Progress>,
+        format: ImageFormat,
+        stop: &TuneStop,
+        progress: &Rc<StepProgress>,
     ) -> anyhow::Result<bool> {
         let storage =
             OpenOptions { cache: CacheMode::Writeback, format: Some(format), ..OpenOptions::default() };
@@ -203,7 +203,7 @@ impl Images {
         let pieces = self.place.size_bytes / PIECE;
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         progress.begin(&format!("writing {name}"), pieces * PIECE);
-        let filling = Rc::new(Filling {
+        let filling = Rc::new(ImageFill {
             image,
             noise: Arc::clone(&self.noise),
             first: self.first,
@@ -230,24 +230,24 @@ impl Images {
     }
 }
 
-struct Filling {
+struct ImageFill {
     image: Image,
     noise: Arc<[u8]>,
     first: usize,
     pieces: u64,
     next: Cell<u64>,
     written: Cell<u64>,
-    progress: Rc<Progress>,
+    progress: Rc<StepProgress>,
     failed: RefCell<Option<reactor::error::Error>>,
-    stop: Stop,
+    stop: TuneStop,
 }
 
-impl Filling {
+impl ImageFill {
     async fn write(self: Rc<Self>) {
         while self.next.get() < self.pieces && self.failed.borrow().is_none() && !self.stop.is_due() {
             // Taken before the await, so that no two tasks write the same piece.
             let at = self.next.replace(self.next.get() + 1) * PIECE;
-            let data = Buffer::lent(&self.noise, self.first..self.first + PIECE as usize);
+            let data = IoBuffer::view_of(&self.noise, self.first..self.first + PIECE as usize);
             let result = self.image.write(at, data.into(), Durability::Cached).await;
             self.written.set(self.written.get() + 1);
             self.progress.advance(self.written.get() * PIECE);

@@ -16,7 +16,7 @@ use std::{
     hash::{Hash, Hasher},
 };
 
-use policy::prefetch::{Mode, Settings};
+use policy::prefetch::{PrefetchMode, PrefetchConfig};
 use storage::CacheMode;
 
 /// QEMU's default as well.
@@ -67,39 +67,39 @@ impl fmt::Display for L2Share {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Qcow2 {
+pub(super) struct Qcow2Choice {
     /// A power of two from 64 KiB to 2 MiB in images that weir creates.
     pub(super) cluster_bytes: u64,
     pub(super) l2: L2Share,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Configuration {
+pub(super) struct DiskConfiguration {
     pub(super) cache: CacheMode,
-    pub(super) qcow2: Option<Qcow2>,
-    pub(super) prefetch: Mode,
+    pub(super) qcow2: Option<Qcow2Choice>,
+    pub(super) prefetch: PrefetchMode,
 }
 
-impl Configuration {
+impl DiskConfiguration {
     /// Memory of the caches, without the page cache, which the kernel reclaims on demand.
     pub(super) fn memory_bytes(&self, size_bytes: u64) -> u64 {
-        let l2 = self.qcow2.map_or(0, |Qcow2 { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
-        l2 + if self.prefetch == Mode::Off { 0 } else { Settings::default().memory_bytes }
+        let l2 = self.qcow2.map_or(0, |Qcow2Choice { cluster_bytes, l2 }| l2.bytes(size_bytes, cluster_bytes));
+        l2 + if self.prefetch == PrefetchMode::Off { 0 } else { PrefetchConfig::default().memory_bytes }
     }
 }
 
 /// Hashes the cache mode's name, because the mode itself has no hash.
-impl Hash for Configuration {
+impl Hash for DiskConfiguration {
     fn hash<H: Hasher>(&self, state: &mut H) {
         (self.cache.name(), self.qcow2, self.prefetch.name()).hash(state);
     }
 }
 
 /// Unique; results are stored under these names.
-impl fmt::Display for Configuration {
+impl fmt::Display for DiskConfiguration {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.cache.name())?;
-        if let Some(Qcow2 { cluster_bytes, l2 }) = self.qcow2 {
+        if let Some(Qcow2Choice { cluster_bytes, l2 }) = self.qcow2 {
             write!(f, ", {}", settings::exact_size(cluster_bytes))?;
             if l2 != L2Share::Full {
                 write!(f, ", L2 {l2}")?;
@@ -107,31 +107,31 @@ impl fmt::Display for Configuration {
         }
         match self.prefetch {
             // The default is not named.
-            Mode::Auto => Ok(()),
+            PrefetchMode::Auto => Ok(()),
             mode => write!(f, ", prefetch {mode}"),
         }
     }
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Space {
+pub(super) struct ConfigurationSpace {
     /// The first of each list is the default.
     pub(super) caches: Vec<CacheMode>,
     /// Empty for a raw disk.
     pub(super) clusters: Vec<u64>,
     pub(super) l2: Vec<L2Share>,
-    pub(super) prefetch: Vec<Mode>,
+    pub(super) prefetch: Vec<PrefetchMode>,
     /// Needed to find shares that result in the same number of bytes.
     pub(super) size_bytes: u64,
 }
 
-impl Space {
+impl ConfigurationSpace {
     pub(super) fn of_made_images(size_bytes: u64) -> Self {
         Self {
             caches: CacheMode::ALL.to_vec(),
             clusters: CLUSTERS.to_vec(),
             l2: L2Share::ALL.to_vec(),
-            prefetch: vec![Settings::default().mode, Mode::Off, Mode::On],
+            prefetch: vec![PrefetchConfig::default().mode, PrefetchMode::Off, PrefetchMode::On],
             size_bytes,
         }
     }
@@ -141,33 +141,33 @@ impl Space {
         Self { clusters: cluster_bytes.into_iter().collect(), ..Self::of_made_images(size_bytes) }
     }
 
-    pub(super) fn default_configuration(&self) -> Configuration {
-        Configuration {
+    pub(super) fn default_configuration(&self) -> DiskConfiguration {
+        DiskConfiguration {
             cache: self.caches[0],
-            qcow2: self.clusters.first().map(|&cluster_bytes| Qcow2 { cluster_bytes, l2: self.l2[0] }),
+            qcow2: self.clusters.first().map(|&cluster_bytes| Qcow2Choice { cluster_bytes, l2: self.l2[0] }),
             prefetch: self.prefetch[0],
         }
     }
 
-    pub(super) fn one_at_a_time(&self) -> Vec<Configuration> {
+    pub(super) fn one_at_a_time(&self) -> Vec<DiskConfiguration> {
         let default = self.default_configuration();
-        let mut list: Vec<_> = self.caches.iter().map(|&cache| Configuration { cache, ..default }).collect();
+        let mut list: Vec<_> = self.caches.iter().map(|&cache| DiskConfiguration { cache, ..default }).collect();
         // A raw disk has neither clusters nor L2 tables.
         if let Some(qcow2) = default.qcow2 {
-            let with = |qcow2| Configuration { qcow2: Some(qcow2), ..default };
-            list.extend(self.clusters.iter().map(|&cluster_bytes| with(Qcow2 { cluster_bytes, ..qcow2 })));
-            list.extend(self.l2.iter().map(|&l2| with(Qcow2 { l2, ..qcow2 })));
+            let with = |qcow2| DiskConfiguration { qcow2: Some(qcow2), ..default };
+            list.extend(self.clusters.iter().map(|&cluster_bytes| with(Qcow2Choice { cluster_bytes, ..qcow2 })));
+            list.extend(self.l2.iter().map(|&l2| with(Qcow2Choice { l2, ..qcow2 })));
         }
-        list.extend(self.prefetch.iter().map(|&prefetch| Configuration { prefetch, ..default }));
+        list.extend(self.prefetch.iter().map(|&prefetch| DiskConfiguration { prefetch, ..default }));
         self.distinct(list)
     }
 
     /// Every combination, by number of changes.
-    pub(super) fn all(&self) -> Vec<Configuration> {
+    pub(super) fn all(&self) -> Vec<DiskConfiguration> {
         let mut images: Vec<_> = self
             .clusters
             .iter()
-            .flat_map(|&cluster_bytes| self.l2.iter().map(move |&l2| Some(Qcow2 { cluster_bytes, l2 })))
+            .flat_map(|&cluster_bytes| self.l2.iter().map(move |&l2| Some(Qcow2Choice { cluster_bytes, l2 })))
             .collect();
         if images.is_empty() {
             images.push(None);
@@ -175,7 +175,7 @@ impl Space {
         let mut list = Vec::new();
         for &cache in &self.caches {
             for &qcow2 in &images {
-                list.extend(self.prefetch.iter().map(|&prefetch| Configuration { cache, qcow2, prefetch }));
+                list.extend(self.prefetch.iter().map(|&prefetch| DiskConfiguration { cache, qcow2, prefetch }));
             }
         }
         let mut list = self.distinct(list);
@@ -184,10 +184,10 @@ impl Space {
         list
     }
 
-    pub(super) fn changes(&self, configuration: &Configuration) -> usize {
+    pub(super) fn changes(&self, configuration: &DiskConfiguration) -> usize {
         let default = self.default_configuration();
-        let l2 = |qcow2: Option<Qcow2>| qcow2.map(|qcow2| qcow2.l2);
-        let cluster = |qcow2: Option<Qcow2>| qcow2.map(|qcow2| qcow2.cluster_bytes);
+        let l2 = |qcow2: Option<Qcow2Choice>| qcow2.map(|qcow2| qcow2.l2);
+        let cluster = |qcow2: Option<Qcow2Choice>| qcow2.map(|qcow2| qcow2.cluster_bytes);
         [
             configuration.cache != default.cache,
             cluster(configuration.qcow2) != cluster(default.qcow2),
@@ -200,12 +200,12 @@ impl Space {
     }
 
     /// Removes duplicates: a small disk's whole mapping may fit into the smallest cache.
-    fn distinct(&self, list: Vec<Configuration>) -> Vec<Configuration> {
+    fn distinct(&self, list: Vec<DiskConfiguration>) -> Vec<DiskConfiguration> {
         // By the size in bytes, not by the share.
-        let key = |configuration: &Configuration| {
-            let Configuration { cache, qcow2, prefetch } = *configuration;
+        let key = |configuration: &DiskConfiguration| {
+            let DiskConfiguration { cache, qcow2, prefetch } = *configuration;
             let sizes = qcow2
-                .map(|Qcow2 { cluster_bytes, l2 }| (cluster_bytes, l2.bytes(self.size_bytes, cluster_bytes)));
+                .map(|Qcow2Choice { cluster_bytes, l2 }| (cluster_bytes, l2.bytes(self.size_bytes, cluster_bytes)));
             (cache.name(), sizes, prefetch.name())
         };
         let mut seen = HashSet::new();
@@ -214,13 +214,13 @@ impl Space {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Order {
+pub(super) enum AccessOrder {
     Random,
     Sequential,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) enum Operation {
+pub(super) enum PatternOperation {
     /// From the disk, bypassing the page cache as far as possible.
     Read,
     /// From the page cache, if the configuration uses one.
@@ -233,9 +233,9 @@ pub(super) enum Operation {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub(super) struct Pattern {
-    pub(super) order: Order,
-    pub(super) operation: Operation,
+pub(super) struct RequestPattern {
+    pub(super) order: AccessOrder,
+    pub(super) operation: PatternOperation,
     pub(super) block_bytes: u64,
     pub(super) depth: u32,
 }
@@ -243,43 +243,43 @@ pub(super) struct Pattern {
 const SMALL: u64 = 4 << 10;
 const LARGE: u64 = 1 << 20;
 
-impl Pattern {
+impl RequestPattern {
     pub(super) fn all() -> Vec<Self> {
         let mut list = Vec::new();
         // The full grid of order, size and depth for the two common operations.
-        for operation in [Operation::Read, Operation::Write] {
-            for order in [Order::Random, Order::Sequential] {
+        for operation in [PatternOperation::Read, PatternOperation::Write] {
+            for order in [AccessOrder::Random, AccessOrder::Sequential] {
                 for block_bytes in [SMALL, LARGE] {
                     list.extend([1, 32].map(|depth| Self { order, operation, block_bytes, depth }));
                 }
             }
         }
         // The remaining operations with one small and one large pattern each.
-        for operation in [Operation::SyncWrite, Operation::FirstWrite, Operation::Reread] {
-            list.push(Self { order: Order::Random, operation, block_bytes: SMALL, depth: 1 });
-            list.push(Self { order: Order::Sequential, operation, block_bytes: LARGE, depth: 1 });
+        for operation in [PatternOperation::SyncWrite, PatternOperation::FirstWrite, PatternOperation::Reread] {
+            list.push(Self { order: AccessOrder::Random, operation, block_bytes: SMALL, depth: 1 });
+            list.push(Self { order: AccessOrder::Sequential, operation, block_bytes: LARGE, depth: 1 });
         }
         list
     }
 
     pub(super) fn writes(&self) -> bool {
-        !matches!(self.operation, Operation::Read | Operation::Reread)
+        !matches!(self.operation, PatternOperation::Read | PatternOperation::Reread)
     }
 }
 
 /// Unique; results are stored under these names.
-impl fmt::Display for Pattern {
+impl fmt::Display for RequestPattern {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = match self.order {
-            Order::Random => "random",
-            Order::Sequential => "sequential",
+            AccessOrder::Random => "random",
+            AccessOrder::Sequential => "sequential",
         };
         let operation = match self.operation {
-            Operation::Read => "read",
-            Operation::Reread => "reread",
-            Operation::Write => "write",
-            Operation::SyncWrite => "sync write",
-            Operation::FirstWrite => "first write",
+            PatternOperation::Read => "read",
+            PatternOperation::Reread => "reread",
+            PatternOperation::Write => "write",
+            PatternOperation::SyncWrite => "sync write",
+            PatternOperation::FirstWrite => "first write",
         };
         write!(f, "{order} {operation} {}", settings::exact_size(self.block_bytes))?;
         write!(f, " ×{}", self.depth)
@@ -292,13 +292,13 @@ mod tests {
 
     #[test]
     fn names_are_unique() {
-        let space = Space::of_made_images(16 << 30);
+        let space = ConfigurationSpace::of_made_images(16 << 30);
         let all = space.all();
         assert_eq!(all.len(), 5 * 6 * 4 * 3);
         let names: HashSet<_> = all.iter().map(ToString::to_string).collect();
         assert_eq!(names.len(), all.len());
         assert!(names.contains("none, 2M, L2 1/128, prefetch on"), "{names:?}");
-        let patterns = Pattern::all();
+        let patterns = RequestPattern::all();
         let names: HashSet<_> = patterns.iter().map(ToString::to_string).collect();
         assert_eq!(names.len(), 22);
         assert!(names.contains("random sync write 4K ×1"), "{names:?}");
@@ -306,10 +306,10 @@ mod tests {
 
     #[test]
     fn the_default_comes_first_and_one_factor_changes_at_a_time() {
-        let space = Space::of_made_images(16 << 30);
+        let space = ConfigurationSpace::of_made_images(16 << 30);
         let list = space.one_at_a_time();
         assert_eq!(list.len(), 1 + 4 + 5 + 3 + 2);
-        assert_eq!(list[0].prefetch, Settings::default().mode, "the default of `weir serve`");
+        assert_eq!(list[0].prefetch, PrefetchConfig::default().mode, "the default of `weir serve`");
         assert_eq!(list[0], space.default_configuration());
         assert_eq!(list[0].to_string(), "writeback, 64K");
         assert!(list[1..].iter().all(|configuration| space.changes(configuration) == 1), "{list:?}");
@@ -327,9 +327,9 @@ mod tests {
 
     #[test]
     fn shares_that_come_to_the_same_size_are_measured_once() {
-        let space = Space::of_made_images(64 << 20);
+        let space = ConfigurationSpace::of_made_images(64 << 20);
         // 8 KiB of mapping: 1/16 and 1/128 are both the minimum.
-        let l2 = |configuration: &&Configuration| {
+        let l2 = |configuration: &&DiskConfiguration| {
             configuration.qcow2.is_some_and(|qcow2| qcow2.l2 != L2Share::Full)
         };
         assert_eq!(space.one_at_a_time().iter().filter(l2).count(), 2);
@@ -337,7 +337,7 @@ mod tests {
 
     #[test]
     fn a_raw_disk_has_cache_modes_and_prefetch() {
-        let space = Space::of_image(1 << 30, None);
+        let space = ConfigurationSpace::of_image(1 << 30, None);
         assert_eq!(space.one_at_a_time().len(), 7);
         assert_eq!(space.all().len(), 15);
         assert_eq!(space.all()[14].qcow2, None);

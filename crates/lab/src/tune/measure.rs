@@ -18,14 +18,14 @@ use anyhow::Context as _;
 use block::disk::Disk;
 
 use super::{
-    images::Images,
-    matrix::{CLUSTERS, Configuration, Operation, Order, Pattern},
+    images::TuneImages,
+    matrix::{CLUSTERS, DiskConfiguration, PatternOperation, AccessOrder, RequestPattern},
     place::OVERLAY_BYTES,
-    search::Turn,
-    stop::Stop,
+    search::MeasurementTurn,
+    stop::TuneStop,
 };
 use crate::{
-    load::{Flush, Load, Places, put},
+    load::{FlushSpec, LoadSpec, OffsetPattern, run_job},
     statistics::{median, steady},
 };
 
@@ -42,30 +42,30 @@ const LARGE_WRITES_BYTES: u64 = 32 << 20;
 const BYTE: u8 = 0xA5;
 
 #[derive(Debug)]
-pub(super) struct Meter {
-    images: Images,
+pub(super) struct SampleMeter {
+    images: TuneImages,
     slice: Duration,
-    pub(super) stop: Stop,
+    pub(super) stop: TuneStop,
     random: fastrand::Rng,
-    rates: HashMap<(Configuration, Pattern), f64>,
+    rates: HashMap<(DiskConfiguration, RequestPattern), f64>,
 }
 
 #[derive(Clone, Debug, Default)]
-struct Series {
+struct SampleSeries {
     rates: Vec<f64>,
     requests: u64,
     elapsed: Duration,
 }
 
-impl Meter {
-    pub(super) fn new(images: Images, slice: Duration, stop: Stop, seed: u64) -> Self {
+impl SampleMeter {
+    pub(super) fn new(images: TuneImages, slice: Duration, stop: TuneStop, seed: u64) -> Self {
         Self { images, slice, stop, random: fastrand::Rng::with_seed(seed), rates: HashMap::new() }
     }
 
     pub(super) async fn turn(
         &mut self,
-        turn: &Turn,
-        mut record: impl FnMut(Pattern, f64),
+        turn: &MeasurementTurn,
+        mut record: impl FnMut(RequestPattern, f64),
     ) -> Result<(), TurnError> {
         let configuration = turn.configuration;
         let disk = self.images.open(&configuration).await.map_err(TurnError::NotOpened)?;
@@ -74,7 +74,7 @@ impl Meter {
             if self.stop.is_due() {
                 break;
             }
-            let measured = if pattern.operation == Operation::FirstWrite {
+            let measured = if pattern.operation == PatternOperation::FirstWrite {
                 self.first_write(&configuration, pattern).await
             } else {
                 self.sample(&disk, &configuration, pattern).await
@@ -89,8 +89,8 @@ impl Meter {
 
     async fn first_write(
         &mut self,
-        configuration: &Configuration,
-        pattern: Pattern,
+        configuration: &DiskConfiguration,
+        pattern: RequestPattern,
     ) -> anyhow::Result<Option<f64>> {
         // A new overlay for each sample: only an empty one has no allocated clusters.
         let disk = self.images.open_overlay(configuration).await?;
@@ -108,19 +108,19 @@ impl Meter {
     async fn sample(
         &mut self,
         disk: &Arc<Disk>,
-        configuration: &Configuration,
-        pattern: Pattern,
+        configuration: &DiskConfiguration,
+        pattern: RequestPattern,
     ) -> anyhow::Result<Option<f64>> {
         let whole = self.images.place.size_bytes;
         // Rereads use a part that fits into the page cache.
         let size_bytes = match pattern.operation {
-            Operation::Reread => whole.min(REREAD_BYTES),
+            PatternOperation::Reread => whole.min(REREAD_BYTES),
             _ => whole,
         };
         match pattern.operation {
-            Operation::Read => self.images.forget(disk).await?,
-            Operation::Reread => warm(disk, size_bytes).await?,
-            Operation::Write | Operation::SyncWrite | Operation::FirstWrite => {}
+            PatternOperation::Read => self.images.drop_from_page_cache(disk).await?,
+            PatternOperation::Reread => warm(disk, size_bytes).await?,
+            PatternOperation::Write | PatternOperation::SyncWrite | PatternOperation::FirstWrite => {}
         }
         let stop = self.stop.clone();
         let series = self.batches(disk, configuration, pattern, size_bytes, &stop).await?;
@@ -136,7 +136,7 @@ impl Meter {
         let elapsed = series.elapsed + began.elapsed();
         // Untimed: a mode that ignores flushes may be fast, but must not slow down the next sample
         // by its writeback.
-        self.images.forget(disk).await?;
+        self.images.drop_from_page_cache(disk).await?;
         Ok(Some(series.requests as f64 / elapsed.as_secs_f64().max(1e-9)))
     }
 
@@ -144,26 +144,26 @@ impl Meter {
     async fn batches(
         &mut self,
         disk: &Arc<Disk>,
-        configuration: &Configuration,
-        pattern: Pattern,
+        configuration: &DiskConfiguration,
+        pattern: RequestPattern,
         size_bytes: u64,
-        stop: &Stop,
-    ) -> anyhow::Result<Series> {
-        let mut walk = Walk::new(pattern, size_bytes, &mut self.random);
+        stop: &TuneStop,
+    ) -> anyhow::Result<SampleSeries> {
+        let mut walk = BatchOffsets::new(pattern, size_bytes, &mut self.random);
         let most = most_requests(pattern, size_bytes);
-        let mut series = Series::default();
+        let mut series = SampleSeries::default();
         let mut rate = self.rates.get(&(*configuration, pattern)).copied();
         while series.elapsed < self.slice && series.requests < most && !stop.is_due() {
             // The rate of the last batch determines the size of the next.
             let wanted = rate.map_or(0.0, |rate| rate * self.slice.as_secs_f64() / f64::from(BATCHES));
             let count =
                 (wanted.min(LARGEST_BATCH) as u64).max(pattern.depth.into()).min(most - series.requests);
-            let outcome = put(walk.load(count), Arc::clone(disk)).await?;
+            let outcome = run_job(walk.load(count), Arc::clone(disk)).await?;
             let is_first = rate.is_none();
             let now = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
             rate = Some(now);
             // The first batch only calibrates, unless it took too long to be discarded.
-            if !is_first || outcome.elapsed * 4 > self.slice || pattern.operation == Operation::FirstWrite {
+            if !is_first || outcome.elapsed * 4 > self.slice || pattern.operation == PatternOperation::FirstWrite {
                 series.rates.push(now);
                 series.requests += count;
                 series.elapsed += outcome.elapsed;
@@ -178,22 +178,22 @@ impl Meter {
     }
 
     /// Random reads, starting with cold caches: (seconds, operations per second) of each batch.
-    pub(super) async fn growth(
+    pub(super) async fn cold_cache_curve(
         &mut self,
-        configuration: &Configuration,
+        configuration: &DiskConfiguration,
         time: Duration,
     ) -> anyhow::Result<Vec<(f64, f64)>> {
         let disk = self.images.open(configuration).await?;
-        self.images.forget(&disk).await?;
+        self.images.drop_from_page_cache(&disk).await?;
         let pattern =
-            Pattern { order: Order::Random, operation: Operation::Read, block_bytes: 4096, depth: 1 };
-        let mut walk = Walk::new(pattern, self.images.place.size_bytes, &mut self.random);
+            RequestPattern { order: AccessOrder::Random, operation: PatternOperation::Read, block_bytes: 4096, depth: 1 };
+        let mut walk = BatchOffsets::new(pattern, self.images.place.size_bytes, &mut self.random);
         let stop = self.stop.within(time);
         let mut points = Vec::new();
         let began = Instant::now();
         let mut count = 8;
         while !stop.is_due() {
-            let outcome = put(walk.load(count), Arc::clone(&disk)).await?;
+            let outcome = run_job(walk.load(count), Arc::clone(&disk)).await?;
             let rate = count as f64 / outcome.elapsed.as_secs_f64().max(1e-9);
             points.push((began.elapsed().as_secs_f64(), rate));
             // About fifty points, independently of the disk's speed.
@@ -222,14 +222,14 @@ fn steady_rate(rates: &[f64]) -> f64 {
 
 /// Bound on requests, equal for every configuration, because writes share the flush's cost;
 /// unbounded for reads.
-fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
+fn most_requests(pattern: RequestPattern, size_bytes: u64) -> u64 {
     let written = if pattern.block_bytes < 1 << 20 { SMALL_WRITES_BYTES } else { LARGE_WRITES_BYTES };
     let all = written / pattern.block_bytes;
     match pattern.operation {
-        Operation::Read | Operation::Reread => u64::MAX,
-        Operation::Write | Operation::SyncWrite => all,
+        PatternOperation::Read | PatternOperation::Reread => u64::MAX,
+        PatternOperation::Write | PatternOperation::SyncWrite => all,
         // Assumes that each request allocates one of the largest clusters.
-        Operation::FirstWrite => {
+        PatternOperation::FirstWrite => {
             let cluster_bytes = CLUSTERS.into_iter().max().unwrap_or(pattern.block_bytes);
             all.min(OVERLAY_BYTES.min(size_bytes) / pattern.block_bytes.max(cluster_bytes)).max(1)
         }
@@ -238,36 +238,36 @@ fn most_requests(pattern: Pattern, size_bytes: u64) -> u64 {
 
 async fn warm(disk: &Arc<Disk>, size_bytes: u64) -> anyhow::Result<()> {
     let pattern =
-        Pattern { order: Order::Sequential, operation: Operation::Reread, block_bytes: 1 << 20, depth: 4 };
-    let mut walk = Walk { pattern, size_bytes, offset: 0, seed: 0 };
-    put(walk.load(size_bytes >> 20), Arc::clone(disk)).await?;
+        RequestPattern { order: AccessOrder::Sequential, operation: PatternOperation::Reread, block_bytes: 1 << 20, depth: 4 };
+    let mut walk = BatchOffsets { pattern, size_bytes, offset: 0, seed: 0 };
+    run_job(walk.load(size_bytes >> 20), Arc::clone(disk)).await?;
     Ok(())
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Walk {
-    pattern: Pattern,
+struct BatchOffsets {
+    pattern: RequestPattern,
     size_bytes: u64,
     offset: u64,
     seed: u64,
 }
 
-impl Walk {
-    fn new(pattern: Pattern, size_bytes: u64, random: &mut fastrand::Rng) -> Self {
+impl BatchOffsets {
+    fn new(pattern: RequestPattern, size_bytes: u64, random: &mut fastrand::Rng) -> Self {
         let blocks = size_bytes / pattern.block_bytes;
         Self { pattern, size_bytes, offset: random.u64(..blocks) * pattern.block_bytes, seed: random.u64(..) }
     }
 
-    fn load(&mut self, count: u64) -> Load {
+    fn load(&mut self, count: u64) -> LoadSpec {
         let Self { pattern, size_bytes, .. } = *self;
         let block = pattern.block_bytes;
-        let is_random = pattern.order == Order::Random;
-        let load = Load {
+        let is_random = pattern.order == AccessOrder::Random;
+        let load = LoadSpec {
             count,
             depth: pattern.depth,
             readers: 1,
             block_bytes: usize::try_from(block).unwrap_or(usize::MAX),
-            places: Places {
+            places: OffsetPattern {
                 offset: if is_random { 0 } else { self.offset },
                 step_bytes: block,
                 last: size_bytes - block,
@@ -276,7 +276,7 @@ impl Walk {
                 run: 1,
             },
             write: pattern.writes().then_some(BYTE),
-            flush: (pattern.operation == Operation::SyncWrite).then_some(Flush { interval: 1, drain: true }),
+            flush: (pattern.operation == PatternOperation::SyncWrite).then_some(FlushSpec { interval: 1, drain: true }),
         };
         self.seed = self.seed.wrapping_add(1);
         self.offset = (self.offset / block + count) % (size_bytes / block) * block;
@@ -288,25 +288,25 @@ impl Walk {
 mod tests {
     use super::*;
 
-    fn pattern(order: Order, operation: Operation) -> Pattern {
-        Pattern { order, operation, block_bytes: 1 << 20, depth: 1 }
+    fn pattern(order: AccessOrder, operation: PatternOperation) -> RequestPattern {
+        RequestPattern { order, operation, block_bytes: 1 << 20, depth: 1 }
     }
 
     #[test]
     fn sequential_batches_follow_each_other_and_random_ones_are_not_the_same() {
-        let mut walk = Walk {
+        let mut walk = BatchOffsets {
             offset: 0,
             seed: 7,
             size_bytes: 10 << 20,
-            pattern: pattern(Order::Sequential, Operation::Read),
+            pattern: pattern(AccessOrder::Sequential, PatternOperation::Read),
         };
         let begins: Vec<_> = [4, 4, 4].map(|count| walk.load(count).places.offset >> 20).to_vec();
         assert_eq!(begins, [0, 4, 8], "and the last goes on at the beginning");
         assert_eq!(walk.load(1).places.offset >> 20, 2);
-        let mut walk = Walk { pattern: pattern(Order::Random, Operation::SyncWrite), ..walk };
+        let mut walk = BatchOffsets { pattern: pattern(AccessOrder::Random, PatternOperation::SyncWrite), ..walk };
         let loads = [walk.load(1), walk.load(1)];
         assert_ne!(loads[0].places.random, loads[1].places.random);
-        assert_eq!(loads[0].flush, Some(Flush { interval: 1, drain: true }));
+        assert_eq!(loads[0].flush, Some(FlushSpec { interval: 1, drain: true }));
         assert_eq!(loads[0].write, Some(BYTE));
     }
 
@@ -320,10 +320,10 @@ mod tests {
 
     #[test]
     fn every_configuration_writes_the_same_and_an_overlay_does_not_grow_beyond_its_room() {
-        let small = Pattern { block_bytes: 4096, ..pattern(Order::Random, Operation::FirstWrite) };
+        let small = RequestPattern { block_bytes: 4096, ..pattern(AccessOrder::Random, PatternOperation::FirstWrite) };
         assert_eq!(most_requests(small, 1 << 30), 32, "each may allocate 2 MiB");
         assert_eq!(most_requests(small, 16 << 20), 8);
-        assert_eq!(most_requests(pattern(Order::Random, Operation::Write), 1 << 30), 32);
-        assert_eq!(most_requests(pattern(Order::Random, Operation::Read), 1 << 30), u64::MAX);
+        assert_eq!(most_requests(pattern(AccessOrder::Random, PatternOperation::Write), 1 << 30), 32);
+        assert_eq!(most_requests(pattern(AccessOrder::Random, PatternOperation::Read), 1 << 30), u64::MAX);
     }
 }

@@ -22,14 +22,14 @@ use nix::{
     sys::statvfs::statvfs,
 };
 use settings::exact_size;
-use storage::Format;
+use storage::ImageFormat;
 use tempfile::TempDir;
 
 use super::{
-    matrix::{CLUSTERS, Operation, Pattern, Space},
-    stop::Stop,
+    matrix::{CLUSTERS, PatternOperation, RequestPattern, ConfigurationSpace},
+    stop::TuneStop,
 };
-use crate::probe::{in_use, in_use::Claim};
+use crate::probe::{in_use, in_use::ExclusiveDevice};
 
 /// A few dozen of the largest requests.
 const LEAST_SIZE: u64 = 16 << 20;
@@ -47,10 +47,10 @@ const PREFIX: &str = ".weir-tune-";
 const SPARE_BYTES: u64 = 32 << 20;
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Wish<'a> {
+pub(super) struct TuneTargetOptions<'a> {
     pub(super) path: &'a Path,
     pub(super) size_bytes: Option<u64>,
-    pub(super) format: Option<Format>,
+    pub(super) format: Option<ImageFormat>,
     pub(super) write: bool,
     /// True to write despite a known signature.
     pub(super) force: bool,
@@ -58,8 +58,8 @@ pub(super) struct Wish<'a> {
 }
 
 #[derive(Debug)]
-pub(super) struct Place {
-    pub(super) kind: Kind,
+pub(super) struct TuneTarget {
+    pub(super) kind: TuneTargetKind,
     pub(super) path: PathBuf,
     pub(super) size_bytes: u64,
     pub(super) whole_bytes: u64,
@@ -67,7 +67,7 @@ pub(super) struct Place {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Seen {
+pub(super) struct InspectedImage {
     pub(super) size_bytes: u64,
     pub(super) cluster_bytes: Option<u64>,
     /// Bytes of the measured part that hold data; the rest are holes.
@@ -75,7 +75,7 @@ pub(super) struct Seen {
 }
 
 #[derive(Debug)]
-pub(super) enum Kind {
+pub(super) enum TuneTargetKind {
     /// A temporary directory for images, locked so that another run does not remove it as stale.
     Made {
         directory: TempDir,
@@ -84,20 +84,20 @@ pub(super) enum Kind {
     },
     Device {
         writable: bool,
-        _claim: Claim,
+        _claim: ExclusiveDevice,
     },
     Image {
-        format: Option<Format>,
+        format: Option<ImageFormat>,
         cluster_bytes: Option<u64>,
     },
 }
 
-impl Place {
+impl TuneTarget {
     /// Opens the target without changing it. `image` inspects an image: its format, and the number
     /// of bytes to inspect (or all).
     pub(super) fn open(
-        wish: Wish<'_>,
-        image: impl FnOnce(&Path, Option<Format>, Option<u64>) -> anyhow::Result<Seen>,
+        wish: TuneTargetOptions<'_>,
+        image: impl FnOnce(&Path, Option<ImageFormat>, Option<u64>) -> anyhow::Result<InspectedImage>,
     ) -> anyhow::Result<Self> {
         let name = wish.path.display();
         let metadata = fs::metadata(wish.path).with_context(|| format!("{name}: cannot be measured"))?;
@@ -122,33 +122,33 @@ impl Place {
                 in_use::claim_to_read(wish.path)?
             };
             // A device has no holes to count.
-            let seen = image(wish.path, Some(Format::Raw), Some(0))?;
-            (Kind::Device { writable: wish.write, _claim: claim }, seen.size_bytes)
+            let seen = image(wish.path, Some(ImageFormat::Raw), Some(0))?;
+            (TuneTargetKind::Device { writable: wish.write, _claim: claim }, seen.size_bytes)
         } else if metadata.is_file() {
             let seen = image(wish.path, wish.format, wish.size_bytes)?;
             let measured = wish.size_bytes.unwrap_or(seen.size_bytes).min(seen.size_bytes);
             remarks.extend(holes(wish.path, measured, seen.data_bytes)?);
-            (Kind::Image { format: wish.format, cluster_bytes: seen.cluster_bytes }, seen.size_bytes)
+            (TuneTargetKind::Image { format: wish.format, cluster_bytes: seen.cluster_bytes }, seen.size_bytes)
         } else {
             bail!(
                 "{name}: is neither a directory nor a block device nor an image (name the directory that it is in)"
             )
         };
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(whole_bytes).min(whole_bytes));
-        is_enough(wish.path, size_bytes)?;
+        check_size(wish.path, size_bytes)?;
         Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes, remarks })
     }
 
-    fn directory(wish: Wish<'_>) -> anyhow::Result<Self> {
+    fn directory(wish: TuneTargetOptions<'_>) -> anyhow::Result<Self> {
         let name = wish.path.display();
-        let remarks = remove_left_behind(wish.path);
+        let remarks = remove_stale(wish.path);
         let space = statvfs(wish.path).with_context(|| format!("{name}: its free space is not known"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let by_time = wish.budget_seconds.saturating_mul(BYTES_PER_SECOND);
         // A sixteenth of the free space leaves room for all images and for other programs.
         let usual = by_time.min(free / 16).clamp(LEAST_SIZE, USUAL_SIZE);
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(usual));
-        is_enough(wish.path, size_bytes)?;
+        check_size(wish.path, size_bytes)?;
         let needed = needed_bytes(size_bytes);
         ensure!(
             needed <= free,
@@ -165,33 +165,33 @@ impl Place {
         // The lock belongs to the open directory and ends with the process, even if it is killed.
         let held = fs::File::open(made.path()).with_context(|| format!("{name}: cannot be looked into"))?;
         let lock = lock(held);
-        let kind = Kind::Made { directory: made, _lock: lock };
+        let kind = TuneTargetKind::Made { directory: made, _lock: lock };
         Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
     }
 
-    pub(super) fn removed_by(&self, stop: &Stop) {
-        if let Kind::Made { directory, .. } = &self.kind {
+    pub(super) fn removed_by(&self, stop: &TuneStop) {
+        if let TuneTargetKind::Made { directory, .. } = &self.kind {
             stop.removes(directory.path());
         }
     }
 
-    pub(super) fn space(&self) -> Space {
+    pub(super) fn space(&self) -> ConfigurationSpace {
         match self.kind {
-            Kind::Made { .. } => Space::of_made_images(self.size_bytes),
-            Kind::Device { .. } => Space::of_image(self.size_bytes, None),
-            Kind::Image { cluster_bytes, .. } => Space::of_image(self.size_bytes, cluster_bytes),
+            TuneTargetKind::Made { .. } => ConfigurationSpace::of_made_images(self.size_bytes),
+            TuneTargetKind::Device { .. } => ConfigurationSpace::of_image(self.size_bytes, None),
+            TuneTargetKind::Image { cluster_bytes, .. } => ConfigurationSpace::of_image(self.size_bytes, cluster_bytes),
         }
     }
 
-    pub(super) fn patterns(&self) -> Vec<Pattern> {
-        let can = |pattern: &Pattern| match self.kind {
-            Kind::Made { .. } => true,
-            Kind::Device { writable, .. } => {
-                !pattern.writes() || writable && pattern.operation != Operation::FirstWrite
+    pub(super) fn patterns(&self) -> Vec<RequestPattern> {
+        let can = |pattern: &RequestPattern| match self.kind {
+            TuneTargetKind::Made { .. } => true,
+            TuneTargetKind::Device { writable, .. } => {
+                !pattern.writes() || writable && pattern.operation != PatternOperation::FirstWrite
             }
-            Kind::Image { .. } => !pattern.writes(),
+            TuneTargetKind::Image { .. } => !pattern.writes(),
         };
-        Pattern::all().into_iter().filter(can).collect()
+        RequestPattern::all().into_iter().filter(can).collect()
     }
 
     pub(super) fn remarks(&self) -> Vec<String> {
@@ -201,14 +201,14 @@ impl Place {
 
     fn not_measured(&self) -> Option<&'static str> {
         match self.kind {
-            Kind::Made { .. } => None,
-            Kind::Device { writable: false, .. } => Some(
+            TuneTargetKind::Made { .. } => None,
+            TuneTargetKind::Device { writable: false, .. } => Some(
                 "writes: they would destroy what is on the device (--write); cluster sizes and L2 caches: a device has none",
             ),
-            Kind::Device { writable: true, .. } => {
+            TuneTargetKind::Device { writable: true, .. } => {
                 Some("cluster sizes, L2 caches and first writes: a device has none")
             }
-            Kind::Image { .. } => Some(
+            TuneTargetKind::Image { .. } => Some(
                 "writes and cluster sizes: an image that is there is only read (name its directory to have images made and written)",
             ),
         }
@@ -216,8 +216,8 @@ impl Place {
 
     pub(super) fn made(&self, name: &str) -> Option<PathBuf> {
         match &self.kind {
-            Kind::Made { directory, .. } => Some(directory.path().join(name)),
-            Kind::Device { .. } | Kind::Image { .. } => None,
+            TuneTargetKind::Made { directory, .. } => Some(directory.path().join(name)),
+            TuneTargetKind::Device { .. } | TuneTargetKind::Image { .. } => None,
         }
     }
 }
@@ -236,7 +236,7 @@ fn lock(directory: fs::File) -> Option<Flock<fs::File>> {
 }
 
 /// Removes the directories of killed runs and returns remarks; those of live runs are locked.
-fn remove_left_behind(path: &Path) -> Vec<String> {
+fn remove_stale(path: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(path) else { return Vec::new() };
     let remove = |entry: fs::DirEntry| {
         let name = entry.file_name().into_string().ok()?;
@@ -267,7 +267,7 @@ fn holes(path: &Path, measured_bytes: u64, data_bytes: u64) -> anyhow::Result<Op
     }))
 }
 
-fn is_enough(path: &Path, size_bytes: u64) -> anyhow::Result<()> {
+fn check_size(path: &Path, size_bytes: u64) -> anyhow::Result<()> {
     ensure!(
         size_bytes >= LEAST_SIZE,
         "{}: {size_bytes} bytes are too few to be measured (it takes {} at least)",
@@ -286,30 +286,30 @@ fn whole_blocks(bytes: u64) -> u64 {
 mod tests {
     use super::*;
 
-    fn wish(path: &Path) -> Wish<'_> {
-        Wish { path, size_bytes: None, format: None, write: false, force: false, budget_seconds: 600 }
+    fn wish(path: &Path) -> TuneTargetOptions<'_> {
+        TuneTargetOptions { path, size_bytes: None, format: None, write: false, force: false, budget_seconds: 600 }
     }
 
-    fn open(wish: Wish<'_>) -> anyhow::Result<Place> {
+    fn open(wish: TuneTargetOptions<'_>) -> anyhow::Result<TuneTarget> {
         opened(wish, 60 << 20)
     }
 
-    fn opened(wish: Wish<'_>, data_bytes: u64) -> anyhow::Result<Place> {
+    fn opened(wish: TuneTargetOptions<'_>, data_bytes: u64) -> anyhow::Result<TuneTarget> {
         let size_bytes = 100 << 20;
-        Place::open(wish, |_, _, _| Ok(Seen { size_bytes, cluster_bytes: Some(65_536), data_bytes }))
+        TuneTarget::open(wish, |_, _, _| Ok(InspectedImage { size_bytes, cluster_bytes: Some(65_536), data_bytes }))
     }
 
     #[test]
-    fn what_cannot_be_measured_is_said_and_nothing_is_made() {
+    fn unsuitable_targets_are_rejected_unchanged() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path();
         let usual = wish(path);
-        let sized = |size_bytes| Wish { size_bytes: Some(size_bytes), ..usual };
+        let sized = |size_bytes| TuneTargetOptions { size_bytes: Some(size_bytes), ..usual };
         for (wish, why) in [
             (sized(1 << 60), "are free (make room, or give a smaller --size)"),
             (sized(1 << 20), "too few to be measured (it takes 16M"),
-            (Wish { write: true, ..usual }, "is no device, and --write"),
-            (Wish { format: Some(Format::Raw), ..usual }, "--format is for an image"),
+            (TuneTargetOptions { write: true, ..usual }, "is no device, and --write"),
+            (TuneTargetOptions { format: Some(ImageFormat::Raw), ..usual }, "--format is for an image"),
             (wish(&path.join("none")), "cannot be measured: No such file"),
             (wish(Path::new("/dev/null")), "is neither a directory nor"),
         ] {
@@ -330,7 +330,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_killed_run_left_is_removed_and_what_a_running_one_has_is_not() {
+    fn stale_directories_are_removed() {
         let directory = tempfile::tempdir().unwrap();
         let running = open(wish(directory.path())).unwrap();
         // Larger than any pid (proc_sys_kernel(5), pid_max).

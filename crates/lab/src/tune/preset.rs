@@ -10,20 +10,20 @@ mod published;
 use std::{rc::Rc, time::Duration};
 
 use clap::ValueEnum;
-use console::progress::Progress;
+use console::progress::StepProgress;
 
-use self::findings::Measured;
+use self::findings::PresetFindings;
 use super::{
-    Outcome,
+    TuneOutcome,
     choice::MARGIN,
-    matrix::{Configuration, Pattern},
-    place::Place,
-    run::Run,
-    samples::{LEAST_ROUNDS, Samples},
-    search::{Course, Turn},
-    stop::Stop,
+    matrix::{DiskConfiguration, RequestPattern},
+    place::TuneTarget,
+    run::TuneRun,
+    samples::{LEAST_ROUNDS, TuneSamples},
+    search::{TurnSource, MeasurementTurn},
+    stop::TuneStop,
 };
-use crate::statistics::{Comparison, Verdict, median};
+use crate::statistics::{RankComparison, RankVerdict, median};
 
 /// A table never ends earlier: measuring until a difference shows would find one by chance.
 const MOST_ROUNDS: usize = 20;
@@ -43,7 +43,7 @@ pub(crate) enum Preset {
 }
 
 impl Preset {
-    pub(super) fn tables(self) -> Vec<Published> {
+    pub(super) fn tables(self) -> Vec<PublishedTable> {
         match self {
             Self::CacheModes => vec![published::random_by_cache_mode(), published::streams_by_cache_mode()],
             Self::ClusterSize => vec![published::streams_by_cluster_size()],
@@ -63,78 +63,78 @@ impl Preset {
     }
 
     pub(super) fn slices(self) -> u32 {
-        let slices = |table: &Published| table.rows.len() * table.columns.len();
+        let slices = |table: &PublishedTable| table.rows.len() * table.columns.len();
         self.tables().iter().map(slices).sum::<usize>() as u32
     }
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Published {
+pub(super) struct PublishedTable {
     title: &'static str,
-    columns: Vec<Column>,
-    rows: Vec<Row>,
+    columns: Vec<PublishedColumn>,
+    rows: Vec<PublishedRow>,
     /// The row that all others are relative to.
     reference: &'static str,
-    claims: Vec<Claim>,
+    claims: Vec<PublishedClaim>,
 }
 
 #[derive(Clone, Debug)]
-struct Column {
+struct PublishedColumn {
     name: &'static str,
-    pattern: Pattern,
+    pattern: RequestPattern,
     /// Replacement for a raw disk that lacks the pattern.
-    of_raw: Option<Pattern>,
-    figure: Figure,
+    of_raw: Option<RequestPattern>,
+    figure: PublishedFigure,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Figure {
+enum PublishedFigure {
     Median,
     /// The average of the fastest three of five runs; here, of three fifths of the samples.
     FastestThree,
 }
 
 #[derive(Clone, Debug)]
-struct Row {
+struct PublishedRow {
     name: String,
-    configuration: Configuration,
+    configuration: DiskConfiguration,
     /// A figure for each column in the table's own unit; empty if only charts were published.
     published: Vec<f64>,
 }
 
 #[derive(Clone, Debug)]
-struct Claim {
+struct PublishedClaim {
     text: &'static str,
     pairs: Vec<(String, String)>,
     column: usize,
-    relation: Relation,
+    relation: ClaimRelation,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Relation {
+enum ClaimRelation {
     Higher,
     Lower,
     NotLower,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Agreement {
+enum ClaimAgreement {
     Agrees,
     NotSeen,
     Contradicted,
     NotMeasured,
 }
 
-impl Column {
-    fn new(name: &'static str, pattern: Pattern, figure: Figure) -> Self {
+impl PublishedColumn {
+    fn new(name: &'static str, pattern: RequestPattern, figure: PublishedFigure) -> Self {
         Self { name, pattern, of_raw: None, figure }
     }
 
-    fn of_raw(self, pattern: Pattern) -> Self {
+    fn of_raw(self, pattern: RequestPattern) -> Self {
         Self { of_raw: Some(pattern), ..self }
     }
 
-    fn pattern(&self, configuration: &Configuration) -> Pattern {
+    fn pattern(&self, configuration: &DiskConfiguration) -> RequestPattern {
         match self.of_raw {
             Some(pattern) if configuration.qcow2.is_none() => pattern,
             _ => self.pattern,
@@ -142,7 +142,7 @@ impl Column {
     }
 }
 
-impl Figure {
+impl PublishedFigure {
     fn of(self, samples: &[f64]) -> f64 {
         match self {
             Self::Median => median(samples),
@@ -157,18 +157,18 @@ impl Figure {
     }
 }
 
-impl Published {
-    fn row(&self, name: &str) -> Option<&Row> {
+impl PublishedTable {
+    fn row(&self, name: &str) -> Option<&PublishedRow> {
         self.rows.iter().find(|row| row.name == name)
     }
 
-    fn samples(&self, samples: &Samples, row: &str, column: usize) -> Vec<f64> {
+    fn samples(&self, samples: &TuneSamples, row: &str, column: usize) -> Vec<f64> {
         let Some(row) = self.row(row) else { return Vec::new() };
         samples.of(&row.configuration, &self.columns[column].pattern(&row.configuration))
     }
 
-    fn patterns(&self, row: &Row) -> Vec<Pattern> {
-        let mut patterns: Vec<Pattern> = Vec::new();
+    fn patterns(&self, row: &PublishedRow) -> Vec<RequestPattern> {
+        let mut patterns: Vec<RequestPattern> = Vec::new();
         for column in &self.columns {
             let pattern = column.pattern(&row.configuration);
             if !patterns.contains(&pattern) {
@@ -178,82 +178,82 @@ impl Published {
         patterns
     }
 
-    fn agreement(&self, samples: &Samples, claim: &Claim) -> Agreement {
+    fn agreement(&self, samples: &TuneSamples, claim: &PublishedClaim) -> ClaimAgreement {
         let column = &self.columns[claim.column];
         let cell = |name: &str| {
             let configuration = self.row(name)?.configuration;
             Some((configuration, column.pattern(&configuration)))
         };
         let judge = |(one, other): &(String, String)| {
-            let (Some(one), Some(other)) = (cell(one), cell(other)) else { return Agreement::NotMeasured };
-            let Some(Comparison { ratio, verdict }) =
+            let (Some(one), Some(other)) = (cell(one), cell(other)) else { return ClaimAgreement::NotMeasured };
+            let Some(RankComparison { ratio, verdict }) =
                 samples.compare_cells((&other.0, &other.1), (&one.0, &one.1))
             else {
-                return Agreement::NotMeasured;
+                return ClaimAgreement::NotMeasured;
             };
             let is_known = [one, other]
                 .iter()
                 .all(|(configuration, pattern)| samples.rounds(configuration, &[*pattern]) >= LEAST_ROUNDS);
             // A claim is judged by the interval of the ratio, not by its median.
             match (claim.relation, verdict) {
-                (Relation::Higher, Verdict::Higher) | (Relation::Lower, Verdict::Lower) => Agreement::Agrees,
+                (ClaimRelation::Higher, RankVerdict::Higher) | (ClaimRelation::Lower, RankVerdict::Lower) => ClaimAgreement::Agrees,
                 // The lack of a visible difference agrees only if a difference would be visible.
-                (Relation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => Agreement::Agrees,
-                (_, Verdict::Same) => Agreement::NotSeen,
-                _ => Agreement::Contradicted,
+                (ClaimRelation::NotLower, _) if is_known && ratio.low >= 1.0 - MARGIN => ClaimAgreement::Agrees,
+                (_, RankVerdict::Same) => ClaimAgreement::NotSeen,
+                _ => ClaimAgreement::Contradicted,
             }
         };
         // The worst pair decides: `Agreement` is ordered from best to worst.
-        claim.pairs.iter().map(judge).max().unwrap_or(Agreement::NotMeasured)
+        claim.pairs.iter().map(judge).max().unwrap_or(ClaimAgreement::NotMeasured)
     }
 
-    fn rounds(&self, samples: &Samples, without: &[Configuration]) -> usize {
+    fn rounds(&self, samples: &TuneSamples, without: &[DiskConfiguration]) -> usize {
         let rows = self.rows.iter().filter(|row| !without.contains(&row.configuration));
         rows.map(|row| samples.rounds(&row.configuration, &self.patterns(row))).min().unwrap_or(MOST_ROUNDS)
     }
 
-    fn is_complete(&self, samples: &Samples, without: &[Configuration]) -> bool {
+    fn is_complete(&self, samples: &TuneSamples, without: &[DiskConfiguration]) -> bool {
         self.rounds(samples, without) >= MOST_ROUNDS
     }
 }
 
 pub(super) async fn measure(
     preset: Preset,
-    place: Rc<Place>,
-    stop: Stop,
-    progress: Progress,
+    place: Rc<TuneTarget>,
+    stop: TuneStop,
+    progress: StepProgress,
     (budget, seed): (Duration, u64),
-) -> Outcome {
+) -> TuneOutcome {
     // Short enough that every cell has all its rounds within the budget.
     let slice = budget / (preset.slices() * SLICES_PER_CELL);
-    let course = Tables::new(preset, seed);
-    let mut run = Run::new(course, place, (stop, progress), (budget, slice), seed);
+    let course = PresetCourse::new(preset, seed);
+    let mut run = TuneRun::new(course, place, (stop, progress), (budget, slice), seed);
     let failed = run.measure(budget / 2, Duration::ZERO).await.err();
     run.progress.end();
-    let Run { course: Tables { tables, samples, .. }, remarks, .. } = &run;
-    let findings = Measured { tables, samples, remarks }.findings();
+    let TuneRun { course: PresetCourse { tables, samples, .. }, remarks, .. } = &run;
+    let findings = PresetFindings { tables, samples, remarks }.findings();
     let text = findings::text(&findings);
-    Outcome { findings, text, details: serde_json::Value::Null, failed }
+    TuneOutcome { findings, text, details: serde_json::Value::Null, failed }
 }
 
 #[derive(Debug)]
-struct Tables {
-    tables: Vec<Published>,
+struct PresetCourse {
+    tables: Vec<PublishedTable>,
     clusters: Vec<u64>,
-    samples: Samples,
+    samples: TuneSamples,
     random: fastrand::Rng,
-    refused: Vec<Configuration>,
+    refused: Vec<DiskConfiguration>,
     /// Rounds started, and the remaining turns of the last.
     rounds: u32,
-    queue: Vec<Turn>,
+    queue: Vec<MeasurementTurn>,
 }
 
-impl Tables {
+impl PresetCourse {
     fn new(preset: Preset, seed: u64) -> Self {
         Self {
             tables: preset.tables(),
             clusters: preset.clusters(),
-            samples: Samples::default(),
+            samples: TuneSamples::default(),
             random: fastrand::Rng::with_seed(seed),
             refused: Vec::new(),
             rounds: 0,
@@ -264,12 +264,12 @@ impl Tables {
     fn begin_round(&mut self) {
         let round = self.rounds;
         // Complete tables get no further rounds, so that they cannot end on a chance difference.
-        let is_due = |table: &&Published| round == 0 || !table.is_complete(&self.samples, &self.refused);
+        let is_due = |table: &&PublishedTable| round == 0 || !table.is_complete(&self.samples, &self.refused);
         for table in self.tables.iter().filter(is_due) {
             for row in table.rows.iter().filter(|row| !self.refused.contains(&row.configuration)) {
                 let mut patterns = table.patterns(row);
                 self.random.shuffle(&mut patterns);
-                self.queue.push(Turn { configuration: row.configuration, patterns, round });
+                self.queue.push(MeasurementTurn { configuration: row.configuration, patterns, round });
             }
         }
         // In random order, so that drift of the machine does not favour a row.
@@ -278,12 +278,12 @@ impl Tables {
     }
 }
 
-impl Course for Tables {
+impl TurnSource for PresetCourse {
     fn clusters(&self) -> Vec<u64> {
         self.clusters.clone()
     }
 
-    fn next(&mut self, left: f64) -> Option<Turn> {
+    fn next(&mut self, left: f64) -> Option<MeasurementTurn> {
         if left <= 0.0 {
             return None;
         }
@@ -293,19 +293,19 @@ impl Course for Tables {
         self.queue.pop()
     }
 
-    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
+    fn record(&mut self, turn: &MeasurementTurn, pattern: RequestPattern, value: f64) {
         self.samples.add(turn.configuration, pattern, turn.round, value);
     }
 
-    fn refuse(&mut self, configuration: Configuration) -> String {
+    fn refuse(&mut self, configuration: DiskConfiguration) -> String {
         self.queue.retain(|turn| turn.configuration != configuration);
         self.refused.push(configuration);
         configuration.to_string()
     }
 
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String> {
-        let has = |row: &&Row| row.configuration.qcow2.is_some_and(|own| own.cluster_bytes == cluster_bytes);
-        let rows: Vec<&Row> = self.tables.iter().flat_map(|table| &table.rows).filter(has).collect();
+        let has = |row: &&PublishedRow| row.configuration.qcow2.is_some_and(|own| own.cluster_bytes == cluster_bytes);
+        let rows: Vec<&PublishedRow> = self.tables.iter().flat_map(|table| &table.rows).filter(has).collect();
         self.refused.extend(rows.iter().map(|row| row.configuration));
         rows.iter().map(|row| format!("{}:", row.name)).collect()
     }
@@ -341,7 +341,7 @@ mod tests {
     #[test]
     fn the_published_figures_agree_with_themselves() {
         for table in ALL.into_iter().flat_map(Preset::tables) {
-            let mut samples = Samples::default();
+            let mut samples = TuneSamples::default();
             for row in table.rows.iter().filter(|row| !row.published.is_empty()) {
                 for (column, value) in table.columns.iter().zip(&row.published) {
                     let pattern = column.pattern(&row.configuration);
@@ -353,8 +353,8 @@ mod tests {
             }
             for claim in &table.claims {
                 let expect = match table.rows[0].published.is_empty() {
-                    true => Agreement::NotMeasured,
-                    false => Agreement::Agrees,
+                    true => ClaimAgreement::NotMeasured,
+                    false => ClaimAgreement::Agrees,
                 };
                 assert_eq!(table.agreement(&samples, claim), expect, "{}", claim.text);
             }
@@ -366,7 +366,7 @@ mod tests {
         let table = published::streams_by_cluster_size();
         let claim = &table.claims[0];
         let judged = |small: f64, large: f64| {
-            let mut samples = Samples::default();
+            let mut samples = TuneSamples::default();
             for (name, value) in [("64K", small), ("2M", large)] {
                 let row = table.row(name).unwrap();
                 for round in 0..8 {
@@ -376,17 +376,17 @@ mod tests {
             }
             table.agreement(&samples, claim)
         };
-        assert_eq!(judged(100.0, 200.0), Agreement::Agrees);
-        assert_eq!(judged(200.0, 100.0), Agreement::Contradicted);
-        assert_eq!(judged(100.0, 100.0), Agreement::NotSeen);
+        assert_eq!(judged(100.0, 200.0), ClaimAgreement::Agrees);
+        assert_eq!(judged(200.0, 100.0), ClaimAgreement::Contradicted);
+        assert_eq!(judged(100.0, 100.0), ClaimAgreement::NotSeen);
     }
 
     #[test]
     fn no_harm_is_concluded_only_where_harm_would_be_seen() {
         let table = published::reads_by_prefetch();
-        let claim = table.claims.iter().find(|claim| claim.relation == Relation::NotLower).unwrap();
+        let claim = table.claims.iter().find(|claim| claim.relation == ClaimRelation::NotLower).unwrap();
         let judged = |rounds: u32, noise: f64, factor: f64| {
-            let mut samples = Samples::default();
+            let mut samples = TuneSamples::default();
             for (name, value) in [("without", 100.0), ("with", 100.0 * factor)] {
                 let row = table.row(name).unwrap();
                 for round in 0..rounds {
@@ -397,17 +397,17 @@ mod tests {
             }
             table.agreement(&samples, claim)
         };
-        assert_eq!(judged(5, 0.0, 1.0), Agreement::NotSeen, "five rounds show nothing");
-        assert_eq!(judged(20, 0.2, 1.0), Agreement::NotSeen, "nor does so much noise");
-        assert_eq!(judged(20, 0.01, 1.0), Agreement::Agrees);
-        assert_eq!(judged(20, 0.01, 0.8), Agreement::Contradicted);
+        assert_eq!(judged(5, 0.0, 1.0), ClaimAgreement::NotSeen, "five rounds show nothing");
+        assert_eq!(judged(20, 0.2, 1.0), ClaimAgreement::NotSeen, "nor does so much noise");
+        assert_eq!(judged(20, 0.01, 1.0), ClaimAgreement::Agrees);
+        assert_eq!(judged(20, 0.01, 0.8), ClaimAgreement::Contradicted);
     }
 
     #[test]
     fn the_fastest_three_of_five_are_averaged_as_published() {
         // The published runs of writethrough and their average: 577, 735, 637, 596, 574 and 656.
-        let figure = Figure::FastestThree.of(&[577.0, 735.0, 637.0, 596.0, 574.0]);
+        let figure = PublishedFigure::FastestThree.of(&[577.0, 735.0, 637.0, 596.0, 574.0]);
         assert!((figure - 656.0).abs() < 0.5, "{figure}");
-        assert!((Figure::FastestThree.of(&[7.0]) - 7.0).abs() < 1e-9);
+        assert!((PublishedFigure::FastestThree.of(&[7.0]) - 7.0).abs() < 1e-9);
     }
 }

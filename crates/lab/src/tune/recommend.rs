@@ -4,48 +4,48 @@
 use console::figures;
 
 use super::{
-    apply::{Commands, Target},
-    choice::Choice,
-    goal::{Goal, Safety},
-    matrix::{Configuration, Pattern, Space},
-    samples::{LEAST_ROUNDS, Samples},
+    apply::{ApplyCommands, AppliedDisk},
+    choice::GoalChoice,
+    goal::{TuneGoal, CacheSafety},
+    matrix::{DiskConfiguration, RequestPattern, ConfigurationSpace},
+    samples::{LEAST_ROUNDS, TuneSamples},
 };
-use crate::statistics::{Estimate, Verdict};
+use crate::statistics::{Estimate, RankVerdict};
 
 /// Differences listed in the summary; the result's tables have all.
 const MOST_TOLD: usize = 4;
 
 #[derive(Clone, Debug)]
 pub(super) struct Recommendation {
-    pub(super) goal: Goal,
-    pub(super) configuration: Configuration,
+    pub(super) goal: TuneGoal,
+    pub(super) configuration: DiskConfiguration,
     /// First in the table; not shown to be better if `settled` is false.
-    leader: Configuration,
+    leader: DiskConfiguration,
     pub(super) settled: bool,
     /// Relative to the default, the largest first.
-    pub(super) gains: Vec<Difference>,
-    pub(super) costs: Vec<Difference>,
+    pub(super) gains: Vec<PatternDifference>,
+    pub(super) costs: Vec<PatternDifference>,
     /// Memory beyond the default's, for the disk that the options are for.
     pub(super) more_memory_bytes: u64,
-    pub(super) commands: Commands,
+    pub(super) commands: ApplyCommands,
     is_default: bool,
     is_compared: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Difference {
-    pub(super) pattern: Pattern,
+pub(super) struct PatternDifference {
+    pub(super) pattern: RequestPattern,
     /// 1 is as fast as the default.
     pub(super) ratio: Estimate,
 }
 
 impl Recommendation {
     pub(super) fn new(
-        choice: &Choice,
-        samples: &Samples,
-        patterns: &[Pattern],
-        space: &Space,
-        target: Target<'_>,
+        choice: &GoalChoice,
+        samples: &TuneSamples,
+        patterns: &[RequestPattern],
+        space: &ConfigurationSpace,
+        target: AppliedDisk<'_>,
     ) -> Self {
         let default = space.default_configuration();
         let configuration = choice.configuration;
@@ -56,7 +56,7 @@ impl Recommendation {
         gains.sort_by(|one, other| other.ratio.median.total_cmp(&one.ratio.median));
         costs.retain(|difference| difference.ratio.median < 1.0);
         costs.sort_by(|one, other| one.ratio.median.total_cmp(&other.ratio.median));
-        let memory = |configuration: &Configuration| configuration.memory_bytes(target.disk_bytes);
+        let memory = |configuration: &DiskConfiguration| configuration.memory_bytes(target.disk_bytes);
         Self {
             goal: choice.goal,
             configuration,
@@ -65,7 +65,7 @@ impl Recommendation {
             gains,
             costs,
             more_memory_bytes: memory(&configuration).saturating_sub(memory(&default)),
-            commands: Commands::new(&configuration, target),
+            commands: ApplyCommands::new(&configuration, target),
             is_default: configuration == default,
             is_compared: [default, configuration]
                 .iter()
@@ -75,12 +75,12 @@ impl Recommendation {
 
     /// Table row: goal, configuration, safety, gains, costs.
     pub(super) fn row(&self) -> Vec<String> {
-        let told = |list: &[Difference]| match list {
+        let told = |list: &[PatternDifference]| match list {
             _ if self.is_default => "-".to_owned(),
             _ if !self.is_compared => "too few samples".to_owned(),
             [] => "nothing beyond noise".to_owned(),
             list => {
-                let told = list.iter().take(MOST_TOLD).map(Difference::brief);
+                let told = list.iter().take(MOST_TOLD).map(PatternDifference::brief);
                 let more = list.len().saturating_sub(MOST_TOLD);
                 let more = (more > 0).then(|| format!("and {more} more"));
                 told.chain(more).collect::<Vec<_>>().join("\n")
@@ -97,7 +97,7 @@ impl Recommendation {
         vec![
             self.goal.name().to_owned(),
             format!("{}{}", self.configuration, remarks.collect::<String>()),
-            Safety::of(self.configuration.cache).loses().to_owned(),
+            CacheSafety::of(self.configuration.cache).loses().to_owned(),
             told(&self.gains),
             told(&self.costs),
         ]
@@ -111,8 +111,8 @@ impl Recommendation {
             text += " (no difference shown)";
         }
         text += ".";
-        let told = |list: &[Difference]| {
-            let told: Vec<_> = list.iter().take(MOST_TOLD).map(Difference::text).collect();
+        let told = |list: &[PatternDifference]| {
+            let told: Vec<_> = list.iter().take(MOST_TOLD).map(PatternDifference::text).collect();
             let more = list.len().saturating_sub(MOST_TOLD);
             told.join("; ") + &if more > 0 { format!("; and {more} more") } else { String::new() }
         };
@@ -132,7 +132,7 @@ impl Recommendation {
         if self.more_memory_bytes > 0 {
             text += &format!(" Takes {} of memory more.", figures::bytes(self.more_memory_bytes as f64));
         }
-        text += &format!(" Safety: {}.", Safety::of(self.configuration.cache).words());
+        text += &format!(" Safety: {}.", CacheSafety::of(self.configuration.cache).words());
         if !self.settled && self.leader != self.configuration {
             text += &format!(" Ahead so far: {}; more --budget can show whether it is better.", self.leader);
         } else if !self.settled {
@@ -142,7 +142,7 @@ impl Recommendation {
     }
 
     pub(super) fn how(&self) -> Vec<(&'static str, String)> {
-        let Commands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } = self.commands.clone();
+        let ApplyCommands { create, weir, qemu_drive, qemu_blockdev, libvirt, without } = self.commands.clone();
         let create = create.map(|line| ("image", line));
         let without = without.map(|line| ("not there", line.to_owned()));
         create
@@ -153,7 +153,7 @@ impl Recommendation {
     }
 }
 
-impl Difference {
+impl PatternDifference {
     /// Without its interval, which the tables of patterns have.
     fn brief(&self) -> String {
         format!("{:+.0} % {}", (self.ratio.median - 1.0) * 100.0, self.pattern)
@@ -170,15 +170,15 @@ pub(super) fn percent(ratio: &Estimate) -> String {
 }
 
 fn differences(
-    samples: &Samples,
-    patterns: &[Pattern],
-    base: &Configuration,
-    other: &Configuration,
-) -> Vec<Difference> {
-    let difference = |pattern: &Pattern| {
+    samples: &TuneSamples,
+    patterns: &[RequestPattern],
+    base: &DiskConfiguration,
+    other: &DiskConfiguration,
+) -> Vec<PatternDifference> {
+    let difference = |pattern: &RequestPattern| {
         let comparison = samples.compare_cells((base, pattern), (other, pattern))?;
-        let is_one = comparison.verdict != Verdict::Same;
-        is_one.then_some(Difference { pattern: *pattern, ratio: comparison.ratio })
+        let is_one = comparison.verdict != RankVerdict::Same;
+        is_one.then_some(PatternDifference { pattern: *pattern, ratio: comparison.ratio })
     };
     patterns.iter().filter_map(difference).collect()
 }
@@ -186,14 +186,14 @@ fn differences(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tune::apply::Written;
+    use crate::tune::apply::DiskOrigin;
 
     #[test]
     fn gains_and_costs_are_told_with_their_intervals() {
-        let space = Space::of_made_images(1 << 30);
-        let patterns = Pattern::all();
+        let space = ConfigurationSpace::of_made_images(1 << 30);
+        let patterns = RequestPattern::all();
         let [default, other] = [space.default_configuration(), space.one_at_a_time()[2]];
-        let mut samples = Samples::default();
+        let mut samples = TuneSamples::default();
         for round in 0..8 {
             for pattern in &patterns {
                 let noise = 1.0 + f64::from(round % 3) * 0.01;
@@ -202,8 +202,8 @@ mod tests {
                 samples.add(other, *pattern, round, 1000.0 * noise * gain);
             }
         }
-        let target = Target { name: "a.qcow2", disk_bytes: 100 << 30, kind: Written::New };
-        let choice = Choice { goal: Goal::Balanced, configuration: other, leader: other, settled: true };
+        let target = AppliedDisk { name: "a.qcow2", disk_bytes: 100 << 30, kind: DiskOrigin::New };
+        let choice = GoalChoice { goal: TuneGoal::Balanced, configuration: other, leader: other, settled: true };
         let made = Recommendation::new(&choice, &samples, &patterns, &space, target);
         let text = made.sentence();
         assert!(text.starts_with("For balanced: none, 64K. Gains beside the default: +100 % ["), "{text}");
@@ -212,11 +212,11 @@ mod tests {
             text.contains("Safety: survives a power failure of the host with guests that flush"),
             "{text}"
         );
-        let choice = Choice { configuration: default, settled: false, ..choice };
+        let choice = GoalChoice { configuration: default, settled: false, ..choice };
         let text = Recommendation::new(&choice, &samples, &patterns, &space, target).sentence();
         assert!(text.contains("(no difference shown)"), "{text}");
         assert!(text.contains(&format!(" Ahead so far: {other}; more --budget ")), "{text}");
-        let settled = Choice { settled: true, leader: default, ..choice };
+        let settled = GoalChoice { settled: true, leader: default, ..choice };
         let text = Recommendation::new(&settled, &samples, &patterns, &space, target).sentence();
         assert!(text.contains("(the default: nothing was shown to be better)"), "{text}");
     }

@@ -8,18 +8,18 @@ use serde::{Deserialize, Serialize};
 use settings::exact_size;
 
 use super::{
-    matrix::{Configuration, Pattern, Space},
-    place::Place,
-    samples::Samples,
+    matrix::{DiskConfiguration, RequestPattern, ConfigurationSpace},
+    place::TuneTarget,
+    samples::TuneSamples,
 };
-use crate::result::{Header, ResultFile, load};
+use crate::result::{ResultHeader, ResultFile, load};
 
 /// A hundred of the longest runs.
 const MOST_ROUNDS: u32 = 100_000;
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Kept {
+pub(super) struct StoredSamples {
     path: String,
     /// A stable name, if the device has one.
     device: Option<String>,
@@ -27,28 +27,28 @@ pub(super) struct Kept {
     pub(super) size_bytes: u64,
     clusters: Vec<u64>,
     slice_ns: u64,
-    cells: Vec<Cell>,
+    cells: Vec<StoredCell>,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-struct Cell {
+struct StoredCell {
     configuration: String,
     pattern: String,
     rounds: Vec<u32>,
     operations_per_second: Vec<f64>,
 }
 
-impl Kept {
-    pub(super) fn new(place: &Place, slice: Duration, samples: &Samples) -> Self {
+impl StoredSamples {
+    pub(super) fn new(place: &TuneTarget, slice: Duration, samples: &TuneSamples) -> Self {
         let mut cells = Vec::new();
         for configuration in &samples.configurations {
-            for pattern in Pattern::all() {
+            for pattern in RequestPattern::all() {
                 let (rounds, operations_per_second): (Vec<_>, Vec<_>) =
                     samples.cell(configuration, &pattern).unzip();
                 if !rounds.is_empty() {
                     let (configuration, pattern) = (configuration.to_string(), pattern.to_string());
-                    cells.push(Cell { configuration, pattern, rounds, operations_per_second });
+                    cells.push(StoredCell { configuration, pattern, rounds, operations_per_second });
                 }
             }
         }
@@ -75,7 +75,7 @@ impl Kept {
     }
 
     /// The samples, after a check that they belong to this target in its present state.
-    pub(super) fn samples(&self, place: &Place, space: &Space) -> anyhow::Result<Samples> {
+    pub(super) fn samples(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<TuneSamples> {
         let here = whole_name(&place.path);
         ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);
         ensure!(
@@ -88,11 +88,11 @@ impl Kept {
         // Samples of another device or version would bias the comparison without a visible sign.
         self.is_of_the_same(place, space)?;
         // Results store names, so the possible configurations are matched by name.
-        let configurations: Vec<(String, Configuration)> =
+        let configurations: Vec<(String, DiskConfiguration)> =
             space.all().into_iter().map(|one| (one.to_string(), one)).collect();
-        let patterns: Vec<(String, Pattern)> =
-            Pattern::all().into_iter().map(|one| (one.to_string(), one)).collect();
-        let mut samples = Samples::default();
+        let patterns: Vec<(String, RequestPattern)> =
+            RequestPattern::all().into_iter().map(|one| (one.to_string(), one)).collect();
+        let mut samples = TuneSamples::default();
         for cell in &self.cells {
             // Skips configurations that this version or this machine lacks.
             let configuration = configurations.iter().find(|(name, _)| *name == cell.configuration);
@@ -110,8 +110,8 @@ impl Kept {
     }
 }
 
-impl Kept {
-    fn is_of_the_same(&self, place: &Place, space: &Space) -> anyhow::Result<()> {
+impl StoredSamples {
+    fn is_of_the_same(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<()> {
         let name = |device: Option<&str>| device.unwrap_or("none that is known").to_owned();
         let clusters = |clusters: &[u64]| match clusters {
             [] => "a raw disk".to_owned(),
@@ -136,7 +136,7 @@ impl Kept {
 }
 
 fn device(path: &Path) -> Option<String> {
-    Header::begin().end(Some(path)).device.map(|device| device.key)
+    ResultHeader::begin().end(Some(path)).device.map(|device| device.key)
 }
 
 /// Absolute path: runs may start in different directories.
@@ -147,27 +147,27 @@ fn whole_name(path: &Path) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::tune::place::Wish;
+    use crate::tune::place::TuneTargetOptions;
 
-    fn place(directory: &Path, size_bytes: u64) -> Place {
+    fn place(directory: &Path, size_bytes: u64) -> TuneTarget {
         let size_bytes = Some(size_bytes);
         let wish =
-            Wish { path: directory, size_bytes, format: None, write: false, force: false, budget_seconds: 9 };
-        Place::open(wish, |_, _, _| unreachable!("a directory has no image")).unwrap()
+            TuneTargetOptions { path: directory, size_bytes, format: None, write: false, force: false, budget_seconds: 9 };
+        TuneTarget::open(wish, |_, _, _| unreachable!("a directory has no image")).unwrap()
     }
 
     #[test]
-    fn what_was_kept_is_gone_on_with_at_the_same_place_alone() {
+    fn samples_resume_on_the_same_target_only() {
         let directory = tempfile::tempdir().unwrap();
         let here = place(directory.path(), 16 << 20);
         let space = here.space();
-        let (configuration, pattern) = (space.all()[5], Pattern::all()[3]);
-        let mut samples = Samples::default();
+        let (configuration, pattern) = (space.all()[5], RequestPattern::all()[3]);
+        let mut samples = TuneSamples::default();
         samples.add(configuration, pattern, 2, 100.5);
         samples.add(configuration, pattern, 4, 99.0);
-        let kept = Kept::new(&here, Duration::from_millis(20), &samples);
+        let kept = StoredSamples::new(&here, Duration::from_millis(20), &samples);
         let text = serde_json::to_string(&kept).unwrap();
-        let again: Kept = serde_json::from_str(&text).unwrap();
+        let again: StoredSamples = serde_json::from_str(&text).unwrap();
         let found = again.samples(&here, &space).unwrap();
         assert!(found.cell(&configuration, &pattern).eq([(2, 100.5), (4, 99.0)]));
         assert_eq!(again.slice(), Duration::from_millis(20));
@@ -177,7 +177,7 @@ mod tests {
         let elsewhere = tempfile::tempdir().unwrap();
         let wrong = again.samples(&place(elsewhere.path(), 16 << 20), &space).unwrap_err().to_string();
         assert!(wrong.contains("not of"), "{wrong}");
-        let wrong = |change: fn(&mut Kept)| {
+        let wrong = |change: fn(&mut StoredSamples)| {
             let mut kept = again.clone();
             change(&mut kept);
             kept.samples(&here, &space).unwrap_err().to_string()

@@ -6,36 +6,36 @@
 
 use std::{rc::Rc, time::Duration};
 
-use console::progress::Progress;
+use console::progress::StepProgress;
 
 use super::{
-    images::Images,
-    measure::{Meter, SLICES, TurnError},
-    place::Place,
-    search::Course,
-    stop::Stop,
+    images::TuneImages,
+    measure::{SampleMeter, SLICES, TurnError},
+    place::TuneTarget,
+    search::TurnSource,
+    stop::TuneStop,
 };
 
 const SHARE_FOR_END: u32 = 50;
 
 #[derive(Debug)]
-pub(super) struct Run<C> {
+pub(super) struct TuneRun<C> {
     pub(super) course: C,
-    pub(super) place: Rc<Place>,
+    pub(super) place: Rc<TuneTarget>,
     pub(super) remarks: Vec<String>,
-    pub(super) progress: Rc<Progress>,
-    pub(super) stop: Stop,
+    pub(super) progress: Rc<StepProgress>,
+    pub(super) stop: TuneStop,
     pub(super) budget: Duration,
     pub(super) slice: Duration,
     pub(super) seed: u64,
 }
 
-impl<C: Course> Run<C> {
+impl<C: TurnSource> TuneRun<C> {
     /// Clamps the slice to a useful length.
     pub(super) fn new(
         course: C,
-        place: Rc<Place>,
-        (stop, progress): (Stop, Progress),
+        place: Rc<TuneTarget>,
+        (stop, progress): (TuneStop, StepProgress),
         (budget, slice): (Duration, Duration),
         seed: u64,
     ) -> Self {
@@ -50,18 +50,18 @@ impl<C: Course> Run<C> {
         &mut self,
         for_images: Duration,
         kept_back: Duration,
-    ) -> anyhow::Result<Option<Meter>> {
-        let images = Images::new(Rc::clone(&self.place));
+    ) -> anyhow::Result<Option<SampleMeter>> {
+        let images = TuneImages::new(Rc::clone(&self.place));
         self.make(&images, for_images).await?;
         // The rest of the budget is for closing images and removing them.
         let left = self.stop.left().saturating_sub(self.budget / SHARE_FOR_END);
         let stop = self.stop.within(left.saturating_sub(kept_back));
-        let mut meter = Meter::new(images, self.slice, stop, self.seed);
+        let mut meter = SampleMeter::new(images, self.slice, stop, self.seed);
         self.turns(&mut meter).await?;
         Ok((!self.stop.is_interrupted()).then_some(meter))
     }
 
-    async fn make(&mut self, images: &Images, time: Duration) -> anyhow::Result<()> {
+    async fn make(&mut self, images: &TuneImages, time: Duration) -> anyhow::Result<()> {
         let all = self.course.clusters();
         let made = images.make(&all, &self.stop.within(time), &self.progress).await;
         self.progress.end();
@@ -81,7 +81,7 @@ impl<C: Course> Run<C> {
         Ok(())
     }
 
-    async fn turns(&mut self, meter: &mut Meter) -> anyhow::Result<()> {
+    async fn turns(&mut self, meter: &mut SampleMeter) -> anyhow::Result<()> {
         let stop = meter.stop.clone();
         let all = stop.left();
         let mut told = None;

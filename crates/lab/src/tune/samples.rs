@@ -7,8 +7,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
-use super::matrix::{Configuration, Pattern};
-use crate::statistics::{Comparison, compare, compare_rounds, median};
+use super::matrix::{DiskConfiguration, RequestPattern};
+use crate::statistics::{RankComparison, compare, compare_rounds, median};
 
 /// Distance of the fences, in median distances from the median.
 const FENCE: f64 = 3.0;
@@ -19,17 +19,17 @@ pub(super) const LEAST_ROUNDS: usize = 6;
 
 /// Samples in operations per second.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Samples {
+pub(super) struct TuneSamples {
     /// Values by round.
-    cells: HashMap<(Configuration, Pattern), BTreeMap<u32, f64>>,
+    cells: HashMap<(DiskConfiguration, RequestPattern), BTreeMap<u32, f64>>,
     /// In order of the first sample, so that no result depends on a hash.
-    pub(super) configurations: Vec<Configuration>,
+    pub(super) configurations: Vec<DiskConfiguration>,
 }
 
-impl Samples {
+impl TuneSamples {
     /// Adds a sample; ignores values that are not above zero, and a second sample of the same
     /// round.
-    pub(super) fn add(&mut self, configuration: Configuration, pattern: Pattern, round: u32, value: f64) {
+    pub(super) fn add(&mut self, configuration: DiskConfiguration, pattern: RequestPattern, round: u32, value: f64) {
         if !(value.is_finite() && value > 0.0) {
             return;
         }
@@ -39,21 +39,21 @@ impl Samples {
         self.cells.entry((configuration, pattern)).or_default().entry(round).or_insert(value);
     }
 
-    pub(super) fn of(&self, configuration: &Configuration, pattern: &Pattern) -> Vec<f64> {
+    pub(super) fn of(&self, configuration: &DiskConfiguration, pattern: &RequestPattern) -> Vec<f64> {
         self.cell(configuration, pattern).map(|(_, value)| value).collect()
     }
 
     pub(super) fn cell(
         &self,
-        configuration: &Configuration,
-        pattern: &Pattern,
+        configuration: &DiskConfiguration,
+        pattern: &RequestPattern,
     ) -> impl Iterator<Item = (u32, f64)> {
         let cell = self.cells.get(&(*configuration, *pattern));
         cell.into_iter().flatten().map(|(&round, &value)| (round, value))
     }
 
     /// Number of rounds in which all of these patterns were measured.
-    pub(super) fn rounds(&self, configuration: &Configuration, patterns: &[Pattern]) -> usize {
+    pub(super) fn rounds(&self, configuration: &DiskConfiguration, patterns: &[RequestPattern]) -> usize {
         patterns.iter().map(|pattern| self.cell(configuration, pattern).count()).min().unwrap_or(0)
     }
 
@@ -64,9 +64,9 @@ impl Samples {
     /// Relative speed in each round in which both have all of these patterns.
     pub(super) fn quotients(
         &self,
-        base: &Configuration,
-        other: &Configuration,
-        patterns: &[Pattern],
+        base: &DiskConfiguration,
+        other: &DiskConfiguration,
+        patterns: &[RequestPattern],
     ) -> Vec<f64> {
         let mut rounds: BTreeMap<u32, (usize, f64)> = BTreeMap::new();
         for pattern in patterns {
@@ -83,9 +83,9 @@ impl Samples {
 
     pub(super) fn compare_cells(
         &self,
-        base: (&Configuration, &Pattern),
-        other: (&Configuration, &Pattern),
-    ) -> Option<Comparison> {
+        base: (&DiskConfiguration, &RequestPattern),
+        other: (&DiskConfiguration, &RequestPattern),
+    ) -> Option<RankComparison> {
         let quotients: Vec<f64> = self.logs(base, other).into_iter().map(|(_, log)| log.exp()).collect();
         (!quotients.is_empty()).then(|| compare_rounds(&quotients))
     }
@@ -94,11 +94,11 @@ impl Samples {
     /// measured in every round.
     pub(super) fn compare(
         &self,
-        base: &Configuration,
-        other: &Configuration,
-        patterns: &[Pattern],
-        through: &Configuration,
-    ) -> (Comparison, usize) {
+        base: &DiskConfiguration,
+        other: &DiskConfiguration,
+        patterns: &[RequestPattern],
+        through: &DiskConfiguration,
+    ) -> (RankComparison, usize) {
         let together = self.quotients(base, other, patterns);
         let [of_base, of_other] = [base, other].map(|one| self.quotients(through, one, patterns));
         let apart = of_base.len().min(of_other.len());
@@ -110,7 +110,7 @@ impl Samples {
         }
     }
 
-    fn logs(&self, base: (&Configuration, &Pattern), other: (&Configuration, &Pattern)) -> Vec<(u32, f64)> {
+    fn logs(&self, base: (&DiskConfiguration, &RequestPattern), other: (&DiskConfiguration, &RequestPattern)) -> Vec<(u32, f64)> {
         let Some(of_base) = self.cells.get(&(*base.0, *base.1)) else { return Vec::new() };
         let log = |(round, value): (u32, f64)| Some((round, (value / of_base.get(&round)?).ln()));
         self.cell(other.0, other.1).filter_map(log).collect()
@@ -131,14 +131,14 @@ fn fenced(mut logs: Vec<(u32, f64)>) -> Vec<(u32, f64)> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{statistics::Verdict, tune::matrix::Space};
+    use crate::{statistics::RankVerdict, tune::matrix::ConfigurationSpace};
 
     #[test]
     fn drift_that_hits_all_alike_and_one_outlier_change_no_comparison() {
-        let list = Space::of_made_images(1 << 30).one_at_a_time();
+        let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
         let (default, faster) = (list[0], list[13]);
-        let patterns = Pattern::all();
-        let mut samples = Samples::default();
+        let patterns = RequestPattern::all();
+        let mut samples = TuneSamples::default();
         for round in 0..8 {
             // The machine slows down by half; the last configuration is 20 % faster.
             let drift = 1.0 - f64::from(round) / 14.0;
@@ -159,9 +159,9 @@ mod tests {
 
     #[test]
     fn those_that_were_in_no_round_together_are_compared_through_the_default() {
-        let list = Space::of_made_images(1 << 30).one_at_a_time();
-        let patterns = Pattern::all();
-        let mut samples = Samples::default();
+        let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
+        let patterns = RequestPattern::all();
+        let mut samples = TuneSamples::default();
         for round in 0..16 {
             // In the second half the machine is twice as fast.
             let (other, speed) = if round < 8 { (list[1], 1.5) } else { (list[2], 1.0) };
@@ -173,15 +173,15 @@ mod tests {
             }
         }
         let (comparison, rounds) = samples.compare(&list[1], &list[2], &patterns, &list[0]);
-        assert_eq!((comparison.verdict, rounds), (Verdict::Lower, 8));
+        assert_eq!((comparison.verdict, rounds), (RankVerdict::Lower, 8));
         assert!((comparison.ratio.median - 1.0 / 1.5).abs() < 0.01, "{comparison:?}");
     }
 
     #[test]
     fn a_round_counts_when_it_is_complete_and_once() {
-        let list = Space::of_made_images(1 << 30).one_at_a_time();
-        let patterns = Pattern::all();
-        let mut samples = Samples::default();
+        let list = ConfigurationSpace::of_made_images(1 << 30).one_at_a_time();
+        let patterns = RequestPattern::all();
+        let mut samples = TuneSamples::default();
         for pattern in &patterns {
             samples.add(list[0], *pattern, 0, 100.0);
             samples.add(list[1], *pattern, 0, 200.0);

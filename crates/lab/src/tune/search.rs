@@ -18,10 +18,10 @@
 use std::collections::HashMap;
 
 use super::{
-    choice::{Choice, Scores, Standing, choose, standing},
-    goal::Goal,
-    matrix::{Configuration, Pattern, Qcow2, Space},
-    samples::{LEAST_ROUNDS, Samples},
+    choice::{GoalChoice, GoalScores, CandidateStanding, choose, standing},
+    goal::TuneGoal,
+    matrix::{DiskConfiguration, RequestPattern, Qcow2Choice, ConfigurationSpace},
+    samples::{LEAST_ROUNDS, TuneSamples},
 };
 use crate::statistics::median;
 
@@ -32,21 +32,21 @@ const MOST_ROUNDS: usize = 30;
 const MOST_COMBINATIONS: usize = 12;
 
 #[derive(Debug)]
-pub(super) struct Search {
-    pub(super) space: Space,
-    pub(super) patterns: Vec<Pattern>,
-    goals: Vec<Goal>,
-    pub(super) samples: Samples,
+pub(super) struct ConfigurationSearch {
+    pub(super) space: ConfigurationSpace,
+    pub(super) patterns: Vec<RequestPattern>,
+    goals: Vec<TuneGoal>,
+    pub(super) samples: TuneSamples,
     random: fastrand::Rng,
-    stage: Stage,
-    candidates: Vec<Configuration>,
+    stage: SearchStage,
+    candidates: Vec<DiskConfiguration>,
     rounds: usize,
     round: u32,
-    queue: Vec<Configuration>,
+    queue: Vec<DiskConfiguration>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Stage {
+pub(super) enum SearchStage {
     Factors,
     Combinations,
     Done,
@@ -54,54 +54,54 @@ pub(super) enum Stage {
 
 /// All of `patterns` in order, with one configuration.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Turn {
-    pub(super) configuration: Configuration,
-    pub(super) patterns: Vec<Pattern>,
+pub(super) struct MeasurementTurn {
+    pub(super) configuration: DiskConfiguration,
+    pub(super) patterns: Vec<RequestPattern>,
     pub(super) round: u32,
 }
 
-pub(super) trait Course {
+pub(super) trait TurnSource {
     fn clusters(&self) -> Vec<u64>;
     /// `left` is the remaining share of the time, from 1 to 0; `None` ends the run.
-    fn next(&mut self, left: f64) -> Option<Turn>;
+    fn next(&mut self, left: f64) -> Option<MeasurementTurn>;
     /// Records a sample in operations per second.
-    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64);
+    fn record(&mut self, turn: &MeasurementTurn, pattern: RequestPattern, value: f64);
     /// Excludes a configuration that cannot be opened; returns a description of the exclusion.
-    fn refuse(&mut self, configuration: Configuration) -> String;
+    fn refuse(&mut self, configuration: DiskConfiguration) -> String;
     /// Excludes a cluster size; returns the beginnings of sentences about it.
     fn leave_out(&mut self, cluster_bytes: u64) -> Vec<String>;
     /// The current round, for progress messages.
     fn is_at(&self) -> String;
 }
 
-impl Course for Search {
+impl TurnSource for ConfigurationSearch {
     fn clusters(&self) -> Vec<u64> {
         self.space.clusters.clone()
     }
 
-    fn next(&mut self, left: f64) -> Option<Turn> {
+    fn next(&mut self, left: f64) -> Option<MeasurementTurn> {
         if left <= 0.0 {
-            self.stage = Stage::Done;
+            self.stage = SearchStage::Done;
         }
-        while self.queue.is_empty() && self.stage != Stage::Done {
+        while self.queue.is_empty() && self.stage != SearchStage::Done {
             self.begin_round(left);
         }
-        if self.stage == Stage::Done {
+        if self.stage == SearchStage::Done {
             return None;
         }
         let configuration = self.queue.pop()?;
         // In random order, so that no pattern always follows the same one.
         let mut patterns = self.patterns.clone();
         self.random.shuffle(&mut patterns);
-        Some(Turn { configuration, patterns, round: self.round })
+        Some(MeasurementTurn { configuration, patterns, round: self.round })
     }
 
-    fn record(&mut self, turn: &Turn, pattern: Pattern, value: f64) {
+    fn record(&mut self, turn: &MeasurementTurn, pattern: RequestPattern, value: f64) {
         self.samples.add(turn.configuration, pattern, turn.round, value);
     }
 
     /// Excludes all configurations with its cache mode.
-    fn refuse(&mut self, configuration: Configuration) -> String {
+    fn refuse(&mut self, configuration: DiskConfiguration) -> String {
         let cache = configuration.cache;
         self.keep(|other| other.cache != cache);
         self.space.caches.retain(|&other| other != cache);
@@ -116,22 +116,22 @@ impl Course for Search {
 
     fn is_at(&self) -> String {
         let what = match self.stage {
-            Stage::Factors => "one factor at a time",
-            Stage::Combinations => "combinations",
-            Stage::Done => "done",
+            SearchStage::Factors => "one factor at a time",
+            SearchStage::Combinations => "combinations",
+            SearchStage::Done => "done",
         };
         format!("{what}: round {} of {} configurations", self.rounds, self.candidates.len())
     }
 }
 
-impl Search {
+impl ConfigurationSearch {
     /// Searches `space` for the best configuration for these goals, by these patterns. `samples`
     /// may be empty.
     pub(super) fn new(
-        space: Space,
-        patterns: Vec<Pattern>,
-        goals: Vec<Goal>,
-        samples: Samples,
+        space: ConfigurationSpace,
+        patterns: Vec<RequestPattern>,
+        goals: Vec<TuneGoal>,
+        samples: TuneSamples,
         seed: u64,
     ) -> Self {
         let candidates = space.one_at_a_time();
@@ -142,7 +142,7 @@ impl Search {
             goals,
             samples,
             random: fastrand::Rng::with_seed(seed),
-            stage: Stage::Factors,
+            stage: SearchStage::Factors,
             candidates,
             rounds: 0,
             round,
@@ -153,13 +153,13 @@ impl Search {
         this
     }
 
-    fn keep(&mut self, keeps: impl Fn(&Configuration) -> bool) {
+    fn keep(&mut self, keeps: impl Fn(&DiskConfiguration) -> bool) {
         self.candidates.retain(&keeps);
         self.queue.retain(&keeps);
     }
 
     /// Choices according to the samples so far; empty without samples.
-    pub(super) fn choices(&self) -> Vec<Choice> {
+    pub(super) fn choices(&self) -> Vec<GoalChoice> {
         if self.samples.configurations.is_empty() {
             return Vec::new();
         }
@@ -167,8 +167,8 @@ impl Search {
         self.goals.iter().filter_map(|&goal| choose(goal, &scores, &self.samples.configurations)).collect()
     }
 
-    pub(super) fn scores(&self) -> Scores<'_> {
-        Scores { samples: &self.samples, patterns: &self.patterns, space: &self.space }
+    pub(super) fn scores(&self) -> GoalScores<'_> {
+        GoalScores { samples: &self.samples, patterns: &self.patterns, space: &self.space }
     }
 
     fn rounds_so_far(&self) -> usize {
@@ -177,9 +177,9 @@ impl Search {
     }
 
     fn begin_round(&mut self, left: f64) {
-        if self.rounds >= LEAST_ROUNDS && self.stage == Stage::Factors {
+        if self.rounds >= LEAST_ROUNDS && self.stage == SearchStage::Factors {
             // Configurations behind for every goal cost time without a chance of being recommended.
-            self.candidates = self.those_not_behind();
+            self.candidates = self.still_competitive();
             // Stage 2 begins when stage 1 has decided, or has used its share of the time.
             let is_late = left < LEFT_FOR_COMBINATIONS;
             if is_late || self.rounds >= MOST_ROUNDS || self.is_settled() {
@@ -188,7 +188,7 @@ impl Search {
         } else if self.rounds >= LEAST_ROUNDS {
             let open: Vec<_> = self.choices().into_iter().filter(|choice| !choice.settled).collect();
             if open.is_empty() {
-                self.stage = Stage::Done;
+                self.stage = SearchStage::Done;
                 return;
             }
             // Only the open goals get further rounds.
@@ -201,7 +201,7 @@ impl Search {
     }
 
     fn begin_combinations(&mut self) {
-        self.stage = Stage::Combinations;
+        self.stage = SearchStage::Combinations;
         let mut candidates = vec![self.space.default_configuration()];
         let scores = self.scores();
         for goal in &self.goals {
@@ -217,23 +217,23 @@ impl Search {
 
     /// Configurations that decide the unsettled goals: the default, the goals' bases, and all that
     /// may be as good as the leader.
-    fn undecided(&self, open: &[Choice]) -> Vec<Configuration> {
+    fn undecided(&self, open: &[GoalChoice]) -> Vec<DiskConfiguration> {
         let scores = self.scores();
         let mut candidates = vec![self.space.default_configuration()];
-        for Choice { goal, leader, .. } in open {
+        for GoalChoice { goal, leader, .. } in open {
             candidates.extend(goal.base(&self.space));
             let measured = self.samples.configurations.iter().copied();
             candidates.extend(measured.filter(|one| {
-                goal.allows(one.cache) && standing(*goal, &scores, leader, one) != Standing::Behind
+                goal.allows(one.cache) && standing(*goal, &scores, leader, one) != CandidateStanding::Behind
             }));
         }
         self.distinct(candidates)
     }
 
     /// Removes duplicates and configurations that have been excluded.
-    fn distinct(&self, candidates: Vec<Configuration>) -> Vec<Configuration> {
-        let Space { caches, clusters, .. } = &self.space;
-        let mut distinct: Vec<Configuration> = Vec::new();
+    fn distinct(&self, candidates: Vec<DiskConfiguration>) -> Vec<DiskConfiguration> {
+        let ConfigurationSpace { caches, clusters, .. } = &self.space;
+        let mut distinct: Vec<DiskConfiguration> = Vec::new();
         for candidate in candidates {
             let is_possible = caches.contains(&candidate.cache)
                 && candidate.qcow2.is_none_or(|qcow2| clusters.contains(&qcow2.cluster_bytes));
@@ -253,7 +253,7 @@ impl Search {
     }
 
     /// Drops candidates behind for every goal that allows them, but never a default or base.
-    fn those_not_behind(&self) -> Vec<Configuration> {
+    fn still_competitive(&self) -> Vec<DiskConfiguration> {
         let scores = self.scores();
         let leaders: Vec<_> = self
             .goals
@@ -261,11 +261,11 @@ impl Search {
             .filter_map(|&goal| choose(goal, &scores, &self.candidates))
             .map(|choice| (choice.goal, choice.leader))
             .collect();
-        let keeps = |candidate: &Configuration| {
+        let keeps = |candidate: &DiskConfiguration| {
             leaders.iter().any(|(goal, leader)| {
                 goal.base(&self.space).as_ref() == Some(candidate)
                     || goal.allows(candidate.cache)
-                        && standing(*goal, &scores, leader, candidate) != Standing::Behind
+                        && standing(*goal, &scores, leader, candidate) != CandidateStanding::Behind
             })
         };
         let default = self.space.default_configuration();
@@ -276,11 +276,11 @@ impl Search {
             .collect()
     }
 
-    fn combinations(&self) -> Vec<Configuration> {
+    fn combinations(&self) -> Vec<DiskConfiguration> {
         let scores = self.scores();
         let default = self.space.default_configuration();
         let factors = self.space.one_at_a_time();
-        let gains: HashMap<(Goal, Configuration), f64> = self
+        let gains: HashMap<(TuneGoal, DiskConfiguration), f64> = self
             .goals
             .iter()
             .flat_map(|&goal| factors.iter().map(move |one| (goal, *one)))
@@ -290,23 +290,23 @@ impl Search {
             })
             .collect();
         // Unmeasured factors count as no gain.
-        let gains = |goal: Goal, one: &Configuration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
-        let mattered = |configuration: &Configuration| {
+        let gains = |goal: TuneGoal, one: &DiskConfiguration| gains.get(&(goal, *one)).copied().unwrap_or(1.0);
+        let mattered = |configuration: &DiskConfiguration| {
             self.goals.iter().any(|&goal| {
                 // Integrity's combinations need a safe mode.
-                let is_needed = goal == Goal::Integrity && goal.allows(configuration.cache);
+                let is_needed = goal == TuneGoal::Integrity && goal.allows(configuration.cache);
                 is_needed || goal.allows(configuration.cache) && scores.gains(goal, &default, configuration)
             })
         };
         // Only changes that helped on their own are combined.
         let kept: Vec<_> = factors.iter().copied().filter(|one| *one == default || mattered(one)).collect();
-        let is_kept = |part: Configuration| kept.contains(&part);
-        let promise = |combination: &Configuration| {
+        let is_kept = |part: DiskConfiguration| kept.contains(&part);
+        let promise = |combination: &DiskConfiguration| {
             let parts = parts(combination, &default);
             // Predicted as if the gains of the parts were independent.
-            let of = |goal: &Goal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
+            let of = |goal: &TuneGoal| parts.iter().map(|part| gains(*goal, part)).product::<f64>();
             // Relative to the goal's best: a combination need not be good for every goal.
-            let best = |goal: &Goal| {
+            let best = |goal: &TuneGoal| {
                 let allowed = factors.iter().filter(|one| goal.allows(one.cache));
                 allowed.map(|one| gains(*goal, one)).fold(f64::MIN_POSITIVE, f64::max)
             };
@@ -328,15 +328,15 @@ impl Search {
     }
 }
 
-fn parts(configuration: &Configuration, default: &Configuration) -> Vec<Configuration> {
+fn parts(configuration: &DiskConfiguration, default: &DiskConfiguration) -> Vec<DiskConfiguration> {
     let mut parts = vec![
-        Configuration { cache: configuration.cache, ..*default },
-        Configuration { prefetch: configuration.prefetch, ..*default },
+        DiskConfiguration { cache: configuration.cache, ..*default },
+        DiskConfiguration { prefetch: configuration.prefetch, ..*default },
     ];
     if let (Some(own), Some(usual)) = (configuration.qcow2, default.qcow2) {
-        let with = |qcow2| Configuration { qcow2: Some(qcow2), ..*default };
-        parts.push(with(Qcow2 { cluster_bytes: own.cluster_bytes, ..usual }));
-        parts.push(with(Qcow2 { l2: own.l2, ..usual }));
+        let with = |qcow2| DiskConfiguration { qcow2: Some(qcow2), ..*default };
+        parts.push(with(Qcow2Choice { cluster_bytes: own.cluster_bytes, ..usual }));
+        parts.push(with(Qcow2Choice { l2: own.l2, ..usual }));
     }
     parts.retain(|part| part != default);
     parts

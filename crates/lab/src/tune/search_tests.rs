@@ -2,27 +2,27 @@
 
 use std::collections::BTreeMap;
 
-use policy::prefetch::Mode;
+use policy::prefetch::PrefetchMode;
 use storage::CacheMode;
 
 use super::*;
-use crate::tune::matrix::{L2Share, Operation};
+use crate::tune::matrix::{L2Share, PatternOperation};
 
 struct Machine {
-    truth: fn(&Configuration, &Pattern) -> f64,
+    truth: fn(&DiskConfiguration, &RequestPattern) -> f64,
     random: fastrand::Rng,
     left: f64,
     all: f64,
 }
 
 impl Machine {
-    fn new(truth: fn(&Configuration, &Pattern) -> f64, seed: u64, samples: u32) -> Self {
+    fn new(truth: fn(&DiskConfiguration, &RequestPattern) -> f64, seed: u64, samples: u32) -> Self {
         let all = f64::from(samples);
         Self { truth, random: fastrand::Rng::with_seed(seed), left: all, all }
     }
 
     /// Noise of 5 %, one of twenty samples disturbed (down to a tenth), a gradual loss of a third.
-    fn measure(&mut self, configuration: &Configuration, pattern: &Pattern) -> f64 {
+    fn measure(&mut self, configuration: &DiskConfiguration, pattern: &RequestPattern) -> f64 {
         let noise: f64 = (0..4).map(|_| self.random.f64() - 0.5).sum::<f64>() * 0.087;
         let held_up = if self.random.u32(..20) == 0 { 0.1 + 0.9 * self.random.f64() } else { 1.0 };
         let drift = 1.0 - 0.33 * (1.0 - self.left / self.all);
@@ -30,7 +30,7 @@ impl Machine {
         10_000.0 * (self.truth)(configuration, pattern) * noise.exp() * held_up * drift
     }
 
-    fn search(&mut self, mut search: Search) -> Search {
+    fn search(&mut self, mut search: ConfigurationSearch) -> ConfigurationSearch {
         while let Some(turn) = search.next(self.left / self.all) {
             for pattern in turn.patterns.clone() {
                 if self.left <= 0.0 {
@@ -44,20 +44,20 @@ impl Machine {
     }
 }
 
-fn search(seed: u64) -> Search {
-    continued(seed, Samples::default())
+fn search(seed: u64) -> ConfigurationSearch {
+    continued(seed, TuneSamples::default())
 }
 
-fn continued(seed: u64, samples: Samples) -> Search {
-    Search::new(Space::of_made_images(1 << 30), Pattern::all(), Goal::ALL.to_vec(), samples, seed)
+fn continued(seed: u64, samples: TuneSamples) -> ConfigurationSearch {
+    ConfigurationSearch::new(ConfigurationSpace::of_made_images(1 << 30), RequestPattern::all(), TuneGoal::ALL.to_vec(), samples, seed)
 }
 
-fn names(search: &Search) -> BTreeMap<&'static str, String> {
+fn names(search: &ConfigurationSearch) -> BTreeMap<&'static str, String> {
     search.choices().iter().map(|choice| (choice.goal.name(), choice.configuration.to_string())).collect()
 }
 
 /// Writes are faster with O_DIRECT, prefetch helps, large clusters cost first writes.
-fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
+fn disk(configuration: &DiskConfiguration, pattern: &RequestPattern) -> f64 {
     let mut speed = match configuration.cache {
         CacheMode::None if pattern.writes() => 1.5,
         CacheMode::Writethrough if pattern.writes() => 0.3,
@@ -65,15 +65,15 @@ fn disk(configuration: &Configuration, pattern: &Pattern) -> f64 {
         CacheMode::Unsafe => 4.0,
         _ => 1.0,
     };
-    if let Some(Qcow2 { cluster_bytes, l2 }) = configuration.qcow2 {
-        if pattern.operation == Operation::FirstWrite {
+    if let Some(Qcow2Choice { cluster_bytes, l2 }) = configuration.qcow2 {
+        if pattern.operation == PatternOperation::FirstWrite {
             speed /= (cluster_bytes as f64 / 65_536.0).sqrt();
         }
         if l2 == L2Share::Part(128) {
             speed *= 0.7;
         }
     }
-    if configuration.prefetch == Mode::On && pattern.operation == Operation::Read && pattern.depth == 1 {
+    if configuration.prefetch == PrefetchMode::On && pattern.operation == PatternOperation::Read && pattern.depth == 1 {
         speed *= 1.6;
     }
     speed
@@ -98,7 +98,7 @@ fn where_nothing_differs_the_default_is_recommended_and_soon() {
     for seed in [1, 2, 3] {
         let mut machine = Machine::new(|_, _| 1.0, seed, 50_000);
         let found = machine.search(search(seed));
-        let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
+        let bases = TuneGoal::ALL.map(|goal| goal.base(&found.space).unwrap());
         let choices = found.choices();
         assert!(choices.iter().map(|choice| choice.configuration).eq(bases), "{choices:?}");
         assert!(choices.iter().all(|choice| choice.settled), "{choices:?}");
@@ -108,18 +108,18 @@ fn where_nothing_differs_the_default_is_recommended_and_soon() {
 
 #[test]
 fn a_machine_that_becomes_faster_between_the_stages_makes_no_combination_better() {
-    let space = Space::of_made_images(1 << 30);
+    let space = ConfigurationSpace::of_made_images(1 << 30);
     let default = space.default_configuration();
     let combinations = space.all().into_iter().filter(|one| space.changes(one) == 2).take(12);
     let stages = [space.one_at_a_time(), std::iter::once(default).chain(combinations).collect()];
     for seed in 0..20 {
         let mut machine = Machine::new(|_, _| 1.0, seed, 14_000);
-        let mut samples = Samples::default();
+        let mut samples = TuneSamples::default();
         for (later, stage) in [1.0, 1.15].into_iter().zip(&stages) {
             for _ in 0..10 {
                 let round = samples.next_round();
                 for configuration in stage {
-                    for pattern in Pattern::all() {
+                    for pattern in RequestPattern::all() {
                         let value = machine.measure(configuration, &pattern) * later;
                         samples.add(*configuration, pattern, round, value);
                     }
@@ -127,7 +127,7 @@ fn a_machine_that_becomes_faster_between_the_stages_makes_no_combination_better(
             }
         }
         let found = continued(seed, samples);
-        let bases = Goal::ALL.map(|goal| goal.base(&space).unwrap());
+        let bases = TuneGoal::ALL.map(|goal| goal.base(&space).unwrap());
         let chosen: Vec<_> = found.choices().iter().map(|choice| choice.configuration).collect();
         assert_eq!(chosen, bases, "seed {seed}");
     }
@@ -157,8 +157,8 @@ fn two_seeds_recommend_the_same_on_a_noisy_machine() {
 #[test]
 fn a_search_ends_before_its_time_only_where_more_of_it_would_change_nothing() {
     // A gain equal to the margin remains undecided after any number of rounds.
-    let truth = |configuration: &Configuration, _: &Pattern| {
-        if configuration.prefetch == Mode::On { 1.05 } else { 1.0 }
+    let truth = |configuration: &DiskConfiguration, _: &RequestPattern| {
+        if configuration.prefetch == PrefetchMode::On { 1.05 } else { 1.0 }
     };
     for seed in 0..4 {
         let mut machine = Machine::new(truth, seed, 14 * 22 * 60);
@@ -172,13 +172,13 @@ fn a_search_ends_before_its_time_only_where_more_of_it_would_change_nothing() {
 fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
     let mut machine = Machine::new(disk, 1, 100);
     let found = machine.search(search(1));
-    let measured: usize = Pattern::all()
+    let measured: usize = RequestPattern::all()
         .iter()
         .flat_map(|pattern| found.samples.configurations.iter().map(move |one| (one, pattern)))
         .map(|(one, pattern)| found.samples.cell(one, pattern).count())
         .sum();
     assert_eq!(measured, 100, "all of the time, and not more");
-    let bases = Goal::ALL.map(|goal| goal.base(&found.space).unwrap());
+    let bases = TuneGoal::ALL.map(|goal| goal.base(&found.space).unwrap());
     assert!(found.choices().iter().map(|choice| choice.configuration).eq(bases));
     assert!(found.choices().iter().all(|choice| !choice.settled));
     // No time for combinations.
@@ -189,8 +189,8 @@ fn the_end_of_the_time_is_kept_and_what_is_known_by_then_is_told() {
 
 #[test]
 fn what_gains_less_than_the_margin_is_left_alone() {
-    let truth = |configuration: &Configuration, _: &Pattern| {
-        if configuration.prefetch == Mode::On { 1.03 } else { 1.0 }
+    let truth = |configuration: &DiskConfiguration, _: &RequestPattern| {
+        if configuration.prefetch == PrefetchMode::On { 1.03 } else { 1.0 }
     };
     for seed in [1, 2] {
         let found = Machine::new(truth, seed, 50_000).search(search(seed));
@@ -202,7 +202,7 @@ fn what_gains_less_than_the_margin_is_left_alone() {
 fn a_search_goes_on_with_the_samples_of_an_earlier_one() {
     let mut machine = Machine::new(disk, 1, 14 * 22 * 6);
     let first = machine.search(search(1));
-    assert_eq!(first.stage, Stage::Done);
+    assert_eq!(first.stage, SearchStage::Done);
     let before = first.samples.next_round();
     let mut machine = Machine::new(disk, 2, 9_000);
     let found = machine.search(continued(2, first.samples.clone()));

@@ -8,24 +8,24 @@
 
 use std::{rc::Rc, time::Duration};
 
-use console::progress::Progress;
+use console::progress::StepProgress;
 use storage::CacheMode;
 
 use super::{
-    Outcome,
-    apply::{Target, Written},
+    TuneOutcome,
+    apply::{AppliedDisk, DiskOrigin},
     arguments::TuneArgs,
-    findings::{Found, Growth},
-    goal::Goal,
+    findings::{TuneFindings, ColdCacheCurve},
+    goal::TuneGoal,
     is_bold,
-    matrix::Configuration,
-    measure::Meter,
-    place::{Kind, Place},
-    resume::Kept,
-    run::Run,
-    samples::Samples,
-    search::Search,
-    stop::Stop,
+    matrix::DiskConfiguration,
+    measure::SampleMeter,
+    place::{TuneTargetKind, TuneTarget},
+    resume::StoredSamples,
+    run::TuneRun,
+    samples::TuneSamples,
+    search::ConfigurationSearch,
+    stop::TuneStop,
 };
 
 /// The default disk for printed options, from the measurement that recommends clusters of 2 MiB.
@@ -38,48 +38,48 @@ const SHARE_FOR_GROWTH: u32 = 20;
 const SLICES_PER_BUDGET: u32 = 15 * 22 * 7 * 4;
 
 #[derive(Debug)]
-pub(super) struct Session {
-    run: Run<Search>,
-    growth: Vec<Growth>,
+pub(super) struct TuneSession {
+    run: TuneRun<ConfigurationSearch>,
+    growth: Vec<ColdCacheCurve>,
     /// Disk of the printed options: name, size and origin.
-    disk: (String, u64, Written),
+    disk: (String, u64, DiskOrigin),
 }
 
-impl Session {
+impl TuneSession {
     /// `samples` belong to an earlier run with this `slice` of time, or are empty.
     pub(super) fn new(
-        place: Rc<Place>,
-        (samples, slice): (Samples, Option<Duration>),
-        stop: Stop,
-        progress: Progress,
+        place: Rc<TuneTarget>,
+        (samples, slice): (TuneSamples, Option<Duration>),
+        stop: TuneStop,
+        progress: StepProgress,
         arguments: &TuneArgs,
     ) -> Self {
         let TuneArgs { budget, seed, disk, .. } = *arguments;
-        let goals = arguments.goal.map_or_else(|| Goal::ALL.to_vec(), |goal| vec![goal]);
+        let goals = arguments.goal.map_or_else(|| TuneGoal::ALL.to_vec(), |goal| vec![goal]);
         let path = || place.path.display().to_string();
         let (name, usual, kind) = match &place.kind {
             // The images of the run are removed at its end, so the options are for another disk.
-            Kind::Made { .. } => ("DISK".to_owned(), USUAL_DISK, Written::New),
-            Kind::Device { .. } => (path(), place.whole_bytes, Written::Device),
-            Kind::Image { .. } => (path(), place.whole_bytes, Written::Image),
+            TuneTargetKind::Made { .. } => ("DISK".to_owned(), USUAL_DISK, DiskOrigin::New),
+            TuneTargetKind::Device { .. } => (path(), place.whole_bytes, DiskOrigin::Device),
+            TuneTargetKind::Image { .. } => (path(), place.whole_bytes, DiskOrigin::Image),
         };
-        let search = Search::new(place.space(), place.patterns(), goals, samples, seed);
+        let search = ConfigurationSearch::new(place.space(), place.patterns(), goals, samples, seed);
         // A resumed run keeps the slice, else its samples would not be comparable.
         let slice = slice.unwrap_or(budget / SLICES_PER_BUDGET);
-        let run = Run::new(search, place, (stop, progress), (budget, slice), seed);
+        let run = TuneRun::new(search, place, (stop, progress), (budget, slice), seed);
         Self { run, growth: Vec::new(), disk: (name, disk.unwrap_or(usual), kind) }
     }
 
-    pub(super) async fn work(mut self) -> Outcome {
+    pub(super) async fn work(mut self) -> TuneOutcome {
         let failed = self.measure().await.err();
         self.run.progress.end();
         let (name, disk_bytes, kind) = &self.disk;
-        let Run { course: search, remarks, place, slice, .. } = &self.run;
-        let target = Target { name, disk_bytes: *disk_bytes, kind: *kind };
-        let found = Found { search, growth: &self.growth, remarks, target };
+        let TuneRun { course: search, remarks, place, slice, .. } = &self.run;
+        let target = AppliedDisk { name, disk_bytes: *disk_bytes, kind: *kind };
+        let found = TuneFindings { search, growth: &self.growth, remarks, target };
         // Cannot fail: only numbers and names.
-        let details = serde_json::to_value(Kept::new(place, *slice, &search.samples)).unwrap_or_default();
-        Outcome { findings: found.findings(), text: found.text(is_bold()), details, failed }
+        let details = serde_json::to_value(StoredSamples::new(place, *slice, &search.samples)).unwrap_or_default();
+        TuneOutcome { findings: found.findings(), text: found.text(is_bold()), details, failed }
     }
 
     async fn measure(&mut self) -> anyhow::Result<()> {
@@ -97,10 +97,10 @@ impl Session {
         !space.clusters.is_empty() && space.caches.contains(&CacheMode::None)
     }
 
-    async fn grow(&mut self, mut meter: Meter, time: Duration) -> anyhow::Result<()> {
+    async fn grow(&mut self, mut meter: SampleMeter, time: Duration) -> anyhow::Result<()> {
         let space = &self.run.course.space;
         let default = space.default_configuration();
-        let cluster = |one: &Configuration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
+        let cluster = |one: &DiskConfiguration| one.qcow2.map(|qcow2| qcow2.cluster_bytes);
         // With O_DIRECT, as in the published curves; equal shares are drawn once.
         let mut configurations = space.one_at_a_time();
         configurations.retain(|one| {
@@ -112,10 +112,10 @@ impl Session {
         self.run.progress.end();
         self.run.progress.step("from a cold L2 cache");
         for configuration in configurations {
-            let configuration = Configuration { cache: CacheMode::None, ..configuration };
-            let points = meter.growth(&configuration, each).await?;
+            let configuration = DiskConfiguration { cache: CacheMode::None, ..configuration };
+            let points = meter.cold_cache_curve(&configuration, each).await?;
             if !points.is_empty() {
-                self.growth.push(Growth { configuration, points });
+                self.growth.push(ColdCacheCurve { configuration, points });
             }
         }
         Ok(())

@@ -10,16 +10,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::interruption::Interruption;
+use crate::interruption::SignalInterruption;
 
 #[derive(Clone, Debug)]
-pub(super) struct Stop {
+pub(super) struct TuneStop {
     deadline: Instant,
-    interruption: Interruption,
+    interruption: SignalInterruption,
     removed: Arc<Mutex<Option<PathBuf>>>,
 }
 
-impl Stop {
+impl TuneStop {
     /// Stops after this time, or on a signal. Must be called before any other thread starts.
     pub(super) fn after(budget: Duration) -> anyhow::Result<Self> {
         let removed = Arc::default();
@@ -29,13 +29,13 @@ impl Stop {
                 let _ = fs::remove_dir_all(directory);
             }
         };
-        let interruption = Interruption::watch(|| {}, remove)?;
+        let interruption = SignalInterruption::watch(|| {}, remove)?;
         Ok(Self { interruption, removed, ..Self::unwatched(budget) })
     }
 
     fn unwatched(budget: Duration) -> Self {
         let deadline = Instant::now() + budget;
-        Self { deadline, interruption: Interruption::default(), removed: Arc::default() }
+        Self { deadline, interruption: SignalInterruption::default(), removed: Arc::default() }
     }
 
     /// A copy that stops no later than this time from now.
@@ -52,7 +52,7 @@ impl Stop {
     }
 
     pub(super) fn is_interrupted(&self) -> bool {
-        self.interruption.happened()
+        self.interruption.is_interrupted()
     }
 
     pub(super) fn left(&self) -> Duration {
@@ -70,11 +70,11 @@ mod tests {
 
     #[test]
     fn it_is_due_at_its_end_and_what_is_within_it_not_later() {
-        let stop = Stop::unwatched(Duration::from_secs(1000));
+        let stop = TuneStop::unwatched(Duration::from_secs(1000));
         assert!(!stop.is_due());
         assert!(stop.within(Duration::ZERO).is_due());
-        assert!(Stop::unwatched(Duration::ZERO).within(Duration::from_secs(9)).is_due());
-        stop.interruption.happens();
+        assert!(TuneStop::unwatched(Duration::ZERO).within(Duration::from_secs(9)).is_due());
+        stop.interruption.interrupt();
         assert!(stop.is_due() && stop.within(Duration::from_secs(1)).is_interrupted());
     }
 }

@@ -15,24 +15,24 @@ use nix::sys::{
 use policy::time::Duration;
 
 use super::{
-    super::{inbox::Inbox, stream::Stream},
-    Client,
-    handshake::{About, NotConnected, Wanted, negotiate},
+    super::{inbox::ReceiveBuffer, stream::NbdStream},
+    NbdClient,
+    handshake::{NbdExportInfo, NbdConnectError, HandshakeOptions, negotiate},
 };
-use reactor::{blocking, op::Fd, timeout};
+use reactor::{run_blocking, op::Fd, timeout};
 use std::os::fd::AsRawFd as _;
 
 /// Location of a server.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Endpoint {
+pub enum NbdEndpoint {
     /// Path of a Unix socket.
     Unix(PathBuf),
     /// Host name or address, IPv6 without brackets.
     Tcp { host: String, port: u16 },
 }
 
-impl Endpoint {
+impl NbdEndpoint {
     /// Port; `None` for a Unix socket.
     pub fn port(&self) -> Option<u16> {
         match self {
@@ -45,23 +45,23 @@ impl Endpoint {
 /// Resolved address of a server.
 #[allow(missing_docs, reason = "the types say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Address {
+pub enum NbdAddress {
     Unix(PathBuf),
     Tcp(SocketAddr),
 }
 
 /// A connection that has negotiated an export and has no request in flight. Can move to any thread.
 #[derive(Debug)]
-pub struct Established {
-    pub(super) stream: Stream,
-    pub(super) about: About,
+pub struct EstablishedConnection {
+    pub(super) stream: NbdStream,
+    pub(super) about: NbdExportInfo,
     /// Bytes received after the handshake.
-    pub(super) behind: Vec<u8>,
+    pub(super) received: Vec<u8>,
 }
 
-impl Established {
+impl EstablishedConnection {
     /// Properties of the export.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &NbdExportInfo {
         &self.about
     }
 }
@@ -70,27 +70,27 @@ impl Established {
 ///
 /// # Errors
 /// No server, no such export, not NBD, or no reply within `limit`.
-pub async fn connect(endpoint: &Endpoint, wanted: &Wanted, limit: Duration) -> Result<Client, NotConnected> {
+pub async fn connect(endpoint: &NbdEndpoint, wanted: &HandshakeOptions, limit: Duration) -> Result<NbdClient, NbdConnectError> {
     let endpoint = endpoint.clone();
     let connecting = async {
         // Connecting to a Unix socket with a full backlog blocks, and so does resolving a name.
-        let socket = blocking(move || dial(&endpoint, limit)).await?;
-        shake_hands(Stream::Plain(Fd::from(socket)), wanted).await
+        let socket = run_blocking(move || dial(&endpoint, limit)).await?;
+        shake_hands(NbdStream::Plain(Fd::from(socket)), wanted).await
     };
-    within(limit, connecting).await.map(Client::start)
+    with_timeout(limit, connecting).await.map(NbdClient::start)
 }
 
 /// Awaits `connecting` with a timeout.
 ///
 /// # Errors
 /// Those of `connecting`, and [`NotConnected::TooLate`].
-pub async fn within<T>(
+pub async fn with_timeout<T>(
     limit: Duration,
-    connecting: impl Future<Output = Result<T, NotConnected>>,
-) -> Result<T, NotConnected> {
+    connecting: impl Future<Output = Result<T, NbdConnectError>>,
+) -> Result<T, NbdConnectError> {
     match timeout(limit, connecting).await {
         Ok(result) => result,
-        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+        Err(_) => Err(NbdConnectError::TimedOut(limit.as_secs())),
     }
 }
 
@@ -98,47 +98,47 @@ pub async fn within<T>(
 ///
 /// # Errors
 /// No such export, not NBD, or no TLS although it is required.
-pub async fn shake_hands(stream: Stream, wanted: &Wanted) -> Result<Established, NotConnected> {
+pub async fn shake_hands(stream: NbdStream, wanted: &HandshakeOptions) -> Result<EstablishedConnection, NbdConnectError> {
     let (stream, about, inbox) = negotiate(stream, wanted).await?;
-    Ok(Established { stream, about, behind: inbox.bytes().to_vec() })
+    Ok(EstablishedConnection { stream, about, received: inbox.bytes().to_vec() })
 }
 
-impl Established {
-    pub(super) fn taken(self) -> (Stream, About, Inbox) {
-        (self.stream, self.about, Inbox::holding(&self.behind, 0))
+impl EstablishedConnection {
+    pub(super) fn into_parts(self) -> (NbdStream, NbdExportInfo, ReceiveBuffer) {
+        (self.stream, self.about, ReceiveBuffer::with_content(&self.received, 0))
     }
 }
 
-pub(super) fn dial(endpoint: &Endpoint, limit: Duration) -> Result<OwnedFd, NotConnected> {
-    dial_any(&addresses(endpoint)?, limit)
+pub(super) fn dial(endpoint: &NbdEndpoint, limit: Duration) -> Result<OwnedFd, NbdConnectError> {
+    dial_any(&resolve(endpoint)?, limit)
 }
 
 /// Resolves the addresses of a server. Blocks.
 ///
 /// # Errors
 /// As reported by the system; [`NotConnected::NoAddress`] if there are none.
-pub fn addresses(endpoint: &Endpoint) -> Result<Vec<Address>, NotConnected> {
+pub fn resolve(endpoint: &NbdEndpoint) -> Result<Vec<NbdAddress>, NbdConnectError> {
     let addresses: Vec<_> = match endpoint {
-        Endpoint::Unix(path) => vec![Address::Unix(path.clone())],
-        Endpoint::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs()?.map(Address::Tcp).collect(),
+        NbdEndpoint::Unix(path) => vec![NbdAddress::Unix(path.clone())],
+        NbdEndpoint::Tcp { host, port } => (host.as_str(), *port).to_socket_addrs()?.map(NbdAddress::Tcp).collect(),
     };
-    if addresses.is_empty() { Err(NotConnected::NoAddress) } else { Ok(addresses) }
+    if addresses.is_empty() { Err(NbdConnectError::NoAddress) } else { Ok(addresses) }
 }
 
 /// Connects to the first address that answers. Blocks, for at most `limit` for each.
 ///
 /// # Errors
 /// That of the last address.
-pub fn dial_any(addresses: &[Address], limit: Duration) -> Result<OwnedFd, NotConnected> {
-    let mut failed = NotConnected::NoAddress;
+pub fn dial_any(addresses: &[NbdAddress], limit: Duration) -> Result<OwnedFd, NbdConnectError> {
+    let mut failed = NbdConnectError::NoAddress;
     for address in addresses {
         let dialled = match address {
-            Address::Unix(path) => dial_unix(path, limit),
-            Address::Tcp(address) => dial_tcp(address, limit),
+            NbdAddress::Unix(path) => dial_unix(path, limit),
+            NbdAddress::Tcp(address) => dial_tcp(address, limit),
         };
         match dialled {
             Ok(socket) => return Ok(socket),
-            Err(error) => failed = NotConnected::Io(error),
+            Err(error) => failed = NbdConnectError::Io(error),
         }
     }
     Err(failed)

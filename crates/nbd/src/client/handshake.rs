@@ -4,12 +4,12 @@
 use std::io;
 
 use super::super::{
-    inbox::Inbox,
+    inbox::ReceiveBuffer,
     proto::{self, MAX_STRING_BYTES, client_flag, export_flag, handshake_flag, info, opt, rep},
-    stream::{Stream, TlsFailure},
-    wire::Fields,
+    stream::{NbdStream, TlsFailure},
+    wire::WireFields,
 };
-use reactor::{buffer::Buffer, plain::plain};
+use reactor::{buffer::IoBuffer, plain::sanitize};
 use tls::{TlsClient, TlsError};
 
 /// Maximum length of a reply to an option, in bytes; weir's server has the same limit for options.
@@ -17,10 +17,10 @@ const MAX_OPTION_BYTES: usize = 64 << 10;
 /// The context of allocation status ("Metadata querying").
 const ALLOCATION: &str = "base:allocation";
 /// Maximum number of contexts in a reply to a query for one.
-const MOST_CONTEXTS: usize = 16;
+const MAX_CONTEXTS: usize = 16;
 /// Minimum of a server's maximum payload, in bytes, unless its export is smaller: with less, one
 /// request would be split into thousands.
-const LEAST_PAYLOAD: u32 = 4096;
+const MIN_MAX_PAYLOAD: u32 = 4096;
 /// Length of the server's greeting: two magic numbers and its flags.
 const GREETING_BYTES: usize = 18;
 /// Length of a reply's header: magic, option, type, length.
@@ -28,7 +28,7 @@ const REPLY_BYTES: usize = 20;
 
 /// Parameters of the negotiation.
 #[derive(Clone, Debug, Default)]
-pub struct Wanted {
+pub struct HandshakeOptions {
     /// Name of the export.
     pub export: String,
     /// Requires TLS with these credentials.
@@ -40,7 +40,7 @@ pub struct Wanted {
 /// Properties of an export, as negotiated.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct About {
+pub struct NbdExportInfo {
     pub size_bytes: u64,
     /// Granularity of offsets and lengths, in bytes; at least 1.
     pub minimum_block: u32,
@@ -54,10 +54,10 @@ pub struct About {
     pub(super) allocation: Option<u32>,
 }
 
-impl About {
+impl NbdExportInfo {
     /// True if both describe the same export, as far as is visible. Context ids are ignored, since
     /// they differ between connections.
-    pub fn is_alike(&self, other: &Self) -> bool {
+    pub fn is_same_export(&self, other: &Self) -> bool {
         let plain = |about: &Self| Self { allocation: about.allocation.map(|_| 0), ..about.clone() };
         plain(self) == plain(other)
     }
@@ -77,7 +77,7 @@ impl About {
     }
 
     /// True if the server supports FUA.
-    pub fn can_force(&self) -> bool {
+    pub fn can_fua(&self) -> bool {
         self.has(export_flag::SEND_FUA)
     }
 
@@ -92,17 +92,17 @@ impl About {
     }
 
     /// True if the server supports FAST_ZERO: it fails a slow zeroing at once.
-    pub fn can_refuse_slow_zeroing(&self) -> bool {
+    pub fn can_fast_zero(&self) -> bool {
         self.has(export_flag::SEND_FAST_ZERO)
     }
 
     /// True if a flush on one connection covers the writes of all (multi-conn).
-    pub fn has_common_flushes(&self) -> bool {
+    pub fn can_multi_conn(&self) -> bool {
         self.has(export_flag::CAN_MULTI_CONN)
     }
 
     /// True if the server reports allocation status.
-    pub fn tells_allocation(&self) -> bool {
+    pub fn has_allocation(&self) -> bool {
         self.allocation.is_some()
     }
 }
@@ -110,13 +110,13 @@ impl About {
 /// Reason of a failed connection.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
-pub enum NotConnected {
+pub enum NbdConnectError {
     #[error("cannot be connected to")]
     Io(#[from] io::Error),
     #[error("has no address")]
     NoAddress,
     #[error("did not answer within {0} seconds")]
-    TooLate(u64),
+    TimedOut(u64),
     #[error("refused export {export:?}: {why}")]
     Refused { export: String, why: String },
     #[error("does not speak NBD as it should: {0}")]
@@ -125,18 +125,18 @@ pub enum NotConnected {
     Tls(String),
     /// A server that requires a client certificate disconnects like this without a valid one.
     #[error("ended the connection when TLS had begun")]
-    Dropped(#[source] io::Error),
+    Disconnected(#[source] io::Error),
 }
 
-impl NotConnected {
+impl NbdConnectError {
     /// The message with the system's error, if there is one.
-    pub fn in_full(&self) -> String {
+    pub fn full_message(&self) -> String {
         let cause = std::error::Error::source(self).map(|cause| format!(": {cause}")).unwrap_or_default();
         format!("{self}{cause}")
     }
 }
 
-impl From<TlsFailure> for NotConnected {
+impl From<TlsFailure> for NbdConnectError {
     fn from(failure: TlsFailure) -> Self {
         Self::Tls(match failure {
             TlsFailure::Socket(error) => {
@@ -149,21 +149,21 @@ impl From<TlsFailure> for NotConnected {
 
 /// Performs the negotiation. Bytes after the handshake stay in the inbox.
 pub(super) async fn negotiate(
-    stream: Stream,
-    wanted: &Wanted,
-) -> Result<(Stream, About, Inbox), NotConnected> {
+    stream: NbdStream,
+    wanted: &HandshakeOptions,
+) -> Result<(NbdStream, NbdExportInfo, ReceiveBuffer), NbdConnectError> {
     let mut negotiation = Negotiation::new(stream);
     negotiation.greet().await?;
     if let Some(tls) = &wanted.tls {
         negotiation = negotiation.start_tls(tls).await?;
     }
     // The first message under TLS: a server that requires a client certificate disconnects here.
-    let structured = negotiation.ask_for_chunks().await.map_err(|error| match error {
-        NotConnected::Io(error) if wanted.tls.is_some() => NotConnected::Dropped(error),
+    let structured = negotiation.negotiate_structured_replies().await.map_err(|error| match error {
+        NbdConnectError::Io(error) if wanted.tls.is_some() => NbdConnectError::Disconnected(error),
         error => error,
     })?;
     let allocation = match wanted.allocation && structured {
-        true => negotiation.ask_for_allocation(&wanted.export).await?,
+        true => negotiation.negotiate_allocation(&wanted.export).await?,
         false => None,
     };
     let about = negotiation.go(&wanted.export, structured, allocation).await?;
@@ -171,37 +171,37 @@ pub(super) async fn negotiate(
 }
 
 pub(super) struct Negotiation {
-    stream: Stream,
-    inbox: Inbox,
+    stream: NbdStream,
+    inbox: ReceiveBuffer,
 }
 
-pub(super) struct Reply {
+pub(super) struct OptionReply {
     pub(super) kind: u32,
-    pub(super) data: Buffer,
+    pub(super) data: IoBuffer,
 }
 
 impl Negotiation {
-    pub(super) fn new(stream: Stream) -> Self {
-        Self { stream, inbox: Inbox::new() }
+    pub(super) fn new(stream: NbdStream) -> Self {
+        Self { stream, inbox: ReceiveBuffer::new() }
     }
 
     /// Starts TLS and discards everything received in plaintext, which an attacker may have
     /// injected.
-    async fn start_tls(mut self, tls: &TlsClient) -> Result<Self, NotConnected> {
+    async fn start_tls(mut self, tls: &TlsClient) -> Result<Self, NbdConnectError> {
         self.option(opt::STARTTLS, &[]).await?;
         let reply = self.reply(opt::STARTTLS).await?;
         if reply.kind != rep::ACK {
-            let said = said(&reply.data);
-            return Err(NotConnected::Tls(if said.is_empty() {
+            let said = server_text(&reply.data);
+            return Err(NbdConnectError::Tls(if said.is_empty() {
                 "the server has no TLS".to_owned()
             } else {
                 said
             }));
         }
-        let connection = tls.connect().map_err(|error| NotConnected::Tls(error.to_string()))?;
+        let connection = tls.connect().map_err(|error| NbdConnectError::Tls(error.to_string()))?;
         let stream =
             self.stream.start_tls(connection, self.inbox.bytes()).await.map_err(|failure| match failure {
-                TlsFailure::Tls(TlsError::Certificate(_)) if tls.has_key() => NotConnected::Tls(
+                TlsFailure::Tls(TlsError::Certificate(_)) if tls.has_key() => NbdConnectError::Tls(
                     "the server shows a certificate, and does not prove that it knows the key".to_owned(),
                 ),
                 failure => failure.into(),
@@ -211,7 +211,7 @@ impl Negotiation {
     }
 
     /// Negotiates allocation status; returns the id of the context, `None` without support.
-    async fn ask_for_allocation(&mut self, export: &str) -> Result<Option<u32>, NotConnected> {
+    async fn negotiate_allocation(&mut self, export: &str) -> Result<Option<u32>, NbdConnectError> {
         let string = |text: &str| {
             let length = u32::try_from(text.len()).unwrap_or(u32::MAX);
             [&length.to_be_bytes(), text.as_bytes()].concat()
@@ -219,12 +219,12 @@ impl Negotiation {
         let query = [string(export), 1_u32.to_be_bytes().to_vec(), string(ALLOCATION)].concat();
         self.option(opt::SET_META_CONTEXT, &query).await?;
         let mut found = None;
-        for _ in 0..MOST_CONTEXTS {
-            let Reply { kind, data } = self.reply(opt::SET_META_CONTEXT).await?;
+        for _ in 0..MAX_CONTEXTS {
+            let OptionReply { kind, data } = self.reply(opt::SET_META_CONTEXT).await?;
             match kind {
                 rep::ACK => return Ok(found),
                 rep::META_CONTEXT => {
-                    let id = Fields::new(&data).u32();
+                    let id = WireFields::new(&data).u32();
                     // A 32-bit id, then the name.
                     if data.get(4..) == Some(ALLOCATION.as_bytes()) {
                         found = id;
@@ -232,34 +232,34 @@ impl Negotiation {
                 }
                 // Unsupported: the client works without allocation status.
                 kind if kind >= rep::ERR_UNSUP => return Ok(None),
-                _ => return Err(NotConnected::Breach("it answers an option with something else")),
+                _ => return Err(NbdConnectError::Breach("it answers an option with something else")),
             }
         }
-        Err(NotConnected::Breach("it has more contexts than were asked for"))
+        Err(NbdConnectError::Breach("it has more contexts than were asked for"))
     }
 
-    pub(super) async fn greet(&mut self) -> Result<(), NotConnected> {
+    pub(super) async fn greet(&mut self) -> Result<(), NbdConnectError> {
         let greeting = self.receive(GREETING_BYTES).await?;
-        let mut fields = Fields::new(&greeting);
+        let mut fields = WireFields::new(&greeting);
         if fields.u64() != Some(proto::INIT_MAGIC) {
-            return Err(NotConnected::Breach("it does not greet as an NBD server does"));
+            return Err(NbdConnectError::Breach("it does not greet as an NBD server does"));
         }
         // A server with oldstyle negotiation sends another second magic number.
         let is_new = fields.u64() == Some(proto::OPTION_MAGIC);
         let flags = fields.u16().filter(|flags| is_new && flags & handshake_flag::FIXED_NEWSTYLE != 0);
-        let flags = flags.ok_or(NotConnected::Breach("it is too old for fixed newstyle negotiation"))?;
+        let flags = flags.ok_or(NbdConnectError::Breach("it is too old for fixed newstyle negotiation"))?;
         let no_zeroes = if flags & handshake_flag::NO_ZEROES == 0 { 0 } else { client_flag::NO_ZEROES };
         self.send(&(client_flag::FIXED_NEWSTYLE | no_zeroes).to_be_bytes()).await
     }
 
     /// Negotiates structured replies; returns whether the server supports them.
-    pub(super) async fn ask_for_chunks(&mut self) -> Result<bool, NotConnected> {
+    pub(super) async fn negotiate_structured_replies(&mut self) -> Result<bool, NbdConnectError> {
         self.option(opt::STRUCTURED_REPLY, &[]).await?;
         let reply = self.reply(opt::STRUCTURED_REPLY).await?;
         match reply.kind {
             rep::ACK => Ok(true),
             kind if kind >= rep::ERR_UNSUP => Ok(false),
-            _ => Err(NotConnected::Breach("it answers an option with something else")),
+            _ => Err(NbdConnectError::Breach("it answers an option with something else")),
         }
     }
 
@@ -268,7 +268,7 @@ impl Negotiation {
         export: &str,
         structured: bool,
         allocation: Option<u32>,
-    ) -> Result<About, NotConnected> {
+    ) -> Result<NbdExportInfo, NbdConnectError> {
         let length = u32::try_from(export.len()).unwrap_or(u32::MAX);
         let mut data = length.to_be_bytes().to_vec();
         data.extend_from_slice(export.as_bytes());
@@ -279,8 +279,8 @@ impl Negotiation {
         // Defaults without information from the server ("Size constraints").
         let (mut about, mut sizes) = (None, ((1, 4096), proto::DEFAULT_MAX_PAYLOAD));
         loop {
-            let Reply { kind, data } = self.reply(opt::GO).await?;
-            let mut fields = Fields::new(&data);
+            let OptionReply { kind, data } = self.reply(opt::GO).await?;
+            let mut fields = WireFields::new(&data);
             match kind {
                 rep::ACK => break,
                 rep::INFO => match fields.u16() {
@@ -291,36 +291,36 @@ impl Negotiation {
                     }
                     _ => {}
                 },
-                kind if kind >= rep::ERR_UNSUP => return Err(refused(export, kind, &data)),
-                _ => return Err(NotConnected::Breach("it answers an option with something else")),
+                kind if kind >= rep::ERR_UNSUP => return Err(refused_error(export, kind, &data)),
+                _ => return Err(NbdConnectError::Breach("it answers an option with something else")),
             }
         }
-        let (size_bytes, flags) = about.ok_or(NotConnected::Breach("it does not tell the export's size"))?;
+        let (size_bytes, flags) = about.ok_or(NbdConnectError::Breach("it does not tell the export's size"))?;
         // Most servers and Linux use signed offsets.
         if i64::try_from(size_bytes).is_err() {
-            return Err(NotConnected::Breach("it tells a size of 8 EiB or more"));
+            return Err(NbdConnectError::Breach("it tells a size of 8 EiB or more"));
         }
         let ((minimum, preferred), maximum) = sizes;
         // "Size constraints": the minimum is a power of two of at most 64 KiB, and the preferred
         // size a larger one. An invalid preferred size is replaced by a safe default.
         let minimum_block = minimum.max(1);
-        if !minimum_block.is_power_of_two() || minimum_block > proto::LARGEST_MINIMUM_BLOCK {
-            return Err(NotConnected::Breach("its smallest block is no power of two up to 64 KiB"));
+        if !minimum_block.is_power_of_two() || minimum_block > proto::MAX_MINIMUM_BLOCK {
+            return Err(NbdConnectError::Breach("its smallest block is no power of two up to 64 KiB"));
         }
         // Rounded down, so that the parts of a split request stay aligned.
         let maximum_payload = maximum & !(minimum_block - 1);
         let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
         let preferred = if is_sensible { preferred } else { 4096 };
         if maximum_payload == 0 {
-            return Err(NotConnected::Breach("its largest payload is smaller than its smallest block"));
+            return Err(NbdConnectError::Breach("its largest payload is smaller than its smallest block"));
         }
-        if u64::from(maximum_payload) < u64::from(LEAST_PAYLOAD).min(size_bytes) {
-            return Err(NotConnected::Breach(
+        if u64::from(maximum_payload) < u64::from(MIN_MAX_PAYLOAD).min(size_bytes) {
+            return Err(NbdConnectError::Breach(
                 "it takes no more than a few bytes at a time, and has to take 4096",
             ));
         }
         let preferred_block = preferred.max(minimum_block);
-        Ok(About {
+        Ok(NbdExportInfo {
             size_bytes,
             minimum_block,
             preferred_block,
@@ -331,7 +331,7 @@ impl Negotiation {
         })
     }
 
-    pub(super) async fn option(&mut self, option: u32, data: &[u8]) -> Result<(), NotConnected> {
+    pub(super) async fn option(&mut self, option: u32, data: &[u8]) -> Result<(), NbdConnectError> {
         let mut message = proto::OPTION_MAGIC.to_be_bytes().to_vec();
         message.extend_from_slice(&option.to_be_bytes());
         message.extend_from_slice(&u32::try_from(data.len()).unwrap_or(u32::MAX).to_be_bytes());
@@ -339,34 +339,34 @@ impl Negotiation {
         self.send(&message).await
     }
 
-    pub(super) async fn reply(&mut self, expect: u32) -> Result<Reply, NotConnected> {
+    pub(super) async fn reply(&mut self, expect: u32) -> Result<OptionReply, NbdConnectError> {
         let header = self.receive(REPLY_BYTES).await?;
-        let mut fields = Fields::new(&header);
+        let mut fields = WireFields::new(&header);
         let magic = fields.u64();
         let option = fields.u32();
         let rest = fields.u32().zip(fields.u32());
         let Some((kind, length)) = rest.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
-            return Err(NotConnected::Breach("what should be a reply has another magic number"));
+            return Err(NbdConnectError::Breach("what should be a reply has another magic number"));
         };
         // One option is in flight at a time, so its replies come next.
         if option != Some(expect) {
-            return Err(NotConnected::Breach("it answers an option that was not sent"));
+            return Err(NbdConnectError::Breach("it answers an option that was not sent"));
         }
         let length = usize::try_from(length).ok().filter(|&length| length <= MAX_OPTION_BYTES);
-        let length = length.ok_or(NotConnected::Breach("a reply is longer than any option needs"))?;
-        Ok(Reply { kind, data: self.receive(length).await? })
+        let length = length.ok_or(NbdConnectError::Breach("a reply is longer than any option needs"))?;
+        Ok(OptionReply { kind, data: self.receive(length).await? })
     }
 
-    async fn receive(&mut self, length: usize) -> Result<Buffer, NotConnected> {
+    async fn receive(&mut self, length: usize) -> Result<IoBuffer, NbdConnectError> {
         Ok(self.inbox.payload(length, &self.stream).await?)
     }
 
-    async fn send(&mut self, bytes: &[u8]) -> Result<(), NotConnected> {
-        Ok(self.stream.send(Buffer::copy_of(bytes).into()).await?)
+    async fn send(&mut self, bytes: &[u8]) -> Result<(), NbdConnectError> {
+        Ok(self.stream.send(IoBuffer::copy_of(bytes).into()).await?)
     }
 }
 
-pub(super) fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
+pub(super) fn refused_error(export: &str, kind: u32, data: &[u8]) -> NbdConnectError {
     let meaning = match kind {
         rep::ERR_UNSUP => "the server is too old: it does not know the option GO",
         rep::ERR_POLICY => "not permitted",
@@ -375,12 +375,12 @@ pub(super) fn refused(export: &str, kind: u32, data: &[u8]) -> NotConnected {
         rep::ERR_SHUTDOWN => "the server is ending",
         _ => "the server gives no reason",
     };
-    let said = said(data);
+    let said = server_text(data);
     let why = if said.is_empty() || kind == rep::ERR_TLS_REQD { meaning.to_owned() } else { said };
-    NotConnected::Refused { export: export.to_owned(), why }
+    NbdConnectError::Refused { export: export.to_owned(), why }
 }
 
 /// Escapes text of the server, which may be written to a terminal.
-fn said(data: &[u8]) -> String {
-    plain(&String::from_utf8_lossy(&data[..data.len().min(MAX_STRING_BYTES)]))
+fn server_text(data: &[u8]) -> String {
+    sanitize(&String::from_utf8_lossy(&data[..data.len().min(MAX_STRING_BYTES)]))
 }

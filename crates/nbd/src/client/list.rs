@@ -8,23 +8,23 @@ use policy::time::Duration;
 use super::{
     super::{
         proto::{info, opt, rep},
-        stream::Stream,
-        wire::{Fields, string},
+        stream::NbdStream,
+        wire::{WireFields, string},
     },
-    connect::{Endpoint, dial},
-    handshake::{Negotiation, NotConnected, refused},
+    connect::{NbdEndpoint, dial},
+    handshake::{Negotiation, NbdConnectError, refused_error},
 };
-use reactor::{blocking, op::Fd, timeout};
+use reactor::{run_blocking, op::Fd, timeout};
 
-const MOST_EXPORTS: usize = 1 << 16;
-const MOST_CONTEXTS: usize = 1 << 10;
+const MAX_EXPORTS: usize = 1 << 16;
+const MAX_CONTEXTS: usize = 1 << 10;
 /// Maximum bytes of all names and descriptions together.
-const MOST_TEXT_BYTES: usize = 16 << 20;
+const MAX_TEXT_BYTES: usize = 16 << 20;
 
 /// An export in a server's list.
 #[allow(missing_docs, reason = "the names say it")]
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Listed {
+pub struct ListedExport {
     pub name: String,
     pub description: String,
     pub size_bytes: u64,
@@ -39,27 +39,27 @@ pub struct Listed {
 ///
 /// # Errors
 /// No server, not NBD, or no reply within `limit`.
-pub async fn list(endpoint: &Endpoint, limit: Duration) -> Result<Vec<Listed>, NotConnected> {
+pub async fn list(endpoint: &NbdEndpoint, limit: Duration) -> Result<Vec<ListedExport>, NbdConnectError> {
     let endpoint = endpoint.clone();
     let asking = async {
-        let socket = blocking(move || dial(&endpoint, limit)).await?;
-        list_on(Stream::Plain(Fd::from(socket))).await
+        let socket = run_blocking(move || dial(&endpoint, limit)).await?;
+        list_on(NbdStream::Plain(Fd::from(socket))).await
     };
     match timeout(limit, asking).await {
         Ok(result) => result,
-        Err(_) => Err(NotConnected::TooLate(limit.as_secs())),
+        Err(_) => Err(NbdConnectError::TimedOut(limit.as_secs())),
     }
 }
 
-async fn list_on(stream: Stream) -> Result<Vec<Listed>, NotConnected> {
+async fn list_on(stream: NbdStream) -> Result<Vec<ListedExport>, NbdConnectError> {
     let mut negotiation = Negotiation::new(stream);
     negotiation.greet().await?;
     // A server lists contexts and sends chunks only after structured replies were negotiated.
-    let structured = negotiation.ask_for_chunks().await?;
-    let mut text = TextBudget(MOST_TEXT_BYTES);
+    let structured = negotiation.negotiate_structured_replies().await?;
+    let mut text = TextBudget(MAX_TEXT_BYTES);
     let mut exports = names(&mut negotiation, &mut text).await?;
     for export in &mut exports {
-        ask(&mut negotiation, export, &mut text).await?;
+        query_export(&mut negotiation, export, &mut text).await?;
         if structured {
             export.contexts = contexts(&mut negotiation, &export.name, &mut text).await?;
         }
@@ -73,59 +73,59 @@ async fn list_on(stream: Stream) -> Result<Vec<Listed>, NotConnected> {
 struct TextBudget(usize);
 
 impl TextBudget {
-    fn keep(&mut self, text: &str) -> Result<String, NotConnected> {
+    fn keep(&mut self, text: &str) -> Result<String, NbdConnectError> {
         // An empty name needs memory as well.
         let left = self.0.checked_sub(text.len() + size_of::<String>());
-        self.0 = left.ok_or(NotConnected::Breach("it lists more text than any server needs"))?;
+        self.0 = left.ok_or(NbdConnectError::Breach("it lists more text than any server needs"))?;
         Ok(text.to_owned())
     }
 }
 
-const STRANGE: NotConnected = NotConnected::Breach("it answers an option with something else");
+const UNEXPECTED_REPLY: NbdConnectError = NbdConnectError::Breach("it answers an option with something else");
 
-async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<Vec<Listed>, NotConnected> {
+async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<Vec<ListedExport>, NbdConnectError> {
     let mut exports = Vec::new();
     negotiation.option(opt::LIST, &[]).await?;
     loop {
         let reply = negotiation.reply(opt::LIST).await?;
         match reply.kind {
             rep::ACK => return Ok(exports),
-            rep::SERVER if exports.len() < MOST_EXPORTS => {
-                let name = text.keep(Fields::new(&reply.data).string().ok_or(STRANGE)?)?;
-                exports.push(Listed { name, ..Listed::default() });
+            rep::SERVER if exports.len() < MAX_EXPORTS => {
+                let name = text.keep(WireFields::new(&reply.data).string().ok_or(UNEXPECTED_REPLY)?)?;
+                exports.push(ListedExport { name, ..ListedExport::default() });
             }
-            rep::SERVER => return Err(NotConnected::Breach("it has too many exports")),
-            kind if kind >= rep::ERR_UNSUP => return Err(refused("", kind, &reply.data)),
-            _ => return Err(STRANGE),
+            rep::SERVER => return Err(NbdConnectError::Breach("it has too many exports")),
+            kind if kind >= rep::ERR_UNSUP => return Err(refused_error("", kind, &reply.data)),
+            _ => return Err(UNEXPECTED_REPLY),
         }
     }
 }
 
 /// Encodes a name with its length, followed by the rest of an option's data.
-fn question(name: &str, rest: &[u8]) -> Vec<u8> {
+fn option_data(name: &str, rest: &[u8]) -> Vec<u8> {
     let length = u32::try_from(name.len()).unwrap_or(u32::MAX);
     [&length.to_be_bytes(), name.as_bytes(), rest].concat()
 }
 
-async fn ask(
+async fn query_export(
     negotiation: &mut Negotiation,
-    export: &mut Listed,
+    export: &mut ListedExport,
     text: &mut TextBudget,
-) -> Result<(), NotConnected> {
+) -> Result<(), NbdConnectError> {
     // Two requests for information; size and flags are always sent.
     let wanted = [2, info::DESCRIPTION, info::BLOCK_SIZE].map(u16::to_be_bytes).concat();
-    negotiation.option(opt::INFO, &question(&export.name, &wanted)).await?;
+    negotiation.option(opt::INFO, &option_data(&export.name, &wanted)).await?;
     loop {
         let reply = negotiation.reply(opt::INFO).await?;
-        let mut fields = Fields::new(&reply.data);
+        let mut fields = WireFields::new(&reply.data);
         match reply.kind {
             rep::ACK => return Ok(()),
             rep::INFO => match fields.u16() {
                 Some(info::EXPORT) => {
-                    (export.size_bytes, export.flags) = fields.u64().zip(fields.u16()).ok_or(STRANGE)?;
+                    (export.size_bytes, export.flags) = fields.u64().zip(fields.u16()).ok_or(UNEXPECTED_REPLY)?;
                 }
                 Some(info::DESCRIPTION) => {
-                    export.description = text.keep(string(&reply.data[2..]).ok_or(STRANGE)?)?;
+                    export.description = text.keep(string(&reply.data[2..]).ok_or(UNEXPECTED_REPLY)?)?;
                 }
                 Some(info::BLOCK_SIZE) => {
                     let sizes = fields.u32().zip(fields.u32()).zip(fields.u32());
@@ -134,8 +134,8 @@ async fn ask(
                 }
                 _ => {}
             },
-            kind if kind >= rep::ERR_UNSUP => return Err(refused(&export.name, kind, &reply.data)),
-            _ => return Err(STRANGE),
+            kind if kind >= rep::ERR_UNSUP => return Err(refused_error(&export.name, kind, &reply.data)),
+            _ => return Err(UNEXPECTED_REPLY),
         }
     }
 }
@@ -145,22 +145,22 @@ async fn contexts(
     negotiation: &mut Negotiation,
     name: &str,
     text: &mut TextBudget,
-) -> Result<Vec<String>, NotConnected> {
+) -> Result<Vec<String>, NbdConnectError> {
     let mut contexts = Vec::new();
     // No query lists all contexts.
-    negotiation.option(opt::LIST_META_CONTEXT, &question(name, &0_u32.to_be_bytes())).await?;
+    negotiation.option(opt::LIST_META_CONTEXT, &option_data(name, &0_u32.to_be_bytes())).await?;
     loop {
         let reply = negotiation.reply(opt::LIST_META_CONTEXT).await?;
         match reply.kind {
             rep::ACK => return Ok(contexts),
-            rep::META_CONTEXT if contexts.len() < MOST_CONTEXTS => {
+            rep::META_CONTEXT if contexts.len() < MAX_CONTEXTS => {
                 // The name follows a 32-bit id.
-                let name = reply.data.get(4..).and_then(string).ok_or(STRANGE)?;
+                let name = reply.data.get(4..).and_then(string).ok_or(UNEXPECTED_REPLY)?;
                 contexts.push(text.keep(name)?);
             }
-            rep::META_CONTEXT => return Err(NotConnected::Breach("it has too many contexts")),
+            rep::META_CONTEXT => return Err(NbdConnectError::Breach("it has too many contexts")),
             kind if kind >= rep::ERR_UNSUP => return Ok(contexts),
-            _ => return Err(STRANGE),
+            _ => return Err(UNEXPECTED_REPLY),
         }
     }
 }
@@ -171,7 +171,7 @@ mod tests {
         super::super::{pipe::Pipe, proto},
         *,
     };
-    use reactor::{buffer::Buffer, sim, spawn};
+    use reactor::{buffer::IoBuffer, sim, spawn};
 
     fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
         let numbers = [option, kind, data.len() as u32].map(u32::to_be_bytes).concat();
@@ -179,34 +179,34 @@ mod tests {
     }
 
     /// The result for a server that has `count` exports with names of 4096 bytes.
-    fn list_of(count: usize) -> Result<Vec<Listed>, NotConnected> {
+    fn list_of(count: usize) -> Result<Vec<ListedExport>, NbdConnectError> {
         sim::run(1, async move {
             let (ours, theirs) = Pipe::pair();
             let receiving = theirs.clone();
-            spawn(async move { while let (Ok(1..), _) = receiving.receive(Buffer::new(4096), 0).await {} });
+            spawn(async move { while let (Ok(1..), _) = receiving.receive(IoBuffer::new(4096), 0).await {} });
             spawn(async move {
                 let magic = [proto::INIT_MAGIC, proto::OPTION_MAGIC].map(u64::to_be_bytes).concat();
                 let greeting = [magic, 3_u16.to_be_bytes().to_vec()].concat();
                 let no_chunks = option_reply(opt::STRUCTURED_REPLY, rep::ERR_UNSUP, &[]);
-                let _ = theirs.send(Buffer::copy_of(&[greeting, no_chunks].concat()).into()).await;
-                let name = option_reply(opt::LIST, rep::SERVER, &question(&"n".repeat(4096), &[]));
+                let _ = theirs.send(IoBuffer::copy_of(&[greeting, no_chunks].concat()).into()).await;
+                let name = option_reply(opt::LIST, rep::SERVER, &option_data(&"n".repeat(4096), &[]));
                 for _ in 0..count {
-                    if theirs.send(Buffer::copy_of(&name).into()).await.is_err() {
+                    if theirs.send(IoBuffer::copy_of(&name).into()).await.is_err() {
                         return;
                     }
                 }
                 let end = option_reply(opt::LIST, rep::ACK, &[]);
                 let infos = option_reply(opt::INFO, rep::ACK, &[]).repeat(count);
-                let _ = theirs.send(Buffer::copy_of(&[end, infos].concat()).into()).await;
+                let _ = theirs.send(IoBuffer::copy_of(&[end, infos].concat()).into()).await;
             });
-            list_on(Stream::Simulated(ours)).await
+            list_on(NbdStream::Simulated(ours)).await
         })
     }
 
     #[test]
     fn names_take_a_bounded_amount_of_memory() {
         assert_eq!(list_of(100).unwrap().len(), 100);
-        let refused = list_of(MOST_TEXT_BYTES / 4096).unwrap_err().to_string();
+        let refused = list_of(MAX_TEXT_BYTES / 4096).unwrap_err().to_string();
         assert!(refused.contains("more text than any server needs"), "{refused}");
     }
 }

@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 
 use super::super::proto;
-use reactor::buffer::{Buffer, Segment, Segments};
+use reactor::buffer::{IoBuffer, Segment, Segments};
 
 /// Maximum number of segments in one message; the kernel's limit is 1024 (IOV_MAX).
 const MAX_SEGMENTS: usize = 1000;
@@ -53,7 +53,7 @@ impl Outgoing {
 
     fn end_headers(&mut self) {
         if !self.headers.is_empty() {
-            self.segments.push_back(Buffer::copy_of(&self.headers).into());
+            self.segments.push_back(IoBuffer::copy_of(&self.headers).into());
             self.headers.clear();
         }
     }

@@ -4,18 +4,18 @@ use std::ops::Range;
 
 /// Maximum number of disjoint pieces. Adjacent pieces are merged, so a server that sends them in
 /// order has one.
-const MOST: usize = 1024;
+const MAX_PIECES: usize = 1024;
 
 /// Sorted, with gaps between them.
 #[derive(Debug, Default)]
-pub(super) struct Pieces(Vec<Range<usize>>);
+pub(super) struct ReceivedPieces(Vec<Range<usize>>);
 
-impl Pieces {
+impl ReceivedPieces {
     /// Adds a non-empty piece; fails if it overlaps or there are too many.
     pub(super) fn add(&mut self, piece: Range<usize>) -> Result<(), &'static str> {
         // Pieces do not overlap, so only the two neighbours matter.
         let next = self.0.partition_point(|other| other.start < piece.start);
-        let is_full = self.0.len() == MOST;
+        let is_full = self.0.len() == MAX_PIECES;
         let (before, after) = self.0.split_at_mut(next);
         let (before, after) = (before.last_mut(), after.first_mut());
         let overlaps = before.as_ref().is_some_and(|before| before.end > piece.start)
@@ -37,7 +37,7 @@ impl Pieces {
     }
 
     /// True if the pieces cover all of `length` bytes.
-    pub(super) fn are_all_of(&self, length: usize) -> bool {
+    pub(super) fn covers(&self, length: usize) -> bool {
         length == 0 || matches!(&self.0[..], [one] if *one == (0..length))
     }
 }
@@ -51,7 +51,7 @@ mod tests {
     proptest! {
         #[test]
         fn each_byte_comes_once(pieces in prop::collection::vec((0..60_usize, 1..30_usize), 0..40)) {
-            let (mut found, mut model) = (Pieces::default(), [false; 90]);
+            let (mut found, mut model) = (ReceivedPieces::default(), [false; 90]);
             for (start, length) in pieces {
                 let part = &mut model[start..start + length];
                 let is_new = part.iter().all(|there| !there);
@@ -61,18 +61,18 @@ mod tests {
                 }
                 let all = model.iter().take_while(|there| **there).count();
                 let is_one = model[all..].iter().all(|there| !there);
-                prop_assert!((0..90).all(|length| found.are_all_of(length) == (length == 0 || (is_one && length == all))));
+                prop_assert!((0..90).all(|length| found.covers(length) == (length == 0 || (is_one && length == all))));
             }
         }
     }
 
     #[test]
     fn gaps_are_bounded() {
-        let mut pieces = Pieces::default();
-        for number in 0..MOST {
+        let mut pieces = ReceivedPieces::default();
+        for number in 0..MAX_PIECES {
             assert_eq!(pieces.add(2 * number..2 * number + 1), Ok(()));
         }
-        assert!(pieces.add(2 * MOST..2 * MOST + 1).is_err());
+        assert!(pieces.add(2 * MAX_PIECES..2 * MAX_PIECES + 1).is_err());
         assert_eq!(pieces.add(1..2), Ok(()));
     }
 }

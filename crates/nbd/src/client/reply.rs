@@ -5,7 +5,7 @@
 
 use super::super::{
     proto::{self, MAX_STRING_BYTES, reply_flag, reply_type},
-    wire::Fields,
+    wire::WireFields,
 };
 
 const SIMPLE_BYTES: usize = 16;
@@ -21,15 +21,15 @@ const IS_ERROR: u16 = 1 << 15;
 /// The header of a simple reply or of a chunk. Data follows a simple reply to a read if `error` is
 /// 0.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Header {
+pub(super) enum ClientReplyHeader {
     Simple { cookie: u64, error: u32 },
-    Chunk { cookie: u64, last: bool, chunk: Chunk },
+    Chunk { cookie: u64, last: bool, chunk: ReplyChunk },
 }
 
 /// Content of a chunk; lengths in bytes. Data or extents of `length`, or an error message of
 /// `rest`, follow the header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Chunk {
+pub(super) enum ReplyChunk {
     None,
     Data {
         offset: u64,
@@ -52,7 +52,7 @@ pub(super) enum Chunk {
 
 /// Limits of the chunks in the reply to one request.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Longest {
+pub(super) struct ChunkLimits {
     /// Maximum bytes of data: the length of a read; 0 for all other requests.
     pub(super) data: usize,
     /// Maximum number of extents: one for each byte of a block-status request; 0 for all other
@@ -69,9 +69,9 @@ pub(super) struct Longest {
 pub(super) fn parse(
     bytes: &[u8],
     structured: bool,
-    longest: impl FnOnce(u64) -> Result<Longest, &'static str>,
-) -> Result<Option<(Header, usize)>, &'static str> {
-    let mut fields = Fields::new(bytes);
+    longest: impl FnOnce(u64) -> Result<ChunkLimits, &'static str>,
+) -> Result<Option<(ClientReplyHeader, usize)>, &'static str> {
+    let mut fields = WireFields::new(bytes);
     match fields.u32() {
         None => Ok(None),
         Some(proto::SIMPLE_REPLY_MAGIC) => Ok(simple(fields).map(|header| (header, SIMPLE_BYTES))),
@@ -81,21 +81,21 @@ pub(super) fn parse(
     }
 }
 
-fn simple(mut fields: Fields<'_>) -> Option<Header> {
-    Some(Header::Simple { error: fields.u32()?, cookie: fields.u64()? })
+fn simple(mut fields: WireFields<'_>) -> Option<ClientReplyHeader> {
+    Some(ClientReplyHeader::Simple { error: fields.u32()?, cookie: fields.u64()? })
 }
 
 fn chunk(
-    mut fields: Fields<'_>,
-    longest: impl FnOnce(u64) -> Result<Longest, &'static str>,
-) -> Result<Option<(Header, usize)>, &'static str> {
+    mut fields: WireFields<'_>,
+    longest: impl FnOnce(u64) -> Result<ChunkLimits, &'static str>,
+) -> Result<Option<(ClientReplyHeader, usize)>, &'static str> {
     let mut head = || Some((fields.u16()?, fields.u16()?, fields.u64()?, fields.u32()? as usize));
     let Some((flags, kind, cookie, length)) = head() else { return Ok(None) };
     // Looked up before the payload arrives: an unknown cookie is rejected at once.
     let longest = longest(cookie)?;
     let last = flags & reply_flag::DONE != 0;
     let found = match kind {
-        reply_type::NONE if length == 0 && last => Some((Chunk::None, 0)),
+        reply_type::NONE if length == 0 && last => Some((ReplyChunk::None, 0)),
         reply_type::NONE => return Err("an empty chunk that is not empty, or not the last"),
         reply_type::OFFSET_DATA | reply_type::OFFSET_HOLE if longest.data == 0 => {
             return Err("data in a reply to a request other than a read");
@@ -104,7 +104,7 @@ fn chunk(
             if length - OFFSET_BYTES > longest.data {
                 return Err("more data than was asked for");
             }
-            fields.u64().map(|offset| (Chunk::Data { offset, length: length - OFFSET_BYTES }, OFFSET_BYTES))
+            fields.u64().map(|offset| (ReplyChunk::Data { offset, length: length - OFFSET_BYTES }, OFFSET_BYTES))
         }
         reply_type::OFFSET_DATA => return Err("a chunk of data without any"),
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
@@ -116,16 +116,16 @@ fn chunk(
             if (length - 4) / EXTENT_BYTES > longest.extents {
                 return Err("more extents than bytes in the request");
             }
-            fields.u32().map(|context| (Chunk::Status { context, length: length - 4 }, 4))
+            fields.u32().map(|context| (ReplyChunk::Status { context, length: length - 4 }, 4))
         }
         reply_type::BLOCK_STATUS => return Err("a chunk of extents of a length that none has"),
         kind if kind & IS_ERROR == 0 => return Err("a chunk of a type that was not asked for"),
         _ if (ERROR_BYTES..=ERROR_BYTES + MAX_STRING_BYTES + OFFSET_BYTES).contains(&length) => {
-            fields.u32().map(|error| (Chunk::Error { error, rest: length - 4 }, 4))
+            fields.u32().map(|error| (ReplyChunk::Error { error, rest: length - 4 }, 4))
         }
         _ => return Err("an error's chunk of a length that none has"),
     };
-    Ok(found.map(|(chunk, more)| (Header::Chunk { cookie, last, chunk }, CHUNK_BYTES + more)))
+    Ok(found.map(|(chunk, more)| (ClientReplyHeader::Chunk { cookie, last, chunk }, CHUNK_BYTES + more)))
 }
 
 /// True if a chunk of this length has a context and a valid number of extents, at least one.
@@ -134,11 +134,11 @@ fn is_status(length: usize) -> bool {
     extents > 0 && extents.is_multiple_of(EXTENT_BYTES) && extents <= proto::MAX_EXTENTS * EXTENT_BYTES
 }
 
-fn hole(mut fields: Fields<'_>) -> Result<Option<(Chunk, usize)>, &'static str> {
+fn hole(mut fields: WireFields<'_>) -> Result<Option<(ReplyChunk, usize)>, &'static str> {
     let mut read = || Some((fields.u64()?, fields.u32()? as usize));
     match read() {
         Some((_, 0)) => Err("a hole without a length"),
-        read => Ok(read.map(|(offset, length)| (Chunk::Hole { offset, length }, OFFSET_BYTES + 4))),
+        read => Ok(read.map(|(offset, length)| (ReplyChunk::Hole { offset, length }, OFFSET_BYTES + 4))),
     }
 }
 
@@ -146,15 +146,15 @@ fn hole(mut fields: Fields<'_>) -> Result<Option<(Chunk, usize)>, &'static str> 
 mod tests {
     use super::*;
 
-    const LONGEST: Longest = Longest { data: 1000, extents: 1000 };
+    const LONGEST: ChunkLimits = ChunkLimits { data: 1000, extents: 1000 };
 
-    fn parse(bytes: &[u8], structured: bool) -> Result<Option<(Header, usize)>, &'static str> {
+    fn parse(bytes: &[u8], structured: bool) -> Result<Option<(ClientReplyHeader, usize)>, &'static str> {
         super::parse(bytes, structured, |_| Ok(LONGEST))
     }
 
     /// Checks that the header is parsed, and only if it is complete.
     #[track_caller]
-    fn check(bytes: &[u8], expect: Header) {
+    fn check(bytes: &[u8], expect: ClientReplyHeader) {
         let (found, length) = parse(bytes, true).unwrap().unwrap();
         assert_eq!(found, expect);
         for end in 0..length {
@@ -163,32 +163,32 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_reply_is_understood() {
+    fn each_reply_type_is_parsed() {
         let chunk = |flags: u16, kind: u16, data: &[u8]| {
             let head = [&proto::STRUCTURED_REPLY_MAGIC.to_be_bytes()[..], &flags.to_be_bytes()].concat();
             let length = data.len() as u32;
             [&head, &kind.to_be_bytes()[..], &7_u64.to_be_bytes(), &length.to_be_bytes(), data].concat()
         };
-        let ours = |chunk, last| Header::Chunk { cookie: 7, last, chunk };
+        let ours = |chunk, last| ClientReplyHeader::Chunk { cookie: 7, last, chunk };
         let simple = [proto::SIMPLE_REPLY_MAGIC, 0, 0, 7].map(u32::to_be_bytes).concat();
-        check(&simple, Header::Simple { cookie: 7, error: 0 });
-        check(&chunk(1, reply_type::NONE, &[]), ours(Chunk::None, true));
+        check(&simple, ClientReplyHeader::Simple { cookie: 7, error: 0 });
+        check(&chunk(1, reply_type::NONE, &[]), ours(ReplyChunk::None, true));
         let at = 512_u64.to_be_bytes();
         let data = [&at[..], &[1; 9]].concat();
-        check(&chunk(0, reply_type::OFFSET_DATA, &data), ours(Chunk::Data { offset: 512, length: 9 }, false));
+        check(&chunk(0, reply_type::OFFSET_DATA, &data), ours(ReplyChunk::Data { offset: 512, length: 9 }, false));
         let hole = [&at[..], &9_u32.to_be_bytes()].concat();
-        check(&chunk(1, reply_type::OFFSET_HOLE, &hole), ours(Chunk::Hole { offset: 512, length: 9 }, true));
+        check(&chunk(1, reply_type::OFFSET_HOLE, &hole), ours(ReplyChunk::Hole { offset: 512, length: 9 }, true));
         let error = [&28_u32.to_be_bytes()[..], &4_u16.to_be_bytes(), b"full"].concat();
-        check(&chunk(1, reply_type::ERROR, &error), ours(Chunk::Error { error: 28, rest: 6 }, true));
+        check(&chunk(1, reply_type::ERROR, &error), ours(ReplyChunk::Error { error: 28, rest: 6 }, true));
         let status = [3_u32, 4096, 1, 512, 0].map(u32::to_be_bytes).concat();
         check(
             &chunk(1, reply_type::BLOCK_STATUS, &status),
-            ours(Chunk::Status { context: 3, length: 16 }, true),
+            ours(ReplyChunk::Status { context: 3, length: 16 }, true),
         );
     }
 
     #[test]
-    fn what_breaks_the_rules_is_refused() {
+    fn protocol_violations_are_rejected() {
         let chunk = |flags: u16, kind: u16, length: u32| {
             let mut bytes = proto::STRUCTURED_REPLY_MAGIC.to_be_bytes().to_vec();
             bytes.extend(flags.to_be_bytes());
@@ -225,7 +225,7 @@ mod tests {
         let data = chunk(1, reply_type::OFFSET_DATA, 9);
         let status = chunk(1, reply_type::BLOCK_STATUS, 12);
         for (bytes, why) in [(data, "data in a reply"), (status, "extents in a reply")] {
-            let refused = super::parse(&bytes[..CHUNK_BYTES], true, |_| Ok(Longest::default()));
+            let refused = super::parse(&bytes[..CHUNK_BYTES], true, |_| Ok(ChunkLimits::default()));
             assert!(refused.expect_err(why).starts_with(why));
         }
     }

@@ -2,50 +2,50 @@
 
 use alloc::{string::String, vec::Vec};
 
-use Character::{Escaped, Plain};
+use PatternChar::{Escaped, Plain};
 
 /// One rule: a pattern, and the verdict on names that match.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Rule {
+pub struct NameRule {
     /// A name. With `is_glob`, `*` matches any number of characters and `?` matches one.
     pub pattern: String,
     /// True if `*` and `?` are wildcards.
     pub is_glob: bool,
     /// True if matching names are allowed, false if they are denied.
-    pub allows: bool,
+    pub allow: bool,
 }
 
-impl Rule {
-    fn fits(&self, name: &str) -> bool {
-        if self.is_glob { is_like(&self.pattern, name) } else { self.pattern == name }
+impl NameRule {
+    fn matches(&self, name: &str) -> bool {
+        if self.is_glob { glob_matches(&self.pattern, name) } else { self.pattern == name }
     }
 }
 
 /// An ordered list of rules. The first rule that matches a name decides.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Names {
+pub struct NameRules {
     /// Rules, in the order of evaluation.
-    pub rules: Vec<Rule>,
+    pub rules: Vec<NameRule>,
     /// Result for names that no rule matches.
-    pub otherwise: bool,
+    pub default_allows: bool,
 }
 
-impl Names {
+impl NameRules {
     /// Rules that allow names matching one of these patterns and deny all others.
     pub fn any_of(patterns: impl IntoIterator<Item = String>) -> Self {
-        let rule = |pattern| Rule { pattern, is_glob: true, allows: true };
-        Self { rules: patterns.into_iter().map(rule).collect(), otherwise: false }
+        let rule = |pattern| NameRule { pattern, is_glob: true, allow: true };
+        Self { rules: patterns.into_iter().map(rule).collect(), default_allows: false }
     }
 
     /// True if the name is allowed.
-    pub fn admits(&self, name: &str) -> bool {
-        let rule = self.rules.iter().find(|rule| rule.fits(name));
-        rule.map_or(self.otherwise, |rule| rule.allows)
+    pub fn allows(&self, name: &str) -> bool {
+        let rule = self.rules.iter().find(|rule| rule.matches(name));
+        rule.map_or(self.default_allows, |rule| rule.allow)
     }
 }
 
 /// Matches a glob in O(pattern · name) at most: after a mismatch only the last `*` is extended.
-fn is_like(pattern: &str, name: &str) -> bool {
+fn glob_matches(pattern: &str, name: &str) -> bool {
     let (pattern, name) = (characters(pattern), characters(name));
     let (mut at, mut read) = (0, 0);
     // Position after the last `*` in the pattern, and the end of the text that this `*` matches.
@@ -75,13 +75,13 @@ fn is_like(pattern: &str, name: &str) -> bool {
 /// A character of a name. An escaped character never matches a plain one: a comma inside an
 /// attribute value must not be mistaken for the comma between two attributes.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Character {
+enum PatternChar {
     Plain(char),
     /// Preceded by a backslash (RFC 4514 section 2.4).
     Escaped(char),
 }
 
-fn characters(text: &str) -> Vec<Character> {
+fn characters(text: &str) -> Vec<PatternChar> {
     let is_special = |next: &char| matches!(next, '"' | '+' | ',' | ';' | '<' | '>' | '\\' | ' ' | '#');
     let mut rest = text.chars().peekable();
     let mut read = Vec::new();
@@ -99,7 +99,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn patterns_fit_as_in_a_shell() {
+    fn patterns_match_as_in_a_shell() {
         for (pattern, fits, others) in [
             ("alice", &["alice"][..], &["", "alic", "alice2", "Alice"][..]),
             ("*", &["", "a", "é"], &[]),
@@ -112,28 +112,28 @@ mod tests {
             ("O=Acme\\, Inc,CN=a?", &["O=Acme\\, Inc,CN=a\\+"], &["O=Acme, Inc,CN=ab"]),
             ("DOMAIN\\*", &["DOMAIN\\alice"], &["DOMAIN"]),
         ] {
-            let names = Names::any_of([pattern.to_owned()]);
-            assert!(fits.iter().all(|name| names.admits(name)), "{pattern}");
-            assert!(!others.iter().any(|name| names.admits(name)), "{pattern}");
+            let names = NameRules::any_of([pattern.to_owned()]);
+            assert!(fits.iter().all(|name| names.allows(name)), "{pattern}");
+            assert!(!others.iter().any(|name| names.allows(name)), "{pattern}");
         }
     }
 
     #[test]
-    fn a_pattern_of_many_stars_takes_no_time() {
-        let names = Names::any_of([format!("{}b", "*a".repeat(200))]);
-        assert!(!names.admits(&"a".repeat(4000)));
+    fn matching_many_stars_is_not_exponential() {
+        let names = NameRules::any_of([format!("{}b", "*a".repeat(200))]);
+        assert!(!names.allows(&"a".repeat(4000)));
     }
 
     #[test]
-    fn the_first_rule_that_fits_decides() {
-        let rule = |pattern: &str, is_glob, allows| Rule { pattern: pattern.to_owned(), is_glob, allows };
-        let names = Names {
+    fn first_matching_rule_decides() {
+        let rule = |pattern: &str, is_glob, allows| NameRule { pattern: pattern.to_owned(), is_glob, allow: allows };
+        let names = NameRules {
             rules: vec![rule("eve*", true, false), rule("*", false, false), rule("e*", true, true)],
-            otherwise: false,
+            default_allows: false,
         };
-        assert!(names.admits("earl"));
+        assert!(names.allows("earl"));
         // Without `is_glob`, `*` is an ordinary character.
-        assert!(!names.admits("eve2") && !names.admits("*") && !names.admits("bob"));
-        assert!(Names { rules: Vec::new(), otherwise: true }.admits("bob"));
+        assert!(!names.allows("eve2") && !names.allows("*") && !names.allows("bob"));
+        assert!(NameRules { rules: Vec::new(), default_allows: true }.allows("bob"));
     }
 }

@@ -14,9 +14,9 @@ use core::{
 };
 
 /// Prefix of an IPv4-mapped IPv6 address, in bits (RFC 4291 section 2.5.5.2).
-const MAPPED_BITS: u8 = 96;
+const IPV4_MAPPED_PREFIX_BITS: u8 = 96;
 /// Prefix that all IPv6 addresses of one host share, in bits (RFC 4291 section 2.5.4).
-const BITS_OF_HOST: u8 = 64;
+const IPV6_HOST_PREFIX_BITS: u8 = 64;
 
 /// A range of addresses with a common prefix (CIDR).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -30,7 +30,7 @@ pub struct Network {
 impl Network {
     /// The network with a prefix of `length` bits that contains `address`. A length above the size
     /// of the address is reduced to it.
-    fn around(address: IpAddr, length: u8) -> Self {
+    fn containing(address: IpAddr, length: u8) -> Self {
         match address {
             IpAddr::V4(v4) => {
                 let length = length.min(32);
@@ -47,7 +47,7 @@ impl Network {
     }
 
     fn contains(&self, address: IpAddr) -> bool {
-        self.address.is_ipv4() == address.is_ipv4() && Self::around(address, self.length) == *self
+        self.address.is_ipv4() == address.is_ipv4() && Self::containing(address, self.length) == *self
     }
 }
 
@@ -65,13 +65,13 @@ impl FromStr for Network {
             None => bits,
             Some(text) => text.parse().ok().filter(|length| plain(text) && *length <= bits).ok_or(usage)?,
         };
-        let whole = Self::around(address, length);
+        let whole = Self::containing(address, length);
         if whole.address != address {
             return Err(format!("has bits set beyond its prefix length; write {}/{length}", whole.address));
         }
         Ok(match (address, address.to_canonical()) {
-            (IpAddr::V6(_), v4 @ IpAddr::V4(_)) if length >= MAPPED_BITS => {
-                Self { address: v4, length: length - MAPPED_BITS }
+            (IpAddr::V6(_), v4 @ IpAddr::V4(_)) if length >= IPV4_MAPPED_PREFIX_BITS => {
+                Self { address: v4, length: length - IPV4_MAPPED_PREFIX_BITS }
             }
             _ => whole,
         })
@@ -87,18 +87,18 @@ impl fmt::Display for Network {
 
 /// Access rules for client addresses.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Networks {
+pub struct NetworkRules {
     /// Allowed networks. If there is any, an address outside of all of them is denied.
     pub allow: Vec<Network>,
     /// Denied networks.
     pub deny: Vec<Network>,
 }
 
-impl Networks {
+impl NetworkRules {
     /// True if the address is allowed: the longest matching prefix decides. An address that no
     /// network contains is allowed only if `allow` is empty. A client without an address is
     /// allowed.
-    pub fn admits(&self, address: Option<IpAddr>) -> bool {
+    pub fn allows(&self, address: Option<IpAddr>) -> bool {
         let Some(address) = address.map(|address| address.to_canonical()) else { return true };
         let narrowest = |networks: &[Network]| {
             networks.iter().filter(|network| network.contains(address)).map(|network| network.length).max()
@@ -113,11 +113,11 @@ impl Networks {
 
 /// Key for counting the connections of one host. An IPv6 host has many addresses in one /64, so its
 /// key is that prefix.
-pub fn origin(address: IpAddr) -> IpAddr {
+pub fn connection_origin(address: IpAddr) -> IpAddr {
     match address.to_canonical() {
         // Link-local addresses of all hosts have the same prefix, so they are distinguished in
         // full.
-        IpAddr::V6(v6) if !v6.is_unicast_link_local() => Network::around(v6.into(), BITS_OF_HOST).address,
+        IpAddr::V6(v6) if !v6.is_unicast_link_local() => Network::containing(v6.into(), IPV6_HOST_PREFIX_BITS).address,
         other => other,
     }
 }
@@ -128,22 +128,22 @@ mod tests {
 
     use super::*;
 
-    fn networks(allow: &[&str], deny: &[&str]) -> Networks {
+    fn networks(allow: &[&str], deny: &[&str]) -> NetworkRules {
         let read = |texts: &[&str]| texts.iter().map(|text| text.parse().unwrap()).collect();
-        Networks { allow: read(allow), deny: read(deny) }
+        NetworkRules { allow: read(allow), deny: read(deny) }
     }
 
     #[track_caller]
-    fn check(networks: &Networks, admitted: &[&str], refused: &[&str]) {
+    fn check(networks: &NetworkRules, admitted: &[&str], refused: &[&str]) {
         for (addresses, expect) in [(admitted, true), (refused, false)] {
             for address in addresses {
-                assert_eq!(networks.admits(Some(address.parse().unwrap())), expect, "{address}");
+                assert_eq!(networks.allows(Some(address.parse().unwrap())), expect, "{address}");
             }
         }
     }
 
     #[test]
-    fn the_narrowest_network_decides() {
+    fn longest_matching_prefix_decides() {
         check(&networks(&[], &[]), &["1.2.3.4", "::1"], &[]);
         check(&networks(&["10.0.0.0/8"], &[]), &["10.255.0.1"], &["11.0.0.1", "::1"]);
         check(&networks(&[], &["10.0.0.0/8"]), &["11.0.0.1", "::1"], &["10.255.0.1"]);
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn an_ipv4_address_is_the_same_in_ipv6() {
+    fn ipv4_mapped_addresses_are_treated_as_ipv4() {
         check(&networks(&["10.0.0.0/8"], &[]), &["::ffff:10.1.2.3"], &["::ffff:11.1.2.3"]);
         check(&networks(&[], &["::ffff:10.0.0.0/104"]), &["11.0.0.1"], &["10.1.2.3", "::ffff:10.1.2.3"]);
         // `::/0` does not include IPv4-mapped addresses.
@@ -164,7 +164,7 @@ mod tests {
     }
 
     #[test]
-    fn networks_are_read_and_shown() {
+    fn networks_round_trip_through_text() {
         let shown = |text: &str| text.parse::<Network>().map(|network| network.to_string());
         assert_eq!(shown("10.0.0.1").as_deref(), Ok("10.0.0.1/32"));
         assert_eq!(shown("0.0.0.0/0").as_deref(), Ok("0.0.0.0/0"));
@@ -181,8 +181,8 @@ mod tests {
     }
 
     #[test]
-    fn a_host_is_counted_once() {
-        let same = |a: &str, b: &str| origin(a.parse().unwrap()) == origin(b.parse().unwrap());
+    fn addresses_of_one_host_have_one_origin() {
+        let same = |a: &str, b: &str| connection_origin(a.parse().unwrap()) == connection_origin(b.parse().unwrap());
         assert!(same("10.0.0.1", "::ffff:10.0.0.1"));
         assert!(!same("10.0.0.1", "10.0.0.2"));
         assert!(same("2001:db8::1", "2001:db8::ffff:1"));

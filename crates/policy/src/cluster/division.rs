@@ -14,7 +14,7 @@ use crate::throttle::LimitKind;
 use alloc::vec::Vec;
 
 /// Wait after which a host is treated as demanding everything, whatever it reports, in nanoseconds.
-const STUCK_NS: u64 = 1_000_000_000;
+const STARVED_AFTER_NS: u64 = 1_000_000_000;
 /// Fraction bits of the fixed-point level.
 const FRACTION_BITS: u32 = 32;
 /// Cap on weights so that products fit into 128 bits: 10,000 disks with the largest weight.
@@ -22,7 +22,7 @@ const MAX_WEIGHT: u64 = 100_000_000;
 
 /// Claim of one host.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Claim {
+pub struct QuotaClaim {
     /// Unconditional part, in units per second.
     pub floor: ByKind,
     /// Sum of its disks' weights; values below 1 count as 1.
@@ -37,27 +37,27 @@ pub struct Claim {
 
 /// Divides the `available` rate of each limit, in units per second, and returns each host's part,
 /// including its floor, in the order of the claims. If the floors do not fit, all are scaled down.
-pub fn divide(available: ByKind, claims: &[Claim]) -> Vec<ByKind> {
+pub fn divide_quota(available: ByKind, claims: &[QuotaClaim]) -> Vec<ByKind> {
     let mut parts: Vec<ByKind> = claims.iter().map(|_| [0; 6]).collect();
     for kind in LimitKind::ALL {
         let at = kind.index();
-        let divided = divide_one(available[at], claims.iter().map(|claim| Want::new(claim, kind)).collect());
+        let divided = divide_limit(available[at], claims.iter().map(|claim| ClaimBounds::new(claim, kind)).collect());
         parts.iter_mut().zip(divided).for_each(|(part, units)| part[at] = units);
     }
     parts
 }
 
-struct Want {
+struct ClaimBounds {
     weight: u128,
     floor: u128,
     least: u128,
     most: u128,
 }
 
-impl Want {
-    fn new(claim: &Claim, kind: LimitKind) -> Self {
+impl ClaimBounds {
+    fn new(claim: &QuotaClaim, kind: LimitKind) -> Self {
         let at = kind.index();
-        let demand = if claim.waiting_ns >= STUCK_NS { u64::MAX } else { claim.demand[at] };
+        let demand = if claim.waiting_ns >= STARVED_AFTER_NS { u64::MAX } else { claim.demand[at] };
         let reserved = claim.reserved[usize::from(kind.counts_bytes())];
         let floor = claim.floor[at];
         let least = floor.max(reserved.min(demand));
@@ -69,28 +69,28 @@ impl Want {
         }
     }
 
-    fn at_level(&self, level: u128) -> u128 {
+    fn quota_at_level(&self, level: u128) -> u128 {
         ((level * self.weight) >> FRACTION_BITS).clamp(self.least, self.most)
     }
 
     /// As [`Want::at_level`], rounded up: no host gains the units that others lose by rounding.
-    fn room_at_level(&self, level: u128) -> u128 {
+    fn quota_at_level_rounded_up(&self, level: u128) -> u128 {
         (level * self.weight).div_ceil(1 << FRACTION_BITS).clamp(self.least, self.most)
     }
 }
 
-fn divide_one(available: u64, mut wants: Vec<Want>) -> Vec<u64> {
+fn divide_limit(available: u64, mut wants: Vec<ClaimBounds>) -> Vec<u64> {
     let available = u128::from(available);
     // Floors that do not fit are scaled down first, then the reservations above the floors.
-    shrink(available, &mut wants, |want| (&mut want.floor, 0));
-    shrink(available, &mut wants, |want| {
+    scale_down_to_fit(available, &mut wants, |want| (&mut want.floor, 0));
+    scale_down_to_fit(available, &mut wants, |want| {
         let floor = want.floor;
         (&mut want.least, floor)
     });
     for want in &mut wants {
         want.most = want.most.min(available).max(want.least);
     }
-    let sum = |level: u128| wants.iter().map(|want| want.room_at_level(level)).sum::<u128>();
+    let sum = |level: u128| wants.iter().map(|want| want.quota_at_level_rounded_up(level)).sum::<u128>();
     // Binary search for the highest level that fits: the sum is monotonic in the level.
     let (mut fits, mut above) = (0, (available << FRACTION_BITS) + 1);
     while fits + 1 < above {
@@ -99,13 +99,13 @@ fn divide_one(available: u64, mut wants: Vec<Want>) -> Vec<u64> {
     }
     let rest = available.saturating_sub(sum(fits));
     // While some host has unmet demand, the rest is only what rounding has left.
-    let rest = if wants.iter().any(|want| want.at_level(fits) < want.most) { 0 } else { rest };
+    let rest = if wants.iter().any(|want| want.quota_at_level(fits) < want.most) { 0 } else { rest };
     let weights: u128 = wants.iter().map(|want| want.weight).sum();
-    wants.iter().map(|want| (want.at_level(fits) + rest * want.weight / weights) as u64).collect()
+    wants.iter().map(|want| (want.quota_at_level(fits) + rest * want.weight / weights) as u64).collect()
 }
 
 /// Scales one value of each claim down towards its floor, by the same factor, until all fit.
-fn shrink(available: u128, wants: &mut [Want], mut of: impl FnMut(&mut Want) -> (&mut u128, u128)) {
+fn scale_down_to_fit(available: u128, wants: &mut [ClaimBounds], mut of: impl FnMut(&mut ClaimBounds) -> (&mut u128, u128)) {
     let (mut kept, mut more) = (0, 0);
     for want in wants.iter_mut() {
         let (number, floor) = of(want);
@@ -130,20 +130,20 @@ mod tests {
 
     const IOPS: usize = LimitKind::IopsTotal.index();
 
-    fn claim(weight: u64, floor: u64, reserved: u64, demand: u64) -> Claim {
+    fn claim(weight: u64, floor: u64, reserved: u64, demand: u64) -> QuotaClaim {
         let only = |units| core::array::from_fn(|at| if at == IOPS { units } else { 0 });
-        Claim { floor: only(floor), weight, reserved: [reserved, 0], demand: only(demand), waiting_ns: 0 }
+        QuotaClaim { floor: only(floor), weight, reserved: [reserved, 0], demand: only(demand), waiting_ns: 0 }
     }
 
-    fn parts(available: u64, claims: &[Claim]) -> Vec<u64> {
+    fn parts(available: u64, claims: &[QuotaClaim]) -> Vec<u64> {
         let all = core::array::from_fn(|at| if at == IOPS { available } else { 0 });
-        divide(all, claims).into_iter().map(|part| part[IOPS]).collect()
+        divide_quota(all, claims).into_iter().map(|part| part[IOPS]).collect()
     }
 
     const ALL: u64 = u64::MAX;
 
     #[test]
-    fn promises_first_then_by_weight_and_demand_and_the_rest_to_all() {
+    fn reservations_then_weights_then_surplus_by_weight() {
         assert_eq!(parts(600, &[claim(100, 0, 0, ALL), claim(200, 0, 0, ALL)]), [200, 400]);
         assert_eq!(
             parts(600, &[claim(100, 0, 0, 50), claim(1, 0, 0, ALL), claim(1, 0, 0, ALL)]),
@@ -159,19 +159,19 @@ mod tests {
     }
 
     #[test]
-    fn promises_that_do_not_fit_shrink_alike_and_floors_stay() {
+    fn reservations_that_do_not_fit_are_scaled_and_floors_kept() {
         assert_eq!(parts(100, &[claim(1, 10, 200, ALL), claim(1, 10, 0, ALL)]), [90, 10]);
         assert_eq!(parts(100, &[claim(1, 0, 300, ALL), claim(1, 0, 100, ALL)]), [75, 25]);
         assert_eq!(parts(10, &[claim(1, 30, 0, 0), claim(1, 10, 0, 0)]), [7, 2]);
     }
 
     #[test]
-    fn who_is_stuck_wants_more_than_it_takes() {
-        let stuck = Claim { waiting_ns: STUCK_NS, ..claim(1, 0, 0, 1) };
+    fn starved_host_demands_everything() {
+        let stuck = QuotaClaim { waiting_ns: STARVED_AFTER_NS, ..claim(1, 0, 0, 1) };
         assert_eq!(parts(100, &[stuck, claim(1, 0, 0, ALL)]), [50, 50]);
     }
 
-    fn claims() -> impl Strategy<Value = Vec<Claim>> {
+    fn claims() -> impl Strategy<Value = Vec<QuotaClaim>> {
         let demand = prop_oneof![Just(ALL), 0..2_000u64, 0..1_000_000_000_000_000u64];
         let one = (1..20_000u64, 0..20u64, 0..500u64, demand);
         prop::collection::vec(
@@ -182,14 +182,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn never_more_than_there_is_and_nearly_all(available in prop_oneof![1000..100_000u64, 1..=1_000_000_000_000_000u64], claims in claims()) {
+        fn never_distributes_more_than_available_and_nearly_all(available in prop_oneof![1000..100_000u64, 1..=1_000_000_000_000_000u64], claims in claims()) {
             let sum: u64 = parts(available, &claims).iter().sum();
             prop_assert!(sum <= available);
             prop_assert!(sum + 2 * claims.len() as u64 > available, "{} of {}", sum, available);
         }
 
         #[test]
-        fn nobody_starves_and_a_lie_gains_no_more_than_the_fair_share(available in 20_000..1_000_000u64, claims in claims()) {
+        fn no_starvation_and_no_gain_from_exaggerated_demand(available in 20_000..1_000_000u64, claims in claims()) {
             let weights: u64 = claims.iter().map(|claim| claim.weight).sum();
             let promised: u64 = claims.iter().map(|claim| claim.reserved[0].max(claim.floor[IOPS])).sum();
             for (claim, part) in claims.iter().zip(parts(available, &claims)) {
@@ -205,7 +205,7 @@ mod tests {
         }
 
         #[test]
-        fn wanting_more_never_gives_less_and_takes_from_others_only(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+        fn higher_demand_never_lowers_own_quota(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
             // Rounding may leave undistributed units in one division and distribute them in the
             // next.
             let rounding = 2 * claims.len() as u64;
@@ -220,7 +220,7 @@ mod tests {
         }
 
         #[test]
-        fn more_to_divide_gives_nobody_less(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
+        fn larger_limit_lowers_no_quota(available in 1_000..1_000_000u64, claims in claims(), more in 0..1_000_000u64) {
             let rounding = 2 * claims.len() as u64;
             for (before, after) in parts(available, &claims).into_iter().zip(parts(available + more, &claims)) {
                 prop_assert!(after + rounding >= before);
@@ -228,7 +228,7 @@ mod tests {
         }
 
         #[test]
-        fn the_order_does_not_matter(available in 1..1_000_000u64, claims in claims(), turn in 0..30usize) {
+        fn order_of_claims_does_not_matter(available in 1..1_000_000u64, claims in claims(), turn in 0..30usize) {
             let mut turned = claims.clone();
             let turn = turn % claims.len();
             turned.rotate_left(turn);

@@ -3,21 +3,21 @@
 //! Never grants itself more than its fallback share. Never lets a lease outlive the report that it
 //! answers by more than [`Timing::lease`].
 
-use super::{ByKind, Grant, Report, Spec, Term, Timing, Usage, zip};
+use super::{ByKind, QuotaGrant, HostReport, ClusterGroupLimits, Term, Timing, ReportedDemand, zip_with};
 use crate::throttle::{LimitKind, Limits};
 use crate::time::{Instant, NANOS_PER_SECOND};
 use alloc::collections::VecDeque;
 
 /// Number of reports whose send time is kept. Leases expire before that many reports are sent.
-const REMEMBERED: usize = 64;
+const MAX_SENT_REPORTS: usize = 64;
 /// Number of earlier leaders whose state is kept.
-const PAST: usize = 8;
+const MAX_PAST_LEADERS: usize = 8;
 /// A change of demand is reported if it exceeds all of these: this fraction (1 / n) of the demand;
 /// the smaller of a quarter of that fraction of the limit and 1 / [`OF_EQUAL`] of an equal share;
 /// two requests in a tick.
-const NOTICED: u64 = 64;
+const REPORT_THRESHOLD: u64 = 64;
 /// Fraction (1 / n) of an equal share below which a change is not reported.
-const OF_EQUAL: u64 = 16;
+const EQUAL_SHARE_THRESHOLD: u64 = 16;
 
 /// A host that takes part in a group.
 ///
@@ -37,69 +37,69 @@ const OF_EQUAL: u64 = 16;
 /// limits, the credit and the instant from which they hold; it returns the capacity given up.
 /// Instants are of a clock that includes time in which the process or the machine is suspended.
 #[derive(Debug)]
-pub struct Host {
+pub struct HostQuota {
     instance: u64,
-    spec: Spec,
+    spec: ClusterGroupLimits,
     timing: Timing,
-    follows: Option<Term>,
+    followed_term: Option<Term>,
     /// The first report that names the followed leader.
-    follows_from: u64,
+    first_report_of_term: u64,
     number: u64,
     sent: VecDeque<(u64, Instant)>,
     seq: u64,
     /// Number of the latest report that a grant in force answered.
-    answered: u64,
+    last_answered_report: u64,
     leased: ByKind,
     until: Instant,
-    given: ByKind,
+    released_capacity: ByKind,
     credit: ByKind,
     /// State of earlier leaders. One may return if the store answers late.
-    past: VecDeque<(Term, u64, ByKind, ByKind)>,
-    told: Option<Usage>,
+    past_leaders: VecDeque<(Term, u64, ByKind, ByKind)>,
+    reported: Option<ReportedDemand>,
     is_urgent: bool,
 }
 
-impl Host {
+impl HostQuota {
     /// A host at its fallback share. `instance` is larger than that of any earlier run of this
     /// host.
-    pub const fn new(instance: u64, spec: Spec, timing: Timing) -> Self {
+    pub const fn new(instance: u64, spec: ClusterGroupLimits, timing: Timing) -> Self {
         Self {
             instance,
             spec,
             timing,
-            follows: None,
-            follows_from: 1,
+            followed_term: None,
+            first_report_of_term: 1,
             number: 0,
             sent: VecDeque::new(),
             seq: 0,
-            answered: 0,
+            last_answered_report: 0,
             leased: [0; 6],
             until: Instant::ZERO,
-            given: [0; 6],
+            released_capacity: [0; 6],
             credit: [0; 6],
-            past: VecDeque::new(),
-            told: None,
+            past_leaders: VecDeque::new(),
+            reported: None,
             is_urgent: true,
         }
     }
 
     /// The limits in force.
     pub fn limits(&self) -> Limits {
-        self.spec.part(self.rates())
+        self.spec.scaled_limits(self.rates())
     }
 
     /// The rates in force, in units per second.
     pub fn rates(&self) -> ByKind {
-        zip(self.spec.safe(), self.leased, u64::saturating_add)
+        zip_with(self.spec.fallback_share(), self.leased, u64::saturating_add)
     }
 
     /// The limits that apply without a lease.
-    pub fn safe(&self) -> Limits {
-        self.spec.part(self.spec.safe())
+    pub fn fallback_limits(&self) -> Limits {
+        self.spec.scaled_limits(self.spec.fallback_share())
     }
 
     /// The limits of the whole group as this host knows them. Store them for its next start.
-    pub const fn spec(&self) -> Spec {
+    pub const fn spec(&self) -> ClusterGroupLimits {
         self.spec
     }
 
@@ -114,13 +114,13 @@ impl Host {
     }
 
     /// End of the lease; [`Instant::MAX`] without one.
-    pub fn next(&self) -> Instant {
+    pub fn lease_end(&self) -> Instant {
         if self.is_leased() { self.until } else { Instant::MAX }
     }
 
     /// Falls back to the fallback share if the lease has expired, as of the instant of expiry.
-    pub fn run_out(&mut self, now: Instant, divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind) {
-        if now >= self.next() {
+    pub fn expire_lease(&mut self, now: Instant, divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind) {
+        if now >= self.lease_end() {
             self.leased = [0; 6];
             self.is_urgent = true;
             // Not counted in `given`: the leader has treated this capacity as void since the
@@ -132,28 +132,28 @@ impl Host {
     /// Follows the leader that the leader's key names. Grants of other leaders are ignored from
     /// here on; the lease in force stays.
     pub fn on_leader(&mut self, leader: Term) {
-        if self.follows == Some(leader) {
+        if self.followed_term == Some(leader) {
             return;
         }
-        if let Some(before) = self.follows.replace(leader) {
-            self.past.push_back((before, self.seq, self.given, self.credit));
-            if self.past.len() > PAST {
-                self.past.pop_front();
+        if let Some(before) = self.followed_term.replace(leader) {
+            self.past_leaders.push_back((before, self.seq, self.released_capacity, self.credit));
+            if self.past_leaders.len() > MAX_PAST_LEADERS {
+                self.past_leaders.pop_front();
             }
         }
         // Answers to reports sent before this instant do not prove that this leader was known here.
-        self.follows_from = self.number + 1;
+        self.first_report_of_term = self.number + 1;
         // A leader that returns still accounts in its own totals, so they must continue, not
         // restart.
-        let known = self.past.iter().rev().find(|(term, ..)| *term == leader);
-        (self.seq, self.given, self.credit) =
+        let known = self.past_leaders.iter().rev().find(|(term, ..)| *term == leader);
+        (self.seq, self.released_capacity, self.credit) =
             known.map_or((0, [0; 6], [0; 6]), |(_, seq, given, credit)| (*seq, *given, *credit));
         self.is_urgent = true;
     }
 
     /// End of the lease of a grant; `None` if this run has no record of the report it answers.
-    pub fn lease_of(&self, grant: &Grant) -> Option<Instant> {
-        let sent = self.sent.iter().find(|(number, _)| *number == grant.answers);
+    pub fn lease_end_of(&self, grant: &QuotaGrant) -> Option<Instant> {
+        let sent = self.sent.iter().find(|(number, _)| *number == grant.report_number);
         sent.map(|(_, at)| *at + self.timing.lease)
     }
 
@@ -161,86 +161,86 @@ impl Host {
     /// older than the one in force, and still valid.
     pub fn on_grant(
         &mut self,
-        grant: &Grant,
+        grant: &QuotaGrant,
         now: Instant,
         divide: impl FnOnce(Limits, ByKind, Instant) -> ByKind,
     ) {
-        let is_mine = grant.instance == self.instance && self.follows == Some(grant.term);
-        let is_old = grant.answers < self.follows_from.max(self.answered) || grant.seq < self.seq.max(1);
-        let Some(until) = self.lease_of(grant).filter(|_| is_mine && !is_old) else { return };
+        let is_mine = grant.instance == self.instance && self.followed_term == Some(grant.term);
+        let is_old = grant.report_number < self.first_report_of_term.max(self.last_answered_report) || grant.seq < self.seq.max(1);
+        let Some(until) = self.lease_end_of(grant).filter(|_| is_mine && !is_old) else { return };
         // After an expiry `run_out` must come first, or capacity of the expired lease would be
         // kept.
-        if until <= now || now >= self.next() {
+        if until <= now || now >= self.lease_end() {
             return;
         }
-        self.answered = grant.answers;
+        self.last_answered_report = grant.report_number;
         self.until = until;
         let before = self.limits();
         let is_new = grant.seq > self.seq;
         let rates = grant.spec.rates();
         // Whatever the store contains, no host gets more than the leasable rate of all hosts.
-        let most = zip(rates, grant.spec.safe(), u64::saturating_sub);
-        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, zip(grant.leased, most, u64::min));
+        let most = zip_with(rates, grant.spec.fallback_share(), u64::saturating_sub);
+        (self.seq, self.spec, self.leased) = (grant.seq, grant.spec, zip_with(grant.leased, most, u64::min));
         // Credits are cumulative: only the part that is new since the last grant is added.
-        let credit = zip(grant.credit, self.credit, u64::saturating_sub);
-        let credit = zip(credit, grant.spec.size(rates), u64::min);
-        self.credit = zip(self.credit, grant.credit, u64::max);
+        let credit = zip_with(grant.credit, self.credit, u64::saturating_sub);
+        let credit = zip_with(credit, grant.spec.scaled_capacity(rates), u64::min);
+        self.credit = zip_with(self.credit, grant.credit, u64::max);
         if is_new || before != self.limits() {
             let given = divide(self.limits(), credit, now);
-            self.given = zip(self.given, given, u64::saturating_add);
+            self.released_capacity = zip_with(self.released_capacity, given, u64::saturating_add);
             self.is_urgent = true;
         }
     }
 
     /// The report to send now, if any: the demand changed, another grant is in force, or the lease
     /// must be extended.
-    pub fn tick(&mut self, wants: Usage, now: Instant) -> Option<Report> {
+    pub fn tick(&mut self, wants: ReportedDemand, now: Instant) -> Option<HostReport> {
         let since = self.sent.back().map_or(Instant::ZERO, |(_, at)| *at);
         let (age, tick) = (now - since, self.timing.tick);
         // Two fifths of a lease remain for the answer. Reports are sent more often while it is
         // missing.
         let is_late =
-            age >= self.timing.lease * 3 / 5 || (age >= tick * 2 && self.misses_an_answer(&wants, now));
-        let told = self.told.filter(|told| !self.differs(told, &wants));
-        if !self.is_urgent && !is_late && (told.is_some() || self.told.is_none()) {
+            age >= self.timing.lease * 3 / 5 || (age >= tick * 2 && self.is_answer_overdue(&wants, now));
+        let told = self.reported.filter(|told| !self.is_reportable_change(told, &wants));
+        if !self.is_urgent && !is_late && (told.is_some() || self.reported.is_none()) {
             return None;
         }
         // A change within the noise is reported as the old value, so that the leader moves nothing.
-        let wants = told.map_or(wants, |told| Usage { waiting_ns: wants.waiting_ns, ..told });
+        let wants = told.map_or(wants, |told| ReportedDemand { waiting_ns: wants.waiting_ns, ..told });
         self.is_urgent = false;
-        self.told = Some(wants);
+        self.reported = Some(wants);
         self.number += 1;
         self.sent.push_back((self.number, now));
-        if self.sent.len() > REMEMBERED {
+        if self.sent.len() > MAX_SENT_REPORTS {
             self.sent.pop_front();
         }
-        Some(Report {
+        Some(HostReport {
             instance: self.instance,
-            number: self.number,
-            follows: self.follows,
+            report_number: self.number,
+            followed_term: self.followed_term,
             seq: self.seq,
-            leased: if now < self.next() { self.leased } else { [0; 6] },
+            leased: if now < self.lease_end() { self.leased } else { [0; 6] },
             version: self.spec.version(),
-            safe: self.spec.safe(),
-            given: self.given,
-            wants,
+            fallback: self.spec.fallback_share(),
+            released_capacity: self.released_capacity,
+            demand: wants,
         })
     }
 
     /// True if an answer is overdue: the lease ends soon, or there is none and demand exceeds the
     /// fallback share. A host in any other state has nothing to repeat.
-    fn misses_an_answer(&self, wants: &Usage, now: Instant) -> bool {
+    fn is_answer_overdue(&self, wants: &ReportedDemand, now: Instant) -> bool {
         if self.is_leased() {
             return self.until - now < self.timing.lease / 3;
         }
-        let safe = self.spec.safe();
+        let safe = self.spec.fallback_share();
         LimitKind::ALL.into_iter().any(|kind| {
             let at = kind.index();
             safe[at] > 0 && wants.demand[at] > safe[at]
         })
     }
 
-    fn differs(&self, told: &Usage, wants: &Usage) -> bool {
+    fn is_reportable_change(&self, told: &ReportedDemand, wants: &ReportedDemand) -> bool {
         let [bytes, requests] =
             [LimitKind::BpsTotal, LimitKind::IopsTotal].map(|kind| told.demand[kind.index()]);
         let request = bytes / requests.max(1);
@@ -253,8 +253,8 @@ impl Host {
             // Two requests more or less in a tick are chance, whatever the rate.
             let noise = size.saturating_mul(2).saturating_mul(ticks);
             // A change that is small for the group as a whole is not worth a report either.
-            let few = (whole / u64::from(self.spec.hosts()) / OF_EQUAL).min(whole / (NOTICED * 4));
-            told.abs_diff(wants) > few.max(told / NOTICED).max(noise)
+            let few = (whole / u64::from(self.spec.hosts()) / EQUAL_SHARE_THRESHOLD).min(whole / (REPORT_THRESHOLD * 4));
+            told.abs_diff(wants) > few.max(told / REPORT_THRESHOLD).max(noise)
         };
         // The weight matters only to a host whose demand is not met. Otherwise which disks are
         // active in a tick is chance.

@@ -18,13 +18,13 @@ mod random;
 mod store;
 mod world;
 
-pub use audit::Audit;
-pub use machine::{Client, Load, Machine};
-pub use random::Random;
-pub use store::{Store, Traffic};
-pub use world::{Setting, Word, World};
+pub use audit::AdmissionAudit;
+pub use machine::{SimulatedClient, ClientLoad, SimulatedHost};
+pub use random::SeededRandom;
+pub use store::{SimulatedStore, StoreTraffic};
+pub use world::{SimulationConfig, StoreValue, SimulatedCluster};
 
 /// Nanoseconds in a millisecond.
-pub const MS: u64 = 1_000_000;
+pub const NANOS_PER_MS: u64 = 1_000_000;
 /// Nanoseconds in a second.
-pub const S: u64 = 1000 * MS;
+pub const NANOS_PER_S: u64 = 1000 * NANOS_PER_MS;

@@ -4,7 +4,7 @@
 
 use core::ops::Range;
 
-use crate::throttle::Cost;
+use crate::throttle::RequestCost;
 
 /// Size of a block in bytes: the page size. A chunk tracks in blocks which parts have been read.
 pub(super) const BLOCK_BYTES: u64 = 4096;
@@ -25,7 +25,7 @@ impl StreamId {
 
 /// Read-ahead to perform: one range of a sequential stream, or several of a strided one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Ahead {
+pub struct ReadAhead {
     pub(super) stream: StreamId,
     pub(super) first: u64,
     pub(super) length: u64,
@@ -35,7 +35,7 @@ pub struct Ahead {
     pub(super) on_trial: bool,
 }
 
-impl Ahead {
+impl ReadAhead {
     #[cfg(test)]
     pub(super) const NOTHING: Self = Self {
         stream: StreamId::NONE,
@@ -61,8 +61,8 @@ impl Ahead {
     }
 
     /// Cost for the throttle layer: one operation for each range.
-    pub const fn cost(&self) -> Cost {
-        Cost::equal(self.count, self.range_bytes())
+    pub const fn cost(&self) -> RequestCost {
+        RequestCost::equal(self.count, self.range_bytes())
     }
 
     pub(super) const fn range_bytes(&self) -> u64 {

@@ -8,60 +8,60 @@
 //! **Never above its memory limit.** A chunk counts from before it is requested until none of its
 //! data can be found, and no chunk is started unless it fits. Chunks in flight cannot be evicted.
 
-use super::ahead::{Ahead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
-use super::chunk::{Chunk, footprint};
-use super::congestion::Congestion;
-use super::expectations::{Expectations, Expected};
-use super::extents::{Extent, Extents};
-use super::gate::Gate;
-use super::lists::Chunks;
-use super::settings::{Invalid, Mode, Settings};
-use super::stats::Stats;
-use super::streams::{Step, Streams};
-use super::window::Window;
-use super::writes::{WriteId, Writes};
-use crate::throttle::GivenBack;
+use super::ahead::{ReadAhead, CHUNK_MAX_BYTES, StreamId, whole_blocks};
+use super::chunk::{CacheChunk, footprint};
+use super::congestion::CongestionControl;
+use super::expectations::{Expectations, ExpectedRequest};
+use super::extents::{ChunkExtent, ExtentMap};
+use super::gate::ReadAheadGate;
+use super::lists::ChunkLists;
+use super::settings::{InvalidPrefetchSettings, PrefetchMode, PrefetchConfig};
+use super::stats::PrefetchStats;
+use super::streams::{ScanStep, StreamTable};
+use super::window::ReadAheadWindow;
+use super::writes::{WriteId, WritesInFlight};
+use crate::throttle::SpareRefund;
 use crate::time::Instant;
 use alloc::vec::Vec;
 use core::ops::Range;
 
 /// Number of requests after which a scan becomes a stream.
-const RUN: u8 = 3;
+const STREAM_AFTER_REQUESTS: u8 = 3;
 /// Number of minimum windows that a stream on trial must use.
 const TRIAL_WINDOWS: u64 = 2;
 
 /// Result of looking up a read.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Found<T> {
+pub enum CacheLookup<T> {
     /// A miss: read all of it from the image.
     Nothing,
     /// A hit in one chunk.
-    Whole(Cached<T>),
+    Whole(CachedRange<T>),
     /// Consecutive parts that together cover the read.
-    Parts(Vec<Part<T>>),
+    Parts(Vec<CachePart<T>>),
 }
 
 /// A part of a read.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Part<T> {
+pub enum CachePart<T> {
     /// Data of a chunk.
-    Cached(Cached<T>),
+    Cached(CachedRange<T>),
     /// Not cached: read this range of the disk from the image.
     Missing(Range<u64>),
 }
 
-impl<T> Part<T> {
+impl<T> CachePart<T> {
     /// Length in bytes.
     pub const fn length(&self) -> u64 {
         match self {
-            Self::Cached(Cached { range, .. }) | Self::Missing(range) => range.end - range.start,
+            Self::Cached(CachedRange { range, .. }) | Self::Missing(range) => range.end - range.start,
         }
     }
 }
 
 /// A range of a chunk.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Cached<T> {
+pub struct CachedRange<T> {
     /// The caller's token for the chunk's data.
     pub token: T,
     /// Bytes relative to the start of the chunk. The data may still be in flight.
@@ -98,54 +98,54 @@ pub struct Fetch<T> {
 /// 4. A caller with a token whose data is in flight waits for the data, even if the cache has
 ///    dropped the chunk since.
 #[derive(Debug)]
-pub struct Cache<T> {
-    settings: Settings,
-    extents: Extents,
-    chunks: Chunks<T>,
+pub struct PrefetchCache<T> {
+    settings: PrefetchConfig,
+    extents: ExtentMap,
+    chunks: ChunkLists<T>,
     memory_bytes: u64,
-    writes: Writes,
+    writes: WritesInFlight,
     expectations: Option<Expectations>,
-    streams: Streams,
-    gate: Gate,
-    congestion: Congestion,
-    stats: Stats,
+    streams: StreamTable,
+    gate: ReadAheadGate,
+    congestion: CongestionControl,
+    stats: PrefetchStats,
     /// Read-ahead used since the last request for admission.
-    given_back: GivenBack,
+    refund: SpareRefund,
     dropped: Vec<T>,
 }
 
 /// State of the data that a request needs, in the order of increasing delay.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Met {
-    There,
-    OnItsWay,
+enum DataState {
+    Cached,
+    InFlight,
     Missing,
 }
 
-impl<T> Default for Cache<T> {
+impl<T> Default for PrefetchCache<T> {
     /// An empty cache with read-ahead off until [`Cache::set`] is called.
     fn default() -> Self {
-        let settings = Settings::off();
+        let settings = PrefetchConfig::off();
         Self {
             settings,
-            extents: Extents::default(),
-            chunks: Chunks::new(settings.memory_bytes),
+            extents: ExtentMap::default(),
+            chunks: ChunkLists::new(settings.memory_bytes),
             memory_bytes: 0,
-            writes: Writes::default(),
+            writes: WritesInFlight::default(),
             expectations: None,
-            streams: Streams::new(settings.streams),
-            gate: Gate::new(settings.memory_bytes),
-            congestion: Congestion::new(settings.memory_bytes),
-            stats: Stats::default(),
-            given_back: GivenBack::NOTHING,
+            streams: StreamTable::new(settings.streams),
+            gate: ReadAheadGate::new(settings.memory_bytes),
+            congestion: CongestionControl::new(settings.memory_bytes),
+            stats: PrefetchStats::default(),
+            refund: SpareRefund::NONE,
             dropped: Vec::new(),
         }
     }
 }
 
-impl<T: Clone> Cache<T> {
+impl<T: Clone> PrefetchCache<T> {
     /// The settings in force.
-    pub const fn settings(&self) -> Settings {
+    pub const fn settings(&self) -> PrefetchConfig {
         self.settings
     }
 
@@ -153,22 +153,22 @@ impl<T: Clone> Cache<T> {
     ///
     /// # Errors
     /// [`Invalid`]; the old settings remain in force.
-    pub fn set(&mut self, settings: Settings) -> Result<(), Invalid> {
-        settings.check()?;
+    pub fn set(&mut self, settings: PrefetchConfig) -> Result<(), InvalidPrefetchSettings> {
+        settings.validate()?;
         let old = core::mem::replace(&mut self.settings, settings);
-        let is_on = settings.mode != Mode::Off;
+        let is_on = settings.mode != PrefetchMode::Off;
         if !is_on {
             self.drop_range(&(0..u64::MAX));
             self.expectations = None;
         } else if self.expectations.is_none() {
             self.expectations = Some(Expectations::new());
-            self.gate = Gate::new(settings.memory_bytes);
+            self.gate = ReadAheadGate::new(settings.memory_bytes);
         }
         if !is_on || old.streams != settings.streams {
-            self.streams.forget_all(settings.streams);
+            self.streams.reset(settings.streams);
         }
         if old.memory_bytes != settings.memory_bytes {
-            self.chunks.divide(settings.memory_bytes);
+            self.chunks.set_memory(settings.memory_bytes);
             self.gate.resize(settings.memory_bytes);
             self.congestion.resize(settings.memory_bytes);
         }
@@ -179,18 +179,18 @@ impl<T: Clone> Cache<T> {
     /// Returns the tokens of chunks removed since the last call, so that the caller can drop them
     /// outside the lock.
     #[must_use = "the caller frees the memory of the returned chunks"]
-    pub fn take_dropped(&mut self) -> Vec<T> {
+    pub fn take_dropped_tokens(&mut self) -> Vec<T> {
         core::mem::take(&mut self.dropped)
     }
 
     /// Counters since the creation, and current levels.
-    pub fn stats(&self) -> Stats {
-        let closed = self.settings.mode == Mode::Auto && !self.gate.lends(self.settings.window_min_bytes);
-        Stats { memory_bytes: self.memory_bytes, streams: self.streams.leading(), closed, ..self.stats }
+    pub fn stats(&self) -> PrefetchStats {
+        let closed = self.settings.mode == PrefetchMode::Auto && !self.gate.is_open_for(self.settings.window_min_bytes);
+        PrefetchStats { memory_bytes: self.memory_bytes, streams: self.streams.streams_with_unread(), is_gate_closed: closed, ..self.stats }
     }
 
     /// Adds the counters of another cache to this one's.
-    pub fn count_on(&mut self, stats: &Stats) {
+    pub fn add_stats(&mut self, stats: &PrefetchStats) {
         self.stats = self.stats.plus(stats);
     }
 
@@ -204,45 +204,45 @@ impl<T: Clone> Cache<T> {
         range: Range<u64>,
         requests: u64,
         size_bytes: u64,
-        may: impl FnOnce(&Ahead, GivenBack) -> bool,
-    ) -> (Found<T>, Option<Ahead>) {
+        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+    ) -> (CacheLookup<T>, Option<ReadAhead>) {
         if self.expectations.is_none() {
-            return (Found::Nothing, None);
+            return (CacheLookup::Nothing, None);
         }
         let length = range.end - range.start;
-        self.gate.asked(length);
+        self.gate.count_requested(length);
         // Merged requests are judged by their average size: merging must not hide small readers.
         if length / requests.max(1) > self.settings.largest_request_bytes {
             self.stats.skipped += 1;
-            return (Found::Nothing, None);
+            return (CacheLookup::Nothing, None);
         }
         let (found, met, owner) = self.find(&range);
         let stream = match self.streams.get_mut(owner).map(|stream| stream.step()) {
             Some(step) if !step.has_gaps() => Some(owner),
             // A strided stream that finds its data in the gaps of another may be a sequential scan.
-            Some(_) => self.follow(&range, Some(owner)),
-            None => self.follow(&range, None),
+            Some(_) => self.follow_expectation(&range, Some(owner)),
+            None => self.follow_expectation(&range, None),
         };
-        let ahead = stream.and_then(|stream| self.go_on(stream, &range, met, size_bytes, may));
+        let ahead = stream.and_then(|stream| self.advance_stream(stream, &range, met, size_bytes, may));
         (found, ahead)
     }
 
-    fn find(&mut self, range: &Range<u64>) -> (Found<T>, Met, StreamId) {
+    fn find(&mut self, range: &Range<u64>) -> (CacheLookup<T>, DataState, StreamId) {
         // The common case, one extent that covers the read, without an allocation.
         let last = self.extents.overlapping(range).next();
         let (found, met, stream) = match last {
-            None => (Found::Nothing, Met::Missing, StreamId::NONE),
+            None => (CacheLookup::Nothing, DataState::Missing, StreamId::NONE),
             Some(last) if last.offset <= range.start && last.end() >= range.end => {
                 let (cached, met, stream) = self.use_extent(last.within(range));
-                (Found::Whole(cached), met, stream)
+                (CacheLookup::Whole(cached), met, stream)
             }
             Some(_) => self.find_parts(range),
         };
         match (&found, met) {
-            (Found::Nothing, _) => self.stats.misses += 1,
-            (_, Met::Missing) => self.stats.partial_hits += 1,
-            (_, Met::There) => self.stats.hits += 1,
-            (_, Met::OnItsWay) => {
+            (CacheLookup::Nothing, _) => self.stats.misses += 1,
+            (_, DataState::Missing) => self.stats.partial_hits += 1,
+            (_, DataState::Cached) => self.stats.hits += 1,
+            (_, DataState::InFlight) => {
                 self.stats.hits += 1;
                 self.stats.waited += 1;
             }
@@ -250,55 +250,55 @@ impl<T: Clone> Cache<T> {
         (found, met, stream)
     }
 
-    fn find_parts(&mut self, range: &Range<u64>) -> (Found<T>, Met, StreamId) {
-        let mut extents: Vec<Extent> =
+    fn find_parts(&mut self, range: &Range<u64>) -> (CacheLookup<T>, DataState, StreamId) {
+        let mut extents: Vec<ChunkExtent> =
             self.extents.overlapping(range).map(|extent| extent.within(range)).collect();
         // `overlapping` yields descending order.
         extents.reverse();
         let mut parts = Vec::with_capacity(extents.len() * 2 + 1);
-        let (mut worst, mut stream) = (Met::There, StreamId::NONE);
+        let (mut worst, mut stream) = (DataState::Cached, StreamId::NONE);
         let mut at = range.start;
         for extent in extents {
             if at < extent.offset {
-                worst = Met::Missing;
-                parts.push(Part::Missing(at..extent.offset));
+                worst = DataState::Missing;
+                parts.push(CachePart::Missing(at..extent.offset));
             }
             at = extent.end();
             let (cached, met, owner) = self.use_extent(extent);
             // The stream of the last part is the one that the read continues.
             (worst, stream) = (worst.max(met), owner);
-            parts.push(Part::Cached(cached));
+            parts.push(CachePart::Cached(cached));
         }
         if at < range.end {
-            worst = Met::Missing;
-            parts.push(Part::Missing(at..range.end));
+            worst = DataState::Missing;
+            parts.push(CachePart::Missing(at..range.end));
         }
-        (Found::Parts(parts), worst, stream)
+        (CacheLookup::Parts(parts), worst, stream)
     }
 
-    fn use_extent(&mut self, extent: Extent) -> (Cached<T>, Met, StreamId) {
-        let range = extent.from..extent.from + extent.length;
+    fn use_extent(&mut self, extent: ChunkExtent) -> (CachedRange<T>, DataState, StreamId) {
+        let range = extent.chunk_offset..extent.chunk_offset + extent.length;
         let chunk = self.chunks.get_mut(extent.chunk);
         let used = chunk.settle(range.start, range.end);
-        let met = if chunk.begun.is_none() { Met::There } else { Met::OnItsWay };
-        let cached = Cached { token: chunk.token.clone(), range };
+        let met = if chunk.requested_at.is_none() { DataState::Cached } else { DataState::InFlight };
+        let cached = CachedRange { token: chunk.token.clone(), range };
         let (owner, on_trial, is_used_up) = (chunk.stream, chunk.on_trial, chunk.open_blocks == 0);
         let charged = chunk.charged_bytes;
         self.stats.hit_bytes += extent.length;
-        if met == Met::There {
+        if met == DataState::Cached {
             self.chunks.touch(extent.chunk);
         }
         if used > 0 {
             self.stats.used_bytes += used;
-            self.given_back.add(used, charged);
+            self.refund.add(used, charged);
             self.gate.used(used, on_trial);
             self.streams.count_used(owner, used);
         }
         // A chunk that was read to its end shows that the window was not too large: it may grow.
         if used > 0 && is_used_up {
-            let most = self.most_ahead();
+            let most = self.max_read_ahead();
             if let Some(stream) = self.streams.get_mut(owner) {
-                stream.window.used_up(most);
+                stream.window.grow(most);
             }
         }
         (cached, met, owner)
@@ -306,10 +306,10 @@ impl<T: Clone> Cache<T> {
 
     /// Finds the stream of a request that hit no chunk of a stream, or one of a strided stream. The
     /// request may have been expected by a scan, and may make that scan a stream.
-    fn follow(&mut self, range: &Range<u64>, with_gaps: Option<StreamId>) -> Option<StreamId> {
+    fn follow_expectation(&mut self, range: &Range<u64>, with_gaps: Option<StreamId>) -> Option<StreamId> {
         let expectations = self.expectations.as_mut()?;
         let length = range.end - range.start;
-        let Some(met) = expectations.meet(range.start) else {
+        let Some(met) = expectations.take_match(range.start) else {
             match with_gaps {
                 Some(_) => expectations.expect_forward(range.end),
                 None => expectations.expect_any(range.start, length),
@@ -324,27 +324,27 @@ impl<T: Clone> Cache<T> {
         }
         let run = met.run + 1;
         let next = met.step.next(range.start, length);
-        if run < RUN {
+        if run < STREAM_AFTER_REQUESTS {
             if let Some(next) = next {
-                expectations.expect(next, Expected { run, ..met });
+                expectations.expect(next, ExpectedRequest { run, ..met });
             }
             return with_gaps;
         }
         // The head of a backward stream is its last offset; of any other the next one.
-        let head = if met.step == Step::Backward { range.start } else { next? };
-        let window = Window::new(self.settings.window_min_bytes, self.most_ahead());
-        Some(self.streams.join(met.step, head, length, window))
+        let head = if met.step == ScanStep::Backward { range.start } else { next? };
+        let window = ReadAheadWindow::new(self.settings.window_min_bytes, self.max_read_ahead());
+        Some(self.streams.find_or_add(met.step, head, length, window))
     }
 
-    fn go_on(
+    fn advance_stream(
         &mut self,
         id: StreamId,
         range: &Range<u64>,
-        met: Met,
+        met: DataState,
         size_bytes: u64,
-        may: impl FnOnce(&Ahead, GivenBack) -> bool,
-    ) -> Option<Ahead> {
-        let (most, is_congested) = (self.most_ahead(), self.congestion.is_congested());
+        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+    ) -> Option<ReadAhead> {
+        let (most, is_congested) = (self.max_read_ahead(), self.congestion.is_congested());
         let length = range.end - range.start;
         let stream = self.streams.get_mut(id)?;
         let had_lead = stream.lead_bytes() > 0;
@@ -352,17 +352,17 @@ impl<T: Clone> Cache<T> {
         let has_lead = stream.lead_bytes() > 0;
         // The reader has caught up with its read-ahead. On a congested device a larger lead is no
         // remedy.
-        let is_late = met == Met::OnItsWay || (met == Met::Missing && had_lead && !has_lead);
+        let is_late = met == DataState::InFlight || (met == DataState::Missing && had_lead && !has_lead);
         if is_late && !is_congested {
-            stream.window.came_late(most);
+            stream.window.reader_waited(most);
         }
         let (step, next) = (stream.step(), stream.next(length));
         // Memory for less than two requests gains nothing.
         let ahead = if most < 2 * length { None } else { self.plan(id, most, size_bytes, may) };
         // A stream that is found by its data needs no expectation, which would displace others.
-        let is_found = met != Met::Missing && (has_lead || ahead.is_some());
+        let is_found = met != DataState::Missing && (has_lead || ahead.is_some());
         if let (false, Some(next), Some(expectations)) = (is_found, next, &mut self.expectations) {
-            expectations.expect(next, Expected { step, run: RUN, stream: id });
+            expectations.expect(next, ExpectedRequest { step, run: STREAM_AFTER_REQUESTS, stream: id });
         }
         ahead
     }
@@ -373,32 +373,32 @@ impl<T: Clone> Cache<T> {
         id: StreamId,
         most: u64,
         size_bytes: u64,
-        may: impl FnOnce(&Ahead, GivenBack) -> bool,
-    ) -> Option<Ahead> {
+        may: impl FnOnce(&ReadAhead, SpareRefund) -> bool,
+    ) -> Option<ReadAhead> {
         let stream = self.streams.get_mut(id)?;
         let (window, lead) = (stream.window.within(most), stream.lead_bytes());
         if lead > window.trigger {
             return None;
         }
         let trial_bytes = TRIAL_WINDOWS * self.settings.window_min_bytes;
-        let on_trial = !stream.has_used(trial_bytes);
-        let pays = !on_trial || self.settings.mode == Mode::On || self.gate.lends(window.size);
-        let bytes = if pays { self.congestion.room(id, window.size, lead > 0) } else { 0 };
+        let on_trial = !stream.has_proven_use(trial_bytes);
+        let pays = !on_trial || self.settings.mode == PrefetchMode::On || self.gate.is_open_for(window.size);
+        let bytes = if pays { self.congestion.allowed_bytes(id, window.size, lead > 0) } else { 0 };
         if bytes == 0 {
             return None;
         }
         // The order matters: congestion may reserve a turn, and admission is charged. Only if both
         // agree has the stream advanced.
-        let ahead = Ahead { on_trial, ..stream.plan(id, bytes, size_bytes)? };
-        if !may(&ahead, core::mem::take(&mut self.given_back)) {
+        let ahead = ReadAhead { on_trial, ..stream.plan(id, bytes, size_bytes)? };
+        if !may(&ahead, core::mem::take(&mut self.refund)) {
             return None;
         }
-        stream.lead(&ahead);
+        stream.advance_read_ahead(&ahead);
         Some(ahead)
     }
 
-    fn most_ahead(&self) -> u64 {
-        let share = self.chunks.wanted_ahead() / u64::from(self.streams.leading() + 1);
+    fn max_read_ahead(&self) -> u64 {
+        let share = self.chunks.unread_target() / u64::from(self.streams.streams_with_unread() + 1);
         self.settings.window_max_bytes.min(self.settings.memory_bytes / 2).min(share)
     }
 
@@ -406,7 +406,7 @@ impl<T: Clone> Cache<T> {
     /// flight, as far as memory allows. `make` creates a token for each.
     pub fn begin(
         &mut self,
-        ahead: &Ahead,
+        ahead: &ReadAhead,
         range: Range<u64>,
         now: Instant,
         mut make: impl FnMut() -> T,
@@ -434,28 +434,28 @@ impl<T: Clone> Cache<T> {
         fetches
     }
 
-    fn begin_chunk(&mut self, ahead: &Ahead, range: Range<u64>, now: Instant, token: T) -> Fetch<T> {
+    fn begin_chunk(&mut self, ahead: &ReadAhead, range: Range<u64>, now: Instant, token: T) -> Fetch<T> {
         let length = range.end - range.start;
-        let chunk = Chunk::new(token.clone(), &range, ahead, now);
+        let chunk = CacheChunk::new(token.clone(), &range, ahead, now);
         self.memory_bytes += chunk.footprint();
         self.stats.read_ahead_bytes += length;
-        self.congestion.begun(length);
+        self.congestion.add_in_flight(length);
         if ahead.on_trial {
-            self.gate.lend(length);
+            self.gate.charge_trial(length);
         }
         self.streams.count_unread(ahead.stream, length);
         let number = self.chunks.insert(chunk);
-        self.extents.insert(Extent { offset: range.start, length, chunk: number, from: 0 });
+        self.extents.insert(ChunkExtent { offset: range.start, length, chunk: number, chunk_offset: 0 });
         Fetch { id: FetchId(number), range, token }
     }
 
     /// Records that the data of a chunk has arrived.
     pub fn complete(&mut self, id: FetchId, now: Instant) {
         let chunk = self.chunks.get_mut(id.0);
-        let begun = chunk.begun.take().expect("completed once");
-        let (length, is_found) = (chunk.length, chunk.extents > 0);
-        self.congestion.ended(length);
-        self.congestion.took(length, now.nanos_since(begun));
+        let begun = chunk.requested_at.take().expect("completed once");
+        let (length, is_found) = (chunk.length, chunk.extent_count > 0);
+        self.congestion.remove_in_flight(length);
+        self.congestion.record_response(length, now.nanos_since(begun));
         // A write has removed the chunk from the map while it was in flight.
         if is_found {
             self.chunks.touch(id.0);
@@ -469,8 +469,8 @@ impl<T: Clone> Cache<T> {
     /// Records that the data of a chunk could not be read, and removes the chunk.
     pub fn fail(&mut self, id: FetchId) {
         let chunk = self.chunks.get_mut(id.0);
-        chunk.begun = None;
-        self.congestion.ended(chunk.length);
+        chunk.requested_at = None;
+        self.congestion.remove_in_flight(chunk.length);
         self.evict(id.0);
     }
 
@@ -494,11 +494,11 @@ impl<T: Clone> Cache<T> {
         self.extents.cut(range, |gone, extents| parts.push((gone, extents)));
         for (gone, extents) in parts {
             let chunk = self.chunks.get_mut(gone.chunk);
-            chunk.extents = chunk.extents.wrapping_add_signed(extents);
-            let (is_there, is_found) = (chunk.begun.is_none(), chunk.extents > 0);
+            chunk.extent_count = chunk.extent_count.wrapping_add_signed(extents);
+            let (is_there, is_found) = (chunk.requested_at.is_none(), chunk.extent_count > 0);
             let unread =
-                if is_found { chunk.settle(gone.from, gone.from + gone.length) } else { chunk.settle_rest() };
-            self.waste(gone.chunk, unread);
+                if is_found { chunk.settle(gone.chunk_offset, gone.chunk_offset + gone.length) } else { chunk.settle_rest() };
+            self.count_wasted(gone.chunk, unread);
             if is_there && !is_found {
                 self.remove(gone.chunk);
             }
@@ -514,7 +514,7 @@ impl<T: Clone> Cache<T> {
             if self.evict(victim) > 0
                 && let Some(stream) = self.streams.get_mut(owner)
             {
-                stream.window.was_wasted();
+                stream.window.shrink();
             }
         }
         true
@@ -523,21 +523,21 @@ impl<T: Clone> Cache<T> {
     /// Removes a chunk that is not in flight; returns its number of unread bytes.
     fn evict(&mut self, number: u32) -> u64 {
         let chunk = self.chunks.get(number);
-        if chunk.extents > 0 {
+        if chunk.extent_count > 0 {
             let range = chunk.offset..chunk.offset + chunk.length;
-            let shown: Vec<Extent> =
+            let shown: Vec<ChunkExtent> =
                 self.extents.overlapping(&range).filter(|extent| extent.chunk == number).collect();
             for extent in shown {
                 self.extents.cut(&(extent.offset..extent.end()), |_, _| {});
             }
         }
         let unread = self.chunks.get_mut(number).settle_rest();
-        self.waste(number, unread);
+        self.count_wasted(number, unread);
         self.remove(number);
         unread
     }
 
-    fn waste(&mut self, number: u32, bytes: u64) {
+    fn count_wasted(&mut self, number: u32, bytes: u64) {
         let chunk = self.chunks.get(number);
         let (owner, on_trial) = (chunk.stream, chunk.on_trial);
         self.stats.wasted_bytes += bytes;

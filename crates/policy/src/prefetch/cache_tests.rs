@@ -1,7 +1,7 @@
 //! Decisions of the cache; that it never returns stale data and never exceeds its memory limit.
 
 use super::*;
-use crate::prefetch::Setting;
+use crate::prefetch::PrefetchSetting;
 use alloc::collections::VecDeque;
 use alloc::vec;
 use core::cell::Cell;
@@ -12,8 +12,8 @@ const DISK: u64 = 1 << 30;
 const NOW: Instant = Instant::ZERO;
 
 /// A cache and a disk that completes immediately. A token is the number of the read-ahead.
-struct Bench {
-    cache: Cache<u32>,
+struct CacheBench {
+    cache: PrefetchCache<u32>,
     disk_bytes: u64,
     made: u32,
     /// Ranges read ahead, in order.
@@ -21,21 +21,21 @@ struct Bench {
     on_their_way: VecDeque<FetchId>,
 }
 
-impl Bench {
-    fn new(settings: Settings) -> Self {
-        let mut cache = Cache::default();
+impl CacheBench {
+    fn new(settings: PrefetchConfig) -> Self {
+        let mut cache = PrefetchCache::default();
         cache.set(settings).unwrap();
         Self { cache, disk_bytes: DISK, made: 0, fetched: Vec::new(), on_their_way: VecDeque::new() }
     }
 
-    fn with(setting: Setting, value: u64) -> Self {
-        let mut settings = Settings::default();
+    fn with(setting: PrefetchSetting, value: u64) -> Self {
+        let mut settings = PrefetchConfig::default();
         settings.set(setting, value);
         Self::new(settings)
     }
 
     /// A read whose read-ahead stays in flight.
-    fn ask(&mut self, offset: u64, length: u64) -> Found<u32> {
+    fn ask(&mut self, offset: u64, length: u64) -> CacheLookup<u32> {
         let range = offset..offset + length;
         let (found, ahead) = self.cache.read(range, 1, self.disk_bytes, |_, _| true);
         if let Some(ahead) = ahead {
@@ -77,11 +77,11 @@ impl Bench {
     }
 }
 
-fn is_hit(found: &Found<u32>) -> bool {
+fn is_hit(found: &CacheLookup<u32>) -> bool {
     match found {
-        Found::Nothing => false,
-        Found::Whole(_) => true,
-        Found::Parts(parts) => parts.iter().all(|part| matches!(part, Part::Cached(_))),
+        CacheLookup::Nothing => false,
+        CacheLookup::Whole(_) => true,
+        CacheLookup::Parts(parts) => parts.iter().all(|part| matches!(part, CachePart::Cached(_))),
     }
 }
 
@@ -91,7 +91,7 @@ fn blocks(count: u64) -> impl Iterator<Item = u64> {
 
 #[test]
 fn after_three_requests_in_a_row_all_are_hits() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     assert_eq!(bench.hits(blocks(3)), 0);
     assert_eq!(bench.fetched, vec![12 * K..140 * K]);
     assert_eq!(bench.hits(blocks(10_000).skip(3)), 9_997);
@@ -101,8 +101,8 @@ fn after_three_requests_in_a_row_all_are_hits() {
 }
 
 #[test]
-fn nothing_is_read_ahead_twice_and_nothing_behind_the_end() {
-    let mut bench = Bench::new(Settings::default());
+fn read_ahead_is_disjoint_and_ends_with_the_disk() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.disk_bytes = 10 * 1024 * K + 512;
     bench.hits(blocks(2560));
     let mut at = 12 * K;
@@ -115,19 +115,19 @@ fn nothing_is_read_ahead_twice_and_nothing_behind_the_end() {
 
 #[test]
 fn backward_and_strided_scans_are_read_ahead_too() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     assert!(bench.hits((0..1000).rev().map(|block| block * 4 * K)) >= 997);
     for step in [64 * K, 1024 * K] {
-        let mut bench = Bench::new(Settings::default());
+        let mut bench = CacheBench::new(PrefetchConfig::default());
         assert!(bench.hits((0..900).map(|request| request * step)) >= 896, "every {step}");
-        let mut bench = Bench::new(Settings::default());
+        let mut bench = CacheBench::new(PrefetchConfig::default());
         assert!(bench.hits((0..900).rev().map(|request| request * step)) >= 896, "every {step}, backward");
     }
 }
 
 #[test]
 fn a_hundred_readers_in_turn_have_hits_each() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     let mut misses = [0; 100];
     for step in 0..500 {
         for (reader, misses) in misses.iter_mut().enumerate() {
@@ -139,14 +139,14 @@ fn a_hundred_readers_in_turn_have_hits_each() {
 
 #[test]
 fn two_strided_scans_in_turn_are_found() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     let offsets = (0..200_u64).flat_map(|step| [step * 40_960, (DISK / 2) + step * 122_880]);
     assert!(bench.hits(offsets) > 380);
 }
 
 #[test]
 fn several_readers_of_one_file_read_it_from_the_disk_once() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     for offset in blocks(4000) {
         // Four readers, each slightly behind the one before.
         for lag in 0..4 {
@@ -163,7 +163,7 @@ fn several_readers_of_one_file_read_it_from_the_disk_once() {
 
 #[test]
 fn requests_that_overtake_each_other_are_one_stream() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     // A queue depth of eight, completing in any order.
     let (mut offsets, mut random): (Vec<_>, _) = (blocks(4000).collect(), fastrand());
     for some in offsets.chunks_mut(8) {
@@ -175,36 +175,36 @@ fn requests_that_overtake_each_other_are_one_stream() {
 }
 
 #[test]
-fn what_is_on_its_way_is_waited_for_and_not_read_again() {
-    let mut bench = Bench::new(Settings::default());
+fn chunks_in_flight_are_awaited_not_read_twice() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
-    assert_eq!(bench.ask(8 * K, 4 * K), Found::Nothing);
-    let Found::Whole(cached) = bench.ask(12 * K, 4 * K) else { panic!("it is on its way") };
-    assert_eq!(cached, Cached { token: 1, range: 0..4 * K });
+    assert_eq!(bench.ask(8 * K, 4 * K), CacheLookup::Nothing);
+    let CacheLookup::Whole(cached) = bench.ask(12 * K, 4 * K) else { panic!("it is on its way") };
+    assert_eq!(cached, CachedRange { token: 1, range: 0..4 * K });
     bench.arrive();
-    let Found::Whole(cached) = bench.ask(16 * K, 4 * K) else { panic!("it is there") };
-    assert_eq!(cached, Cached { token: 1, range: 4 * K..8 * K });
+    let CacheLookup::Whole(cached) = bench.ask(16 * K, 4 * K) else { panic!("it is there") };
+    assert_eq!(cached, CachedRange { token: 1, range: 4 * K..8 * K });
     assert_eq!(bench.cache.stats().waited, 1);
 }
 
 #[test]
-fn of_a_partial_hit_only_the_missing_part_is_read() {
-    let mut bench = Bench::new(Settings::default());
+fn partial_hit_reads_only_missing_part() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(3));
     let Range { start, end } = bench.fetched[0];
-    let expect = Found::Parts(vec![
-        Part::Cached(Cached { token: 1, range: end - start - 4 * K..end - start }),
-        Part::Missing(end..end + 4 * K),
+    let expect = CacheLookup::Parts(vec![
+        CachePart::Cached(CachedRange { token: 1, range: end - start - 4 * K..end - start }),
+        CachePart::Missing(end..end + 4 * K),
     ]);
     assert_eq!(bench.ask(end - 4 * K, 8 * K), expect);
     assert_eq!(bench.cache.stats().partial_hits, 1);
 }
 
 #[test]
-fn large_requests_are_passed_by_and_counted() {
-    let mut bench = Bench::new(Settings::default());
+fn large_requests_bypass_the_cache() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     for request in 0..10 {
-        assert_eq!(bench.ask(request * 128 * K, 128 * K), Found::Nothing);
+        assert_eq!(bench.ask(request * 128 * K, 128 * K), CacheLookup::Nothing);
     }
     assert_eq!((bench.cache.stats().skipped, bench.fetched.len()), (10, 0));
     // Small requests merged into a large one count as small.
@@ -213,8 +213,8 @@ fn large_requests_are_passed_by_and_counted() {
 }
 
 #[test]
-fn a_write_drops_what_it_overlaps_and_no_more() {
-    let mut bench = Bench::new(Settings::default());
+fn write_invalidates_only_its_range() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(3));
     bench.write(21 * K, 6 * K);
     assert!(bench.read(12 * K) && bench.read(16 * K));
@@ -224,8 +224,8 @@ fn a_write_drops_what_it_overlaps_and_no_more() {
 }
 
 #[test]
-fn a_write_drops_what_is_on_its_way() {
-    let mut bench = Bench::new(Settings::default());
+fn write_invalidates_chunks_in_flight() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
     bench.ask(8 * K, 4 * K);
     let write = bench.cache.write_begins(0..16 * K);
@@ -236,8 +236,8 @@ fn a_write_drops_what_is_on_its_way() {
 }
 
 #[test]
-fn nothing_is_read_ahead_where_a_write_is_under_way() {
-    let mut bench = Bench::new(Settings::default());
+fn no_read_ahead_during_a_write() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
     let write = bench.cache.write_begins(100 * K..101 * K);
     bench.read(8 * K);
@@ -249,7 +249,7 @@ fn nothing_is_read_ahead_where_a_write_is_under_way() {
 
 #[test]
 fn a_read_ahead_that_fails_leaves_nothing_behind() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
     bench.ask(8 * K, 4 * K);
     for id in core::mem::take(&mut bench.on_their_way) {
@@ -260,19 +260,19 @@ fn a_read_ahead_that_fails_leaves_nothing_behind() {
 }
 
 #[test]
-fn runs_that_end_when_they_are_noticed_close_the_gate_and_it_opens_again() {
-    let mut bench = Bench::new(Settings::default());
+fn short_runs_close_the_gate_until_a_long_one() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     let mut random = fastrand();
     for _ in 0..20_000 {
         let start = random() % (DISK / 4096 - 3) * 4096;
         bench.hits([start, start + 4 * K, start + 8 * K]);
     }
     let stats = bench.cache.stats();
-    assert!(stats.closed);
+    assert!(stats.is_gate_closed);
     assert!(stats.read_ahead_bytes < (4 << 20) + 20_000 * 12 * K / 50, "{stats:?}");
     bench.hits(blocks(4000));
     assert!(bench.cache.stats().hits > 3000, "a stream that goes on opens it: {:?}", bench.cache.stats());
-    let mut always = Bench::new(Settings { mode: Mode::On, ..Settings::default() });
+    let mut always = CacheBench::new(PrefetchConfig { mode: PrefetchMode::On, ..PrefetchConfig::default() });
     for start in 0..1000 {
         always.hits([start << 20, (start << 20) + 4 * K, (start << 20) + 8 * K]);
     }
@@ -281,7 +281,7 @@ fn runs_that_end_when_they_are_noticed_close_the_gate_and_it_opens_again() {
 
 #[test]
 fn random_reads_read_nothing_ahead() {
-    let mut bench = Bench::new(Settings::default());
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     let mut random = fastrand();
     bench.hits((0..100_000).map(|_| random() % (DISK / 4096) * 4096));
     let stats = bench.cache.stats();
@@ -289,8 +289,8 @@ fn random_reads_read_nothing_ahead() {
 }
 
 #[test]
-fn what_the_limits_refuse_is_asked_for_again() {
-    let mut bench = Bench::new(Settings::default());
+fn refused_read_ahead_is_retried() {
+    let mut bench = CacheBench::new(PrefetchConfig::default());
     bench.hits(blocks(2));
     let (_, ahead) = bench.cache.read(8 * K..12 * K, 1, DISK, |_, _| false);
     assert_eq!(ahead, None);
@@ -300,7 +300,7 @@ fn what_the_limits_refuse_is_asked_for_again() {
 
 #[test]
 fn the_window_grows_to_its_maximum_and_no_further() {
-    let mut bench = Bench::with(Setting::WindowMax, 512 * K);
+    let mut bench = CacheBench::with(PrefetchSetting::WindowMax, 512 * K);
     for offset in blocks(4000) {
         bench.ask(offset, 4 * K);
         // Slow storage: read-ahead arrives after it was needed.
@@ -313,19 +313,19 @@ fn the_window_grows_to_its_maximum_and_no_further() {
 }
 
 #[test]
-fn settings_change_what_is_kept_at_once() {
-    let mut bench = Bench::with(Setting::Memory, 64 << 20);
+fn settings_apply_to_cached_data_at_once() {
+    let mut bench = CacheBench::with(PrefetchSetting::Memory, 64 << 20);
     bench.hits(blocks(3000));
     let before = bench.cache.stats().memory_bytes;
     assert!(before > 1 << 20);
-    bench.cache.set(Settings { memory_bytes: 256 * K, ..Settings::default() }).unwrap();
+    bench.cache.set(PrefetchConfig { memory_bytes: 256 * K, ..PrefetchConfig::default() }).unwrap();
     assert!(bench.cache.stats().memory_bytes <= 256 * K);
-    assert!(bench.cache.set(Settings { memory_bytes: 1, ..Settings::default() }).is_err());
+    assert!(bench.cache.set(PrefetchConfig { memory_bytes: 1, ..PrefetchConfig::default() }).is_err());
     assert_eq!(bench.cache.settings().memory_bytes, 256 * K);
-    bench.cache.set(Settings::off()).unwrap();
+    bench.cache.set(PrefetchConfig::off()).unwrap();
     assert_eq!(bench.cache.stats().memory_bytes, 0);
     assert_eq!(bench.hits(blocks(100)), 0);
-    bench.cache.set(Settings::default()).unwrap();
+    bench.cache.set(PrefetchConfig::default()).unwrap();
     assert!(bench.hits(blocks(100)) > 90);
 }
 
@@ -339,26 +339,26 @@ fn fastrand() -> impl FnMut() -> u64 {
 }
 
 #[derive(Clone, Debug)]
-enum Event {
+enum CacheEvent {
     Read { at: u64, length: u64 },
     Scan { at: u64, step: i64, count: u64 },
     WriteBegins { at: u64, length: u64 },
     WriteEnds,
     Arrives { which: usize },
     Fails { which: usize },
-    Set { memory: u64, mode: Mode },
+    Set { memory: u64, mode: PrefetchMode },
 }
 
-fn event() -> impl Strategy<Value = Event> {
+fn event() -> impl Strategy<Value = CacheEvent> {
     let at = 0..200_u64;
     prop_oneof![
-        4 => (at.clone(), 1..20_u64).prop_map(|(at, length)| Event::Read { at, length }),
-        6 => (at.clone(), -8..9_i64, 1..40_u64).prop_map(|(at, step, count)| Event::Scan { at, step, count }),
-        3 => (at, 1..30_u64).prop_map(|(at, length)| Event::WriteBegins { at, length }),
-        3 => Just(Event::WriteEnds),
-        6 => (0..8_usize).prop_map(|which| Event::Arrives { which }),
-        1 => (0..8_usize).prop_map(|which| Event::Fails { which }),
-        1 => (256..2048_u64, 0..3_usize).prop_map(|(memory, mode)| Event::Set { memory: memory * K, mode: Mode::ALL[mode] }),
+        4 => (at.clone(), 1..20_u64).prop_map(|(at, length)| CacheEvent::Read { at, length }),
+        6 => (at.clone(), -8..9_i64, 1..40_u64).prop_map(|(at, step, count)| CacheEvent::Scan { at, step, count }),
+        3 => (at, 1..30_u64).prop_map(|(at, length)| CacheEvent::WriteBegins { at, length }),
+        3 => Just(CacheEvent::WriteEnds),
+        6 => (0..8_usize).prop_map(|which| CacheEvent::Arrives { which }),
+        1 => (0..8_usize).prop_map(|which| CacheEvent::Fails { which }),
+        1 => (256..2048_u64, 0..3_usize).prop_map(|(memory, mode)| CacheEvent::Set { memory: memory * K, mode: PrefetchMode::ALL[mode] }),
     ]
 }
 
@@ -367,7 +367,7 @@ const UNIT: u64 = 2 * K;
 const UNITS: usize = 260;
 
 /// A disk whose contents are the number of the last write to each unit, as chunks saw it.
-struct Model {
+struct DiskModel {
     versions: Vec<u32>,
     /// For each token: the contents of its chunk when it was begun.
     seen: Vec<Vec<u32>>,
@@ -378,40 +378,40 @@ struct Model {
 proptest! {
     #[test]
     fn never_stale_and_never_above_its_memory(events in prop::collection::vec(event(), 1..120)) {
-        let mut cache = Cache::<usize>::default();
-        cache.set(Settings { window_min_bytes: 8 * K, ..Settings::default() }).unwrap();
-        let mut model = Model { versions: vec![0; UNITS], seen: Vec::new(), writing: VecDeque::new(), next: 0 };
+        let mut cache = PrefetchCache::<usize>::default();
+        cache.set(PrefetchConfig { window_min_bytes: 8 * K, ..PrefetchConfig::default() }).unwrap();
+        let mut model = DiskModel { versions: vec![0; UNITS], seen: Vec::new(), writing: VecDeque::new(), next: 0 };
         let mut on_their_way: Vec<FetchId> = Vec::new();
         let over = Cell::new(0);
         for event in events {
             let mut reads = Vec::new();
             match event {
-                Event::Read { at, length } => reads.push((at, length)),
-                Event::Scan { at, step, count } => {
+                CacheEvent::Read { at, length } => reads.push((at, length)),
+                CacheEvent::Scan { at, step, count } => {
                     reads.extend((0..count).map(|index| (at.wrapping_add_signed(step * index as i64), 2)));
                 }
-                Event::WriteBegins { at, length } => {
+                CacheEvent::WriteBegins { at, length } => {
                     let units = at as usize..((at + length) as usize).min(UNITS);
                     let id = cache.write_begins(units.start as u64 * UNIT..units.end as u64 * UNIT);
                     model.writing.push_back((id, units));
                 }
-                Event::WriteEnds => {
+                CacheEvent::WriteEnds => {
                     if let Some((id, units)) = model.writing.pop_front() {
                         model.next += 1;
                         model.versions[units].fill(model.next);
                         cache.write_ends(id);
                     }
                 }
-                Event::Arrives { which } if !on_their_way.is_empty() => {
+                CacheEvent::Arrives { which } if !on_their_way.is_empty() => {
                     cache.complete(on_their_way.swap_remove(which % on_their_way.len()), NOW);
                 }
-                Event::Fails { which } if !on_their_way.is_empty() => {
+                CacheEvent::Fails { which } if !on_their_way.is_empty() => {
                     cache.fail(on_their_way.swap_remove(which % on_their_way.len()));
                 }
-                Event::Set { memory, mode } => {
+                CacheEvent::Set { memory, mode } => {
                     // A chunk in flight stays above a lowered limit until it has arrived.
                     over.set(over.get().max(cache.stats().memory_bytes));
-                    cache.set(Settings { memory_bytes: memory, mode, window_min_bytes: 8 * K, ..Settings::default() }).unwrap();
+                    cache.set(PrefetchConfig { memory_bytes: memory, mode, window_min_bytes: 8 * K, ..PrefetchConfig::default() }).unwrap();
                 }
                 _ => {}
             }
@@ -422,15 +422,15 @@ proptest! {
                 let range = at * UNIT..(at + length) * UNIT;
                 let (found, ahead) = cache.read(range.clone(), 1, UNITS as u64 * UNIT, |_, _| true);
                 let parts = match found {
-                    Found::Nothing => vec![Part::Missing(range.clone())],
-                    Found::Whole(cached) => vec![Part::Cached(cached)],
-                    Found::Parts(parts) => parts,
+                    CacheLookup::Nothing => vec![CachePart::Missing(range.clone())],
+                    CacheLookup::Whole(cached) => vec![CachePart::Cached(cached)],
+                    CacheLookup::Parts(parts) => parts,
                 };
                 let mut unit = at as usize;
                 for part in parts {
                     let bytes = match &part {
-                        Part::Missing(range) => range.end - range.start,
-                        Part::Cached(cached) => {
+                        CachePart::Missing(range) => range.end - range.start,
+                        CachePart::Cached(cached) => {
                             let first = (cached.range.start / UNIT) as usize;
                             for index in 0..((cached.range.end - cached.range.start) / UNIT) as usize {
                                 prop_assert_eq!(model.seen[cached.token][first + index], model.versions[unit + index]);
@@ -463,7 +463,7 @@ proptest! {
             prop_assert!(stats.used_bytes + stats.wasted_bytes <= stats.read_ahead_bytes);
         }
         on_their_way.drain(..).for_each(|id| cache.complete(id, NOW));
-        cache.set(Settings::off()).unwrap();
+        cache.set(PrefetchConfig::off()).unwrap();
         prop_assert_eq!(cache.stats().memory_bytes, 0);
         prop_assert_eq!(cache.stats().streams, 0);
         let stats = cache.stats();

@@ -5,7 +5,7 @@
 
 use core::ops::Range;
 
-use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
+use super::ahead::{ReadAhead, BLOCK_BYTES, StreamId};
 use crate::time::Instant;
 
 /// Memory of a buffer in bytes: allocators of I/O memory round up to a power of two, at least a
@@ -15,10 +15,10 @@ pub(super) fn footprint(length: u64) -> u64 {
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Blocks([u64; 4]);
+pub(super) struct BlockBitmap([u64; 4]);
 
-impl Blocks {
-    fn has(&self, block: u64) -> bool {
+impl BlockBitmap {
+    fn contains(&self, block: u64) -> bool {
         self.0[(block / 64) as usize] >> (block % 64) & 1 == 1
     }
 
@@ -41,14 +41,14 @@ impl Blocks {
 }
 
 #[derive(Debug)]
-pub(super) struct Chunk<T> {
+pub(super) struct CacheChunk<T> {
     /// The caller's token for the data.
     pub(super) token: T,
     pub(super) offset: u64,
     pub(super) length: u64,
-    pub(super) extents: u32,
+    pub(super) extent_count: u32,
     /// Blocks that were read or invalidated.
-    pub(super) settled: Blocks,
+    pub(super) settled_blocks: BlockBitmap,
     pub(super) open_blocks: u64,
     pub(super) stream: StreamId,
     /// Charged to the gate's credit.
@@ -56,37 +56,37 @@ pub(super) struct Chunk<T> {
     /// Bytes charged for the whole range that the chunk is a part of.
     pub(super) charged_bytes: u64,
     /// Time of the request; `None` once the data has arrived.
-    pub(super) begun: Option<Instant>,
+    pub(super) requested_at: Option<Instant>,
 }
 
-impl<T> Chunk<T> {
-    pub(super) fn new(token: T, range: &Range<u64>, ahead: &Ahead, now: Instant) -> Self {
+impl<T> CacheChunk<T> {
+    pub(super) fn new(token: T, range: &Range<u64>, ahead: &ReadAhead, now: Instant) -> Self {
         let (offset, length) = (range.start, range.end - range.start);
         Self {
             token,
             offset,
             length,
-            extents: 1,
-            settled: Blocks::default(),
+            extent_count: 1,
+            settled_blocks: BlockBitmap::default(),
             open_blocks: length.div_ceil(BLOCK_BYTES),
             stream: ahead.stream,
             on_trial: ahead.on_trial,
             charged_bytes: ahead.range_bytes(),
-            begun: Some(now),
+            requested_at: Some(now),
         }
     }
 
     /// Marks bytes as read or invalidated; returns how many were neither.
     pub(super) fn settle(&mut self, from: u64, to: u64) -> u64 {
         let before = self.open_bytes();
-        self.open_blocks -= self.settled.add(from, to);
+        self.open_blocks -= self.settled_blocks.add(from, to);
         before - self.open_bytes()
     }
 
     fn open_bytes(&self) -> u64 {
         // The last block of the disk may be shorter.
         let last = (self.length - 1) / BLOCK_BYTES;
-        let missing = if self.settled.has(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };
+        let missing = if self.settled_blocks.contains(last) { 0 } else { (last + 1) * BLOCK_BYTES - self.length };
         self.open_blocks * BLOCK_BYTES - missing
     }
 
@@ -94,7 +94,7 @@ impl<T> Chunk<T> {
     pub(super) fn settle_rest(&mut self) -> u64 {
         let bytes = self.open_bytes();
         self.open_blocks = 0;
-        self.settled = Blocks([u64::MAX; 4]);
+        self.settled_blocks = BlockBitmap([u64::MAX; 4]);
         bytes
     }
 
@@ -113,7 +113,7 @@ mod tests {
     proptest! {
         #[test]
         fn blocks_are_counted_once(ranges in prop::collection::vec((0..CHUNK_MAX_BYTES, 1..200_000_u64), 1..20)) {
-            let (mut blocks, mut model) = (Blocks::default(), BTreeSet::new());
+            let (mut blocks, mut model) = (BlockBitmap::default(), BTreeSet::new());
             for (from, length) in ranges {
                 let to = (from + length).min(CHUNK_MAX_BYTES);
                 let before = model.len();

@@ -14,17 +14,17 @@ use alloc::collections::VecDeque;
 
 /// Ratio of smoothed to best response time above which a device is congested. Requests of a window
 /// queue up to four deep...
-const CONGESTED: u64 = 4;
+const CONGESTION_RATIO: u64 = 4;
 /// ... and it must exceed this time: a flash device has a multiple of its throughput at the queue
 /// depth that takes this long.
-const TOLERATED_NS: u64 = 2_000_000;
+const MIN_CONGESTED_NS: u64 = 2_000_000;
 /// Initial and lowest limit of bytes in flight.
-const ALLOWED_AT_FIRST: u64 = 2 << 20;
-const LEAST_ALLOWED: u64 = 512 << 10;
+const INITIAL_IN_FLIGHT_LIMIT: u64 = 2 << 20;
+const MIN_IN_FLIGHT_LIMIT: u64 = 512 << 10;
 /// Share of one stream in bytes while others wait.
-const SHARE: u64 = LEAST_ALLOWED / 2;
+const WAITING_SHARE: u64 = MIN_IN_FLIGHT_LIMIT / 2;
 /// Smallest useful request in bytes.
-const LEAST_WORTH: u64 = 32 << 10;
+const MIN_REQUEST_BYTES: u64 = 32 << 10;
 /// A waiting stream is forgotten if it does not ask again within this many requests of other
 /// streams, plus four for each waiting one.
 const REMEMBERED: u64 = 64;
@@ -32,98 +32,98 @@ const REMEMBERED: u64 = 64;
 const SIZES: usize = CHUNK_MAX_BYTES.ilog2() as usize + 1;
 
 #[derive(Debug)]
-pub(super) struct Congestion {
-    paces: [Pace; SIZES],
+pub(super) struct CongestionControl {
+    paces: [ResponseTime; SIZES],
     is_congested: bool,
     /// Bytes in flight, and their limit.
-    on_its_way: u64,
-    allowed: u64,
-    most_allowed: u64,
+    in_flight_bytes: u64,
+    in_flight_limit: u64,
+    max_in_flight_limit: u64,
     /// Refused streams without data, with the value of `questions` at their last request.
     waiting: VecDeque<(StreamId, u64)>,
-    questions: u64,
+    refused_requests: u64,
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Pace {
+struct ResponseTime {
     best_ns: u64,
     smoothed_ns: u64,
 }
 
-impl Congestion {
+impl CongestionControl {
     pub(super) fn new(memory_bytes: u64) -> Self {
         Self {
-            paces: [Pace::default(); SIZES],
+            paces: [ResponseTime::default(); SIZES],
             is_congested: false,
-            on_its_way: 0,
-            allowed: ALLOWED_AT_FIRST,
-            most_allowed: memory_bytes.max(LEAST_ALLOWED),
+            in_flight_bytes: 0,
+            in_flight_limit: INITIAL_IN_FLIGHT_LIMIT,
+            max_in_flight_limit: memory_bytes.max(MIN_IN_FLIGHT_LIMIT),
             waiting: VecDeque::new(),
-            questions: 0,
+            refused_requests: 0,
         }
     }
 
     pub(super) fn resize(&mut self, memory_bytes: u64) {
-        self.most_allowed = memory_bytes.max(LEAST_ALLOWED);
-        self.allowed = self.allowed.min(self.most_allowed);
+        self.max_in_flight_limit = memory_bytes.max(MIN_IN_FLIGHT_LIMIT);
+        self.in_flight_limit = self.in_flight_limit.min(self.max_in_flight_limit);
     }
 
     /// Number of bytes, up to `wanted`, that the stream may read ahead now; 0 if less than a useful
     /// request. At most a quarter of the limit, so that large windows do not displace small ones.
-    pub(super) fn room(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
-        self.forget_those_who_left();
+    pub(super) fn allowed_bytes(&mut self, stream: StreamId, wanted: u64, has_data: bool) -> u64 {
+        self.forget_departed();
         let place = self.waiting.iter().position(|(waiting, _)| *waiting == stream);
         let before = place.unwrap_or(self.waiting.len()) as u64;
         // Each stream that waits before this one has a share reserved.
-        let free = self.allowed.saturating_sub(self.on_its_way).saturating_sub(before * SHARE);
+        let free = self.in_flight_limit.saturating_sub(self.in_flight_bytes).saturating_sub(before * WAITING_SHARE);
         let is_alone = self.waiting.len() == usize::from(place.is_some());
-        let most = if is_alone { (self.allowed / 4).max(SHARE) } else { SHARE };
+        let most = if is_alone { (self.in_flight_limit / 4).max(WAITING_SHARE) } else { WAITING_SHARE };
         let room = wanted.min(free).min(most);
-        if room >= wanted.min(LEAST_WORTH) {
+        if room >= wanted.min(MIN_REQUEST_BYTES) {
             place.map(|place| self.waiting.remove(place));
             return room;
         }
         if !has_data {
-            self.questions += 1;
+            self.refused_requests += 1;
             match place {
-                Some(place) => self.waiting[place].1 = self.questions,
-                None => self.waiting.push_back((stream, self.questions)),
+                Some(place) => self.waiting[place].1 = self.refused_requests,
+                None => self.waiting.push_back((stream, self.refused_requests)),
             }
         }
         0
     }
 
-    fn forget_those_who_left(&mut self) {
+    fn forget_departed(&mut self) {
         let patience = REMEMBERED + 4 * self.waiting.len() as u64;
-        while self.waiting.front().is_some_and(|(_, asked)| self.questions - asked > patience) {
+        while self.waiting.front().is_some_and(|(_, asked)| self.refused_requests - asked > patience) {
             self.waiting.pop_front();
         }
     }
 
-    pub(super) fn begun(&mut self, bytes: u64) {
-        self.on_its_way += bytes;
+    pub(super) fn add_in_flight(&mut self, bytes: u64) {
+        self.in_flight_bytes += bytes;
     }
 
-    pub(super) fn ended(&mut self, bytes: u64) {
-        self.on_its_way -= bytes;
+    pub(super) fn remove_in_flight(&mut self, bytes: u64) {
+        self.in_flight_bytes -= bytes;
     }
 
-    pub(super) fn took(&mut self, bytes: u64, took_ns: u64) {
+    pub(super) fn record_response(&mut self, bytes: u64, took_ns: u64) {
         let pace = &mut self.paces[(bytes.max(1).ilog2() as usize).min(SIZES - 1)];
         let took_ns = took_ns.max(1);
         // The first request of this size is its own reference.
         if pace.best_ns == 0 {
-            *pace = Pace { best_ns: took_ns, smoothed_ns: took_ns };
+            *pace = ResponseTime { best_ns: took_ns, smoothed_ns: took_ns };
         }
         // The best time ages because devices change: it doubles after some hundred requests.
         pace.best_ns = took_ns.min(pace.best_ns.saturating_add(pace.best_ns / 512 + 1));
         pace.smoothed_ns = pace.smoothed_ns - pace.smoothed_ns / 8 + took_ns / 8;
-        let bound_ns = pace.best_ns.saturating_mul(CONGESTED).max(TOLERATED_NS);
+        let bound_ns = pace.best_ns.saturating_mul(CONGESTION_RATIO).max(MIN_CONGESTED_NS);
         self.is_congested = pace.smoothed_ns > bound_ns;
-        self.allowed = if took_ns > bound_ns {
-            (self.allowed - self.allowed / 8).max(LEAST_ALLOWED)
+        self.in_flight_limit = if took_ns > bound_ns {
+            (self.in_flight_limit - self.in_flight_limit / 8).max(MIN_IN_FLIGHT_LIMIT)
         } else {
-            (self.allowed + bytes / 8).min(self.most_allowed)
+            (self.in_flight_limit + bytes / 8).min(self.max_in_flight_limit)
         };
     }
 
@@ -135,58 +135,58 @@ impl Congestion {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prefetch::streams::{Step, Streams};
-    use crate::prefetch::window::Window;
+    use crate::prefetch::streams::{ScanStep, StreamTable};
+    use crate::prefetch::window::ReadAheadWindow;
 
     const WINDOW: u64 = 128 << 10;
 
     #[test]
-    fn a_device_that_takes_ten_times_as_long_is_congested_until_it_is_as_fast_again() {
-        let mut congestion = Congestion::new(0);
+    fn tenfold_response_time_is_congestion() {
+        let mut congestion = CongestionControl::new(0);
         for _ in 0..50 {
-            congestion.took(WINDOW, 500_000);
+            congestion.record_response(WINDOW, 500_000);
         }
         assert!(!congestion.is_congested());
         for _ in 0..50 {
-            congestion.took(WINDOW, 8_000_000);
+            congestion.record_response(WINDOW, 8_000_000);
         }
         assert!(congestion.is_congested());
         for _ in 0..50 {
-            congestion.took(WINDOW, 600_000);
+            congestion.record_response(WINDOW, 600_000);
         }
         assert!(!congestion.is_congested());
     }
 
     #[test]
-    fn on_a_congested_device_less_is_on_its_way_and_who_has_waited_longest_comes_first() {
-        let mut streams = Streams::new(3);
-        let window = Window::new(WINDOW, 1 << 20);
+    fn congestion_lowers_the_limit_and_serves_longest_waiting_stream() {
+        let mut streams = StreamTable::new(3);
+        let window = ReadAheadWindow::new(WINDOW, 1 << 20);
         let [one, other, third] =
-            [1, 2, 3].map(|place: u64| streams.join(Step::Forward, place << 30, 4096, window));
-        let mut congestion = Congestion::new(64 << 20);
-        congestion.begun(1 << 20);
-        assert_eq!(congestion.room(one, 1 << 20, true), 512 << 10, "a quarter");
+            [1, 2, 3].map(|place: u64| streams.find_or_add(ScanStep::Forward, place << 30, 4096, window));
+        let mut congestion = CongestionControl::new(64 << 20);
+        congestion.add_in_flight(1 << 20);
+        assert_eq!(congestion.allowed_bytes(one, 1 << 20, true), 512 << 10, "a quarter");
         for _ in 0..1000 {
-            congestion.took(WINDOW, 500_000);
+            congestion.record_response(WINDOW, 500_000);
         }
-        assert_eq!(congestion.room(one, 1 << 20, true), 1 << 20, "nothing takes longer than it should");
+        assert_eq!(congestion.allowed_bytes(one, 1 << 20, true), 1 << 20, "nothing takes longer than it should");
         for _ in 0..100 {
-            congestion.took(WINDOW, 20_000_000);
+            congestion.record_response(WINDOW, 20_000_000);
         }
-        assert_eq!(congestion.room(other, WINDOW, false), 0);
-        assert_eq!(congestion.room(third, WINDOW, false), 0);
-        congestion.ended(1 << 20);
-        congestion.begun(SHARE);
-        assert_eq!(congestion.room(one, WINDOW, true), 0, "others have waited");
-        assert_eq!(congestion.room(third, WINDOW, false), 0, "one of them longer");
-        assert_eq!(congestion.room(other, 1 << 20, false), SHARE, "as much as everybody, while others wait");
-        assert_eq!(congestion.room(third, 1 << 20, false), SHARE);
-        congestion.begun(SHARE);
-        assert_eq!(congestion.room(other, 1 << 20, false), 0);
+        assert_eq!(congestion.allowed_bytes(other, WINDOW, false), 0);
+        assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0);
+        congestion.remove_in_flight(1 << 20);
+        congestion.add_in_flight(WAITING_SHARE);
+        assert_eq!(congestion.allowed_bytes(one, WINDOW, true), 0, "others have waited");
+        assert_eq!(congestion.allowed_bytes(third, WINDOW, false), 0, "one of them longer");
+        assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), WAITING_SHARE, "as much as everybody, while others wait");
+        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE);
+        congestion.add_in_flight(WAITING_SHARE);
+        assert_eq!(congestion.allowed_bytes(other, 1 << 20, false), 0);
         for _ in 0..=REMEMBERED + 8 {
-            congestion.room(third, WINDOW, false);
+            congestion.allowed_bytes(third, WINDOW, false);
         }
-        congestion.ended(SHARE);
-        assert_eq!(congestion.room(third, 1 << 20, false), SHARE, "the other has not come again");
+        congestion.remove_in_flight(WAITING_SHARE);
+        assert_eq!(congestion.allowed_bytes(third, 1 << 20, false), WAITING_SHARE, "the other has not come again");
     }
 }

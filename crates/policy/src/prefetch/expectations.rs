@@ -12,7 +12,7 @@
 //! the table has a fixed size, and a request costs a few stores.
 
 use super::ahead::StreamId;
-use super::streams::Step;
+use super::streams::ScanStep;
 use alloc::boxed::Box;
 use alloc::vec;
 
@@ -25,11 +25,11 @@ const LIFETIME: u32 = 2048;
 /// interleaved.
 const RECENT: usize = 2;
 /// Maximum stride in bytes: a slot has 32 bits for it.
-const LONGEST_STRIDE: u64 = 1 << 30;
+const MAX_STRIDE: u64 = 1 << 30;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Expected {
-    pub(super) step: Step,
+pub(super) struct ExpectedRequest {
+    pub(super) step: ScanStep,
     pub(super) run: u8,
     pub(super) stream: StreamId,
 }
@@ -37,18 +37,18 @@ pub(super) struct Expected {
 /// Aligned so that a slot never crosses a cache line.
 #[derive(Clone, Copy, Debug)]
 #[repr(align(32))]
-struct Slot {
+struct ExpectationSlot {
     offset: u64,
     made: u32,
-    what: Expected,
+    what: ExpectedRequest,
 }
 
-const _: () = assert!(size_of::<Slot>() == 32);
+const _: () = assert!(size_of::<ExpectationSlot>() == 32);
 
 #[derive(Debug)]
 pub(super) struct Expectations {
     /// [`SLOTS`] entries; empty until the first expectation, because they need 64 KiB.
-    slots: Box<[Slot]>,
+    slots: Box<[ExpectationSlot]>,
     clock: u32,
     recent: [u64; RECENT],
     next_recent: usize,
@@ -60,9 +60,9 @@ impl Expectations {
     }
 
     /// Returns and removes the expectation of a request at `offset`.
-    pub(super) fn meet(&mut self, offset: u64) -> Option<Expected> {
+    pub(super) fn take_match(&mut self, offset: u64) -> Option<ExpectedRequest> {
         self.clock = self.clock.wrapping_add(1);
-        let slot = self.slots.get_mut(place(offset))?;
+        let slot = self.slots.get_mut(slot_index(offset))?;
         if slot.offset != offset || self.clock.wrapping_sub(slot.made) > LIFETIME {
             return None;
         }
@@ -73,15 +73,15 @@ impl Expectations {
 
     /// Records an expectation, unless that would replace one of a longer scan, or one without gaps
     /// by a strided one: interleaved readers look strided.
-    pub(super) fn expect(&mut self, offset: u64, what: Expected) {
+    pub(super) fn expect(&mut self, offset: u64, what: ExpectedRequest) {
         if self.slots.is_empty() {
             self.slots = empty_slots();
         }
-        let slot = &mut self.slots[place(offset)];
+        let slot = &mut self.slots[slot_index(offset)];
         let is_young = self.clock.wrapping_sub(slot.made) <= LIFETIME;
         if slot.offset != u64::MAX && is_young {
             // At the same offset, a scan without gaps is preferred, then the longer one.
-            let order = |expected: &Expected| (!expected.step.has_gaps(), expected.run);
+            let order = |expected: &ExpectedRequest| (!expected.step.has_gaps(), expected.run);
             let is_better = if slot.offset == offset {
                 order(&slot.what) > order(&what)
             } else {
@@ -91,18 +91,18 @@ impl Expectations {
                 return;
             }
         }
-        *slot = Slot { offset, made: self.clock, what };
+        *slot = ExpectationSlot { offset, made: self.clock, what };
     }
 
     pub(super) fn expect_any(&mut self, offset: u64, length: u64) {
-        let begin = |step| Expected { step, run: 1, stream: StreamId::NONE };
+        let begin = |step| ExpectedRequest { step, run: 1, stream: StreamId::NONE };
         for recent in self.recent {
             let distance = offset.abs_diff(recent);
             // Smaller distances are sequential scans, or overlaps.
-            if recent == u64::MAX || distance <= length || distance > LONGEST_STRIDE {
+            if recent == u64::MAX || distance <= length || distance > MAX_STRIDE {
                 continue;
             }
-            let step = Step::Stride(offset.wrapping_sub(recent) as i32);
+            let step = ScanStep::Stride(offset.wrapping_sub(recent) as i32);
             if let Some(next) = step.next(offset, length) {
                 self.expect(next, begin(step));
             }
@@ -110,25 +110,25 @@ impl Expectations {
         self.recent[self.next_recent] = offset;
         self.next_recent = (self.next_recent + 1) % RECENT;
         if let Some(next) = offset.checked_sub(length) {
-            self.expect(next, begin(Step::Backward));
+            self.expect(next, begin(ScanStep::Backward));
         }
         self.expect_forward(offset.saturating_add(length));
     }
 
     pub(super) fn expect_forward(&mut self, offset: u64) {
-        self.expect(offset, Expected { step: Step::Forward, run: 1, stream: StreamId::NONE });
+        self.expect(offset, ExpectedRequest { step: ScanStep::Forward, run: 1, stream: StreamId::NONE });
     }
 }
 
 #[cold]
-fn empty_slots() -> Box<[Slot]> {
-    let what = Expected { step: Step::Forward, run: 0, stream: StreamId::NONE };
+fn empty_slots() -> Box<[ExpectationSlot]> {
+    let what = ExpectedRequest { step: ScanStep::Forward, run: 0, stream: StreamId::NONE };
     // No request begins at u64::MAX.
-    vec![Slot { offset: u64::MAX, made: 0, what }; SLOTS].into()
+    vec![ExpectationSlot { offset: u64::MAX, made: 0, what }; SLOTS].into()
 }
 
 /// Fibonacci hashing, because requests are aligned and their low bits are mostly zero.
-fn place(offset: u64) -> usize {
+fn slot_index(offset: u64) -> usize {
     let mixed = (offset >> 9).wrapping_mul(0x9E37_79B9_7F4A_7C15);
     (mixed >> (64 - SLOTS.trailing_zeros())) as usize
 }
@@ -137,16 +137,16 @@ fn place(offset: u64) -> usize {
 mod tests {
     use super::*;
 
-    fn follow(offsets: impl IntoIterator<Item = u64>) -> Option<Expected> {
+    fn follow(offsets: impl IntoIterator<Item = u64>) -> Option<ExpectedRequest> {
         let mut table = Expectations::new();
         let mut last = None;
         for offset in offsets {
-            last = table.meet(offset);
+            last = table.take_match(offset);
             match last {
                 None => table.expect_any(offset, 4096),
                 Some(met) => {
                     if let Some(next) = met.step.next(offset, 4096) {
-                        table.expect(next, Expected { run: met.run + 1, ..met });
+                        table.expect(next, ExpectedRequest { run: met.run + 1, ..met });
                     }
                     if met.step.has_gaps() {
                         table.expect_forward(offset + 4096);
@@ -158,34 +158,34 @@ mod tests {
     }
 
     #[test]
-    fn scans_are_told_apart_after_two_or_three_requests() {
+    fn scans_are_detected_after_two_or_three_requests() {
         let expect = |offsets: [u64; 5], step, run| {
-            let expected = Expected { step, run, stream: StreamId::NONE };
+            let expected = ExpectedRequest { step, run, stream: StreamId::NONE };
             assert_eq!(follow(offsets.map(|block| block * 4096)), Some(expected), "{offsets:?}");
         };
-        expect([10, 11, 12, 13, 14], Step::Forward, 4);
-        expect([14, 13, 12, 11, 10], Step::Backward, 4);
-        expect([0, 16, 32, 48, 64], Step::Stride(65536), 3);
-        expect([64, 48, 32, 16, 0], Step::Stride(-65536), 3);
+        expect([10, 11, 12, 13, 14], ScanStep::Forward, 4);
+        expect([14, 13, 12, 11, 10], ScanStep::Backward, 4);
+        expect([0, 16, 32, 48, 64], ScanStep::Stride(65536), 3);
+        expect([64, 48, 32, 16, 0], ScanStep::Stride(-65536), 3);
         assert_eq!(follow([5, 700, 3, 80, 41].map(|block| block * 4096)), None);
     }
 
     #[test]
     fn a_disk_without_requests_has_no_table() {
         let mut table = Expectations::new();
-        assert_eq!(table.meet(0), None);
+        assert_eq!(table.take_match(0), None);
         assert!(table.slots.is_empty());
         table.expect_any(0, 4096);
-        assert_eq!(table.meet(4096).map(|met| met.step), Some(Step::Forward));
+        assert_eq!(table.take_match(4096).map(|met| met.step), Some(ScanStep::Forward));
     }
 
     #[test]
-    fn what_was_expected_long_ago_is_expected_no_more() {
+    fn old_expectations_expire() {
         let mut table = Expectations::new();
         table.expect_any(4096, 4096);
         for other in 0..u64::from(LIFETIME) {
-            assert_eq!(table.meet((1 << 40) + other * 512), None);
+            assert_eq!(table.take_match((1 << 40) + other * 512), None);
         }
-        assert_eq!(table.meet(8192), None);
+        assert_eq!(table.take_match(8192), None);
     }
 }

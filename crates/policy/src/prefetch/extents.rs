@@ -13,14 +13,14 @@ use core::ops::Range;
 
 /// A part of a chunk, keyed by its offset on the disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Extent {
+pub(super) struct ChunkExtent {
     pub(super) offset: u64,
     pub(super) length: u64,
     pub(super) chunk: u32,
-    pub(super) from: u64,
+    pub(super) chunk_offset: u64,
 }
 
-impl Extent {
+impl ChunkExtent {
     pub(super) const fn end(&self) -> u64 {
         self.offset + self.length
     }
@@ -28,27 +28,27 @@ impl Extent {
     pub(super) fn within(&self, range: &Range<u64>) -> Self {
         let offset = self.offset.max(range.start);
         let end = self.end().min(range.end);
-        Self { offset, length: end - offset, chunk: self.chunk, from: self.from + (offset - self.offset) }
+        Self { offset, length: end - offset, chunk: self.chunk, chunk_offset: self.chunk_offset + (offset - self.offset) }
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Value {
+struct ExtentValue {
     length: u64,
     chunk: u32,
     from: u64,
 }
 
 #[derive(Debug, Default)]
-pub(super) struct Extents(BTreeMap<u64, Value>);
+pub(super) struct ExtentMap(BTreeMap<u64, ExtentValue>);
 
-impl Extents {
+impl ExtentMap {
     /// Extents that overlap the range, in descending order.
-    pub(super) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = Extent> {
+    pub(super) fn overlapping(&self, range: &Range<u64>) -> impl Iterator<Item = ChunkExtent> {
         let start = range.start;
         let before = self.0.range(..range.end).rev();
         before
-            .map(|(&offset, &Value { length, chunk, from })| Extent { offset, length, chunk, from })
+            .map(|(&offset, &ExtentValue { length, chunk, from })| ChunkExtent { offset, length, chunk, chunk_offset: from })
             // Extents are disjoint, so all below one that ends before the range do too.
             .take_while(move |extent| extent.end() > start)
     }
@@ -70,23 +70,23 @@ impl Extents {
     }
 
     /// Inserts an extent that overlaps no other.
-    pub(super) fn insert(&mut self, extent: Extent) {
-        let Extent { offset, length, chunk, from } = extent;
-        self.0.insert(offset, Value { length, chunk, from });
+    pub(super) fn insert(&mut self, extent: ChunkExtent) {
+        let ChunkExtent { offset, length, chunk, chunk_offset: from } = extent;
+        self.0.insert(offset, ExtentValue { length, chunk, from });
     }
 
     /// Removes a range. Calls `cut` with each removed part and the change in the number of extents
     /// of its chunk (-1, 0 or 1).
-    pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(Extent, i32)) {
+    pub(super) fn cut(&mut self, range: &Range<u64>, mut cut: impl FnMut(ChunkExtent, i32)) {
         loop {
             let Some(extent) = self.overlapping(range).next() else { return };
             self.0.remove(&extent.offset);
             let gone = extent.within(range);
-            let left = Extent { length: gone.offset - extent.offset, ..extent };
-            let right = Extent {
+            let left = ChunkExtent { length: gone.offset - extent.offset, ..extent };
+            let right = ChunkExtent {
                 offset: gone.end(),
                 length: extent.end() - gone.end(),
-                from: gone.from + gone.length,
+                chunk_offset: gone.chunk_offset + gone.length,
                 ..extent
             };
             // What remains on either side of the removed part goes back into the map.
@@ -114,13 +114,13 @@ mod tests {
 
     const SIZE: usize = 200;
 
-    fn flat(extents: &Extents) -> Vec<Option<(u32, u64)>> {
+    fn flat(extents: &ExtentMap) -> Vec<Option<(u32, u64)>> {
         let mut bytes = vec![None; SIZE];
         for extent in extents.overlapping(&(0..SIZE as u64)) {
             for at in 0..extent.length {
                 let byte = &mut bytes[(extent.offset + at) as usize];
                 assert!(byte.is_none(), "two extents overlap");
-                *byte = Some((extent.chunk, extent.from + at));
+                *byte = Some((extent.chunk, extent.chunk_offset + at));
             }
         }
         bytes
@@ -128,8 +128,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn does_what_a_map_of_bytes_does(steps in prop::collection::vec((any::<bool>(), 0..SIZE as u64, 1..60u64), 1..60)) {
-            let mut extents = Extents::default();
+        fn matches_a_byte_map(steps in prop::collection::vec((any::<bool>(), 0..SIZE as u64, 1..60u64), 1..60)) {
+            let mut extents = ExtentMap::default();
             let mut model = vec![None; SIZE];
             for (chunk, (insert, start, length)) in steps.into_iter().enumerate() {
                 let chunk = chunk as u32;
@@ -139,7 +139,7 @@ mod tests {
                 prop_assert_eq!(gaps.iter().cloned().flatten().collect::<Vec<_>>(), covered.collect::<Vec<_>>());
                 if insert {
                     for gap in gaps {
-                        extents.insert(Extent { offset: gap.start, length: gap.end - gap.start, chunk, from: 0 });
+                        extents.insert(ChunkExtent { offset: gap.start, length: gap.end - gap.start, chunk, chunk_offset: 0 });
                         (gap.clone()).for_each(|at| model[at as usize] = Some((chunk, at - gap.start)));
                     }
                 } else {

@@ -14,50 +14,50 @@
 
 /// Minimum initial credit in bytes: the default memory of a cache. Larger caches have more, so that
 /// as many streams as fit can start at once.
-const LEAST_CREDIT: u64 = 4 << 20;
+const MIN_CREDIT: u64 = 4 << 20;
 /// Fraction (1 / n) of the requested bytes that may be wasted: half of what users would notice.
-const ASKED_PART: u64 = 64;
+const REQUESTED_FRACTION: u64 = 64;
 /// Interest on used data (1 / n).
-const USED_PART: u64 = 8;
+const USED_FRACTION: u64 = 8;
 
 #[derive(Debug)]
-pub(super) struct Gate {
+pub(super) struct ReadAheadGate {
     credit: i64,
     most_credit: i64,
     /// Remainder of requested bytes, in 1/64 of a byte.
-    rest: u64,
+    remainder: u64,
 }
 
-impl Gate {
+impl ReadAheadGate {
     pub(super) fn new(memory_bytes: u64) -> Self {
-        let most_credit = memory_bytes.max(LEAST_CREDIT).cast_signed();
-        Self { credit: most_credit, most_credit, rest: 0 }
+        let most_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
+        Self { credit: most_credit, most_credit, remainder: 0 }
     }
 
     pub(super) fn resize(&mut self, memory_bytes: u64) {
-        self.most_credit = memory_bytes.max(LEAST_CREDIT).cast_signed();
+        self.most_credit = memory_bytes.max(MIN_CREDIT).cast_signed();
         self.credit = self.credit.min(self.most_credit);
     }
 
-    pub(super) fn asked(&mut self, bytes: u64) {
-        let rest = self.rest + bytes;
-        self.rest = rest % ASKED_PART;
-        self.add(rest / ASKED_PART);
+    pub(super) fn count_requested(&mut self, bytes: u64) {
+        let rest = self.remainder + bytes;
+        self.remainder = rest % REQUESTED_FRACTION;
+        self.add(rest / REQUESTED_FRACTION);
     }
 
     /// True if `bytes` may be read ahead on trial.
-    pub(super) fn lends(&self, bytes: u64) -> bool {
+    pub(super) fn is_open_for(&self, bytes: u64) -> bool {
         // A window above the maximum credit is admitted at full credit; otherwise it never would
         // be.
         self.credit >= bytes.cast_signed().min(self.most_credit)
     }
 
-    pub(super) fn lend(&mut self, bytes: u64) {
+    pub(super) fn charge_trial(&mut self, bytes: u64) {
         self.credit -= bytes.cast_signed();
     }
 
     pub(super) fn used(&mut self, bytes: u64, on_trial: bool) {
-        self.add(bytes / USED_PART + if on_trial { bytes } else { 0 });
+        self.add(bytes / USED_FRACTION + if on_trial { bytes } else { 0 });
     }
 
     /// Charges wasted bytes, except on trial, when `lend` has charged them already.
@@ -78,37 +78,37 @@ mod tests {
 
     const WINDOW: u64 = 128 << 10;
 
-    fn try_in_vain(gate: &mut Gate) -> bool {
-        let lends = gate.lends(WINDOW);
+    fn try_in_vain(gate: &mut ReadAheadGate) -> bool {
+        let lends = gate.is_open_for(WINDOW);
         if lends {
-            gate.lend(WINDOW);
+            gate.charge_trial(WINDOW);
             gate.wasted(WINDOW, true);
         }
         lends
     }
 
     #[test]
-    fn it_closes_when_nothing_is_used_and_tries_again_for_one_byte_in_64() {
-        let mut gate = Gate::new(0);
+    fn gate_closes_without_use_and_retries_for_one_byte_in_64() {
+        let mut gate = ReadAheadGate::new(0);
         while try_in_vain(&mut gate) {}
         let mut tries = 0;
         for _ in 0..64_000 {
-            gate.asked(16 << 10);
+            gate.count_requested(16 << 10);
             tries += u64::from(try_in_vain(&mut gate));
         }
         assert_eq!(tries, 64_000 * (16 << 10) / 64 / WINDOW);
     }
 
     #[test]
-    fn what_is_used_pays_for_itself_and_for_others() {
-        let mut gate = Gate::new(0);
+    fn used_data_earns_interest() {
+        let mut gate = ReadAheadGate::new(0);
         while try_in_vain(&mut gate) {}
-        gate.asked(64 * WINDOW);
+        gate.count_requested(64 * WINDOW);
         for _ in 0..8 {
-            assert!(gate.lends(WINDOW));
-            gate.lend(WINDOW);
+            assert!(gate.is_open_for(WINDOW));
+            gate.charge_trial(WINDOW);
             gate.used(WINDOW, true);
         }
-        assert!(gate.lends(2 * WINDOW - 1));
+        assert!(gate.is_open_for(2 * WINDOW - 1));
     }
 }

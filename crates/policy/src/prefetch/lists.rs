@@ -12,37 +12,37 @@
 //! A chunk's stamp, the bytes that had entered the list before it, gives its distance from the end.
 //! Never decides when to evict, only from which list.
 
-use super::chunk::Chunk;
+use super::chunk::CacheChunk;
 use alloc::vec::Vec;
 
 const NONE: u32 = u32::MAX;
 /// The oldest part (1 / n) of a list's bytes counts as near the end.
-const BOTTOM: u64 = 16;
+const LIST_END_FRACTION: u64 = 16;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Part {
+enum ListKind {
     /// At least one block has not been read.
-    Ahead,
+    Unread,
     /// All blocks have been read.
-    Behind,
+    Read,
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Links {
-    part: Option<Part>,
+struct LruLinks {
+    part: Option<ListKind>,
     newer: u32,
     older: u32,
     stamp: u64,
 }
 
-impl Default for Links {
+impl Default for LruLinks {
     fn default() -> Self {
         Self { part: None, newer: NONE, older: NONE, stamp: 0 }
     }
 }
 
 #[derive(Clone, Copy, Debug)]
-struct List {
+struct LruList {
     newest: u32,
     oldest: u32,
     bytes: u64,
@@ -50,47 +50,47 @@ struct List {
 }
 
 #[derive(Debug)]
-struct Slot<T> {
-    chunk: Chunk<T>,
-    links: Links,
+struct ChunkSlot<T> {
+    chunk: CacheChunk<T>,
+    links: LruLinks,
 }
 
 #[derive(Debug)]
-pub(super) struct Chunks<T> {
-    slots: Vec<Option<Slot<T>>>,
+pub(super) struct ChunkLists<T> {
+    slots: Vec<Option<ChunkSlot<T>>>,
     vacant: Vec<u32>,
-    lists: [List; 2],
+    lists: [LruList; 2],
     /// Target size of the list of unread chunks, in bytes.
-    wanted_ahead: u64,
+    unread_target: u64,
     memory_bytes: u64,
 }
 
-impl<T> Chunks<T> {
+impl<T> ChunkLists<T> {
     pub(super) fn new(memory_bytes: u64) -> Self {
-        let list = List { newest: NONE, oldest: NONE, bytes: 0, passed: 0 };
+        let list = LruList { newest: NONE, oldest: NONE, bytes: 0, passed: 0 };
         let mut chunks = Self {
             slots: Vec::new(),
             vacant: Vec::new(),
             lists: [list; 2],
-            wanted_ahead: 0,
+            unread_target: 0,
             memory_bytes: 0,
         };
-        chunks.divide(memory_bytes);
+        chunks.set_memory(memory_bytes);
         chunks
     }
 
     /// Sets the memory limit, and the initial division: three quarters for unread chunks.
-    pub(super) fn divide(&mut self, memory_bytes: u64) {
+    pub(super) fn set_memory(&mut self, memory_bytes: u64) {
         self.memory_bytes = memory_bytes;
-        self.wanted_ahead = memory_bytes / 4 * 3;
+        self.unread_target = memory_bytes / 4 * 3;
     }
 
-    pub(super) const fn wanted_ahead(&self) -> u64 {
-        self.wanted_ahead
+    pub(super) const fn unread_target(&self) -> u64 {
+        self.unread_target
     }
 
-    pub(super) fn insert(&mut self, chunk: Chunk<T>) -> u32 {
-        let slot = Some(Slot { chunk, links: Links::default() });
+    pub(super) fn insert(&mut self, chunk: CacheChunk<T>) -> u32 {
+        let slot = Some(ChunkSlot { chunk, links: LruLinks::default() });
         if let Some(number) = self.vacant.pop() {
             self.slots[number as usize] = slot;
             return number;
@@ -100,23 +100,23 @@ impl<T> Chunks<T> {
         (self.slots.len() - 1) as u32
     }
 
-    fn slot(&self, number: u32) -> &Slot<T> {
+    fn slot(&self, number: u32) -> &ChunkSlot<T> {
         self.slots[number as usize].as_ref().expect("an extent's chunk is there")
     }
 
-    fn slot_mut(&mut self, number: u32) -> &mut Slot<T> {
+    fn slot_mut(&mut self, number: u32) -> &mut ChunkSlot<T> {
         self.slots[number as usize].as_mut().expect("an extent's chunk is there")
     }
 
-    pub(super) fn get(&self, number: u32) -> &Chunk<T> {
+    pub(super) fn get(&self, number: u32) -> &CacheChunk<T> {
         &self.slot(number).chunk
     }
 
-    pub(super) fn get_mut(&mut self, number: u32) -> &mut Chunk<T> {
+    pub(super) fn get_mut(&mut self, number: u32) -> &mut CacheChunk<T> {
         &mut self.slot_mut(number).chunk
     }
 
-    pub(super) fn remove(&mut self, number: u32) -> Chunk<T> {
+    pub(super) fn remove(&mut self, number: u32) -> CacheChunk<T> {
         self.unlink(number);
         self.vacant.push(number);
         self.slots[number as usize].take().expect("removed once").chunk
@@ -125,10 +125,10 @@ impl<T> Chunks<T> {
     /// Moves a chunk to the newest end of its list: ahead or behind, depending on its unread
     /// blocks.
     pub(super) fn touch(&mut self, number: u32) {
-        self.learn(number);
+        self.adjust_target(number);
         self.unlink(number);
         let chunk = self.get(number);
-        let part = if chunk.open_blocks > 0 { Part::Ahead } else { Part::Behind };
+        let part = if chunk.open_blocks > 0 { ListKind::Unread } else { ListKind::Read };
         let bytes = chunk.footprint();
         let list = &mut self.lists[part as usize];
         let older = core::mem::replace(&mut list.newest, number);
@@ -140,45 +140,45 @@ impl<T> Chunks<T> {
         } else {
             self.slot_mut(older).links.newer = number;
         }
-        self.slot_mut(number).links = Links { part: Some(part), newer: NONE, older, stamp };
+        self.slot_mut(number).links = LruLinks { part: Some(part), newer: NONE, older, stamp };
     }
 
     // The list above its target is shortened. If neither is, read data is evicted first.
     pub(super) fn victim(&self) -> Option<u32> {
         let [ahead, behind] = &self.lists;
         let behind_first =
-            behind.bytes > self.memory_bytes - self.wanted_ahead || ahead.bytes <= self.wanted_ahead;
+            behind.bytes > self.memory_bytes - self.unread_target || ahead.bytes <= self.unread_target;
         let (first, second) = if behind_first { (behind, ahead) } else { (ahead, behind) };
         [first.oldest, second.oldest].into_iter().find(|number| *number != NONE)
     }
 
     /// Adjusts the division after a hit near the end of a list.
-    fn learn(&mut self, number: u32) {
-        let Slot { chunk, links } = self.slot(number);
+    fn adjust_target(&mut self, number: u32) {
+        let ChunkSlot { chunk, links } = self.slot(number);
         let (Some(part), bytes) = (links.part, chunk.footprint()) else { return };
         let list = &self.lists[part as usize];
         let total = self.lists[0].bytes + self.lists[1].bytes;
         // While everything fits, no hit would have been a miss.
-        if total + total / BOTTOM < self.memory_bytes || list.oldest == NONE {
+        if total + total / LIST_END_FRACTION < self.memory_bytes || list.oldest == NONE {
             return;
         }
         let oldest = self.slot(list.oldest).links.stamp;
         // Stamps are positions in bytes, so the difference is the distance from the oldest end.
-        if links.stamp - oldest > list.bytes / BOTTOM {
+        if links.stamp - oldest > list.bytes / LIST_END_FRACTION {
             return;
         }
         // Bounds keep a minimum of both lists, so that each can still produce hits to learn from.
         let (least, most) = (self.memory_bytes / 4, self.memory_bytes / 16 * 15);
-        self.wanted_ahead = match part {
-            Part::Ahead => (self.wanted_ahead + bytes).min(most),
-            Part::Behind => self.wanted_ahead.saturating_sub(bytes).max(least),
+        self.unread_target = match part {
+            ListKind::Unread => (self.unread_target + bytes).min(most),
+            ListKind::Read => self.unread_target.saturating_sub(bytes).max(least),
         };
     }
 
     fn unlink(&mut self, number: u32) {
-        let Slot { chunk, links } = self.slot_mut(number);
+        let ChunkSlot { chunk, links } = self.slot_mut(number);
         let bytes = chunk.footprint();
-        let Links { part, newer, older, .. } = core::mem::take(links);
+        let LruLinks { part, newer, older, .. } = core::mem::take(links);
         let Some(part) = part else { return };
         self.lists[part as usize].bytes -= bytes;
         if newer == NONE {
@@ -197,27 +197,27 @@ impl<T> Chunks<T> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::prefetch::Ahead;
+    use crate::prefetch::ReadAhead;
     use crate::time::Instant;
 
     const CHUNK: u64 = 128 << 10;
 
-    fn full(count: u64) -> (Chunks<()>, Vec<u32>) {
-        let mut chunks = Chunks::new(count * CHUNK);
+    fn full(count: u64) -> (ChunkLists<()>, Vec<u32>) {
+        let mut chunks = ChunkLists::new(count * CHUNK);
         let numbers: Vec<_> = (0..count)
-            .map(|_| chunks.insert(Chunk::new((), &(0..CHUNK), &Ahead::NOTHING, Instant::ZERO)))
+            .map(|_| chunks.insert(CacheChunk::new((), &(0..CHUNK), &ReadAhead::NOTHING, Instant::ZERO)))
             .collect();
         numbers.iter().for_each(|number| chunks.touch(*number));
         (chunks, numbers)
     }
 
-    fn read(chunks: &mut Chunks<()>, number: u32) {
+    fn read(chunks: &mut ChunkLists<()>, number: u32) {
         chunks.get_mut(number).settle_rest();
         chunks.touch(number);
     }
 
     #[test]
-    fn what_was_read_goes_before_what_was_not_and_the_oldest_first() {
+    fn read_chunks_are_evicted_first_in_lru_order() {
         let (mut chunks, numbers) = full(8);
         assert_eq!(chunks.victim(), Some(numbers[0]), "nothing was read");
         read(&mut chunks, numbers[5]);
@@ -233,24 +233,24 @@ mod tests {
     }
 
     #[test]
-    fn memory_goes_where_more_of_it_would_be_hit() {
+    fn memory_follows_marginal_hits() {
         let (mut chunks, numbers) = full(32);
         for number in &numbers[..8] {
             read(&mut chunks, *number);
         }
-        let begin = chunks.wanted_ahead();
+        let begin = chunks.unread_target();
         for _ in 0..4 {
             // Hits at the oldest end of the read list: with slightly less memory they would be
             // misses.
-            let oldest = chunks.lists[Part::Behind as usize].oldest;
+            let oldest = chunks.lists[ListKind::Read as usize].oldest;
             chunks.touch(oldest);
         }
-        assert!(chunks.wanted_ahead() < begin);
-        let less = chunks.wanted_ahead();
+        assert!(chunks.unread_target() < begin);
+        let less = chunks.unread_target();
         for _ in 0..8 {
-            let oldest = chunks.lists[Part::Ahead as usize].oldest;
+            let oldest = chunks.lists[ListKind::Unread as usize].oldest;
             chunks.touch(oldest);
         }
-        assert!(chunks.wanted_ahead() > less);
+        assert!(chunks.unread_target() > less);
     }
 }

@@ -9,7 +9,7 @@ use super::ahead::CHUNK_MAX_BYTES;
 
 /// Mode of read-ahead.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
-pub enum Mode {
+pub enum PrefetchMode {
     /// No read-ahead.
     Off,
     /// Read ahead of every stream, even if that has not paid off before.
@@ -19,7 +19,7 @@ pub enum Mode {
     Auto,
 }
 
-impl Mode {
+impl PrefetchMode {
     /// Every mode.
     pub const ALL: [Self; 3] = [Self::Off, Self::On, Self::Auto];
 
@@ -33,7 +33,7 @@ impl Mode {
     }
 }
 
-impl fmt::Display for Mode {
+impl fmt::Display for PrefetchMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
@@ -41,27 +41,27 @@ impl fmt::Display for Mode {
 
 /// Error for a name that is not a [`Mode`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct UnknownMode;
+pub struct UnknownPrefetchMode;
 
-impl fmt::Display for UnknownMode {
+impl fmt::Display for UnknownPrefetchMode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("is none of on, off and auto")
     }
 }
 
-impl core::error::Error for UnknownMode {}
+impl core::error::Error for UnknownPrefetchMode {}
 
-impl FromStr for Mode {
-    type Err = UnknownMode;
+impl FromStr for PrefetchMode {
+    type Err = UnknownPrefetchMode;
 
-    fn from_str(text: &str) -> Result<Self, UnknownMode> {
-        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or(UnknownMode)
+    fn from_str(text: &str) -> Result<Self, UnknownPrefetchMode> {
+        Self::ALL.into_iter().find(|mode| mode.name() == text).ok_or(UnknownPrefetchMode)
     }
 }
 
 /// A numeric setting.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Setting {
+pub enum PrefetchSetting {
     /// [`Settings::memory_bytes`].
     Memory,
     /// [`Settings::largest_request_bytes`].
@@ -74,7 +74,7 @@ pub enum Setting {
     Streams,
 }
 
-impl Setting {
+impl PrefetchSetting {
     /// All settings.
     pub const ALL: [Self; 5] =
         [Self::Memory, Self::LargestRequest, Self::WindowMin, Self::WindowMax, Self::Streams];
@@ -106,9 +106,9 @@ impl Setting {
 
 /// Settings of a disk's prefetch cache.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settings {
+pub struct PrefetchConfig {
     /// Mode of read-ahead.
-    pub mode: Mode,
+    pub mode: PrefetchMode,
     /// Maximum data in memory or in flight, in bytes. Default 4 MiB; 256 KiB to 1 TiB.
     pub memory_bytes: u64,
     /// Size above which requests are ignored, in bytes. Default 64 KiB; 512 B to 32 MiB.
@@ -123,10 +123,10 @@ pub struct Settings {
     pub streams: u32,
 }
 
-impl Default for Settings {
+impl Default for PrefetchConfig {
     fn default() -> Self {
         Self {
-            mode: Mode::Auto,
+            mode: PrefetchMode::Auto,
             memory_bytes: 4 << 20,
             largest_request_bytes: 64 << 10,
             window_min_bytes: 128 << 10,
@@ -138,11 +138,11 @@ impl Default for Settings {
 
 /// Reason why settings are invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Invalid {
+pub enum InvalidPrefetchSettings {
     /// A value is outside of [`Setting::range`].
     OutOfRange {
         /// The setting.
-        setting: Setting,
+        setting: PrefetchSetting,
         /// Its value.
         value: u64,
     },
@@ -155,7 +155,7 @@ pub enum Invalid {
     },
 }
 
-impl fmt::Display for Invalid {
+impl fmt::Display for InvalidPrefetchSettings {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match *self {
             Self::OutOfRange { setting, value } => {
@@ -170,40 +170,40 @@ impl fmt::Display for Invalid {
             Self::WindowsCross { min, max } => write!(
                 f,
                 "{} ({min}) is above {} ({max}); the smallest window may not be larger than the largest",
-                Setting::WindowMin.name(),
-                Setting::WindowMax.name()
+                PrefetchSetting::WindowMin.name(),
+                PrefetchSetting::WindowMax.name()
             ),
         }
     }
 }
 
-impl core::error::Error for Invalid {}
+impl core::error::Error for InvalidPrefetchSettings {}
 
-impl Settings {
+impl PrefetchConfig {
     /// The defaults with read-ahead off.
     pub fn off() -> Self {
-        Self { mode: Mode::Off, ..Self::default() }
+        Self { mode: PrefetchMode::Off, ..Self::default() }
     }
 
     /// Value of one setting.
-    pub fn get(&self, setting: Setting) -> u64 {
+    pub fn get(&self, setting: PrefetchSetting) -> u64 {
         match setting {
-            Setting::Memory => self.memory_bytes,
-            Setting::LargestRequest => self.largest_request_bytes,
-            Setting::WindowMin => self.window_min_bytes,
-            Setting::WindowMax => self.window_max_bytes,
-            Setting::Streams => self.streams.into(),
+            PrefetchSetting::Memory => self.memory_bytes,
+            PrefetchSetting::LargestRequest => self.largest_request_bytes,
+            PrefetchSetting::WindowMin => self.window_min_bytes,
+            PrefetchSetting::WindowMax => self.window_max_bytes,
+            PrefetchSetting::Streams => self.streams.into(),
         }
     }
 
     /// Changes one setting without validation; see [`Settings::check`].
-    pub fn set(&mut self, setting: Setting, value: u64) {
+    pub fn set(&mut self, setting: PrefetchSetting, value: u64) {
         match setting {
-            Setting::Memory => self.memory_bytes = value,
-            Setting::LargestRequest => self.largest_request_bytes = value,
-            Setting::WindowMin => self.window_min_bytes = value,
-            Setting::WindowMax => self.window_max_bytes = value,
-            Setting::Streams => self.streams = u32::try_from(value).unwrap_or(u32::MAX),
+            PrefetchSetting::Memory => self.memory_bytes = value,
+            PrefetchSetting::LargestRequest => self.largest_request_bytes = value,
+            PrefetchSetting::WindowMin => self.window_min_bytes = value,
+            PrefetchSetting::WindowMax => self.window_max_bytes = value,
+            PrefetchSetting::Streams => self.streams = u32::try_from(value).unwrap_or(u32::MAX),
         }
     }
 
@@ -211,15 +211,15 @@ impl Settings {
     ///
     /// # Errors
     /// [`Invalid`] for the first error found.
-    pub fn check(&self) -> Result<(), Invalid> {
-        for setting in Setting::ALL {
+    pub fn validate(&self) -> Result<(), InvalidPrefetchSettings> {
+        for setting in PrefetchSetting::ALL {
             let value = self.get(setting);
             if !setting.range().contains(&value) {
-                return Err(Invalid::OutOfRange { setting, value });
+                return Err(InvalidPrefetchSettings::OutOfRange { setting, value });
             }
         }
         let (min, max) = (self.window_min_bytes, self.window_max_bytes);
-        if min > max { Err(Invalid::WindowsCross { min, max }) } else { Ok(()) }
+        if min > max { Err(InvalidPrefetchSettings::WindowsCross { min, max }) } else { Ok(()) }
     }
 }
 
@@ -229,29 +229,29 @@ mod tests {
     use alloc::string::ToString;
 
     #[test]
-    fn what_is_wrong_is_named_with_its_range() {
+    fn errors_name_setting_and_range() {
         let with = |setting, value| {
-            let mut settings = Settings::default();
+            let mut settings = PrefetchConfig::default();
             settings.set(setting, value);
-            settings.check().map_err(|invalid| invalid.to_string())
+            settings.validate().map_err(|invalid| invalid.to_string())
         };
-        assert_eq!(with(Setting::Memory, 1 << 30), Ok(()));
+        assert_eq!(with(PrefetchSetting::Memory, 1 << 30), Ok(()));
         let expect = "prefetch-memory (4096) is out of range; it may be from 262144 to 1099511627776";
-        assert_eq!(with(Setting::Memory, 4096).unwrap_err(), expect);
+        assert_eq!(with(PrefetchSetting::Memory, 4096).unwrap_err(), expect);
         let expect = "prefetch-streams (0) is out of range; it may be from 1 to 4096";
-        assert_eq!(with(Setting::Streams, 0).unwrap_err(), expect);
-        assert!(with(Setting::Streams, 1 << 40).is_err());
+        assert_eq!(with(PrefetchSetting::Streams, 0).unwrap_err(), expect);
+        assert!(with(PrefetchSetting::Streams, 1 << 40).is_err());
         let expect = "prefetch-window-min (131072) is above prefetch-window-max (65536); the smallest window may not be larger than the largest";
-        assert_eq!(with(Setting::WindowMax, 64 << 10).unwrap_err(), expect);
+        assert_eq!(with(PrefetchSetting::WindowMax, 64 << 10).unwrap_err(), expect);
     }
 
     #[test]
-    fn the_defaults_are_valid_and_a_mode_is_what_it_is_called() {
-        assert_eq!(Settings::default().check(), Ok(()));
-        assert_eq!(Settings::off().check(), Ok(()));
-        for mode in Mode::ALL {
+    fn defaults_are_valid_and_modes_round_trip() {
+        assert_eq!(PrefetchConfig::default().validate(), Ok(()));
+        assert_eq!(PrefetchConfig::off().validate(), Ok(()));
+        for mode in PrefetchMode::ALL {
             assert_eq!(mode.to_string().parse(), Ok(mode));
         }
-        assert!("yes".parse::<Mode>().is_err());
+        assert!("yes".parse::<PrefetchMode>().is_err());
     }
 }

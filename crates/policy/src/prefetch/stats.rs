@@ -2,7 +2,7 @@
 
 /// Counters and levels of one disk's cache.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Stats {
+pub struct PrefetchStats {
     /// Reads answered from memory alone, including those that waited for data in flight.
     pub hits: u64,
     /// Reads of which only a part was in memory.
@@ -26,10 +26,10 @@ pub struct Stats {
     /// Streams with unread data.
     pub streams: u32,
     /// True if the gate is closed: new streams get no read-ahead because it does not pay.
-    pub closed: bool,
+    pub is_gate_closed: bool,
 }
 
-impl Stats {
+impl PrefetchStats {
     /// Adds the counters of `other`; keeps the levels of `self`.
     #[must_use]
     pub fn plus(self, other: &Self) -> Self {

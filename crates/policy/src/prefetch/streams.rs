@@ -9,18 +9,18 @@
 //! slots are in use, one is replaced by the second-chance (clock) algorithm. Independent of the
 //! contents of the cache.
 
-use super::ahead::{Ahead, BLOCK_BYTES, StreamId};
-use super::window::Window;
+use super::ahead::{ReadAhead, BLOCK_BYTES, StreamId};
+use super::window::ReadAheadWindow;
 use alloc::vec::Vec;
 
 /// Maximum number of ranges of a strided stream that are read ahead at a time.
-const MOST_PLACES: u64 = 64;
+const MAX_STRIDED_RANGES: u64 = 64;
 /// Distance in bytes within which a new scan joins an existing stream: as far as requests of a deep
 /// queue overtake each other.
 const NEAR_BYTES: u64 = 512 << 10;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Step {
+pub(super) enum ScanStep {
     /// Each request begins at the end of its predecessor.
     Forward,
     /// Each request ends at the beginning of its predecessor.
@@ -30,7 +30,7 @@ pub(super) enum Step {
     Stride(i32),
 }
 
-impl Step {
+impl ScanStep {
     /// True if there are unread bytes between the requests.
     pub(super) const fn has_gaps(self) -> bool {
         matches!(self, Self::Stride(_))
@@ -47,30 +47,30 @@ impl Step {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Stream {
-    step: Step,
+pub(super) struct PrefetchStream {
+    step: ScanStep,
     /// Length of its requests in bytes.
     length: u64,
     head: u64,
     ahead: u64,
-    is_at_its_end: bool,
-    pub(super) window: Window,
+    is_at_end: bool,
+    pub(super) window: ReadAheadWindow,
     unread_bytes: u64,
     used_bytes: u64,
     wasted_bytes: u64,
     generation: u32,
-    went_on: bool,
+    was_continued: bool,
 }
 
-impl Stream {
+impl PrefetchStream {
     pub(super) fn advance(&mut self, offset: u64, length: u64) {
-        self.went_on = true;
+        self.was_continued = true;
         let end = offset.saturating_add(length);
         match self.step {
             // A request that was overtaken does not move the head back.
-            Step::Forward => self.head = self.head.max(end),
-            Step::Backward => self.head = self.head.min(offset),
-            Step::Stride(step) => {
+            ScanStep::Forward => self.head = self.head.max(end),
+            ScanStep::Backward => self.head = self.head.min(offset),
+            ScanStep::Stride(step) => {
                 self.length = length;
                 let next = self.step.next(offset, length).unwrap_or(self.head);
                 if is_before(self.head, next, step) {
@@ -80,9 +80,9 @@ impl Stream {
         }
         // A reader that has passed its read-ahead continues without any lead.
         let overtaken = match self.step {
-            Step::Forward => self.ahead < self.head,
-            Step::Backward => self.ahead > self.head,
-            Step::Stride(step) => is_before(self.ahead, self.head, step),
+            ScanStep::Forward => self.ahead < self.head,
+            ScanStep::Backward => self.ahead > self.head,
+            ScanStep::Stride(step) => is_before(self.ahead, self.head, step),
         };
         if overtaken {
             self.ahead = self.head;
@@ -90,18 +90,18 @@ impl Stream {
     }
 
     /// True if at least `bytes` were used in excess of the wasted ones.
-    pub(super) const fn has_used(&self, bytes: u64) -> bool {
+    pub(super) const fn has_proven_use(&self, bytes: u64) -> bool {
         self.used_bytes >= bytes + self.wasted_bytes
     }
 
     pub(super) fn next(&self, length: u64) -> Option<u64> {
         match self.step {
-            Step::Forward | Step::Stride(_) => Some(self.head),
-            Step::Backward => self.head.checked_sub(length),
+            ScanStep::Forward | ScanStep::Stride(_) => Some(self.head),
+            ScanStep::Backward => self.head.checked_sub(length),
         }
     }
 
-    pub(super) const fn step(&self) -> Step {
+    pub(super) const fn step(&self) -> ScanStep {
         self.step
     }
 
@@ -109,26 +109,26 @@ impl Stream {
     pub(super) fn lead_bytes(&self) -> u64 {
         let distance = self.head.abs_diff(self.ahead);
         match self.step {
-            Step::Forward | Step::Backward => distance,
-            Step::Stride(step) => distance / u64::from(step.unsigned_abs()) * self.length.max(BLOCK_BYTES),
+            ScanStep::Forward | ScanStep::Backward => distance,
+            ScanStep::Stride(step) => distance / u64::from(step.unsigned_abs()) * self.length.max(BLOCK_BYTES),
         }
     }
 
     /// The next read-ahead: about `bytes`, inside the disk; `None` at its end.
-    pub(super) fn plan(&self, id: StreamId, bytes: u64, size_bytes: u64) -> Option<Ahead> {
+    pub(super) fn plan(&self, id: StreamId, bytes: u64, size_bytes: u64) -> Option<ReadAhead> {
         let (first, length, step, count) = match self.step {
-            Step::Forward => {
+            ScanStep::Forward => {
                 // Ends at a block boundary, so that the next one is aligned.
                 let end = (self.ahead.saturating_add(bytes) / BLOCK_BYTES * BLOCK_BYTES).min(size_bytes);
                 (self.ahead, end.checked_sub(self.ahead)?, 0, 1)
             }
-            Step::Backward => {
+            ScanStep::Backward => {
                 let from = self.ahead.saturating_sub(bytes).next_multiple_of(BLOCK_BYTES).min(self.ahead);
                 (from, self.ahead - from, 0, 1)
             }
-            Step::Stride(step) => {
+            ScanStep::Stride(step) => {
                 // Whole blocks are read and cached, so a short request costs a block.
-                let most = bytes.div_ceil(self.length.max(BLOCK_BYTES)).min(MOST_PLACES);
+                let most = bytes.div_ceil(self.length.max(BLOCK_BYTES)).min(MAX_STRIDED_RANGES);
                 let there = if step > 0 {
                     // The last range must end inside the disk.
                     let room = size_bytes.checked_sub(self.ahead.checked_add(self.length)?)?;
@@ -140,7 +140,7 @@ impl Stream {
             }
         };
         let is_inside = first.checked_add(length).is_some_and(|end| end <= size_bytes);
-        (length > 0 && count > 0 && is_inside && !self.is_at_its_end).then_some(Ahead {
+        (length > 0 && count > 0 && is_inside && !self.is_at_end).then_some(ReadAhead {
             stream: id,
             first,
             length,
@@ -151,20 +151,20 @@ impl Stream {
         })
     }
 
-    pub(super) fn lead(&mut self, ahead: &Ahead) {
+    pub(super) fn advance_read_ahead(&mut self, ahead: &ReadAhead) {
         self.ahead = match self.step {
-            Step::Forward => ahead.first + ahead.length,
-            Step::Backward => ahead.first,
-            Step::Stride(step) => {
+            ScanStep::Forward => ahead.first + ahead.length,
+            ScanStep::Backward => ahead.first,
+            ScanStep::Stride(step) => {
                 let distance = i64::from(step) * ahead.count.cast_signed();
                 let next = ahead.first.checked_add_signed(distance);
-                self.is_at_its_end = next.is_none();
+                self.is_at_end = next.is_none();
                 next.unwrap_or(0)
             }
         };
     }
 
-    fn is_near(&self, step: Step, next: u64) -> bool {
+    fn is_near(&self, step: ScanStep, next: u64) -> bool {
         let (low, high) = (self.head.min(self.ahead), self.head.max(self.ahead));
         step == self.step && next.saturating_add(NEAR_BYTES) >= low && next <= high.saturating_add(NEAR_BYTES)
     }
@@ -176,8 +176,8 @@ const fn is_before(place: u64, other: u64, step: i32) -> bool {
 }
 
 #[derive(Debug)]
-pub(super) struct Streams {
-    slots: Vec<Stream>,
+pub(super) struct StreamTable {
+    slots: Vec<PrefetchStream>,
     most: usize,
     hand: usize,
     /// Number of streams with unread data.
@@ -185,22 +185,22 @@ pub(super) struct Streams {
     next_generation: u32,
 }
 
-impl Streams {
+impl StreamTable {
     pub(super) const fn new(most: u32) -> Self {
         Self { slots: Vec::new(), most: most as usize, hand: 0, leading: 0, next_generation: 0 }
     }
 
     /// Forgets all streams and limits their number to `most`.
-    pub(super) fn forget_all(&mut self, most: u32) {
+    pub(super) fn reset(&mut self, most: u32) {
         // Generations continue, so that no old ID finds a new stream.
         *self = Self { next_generation: self.next_generation, ..Self::new(most) };
     }
 
-    pub(super) fn get_mut(&mut self, id: StreamId) -> Option<&mut Stream> {
+    pub(super) fn get_mut(&mut self, id: StreamId) -> Option<&mut PrefetchStream> {
         self.slots.get_mut(id.index as usize).filter(|stream| stream.generation == id.generation)
     }
 
-    pub(super) const fn leading(&self) -> u32 {
+    pub(super) const fn streams_with_unread(&self) -> u32 {
         self.leading
     }
 
@@ -219,7 +219,7 @@ impl Streams {
         self.settle(id, bytes, |stream| stream.wasted_bytes += bytes);
     }
 
-    fn settle(&mut self, id: StreamId, bytes: u64, count: impl FnOnce(&mut Stream)) {
+    fn settle(&mut self, id: StreamId, bytes: u64, count: impl FnOnce(&mut PrefetchStream)) {
         let Some(stream) = self.get_mut(id) else { return };
         count(stream);
         let left = stream.unread_bytes.saturating_sub(bytes);
@@ -229,42 +229,42 @@ impl Streams {
     }
 
     /// Returns the stream of a scan that has reached `next`: an existing one nearby, or a new one.
-    pub(super) fn join(&mut self, step: Step, next: u64, length: u64, window: Window) -> StreamId {
+    pub(super) fn find_or_add(&mut self, step: ScanStep, next: u64, length: u64, window: ReadAheadWindow) -> StreamId {
         // Linear, but rare: only a scan that has just been detected comes here.
         if let Some(index) = self.slots.iter().position(|stream| stream.is_near(step, next)) {
             return StreamId { index: index as u32, generation: self.slots[index].generation };
         }
         self.next_generation = self.next_generation.wrapping_add(1);
         let generation = self.next_generation;
-        let stream = Stream {
+        let stream = PrefetchStream {
             step,
             length,
             head: next,
             ahead: next,
-            is_at_its_end: false,
+            is_at_end: false,
             window,
             unread_bytes: 0,
             used_bytes: 0,
             wasted_bytes: 0,
             generation,
-            went_on: false,
+            was_continued: false,
         };
         if self.slots.len() < self.most {
             self.slots.push(stream);
             return StreamId { index: (self.slots.len() - 1) as u32, generation };
         }
-        let index = self.oldest();
+        let index = self.replaceable_slot();
         self.leading -= u32::from(self.slots[index].unread_bytes > 0);
         self.slots[index] = stream;
         StreamId { index: index as u32, generation }
     }
 
     // Terminates after at most one round: it clears the mark of every stream that it passes.
-    fn oldest(&mut self) -> usize {
+    fn replaceable_slot(&mut self) -> usize {
         loop {
             let index = self.hand;
             self.hand = (self.hand + 1) % self.slots.len();
-            if !core::mem::take(&mut self.slots[index].went_on) {
+            if !core::mem::take(&mut self.slots[index].was_continued) {
                 return index;
             }
         }
@@ -278,41 +278,41 @@ mod tests {
     const DISK: u64 = 1 << 30;
     const BLOCK: u64 = 4096;
 
-    fn streams() -> Streams {
-        Streams::new(2)
+    fn streams() -> StreamTable {
+        StreamTable::new(2)
     }
 
-    fn plan(streams: &mut Streams, id: StreamId, bytes: u64) -> Option<(u64, u64, u64)> {
+    fn plan(streams: &mut StreamTable, id: StreamId, bytes: u64) -> Option<(u64, u64, u64)> {
         let stream = streams.get_mut(id).unwrap();
         let ahead = stream.plan(id, bytes, DISK)?;
-        stream.lead(&ahead);
+        stream.advance_read_ahead(&ahead);
         Some((ahead.first, ahead.length, ahead.count))
     }
 
     #[test]
-    fn each_rule_reads_ahead_its_own_way() {
-        let mut streams = Streams::new(3);
-        let window = Window::new(128 << 10, 1 << 20);
-        let forward = streams.join(Step::Forward, 5 * BLOCK, BLOCK, window);
+    fn each_step_plans_its_read_ahead() {
+        let mut streams = StreamTable::new(3);
+        let window = ReadAheadWindow::new(128 << 10, 1 << 20);
+        let forward = streams.find_or_add(ScanStep::Forward, 5 * BLOCK, BLOCK, window);
         assert_eq!(plan(&mut streams, forward, 8 * BLOCK), Some((5 * BLOCK, 8 * BLOCK, 1)));
         assert_eq!(plan(&mut streams, forward, 8 * BLOCK), Some((13 * BLOCK, 8 * BLOCK, 1)));
-        let backward = streams.join(Step::Backward, 5 * BLOCK, BLOCK, window);
+        let backward = streams.find_or_add(ScanStep::Backward, 5 * BLOCK, BLOCK, window);
         assert_eq!(plan(&mut streams, backward, 3 * BLOCK), Some((2 * BLOCK, 3 * BLOCK, 1)));
         assert_eq!(plan(&mut streams, backward, 3 * BLOCK), Some((0, 2 * BLOCK, 1)));
         assert_eq!(plan(&mut streams, backward, 3 * BLOCK), None, "the beginning of the disk");
-        let strided = streams.join(Step::Stride(65536), DISK - 2 * 65536, BLOCK, window);
+        let strided = streams.find_or_add(ScanStep::Stride(65536), DISK - 2 * 65536, BLOCK, window);
         assert_eq!(plan(&mut streams, strided, 8 * BLOCK), Some((DISK - 2 * 65536, BLOCK, 2)));
         assert_eq!(plan(&mut streams, strided, 8 * BLOCK), None, "the end of the disk");
-        let mut streams = Streams::new(1);
-        let strided = streams.join(Step::Stride(-65536), 3 * 65536 + 512, 512, window);
+        let mut streams = StreamTable::new(1);
+        let strided = streams.find_or_add(ScanStep::Stride(-65536), 3 * 65536 + 512, 512, window);
         assert_eq!(plan(&mut streams, strided, 8 * BLOCK), Some((3 * 65536 + 512, 512, 4)));
         assert_eq!(plan(&mut streams, strided, 8 * BLOCK), None, "the beginning of the disk");
     }
 
     #[test]
-    fn a_request_out_of_order_takes_nothing_back() {
+    fn reordered_request_does_not_move_the_head_back() {
         let mut streams = streams();
-        let id = streams.join(Step::Forward, 5 * BLOCK, BLOCK, Window::new(128 << 10, 1 << 20));
+        let id = streams.find_or_add(ScanStep::Forward, 5 * BLOCK, BLOCK, ReadAheadWindow::new(128 << 10, 1 << 20));
         plan(&mut streams, id, 8 * BLOCK);
         let stream = streams.get_mut(id).unwrap();
         stream.advance(7 * BLOCK, BLOCK);
@@ -324,25 +324,25 @@ mod tests {
     }
 
     #[test]
-    fn a_scan_close_to_a_stream_is_that_stream() {
+    fn nearby_scan_joins_the_stream() {
         let mut streams = streams();
-        let window = Window::new(128 << 10, 1 << 20);
-        let first = streams.join(Step::Forward, DISK / 2, BLOCK, window);
-        assert_eq!(streams.join(Step::Forward, DISK / 2 + 40 * BLOCK, BLOCK, window), first);
-        assert_ne!(streams.join(Step::Backward, DISK / 2, BLOCK, window), first);
+        let window = ReadAheadWindow::new(128 << 10, 1 << 20);
+        let first = streams.find_or_add(ScanStep::Forward, DISK / 2, BLOCK, window);
+        assert_eq!(streams.find_or_add(ScanStep::Forward, DISK / 2 + 40 * BLOCK, BLOCK, window), first);
+        assert_ne!(streams.find_or_add(ScanStep::Backward, DISK / 2, BLOCK, window), first);
     }
 
     #[test]
-    fn who_went_on_last_keeps_his_slot() {
+    fn recently_continued_stream_is_kept() {
         let mut streams = streams();
-        let window = Window::new(128 << 10, 1 << 20);
-        let ids = [0, 1].map(|place| streams.join(Step::Forward, place * DISK / 4, BLOCK, window));
+        let window = ReadAheadWindow::new(128 << 10, 1 << 20);
+        let ids = [0, 1].map(|place| streams.find_or_add(ScanStep::Forward, place * DISK / 4, BLOCK, window));
         streams.count_unread(ids[1], 4096);
-        assert_eq!(streams.leading(), 1);
+        assert_eq!(streams.streams_with_unread(), 1);
         streams.get_mut(ids[0]).unwrap().advance(0, BLOCK);
-        let third = streams.join(Step::Forward, DISK / 2, BLOCK, window);
+        let third = streams.find_or_add(ScanStep::Forward, DISK / 2, BLOCK, window);
         assert!(streams.get_mut(ids[0]).is_some() && streams.get_mut(ids[1]).is_none());
         assert!(streams.get_mut(third).is_some());
-        assert_eq!(streams.leading(), 0, "what was read ahead of the one that is gone");
+        assert_eq!(streams.streams_with_unread(), 0, "what was read ahead of the one that is gone");
     }
 }

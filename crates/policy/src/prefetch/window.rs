@@ -15,33 +15,33 @@ use super::ahead::{BLOCK_BYTES, CHUNK_MAX_BYTES};
 
 /// Sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Window {
+pub(super) struct ReadAheadWindow {
     pub(super) size: u64,
     pub(super) trigger: u64,
 }
 
-impl Window {
+impl ReadAheadWindow {
     /// Initial window of a stream: size `min`, triggered at half of it.
     pub(super) fn new(min: u64, most: u64) -> Self {
-        let size = largest(min, most);
+        let size = largest_chunk_size(min, most);
         Self { size, trigger: size / 2 }.within(most)
     }
 
     /// The window, limited to `most` bytes of read-ahead.
     pub(super) fn within(self, most: u64) -> Self {
-        let size = largest(self.size, most);
+        let size = largest_chunk_size(self.size, most);
         Self { size, trigger: self.trigger.min(most.saturating_sub(size)) }
     }
 
-    pub(super) fn used_up(&mut self, most: u64) {
+    pub(super) fn grow(&mut self, most: u64) {
         *self = Self { size: self.size * 2, ..*self }.within(most);
     }
 
-    pub(super) fn came_late(&mut self, most: u64) {
+    pub(super) fn reader_waited(&mut self, most: u64) {
         *self = Self { trigger: self.trigger + self.size, ..*self }.within(most);
     }
 
-    pub(super) fn was_wasted(&mut self) {
+    pub(super) fn shrink(&mut self) {
         self.size = (self.size / 2).max(BLOCK_BYTES);
         // Less is read ahead, and later.
         self.trigger = self.trigger.min(self.size);
@@ -49,7 +49,7 @@ impl Window {
 }
 
 /// Largest power of two (as buffers are) up to `wanted` of which two fit into `most`.
-fn largest(wanted: u64, most: u64) -> u64 {
+fn largest_chunk_size(wanted: u64, most: u64) -> u64 {
     let size = wanted.min(most / 2).clamp(BLOCK_BYTES, CHUNK_MAX_BYTES);
     1 << size.ilog2()
 }
@@ -63,26 +63,26 @@ mod tests {
     #[test]
     fn it_grows_when_used_up_and_comes_earlier_when_waited_for() {
         let most = 2 << 20;
-        let mut window = Window::new(128 * K, most);
-        assert_eq!(window, Window { size: 128 * K, trigger: 64 * K });
-        window.came_late(most);
-        assert_eq!(window, Window { size: 128 * K, trigger: 192 * K });
+        let mut window = ReadAheadWindow::new(128 * K, most);
+        assert_eq!(window, ReadAheadWindow { size: 128 * K, trigger: 64 * K });
+        window.reader_waited(most);
+        assert_eq!(window, ReadAheadWindow { size: 128 * K, trigger: 192 * K });
         for _ in 0..10 {
-            window.used_up(most);
-            window.came_late(most);
+            window.grow(most);
+            window.reader_waited(most);
         }
-        assert_eq!(window, Window { size: 1 << 20, trigger: 1 << 20 });
+        assert_eq!(window, ReadAheadWindow { size: 1 << 20, trigger: 1 << 20 });
     }
 
     #[test]
     fn it_shrinks_when_memory_does_not_hold_it() {
-        let mut window = Window::new(512 * K, 4 << 20);
-        window.was_wasted();
-        assert_eq!(window, Window { size: 256 * K, trigger: 256 * K });
+        let mut window = ReadAheadWindow::new(512 * K, 4 << 20);
+        window.shrink();
+        assert_eq!(window, ReadAheadWindow { size: 256 * K, trigger: 256 * K });
         for _ in 0..20 {
-            window.was_wasted();
+            window.shrink();
         }
-        assert_eq!(window, Window { size: BLOCK_BYTES, trigger: BLOCK_BYTES });
-        assert_eq!(Window::new(128 * K, 40 * K), Window { size: 16 * K, trigger: 8 * K });
+        assert_eq!(window, ReadAheadWindow { size: BLOCK_BYTES, trigger: BLOCK_BYTES });
+        assert_eq!(ReadAheadWindow::new(128 * K, 40 * K), ReadAheadWindow { size: 16 * K, trigger: 8 * K });
     }
 }

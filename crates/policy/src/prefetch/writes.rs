@@ -10,12 +10,12 @@ use core::ops::Range;
 pub struct WriteId(u32);
 
 #[derive(Debug, Default)]
-pub(super) struct Writes {
+pub(super) struct WritesInFlight {
     slots: Vec<Option<Range<u64>>>,
     vacant: Vec<u32>,
 }
 
-impl Writes {
+impl WritesInFlight {
     pub(super) fn begin(&mut self, range: Range<u64>) -> WriteId {
         if let Some(slot) = self.vacant.pop() {
             self.slots[slot as usize] = Some(range);

@@ -7,21 +7,21 @@
 /// Time constant of the smoothed rate in seconds: at a low rate a large request completes at once.
 const SMOOTHING_S: f64 = 0.4;
 /// Used share of a part above which the member counts as throttled.
-const HELD_BACK: f64 = 0.85;
+const THROTTLED_SHARE: f64 = 0.85;
 /// Time in seconds for which a member counts as throttled: writeback is bursty, with pauses of two
 /// seconds. An idle member is forgotten sooner (`pool.rs`).
-const REMEMBERED_S: f64 = 3.0;
+const THROTTLED_FOR_S: f64 = 3.0;
 /// Demand of a member that is not throttled, relative to its rate.
 const HEADROOM: f64 = 1.3;
 
 /// Demand of one member in one direction, for bytes or operations.
 #[derive(Clone, Copy, Debug, Default)]
-pub(super) struct Demand {
+pub(super) struct MemberDemand {
     rate: f64,
-    held_back_s: f64,
+    throttled_for_s: f64,
 }
 
-impl Demand {
+impl MemberDemand {
     /// Adds a measurement: `units` in `elapsed_s`, with `granted` units per second allowed (`None`:
     /// unlimited). `stuck` is true if requests waited and none completed.
     pub(super) fn observe(&mut self, units: u64, elapsed_s: f64, granted: Option<f64>, stuck: bool) {
@@ -32,11 +32,11 @@ impl Demand {
         let fresh = elapsed_s / (SMOOTHING_S + elapsed_s);
         let now = units as f64 / elapsed_s;
         self.rate += (now - self.rate) * fresh;
-        self.held_back_s -= elapsed_s;
-        let held_back = granted.is_some_and(|granted| self.rate.max(now) >= granted * HELD_BACK);
+        self.throttled_for_s -= elapsed_s;
+        let held_back = granted.is_some_and(|granted| self.rate.max(now) >= granted * THROTTLED_SHARE);
         // A member without a limit cannot be throttled by it, however long it waits.
         if held_back || (stuck && granted.is_some()) {
-            self.held_back_s = REMEMBERED_S;
+            self.throttled_for_s = THROTTLED_FOR_S;
         }
     }
 
@@ -44,8 +44,8 @@ impl Demand {
         self.rate
     }
 
-    pub(super) fn wants(&self) -> f64 {
-        if self.held_back_s > 0.0 { f64::INFINITY } else { self.rate * HEADROOM }
+    pub(super) fn demand(&self) -> f64 {
+        if self.throttled_for_s > 0.0 { f64::INFINITY } else { self.rate * HEADROOM }
     }
 }
 
@@ -55,43 +55,43 @@ mod tests {
 
     /// Demand after two seconds of the same load.
     fn after(units_per_tick: u64, granted: f64, stuck: bool) -> f64 {
-        let mut demand = Demand::default();
+        let mut demand = MemberDemand::default();
         for _ in 0..20 {
             demand.observe(units_per_tick, 0.1, Some(granted), stuck);
         }
-        demand.wants()
+        demand.demand()
     }
 
     #[test]
-    fn who_takes_all_wants_more_and_who_does_not_wants_what_it_takes() {
+    fn full_use_demands_all_and_partial_use_a_margin() {
         assert_eq!(after(100, 1000.0, false), f64::INFINITY);
         assert!((after(50, 1000.0, false) - 500.0 * HEADROOM).abs() < 10.0);
     }
 
     #[test]
-    fn who_is_stuck_wants_more() {
+    fn stuck_member_demands_all() {
         assert_eq!(after(0, 1000.0, true), f64::INFINITY);
         assert!(after(0, 1000.0, false) < f64::EPSILON);
     }
 
     #[test]
     fn a_large_request_now_and_then_is_a_rate() {
-        let mut demand = Demand::default();
+        let mut demand = MemberDemand::default();
         // 1 MiB every second at a rate of 1 MiB/s.
         for tick in 0..40 {
             let passed = if tick % 10 == 9 { 1 << 20 } else { 0 };
             demand.observe(passed, 0.1, Some(1_048_576.0), passed == 0);
         }
-        assert_eq!(demand.wants(), f64::INFINITY);
+        assert_eq!(demand.demand(), f64::INFINITY);
     }
 
     #[test]
     fn it_is_remembered_for_three_seconds() {
-        let mut demand = Demand::default();
+        let mut demand = MemberDemand::default();
         demand.observe(100, 0.1, Some(1000.0), false);
         demand.observe(0, 2.5, Some(1000.0), false);
-        assert_eq!(demand.wants(), f64::INFINITY);
+        assert_eq!(demand.demand(), f64::INFINITY);
         demand.observe(0, 0.6, Some(1000.0), false);
-        assert!(demand.wants() < 1000.0);
+        assert!(demand.demand() < 1000.0);
     }
 }

@@ -5,7 +5,7 @@
 use alloc::vec::Vec;
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) struct Claim {
+pub(super) struct RateClaim {
     /// Greater than 0.
     pub(super) weight: f64,
     /// Demand in units per second; may be infinite.
@@ -16,7 +16,7 @@ pub(super) struct Claim {
 ///
 /// A claim below its share by weight is met, and the remainder is divided among the rest, again
 /// by weight (max-min fairness). What remains then is added to all by weight.
-pub(super) fn divide(rate: f64, claims: &[Claim]) -> Vec<f64> {
+pub(super) fn divide_rate(rate: f64, claims: &[RateClaim]) -> Vec<f64> {
     let mut parts: Vec<f64> = claims.iter().map(|_| 0.0).collect();
     let mut open: Vec<usize> = (0..claims.len()).collect();
     let mut left = rate;
@@ -28,7 +28,7 @@ pub(super) fn divide(rate: f64, claims: &[Claim]) -> Vec<f64> {
     });
     let mut weights: f64 = claims.iter().map(|claim| claim.weight).sum();
     for &index in &open {
-        let Claim { weight, demand } = claims[index];
+        let RateClaim { weight, demand } = claims[index];
         let share = left * weight / weights;
         parts[index] = demand.min(share);
         left -= parts[index];
@@ -51,8 +51,8 @@ mod tests {
 
     #[track_caller]
     fn check(rate: f64, claims: &[(f64, f64)], expect: &[f64]) {
-        let claims: Vec<Claim> = claims.iter().map(|&(weight, demand)| Claim { weight, demand }).collect();
-        let parts = divide(rate, &claims);
+        let claims: Vec<RateClaim> = claims.iter().map(|&(weight, demand)| RateClaim { weight, demand }).collect();
+        let parts = divide_rate(rate, &claims);
         assert!(
             parts.iter().zip(expect).all(|(part, expect)| (part - expect).abs() < 1e-6),
             "{parts:?} instead of {expect:?}"
@@ -67,25 +67,25 @@ mod tests {
     }
 
     #[test]
-    fn who_wants_less_leaves_the_rest_to_the_others() {
+    fn unused_share_is_divided_among_the_rest() {
         check(600.0, &[(100.0, 50.0), (100.0, ALL), (100.0, ALL)], &[50.0, 275.0, 275.0]);
         check(600.0, &[(300.0, 90.0), (100.0, 1000.0), (200.0, ALL)], &[90.0, 170.0, 340.0]);
     }
 
     #[test]
-    fn what_nobody_wants_is_there_for_who_asks_next() {
+    fn surplus_is_divided_by_weight() {
         check(600.0, &[(100.0, 0.0), (200.0, 0.0)], &[200.0, 400.0]);
         check(600.0, &[(100.0, 100.0), (100.0, 200.0)], &[250.0, 350.0]);
     }
 
     proptest! {
         #[test]
-        fn all_is_given_out_and_nobody_is_starved(
+        fn whole_rate_is_distributed_without_starvation(
             rate in 1.0..1e12,
             claims in prop::collection::vec((1.0..10_000.0, prop_oneof![Just(ALL), 0.0..1e12]), 1..40),
         ) {
-            let claims: Vec<Claim> = claims.into_iter().map(|(weight, demand)| Claim { weight, demand }).collect();
-            let parts = divide(rate, &claims);
+            let claims: Vec<RateClaim> = claims.into_iter().map(|(weight, demand)| RateClaim { weight, demand }).collect();
+            let parts = divide_rate(rate, &claims);
             let sum: f64 = parts.iter().sum();
             prop_assert!((sum - rate).abs() <= rate * 1e-9, "{} given out of {}", sum, rate);
             let weights: f64 = claims.iter().map(|claim| claim.weight).sum();

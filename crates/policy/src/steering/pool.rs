@@ -14,19 +14,19 @@
 
 use alloc::vec::Vec;
 
-use super::Rates;
-use super::demand::Demand;
-use super::division::{Claim, divide};
+use super::IoMaxRates;
+use super::demand::MemberDemand;
+use super::division::{RateClaim, divide_rate};
 use crate::counter;
 use crate::request::Direction;
-use crate::throttle::{Counters, Enforcement, Ledger, Limit, LimitKind, Limits, Stats, WaitSummary};
+use crate::throttle::{AdmissionCounters, Enforcement, KernelBuckets, RateLimit, LimitKind, Limits, ThrottleStats, WaitSummary};
 use crate::time::{Duration, Instant};
 
 /// Cumulative counters of a member's reads and writes.
-pub type Passed = [Counters; 2];
+pub type IoCounters = [AdmissionCounters; 2];
 
 /// Minimum interval between two measurements of a member.
-const SHORTEST: Duration = Duration::from_millis(20);
+const MIN_INTERVAL: Duration = Duration::from_millis(20);
 /// Cap on the predicted length of a burst in seconds (about 30 years).
 const LONGEST_S: f64 = 1e9;
 /// Maximum intervals between two measurements of an active and of an idle member.
@@ -37,35 +37,35 @@ const STILL_ACTIVE: Duration = Duration::from_secs(2);
 /// A burst ends this many seconds before its bucket is full, because setting rates takes time.
 const NEARLY_FULL_S: f64 = 0.01;
 /// A new burst starts when its bucket has capacity for this many seconds of it.
-const ROOM_AGAIN_S: f64 = 0.1;
+const BURST_RESTART_S: f64 = 0.1;
 /// Seconds without I/O or waiting after which a member's demand is forgotten.
-const FORGOTTEN_AFTER_S: f64 = 0.5;
+const DEMAND_EXPIRY_S: f64 = 0.5;
 /// A member that waits longer without I/O waits for another device or a network.
-const STUCK_AT_MOST_S: f64 = 5.0;
+const MAX_STUCK_S: f64 = 5.0;
 /// Part of its share that an idle member keeps for its next requests: more if waiting is not
 /// measured, because then it cannot show that it needs more.
 const IDLE_PART: f64 = 0.02;
 const IDLE_PART_UNSEEN: f64 = 0.1;
-const LEAST: u64 = 2;
+const MIN_KERNEL_RATE: u64 = 2;
 /// Factors by which a rate must rise or fall to be set again. Setting `io.max` discards the budget
 /// that the kernel has accumulated for a waiting request (measured: a loss of 4 % at 4 MB/s, set
 /// every 50 ms).
-const RISE_WORTH_TELLING: f64 = 1.03;
-const FALL_WORTH_TELLING: f64 = 0.995;
+const RISE_THRESHOLD: f64 = 1.03;
+const FALL_THRESHOLD: f64 = 0.995;
 /// As [`FALL_WORTH_TELLING`], while another member's rate rises, so that the sum stays within the
 /// limit.
-const SHARED_FALL_WORTH_TELLING: f64 = 0.999;
+const SHARED_FALL_THRESHOLD: f64 = 0.999;
 /// As [`FALL_WORTH_TELLING`], under a watermark, which is not exact; and for idle members.
-const LOOSE_FALL_WORTH_TELLING: f64 = 0.97;
-const IDLE_FALL_WORTH_TELLING: f64 = 0.9;
+const WATERMARK_FALL_THRESHOLD: f64 = 0.97;
+const IDLE_FALL_THRESHOLD: f64 = 0.9;
 
 /// Units of rates, and the limits in each.
-const UNITS: [Unit; 2] = [
-    Unit { total: LimitKind::BpsTotal, of: [LimitKind::BpsRead, LimitKind::BpsWrite] },
-    Unit { total: LimitKind::IopsTotal, of: [LimitKind::IopsRead, LimitKind::IopsWrite] },
+const UNITS: [UnitLimits; 2] = [
+    UnitLimits { total: LimitKind::BpsTotal, of: [LimitKind::BpsRead, LimitKind::BpsWrite] },
+    UnitLimits { total: LimitKind::IopsTotal, of: [LimitKind::IopsRead, LimitKind::IopsWrite] },
 ];
 
-struct Unit {
+struct UnitLimits {
     total: LimitKind,
     /// Limits of reads and writes.
     of: [LimitKind; 2],
@@ -73,62 +73,62 @@ struct Unit {
 
 /// A member of a pool.
 #[derive(Clone, Debug)]
-pub struct Member {
+pub struct SteeredMember {
     weight: u32,
-    seen: Option<(Instant, Passed)>,
+    last_measurement: Option<(Instant, IoCounters)>,
     active: Option<Instant>,
     waiting_seen: bool,
-    demand: [[Demand; 2]; 2],
-    told: Option<Rates>,
+    demand: [[MemberDemand; 2]; 2],
+    rates_set: Option<IoMaxRates>,
     /// Seconds for which requests have waited and none has completed.
     stuck_s: f64,
     /// Seconds without I/O and without waiting.
     idle_s: f64,
     /// True if the member is absent and its part is given to present ones.
-    is_gone: bool,
-    is_unseen: bool,
+    is_absent: bool,
+    is_unmeasurable: bool,
 }
 
-impl Member {
+impl SteeredMember {
     /// A member with this weight. Until its first measurement it counts as demanding everything.
     pub fn new(weight: u32) -> Self {
         Self {
             weight: weight.max(1),
-            seen: None,
+            last_measurement: None,
             active: None,
             waiting_seen: false,
             demand: Default::default(),
-            told: None,
+            rates_set: None,
             stuck_s: 0.0,
             idle_s: 0.0,
-            is_gone: false,
-            is_unseen: true,
+            is_absent: false,
+            is_unmeasurable: true,
         }
     }
 
     /// Rates set last.
-    pub const fn told(&self) -> Option<Rates> {
-        self.told
+    pub const fn rates_set(&self) -> Option<IoMaxRates> {
+        self.rates_set
     }
 
     /// Counters at the last measurement.
-    pub fn passed(&self) -> Option<Passed> {
-        self.seen.map(|(_, passed)| passed)
+    pub fn passed(&self) -> Option<IoCounters> {
+        self.last_measurement.map(|(_, passed)| passed)
     }
 }
 
 /// Limits and the members that share them.
 #[derive(Clone, Debug)]
-pub struct Pool {
-    ledger: Ledger,
-    members: Vec<Member>,
+pub struct SteeringPool {
+    ledger: KernelBuckets,
+    members: Vec<SteeredMember>,
     /// True for limits at their burst rate, by [`LimitKind::index`].
     bursting: [bool; 6],
     /// I/O of all members since the creation.
-    passed: Passed,
+    passed: IoCounters,
     /// True if the limits are a part of larger ones and have been replaced: then no rate may exceed
     /// its part, not even slightly.
-    is_part: bool,
+    is_quota: bool,
     has_changed: bool,
     decided_at: Option<Instant>,
     /// As [`Stats::limited_ns`] and [`Stats::binding`].
@@ -136,15 +136,15 @@ pub struct Pool {
     binding: Option<LimitKind>,
 }
 
-impl Pool {
+impl SteeringPool {
     /// A pool without members. The limits must be valid.
     pub fn new(limits: &Limits, now: Instant) -> Self {
         Self {
-            ledger: Ledger::new(limits, now),
+            ledger: KernelBuckets::new(limits, now),
             members: Vec::new(),
             bursting: LimitKind::ALL.map(|kind| limits.limit(kind).burst_rate > 0),
-            passed: Passed::default(),
-            is_part: false,
+            passed: IoCounters::default(),
+            is_quota: false,
             has_changed: false,
             decided_at: None,
             limited_ns: 0,
@@ -155,30 +155,30 @@ impl Pool {
     /// Replaces the limits, which must be valid and a part of limits that other hosts share. The
     /// next [`decide`](Pool::decide) lowers every rate above its part, by however little. Bucket
     /// levels are kept.
-    pub fn put(&mut self, limits: &Limits, now: Instant) {
+    pub fn set_limits(&mut self, limits: &Limits, now: Instant) {
         self.ledger.leak_to(now);
         let (levels, enforcement) = (self.ledger.levels(), self.enforcement());
-        self.ledger = Ledger::new(limits, now);
+        self.ledger = KernelBuckets::new(limits, now);
         self.ledger.enforce(enforcement);
         self.ledger.restore(levels);
-        (self.is_part, self.has_changed) = (true, true);
+        (self.is_quota, self.has_changed) = (true, true);
     }
 
     /// I/O and throttled time, for [`cluster::Demand`](crate::cluster::Demand). Waiting requests
     /// are unknown.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> ThrottleStats {
         let [reads, writes] = self.passed;
-        Stats {
+        ThrottleStats {
             reads,
             writes,
             waits: WaitSummary::default(),
             recent_waits: WaitSummary::default(),
-            limited_ns: self.limited_ns,
-            binding: self.binding,
+            throttled_ns: self.limited_ns,
+            throttle_cause: self.binding,
             tokens: [None; 6],
             levels: [None; 6],
             waiting: [0; 2],
-            kept: None,
+            reservation: None,
         }
     }
 
@@ -189,14 +189,14 @@ impl Pool {
     }
 
     /// A limit that some member uses entirely.
-    fn holds_back(&self) -> Option<LimitKind> {
+    fn throttling_limit(&self) -> Option<LimitKind> {
         let takes_all = |unit: usize, directions: core::ops::Range<usize>| {
-            let there = self.members.iter().filter(|member| !member.is_gone && !member.is_unseen);
+            let there = self.members.iter().filter(|member| !member.is_absent && !member.is_unmeasurable);
             there
                 .flat_map(|member| &member.demand[unit][directions.clone()])
-                .any(|demand| demand.wants().is_infinite())
+                .any(|demand| demand.demand().is_infinite())
         };
-        let of_unit = |(unit, Unit { total, of }): (usize, &Unit)| {
+        let of_unit = |(unit, UnitLimits { total, of }): (usize, &UnitLimits)| {
             let kinds = [(*total, 0..2), (of[0], 0..1), (of[1], 1..2)];
             let mut kinds = kinds.into_iter().filter(|(kind, _)| self.limits().limit(*kind).rate > 0);
             kinds.find(|(_, directions)| takes_all(unit, directions.clone())).map(|(kind, _)| kind)
@@ -205,12 +205,12 @@ impl Pool {
     }
 
     /// Adds a member. Its index is the previous number of members.
-    pub fn add(&mut self, member: Member) {
+    pub fn add(&mut self, member: SteeredMember) {
         self.members.push(member);
     }
 
     /// All members, by index.
-    pub fn members(&self) -> &[Member] {
+    pub fn members(&self) -> &[SteeredMember] {
         &self.members
     }
 
@@ -220,7 +220,7 @@ impl Pool {
     }
 
     /// I/O of all members since the creation.
-    pub const fn passed(&self) -> &Passed {
+    pub const fn passed(&self) -> &IoCounters {
         &self.passed
     }
 
@@ -231,10 +231,10 @@ impl Pool {
 
     /// Continues for another pool: with its bucket levels, and its members' counters as of `since`.
     /// I/O since then is charged at the next measurement.
-    pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<Passed>]) {
+    pub fn resume(&mut self, since: Instant, levels: [u64; 6], passed: &[Option<IoCounters>]) {
         self.ledger.restore(levels);
         for (member, passed) in self.members.iter_mut().zip(passed) {
-            member.seen = passed.map(|passed| (since, passed));
+            member.last_measurement = passed.map(|passed| (since, passed));
         }
     }
 
@@ -249,33 +249,33 @@ impl Pool {
     }
 
     /// Records that setting a member's rates failed, so that the next decision sets them again.
-    pub fn not_told(&mut self, member: usize) {
-        self.members[member].told = None;
+    pub fn retry_setting(&mut self, member: usize) {
+        self.members[member].rates_set = None;
     }
 
     /// Marks a member as absent. Until it is measured again, its part is divided among those
     /// present.
-    pub fn gone(&mut self, member: usize) {
+    pub fn set_absent(&mut self, member: usize) {
         let member = &mut self.members[member];
-        *member = Member { is_gone: true, ..Member::new(member.weight) };
+        *member = SteeredMember { is_absent: true, ..SteeredMember::new(member.weight) };
     }
 
     /// Marks a member as unmeasurable: it is set to the rates of [`settled`](Pool::settled) and
     /// counts as demanding everything until it is measured again.
-    pub fn unseen(&mut self, member: usize) {
+    pub fn set_unmeasurable(&mut self, member: usize) {
         let member = &mut self.members[member];
-        *member = Member::new(member.weight);
+        *member = SteeredMember::new(member.weight);
     }
 
     /// Records a member's counters at `now`, and if it has waited since the last measurement
     /// (`None` if unknown).
-    pub fn observe(&mut self, member: usize, now: Instant, passed: Passed, waited: Option<bool>) {
+    pub fn observe(&mut self, member: usize, now: Instant, passed: IoCounters, waited: Option<bool>) {
         let of = &mut self.members[member];
-        (of.is_gone, of.is_unseen) = (false, false);
-        let Some((before_at, before)) = of.seen.replace((now, passed)) else { return };
+        (of.is_absent, of.is_unmeasurable) = (false, false);
+        let Some((before_at, before)) = of.last_measurement.replace((now, passed)) else { return };
         of.waiting_seen = waited.is_some();
         let elapsed_s = now.nanos_since(before_at) as f64 / 1e9;
-        let counters = |passed: &Passed| passed.map(|passed| [passed.bytes, passed.requests]);
+        let counters = |passed: &IoCounters| passed.map(|passed| [passed.bytes, passed.requests]);
         let since =
             |direction: usize| counter::growths(&counters(&before)[direction], &counters(&passed)[direction]);
         // A counter fell: the cgroup was recreated, and its I/O since the last call is unknown.
@@ -284,14 +284,14 @@ impl Pool {
         let nothing = since.iter().flatten().all(|units| *units == 0);
         of.stuck_s = if waited == Some(true) && nothing { of.stuck_s + elapsed_s } else { 0.0 };
         of.idle_s = if waited == Some(false) && nothing { of.idle_s + elapsed_s } else { 0.0 };
-        if of.idle_s >= FORGOTTEN_AFTER_S {
+        if of.idle_s >= DEMAND_EXPIRY_S {
             of.demand = Default::default();
         }
-        let is_stuck = of.stuck_s > 0.0 && of.stuck_s < STUCK_AT_MOST_S;
+        let is_stuck = of.stuck_s > 0.0 && of.stuck_s < MAX_STUCK_S;
         // A stuck member demands more in the directions that it has used. Without waiting
         // statistics by direction, its recent rates are the only hint.
-        let stuck = if is_stuck { of.lately() } else { [false; 2] };
-        let told = of.told.unwrap_or_default();
+        let stuck = if is_stuck { of.active_directions() } else { [false; 2] };
+        let told = of.rates_set.unwrap_or_default();
         for direction in Direction::ALL {
             let index = direction.index();
             let [bytes, operations] = since[index];
@@ -311,9 +311,9 @@ impl Pool {
     }
 
     /// The rates to set now, with the index of the member: those that fall come first.
-    pub fn decide(&mut self, now: Instant) -> Vec<(usize, Rates)> {
+    pub fn decide(&mut self, now: Instant) -> Vec<(usize, IoMaxRates)> {
         self.ledger.leak_to(now);
-        if let Some(kind) = self.holds_back() {
+        if let Some(kind) = self.throttling_limit() {
             let since = self.decided_at.unwrap_or(now);
             self.limited_ns = self.limited_ns.saturating_add(now.nanos_since(since));
             self.binding = Some(kind);
@@ -323,26 +323,26 @@ impl Pool {
         for kind in LimitKind::ALL {
             self.bursting[kind.index()] = self.may_burst(kind);
         }
-        let rates = self.divided(|limit, kind| self.rate_now(limit, kind), Demand::wants);
+        let rates = self.divided(|limit, kind| self.rate_now(limit, kind), MemberDemand::demand);
         let scaled = matches!(self.enforcement(), Enforcement::Scaled(_));
-        let fall = |member: &Member| match (member.is_active(now), scaled) {
-            (false, _) => IDLE_FALL_WORTH_TELLING,
-            (true, true) => LOOSE_FALL_WORTH_TELLING,
-            (true, false) => FALL_WORTH_TELLING,
+        let fall = |member: &SteeredMember| match (member.is_active(now), scaled) {
+            (false, _) => IDLE_FALL_THRESHOLD,
+            (true, true) => WATERMARK_FALL_THRESHOLD,
+            (true, false) => FALL_THRESHOLD,
         };
-        let worth = |member: &Member, rates: &Rates, fall: f64| {
-            if member.is_gone || member.is_unseen { None } else { worth_telling(member.told, *rates, fall) }
+        let worth = |member: &SteeredMember, rates: &IoMaxRates, fall: f64| {
+            if member.is_absent || member.is_unmeasurable { None } else { change_rank(member.rates_set, *rates, fall) }
         };
         let both = || self.members.iter().zip(&rates);
         // If one member's rate rises, others must fall by as much, so even small falls are set.
         let somebody_gains = both().any(|(member, rates)| {
-            worth(member, rates, fall(member)).is_some() && gains(member.told, *rates)
+            worth(member, rates, fall(member)).is_some() && any_rate_rises(member.rates_set, *rates)
         });
-        let order = |(member, rates): (&Member, &Rates)| {
-            let least = match (self.is_part, somebody_gains) {
+        let order = |(member, rates): (&SteeredMember, &IoMaxRates)| {
+            let least = match (self.is_quota, somebody_gains) {
                 (true, true) => 1.0,
                 (true, false) if has_changed => 1.0,
-                (_, true) => SHARED_FALL_WORTH_TELLING,
+                (_, true) => SHARED_FALL_THRESHOLD,
                 (_, false) => fall(member),
             };
             worth(member, rates, least)
@@ -351,7 +351,7 @@ impl Pool {
         let mut changes = Vec::new();
         for (index, (order, rates)) in orders.into_iter().zip(rates).enumerate() {
             if let Some(order) = order {
-                self.members[index].told = Some(rates);
+                self.members[index].rates_set = Some(rates);
                 changes.push((order, index, rates));
             }
         }
@@ -360,14 +360,14 @@ impl Pool {
     }
 
     /// Time of the next measurement of a member; `None` if only a watermark can change its rates.
-    pub fn due(&self, member: usize, now: Instant) -> Option<Instant> {
-        self.is_steered().then(|| self.next_look(member, now))
+    pub fn next_measurement(&self, member: usize, now: Instant) -> Option<Instant> {
+        self.is_steered().then(|| self.next_measurement_of_any(member, now))
     }
 
     /// As [`due`](Pool::due), for a caller that measures every pool because of a watermark.
-    pub fn next_look(&self, member: usize, now: Instant) -> Instant {
+    pub fn next_measurement_of_any(&self, member: usize, now: Instant) -> Instant {
         let member = &self.members[member];
-        let Some((seen, _)) = member.seen else { return now };
+        let Some((seen, _)) = member.last_measurement else { return now };
         let at_the_latest = seen + if member.is_active(now) { ACTIVE } else { IDLE };
         self.bursts_end(now).map_or(at_the_latest, |end| at_the_latest.min(end))
     }
@@ -375,19 +375,19 @@ impl Pool {
     /// Earliest possible end of a burst, when all members must be measured; `None` without a burst.
     pub fn bursts_end(&self, now: Instant) -> Option<Instant> {
         let scale = self.scale();
-        let there = self.members.iter().filter(|member| !member.is_gone);
+        let there = self.members.iter().filter(|member| !member.is_absent);
         // I/O since the oldest measurement is not in the buckets yet; the burst rate bounds it.
-        let oldest = there.filter_map(|member| Some(member.seen?.0)).min().unwrap_or(now);
+        let oldest = there.filter_map(|member| Some(member.last_measurement?.0)).min().unwrap_or(now);
         let unknown_s = now.nanos_since(oldest) as f64 / 1e9;
         let lasts_s = |kind: LimitKind| {
-            let Limit { rate, burst_rate, .. } = self.limits().limit(kind);
+            let RateLimit { rate, burst_rate, .. } = self.limits().limit(kind);
             let remaining = self.ledger.remaining(kind).filter(|_| self.bursting[kind.index()])?;
             let surplus = burst_rate.saturating_sub(rate) as f64 * scale;
             let known = (remaining as f64 - burst_rate as f64 * scale * unknown_s).max(0.0);
             (surplus > 0.0).then(|| known / surplus)
         };
         let shortest_s = LimitKind::ALL.into_iter().filter_map(lasts_s).reduce(f64::min)?;
-        Some(now + Duration::from_secs_f64(shortest_s.min(LONGEST_S)).max(SHORTEST))
+        Some(now + Duration::from_secs_f64(shortest_s.min(LONGEST_S)).max(MIN_INTERVAL))
     }
 
     /// True if this pool needs steering ([`is_steered`]).
@@ -396,19 +396,19 @@ impl Pool {
     }
 
     /// Rates to set when steering stops: limits without bursts, divided by weight.
-    pub fn settled(&self) -> Vec<Rates> {
-        let rate = |limit: Limit, _| (limit.rate > 0).then_some(limit.rate as f64);
+    pub fn rates_without_steering(&self) -> Vec<IoMaxRates> {
+        let rate = |limit: RateLimit, _| (limit.rate > 0).then_some(limit.rate as f64);
         self.divided(rate, |_| f64::INFINITY)
     }
 
     fn may_burst(&self, kind: LimitKind) -> bool {
-        let Limit { rate, burst_rate, .. } = self.limits().limit(kind);
+        let RateLimit { rate, burst_rate, .. } = self.limits().limit(kind);
         let Some(remaining) = self.ledger.remaining(kind).filter(|_| burst_rate > 0) else { return false };
         let scale = self.scale();
         if self.bursting[kind.index()] {
             remaining as f64 > burst_rate.saturating_sub(rate) as f64 * scale * NEARLY_FULL_S
         } else {
-            remaining as f64 >= burst_rate as f64 * scale * ROOM_AGAIN_S
+            remaining as f64 >= burst_rate as f64 * scale * BURST_RESTART_S
         }
     }
 
@@ -416,7 +416,7 @@ impl Pool {
         self.enforcement().scale().thousandths() as f64 / 1000.0
     }
 
-    fn rate_now(&self, limit: Limit, kind: LimitKind) -> Option<f64> {
+    fn rate_now(&self, limit: RateLimit, kind: LimitKind) -> Option<f64> {
         if limit.rate == 0 || self.enforcement() == Enforcement::Lifted {
             return None;
         }
@@ -427,11 +427,11 @@ impl Pool {
     /// Rates of all members, given the `rate` of each limit and the demand `wants` of each member.
     fn divided(
         &self,
-        rate: impl Fn(Limit, LimitKind) -> Option<f64>,
-        wants: impl Fn(&Demand) -> f64,
-    ) -> Vec<Rates> {
-        let mut all: Vec<Rates> = self.members.iter().map(|_| Rates::NONE).collect();
-        for (unit, Unit { total, of }) in UNITS.iter().enumerate() {
+        rate: impl Fn(RateLimit, LimitKind) -> Option<f64>,
+        wants: impl Fn(&MemberDemand) -> f64,
+    ) -> Vec<IoMaxRates> {
+        let mut all: Vec<IoMaxRates> = self.members.iter().map(|_| IoMaxRates::NONE).collect();
+        for (unit, UnitLimits { total, of }) in UNITS.iter().enumerate() {
             for (kind, directions) in [(*total, 0..2), (of[0], 0..1), (of[1], 1..2)] {
                 let Some(rate) = rate(self.limits().limit(kind), kind) else { continue };
                 let parts = self.parts(rate, unit, directions.clone(), &wants);
@@ -439,7 +439,7 @@ impl Pool {
                     let told = if unit == 0 { &mut rates.bps } else { &mut rates.iops };
                     for direction in directions.clone() {
                         // The kernel rejects rates below 2 (block/blk-throttle.c, tg_set_limit).
-                        let part = (parts[direction] as u64).max(LEAST);
+                        let part = (parts[direction] as u64).max(MIN_KERNEL_RATE);
                         told[direction] = Some(told[direction].map_or(part, |told| told.min(part)));
                     }
                 }
@@ -458,33 +458,33 @@ impl Pool {
         rate: f64,
         unit: usize,
         directions: core::ops::Range<usize>,
-        wants: impl Fn(&Demand) -> f64,
+        wants: impl Fn(&MemberDemand) -> f64,
     ) -> Vec<[f64; 2]> {
-        let there = || self.members.iter().filter(|member| !member.is_gone);
+        let there = || self.members.iter().filter(|member| !member.is_absent);
         let weights: f64 = there().map(|member| f64::from(member.weight)).sum();
-        let claim = |member: &Member| {
+        let claim = |member: &SteeredMember| {
             let weight = f64::from(member.weight);
             let seen = || member.demand[unit][directions.clone()].iter().map(&wants).sum();
-            let wanted: f64 = if member.is_unseen { f64::INFINITY } else { seen() };
+            let wanted: f64 = if member.is_unmeasurable { f64::INFINITY } else { seen() };
             // An idle member keeps a small part: with a rate of nearly zero it could not show a new
             // demand.
-            Claim { weight, demand: wanted.max(rate * weight / weights * member.idle_part()) }
+            RateClaim { weight, demand: wanted.max(rate * weight / weights * member.idle_part()) }
         };
-        let claims: Vec<Claim> = there().map(claim).collect();
-        let mut of_members = divide(rate, &claims).into_iter();
-        let of_directions = |(member, part): (&Member, f64)| {
+        let claims: Vec<RateClaim> = there().map(claim).collect();
+        let mut of_members = divide_rate(rate, &claims).into_iter();
+        let of_directions = |(member, part): (&SteeredMember, f64)| {
             if directions.len() == 1 {
                 return [part; 2];
             }
-            let claim = |demand: &Demand| Claim {
+            let claim = |demand: &MemberDemand| RateClaim {
                 weight: 1.0,
                 demand: wants(demand).max(part / 2.0 * member.idle_part()),
             };
             // The kernel has no total: the member's part is split between its directions.
-            let parts = divide(part, &member.demand[unit].each_ref().map(claim));
+            let parts = divide_rate(part, &member.demand[unit].each_ref().map(claim));
             [parts[0], parts[1]]
         };
-        let part = |member: &Member| if member.is_gone { 0.0 } else { of_members.next().unwrap_or(0.0) };
+        let part = |member: &SteeredMember| if member.is_absent { 0.0 } else { of_members.next().unwrap_or(0.0) };
         let parts: Vec<f64> = self.members.iter().map(part).collect();
         self.members.iter().zip(parts).map(of_directions).collect()
     }
@@ -493,20 +493,20 @@ impl Pool {
 /// True if these limits have features that the kernel lacks: bursts, totals or several members.
 pub fn is_steered(limits: &Limits, members: usize) -> bool {
     LimitKind::ALL.into_iter().any(|kind| {
-        let Limit { rate, burst_rate, .. } = limits.limit(kind);
+        let RateLimit { rate, burst_rate, .. } = limits.limit(kind);
         let total = matches!(kind, LimitKind::BpsTotal | LimitKind::IopsTotal);
         burst_rate > 0 || (rate > 0 && (total || members > 1))
     })
 }
 
-impl Member {
+impl SteeredMember {
     fn is_active(&self, now: Instant) -> bool {
         self.active.is_some_and(|active| now.nanos_since(active) < STILL_ACTIVE.as_nanos() as u64)
     }
 
     /// Directions with recent operations; both if neither has any.
-    fn lately(&self) -> [bool; 2] {
-        let operations = self.demand[1].each_ref().map(Demand::rate);
+    fn active_directions(&self) -> [bool; 2] {
+        let operations = self.demand[1].each_ref().map(MemberDemand::rate);
         let all: f64 = operations.iter().sum();
         operations.map(|operations| operations >= all / 10.0)
     }
@@ -518,7 +518,7 @@ impl Member {
 
 /// Bounds bytes by operations · `iops_size`, because the kernel counts an operation above
 /// `iops-size` as one. A mixture of sizes may reach twice the limit in the worst case.
-fn bound_sizes(rates: &mut Rates, iops_size: u64) {
+fn bound_sizes(rates: &mut IoMaxRates, iops_size: u64) {
     for direction in Direction::ALL.map(Direction::index) {
         let Some(operations) = rates.iops[direction] else { continue };
         let bytes = operations.saturating_mul(iops_size);
@@ -528,7 +528,7 @@ fn bound_sizes(rates: &mut Rates, iops_size: u64) {
 
 /// Returns `None` if a change is too small to be set, otherwise its rank: 0 if a rate falls, so
 /// that it is set before those that only rise (1).
-fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
+fn change_rank(told: Option<IoMaxRates>, rates: IoMaxRates, fall: f64) -> Option<u8> {
     let Some(told) = told else { return Some(1) };
     let (mut falls, mut rises) = (false, false);
     for (before, after) in told.bps.iter().chain(&told.iops).zip(rates.bps.iter().chain(&rates.iops)) {
@@ -539,14 +539,14 @@ fn worth_telling(told: Option<Rates>, rates: Rates, fall: f64) -> Option<u8> {
             (Some(before), Some(after)) => {
                 let factor = *after as f64 / *before as f64;
                 falls |= factor < fall;
-                rises |= factor > RISE_WORTH_TELLING;
+                rises |= factor > RISE_THRESHOLD;
             }
         }
     }
     (falls || rises).then_some(u8::from(!falls))
 }
 
-fn gains(told: Option<Rates>, rates: Rates) -> bool {
+fn any_rate_rises(told: Option<IoMaxRates>, rates: IoMaxRates) -> bool {
     let most = |rate: Option<u64>| rate.unwrap_or(u64::MAX);
     let Some(told) = told else { return true };
     let before = told.bps.into_iter().chain(told.iops).map(most);

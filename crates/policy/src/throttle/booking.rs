@@ -4,21 +4,21 @@
 //! numbers. Each node stores the sum of the reservations below it, so a check takes one step for
 //! each level. Does not consider current use.
 
-use super::limits::{Invalid, LimitKind, Limits};
-use super::share::Share;
+use super::limits::{InvalidLimit, LimitKind, Limits};
+use super::share::NodeShare;
 use crate::time::Date;
 use core::fmt;
 
 /// Unit of a reservation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Unit {
+pub enum ReservationUnit {
     /// Operations per second.
     Iops,
     /// Bytes per second.
     Bps,
 }
 
-impl Unit {
+impl ReservationUnit {
     /// Both, in the order of [`Unit::index`].
     pub const ALL: [Self; 2] = [Self::Iops, Self::Bps];
 
@@ -36,7 +36,7 @@ impl Unit {
     }
 }
 
-impl fmt::Display for Unit {
+impl fmt::Display for ReservationUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Iops => "IOPS",
@@ -47,7 +47,7 @@ impl fmt::Display for Unit {
 
 /// Source of an upper bound for reservations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bound {
+pub enum ReservationBound {
     /// A limit of the node or of a node above it.
     Limit,
     /// The configured rate of the simulated device.
@@ -62,7 +62,7 @@ pub enum Bound {
     Whole,
 }
 
-impl Bound {
+impl ReservationBound {
     /// True if other hosts influence the bound, so that a reservation may cease to fit without a
     /// local change.
     pub const fn is_shared(self) -> bool {
@@ -86,49 +86,49 @@ impl Bound {
 
 /// Reservations that exceed a bound.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Overbooked {
+pub struct ReservationExceeded {
     /// Unit of the reservations.
-    pub unit: Unit,
+    pub unit: ReservationUnit,
     /// Sum of the reservations, including the rejected one.
-    pub asked: u64,
+    pub requested: u64,
     /// The amount that can be reserved.
     pub available: u64,
     /// Source of the bound.
-    pub bound: Bound,
+    pub bound: ReservationBound,
 }
 
-impl Overbooked {
+impl ReservationExceeded {
     /// The excess of the sum over the bound.
     pub const fn excess(&self) -> u64 {
-        self.asked - self.available
+        self.requested - self.available
     }
 }
 
-impl fmt::Display for Overbooked {
+impl fmt::Display for ReservationExceeded {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { unit, asked, available, bound } = self;
+        let Self { unit, requested: asked, available, bound } = self;
         let (name, excess) = (unit.reservation(), self.excess());
         write!(f, "{name}: {asked} {unit} would be reserved, {excess} more than ")?;
         match bound {
-            Bound::Limit => write!(f, "the limit of {available}"),
-            Bound::Rate => write!(f, "the configured `rate` of {available}"),
-            Bound::Probe(at) => {
+            ReservationBound::Limit => write!(f, "the limit of {available}"),
+            ReservationBound::Rate => write!(f, "the configured `rate` of {available}"),
+            ReservationBound::Probe(at) => {
                 write!(f, "the {available} that `weir probe` measured of the device, {} UTC", Date(*at))
             }
-            Bound::Cluster => write!(f, "the {available} that the reservations of other hosts leave"),
-            Bound::Pool => {
+            ReservationBound::Cluster => write!(f, "the {available} that the reservations of other hosts leave"),
+            ReservationBound::Pool => {
                 write!(
                     f,
                     "the {available} that the reservations of other hosts leave of what `weir probe` measured"
                 )
             }
-            Bound::Whole => write!(f, "the limit of all hosts of {available}"),
+            ReservationBound::Whole => write!(f, "the limit of all hosts of {available}"),
         }?;
         write!(f, " (lower a reservation, or {})", bound.remedy())
     }
 }
 
-impl core::error::Error for Overbooked {}
+impl core::error::Error for ReservationExceeded {}
 
 /// Maximum number of levels of a tree: a disk, and nested groups above it. Each level adds to the
 /// cost of every decision; three (disk, tenant, host) cover the known uses.
@@ -137,23 +137,23 @@ pub const MAX_LEVELS: usize = 8;
 /// Reason why a tree rejected a setting. The tree is unchanged.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
-pub enum Refused {
+pub enum ThrottleError {
     /// The limits break a rule.
-    Limits(Invalid),
+    Limits(InvalidLimit),
     /// A reservation exceeds a bound.
-    Overbooked(Overbooked),
+    Overbooked(ReservationExceeded),
     /// The node would be deeper than [`MAX_LEVELS`].
     TooDeep,
     /// Limits or a watermark for a group whose limits are divided over hosts.
-    Lent,
+    Leased,
 }
 
-impl fmt::Display for Refused {
+impl fmt::Display for ThrottleError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Limits(invalid) => invalid.fmt(f),
             Self::Overbooked(overbooked) => overbooked.fmt(f),
-            Self::Lent => f.write_str(
+            Self::Leased => f.write_str(
                 "limits: the cluster sets those of this group, for all hosts and without a watermark (change them with `weir throttle GROUP --cluster`)",
             ),
             Self::TooDeep => write!(
@@ -165,23 +165,23 @@ impl fmt::Display for Refused {
     }
 }
 
-impl core::error::Error for Refused {}
+impl core::error::Error for ThrottleError {}
 
-impl From<Invalid> for Refused {
-    fn from(invalid: Invalid) -> Self {
+impl From<InvalidLimit> for ThrottleError {
+    fn from(invalid: InvalidLimit) -> Self {
         Self::Limits(invalid)
     }
 }
 
-impl From<Overbooked> for Refused {
-    fn from(overbooked: Overbooked) -> Self {
+impl From<ReservationExceeded> for ThrottleError {
+    fn from(overbooked: ReservationExceeded) -> Self {
         Self::Overbooked(overbooked)
     }
 }
 
 /// Reservable capacity of the device below a node.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Reservable {
+pub struct ReservableCapacity {
     /// Operations and bytes per second; 0 means unknown and is no bound.
     pub amounts: [u64; 2],
     /// Time of the probe in seconds since 1970; `None` for a simulated device.
@@ -190,23 +190,23 @@ pub struct Reservable {
 
 /// Capacity that a node can divide among its children.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Supply {
+pub(super) struct CapacitySupply {
     pub(super) limits: Limits,
-    pub(super) device: Reservable,
+    pub(super) device: ReservableCapacity,
 }
 
-impl Supply {
-    pub(super) fn check(&self, promised: [u64; 2]) -> Result<(), Overbooked> {
-        for unit in Unit::ALL {
+impl CapacitySupply {
+    pub(super) fn check(&self, promised: [u64; 2]) -> Result<(), ReservationExceeded> {
+        for unit in ReservationUnit::ALL {
             let asked = promised[unit.index()];
-            let of_device = self.device.probed_at_s.map_or(Bound::Rate, Bound::Probe);
+            let of_device = self.device.probed_at_s.map_or(ReservationBound::Rate, ReservationBound::Probe);
             let bounds = [
-                (Bound::Limit, most_that_passes(&self.limits, unit)),
+                (ReservationBound::Limit, max_sustained_rate(&self.limits, unit)),
                 (of_device, self.device.amounts[unit.index()]),
             ];
             for (bound, available) in bounds {
                 if available > 0 && asked > available {
-                    return Err(Overbooked { unit, asked, available, bound });
+                    return Err(ReservationExceeded { unit, requested: asked, available, bound });
                 }
             }
         }
@@ -215,10 +215,10 @@ impl Supply {
 }
 
 /// Maximum sustained rate under these limits, reads and writes together; 0 if unbounded.
-fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
+fn max_sustained_rate(limits: &Limits, unit: ReservationUnit) -> u64 {
     let [total, read, write] = match unit {
-        Unit::Iops => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
-        Unit::Bps => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
+        ReservationUnit::Iops => [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::IopsWrite],
+        ReservationUnit::Bps => [LimitKind::BpsTotal, LimitKind::BpsRead, LimitKind::BpsWrite],
     };
     let rate = |kind| limits.limit(kind).rate;
     if rate(total) > 0 {
@@ -233,7 +233,7 @@ fn most_that_passes(limits: &Limits, unit: Unit) -> u64 {
 
 /// Part of the parent's capacity that a node reserves: its own reservation, or the sum of those
 /// below it if that is larger.
-pub(super) fn demand(share: Share, promised_below: [u64; 2]) -> [u64; 2] {
+pub(super) fn reserved_by(share: NodeShare, promised_below: [u64; 2]) -> [u64; 2] {
     let own = [share.iops_reservation(), share.bps_reservation()];
-    Unit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))
+    ReservationUnit::ALL.map(|unit| own[unit.index()].max(promised_below[unit.index()]))
 }

@@ -38,11 +38,11 @@
 //! change is at most the cost of that request under the new rate, however long the previous burst
 //! was.
 
-use super::cost::Cost;
-use super::enforcement::Scale;
-use super::limits::{Limit, LimitKind, Limits};
-use super::price::{WHOLE, divide, part_of};
-use super::stats::Level;
+use super::cost::RequestCost;
+use super::enforcement::LimitScale;
+use super::limits::{RateLimit, LimitKind, Limits};
+use super::price::{WHOLE_REQUEST, time_for, proportional_part};
+use super::stats::LimitLevel;
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
@@ -52,16 +52,16 @@ mod filled;
 mod part;
 mod spare;
 
-pub use filled::{Contents, Filled};
+pub use filled::{BucketContents, BucketSnapshot};
 
-use spare::Spare;
+use spare::SpareLevels;
 
 /// Resolution of levels: parts of a unit.
-const UNIT: u128 = 1_000_000_000;
+const LEVEL_SCALE: u128 = 1_000_000_000;
 
 /// One bucket, or two if the burst is longer than a second. With rate 0 there is no limit.
 #[derive(Clone, Copy, Debug)]
-struct Bucket {
+struct LeakyBucket {
     /// Billionths per nanosecond, which equals units per second.
     rate: u64,
     size: u128,
@@ -75,18 +75,18 @@ struct Bucket {
     burst_deferred: u128,
 }
 
-impl Bucket {
-    fn new(limit: Limit) -> Self {
-        Self::scaled(limit, Scale::ONE)
+impl LeakyBucket {
+    fn new(limit: RateLimit) -> Self {
+        Self::scaled(limit, LimitScale::ONE)
     }
 
     /// An empty bucket with the limit's rates and sizes multiplied by `scale`.
-    fn scaled(limit: Limit, scale: Scale) -> Self {
-        let Limit { rate, burst_rate, burst_length_s } = limit;
+    fn scaled(limit: RateLimit, scale: LimitScale) -> Self {
+        let RateLimit { rate, burst_rate, burst_length_s } = limit;
         let size = if burst_rate == 0 {
             tenth_of_a_second(rate)
         } else {
-            u128::from(burst_rate) * u128::from(burst_length_s) * UNIT
+            u128::from(burst_rate) * u128::from(burst_length_s) * LEVEL_SCALE
         };
         let burst_rate = if burst_length_s > 1 { burst_rate } else { 0 };
         // At most 10¹⁵ × 10³.
@@ -107,25 +107,25 @@ impl Bucket {
     ///
     /// A limit that is removed keeps its levels unchanged. They do not leak meanwhile: work is then
     /// charged to other limits, and must not reduce the level here as well.
-    fn change(&mut self, limit: Limit, scale: Scale, rest: Rest) {
+    fn change(&mut self, limit: RateLimit, scale: LimitScale, rest: ExcessTreatment) {
         let mut new = Self::scaled(limit, scale);
         if new.rate == 0 {
             (self.rate, self.burst_rate) = (0, 0);
             return;
         }
-        (new.level, new.deferred) = take_over(self.size, self.level, self.deferred, new.size, rest);
+        (new.level, new.deferred) = carry_level(self.size, self.level, self.deferred, new.size, rest);
         if new.burst_rate == 0 {
             new.burst_size = self.burst_size;
             (new.burst_level, new.burst_deferred) = (self.burst_level, self.burst_deferred);
         } else {
             (new.burst_level, new.burst_deferred) =
-                take_over(self.burst_size, self.burst_level, self.burst_deferred, new.burst_size, rest);
+                carry_level(self.burst_size, self.burst_level, self.burst_deferred, new.burst_size, rest);
         }
         *self = new;
     }
 
     /// Leaks at the rates of a limit that is not enforced.
-    const fn run_at(&mut self, limit: Limit) {
+    const fn run_at(&mut self, limit: RateLimit) {
         let is_long = limit.rate > 0 && limit.burst_length_s > 1;
         (self.rate, self.burst_rate) = (limit.rate, if is_long { limit.burst_rate } else { 0 });
     }
@@ -139,9 +139,9 @@ impl Bucket {
     fn leak(&mut self, elapsed_ns: u64) {
         // At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
         let leaked = |rate: u64| u128::from(rate) * u128::from(elapsed_ns);
-        run_out(&mut self.level, &mut self.deferred, leaked(self.rate));
+        drain(&mut self.level, &mut self.deferred, leaked(self.rate));
         if self.burst_rate > 0 {
-            run_out(&mut self.burst_level, &mut self.burst_deferred, leaked(self.burst_rate));
+            drain(&mut self.burst_level, &mut self.burst_deferred, leaked(self.burst_rate));
         }
     }
 
@@ -149,8 +149,8 @@ impl Bucket {
     ///
     /// The slower level decides. (QEMU looks at the second only once the first has leaked.)
     fn wait_ns(&self) -> u64 {
-        let main = wait_until_full(self.level, self.size, self.rate);
-        main.max(wait_until_full(self.burst_level, self.burst_size, self.burst_rate))
+        let main = wait_until_not_overfull(self.level, self.size, self.rate);
+        main.max(wait_until_not_overfull(self.burst_level, self.burst_size, self.burst_rate))
     }
 
     fn add(&mut self, billionths: u128) {
@@ -162,7 +162,7 @@ impl Bucket {
 }
 
 /// Reduces a level by `leaked`, and deferred work by the remainder.
-fn run_out(level: &mut u128, deferred: &mut u128, leaked: u128) {
+fn drain(level: &mut u128, deferred: &mut u128, leaked: u128) {
     if *deferred > 0 {
         *deferred = deferred.saturating_sub(leaked.saturating_sub(*level));
     }
@@ -171,24 +171,24 @@ fn run_out(level: &mut u128, deferred: &mut u128, leaked: u128) {
 
 /// Treatment of work that a smaller bucket cannot hold.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Rest {
+enum ExcessTreatment {
     Deferred,
-    WaitedFor,
+    Charged,
 }
 
 /// Level and deferred work after a change of the bucket's size.
-fn take_over(size: u128, level: u128, deferred: u128, new_size: u128, rest: Rest) -> (u128, u128) {
+fn carry_level(size: u128, level: u128, deferred: u128, new_size: u128, rest: ExcessTreatment) -> (u128, u128) {
     let (ceiling, passed) = (size.saturating_add(deferred), level.saturating_add(deferred));
-    let most = if rest == Rest::Deferred { passed } else { deferred };
+    let most = if rest == ExcessTreatment::Deferred { passed } else { deferred };
     let deferred = ceiling.saturating_sub(new_size).min(most);
     (passed - deferred, deferred)
 }
 
 const fn tenth_of_a_second(rate: u64) -> u128 {
-    rate as u128 * (UNIT / 10)
+    rate as u128 * (LEVEL_SCALE / 10)
 }
 
-fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
+fn wait_until_not_overfull(level: u128, size: u128, rate: u64) -> u64 {
     // Not `level >= size`: a full bucket admits, so excess / rate is the whole wait.
     if rate == 0 || level <= size {
         return 0;
@@ -203,12 +203,12 @@ fn wait_until_full(level: u128, size: u128, rate: u64) -> u64 {
 
 /// The limits that are set, of the four that apply to a direction.
 #[derive(Clone, Copy, Debug)]
-struct Applying {
+struct ApplyingLimits {
     kinds: [LimitKind; 4],
     count: usize,
 }
 
-impl Applying {
+impl ApplyingLimits {
     fn new(limits: &Limits, direction: Direction) -> Self {
         let mut set = Self { kinds: LimitKind::applying_to(direction), count: 0 };
         for kind in LimitKind::applying_to(direction) {
@@ -226,27 +226,27 @@ impl Applying {
 }
 
 #[derive(Clone, Debug)]
-pub(super) struct Buckets {
-    buckets: [Bucket; 6],
-    applying: [Applying; 2],
+pub(super) struct NodeBuckets {
+    buckets: [LeakyBucket; 6],
+    applying: [ApplyingLimits; 2],
     iops_size: u64,
     /// The smallest `iops-size` so far; 0 if there was none.
     least_iops_size: u64,
     /// Instant of the levels.
     now: Instant,
-    spare: Spare,
+    spare: SpareLevels,
 }
 
-impl Buckets {
+impl NodeBuckets {
     /// Empty buckets. The limits must be valid.
     pub(super) fn new(limits: &Limits, now: Instant) -> Self {
         Self {
-            buckets: LimitKind::ALL.map(|kind| Bucket::new(limits.limit(kind))),
-            applying: Direction::ALL.map(|direction| Applying::new(limits, direction)),
+            buckets: LimitKind::ALL.map(|kind| LeakyBucket::new(limits.limit(kind))),
+            applying: Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction)),
             iops_size: limits.iops_size,
             least_iops_size: limits.iops_size,
             now,
-            spare: Spare::default(),
+            spare: SpareLevels::default(),
         }
     }
 
@@ -271,7 +271,7 @@ impl Buckets {
 
     /// Nanoseconds until a request may be admitted and the limit with the longest wait; `None` if
     /// it may be now.
-    pub(super) fn binding(&self, direction: Direction) -> Option<(u64, LimitKind)> {
+    pub(super) fn longest_wait(&self, direction: Direction) -> Option<(u64, LimitKind)> {
         let mut longest = None;
         for (kind, bucket) in self.applying(direction) {
             let wait_ns = bucket.wait_ns();
@@ -284,18 +284,18 @@ impl Buckets {
 
     /// Scales the limits. When a watermark lowers the scale because the device is busy, requests
     /// wait for the work admitted at the higher scale.
-    pub(super) fn rescale(&mut self, limits: &Limits, scale: Scale) {
+    pub(super) fn rescale(&mut self, limits: &Limits, scale: LimitScale) {
         for kind in LimitKind::ALL {
-            self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::WaitedFor);
+            self.buckets[kind.index()].change(limits.limit(kind), scale, ExcessTreatment::Charged);
         }
     }
 
     /// Changes the limits, which must be valid. The buckets must be at the current instant.
-    pub(super) fn change(&mut self, limits: &Limits, scale: Scale) {
+    pub(super) fn change(&mut self, limits: &Limits, scale: LimitScale) {
         for kind in LimitKind::ALL {
-            self.buckets[kind.index()].change(limits.limit(kind), scale, Rest::Deferred);
+            self.buckets[kind.index()].change(limits.limit(kind), scale, ExcessTreatment::Deferred);
         }
-        self.apply(limits);
+        self.set_applying(limits);
     }
 
     /// Leaks at the rates of these limits, which must be valid and are not enforced. Until
@@ -304,36 +304,36 @@ impl Buckets {
         for kind in LimitKind::ALL {
             self.buckets[kind.index()].run_at(limits.limit(kind));
         }
-        self.apply(limits);
+        self.set_applying(limits);
     }
 
-    fn apply(&mut self, limits: &Limits) {
-        self.applying = Direction::ALL.map(|direction| Applying::new(limits, direction));
+    fn set_applying(&mut self, limits: &Limits) {
+        self.applying = Direction::ALL.map(|direction| ApplyingLimits::new(limits, direction));
         self.iops_size = limits.iops_size;
         // For upper bounds of past operations (`brought.rs`): the smallest size counts most.
         if limits.iops_size > 0 && (self.least_iops_size == 0 || limits.iops_size < self.least_iops_size) {
             self.least_iops_size = limits.iops_size;
         }
-        self.forget_spare_of_no_limit();
+        self.drop_unlimited_spare();
     }
 
-    fn applying(&self, direction: Direction) -> impl Iterator<Item = (LimitKind, &Bucket)> {
+    fn applying(&self, direction: Direction) -> impl Iterator<Item = (LimitKind, &LeakyBucket)> {
         let kinds = self.applying[direction.index()].kinds().iter();
         kinds.map(|kind| (*kind, &self.buckets[kind.index()]))
     }
 
     /// Operations that a request counts as, in billionths.
-    pub(super) fn operations(&self, cost: &Cost) -> u64 {
+    pub(super) fn operations(&self, cost: &RequestCost) -> u64 {
         if self.iops_size == 0 {
-            return cost.requests().saturating_mul(UNIT as u64);
+            return cost.requests().saturating_mul(LEVEL_SCALE as u64);
         }
         u64::try_from(cost.operations(self.iops_size)).unwrap_or(u64::MAX)
     }
 
     /// Time that a request needs of the scarcest limit; 0 without limits. See [`divide`].
-    pub(super) fn price_ns(&self, direction: Direction, cost: &Cost) -> u64 {
+    pub(super) fn cost_ns(&self, direction: Direction, cost: &RequestCost) -> u64 {
         let prices =
-            self.applying(direction).map(|(kind, bucket)| divide(self.units(kind, cost), bucket.rate));
+            self.applying(direction).map(|(kind, bucket)| time_for(self.units(kind, cost), bucket.rate));
         prices.fold(0, u64::max)
     }
 
@@ -341,75 +341,75 @@ impl Buckets {
     /// limit.
     pub(super) fn operation_ns(&self, direction: Direction) -> u64 {
         let operations = self.applying(direction).filter(|(kind, _)| !kind.counts_bytes());
-        operations.map(|(_, bucket)| divide(UNIT, bucket.rate)).fold(0, u64::max)
+        operations.map(|(_, bucket)| time_for(LEVEL_SCALE, bucket.rate)).fold(0, u64::max)
     }
 
     /// Fraction of a request, in parts of [`WHOLE`], that fits into all its buckets.
-    pub(super) fn room(&self, direction: Direction, cost: &Cost) -> u32 {
-        let mut least = WHOLE;
+    pub(super) fn room(&self, direction: Direction, cost: &RequestCost) -> u32 {
+        let mut least = WHOLE_REQUEST;
         for (kind, bucket) in self.applying(direction) {
             let units = self.units(kind, cost);
             let room = bucket.room();
             if room < units {
                 // Below WHOLE, because room < units.
-                least = least.min((room.saturating_mul(u128::from(WHOLE)) / units) as u32);
+                least = least.min((room.saturating_mul(u128::from(WHOLE_REQUEST)) / units) as u32);
             }
         }
         least
     }
 
-    pub(super) fn charge_part(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
+    pub(super) fn charge_part(&mut self, direction: Direction, cost: &RequestCost, part: &Range<u32>) {
         let applying = self.applying[direction.index()];
         for kind in applying.kinds() {
-            let units = part_of(self.units(*kind, cost), part);
+            let units = proportional_part(self.units(*kind, cost), part);
             self.buckets[kind.index()].add(units);
         }
     }
 
     /// Whole units that may be admitted at once before requests wait; `None` if the limit is not
     /// set.
-    pub(super) fn tokens(&self, kind: LimitKind) -> Option<u64> {
+    pub(super) fn admittable_units(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
-        (bucket.rate > 0).then(|| u64::try_from(bucket.room() / UNIT).unwrap_or(u64::MAX))
+        (bucket.rate > 0).then(|| u64::try_from(bucket.room() / LEVEL_SCALE).unwrap_or(u64::MAX))
     }
 
     /// Whole units until the main bucket is full, ignoring the burst rate; `None` if not set.
     pub(super) fn remaining(&self, kind: LimitKind) -> Option<u64> {
         let bucket = &self.buckets[kind.index()];
-        let remaining = bucket.size.saturating_sub(bucket.level) / UNIT;
+        let remaining = bucket.size.saturating_sub(bucket.level) / LEVEL_SCALE;
         (bucket.rate > 0).then(|| u64::try_from(remaining).unwrap_or(u64::MAX))
     }
 
     /// Admitted work that has not leaked, in whole units, including deferred work.
     pub(super) fn level(&self, kind: LimitKind) -> u64 {
         let bucket = &self.buckets[kind.index()];
-        u64::try_from(bucket.level.saturating_add(bucket.deferred) / UNIT).unwrap_or(u64::MAX)
+        u64::try_from(bucket.level.saturating_add(bucket.deferred) / LEVEL_SCALE).unwrap_or(u64::MAX)
     }
 
     /// Level, capacity, and time until the bucket is empty; `None` if the limit is not set.
-    pub(super) fn level_now(&self, kind: LimitKind) -> Option<Level> {
+    pub(super) fn level_with_capacity(&self, kind: LimitKind) -> Option<LimitLevel> {
         let bucket = &self.buckets[kind.index()];
         let rate = u128::from(bucket.rate);
         let empty_in_ns = bucket.level.saturating_add(bucket.deferred).checked_div(rate)?;
         let empty_in_ns = u64::try_from(empty_in_ns).unwrap_or(u64::MAX);
         // Rounded up, because the bucket of a limit of 5 IOPS holds half an operation.
-        let capacity = u64::try_from(bucket.size.div_ceil(UNIT)).unwrap_or(u64::MAX);
-        Some(Level { units: self.level(kind), capacity, empty_in_ns })
+        let capacity = u64::try_from(bucket.size.div_ceil(LEVEL_SCALE)).unwrap_or(u64::MAX);
+        Some(LimitLevel { units: self.level(kind), capacity, empty_in_ns })
     }
 
     /// Sets the level of a limit's bucket, if it is set. Units above its size are deferred.
-    pub(super) fn fill(&mut self, kind: LimitKind, units: u64) {
+    pub(super) fn set_level(&mut self, kind: LimitKind, units: u64) {
         let bucket = &mut self.buckets[kind.index()];
         if bucket.rate > 0 {
-            let passed = u128::from(units) * UNIT;
+            let passed = u128::from(units) * LEVEL_SCALE;
             bucket.level = passed.min(bucket.size);
             bucket.deferred = passed - bucket.level;
         }
     }
 
     /// Units of a request for this limit, in billionths.
-    fn units(&self, kind: LimitKind, cost: &Cost) -> u128 {
-        if kind.counts_bytes() { u128::from(cost.bytes()) * UNIT } else { cost.operations(self.iops_size) }
+    fn units(&self, kind: LimitKind, cost: &RequestCost) -> u128 {
+        if kind.counts_bytes() { u128::from(cost.bytes()) * LEVEL_SCALE } else { cost.operations(self.iops_size) }
     }
 }
 

@@ -13,13 +13,13 @@ pub(super) const BILLION: u64 = 1_000_000_000;
 ///
 /// Flushes have no cost: they bypass the tree.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Cost {
+pub struct RequestCost {
     bytes: u64,
-    lengths: Lengths,
+    lengths: RequestLengths,
 }
 
 #[derive(Clone, Debug, PartialEq, Eq)]
-enum Lengths {
+enum RequestLengths {
     /// The common case, which needs no allocation.
     Equal {
         count: u64,
@@ -28,7 +28,7 @@ enum Lengths {
     Mixed(Box<[u64]>),
 }
 
-impl Cost {
+impl RequestCost {
     /// Cost of one request of `length` bytes. A request of zero bytes counts as an operation.
     pub const fn one(length: u64) -> Self {
         Self::equal(1, length)
@@ -36,7 +36,7 @@ impl Cost {
 
     /// Cost of `count` requests of `length` bytes each.
     pub const fn equal(count: u64, length: u64) -> Self {
-        Self { bytes: count.saturating_mul(length), lengths: Lengths::Equal { count, length } }
+        Self { bytes: count.saturating_mul(length), lengths: RequestLengths::Equal { count, length } }
     }
 
     /// Cost of requests of these lengths, admitted as one I/O. No lengths have no cost.
@@ -46,9 +46,9 @@ impl Cost {
         let bytes = lengths.iter().fold(0, |sum: u64, length| sum.saturating_add(*length));
         let first = lengths.first().copied().unwrap_or(0);
         let lengths = if lengths.iter().all(|length| *length == first) {
-            Lengths::Equal { count: lengths.len() as u64, length: first }
+            RequestLengths::Equal { count: lengths.len() as u64, length: first }
         } else {
-            Lengths::Mixed(lengths.into())
+            RequestLengths::Mixed(lengths.into())
         };
         Self { bytes, lengths }
     }
@@ -61,24 +61,24 @@ impl Cost {
     /// Number of requests that the client sent.
     pub const fn requests(&self) -> u64 {
         match &self.lengths {
-            Lengths::Equal { count, .. } => *count,
-            Lengths::Mixed(lengths) => lengths.len() as u64,
+            RequestLengths::Equal { count, .. } => *count,
+            RequestLengths::Mixed(lengths) => lengths.len() as u64,
         }
     }
 
     /// Length of each request, if they differ.
     pub const fn lengths(&self) -> Option<&[u64]> {
         match &self.lengths {
-            Lengths::Equal { .. } => None,
-            Lengths::Mixed(lengths) => Some(lengths),
+            RequestLengths::Equal { .. } => None,
+            RequestLengths::Mixed(lengths) => Some(lengths),
         }
     }
 
     /// Operations under this `iops-size`, in billionths, rounded up.
     pub(super) fn operations(&self, iops_size: u64) -> u128 {
         match &self.lengths {
-            Lengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),
-            Lengths::Mixed(lengths) => lengths.iter().map(|length| operations_of(*length, iops_size)).sum(),
+            RequestLengths::Equal { count, length } => u128::from(*count) * operations_of(*length, iops_size),
+            RequestLengths::Mixed(lengths) => lengths.iter().map(|length| operations_of(*length, iops_size)).sum(),
         }
     }
 }
@@ -102,24 +102,24 @@ mod tests {
 
     #[test]
     fn without_iops_size_each_request_is_one_operation() {
-        assert_eq!(Cost::one(0).operations(0), OPERATION);
-        assert_eq!(Cost::one(1 << 30).operations(0), OPERATION);
-        assert_eq!(Cost::merged(&[512, 4096, 512]).operations(0), 3 * OPERATION);
+        assert_eq!(RequestCost::one(0).operations(0), OPERATION);
+        assert_eq!(RequestCost::one(1 << 30).operations(0), OPERATION);
+        assert_eq!(RequestCost::merged(&[512, 4096, 512]).operations(0), 3 * OPERATION);
     }
 
     #[test]
     fn a_request_above_iops_size_counts_in_proportion() {
-        assert_eq!(Cost::one(8192).operations(4096), 2 * OPERATION);
-        assert_eq!(Cost::one(6144).operations(4096), 3 * OPERATION / 2);
-        assert_eq!(Cost::one(4096).operations(4096), OPERATION);
-        assert_eq!(Cost::one(1).operations(4096), OPERATION);
+        assert_eq!(RequestCost::one(8192).operations(4096), 2 * OPERATION);
+        assert_eq!(RequestCost::one(6144).operations(4096), 3 * OPERATION / 2);
+        assert_eq!(RequestCost::one(4096).operations(4096), OPERATION);
+        assert_eq!(RequestCost::one(1).operations(4096), OPERATION);
     }
 
     #[test]
-    fn merging_does_not_change_the_bill() {
+    fn merging_does_not_change_the_cost() {
         for lengths in [&[4096; 5][..], &[512, 6144, 100_000], &[7], &[]] {
-            let apart: u128 = lengths.iter().map(|length| Cost::one(*length).operations(4096)).sum();
-            let merged = Cost::merged(lengths);
+            let apart: u128 = lengths.iter().map(|length| RequestCost::one(*length).operations(4096)).sum();
+            let merged = RequestCost::merged(lengths);
             assert_eq!(merged.operations(4096), apart);
             assert_eq!(merged.bytes(), lengths.iter().sum());
             assert_eq!(merged.requests(), lengths.len() as u64);
@@ -131,7 +131,7 @@ mod tests {
 
     #[test]
     fn the_largest_lengths_do_not_overflow() {
-        assert_eq!(Cost::one(u64::MAX).operations(1), u128::from(u64::MAX) * OPERATION);
-        assert_eq!(Cost::merged(&[u64::MAX, 1]).bytes(), u64::MAX);
+        assert_eq!(RequestCost::one(u64::MAX).operations(1), u128::from(u64::MAX) * OPERATION);
+        assert_eq!(RequestCost::merged(&[u64::MAX, 1]).bytes(), u64::MAX);
     }
 }

@@ -4,9 +4,9 @@
 
 /// Factor on rates, in thousandths; at least 1.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub struct Scale(u32);
+pub struct LimitScale(u32);
 
-impl Scale {
+impl LimitScale {
     /// Rates as set.
     pub const ONE: Self = Self(1000);
     /// Factor 1000, practically lifted.
@@ -36,7 +36,7 @@ pub enum Enforcement {
     #[default]
     Enforced,
     /// All rates and burst sizes are multiplied by the same factor.
-    Scaled(Scale),
+    Scaled(LimitScale),
     /// Requests neither wait for the limits nor are charged to them.
     Lifted,
 }
@@ -53,10 +53,10 @@ impl Enforcement {
         if factor(self) <= factor(other) { self } else { other }
     }
 
-    pub(crate) const fn scale(self) -> Scale {
+    pub(crate) const fn scale(self) -> LimitScale {
         match self {
             Self::Scaled(scale) => scale,
-            Self::Enforced | Self::Lifted => Scale::ONE,
+            Self::Enforced | Self::Lifted => LimitScale::ONE,
         }
     }
 }

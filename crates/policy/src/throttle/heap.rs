@@ -12,21 +12,21 @@ const CHILDREN: usize = 4;
 const ABSENT: u32 = u32::MAX;
 
 #[derive(Clone, Copy, Debug)]
-struct Entry<K> {
+struct HeapEntry<K> {
     key: K,
     item: u32,
 }
 
 #[derive(Debug)]
-pub(super) struct Heap<K> {
-    entries: Vec<Entry<K>>,
+pub(super) struct IndexedHeap<K> {
+    entries: Vec<HeapEntry<K>>,
     /// Index in `entries` of each item.
-    places: Vec<u32>,
+    positions: Vec<u32>,
 }
 
-impl<K: Copy + Ord> Heap<K> {
+impl<K: Copy + Ord> IndexedHeap<K> {
     pub(super) const fn new() -> Self {
-        Self { entries: Vec::new(), places: Vec::new() }
+        Self { entries: Vec::new(), positions: Vec::new() }
     }
 
     pub(super) const fn is_empty(&self) -> bool {
@@ -38,18 +38,18 @@ impl<K: Copy + Ord> Heap<K> {
     }
 
     pub(super) fn contains(&self, item: u32) -> bool {
-        self.place(item).is_some()
+        self.position(item).is_some()
     }
 
     pub(super) fn set(&mut self, item: u32, key: K) {
-        let entry = Entry { key, item };
-        match self.place(item) {
+        let entry = HeapEntry { key, item };
+        match self.position(item) {
             Some(at) if key < self.entries[at].key => self.rise(at, entry),
             Some(at) => self.sink(at, entry),
             None => {
                 let needed = item as usize + 1;
-                if self.places.len() < needed {
-                    self.places.resize(needed, ABSENT);
+                if self.positions.len() < needed {
+                    self.positions.resize(needed, ABSENT);
                 }
                 self.entries.push(entry);
                 self.rise(self.entries.len() - 1, entry);
@@ -58,8 +58,8 @@ impl<K: Copy + Ord> Heap<K> {
     }
 
     pub(super) fn remove(&mut self, item: u32) {
-        let Some(at) = self.place(item) else { return };
-        self.places[item as usize] = ABSENT;
+        let Some(at) = self.position(item) else { return };
+        self.positions[item as usize] = ABSENT;
         let removed = self.entries[at];
         let Some(last) = self.entries.pop() else { return };
         if last.item == item {
@@ -79,17 +79,17 @@ impl<K: Copy + Ord> Heap<K> {
         }
     }
 
-    fn place(&self, item: u32) -> Option<usize> {
-        self.places.get(item as usize).filter(|at| **at != ABSENT).map(|at| *at as usize)
+    fn position(&self, item: u32) -> Option<usize> {
+        self.positions.get(item as usize).filter(|at| **at != ABSENT).map(|at| *at as usize)
     }
 
-    fn put(&mut self, at: usize, entry: Entry<K>) {
+    fn put(&mut self, at: usize, entry: HeapEntry<K>) {
         self.entries[at] = entry;
-        self.places[entry.item as usize] = at as u32;
+        self.positions[entry.item as usize] = at as u32;
     }
 
     /// Moves `entry` up from `at` to its position. Overwrites the entry at `at`.
-    fn rise(&mut self, mut at: usize, entry: Entry<K>) {
+    fn rise(&mut self, mut at: usize, entry: HeapEntry<K>) {
         while at > 0 {
             let parent = (at - 1) / CHILDREN;
             if self.entries[parent].key <= entry.key {
@@ -102,7 +102,7 @@ impl<K: Copy + Ord> Heap<K> {
     }
 
     /// Moves `entry` down from `at` to its position. Overwrites the entry at `at`.
-    fn sink(&mut self, mut at: usize, entry: Entry<K>) {
+    fn sink(&mut self, mut at: usize, entry: HeapEntry<K>) {
         loop {
             let first = at * CHILDREN + 1;
             let children = first..(first + CHILDREN).min(self.entries.len());
@@ -127,8 +127,8 @@ mod tests {
 
     proptest! {
         #[test]
-        fn does_what_a_sorted_map_does(steps in prop::collection::vec((0..40u32, prop::option::weighted(0.7, 0..100u32)), 1..400)) {
-            let mut heap = Heap::new();
+        fn matches_a_sorted_map(steps in prop::collection::vec((0..40u32, prop::option::weighted(0.7, 0..100u32)), 1..400)) {
+            let mut heap = IndexedHeap::new();
             let mut model = BTreeMap::new();
             for (item, key) in steps {
                 match key {

@@ -5,26 +5,26 @@
 //!
 //! Never decides a rate: [`steering`](crate::steering) does.
 
-use super::bucket::Buckets;
-use super::cost::Cost;
+use super::bucket::NodeBuckets;
+use super::cost::RequestCost;
 use super::enforcement::Enforcement;
 use super::limits::{LimitKind, Limits};
-use super::price::WHOLE;
+use super::price::WHOLE_REQUEST;
 use crate::request::Direction;
 use crate::time::Instant;
 
 /// The buckets of one set of limits.
 #[derive(Clone, Debug)]
-pub struct Ledger {
+pub struct KernelBuckets {
     limits: Limits,
-    buckets: Buckets,
+    buckets: NodeBuckets,
     enforcement: Enforcement,
 }
 
-impl Ledger {
+impl KernelBuckets {
     /// Empty buckets. The limits must be valid.
     pub fn new(limits: &Limits, now: Instant) -> Self {
-        Self { limits: *limits, buckets: Buckets::new(limits, now), enforcement: Enforcement::Enforced }
+        Self { limits: *limits, buckets: NodeBuckets::new(limits, now), enforcement: Enforcement::Enforced }
     }
 
     /// The limits of the buckets.
@@ -54,7 +54,7 @@ impl Ledger {
         let operations = operations.max(1);
         let (each, longer) = (bytes / operations, bytes % operations);
         for (count, length) in [(operations - longer, each), (longer, each + 1)] {
-            self.buckets.charge_part(direction, &Cost::equal(count, length), &(0..WHOLE));
+            self.buckets.charge_part(direction, &RequestCost::equal(count, length), &(0..WHOLE_REQUEST));
         }
     }
 
@@ -76,7 +76,7 @@ impl Ledger {
     /// Sets the levels.
     pub fn restore(&mut self, levels: [u64; 6]) {
         for kind in LimitKind::ALL {
-            self.buckets.fill(kind, levels[kind.index()]);
+            self.buckets.set_level(kind, levels[kind.index()]);
         }
     }
 }

@@ -59,7 +59,7 @@ impl LimitKind {
 
 /// A number of a limit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Part {
+pub enum LimitPart {
     /// The sustained rate.
     Rate,
     /// The rate during a burst (`-max`).
@@ -70,19 +70,19 @@ pub enum Part {
 
 /// One of the nineteen numbers of [`Limits`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Setting {
+pub enum LimitSetting {
     /// A number of one of the six limits.
-    Limit(LimitKind, Part),
+    Limit(LimitKind, LimitPart),
     /// `iops-size`.
     IopsSize,
 }
 
 use LimitKind::{BpsRead, BpsTotal, BpsWrite, IopsRead, IopsTotal, IopsWrite};
-use Part::{BurstLength, BurstRate, Rate};
-use Setting::{IopsSize, Limit as Of};
+use LimitPart::{BurstLength, BurstRate, Rate};
+use LimitSetting::{IopsSize, Limit as Of};
 
 /// QEMU's names without the prefix `throttling.`, in the order that [`Setting::name`] computes.
-const NAMES: [(Setting, &str); 19] = [
+const NAMES: [(LimitSetting, &str); 19] = [
     (Of(BpsTotal, Rate), "bps-total"),
     (Of(BpsTotal, BurstRate), "bps-total-max"),
     (Of(BpsTotal, BurstLength), "bps-total-max-length"),
@@ -104,7 +104,7 @@ const NAMES: [(Setting, &str); 19] = [
     (IopsSize, "iops-size"),
 ];
 
-impl Setting {
+impl LimitSetting {
     /// All nineteen, limit by limit, `iops-size` last: the order for help texts and listings.
     pub const ALL: [Self; 19] = {
         let mut all = [IopsSize; 19];
@@ -148,7 +148,7 @@ impl Setting {
     }
 }
 
-impl fmt::Display for Setting {
+impl fmt::Display for LimitSetting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.pad(self.name())
     }
@@ -156,7 +156,7 @@ impl fmt::Display for Setting {
 
 /// One limit: a rate in units (bytes or operations) per second, and its burst.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limit {
+pub struct RateLimit {
     /// Sustained rate in units per second; 0 is no limit.
     pub rate: u64,
     /// Burst rate in units per second; with 0 the burst capacity is a tenth of a second at `rate`.
@@ -166,7 +166,7 @@ pub struct Limit {
     pub burst_length_s: u64,
 }
 
-impl Limit {
+impl RateLimit {
     /// No limit: the default.
     pub const NONE: Self = Self { rate: 0, burst_rate: 0, burst_length_s: 1 };
 
@@ -185,7 +185,7 @@ impl Limit {
     }
 }
 
-impl Default for Limit {
+impl Default for RateLimit {
     fn default() -> Self {
         Self::NONE
     }
@@ -196,7 +196,7 @@ impl Default for Limit {
 /// Values may break the rules until [`Limits::validate`] is called.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
-    limits: [Limit; 6],
+    limits: [RateLimit; 6],
     /// Size in bytes above which a request counts as `size / iops_size` operations: 6 KiB at 4096
     /// is 1.5. With 0 every request counts as one.
     pub iops_size: u64,
@@ -204,17 +204,17 @@ pub struct Limits {
 
 impl Limits {
     /// The limit of a kind.
-    pub const fn limit(&self, kind: LimitKind) -> Limit {
+    pub const fn limit(&self, kind: LimitKind) -> RateLimit {
         self.limits[kind.index()]
     }
 
     /// Mutable access to the limit of a kind.
-    pub const fn limit_mut(&mut self, kind: LimitKind) -> &mut Limit {
+    pub const fn limit_mut(&mut self, kind: LimitKind) -> &mut RateLimit {
         &mut self.limits[kind.index()]
     }
 
     /// The value of one setting.
-    pub const fn get(&self, setting: Setting) -> u64 {
+    pub const fn get(&self, setting: LimitSetting) -> u64 {
         match setting {
             Of(kind, Rate) => self.limit(kind).rate,
             Of(kind, BurstRate) => self.limit(kind).burst_rate,
@@ -225,9 +225,9 @@ impl Limits {
 
     /// Changes one setting, in its own unit. Fails and changes nothing if the value exceeds
     /// [`Setting::maximum`]. Does not check other rules; see [`Limits::validate`].
-    pub fn set(&mut self, setting: Setting, value: u64) -> Result<(), Invalid> {
+    pub fn set(&mut self, setting: LimitSetting, value: u64) -> Result<(), InvalidLimit> {
         if value > setting.maximum() {
-            return Err(Invalid { setting, value, rule: Rule::AtMost(setting.maximum()) });
+            return Err(InvalidLimit { setting, value, rule: LimitRule::AtMost(setting.maximum()) });
         }
         match setting {
             Of(kind, Rate) => self.limit_mut(kind).rate = value,
@@ -244,16 +244,16 @@ impl Limits {
     ///
     /// # Errors
     /// [`Invalid`] with the first broken [`Rule`].
-    pub fn changed(mut self, given: &[(Setting, u64)]) -> Result<Self, Invalid> {
+    pub fn with_settings(mut self, given: &[(LimitSetting, u64)]) -> Result<Self, InvalidLimit> {
         for &(setting, value) in given {
             self.set(setting, value)?;
         }
-        self.take_along(|setting| given.iter().any(|(given, _)| *given == setting));
+        self.reset_dependents(|setting| given.iter().any(|(given, _)| *given == setting));
         self.validate()?;
         Ok(self)
     }
 
-    fn take_along(&mut self, is_given: impl Fn(Setting) -> bool) {
+    fn reset_dependents(&mut self, is_given: impl Fn(LimitSetting) -> bool) {
         let gone = |limits: &Self, setting| is_given(setting) && limits.get(setting) == 0;
         for kind in LimitKind::ALL {
             let [rate, burst, length] = [Rate, BurstRate, BurstLength].map(|part| Of(kind, part));
@@ -279,42 +279,42 @@ impl Limits {
     }
 
     /// Checks all rules, in QEMU's order, and returns the first error.
-    pub fn validate(&self) -> Result<(), Invalid> {
+    pub fn validate(&self) -> Result<(), InvalidLimit> {
         // QEMU's throttle_is_valid checks conflicts before it checks single values.
         for part in [Rate, BurstRate] {
             self.check_total_alone([BpsTotal, BpsRead, BpsWrite], part)?;
             self.check_total_alone([IopsTotal, IopsRead, IopsWrite], part)?;
         }
         if self.iops_size > 0 && [IopsTotal, IopsRead, IopsWrite].iter().all(|&k| self.limit(k).rate == 0) {
-            return Err(self.invalid(IopsSize, Rule::NeedsIops));
+            return Err(self.invalid(IopsSize, LimitRule::NeedsIops));
         }
         if self.iops_size > MAX_VALUE {
-            return Err(self.invalid(IopsSize, Rule::AtMost(MAX_VALUE)));
+            return Err(self.invalid(IopsSize, LimitRule::AtMost(MAX_VALUE)));
         }
         LimitKind::ALL.iter().try_for_each(|&kind| self.check_limit(kind))
     }
 
-    fn check_total_alone(&self, [total, read, write]: [LimitKind; 3], part: Part) -> Result<(), Invalid> {
+    fn check_total_alone(&self, [total, read, write]: [LimitKind; 3], part: LimitPart) -> Result<(), InvalidLimit> {
         for one in [read, write] {
             let other = Of(one, part);
             if self.get(Of(total, part)) > 0 && self.get(other) > 0 {
-                return Err(self.invalid(Of(total, part), Rule::Excludes(other, self.get(other))));
+                return Err(self.invalid(Of(total, part), LimitRule::Excludes(other, self.get(other))));
             }
         }
         Ok(())
     }
 
-    fn check_limit(&self, kind: LimitKind) -> Result<(), Invalid> {
-        let Limit { rate, burst_rate, burst_length_s: length } = self.limit(kind);
+    fn check_limit(&self, kind: LimitKind) -> Result<(), InvalidLimit> {
+        let RateLimit { rate, burst_rate, burst_length_s: length } = self.limit(kind);
         let (base, burst) = (Of(kind, Rate), Of(kind, BurstRate));
         let rules = [
-            (rate > MAX_VALUE, Rate, Rule::AtMost(MAX_VALUE)),
-            (burst_rate > MAX_VALUE, BurstRate, Rule::AtMost(MAX_VALUE)),
-            (length == 0, BurstLength, Rule::AtLeastOneSecond),
-            (length > 1 && burst_rate == 0, BurstLength, Rule::Needs(burst)),
-            (length > MAX_VALUE / burst_rate.max(1), BurstLength, Rule::BurstTooLarge(burst, burst_rate)),
-            (burst_rate > 0 && rate == 0, BurstRate, Rule::Needs(base)),
-            (burst_rate > 0 && burst_rate < rate, BurstRate, Rule::AtLeastRate(base, rate)),
+            (rate > MAX_VALUE, Rate, LimitRule::AtMost(MAX_VALUE)),
+            (burst_rate > MAX_VALUE, BurstRate, LimitRule::AtMost(MAX_VALUE)),
+            (length == 0, BurstLength, LimitRule::AtLeastOneSecond),
+            (length > 1 && burst_rate == 0, BurstLength, LimitRule::Needs(burst)),
+            (length > MAX_VALUE / burst_rate.max(1), BurstLength, LimitRule::BurstTooLarge(burst, burst_rate)),
+            (burst_rate > 0 && rate == 0, BurstRate, LimitRule::Needs(base)),
+            (burst_rate > 0 && burst_rate < rate, BurstRate, LimitRule::AtLeastRate(base, rate)),
         ];
         match rules.into_iter().find(|(is_broken, ..)| *is_broken) {
             Some((_, part, rule)) => Err(self.invalid(Of(kind, part), rule)),
@@ -322,27 +322,27 @@ impl Limits {
         }
     }
 
-    const fn invalid(&self, setting: Setting, rule: Rule) -> Invalid {
-        Invalid { setting, value: self.get(setting), rule }
+    const fn invalid(&self, setting: LimitSetting, rule: LimitRule) -> InvalidLimit {
+        InvalidLimit { setting, value: self.get(setting), rule }
     }
 }
 
 /// A setting that breaks a rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Invalid {
+pub struct InvalidLimit {
     /// The setting.
-    pub setting: Setting,
+    pub setting: LimitSetting,
     /// Its value.
     pub value: u64,
     /// The broken rule.
-    pub rule: Rule,
+    pub rule: LimitRule,
 }
 
 /// Rules for limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Rule {
+pub enum LimitRule {
     /// A total limit excludes a read or write limit of the same kind (this one, with its value).
-    Excludes(Setting, u64),
+    Excludes(LimitSetting, u64),
     /// `iops-size` needs a limit on operations.
     NeedsIops,
     /// Maximum value.
@@ -350,21 +350,21 @@ pub enum Rule {
     /// A burst length is at least one second.
     AtLeastOneSecond,
     /// A burst length above 1 needs a burst rate, and a burst rate needs a rate.
-    Needs(Setting),
+    Needs(LimitSetting),
     /// Burst rate (this setting, with its value) × burst length is at most [`MAX_VALUE`].
-    BurstTooLarge(Setting, u64),
+    BurstTooLarge(LimitSetting, u64),
     /// A burst rate is at least the rate (this setting, with its value).
-    AtLeastRate(Setting, u64),
+    AtLeastRate(LimitSetting, u64),
 }
 
-impl fmt::Display for Invalid {
+impl fmt::Display for InvalidLimit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { setting, value, rule } = self;
         write!(f, "{setting} ({value}) {rule}")
     }
 }
 
-impl fmt::Display for Rule {
+impl fmt::Display for LimitRule {
     /// Formats the predicate of a sentence whose subject is the setting with its value.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -388,7 +388,7 @@ impl fmt::Display for Rule {
     }
 }
 
-impl core::error::Error for Invalid {}
+impl core::error::Error for InvalidLimit {}
 
 #[cfg(test)]
 #[path = "limits_tests.rs"]

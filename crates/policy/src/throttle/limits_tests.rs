@@ -6,7 +6,7 @@ use alloc::string::ToString;
 fn limits(settings: &[(&str, u64)]) -> Limits {
     let mut limits = Limits::default();
     for (name, value) in settings {
-        limits.set(Setting::from_name(name).unwrap(), *value).unwrap();
+        limits.set(LimitSetting::from_name(name).unwrap(), *value).unwrap();
     }
     limits
 }
@@ -20,29 +20,29 @@ fn valid(settings: &[(&str, u64)]) -> bool {
 }
 
 /// A burst as in QEMU's own tests, beyond the range that a setting accepts.
-fn burst(rate: u64, burst_rate: u64, burst_length_s: u64) -> Result<(), Rule> {
+fn burst(rate: u64, burst_rate: u64, burst_length_s: u64) -> Result<(), LimitRule> {
     let mut limits = Limits::default();
-    *limits.limit_mut(IopsRead) = Limit { rate, burst_rate, burst_length_s };
+    *limits.limit_mut(IopsRead) = RateLimit { rate, burst_rate, burst_length_s };
     limits.validate().map_err(|invalid| invalid.rule)
 }
 
 #[test]
 fn every_setting_is_found_by_its_name_and_keeps_its_own_value() {
     let mut limits = Limits::default();
-    for (value, setting) in (1..).zip(Setting::ALL) {
-        assert_eq!(Setting::from_name(setting.name()), Some(setting));
+    for (value, setting) in (1..).zip(LimitSetting::ALL) {
+        assert_eq!(LimitSetting::from_name(setting.name()), Some(setting));
         limits.set(setting, value).unwrap();
     }
-    for (value, setting) in (1..).zip(Setting::ALL) {
+    for (value, setting) in (1..).zip(LimitSetting::ALL) {
         assert_eq!(limits.get(setting), value, "{setting}");
     }
-    assert_eq!(Setting::from_name("iops"), None);
-    assert_eq!(Setting::from_name("iops-total-max-length").unwrap(), Of(IopsTotal, BurstLength));
+    assert_eq!(LimitSetting::from_name("iops"), None);
+    assert_eq!(LimitSetting::from_name("iops-total-max-length").unwrap(), Of(IopsTotal, BurstLength));
 }
 
 #[test]
 fn sizes_are_bytes_and_lengths_are_not() {
-    let sizes = Setting::ALL.iter().filter(|setting| setting.is_size()).count();
+    let sizes = LimitSetting::ALL.iter().filter(|setting| setting.is_size()).count();
     assert_eq!(sizes, 7, "rate and burst rate of three limits, and iops-size");
     assert!(!Of(BpsRead, BurstLength).is_size());
 }
@@ -52,7 +52,7 @@ fn defaults_limit_nothing() {
     let limits = Limits::default();
     assert!(limits.is_unlimited());
     assert_eq!(limits.validate(), Ok(()));
-    for setting in Setting::ALL {
+    for setting in LimitSetting::ALL {
         let expected = u64::from(matches!(setting, Of(_, BurstLength)));
         assert_eq!(limits.get(setting), expected, "{setting}");
     }
@@ -106,17 +106,17 @@ fn iops_size_needs_an_iops_limit() {
 #[test]
 fn values_go_up_to_ten_to_the_fifteenth() {
     assert_eq!(burst(MAX_VALUE, 0, 1), Ok(()));
-    assert_eq!(burst(MAX_VALUE + 1, 0, 1), Err(Rule::AtMost(MAX_VALUE)));
+    assert_eq!(burst(MAX_VALUE + 1, 0, 1), Err(LimitRule::AtMost(MAX_VALUE)));
     assert_eq!(burst(1, MAX_VALUE, 1), Ok(()));
-    assert_eq!(burst(1, MAX_VALUE + 1, 1), Err(Rule::AtMost(MAX_VALUE)));
+    assert_eq!(burst(1, MAX_VALUE + 1, 1), Err(LimitRule::AtMost(MAX_VALUE)));
     let mut limits = limits(&[("iops-total", 1)]);
     limits.iops_size = MAX_VALUE + 1;
-    assert_eq!(limits.validate().unwrap_err().rule, Rule::AtMost(MAX_VALUE));
+    assert_eq!(limits.validate().unwrap_err().rule, LimitRule::AtMost(MAX_VALUE));
 }
 
 #[test]
 fn setting_too_large_a_value_is_refused_and_changes_nothing() {
-    for setting in Setting::ALL {
+    for setting in LimitSetting::ALL {
         let mut limits = Limits::default();
         assert_eq!(limits.set(setting, setting.maximum()), Ok(()));
         let before = limits;
@@ -135,14 +135,14 @@ fn setting_too_large_a_value_is_refused_and_changes_nothing() {
 
 #[test]
 fn burst_length_is_at_least_one_and_needs_a_burst_rate() {
-    assert_eq!(burst(10, 20, 0), Err(Rule::AtLeastOneSecond));
-    assert_eq!(burst(10, 0, 0), Err(Rule::AtLeastOneSecond));
+    assert_eq!(burst(10, 20, 0), Err(LimitRule::AtLeastOneSecond));
+    assert_eq!(burst(10, 0, 0), Err(LimitRule::AtLeastOneSecond));
     assert_eq!(
         refused(&[("bps-write", 1), ("bps-write-max", 1), ("bps-write-max-length", 0)]),
         "bps-write-max-length (0) is too short; a burst length must be at least 1 second"
     );
     assert_eq!(burst(10, 0, 1), Ok(()));
-    assert_eq!(burst(10, 0, 2), Err(Rule::Needs(Of(IopsRead, BurstRate))));
+    assert_eq!(burst(10, 0, 2), Err(LimitRule::Needs(Of(IopsRead, BurstRate))));
     assert_eq!(
         refused(&[("iops-total", 100), ("iops-total-max-length", 60)]),
         "iops-total-max-length (60) is set without iops-total-max; set iops-total-max too"
@@ -152,7 +152,7 @@ fn burst_length_is_at_least_one_and_needs_a_burst_rate() {
 #[test]
 fn burst_is_at_most_ten_to_the_fifteenth_units() {
     assert_eq!(burst(1, 2, MAX_VALUE / 2), Ok(()));
-    assert_eq!(burst(1, 3, MAX_VALUE / 2), Err(Rule::BurstTooLarge(Of(IopsRead, BurstRate), 3)));
+    assert_eq!(burst(1, 3, MAX_VALUE / 2), Err(LimitRule::BurstTooLarge(Of(IopsRead, BurstRate), 3)));
     assert_eq!(
         refused(&[("bps-total", 1), ("bps-total-max", 1_000_000_000_000), ("bps-total-max-length", 1001)]),
         "bps-total-max-length (1001) is too long for bps-total-max (1000000000000); \
@@ -162,10 +162,10 @@ fn burst_is_at_most_ten_to_the_fifteenth_units() {
 
 #[test]
 fn burst_rate_needs_a_rate_and_is_not_below_it() {
-    assert_eq!(burst(0, 100, 1), Err(Rule::Needs(Of(IopsRead, Rate))));
+    assert_eq!(burst(0, 100, 1), Err(LimitRule::Needs(Of(IopsRead, Rate))));
     assert_eq!(burst(0, 0, 1), Ok(()));
     assert_eq!(burst(100, 0, 1), Ok(()));
-    assert_eq!(burst(100, 30, 1), Err(Rule::AtLeastRate(Of(IopsRead, Rate), 100)));
+    assert_eq!(burst(100, 30, 1), Err(LimitRule::AtLeastRate(Of(IopsRead, Rate), 100)));
     assert_eq!(burst(100, 100, 1), Ok(()));
     assert_eq!(
         refused(&[("iops-total", 1000), ("iops-total-max", 500)]),

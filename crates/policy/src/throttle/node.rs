@@ -2,15 +2,15 @@
 //!
 //! Independent of its neighbours. An idle node takes a few hundred bytes and no time.
 
-use super::booking::{Reservable, demand};
-use super::bucket::Buckets;
-use super::cost::Cost;
-use super::enforcement::{Enforcement, Scale};
+use super::booking::{ReservableCapacity, reserved_by};
+use super::bucket::NodeBuckets;
+use super::cost::RequestCost;
+use super::enforcement::{Enforcement, LimitScale};
 use super::limits::{LimitKind, Limits};
-use super::promise::Promise;
-use super::schedule::Schedule;
-use super::share::Share;
-use super::stats::{AllWaits, Brief, Counted, Counters, Stats};
+use super::promise::ReservationMonitor;
+use super::schedule::ChildScheduler;
+use super::share::NodeShare;
+use super::stats::{WaitHistograms, ThrottleSummary, CumulativeStats, AdmissionCounters, ThrottleStats};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -18,7 +18,7 @@ use alloc::collections::VecDeque;
 use alloc::vec::Vec;
 
 /// Time after which a node's own limit no longer counts as the cause of waiting requests.
-const BINDS_NO_MORE: u64 = crate::time::NANOS_PER_SECOND;
+const CAUSE_EXPIRY_NS: u64 = crate::time::NANOS_PER_SECOND;
 
 /// Identifies a disk or a group of one tree. Never valid again after the node was removed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -30,7 +30,7 @@ pub struct NodeId {
 
 /// Identifies a waiting request for [`Tree::cancel`](super::Tree::cancel).
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Ticket {
+pub struct QueuedRequestId {
     pub(super) node: NodeId,
     pub(super) direction: Direction,
     /// Rises with every request queued in the tree.
@@ -38,12 +38,12 @@ pub struct Ticket {
 }
 
 #[derive(Debug)]
-pub(super) struct Waiter<T> {
+pub(super) struct QueuedRequest<T> {
     pub(super) number: u64,
     pub(super) since: Instant,
-    pub(super) cost: Cost,
+    pub(super) cost: RequestCost,
     /// Part of [`WHOLE`](super::price::WHOLE) that has been charged so far, in slices.
-    pub(super) paid: u32,
+    pub(super) charged_parts: u32,
     /// Throttled time of its disk and of the group above when the request was queued, in
     /// nanoseconds.
     pub(super) limited_ns: [u64; 2],
@@ -52,15 +52,15 @@ pub(super) struct Waiter<T> {
 
 /// Limits and their buckets. Boxed, because most nodes have none.
 #[derive(Clone, Debug)]
-pub(super) struct Limited {
+pub(super) struct NodeLimits {
     pub(super) limits: Limits,
-    pub(super) buckets: Buckets,
+    pub(super) buckets: NodeBuckets,
 }
 
-impl Limited {
+impl NodeLimits {
     fn new(now: Instant) -> Self {
         let limits = Limits::default();
-        Self { limits, buckets: Buckets::new(&limits, now) }
+        Self { limits, buckets: NodeBuckets::new(&limits, now) }
     }
 
     /// Changes the limits, which take over the admitted work: see `bucket.rs`. Limits set while
@@ -81,7 +81,7 @@ impl Limited {
             return self.buckets.run_at(&self.limits);
         }
         if before == Enforcement::Lifted {
-            self.buckets.change(&self.limits, Scale::ONE);
+            self.buckets.change(&self.limits, LimitScale::ONE);
         }
         self.buckets.rescale(&self.limits, enforcement.scale());
     }
@@ -89,45 +89,45 @@ impl Limited {
 
 /// Work charged to a disk, to continue in another tree or group.
 #[derive(Clone, Debug)]
-pub struct Charged {
+pub struct CarriedCharges {
     /// Charged to its own limits.
-    pub(super) own: Option<Box<Limited>>,
+    pub(super) own: Option<Box<NodeLimits>>,
     /// Charged to groups that it leaves, from its parent upwards; then contents it carried for
     /// higher levels.
-    pub(super) apart: Vec<Option<Box<Limited>>>,
+    pub(super) left_groups: Vec<Option<Box<NodeLimits>>>,
     /// Charged to groups that remain above it.
-    pub(super) common: Vec<Option<Box<Limited>>>,
+    pub(super) common_groups: Vec<Option<Box<NodeLimits>>>,
 }
 
 /// A disk or a group. See the head of this file.
 #[derive(Debug)]
-pub(super) struct Node<T> {
+pub(super) struct ThrottleNode<T> {
     pub(super) generation: u64,
     pub(super) present: bool,
     /// True if a limit on both directions together is set here or above.
-    pub(super) shared: bool,
+    pub(super) has_shared_limit: bool,
     pub(super) parent: usize,
     pub(super) number: u32,
     pub(super) level: usize,
-    pub(super) limited: Option<Box<Limited>>,
+    pub(super) limited: Option<Box<NodeLimits>>,
     /// The last limits, if none are set now: new ones take over their admitted work.
-    pub(super) past: Option<Box<Limited>>,
+    pub(super) past_limits: Option<Box<NodeLimits>>,
     /// Contents that a disk carried into the groups above, from its parent upwards and
     /// beyond the top level, as if it alone had filled their buckets.
-    pub(super) brought: Vec<Option<Box<Limited>>>,
+    pub(super) carried: Vec<Option<Box<NodeLimits>>>,
     pub(super) enforcement: Enforcement,
-    pub(super) share: Share,
+    pub(super) share: NodeShare,
     /// `None` until the first child, because most nodes are disks.
-    pub(super) schedule: Option<Box<Schedule>>,
+    pub(super) schedule: Option<Box<ChildScheduler>>,
     /// Direction preferred on ties: the one not served last.
     pub(super) first: Direction,
-    queues: [VecDeque<Waiter<T>>; 2],
+    queues: [VecDeque<QueuedRequest<T>>; 2],
     /// Requests of the whole subtree, by direction.
     pub(super) waiting: [usize; 2],
-    pub(super) counters: [Counters; 2],
+    pub(super) counters: [AdmissionCounters; 2],
     /// Number of counted requests when the demand was measured last
     /// ([`Tree::wanted`](super::Tree::wanted)).
-    pub(super) seen: u64,
+    pub(super) requests_seen: u64,
     /// By direction: true if requests wait for this node's own limits.
     pub(super) blocked: [bool; 2],
     /// Start of the current state: throttled by its own limits, or not.
@@ -136,51 +136,51 @@ pub(super) struct Node<T> {
     freed: [Option<(LimitKind, Instant)>; 2],
     limited_ns: u64,
     binding: Option<LimitKind>,
-    waits: Option<Box<AllWaits>>,
+    waits: Option<Box<WaitHistograms>>,
     /// `None` unless the node itself has a reservation.
-    pub(super) promise: Option<Box<Promise>>,
+    pub(super) reservation_monitor: Option<Box<ReservationMonitor>>,
     /// Reservable capacity of the device below.
-    pub(super) device: Reservable,
+    pub(super) device: ReservableCapacity,
     /// Sum of the children's reservations, by unit.
-    pub(super) promised: [u64; 2],
+    pub(super) reserved_below: [u64; 2],
 }
 
-impl<T> Node<T> {
+impl<T> ThrottleNode<T> {
     /// The node's share of its parent, with the larger of the node's reservation and the sum below
     /// it.
-    pub(super) fn entitlement(&self) -> Share {
-        let [iops, bps] = demand(self.share, self.promised);
+    pub(super) fn entitlement(&self) -> NodeShare {
+        let [iops, bps] = reserved_by(self.share, self.reserved_below);
         self.share.with_reservation(iops, bps)
     }
 
-    pub(super) fn new(parent: usize, level: usize, limits: Limits, share: Share, now: Instant) -> Self {
+    pub(super) fn new(parent: usize, level: usize, limits: Limits, share: NodeShare, now: Instant) -> Self {
         let mut node = Self {
             generation: 0,
             present: true,
-            shared: false,
+            has_shared_limit: false,
             parent,
             number: 0,
             level,
             limited: None,
-            past: None,
-            brought: Vec::new(),
+            past_limits: None,
+            carried: Vec::new(),
             enforcement: Enforcement::Enforced,
             share,
             schedule: None,
             first: Direction::Read,
             queues: [VecDeque::new(), VecDeque::new()],
             waiting: [0; 2],
-            counters: [Counters::default(); 2],
-            seen: 0,
+            counters: [AdmissionCounters::default(); 2],
+            requests_seen: 0,
             blocked: [false; 2],
             blocked_or_free_since: now,
             freed: [None; 2],
             limited_ns: 0,
             binding: None,
             waits: None,
-            promise: None,
-            device: Reservable::default(),
-            promised: [0; 2],
+            reservation_monitor: None,
+            device: ReservableCapacity::default(),
+            reserved_below: [0; 2],
         };
         node.set_limits(limits, now);
         node.set_share(share, now);
@@ -194,23 +194,23 @@ impl<T> Node<T> {
     /// Sets limits under the current enforcement. They take over the work admitted under the
     /// previous ones: see `bucket.rs`.
     pub(super) fn set_limits(&mut self, limits: Limits, now: Instant) {
-        let before = self.limited.take().or_else(|| self.past.take());
+        let before = self.limited.take().or_else(|| self.past_limits.take());
         if limits.is_unlimited() {
-            self.past = before;
+            self.past_limits = before;
             return;
         }
-        let mut limited = before.unwrap_or_else(|| Box::new(Limited::new(now)));
+        let mut limited = before.unwrap_or_else(|| Box::new(NodeLimits::new(now)));
         limited.set(&limits, self.enforcement, now);
         self.limited = Some(limited);
     }
 
     /// Sets the share. A changed reservation resets its statistics.
-    pub(super) fn set_share(&mut self, share: Share, now: Instant) {
-        let is_same = |promise: &Share| (promise.iops_reservation(), promise.bps_reservation());
+    pub(super) fn set_share(&mut self, share: NodeShare, now: Instant) {
+        let is_same = |promise: &NodeShare| (promise.iops_reservation(), promise.bps_reservation());
         if !share.is_reserved() {
-            self.promise = None;
-        } else if self.promise.is_none() || is_same(&self.share) != is_same(&share) {
-            self.promise = Some(Box::new(Promise::new(self.waiting != [0; 2], now)));
+            self.reservation_monitor = None;
+        } else if self.reservation_monitor.is_none() || is_same(&self.share) != is_same(&share) {
+            self.reservation_monitor = Some(Box::new(ReservationMonitor::new(self.waiting != [0; 2], now)));
         }
         self.share = share;
     }
@@ -222,8 +222,8 @@ impl<T> Node<T> {
             self.set_limits(limits, now);
             return [0; 6];
         }
-        let before = self.limited.take().or_else(|| self.past.take());
-        let mut limited = before.unwrap_or_else(|| Box::new(Limited::new(now)));
+        let before = self.limited.take().or_else(|| self.past_limits.take());
+        let mut limited = before.unwrap_or_else(|| Box::new(NodeLimits::new(now)));
         limited.buckets.leak_to(now);
         let given = limited.buckets.divide(&limits, credit);
         limited.limits = limits;
@@ -240,28 +240,28 @@ impl<T> Node<T> {
     }
 
     /// Contents of the node's own limits, or of its last ones, for [`Node::take_over`].
-    pub(super) fn charged(&self) -> Option<Box<Limited>> {
-        self.limited.as_ref().or(self.past.as_ref()).cloned()
+    pub(super) fn charged_contents(&self) -> Option<Box<NodeLimits>> {
+        self.limited.as_ref().or(self.past_limits.as_ref()).cloned()
     }
 
     /// Takes over the contents of another node.
-    pub(super) fn take_over(&mut self, charged: Box<Limited>, now: Instant) {
+    pub(super) fn take_over(&mut self, charged: Box<NodeLimits>, now: Instant) {
         let limits = self.limits();
         self.limited = None;
         // As if the contents were those of limits that were set here before.
-        self.past = Some(charged);
+        self.past_limits = Some(charged);
         self.set_limits(limits, now);
     }
 
     /// The buckets, advanced to `now`; `None` if no limits are enforced.
-    pub(super) fn enforced(&mut self, now: Instant) -> Option<&mut Buckets> {
-        let buckets = self.enforced_as_they_are()?;
+    pub(super) fn enforced_buckets(&mut self, now: Instant) -> Option<&mut NodeBuckets> {
+        let buckets = self.enforced_buckets_unadvanced()?;
         buckets.leak_to(now);
         Some(buckets)
     }
 
     /// As [`Node::enforced`], without advancing them.
-    pub(super) fn enforced_as_they_are(&mut self) -> Option<&mut Buckets> {
+    pub(super) fn enforced_buckets_unadvanced(&mut self) -> Option<&mut NodeBuckets> {
         if self.enforcement == Enforcement::Lifted {
             return None;
         }
@@ -276,16 +276,16 @@ impl<T> Node<T> {
         }
     }
 
-    pub(super) fn queue(&self, direction: Direction) -> &VecDeque<Waiter<T>> {
+    pub(super) fn queue(&self, direction: Direction) -> &VecDeque<QueuedRequest<T>> {
         &self.queues[direction.index()]
     }
 
-    pub(super) fn queue_mut(&mut self, direction: Direction) -> &mut VecDeque<Waiter<T>> {
+    pub(super) fn queue_mut(&mut self, direction: Direction) -> &mut VecDeque<QueuedRequest<T>> {
         &mut self.queues[direction.index()]
     }
 
     /// Removes a request from its queue, if it still waits. Found by binary search in O(log n).
-    pub(super) fn take(&mut self, direction: Direction, number: u64) -> Option<Waiter<T>> {
+    pub(super) fn remove_queued(&mut self, direction: Direction, number: u64) -> Option<QueuedRequest<T>> {
         let queue = self.queue_mut(direction);
         let at = queue.binary_search_by_key(&number, |waiter| waiter.number).ok()?;
         queue.remove(at)
@@ -310,14 +310,14 @@ impl<T> Node<T> {
     }
 
     /// The last limit that requests of this direction waited for, and until when.
-    pub(super) fn freed(&self, direction: Direction) -> Option<(LimitKind, Instant)> {
+    pub(super) fn last_throttled(&self, direction: Direction) -> Option<(LimitKind, Instant)> {
         self.freed[direction.index()]
     }
 
-    pub(super) fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>, now: Instant) {
+    pub(super) fn count(&mut self, direction: Direction, cost: &RequestCost, waited_ns: Option<u64>, now: Instant) {
         self.counters[direction.index()].count(cost, waited_ns);
         if let Some(waited_ns) = waited_ns {
-            let waits = self.waits.get_or_insert_with(|| Box::new(AllWaits::new(now)));
+            let waits = self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now)));
             waits.add(waited_ns, cost.requests(), now);
         }
     }
@@ -328,64 +328,64 @@ impl<T> Node<T> {
         self.limited_ns + so_far
     }
 
-    pub(super) fn brief(&self, now: Instant) -> Brief {
+    pub(super) fn summary(&self, now: Instant) -> ThrottleSummary {
         let is_blocked = self.blocked != [false; 2];
         let since = now.nanos_since(self.blocked_or_free_since);
         // Requests that pass this node at once may wait for a group above it.
-        let binds = is_blocked || (self.waiting != [0; 2] && since < BINDS_NO_MORE);
-        Brief {
+        let binds = is_blocked || (self.waiting != [0; 2] && since < CAUSE_EXPIRY_NS);
+        ThrottleSummary {
             limited_ns: self.limited_ns(now),
             binding: self.binding.filter(|_| binds),
             waiting: self.waiting,
-            kept: self.promise.as_ref().map(|promise| promise.kept(now)),
+            kept: self.reservation_monitor.as_ref().map(|promise| promise.times(now)),
         }
     }
 
-    pub(super) fn counted(&self, now: Instant) -> Counted {
-        let Brief { limited_ns, kept, .. } = self.brief(now);
-        let mut counted = Counted { passed: self.counters, limited_ns, kept, ..Counted::default() };
+    pub(super) fn cumulative(&self, now: Instant) -> CumulativeStats {
+        let ThrottleSummary { limited_ns, kept, .. } = self.summary(now);
+        let mut counted = CumulativeStats { passed: self.counters, limited_ns, kept, ..CumulativeStats::default() };
         if let Some(waits) = &self.waits {
-            waits.tell(&mut counted);
+            waits.export(&mut counted);
         }
         counted
     }
 
-    pub(super) fn count_on(&mut self, counted: &Counted, now: Instant) {
-        let Counted { passed, limited_ns, kept, waits, longest_wait_ns: _ } = counted;
+    pub(super) fn add_cumulative(&mut self, counted: &CumulativeStats, now: Instant) {
+        let CumulativeStats { passed, limited_ns, kept, waits, longest_wait_ns: _ } = counted;
         for (own, more) in self.counters.iter_mut().zip(passed) {
-            *own = own.plus(*more);
+            *own = own.sum(*more);
             // These requests were made in another process and are not new demand here.
-            self.seen = self.seen.saturating_add(more.requests);
+            self.requests_seen = self.requests_seen.saturating_add(more.requests);
         }
         self.limited_ns = self.limited_ns.saturating_add(*limited_ns);
-        if let (Some(promise), Some(kept)) = (&mut self.promise, kept) {
-            promise.count_on(*kept);
+        if let (Some(promise), Some(kept)) = (&mut self.reservation_monitor, kept) {
+            promise.add_times(*kept);
         }
         if !waits.is_empty() {
-            self.waits.get_or_insert_with(|| Box::new(AllWaits::new(now))).count_on(counted);
+            self.waits.get_or_insert_with(|| Box::new(WaitHistograms::new(now))).count_on(counted);
         }
     }
 
-    pub(super) fn stats(&self, now: Instant) -> Stats {
-        let Brief { limited_ns, binding, waiting, kept } = self.brief(now);
+    pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
+        let ThrottleSummary { limited_ns, binding, waiting, kept } = self.summary(now);
         let buckets = self.limited.as_ref().map(|limited| {
             let mut buckets = limited.buckets.clone();
             buckets.leak_to(now);
             buckets
         });
-        let tokens = LimitKind::ALL.map(|kind| buckets.as_ref()?.tokens(kind));
-        let levels = LimitKind::ALL.map(|kind| buckets.as_ref()?.level_now(kind));
-        Stats {
+        let tokens = LimitKind::ALL.map(|kind| buckets.as_ref()?.admittable_units(kind));
+        let levels = LimitKind::ALL.map(|kind| buckets.as_ref()?.level_with_capacity(kind));
+        ThrottleStats {
             reads: self.counters[Direction::Read.index()],
             writes: self.counters[Direction::Write.index()],
             waits: self.waits.as_ref().map(|waits| waits.all()).unwrap_or_default(),
             recent_waits: self.waits.as_ref().map(|waits| waits.recent(now)).unwrap_or_default(),
-            limited_ns,
-            binding,
+            throttled_ns: limited_ns,
+            throttle_cause: binding,
             tokens,
             levels,
             waiting,
-            kept,
+            reservation: kept,
         }
     }
 }

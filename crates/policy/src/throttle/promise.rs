@@ -21,11 +21,11 @@ const WINDOW_NS: u64 = 1_000_000_000;
 /// Age above which a window that waiting has not filled is dropped.
 const STALE_NS: u64 = 4 * WINDOW_NS;
 /// Percentage of the reservation that counts as met; the same as in `weir verify`.
-const KEPT_PERCENT: u64 = 95;
+const MET_PERCENT: u64 = 95;
 
 /// Result of monitoring a reservation since it was set.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Kept {
+pub struct ReservationTimes {
     /// Time during which requests waited and the reservation was met, in nanoseconds.
     pub met_ns: u64,
     /// Time during which requests waited and the reservation was missed, in nanoseconds.
@@ -33,8 +33,8 @@ pub struct Kept {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Promise {
-    kept: Kept,
+pub(super) struct ReservationMonitor {
+    kept: ReservationTimes,
     waits_since: Option<Instant>,
     /// Start of the current window.
     began: Instant,
@@ -42,14 +42,14 @@ pub(super) struct Promise {
     had_ns: u64,
 }
 
-impl Promise {
+impl ReservationMonitor {
     pub(super) const fn new(waits: bool, now: Instant) -> Self {
         let waits_since = if waits { Some(now) } else { None };
-        Self { kept: Kept { met_ns: 0, missed_ns: 0 }, waits_since, began: now, waited_ns: 0, had_ns: 0 }
+        Self { kept: ReservationTimes { met_ns: 0, missed_ns: 0 }, waits_since, began: now, waited_ns: 0, had_ns: 0 }
     }
 
     /// Records that requests wait from now on, or no longer.
-    pub(super) fn waits(&mut self, waits: bool, now: Instant) {
+    pub(super) fn set_waiting(&mut self, waits: bool, now: Instant) {
         if waits == self.waits_since.is_some() {
             return;
         }
@@ -63,19 +63,19 @@ impl Promise {
     }
 
     /// Records service, in time of the reservation.
-    pub(super) fn had(&mut self, promised_ns: u64, now: Instant) {
+    pub(super) fn add_service(&mut self, promised_ns: u64, now: Instant) {
         self.had_ns = self.had_ns.saturating_add(promised_ns);
         self.advance(now);
     }
 
     /// Result as of `now`, including a wait that has not ended.
-    pub(super) fn kept(mut self, now: Instant) -> Kept {
+    pub(super) fn times(mut self, now: Instant) -> ReservationTimes {
         self.advance(now);
         self.kept
     }
 
     /// Adds the result of another process.
-    pub(super) const fn count_on(&mut self, kept: Kept) {
+    pub(super) const fn add_times(&mut self, kept: ReservationTimes) {
         self.kept.met_ns = self.kept.met_ns.saturating_add(kept.met_ns);
         self.kept.missed_ns = self.kept.missed_ns.saturating_add(kept.missed_ns);
     }
@@ -87,7 +87,7 @@ impl Promise {
         if self.waited_ns < WINDOW_NS {
             return;
         }
-        let is_kept = u128::from(self.had_ns) * 100 >= u128::from(self.waited_ns) * u128::from(KEPT_PERCENT);
+        let is_kept = u128::from(self.had_ns) * 100 >= u128::from(self.waited_ns) * u128::from(MET_PERCENT);
         let sum = if is_kept { &mut self.kept.met_ns } else { &mut self.kept.missed_ns };
         *sum = sum.saturating_add(self.waited_ns);
         (self.began, self.waited_ns, self.had_ns) = (now, 0, 0);
@@ -102,50 +102,50 @@ mod tests {
         Instant::from_nanos(ms * 1_000_000)
     }
 
-    fn of(met_ms: u64, missed_ms: u64) -> Kept {
-        Kept { met_ns: met_ms * 1_000_000, missed_ns: missed_ms * 1_000_000 }
+    fn of(met_ms: u64, missed_ms: u64) -> ReservationTimes {
+        ReservationTimes { met_ns: met_ms * 1_000_000, missed_ns: missed_ms * 1_000_000 }
     }
 
     #[test]
-    fn who_waits_and_has_95_percent_has_what_is_promised() {
+    fn service_of_95_percent_meets_the_reservation() {
         for (each_us, expect) in [(9_500, of(1000, 0)), (9_400, of(0, 1000))] {
-            let mut promise = Promise::new(true, ms(0));
+            let mut promise = ReservationMonitor::new(true, ms(0));
             for at in (10..=1000).step_by(10) {
-                promise.had(each_us * 1000, ms(at));
+                promise.add_service(each_us * 1000, ms(at));
             }
-            assert_eq!(promise.kept(ms(1000)), expect, "{each_us} us of each 10 ms");
+            assert_eq!(promise.times(ms(1000)), expect, "{each_us} us of each 10 ms");
         }
     }
 
     #[test]
-    fn nobody_misses_what_is_not_asked_for() {
-        let mut promise = Promise::new(false, ms(0));
-        promise.had(1, ms(5000));
-        promise.waits(true, ms(6000));
-        promise.waits(false, ms(6900));
-        assert_eq!(promise.kept(ms(60_000)), Kept::default());
+    fn unused_reservation_is_not_missed() {
+        let mut promise = ReservationMonitor::new(false, ms(0));
+        promise.add_service(1, ms(5000));
+        promise.set_waiting(true, ms(6000));
+        promise.set_waiting(false, ms(6900));
+        assert_eq!(promise.times(ms(60_000)), ReservationTimes::default());
         // A window that began long ago is discarded.
-        promise.waits(true, ms(60_000));
-        promise.waits(false, ms(60_500));
-        assert_eq!(promise.kept(ms(90_000)), Kept::default());
+        promise.set_waiting(true, ms(60_000));
+        promise.set_waiting(false, ms(60_500));
+        assert_eq!(promise.times(ms(90_000)), ReservationTimes::default());
     }
 
     #[test]
-    fn who_has_nothing_for_long_is_seen_before_anything_passes() {
-        let promise = Promise::new(true, ms(0));
-        assert_eq!(promise.kept(ms(999)), Kept::default());
-        assert_eq!(promise.kept(ms(7000)), of(0, 7000));
+    fn starvation_is_reported_before_any_service() {
+        let promise = ReservationMonitor::new(true, ms(0));
+        assert_eq!(promise.times(ms(999)), ReservationTimes::default());
+        assert_eq!(promise.times(ms(7000)), of(0, 7000));
     }
 
     #[test]
-    fn a_window_is_time_of_waiting() {
-        let mut promise = Promise::new(false, ms(0));
+    fn only_waiting_time_counts() {
+        let mut promise = ReservationMonitor::new(false, ms(0));
         // Waits for half of each 100 ms, and gets half of the reservation for all of it.
         for at in (0..2000).step_by(100) {
-            promise.waits(true, ms(at));
-            promise.waits(false, ms(at + 50));
-            promise.had(50_000_000, ms(at + 50));
+            promise.set_waiting(true, ms(at));
+            promise.set_waiting(false, ms(at + 50));
+            promise.add_service(50_000_000, ms(at + 50));
         }
-        assert_eq!(promise.kept(ms(2000)), of(1000, 0));
+        assert_eq!(promise.times(ms(2000)), of(1000, 0));
     }
 }

@@ -31,9 +31,9 @@
 //!
 //! Never looks at buckets: the tree offers a child when it is ready, and withdraws it.
 
-use super::heap::Heap;
+use super::heap::IndexedHeap;
 use super::price::SLICE_NS;
-use super::share::Share;
+use super::share::NodeShare;
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::vec::Vec;
@@ -41,18 +41,18 @@ use alloc::vec::Vec;
 /// Time that a returning child may catch up, and the maximum of the child's cost that counts. A
 /// client with a queue depth of 1 misses its turn whenever a completion or a timer is late. Credit
 /// is also a burst at the siblings' expense.
-const CREDIT_NS: u64 = 20_000_000;
+const IDLE_CREDIT_NS: u64 = 20_000_000;
 
 /// Time of its reservation that a returning child may catch up: it may come due during another
 /// child's slice.
-const PROMISE_CREDIT_NS: u64 = SLICE_NS + CREDIT_NS;
+const RESERVATION_CREDIT_NS: u64 = SLICE_NS + IDLE_CREDIT_NS;
 
 /// Time of its reservation that a busy child may catch up: each slow service delays all children at
 /// every level. Bounded, so that a shortfall of a slow device is not made up all at once.
 const ARREARS_NS: u64 = 1_000_000_000;
 
 /// Maximum by which service by reservation advances F ahead of v, in time of the child's own cost.
-const LEAD_NS: u64 = SLICE_NS;
+const MAX_LEAD_NS: u64 = SLICE_NS;
 
 /// Fraction (1 / n) of the service that remains by weight if reservations take everything.
 const WEIGHT_PHASE_PART: u64 = 100;
@@ -61,17 +61,17 @@ const WEIGHT_PHASE_PART: u64 = 100;
 const VIRTUAL_BITS: u32 = 14;
 
 /// Virtual time above which it is moved back. The largest step is 2⁶⁰, so nothing overflows.
-const LATEST: u64 = 1 << 62;
+const MAX_VIRTUAL_TIME: u64 = 1 << 62;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Lane {
+pub(super) enum TagLane {
     /// Tags of both directions.
     Shared,
     /// Tags of one direction.
     Of(Direction),
 }
 
-impl Lane {
+impl TagLane {
     pub(super) const fn new(direction: Direction, shared: bool) -> Self {
         if shared { Self::Shared } else { Self::Of(direction) }
     }
@@ -90,30 +90,30 @@ impl Lane {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Phase {
+pub(super) enum SchedulePhase {
     /// Its reservation is due.
-    Promise,
+    Reservation,
     /// By weight.
     Weight,
 }
 
 /// Key of the weight heap. Of equal start tags, the one offered first is served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-struct Turn {
+struct WeightKey {
     start: u64,
     order: u32,
 }
 
 /// The next child to serve, and the reason. The smaller of two is served first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) struct Candidate {
-    pub(super) phase: Phase,
+pub(super) struct ScheduleCandidate {
+    pub(super) phase: SchedulePhase,
     /// R by reservation, S by weight.
     tag: u64,
     pub(super) child: u32,
 }
 
-impl Candidate {
+impl ScheduleCandidate {
     /// True if this candidate is strictly preferred to one of the opposite direction.
     pub(super) fn precedes(&self, other: &Self) -> bool {
         (self.phase, self.tag) < (other.phase, other.tag)
@@ -121,9 +121,9 @@ impl Candidate {
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Service {
-    pub(super) lane: Lane,
-    pub(super) phase: Phase,
+pub(super) struct ServiceCharge {
+    pub(super) lane: TagLane,
+    pub(super) phase: SchedulePhase,
     /// Time that it takes of the scarcest limit.
     pub(super) cost_ns: u64,
     /// Time that it takes of the reservation; 0 without one.
@@ -131,7 +131,7 @@ pub(super) struct Service {
 }
 
 #[derive(Clone, Copy, Debug)]
-struct Child {
+struct ScheduledChild {
     slot: u32,
     reserved: bool,
     /// 2³² / weight.
@@ -144,20 +144,20 @@ struct Child {
     due: u64,
 }
 
-impl Child {
+impl ScheduledChild {
     fn virtual_time(&self, ns: u64) -> u64 {
         virtual_time(ns, self.inverse_weight)
     }
 
     /// Start tag S.
-    fn start(&self, lane: Lane, clock: &Clock) -> u64 {
+    fn start(&self, lane: TagLane, clock: &VirtualClock) -> u64 {
         let floor = clock.before.max(clock.now.saturating_sub(self.credit));
         self.finish[lane.index()].max(floor)
     }
 }
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Clock {
+struct VirtualClock {
     /// Virtual time v.
     now: u64,
     /// v as of `marked`.
@@ -169,44 +169,44 @@ struct Clock {
     allowance_ns: u64,
 }
 
-impl Clock {
+impl VirtualClock {
     /// Records v every [`CREDIT_NS`].
     fn tick(&mut self, now: Instant) {
-        if now.nanos_since(self.marked) >= CREDIT_NS {
+        if now.nanos_since(self.marked) >= IDLE_CREDIT_NS {
             *self = Self { before: self.mark, mark: self.now, marked: now, ..*self };
         }
     }
 }
 
 #[derive(Debug)]
-pub(super) struct Schedule {
-    children: Vec<Option<Child>>,
+pub(super) struct ChildScheduler {
+    children: Vec<Option<ScheduledChild>>,
     vacant: Vec<u32>,
-    turns: [Heap<Turn>; 2],
-    promises: [Heap<u64>; 2],
+    by_weight: [IndexedHeap<WeightKey>; 2],
+    by_reservation: [IndexedHeap<u64>; 2],
     /// By lane.
-    clocks: [Clock; 2],
+    clocks: [VirtualClock; 2],
     next_order: u32,
 }
 
-impl Schedule {
+impl ChildScheduler {
     pub(super) const fn new() -> Self {
         Self {
             children: Vec::new(),
             vacant: Vec::new(),
-            turns: [Heap::new(), Heap::new()],
-            promises: [Heap::new(), Heap::new()],
-            clocks: [Clock { now: 0, mark: 0, before: 0, marked: Instant::ZERO, allowance_ns: 0 }; 2],
+            by_weight: [IndexedHeap::new(), IndexedHeap::new()],
+            by_reservation: [IndexedHeap::new(), IndexedHeap::new()],
+            clocks: [VirtualClock { now: 0, mark: 0, before: 0, marked: Instant::ZERO, allowance_ns: 0 }; 2],
             next_order: 0,
         }
     }
 
-    pub(super) fn join(&mut self, slot: u32, share: Share) -> u32 {
-        let child = Some(Child {
+    pub(super) fn join(&mut self, slot: u32, share: NodeShare) -> u32 {
+        let child = Some(ScheduledChild {
             slot,
             reserved: share.is_reserved(),
             inverse_weight: inverse(share),
-            credit: virtual_time(CREDIT_NS, inverse(share)),
+            credit: virtual_time(IDLE_CREDIT_NS, inverse(share)),
             finish: [0; 2],
             due: 0,
         });
@@ -227,11 +227,11 @@ impl Schedule {
     }
 
     /// Changes a child's share; its tags stay. The child must have been withdrawn.
-    pub(super) fn set_share(&mut self, child: u32, share: Share) {
+    pub(super) fn set_share(&mut self, child: u32, share: NodeShare) {
         let child = self.child_mut(child);
         child.reserved = share.is_reserved();
         child.inverse_weight = inverse(share);
-        child.credit = virtual_time(CREDIT_NS, child.inverse_weight);
+        child.credit = virtual_time(IDLE_CREDIT_NS, child.inverse_weight);
     }
 
     pub(super) fn slot(&self, child: u32) -> usize {
@@ -242,58 +242,58 @@ impl Schedule {
         self.children.iter().flatten().map(|child| child.slot as usize)
     }
 
-    pub(super) fn is_childless(&self) -> bool {
+    pub(super) fn is_empty(&self) -> bool {
         self.children.len() == self.vacant.len()
     }
 
     pub(super) const fn has_work(&self, direction: Direction) -> bool {
-        !self.turns[direction.index()].is_empty()
+        !self.by_weight[direction.index()].is_empty()
     }
 
     pub(super) fn offers(&self, child: u32, direction: Direction) -> bool {
-        self.turns[direction.index()].contains(child)
+        self.by_weight[direction.index()].contains(child)
     }
 
     /// Offers a child that is ready, or updates its keys after a charge.
-    pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: Lane, now: Instant) {
+    pub(super) fn offer(&mut self, child: u32, direction: Direction, lane: TagLane, now: Instant) {
         let order = self.next_order;
         self.next_order = order.wrapping_add(1);
         self.clocks[lane.index()].tick(now);
         let start = self.child(child).start(lane, &self.clocks[lane.index()]);
-        self.turns[direction.index()].set(child, Turn { start, order });
+        self.by_weight[direction.index()].set(child, WeightKey { start, order });
         if self.child(child).reserved {
             let was_idle =
-                !Direction::ALL.iter().any(|direction| self.promises[direction.index()].contains(child));
+                !Direction::ALL.iter().any(|direction| self.by_reservation[direction.index()].contains(child));
             let due = &mut self.child_mut(child).due;
             // Must not be applied to a busy child: it would lose the arrears of slow services.
             if was_idle {
-                *due = (*due).max(now.as_nanos().saturating_sub(PROMISE_CREDIT_NS));
+                *due = (*due).max(now.as_nanos().saturating_sub(RESERVATION_CREDIT_NS));
             }
             let due = *due;
-            self.promises[direction.index()].set(child, due);
+            self.by_reservation[direction.index()].set(child, due);
         }
     }
 
     pub(super) fn withdraw(&mut self, child: u32, direction: Direction) {
-        self.turns[direction.index()].remove(child);
-        self.promises[direction.index()].remove(child);
+        self.by_weight[direction.index()].remove(child);
+        self.by_reservation[direction.index()].remove(child);
     }
 
-    pub(super) fn next(&self, direction: Direction, lane: Lane, now: Instant) -> Option<Candidate> {
-        let (turn, child) = self.turns[direction.index()].first()?;
+    pub(super) fn next(&self, direction: Direction, lane: TagLane, now: Instant) -> Option<ScheduleCandidate> {
+        let (turn, child) = self.by_weight[direction.index()].first()?;
         // R may be due, but the weight phase has its fraction first.
-        if let Some((due, child)) = self.promises[direction.index()].first()
+        if let Some((due, child)) = self.by_reservation[direction.index()].first()
             && due <= now.as_nanos()
             && self.clocks[lane.index()].allowance_ns > 0
         {
-            return Some(Candidate { phase: Phase::Promise, tag: due, child });
+            return Some(ScheduleCandidate { phase: SchedulePhase::Reservation, tag: due, child });
         }
-        Some(Candidate { phase: Phase::Weight, tag: turn.start, child })
+        Some(ScheduleCandidate { phase: SchedulePhase::Weight, tag: turn.start, child })
     }
 
     /// Charges a child for a service. If it is on offer, it must be offered again or withdrawn.
-    pub(super) fn charge(&mut self, number: u32, service: Service, now: Instant) {
-        let Service { lane, phase, cost_ns, promised_ns } = service;
+    pub(super) fn charge(&mut self, number: u32, service: ServiceCharge, now: Instant) {
+        let ServiceCharge { lane, phase, cost_ns, promised_ns } = service;
         let clock = &mut self.clocks[lane.index()];
         let child = self.children[number as usize].as_mut().expect("a child that has not left");
         clock.tick(now);
@@ -302,16 +302,16 @@ impl Schedule {
         // The tag is computed from the same start as the offer, unless the floor has risen since.
         let finish = start + step;
         match phase {
-            Phase::Weight => {
+            SchedulePhase::Weight => {
                 child.finish[lane.index()] = finish;
                 // v never falls: a child that starts at the floor may have S below v.
                 clock.now = clock.now.max(start);
                 clock.allowance_ns = cost_ns.max(1).saturating_mul(WEIGHT_PHASE_PART - 1);
             }
-            Phase::Promise => {
+            SchedulePhase::Reservation => {
                 // Service by reservation counts towards the share, but only up to a bound (see the
                 // head).
-                let latest = clock.now + child.virtual_time(LEAD_NS) + step;
+                let latest = clock.now + child.virtual_time(MAX_LEAD_NS) + step;
                 child.finish[lane.index()] = finish.min(latest);
                 // Arrears are bounded here, credit of an idle child in `offer`.
                 let earliest = now.as_nanos().saturating_sub(ARREARS_NS);
@@ -319,29 +319,29 @@ impl Schedule {
                 clock.allowance_ns = clock.allowance_ns.saturating_sub(cost_ns.max(1));
             }
         }
-        if clock.now > LATEST {
-            self.move_back(lane);
+        if clock.now > MAX_VIRTUAL_TIME {
+            self.rebase(lane);
         }
     }
 
     /// Resets all tags, because the limits that costs are measured by have changed.
-    pub(super) fn forget(&mut self) {
-        self.clocks = [Clock::default(); 2];
+    pub(super) fn reset_tags(&mut self) {
+        self.clocks = [VirtualClock::default(); 2];
         for child in self.children.iter_mut().flatten() {
             child.finish = [0; 2];
         }
-        for turns in &mut self.turns {
-            turns.map_keys(|_| Turn { start: 0, order: 0 });
+        for turns in &mut self.by_weight {
+            turns.map_keys(|_| WeightKey { start: 0, order: 0 });
         }
     }
 
     /// Moves the lane's virtual time back; at most once in weeks.
     #[cold]
-    fn move_back(&mut self, lane: Lane) {
+    fn rebase(&mut self, lane: TagLane) {
         // Start tags are at most the credit behind v. A tag further behind belongs to an idle
         // child.
         let clock = &mut self.clocks[lane.index()];
-        let by = clock.now - LATEST / 2;
+        let by = clock.now - MAX_VIRTUAL_TIME / 2;
         clock.now -= by;
         clock.mark = clock.mark.saturating_sub(by);
         clock.before = clock.before.saturating_sub(by);
@@ -350,17 +350,17 @@ impl Schedule {
         }
         for direction in Direction::ALL {
             if lane.covers(direction) {
-                let back = |turn: Turn| Turn { start: turn.start.saturating_sub(by), ..turn };
-                self.turns[direction.index()].map_keys(back);
+                let back = |turn: WeightKey| WeightKey { start: turn.start.saturating_sub(by), ..turn };
+                self.by_weight[direction.index()].map_keys(back);
             }
         }
     }
 
-    fn child(&self, number: u32) -> &Child {
+    fn child(&self, number: u32) -> &ScheduledChild {
         self.children[number as usize].as_ref().expect("a child that has not left")
     }
 
-    fn child_mut(&mut self, number: u32) -> &mut Child {
+    fn child_mut(&mut self, number: u32) -> &mut ScheduledChild {
         self.children[number as usize].as_mut().expect("a child that has not left")
     }
 }
@@ -370,6 +370,6 @@ const fn virtual_time(ns: u64, inverse_weight: u64) -> u64 {
     ((ns as u128 * inverse_weight as u128) >> (32 - VIRTUAL_BITS)) as u64
 }
 
-const fn inverse(share: Share) -> u64 {
+const fn inverse(share: NodeShare) -> u64 {
     (1 << 32) / share.weight() as u64
 }

@@ -2,21 +2,21 @@
 //!
 //! Independent of the resulting rate, which depends on the siblings' demand.
 
-use super::cost::{BILLION, Cost};
-use super::price::divide;
+use super::cost::{BILLION, RequestCost};
+use super::price::time_for;
 
 /// Share of a node in its parent's capacity.
 ///
 /// Siblings share contended capacity by weight. A reservation is a rate that is served first; it
 /// counts towards the share, so a busy node gets the larger of the two.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Share {
+pub struct NodeShare {
     weight: u32,
     iops_reservation: u64,
     bps_reservation: u64,
 }
 
-impl Share {
+impl NodeShare {
     /// Valid weights.
     pub const WEIGHTS: core::ops::RangeInclusive<u32> = 1..=10_000;
 
@@ -52,14 +52,14 @@ impl Share {
     }
 
     /// Time of the reservation that a request uses up, in nanoseconds.
-    pub(super) fn promised_ns(self, cost: &Cost, operations: u64) -> u64 {
-        let of = |billionths, rate| if rate == 0 { 0 } else { divide(billionths, rate) };
+    pub(super) fn reservation_ns(self, cost: &RequestCost, operations: u64) -> u64 {
+        let of = |billionths, rate| if rate == 0 { 0 } else { time_for(billionths, rate) };
         of(u128::from(operations), self.iops_reservation)
             .max(of(u128::from(cost.bytes()) * u128::from(BILLION), self.bps_reservation))
     }
 }
 
-impl Default for Share {
+impl Default for NodeShare {
     fn default() -> Self {
         Self { weight: 100, iops_reservation: 0, bps_reservation: 0 }
     }

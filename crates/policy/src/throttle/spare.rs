@@ -9,15 +9,15 @@ use super::cost::BILLION;
 
 /// Prefetched data that guests have read since the last [refund](super::Tree::spare).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GivenBack {
+pub struct SpareRefund {
     bytes: u64,
     /// Number of read-aheads, in billionths.
     requests: u64,
 }
 
-impl GivenBack {
+impl SpareRefund {
     /// No refund.
-    pub const NOTHING: Self = Self { bytes: 0, requests: 0 };
+    pub const NONE: Self = Self { bytes: 0, requests: 0 };
 
     /// Adds `bytes`, at most `read_ahead_bytes`, that guests have read for the first time from a
     /// read-ahead charged as `read_ahead_bytes`. Refunds the same fraction of its operations.
@@ -46,19 +46,19 @@ impl GivenBack {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::throttle::cost::Cost;
+    use crate::throttle::cost::RequestCost;
     use proptest::prelude::*;
 
     const OPERATION: u128 = BILLION as u128;
 
-    fn given_back(parts: &[(u64, u64)]) -> GivenBack {
-        let mut sum = GivenBack::NOTHING;
+    fn given_back(parts: &[(u64, u64)]) -> SpareRefund {
+        let mut sum = SpareRefund::NONE;
         parts.iter().for_each(|(bytes, of)| sum.add(*bytes, *of));
         sum
     }
 
     #[test]
-    fn a_read_ahead_used_bit_by_bit_gives_back_what_it_was_charged() {
+    fn piecewise_use_refunds_the_whole_charge() {
         let bits = given_back(&[(4096, 131_072); 32]);
         assert_eq!(bits.bytes(), 131_072);
         assert_eq!(bits.operations(0), OPERATION);
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn no_more_is_given_back_than_there_was() {
+    fn refund_never_exceeds_the_charge() {
         assert_eq!(given_back(&[(8192, 4096), (1, 0)]), given_back(&[(4096, 4096)]));
         let endless = given_back(&[(u64::MAX, u64::MAX); 3]);
         assert_eq!((endless.bytes(), endless.operations(0)), (u64::MAX, 3 * OPERATION));
@@ -80,7 +80,7 @@ mod tests {
             parts in prop::collection::vec((1..1_000_000u64, 1..1_000_000u64), 1..20),
             iops_size in prop_oneof![Just(0), 512..300_000u64],
         ) {
-            let charged: u128 = parts.iter().map(|(_, of)| Cost::one(*of).operations(iops_size)).sum();
+            let charged: u128 = parts.iter().map(|(_, of)| RequestCost::one(*of).operations(iops_size)).sum();
             prop_assert!(given_back(&parts).operations(iops_size) <= charged);
             // Refunded together or one by one.
             let one_by_one: u128 =

@@ -1,16 +1,16 @@
 //! Statistics of a node: admitted requests, waits, and the current throttle cause. The histogram of
 //! waits is allocated at the first wait.
 
-use super::cost::Cost;
+use super::cost::RequestCost;
 use super::limits::LimitKind;
-use super::promise::Kept;
+use super::promise::ReservationTimes;
 use crate::time::Instant;
 use alloc::{boxed::Box, vec::Vec};
 
 /// Requests admitted by a node in one direction since it was added. Merged requests count as the
 /// client sent them. Saturates.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Counters {
+pub struct AdmissionCounters {
     /// Admitted requests.
     pub requests: u64,
     /// Their bytes.
@@ -21,8 +21,8 @@ pub struct Counters {
     pub waited_ns: u64,
 }
 
-impl Counters {
-    pub(super) const fn count(&mut self, cost: &Cost, waited_ns: Option<u64>) {
+impl AdmissionCounters {
+    pub(super) const fn count(&mut self, cost: &RequestCost, waited_ns: Option<u64>) {
         self.requests = self.requests.saturating_add(cost.requests());
         self.bytes = self.bytes.saturating_add(cost.bytes());
         if let Some(waited_ns) = waited_ns {
@@ -32,7 +32,7 @@ impl Counters {
     }
 
     /// Sum of two counters.
-    pub const fn plus(self, other: Self) -> Self {
+    pub const fn sum(self, other: Self) -> Self {
         Self {
             requests: self.requests.saturating_add(other.requests),
             bytes: self.bytes.saturating_add(other.bytes),
@@ -55,7 +55,7 @@ pub struct WaitSummary {
 
 /// Level of a limit's bucket.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Level {
+pub struct LimitLevel {
     /// Bytes or operations. Above `capacity` after a request larger than the bucket, or after the
     /// limit was lowered.
     pub units: u64,
@@ -66,9 +66,9 @@ pub struct Level {
     pub empty_in_ns: u64,
 }
 
-impl Level {
+impl LimitLevel {
     /// Units until the bucket is full; a long burst spreads them over its length.
-    pub const fn room(&self) -> u64 {
+    pub const fn free_units(&self) -> u64 {
         self.capacity.saturating_sub(self.units)
     }
 
@@ -80,40 +80,40 @@ impl Level {
 
 /// Statistics of a node at one instant.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stats {
+pub struct ThrottleStats {
     /// Admitted reads.
-    pub reads: Counters,
+    pub reads: AdmissionCounters,
     /// Admitted writes and discards.
-    pub writes: Counters,
+    pub writes: AdmissionCounters,
     /// Waits of admitted requests, whatever the cause, since the node was added.
     pub waits: WaitSummary,
     /// Waits of requests admitted in the last [`RECENT_NS`] to twice that.
     pub recent_waits: WaitSummary,
     /// Time for which requests waited for this node's own limits, in either direction, in
     /// nanoseconds.
-    pub limited_ns: u64,
+    pub throttled_ns: u64,
     /// The limit of this node that requests wait for, or waited for in the last second.
-    pub binding: Option<LimitKind>,
+    pub throttle_cause: Option<LimitKind>,
     /// Units that may be admitted before requests wait, by [`LimitKind::index`]; `None` without a
     /// limit.
     pub tokens: [Option<u64>; 6],
     /// Bucket levels by [`LimitKind::index`]; `None` without a limit.
-    pub levels: [Option<Level>; 6],
+    pub levels: [Option<LimitLevel>; 6],
     /// Requests that wait here or below, by direction.
     pub waiting: [usize; 2],
     /// Result of monitoring its own reservation; `None` without one.
-    pub kept: Option<Kept>,
+    pub reservation: Option<ReservationTimes>,
 }
 
 /// The cumulative counters of [`Stats`]. An upgrade transfers them to the new process.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Counted {
+pub struct CumulativeStats {
     /// Admitted requests, by direction.
-    pub passed: [Counters; 2],
+    pub passed: [AdmissionCounters; 2],
     /// As [`Stats::limited_ns`].
     pub limited_ns: u64,
     /// As [`Stats::kept`].
-    pub kept: Option<Kept>,
+    pub kept: Option<ReservationTimes>,
     /// Histogram of waits: step and number of requests, for the steps with any.
     pub waits: Vec<(u16, u32)>,
     /// The longest wait in nanoseconds.
@@ -123,7 +123,7 @@ pub struct Counted {
 /// Throttled time of a disk or a group in an interval, in nanoseconds: by its own limits (`own_ns`)
 /// or those of groups above (`above_ns`). The largest counts. Time of groups counts at most as much
 /// as the waits that ended in the interval (`waited_ns`), unless requests still wait.
-pub fn limited_with_groups(
+pub fn throttled_with_groups_ns(
     own_ns: u64,
     above_ns: impl IntoIterator<Item = u64>,
     waited_ns: u64,
@@ -135,7 +135,7 @@ pub fn limited_with_groups(
 
 /// The part of [`Stats`] that is cheap to compute, for callers that poll thousands of nodes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Brief {
+pub struct ThrottleSummary {
     /// As [`Stats::limited_ns`].
     pub limited_ns: u64,
     /// As [`Stats::binding`].
@@ -143,7 +143,7 @@ pub struct Brief {
     /// As [`Stats::waiting`].
     pub waiting: [usize; 2],
     /// As [`Stats::kept`].
-    pub kept: Option<Kept>,
+    pub kept: Option<ReservationTimes>,
 }
 
 /// Minimum time for which a wait counts as recent, in nanoseconds; the maximum is twice that.
@@ -160,12 +160,12 @@ const ALL_STEPS: usize = OCTAVES * STEPS as usize;
 
 /// A histogram of waits: less than 2 KiB, because 10,000 disks may have three each.
 #[derive(Clone, Debug)]
-pub(super) struct Waits {
+pub(super) struct WaitHistogram {
     counts: Box<[u32; ALL_STEPS]>,
     max_ns: u64,
 }
 
-impl Waits {
+impl WaitHistogram {
     pub(super) fn new() -> Self {
         Self { counts: Box::new([0; ALL_STEPS]), max_ns: 0 }
     }
@@ -220,28 +220,28 @@ fn middle_of(step: usize) -> u64 {
 /// All waits since the start, and the recent ones: two alternating histograms, the older of which
 /// is dropped when the newer is [`RECENT_NS`] old.
 #[derive(Clone, Debug)]
-pub(super) struct AllWaits {
-    all: Waits,
+pub(super) struct WaitHistograms {
+    all: WaitHistogram,
     /// The newer one first.
-    recent: [Waits; 2],
+    recent: [WaitHistogram; 2],
     /// Start of the newer one.
     begun: Instant,
 }
 
-impl AllWaits {
+impl WaitHistograms {
     pub(super) fn new(now: Instant) -> Self {
-        Self { all: Waits::new(), recent: [Waits::new(), Waits::new()], begun: now }
+        Self { all: WaitHistogram::new(), recent: [WaitHistogram::new(), WaitHistogram::new()], begun: now }
     }
 
     pub(super) fn add(&mut self, wait_ns: u64, requests: u64, now: Instant) {
         let age_ns = now.nanos_since(self.begun);
         if age_ns >= RECENT_NS {
             self.recent.swap(0, 1);
-            self.recent[0] = Waits::new();
+            self.recent[0] = WaitHistogram::new();
             // Nothing was recorded for a whole period, so the older histogram is out of date as
             // well.
             if age_ns >= 2 * RECENT_NS {
-                self.recent[1] = Waits::new();
+                self.recent[1] = WaitHistogram::new();
             }
             self.begun = now;
         }
@@ -254,14 +254,14 @@ impl AllWaits {
     }
 
     /// Writes all waits to `counted`, for [`AllWaits::count_on`].
-    pub(super) fn tell(&self, counted: &mut Counted) {
+    pub(super) fn export(&self, counted: &mut CumulativeStats) {
         let steps = (0..).zip(self.all.counts.iter().copied());
         counted.waits = steps.filter(|(_, count)| *count > 0).collect();
         counted.longest_wait_ns = self.all.max_ns;
     }
 
     /// Adds waits of another process; they are not recent. An unknown step counts as the longest.
-    pub(super) fn count_on(&mut self, counted: &Counted) {
+    pub(super) fn count_on(&mut self, counted: &CumulativeStats) {
         self.all.max_ns = self.all.max_ns.max(counted.longest_wait_ns);
         for &(step, count) in &counted.waits {
             let sum = &mut self.all.counts[usize::from(step).min(ALL_STEPS - 1)];
@@ -292,7 +292,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn a_wait_is_told_within_a_thirty_second_or_half_a_microsecond(ns in prop_oneof![0..100_000u64, 0..1u64 << 42]) {
+        fn waits_are_accurate_to_a_32nd_or_512_ns(ns in prop_oneof![0..100_000u64, 0..1u64 << 42]) {
             let told = middle_of(step_of(ns));
             prop_assert!(told.abs_diff(ns) <= (ns / 32).max(512), "{ns} is told as {told}");
             prop_assert_eq!(step_of(told), step_of(ns));
@@ -300,9 +300,9 @@ mod tests {
     }
 
     #[test]
-    fn recent_waits_are_forgotten_and_all_are_not() {
+    fn recent_waits_expire() {
         let at = |seconds: u64| Instant::from_nanos(seconds * 1_000_000_000);
-        let mut waits = AllWaits::new(at(100));
+        let mut waits = WaitHistograms::new(at(100));
         waits.add(1 << 30, 1000, at(100));
         for second in 111..130 {
             waits.add(1 << 20, 10, at(second));
@@ -316,7 +316,7 @@ mod tests {
 
     #[test]
     fn percentiles_and_maximum() {
-        let mut waits = Waits::new();
+        let mut waits = WaitHistogram::new();
         assert_eq!(waits.summary(), WaitSummary::default());
         waits.add(100_000, 98);
         waits.add(1_000_000, 1);
@@ -328,8 +328,8 @@ mod tests {
     }
 
     #[test]
-    fn a_count_that_is_full_halves_them_all() {
-        let mut waits = Waits::new();
+    fn full_counter_halves_the_histogram() {
+        let mut waits = WaitHistogram::new();
         waits.add(1_000, u64::from(u32::MAX));
         waits.add(1 << 30, 1 << 31);
         let half_of_each = waits.summary();

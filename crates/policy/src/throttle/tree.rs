@@ -19,15 +19,15 @@
 //! Never rejects, loses or reorders: each token is returned exactly once, and the requests of a
 //! disk in one direction are admitted in order of arrival.
 
-use super::booking::{MAX_LEVELS, Overbooked, Refused, Reservable, Supply, demand};
-use super::cost::Cost;
+use super::booking::{MAX_LEVELS, ReservationExceeded, ThrottleError, ReservableCapacity, CapacitySupply, reserved_by};
+use super::cost::RequestCost;
 use super::enforcement::Enforcement;
-use super::heap::Heap;
-use super::limits::{Invalid, LimitKind, Limits};
-use super::node::{Node, NodeId, Ticket, Waiter};
-use super::schedule::{Lane, Schedule};
-use super::share::Share;
-use super::stats::{Brief, Stats};
+use super::heap::IndexedHeap;
+use super::limits::{InvalidLimit, LimitKind, Limits};
+use super::node::{ThrottleNode, NodeId, QueuedRequestId, QueuedRequest};
+use super::schedule::{TagLane, ChildScheduler};
+use super::share::NodeShare;
+use super::stats::{ThrottleSummary, ThrottleStats};
 use crate::request::Direction;
 use crate::time::Instant;
 use alloc::boxed::Box;
@@ -39,25 +39,25 @@ mod moves;
 mod serve;
 mod spare;
 
-pub use lent::{Lent, Wanted};
-use serve::Path;
+pub use lent::{QuotaLease, MemberDemands};
+use serve::ServicePath;
 
 const ROOT: usize = 0;
 
 /// Result of submitting a request.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Admission<T> {
+pub enum AdmissionResult<T> {
     /// Admitted and charged.
     Admitted(T),
     /// Queued. Call [`Tree::poll`] next, which returns the time of the next decision.
-    Queued(Ticket),
+    Queued(QueuedRequestId),
 }
 
 /// Result of polling the tree.
 #[derive(Debug, PartialEq, Eq)]
 #[must_use]
-pub enum Decision<T> {
+pub enum PollDecision<T> {
     /// This request is admitted and charged. There may be more: poll again.
     Admit(T),
     /// Nothing can be admitted before `until`. Then a request is admitted, or a slice of a large
@@ -72,7 +72,7 @@ pub enum Decision<T> {
 
 /// Throttle cause: the limit that a request waited for last.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Held {
+pub struct LevelCause {
     /// Level of the node with the limit: 0 is the disk, 1 its group, and so on upwards.
     pub level: usize,
     /// Kind of the limit.
@@ -81,11 +81,11 @@ pub struct Held {
 
 /// A waiting request of a node that was removed. Slices that were charged are not refunded.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Returned<T> {
+pub struct ReturnedRequest<T> {
     /// Direction of the request.
     pub direction: Direction,
     /// Cost of the request.
-    pub cost: Cost,
+    pub cost: RequestCost,
     /// Token of the request.
     pub token: T,
 }
@@ -114,41 +114,41 @@ pub struct Returned<T> {
 ///
 /// All methods panic if the [`NodeId`] was removed.
 #[derive(Debug)]
-pub struct Tree<T> {
-    nodes: Vec<Node<T>>,
+pub struct ThrottleTree<T> {
+    nodes: Vec<ThrottleNode<T>>,
     vacant: Vec<usize>,
     /// Throttled nodes by the time at which they can continue, one item for each direction
     /// ([`wake_item`]).
-    wakes: Heap<Instant>,
+    wakes: IndexedHeap<Instant>,
     now: Instant,
     next_number: u64,
-    path: Path,
+    path: ServicePath,
     /// Throttle cause of the request admitted last.
-    held: Option<Held>,
+    last_cause: Option<LevelCause>,
     /// True once a disk has carried contents in from elsewhere. Until then no node is searched for
     /// any.
     has_moved: bool,
     /// Quota leases of nodes whose limits are divided over hosts, by slot. Few.
-    lent: Vec<(usize, Lent)>,
+    leases: Vec<(usize, QuotaLease)>,
     /// The earliest end of a lease.
     lease_ends: Instant,
 }
 
-impl<T> Tree<T> {
+impl<T> ThrottleTree<T> {
     /// An empty tree.
     pub fn new(now: Instant) -> Self {
-        let mut root = Node::new(ROOT, 0, Limits::default(), Share::default(), now);
-        root.schedule = Some(Box::new(Schedule::new()));
+        let mut root = ThrottleNode::new(ROOT, 0, Limits::default(), NodeShare::default(), now);
+        root.schedule = Some(Box::new(ChildScheduler::new()));
         Self {
             nodes: Vec::from([root]),
             vacant: Vec::new(),
-            wakes: Heap::new(),
+            wakes: IndexedHeap::new(),
             now,
             next_number: 0,
-            path: Path::new(),
-            held: None,
+            path: ServicePath::new(),
+            last_cause: None,
             has_moved: false,
-            lent: Vec::new(),
+            leases: Vec::new(),
             lease_ends: Instant::MAX,
         }
     }
@@ -160,8 +160,8 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if requests wait in `parent` itself, because then it is a disk.
-    pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: Share) -> Result<NodeId, Refused> {
-        self.add_beside(None, parent, limits, share)
+    pub fn add(&mut self, parent: Option<NodeId>, limits: Limits, share: NodeShare) -> Result<NodeId, ThrottleError> {
+        self.add_node(None, parent, limits, share)
     }
 
     /// Adds a disk like [`Tree::add`], to replace another one that is removed next: the reservation
@@ -172,52 +172,52 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// As [`Tree::add`].
-    pub fn add_in_place_of(
+    pub fn add_replacing(
         &mut self,
         leaving: NodeId,
         parent: Option<NodeId>,
         limits: Limits,
-        share: Share,
-    ) -> Result<NodeId, Refused> {
-        self.add_beside(Some(self.slot(leaving)), parent, limits, share)
+        share: NodeShare,
+    ) -> Result<NodeId, ThrottleError> {
+        self.add_node(Some(self.slot(leaving)), parent, limits, share)
     }
 
-    fn add_beside(
+    fn add_node(
         &mut self,
         leaving: Option<usize>,
         parent: Option<NodeId>,
         limits: Limits,
-        share: Share,
-    ) -> Result<NodeId, Refused> {
+        share: NodeShare,
+    ) -> Result<NodeId, ThrottleError> {
         limits.validate()?;
         let parent = parent.map_or(ROOT, |parent| self.slot(parent));
         let level = self.nodes[parent].level + 1;
         if level > MAX_LEVELS {
-            return Err(Refused::TooDeep);
+            return Err(ThrottleError::TooDeep);
         }
         let waits = Direction::ALL.iter().any(|direction| !self.nodes[parent].queue(*direction).is_empty());
         assert!(!waits, "a disk with requests waiting cannot become a group");
-        let wanted = demand(share, [0; 2]);
-        Supply { limits, device: Reservable::default() }.check(wanted)?;
-        let freed = leaving.map(|leaving| self.promised_without(leaving)).unwrap_or_default();
-        self.check_promises(parent, [0; 2], wanted, &freed)?;
+        let wanted = reserved_by(share, [0; 2]);
+        CapacitySupply { limits, device: ReservableCapacity::default() }.check(wanted)?;
+        let freed = leaving.map(|leaving| self.reserved_without(leaving)).unwrap_or_default();
+        self.check_reservations(parent, [0; 2], wanted, &freed)?;
 
         // All checks precede the first change, so an error leaves the tree unchanged.
         if let Some(leaving) = leaving {
             self.apply_share(leaving, self.nodes[leaving].share.with_reservation(0, 0));
         }
-        let mut node = Node::new(parent, level, limits, share, self.now);
+        let mut node = ThrottleNode::new(parent, level, limits, share, self.now);
         let slot = self.vacant.pop().unwrap_or(self.nodes.len());
-        let schedule = self.nodes[parent].schedule.get_or_insert_with(|| Box::new(Schedule::new()));
+        let schedule = self.nodes[parent].schedule.get_or_insert_with(|| Box::new(ChildScheduler::new()));
         node.number = schedule.join(slot as u32, share);
-        node.shared = self.nodes[parent].shared || draws_together(&limits);
+        node.has_shared_limit = self.nodes[parent].has_shared_limit || has_total_limit(&limits);
         if slot == self.nodes.len() {
             self.nodes.push(node);
         } else {
             node.generation = self.nodes[slot].generation + 1;
             self.nodes[slot] = node;
         }
-        self.promise(parent, [0; 2], wanted);
+        self.update_reserved(parent, [0; 2], wanted);
         Ok(self.id(slot))
     }
 
@@ -225,11 +225,11 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if it has children.
-    pub fn remove(&mut self, node: NodeId) -> Vec<Returned<T>> {
+    pub fn remove(&mut self, node: NodeId) -> Vec<ReturnedRequest<T>> {
         let slot = self.slot(node);
         let node = &mut self.nodes[slot];
         assert!(
-            node.schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
+            node.schedule.as_ref().is_none_or(|schedule| schedule.is_empty()),
             "a group with members cannot be removed"
         );
         let mut waiters = Vec::new();
@@ -243,15 +243,15 @@ impl<T> Tree<T> {
 
         let node = &mut self.nodes[slot];
         node.present = false;
-        self.take_back(slot);
+        self.remove_lease(slot);
         let node = &self.nodes[slot];
-        let (parent, number, freed) = (node.parent, node.number, demand(node.share, node.promised));
+        let (parent, number, freed) = (node.parent, node.number, reserved_by(node.share, node.reserved_below));
         if let Some(schedule) = &mut self.nodes[parent].schedule {
             schedule.leave(number);
         }
-        self.promise(parent, freed, [0; 2]);
+        self.update_reserved(parent, freed, [0; 2]);
         self.vacant.push(slot);
-        let give_back = |(direction, waiter): (Direction, Waiter<T>)| Returned {
+        let give_back = |(direction, waiter): (Direction, QueuedRequest<T>)| ReturnedRequest {
             direction,
             cost: waiter.cost,
             token: waiter.token,
@@ -273,19 +273,19 @@ impl<T> Tree<T> {
         &mut self,
         node: NodeId,
         limits: Limits,
-        share: Share,
+        share: NodeShare,
         now: Instant,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ThrottleError> {
         limits.validate()?;
         let slot = self.slot(node);
-        self.pass_time(now);
+        self.advance_to(now);
         let here = &self.nodes[slot];
-        let (old, new) = (demand(here.share, here.promised), demand(share, here.promised));
+        let (old, new) = (reserved_by(here.share, here.reserved_below), reserved_by(share, here.reserved_below));
         let limits = match self.lent(node) {
             Some(_) => self.check_supply(slot, new).map(|()| here.limits())?,
-            None => Supply { limits, device: here.device }.check(new).map(|()| limits)?,
+            None => CapacitySupply { limits, device: here.device }.check(new).map(|()| limits)?,
         };
-        self.check_promises(self.nodes[slot].parent, old, new, &[])?;
+        self.check_reservations(self.nodes[slot].parent, old, new, &[])?;
         let here = &self.nodes[slot];
         let (other_limits, other_share) = (limits != here.limits(), share != here.share);
         if other_share {
@@ -306,17 +306,17 @@ impl<T> Tree<T> {
     ///
     /// # Errors
     /// [`Invalid`] limits change nothing.
-    pub fn divide(
+    pub fn set_quota(
         &mut self,
         node: NodeId,
         limits: Limits,
         credit: [u64; 6],
         now: Instant,
-    ) -> Result<[u64; 6], Invalid> {
+    ) -> Result<[u64; 6], InvalidLimit> {
         limits.validate()?;
         let slot = self.slot(node);
-        self.pass_time(now);
-        Ok(self.put_part(slot, limits, credit))
+        self.advance_to(now);
+        Ok(self.apply_quota(slot, limits, credit))
     }
 
     /// Sets the reservable capacity of the device below a node: reservations at and below the node
@@ -324,10 +324,10 @@ impl<T> Tree<T> {
     ///
     /// # Errors
     /// [`Refused`] if existing reservations exceed it. The previous capacity stays in force.
-    pub fn set_device(&mut self, node: NodeId, device: Reservable) -> Result<(), Refused> {
+    pub fn set_reservable(&mut self, node: NodeId, device: ReservableCapacity) -> Result<(), ThrottleError> {
         let slot = self.slot(node);
         let node = &mut self.nodes[slot];
-        Supply { limits: Limits::default(), device }.check(demand(node.share, node.promised))?;
+        CapacitySupply { limits: Limits::default(), device }.check(reserved_by(node.share, node.reserved_below))?;
         node.device = device;
         Ok(())
     }
@@ -335,7 +335,7 @@ impl<T> Tree<T> {
     /// Changes the enforcement of a node's limits: poll afterwards. Bucket levels are kept.
     pub fn enforce(&mut self, node: NodeId, enforcement: Enforcement, now: Instant) {
         let slot = self.slot(node);
-        self.pass_time(now);
+        self.advance_to(now);
         let node = &mut self.nodes[slot];
         let before = node.enforcement;
         if before == enforcement {
@@ -350,22 +350,22 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if the node has children, because then it is a group.
-    pub fn request(
+    pub fn submit(
         &mut self,
         disk: NodeId,
         direction: Direction,
-        cost: Cost,
+        cost: RequestCost,
         token: T,
         now: Instant,
-    ) -> Admission<T> {
-        if self.pass(disk, direction, &cost, now) {
-            return Admission::Admitted(token);
+    ) -> AdmissionResult<T> {
+        if self.try_admit(disk, direction, &cost, now) {
+            return AdmissionResult::Admitted(token);
         }
         let number = self.next_number;
         self.next_number += 1;
         let around = self.nodes[disk.slot].parent;
         let limited_ns = [disk.slot, around].map(|slot| self.nodes[slot].limited_ns(self.now));
-        let waiter = Waiter { number, since: self.now, cost, paid: 0, limited_ns, token };
+        let waiter = QueuedRequest { number, since: self.now, cost, charged_parts: 0, limited_ns, token };
         let queue = self.nodes[disk.slot].queue_mut(direction);
         let is_first = queue.is_empty();
         queue.push_back(waiter);
@@ -374,15 +374,15 @@ impl<T> Tree<T> {
         if is_first {
             self.settle_up(disk.slot, direction);
         }
-        Admission::Queued(Ticket { node: disk, direction, number })
+        AdmissionResult::Queued(QueuedRequestId { node: disk, direction, number })
     }
 
     /// Cancels a waiting request; slices that were charged are not refunded. `None` if it was
     /// admitted, cancelled or returned before.
-    pub fn cancel(&mut self, ticket: Ticket) -> Option<T> {
-        let Ticket { node: NodeId { slot, generation }, direction, number } = ticket;
+    pub fn cancel(&mut self, ticket: QueuedRequestId) -> Option<T> {
+        let QueuedRequestId { node: NodeId { slot, generation }, direction, number } = ticket;
         let node = self.nodes.get_mut(slot).filter(|node| node.present && node.generation == generation)?;
-        let waiter = node.take(direction, number)?;
+        let waiter = node.remove_queued(direction, number)?;
         self.count_waiting(slot, direction, |waiting| waiting - 1);
         self.settle_up(slot, direction);
         Some(waiter.token)
@@ -399,7 +399,7 @@ impl<T> Tree<T> {
     }
 
     /// A node's share of its parent.
-    pub fn share(&self, node: NodeId) -> Share {
+    pub fn share(&self, node: NodeId) -> NodeShare {
         self.nodes[self.slot(node)].share
     }
 
@@ -426,33 +426,33 @@ impl<T> Tree<T> {
     }
 
     /// Statistics of a node as of `now`.
-    pub fn stats(&self, node: NodeId, now: Instant) -> Stats {
+    pub fn stats(&self, node: NodeId, now: Instant) -> ThrottleStats {
         self.nodes[self.slot(node)].stats(self.now.max(now))
     }
 
     /// The part of [`Tree::stats`] that is cheap to compute.
-    pub fn brief(&self, node: NodeId, now: Instant) -> Brief {
-        self.nodes[self.slot(node)].brief(self.now.max(now))
+    pub fn summary(&self, node: NodeId, now: Instant) -> ThrottleSummary {
+        self.nodes[self.slot(node)].summary(self.now.max(now))
     }
 
     fn apply_limits(&mut self, slot: usize, limits: Limits) {
         let before = self.nodes[slot].limits();
         self.nodes[slot].set_limits(limits, self.now);
         self.follow_limits(slot, &before);
-        self.share_lanes(slot);
+        self.update_shared_limits(slot);
         self.settle_both_up(slot);
     }
 
-    fn apply_share(&mut self, slot: usize, share: Share) {
+    fn apply_share(&mut self, slot: usize, share: NodeShare) {
         let node = &mut self.nodes[slot];
         let parent = node.parent;
-        let (old, new) = (demand(node.share, node.promised), demand(share, node.promised));
+        let (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(share, node.reserved_below));
         node.set_share(share, self.now);
-        self.promise(parent, old, new);
-        self.entitle(slot);
+        self.update_reserved(parent, old, new);
+        self.update_entitlement(slot);
     }
 
-    fn entitle(&mut self, slot: usize) {
+    fn update_entitlement(&mut self, slot: usize) {
         let node = &self.nodes[slot];
         let (parent, number, entitlement) = (node.parent, node.number, node.entitlement());
         if let Some(schedule) = &mut self.nodes[parent].schedule {
@@ -488,8 +488,8 @@ impl<T> Tree<T> {
             let node = &mut self.nodes[at];
             let waiting = &mut node.waiting[direction.index()];
             *waiting = change(*waiting);
-            if let Some(promise) = &mut node.promise {
-                promise.waits(node.waiting != [0; 2], self.now);
+            if let Some(promise) = &mut node.reservation_monitor {
+                promise.set_waiting(node.waiting != [0; 2], self.now);
             }
             if at == ROOT {
                 return;
@@ -500,49 +500,49 @@ impl<T> Tree<T> {
 
     /// Checks, upwards from `slot`, that a child's reservation may change from `old` to `new`. For
     /// nodes in `freed`, the sums given there are used instead of the current ones.
-    fn check_promises(
+    fn check_reservations(
         &self,
         slot: usize,
         old: [u64; 2],
         new: [u64; 2],
         freed: &[(usize, [u64; 2])],
-    ) -> Result<(), Overbooked> {
+    ) -> Result<(), ReservationExceeded> {
         let (mut old, mut new) = (old, new);
         for slot in self.path_up(slot) {
             let node = &self.nodes[slot];
-            let before = freed.iter().find(|(at, _)| *at == slot).map_or(node.promised, |(_, left)| *left);
-            let promised = exchange(before, old, new);
+            let before = freed.iter().find(|(at, _)| *at == slot).map_or(node.reserved_below, |(_, left)| *left);
+            let promised = replace_in_sum(before, old, new);
             self.check_supply(slot, promised)?;
-            (old, new) = (demand(node.share, before), demand(node.share, promised));
+            (old, new) = (reserved_by(node.share, before), reserved_by(node.share, promised));
         }
         Ok(())
     }
 
     /// Sums of reservations in each ancestor of a node, without those of the node.
-    fn promised_without(&self, slot: usize) -> Vec<(usize, [u64; 2])> {
+    fn reserved_without(&self, slot: usize) -> Vec<(usize, [u64; 2])> {
         let node = &self.nodes[slot];
-        let (mut old, mut new) = (demand(node.share, node.promised), [0; 2]);
+        let (mut old, mut new) = (reserved_by(node.share, node.reserved_below), [0; 2]);
         let above = self.path_up(node.parent).map(|slot| {
             let node = &self.nodes[slot];
-            let promised = exchange(node.promised, old, new);
-            (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
+            let promised = replace_in_sum(node.reserved_below, old, new);
+            (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, promised));
             (slot, promised)
         });
         above.collect()
     }
 
     /// Records, upwards from `slot`, that a child's reservation has changed from `old` to `new`.
-    fn promise(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
+    fn update_reserved(&mut self, slot: usize, old: [u64; 2], new: [u64; 2]) {
         let (mut at, mut old, mut new) = (slot, old, new);
         while at != ROOT && old != new {
             let node = &mut self.nodes[at];
-            let promised = exchange(node.promised, old, new);
-            (old, new) = (demand(node.share, node.promised), demand(node.share, promised));
-            node.promised = promised;
+            let promised = replace_in_sum(node.reserved_below, old, new);
+            (old, new) = (reserved_by(node.share, node.reserved_below), reserved_by(node.share, promised));
+            node.reserved_below = promised;
             let above = node.parent;
             if old != new {
                 // The schedule of every level must know the new sum.
-                self.entitle(at);
+                self.update_entitlement(at);
             }
             at = above;
         }
@@ -550,29 +550,29 @@ impl<T> Tree<T> {
 
     /// Recomputes, downwards from `slot`, where the two directions share a limit. If that changes,
     /// tags change their meaning and are reset.
-    fn share_lanes(&mut self, slot: usize) {
+    fn update_shared_limits(&mut self, slot: usize) {
         let mut below = Vec::from([slot]);
         while let Some(slot) = below.pop() {
-            let above = self.nodes[self.nodes[slot].parent].shared;
+            let above = self.nodes[self.nodes[slot].parent].has_shared_limit;
             let node = &mut self.nodes[slot];
-            let shared = above || draws_together(&node.limits());
-            if shared == node.shared {
+            let shared = above || has_total_limit(&node.limits());
+            if shared == node.has_shared_limit {
                 continue;
             }
-            node.shared = shared;
+            node.has_shared_limit = shared;
             if let Some(schedule) = &mut node.schedule {
-                schedule.forget();
+                schedule.reset_tags();
                 below.extend(schedule.slots());
             }
         }
     }
 }
 
-fn draws_together(limits: &Limits) -> bool {
+fn has_total_limit(limits: &Limits) -> bool {
     limits.limit(LimitKind::BpsTotal).rate > 0 || limits.limit(LimitKind::IopsTotal).rate > 0
 }
 
-fn exchange(sum: [u64; 2], old: [u64; 2], new: [u64; 2]) -> [u64; 2] {
+fn replace_in_sum(sum: [u64; 2], old: [u64; 2], new: [u64; 2]) -> [u64; 2] {
     // Saturates for reservations of 2⁶⁴, which are rejected unless nothing bounds them.
     [0, 1].map(|unit| (sum[unit] - old[unit].min(sum[unit])).saturating_add(new[unit]))
 }
@@ -581,6 +581,6 @@ const fn wake_item(slot: usize, direction: Direction) -> u32 {
     (slot * 2 + direction.index()) as u32
 }
 
-const fn lane_of<T>(node: &Node<T>, direction: Direction) -> Lane {
-    Lane::new(direction, node.shared)
+const fn lane_of<T>(node: &ThrottleNode<T>, direction: Direction) -> TagLane {
+    TagLane::new(direction, node.has_shared_limit)
 }

@@ -2,12 +2,12 @@
 //! limits are lifted, to find the factor at which they would start to throttle.
 
 use crate::counter;
-use crate::throttle::{Counters, LimitKind, Limits};
+use crate::throttle::{AdmissionCounters, LimitKind, Limits};
 use crate::time::{Duration, NANOS_PER_SECOND};
 
 /// Consumption of one group or disk in an interval.
 #[derive(Clone, Copy, Debug)]
-pub struct Taken {
+pub struct GroupConsumption {
     limits: Limits,
     elapsed: Duration,
     bytes: [u64; 2],
@@ -16,15 +16,15 @@ pub struct Taken {
     operations: [[u64; 2]; 2],
 }
 
-impl Taken {
+impl GroupConsumption {
     /// Units admitted since `before` under these limits; `None` if a counter fell.
     pub fn since(
-        before: &[Counters; 2],
-        passed: &[Counters; 2],
+        before: &[AdmissionCounters; 2],
+        passed: &[AdmissionCounters; 2],
         elapsed: Duration,
         limits: Limits,
     ) -> Option<Self> {
-        let since = |part: fn(&Counters) -> u64| {
+        let since = |part: fn(&AdmissionCounters) -> u64| {
             counter::growths(&before.each_ref().map(part), &passed.each_ref().map(part))
         };
         let (requests, bytes) = (since(|counters| counters.requests)?, since(|counters| counters.bytes)?);
@@ -41,16 +41,16 @@ impl Taken {
 
 /// Consumption of all groups on one device, compared with their limits.
 #[derive(Debug, Default)]
-pub struct Consumed {
+pub struct DeviceConsumption {
     /// By [`LimitKind::index`]: units consumed, and units allowed times 10⁹.
     together: [(u128, u128); LimitKind::ALL.len()],
     /// The largest multiple of a limit consumed by a single group, in thousandths.
     most: u64,
 }
 
-impl Consumed {
+impl DeviceConsumption {
     /// Adds one group's consumption.
-    pub fn add(&mut self, taken: &Taken) {
+    pub fn add(&mut self, taken: &GroupConsumption) {
         for kind in LimitKind::ALL {
             let rate = taken.limits.limit(kind).rate;
             if rate == 0 {
@@ -66,7 +66,7 @@ impl Consumed {
             let own = u128::from(rate).saturating_mul(taken.elapsed.as_nanos());
             // An upper bound here, a lower bound below: both err on the side of enforcing the
             // limits.
-            self.most = self.most.max(times((most.into(), own)));
+            self.most = self.most.max(multiple((most.into(), own)));
             let (passed, allowed) = &mut self.together[kind.index()];
             *passed += u128::from(least);
             *allowed += own;
@@ -74,18 +74,18 @@ impl Consumed {
     }
 
     /// Consumption of all groups as a multiple of their limits, in thousandths; 0 without limits.
-    pub fn together(&self) -> u64 {
+    pub fn combined_multiple(&self) -> u64 {
         let limited = self.together.iter().filter(|(_, allowed)| *allowed > 0);
-        limited.copied().map(times).max().unwrap_or(0)
+        limited.copied().map(multiple).max().unwrap_or(0)
     }
 
     /// Multiple of the greediest group, in thousandths. An upper bound.
-    pub fn most(&self) -> u64 {
+    pub fn max_multiple(&self) -> u64 {
         self.most
     }
 }
 
-fn times((passed, allowed): (u128, u128)) -> u64 {
+fn multiple((passed, allowed): (u128, u128)) -> u64 {
     let scaled = passed.saturating_mul(1000 * u128::from(NANOS_PER_SECOND));
     u64::try_from(scaled / allowed.max(1)).unwrap_or(u64::MAX)
 }

@@ -2,18 +2,18 @@
 
 use crate::seeds::for_each;
 use crate::{TIMING, setting};
-use policy::cluster::simulated::{Client, Load, MS, Random, S, World};
-use policy::cluster::{Spec, Timing};
+use policy::cluster::simulated::{SimulatedClient, ClientLoad, NANOS_PER_MS, SeededRandom, NANOS_PER_S, SimulatedCluster};
+use policy::cluster::{ClusterGroupLimits, Timing};
 use policy::throttle::{LimitKind, Limits};
 
 const SECONDS: u64 = 30;
 
 #[test]
-fn never_more_than_the_limit_and_one_burst_and_nobody_starves() {
+fn limit_holds_and_no_host_starves_under_all_faults() {
     for_each("--test cluster", "faults", 100, one);
 }
 
-fn limits(random: &mut Random, bytes: bool) -> Limits {
+fn limits(random: &mut SeededRandom, bytes: bool) -> Limits {
     let mut limits = Limits::default();
     let iops = random.between(60, 400);
     for (kind, rate) in [(LimitKind::IopsTotal, iops), (LimitKind::BpsTotal, iops * 4096)] {
@@ -30,28 +30,28 @@ fn limits(random: &mut Random, bytes: bool) -> Limits {
     limits
 }
 
-fn load(random: &mut Random) -> Load {
+fn load(random: &mut SeededRandom) -> ClientLoad {
     match random.below(4) {
-        0 => Load::Idle,
-        1 => Load::Paced(random.between(5, 100) * MS),
-        _ => Load::Greedy(random.between(1, 8)),
+        0 => ClientLoad::Idle,
+        1 => ClientLoad::Paced(random.between(5, 100) * NANOS_PER_MS),
+        _ => ClientLoad::Greedy(random.between(1, 8)),
     }
 }
 
 fn one(seed: u64) {
-    let mut random = Random::new(seed ^ 0x5eed);
+    let mut random = SeededRandom::new(seed ^ 0x5eed);
     let hosts = random.between(2, 5) as usize;
     // If limits change, old fallback shares must fit into all limits that follow.
     let changes = random.one_in(3);
     let most = if changes { 100_000 } else { 900_000 } / hosts as u64;
-    let safe = |random: &mut Random| (!random.one_in(3)).then(|| random.between(1, most) as u32);
+    let safe = |random: &mut SeededRandom| (!random.one_in(3)).then(|| random.between(1, most) as u32);
     let (safe_ppm, bytes) = (safe(&mut random), random.one_in(2));
-    let spec = Spec::new(1, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap();
-    let clients: Vec<Vec<Client>> = (0..hosts)
+    let spec = ClusterGroupLimits::new(1, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap();
+    let clients: Vec<Vec<SimulatedClient>> = (0..hosts)
         .map(|_| {
-            let client = |random: &mut Random| {
+            let client = |random: &mut SeededRandom| {
                 let length = [512, 4096, 8192][random.below(3) as usize];
-                Client::new(load(random), length, random.between(1, 300) as u32, random.below(30))
+                SimulatedClient::new(load(random), length, random.between(1, 300) as u32, random.below(30))
             };
             (0..random.between(1, 2)).map(|_| client(&mut random)).collect()
         })
@@ -65,22 +65,22 @@ fn one(seed: u64) {
     }
     // A host that leaves is forgotten, along with the fallback share of old limits that it knows.
     let leaves = !changes && random.one_in(2);
-    let mut world = World::new(seed, spec, &clients, setting);
+    let mut world = SimulatedCluster::new(seed, spec, &clients, setting);
     let mut version = 1;
     // Time since which each host has had a greedy client without a fault.
     let mut since = vec![u64::MAX; hosts];
     // The smallest fallback share so far, which a host may still use.
     let mut slowest = 0;
-    while world.now < SECONDS * S {
-        world.run_until(world.now + random.between(10 * MS, 500 * MS));
-        let place = random.below(world.places() as u64) as usize;
+    while world.now < SECONDS * NANOS_PER_S {
+        world.run_until(world.now + random.between(10 * NANOS_PER_MS, 500 * NANOS_PER_MS));
+        let place = random.below(world.process_count() as u64) as usize;
         match random.below(24) {
-            0 | 1 => world.cut(place, true),
+            0 | 1 => world.set_partitioned(place, true),
             // Faults are repaired more often than caused, so that the cluster also makes progress.
-            2..=5 => (0..world.places()).for_each(|place| world.cut(place, false)),
+            2..=5 => (0..world.process_count()).for_each(|place| world.set_partitioned(place, false)),
             6 | 7 => {
-                let longest = if random.one_in(3) { 8 * S } else { S };
-                world.pause(place, random.between(MS, longest));
+                let longest = if random.one_in(3) { 8 * NANOS_PER_S } else { NANOS_PER_S };
+                world.pause(place, random.between(NANOS_PER_MS, longest));
                 if place < hosts {
                     since[place] = u64::MAX;
                 }
@@ -93,17 +93,17 @@ fn one(seed: u64) {
             }
             9 => world.store.stop(),
             17 if place < hosts && leaves => {
-                world.leave(place, random.below(8 * S));
+                world.shut_down_host(place, random.below(8 * NANOS_PER_S));
                 since[place] = u64::MAX;
             }
             10..=12 => world.start_store(),
             13 => world.store.mark(),
-            14 => world.lose(0.1),
+            14 => world.lose_writes(0.1),
             15 if changes => {
                 version += 1;
                 let safe_ppm = safe(&mut random);
                 world.set_spec(
-                    Spec::new(version, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap(),
+                    ClusterGroupLimits::new(version, limits(&mut random, bytes), hosts as u32, safe_ppm).unwrap(),
                     0.1,
                 );
             }
@@ -116,53 +116,53 @@ fn one(seed: u64) {
         }
         assert_eq!(world.violation(), None);
         for (host, since) in since.iter_mut().enumerate() {
-            let is_greedy = |client: &Client| matches!(client.load, Load::Greedy(_));
+            let is_greedy = |client: &SimulatedClient| matches!(client.load, ClientLoad::Greedy(_));
             if !world.machines[host].clients.iter().any(is_greedy) || world.is_paused(host) {
                 *since = u64::MAX;
                 continue;
             }
             // Starvation is measured from the last admission, or from when the host became greedy.
-            *since = world.passed[host].1.max((*since).min(world.now));
+            *since = world.admissions[host].1.max((*since).min(world.now));
             // The smallest fallback share is one operation or byte per second, so a request takes
             // long.
-            let limits = world.machines[host].host.safe();
+            let limits = world.machines[host].host.fallback_limits();
             let iops = limits.limit(LimitKind::IopsTotal).rate;
             let bps = limits.limit(LimitKind::BpsTotal).rate;
-            let longest = S + 3 * S / iops + (6 * 8192 * S).checked_div(bps).unwrap_or(0);
+            let longest = NANOS_PER_S + 3 * NANOS_PER_S / iops + (6 * 8192 * NANOS_PER_S).checked_div(bps).unwrap_or(0);
             slowest = slowest.max(longest);
             assert!(
                 world.now - *since <= slowest,
                 "host {host} starves at {} ms: {limits:?}",
-                world.now / MS
+                world.now / NANOS_PER_MS
             );
         }
     }
     // At a byte per second nothing may have been admitted yet.
-    assert!(slowest >= SECONDS * S || world.passed.iter().any(|(passed, _)| *passed > 0));
+    assert!(slowest >= SECONDS * NANOS_PER_S || world.admissions.iter().any(|(passed, _)| *passed > 0));
 }
 
 /// Grants of hosts that have left are deleted, and no others.
 #[test]
-fn what_was_granted_to_a_host_that_left_is_taken_away_once_its_lease_is_over() {
+fn grants_of_departed_hosts_are_deleted_after_their_lease() {
     for_each("--test cluster", "what_was_granted", 20, |seed| {
-        let mut random = Random::new(seed ^ 0x1eaf);
-        let spec = Spec::new(1, limits(&mut random, false), 3, None).unwrap();
-        let clients = [const { Client::new(Load::Greedy(4), 4096, 100, 0) }; 3].map(|client| vec![client]);
-        let mut world = World::new(seed, spec, &clients, setting(2, None));
-        world.run_until(8 * S);
-        assert!(!world.store.has_leftovers());
+        let mut random = SeededRandom::new(seed ^ 0x1eaf);
+        let spec = ClusterGroupLimits::new(1, limits(&mut random, false), 3, None).unwrap();
+        let clients = [const { SimulatedClient::new(ClientLoad::Greedy(4), 4096, 100, 0) }; 3].map(|client| vec![client]);
+        let mut world = SimulatedCluster::new(seed, spec, &clients, setting(2, None));
+        world.run_until(8 * NANOS_PER_S);
+        assert!(!world.store.has_orphaned_grants());
         let before = world.machines[0].host.rates();
-        world.leave(1, 60 * S);
+        world.shut_down_host(1, 60 * NANOS_PER_S);
         world.run_until(world.now + TIMING.lease.as_nanos() as u64 / 4);
-        assert!(world.store.has_leftovers(), "a lease may be in force");
+        assert!(world.store.has_orphaned_grants(), "a lease may be in force");
         // A new leader does not know of the old grants.
         if let Some(leader) = world.leader().filter(|_| random.one_in(2)) {
             world.restart(leader);
         }
-        world.run_until(world.now + 10 * S);
-        assert!(!world.store.has_leftovers());
+        world.run_until(world.now + 10 * NANOS_PER_S);
+        assert!(!world.store.has_orphaned_grants());
         assert!(before.iter().zip(world.machines[0].host.rates()).all(|(before, now)| *before <= now));
-        world.run_until(90 * S);
+        world.run_until(90 * NANOS_PER_S);
         assert!(world.machines[1].host.is_leased(), "it is back");
         assert_eq!(world.violation(), None);
     });

@@ -18,21 +18,21 @@ mod seeds;
 mod shares;
 
 use policy::cluster::Timing;
-use policy::cluster::simulated::{MS, Setting};
+use policy::cluster::simulated::{NANOS_PER_MS, SimulationConfig};
 use policy::time::Duration;
 
 pub(crate) const TIMING: Timing = Timing { tick: Duration::from_millis(200), lease: Duration::from_secs(2) };
 
 /// Every process reads everything at each tick; one message in `late` is late.
-pub(crate) fn setting(leaders: usize, late: Option<u64>) -> Setting {
-    Setting {
+pub(crate) fn setting(leaders: usize, late: Option<u64>) -> SimulationConfig {
+    SimulationConfig {
         timing: TIMING,
-        delay_ns: (MS / 5, 3 * MS),
+        delay_ns: (NANOS_PER_MS / 5, 3 * NANOS_PER_MS),
         late,
         drift_ppm: 200,
         leaders,
         rereads: true,
-        operations: 128,
-        bytes: |_| 0,
+        max_grants_per_transaction: 128,
+        value_bytes: |_| 0,
     }
 }

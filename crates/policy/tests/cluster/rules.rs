@@ -1,61 +1,61 @@
 //! Reactions of a host and its leader to single messages, without a network.
 
 use crate::TIMING;
-use policy::cluster::{Action, Grant, Host, Indivisible, Leader, Report, Spec, Term, Usage};
+use policy::cluster::{LeaderAction, QuotaGrant, HostQuota, DivisionError, QuotaLeader, HostReport, ClusterGroupLimits, Term, ReportedDemand};
 use policy::throttle::{LimitKind, Limits};
 use policy::time::{Duration, Instant};
 
 const ONE: Term = Term { revision: 1, nonce: 1 };
 const TWO: Term = Term { revision: 2, nonce: 2 };
-const ALL: Usage = Usage { demand: [u64::MAX; 6], waiting_ns: 0, weight: 100, reserved: [0; 2] };
+const ALL: ReportedDemand = ReportedDemand { demand: [u64::MAX; 6], waiting_ns: 0, weight: 100, reserved: [0; 2] };
 
 fn at(ms: u64) -> Instant {
-    Instant::from_nanos(ms * policy::cluster::simulated::MS)
+    Instant::from_nanos(ms * policy::cluster::simulated::NANOS_PER_MS)
 }
 
-fn spec() -> Spec {
+fn spec() -> ClusterGroupLimits {
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = 1000;
-    Spec::new(1, limits, 2, Some(100_000)).unwrap()
+    ClusterGroupLimits::new(1, limits, 2, Some(100_000)).unwrap()
 }
 
-fn iops(host: &Host) -> u64 {
+fn iops(host: &HostQuota) -> u64 {
     host.limits().limit(LimitKind::IopsTotal).rate
 }
 
-fn accept(host: &mut Host, grant: &Grant, now: Instant) {
+fn accept(host: &mut HostQuota, grant: &QuotaGrant, now: Instant) {
     host.on_grant(grant, now, |_, _, _| [0; 6]);
 }
 
-fn report(host: &mut Host, leader: Term, now: Instant) -> Report {
+fn report(host: &mut HostQuota, leader: Term, now: Instant) -> HostReport {
     host.on_leader(leader);
     host.tick(ALL, now).unwrap()
 }
 
-fn grants(leader: &mut Leader, now: Instant) -> Vec<Grant> {
+fn grants(leader: &mut QuotaLeader, now: Instant) -> Vec<QuotaGrant> {
     let written = |action| match action {
-        Action::Write(grants) => grants.into_iter().map(|(_, grant)| grant).collect(),
-        Action::StandDown => Vec::new(),
+        LeaderAction::Write(grants) => grants.into_iter().map(|(_, grant)| grant).collect(),
+        LeaderAction::StandDown => Vec::new(),
     };
     leader.tick(now).into_iter().flat_map(written).collect()
 }
 
 /// A leader for which leases of earlier leaders have expired.
-fn settled() -> Leader {
-    let mut leader = Leader::new(ONE, spec(), TIMING, at(0), at(0));
-    leader.kept_alive(at(4000));
+fn settled() -> QuotaLeader {
+    let mut leader = QuotaLeader::new(ONE, spec(), TIMING, at(0), at(0));
+    leader.on_key_renewed(at(4000));
     leader
 }
 
 #[test]
-fn a_lease_counts_from_the_report_and_ends_at_the_safe_share() {
-    let (mut leader, mut host) = (settled(), Host::new(1, spec(), TIMING));
+fn lease_starts_with_report_and_falls_back() {
+    let (mut leader, mut host) = (settled(), HostQuota::new(1, spec(), TIMING));
     leader.on_report("a", report(&mut host, ONE, at(4000)), at(4500));
     let grant = grants(&mut leader, at(4500))[0];
     accept(&mut host, &grant, at(4600));
-    assert_eq!((iops(&host), host.next()), (900, at(6000)), "but for the other host's safe share");
+    assert_eq!((iops(&host), host.lease_end()), (900, at(6000)), "but for the other host's safe share");
     // Called late, after a pause: the fallback share applies as of the end of the lease.
-    host.run_out(at(9000), |limits, _, since| {
+    host.expire_lease(at(9000), |limits, _, since| {
         assert_eq!((limits.limit(LimitKind::IopsTotal).rate, since), (100, at(6000)));
         [0; 6]
     });
@@ -64,14 +64,14 @@ fn a_lease_counts_from_the_report_and_ends_at_the_safe_share() {
 }
 
 #[test]
-fn grants_for_others_and_by_others_change_nothing() {
-    let (mut leader, mut host) = (settled(), Host::new(2, spec(), TIMING));
+fn foreign_grants_are_ignored() {
+    let (mut leader, mut host) = (settled(), HostQuota::new(2, spec(), TIMING));
     leader.on_report("a", report(&mut host, ONE, at(4000)), at(4000));
     let grant = grants(&mut leader, at(4000))[0];
-    accept(&mut host, &Grant { instance: 1, ..grant }, at(4001));
-    accept(&mut host, &Grant { term: TWO, ..grant }, at(4001));
-    accept(&mut host, &Grant { answers: 7, ..grant }, at(4001));
-    let mut moved_on = Host::new(2, spec(), TIMING);
+    accept(&mut host, &QuotaGrant { instance: 1, ..grant }, at(4001));
+    accept(&mut host, &QuotaGrant { term: TWO, ..grant }, at(4001));
+    accept(&mut host, &QuotaGrant { report_number: 7, ..grant }, at(4001));
+    let mut moved_on = HostQuota::new(2, spec(), TIMING);
     report(&mut moved_on, ONE, at(4000));
     moved_on.on_leader(TWO);
     accept(&mut moved_on, &grant, at(4001));
@@ -82,9 +82,9 @@ fn grants_for_others_and_by_others_change_nothing() {
 }
 
 #[test]
-fn nobody_is_raised_before_another_has_given_up_as_much() {
+fn no_raise_before_acknowledged_release() {
     let mut leader = settled();
-    let [mut one, mut other] = [1, 1].map(|instance| Host::new(instance, spec(), TIMING));
+    let [mut one, mut other] = [1, 1].map(|instance| HostQuota::new(instance, spec(), TIMING));
     leader.on_report("one", report(&mut one, ONE, at(4000)), at(4000));
     accept(&mut one, &grants(&mut leader, at(4000))[0], at(4001));
     leader.on_report("one", one.tick(ALL, at(4001)).unwrap(), at(4001));
@@ -104,58 +104,58 @@ fn nobody_is_raised_before_another_has_given_up_as_much() {
 }
 
 #[test]
-fn a_new_leader_waits_a_lease_for_what_nobody_gave_up() {
+fn new_leader_waits_one_lease_for_unknown_quota() {
     let (mut leader, mut host) =
-        (Leader::new(TWO, spec(), TIMING, at(0), at(0)), Host::new(1, spec(), TIMING));
+        (QuotaLeader::new(TWO, spec(), TIMING, at(0), at(0)), HostQuota::new(1, spec(), TIMING));
     leader.on_report("a", report(&mut host, TWO, at(0)), at(0));
-    let leased = |grants: Vec<Grant>| grants.last().map_or(0, |grant| grant.leased.iter().sum());
+    let leased = |grants: Vec<QuotaGrant>| grants.last().map_or(0, |grant| grant.leased.iter().sum());
     assert_eq!(leased(grants(&mut leader, at(0))), 0);
-    leader.kept_alive(at(1900));
+    leader.on_key_renewed(at(1900));
     leader.on_report("a", host.tick(ALL, at(1900)).unwrap(), at(1900));
     assert_eq!(leased(grants(&mut leader, at(1999))), 0);
     host.on_leader(TWO);
     leader.on_report("a", host.tick(ALL, at(2900)).unwrap(), at(2900));
     let _answer = grants(&mut leader, at(2900));
     assert!(
-        leader.tick(at(1900) + Duration::from_secs(2)).contains(&Action::StandDown),
+        leader.tick(at(1900) + Duration::from_secs(2)).contains(&LeaderAction::StandDown),
         "its key may be gone"
     );
 }
 
 #[test]
-fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
-    let (mut leader, mut one) = (settled(), Host::new(1, spec(), TIMING));
+fn departed_host_keeps_lease_and_frees_fallback_share() {
+    let (mut leader, mut one) = (settled(), HostQuota::new(1, spec(), TIMING));
     leader.on_report("a", report(&mut one, ONE, at(4000)), at(4000));
     accept(&mut one, &grants(&mut leader, at(4000))[0], at(4000));
     // A host with other limits, under which its fallback share would be larger for ever.
     let safe = [0, 0, 0, 700, 0, 0];
-    let ghost = Report { version: 7, safe, ..report(&mut Host::new(1, spec(), TIMING), TWO, at(4000)) };
+    let ghost = HostReport { version: 7, fallback: safe, ..report(&mut HostQuota::new(1, spec(), TIMING), TWO, at(4000)) };
     leader.on_report("ghost", ghost, at(4100));
     leader.on_report("a", one.tick(ALL, at(4100)).unwrap(), at(4100));
     let less = grants(&mut leader, at(4300))[0].leased[3];
     assert!(less <= 200, "700 of 1000 are set aside: {less}");
-    leader.on_gone("ghost");
-    leader.on_gone("a");
+    leader.on_host_removed("ghost");
+    leader.on_host_removed("a");
     assert!(grants(&mut leader, at(4400)).is_empty());
     // Until the lease of the host that left has expired, its quota is not free.
-    let mut two = Host::new(1, spec(), TIMING);
+    let mut two = HostQuota::new(1, spec(), TIMING);
     leader.on_report("b", report(&mut two, ONE, at(4400)), at(4400));
     assert_eq!(grants(&mut leader, at(4500))[0].leased[3], 0, "the whole is in force yet");
     leader.on_report("b", two.tick(ALL, at(5500)).unwrap(), at(5500));
-    leader.kept_alive(at(6000));
+    leader.on_key_renewed(at(6000));
     leader.on_report(
         "b",
         {
-            let mut next = Host::new(2, spec(), TIMING);
+            let mut next = HostQuota::new(2, spec(), TIMING);
             report(&mut next, ONE, at(7000))
         },
         at(7000),
     );
     assert_eq!(grants(&mut leader, at(7000))[0].leased[3], 800, "all but the safe shares");
     // The host reports again, and its grants continue in sequence.
-    leader.on_gone("b");
+    leader.on_host_removed("b");
     let back = one.tick(ALL, at(10_000)).unwrap();
-    leader.kept_alive(at(10_000));
+    leader.on_key_renewed(at(10_000));
     leader.on_report("a", back.clone(), at(10_000));
     let again = grants(&mut leader, at(10_000));
     assert_eq!((again.len(), again[0].leased[3]), (1, 800));
@@ -163,11 +163,11 @@ fn who_is_gone_keeps_its_lease_and_leaves_its_safe_share_to_others() {
 }
 
 #[test]
-fn safe_shares_must_fit() {
+fn fallback_shares_must_fit() {
     let limits = *spec().limits();
-    assert_eq!(Spec::new(1, limits, 0, None), Err(Indivisible::Hosts(0)));
-    let too_low = Err(Indivisible::TooLow(LimitKind::IopsTotal, 1000, 1001));
-    assert_eq!(Spec::new(1, limits, 2, Some(500_001)).map(|spec| spec.safe()[3]), Ok(500));
-    assert_eq!(Spec::new(1, limits, 2, Some(501_000)), Err(Indivisible::SafeShare(501_000, 2)));
-    assert_eq!(Spec::new(1, limits, 1001, None), too_low, "one a second each");
+    assert_eq!(ClusterGroupLimits::new(1, limits, 0, None), Err(DivisionError::Hosts(0)));
+    let too_low = Err(DivisionError::TooLow(LimitKind::IopsTotal, 1000, 1001));
+    assert_eq!(ClusterGroupLimits::new(1, limits, 2, Some(500_001)).map(|spec| spec.fallback_share()[3]), Ok(500));
+    assert_eq!(ClusterGroupLimits::new(1, limits, 2, Some(501_000)), Err(DivisionError::FallbackShare(501_000, 2)));
+    assert_eq!(ClusterGroupLimits::new(1, limits, 1001, None), too_low, "one a second each");
 }

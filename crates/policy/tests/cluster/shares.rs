@@ -2,8 +2,8 @@
 
 use crate::seeds::for_each;
 use crate::setting;
-use policy::cluster::Spec;
-use policy::cluster::simulated::{Client, Load, MS, Random, S, World};
+use policy::cluster::ClusterGroupLimits;
+use policy::cluster::simulated::{SimulatedClient, ClientLoad, NANOS_PER_MS, SeededRandom, NANOS_PER_S, SimulatedCluster};
 use policy::throttle::{LimitKind, Limits};
 
 const RATE: u64 = 2000;
@@ -29,38 +29,38 @@ fn ideal(hosts: &[(f64, f64, f64)]) -> Vec<f64> {
 }
 
 fn one(seed: u64) {
-    let mut random = Random::new(seed ^ 0xfa1e);
+    let mut random = SeededRandom::new(seed ^ 0xfa1e);
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = RATE;
     let hosts = random.between(2, 6) as usize;
-    let spec = Spec::new(1, limits, hosts as u32, None).unwrap();
-    let client = |random: &mut Random| {
+    let spec = ClusterGroupLimits::new(1, limits, hosts as u32, None).unwrap();
+    let client = |random: &mut SeededRandom| {
         let reserved = if random.one_in(3) { random.between(50, 300) } else { 0 };
-        vec![Client::new(Load::Greedy(16), 4096, random.between(100, 300) as u32, reserved)]
+        vec![SimulatedClient::new(ClientLoad::Greedy(16), 4096, random.between(100, 300) as u32, reserved)]
     };
     let clients: Vec<_> = (0..hosts).map(|_| client(&mut random)).collect();
-    let mut world = World::new(seed, spec, &clients, setting(2, None));
+    let mut world = SimulatedCluster::new(seed, spec, &clients, setting(2, None));
     // Time for the election, and for the lease that a new leader waits for.
-    world.run_until(5 * S);
+    world.run_until(5 * NANOS_PER_S);
     for _ in 0..6 {
         {
             let host = random.below(hosts as u64) as usize;
             let load = match random.below(3) {
-                0 => Load::Idle,
-                1 => Load::Paced(S / random.between(50, 600)),
-                _ => Load::Greedy(16),
+                0 => ClientLoad::Idle,
+                1 => ClientLoad::Paced(NANOS_PER_S / random.between(50, 600)),
+                _ => ClientLoad::Greedy(16),
             };
             world.set_load(host, 0, load);
         }
-        world.run_until(world.now + 3 * 200 * MS);
-        let before = world.passed.clone();
-        world.run_until(world.now + 2 * S);
+        world.run_until(world.now + 3 * 200 * NANOS_PER_MS);
+        let before = world.admissions.clone();
+        world.run_until(world.now + 2 * NANOS_PER_S);
         let wants = |host: usize| {
             let client = &clients[host][0];
             let demand = match world.machines[host].clients[0].load {
-                Load::Idle => 0.0,
-                Load::Greedy(_) => f64::INFINITY,
-                Load::Paced(pace) | Load::Random(pace) => S as f64 / pace as f64,
+                ClientLoad::Idle => 0.0,
+                ClientLoad::Greedy(_) => f64::INFINITY,
+                ClientLoad::Paced(pace) | ClientLoad::Random(pace) => NANOS_PER_S as f64 / pace as f64,
             };
             (demand, f64::from(client.weight), client.reserved as f64)
         };
@@ -71,7 +71,7 @@ fn one(seed: u64) {
         let margin = |host: usize| (wants(host).0 / 64.0).max(1.0 / 0.2);
         let margins: f64 = (0..hosts).filter(has_margin).map(margin).sum();
         for (host, ideal) in ideal.into_iter().enumerate() {
-            let got = (world.passed[host].0 - before[host].0) as f64 / 2.0;
+            let got = (world.admissions[host].0 - before[host].0) as f64 / 2.0;
             // The backlog of a client that has stopped is still admitted.
             let waited = if ideal == 0.0 { 16.0 / 2.0 } else { 1.0 };
             let (demand, ..) = wants(host);
@@ -79,7 +79,7 @@ fn one(seed: u64) {
             assert!(
                 (got - ideal).abs() <= ideal * 0.05 + waited + left,
                 "host {host} has {got} instead of {ideal} at {} ms: {:?}, with {:?}",
-                world.now / MS,
+                world.now / NANOS_PER_MS,
                 (0..hosts).map(wants).collect::<Vec<_>>(),
                 world
                     .machines

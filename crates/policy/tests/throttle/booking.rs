@@ -3,17 +3,17 @@
 use crate::timeline::{limits, promise, s};
 use policy::request::Direction;
 use policy::throttle::{
-    Admission, Bound, Cost, Limits, NodeId, Overbooked, Refused, Reservable, Share, Tree, Unit,
+    AdmissionResult, ReservationBound, RequestCost, Limits, NodeId, ReservationExceeded, ThrottleError, ReservableCapacity, NodeShare, ThrottleTree, ReservationUnit,
 };
 
-fn group(text: &str) -> (Tree<()>, NodeId) {
-    let mut tree = Tree::new(s(0));
-    let group = tree.add(None, limits(text), Share::default()).unwrap();
+fn group(text: &str) -> (ThrottleTree<()>, NodeId) {
+    let mut tree = ThrottleTree::new(s(0));
+    let group = tree.add(None, limits(text), NodeShare::default()).unwrap();
     (tree, group)
 }
 
-fn overbooked(unit: Unit, asked: u64, available: u64, bound: Bound) -> Refused {
-    Refused::Overbooked(Overbooked { unit, asked, available, bound })
+fn overbooked(unit: ReservationUnit, asked: u64, available: u64, bound: ReservationBound) -> ThrottleError {
+    ThrottleError::Overbooked(ReservationExceeded { unit, requested: asked, available, bound })
 }
 
 #[test]
@@ -22,7 +22,7 @@ fn reservations_of_members_may_add_up_to_the_group_s_limit_and_not_more() {
     tree.add(Some(group), Limits::default(), promise(600, 0)).unwrap();
     let second = tree.add(Some(group), Limits::default(), promise(400, 0)).unwrap();
     let error = tree.add(Some(group), Limits::default(), promise(1, 0)).unwrap_err();
-    assert_eq!(error, overbooked(Unit::Iops, 1001, 1000, Bound::Limit));
+    assert_eq!(error, overbooked(ReservationUnit::Iops, 1001, 1000, ReservationBound::Limit));
     assert_eq!(
         error.to_string(),
         "iops-reservation: 1001 IOPS would be reserved, 1 more than the limit of 1000 (lower a reservation, or raise the limit)"
@@ -36,26 +36,26 @@ fn reservations_of_members_may_add_up_to_the_group_s_limit_and_not_more() {
 }
 
 #[test]
-fn a_limit_cannot_be_lowered_below_what_is_promised() {
+fn limit_cannot_be_lowered_below_reservations() {
     let (mut tree, group) = group("bps-total=1000");
     tree.add(Some(group), Limits::default(), promise(0, 600)).unwrap();
-    let error = tree.configure(group, limits("bps-total=500"), Share::default(), s(0)).unwrap_err();
-    assert_eq!(error, overbooked(Unit::Bps, 600, 500, Bound::Limit));
+    let error = tree.configure(group, limits("bps-total=500"), NodeShare::default(), s(0)).unwrap_err();
+    assert_eq!(error, overbooked(ReservationUnit::Bps, 600, 500, ReservationBound::Limit));
     assert_eq!(tree.limits(group), limits("bps-total=1000"));
-    tree.configure(group, limits("iops-total=5"), Share::default(), s(0)).unwrap();
+    tree.configure(group, limits("iops-total=5"), NodeShare::default(), s(0)).unwrap();
 }
 
 #[test]
 fn limits_of_reads_and_writes_apart_bound_both_together() {
     let (mut tree, group) = group("iops-read=100,iops-write=50");
     let error = tree.add(Some(group), Limits::default(), promise(151, 0)).unwrap_err();
-    assert_eq!(error, overbooked(Unit::Iops, 151, 150, Bound::Limit));
+    assert_eq!(error, overbooked(ReservationUnit::Iops, 151, 150, ReservationBound::Limit));
     tree.add(Some(group), Limits::default(), promise(150, 0)).unwrap();
-    tree.configure(group, limits("iops-read=100"), Share::default(), s(0)).unwrap();
+    tree.configure(group, limits("iops-read=100"), NodeShare::default(), s(0)).unwrap();
 }
 
 #[test]
-fn promises_of_cousins_add_up_where_their_groups_meet() {
+fn reservations_add_up_in_the_common_ancestor() {
     let (mut tree, host) = group("iops-total=1000");
     for _ in 0..2 {
         let tenant = tree.add(Some(host), Limits::default(), promise(100, 0)).unwrap();
@@ -68,26 +68,26 @@ fn promises_of_cousins_add_up_where_their_groups_meet() {
 }
 
 #[test]
-fn nobody_is_promised_more_than_its_own_limit() {
+fn reservation_above_own_limit_is_rejected() {
     let (mut tree, group) = group("");
     let error = tree.add(Some(group), limits("iops-total=10"), promise(11, 0)).unwrap_err();
-    assert_eq!(error, overbooked(Unit::Iops, 11, 10, Bound::Limit));
+    assert_eq!(error, overbooked(ReservationUnit::Iops, 11, 10, ReservationBound::Limit));
 }
 
 #[test]
-fn who_moves_takes_his_promise_along() {
+fn moving_disk_keeps_its_reservation() {
     let (mut tree, host) = group("iops-total=1000,iops-total-max=1000");
     let [one, other] = [(); 2].map(|()| tree.add(Some(host), Limits::default(), promise(200, 0)).unwrap());
     let disk = tree.add(Some(one), Limits::default(), promise(800, 0)).unwrap();
-    let error = tree.add_in_place_of(disk, Some(other), Limits::default(), promise(801, 0)).unwrap_err();
+    let error = tree.add_replacing(disk, Some(other), Limits::default(), promise(801, 0)).unwrap_err();
     assert_eq!(
         error,
-        overbooked(Unit::Iops, 1001, 1000, Bound::Limit),
+        overbooked(ReservationUnit::Iops, 1001, 1000, ReservationBound::Limit),
         "the 200 of the group it leaves stay"
     );
     assert_eq!(tree.share(disk), promise(800, 0));
     assert!(tree.add(Some(other), Limits::default(), promise(800, 0)).is_err(), "and so do its 800");
-    let moved = tree.add_in_place_of(disk, Some(other), Limits::default(), promise(800, 0)).unwrap();
+    let moved = tree.add_replacing(disk, Some(other), Limits::default(), promise(800, 0)).unwrap();
     assert!(tree.remove(disk).is_empty());
     assert_eq!(tree.parent(moved), Some(other));
     assert!(tree.add(Some(one), Limits::default(), promise(201, 0)).is_err());
@@ -99,34 +99,34 @@ fn a_refused_move_leaves_no_trace() {
     let (mut tree, host) = group("bps-read=1000,bps-write=1000");
     let disk = tree.add(Some(host), Limits::default(), promise(0, 1000)).unwrap();
     for direction in [Direction::Write, Direction::Read] {
-        let ask = |tree: &mut Tree<()>| tree.request(disk, direction, Cost::one(400), (), s(0));
-        while matches!(ask(&mut tree), Admission::Admitted(())) {}
+        let ask = |tree: &mut ThrottleTree<()>| tree.submit(disk, direction, RequestCost::one(400), (), s(0));
+        while matches!(ask(&mut tree), AdmissionResult::Admitted(())) {}
     }
     let before = [host, disk].map(|node| tree.stats(node, s(0)));
-    assert!(tree.add_in_place_of(disk, Some(host), limits("bps-total=1"), promise(0, 2)).is_err());
-    assert!(tree.add_in_place_of(disk, Some(host), Limits::default(), promise(0, 2001)).is_err());
+    assert!(tree.add_replacing(disk, Some(host), limits("bps-total=1"), promise(0, 2)).is_err());
+    assert!(tree.add_replacing(disk, Some(host), Limits::default(), promise(0, 2001)).is_err());
     assert_eq!([host, disk].map(|node| tree.stats(node, s(0))), before);
 }
 
 #[test]
-fn the_device_s_capacity_bounds_promises_too() {
+fn device_capacity_bounds_reservations() {
     let (mut tree, group) = group("");
-    let of = |iops, probed_at_s| Reservable { amounts: [iops, 0], probed_at_s };
-    tree.set_device(group, of(1000, Some(1_795_241_721))).unwrap();
+    let of = |iops, probed_at_s| ReservableCapacity { amounts: [iops, 0], probed_at_s };
+    tree.set_reservable(group, of(1000, Some(1_795_241_721))).unwrap();
     let disk = tree.add(Some(group), Limits::default(), promise(1000, u64::MAX)).unwrap();
     let error = tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap_err();
     let expect = "iops-reservation: 1200 IOPS would be reserved, 200 more than the 1000 that `weir probe` \
                   measured of the device, 2026-11-21 06:15:21 UTC (lower a reservation, or measure again with \
                   `weir probe`, or remove its file in capacity/ of the state directory, and restart weir)";
     assert_eq!(error.to_string(), expect);
-    assert!(tree.set_device(group, of(999, None)).is_err());
-    tree.set_device(group, of(1000, None)).unwrap();
+    assert!(tree.set_reservable(group, of(999, None)).is_err());
+    tree.set_reservable(group, of(1000, None)).unwrap();
     let error = tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "iops-reservation: 1200 IOPS would be reserved, 200 more than the configured `rate` of 1000 (lower a \
          reservation, or raise that `rate`)"
     );
-    tree.set_device(group, Reservable::default()).unwrap();
+    tree.set_reservable(group, ReservableCapacity::default()).unwrap();
     tree.configure(disk, Limits::default(), promise(1200, 0), s(0)).unwrap();
 }

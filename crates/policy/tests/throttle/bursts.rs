@@ -4,7 +4,7 @@ use crate::timeline::{Timeline, Workload, ms, s};
 
 /// Requests admitted in an interval, in milliseconds.
 #[test]
-fn so_much_passes_so_fast() {
+fn burst_rows_are_exact() {
     type Passes = (u64, u64, usize);
     let reads = Workload::READS;
     let rows: [(&str, &str, Workload, &[Passes]); 9] = [
@@ -80,7 +80,7 @@ fn a_burst_may_last_again_after_the_bucket_has_leaked() {
 }
 
 #[test]
-fn an_oversized_request_passes_once_it_is_paid_for_and_nobody_waits_behind_it() {
+fn oversized_request_is_sliced_and_delays_no_other() {
     let mut disk = Timeline::new("bps-total=1000000");
     let huge = disk.add(Workload::READS.of(4 << 20).queued(1));
     let small = disk.add(Workload::READS.queued(1));

@@ -2,10 +2,10 @@
 
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Limits, Refused, Share, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, ThrottleError, NodeShare, ThrottleTree};
 
 #[test]
-fn lifting_a_limit_frees_what_waits_at_once() {
+fn lifting_a_limit_admits_waiting_requests() {
     let mut disk = Timeline::new("bps-total=1000000");
     disk.add(Workload::READS.of(8 << 20).queued(1));
     disk.run_until(s(1));
@@ -37,36 +37,36 @@ fn a_limit_set_on_an_unlimited_disk_binds_at_once() {
 }
 
 #[test]
-fn what_waits_is_charged_by_the_iops_size_in_force_when_it_passes() {
-    let mut group = Tree::new(s(0));
-    let disk = group.add(None, limits("iops-total=10"), Share::default()).unwrap();
-    let ask = |group: &mut Tree<_>, cost, token| group.request(disk, Direction::Read, cost, token, s(0));
+fn waiting_requests_use_iops_size_at_admission() {
+    let mut group = ThrottleTree::new(s(0));
+    let disk = group.add(None, limits("iops-total=10"), NodeShare::default()).unwrap();
+    let ask = |group: &mut ThrottleTree<_>, cost, token| group.submit(disk, Direction::Read, cost, token, s(0));
     for token in ["first", "second"] {
-        assert_eq!(ask(&mut group, Cost::one(512), token), Admission::Admitted(token));
+        assert_eq!(ask(&mut group, RequestCost::one(512), token), AdmissionResult::Admitted(token));
     }
-    assert!(matches!(ask(&mut group, Cost::one(32768), "large"), Admission::Queued(_)));
-    assert!(matches!(ask(&mut group, Cost::one(512), "next"), Admission::Queued(_)));
+    assert!(matches!(ask(&mut group, RequestCost::one(32768), "large"), AdmissionResult::Queued(_)));
+    assert!(matches!(ask(&mut group, RequestCost::one(512), "next"), AdmissionResult::Queued(_)));
     // One operation under the old limits, eight under the new ones. The bucket is overrun by one.
-    group.configure(disk, limits("iops-total=10,iops-size=4096"), Share::default(), s(0)).unwrap();
+    group.configure(disk, limits("iops-total=10,iops-size=4096"), NodeShare::default(), s(0)).unwrap();
     let mut now = s(0);
     for tenth in 1..=8 {
-        assert_eq!(group.poll(now), Decision::Wait { until: ms(tenth * 100) });
+        assert_eq!(group.poll(now), PollDecision::Wait { until: ms(tenth * 100) });
         now = ms(tenth * 100);
     }
-    assert_eq!(group.poll(now), Decision::Admit("large"));
-    assert_eq!(group.poll(now), Decision::Wait { until: ms(900) }, "8 operations, and the 1 too much");
+    assert_eq!(group.poll(now), PollDecision::Admit("large"));
+    assert_eq!(group.poll(now), PollDecision::Wait { until: ms(900) }, "8 operations, and the 1 too much");
 }
 
 #[test]
 fn invalid_limits_are_refused_and_the_old_stay_in_force() {
     let invalid = limits("iops-total=10,iops-read=5");
-    let refused = Tree::<()>::new(s(0)).add(None, invalid, Share::default());
-    assert!(matches!(refused, Err(Refused::Limits(_))));
+    let refused = ThrottleTree::<()>::new(s(0)).add(None, invalid, NodeShare::default());
+    assert!(matches!(refused, Err(ThrottleError::Limits(_))));
 
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(1000);
     disk.run_until(ms(50));
-    let error = disk.tree.configure(disk.group, invalid, Share::default(), ms(50)).unwrap_err();
+    let error = disk.tree.configure(disk.group, invalid, NodeShare::default(), ms(50)).unwrap_err();
     assert_eq!(
         error.to_string(),
         "iops-total (10) cannot be set together with iops-read (5); use either the total or read and write"
@@ -76,7 +76,7 @@ fn invalid_limits_are_refused_and_the_old_stay_in_force() {
 }
 
 #[test]
-fn what_passed_counts_under_other_limits() {
+fn admitted_work_counts_under_new_limits() {
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(1000);
     disk.run_until(ms(50));
@@ -89,14 +89,14 @@ fn what_passed_counts_under_other_limits() {
 
 #[test]
 fn a_change_with_an_older_instant_does_not_turn_time_back() {
-    let mut group = Tree::new(s(0));
-    let disk = group.add(None, Limits::default(), Share::default()).unwrap();
-    assert_eq!(group.poll(s(1)), Decision::Idle);
-    group.configure(disk, limits("iops-total=10"), Share::default(), ms(999)).unwrap();
+    let mut group = ThrottleTree::new(s(0));
+    let disk = group.add(None, Limits::default(), NodeShare::default()).unwrap();
+    assert_eq!(group.poll(s(1)), PollDecision::Idle);
+    group.configure(disk, limits("iops-total=10"), NodeShare::default(), ms(999)).unwrap();
     assert_eq!(
-        group.request(disk, Direction::Read, Cost::merged(&[0; 2]), 1, ms(999)),
-        Admission::Admitted(1)
+        group.submit(disk, Direction::Read, RequestCost::merged(&[0; 2]), 1, ms(999)),
+        AdmissionResult::Admitted(1)
     );
-    assert!(matches!(group.request(disk, Direction::Read, Cost::one(0), 2, ms(999)), Admission::Queued(_)));
-    assert_eq!(group.poll(ms(999)), Decision::Wait { until: ms(1100) });
+    assert!(matches!(group.submit(disk, Direction::Read, RequestCost::one(0), 2, ms(999)), AdmissionResult::Queued(_)));
+    assert_eq!(group.poll(ms(999)), PollDecision::Wait { until: ms(1100) });
 }

@@ -7,7 +7,7 @@
 
 use crate::timeline::{limits, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Share, Ticket, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, NodeId, NodeShare, QueuedRequestId, ThrottleTree};
 use policy::time::{Duration, Instant};
 use std::collections::VecDeque;
 
@@ -46,11 +46,11 @@ const ALL: [Event; 9] = [
 struct Waiting {
     token: u64,
     turns: u64,
-    ticket: Ticket,
+    ticket: QueuedRequestId,
 }
 
 struct Run {
-    tree: Tree<u64>,
+    tree: ThrottleTree<u64>,
     group: NodeId,
     disks: [NodeId; 3],
     now: Instant,
@@ -65,10 +65,10 @@ struct Run {
 
 impl Run {
     fn new() -> Self {
-        let mut tree = Tree::new(s(0));
-        let group = tree.add(None, limits("iops-total=10"), Share::default()).unwrap();
+        let mut tree = ThrottleTree::new(s(0));
+        let group = tree.add(None, limits("iops-total=10"), NodeShare::default()).unwrap();
         let disks = WEIGHTS
-            .map(|weight| tree.add(Some(group), Limits::default(), Share::new(weight).unwrap()).unwrap());
+            .map(|weight| tree.add(Some(group), Limits::default(), NodeShare::new(weight).unwrap()).unwrap());
         Self {
             tree,
             group,
@@ -92,12 +92,12 @@ impl Run {
             Event::Limit => {
                 self.fast = !self.fast;
                 let text = if self.fast { "iops-total=20" } else { "iops-total=10" };
-                self.tree.configure(self.group, limits(text), Share::default(), self.now).unwrap();
+                self.tree.configure(self.group, limits(text), NodeShare::default(), self.now).unwrap();
             }
             Event::Weight => {
                 self.even = !self.even;
                 let weight = if self.even { 100 } else { WEIGHTS[2] };
-                let share = Share::new(weight).unwrap();
+                let share = NodeShare::new(weight).unwrap();
                 self.tree.configure(self.disks[2], Limits::default(), share, self.now).unwrap();
             }
         }
@@ -112,13 +112,13 @@ impl Run {
     fn request(&mut self, disk: usize, turns: u64) {
         let token = self.next_token;
         self.next_token += 1;
-        let cost = Cost::merged(&vec![512; turns as usize]);
-        match self.tree.request(self.disks[disk], Self::direction(disk), cost, token, self.now) {
-            Admission::Admitted(_) => {
+        let cost = RequestCost::merged(&vec![512; turns as usize]);
+        match self.tree.submit(self.disks[disk], Self::direction(disk), cost, token, self.now) {
+            AdmissionResult::Admitted(_) => {
                 assert!(self.queues[disk].is_empty());
                 self.out += 1;
             }
-            Admission::Queued(ticket) => {
+            AdmissionResult::Queued(ticket) => {
                 if self.queues[disk].is_empty() {
                     self.first_since[disk] = self.now;
                 }
@@ -139,9 +139,9 @@ impl Run {
     fn poll(&mut self) -> Option<Instant> {
         loop {
             match self.tree.poll(self.now) {
-                Decision::Admit(token) => self.passed(token),
-                Decision::Wait { until } => return Some(until),
-                Decision::Idle => return None,
+                PollDecision::Admit(token) => self.passed(token),
+                PollDecision::Wait { until } => return Some(until),
+                PollDecision::Idle => return None,
             }
         }
     }

@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, NodeId, Share, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, NodeId, NodeShare, ThrottleTree};
 use policy::time::Duration;
 
 #[test]
@@ -40,16 +40,16 @@ fn reads_pass_writes_that_wait_for_a_limit_of_their_own() {
 }
 
 /// A group in which a read is due that has not been polled.
-fn with_a_read_overdue() -> (Tree<&'static str>, NodeId) {
-    let mut group = Tree::new(s(0));
-    let disk = group.add(None, crate::timeline::limits("iops-total=10"), Share::default()).unwrap();
+fn with_a_read_overdue() -> (ThrottleTree<&'static str>, NodeId) {
+    let mut group = ThrottleTree::new(s(0));
+    let disk = group.add(None, crate::timeline::limits("iops-total=10"), NodeShare::default()).unwrap();
     for token in ["first", "second"] {
-        let admission = group.request(disk, Direction::Read, Cost::one(512), token, s(0));
-        assert_eq!(admission, Admission::Admitted(token));
+        let admission = group.submit(disk, Direction::Read, RequestCost::one(512), token, s(0));
+        assert_eq!(admission, AdmissionResult::Admitted(token));
     }
     assert!(matches!(
-        group.request(disk, Direction::Read, Cost::one(512), "overdue", s(0)),
-        Admission::Queued(_)
+        group.submit(disk, Direction::Read, RequestCost::one(512), "overdue", s(0)),
+        AdmissionResult::Queued(_)
     ));
     (group, disk)
 }
@@ -58,22 +58,22 @@ fn with_a_read_overdue() -> (Tree<&'static str>, NodeId) {
 fn a_request_does_not_overtake_one_whose_timer_is_late() {
     for direction in Direction::ALL {
         let (mut group, disk) = with_a_read_overdue();
-        let latecomer = group.request(disk, direction, Cost::one(512), "latecomer", ms(100));
-        assert!(matches!(latecomer, Admission::Queued(_)), "{direction:?}");
-        assert_eq!(group.poll(ms(100)), Decision::Admit("overdue"));
-        assert_eq!(group.poll(ms(100)), Decision::Wait { until: ms(200) });
-        assert_eq!(group.poll(ms(200)), Decision::Admit("latecomer"));
+        let latecomer = group.submit(disk, direction, RequestCost::one(512), "latecomer", ms(100));
+        assert!(matches!(latecomer, AdmissionResult::Queued(_)), "{direction:?}");
+        assert_eq!(group.poll(ms(100)), PollDecision::Admit("overdue"));
+        assert_eq!(group.poll(ms(100)), PollDecision::Wait { until: ms(200) });
+        assert_eq!(group.poll(ms(200)), PollDecision::Admit("latecomer"));
     }
 }
 
 #[test]
 fn a_request_passes_one_that_may_not_pass_yet_where_no_limit_is_shared() {
-    let mut group = Tree::new(s(0));
+    let mut group = ThrottleTree::new(s(0));
     let disk =
-        group.add(None, crate::timeline::limits("iops-read=10,iops-write=10"), Share::default()).unwrap();
+        group.add(None, crate::timeline::limits("iops-read=10,iops-write=10"), NodeShare::default()).unwrap();
     for number in 0..3 {
-        let read = group.request(disk, Direction::Read, Cost::one(512), number, s(0));
-        assert_eq!(matches!(read, Admission::Queued(_)), number == 2);
+        let read = group.submit(disk, Direction::Read, RequestCost::one(512), number, s(0));
+        assert_eq!(matches!(read, AdmissionResult::Queued(_)), number == 2);
     }
-    assert_eq!(group.request(disk, Direction::Write, Cost::one(512), 3, s(0)), Admission::Admitted(3));
+    assert_eq!(group.submit(disk, Direction::Write, RequestCost::one(512), 3, s(0)), AdmissionResult::Admitted(3));
 }

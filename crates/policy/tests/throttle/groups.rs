@@ -1,7 +1,7 @@
 //! Groups share one set of limits: the scenarios of QEMU's own group tests in virtual time.
 
 use crate::timeline::{Timeline, Workload, ms, s};
-use policy::throttle::{Counters, Share};
+use policy::throttle::{AdmissionCounters, NodeShare};
 
 #[test]
 fn each_disk_gets_its_share_of_the_bytes_the_operations_and_the_burst() {
@@ -60,10 +60,10 @@ fn directions_share_a_total_and_nothing_else() {
 }
 
 #[test]
-fn disks_with_limits_of_their_own_take_nothing_from_each_other() {
+fn separate_limits_are_independent() {
     let mut disks = Timeline::new("");
     let [a, b] = ["iops-total=500", "iops-total=500"]
-        .map(|limits| disks.add_below(disks.group, limits, Share::default(), Workload::READS.depth(8)));
+        .map(|limits| disks.add_below(disks.group, limits, NodeShare::default(), Workload::READS.depth(8)));
     for disk in [a, b] {
         assert_eq!(disks.admitted_of(disk, s(0), ms(1)), 51, "a tenth of a second's worth, and one over");
         assert_eq!(disks.admitted_of(disk, s(1), s(11)), 5000);
@@ -71,18 +71,18 @@ fn disks_with_limits_of_their_own_take_nothing_from_each_other() {
 }
 
 #[test]
-fn no_limits_let_everything_pass_at_once() {
+fn unlimited_requests_are_admitted_at_once() {
     let mut disk = Timeline::new("");
     disk.queue_reads(100_000);
     assert_eq!(disk.admitted_between(s(0), ms(1)), 100_000);
     assert_eq!(
         disk.tree.stats(disk.group, s(1)).reads,
-        Counters { requests: 100_000, bytes: 409_600_000, ..Counters::default() }
+        AdmissionCounters { requests: 100_000, bytes: 409_600_000, ..AdmissionCounters::default() }
     );
 }
 
 #[test]
-fn counters_tell_what_passed_what_waited_and_for_how_long() {
+fn counters_record_admissions_and_waits() {
     let mut disks = Timeline::new("iops-total=10");
     let first = disks.add(Workload::READS.of(512).queued(3));
     let second = disks.add(Workload::WRITES.of(4096).queued(1));

@@ -2,24 +2,24 @@
 
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, NodeId, Share, Ticket, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, NodeId, NodeShare, QueuedRequestId, ThrottleTree};
 use policy::time::Instant;
 
 /// Groups with the same limits, and disks whose clients keep one request waiting.
 struct Groups {
-    tree: Tree<usize>,
+    tree: ThrottleTree<usize>,
     now: Instant,
     groups: Vec<NodeId>,
     disks: Vec<NodeId>,
     passed: Vec<u64>,
     /// Ticket of the request queued last.
-    ticket: Option<Ticket>,
+    ticket: Option<QueuedRequestId>,
 }
 
 impl Groups {
     fn new(groups: &[&str]) -> Self {
-        let mut tree = Tree::new(Instant::ZERO);
-        let groups = groups.iter().map(|text| tree.add(None, limits(text), Share::default()).unwrap());
+        let mut tree = ThrottleTree::new(Instant::ZERO);
+        let groups = groups.iter().map(|text| tree.add(None, limits(text), NodeShare::default()).unwrap());
         let groups = groups.collect();
         Self { tree, now: Instant::ZERO, groups, disks: Vec::new(), passed: Vec::new(), ticket: None }
     }
@@ -27,7 +27,7 @@ impl Groups {
     /// A disk without requests until [`Groups::ask`].
     fn add(&mut self, group: usize) -> usize {
         let parent = Some(self.groups[group]);
-        let disk = self.tree.add(parent, limits(""), Share::default()).unwrap();
+        let disk = self.tree.add(parent, limits(""), NodeShare::default()).unwrap();
         self.disks.push(disk);
         self.passed.push(0);
         self.disks.len() - 1
@@ -37,19 +37,19 @@ impl Groups {
     fn move_to(&mut self, disk: usize, group: Option<usize>) {
         let parent = group.map(|group| self.groups[group]);
         let old = self.disks[disk];
-        let new = self.tree.add_in_place_of(old, parent, limits(""), Share::default()).unwrap();
-        let charged = self.tree.charged(old, Some(new), self.now);
+        let new = self.tree.add_replacing(old, parent, limits(""), NodeShare::default()).unwrap();
+        let charged = self.tree.carried_charges(old, Some(new), self.now);
         let waiting = self.tree.remove(old);
         self.tree.take_over(new, charged, self.now);
         self.disks[disk] = new;
         for request in waiting {
-            let again = self.tree.request(new, request.direction, request.cost, request.token, self.now);
+            let again = self.tree.submit(new, request.direction, request.cost, request.token, self.now);
             match again {
-                Admission::Admitted(disk) => {
+                AdmissionResult::Admitted(disk) => {
                     self.passed[disk] += 1;
                     self.ask(disk);
                 }
-                Admission::Queued(ticket) => self.ticket = Some(ticket),
+                AdmissionResult::Queued(ticket) => self.ticket = Some(ticket),
             }
         }
     }
@@ -58,9 +58,9 @@ impl Groups {
     fn ask(&mut self, disk: usize) {
         loop {
             let node = self.disks[disk];
-            match self.tree.request(node, Direction::Read, Cost::one(512), disk, self.now) {
-                Admission::Admitted(disk) => self.passed[disk] += 1,
-                Admission::Queued(ticket) => {
+            match self.tree.submit(node, Direction::Read, RequestCost::one(512), disk, self.now) {
+                AdmissionResult::Admitted(disk) => self.passed[disk] += 1,
+                AdmissionResult::Queued(ticket) => {
                     self.ticket = Some(ticket);
                     return;
                 }
@@ -71,11 +71,11 @@ impl Groups {
     fn run_until(&mut self, end: Instant) {
         loop {
             match self.tree.poll(self.now) {
-                Decision::Admit(disk) => {
+                PollDecision::Admit(disk) => {
                     self.passed[disk] += 1;
                     self.ask(disk);
                 }
-                Decision::Wait { until } if until <= end => self.now = until,
+                PollDecision::Wait { until } if until <= end => self.now = until,
                 _ => break,
             }
         }
@@ -131,7 +131,7 @@ fn moves_five_times_a_second_give_the_rate() {
 /// A disk that was idle in a full group carries nothing to the next. One that filled it uses up the
 /// burst of the next group, but none of its rate, however often it moves.
 #[test]
-fn an_idle_disk_brings_nothing_and_others_keep_their_rate() {
+fn idle_disk_carries_nothing() {
     let mut all = Groups::new(&[BURST, BURST]);
     let (busy, other, idle) = (all.add(0), all.add(1), all.add(0));
     all.ask(busy);

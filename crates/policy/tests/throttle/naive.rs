@@ -2,7 +2,7 @@
 //! schedules.
 
 use policy::request::Direction;
-use policy::throttle::{Cost, LimitKind, Limits};
+use policy::throttle::{RequestCost, LimitKind, Limits};
 use policy::time::Instant;
 
 const UNIT: u128 = 1_000_000_000;
@@ -94,7 +94,7 @@ impl Levels {
     }
 
     /// Charges an admission. Only for single or equal requests.
-    pub(crate) fn charge(&mut self, direction: Direction, cost: &Cost) {
+    pub(crate) fn charge(&mut self, direction: Direction, cost: &RequestCost) {
         for kind in LimitKind::applying_to(direction) {
             let units = if kind.counts_bytes() {
                 u128::from(cost.bytes()) * UNIT

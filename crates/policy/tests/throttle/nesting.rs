@@ -1,7 +1,7 @@
 //! Disks in nested groups: every level applies at once, and each level schedules its own members.
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s, weight};
-use policy::throttle::{Enforcement, Limits, MAX_LEVELS, Refused, Scale, Share, Tree};
+use policy::throttle::{Enforcement, Limits, MAX_LEVELS, ThrottleError, LimitScale, NodeShare, ThrottleTree};
 use policy::time::Duration;
 
 /// A host with two tenants of weights 3 and 1, the second limited to 200; two disks each.
@@ -12,8 +12,8 @@ fn every_level_holds_at_once() {
     let large = disks.tree.add(Some(host), Limits::default(), weight(300)).unwrap();
     let small = disks.tree.add(Some(host), limits("iops-total=200"), weight(100)).unwrap();
     let busy = Workload::READS.depth(32);
-    let a = disks.add_below(large, "iops-total=50", Share::default(), busy);
-    let b = disks.add_below(large, "", Share::default(), busy);
+    let a = disks.add_below(large, "iops-total=50", NodeShare::default(), busy);
+    let b = disks.add_below(large, "", NodeShare::default(), busy);
     let c = disks.add_below(small, "", weight(100), busy);
     let d = disks.add_below(small, "", weight(300), Workload::WRITES.depth(8));
     // `small` is limited to 200, divided 1:3; `large` gets the remaining 800, of which a can use
@@ -27,11 +27,11 @@ fn every_level_holds_at_once() {
 fn groups_share_by_their_own_weight_however_many_disks_they_have() {
     let mut disks = Timeline::new("bps-total=20000000");
     let [many, one] =
-        [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), Share::default()).unwrap());
+        [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
     let many: Vec<_> = (0..9)
-        .map(|_| disks.add_below(many, "", Share::default(), Workload::READS.of(65_536).depth(32)))
+        .map(|_| disks.add_below(many, "", NodeShare::default(), Workload::READS.of(65_536).depth(32)))
         .collect();
-    let one = disks.add_below(one, "", Share::default(), Workload::READS.depth(32));
+    let one = disks.add_below(one, "", NodeShare::default(), Workload::READS.depth(32));
     let of_many: u64 = many.iter().map(|client| disks.bytes_of(*client, s(1), s(21))).sum();
     // Half each for the two groups: nine disks in one of them do not count nine times.
     assert_within_percent(2.0, of_many as f64 / 20.0, 10e6);
@@ -39,22 +39,22 @@ fn groups_share_by_their_own_weight_however_many_disks_they_have() {
 }
 
 #[test]
-fn what_one_group_cannot_use_the_other_gets() {
+fn unused_rate_goes_to_the_other_group() {
     let mut disks = Timeline::new("iops-total=1000");
     let [first, second] =
-        [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), Share::default()).unwrap());
-    let held = disks.add_below(first, "iops-total=100", Share::default(), Workload::READS.depth(64));
-    let free = disks.add_below(second, "", Share::default(), Workload::READS.depth(64));
+        [(); 2].map(|()| disks.tree.add(Some(disks.group), Limits::default(), NodeShare::default()).unwrap());
+    let held = disks.add_below(first, "iops-total=100", NodeShare::default(), Workload::READS.depth(64));
+    let free = disks.add_below(second, "", NodeShare::default(), Workload::READS.depth(64));
     assert_eq!(disks.admitted_of(held, s(1), s(11)), 1000);
     assert_eq!(disks.admitted_of(free, s(1), s(11)), 9000);
 }
 
 #[test]
-fn a_promise_to_a_group_reaches_its_disks() {
+fn group_reservation_reaches_its_disks() {
     let mut disks = Timeline::new("iops-total=1000");
     let tenant = disks.tree.add(Some(disks.group), Limits::default(), promise(400, 0)).unwrap();
     let inside: Vec<_> =
-        (0..2).map(|_| disks.add_below(tenant, "", Share::default(), Workload::READS.depth(4))).collect();
+        (0..2).map(|_| disks.add_below(tenant, "", NodeShare::default(), Workload::READS.depth(4))).collect();
     for _ in 0..10 {
         disks.add(Workload::READS.depth(64));
     }
@@ -64,12 +64,12 @@ fn a_promise_to_a_group_reaches_its_disks() {
 }
 
 #[test]
-fn directions_are_chosen_by_weight_also_below_a_group_that_keeps_them_apart() {
+fn directions_share_a_nested_total_by_weight() {
     let mut disks = Timeline::new("iops-read=5000,iops-write=5000");
-    let tenant = disks.tree.add(Some(disks.group), limits("iops-total=1000"), Share::default()).unwrap();
+    let tenant = disks.tree.add(Some(disks.group), limits("iops-total=1000"), NodeShare::default()).unwrap();
     let reads = disks.add_below(tenant, "", weight(100), Workload::READS.depth(32));
     let writes = disks.add_below(tenant, "", weight(300), Workload::WRITES.depth(32));
-    let beside = disks.add_below(disks.group, "", Share::default(), Workload::WRITES.depth(32));
+    let beside = disks.add_below(disks.group, "", NodeShare::default(), Workload::WRITES.depth(32));
     // Within the tenant reads and writes share its total 1:3. The 750 writes count against the
     // group's limit on writes.
     assert_within_percent(2.0, disks.admitted_of(reads, s(1), s(21)) as f64 / 20.0, 250.0);
@@ -80,7 +80,7 @@ fn directions_are_chosen_by_weight_also_below_a_group_that_keeps_them_apart() {
 #[test]
 fn a_limit_lifted_on_one_level_leaves_the_others_in_force() {
     let mut disks = Timeline::new("iops-total=100");
-    let disk = disks.add_below(disks.group, "iops-total=10", Share::default(), Workload::READS.depth(32));
+    let disk = disks.add_below(disks.group, "iops-total=10", NodeShare::default(), Workload::READS.depth(32));
     assert_eq!(disks.admitted_of(disk, s(1), s(11)), 100);
     disks.tree.enforce(disks.disk(disk), Enforcement::Lifted, s(11));
     disks.poll_now();
@@ -119,41 +119,41 @@ fn a_scale_multiplies_rates_and_keeps_what_is_in_the_buckets() {
     let mut disks = Timeline::new("iops-total=1000");
     disks.add(Workload::READS.depth(64));
     disks.run_until(s(1));
-    disks.tree.enforce(disks.group, Enforcement::Scaled(Scale::from_thousandths(3500)), s(1));
+    disks.tree.enforce(disks.group, Enforcement::Scaled(LimitScale::from_thousandths(3500)), s(1));
     disks.poll_now();
     // The bucket of 100 was full; scaled to 350 it has capacity for 250 more.
     assert_eq!(disks.admitted_between(s(1), ms(1001)), 250 + 4);
     assert_eq!(disks.admitted_between(s(2), s(12)), 35_000);
-    assert_eq!(disks.tree.enforcement(disks.group), Enforcement::Scaled(Scale::from_thousandths(3500)));
+    assert_eq!(disks.tree.enforcement(disks.group), Enforcement::Scaled(LimitScale::from_thousandths(3500)));
 }
 
 #[test]
 fn groups_nest_to_eight_levels() {
-    let mut tree = Tree::<()>::new(s(0));
+    let mut tree = ThrottleTree::<()>::new(s(0));
     let mut parent = None;
     for _ in 0..MAX_LEVELS {
-        let node = tree.add(parent, limits("iops-total=10"), Share::default()).unwrap();
+        let node = tree.add(parent, limits("iops-total=10"), NodeShare::default()).unwrap();
         assert_eq!(tree.parent(node), parent);
         parent = Some(node);
     }
-    assert_eq!(tree.add(parent, Limits::default(), Share::default()), Err(Refused::TooDeep));
+    assert_eq!(tree.add(parent, Limits::default(), NodeShare::default()), Err(ThrottleError::TooDeep));
     let disk = parent.unwrap();
     assert!(!tree.is_unlimited(disk));
-    assert!(tree.pass(disk, policy::request::Direction::Read, &policy::throttle::Cost::one(1), s(0)));
+    assert!(tree.try_admit(disk, policy::request::Direction::Read, &policy::throttle::RequestCost::one(1), s(0)));
 }
 
 /// Ten neighbours with a hundred times the weight, each in a separate group.
 #[test]
-fn a_promise_is_kept_through_a_group_that_was_promised_nothing() {
+fn reservation_holds_through_unreserved_group() {
     let mut disks = Timeline::new("iops-total=2000").with_late_timers(Duration::from_millis(1));
-    let group = |disks: &mut Timeline, weight: Share| {
+    let group = |disks: &mut Timeline, weight: NodeShare| {
         disks.tree.add(Some(disks.group), Limits::default(), weight).expect("nothing is promised")
     };
     let small = group(&mut disks, weight(10));
     let kept = disks.add_below(small, "", promise(600, 0), Workload::READS.depth(32));
     for _ in 0..10 {
         let hostile = group(&mut disks, weight(1000));
-        disks.add_below(hostile, "", Share::default(), Workload::READS.of(65_536).depth(64));
+        disks.add_below(hostile, "", NodeShare::default(), Workload::READS.of(65_536).depth(64));
     }
     let passed = disks.admitted_of(kept, s(1), s(11));
     assert_within_percent(2.0, passed as f64, 6000.0);

@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, promise, s};
 use policy::request::Direction;
-use policy::throttle::{Kept, Level, LimitKind, Share, Stats, WaitSummary};
+use policy::throttle::{ReservationTimes, LimitLevel, LimitKind, NodeShare, ThrottleStats, WaitSummary};
 
 #[test]
 fn waits_are_summed_up() {
@@ -20,34 +20,34 @@ fn waits_are_summed_up() {
 
 /// Counters of another process are added to the own ones; the distribution of waits stays the same.
 #[test]
-fn another_tree_counts_on() {
+fn cumulative_stats_transfer() {
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(102);
     disk.run_until(s(60));
     let group = disk.group;
-    let (counted, once) = (disk.tree.counted(group, s(60)), disk.tree.stats(group, s(60)));
-    disk.tree.count_on(group, &counted);
+    let (counted, once) = (disk.tree.cumulative(group, s(60)), disk.tree.stats(group, s(60)));
+    disk.tree.add_cumulative(group, &counted);
     let twice = disk.tree.stats(group, s(60));
-    assert_eq!(twice.reads, once.reads.plus(once.reads));
-    assert_eq!((twice.writes, twice.limited_ns), (once.writes, 2 * once.limited_ns));
+    assert_eq!(twice.reads, once.reads.sum(once.reads));
+    assert_eq!((twice.writes, twice.throttled_ns), (once.writes, 2 * once.throttled_ns));
     assert_eq!((twice.waits, twice.recent_waits), (once.waits, once.recent_waits));
     assert_eq!((twice.tokens, twice.levels, twice.waiting), (once.tokens, once.levels, once.waiting));
     // They are not new demand, and not recent.
     let mut fresh = Timeline::new("iops-total=10");
-    fresh.tree.count_on(fresh.group, &counted);
+    fresh.tree.add_cumulative(fresh.group, &counted);
     let told = fresh.tree.stats(fresh.group, s(0));
-    assert_eq!((told.reads, told.waits, told.limited_ns), (once.reads, once.waits, once.limited_ns));
+    assert_eq!((told.reads, told.waits, told.throttled_ns), (once.reads, once.waits, once.throttled_ns));
     assert_eq!(told.recent_waits, WaitSummary::default());
 }
 
 #[test]
-fn nothing_waited_is_all_zero() {
+fn no_waits_are_all_zero() {
     let mut disk = Timeline::new("iops-total=10");
     disk.queue_reads(1);
     disk.run_until(s(1));
     let stats = disk.tree.stats(disk.group, s(1));
     assert_eq!(stats.waits, WaitSummary::default());
-    assert_eq!((stats.limited_ns, stats.binding), (0, None));
+    assert_eq!((stats.throttled_ns, stats.throttle_cause), (0, None));
 }
 
 #[test]
@@ -56,27 +56,27 @@ fn the_limit_that_binds_is_the_one_waited_for_on_its_own_level() {
     let held = disks.add_below(
         disks.group,
         "bps-read=409600,iops-write=7",
-        Share::default(),
+        NodeShare::default(),
         Workload::READS.depth(8),
     );
     disks.run_until(ms(10_005));
     let (disk, group) = (disks.disk(held), disks.group);
     let (own, above) = (disks.tree.stats(disk, ms(10_005)), disks.tree.stats(group, ms(10_005)));
-    assert_eq!(own.binding, Some(LimitKind::BpsRead));
-    assert_within_percent(2.0, own.limited_ns as f64, 10e9);
-    assert_eq!((above.binding, above.limited_ns), (None, 0), "it has 1000, and 100 are asked for");
+    assert_eq!(own.throttle_cause, Some(LimitKind::BpsRead));
+    assert_within_percent(2.0, own.throttled_ns as f64, 10e9);
+    assert_eq!((above.throttle_cause, above.throttled_ns), (None, 0), "it has 1000, and 100 are asked for");
     assert_eq!(own.waiting, [8, 0]);
     assert_eq!(above.waiting, [8, 0], "below it");
     assert_eq!(own.reads, above.reads);
 }
 
 #[test]
-fn a_limit_binds_no_more_once_the_group_above_gives_less() {
+fn cause_moves_to_the_group_above() {
     let mut disks = Timeline::new("iops-total=150");
-    let held = disks.add_below(disks.group, "iops-total=100", Share::default(), Workload::READS.depth(8));
+    let held = disks.add_below(disks.group, "iops-total=100", NodeShare::default(), Workload::READS.depth(8));
     disks.run_until(s(5));
     let binding = |disks: &Timeline, now| {
-        [disks.disk(held), disks.group].map(|node| disks.tree.stats(node, now).binding)
+        [disks.disk(held), disks.group].map(|node| disks.tree.stats(node, now).throttle_cause)
     };
     assert_eq!(binding(&disks, s(5)), [Some(LimitKind::IopsTotal), None]);
     for _ in 0..3 {
@@ -93,8 +93,8 @@ fn the_share_of_time_at_the_limit_is_that_of_the_time_with_work() {
     disk.queue_reads(111);
     disk.run_until(s(10));
     let stats = disk.tree.stats(disk.group, s(10));
-    assert_eq!(stats.limited_ns, 1_000_000_000, "eleven at once, then a hundred for 10 ms each");
-    assert_eq!(stats.binding, None, "nothing waits any more");
+    assert_eq!(stats.throttled_ns, 1_000_000_000, "eleven at once, then a hundred for 10 ms each");
+    assert_eq!(stats.throttle_cause, None, "nothing waits any more");
 }
 
 #[test]
@@ -103,8 +103,8 @@ fn tokens_are_what_may_still_pass_at_once() {
         Timeline::new("iops-total=100,bps-write=1000000,bps-write-max=5000000,bps-write-max-length=2");
     let client = disk.add(Workload::WRITES.of(100_000).queued(4));
     disk.run_until(ms(1));
-    let Stats { tokens, levels, .. } = disk.tree.stats(disk.group, ms(1));
-    let level = Level { units: 3, capacity: 10, empty_in_ns: 39_000_000 };
+    let ThrottleStats { tokens, levels, .. } = disk.tree.stats(disk.group, ms(1));
+    let level = LimitLevel { units: 3, capacity: 10, empty_in_ns: 39_000_000 };
     assert_eq!(levels[LimitKind::IopsTotal.index()], Some(level), "of 4 at 100 a second, 0.1 leaked");
     assert_eq!(levels[LimitKind::BpsRead.index()], None);
     assert_eq!(tokens[LimitKind::IopsTotal.index()], Some(6), "of 10; 4 passed, 0.1 leaked");
@@ -130,14 +130,14 @@ fn a_long_burst_fills_a_tenth_of_its_bucket_in_a_tenth_of_its_length() {
     assert_eq!(early.capacity, 12_000, "400 for 30 s");
     assert_within_percent(5.0, early.units as f64, 4.0 * (400.0 - 100.0));
     assert_within_percent(5.0, early.ratio(), 0.1);
-    assert_eq!(early.room(), early.capacity - early.units);
+    assert_eq!(early.free_units(), early.capacity - early.units);
     // 30 s × 400 / (400 - 100).
     disk.run_until(s(41));
     assert!(level(&disk, 41).ratio() > 0.99, "{:?}", level(&disk, 41));
 }
 
-fn kept(disks: &Timeline, client: usize, at_s: u64) -> Kept {
-    disks.tree.stats(disks.disk(client), s(at_s)).kept.expect("it has a reservation")
+fn kept(disks: &Timeline, client: usize, at_s: u64) -> ReservationTimes {
+    disks.tree.stats(disks.disk(client), s(at_s)).reservation.expect("it has a reservation")
 }
 
 #[test]
@@ -149,18 +149,18 @@ fn a_reservation_that_is_met_says_so_and_one_that_cannot_be_is_missed() {
     let before = kept(&disks, reserved, 10);
     assert!(before.met_ns > 8_000_000_000 && before.missed_ns == 0, "{before:?}");
     // A part of a limit divided over hosts: below the reservation.
-    disks.tree.divide(disks.group, limits("iops-total=100"), [0; 6], s(10)).expect("valid limits");
+    disks.tree.set_quota(disks.group, limits("iops-total=100"), [0; 6], s(10)).expect("valid limits");
     disks.run_until(s(20));
     let after = kept(&disks, reserved, 20);
     assert!(after.missed_ns > 8_000_000_000, "{after:?}");
     assert!(after.met_ns <= before.met_ns + 2_000_000_000, "{after:?}");
-    assert_eq!(disks.tree.stats(disks.disk(other), s(20)).kept, None);
-    let brief = disks.tree.brief(disks.disk(reserved), s(20));
+    assert_eq!(disks.tree.stats(disks.disk(other), s(20)).reservation, None);
+    let brief = disks.tree.summary(disks.disk(reserved), s(20));
     assert_eq!(brief.kept, Some(after));
 }
 
 #[test]
-fn what_is_promised_is_counted_by_iops_size() {
+fn reservations_count_by_iops_size() {
     // Each request counts as four operations: 100 requests meet the reservation.
     let mut disks = Timeline::new("iops-total=1000,iops-size=4096");
     let reserved = disks.add_with(promise(400, 0), Workload::READS.of(16 << 10).depth(8));

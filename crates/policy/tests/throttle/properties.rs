@@ -4,7 +4,7 @@ use crate::naive::Levels;
 use crate::timeline::{Timeline, Workload};
 use policy::request::Direction;
 use policy::throttle::{
-    Admission, Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Returned, Scale, Share, Ticket, Tree,
+    AdmissionResult, RequestCost, PollDecision, Enforcement, LimitKind, Limits, NodeId, ReturnedRequest, LimitScale, NodeShare, QueuedRequestId, ThrottleTree,
 };
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
@@ -36,32 +36,32 @@ pub(crate) fn any_direction() -> impl Strategy<Value = Direction> {
     prop::sample::select(&Direction::ALL[..])
 }
 
-fn any_share() -> impl Strategy<Value = Share> {
+fn any_share() -> impl Strategy<Value = NodeShare> {
     (
         1..=10_000u32,
         prop_oneof![3 => Just(0), 1 => 1..2000u64],
         prop_oneof![3 => Just(0), 1 => 1..2_000_000u64],
     )
-        .prop_map(|(weight, iops, bps)| Share::new(weight).unwrap().with_reservation(iops, bps))
+        .prop_map(|(weight, iops, bps)| NodeShare::new(weight).unwrap().with_reservation(iops, bps))
 }
 
 pub(crate) fn any_enforcement() -> impl Strategy<Value = Enforcement> {
     prop_oneof![
         Just(Enforcement::Enforced),
         Just(Enforcement::Lifted),
-        (1000..20_000u64).prop_map(|thousandths| Enforcement::Scaled(Scale::from_thousandths(thousandths))),
+        (1000..20_000u64).prop_map(|thousandths| Enforcement::Scaled(LimitScale::from_thousandths(thousandths))),
     ]
 }
 
 #[derive(Clone, Debug)]
 enum Step {
     /// A disk, or a group with one disk in it, at the top level or below an existing group.
-    Add(usize, bool, Limits, Share),
+    Add(usize, bool, Limits, NodeShare),
     Remove(usize),
     Request(usize, Direction, Vec<u64>),
     Cancel(usize),
     Limit(usize, Limits),
-    Share(usize, Share),
+    Share(usize, NodeShare),
     Enforce(usize, Enforcement),
     /// Time passes; sometimes an instant before the last one is used.
     Pass(u64, u64),
@@ -92,12 +92,12 @@ fn any_step(largest: u64) -> impl Strategy<Value = Step> {
 
 /// A tree, and its expected state: the waiting requests in order.
 struct Checked {
-    tree: Tree<u64>,
+    tree: ThrottleTree<u64>,
     now: Instant,
     groups: Vec<NodeId>,
     disks: Vec<NodeId>,
-    tickets: Vec<(Ticket, u64)>,
-    waiting: HashMap<(NodeId, Direction), VecDeque<(u64, Cost)>>,
+    tickets: Vec<(QueuedRequestId, u64)>,
+    waiting: HashMap<(NodeId, Direction), VecDeque<(u64, RequestCost)>>,
     owner: HashMap<u64, (NodeId, Direction)>,
     next_token: u64,
     out: u64,
@@ -108,7 +108,7 @@ struct Checked {
 impl Checked {
     fn new(limits: Limits, exact: bool) -> Self {
         let mut checked = Self {
-            tree: Tree::new(Instant::ZERO),
+            tree: ThrottleTree::new(Instant::ZERO),
             now: Instant::ZERO,
             groups: Vec::new(),
             disks: Vec::new(),
@@ -119,7 +119,7 @@ impl Checked {
             out: 0,
             levels: exact.then(HashMap::new),
         };
-        checked.add(0, true, limits, Share::default());
+        checked.add(0, true, limits, NodeShare::default());
         checked
     }
 
@@ -182,7 +182,7 @@ impl Checked {
         *self.groups.iter().chain(&self.disks).nth(at % all).unwrap()
     }
 
-    fn add(&mut self, below: usize, group: bool, limits: Limits, share: Share) {
+    fn add(&mut self, below: usize, group: bool, limits: Limits, share: NodeShare) {
         let parent = self.groups.get(below).copied();
         let Ok(node) = self.tree.add(parent, limits, share) else { return };
         if let Some(levels) = &mut self.levels {
@@ -191,7 +191,7 @@ impl Checked {
         if group {
             self.groups.push(node);
             let at = self.groups.len() - 1;
-            self.add(at, false, Limits::default(), Share::default());
+            self.add(at, false, Limits::default(), NodeShare::default());
         } else {
             self.disks.push(node);
         }
@@ -205,15 +205,15 @@ impl Checked {
         let token = self.next_token;
         self.next_token += 1;
         // The naive buckets count operations of equal requests only.
-        let cost = Cost::merged(if self.levels.is_some() { &lengths[..1] } else { lengths });
-        match self.tree.request(disk, direction, cost.clone(), token, self.now) {
-            Admission::Admitted(admitted) => {
+        let cost = RequestCost::merged(if self.levels.is_some() { &lengths[..1] } else { lengths });
+        match self.tree.submit(disk, direction, cost.clone(), token, self.now) {
+            AdmissionResult::Admitted(admitted) => {
                 assert_eq!(admitted, token);
                 let queue = self.waiting.get(&(disk, direction));
                 assert!(queue.is_none_or(VecDeque::is_empty), "overtook a request before it");
                 self.passes(disk, direction, &cost);
             }
-            Admission::Queued(ticket) => {
+            AdmissionResult::Queued(ticket) => {
                 self.tickets.push((ticket, token));
                 self.owner.insert(token, (disk, direction));
                 self.waiting.entry((disk, direction)).or_default().push_back((token, cost));
@@ -221,7 +221,7 @@ impl Checked {
         }
     }
 
-    fn passes(&mut self, disk: NodeId, direction: Direction, cost: &Cost) {
+    fn passes(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost) {
         self.out += 1;
         let path = self.path(disk);
         if let Some(levels) = &mut self.levels {
@@ -256,7 +256,7 @@ impl Checked {
             .into_iter()
             .flat_map(|direction| {
                 let queue = self.waiting.remove(&(disk, direction)).unwrap_or_default();
-                queue.into_iter().map(move |(token, cost)| Returned { direction, cost, token })
+                queue.into_iter().map(move |(token, cost)| ReturnedRequest { direction, cost, token })
             })
             .collect();
         // Tokens are numbered in order of arrival, across both directions.
@@ -270,20 +270,20 @@ impl Checked {
     fn poll_all_at(&mut self, now: Instant) -> Option<Instant> {
         loop {
             match self.tree.poll(now) {
-                Decision::Admit(token) => {
+                PollDecision::Admit(token) => {
                     let (disk, direction) = self.owner[&token];
                     let first = self.waiting.get_mut(&(disk, direction)).unwrap().pop_front();
                     let (first, cost) = first.unwrap();
                     assert_eq!(first, token, "not the first of its queue");
                     self.passes(disk, direction, &cost);
                 }
-                Decision::Wait { until } => {
+                PollDecision::Wait { until } => {
                     // A deadline in the past would make the caller poll in a busy loop.
                     assert!(self.waiting_in_all() > 0 && until > now);
                     self.nothing_could_pass();
                     return Some(until);
                 }
-                Decision::Idle => {
+                PollDecision::Idle => {
                     assert_eq!(self.waiting_in_all(), 0, "idle with work waiting");
                     return None;
                 }

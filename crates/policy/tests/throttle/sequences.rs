@@ -4,7 +4,7 @@
 use crate::properties::{any_direction, any_enforcement};
 use crate::timeline::{Timeline, Workload, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Cost, Decision, Enforcement, LimitKind, Limits, NodeId, Share, Tree};
+use policy::throttle::{RequestCost, PollDecision, Enforcement, LimitKind, Limits, NodeId, NodeShare, ThrottleTree};
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
 
@@ -77,7 +77,7 @@ struct Account {
 }
 
 struct World {
-    tree: Tree<()>,
+    tree: ThrottleTree<()>,
     now: Instant,
     nodes: [NodeId; NODES],
     before: [Limits; NODES],
@@ -94,8 +94,8 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let mut tree = Tree::new(Instant::ZERO);
-        let mut add = |parent| tree.add(parent, Limits::default(), Share::default()).unwrap();
+        let mut tree = ThrottleTree::new(Instant::ZERO);
+        let mut add = |parent| tree.add(parent, Limits::default(), NodeShare::default()).unwrap();
         let (one, other) = (add(None), add(None));
         let nodes = [one, other, add(Some(one)), add(Some(other)), add(Some(one)), add(None)];
         let before = [Limits::default(); NODES];
@@ -110,7 +110,7 @@ impl World {
             Step::Back(node) => self.limit(node, self.before[node]),
             Step::Weight(weight) => {
                 let disk = self.nodes[DISK];
-                let share = Share::new(weight).unwrap();
+                let share = NodeShare::new(weight).unwrap();
                 self.tree.configure(disk, self.tree.limits(disk), share, self.now).unwrap();
             }
             Step::Enforce(node, enforcement) => self.tree.enforce(self.nodes[node], enforcement, self.now),
@@ -133,11 +133,11 @@ impl World {
         let old = self.nodes[DISK];
         let parent = above.first().map(|group| self.nodes[*group]);
         let (limits, enforcement) = (self.tree.limits(old), self.tree.enforcement(old));
-        let new = self.tree.add_in_place_of(old, parent, limits, Share::default()).unwrap();
+        let new = self.tree.add_replacing(old, parent, limits, NodeShare::default()).unwrap();
         self.tree.enforce(new, enforcement, self.now);
         // The new node is added before the old one is removed, so that groups above both are
         // recognized and not charged twice.
-        let charged = self.tree.charged(old, Some(new), self.now);
+        let charged = self.tree.carried_charges(old, Some(new), self.now);
         self.tree.remove(old);
         self.tree.take_over(new, charged, self.now);
         (self.nodes[DISK], self.above) = (new, above);
@@ -145,27 +145,27 @@ impl World {
 
     fn busy(&mut self, direction: Direction, length: u64, end: Instant) {
         let disk = self.nodes[DISK];
-        let cost = Cost::one(length);
+        let cost = RequestCost::one(length);
         for _ in 0..400 {
             if self.now >= end {
                 return;
             }
             // Both entries of the tree are used: `pass` for admission at once, `request` to wait.
-            if self.tree.pass(disk, direction, &cost, self.now) {
+            if self.tree.try_admit(disk, direction, &cost, self.now) {
                 self.count(direction, length);
                 continue;
             }
-            let ticket = match self.tree.request(disk, direction, cost.clone(), (), self.now) {
-                policy::throttle::Admission::Queued(ticket) => ticket,
-                policy::throttle::Admission::Admitted(()) => unreachable!("it did not pass just now"),
+            let ticket = match self.tree.submit(disk, direction, cost.clone(), (), self.now) {
+                policy::throttle::AdmissionResult::Queued(ticket) => ticket,
+                policy::throttle::AdmissionResult::Admitted(()) => unreachable!("it did not pass just now"),
             };
             loop {
                 match self.tree.poll(self.now) {
-                    Decision::Admit(()) => {
+                    PollDecision::Admit(()) => {
                         self.count(direction, length);
                         break;
                     }
-                    Decision::Wait { until } if until <= end => self.pass_time(until),
+                    PollDecision::Wait { until } if until <= end => self.pass_time(until),
                     _ => {
                         self.tree.cancel(ticket);
                         return self.pass_time(end);
@@ -407,7 +407,7 @@ fn alternating_limits_give_no_burst_each_time() {
 
 /// After a burst of a hundred thousand, a limit of ten admits ten per second at once.
 #[test]
-fn a_lower_limit_locks_nobody_out() {
+fn lower_limit_applies_without_lockout() {
     let mut disk = Timeline::new("iops-total=500,iops-total-max=20000,iops-total-max-length=5");
     disk.add(Workload::READS.depth(32));
     disk.run_until(s(100));

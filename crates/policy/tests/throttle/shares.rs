@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, promise, s, weight};
 use policy::request::Direction;
-use policy::throttle::{Limits, Share};
+use policy::throttle::{Limits, NodeShare};
 use policy::time::Duration;
 
 const LATE: Duration = Duration::from_millis(1);
@@ -96,7 +96,7 @@ fn a_disk_reads_as_much_as_it_writes_beside_one_that_only_reads() {
 }
 
 #[test]
-fn what_one_writes_is_not_taken_from_its_reads_where_limits_are_apart() {
+fn separate_limits_keep_separate_shares() {
     let mut disks = Timeline::new("iops-read=1000,iops-write=10");
     let both = disks.add(Workload::READS.depth(32));
     disks.add_to(disks.disk(both), Workload::WRITES.depth(32));
@@ -117,7 +117,7 @@ fn a_new_weight_holds_at_once() {
 }
 
 #[test]
-fn who_was_idle_has_no_claim_to_what_it_did_not_ask_for() {
+fn idle_time_earns_no_claim() {
     let mut disks = Timeline::new("iops-total=1000");
     let busy = disks.add(Workload::READS.depth(32));
     let late = disks.add(Workload::READS.queued(0));
@@ -130,7 +130,7 @@ fn who_was_idle_has_no_claim_to_what_it_did_not_ask_for() {
 }
 
 #[test]
-fn who_took_more_while_nobody_else_asked_owes_nothing() {
+fn use_of_spare_capacity_is_not_held_against_a_disk() {
     // Alone, the first disk uses the whole burst. That must not count against it later.
     let mut disks = Timeline::new("iops-total=1000,iops-total-max=5000,iops-total-max-length=10");
     let first = disks.add(Workload::READS.depth(32));
@@ -180,7 +180,7 @@ fn a_reservation_counts_towards_the_share_by_weight() {
 }
 
 #[test]
-fn two_promises_end_with_the_first_that_is_used_up() {
+fn double_reservation_ends_with_the_first_used_up() {
     // 300 IOPS, or 100 requests of 10,000 bytes.
     let mut disks = Timeline::new("iops-total=1000");
     let reserved = disks.add_with(promise(300, 1_000_000), Workload::READS.of(10_000).depth(32));
@@ -191,7 +191,7 @@ fn two_promises_end_with_the_first_that_is_used_up() {
 }
 
 #[test]
-fn what_is_promised_but_not_asked_for_goes_to_the_others() {
+fn unused_reservation_goes_to_others() {
     let mut disks = Timeline::new("iops-total=1000");
     disks.add_with(promise(900, 0), Workload::READS.queued(0));
     let other = disks.add(Workload::READS.depth(32));
@@ -199,7 +199,7 @@ fn what_is_promised_but_not_asked_for_goes_to_the_others() {
 }
 
 #[test]
-fn promises_of_all_there_is_leave_a_hundredth_to_the_others() {
+fn full_reservations_leave_one_percent_by_weight() {
     let mut disks = Timeline::new("iops-total=1000");
     let reserved = disks.add_with(promise(1000, 0), Workload::READS.depth(64));
     let other = disks.add(Workload::READS.depth(64));
@@ -209,14 +209,14 @@ fn promises_of_all_there_is_leave_a_hundredth_to_the_others() {
 }
 
 #[test]
-fn who_loses_a_promise_has_turns_again_within_a_slice() {
+fn lost_reservation_starves_at_most_one_slice() {
     let mut disks = Timeline::new("iops-total=1000");
     let reserved = disks.add_with(promise(900, 0), Workload::READS.depth(64));
     for _ in 0..9 {
         disks.add(Workload::READS.depth(64));
     }
     disks.run_until(s(60));
-    disks.tree.configure(disks.disk(reserved), Limits::default(), Share::default(), s(60)).unwrap();
+    disks.tree.configure(disks.disk(reserved), Limits::default(), NodeShare::default(), s(60)).unwrap();
     // Its share by weight is a tenth. Of the nine tenths it had, only 100 ms at its cost count
     // against it.
     let gap = disks.longest_gap_of(reserved, s(60), s(70));

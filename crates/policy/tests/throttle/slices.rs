@@ -2,7 +2,7 @@
 
 use crate::timeline::{Timeline, Workload, assert_within_percent, limits, ms, s};
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Limits, Share, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, NodeShare, ThrottleTree};
 use policy::time::{Duration, Instant};
 
 const SLICE: Duration = Duration::from_millis(90);
@@ -33,7 +33,7 @@ fn huge_and_small_requests_get_half_each() {
 }
 
 #[test]
-fn two_of_them_take_turns_slice_by_slice() {
+fn two_huge_requests_alternate_by_slice() {
     let mut disks = Timeline::new("bps-total=1000000");
     let [first, second] = [(); 2].map(|()| disks.add(Workload::READS.of(900_000).queued(1)));
     // Both are charged fully at 1.8 s, less the bucket of 0.1 s and the last slice, one slice
@@ -44,7 +44,7 @@ fn two_of_them_take_turns_slice_by_slice() {
 }
 
 #[test]
-fn what_a_huge_request_pays_is_its_cost_to_the_byte() {
+fn huge_request_is_charged_exactly() {
     let mut disks = Timeline::new("bps-total=1000003");
     disks.add(Workload::READS.of(3_333_333).queued(7));
     disks.run_until(s(60));
@@ -62,21 +62,21 @@ fn what_a_huge_request_pays_is_its_cost_to_the_byte() {
 
 #[test]
 fn a_burst_is_spent_at_once_and_in_few_steps() {
-    let mut tree = Tree::new(s(0));
+    let mut tree = ThrottleTree::new(s(0));
     let text = "bps-total=1000,bps-total-max=1000000000";
-    let disk = tree.add(None, limits(text), Share::default()).unwrap();
-    let passed = tree.request(disk, Direction::Read, Cost::one(32 << 20), (), s(0));
-    assert_eq!(passed, Admission::Admitted(()), "with 1 GB to spend nobody waits for a slice of 100 bytes");
+    let disk = tree.add(None, limits(text), NodeShare::default()).unwrap();
+    let passed = tree.submit(disk, Direction::Read, RequestCost::one(32 << 20), (), s(0));
+    assert_eq!(passed, AdmissionResult::Admitted(()), "with 1 GB to spend nobody waits for a slice of 100 bytes");
 
     // Beside another disk it is served in slices: a few dozen, not 300,000.
-    let other = tree.add(None, Limits::default(), Share::default()).unwrap();
-    assert!(tree.pass(other, Direction::Read, &Cost::one(1), s(0)));
-    assert!(tree.pass(disk, Direction::Read, &Cost::one(960_000_000), s(0)));
+    let other = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
+    assert!(tree.try_admit(other, Direction::Read, &RequestCost::one(1), s(0)));
+    assert!(tree.try_admit(disk, Direction::Read, &RequestCost::one(960_000_000), s(0)));
     assert!(matches!(
-        tree.request(disk, Direction::Read, Cost::one(32 << 20), (), s(0)),
-        Admission::Queued(_)
+        tree.submit(disk, Direction::Read, RequestCost::one(32 << 20), (), s(0)),
+        AdmissionResult::Queued(_)
     ));
-    let Decision::Wait { until } = tree.poll(s(0)) else { panic!("nothing left of the burst") };
+    let PollDecision::Wait { until } = tree.poll(s(0)) else { panic!("nothing left of the burst") };
     assert!(until > s(0));
 }
 

@@ -4,44 +4,44 @@ use crate::properties::{any_direction, any_enforcement, any_limits};
 use crate::timeline::{limits, ms, s};
 use policy::request::Direction::{self, Read, Write};
 use policy::throttle::{
-    Admission, Cost, Decision, Enforcement, GivenBack, LimitKind, Limits, NodeId, Scale, Share, Stats,
-    Ticket, Tree,
+    AdmissionResult, RequestCost, PollDecision, Enforcement, SpareRefund, LimitKind, Limits, NodeId, LimitScale, NodeShare, ThrottleStats,
+    QueuedRequestId, ThrottleTree,
 };
 use policy::time::{Duration, Instant};
 use proptest::prelude::*;
 
 /// A tree with one group, and a disk with each of these limits in it.
-fn group<const N: usize>(of_group: &str, of_disks: [&str; N]) -> (Tree<u32>, NodeId, [NodeId; N]) {
-    let mut tree = Tree::new(s(0));
-    let group = tree.add(None, limits(of_group), Share::default()).unwrap();
-    let disks = of_disks.map(|text| tree.add(Some(group), limits(text), Share::default()).unwrap());
+fn group<const N: usize>(of_group: &str, of_disks: [&str; N]) -> (ThrottleTree<u32>, NodeId, [NodeId; N]) {
+    let mut tree = ThrottleTree::new(s(0));
+    let group = tree.add(None, limits(of_group), NodeShare::default()).unwrap();
+    let disks = of_disks.map(|text| tree.add(Some(group), limits(text), NodeShare::default()).unwrap());
     (tree, group, disks)
 }
 
-fn read_ahead(tree: &mut Tree<u32>, disk: NodeId, length: u64, now: Instant) -> bool {
-    tree.spare(disk, &Cost::one(length), GivenBack::NOTHING, now)
+fn read_ahead(tree: &mut ThrottleTree<u32>, disk: NodeId, length: u64, now: Instant) -> bool {
+    tree.try_admit_read_ahead(disk, &RequestCost::one(length), SpareRefund::NONE, now)
 }
 
 /// Number of read-aheads of this length that are admitted at an instant.
-fn fill(tree: &mut Tree<u32>, disk: NodeId, length: u64, now: Instant) -> usize {
+fn fill(tree: &mut ThrottleTree<u32>, disk: NodeId, length: u64, now: Instant) -> usize {
     (0..).take_while(|_| read_ahead(tree, disk, length, now)).count()
 }
 
 #[track_caller]
-fn pass(tree: &mut Tree<u32>, disk: NodeId, direction: Direction, length: u64, now: Instant) {
-    assert!(tree.pass(disk, direction, &Cost::one(length), now));
+fn pass(tree: &mut ThrottleTree<u32>, disk: NodeId, direction: Direction, length: u64, now: Instant) {
+    assert!(tree.try_admit(disk, direction, &RequestCost::one(length), now));
 }
 
 #[track_caller]
-fn queue(tree: &mut Tree<u32>, disk: NodeId, direction: Direction, now: Instant) -> Ticket {
-    match tree.request(disk, direction, Cost::one(1), 0, now) {
-        Admission::Queued(ticket) => ticket,
-        Admission::Admitted(_) => panic!("it did not wait"),
+fn queue(tree: &mut ThrottleTree<u32>, disk: NodeId, direction: Direction, now: Instant) -> QueuedRequestId {
+    match tree.submit(disk, direction, RequestCost::one(1), 0, now) {
+        AdmissionResult::Queued(ticket) => ticket,
+        AdmissionResult::Admitted(_) => panic!("it did not wait"),
     }
 }
 
-fn whole(length: u64) -> GivenBack {
-    let mut given_back = GivenBack::NOTHING;
+fn whole(length: u64) -> SpareRefund {
+    let mut given_back = SpareRefund::NONE;
     given_back.add(length, length);
     given_back
 }
@@ -56,18 +56,18 @@ fn read_ahead_passes_until_the_bucket_is_more_than_full_and_again_when_it_is_not
 }
 
 #[test]
-fn a_guest_s_wait_is_what_it_was() {
+fn read_ahead_does_not_change_guest_waits() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
     assert_eq!(fill(&mut tree, disk, 10_000_000, s(0)), 1);
     pass(&mut tree, disk, Read, 60_000, s(0));
     pass(&mut tree, disk, Read, 60_000, s(0));
     queue(&mut tree, disk, Read, s(0));
-    assert_eq!(tree.poll(s(0)), Decision::Wait { until: ms(20) });
-    assert_eq!(tree.poll(ms(20)), Decision::Admit(0));
+    assert_eq!(tree.poll(s(0)), PollDecision::Wait { until: ms(20) });
+    assert_eq!(tree.poll(ms(20)), PollDecision::Admit(0));
 }
 
 #[test]
-fn what_guests_use_is_not_spare() {
+fn guest_use_reduces_spare_capacity() {
     let (mut tree, _, [disk]) = group("bps-total=1000000", [""]);
     pass(&mut tree, disk, Write, 100_000, s(0));
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1);
@@ -92,19 +92,19 @@ fn read_ahead_gets_all_that_guests_leave() {
 }
 
 #[test]
-fn what_was_used_makes_room_again() {
+fn used_read_ahead_is_refunded() {
     let (mut tree, _, [disk]) = group("bps-total=1000000,iops-read=100", [""]);
     assert_eq!(fill(&mut tree, disk, 50_000, s(0)), 3);
     pass(&mut tree, disk, Read, 50_000, s(0));
     // The guest's 50,000 leak first, so all of the read-ahead remains.
     let now = ms(50);
-    let mut half = GivenBack::NOTHING;
+    let mut half = SpareRefund::NONE;
     half.add(25_000, 50_000);
-    assert!(!tree.spare(disk, &Cost::one(1), half, now), "125,000 in a bucket of 100,000");
-    assert!(tree.spare(disk, &Cost::one(1), half, now), "what is refused is not given back in vain");
+    assert!(!tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "125,000 in a bucket of 100,000");
+    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(1), half, now), "what is refused is not given back in vain");
     assert!(!read_ahead(&mut tree, disk, 1, now));
     // A refund above the level does not carry over.
-    assert!(tree.spare(disk, &Cost::one(100_000), whole(1 << 40), now));
+    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(100_000), whole(1 << 40), now));
     assert_eq!(fill(&mut tree, disk, 100_000, now), 1);
 }
 
@@ -112,12 +112,12 @@ fn what_was_used_makes_room_again() {
 fn operations_are_given_back_with_the_bytes() {
     let (mut tree, _, [disk]) = group("iops-total=100,iops-size=4096", [""]);
     assert_eq!(fill(&mut tree, disk, 40_960, s(0)), 2, "ten operations each");
-    let mut quarter = GivenBack::NOTHING;
+    let mut quarter = SpareRefund::NONE;
     quarter.add(10_240, 40_960);
     for _ in 0..3 {
-        assert!(!tree.spare(disk, &Cost::one(1), quarter, s(0)));
+        assert!(!tree.try_admit_read_ahead(disk, &RequestCost::one(1), quarter, s(0)));
     }
-    assert!(tree.spare(disk, &Cost::one(1), quarter, s(0)));
+    assert!(tree.try_admit_read_ahead(disk, &RequestCost::one(1), quarter, s(0)));
 }
 
 #[test]
@@ -132,18 +132,18 @@ fn a_burst_may_be_used_but_at_its_rate() {
     assert_eq!(in_second(5), 100, "the burst is over");
     // A guest gets the whole burst, as without read-ahead.
     let guest: usize = (0..100)
-        .map(|step| (0..).take_while(|_| tree.pass(disk, Read, &Cost::one(1), ms(8000 + step * 10))).count())
+        .map(|step| (0..).take_while(|_| tree.try_admit(disk, Read, &RequestCost::one(1), ms(8000 + step * 10))).count())
         .sum();
     assert_eq!(guest, 1000 + 100 - 10 + 1);
 }
 
 #[test]
-fn whoever_waits_for_the_group_comes_before_read_ahead_in_it() {
+fn waiting_requests_precede_read_ahead() {
     let (mut tree, _, [disk, other]) = group("iops-total=10", ["", ""]);
     pass(&mut tree, other, Read, 1, s(0));
     pass(&mut tree, other, Read, 1, s(0));
     let ticket = queue(&mut tree, other, Read, s(0));
-    assert_eq!(tree.poll(s(0)), Decision::Wait { until: ms(100) });
+    assert_eq!(tree.poll(s(0)), PollDecision::Wait { until: ms(100) });
     assert!(!read_ahead(&mut tree, disk, 1, ms(50)));
     // There is capacity again, but a request waits for it that has not been polled.
     assert!(!read_ahead(&mut tree, disk, 1, ms(100)));
@@ -153,12 +153,12 @@ fn whoever_waits_for_the_group_comes_before_read_ahead_in_it() {
 }
 
 #[test]
-fn whoever_waits_for_a_limit_of_its_own_holds_up_only_its_own_read_ahead() {
+fn own_limit_blocks_own_read_ahead_only() {
     let (mut tree, _, [disk, other]) = group("iops-total=1000", ["", "iops-total=10"]);
     pass(&mut tree, other, Read, 1, s(0));
     pass(&mut tree, other, Read, 1, s(0));
     queue(&mut tree, other, Read, s(0));
-    assert!(matches!(tree.poll(s(0)), Decision::Wait { .. }));
+    assert!(matches!(tree.poll(s(0)), PollDecision::Wait { .. }));
     assert!(!read_ahead(&mut tree, other, 1, s(0)));
     assert!(read_ahead(&mut tree, disk, 1, s(0)));
 }
@@ -170,7 +170,7 @@ fn writes_come_first_where_they_wait_for_what_reads_take_too() {
     pass(&mut tree, writer, Write, 1, s(0));
     queue(&mut tree, writer, Write, s(0));
     assert!(!read_ahead(&mut tree, disk, 1, ms(100)), "there is room, and it is the write's");
-    assert_eq!(tree.poll(ms(100)), Decision::Admit(0));
+    assert_eq!(tree.poll(ms(100)), PollDecision::Admit(0));
     assert!(!read_ahead(&mut tree, disk, 1, ms(199)));
     assert!(read_ahead(&mut tree, disk, 1, ms(200)));
 
@@ -178,10 +178,10 @@ fn writes_come_first_where_they_wait_for_what_reads_take_too() {
     pass(&mut tree, disk, Write, 1, s(0));
     pass(&mut tree, disk, Write, 1, s(0));
     queue(&mut tree, disk, Write, s(0));
-    assert!(matches!(tree.poll(s(0)), Decision::Wait { .. }));
+    assert!(matches!(tree.poll(s(0)), PollDecision::Wait { .. }));
     assert!(read_ahead(&mut tree, disk, 1, ms(99)), "the write has to wait whatever reads do");
     assert!(!read_ahead(&mut tree, disk, 1, ms(100)), "and now it need not");
-    assert_eq!(tree.poll(ms(100)), Decision::Admit(0));
+    assert_eq!(tree.poll(ms(100)), PollDecision::Admit(0));
     assert!(read_ahead(&mut tree, disk, 1, ms(100)));
 }
 
@@ -195,14 +195,14 @@ fn every_level_counts_and_where_nothing_is_limited_nothing_is_kept() {
 }
 
 #[test]
-fn limits_that_rest_are_not_asked_and_those_that_are_scaled_hold_more() {
+fn lifted_and_scaled_limits_apply_to_read_ahead() {
     // While limits are lifted, read-ahead is not charged.
     let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
     tree.enforce(group, Enforcement::Lifted, s(0));
     assert!((0..10).all(|_| read_ahead(&mut tree, disk, 1 << 30, s(0))));
     tree.enforce(group, Enforcement::Enforced, s(0));
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "nothing was charged meanwhile");
-    tree.enforce(group, Enforcement::Scaled(Scale::from_thousandths(3000)), s(0));
+    tree.enforce(group, Enforcement::Scaled(LimitScale::from_thousandths(3000)), s(0));
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2, "300,000 fill it");
     assert!(!read_ahead(&mut tree, disk, 1, ms(33)));
     assert!(read_ahead(&mut tree, disk, 1, ms(34)), "and it leaks three times as fast");
@@ -212,9 +212,9 @@ fn limits_that_rest_are_not_asked_and_those_that_are_scaled_hold_more() {
 fn what_was_read_ahead_counts_under_other_limits() {
     let (mut tree, group, [disk]) = group("bps-total=1000000", [""]);
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 2);
-    tree.configure(group, limits("bps-total=1000000"), Share::default(), s(0)).unwrap();
+    tree.configure(group, limits("bps-total=1000000"), NodeShare::default(), s(0)).unwrap();
     assert!(!read_ahead(&mut tree, disk, 1, s(0)), "the same as before");
-    tree.configure(group, limits("bps-total=2000000"), Share::default(), s(0)).unwrap();
+    tree.configure(group, limits("bps-total=2000000"), NodeShare::default(), s(0)).unwrap();
     assert_eq!(fill(&mut tree, disk, 100_000, s(0)), 1, "200,000 of 200,000 are taken");
 }
 
@@ -247,10 +247,10 @@ fn any_step() -> impl Strategy<Value = Step> {
 const NODES: usize = 8;
 
 /// A host with two tenants of two disks each, and a disk beside them.
-fn host(all: &[Limits]) -> (Tree<u32>, [NodeId; NODES]) {
-    let mut tree = Tree::new(s(0));
+fn host(all: &[Limits]) -> (ThrottleTree<u32>, [NodeId; NODES]) {
+    let mut tree = ThrottleTree::new(s(0));
     let mut add =
-        |at: usize, parent| tree.add(parent, all[at], Share::new(100 + at as u32).unwrap()).unwrap();
+        |at: usize, parent| tree.add(parent, all[at], NodeShare::new(100 + at as u32).unwrap()).unwrap();
     let host = add(0, None);
     let [one, other] = [1, 2].map(|at| add(at, Some(host)));
     let disks =
@@ -259,7 +259,7 @@ fn host(all: &[Limits]) -> (Tree<u32>, [NodeId; NODES]) {
 }
 
 /// All results of a tree during the steps, and its statistics afterwards.
-fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [Stats; NODES]) {
+fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [ThrottleStats; NODES]) {
     let (mut tree, nodes) = host(all);
     let disk = |at: usize| nodes[3 + at % 5];
     let (mut answers, mut tickets, mut now, mut token) = (Vec::new(), Vec::new(), s(0), 0);
@@ -267,9 +267,9 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
         match step {
             Step::Request(at, direction, length) => {
                 token += 1;
-                let answer = tree.request(disk(*at), *direction, Cost::one(*length), token, now);
+                let answer = tree.submit(disk(*at), *direction, RequestCost::one(*length), token, now);
                 answers.push(format!("{answer:?}"));
-                if let Admission::Queued(ticket) = answer {
+                if let AdmissionResult::Queued(ticket) = answer {
                     tickets.push(ticket);
                 }
             }
@@ -286,7 +286,7 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
             Step::Pass(elapsed_ns) => now += Duration::from_nanos(*elapsed_ns),
             Step::ReadAhead(at, length, back, later_ns) if with_read_ahead => {
                 let later = now + Duration::from_nanos(*later_ns);
-                tree.spare(disk(*at), &Cost::one(*length), whole(*back), later);
+                tree.try_admit_read_ahead(disk(*at), &RequestCost::one(*length), whole(*back), later);
             }
             Step::ReadAhead(..) => {}
         }
@@ -296,16 +296,16 @@ fn run(all: &[Limits], steps: &[Step], with_read_ahead: bool) -> (Vec<String>, [
         let answer = tree.poll(now);
         answers.push(format!("{answer:?}"));
         match answer {
-            Decision::Admit(_) => {}
-            Decision::Wait { until } => now = until,
-            Decision::Idle => return (answers, nodes.map(|node| tree.stats(node, now))),
+            PollDecision::Admit(_) => {}
+            PollDecision::Wait { until } => now = until,
+            PollDecision::Idle => return (answers, nodes.map(|node| tree.stats(node, now))),
         }
     }
 }
 
 /// Load of a disk's device under limits of the disk and of its group.
-struct Device {
-    tree: Tree<u32>,
+struct SpareDevice {
+    tree: ThrottleTree<u32>,
     disk: NodeId,
     limits: [Limits; 2],
     now: Instant,
@@ -313,7 +313,7 @@ struct Device {
     asked: [Vec<u64>; 2],
     largest: u64,
     in_memory: Vec<u64>,
-    given_back: GivenBack,
+    given_back: SpareRefund,
 }
 
 #[derive(Clone, Debug)]
@@ -342,11 +342,11 @@ fn units(kind: LimitKind, iops_size: u64, length: u64) -> u128 {
 
 const BILLION: u128 = 1_000_000_000;
 
-impl Device {
+impl SpareDevice {
     fn new(limits: [Limits; 2]) -> Self {
-        let mut tree = Tree::new(s(0));
-        let group = tree.add(None, limits[0], Share::default()).unwrap();
-        let disk = tree.add(Some(group), limits[1], Share::default()).unwrap();
+        let mut tree = ThrottleTree::new(s(0));
+        let group = tree.add(None, limits[0], NodeShare::default()).unwrap();
+        let disk = tree.add(Some(group), limits[1], NodeShare::default()).unwrap();
         Self {
             tree,
             disk,
@@ -355,21 +355,21 @@ impl Device {
             asked: [Vec::new(), Vec::new()],
             largest: 1,
             in_memory: Vec::new(),
-            given_back: GivenBack::NOTHING,
+            given_back: SpareRefund::NONE,
         }
     }
 
     fn ask(&mut self, ask: &Ask) {
         match *ask {
             Ask::Guest(direction, length) => {
-                if self.tree.pass(self.disk, direction, &Cost::one(length), self.now) {
+                if self.tree.try_admit(self.disk, direction, &RequestCost::one(length), self.now) {
                     self.count(direction, length);
                 }
                 self.has_done_at_most(2);
             }
             Ask::Hit => {
                 if let Some(length) = self.in_memory.last().copied()
-                    && self.tree.pass(self.disk, Read, &Cost::one(length), self.now)
+                    && self.tree.try_admit(self.disk, Read, &RequestCost::one(length), self.now)
                 {
                     self.in_memory.pop();
                     // The guest was charged for the read, so the spare level is refunded at the
@@ -379,7 +379,7 @@ impl Device {
             }
             Ask::Ahead(length) => {
                 let given_back = core::mem::take(&mut self.given_back);
-                if self.tree.spare(self.disk, &Cost::one(length), given_back, self.now) {
+                if self.tree.try_admit_read_ahead(self.disk, &RequestCost::one(length), given_back, self.now) {
                     self.in_memory.push(length);
                     self.count(Read, length);
                     self.has_done_at_most(1);
@@ -424,7 +424,7 @@ impl Device {
 
 proptest! {
     #[test]
-    fn guests_cannot_tell_that_anything_is_read_ahead(
+    fn read_ahead_is_invisible_to_guests(
         limits in prop::collection::vec(any_limits(), NODES),
         steps in prop::collection::vec(any_step(), 1..120),
     ) {
@@ -438,7 +438,7 @@ proptest! {
         limits in prop::array::uniform2(any_limits()),
         asks in prop::collection::vec((0..100_000_000u64, any_ask()), 1..200),
     ) {
-        let mut device = Device::new(limits);
+        let mut device = SpareDevice::new(limits);
         for (elapsed_ns, ask) in asks {
             device.now += Duration::from_nanos(elapsed_ns);
             device.ask(&ask);

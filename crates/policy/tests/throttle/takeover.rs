@@ -3,7 +3,7 @@
 
 use policy::{
     request::Direction,
-    throttle::{Cost, Filled, Limit, LimitKind, Limits, NodeId, Share, Tree},
+    throttle::{RequestCost, BucketSnapshot, RateLimit, LimitKind, Limits, NodeId, NodeShare, ThrottleTree},
     time::{Duration, Instant},
 };
 use proptest::prelude::*;
@@ -11,17 +11,17 @@ use proptest::prelude::*;
 const STEP: Duration = Duration::from_millis(1);
 
 /// A group and a disk in it, running since `epoch` of a separate clock.
-struct Process {
-    tree: Tree<()>,
+struct UpgradedProcess {
+    tree: ThrottleTree<()>,
     nodes: [NodeId; 2],
     epoch: Instant,
 }
 
-impl Process {
+impl UpgradedProcess {
     fn new(limits: [Limits; 2], epoch: Instant) -> Self {
-        let mut tree = Tree::new(epoch);
-        let group = tree.add(None, limits[0], Share::default()).unwrap();
-        let disk = tree.add(Some(group), limits[1], Share::default()).unwrap();
+        let mut tree = ThrottleTree::new(epoch);
+        let group = tree.add(None, limits[0], NodeShare::default()).unwrap();
+        let disk = tree.add(Some(group), limits[1], NodeShare::default()).unwrap();
         Self { tree, nodes: [group, disk], epoch }
     }
 
@@ -29,9 +29,9 @@ impl Process {
     fn after(&self, limits: [Limits; 2], epoch: Instant, at: Duration) -> Self {
         let mut next = Self::new(limits, epoch);
         for (from, to) in self.nodes.into_iter().zip(next.nodes) {
-            let filled: Option<Filled> = self.tree.filled(from, self.epoch + at);
+            let filled: Option<BucketSnapshot> = self.tree.snapshot(from, self.epoch + at);
             if let Some(filled) = filled {
-                next.tree.fill(to, &filled, epoch + at).unwrap();
+                next.tree.restore(to, &filled, epoch + at).unwrap();
             }
         }
         next
@@ -39,14 +39,14 @@ impl Process {
 
     /// Number of requests admitted at this time if more wait than fit.
     fn pass(&mut self, at: Duration) -> u64 {
-        let (now, cost) = (self.epoch + at, Cost::one(4096));
-        (0..).take_while(|_| self.tree.pass(self.nodes[1], Direction::Write, &cost, now)).count() as u64
+        let (now, cost) = (self.epoch + at, RequestCost::one(4096));
+        (0..).take_while(|_| self.tree.try_admit(self.nodes[1], Direction::Write, &cost, now)).count() as u64
     }
 }
 
 fn limits(rate: u64, burst_rate: u64, burst_length_s: u64) -> Limits {
     let mut limits = Limits::default();
-    *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate, burst_rate, burst_length_s };
+    *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate, burst_rate, burst_length_s };
     limits
 }
 
@@ -59,8 +59,8 @@ proptest! {
     ) {
         let of = |(rate, times, length)| limits(rate, rate * times, length);
         let both = [of(group), of(disk)];
-        let mut alone = Process::new(both, Instant::ZERO);
-        let mut current = Process::new(both, Instant::ZERO);
+        let mut alone = UpgradedProcess::new(both, Instant::ZERO);
+        let mut current = UpgradedProcess::new(both, Instant::ZERO);
         let mut takeovers = epochs.into_iter();
         let mut next = takeovers.next();
         let mut since = 0;
@@ -79,7 +79,7 @@ proptest! {
 #[test]
 fn other_limits_take_over_what_passed_under_those_of_the_other_process() {
     let (before, after) = ([Limits::default(), limits(100, 1000, 1)], [Limits::default(), limits(100, 0, 1)]);
-    let mut old = Process::new(before, Instant::ZERO);
+    let mut old = UpgradedProcess::new(before, Instant::ZERO);
     assert_eq!(old.pass(Duration::ZERO), 1001);
     let mut new = old.after(after, Instant::from_nanos(7), Duration::ZERO);
     assert_eq!(new.pass(Duration::ZERO), 0, "a burst was had already");
@@ -88,34 +88,34 @@ fn other_limits_take_over_what_passed_under_those_of_the_other_process() {
 }
 
 #[test]
-fn limits_that_cannot_be_are_refused() {
-    let mut process = Process::new([Limits::default(), limits(100, 0, 1)], Instant::ZERO);
-    let wrong = Filled { limits: limits(100, 10, 1), levels: Default::default() };
-    assert!(process.tree.fill(process.nodes[1], &wrong, Instant::ZERO).is_err());
-    let full = Filled {
+fn invalid_limits_are_rejected() {
+    let mut process = UpgradedProcess::new([Limits::default(), limits(100, 0, 1)], Instant::ZERO);
+    let wrong = BucketSnapshot { limits: limits(100, 10, 1), levels: Default::default() };
+    assert!(process.tree.restore(process.nodes[1], &wrong, Instant::ZERO).is_err());
+    let full = BucketSnapshot {
         limits: limits(100, 0, 1),
-        levels: [policy::throttle::Contents {
+        levels: [policy::throttle::BucketContents {
             main: u128::MAX,
             deferred: u128::MAX,
             burst: u128::MAX,
             burst_deferred: u128::MAX,
         }; 6],
     };
-    process.tree.fill(process.nodes[1], &full, Instant::ZERO).unwrap();
+    process.tree.restore(process.nodes[1], &full, Instant::ZERO).unwrap();
     assert_eq!(process.pass(Duration::from_secs(3600)), 0);
 }
 
 /// Requests that a stopping process admits because they cannot wait delay later ones, also in the
 /// next process.
 #[test]
-fn what_passed_at_the_end_is_paid_for_by_what_comes_after() {
+fn final_admissions_delay_later_requests() {
     let limits = [limits(100, 0, 1), limits(50, 0, 1)];
-    let mut first = Process::new(limits, Instant::from_nanos(7));
+    let mut first = UpgradedProcess::new(limits, Instant::from_nanos(7));
     let at = Duration::from_secs(10);
     let burst = first.pass(at);
-    let (now, cost) = (first.epoch + at, Cost::one(4096));
+    let (now, cost) = (first.epoch + at, RequestCost::one(4096));
     for _ in 0..200 {
-        first.tree.charge_anyway(first.nodes[1], Direction::Write, &cost, now);
+        first.tree.charge_unconditionally(first.nodes[1], Direction::Write, &cost, now);
     }
     assert_eq!(first.tree.stats(first.nodes[1], now).writes.requests, burst + 200);
     let mut second = first.after(limits, Instant::from_nanos(1 << 40), at);

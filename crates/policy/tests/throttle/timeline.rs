@@ -5,7 +5,7 @@
 //! time from a seed, as on a busy machine.
 
 use policy::request::Direction;
-use policy::throttle::{Admission, Cost, Decision, Limits, NodeId, Setting, Share, Tree};
+use policy::throttle::{AdmissionResult, RequestCost, PollDecision, Limits, NodeId, LimitSetting, NodeShare, ThrottleTree};
 use policy::time::{Duration, Instant};
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -22,18 +22,18 @@ pub(crate) fn ms(milliseconds: u64) -> Instant {
 pub(crate) fn limits(text: &str) -> Limits {
     let mut limits = Limits::default();
     for (name, value) in text.split(',').filter_map(|setting| setting.split_once('=')) {
-        let setting = Setting::from_name(name).unwrap_or_else(|| panic!("no setting {name}"));
+        let setting = LimitSetting::from_name(name).unwrap_or_else(|| panic!("no setting {name}"));
         limits.set(setting, value.parse().unwrap()).unwrap();
     }
     limits
 }
 
-pub(crate) fn weight(weight: u32) -> Share {
-    Share::new(weight).unwrap()
+pub(crate) fn weight(weight: u32) -> NodeShare {
+    NodeShare::new(weight).unwrap()
 }
 
-pub(crate) fn promise(iops: u64, bps: u64) -> Share {
-    Share::default().with_reservation(iops, bps)
+pub(crate) fn promise(iops: u64, bps: u64) -> NodeShare {
+    NodeShare::default().with_reservation(iops, bps)
 }
 
 /// Load of a client. Default: requests of 4 KiB, queue depth 1, no latency, unlimited number.
@@ -98,7 +98,7 @@ struct Passed {
 
 /// See the head of this file. Clients are numbered in the order in which they were added.
 pub(crate) struct Timeline {
-    pub(crate) tree: Tree<usize>,
+    pub(crate) tree: ThrottleTree<usize>,
     /// The default group of new disks.
     pub(crate) group: NodeId,
     pub(crate) now: Instant,
@@ -117,8 +117,8 @@ impl Timeline {
     }
 
     pub(crate) fn with_limits(limits: Limits) -> Self {
-        let mut tree = Tree::new(Instant::ZERO);
-        let group = tree.add(None, limits, Share::default()).unwrap();
+        let mut tree = ThrottleTree::new(Instant::ZERO);
+        let group = tree.add(None, limits, NodeShare::default()).unwrap();
         Self {
             tree,
             group,
@@ -139,15 +139,15 @@ impl Timeline {
     }
 
     pub(crate) fn add(&mut self, workload: Workload) -> usize {
-        self.add_with(Share::default(), workload)
+        self.add_with(NodeShare::default(), workload)
     }
 
-    pub(crate) fn add_with(&mut self, share: Share, workload: Workload) -> usize {
+    pub(crate) fn add_with(&mut self, share: NodeShare, workload: Workload) -> usize {
         self.add_below(self.group, "", share, workload)
     }
 
     /// Adds a disk with separate limits in another group.
-    pub(crate) fn add_below(&mut self, group: NodeId, text: &str, share: Share, workload: Workload) -> usize {
+    pub(crate) fn add_below(&mut self, group: NodeId, text: &str, share: NodeShare, workload: Workload) -> usize {
         let disk = self.tree.add(Some(group), limits(text), share).unwrap();
         self.add_to(disk, workload)
     }
@@ -177,7 +177,7 @@ impl Timeline {
 
     /// Changes the limits of the group and polls.
     pub(crate) fn change_limits(&mut self, text: &str) {
-        self.tree.configure(self.group, limits(text), Share::default(), self.now).unwrap();
+        self.tree.configure(self.group, limits(text), NodeShare::default(), self.now).unwrap();
         self.poll_now();
     }
 
@@ -213,9 +213,9 @@ impl Timeline {
         client.unsent -= 1;
         client.sent = self.now;
         let Workload { direction, length, .. } = client.workload;
-        match self.tree.request(client.disk, direction, Cost::one(length), number, self.now) {
-            Admission::Admitted(number) => self.passed(number),
-            Admission::Queued(_) => self.poll(),
+        match self.tree.submit(client.disk, direction, RequestCost::one(length), number, self.now) {
+            AdmissionResult::Admitted(number) => self.passed(number),
+            AdmissionResult::Queued(_) => self.poll(),
         }
     }
 
@@ -223,8 +223,8 @@ impl Timeline {
     fn poll(&mut self) {
         loop {
             match self.tree.poll(self.now) {
-                Decision::Admit(number) => self.passed(number),
-                Decision::Wait { until } => {
+                PollDecision::Admit(number) => self.passed(number),
+                PollDecision::Wait { until } => {
                     assert!(until > self.now, "a deadline that has passed");
                     // Polling must not postpone a timer that is armed for ever.
                     if self.timer <= self.now || until < self.timer {
@@ -232,7 +232,7 @@ impl Timeline {
                     }
                     return;
                 }
-                Decision::Idle => {
+                PollDecision::Idle => {
                     self.timer = Instant::MAX;
                     return;
                 }

@@ -11,16 +11,16 @@ use std::{borrow::Cow, cell::Cell};
 
 use smallvec::SmallVec;
 
-use super::Buffer;
-use crate::guest::Place;
+use super::IoBuffer;
+use crate::guest::GuestBytes;
 
 /// Bytes compared at a time when searching for a byte that is not zero: mostly the first piece has
 /// one.
-const LOOK_BYTES: usize = 512;
+const ZERO_CHECK_BYTES: usize = 512;
 
 /// Copies of this thread between guests' memory and its own.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Copies {
+pub struct GuestCopies {
     /// Number of copies.
     pub count: u64,
     /// Number of bytes copied.
@@ -28,28 +28,28 @@ pub struct Copies {
 }
 
 thread_local! {
-    static COPIES: Cell<Copies> = const { Cell::new(Copies { count: 0, bytes: 0 }) };
+    static COPIES: Cell<GuestCopies> = const { Cell::new(GuestCopies { count: 0, bytes: 0 }) };
 }
 
 /// Copies of this thread, since its start, between guests' memory and its own that were needed
 /// because the data could not be passed on in place. Excludes storage in memory, whose I/O is a
 /// copy.
-pub fn guest_copies() -> Copies {
+pub fn guest_copies() -> GuestCopies {
     COPIES.get()
 }
 
 fn count_copy(bytes: usize) {
-    let Copies { count, bytes: before } = COPIES.get();
-    COPIES.set(Copies { count: count + 1, bytes: before + bytes as u64 });
+    let GuestCopies { count, bytes: before } = COPIES.get();
+    COPIES.set(GuestCopies { count: count + 1, bytes: before + bytes as u64 });
 }
 
 /// One piece of memory with data of a request.
 #[derive(Debug)]
 pub enum Segment {
     /// Our own memory, or lent and immutable memory.
-    Own(Buffer),
+    Own(IoBuffer),
     /// A guest's memory.
-    Guest(Place),
+    Guest(GuestBytes),
 }
 
 impl Segment {
@@ -75,11 +75,11 @@ impl Segment {
     fn is_zero(&self) -> bool {
         let is_zero = |bytes: &[u8]| bytes.iter().all(|&byte| byte == 0);
         match self {
-            Self::Own(buffer) => buffer.is_known_zero() || buffer.chunks(LOOK_BYTES).all(is_zero),
+            Self::Own(buffer) => buffer.is_known_zero() || buffer.chunks(ZERO_CHECK_BYTES).all(is_zero),
             Self::Guest(place) => {
-                let mut look = [0; LOOK_BYTES];
-                (0..place.bytes()).step_by(LOOK_BYTES).all(|at| {
-                    let look = &mut look[..LOOK_BYTES.min(place.bytes() - at)];
+                let mut look = [0; ZERO_CHECK_BYTES];
+                (0..place.bytes()).step_by(ZERO_CHECK_BYTES).all(|at| {
+                    let look = &mut look[..ZERO_CHECK_BYTES.min(place.bytes() - at)];
                     place.read(at, look);
                     is_zero(look)
                 })
@@ -172,14 +172,14 @@ impl Segment {
     }
 }
 
-impl From<Buffer> for Segment {
-    fn from(buffer: Buffer) -> Self {
+impl From<IoBuffer> for Segment {
+    fn from(buffer: IoBuffer) -> Self {
         Self::Own(buffer)
     }
 }
 
-impl From<Place> for Segment {
-    fn from(place: Place) -> Self {
+impl From<GuestBytes> for Segment {
+    fn from(place: GuestBytes) -> Self {
         Self::Guest(place)
     }
 }
@@ -209,7 +209,7 @@ impl Segments {
     #[must_use]
     pub fn again(&self) -> Self {
         let again = |segment: &Segment| match segment {
-            Segment::Own(buffer) => Segment::Own(Buffer::copy_of(buffer)),
+            Segment::Own(buffer) => Segment::Own(IoBuffer::copy_of(buffer)),
             Segment::Guest(place) => Segment::Guest(place.clone()),
         };
         Self(self.iter().map(again).collect())
@@ -322,13 +322,13 @@ impl Segments {
 
     /// All bytes in one buffer; copied unless they are a single buffer of our own.
     #[must_use]
-    pub fn joined(mut self) -> Buffer {
+    pub fn joined(mut self) -> IoBuffer {
         if matches!(self.as_slice(), [Segment::Own(_)])
             && let Some(Segment::Own(buffer)) = self.0.pop()
         {
             return buffer;
         }
-        let mut whole = Buffer::new(self.len());
+        let mut whole = IoBuffer::new(self.len());
         self.copy_to(&mut whole);
         whole
     }
@@ -375,27 +375,27 @@ impl<S: Into<Segment>> From<S> for Segments {
     }
 }
 
-impl FromIterator<Place> for Segments {
-    fn from_iter<I: IntoIterator<Item = Place>>(places: I) -> Self {
+impl FromIterator<GuestBytes> for Segments {
+    fn from_iter<I: IntoIterator<Item = GuestBytes>>(places: I) -> Self {
         Self(places.into_iter().map(Segment::Guest).collect())
     }
 }
 
 /// Destination of a read.
 #[derive(Debug)]
-pub enum Target {
+pub enum ReadTarget {
     /// No destination: any memory with this number of bytes, shared or new.
     Anywhere(usize),
     /// These segments, usually in a guest's memory.
-    Here(Segments),
+    Segments(Segments),
 }
 
-impl Target {
+impl ReadTarget {
     /// Length in bytes.
     pub fn len(&self) -> usize {
         match self {
             Self::Anywhere(length) => *length,
-            Self::Here(segments) => segments.len(),
+            Self::Segments(segments) => segments.len(),
         }
     }
 
@@ -409,7 +409,7 @@ impl Target {
     pub fn again(&self) -> Self {
         match self {
             Self::Anywhere(length) => Self::Anywhere(*length),
-            Self::Here(segments) => Self::Here(segments.again()),
+            Self::Segments(segments) => Self::Segments(segments.again()),
         }
     }
 
@@ -424,19 +424,19 @@ impl Target {
                 *length = length.checked_sub(count).expect("as many bytes are wanted");
                 Self::Anywhere(count)
             }
-            Self::Here(segments) => {
+            Self::Segments(segments) => {
                 let rest = segments.split_off(count);
-                Self::Here(std::mem::replace(segments, rest))
+                Self::Segments(std::mem::replace(segments, rest))
             }
         }
     }
 
     /// Memory for the data; the caller must fill all of it.
     #[must_use]
-    pub fn memory(self) -> Segments {
+    pub fn into_memory(self) -> Segments {
         match self {
-            Self::Anywhere(length) => Buffer::new(length).into(),
-            Self::Here(segments) => segments,
+            Self::Anywhere(length) => IoBuffer::new(length).into(),
+            Self::Segments(segments) => segments,
         }
     }
 
@@ -444,8 +444,8 @@ impl Target {
     #[must_use]
     pub fn zeroes(self) -> Segments {
         match self {
-            Self::Anywhere(length) => Buffer::zeroed(length).into(),
-            Self::Here(mut segments) => {
+            Self::Anywhere(length) => IoBuffer::zeroed(length).into(),
+            Self::Segments(mut segments) => {
                 segments.zero();
                 segments
             }
@@ -460,8 +460,8 @@ impl Target {
     pub fn copy_of(self, bytes: &[u8]) -> Segments {
         assert_eq!(bytes.len(), self.len(), "data of another length than was wanted");
         match self {
-            Self::Anywhere(_) => Buffer::copy_of(bytes).into(),
-            Self::Here(mut segments) => {
+            Self::Anywhere(_) => IoBuffer::copy_of(bytes).into(),
+            Self::Segments(mut segments) => {
                 segments.copy_from(bytes);
                 segments
             }
@@ -473,10 +473,10 @@ impl Target {
     /// # Panics
     /// As [`Target::copy_of`].
     #[must_use]
-    pub fn take(self, buffer: Buffer) -> Segments {
+    pub fn accept(self, buffer: IoBuffer) -> Segments {
         match self {
             Self::Anywhere(_) => buffer.into(),
-            here @ Self::Here(_) => here.copy_of(&buffer),
+            here @ Self::Segments(_) => here.copy_of(&buffer),
         }
     }
 }
@@ -484,26 +484,26 @@ impl Target {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::guest::{Memory, Region};
+    use crate::guest::{GuestMemory, Region};
 
     /// A place in a guest's memory with these bytes.
-    fn place(bytes: &[u8]) -> Place {
-        let memory = Memory::new(vec![Region::on_heap(0, 0, bytes.len() + 3)]).unwrap();
-        let place = memory.place(3, bytes.len()).unwrap();
+    fn place(bytes: &[u8]) -> GuestBytes {
+        let memory = GuestMemory::new(vec![Region::on_heap(0, 0, bytes.len() + 3)]).unwrap();
+        let place = memory.range(3, bytes.len()).unwrap();
         place.write(0, bytes);
         place
     }
 
     /// Own, guest's and own memory.
     fn mixed() -> Segments {
-        let mut segments = Segments::from(Buffer::copy_of(b"abcd"));
+        let mut segments = Segments::from(IoBuffer::copy_of(b"abcd"));
         segments.push(place(b"efgh"));
-        segments.push(Buffer::copy_of(b"ijkl"));
+        segments.push(IoBuffer::copy_of(b"ijkl"));
         segments
     }
 
     #[test]
-    fn they_split_and_advance_anywhere() {
+    fn segments_split_and_advance_at_any_offset() {
         for at in 0..=12 {
             let mut segments = mixed();
             let rest = segments.split_off(at);
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn another_attempt_has_the_same_memory_of_a_guest_and_bytes_of_its_own() {
+    fn duplicate_shares_guest_memory_and_copies_own() {
         let mut first = mixed();
         let second = first.again();
         first.copy_from(b"ABCDEFGHIJKL");
@@ -537,7 +537,7 @@ mod tests {
 
     #[test]
     fn one_buffer_of_ours_is_not_copied_when_it_is_joined() {
-        let buffer = Buffer::copy_of(b"abcd");
+        let buffer = IoBuffer::copy_of(b"abcd");
         let address = buffer.as_ptr();
         assert_eq!(Segments::from(buffer).joined().as_ptr(), address);
         assert_eq!(mixed().joined()[..], *b"abcdefghijkl");
@@ -546,11 +546,11 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_are_seen_wherever_a_byte_is_not() {
+    fn nonzero_bytes_are_found_anywhere() {
         let zeroes = || {
-            let mut segments = Segments::from(Buffer::zeroed(700));
+            let mut segments = Segments::from(IoBuffer::zeroed(700));
             segments.push(place(&[0; 1500]));
-            segments.push(Buffer::copy_of(&[0; 800]));
+            segments.push(IoBuffer::copy_of(&[0; 800]));
             segments
         };
         assert!(zeroes().is_zero());
@@ -565,7 +565,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_copied_from_and_to_guests_is_counted() {
+    fn guest_copies_are_counted() {
         let copied = |expected: u64, what: &dyn Fn()| {
             let before = guest_copies();
             what();
@@ -577,30 +577,30 @@ mod tests {
         copied(1, &|| drop(mixed().joined()));
         copied(1, &|| mixed().copy_from(b"abcdefghijkl"));
         copied(1, &|| drop(Segment::from(place(b"abcdefghijkl")).bytes()));
-        copied(1, &|| drop(Target::Here(mixed()).copy_of(b"abcdefghijkl")));
-        copied(0, &|| drop(Target::Here(mixed()).zeroes()));
+        copied(1, &|| drop(ReadTarget::Segments(mixed()).copy_of(b"abcdefghijkl")));
+        copied(0, &|| drop(ReadTarget::Segments(mixed()).zeroes()));
         copied(0, &|| drop(mixed().again()));
-        copied(0, &|| drop(Segments::from(Buffer::zeroed(12)).to_vec()));
-        copied(0, &|| drop(Target::Anywhere(12).copy_of(b"abcdefghijkl")));
+        copied(0, &|| drop(Segments::from(IoBuffer::zeroed(12)).to_vec()));
+        copied(0, &|| drop(ReadTarget::Anywhere(12).copy_of(b"abcdefghijkl")));
     }
 
     #[test]
-    fn data_comes_where_it_is_wanted() {
+    fn read_target_receives_the_data() {
         let bytes = b"ABCDEFGHIJKL";
         let target = mixed();
         let place = target.as_slice()[1].bytes().into_owned();
         assert_eq!(place, b"efgh");
-        let mut target = Target::Here(target);
+        let mut target = ReadTarget::Segments(target);
         let front = target.split_front(5);
         assert_eq!((front.len(), target.len()), (5, 7));
         assert_eq!(front.copy_of(&bytes[..5]).to_vec(), b"ABCDE");
-        assert_eq!(target.take(Buffer::copy_of(&bytes[5..])).to_vec(), b"FGHIJKL");
-        let mut target = Target::Anywhere(12);
-        assert_eq!((target.split_front(5).memory().len(), target.len()), (5, 7));
-        let buffer = Buffer::copy_of(b"1234567");
+        assert_eq!(target.accept(IoBuffer::copy_of(&bytes[5..])).to_vec(), b"FGHIJKL");
+        let mut target = ReadTarget::Anywhere(12);
+        assert_eq!((target.split_front(5).into_memory().len(), target.len()), (5, 7));
+        let buffer = IoBuffer::copy_of(b"1234567");
         let address = buffer.as_ptr();
-        assert_eq!(target.take(buffer).joined().as_ptr(), address, "moved");
-        assert!(Target::Anywhere(3).zeroes().as_slice()[0].is_known_zero());
-        assert_eq!(Target::Here(mixed()).zeroes().to_vec(), [0; 12]);
+        assert_eq!(target.accept(buffer).joined().as_ptr(), address, "moved");
+        assert!(ReadTarget::Anywhere(3).zeroes().as_slice()[0].is_known_zero());
+        assert_eq!(ReadTarget::Segments(mixed()).zeroes().to_vec(), [0; 12]);
     }
 }

@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use super::{Quota, RegionError, mapping::Mapping};
+use super::{MappingQuota, RegionError, mapping::MemoryMapping};
 
 /// Bytes of a guest's memory for each bit (`VHOST_LOG_PAGE` of the vhost-user specification,
 /// independent of the host's page size).
@@ -17,7 +17,7 @@ const PAGE_BYTES: u64 = 4096;
 /// The bitmap of `VHOST_USER_SET_LOG_BASE`: one bit for each page of guest-physical memory,
 /// starting with the lowest bit of the first byte. This side sets bits, the front end clears them.
 #[derive(Clone, Debug)]
-pub struct DirtyLog(Arc<Mapping>);
+pub struct DirtyLog(Arc<MemoryMapping>);
 
 impl DirtyLog {
     /// Maps `bytes` of bitmap in `file` from `offset` on. Keeps the descriptor, and counts in
@@ -25,8 +25,8 @@ impl DirtyLog {
     ///
     /// # Errors
     /// As [`Region::map`](super::Region::map).
-    pub fn map(file: OwnedFd, bytes: u64, offset: u64, quota: &Quota) -> Result<Self, RegionError> {
-        Ok(Self(Arc::new(Mapping::of_file(file, bytes, offset, quota)?)))
+    pub fn map(file: OwnedFd, bytes: u64, offset: u64, quota: &MappingQuota) -> Result<Self, RegionError> {
+        Ok(Self(Arc::new(MemoryMapping::of_file(file, bytes, offset, quota)?)))
     }
 
     /// A clean bitmap on the heap, for tests, simulation, fuzzing and Miri.
@@ -34,7 +34,7 @@ impl DirtyLog {
     /// # Panics
     /// Panics if it is empty.
     pub fn on_heap(bytes: usize) -> Self {
-        Self(Arc::new(Mapping::on_heap(bytes)))
+        Self(Arc::new(MemoryMapping::on_heap(bytes)))
     }
 
     /// Marks the pages of `bytes` guest-physical bytes from `address` on. Call it after writing

@@ -32,19 +32,19 @@ const RING: std::ops::RangeInclusive<usize> = 128..=1024;
 /// servers that pass the memory on to one.
 const ALIGNMENT: usize = 4096;
 /// The driver's message for a connection that the server has closed in an orderly way.
-const ENDED: &str = "failed to receive vhost-user message";
+const CLOSED_MESSAGE: &str = "failed to receive vhost-user message";
 /// Maximum number of completions of one [`Queue::turn`].
-const TAKEN: usize = 256;
+const MAX_COMPLETIONS: usize = 256;
 
 /// A connection to a server's disk.
-pub struct Device {
+pub struct DriverDevice {
     driver: Arc<Mutex<Blkio>>,
-    about: About,
+    about: DiskProperties,
 }
 
 /// Properties of a server's disk.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct About {
+pub struct DiskProperties {
     /// Size in bytes.
     pub size_bytes: u64,
     /// Alignment of offsets and lengths in bytes.
@@ -59,7 +59,7 @@ pub struct About {
 
 /// Memory for the requests of one queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Slots {
+pub struct RequestSlots {
     /// Maximum number of requests in flight; not 0.
     pub count: usize,
     /// Size of a request in bytes; not 0.
@@ -71,11 +71,11 @@ pub struct Slots {
 }
 
 /// One ring of a started [`Device`], with memory for its requests.
-pub struct Queue {
+pub struct DriverQueue {
     /// Must be dropped before `driver`, which owns its mapping.
     ring: Blkioq,
     driver: Arc<Mutex<Blkio>>,
-    slots: Slots,
+    slots: RequestSlots,
     stride: usize,
     /// Addresses of slot 0 for reads and for writes.
     reads: usize,
@@ -83,7 +83,7 @@ pub struct Queue {
     taken: Box<[MaybeUninit<Completion>]>,
 }
 
-impl Device {
+impl DriverDevice {
     /// Connects and blocks until the server answers.
     ///
     /// # Errors
@@ -91,13 +91,13 @@ impl Device {
     /// connection, for example because it serves another client; with [`ErrorKind::InvalidData`] if
     /// it does not speak vhost-user-blk.
     pub fn connect(path: &str, read_only: bool) -> io::Result<Self> {
-        let driver = connected(path, read_only).map_err(said)?;
-        let about = about(&driver).map_err(said)?;
+        let driver = connected(path, read_only).map_err(driver_error)?;
+        let about = about(&driver).map_err(driver_error)?;
         Ok(Self { driver: Arc::new(Mutex::new(driver)), about })
     }
 
     /// Properties of the disk.
-    pub fn about(&self) -> &About {
+    pub fn about(&self) -> &DiskProperties {
         &self.about
     }
 
@@ -106,28 +106,28 @@ impl Device {
     /// # Errors
     /// Fails if the server rejects the number of queues, the size of the rings, or writing to a
     /// read-only disk.
-    pub fn start(self, queues: usize, slots: Slots) -> io::Result<Vec<Queue>> {
+    pub fn start(self, queues: usize, slots: RequestSlots) -> io::Result<Vec<DriverQueue>> {
         let mut driver = self.driver.lock().unwrap_or_else(PoisonError::into_inner);
-        let rings = started(&mut driver, queues, slots.count * DESCRIPTORS).map_err(said)?;
+        let rings = started(&mut driver, queues, slots.count * DESCRIPTORS).map_err(driver_error)?;
         let stride = slots.bytes.next_multiple_of(ALIGNMENT);
         let area = slots.count * stride;
         let [reads, writes] =
             [slots.read, slots.write.is_some()].map(|some| usize::from(some) * queues * area);
-        let region = driver.alloc_mem_region(reads + writes).map_err(said)?;
+        let region = driver.alloc_mem_region(reads + writes).map_err(driver_error)?;
         if let Some(byte) = slots.write {
             // SAFETY: the region is owned, has that length, and the server does not know it yet.
             unsafe { std::ptr::write_bytes((region.addr + reads) as *mut u8, byte, writes) };
         }
-        driver.map_mem_region(&region).map_err(said)?;
+        driver.map_mem_region(&region).map_err(driver_error)?;
         drop(driver);
-        let queue = |(number, ring)| Queue {
+        let queue = |(number, ring)| DriverQueue {
             ring,
             driver: Arc::clone(&self.driver),
             slots,
             stride,
             reads: region.addr + number * area,
             writes: region.addr + reads + number * area,
-            taken: (0..TAKEN).map(|_| MaybeUninit::uninit()).collect(),
+            taken: (0..MAX_COMPLETIONS).map(|_| MaybeUninit::uninit()).collect(),
         };
         Ok(rings.into_iter().enumerate().map(queue).collect())
     }
@@ -141,9 +141,9 @@ fn connected(path: &str, read_only: bool) -> Result<Blkio, blkio::Error> {
     Ok(driver)
 }
 
-fn about(driver: &Blkio) -> Result<About, blkio::Error> {
+fn about(driver: &Blkio) -> Result<DiskProperties, blkio::Error> {
     let count = |name| driver.get_i32(name).map(|value| u64::try_from(value).unwrap_or(0));
-    Ok(About {
+    Ok(DiskProperties {
         size_bytes: driver.get_u64("capacity")?,
         block_bytes: count("request-alignment")?.max(1),
         request_bytes: Some(count("max-segment-len")?).filter(|&bytes| bytes > 0),
@@ -161,11 +161,11 @@ fn started(driver: &mut Blkio, queues: usize, descriptors: usize) -> Result<Vec<
 
 /// Converts a driver's error: keeps the message, and maps the error number where it is
 /// reliable. The driver uses EIO for messages that it does not understand.
-fn said(error: blkio::Error) -> io::Error {
+fn driver_error(error: blkio::Error) -> io::Error {
     let number = error.errno().raw_os_error();
     let kind = match io::Error::from_raw_os_error(number).kind() {
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => ErrorKind::UnexpectedEof,
-        _ if error.message() == ENDED => ErrorKind::UnexpectedEof,
+        _ if error.message() == CLOSED_MESSAGE => ErrorKind::UnexpectedEof,
         // The error number belongs to a message that could not be sent.
         _ if ["(os error 32)", "(os error 104)"].iter().any(|end| error.message().ends_with(end)) => {
             ErrorKind::UnexpectedEof
@@ -179,9 +179,9 @@ fn said(error: blkio::Error) -> io::Error {
     }
 }
 
-impl Queue {
+impl DriverQueue {
     /// Memory for the requests.
-    pub fn slots(&self) -> &Slots {
+    pub fn slots(&self) -> &RequestSlots {
         &self.slots
     }
 
@@ -213,8 +213,8 @@ impl Queue {
     ///
     /// # Errors
     /// Fails if the server cannot be notified.
-    pub fn turn(&mut self, mut answered: impl FnMut(usize, i32)) -> io::Result<usize> {
-        let count = self.ring.do_io(&mut self.taken, 0, None, None).map_err(said)?;
+    pub fn poll_completions(&mut self, mut answered: impl FnMut(usize, i32)) -> io::Result<usize> {
+        let count = self.ring.do_io(&mut self.taken, 0, None, None).map_err(driver_error)?;
         for completion in &self.taken[..count] {
             // SAFETY: the driver has written the first `count` completions.
             let completion = unsafe { completion.assume_init_ref() };
@@ -225,7 +225,7 @@ impl Queue {
 
     /// Enables or disables notifications by [`Queue::bell`]. Completions before the call are not
     /// notified: call [`Queue::turn`] afterwards.
-    pub fn listen(&mut self, listen: bool) {
+    pub fn enable_notifications(&mut self, listen: bool) {
         self.ring.set_completion_fd_enabled(listen);
     }
 
@@ -233,29 +233,29 @@ impl Queue {
     ///
     /// # Errors
     /// Fails if the process has no free descriptor.
-    pub fn bell(&self) -> io::Result<OwnedFd> {
+    pub fn notification_fd(&self) -> io::Result<OwnedFd> {
         let fd = self.ring.get_completion_fd().expect("not a polled queue");
         // SAFETY: the queue keeps it open.
         unsafe { BorrowedFd::borrow_raw(fd) }.try_clone_to_owned()
     }
 
     /// A function that queries the server and blocks until it answers, to check that it is alive.
-    pub fn ask(&self) -> impl FnOnce() -> io::Result<()> + Send + 'static {
+    pub fn liveness_probe(&self) -> impl FnOnce() -> io::Result<()> + Send + 'static {
         let driver = Arc::clone(&self.driver);
         move || {
             let driver = driver.lock().unwrap_or_else(PoisonError::into_inner);
-            driver.get_u64("capacity").map(drop).map_err(said)
+            driver.get_u64("capacity").map(drop).map_err(driver_error)
         }
     }
 }
 
-impl fmt::Debug for Device {
+impl fmt::Debug for DriverDevice {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Device").field("about", &self.about).finish_non_exhaustive()
     }
 }
 
-impl fmt::Debug for Queue {
+impl fmt::Debug for DriverQueue {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Queue").field("slots", &self.slots).finish_non_exhaustive()
     }

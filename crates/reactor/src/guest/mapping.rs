@@ -13,8 +13,8 @@ use rustix::{
 };
 
 use super::{
-    Quota, RegionError,
-    quota::{self, Share},
+    MappingQuota, RegionError,
+    quota::{self, QuotaUse},
     sigbus,
 };
 
@@ -23,23 +23,23 @@ const HUGE_PAGES: i64 = 0x9584_58f6;
 
 /// Memory that other processes change while it is in use. Unmapped, or freed, when dropped.
 #[derive(Debug)]
-pub(super) struct Mapping {
+pub(super) struct MemoryMapping {
     first: NonNull<u8>,
     bytes: usize,
-    kind: Kind,
+    kind: MappingKind,
 }
 
 #[derive(Debug)]
-enum Kind {
+enum MappingKind {
     /// Whole pages of a file; the first byte requested may lie inside the first page.
     File {
         pages: NonNull<u8>,
         length: usize,
-        watch: sigbus::Watch,
+        watch: sigbus::MappingRegistration,
         /// For transfer to another process; and the offset of the first byte.
         file: OwnedFd,
         offset: u64,
-        _share: Share,
+        _share: QuotaUse,
     },
     /// Own pages.
     Anonymous,
@@ -48,17 +48,17 @@ enum Kind {
 
 // SAFETY: memory without thread affinity. It is accessed only by volatile and atomic operations and
 // by the kernel, and references to it are never created.
-unsafe impl Send for Mapping {}
+unsafe impl Send for MemoryMapping {}
 // SAFETY: as for `Send`.
-unsafe impl Sync for Mapping {}
+unsafe impl Sync for MemoryMapping {}
 
-impl Mapping {
+impl MemoryMapping {
     /// Maps `bytes` of `file` from `offset` on, shared.
     pub(super) fn of_file(
         file: OwnedFd,
         bytes: u64,
         offset: u64,
-        quota: &Quota,
+        quota: &MappingQuota,
     ) -> Result<Self, RegionError> {
         if bytes == 0 {
             return Err(RegionError::Empty);
@@ -83,7 +83,7 @@ impl Mapping {
         let length = (before + bytes).checked_next_multiple_of(page).ok_or_else(overflow)?;
         let length = usize::try_from(length).map_err(|_| overflow())?;
         let from = libc::off_t::try_from(offset - before).map_err(|_| overflow())?;
-        let share = quota.take(length as u64)?;
+        let share = quota.charge(length as u64)?;
         // SAFETY: a new mapping, at an address of the kernel's choice.
         let pages = unsafe {
             libc::mmap(
@@ -97,19 +97,19 @@ impl Mapping {
         };
         if pages == libc::MAP_FAILED {
             let error = io::Error::last_os_error();
-            let has_no_room = error.kind() == io::ErrorKind::OutOfMemory && quota::addresses().is_some();
+            let has_no_room = error.kind() == io::ErrorKind::OutOfMemory && quota::address_space_limit().is_some();
             return Err(if has_no_room { RegionError::NoAddresses(bytes) } else { error.into() });
         }
         // A core dump must not contain a guest's data. If the kernel refuses, it does.
         // SAFETY: this advice changes the contents of core dumps only.
         let _ = unsafe { libc::madvise(pages, length, libc::MADV_DONTDUMP) };
         let pages = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
-        let watch = sigbus::watch(pages.as_ptr() as usize, length, page as usize);
+        let watch = sigbus::register(pages.as_ptr() as usize, length, page as usize);
         // SAFETY: `before` is less than a page, and at least one page is mapped.
         let first = unsafe { pages.add(before as usize) };
-        let kind = Kind::File { pages, length, watch, file, offset, _share: share };
+        let kind = MappingKind::File { pages, length, watch, file, offset, _share: share };
         let mapping = Self { first, bytes: bytes as usize, kind };
-        if quota::leaves_room() { Ok(mapping) } else { Err(RegionError::NoAddresses(bytes)) }
+        if quota::is_reserve_free() { Ok(mapping) } else { Err(RegionError::NoAddresses(bytes)) }
     }
 
     /// Maps `bytes` of new pages, whose memory is allocated at the first access.
@@ -135,7 +135,7 @@ impl Mapping {
             let _ = unsafe { libc::madvise(pages, bytes, advice) };
         }
         let first = NonNull::new(pages.cast::<u8>()).expect("the kernel maps nothing at address 0");
-        Ok(Self { first, bytes, kind: Kind::Anonymous })
+        Ok(Self { first, bytes, kind: MappingKind::Anonymous })
     }
 
     /// Zeroes on the heap.
@@ -145,14 +145,14 @@ impl Mapping {
         // SAFETY: the layout's size is not zero.
         let first = unsafe { alloc_zeroed(layout) };
         let first = NonNull::new(first).unwrap_or_else(|| handle_alloc_error(layout));
-        Self { first, bytes, kind: Kind::Heap(layout) }
+        Self { first, bytes, kind: MappingKind::Heap(layout) }
     }
 
     /// The file, and the offset of the first byte in it.
     pub(super) fn file(&self) -> Option<(BorrowedFd<'_>, u64)> {
         match &self.kind {
-            Kind::File { file, offset, .. } => Some((file.as_fd(), *offset)),
-            Kind::Anonymous | Kind::Heap(_) => None,
+            MappingKind::File { file, offset, .. } => Some((file.as_fd(), *offset)),
+            MappingKind::Anonymous | MappingKind::Heap(_) => None,
         }
     }
 
@@ -164,8 +164,8 @@ impl Mapping {
     /// True if the file has shrunk.
     pub(super) fn is_lost(&self) -> bool {
         match &self.kind {
-            Kind::File { watch, .. } => watch.is_lost(),
-            Kind::Anonymous | Kind::Heap(_) => false,
+            MappingKind::File { watch, .. } => watch.is_lost(),
+            MappingKind::Anonymous | MappingKind::Heap(_) => false,
         }
     }
 
@@ -177,23 +177,23 @@ impl Mapping {
     }
 }
 
-impl Drop for Mapping {
+impl Drop for MemoryMapping {
     fn drop(&mut self) {
         match &mut self.kind {
-            Kind::File { pages, length, watch, .. } => {
+            MappingKind::File { pages, length, watch, .. } => {
                 // First: after `munmap` the kernel may map something else at these addresses.
-                watch.end();
+                watch.unregister();
                 // SAFETY: mapped by `of_file` with this length, and nothing refers to it.
                 let result = unsafe { libc::munmap(pages.as_ptr().cast(), *length) };
                 debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
             }
-            Kind::Anonymous => {
+            MappingKind::Anonymous => {
                 // SAFETY: mapped by `anonymous` with this length, and nothing refers to it.
                 let result = unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };
                 debug_assert_eq!(result, 0, "{}", io::Error::last_os_error());
             }
             // SAFETY: allocated by `on_heap` with this layout, and nothing refers to it.
-            Kind::Heap(layout) => unsafe { dealloc(self.first.as_ptr(), *layout) },
+            MappingKind::Heap(layout) => unsafe { dealloc(self.first.as_ptr(), *layout) },
         }
     }
 }

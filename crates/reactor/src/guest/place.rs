@@ -6,7 +6,7 @@ use super::{DirtyLog, Region};
 
 /// Bytes in one region. Keeps the region mapped.
 #[derive(Clone, Debug)]
-pub struct Place {
+pub struct GuestBytes {
     region: Region,
     /// Offset in the region.
     offset: usize,
@@ -41,9 +41,9 @@ macro_rules! atomic {
     };
 }
 
-impl Place {
+impl GuestBytes {
     /// `bytes` of `region` from `offset` on; `None` if they are not inside.
-    pub(super) fn within(region: &Region, offset: u64, bytes: usize, log: Option<&DirtyLog>) -> Option<Self> {
+    pub(super) fn in_region(region: &Region, offset: u64, bytes: usize, log: Option<&DirtyLog>) -> Option<Self> {
         let after = region.bytes().checked_sub(offset)?;
         if bytes as u64 > after {
             return None;

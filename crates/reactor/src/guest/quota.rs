@@ -22,17 +22,17 @@ use super::RegionError;
 /// Maximum mapped by one front end, as a multiple of the host's memory and swap. Its page tables, a
 /// 512th of that, then take at most a 64th of the host's memory. A guest may be several times as
 /// large as its host, for example if it is configured to grow.
-const HOST_MEMORIES: u64 = 8;
+const MAX_HOST_MEMORIES: u64 = 8;
 /// Absolute maximum: 16 TiB, an eighth of a process's address space on x86-64.
-const MOST_BYTES: u64 = 1 << 44;
+const MAX_MAPPED_BYTES: u64 = 1 << 44;
 
 /// Counts the mappings of one front end: memory, dirty logs and in-flight areas. Clones share the
 /// counters.
 #[derive(Clone, Debug)]
-pub struct Quota(Arc<Inner>);
+pub struct MappingQuota(Arc<QuotaCounters>);
 
 #[derive(Debug)]
-struct Inner {
+struct QuotaCounters {
     most_mappings: usize,
     most_bytes: u64,
     mappings: AtomicUsize,
@@ -41,34 +41,34 @@ struct Inner {
 
 /// The quota used by one mapping, returned on drop.
 #[derive(Debug)]
-pub(super) struct Share {
-    quota: Quota,
+pub(super) struct QuotaUse {
+    quota: MappingQuota,
     bytes: u64,
 }
 
-impl Quota {
+impl MappingQuota {
     /// A quota for a number of concurrent mappings and their total bytes.
     pub fn new(most_mappings: usize, most_bytes: u64) -> Self {
         let (mappings, bytes) = Default::default();
-        Self(Arc::new(Inner { most_mappings, most_bytes, mappings, bytes }))
+        Self(Arc::new(QuotaCounters { most_mappings, most_bytes, mappings, bytes }))
     }
 
     /// A quota for a number of concurrent mappings with the maximum bytes of a front end on this
     /// host.
     pub fn of_front_end(most_mappings: usize) -> Self {
-        let most_bytes = host_memory().saturating_mul(HOST_MEMORIES).clamp(1, MOST_BYTES);
+        let most_bytes = host_memory().saturating_mul(MAX_HOST_MEMORIES).clamp(1, MAX_MAPPED_BYTES);
         Self::new(most_mappings, most_bytes)
     }
 
-    pub(super) fn take(&self, bytes: u64) -> Result<Share, RegionError> {
-        let &Inner { most_mappings, most_bytes, .. } = &*self.0;
+    pub(super) fn charge(&self, bytes: u64) -> Result<QuotaUse, RegionError> {
+        let &QuotaCounters { most_mappings, most_bytes, .. } = &*self.0;
         if bytes > most_bytes {
             return Err(RegionError::TooManyBytes(most_bytes));
         }
         let mappings = self.0.mappings.fetch_add(1, Relaxed) + 1;
         let sum = self.0.bytes.fetch_add(bytes, Relaxed) + bytes;
         // Constructed before the checks, so that a rejected share is returned on drop.
-        let share = Share { quota: self.clone(), bytes };
+        let share = QuotaUse { quota: self.clone(), bytes };
         if mappings > most_mappings {
             return Err(RegionError::TooManyMappings(most_mappings));
         }
@@ -79,7 +79,7 @@ impl Quota {
     }
 }
 
-impl Drop for Share {
+impl Drop for QuotaUse {
     fn drop(&mut self) {
         self.quota.0.mappings.fetch_sub(1, Relaxed);
         self.quota.0.bytes.fetch_sub(self.bytes, Relaxed);
@@ -93,29 +93,29 @@ fn host_memory() -> u64 {
     let info = match unsafe { libc::sysinfo(info.as_mut_ptr()) } {
         // SAFETY: the call succeeded and filled it in.
         0 => unsafe { info.assume_init() },
-        _ => return MOST_BYTES,
+        _ => return MAX_MAPPED_BYTES,
     };
     (info.totalram + info.totalswap).saturating_mul(info.mem_unit.into())
 }
 
 /// Address space limit of the process in bytes, if any.
-pub(super) fn addresses() -> Option<u64> {
+pub(super) fn address_space_limit() -> Option<u64> {
     let (limit, _) = getrlimit(Resource::RLIMIT_AS).ok()?;
     (limit != RLIM_INFINITY).then_some(limit)
 }
 
 /// Address space reserved for the process itself, in bytes.
-static KEPT: AtomicU64 = AtomicU64::new(0);
+static RESERVED_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// Reserves address space for the process itself if there is a limit (`ulimit -v`). Mappings for
 /// front ends that would not leave it free fail from now on.
-pub fn keep_addresses(bytes: u64) {
-    KEPT.store(bytes, Relaxed);
+pub fn reserve_address_space(bytes: u64) {
+    RESERVED_BYTES.store(bytes, Relaxed);
 }
 
 /// True if the reserved address space is still free.
-pub(super) fn leaves_room() -> bool {
-    addresses().is_none_or(|limit| is_free(KEPT.load(Relaxed).min(limit)))
+pub(super) fn is_reserve_free() -> bool {
+    address_space_limit().is_none_or(|limit| is_free(RESERVED_BYTES.load(Relaxed).min(limit)))
 }
 
 /// True if a mapping of this size would succeed.
@@ -142,13 +142,13 @@ mod tests {
         };
         let host = (kib("MemTotal:") + kib("SwapTotal:")) << 10;
         assert_eq!(host_memory(), host);
-        assert_eq!(Quota::of_front_end(1).0.most_bytes, (8 * host).min(MOST_BYTES));
+        assert_eq!(MappingQuota::of_front_end(1).0.most_bytes, (8 * host).min(MAX_MAPPED_BYTES));
     }
 
     #[test]
-    fn room_is_what_the_kernel_would_map() {
+    fn free_space_is_what_the_kernel_maps() {
         assert!(is_free(0) && is_free(1 << 30));
         assert!(!is_free(1 << 62));
-        assert!(leaves_room(), "a test has no limit");
+        assert!(is_reserve_free(), "a test has no limit");
     }
 }

@@ -33,7 +33,7 @@ const SLOTS: usize = 64;
 
 /// A registered mapping, or a free slot.
 #[derive(Debug)]
-struct Slot {
+struct MappingSlot {
     taken: AtomicBool,
     /// Sequence number; odd while the fields below change.
     version: AtomicUsize,
@@ -46,12 +46,12 @@ struct Slot {
     lost: AtomicBool,
 }
 
-struct Chunk {
-    slots: [Slot; SLOTS],
-    next: AtomicPtr<Chunk>,
+struct SlotChunk {
+    slots: [MappingSlot; SLOTS],
+    next: AtomicPtr<SlotChunk>,
 }
 
-impl Slot {
+impl MappingSlot {
     const fn new() -> Self {
         Self {
             taken: AtomicBool::new(false),
@@ -83,9 +83,9 @@ impl Slot {
     }
 }
 
-impl Chunk {
+impl SlotChunk {
     const fn new() -> Self {
-        Self { slots: [const { Slot::new() }; SLOTS], next: AtomicPtr::new(null_mut()) }
+        Self { slots: [const { MappingSlot::new() }; SLOTS], next: AtomicPtr::new(null_mut()) }
     }
 
     /// The next chunk.
@@ -95,7 +95,7 @@ impl Chunk {
     }
 }
 
-static FIRST: Chunk = Chunk::new();
+static FIRST: SlotChunk = SlotChunk::new();
 
 /// Number of registered mappings that are lost.
 static LOST: AtomicUsize = AtomicUsize::new(0);
@@ -107,16 +107,16 @@ pub(super) fn is_any_lost() -> bool {
 
 /// A mapping that is registered until [`Watch::end`].
 #[derive(Debug)]
-pub(super) struct Watch(&'static Slot);
+pub(super) struct MappingRegistration(&'static MappingSlot);
 
-impl Watch {
+impl MappingRegistration {
     /// True if a part of it is lost.
     pub(super) fn is_lost(&self) -> bool {
         self.0.lost.load(Relaxed)
     }
 
     /// Unregisters the mapping, before its addresses are reused. Call it once.
-    pub(super) fn end(&mut self) {
+    pub(super) fn unregister(&mut self) {
         self.0.set(0, 0, 0);
         if self.0.lost.swap(false, Relaxed) {
             LOST.fetch_sub(1, Relaxed);
@@ -126,7 +126,7 @@ impl Watch {
 }
 
 /// Registers the mapping of `length` bytes at `start`, which begins with a page of `page` bytes.
-pub(super) fn watch(start: usize, length: usize, page: usize) -> Watch {
+pub(super) fn register(start: usize, length: usize, page: usize) -> MappingRegistration {
     install();
     let mut chunk = &FIRST;
     loop {
@@ -135,15 +135,15 @@ pub(super) fn watch(start: usize, length: usize, page: usize) -> Watch {
         });
         if let Some(slot) = free {
             slot.set(start, length, page);
-            return Watch(slot);
+            return MappingRegistration(slot);
         }
         chunk = chunk.next().unwrap_or_else(|| append(chunk));
     }
 }
 
 /// Appends a new chunk after `last`, or returns the one that another thread has appended meanwhile.
-fn append(last: &Chunk) -> &'static Chunk {
-    let new = Box::into_raw(Box::new(Chunk::new()));
+fn append(last: &SlotChunk) -> &'static SlotChunk {
+    let new = Box::into_raw(Box::new(SlotChunk::new()));
     match last.next.compare_exchange(null_mut(), new, AcqRel, Acquire) {
         // SAFETY: reachable from the list from now on, and never freed.
         Ok(_) => unsafe { &*new },
@@ -157,7 +157,7 @@ fn append(last: &Chunk) -> &'static Chunk {
 }
 
 /// The previous action for SIGBUS.
-static BEFORE: OnceLock<libc::sigaction> = OnceLock::new();
+static PREVIOUS_ACTION: OnceLock<libc::sigaction> = OnceLock::new();
 
 /// Address of an unused page, or 0. Shared, so that the kernel never merges it with a neighbouring
 /// mapping.
@@ -179,7 +179,7 @@ fn install() {
             before.assume_init()
         };
         // Before the new handler is installed, which reads it.
-        BEFORE.get_or_init(|| before);
+        PREVIOUS_ACTION.get_or_init(|| before);
         // SAFETY: a zeroed sigaction is valid: no flags, empty mask.
         let mut ours: libc::sigaction = unsafe { MaybeUninit::zeroed().assume_init() };
         ours.sa_sigaction = handle as *const () as usize;
@@ -198,18 +198,18 @@ const BROKEN_PAGE: c_int = 4;
 extern "C" fn handle(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
     // SAFETY: the kernel passes a valid `siginfo_t`, and these codes include an address.
     let (code, address) = unsafe { ((*info).si_code, (*info).si_addr() as usize) };
-    if [libc::BUS_ADRERR, BROKEN_PAGE].contains(&code) && replace(address) {
+    if [libc::BUS_ADRERR, BROKEN_PAGE].contains(&code) && replace_by_zeroes(address) {
         return;
     }
     // SAFETY: the arguments are those that the kernel passed.
-    unsafe { pass_on(signal, info, context) }
+    unsafe { call_previous(signal, info, context) }
 }
 
 /// Replaces a registered mapping's pages by zeroes, from that of `address` on. Returns false if
 /// there is no such mapping, or the kernel has no memory.
-fn replace(address: usize) -> bool {
+fn replace_by_zeroes(address: usize) -> bool {
     let mut chunk = Some(&FIRST);
-    while let Some(Chunk { slots, next: _ }) = chunk {
+    while let Some(SlotChunk { slots, next: _ }) = chunk {
         for slot in slots {
             let Some((start, length, page)) = slot.get() else { continue };
             let Some(offset) = address.checked_sub(start).filter(|offset| *offset < length) else { continue };
@@ -224,16 +224,16 @@ fn replace(address: usize) -> bool {
             // SAFETY: the pages belong to the mapping, which the interrupted thread is using, so it
             // is not unmapped meanwhile. There are no references to them.
             let replaced = unsafe {
-                zeroes(start + offset, length - offset) || {
-                    give_up_spare();
-                    zeroes(start, length)
+                map_zeroes(start + offset, length - offset) || {
+                    release_spare();
+                    map_zeroes(start, length)
                 }
             };
             // SAFETY: as above.
             unsafe { *errno = kept };
             return replaced;
         }
-        chunk = chunk.and_then(Chunk::next);
+        chunk = chunk.and_then(SlotChunk::next);
     }
     false
 }
@@ -243,7 +243,7 @@ fn replace(address: usize) -> bool {
 ///
 /// # Safety
 /// The pages must be those of a registered mapping that is not unmapped meanwhile.
-unsafe fn zeroes(start: usize, length: usize) -> bool {
+unsafe fn map_zeroes(start: usize, length: usize) -> bool {
     // SAFETY: guaranteed by the caller. mmap is a plain system call and takes no lock of the C
     // library.
     let result = unsafe {
@@ -259,7 +259,7 @@ unsafe fn zeroes(start: usize, length: usize) -> bool {
     result != libc::MAP_FAILED
 }
 
-fn give_up_spare() {
+fn release_spare() {
     let spare = SPARE.swap(0, Relaxed);
     if spare != 0 {
         // SAFETY: mapped by `install` and unused. munmap is a plain system call too.
@@ -271,8 +271,8 @@ fn give_up_spare() {
 ///
 /// # Safety
 /// The arguments must be those that the kernel passed to the handler.
-unsafe fn pass_on(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
-    let (handler, flags) = BEFORE.get().map_or((libc::SIG_DFL, 0), |it| (it.sa_sigaction, it.sa_flags));
+unsafe fn call_previous(signal: c_int, info: *mut libc::siginfo_t, context: *mut c_void) {
+    let (handler, flags) = PREVIOUS_ACTION.get().map_or((libc::SIG_DFL, 0), |it| (it.sa_sigaction, it.sa_flags));
     match handler {
         libc::SIG_DFL | libc::SIG_IGN => {
             // SAFETY: as above.
@@ -311,12 +311,12 @@ mod tests {
     #[test]
     fn slots_are_used_again_and_more_come_where_they_are_needed() {
         // Addresses without a mapping: slots are only looked up here.
-        let round = || -> Vec<Watch> { (0..3 * SLOTS).map(|page| watch(page << 12, 1, 4096)).collect() };
+        let round = || -> Vec<MappingRegistration> { (0..3 * SLOTS).map(|page| register(page << 12, 1, 4096)).collect() };
         let chunks = || std::iter::successors(Some(&FIRST), |chunk| chunk.next()).count();
         for _ in 0..4 {
             for (page, mut watch) in round().into_iter().enumerate() {
                 assert_eq!(watch.0.get(), Some((page << 12, 1, 4096)));
-                watch.end();
+                watch.unregister();
                 assert_eq!(watch.0.length.load(Relaxed), 0);
             }
         }
@@ -325,7 +325,7 @@ mod tests {
     }
 
     #[test]
-    fn an_address_of_nobody_is_left_alone() {
-        assert!(!replace(8));
+    fn unregistered_address_is_ignored() {
+        assert!(!replace_by_zeroes(8));
     }
 }

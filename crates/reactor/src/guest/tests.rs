@@ -11,9 +11,9 @@ use smallvec::smallvec;
 
 use super::*;
 
-fn regions(bounds: &[(u64, usize)]) -> Memory {
+fn regions(bounds: &[(u64, usize)]) -> GuestMemory {
     let regions = bounds.iter().map(|&(start, bytes)| Region::on_heap(start, start + (1 << 40), bytes));
-    Memory::new(regions.collect()).unwrap()
+    GuestMemory::new(regions.collect()).unwrap()
 }
 
 /// A memfd of this size, and another handle to it.
@@ -25,8 +25,8 @@ fn memfd(bytes: u64) -> (File, OwnedFd) {
 }
 
 /// A quota above what any test maps.
-fn plenty() -> Quota {
-    Quota::new(16, 1 << 47)
+fn plenty() -> MappingQuota {
+    MappingQuota::new(16, 1 << 47)
 }
 
 #[test]
@@ -45,29 +45,29 @@ fn finds_places_inside_regions_alone() {
         (u64::MAX, 1, false),
         (0x10, usize::MAX, false),
     ] {
-        let place = memory.place(address, bytes);
+        let place = memory.range(address, bytes);
         assert_eq!(place.is_some(), inside, "{bytes} at {address:#x}");
         let found = place.map(|place| (place.guest_address(), place.bytes()));
         assert_eq!(found.unwrap_or((address, bytes)), (address, bytes));
         let user = address.saturating_add(1 << 40);
-        assert_eq!(memory.user_place(user, bytes).is_some(), inside, "{bytes} at user {user:#x}");
+        assert_eq!(memory.user_range(user, bytes).is_some(), inside, "{bytes} at user {user:#x}");
     }
-    assert!(memory.user_place(0, 1).is_none());
-    assert!(Memory::default().place(0, 1).is_none());
+    assert!(memory.user_range(0, 1).is_none());
+    assert!(GuestMemory::default().range(0, 1).is_none());
 }
 
 #[test]
 fn crosses_from_a_region_into_the_one_that_adjoins_it() {
     let memory = regions(&[(0, 0x1000), (0x1000, 0x1000), (0x2000, 0x1000), (0x4000, 0x1000)]);
-    let mut found = smallvec![memory.place(0, 1).unwrap()];
-    assert!(memory.places(0xff0, 0x1020, &mut found));
+    let mut found = smallvec![memory.range(0, 1).unwrap()];
+    assert!(memory.ranges(0xff0, 0x1020, &mut found));
     let bounds: Vec<_> = found.iter().map(|place| (place.guest_address(), place.bytes())).collect();
     assert_eq!(bounds, [(0, 1), (0xff0, 0x10), (0x1000, 0x1000), (0x2000, 0x10)]);
     for (address, bytes) in [(0xff0, 0x2020), (0x2fff, 0x1002), (0x3000, 1), (u64::MAX, 2), (0, usize::MAX)] {
-        assert!(!memory.places(address, bytes, &mut found), "{bytes} at {address:#x}");
+        assert!(!memory.ranges(address, bytes, &mut found), "{bytes} at {address:#x}");
         assert_eq!(found.len(), 4, "nothing is left of what was found before the hole");
     }
-    assert!(memory.places(0x3000, 0, &mut found) && found.len() == 4, "no bytes are nowhere");
+    assert!(memory.ranges(0x3000, 0, &mut found) && found.len() == 4, "no bytes are nowhere");
 }
 
 #[test]
@@ -86,10 +86,10 @@ fn regions_come_and_go_and_refuse_to_overlap() {
     }
     assert!(memory.without(0x1000, 0, 0x1000).is_none(), "another address in the front end");
     assert!(memory.without(0x1000, 0x100_0000_1000, 0x800).is_none(), "another length");
-    let place = memory.place(0x1000, 4).unwrap();
+    let place = memory.range(0x1000, 4).unwrap();
     let less = memory.without(0x1000, 0x100_0000_1000, 0x1000).unwrap();
     drop(memory);
-    assert!(less.place(0x1000, 4).is_none());
+    assert!(less.range(0x1000, 4).is_none());
     place.write(0, b"held");
     let mut bytes = [0; 4];
     place.read(0, &mut bytes);
@@ -103,14 +103,14 @@ fn however_many_rings_look_into_memory_its_regions_are_held_once() {
     for region in memory.regions() {
         assert_eq!(Arc::strong_count(&region.0), 1);
     }
-    assert!(rings.iter().all(|ring| ring.wholes().as_ptr() == memory.wholes().as_ptr()));
+    assert!(rings.iter().all(|ring| ring.whole_regions().as_ptr() == memory.whole_regions().as_ptr()));
 }
 
 #[test]
 fn regions_may_overlap_where_the_front_end_has_them() {
     let region = |guest, user, bytes| Region::on_heap(guest, user, bytes);
     let regions = [region(0, 0x1000, 0x100), region(0x8000, 0, 0x4000), region(0x4000, 0x1000, 0x200)];
-    let memory = Memory::new(regions.into()).unwrap();
+    let memory = GuestMemory::new(regions.into()).unwrap();
     for (user, bytes, guest) in [
         (0, 1, Some(0x8000)),
         (0xfff, 2, Some(0x8fff)),
@@ -120,7 +120,7 @@ fn regions_may_overlap_where_the_front_end_has_them() {
         (0x3fff, 2, None),
         (0x4000, 1, None),
     ] {
-        let found = memory.user_place(user, bytes).map(|place| place.guest_address());
+        let found = memory.user_range(user, bytes).map(|place| place.guest_address());
         assert_eq!(found, guest, "{bytes} at {user:#x}");
     }
 }
@@ -130,8 +130,8 @@ fn maps_what_the_front_end_maps() {
     let (file, descriptor) = memfd(0x5000);
     // The offset lies inside a page.
     let region = Region::map(descriptor, 0x7010, 0x9010, 0x2000, 0x1010, &plenty()).unwrap();
-    let memory = Memory::new(vec![region]).unwrap();
-    let place = memory.place(0x7010, 0x2000).unwrap();
+    let memory = GuestMemory::new(vec![region]).unwrap();
+    let place = memory.range(0x7010, 0x2000).unwrap();
     file.write_all_at(b"hello", 0x1010).unwrap();
     let mut bytes = [0; 5];
     place.read(0, &mut bytes);
@@ -143,7 +143,7 @@ fn maps_what_the_front_end_maps() {
 }
 
 #[test]
-fn refuses_what_cannot_be_mapped() {
+fn rejects_unmappable_regions() {
     let map =
         |guest, user, bytes, offset| Region::map(memfd(0x3000).1, guest, user, bytes, offset, &plenty());
     assert!(matches!(map(0, 0, 0, 0), Err(RegionError::Empty)));
@@ -175,7 +175,7 @@ fn refuses_what_cannot_be_mapped() {
 
 #[test]
 fn one_front_end_maps_no_more_than_its_quota() {
-    let quota = Quota::new(3, 0x5000);
+    let quota = MappingQuota::new(3, 0x5000);
     let map = |bytes| Region::map(memfd(0x8000).1, 0, 0, bytes, 0, &quota);
     let first = map(0x2000).unwrap();
     let _second = map(1).unwrap();
@@ -184,8 +184,8 @@ fn one_front_end_maps_no_more_than_its_quota() {
     assert!(matches!(map(0x6000), Err(RegionError::TooManyBytes(0x5000))));
     let _log = DirtyLog::map(memfd(64).1, 64, 0, &quota).unwrap();
     assert!(matches!(map(1), Err(RegionError::TooManyMappings(3))), "what is refused does not count");
-    let memory = Memory::new(vec![first]).unwrap();
-    let held = memory.place(0, 1).unwrap();
+    let memory = GuestMemory::new(vec![first]).unwrap();
+    let held = memory.range(0, 1).unwrap();
     drop(memory.without(0, 0, 0x2000).unwrap());
     drop(memory);
     assert!(map(1).is_err(), "it is held by a request");
@@ -202,15 +202,15 @@ fn a_descriptor_that_is_refused_is_closed() {
 }
 
 #[test]
-fn a_file_that_shrinks_costs_its_region_alone() {
+fn shrunk_file_loses_only_its_region() {
     let (file, descriptor) = memfd(0x8000);
     let (other_file, other_descriptor) = memfd(0x8000);
-    let memory = Memory::new(vec![
+    let memory = GuestMemory::new(vec![
         Region::map(descriptor, 0, 0, 0x8000, 0, &plenty()).unwrap(),
         Region::map(other_descriptor, 0x8000, 0x8000, 0x8000, 0, &plenty()).unwrap(),
     ])
     .unwrap();
-    let (place, other) = (memory.place(0, 0x8000).unwrap(), memory.place(0x8000, 0x8000).unwrap());
+    let (place, other) = (memory.range(0, 0x8000).unwrap(), memory.range(0x8000, 0x8000).unwrap());
     place.fill(0, 0x8000, 7);
     other.fill(0, 0x8000, 9);
     file.set_len(0x2000).unwrap();
@@ -254,7 +254,7 @@ fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
     let (_, other) = memfd(0x1000);
     let place = |descriptor, bytes| {
         let region = Region::map(descriptor, 0, 0, bytes, 0, &plenty()).unwrap();
-        Memory::new(vec![region]).unwrap().place(0, bytes as usize).unwrap()
+        GuestMemory::new(vec![region]).unwrap().range(0, bytes as usize).unwrap()
     };
     let (place, other) = (place(descriptor, 0x8000), place(other, 0x1000));
     other.fill(0, 0x1000, 9);
@@ -289,7 +289,7 @@ fn a_file_that_shrinks_is_survived_where_no_more_mappings_are_possible() {
 fn integers_are_little_endian_and_dirty() {
     let log = DirtyLog::on_heap(8);
     let memory = regions(&[(0x4000, 0x4000)]).with_log(Some(log.clone()));
-    let place = memory.place(0x4000, 0x4000).unwrap();
+    let place = memory.range(0x4000, 0x4000).unwrap();
     place.store_u16(2, 0x0102, Relaxed);
     place.store_u32(0x1004, 0x0304_0506, Release);
     place.store_u64(0x2008, 0x0708_090a_0b0c_0d0e, SeqCst);
@@ -305,24 +305,24 @@ fn integers_are_little_endian_and_dirty() {
     assert_eq!(marked(&log), [4, 5, 6], "loads mark nothing");
     place.part(0x3000, 8).mark_dirty();
     assert_eq!(marked(&log), [4, 5, 6, 7]);
-    let unlogged = memory.with_log(None).place(0x4000, 8).unwrap();
+    let unlogged = memory.with_log(None).range(0x4000, 8).unwrap();
     let log = DirtyLog::on_heap(8);
     unlogged.write(0, b"quiet");
-    let crossing = memory.with_log(Some(log.clone())).place(0x4ffe, 4).unwrap();
+    let crossing = memory.with_log(Some(log.clone())).range(0x4ffe, 4).unwrap();
     crossing.write(1, b"ab");
     assert_eq!(marked(&log), [4, 5]);
 }
 
 #[test]
 #[should_panic(expected = "not aligned")]
-fn an_integer_that_is_not_aligned_is_our_mistake() {
-    regions(&[(0, 64)]).place(0, 64).unwrap().load_u32(2, Relaxed);
+fn unaligned_integer_panics() {
+    regions(&[(0, 64)]).range(0, 64).unwrap().load_u32(2, Relaxed);
 }
 
 #[test]
 #[should_panic(expected = "9 bytes at 56 of 64")]
-fn a_part_that_is_not_inside_is_our_mistake() {
-    let _ = regions(&[(0, 64)]).place(0, 64).unwrap().part(56, 9);
+fn part_outside_panics() {
+    let _ = regions(&[(0, 64)]).range(0, 64).unwrap().part(56, 9);
 }
 
 proptest! {
@@ -330,7 +330,7 @@ proptest! {
     #[test]
     fn copies_are_exact(steps in prop::collection::vec((0..3_u8, 0..80_usize, copied(), any::<u8>()), 1..20)) {
         const ALL: usize = 4200;
-        let place = regions(&[(0, ALL)]).place(0, ALL).unwrap();
+        let place = regions(&[(0, ALL)]).range(0, ALL).unwrap();
         let mut model = vec![0_u8; ALL];
         for (kind, offset, bytes, seed) in steps {
             let range = offset..offset + bytes;

@@ -28,29 +28,29 @@ use policy::time::{Duration, Instant};
 /// Time that a client may lag behind its schedule while one request waits.
 pub const GRACE: Duration = Duration::from_secs(10);
 /// Shortest such time, while many requests wait.
-pub const SHORTEST_GRACE: Duration = Duration::from_secs(1);
+pub const MIN_GRACE: Duration = Duration::from_secs(1);
 /// Slowest transfer that is on schedule, in bytes per second.
-pub const SLOWEST_BPS: u64 = 1 << 20;
+pub const MIN_TRANSFER_BPS: u64 = 1 << 20;
 
 /// Time that a client may lag behind its schedule while `waiting` requests wait.
 pub(super) fn grace(waiting: u64) -> Duration {
     let divided = Duration::from_nanos(GRACE.as_nanos() as u64 / waiting.max(1));
-    divided.max(SHORTEST_GRACE)
+    divided.max(MIN_GRACE)
 }
 
 /// A client that can hold memory for an unlimited time.
-pub trait Holder: std::fmt::Debug + Send + Sync {
+pub trait MemoryHolder: std::fmt::Debug + Send + Sync {
     /// The instant until which the client is on schedule; `None` while no transfer is in progress.
-    fn due(&self) -> Option<Instant>;
+    fn on_schedule_until(&self) -> Option<Instant>;
     /// Disconnects the client, so that its memory is returned soon. Called once.
-    fn push_out(&self);
+    fn disconnect(&self);
     /// The client's entry in the list.
-    fn listing(&self) -> &Listing;
+    fn listing(&self) -> &HolderEntry;
 }
 
 /// A client's entry in the list of its account.
 #[derive(Debug)]
-pub struct Listing {
+pub struct HolderEntry {
     /// Nanoseconds, or one of the states below. Written under the budget's lock.
     due: AtomicU64,
     number: u64,
@@ -58,16 +58,16 @@ pub struct Listing {
 
 const UNLISTED: u64 = u64::MAX;
 /// State of a client that was disconnected and is not listed again.
-const ENDED: u64 = u64::MAX - 1;
+const DISCONNECTED: u64 = u64::MAX - 1;
 
-impl Default for Listing {
+impl Default for HolderEntry {
     fn default() -> Self {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         Self { due: AtomicU64::new(UNLISTED), number: NEXT.fetch_add(1, SeqCst) }
     }
 }
 
-impl Listing {
+impl HolderEntry {
     /// False if [`HolderList::add`] has to be called for a transfer that has started.
     pub(super) fn is_done(&self) -> bool {
         self.due.load(SeqCst) != UNLISTED
@@ -75,35 +75,35 @@ impl Listing {
 
     /// True if [`HolderList::remove`] has to be called.
     pub(super) fn is_listed(&self) -> bool {
-        self.due.load(SeqCst) < ENDED
+        self.due.load(SeqCst) < DISCONNECTED
     }
 }
 
 /// The clients of one account, ordered by the instant until which each was known to be on schedule.
 #[derive(Debug, Default)]
-pub(super) struct HolderList(BTreeMap<(u64, u64), Weak<dyn Holder>>);
+pub(super) struct HolderList(BTreeMap<(u64, u64), Weak<dyn MemoryHolder>>);
 
 impl HolderList {
     /// Lists a client that is not listed yet.
-    pub(super) fn add(&mut self, holder: &Arc<dyn Holder>) {
+    pub(super) fn add(&mut self, holder: &Arc<dyn MemoryHolder>) {
         if !holder.listing().is_done() {
             self.insert(holder);
         }
     }
 
-    fn insert(&mut self, holder: &Arc<dyn Holder>) {
+    fn insert(&mut self, holder: &Arc<dyn MemoryHolder>) {
         let listing = holder.listing();
         loop {
-            let Some(due) = holder.due() else {
+            let Some(due) = holder.on_schedule_until() else {
                 listing.due.store(UNLISTED, SeqCst);
                 // A transfer that started between `due` and the store saw the client listed and did
                 // not list it.
-                if holder.due().is_none() {
+                if holder.on_schedule_until().is_none() {
                     return;
                 }
                 continue;
             };
-            let due = due.as_nanos().min(ENDED - 1);
+            let due = due.as_nanos().min(DISCONNECTED - 1);
             listing.due.store(due, SeqCst);
             self.0.insert((due, listing.number), Arc::downgrade(holder));
             return;
@@ -116,7 +116,7 @@ impl HolderList {
     }
 
     /// Removes a client that has disconnected.
-    pub(super) fn remove(&mut self, listing: &Listing) {
+    pub(super) fn remove(&mut self, listing: &HolderEntry) {
         self.0.remove(&(listing.due.load(SeqCst), listing.number));
     }
 
@@ -127,8 +127,8 @@ impl HolderList {
         &mut self,
         latest: Option<u64>,
         most: usize,
-        overdue: &mut Vec<Arc<dyn Holder>>,
-        seen: &mut Vec<Arc<dyn Holder>>,
+        overdue: &mut Vec<Arc<dyn MemoryHolder>>,
+        seen: &mut Vec<Arc<dyn MemoryHolder>>,
     ) -> Option<Instant> {
         while let Some(latest) = latest
             && overdue.len() < most
@@ -136,8 +136,8 @@ impl HolderList {
             && entry.key().0 <= latest
         {
             let Some(holder) = entry.remove().upgrade() else { continue };
-            if holder.due().is_some_and(|due| due.as_nanos() <= latest) {
-                holder.listing().due.store(ENDED, SeqCst);
+            if holder.on_schedule_until().is_some_and(|due| due.as_nanos() <= latest) {
+                holder.listing().due.store(DISCONNECTED, SeqCst);
                 overdue.push(holder);
             } else {
                 self.insert(&holder);

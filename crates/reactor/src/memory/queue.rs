@@ -24,42 +24,42 @@ use event_listener::Event;
 
 /// Position of one client (a connection, or a queue of a device) in a disk's fair queue.
 #[derive(Debug, Default)]
-pub struct MemoryFlow {
+pub struct FairQueueFlow {
     /// Tag of the client's last queued request. Accessed under the budget's lock.
     tag: AtomicU64,
 }
 
 /// A waiting request.
 #[derive(Debug)]
-pub(super) struct Waiter {
+pub(super) struct MemoryWaiter {
     pub(super) bytes: u64,
     /// True if the memory is charged to the account.
     pub(super) is_granted: AtomicBool,
     /// True for the watchman, which checks for clients that hold memory without progress.
     pub(super) is_watchman: AtomicBool,
     /// Notified when one of the flags is set.
-    pub(super) news: Event,
+    pub(super) changed: Event,
 }
 
-impl Waiter {
+impl MemoryWaiter {
     pub(super) fn new(bytes: u64) -> Arc<Self> {
         Arc::new(Self {
             bytes,
             is_granted: AtomicBool::new(false),
             is_watchman: AtomicBool::new(false),
-            news: Event::new(),
+            changed: Event::new(),
         })
     }
 }
 
 /// Position in the queue: the tag, and the number among requests with equal tags.
-pub(super) type Place = (u64, u64);
+pub(super) type QueuePosition = (u64, u64);
 
 /// A fair queue: see the [module](self). Every operation takes O(log n).
 #[derive(Debug, Default)]
 pub(super) struct FairQueue {
-    waiting: BTreeMap<Place, Arc<Waiter>>,
-    by_size: BTreeSet<(u64, Place)>,
+    waiting: BTreeMap<QueuePosition, Arc<MemoryWaiter>>,
+    by_size: BTreeSet<(u64, QueuePosition)>,
     virtual_time: u64,
     largest_tag: u64,
     next_number: u64,
@@ -70,7 +70,7 @@ impl FairQueue {
         self.waiting.is_empty()
     }
 
-    pub(super) fn push(&mut self, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Place {
+    pub(super) fn push(&mut self, flow: &FairQueueFlow, waiter: &Arc<MemoryWaiter>) -> QueuePosition {
         let tag = self.virtual_time.max(flow.tag.load(SeqCst)).saturating_add(waiter.bytes);
         flow.tag.store(tag, SeqCst);
         self.largest_tag = self.largest_tag.max(tag);
@@ -82,25 +82,25 @@ impl FairQueue {
     }
 
     /// The request that is served next.
-    pub(super) fn first(&self) -> Option<(Place, &Arc<Waiter>)> {
+    pub(super) fn first(&self) -> Option<(QueuePosition, &Arc<MemoryWaiter>)> {
         self.waiting.first_key_value().map(|(place, waiter)| (*place, waiter))
     }
 
     /// The request that is served last.
-    pub(super) fn last(&self) -> Option<&Arc<Waiter>> {
+    pub(super) fn last(&self) -> Option<&Arc<MemoryWaiter>> {
         self.waiting.last_key_value().map(|(_, waiter)| waiter)
     }
 
     /// A request of at most `room` bytes: the next one, or else the smallest.
-    pub(super) fn fitting(&self, room: u64) -> Option<(Place, u64)> {
+    pub(super) fn fitting(&self, room: u64) -> Option<(QueuePosition, u64)> {
         let next = self.first().map(|(place, waiter)| (place, waiter.bytes));
         let smallest = || self.by_size.first().map(|(bytes, place)| (*place, *bytes));
-        let fits = |(_, bytes): &(Place, u64)| *bytes <= room;
+        let fits = |(_, bytes): &(QueuePosition, u64)| *bytes <= room;
         next.filter(fits).or_else(|| smallest().filter(fits))
     }
 
     /// Removes a request that is served now.
-    pub(super) fn serve(&mut self, place: Place) -> Option<Arc<Waiter>> {
+    pub(super) fn serve(&mut self, place: QueuePosition) -> Option<Arc<MemoryWaiter>> {
         let waiting = self.waiting.len() as u64;
         let served = self.remove(place)?;
         self.virtual_time += served.bytes.div_ceil(waiting);
@@ -108,7 +108,7 @@ impl FairQueue {
     }
 
     /// Removes a request without serving it.
-    pub(super) fn remove(&mut self, place: Place) -> Option<Arc<Waiter>> {
+    pub(super) fn remove(&mut self, place: QueuePosition) -> Option<Arc<MemoryWaiter>> {
         let waiter = self.waiting.remove(&place)?;
         self.by_size.remove(&(waiter.bytes, place));
         if self.waiting.is_empty() {

@@ -21,12 +21,12 @@ use std::{
 
 use super::{
     holders::HolderList,
-    queue::{FairQueue, MemoryFlow, Place, Waiter},
+    queue::{FairQueue, FairQueueFlow, QueuePosition, MemoryWaiter},
 };
 
 /// The part of an account that is accessed without the lock.
 #[derive(Debug, Default)]
-pub(super) struct Used {
+pub(super) struct AccountUse {
     /// Bytes of requests in flight and unread replies.
     bytes: AtomicU64,
     /// The recorded amount beyond the account's part. Written under the lock.
@@ -35,7 +35,7 @@ pub(super) struct Used {
     is_awaited: AtomicBool,
 }
 
-impl Used {
+impl AccountUse {
     pub(super) fn bytes(&self) -> u64 {
         self.bytes.load(SeqCst)
     }
@@ -67,8 +67,8 @@ impl Used {
 }
 
 #[derive(Debug, Default)]
-struct Tenancy {
-    used: Arc<Used>,
+struct AccountRecord {
+    used: Arc<AccountUse>,
     /// Recorded amount beyond the part; equal to that in `used`.
     beyond: u64,
     /// The turn in which the account was last granted more than its part; 0 if never.
@@ -77,8 +77,8 @@ struct Tenancy {
     holders: HolderList,
 }
 
-impl Tenancy {
-    fn rank(&self, number: u64) -> Rank {
+impl AccountRecord {
+    fn rank(&self, number: u64) -> AccountRank {
         (self.beyond, self.turn, number)
     }
 }
@@ -87,37 +87,37 @@ impl Tenancy {
 ///
 /// Bytes within the part do not count: otherwise a disk whose clients were all just disconnected
 /// would precede a disk with any request in flight.
-type Rank = (u64, u64, u64);
+type AccountRank = (u64, u64, u64);
 
 /// Requests of all accounts: see the [module](self).
 #[derive(Debug, Default)]
-pub(super) struct Requests {
+pub(super) struct RequestMemory {
     /// Limit of the sum over all accounts.
-    most: u64,
+    limit: u64,
     /// Bytes that each account can always use.
     part: u64,
-    accounts: BTreeMap<u64, Tenancy>,
+    accounts: BTreeMap<u64, AccountRecord>,
     next_number: u64,
     /// Sum of [`Tenancy::beyond`].
     beyond: u64,
     /// Accounts that use more than their part.
-    over: BTreeSet<u64>,
+    accounts_over_part: BTreeSet<u64>,
     /// True if the part has changed since the amounts beyond it were recorded.
     is_stale: bool,
     /// Number of grants that brought an account beyond its part.
     turns: u64,
     /// Accounts with waiting requests.
-    order: BTreeSet<Rank>,
+    order: BTreeSet<AccountRank>,
     waiting: u64,
     /// The request that checks for clients without progress, if any request waits.
-    watchman: Option<Arc<Waiter>>,
+    watchman: Option<Arc<MemoryWaiter>>,
 }
 
-impl Requests {
+impl RequestMemory {
     /// Adds an account and returns its number.
-    pub(super) fn add(&mut self, used: &Arc<Used>) -> u64 {
+    pub(super) fn add(&mut self, used: &Arc<AccountUse>) -> u64 {
         self.next_number += 1;
-        let account = Tenancy { used: Arc::clone(used), ..Tenancy::default() };
+        let account = AccountRecord { used: Arc::clone(used), ..AccountRecord::default() };
         self.accounts.insert(self.next_number, account);
         self.next_number
     }
@@ -126,13 +126,13 @@ impl Requests {
     pub(super) fn remove(&mut self, number: u64) {
         if let Some(account) = self.accounts.remove(&number) {
             self.beyond -= account.beyond;
-            self.over.remove(&number);
+            self.accounts_over_part.remove(&number);
         }
     }
 
     /// Sets the limit of the sum; returns the part of each account.
     pub(super) fn divide(&mut self, most: u64) -> u64 {
-        self.most = most;
+        self.limit = most;
         self.part = most / 2 / (self.accounts.len() as u64).max(1);
         self.is_stale = true;
         self.part
@@ -143,7 +143,7 @@ impl Requests {
         if self.waiting == 0 {
             return;
         }
-        self.settle();
+        self.refresh_stale();
         let waiting: Vec<u64> = self.order.iter().map(|(.., number)| *number).collect();
         waiting.into_iter().for_each(|number| self.serve_part(number));
         self.serve_common();
@@ -163,8 +163,8 @@ impl Requests {
 
     /// Visits the clients of each account that uses more than its part.
     pub(super) fn for_holders_over_part(&mut self, mut visit: impl FnMut(&mut HolderList)) {
-        self.settle();
-        for number in &self.over {
+        self.refresh_stale();
+        for number in &self.accounts_over_part {
             if let Some(account) = self.accounts.get_mut(number) {
                 visit(&mut account.holders);
             }
@@ -173,51 +173,51 @@ impl Requests {
 
     /// Charges `bytes` to an account unless a request must wait for them.
     pub(super) fn try_charge(&mut self, number: u64, bytes: u64) -> bool {
-        self.settle();
-        self.record(number);
+        self.refresh_stale();
+        self.update_beyond(number);
         self.waiting == 0 && self.charge(number, bytes)
     }
 
     /// Queues a request of `flow`, and serves requests that fit.
-    pub(super) fn wait(&mut self, number: u64, flow: &MemoryFlow, waiter: &Arc<Waiter>) -> Option<Place> {
-        let place = self.change(number, |account| account.queue.push(flow, waiter))?;
+    pub(super) fn wait(&mut self, number: u64, flow: &FairQueueFlow, waiter: &Arc<MemoryWaiter>) -> Option<QueuePosition> {
+        let place = self.update_account(number, |account| account.queue.push(flow, waiter))?;
         self.waiting += 1;
         if self.watchman.is_none() {
-            self.appoint(Arc::clone(waiter));
+            self.set_watchman(Arc::clone(waiter));
         }
         if let Some(account) = self.accounts.get(&number) {
             account.used.is_awaited.store(true, SeqCst);
         }
         // Memory returned before the store has served no request.
-        self.came_back(number);
+        self.on_release(number);
         Some(place)
     }
 
     /// Removes a request that no longer waits, unless it was served.
-    pub(super) fn leave(&mut self, number: u64, place: Place) {
-        if let Some(Some(waiter)) = self.change(number, |account| account.queue.remove(place)) {
-            self.left(number, &waiter);
+    pub(super) fn leave(&mut self, number: u64, place: QueuePosition) {
+        if let Some(Some(waiter)) = self.update_account(number, |account| account.queue.remove(place)) {
+            self.on_left_queue(number, &waiter);
         }
-        self.came_back(number);
+        self.on_release(number);
     }
 
     /// Serves requests that fit after an account has returned memory.
-    pub(super) fn came_back(&mut self, number: u64) {
-        self.settle();
-        self.record(number);
+    pub(super) fn on_release(&mut self, number: u64) {
+        self.refresh_stale();
+        self.update_beyond(number);
         self.serve_part(number);
         self.serve_common();
     }
 
-    fn settle(&mut self) {
+    fn refresh_stale(&mut self) {
         if std::mem::take(&mut self.is_stale) {
             let numbers: Vec<u64> = self.accounts.keys().copied().collect();
-            numbers.into_iter().for_each(|number| self.record(number));
+            numbers.into_iter().for_each(|number| self.update_beyond(number));
         }
     }
 
     /// Changes an account and updates its rank in `order`.
-    fn change<T>(&mut self, number: u64, change: impl FnOnce(&mut Tenancy) -> T) -> Option<T> {
+    fn update_account<T>(&mut self, number: u64, change: impl FnOnce(&mut AccountRecord) -> T) -> Option<T> {
         let account = self.accounts.get_mut(&number)?;
         let before = (!account.queue.is_empty()).then(|| account.rank(number));
         let result = change(account);
@@ -232,7 +232,7 @@ impl Requests {
     }
 
     /// Updates the recorded amount beyond an account's part.
-    fn record(&mut self, number: u64) {
+    fn update_beyond(&mut self, number: u64) {
         let Some(account) = self.accounts.get(&number) else { return };
         let (before, beyond) = (account.beyond, account.used.record_beyond(self.part));
         if beyond == before {
@@ -240,11 +240,11 @@ impl Requests {
         }
         self.beyond = self.beyond - before + beyond;
         if beyond > 0 {
-            self.over.insert(number);
+            self.accounts_over_part.insert(number);
         } else {
-            self.over.remove(&number);
+            self.accounts_over_part.remove(&number);
         }
-        self.change(number, |account| account.beyond = beyond);
+        self.update_account(number, |account| account.beyond = beyond);
     }
 
     /// Charges `bytes` to an account if permitted. A grant beyond its part counts as its turn.
@@ -252,7 +252,7 @@ impl Requests {
         let Some(account) = self.accounts.get(&number) else { return false };
         loop {
             let used = account.used.bytes();
-            if !self.may(account, used, bytes) {
+            if !self.may_charge(account, used, bytes) {
                 return false;
             }
             // Lost a race if the account has used its part without the lock meanwhile.
@@ -261,8 +261,8 @@ impl Requests {
                 if sum > self.part {
                     self.turns += 1;
                     let turn = self.turns;
-                    self.change(number, |account| account.turn = turn);
-                    self.record(number);
+                    self.update_account(number, |account| account.turn = turn);
+                    self.update_beyond(number);
                 }
                 return true;
             }
@@ -272,10 +272,10 @@ impl Requests {
     /// True if an account may use `bytes` more of its part, or of the common half. An account gets
     /// at most as much of the common half as remains free, except for one request. Otherwise a disk
     /// whose requests wait long for its limits would occupy all of it.
-    fn may(&self, account: &Tenancy, used: u64, bytes: u64) -> bool {
+    fn may_charge(&self, account: &AccountRecord, used: u64, bytes: u64) -> bool {
         let over = |used: u64| used.saturating_sub(self.part);
         let others = self.beyond - account.beyond;
-        let common = self.most - self.part * self.accounts.len() as u64;
+        let common = self.limit - self.part * self.accounts.len() as u64;
         let wanted = over(used + bytes);
         let Some(free) = common.checked_sub(others + wanted) else { return wanted == 0 };
         over(used) == 0 || wanted <= free
@@ -307,16 +307,16 @@ impl Requests {
         }
     }
 
-    fn grant(&mut self, number: u64, place: Place) {
-        if let Some(Some(waiter)) = self.change(number, |account| account.queue.serve(place)) {
+    fn grant(&mut self, number: u64, place: QueuePosition) {
+        if let Some(Some(waiter)) = self.update_account(number, |account| account.queue.serve(place)) {
             waiter.is_granted.store(true, SeqCst);
-            waiter.news.notify(usize::MAX);
-            self.left(number, &waiter);
+            waiter.changed.notify(usize::MAX);
+            self.on_left_queue(number, &waiter);
         }
     }
 
     /// Updates the counters after a request has left its queue.
-    fn left(&mut self, number: u64, waiter: &Arc<Waiter>) {
+    fn on_left_queue(&mut self, number: u64, waiter: &Arc<MemoryWaiter>) {
         self.waiting -= 1;
         if let Some(account) = self.accounts.get(&number)
             && account.queue.is_empty()
@@ -328,14 +328,14 @@ impl Requests {
             // The request that is served last remains the watchman for longest.
             let next = self.order.last().and_then(|(.., number)| self.accounts.get(number));
             if let Some(next) = next.and_then(|account| account.queue.last()) {
-                self.appoint(Arc::clone(next));
+                self.set_watchman(Arc::clone(next));
             }
         }
     }
 
-    fn appoint(&mut self, waiter: Arc<Waiter>) {
+    fn set_watchman(&mut self, waiter: Arc<MemoryWaiter>) {
         waiter.is_watchman.store(true, SeqCst);
-        waiter.news.notify(usize::MAX);
+        waiter.changed.notify(usize::MAX);
         self.watchman = Some(waiter);
     }
 }

@@ -8,7 +8,7 @@ use event_listener::Event;
 use policy::time::Duration;
 
 const MIB: u64 = 1 << 20;
-const LARGEST: u64 = LEAST_REQUESTS / 2;
+const LARGEST: u64 = MIN_REQUEST_BYTES / 2;
 
 fn pause() -> Duration {
     Duration::from_millis(sim::random(|random| random.u64(..100)))
@@ -22,34 +22,34 @@ fn memory_is_shared_between_disks() {
     for seed in 0..200 {
         sim::run(seed, async {
             let total = MIB * sim::random(|random| random.u64(65..3000));
-            let budget = Budget::new(total);
+            let budget = MemoryBudget::new(total);
             let count = sim::random(|random| random.usize(1..6));
-            let accounts: Rc<Vec<_>> = Rc::new((0..count).map(|_| Account::new(&budget)).collect());
+            let accounts: Rc<Vec<_>> = Rc::new((0..count).map(|_| MemoryAccount::new(&budget)).collect());
             let waited = Rc::new(RefCell::new(0));
             let client = |number: usize| {
                 let (budget, accounts, waited) =
                     (Arc::clone(&budget), Rc::clone(&accounts), Rc::clone(&waited));
                 async move {
                     let account = &accounts[number % accounts.len()];
-                    let flow = MemoryFlow::default();
+                    let flow = FairQueueFlow::default();
                     for _ in 0..20 {
                         let bytes = sim::random(|random| random.u64(1..=LARGEST));
-                        let at_once = account.used() + bytes <= budget.part.load(SeqCst);
+                        let at_once = account.used() + bytes <= budget.account_part.load(SeqCst);
                         let began = now();
                         let patience = if sim::random(fastrand::Rng::bool) {
                             Duration::from_secs(3600)
                         } else {
                             pause()
                         };
-                        if timeout(patience, account.take(&flow, bytes)).await.is_err() {
+                        if timeout(patience, account.acquire(&flow, bytes)).await.is_err() {
                             continue;
                         }
                         *waited.borrow_mut() += u64::from(now() > began);
                         assert!(!at_once || now() == began, "its own part, and it waited");
                         let usage = budget.usage();
-                        assert!(usage.requests <= usage.most_requests, "{usage:?}");
+                        assert!(usage.requests <= usage.max_requests, "{usage:?}");
                         sleep_until(now() + pause()).await;
-                        account.give_back(bytes);
+                        account.release(bytes);
                     }
                 }
             };
@@ -66,19 +66,19 @@ fn memory_is_shared_between_disks() {
 
 #[test]
 fn one_disk_leaves_the_others_as_much_as_it_has_beyond_its_part() {
-    let budget = Budget::new(1024 * MIB);
-    let (greedy, other) = (Account::new(&budget), Account::new(&budget));
-    assert_eq!(budget.usage().most_requests, 256 * MIB);
-    while greedy.try_take(MIB) {}
+    let budget = MemoryBudget::new(1024 * MIB);
+    let (greedy, other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+    assert_eq!(budget.usage().max_requests, 256 * MIB);
+    while greedy.try_acquire(MIB) {}
     assert_eq!(greedy.used(), (64 + 64) * MIB, "its part, and half of the common half");
-    while other.try_take(MIB) {}
+    while other.try_acquire(MIB) {}
     assert_eq!(other.used(), (64 + 32) * MIB);
 }
 
 #[test]
-fn what_is_set_aside_fits_or_is_refused() {
-    let budget = Budget::new(256 * MIB);
-    let account = Account::new(&budget);
+fn reservations_fit_or_fail() {
+    let budget = MemoryBudget::new(256 * MIB);
+    let account = MemoryAccount::new(&budget);
     let refused = account.reserve("the caches of a", 193 * MIB).expect_err("64 MiB are for requests");
     assert_eq!(
         refused.to_string(),
@@ -86,11 +86,11 @@ fn what_is_set_aside_fits_or_is_refused() {
          (raise --memory, or make caches and read-ahead smaller)"
     );
     account.reserve("the caches of a", 192 * MIB).expect("as much as there is");
-    assert!(!budget.take_page(1));
+    assert!(!budget.charge_page(1));
     account.reserve("the caches of a", 100 * MIB).expect("less");
-    assert!(budget.take_page(92 * MIB) && !budget.take_page(1));
+    assert!(budget.charge_page(92 * MIB) && !budget.charge_page(1));
     account.reserve("the caches of a", 101 * MIB).expect_err("a disk in memory has it");
-    budget.give_back_pages(MIB);
+    budget.release_pages(MIB);
     account.reserve("the caches of a", 101 * MIB).expect("it has come back");
     drop(account);
     assert_eq!(budget.usage().reserved, 0);
@@ -98,36 +98,36 @@ fn what_is_set_aside_fits_or_is_refused() {
 
 #[test]
 fn clients_can_connect_while_a_disk_in_memory_uses_up_the_budget() {
-    let budget = Budget::new(256 * MIB);
-    assert!(budget.take_page(192 * MIB) && !budget.take_page(1));
+    let budget = MemoryBudget::new(256 * MIB);
+    assert!(budget.charge_page(192 * MIB) && !budget.charge_page(1));
     let first = ConnectionMemory::new(&budget, 3 * MIB).expect("a 64th of the budget is kept");
     assert!(ConnectionMemory::new(&budget, 2 * MIB).is_none());
     assert_eq!(budget.usage().connections, 3 * MIB);
     drop(first);
     drop(ConnectionMemory::new(&budget, 4 * MIB).expect("all of it"));
     // Memory that connections have used after pages were returned is not available for pages.
-    budget.give_back_pages(MIB);
+    budget.release_pages(MIB);
     let _connection = ConnectionMemory::new(&budget, MIB).expect("as much as is left");
-    assert!(!budget.take_page(1));
+    assert!(!budget.charge_page(1));
 }
 
 /// A client that holds memory without progress since an instant; counts visits and disconnects.
 #[derive(Debug)]
 struct Stalled {
-    account: Arc<Account>,
+    account: Arc<MemoryAccount>,
     since: Instant,
-    listing: Listing,
+    listing: HolderEntry,
     visits: AtomicU64,
     ends: AtomicU64,
     ended: Event,
 }
 
 impl Stalled {
-    fn new(account: &Arc<Account>) -> Arc<Self> {
+    fn new(account: &Arc<MemoryAccount>) -> Arc<Self> {
         let stalled = Arc::new(Self {
             account: Arc::clone(account),
             since: now(),
-            listing: Listing::default(),
+            listing: HolderEntry::default(),
             visits: AtomicU64::new(0),
             ends: AtomicU64::new(0),
             ended: Event::new(),
@@ -137,26 +137,26 @@ impl Stalled {
     }
 
     /// Charges the largest request and holds it until the client is disconnected.
-    async fn hold(account: Arc<Account>) {
-        account.take(&MemoryFlow::default(), LARGEST).await;
+    async fn hold(account: Arc<MemoryAccount>) {
+        account.acquire(&FairQueueFlow::default(), LARGEST).await;
         let stalled = Self::new(&account);
         stalled.ended.listen().await;
-        account.give_back(LARGEST);
+        account.release(LARGEST);
     }
 }
 
-impl Holder for Stalled {
-    fn due(&self) -> Option<Instant> {
+impl MemoryHolder for Stalled {
+    fn on_schedule_until(&self) -> Option<Instant> {
         self.visits.fetch_add(1, SeqCst);
         Some(self.since)
     }
 
-    fn push_out(&self) {
+    fn disconnect(&self) {
         self.ends.fetch_add(1, SeqCst);
         self.ended.notify(usize::MAX);
     }
 
-    fn listing(&self) -> &Listing {
+    fn listing(&self) -> &HolderEntry {
         &self.listing
     }
 }
@@ -169,7 +169,7 @@ impl Drop for Stalled {
 
 /// Clients that hold the largest request of `account` without progress, and reconnect whenever they
 /// are disconnected.
-fn hostile(account: &Arc<Account>, count: usize) -> Vec<JoinHandle<()>> {
+fn hostile(account: &Arc<MemoryAccount>, count: usize) -> Vec<JoinHandle<()>> {
     let client = |_| {
         let account = Arc::clone(account);
         spawn_joinable(async move {
@@ -190,14 +190,14 @@ async fn end(clients: Vec<JoinHandle<()>>) {
 #[test]
 fn a_client_without_progress_is_disconnected_after_the_grace() {
     sim::run(1, async {
-        let budget = Budget::new(0);
-        let (stalled, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
+        let budget = MemoryBudget::new(0);
+        let (stalled, other, _third) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
         let holding = spawn_joinable(Stalled::hold(Arc::clone(&stalled)));
         sleep_until(now() + Duration::from_millis(1)).await;
         let began = now();
-        other.take(&MemoryFlow::default(), LARGEST).await;
+        other.acquire(&FairQueueFlow::default(), LARGEST).await;
         let waited = now() - began;
-        assert!(waited <= GRACE && waited >= GRACE - LOOK, "{waited:?}");
+        assert!(waited <= GRACE && waited >= GRACE - CHECK_INTERVAL, "{waited:?}");
         holding.await;
     });
 }
@@ -206,28 +206,28 @@ fn a_client_without_progress_is_disconnected_after_the_grace() {
 /// disconnected: a request of another disk waits for one of them. It does not matter if that disk
 /// has other requests in flight.
 #[test]
-fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
+fn disk_waits_for_at_most_one_foreign_holder() {
     let largest = (3..=8).map(|disks| (disks, LARGEST));
     for (disks, bytes) in largest.chain([(3, 20 * MIB), (100, LARGEST), (100, MIB)]) {
         sim::run(disks as u64, async move {
-            let budget = Budget::new(128 * MIB);
-            let accounts: Vec<_> = (0..disks).map(|_| Account::new(&budget)).collect();
+            let budget = MemoryBudget::new(128 * MIB);
+            let accounts: Vec<_> = (0..disks).map(|_| MemoryAccount::new(&budget)).collect();
             let stuck = hostile(&accounts[0], 60);
             let ordinary = |number: usize| {
                 let account = Arc::clone(&accounts[number]);
                 async move {
-                    let flow = MemoryFlow::default();
+                    let flow = FairQueueFlow::default();
                     if number.is_multiple_of(2) {
-                        account.take(&flow, 4096).await;
+                        account.acquire(&flow, 4096).await;
                     }
                     for _ in 0..3 {
                         sleep_until(now() + pause()).await;
                         let began = now();
-                        account.take(&flow, bytes).await;
+                        account.acquire(&flow, bytes).await;
                         let waited = now() - began;
-                        assert!(waited <= GRACE + 3 * LOOK, "{disks} disks: {waited:?}");
+                        assert!(waited <= GRACE + 3 * CHECK_INTERVAL, "{disks} disks: {waited:?}");
                         sleep_until(now() + Duration::from_millis(1)).await;
-                        account.give_back(bytes);
+                        account.release(bytes);
                     }
                 }
             };
@@ -244,25 +244,25 @@ fn no_disk_waits_for_more_than_one_client_of_another_that_keeps_memory() {
 #[test]
 fn a_client_is_disconnected_once_however_many_requests_wait() {
     sim::run(1, async {
-        let budget = Budget::new(0);
-        let (slow, other, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
-        slow.take(&MemoryFlow::default(), LARGEST).await;
+        let budget = MemoryBudget::new(0);
+        let (slow, other, _third) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+        slow.acquire(&FairQueueFlow::default(), LARGEST).await;
         let client = Stalled::new(&slow);
         let wait = |_| {
             let other = Arc::clone(&other);
             spawn_joinable(async move {
-                other.take(&MemoryFlow::default(), LARGEST).await;
-                other.give_back(LARGEST);
+                other.acquire(&FairQueueFlow::default(), LARGEST).await;
+                other.release(LARGEST);
             })
         };
         let waiting: Vec<_> = (0..30).map(wait).collect();
-        sleep_until(now() + 5 * LOOK).await;
+        sleep_until(now() + 5 * CHECK_INTERVAL).await;
         assert_eq!(client.ends.load(SeqCst), 1);
         // A transfer that continues does not list it again.
         slow.watch(&client);
-        sleep_until(now() + 5 * LOOK).await;
+        sleep_until(now() + 5 * CHECK_INTERVAL).await;
         assert_eq!(client.ends.load(SeqCst), 1);
-        slow.give_back(LARGEST);
+        slow.release(LARGEST);
         for waiter in waiting {
             waiter.await;
         }

@@ -13,13 +13,13 @@ use std::{
 use io_uring::{IoUring, cqueue, opcode, squeue::Entry128, types};
 use nix::fcntl::{FcntlArg, fcntl};
 
-use super::{super::restricted, Dialect, feature};
+use super::{super::restricted, CommandEncoding, feature};
 
 const DRIVER: &str = "/dev/ublk-control";
 /// Path prefix of the node for a device's requests, followed by its number.
-pub(super) const CHANNEL: &str = "/dev/ublkc";
+pub(super) const CHANNEL_PREFIX: &str = "/dev/ublkc";
 /// Device number by which the kernel chooses one.
-const ANY: u32 = u32::MAX;
+const ANY_DEVICE: u32 = u32::MAX;
 
 /// `UBLK_CMD_…`, and true if the kernel reads the structure.
 mod command {
@@ -39,7 +39,7 @@ mod command {
 
 /// A command in an entry (`struct ublksrv_ctrl_cmd`): 32 bytes, the rest of the entry is zero.
 #[derive(Clone, Copy)]
-struct Command {
+struct UblkCommand {
     number: u32,
     writes: bool,
     device: u32,
@@ -54,7 +54,7 @@ const COMMAND_BYTES: usize = 32;
 /// Properties of a device (`struct ublksrv_ctrl_dev_info`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Info {
+pub struct UblkInfo {
     /// Number of queues.
     pub queues: u16,
     /// Maximum number of requests in flight on each queue.
@@ -62,7 +62,7 @@ pub struct Info {
     state: u16,
     padding0: u16,
     /// Maximum size of a request in bytes.
-    pub most_bytes: u32,
+    pub max_request_bytes: u32,
     /// Number N of `/dev/ublkbN`.
     pub number: u32,
     /// Process that serves the device. Meaningless after that process has ended.
@@ -71,7 +71,7 @@ pub struct Info {
     /// Bits of [`feature`].
     pub features: u64,
     /// User data set at creation; the driver only stores it.
-    pub mark: u64,
+    pub user_data: u64,
     owner_uid: u32,
     owner_gid: u32,
     reserved: [u64; 2],
@@ -79,21 +79,21 @@ pub struct Info {
 
 /// State of a device.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum State {
+pub enum UblkState {
     /// Not started, or stopped.
     Dead,
     /// The block device exists and is served.
     Live,
     /// Orphaned; requests wait for a process that recovers the device.
-    Waiting,
+    Quiesced,
     /// Orphaned; requests fail.
-    Failing,
+    FailIo,
 }
 
-impl Info {
+impl UblkInfo {
     /// Properties of a device to create, without features and user data.
     pub fn new(queues: u16, depth: u16, most_bytes: u32) -> Self {
-        Self { queues, depth, most_bytes, ..Self::default() }
+        Self { queues, depth, max_request_bytes: most_bytes, ..Self::default() }
     }
 
     /// True if data is accessed in place: see [`feature::ZERO_COPY`].
@@ -102,12 +102,12 @@ impl Info {
     }
 
     /// State when the properties were read.
-    pub fn state(&self) -> State {
+    pub fn state(&self) -> UblkState {
         match self.state {
-            0 => State::Dead,
-            1 => State::Live,
-            2 => State::Waiting,
-            _ => State::Failing,
+            0 => UblkState::Dead,
+            1 => UblkState::Live,
+            2 => UblkState::Quiesced,
+            _ => UblkState::FailIo,
         }
     }
 }
@@ -115,7 +115,7 @@ impl Info {
 /// Parameters of a device's requests (`struct ublk_params`, the part that Linux 6.1 has).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Params {
+pub struct UblkParams {
     bytes: u32,
     kinds: u32,
     /// Bits of `Params::READ_ONLY` and its neighbours.
@@ -149,7 +149,7 @@ pub struct Params {
     reserved: [u16; 3],
 }
 
-impl Params {
+impl UblkParams {
     /// `UBLK_ATTR_READ_ONLY`
     pub const READ_ONLY: u32 = 1;
     /// `UBLK_ATTR_VOLATILE_CACHE`: flushes are sent.
@@ -161,14 +161,14 @@ impl Params {
 }
 
 /// A connection to the driver.
-pub struct Control {
+pub struct UblkControl {
     driver: File,
     ring: IoUring<Entry128, cqueue::Entry>,
-    dialect: Dialect,
+    dialect: CommandEncoding,
     features: u64,
 }
 
-impl Control {
+impl UblkControl {
     /// Opens the driver and queries its features.
     ///
     /// # Errors
@@ -177,12 +177,12 @@ impl Control {
     pub fn open() -> io::Result<Self> {
         let driver = OpenOptions::new().read(true).write(true).open(DRIVER)?;
         let ring = restricted::build(&mut IoUring::builder(), 1, None, &[opcode::UringCmd80::CODE], &[])?;
-        let mut control = Self { driver, ring, dialect: Dialect::Ioctl, features: 0 };
+        let mut control = Self { driver, ring, dialect: CommandEncoding::Ioctl, features: 0 };
         let mut features = 0_u64;
-        match control.exchange(Command::new(command::GET_FEATURES, ANY), Some(&mut features)) {
+        match control.exchange(UblkCommand::new(command::GET_FEATURES, ANY_DEVICE), Some(&mut features)) {
             Ok(()) => control.features = features,
             // Linux before 6.5, where only devices report features.
-            Err(error) if error.raw_os_error() != Some(libc::EPERM) => control.dialect = Dialect::Plain,
+            Err(error) if error.raw_os_error() != Some(libc::EPERM) => control.dialect = CommandEncoding::Legacy,
             Err(error) => return Err(error),
         }
         Ok(control)
@@ -191,8 +191,8 @@ impl Control {
     /// Bits of [`feature`]. A driver that does not report features has those of Linux 6.1.
     pub fn features(&self) -> u64 {
         match self.dialect {
-            Dialect::Ioctl => self.features,
-            Dialect::Plain => feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE,
+            CommandEncoding::Ioctl => self.features,
+            CommandEncoding::Legacy => feature::USER_RECOVERY | feature::USER_RECOVERY_REISSUE,
         }
     }
 
@@ -202,10 +202,10 @@ impl Control {
     /// # Errors
     /// `EEXIST` if the number is in use; `EACCES` if the driver has its maximum number of devices;
     /// `EPERM`.
-    pub fn add(&mut self, number: Option<u32>, wanted: Info) -> io::Result<Info> {
-        let number = number.unwrap_or(ANY);
-        let mut info = Info { number, process: -1, ..wanted };
-        self.exchange(Command::new(command::ADD, number), Some(&mut info))?;
+    pub fn add(&mut self, number: Option<u32>, wanted: UblkInfo) -> io::Result<UblkInfo> {
+        let number = number.unwrap_or(ANY_DEVICE);
+        let mut info = UblkInfo { number, process: -1, ..wanted };
+        self.exchange(UblkCommand::new(command::ADD, number), Some(&mut info))?;
         Ok(info)
     }
 
@@ -213,11 +213,11 @@ impl Control {
     ///
     /// # Errors
     /// `ENODEV` if there is no device with this number; `EPERM`, `EACCES` if it is another user's.
-    pub fn info(&mut self, number: u32) -> io::Result<Info> {
-        let mut info = Info::default();
+    pub fn info(&mut self, number: u32) -> io::Result<UblkInfo> {
+        let mut info = UblkInfo::default();
         let command = match self.dialect {
-            Dialect::Ioctl => Command { has_path: true, ..Command::new(command::GET_INFO2, number) },
-            Dialect::Plain => Command::new(command::GET_INFO, number),
+            CommandEncoding::Ioctl => UblkCommand { has_path: true, ..UblkCommand::new(command::GET_INFO2, number) },
+            CommandEncoding::Legacy => UblkCommand::new(command::GET_INFO, number),
         };
         self.exchange(command, Some(&mut info))?;
         Ok(info)
@@ -227,20 +227,20 @@ impl Control {
     ///
     /// # Errors
     /// `EINVAL` if they are invalid.
-    pub fn set_params(&mut self, device: &Info, params: Params) -> io::Result<()> {
+    pub fn set_params(&mut self, device: &UblkInfo, params: UblkParams) -> io::Result<()> {
         let erases = params.max_discard_sectors > 0 || params.max_write_zeroes_sectors > 0;
-        let kinds = Params::BASIC | if erases { Params::DISCARD } else { 0 };
-        let mut params = Params { bytes: size_of::<Params>() as u32, kinds, ..params };
-        self.exchange(Command::to(command::SET_PARAMS, device), Some(&mut params))
+        let kinds = UblkParams::BASIC | if erases { UblkParams::DISCARD } else { 0 };
+        let mut params = UblkParams { bytes: size_of::<UblkParams>() as u32, kinds, ..params };
+        self.exchange(UblkCommand::to(command::SET_PARAMS, device), Some(&mut params))
     }
 
     /// Parameters of a device's requests.
     ///
     /// # Errors
     /// `ENODEV`.
-    pub fn params(&mut self, device: &Info) -> io::Result<Params> {
-        let mut params = Params { bytes: size_of::<Params>() as u32, ..Params::default() };
-        self.exchange(Command::to(command::GET_PARAMS, device), Some(&mut params))?;
+    pub fn params(&mut self, device: &UblkInfo) -> io::Result<UblkParams> {
+        let mut params = UblkParams { bytes: size_of::<UblkParams>() as u32, ..UblkParams::default() };
+        self.exchange(UblkCommand::to(command::GET_PARAMS, device), Some(&mut params))?;
         Ok(params)
     }
 
@@ -249,8 +249,8 @@ impl Control {
     ///
     /// # Errors
     /// Fails if the kernel cannot create the block device.
-    pub fn start(&mut self, device: &Info) -> io::Result<()> {
-        self.tell(command::START, device, u64::from(std::process::id()))
+    pub fn start(&mut self, device: &UblkInfo) -> io::Result<()> {
+        self.run_command(command::START, device, u64::from(std::process::id()))
     }
 
     /// Removes the block device: requests not yet issued fail, those in progress complete first.
@@ -258,40 +258,40 @@ impl Control {
     ///
     /// # Errors
     /// `ENODEV`.
-    pub fn stop(&mut self, device: &Info) -> io::Result<()> {
-        self.tell(command::STOP, device, 0)
+    pub fn stop(&mut self, device: &UblkInfo) -> io::Result<()> {
+        self.run_command(command::STOP, device, 0)
     }
 
     /// Removes an orphaned device, stopping it first; blocks until all openers have closed it.
     ///
     /// # Errors
     /// `ENODEV`.
-    pub fn delete(&mut self, device: &Info) -> io::Result<()> {
-        self.tell(command::DELETE, device, 0)
+    pub fn delete(&mut self, device: &UblkInfo) -> io::Result<()> {
+        self.run_command(command::DELETE, device, 0)
     }
 
     /// Begins the recovery of an orphaned device by this process, which fetches from it next.
     ///
     /// # Errors
     /// `EBUSY` if it is not waiting for recovery, or not yet.
-    pub fn start_recovery(&mut self, device: &Info) -> io::Result<()> {
-        self.tell(command::START_RECOVERY, device, 0)
+    pub fn start_recovery(&mut self, device: &UblkInfo) -> io::Result<()> {
+        self.run_command(command::START_RECOVERY, device, 0)
     }
 
     /// Resumes a recovered device, as [`Control::start`] starts a new one.
     ///
     /// # Errors
     /// `EBUSY` if it is not waiting for recovery.
-    pub fn end_recovery(&mut self, device: &Info) -> io::Result<()> {
-        self.tell(command::END_RECOVERY, device, u64::from(std::process::id()))
+    pub fn end_recovery(&mut self, device: &UblkInfo) -> io::Result<()> {
+        self.run_command(command::END_RECOVERY, device, u64::from(std::process::id()))
     }
 
     /// Changes the size of a device, in units of 512 bytes.
     ///
     /// # Errors
     /// `EOPNOTSUPP` if the driver or the device lacks [`feature::UPDATE_SIZE`].
-    pub fn update_size(&mut self, device: &Info, sectors: u64) -> io::Result<()> {
-        self.tell(command::UPDATE_SIZE, device, sectors)
+    pub fn update_size(&mut self, device: &UblkInfo, sectors: u64) -> io::Result<()> {
+        self.run_command(command::UPDATE_SIZE, device, sectors)
     }
 
     /// Makes this process the [guardian](Self::guardian) of a device number until it ends, or
@@ -299,7 +299,7 @@ impl Control {
     ///
     /// # Errors
     /// `EAGAIN` if another process is the guardian.
-    pub fn guard(&self, number: u32) -> io::Result<()> {
+    pub fn lock_as_keeper(&self, number: u32) -> io::Result<()> {
         fcntl(&self.driver, FcntlArg::F_SETLK(&byte(number)))?;
         Ok(())
     }
@@ -315,14 +315,14 @@ impl Control {
         Ok((i32::from(answer.l_type) != libc::F_UNLCK).then_some(answer.l_pid))
     }
 
-    fn tell(&mut self, command: (u32, bool), device: &Info, data: u64) -> io::Result<()> {
-        self.exchange::<Info>(Command { data, ..Command::to(command, device) }, None)
+    fn run_command(&mut self, command: (u32, bool), device: &UblkInfo, data: u64) -> io::Result<()> {
+        self.exchange::<UblkInfo>(UblkCommand { data, ..UblkCommand::to(command, device) }, None)
     }
 
     /// Passes a structure to the kernel, which may change it.
-    fn exchange<T: Exchanged>(&mut self, command: Command, value: Option<&mut T>) -> io::Result<()> {
+    fn exchange<T: PlainBytes>(&mut self, command: UblkCommand, value: Option<&mut T>) -> io::Result<()> {
         let mut bytes = match command.has_path {
-            true => format!("{CHANNEL}{}\0", command.device).into_bytes(),
+            true => format!("{CHANNEL_PREFIX}{}\0", command.device).into_bytes(),
             false => Vec::new(),
         };
         let path = bytes.len();
@@ -339,7 +339,7 @@ impl Control {
         Ok(())
     }
 
-    fn send(&mut self, command: Command, bytes: &mut [u8], path: usize) -> io::Result<()> {
+    fn send(&mut self, command: UblkCommand, bytes: &mut [u8], path: usize) -> io::Result<()> {
         let code = self.dialect.code(command.number, command.writes, COMMAND_BYTES);
         let entry = opcode::UringCmd80::new(types::Fd(self.driver.as_raw_fd()), code)
             .cmd(command.entry(bytes, path))
@@ -378,20 +378,20 @@ fn byte(number: u32) -> libc::flock {
 ///
 /// # Safety
 /// It must consist of integers, without padding.
-unsafe trait Exchanged: Copy {}
+unsafe trait PlainBytes: Copy {}
 // SAFETY: an integer.
-unsafe impl Exchanged for u64 {}
+unsafe impl PlainBytes for u64 {}
 // SAFETY: `repr(C)`, and each field begins where the previous one ends.
-unsafe impl Exchanged for Info {}
+unsafe impl PlainBytes for UblkInfo {}
 // SAFETY: as above.
-unsafe impl Exchanged for Params {}
+unsafe impl PlainBytes for UblkParams {}
 
-impl Command {
+impl UblkCommand {
     fn new((number, writes): (u32, bool), device: u32) -> Self {
         Self { number, writes, device, data: 0, has_path: false }
     }
 
-    fn to(command: (u32, bool), device: &Info) -> Self {
+    fn to(command: (u32, bool), device: &UblkInfo) -> Self {
         let has_path = device.features & feature::UNPRIVILEGED != 0;
         Self { has_path, ..Self::new(command, device.number) }
     }
@@ -411,7 +411,7 @@ impl Command {
     }
 }
 
-impl std::fmt::Debug for Control {
+impl std::fmt::Debug for UblkControl {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Control").field("features", &self.features).finish_non_exhaustive()
     }
@@ -423,8 +423,8 @@ mod tests {
 
     #[test]
     fn structures_are_those_of_the_header() {
-        assert_eq!((size_of::<Info>(), std::mem::offset_of!(Info, mark)), (64, 32));
-        assert_eq!((size_of::<Params>(), std::mem::offset_of!(Params, sectors)), (64, 24));
-        assert_eq!(std::mem::offset_of!(Params, max_discard_segments), 56);
+        assert_eq!((size_of::<UblkInfo>(), std::mem::offset_of!(UblkInfo, user_data)), (64, 32));
+        assert_eq!((size_of::<UblkParams>(), std::mem::offset_of!(UblkParams, sectors)), (64, 24));
+        assert_eq!(std::mem::offset_of!(UblkParams, max_discard_segments), 56);
     }
 }

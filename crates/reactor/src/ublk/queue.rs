@@ -20,13 +20,13 @@ use std::{
 use io_uring::{opcode, types};
 
 use super::{
-    super::{op::Fd, uring::Op},
-    Dialect, Info, MAX_DEPTH,
-    control::CHANNEL,
+    super::{op::Fd, uring::RingOperation},
+    CommandEncoding, UblkInfo, MAX_DEPTH,
+    control::CHANNEL_PREFIX,
     feature,
-    registered::{Registered, Source},
+    registered::{RegisteredData, RegisteredSource},
 };
-use crate::guest::{Memory, Place, Region};
+use crate::guest::{GuestMemory, GuestBytes, Region};
 
 /// `UBLK_IO_FETCH_REQ` and `UBLK_IO_COMMIT_AND_FETCH_REQ`.
 const FETCH: u32 = 0x20;
@@ -43,7 +43,7 @@ const NOT_REGISTERED: u32 = 1 << 17;
 /// A request (`struct ublksrv_io_desc`).
 #[repr(C)]
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Descriptor {
+pub struct UblkDescriptor {
     /// `UBLK_IO_OP_…` in the lowest eight bits, `UBLK_IO_F_…` above them.
     pub operation: u32,
     /// Number of sectors of 512 bytes.
@@ -54,7 +54,7 @@ pub struct Descriptor {
     address: u64,
 }
 
-impl Descriptor {
+impl UblkDescriptor {
     /// A request for tests.
     pub fn new(operation: u32, first_sector: u64, sectors: u32) -> Self {
         Self { operation, sectors, first_sector, address: 0 }
@@ -63,44 +63,44 @@ impl Descriptor {
 
 /// A queue, on the thread that fetches from it.
 #[derive(Debug)]
-pub struct Queue {
-    shared: Rc<Shared>,
+pub struct UblkQueue {
+    shared: Rc<UblkQueueShared>,
     number: u16,
-    dialect: Dialect,
+    dialect: CommandEncoding,
 }
 
 /// State in use by the kernel until the queue's last fetch has completed.
 #[derive(Debug)]
-struct Shared {
+struct UblkQueueShared {
     device: Fd,
-    descriptors: Descriptors,
-    way: Way,
+    descriptors: MappedDescriptors,
+    way: DataTransfer,
     depth: u16,
     most_bytes: usize,
 }
 
 /// Transfer of data.
 #[derive(Debug)]
-enum Way {
+enum DataTransfer {
     /// The kernel copies from and to this memory.
-    Lent(Memory),
+    Lent(GuestMemory),
     /// In place, as registered buffers.
-    Registered(Rc<Source>),
+    Registered(Rc<RegisteredSource>),
 }
 
 /// Location of a request's data.
 #[derive(Debug)]
-pub enum Data {
+pub enum UblkData {
     /// In own memory.
-    Lent(Place),
+    Lent(GuestBytes),
     /// In place.
-    Registered(Registered),
+    Registered(RegisteredData),
 }
 
-impl Queue {
+impl UblkQueue {
     /// Path of the node for a device's requests.
     pub fn path(number: u32) -> PathBuf {
-        PathBuf::from(format!("{CHANNEL}{number}"))
+        PathBuf::from(format!("{CHANNEL_PREFIX}{number}"))
     }
 
     /// Opens the node for a device's requests, for all its queues. One process at a time may have
@@ -120,23 +120,23 @@ impl Queue {
     ///
     /// # Panics
     /// Panics if the depth is invalid.
-    pub fn new(device: Fd, info: &Info, number: u16, copied: &Arc<AtomicU64>) -> io::Result<Self> {
-        let (depth, most_bytes) = (info.depth, info.most_bytes as usize);
+    pub fn new(device: Fd, info: &UblkInfo, number: u16, copied: &Arc<AtomicU64>) -> io::Result<Self> {
+        let (depth, most_bytes) = (info.depth, info.max_request_bytes as usize);
         assert!((1..=MAX_DEPTH).contains(&depth), "{depth} requests");
-        let descriptors = Descriptors::map(&device, number, depth)?;
+        let descriptors = MappedDescriptors::map(&device, number, depth)?;
         let way = match info.is_zero_copy() {
-            true => Way::Registered(Source::new(&device, info, number, copied)),
+            true => DataTransfer::Registered(RegisteredSource::new(&device, info, number, copied)),
             false => {
                 let stride = most_bytes.next_multiple_of(PAGE);
-                let region = Region::lent(usize::from(depth) * stride)?;
-                Way::Lent(Memory::new(vec![region]).expect("one region overlaps no other"))
+                let region = Region::shared_with_kernel(usize::from(depth) * stride)?;
+                DataTransfer::Lent(GuestMemory::new(vec![region]).expect("one region overlaps no other"))
             }
         };
         let dialect = match info.features & feature::CMD_IOCTL_ENCODE {
-            0 => Dialect::Plain,
-            _ => Dialect::Ioctl,
+            0 => CommandEncoding::Legacy,
+            _ => CommandEncoding::Ioctl,
         };
-        let shared = Shared { device, descriptors, way, depth, most_bytes };
+        let shared = UblkQueueShared { device, descriptors, way, depth, most_bytes };
         Ok(Self { shared: Rc::new(shared), number, dialect })
     }
 
@@ -144,34 +144,34 @@ impl Queue {
     ///
     /// # Panics
     /// Panics if the tag is invalid.
-    pub fn descriptor(&self, tag: u16) -> Descriptor {
+    pub fn descriptor(&self, tag: u16) -> UblkDescriptor {
         assert!(tag < self.shared.depth, "tag {tag}");
         self.shared.descriptors.get(tag)
     }
 
     /// True if data is [`Data::Registered`].
     pub fn is_zero_copy(&self) -> bool {
-        matches!(self.shared.way, Way::Registered(_))
+        matches!(self.shared.way, DataTransfer::Registered(_))
     }
 
     /// The first `bytes` of the data of a tag's request.
     ///
     /// # Panics
     /// Panics if the tag is invalid, or `bytes` exceeds the maximum size of a request.
-    pub fn data(&self, tag: u16, bytes: usize) -> Data {
+    pub fn data(&self, tag: u16, bytes: usize) -> UblkData {
         assert!(tag < self.shared.depth && bytes <= self.shared.most_bytes, "{bytes} bytes of tag {tag}");
         match &self.shared.way {
-            Way::Lent(memory) => Data::Lent(self.place(memory, tag, bytes)),
-            Way::Registered(source) => {
+            DataTransfer::Lent(memory) => UblkData::Lent(self.place(memory, tag, bytes)),
+            DataTransfer::Registered(source) => {
                 let is_registered = self.descriptor(tag).operation & NOT_REGISTERED == 0;
-                Data::Registered(source.data(tag, bytes, is_registered))
+                UblkData::Registered(source.data(tag, bytes, is_registered))
             }
         }
     }
 
-    fn place(&self, memory: &Memory, tag: u16, bytes: usize) -> Place {
+    fn place(&self, memory: &GuestMemory, tag: u16, bytes: usize) -> GuestBytes {
         let address = usize::from(tag) * self.shared.most_bytes.next_multiple_of(PAGE);
-        memory.place(address as u64, bytes).expect("inside")
+        memory.range(address as u64, bytes).expect("inside")
     }
 
     /// Waits for the first request of a tag. If the future is dropped, the fetch stays in flight
@@ -195,10 +195,10 @@ impl Queue {
 
     /// Waits until the kernel has started all commands queued before; commands that it rejects
     /// immediately have completed.
-    pub async fn begun(&self) -> io::Result<()> {
+    pub async fn commands_started(&self) -> io::Result<()> {
         let entry = opcode::Nop::new().build();
         // SAFETY: the entry refers to nothing.
-        let op = unsafe { Op::start(&entry, ()) };
+        let op = unsafe { RingOperation::start(&entry, ()) };
         op.await.0.map(drop)
     }
 
@@ -210,34 +210,34 @@ impl Queue {
         // `struct ublk_auto_buf_reg`.
         let mut buffer = None;
         match &self.shared.way {
-            Way::Lent(memory) => {
+            DataTransfer::Lent(memory) => {
                 let address = self.place(memory, tag, 0).as_ptr() as u64;
                 command[8..].copy_from_slice(&address.to_ne_bytes());
             }
-            Way::Registered(source) => buffer = Some(u64::from(source.number(tag)) | FALLBACK),
+            DataTransfer::Registered(source) => buffer = Some(u64::from(source.number(tag)) | FALLBACK),
         }
         let target = types::Fd(self.shared.device.raw());
         let code = self.dialect.code(number, true, COMMAND_BYTES);
         let entry = opcode::UringCmd16::new(target, code).cmd(command).addr(buffer).build();
         // SAFETY: lent memory, buffer indices and descriptor are in `shared`, which the operation
         // owns.
-        let op = unsafe { Op::start(&entry, Rc::clone(&self.shared)) }.until_the_ring_ends();
+        let op = unsafe { RingOperation::start(&entry, Rc::clone(&self.shared)) }.uncancellable();
         async { op.await.0.map(drop) }
     }
 }
 
 /// The driver's descriptors of a queue, mapped.
 #[derive(Debug)]
-struct Descriptors {
-    first: NonNull<Descriptor>,
+struct MappedDescriptors {
+    first: NonNull<UblkDescriptor>,
     bytes: usize,
 }
 
-impl Descriptors {
+impl MappedDescriptors {
     fn map(device: &Fd, queue: u16, depth: u16) -> io::Result<Self> {
         // SAFETY: sysconf only returns a constant.
         let page = usize::try_from(unsafe { libc::sysconf(libc::_SC_PAGESIZE) }).unwrap_or(PAGE);
-        let room = |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
+        let room = |depth: u16| (usize::from(depth) * size_of::<UblkDescriptor>()).next_multiple_of(page);
         let bytes = room(depth);
         let offset = usize::from(queue) * room(MAX_DEPTH);
         // SAFETY: a new mapping, at an address of the kernel's choice.
@@ -259,13 +259,13 @@ impl Descriptors {
     }
 
     /// Reads a descriptor; `tag` must be below the depth.
-    fn get(&self, tag: u16) -> Descriptor {
+    fn get(&self, tag: u16) -> UblkDescriptor {
         // SAFETY: this many descriptors are mapped.
         let at = unsafe { self.first.as_ptr().add(usize::from(tag)) };
         // SAFETY: mapped and aligned. The kernel changes a descriptor only while its tag is
         // fetched, and any bytes are a valid descriptor.
         unsafe {
-            Descriptor {
+            UblkDescriptor {
                 operation: addr_of!((*at).operation).read_volatile(),
                 sectors: addr_of!((*at).sectors).read_volatile(),
                 first_sector: addr_of!((*at).first_sector).read_volatile(),
@@ -275,7 +275,7 @@ impl Descriptors {
     }
 }
 
-impl Drop for Descriptors {
+impl Drop for MappedDescriptors {
     fn drop(&mut self) {
         // SAFETY: mapped by `map` with this length, and nothing refers to it.
         let result = unsafe { libc::munmap(self.first.as_ptr().cast(), self.bytes) };

@@ -24,17 +24,17 @@ use nix::{
 
 use super::{
     super::{
-        buffers::Numbers,
+        buffers::BufferIndexRange,
         op::{Durability, Fd, length},
         priority,
-        uring::{MOST_READS_HELD_BACK, MOST_WRITES_HELD_BACK, Op},
+        uring::{MAX_READS_HELD_BACK, MAX_WRITES_HELD_BACK, RingOperation},
     },
-    Info,
+    UblkInfo,
 };
 use crate::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
-    guest::Place,
+    guest::GuestBytes,
 };
 
 /// An index that no buffer has.
@@ -42,18 +42,18 @@ const NO_BUFFER: u16 = u16::MAX;
 
 /// Access to the data of a queue's requests.
 #[derive(Debug)]
-pub(super) struct Source {
+pub(super) struct RegisteredSource {
     device: Fd,
     queue: u16,
     /// One index for each tag; without them, all data is copied.
-    numbers: Option<Numbers>,
+    numbers: Option<BufferIndexRange>,
     /// Bytes copied although the device supports zero copy.
     copied: Arc<AtomicU64>,
 }
 
-impl Source {
-    pub(super) fn new(device: &Fd, info: &Info, queue: u16, copied: &Arc<AtomicU64>) -> Rc<Self> {
-        let numbers = Numbers::take(info.depth);
+impl RegisteredSource {
+    pub(super) fn new(device: &Fd, info: &UblkInfo, queue: u16, copied: &Arc<AtomicU64>) -> Rc<Self> {
+        let numbers = BufferIndexRange::take(info.depth);
         if let Err(error) = &numbers {
             let device = info.number;
             tracing::warn!(device, queue, %error, "the pages of requests cannot be registered as buffers of this ring: data is copied");
@@ -68,45 +68,45 @@ impl Source {
     }
 
     /// Data of a tag's request. `is_registered` is true if the kernel has registered it.
-    pub(super) fn data(self: &Rc<Self>, tag: u16, bytes: usize, is_registered: bool) -> Registered {
+    pub(super) fn data(self: &Rc<Self>, tag: u16, bytes: usize, is_registered: bool) -> RegisteredData {
         // `UBLKSRV_IO_BUF_OFFSET`: bits for the queue from 41, for the tag from 25, below them the
         // byte offset.
         let position = (1 << 31) + (i64::from(self.queue) << 41) + (i64::from(tag) << 25);
         let number = Some(self.number(tag)).filter(|number| is_registered && *number != NO_BUFFER);
         let source = Rc::clone(self);
-        Registered { bytes, whereabouts: Whereabouts::Driver { source, position, number } }
+        RegisteredData { bytes, whereabouts: DataLocation::Driver { source, position, number } }
     }
 }
 
 /// Data of a read or a write, by reference. Belongs to the thread that fetched the request.
 #[derive(Clone, Debug)]
-pub struct Registered {
+pub struct RegisteredData {
     bytes: usize,
-    whereabouts: Whereabouts,
+    whereabouts: DataLocation,
 }
 
 #[derive(Clone, Debug)]
-enum Whereabouts {
+enum DataLocation {
     Driver {
-        source: Rc<Source>,
+        source: Rc<RegisteredSource>,
         /// Offset in the driver's file.
         position: i64,
         /// Index among the ring's buffers, if registered.
         number: Option<u16>,
     },
     Simulated {
-        place: Place,
+        place: GuestBytes,
         is_registered: bool,
         copied: Arc<AtomicU64>,
     },
 }
 
-impl Registered {
+impl RegisteredData {
     /// Data at a place of the issuing process, for simulated storage: accessible like a registered
     /// buffer, or only by copying. `copied` counts copied bytes.
-    pub fn simulated(place: Place, is_registered: bool, copied: &Arc<AtomicU64>) -> Self {
+    pub fn simulated(place: GuestBytes, is_registered: bool, copied: &Arc<AtomicU64>) -> Self {
         let (bytes, copied) = (place.bytes(), Arc::clone(copied));
-        Self { bytes, whereabouts: Whereabouts::Simulated { place, is_registered, copied } }
+        Self { bytes, whereabouts: DataLocation::Simulated { place, is_registered, copied } }
     }
 
     /// Length in bytes.
@@ -117,7 +117,7 @@ impl Registered {
     /// Index among the buffers of this thread's ring.
     fn number(&self) -> io::Result<u16> {
         match &self.whereabouts {
-            Whereabouts::Driver { number: Some(number), .. } => Ok(*number),
+            DataLocation::Driver { number: Some(number), .. } => Ok(*number),
             _ => Err(io::Error::from_raw_os_error(libc::EFAULT)),
         }
     }
@@ -137,7 +137,7 @@ impl Registered {
             .flags(fd.flags());
         // SAFETY: the kernel owns the buffer itself; the operation owns the descriptor and the
         // index.
-        let op = unsafe { Op::start(&entry, (fd.clone(), self.clone())) }.soon(MOST_READS_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }.submit_at(MAX_READS_HELD_BACK);
         op.await.0.map(|count| count as usize)
     }
 
@@ -160,15 +160,15 @@ impl Registered {
             .build()
             .flags(fd.flags());
         // SAFETY: as in `read_at`.
-        let op = unsafe { Op::start(&entry, (fd.clone(), self.clone())) }.soon(MOST_WRITES_HELD_BACK);
+        let op = unsafe { RingOperation::start(&entry, (fd.clone(), self.clone())) }.submit_at(MAX_WRITES_HELD_BACK);
         op.await.0.map(|count| count as usize)
     }
 
     /// Place of the data for simulated storage.
-    pub fn place(&self) -> Option<&Place> {
+    pub fn place(&self) -> Option<&GuestBytes> {
         match &self.whereabouts {
-            Whereabouts::Simulated { place, is_registered: true, .. } => Some(place),
-            Whereabouts::Simulated { .. } | Whereabouts::Driver { .. } => None,
+            DataLocation::Simulated { place, is_registered: true, .. } => Some(place),
+            DataLocation::Simulated { .. } | DataLocation::Driver { .. } => None,
         }
     }
 
@@ -176,12 +176,12 @@ impl Registered {
     ///
     /// # Errors
     /// The driver's error if the request is not a write, or was completed.
-    pub fn take(&self) -> Result<Buffer> {
-        let mut copy = Buffer::new(self.bytes);
+    pub fn copy_out(&self) -> Result<IoBuffer> {
+        let mut copy = IoBuffer::new(self.bytes);
         self.count(self.bytes);
         match &self.whereabouts {
-            Whereabouts::Simulated { place, .. } => place.read(0, &mut copy),
-            Whereabouts::Driver { source, position, .. } => {
+            DataLocation::Simulated { place, .. } => place.read(0, &mut copy),
+            DataLocation::Driver { source, position, .. } => {
                 let mut done = 0;
                 while done < copy.len() {
                     let position = position + done as i64;
@@ -199,12 +199,12 @@ impl Registered {
     ///
     /// # Panics
     /// Panics if the bytes do not fit.
-    pub fn put(&self, at: usize, bytes: &[u8]) -> Result<()> {
+    pub fn copy_in(&self, at: usize, bytes: &[u8]) -> Result<()> {
         assert!(at + bytes.len() <= self.bytes, "{} bytes at {at} of {}", bytes.len(), self.bytes);
         self.count(bytes.len());
         match &self.whereabouts {
-            Whereabouts::Simulated { place, .. } => place.write(at, bytes),
-            Whereabouts::Driver { source, position, .. } => {
+            DataLocation::Simulated { place, .. } => place.write(at, bytes),
+            DataLocation::Driver { source, position, .. } => {
                 let mut done = 0;
                 while done < bytes.len() {
                     let position = position + (at + done) as i64;
@@ -219,10 +219,10 @@ impl Registered {
     ///
     /// # Errors
     /// As [`Registered::put`].
-    pub fn put_all(&self, data: &Segments) -> Result<()> {
+    pub fn copy_in_segments(&self, data: &Segments) -> Result<()> {
         let mut at = 0;
         for segment in data.iter() {
-            self.put(at, &segment.bytes())?;
+            self.copy_in(at, &segment.bytes())?;
             at += segment.len();
         }
         Ok(())
@@ -230,8 +230,8 @@ impl Registered {
 
     fn count(&self, bytes: usize) {
         let copied = match &self.whereabouts {
-            Whereabouts::Driver { source, .. } => &source.copied,
-            Whereabouts::Simulated { copied, .. } => copied,
+            DataLocation::Driver { source, .. } => &source.copied,
+            DataLocation::Simulated { copied, .. } => copied,
         };
         copied.fetch_add(bytes as u64, Relaxed);
     }

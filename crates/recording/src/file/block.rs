@@ -3,18 +3,18 @@
 //! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_BYTES`] and
 //! [`MOST_ENTRIES`].
 
-use super::{Entry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES, Times};
-use crate::record::Op;
+use super::{RecordingEntry, MOST_BYTES, MOST_ENTRIES, MOST_NAMES, RecordedTimes};
+use crate::record::RequestOp;
 
 /// Content of a block.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Block {
+pub(super) struct RecordingBlock {
     /// Number of requests since the previous block that were dropped because the buffer was full.
     pub(super) lost: u64,
     pub(super) disks: Vec<String>,
     pub(super) limits: Vec<String>,
     /// Sorted by arrival.
-    pub(super) entries: Vec<Entry>,
+    pub(super) entries: Vec<RecordingEntry>,
 }
 
 const FAILED: u64 = 8;
@@ -24,25 +24,25 @@ const COLUMNS: usize = 8;
 // Offsets and lengths are mostly multiples of 4096.
 const MOST_SHIFT: u32 = 12;
 
-impl Block {
+impl RecordingBlock {
     /// Appends the encoded block.
     pub(super) fn encode(&self, bytes: &mut Vec<u8>) {
-        push(bytes, self.lost);
+        push_column(bytes, self.lost);
         for names in [&self.disks, &self.limits] {
-            push(bytes, names.len() as u64);
+            push_column(bytes, names.len() as u64);
             for name in names {
-                push(bytes, name.len() as u64);
+                push_column(bytes, name.len() as u64);
                 bytes.extend_from_slice(name.as_bytes());
             }
         }
-        push(bytes, self.entries.len() as u64);
+        push_column(bytes, self.entries.len() as u64);
         // The shift that loses no bit of any request.
         let shift = self.entries.iter().map(|entry| (entry.offset | entry.length).trailing_zeros()).min();
         let shift = shift.unwrap_or(0).min(MOST_SHIFT);
-        push(bytes, shift.into());
+        push_column(bytes, shift.into());
         // Columns of like numbers compress better than rows.
         for column in self.columns(shift) {
-            push(bytes, column.len() as u64);
+            push_column(bytes, column.len() as u64);
             bytes.extend_from_slice(&column);
         }
     }
@@ -58,7 +58,7 @@ impl Block {
             let flag = |is_set: bool, flag: u64| if is_set { flag } else { 0 };
             let kind =
                 entry.op.code() | flag(entry.has_failed, FAILED) | flag(entry.times.is_none(), UNMEASURED);
-            let Times { wait_ns, service_ns } = entry.times.unwrap_or_default();
+            let RecordedTimes { wait_ns, service_ns } = entry.times.unwrap_or_default();
             // The order of the columns is part of the format.
             let numbers = [
                 entry.arrival_ns - before_ns,
@@ -71,7 +71,7 @@ impl Block {
                 entry.limit.map_or(0, |limit| u64::from(limit) + 1),
             ];
             for (column, number) in columns.iter_mut().zip(numbers) {
-                push(column, number);
+                push_column(column, number);
             }
             before_ns = entry.arrival_ns;
             *end = entry.offset + entry.length;
@@ -82,11 +82,11 @@ impl Block {
     /// Decodes a block; `None` if the bytes are invalid.
     pub(super) fn decode(bytes: &[u8]) -> Option<Self> {
         let mut rest = bytes;
-        let lost = take(&mut rest)?;
+        let lost = take_column(&mut rest)?;
         let disks = names(&mut rest)?;
         let limits = names(&mut rest)?;
-        let count = usize::try_from(take(&mut rest)?).ok().filter(|count| *count <= MOST_ENTRIES)?;
-        let shift = u32::try_from(take(&mut rest)?).ok().filter(|shift| *shift <= MOST_SHIFT)?;
+        let count = usize::try_from(take_column(&mut rest)?).ok().filter(|count| *count <= MOST_ENTRIES)?;
+        let shift = u32::try_from(take_column(&mut rest)?).ok().filter(|shift| *shift <= MOST_SHIFT)?;
         let mut columns = [&[][..]; COLUMNS];
         for column in &mut columns {
             *column = part(&mut rest)?;
@@ -98,24 +98,24 @@ impl Block {
         for _ in 0..count {
             let mut numbers = [0; COLUMNS];
             for (number, column) in numbers.iter_mut().zip(&mut columns) {
-                *number = take(column)?;
+                *number = take_column(column)?;
             }
             let [arrival, wait_ns, service_ns, distance, length, kind, disk, limit] = numbers;
             let end = ends.get_mut(usize::try_from(disk).ok()?)?;
             let place = (*end >> shift).wrapping_add(unzigzag(distance).cast_unsigned());
             let [offset, length] = [place, length].map(|number| number.checked_mul(1 << shift));
-            let times = Times { wait_ns, service_ns };
+            let times = RecordedTimes { wait_ns, service_ns };
             // Unmeasured times must be 0, so that a block has only one encoding.
             let is_measured = kind & UNMEASURED == 0;
-            if !is_measured && times != Times::default() {
+            if !is_measured && times != RecordedTimes::default() {
                 return None;
             }
-            let entry = Entry {
+            let entry = RecordingEntry {
                 arrival_ns: before_ns.checked_add(arrival)?,
                 times: is_measured.then_some(times),
                 offset: offset?,
                 length: length?,
-                op: Op::of_code(kind & !(FAILED | UNMEASURED))?,
+                op: RequestOp::of_code(kind & !(FAILED | UNMEASURED))?,
                 has_failed: kind & FAILED != 0,
                 disk: u32::try_from(disk).ok()?,
                 limit: limit.checked_sub(1).map(u32::try_from).transpose().ok()?,
@@ -133,7 +133,7 @@ impl Block {
     }
 }
 
-impl Op {
+impl RequestOp {
     fn code(self) -> u64 {
         Self::ALL.iter().position(|op| *op == self).expect("it is one of all") as u64
     }
@@ -144,19 +144,19 @@ impl Op {
 }
 
 fn names(rest: &mut &[u8]) -> Option<Vec<String>> {
-    let count = usize::try_from(take(rest)?).ok().filter(|count| *count <= MOST_NAMES)?;
+    let count = usize::try_from(take_column(rest)?).ok().filter(|count| *count <= MOST_NAMES)?;
     (0..count).map(|_| String::from_utf8(part(rest)?.to_vec()).ok()).collect()
 }
 
 /// Decodes a length and returns that many bytes.
 pub(super) fn part<'a>(rest: &mut &'a [u8]) -> Option<&'a [u8]> {
-    let length = usize::try_from(take(rest)?).ok().filter(|length| *length <= MOST_BYTES)?;
+    let length = usize::try_from(take_column(rest)?).ok().filter(|length| *length <= MOST_BYTES)?;
     let (part, behind) = rest.split_at_checked(length)?;
     *rest = behind;
     Some(part)
 }
 
-pub(super) fn push(bytes: &mut Vec<u8>, mut number: u64) {
+pub(super) fn push_column(bytes: &mut Vec<u8>, mut number: u64) {
     while number >= 0x80 {
         bytes.push(number as u8 | 0x80);
         number >>= 7;
@@ -164,7 +164,7 @@ pub(super) fn push(bytes: &mut Vec<u8>, mut number: u64) {
     bytes.push(number as u8);
 }
 
-pub(super) fn take(rest: &mut &[u8]) -> Option<u64> {
+pub(super) fn take_column(rest: &mut &[u8]) -> Option<u64> {
     let mut number = 0;
     for shift in (0..u64::BITS).step_by(7) {
         let (&byte, behind) = rest.split_first()?;

@@ -9,11 +9,11 @@
 //! Decoding terminates for arbitrary bytes, and its memory is bounded by [`MOST_CHANGES`].
 
 use policy::{
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{RateLimit, LimitKind, Limits},
     watermark::Watermark,
 };
 
-use super::block::{part, push, take};
+use super::block::{part, push_column, take_column};
 
 /// Limit of changes in a block.
 pub(super) const MOST_CHANGES: usize = 1 << 16;
@@ -53,20 +53,20 @@ pub(super) fn most_bytes(change: &LimitChange) -> usize {
 
 /// Appends an encoded block of changes.
 pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
-    push(bytes, changes.len() as u64);
+    push_column(bytes, changes.len() as u64);
     for change in changes {
-        push(bytes, change.at_ns);
-        push(bytes, u64::from(change.owner == LimitOwner::Group));
+        push_column(bytes, change.at_ns);
+        push_column(bytes, u64::from(change.owner == LimitOwner::Group));
         push_name(bytes, &change.name);
-        push(bytes, u64::from(change.group.is_some()));
+        push_column(bytes, u64::from(change.group.is_some()));
         if let Some(group) = &change.group {
             push_name(bytes, group);
         }
-        push(bytes, change.watermark.percent().into());
-        push(bytes, change.limits.iops_size);
+        push_column(bytes, change.watermark.percent().into());
+        push_column(bytes, change.limits.iops_size);
         for kind in LimitKind::ALL {
-            let Limit { rate, burst_rate, burst_length_s } = change.limits.limit(kind);
-            [rate, burst_rate, burst_length_s].into_iter().for_each(|number| push(bytes, number));
+            let RateLimit { rate, burst_rate, burst_length_s } = change.limits.limit(kind);
+            [rate, burst_rate, burst_length_s].into_iter().for_each(|number| push_column(bytes, number));
         }
     }
 }
@@ -75,22 +75,22 @@ pub(super) fn encode(changes: &[LimitChange], bytes: &mut Vec<u8>) {
 pub(super) fn decode(bytes: &[u8]) -> Option<Vec<LimitChange>> {
     let mut rest = bytes;
     // No capacity is reserved for `count`: it may be damaged, and a change takes many bytes.
-    let count = usize::try_from(take(&mut rest)?).ok().filter(|count| *count <= MOST_CHANGES)?;
+    let count = usize::try_from(take_column(&mut rest)?).ok().filter(|count| *count <= MOST_CHANGES)?;
     let changes = (0..count).map(|_| decode_change(&mut rest)).collect::<Option<Vec<_>>>()?;
     rest.is_empty().then_some(changes)
 }
 
 fn decode_change(rest: &mut &[u8]) -> Option<LimitChange> {
-    let at_ns = take(rest)?;
+    let at_ns = take_column(rest)?;
     let owner = if take_flag(rest)? { LimitOwner::Group } else { LimitOwner::Disk };
     let name = take_name(rest)?;
     let group = if take_flag(rest)? { Some(take_name(rest)?) } else { None };
-    let watermark = Watermark::new(u8::try_from(take(rest)?).ok()?)?;
+    let watermark = Watermark::new(u8::try_from(take_column(rest)?).ok()?)?;
     let mut limits = Limits::default();
-    limits.iops_size = take(rest)?;
+    limits.iops_size = take_column(rest)?;
     for kind in LimitKind::ALL {
-        let [rate, burst_rate, burst_length_s] = [take(rest)?, take(rest)?, take(rest)?];
-        *limits.limit_mut(kind) = Limit { rate, burst_rate, burst_length_s };
+        let [rate, burst_rate, burst_length_s] = [take_column(rest)?, take_column(rest)?, take_column(rest)?];
+        *limits.limit_mut(kind) = RateLimit { rate, burst_rate, burst_length_s };
     }
     // The limits of a damaged recording must not reach the simulation.
     limits.validate().ok()?;
@@ -98,7 +98,7 @@ fn decode_change(rest: &mut &[u8]) -> Option<LimitChange> {
 }
 
 fn push_name(bytes: &mut Vec<u8>, name: &str) {
-    push(bytes, name.len() as u64);
+    push_column(bytes, name.len() as u64);
     bytes.extend_from_slice(name.as_bytes());
 }
 
@@ -109,7 +109,7 @@ fn take_name(rest: &mut &[u8]) -> Option<String> {
 }
 
 fn take_flag(rest: &mut &[u8]) -> Option<bool> {
-    match take(rest)? {
+    match take_column(rest)? {
         0 => Some(false),
         1 => Some(true),
         _ => None,

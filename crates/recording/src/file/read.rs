@@ -3,11 +3,11 @@
 use zstd::bulk::Decompressor;
 
 use super::{
-    Entry, LIMITS, LimitChange, MAGIC, MOST_BYTES, REQUESTS, SKIPPABLE, VERSION,
-    block::{Block, take},
+    RecordingEntry, LIMITS, LimitChange, MAGIC, MOST_BYTES, REQUESTS, SKIPPABLE, VERSION,
+    block::{RecordingBlock, take_column},
     limits,
 };
-use crate::{disks::Disks, error::TraceError, lines::Lines};
+use crate::{disks::TraceDisks, error::TraceError, lines::LineReader};
 
 const HEAD_BYTES: usize = SKIPPABLE.len() + 4;
 // A digit and a line break.
@@ -21,11 +21,11 @@ pub(crate) fn is_beginning(bytes: &[u8]) -> bool {
 
 /// Decoder of a recording.
 #[derive(Default)]
-pub struct Blocks {
+pub struct RecordingReader {
     /// `None` before the first request.
-    mark: Option<Mark>,
+    mark: Option<RecordingHeader>,
     decompressor: Decompressor<'static>,
-    block: Block,
+    block: RecordingBlock,
     /// Number of requests of `block` that were returned.
     taken: usize,
     /// Number of requests that were returned.
@@ -33,13 +33,13 @@ pub struct Blocks {
     /// Number of requests that were lost, in the part that was read.
     lost: u64,
     /// Names of all blocks so far; bounds the memory that names can take.
-    disks: Disks,
-    limits: Disks,
+    disks: TraceDisks,
+    limits: TraceDisks,
 }
 
 /// The beginning of a recording.
 #[derive(Clone, Copy)]
-struct Mark {
+struct RecordingHeader {
     version: u8,
     /// Nanoseconds since 1970 at time 0.
     clock_ns: u64,
@@ -47,15 +47,15 @@ struct Mark {
 
 /// Content of a block.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Content {
-    Requests(Block),
+pub(super) enum BlockContent {
+    Requests(RecordingBlock),
     Limits(Vec<LimitChange>),
 }
 
 /// A request with the names that it refers to.
-pub struct Told<'a> {
+pub struct RecordedRequest<'a> {
     /// The request.
-    pub entry: Entry,
+    pub entry: RecordingEntry,
     /// Arrival in nanoseconds since 1970.
     pub arrival_ns: u64,
     /// Name of its disk.
@@ -66,13 +66,13 @@ pub struct Told<'a> {
     pub number: u64,
 }
 
-impl Blocks {
+impl RecordingReader {
     /// Nanoseconds since 1970 at time 0.
-    pub fn clock_ns(&mut self, lines: &mut Lines) -> Result<u64, TraceError> {
+    pub fn clock_ns(&mut self, lines: &mut LineReader) -> Result<u64, TraceError> {
         self.mark(lines).map(|mark| mark.clock_ns)
     }
 
-    fn mark(&mut self, lines: &mut Lines) -> Result<Mark, TraceError> {
+    fn mark(&mut self, lines: &mut LineReader) -> Result<RecordingHeader, TraceError> {
         match self.mark {
             Some(mark) => Ok(mark),
             None => Ok(*self.mark.insert(mark(lines)?)),
@@ -83,19 +83,19 @@ impl Blocks {
     /// are not necessarily earlier.
     pub fn next(
         &mut self,
-        lines: &mut Lines,
+        lines: &mut LineReader,
         limits: &mut dyn FnMut(LimitChange),
-    ) -> Result<Option<Told<'_>>, TraceError> {
-        let Mark { version, clock_ns } = self.mark(lines)?;
+    ) -> Result<Option<RecordedRequest<'_>>, TraceError> {
+        let RecordingHeader { version, clock_ns } = self.mark(lines)?;
         // A loop, because a block may hold limits only, or only a number of lost requests.
         while self.taken == self.block.entries.len() {
             let block = match self.read(lines, version)? {
                 None => return Ok(None),
-                Some(Content::Limits(changes)) => {
+                Some(BlockContent::Limits(changes)) => {
                     changes.into_iter().for_each(&mut *limits);
                     continue;
                 }
-                Some(Content::Requests(block)) => block,
+                Some(BlockContent::Requests(block)) => block,
             };
             self.lost = self.lost.saturating_add(block.lost);
             // Blocks are bounded, but a hostile file of many blocks could hold any number of
@@ -111,7 +111,7 @@ impl Blocks {
         self.taken += 1;
         self.count += 1;
         let arrival_ns = clock_ns.checked_add(entry.arrival_ns);
-        Ok(Some(Told {
+        Ok(Some(RecordedRequest {
             entry,
             arrival_ns: arrival_ns.ok_or_else(|| damaged(lines, "a time does not fit into 64 bits"))?,
             disk: &self.block.disks[entry.disk as usize],
@@ -122,7 +122,7 @@ impl Blocks {
 
     /// True if the last request was the last of its block, so that a live recording may pause
     /// here.
-    pub fn is_between(&self) -> bool {
+    pub fn is_between_blocks(&self) -> bool {
         self.taken == self.block.entries.len()
     }
 
@@ -131,7 +131,7 @@ impl Blocks {
         self.lost
     }
 
-    fn read(&mut self, lines: &mut Lines, version: u8) -> Result<Option<Content>, TraceError> {
+    fn read(&mut self, lines: &mut LineReader, version: u8) -> Result<Option<BlockContent>, TraceError> {
         if lines.is_at_end()? {
             return Ok(None);
         }
@@ -143,42 +143,42 @@ impl Blocks {
         let Some(frame) = lines.bytes(length)? else { return Err(self.cut_off(lines)) };
         // The bound also limits the memory: the size in the frame's header is not trusted.
         let block = self.decompressor.decompress(&frame, MOST_BYTES).ok();
-        let block = block.and_then(|bytes| Content::decode(&bytes, version));
+        let block = block.and_then(|bytes| BlockContent::decode(&bytes, version));
         block.map(Some).ok_or_else(|| damaged(lines, "a block is not what was written"))
     }
 
-    fn cut_off(&self, lines: &Lines) -> TraceError {
+    fn cut_off(&self, lines: &LineReader) -> TraceError {
         TraceError::Torn { file: lines.name().to_owned(), requests: self.count }
     }
 }
 
-impl Content {
+impl BlockContent {
     /// Decodes a block; `None` if the bytes are invalid.
     pub(super) fn decode(bytes: &[u8], version: u8) -> Option<Self> {
         // Version 1 has no kinds of blocks: each holds requests.
         if version < 2 {
-            return Block::decode(bytes).map(Self::Requests);
+            return RecordingBlock::decode(bytes).map(Self::Requests);
         }
         let mut rest = bytes;
-        match take(&mut rest)? {
-            REQUESTS => Block::decode(rest).map(Self::Requests),
+        match take_column(&mut rest)? {
+            REQUESTS => RecordingBlock::decode(rest).map(Self::Requests),
             LIMITS => limits::decode(rest).map(Self::Limits),
             _ => None,
         }
     }
 }
 
-fn mark(lines: &mut Lines) -> Result<Mark, TraceError> {
+fn mark(lines: &mut LineReader) -> Result<RecordingHeader, TraceError> {
     let head = frame(lines, MAGIC.len() + VERSION_BYTES + CLOCK_BYTES)?;
     let rest = head.as_deref().and_then(|head| head.strip_prefix(MAGIC));
     let mark = rest.and_then(|rest| {
         let (&version, rest) = rest.split_first().filter(|(version, _)| version.is_ascii_digit())?;
         let clock_ns = u64::from_le_bytes(rest.strip_prefix(b"\n")?.try_into().ok()?);
-        Some(Mark { version: version - b'0', clock_ns })
+        Some(RecordingHeader { version: version - b'0', clock_ns })
     });
     match mark {
         Some(mark) if mark.version > VERSION => {
-            let Mark { version, .. } = mark;
+            let RecordingHeader { version, .. } = mark;
             let why = format!(
                 "the recording has version {version}, and this weir reads up to {VERSION} (use a newer weir)"
             );
@@ -190,7 +190,7 @@ fn mark(lines: &mut Lines) -> Result<Mark, TraceError> {
 }
 
 /// Content of a skippable frame of this length; `None` if the file ends inside it.
-fn frame(lines: &mut Lines, length: usize) -> Result<Option<Vec<u8>>, TraceError> {
+fn frame(lines: &mut LineReader, length: usize) -> Result<Option<Vec<u8>>, TraceError> {
     let Some(head) = lines.bytes(HEAD_BYTES)? else { return Ok(None) };
     let expected = u32::try_from(length).expect("they are short").to_le_bytes();
     // zstd's skippable frames carry the lengths: `zstd -d` passes over them, and decompresses the
@@ -201,7 +201,7 @@ fn frame(lines: &mut Lines, length: usize) -> Result<Option<Vec<u8>>, TraceError
     lines.bytes(length)
 }
 
-fn damaged(lines: &Lines, why: &str) -> TraceError {
+fn damaged(lines: &LineReader, why: &str) -> TraceError {
     let why = format!("{why} (it is damaged, or another version has made it)");
     TraceError::Together { file: lines.name().to_owned(), why }
 }

@@ -3,17 +3,17 @@ use std::io::Cursor;
 use proptest::{collection::vec, option, prelude::*, sample::select};
 
 use policy::{
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{RateLimit, LimitKind, Limits},
     watermark::Watermark,
 };
 
-use super::{block::Block, read::Content, *};
+use super::{block::RecordingBlock, read::BlockContent, *};
 use crate::{
     error::TraceError,
-    input::Input,
-    lines::Lines,
-    merge::Merged,
-    reader::{Options, Reader},
+    input::TraceInput,
+    lines::LineReader,
+    merge::MergedTraces,
+    reader::{TraceOptions, TraceReader},
 };
 
 // Bytes before the first block: the head of a frame, the magic text, the version and the clock.
@@ -21,29 +21,29 @@ const MARK_BYTES: usize = 8 + MAGIC.len() + 2 + 8;
 const DISKS: [&str; 3] = ["vm1", "vm2", "a disk, \"quoted\""];
 const LIMITS: [&str; 2] = ["iops-total", "gold: bps-write"];
 
-fn entry() -> impl Strategy<Value = Entry> {
+fn entry() -> impl Strategy<Value = RecordingEntry> {
     let times = (0..u64::MAX / 4, option::of((any::<u64>(), any::<u64>())));
     let place = prop_oneof![
         (0..1_u64 << 20, 1..64_u64).prop_map(|(page, pages)| (page * 4096, pages * 4096)),
         (0..u64::MAX / 2, 1..u64::MAX / 2),
     ];
     let of = (0..DISKS.len() as u32, option::of(0..LIMITS.len() as u32));
-    (times, place, select(&Op::ALL[..]), any::<bool>(), of).prop_map(
+    (times, place, select(&RequestOp::ALL[..]), any::<bool>(), of).prop_map(
         |((arrival_ns, times), (offset, length), op, has_failed, (disk, limit))| {
-            let (offset, length) = if op == Op::Flush { (0, 0) } else { (offset, length) };
-            let times = times.map(|(wait_ns, service_ns)| Times { wait_ns, service_ns });
-            Entry { arrival_ns, times, offset, length, op, has_failed, disk, limit }
+            let (offset, length) = if op == RequestOp::Flush { (0, 0) } else { (offset, length) };
+            let times = times.map(|(wait_ns, service_ns)| RecordedTimes { wait_ns, service_ns });
+            RecordingEntry { arrival_ns, times, offset, length, op, has_failed, disk, limit }
         },
     )
 }
 
-fn write(entries: &[Entry], cuts: usize) -> Vec<u8> {
-    let mut writer = Writer::new(Vec::new(), 1_000).unwrap();
+fn write(entries: &[RecordingEntry], cuts: usize) -> Vec<u8> {
+    let mut writer = RecordingWriter::new(Vec::new(), 1_000).unwrap();
     for (index, &entry) in entries.iter().enumerate() {
         let limit = || LIMITS[entry.limit.unwrap() as usize];
         writer.push(entry, || DISKS[entry.disk as usize], limit).unwrap();
         if (index + 1) % cuts == 0 {
-            writer.cut().unwrap();
+            writer.end_block().unwrap();
         }
     }
     writer.finish().unwrap()
@@ -51,7 +51,7 @@ fn write(entries: &[Entry], cuts: usize) -> Vec<u8> {
 
 /// Offset, length and disk of each request by arrival, and the error.
 fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
-    let mut reader = Reader::new("t", Box::new(Cursor::new(bytes.to_vec())), &Options::default()).unwrap();
+    let mut reader = TraceReader::new("t", Box::new(Cursor::new(bytes.to_vec())), &TraceOptions::default()).unwrap();
     let mut records = Vec::new();
     loop {
         match reader.next() {
@@ -65,9 +65,9 @@ fn read(bytes: &[u8]) -> (Vec<(u64, u64, String)>, Option<String>) {
     }
 }
 
-fn by_arrival(mut entries: Vec<Entry>) -> Vec<(u64, u64, String)> {
+fn by_arrival(mut entries: Vec<RecordingEntry>) -> Vec<(u64, u64, String)> {
     entries.sort_by_key(|entry| entry.arrival_ns);
-    let told = |entry: &Entry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
+    let told = |entry: &RecordingEntry| (entry.offset, entry.length, DISKS[entry.disk as usize].to_owned());
     entries.iter().map(told).collect()
 }
 
@@ -76,17 +76,17 @@ proptest! {
     fn a_block_is_read_as_it_was_written(mut entries in vec(entry(), 0..50), lost in any::<u64>()) {
         entries.sort_by_key(|entry| entry.arrival_ns);
         let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect();
-        let block = Block { lost, disks: names(&DISKS), limits: names(&LIMITS), entries };
+        let block = RecordingBlock { lost, disks: names(&DISKS), limits: names(&LIMITS), entries };
         let mut bytes = Vec::new();
         block.encode(&mut bytes);
-        prop_assert_eq!(Block::decode(&bytes), Some(block));
-        prop_assert_eq!(Block::decode(&bytes[..bytes.len() - 1]), None);
+        prop_assert_eq!(RecordingBlock::decode(&bytes), Some(block));
+        prop_assert_eq!(RecordingBlock::decode(&bytes[..bytes.len() - 1]), None);
         bytes.push(0);
-        prop_assert_eq!(Block::decode(&bytes), None);
+        prop_assert_eq!(RecordingBlock::decode(&bytes), None);
     }
 
     #[test]
-    fn what_was_recorded_is_a_trace(mut entries in vec(entry(), 1..50), cuts in 1..20_usize) {
+    fn recording_reads_as_a_trace(mut entries in vec(entry(), 1..50), cuts in 1..20_usize) {
         // Requests of one instant keep their order, which this model does not reproduce.
         entries.sort_by_key(|entry| entry.arrival_ns);
         entries.dedup_by_key(|entry| entry.arrival_ns);
@@ -113,7 +113,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_damaged_is_not_believed(
+    fn damaged_blocks_are_rejected(
         entries in vec(entry(), 1..30),
         at in any::<prop::sample::Index>(),
         bit in 0..8_u32,
@@ -130,8 +130,8 @@ proptest! {
     }
 
     #[test]
-    fn bytes_are_a_block_or_none(bytes in vec(any::<u8>(), 0..200)) {
-        if let Some(block) = Block::decode(&bytes) {
+    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..200)) {
+        if let Some(block) = RecordingBlock::decode(&bytes) {
             prop_assert!(block.entries.is_sorted_by_key(|entry| entry.arrival_ns));
         }
     }
@@ -167,7 +167,7 @@ proptest! {
         changes in vec(change(), 1..20),
         cuts in 1..10_usize,
     ) {
-        let mut writer = Writer::new(Vec::new(), 1_000).unwrap();
+        let mut writer = RecordingWriter::new(Vec::new(), 1_000).unwrap();
         let rounds = entries.len().max(changes.len());
         for round in 0..rounds {
             if let Some(change) = changes.get(round) {
@@ -178,8 +178,8 @@ proptest! {
                 writer.push(entry, || DISKS[entry.disk as usize], limit).unwrap();
             }
             if (round + 1) % cuts == 0 {
-                writer.cut().unwrap();
-                prop_assert!(writer.is_cut());
+                writer.end_block().unwrap();
+                prop_assert!(writer.is_block_empty());
             }
         }
         let (read, count) = read_all(&writer.finish().unwrap());
@@ -199,7 +199,7 @@ fn limits() -> impl Strategy<Value = Limits> {
             let mut limits = Limits::default();
             for kind in kinds {
                 let burst_length_s = if factor > 0 { length } else { 1 };
-                *limits.limit_mut(kind) = Limit { rate, burst_rate: rate * factor, burst_length_s };
+                *limits.limit_mut(kind) = RateLimit { rate, burst_rate: rate * factor, burst_length_s };
                 limits.iops_size = if kind.counts_bytes() { 0 } else { operation * 4096 };
             }
             limits.validate().expect("the strategy makes valid limits");
@@ -225,8 +225,8 @@ fn change() -> impl Strategy<Value = LimitChange> {
 
 /// Changes of limits and number of requests of a recording.
 fn read_all(bytes: &[u8]) -> (Vec<LimitChange>, usize) {
-    let input = Input::new("t".to_owned(), Box::new(Cursor::new(bytes.to_vec()))).unwrap();
-    let (mut lines, mut blocks) = (Lines::new(input), Blocks::default());
+    let input = TraceInput::new("t".to_owned(), Box::new(Cursor::new(bytes.to_vec()))).unwrap();
+    let (mut lines, mut blocks) = (LineReader::new(input), RecordingReader::default());
     let (mut changes, mut count) = (Vec::new(), 0);
     while blocks.next(&mut lines, &mut |change| changes.push(change)).unwrap().is_some() {
         count += 1;
@@ -251,7 +251,7 @@ fn an_older_version_is_read_and_a_newer_one_is_named() {
     let of = |offset, length, disk: &str| (offset, length, disk.to_owned());
     assert_eq!(records, [of(4096, 4096, "vm1"), of(0, 65_536, "vm2"), of(0, 0, "vm2")]);
     assert_eq!(error, None);
-    let mut newer = Writer::new(Vec::new(), 0).unwrap().finish().unwrap();
+    let mut newer = RecordingWriter::new(Vec::new(), 0).unwrap().finish().unwrap();
     newer[8 + MAGIC.len()] = b'3';
     let error = read(&newer).1.unwrap();
     assert_eq!(error, "t: the recording has version 3, and this weir reads up to 2 (use a newer weir)");
@@ -259,7 +259,7 @@ fn an_older_version_is_read_and_a_newer_one_is_named() {
 
 #[test]
 fn blocks_of_long_names_are_as_small_as_a_reader_takes() {
-    let mut writer = Writer::new(Vec::new(), 0).unwrap();
+    let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
     let change = |number: u64| LimitChange {
         at_ns: number,
         owner: LimitOwner::Group,
@@ -276,23 +276,23 @@ fn blocks_of_long_names_are_as_small_as_a_reader_takes() {
 #[test]
 fn a_block_of_another_kind_is_refused() {
     for kind in [2, 127] {
-        assert!(Content::decode(&[kind, 0, 0, 0, 0, 0], 2).is_none());
+        assert!(BlockContent::decode(&[kind, 0, 0, 0, 0, 0], 2).is_none());
     }
-    assert!(Content::decode(&[], 2).is_none());
+    assert!(BlockContent::decode(&[], 2).is_none());
 }
 
 #[test]
 fn a_request_takes_few_bytes() {
     let mut random = fastrand::Rng::with_seed(1);
-    let mut writer = Writer::new(Vec::new(), 0).unwrap();
+    let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
     let count = 200_000;
     for number in 0..count {
-        let entry = Entry {
+        let entry = RecordingEntry {
             arrival_ns: number * 2000 + random.u64(0..2000),
-            times: Some(Times { wait_ns: 0, service_ns: 80_000 + random.u64(0..40_000) }),
+            times: Some(RecordedTimes { wait_ns: 0, service_ns: 80_000 + random.u64(0..40_000) }),
             offset: random.u64(0..100 << 18) * 4096,
             length: 4096,
-            op: if random.bool() { Op::Read } else { Op::Write },
+            op: if random.bool() { RequestOp::Read } else { RequestOp::Write },
             has_failed: false,
             disk: random.u32(0..8),
             limit: None,
@@ -304,13 +304,13 @@ fn a_request_takes_few_bytes() {
 }
 
 #[test]
-fn what_is_wrong_with_a_request_is_told_with_its_number() {
-    let entry = |arrival_ns: u64, length: u64| Entry {
+fn invalid_requests_are_reported_with_their_number() {
+    let entry = |arrival_ns: u64, length: u64| RecordingEntry {
         arrival_ns,
         times: None,
         offset: 0,
         length,
-        op: Op::Read,
+        op: RequestOp::Read,
         has_failed: false,
         disk: 0,
         limit: None,
@@ -321,14 +321,14 @@ fn what_is_wrong_with_a_request_is_told_with_its_number() {
 
 /// A recording that was truncated by a full disk does not hide the ones after it.
 #[test]
-fn what_follows_one_that_is_cut_off_is_read_too() {
+fn blocks_after_a_truncated_one_are_read() {
     let requests = |from_ns: u64| {
-        let of = |number: u64| Entry {
+        let of = |number: u64| RecordingEntry {
             arrival_ns: from_ns + number,
             times: None,
             offset: number * 4096,
             length: 4096,
-            op: Op::Read,
+            op: RequestOp::Read,
             has_failed: false,
             disk: 0,
             limit: None,
@@ -340,9 +340,9 @@ fn what_follows_one_that_is_cut_off_is_read_too() {
     let alone = read(torn).0.len() as u64;
     assert!(alone > 0 && alone < 10);
     let open = |name: &str, bytes: &[u8]| {
-        Reader::new(name, Box::new(Cursor::new(bytes.to_vec())), &Options::default()).unwrap()
+        TraceReader::new(name, Box::new(Cursor::new(bytes.to_vec())), &TraceOptions::default()).unwrap()
     };
-    let mut merged = Merged::new(vec![open("torn", torn), open("whole", &second)], None).unwrap();
+    let mut merged = MergedTraces::new(vec![open("torn", torn), open("whole", &second)], None).unwrap();
     let mut count = 0;
     let error = loop {
         match merged.next() {
@@ -358,13 +358,13 @@ fn what_follows_one_that_is_cut_off_is_read_too() {
 
 /// Readers store names and counts, so names that no disk can have are rejected.
 #[test]
-fn names_and_counts_of_a_recording_take_a_bounded_amount() {
-    let at = |arrival_ns| Entry {
+fn memory_of_a_recording_is_bounded() {
+    let at = |arrival_ns| RecordingEntry {
         arrival_ns,
-        times: Some(Times { wait_ns: 1, service_ns: 1 }),
+        times: Some(RecordedTimes { wait_ns: 1, service_ns: 1 }),
         offset: 0,
         length: 4096,
-        op: Op::Read,
+        op: RequestOp::Read,
         has_failed: false,
         disk: 0,
         limit: Some(0),
@@ -376,18 +376,18 @@ fn names_and_counts_of_a_recording_take_a_bounded_amount() {
         ("vm\n1", "iops-total", "is not text"),
         ("vm1", "", "name is missing"),
     ] {
-        let mut writer = Writer::new(Vec::new(), 0).unwrap();
+        let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
         writer.push(at(1), || disk, || limit).unwrap();
         let (records, error) = read(&writer.finish().unwrap());
         assert_eq!(records, []);
         let error = error.unwrap();
         assert!(error.contains(rule) && error.contains("it is damaged"), "{error}");
     }
-    let mut writer = Writer::new(Vec::new(), 0).unwrap();
+    let mut writer = RecordingWriter::new(Vec::new(), 0).unwrap();
     for number in 0..2 {
-        writer.lose(u64::MAX);
+        writer.add_lost(u64::MAX);
         writer.push(at(number), || "vm1", || "iops-total").unwrap();
-        writer.cut().unwrap();
+        writer.end_block().unwrap();
     }
     assert_eq!(read(&writer.finish().unwrap()).0.len(), 2);
 }

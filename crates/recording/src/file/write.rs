@@ -5,8 +5,8 @@ use std::io::{self, Write};
 use zstd::stream::raw::CParameter;
 
 use super::{
-    Entry, LIMITS, LimitChange, MAGIC, MOST_BYTES, MOST_ENTRIES, REQUESTS, SKIPPABLE, VERSION,
-    block::{Block, push},
+    RecordingEntry, LIMITS, LimitChange, MAGIC, MOST_BYTES, MOST_ENTRIES, REQUESTS, SKIPPABLE, VERSION,
+    block::{RecordingBlock, push_column},
     limits::{self, MOST_CHANGES},
 };
 
@@ -18,27 +18,27 @@ const LEVEL: i32 = 3;
 const MOST_NUMBER_BYTES: usize = 20;
 
 /// Writer of a recording. Requests may be added in any order; each block is sorted by arrival.
-pub struct Writer<W> {
+pub struct RecordingWriter<W> {
     out: W,
     compressor: zstd::bulk::Compressor<'static>,
-    block: Block,
+    block: RecordingBlock,
     /// Changes since the last block.
     changes: Vec<LimitChange>,
     /// Upper bound of their encoded size.
     change_bytes: usize,
     /// Indices of the caller's names in the present block.
-    disks: Names,
-    limits: Names,
+    disks: NameIndex,
+    limits: NameIndex,
     bytes: Vec<u8>,
 }
 
 /// Maps the caller's numbers of names to indices in the block.
 #[derive(Default)]
-struct Names {
+struct NameIndex {
     places: Vec<Option<u32>>,
 }
 
-impl Names {
+impl NameIndex {
     /// Index in the block of the caller's name `number`, which is added if it is new.
     fn place<'a>(&mut self, number: u32, name: impl FnOnce() -> &'a str, names: &mut Vec<String>) -> u32 {
         let index = number as usize;
@@ -52,7 +52,7 @@ impl Names {
     }
 }
 
-impl<W: Write> Writer<W> {
+impl<W: Write> RecordingWriter<W> {
     /// Creates a writer; `clock_ns` is the time 0 in nanoseconds since 1970.
     ///
     /// # Errors
@@ -63,8 +63,8 @@ impl<W: Write> Writer<W> {
         compressor.set_parameter(CParameter::ChecksumFlag(true))?;
         let version = format!("{VERSION}\n");
         out.write_all(&skippable(&[MAGIC, version.as_bytes(), &clock_ns.to_le_bytes()].concat()))?;
-        let (disks, limits) = (Names::default(), Names::default());
-        let (block, changes) = (Block::default(), Vec::new());
+        let (disks, limits) = (NameIndex::default(), NameIndex::default());
+        let (block, changes) = (RecordingBlock::default(), Vec::new());
         Ok(Self { out, compressor, block, changes, change_bytes: 0, disks, limits, bytes: Vec::new() })
     }
 
@@ -75,7 +75,7 @@ impl<W: Write> Writer<W> {
     /// Those of `out`, to which a full block is written.
     pub fn push<'a>(
         &mut self,
-        mut entry: Entry,
+        mut entry: RecordingEntry,
         disk: impl FnOnce() -> &'a str,
         limit: impl FnOnce() -> &'a str,
     ) -> io::Result<()> {
@@ -84,7 +84,7 @@ impl<W: Write> Writer<W> {
             entry.limit = Some(self.limits.place(number, limit, &mut self.block.limits));
         }
         self.block.entries.push(entry);
-        if self.block.entries.len() == MOST_ENTRIES { self.cut() } else { Ok(()) }
+        if self.block.entries.len() == MOST_ENTRIES { self.end_block() } else { Ok(()) }
     }
 
     /// Adds a change of limits. The changes of an owner must be in order of time.
@@ -95,7 +95,7 @@ impl<W: Write> Writer<W> {
         let bytes = limits::most_bytes(&change);
         // Both bounds are those of the reader.
         if self.changes.len() == MOST_CHANGES || self.change_bytes + bytes > MOST_BYTES - MOST_NUMBER_BYTES {
-            self.cut_changes()?;
+            self.end_change_block()?;
         }
         self.changes.push(change);
         self.change_bytes += bytes;
@@ -103,22 +103,22 @@ impl<W: Write> Writer<W> {
     }
 
     /// True if nothing waits for the next block.
-    pub fn is_cut(&self) -> bool {
+    pub fn is_block_empty(&self) -> bool {
         self.block.entries.is_empty() && self.block.lost == 0 && self.changes.is_empty()
     }
 
     /// Adds to the number of dropped requests, which the next block contains.
-    pub fn lose(&mut self, requests: u64) {
+    pub fn add_lost(&mut self, requests: u64) {
         self.block.lost = self.block.lost.saturating_add(requests);
     }
 
     /// The underlying writer.
-    pub fn out(&self) -> &W {
+    pub fn output(&self) -> &W {
         &self.out
     }
 
     /// The underlying writer, mutable.
-    pub fn out_mut(&mut self) -> &mut W {
+    pub fn output_mut(&mut self) -> &mut W {
         &mut self.out
     }
 
@@ -126,15 +126,15 @@ impl<W: Write> Writer<W> {
     ///
     /// # Errors
     /// Those of `out`.
-    pub fn cut(&mut self) -> io::Result<()> {
-        self.cut_changes()?;
+    pub fn end_block(&mut self) -> io::Result<()> {
+        self.end_change_block()?;
         if self.block.entries.is_empty() && self.block.lost == 0 {
             return Ok(());
         }
         // Requests are added when they complete. Sorted arrivals make small differences.
         self.block.entries.sort_by_key(|entry| entry.arrival_ns);
         self.bytes.clear();
-        push(&mut self.bytes, REQUESTS);
+        push_column(&mut self.bytes, REQUESTS);
         self.block.encode(&mut self.bytes);
         self.write_block()?;
         // Names are per block, so that a reader can start at any block.
@@ -148,12 +148,12 @@ impl<W: Write> Writer<W> {
     }
 
     /// Writes the changes of limits as a block.
-    fn cut_changes(&mut self) -> io::Result<()> {
+    fn end_change_block(&mut self) -> io::Result<()> {
         if self.changes.is_empty() {
             return Ok(());
         }
         self.bytes.clear();
-        push(&mut self.bytes, LIMITS);
+        push_column(&mut self.bytes, LIMITS);
         limits::encode(&self.changes, &mut self.bytes);
         self.write_block()?;
         self.changes.clear();
@@ -174,7 +174,7 @@ impl<W: Write> Writer<W> {
     /// # Errors
     /// Those of `out`.
     pub fn finish(mut self) -> io::Result<W> {
-        self.cut()?;
+        self.end_block()?;
         self.out.flush()?;
         Ok(self.out)
     }

@@ -6,8 +6,8 @@
 //! Source: README of github.com/alibaba/block-traces, "Schema", `io_traces.csv`.
 
 use super::{
-    super::{error::shown, fields::Fields, record::Op},
-    FirstLine, Found, Parse, is_header, nanoseconds,
+    super::{error::shown, fields::LineFields, record::RequestOp},
+    FirstLine, RecordOutput, LineParser, is_header, nanoseconds,
 };
 
 const US_NS: u64 = 1000;
@@ -19,7 +19,7 @@ pub(in super::super) struct Alibaba {
 }
 
 pub(super) fn is_line(line: &[u8]) -> bool {
-    let mut fields = Fields::new(line);
+    let mut fields = LineFields::new(line);
     let mut first = || {
         fields.number("device")?;
         op(fields.text("opcode")?)?;
@@ -30,13 +30,13 @@ pub(super) fn is_line(line: &[u8]) -> bool {
     is_header(line, HEADER) || first().is_ok()
 }
 
-impl Parse for Alibaba {
+impl LineParser for Alibaba {
     #[inline]
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if self.first.is_header(line, HEADER) {
             return Ok(());
         }
-        let mut fields = Fields::new(line);
+        let mut fields = LineFields::new(line);
         let disk = fields.text("device_id")?;
         let op = op(fields.text("opcode")?)?;
         let offset = fields.number("offset")?;
@@ -48,10 +48,10 @@ impl Parse for Alibaba {
 }
 
 #[inline]
-fn op(code: &[u8]) -> Result<Op, String> {
+fn op(code: &[u8]) -> Result<RequestOp, String> {
     match code {
-        b"R" => Ok(Op::Read),
-        b"W" => Ok(Op::Write),
+        b"R" => Ok(RequestOp::Read),
+        b"W" => Ok(RequestOp::Write),
         _ => Err(format!("the opcode {} is neither R nor W", shown(code))),
     }
 }

@@ -15,8 +15,8 @@
 //! Source: blkparse(1), "OUTPUT DESCRIPTION AND FORMATTING"; blkparse 1.2.
 
 use super::{
-    super::{fields, record::Op},
-    Found, Parse, bytes,
+    super::{fields, record::RequestOp},
+    RecordOutput, LineParser, bytes,
 };
 
 const S_NS: u64 = 1_000_000_000;
@@ -28,7 +28,7 @@ pub(in super::super) struct Blkparse {
     summary: bool,
 }
 
-struct Event<'a> {
+struct BlkparseEvent<'a> {
     device: &'a [u8],
     time_ns: u64,
     /// Only its first letter is significant.
@@ -59,8 +59,8 @@ pub(super) fn is_preface(line: &[u8]) -> bool {
     line.starts_with(b"Input file ")
 }
 
-impl Parse for Blkparse {
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+impl LineParser for Blkparse {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if self.summary || (!self.begun && is_preface(line)) {
             return Ok(());
         }
@@ -88,7 +88,7 @@ impl Parse for Blkparse {
     }
 }
 
-fn request(event: &Event<'_>, found: &mut Found<'_>) -> Result<(), String> {
+fn request(event: &BlkparseEvent<'_>, found: &mut RecordOutput<'_>) -> Result<(), String> {
     let place = place(event.rest)?;
     let (flush, letters) = match event.rwbs {
         // `fill_rwbs` in the kernel's blktrace.c prints a leading F for PREFLUSH and a trailing
@@ -98,12 +98,12 @@ fn request(event: &Event<'_>, found: &mut Found<'_>) -> Result<(), String> {
     };
     // REQ_PREFLUSH: the kernel flushes before the data.
     if flush {
-        found.push(event.time_ns, event.device, Op::Flush, 0, 0)?;
+        found.push(event.time_ns, event.device, RequestOp::Flush, 0, 0)?;
     }
     let op = match letters.first() {
-        Some(b'R') => Op::Read,
-        Some(b'W') => Op::Write,
-        Some(b'D') => Op::Discard,
+        Some(b'R') => RequestOp::Read,
+        Some(b'W') => RequestOp::Write,
+        Some(b'D') => RequestOp::Discard,
         _ => return Ok(()),
     };
     match place {
@@ -122,7 +122,7 @@ fn place(rest: &[u8]) -> Result<Option<(u64, u64)>, String> {
     Ok(Some((offset, length)))
 }
 
-fn event(line: &[u8]) -> Option<Event<'_>> {
+fn event(line: &[u8]) -> Option<BlkparseEvent<'_>> {
     let (device, line) = word(line)?;
     let comma = memchr::memchr(b',', device)?;
     if !is_number(&device[..comma]) {
@@ -140,7 +140,7 @@ fn event(line: &[u8]) -> Option<Event<'_>> {
     let (rwbs, rest) = word(line)?;
     // All columns are checked: lines of other text may begin with two numbers.
     let counts = is_number(cpu) && is_number(sequence) && is_number(pid);
-    let event = Event { device, time_ns: time_ns(time)?, action, rwbs, rest };
+    let event = BlkparseEvent { device, time_ns: time_ns(time)?, action, rwbs, rest };
     counts.then_some(event)
 }
 

@@ -8,8 +8,8 @@
 //! SPC-5.
 
 use super::{
-    super::{error::shown, fields, record::Op},
-    Found, Parse, bytes, nanoseconds, stem,
+    super::{error::shown, fields, record::RequestOp},
+    RecordOutput, LineParser, bytes, nanoseconds, stem,
 };
 
 const S_NS: u64 = 1_000_000_000;
@@ -37,8 +37,8 @@ pub(super) fn columns(line: &[u8]) -> Option<[usize; 4]> {
     Some([time?, op?, size?, lbn?])
 }
 
-impl Parse for CloudPhysics {
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+impl LineParser for CloudPhysics {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         let Some(columns) = self.columns else {
             let columns = columns(line);
             self.columns =
@@ -59,22 +59,22 @@ impl Parse for CloudPhysics {
 }
 
 /// Operation of a SCSI command; `None` for commands that neither transfer nor flush data.
-fn op(code: &[u8]) -> Result<Option<Op>, String> {
+fn op(code: &[u8]) -> Result<Option<RequestOp>, String> {
     let text = std::str::from_utf8(code).ok().filter(|text| (1..=2).contains(&text.len()));
     let code = text
         .and_then(|text| u8::from_str_radix(text, 16).ok())
         .ok_or_else(|| format!("the op {} is not a SCSI command in hexadecimal", shown(code)))?;
     Ok(match code {
         // READ (6), (10), (12), (16).
-        0x08 | 0x28 | 0xa8 | 0x88 => Some(Op::Read),
+        0x08 | 0x28 | 0xa8 | 0x88 => Some(RequestOp::Read),
         // WRITE (6), (10), (12), (16); WRITE AND VERIFY (10), (12), (16).
-        0x0a | 0x2a | 0xaa | 0x8a | 0x2e | 0xae | 0x8e => Some(Op::Write),
+        0x0a | 0x2a | 0xaa | 0x8a | 0x2e | 0xae | 0x8e => Some(RequestOp::Write),
         // WRITE SAME (10), (16): the repeated data is zeroes in practice.
-        0x41 | 0x93 => Some(Op::WriteZeroes),
+        0x41 | 0x93 => Some(RequestOp::WriteZeroes),
         // UNMAP.
-        0x42 => Some(Op::Discard),
+        0x42 => Some(RequestOp::Discard),
         // SYNCHRONIZE CACHE (10), (16).
-        0x35 | 0x91 => Some(Op::Flush),
+        0x35 | 0x91 => Some(RequestOp::Flush),
         _ => None,
     })
 }

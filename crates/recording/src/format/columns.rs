@@ -11,8 +11,8 @@
 use std::str::FromStr;
 
 use super::{
-    super::{error::shown, fields, record::Op},
-    Found, Parse, SECTOR_BYTES, nanoseconds, stem,
+    super::{error::shown, fields, record::RequestOp},
+    RecordOutput, LineParser, SECTOR_BYTES, nanoseconds, stem,
 };
 
 const MAX_COLUMNS: usize = 64;
@@ -24,49 +24,49 @@ const DISCARDS: &str = "discard d trim unmap";
 
 /// Value of `--columns`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Columns {
-    time: Scaled,
-    offset: Scaled,
-    length: Scaled,
+pub struct ColumnSpec {
+    time: ScaledColumn,
+    offset: ScaledColumn,
+    length: ScaledColumn,
     op: Option<usize>,
     disk: Option<usize>,
     /// Words for read and write, for files that use numbers or other words.
     reads: Option<String>,
     writes: Option<String>,
-    separator: Separator,
+    separator: FieldSeparator,
     /// Number of lines before the first request.
     skip: u64,
 }
 
 /// A column of numbers, from 0, and their unit in nanoseconds or bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Scaled {
+struct ScaledColumn {
     column: usize,
     unit: u64,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Separator {
+enum FieldSeparator {
     Byte(u8),
     /// Any number of blanks and tabs.
     Blanks,
 }
 
-impl FromStr for Columns {
+impl FromStr for ColumnSpec {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (mut time, mut offset, mut length) = (None, None, None);
         let (mut op, mut disk, mut reads, mut writes) = (None, None, None, None);
-        let (mut separator, mut skip) = (Separator::Byte(b','), 0);
+        let (mut separator, mut skip) = (FieldSeparator::Byte(b','), 0);
         for pair in text.split(',') {
             let (key, value) = pair
                 .split_once('=')
                 .ok_or_else(|| format!("{pair:?} is not KEY=VALUE (such as time=1:us)"))?;
             match key {
-                "time" => time = Some(Scaled::read(value, TIMES)?),
-                "offset" => offset = Some(Scaled::read(value, SIZES)?),
-                "length" => length = Some(Scaled::read(value, SIZES)?),
+                "time" => time = Some(ScaledColumn::read(value, TIMES)?),
+                "offset" => offset = Some(ScaledColumn::read(value, SIZES)?),
+                "length" => length = Some(ScaledColumn::read(value, SIZES)?),
                 "op" => op = Some(column(value)?),
                 "disk" => disk = Some(column(value)?),
                 "reads" => reads = Some(value.to_owned()),
@@ -85,7 +85,7 @@ impl FromStr for Columns {
                 }
             }
         }
-        let needed = |what: Option<Scaled>, name: &str| {
+        let needed = |what: Option<ScaledColumn>, name: &str| {
             what.ok_or_else(|| format!("has no {name} (say which column it is: {name}=N)"))
         };
         Ok(Self {
@@ -102,14 +102,14 @@ impl FromStr for Columns {
     }
 }
 
-type Unit = (&'static str, u64);
+type ColumnUnit = (&'static str, u64);
 // The first unit is the default.
-const TIMES: &[Unit] = &[("ns", 1), ("us", 1000), ("ms", 1_000_000), ("s", S_NS)];
-const SIZES: &[Unit] = &[("bytes", 1), ("sectors", SECTOR_BYTES), ("KiB", 1024), ("pages", 4096)];
+const TIMES: &[ColumnUnit] = &[("ns", 1), ("us", 1000), ("ms", 1_000_000), ("s", S_NS)];
+const SIZES: &[ColumnUnit] = &[("bytes", 1), ("sectors", SECTOR_BYTES), ("KiB", 1024), ("pages", 4096)];
 const S_NS: u64 = 1_000_000_000;
 
-impl Scaled {
-    fn read(value: &str, units: &[Unit]) -> Result<Self, String> {
+impl ScaledColumn {
+    fn read(value: &str, units: &[ColumnUnit]) -> Result<Self, String> {
         let (number, unit) = value.split_once(':').unwrap_or((value, units[0].0));
         let known = units.iter().find(|(name, _)| *name == unit);
         let &(_, unit) = known.ok_or_else(|| {
@@ -126,7 +126,7 @@ fn column(text: &str) -> Result<usize, String> {
     Ok(number - 1)
 }
 
-impl FromStr for Separator {
+impl FromStr for FieldSeparator {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -142,20 +142,20 @@ impl FromStr for Separator {
 
 /// Parser of lines by columns.
 pub(in super::super) struct ByColumns {
-    columns: Columns,
+    columns: ColumnSpec,
     skipped: u64,
     /// Disk of all requests if there is no column for it.
     disk: String,
 }
 
 impl ByColumns {
-    pub(in super::super) fn new(columns: Columns, file: &str) -> Self {
+    pub(in super::super) fn new(columns: ColumnSpec, file: &str) -> Self {
         Self { columns, skipped: 0, disk: stem(file).to_owned() }
     }
 }
 
-impl Parse for ByColumns {
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+impl LineParser for ByColumns {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         let Self { columns, skipped, disk } = self;
         if *skipped < columns.skip {
             *skipped += 1;
@@ -163,8 +163,8 @@ impl Parse for ByColumns {
         }
         let mut all: [&[u8]; MAX_COLUMNS] = [b""; MAX_COLUMNS];
         match columns.separator {
-            Separator::Byte(separator) => fill(&mut all, line.split(|&byte| byte == separator)),
-            Separator::Blanks => {
+            FieldSeparator::Byte(separator) => fill(&mut all, line.split(|&byte| byte == separator)),
+            FieldSeparator::Blanks => {
                 let words = line.split(u8::is_ascii_whitespace);
                 fill(&mut all, words.filter(|word| !word.is_empty()));
             }
@@ -175,15 +175,15 @@ impl Parse for ByColumns {
         };
         let op = match columns.op {
             Some(column) => columns.op(all[column])?,
-            None => Op::Read,
+            None => RequestOp::Read,
         };
-        let number = |place: Scaled, what: &str| {
+        let number = |place: ScaledColumn, what: &str| {
             let number = fields::number(all[place.column], what)?;
             let bytes = number.checked_mul(place.unit);
             bytes.ok_or_else(|| format!("the {what} {number} does not fit into 64 bits of bytes"))
         };
         let (offset, length) = match op {
-            Op::Flush => (0, 0),
+            RequestOp::Flush => (0, 0),
             _ => (number(columns.offset, "offset")?, number(columns.length, "length")?),
         };
         let disk = columns.disk.map_or(disk.as_bytes(), |column| all[column]);
@@ -197,17 +197,17 @@ fn fill<'a>(all: &mut [&'a [u8]], fields: impl Iterator<Item = &'a [u8]>) {
     }
 }
 
-impl Columns {
-    fn op(&self, word: &[u8]) -> Result<Op, String> {
+impl ColumnSpec {
+    fn op(&self, word: &[u8]) -> Result<RequestOp, String> {
         let is_own = |own: &Option<String>| own.as_ref().is_some_and(|own| own.as_bytes() == word);
         let is_one_of = |words: &str| words.split(' ').any(|one| one.as_bytes().eq_ignore_ascii_case(word));
         if is_own(&self.reads) {
-            return Ok(Op::Read);
+            return Ok(RequestOp::Read);
         }
         if is_own(&self.writes) {
-            return Ok(Op::Write);
+            return Ok(RequestOp::Write);
         }
-        let known = [(READS, Op::Read), (WRITES, Op::Write), (FLUSHES, Op::Flush), (DISCARDS, Op::Discard)];
+        let known = [(READS, RequestOp::Read), (WRITES, RequestOp::Write), (FLUSHES, RequestOp::Flush), (DISCARDS, RequestOp::Discard)];
         let op = known.iter().find(|(words, _)| is_one_of(words));
         op.map(|&(_, op)| op).ok_or_else(|| {
             format!("the op {} is not known (say what it is: reads=WORD, writes=WORD)", shown(word))
@@ -220,8 +220,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_columns_cannot_be_is_said() {
-        let error = |text: &str| text.parse::<Columns>().unwrap_err();
+    fn invalid_column_specs_are_rejected() {
+        let error = |text: &str| text.parse::<ColumnSpec>().unwrap_err();
         assert_eq!(error("time=1,length=2"), "has no offset (say which column it is: offset=N)");
         assert_eq!(error("time"), "\"time\" is not KEY=VALUE (such as time=1:us)");
         assert_eq!(error("time=0"), "\"0\" is no column's number, from 1 to 64");

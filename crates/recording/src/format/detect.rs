@@ -6,7 +6,7 @@ use clap::ValueEnum as _;
 
 use super::{
     super::{error::shown, file},
-    Format, alibaba, blkparse, cloud_physics, fio, mqsim, msr, spc, weir,
+    TraceFormat, alibaba, blkparse, cloud_physics, fio, mqsim, msr, spc, weir,
 };
 
 // blkparse prints messages before its first event.
@@ -25,9 +25,9 @@ const OTHERS: [(usize, &[u8], &str); 5] = [
 
 /// Detects the format; `ahead` is the beginning of the trace. The error describes the file that it
 /// is instead.
-pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
+pub(in super::super) fn detect(ahead: &[u8]) -> Result<TraceFormat, String> {
     if file::is_beginning(ahead) {
-        return Ok(Format::Recording);
+        return Ok(TraceFormat::Recording);
     }
     // First: text inside an archive may look like a trace.
     if let Some(what) = other(ahead) {
@@ -38,32 +38,32 @@ pub(in super::super) fn detect(ahead: &[u8]) -> Result<Format, String> {
     let first = lines.next().unwrap_or_default();
     // From the most specific format to the least: the later ones accept more lines.
     if let Some(&(_, version)) = fio::HEADERS.iter().find(|(header, _)| first == header.as_bytes()) {
-        return Ok(if version == 2 { Format::FioV2 } else { Format::FioV3 });
+        return Ok(if version == 2 { TraceFormat::FioV2 } else { TraceFormat::FioV3 });
     }
     if weir::header(first).is_some() {
-        return Ok(Format::Weir);
+        return Ok(TraceFormat::Weir);
     }
     if msr::is_line(first) {
-        return Ok(Format::Msr);
+        return Ok(TraceFormat::Msr);
     }
     if alibaba::is_line(first) {
-        return Ok(Format::Alibaba);
+        return Ok(TraceFormat::Alibaba);
     }
     if cloud_physics::columns(first).is_some() {
-        return Ok(Format::CloudPhysics);
+        return Ok(TraceFormat::CloudPhysics);
     }
     if spc::is_line(first) {
-        return Ok(Format::Spc);
+        return Ok(TraceFormat::Spc);
     }
     if mqsim::is_line(first) {
-        return Ok(Format::Mqsim);
+        return Ok(TraceFormat::Mqsim);
     }
     let mut lines =
         std::iter::once(first).chain(lines).take(LINES).skip_while(|line| blkparse::is_preface(line));
     if lines.next().is_some_and(blkparse::is_event) {
-        return Ok(Format::Blkparse);
+        return Ok(TraceFormat::Blkparse);
     }
-    let known: Vec<_> = Format::value_variants().iter().map(|format| format.name()).collect();
+    let known: Vec<_> = TraceFormat::value_variants().iter().map(|format| format.name()).collect();
     Err(format!(
         "its first line is {} (--format names the format, one of {}; --columns reads any other text)",
         shown(first),

@@ -14,9 +14,9 @@ use super::{
     super::{
         error::shown,
         fields::{self},
-        record::Op,
+        record::RequestOp,
     },
-    Found, Parse, nanoseconds,
+    RecordOutput, LineParser, nanoseconds,
 };
 
 const US_NS: u64 = 1000;
@@ -58,8 +58,8 @@ impl Fio {
     }
 }
 
-impl Parse for Fio {
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+impl LineParser for Fio {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if !self.begun {
             return self.begin(line);
         }
@@ -75,10 +75,10 @@ impl Parse for Fio {
         let op = match action {
             b"add" | b"open" | b"close" => None,
             b"wait" => None,
-            b"read" => Some(Op::Read),
-            b"write" => Some(Op::Write),
-            b"trim" => Some(Op::Discard),
-            b"sync" | b"datasync" | b"sync_file_range" | b"syncfs" => Some(Op::Flush),
+            b"read" => Some(RequestOp::Read),
+            b"write" => Some(RequestOp::Write),
+            b"trim" => Some(RequestOp::Discard),
+            b"sync" | b"datasync" | b"sync_file_range" | b"syncfs" => Some(RequestOp::Flush),
             _ => return Err(format!("the action {} is none of fio's iolog", shown(action))),
         };
         if op.is_none() && action != b"wait" {

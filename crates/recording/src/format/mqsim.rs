@@ -7,8 +7,8 @@
 //! default unit of time).
 
 use super::{
-    super::{error::shown, fields, record::Op},
-    Found, Parse, bytes,
+    super::{error::shown, fields, record::RequestOp},
+    RecordOutput, LineParser, bytes,
 };
 
 #[derive(Default)]
@@ -18,14 +18,14 @@ pub(super) fn is_line(line: &[u8]) -> bool {
     request(line).is_ok()
 }
 
-impl Parse for Mqsim {
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+impl LineParser for Mqsim {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         let (time_ns, device, op, offset, length) = request(line)?;
         found.push(time_ns, device, op, offset, length)
     }
 }
 
-fn request(line: &[u8]) -> Result<(u64, &[u8], Op, u64, u64), String> {
+fn request(line: &[u8]) -> Result<(u64, &[u8], RequestOp, u64, u64), String> {
     let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
     let mut next =
         |what: &str| words.next().ok_or_else(|| format!("the {what} is missing (a line that was cut off?)"));
@@ -35,8 +35,8 @@ fn request(line: &[u8]) -> Result<(u64, &[u8], Op, u64, u64), String> {
     let offset = bytes(fields::number(next("sector")?, "sector")?)?;
     let length = bytes(fields::number(next("number of sectors")?, "number of sectors")?)?;
     let op = match next("type")? {
-        b"0" => Op::Write,
-        b"1" => Op::Read,
+        b"0" => RequestOp::Write,
+        b"1" => RequestOp::Read,
         other => return Err(format!("the type {} is neither 0 (write) nor 1 (read)", shown(other))),
     };
     match words.next() {

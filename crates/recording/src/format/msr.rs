@@ -9,8 +9,8 @@
 //! Rowstron, *Write Off-Loading*, FAST 2008).
 
 use super::{
-    super::{error::shown, fields::Fields, record::Op},
-    FirstLine, Found, Parse, is_header, nanoseconds,
+    super::{error::shown, fields::LineFields, record::RequestOp},
+    FirstLine, RecordOutput, LineParser, is_header, nanoseconds,
 };
 
 /// Unit of the timestamp in nanoseconds.
@@ -27,7 +27,7 @@ pub(in super::super) struct Msr {
 }
 
 pub(super) fn is_line(line: &[u8]) -> bool {
-    let mut fields = Fields::new(line);
+    let mut fields = LineFields::new(line);
     let mut first = || {
         fields.number("time")?;
         fields.text("host")?;
@@ -37,13 +37,13 @@ pub(super) fn is_line(line: &[u8]) -> bool {
     is_header(line, HEADER) || first().is_ok()
 }
 
-impl Parse for Msr {
+impl LineParser for Msr {
     #[inline]
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if self.first.is_header(line, HEADER) {
             return Ok(());
         }
-        let mut fields = Fields::new(line);
+        let mut fields = LineFields::new(line);
         let ticks = fields.number("timestamp")?;
         let time_ns = nanoseconds(ticks.checked_sub(TICKS_OF_1970).unwrap_or(ticks), TICK_NS)?;
         self.disk.clear();
@@ -60,12 +60,12 @@ impl Parse for Msr {
 }
 
 #[inline]
-fn op(name: &[u8]) -> Result<Op, String> {
+fn op(name: &[u8]) -> Result<RequestOp, String> {
     match name {
-        b"Read" => Ok(Op::Read),
-        b"Write" => Ok(Op::Write),
-        _ if name.eq_ignore_ascii_case(b"read") => Ok(Op::Read),
-        _ if name.eq_ignore_ascii_case(b"write") => Ok(Op::Write),
+        b"Read" => Ok(RequestOp::Read),
+        b"Write" => Ok(RequestOp::Write),
+        _ if name.eq_ignore_ascii_case(b"read") => Ok(RequestOp::Read),
+        _ if name.eq_ignore_ascii_case(b"write") => Ok(RequestOp::Write),
         _ => Err(format!("the type {} is neither Read nor Write", shown(name))),
     }
 }

@@ -9,8 +9,8 @@
 //! (`Financial1.spc`, `WebSearch2.spc`).
 
 use super::{
-    super::{error::shown, fields, fields::Fields, record::Op},
-    Found, Parse, bytes,
+    super::{error::shown, fields, fields::LineFields, record::RequestOp},
+    RecordOutput, LineParser, bytes,
 };
 
 #[derive(Default)]
@@ -21,23 +21,23 @@ pub(super) fn is_line(line: &[u8]) -> bool {
     request(line).is_ok()
 }
 
-impl Parse for Spc {
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+impl LineParser for Spc {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         let (time_ns, unit, op, offset, length) = request(line)?;
         found.push(time_ns, unit, op, offset, length)
     }
 }
 
-fn request(line: &[u8]) -> Result<(u64, &[u8], Op, u64, u64), String> {
-    let mut fields = Fields::new(line);
+fn request(line: &[u8]) -> Result<(u64, &[u8], RequestOp, u64, u64), String> {
+    let mut fields = LineFields::new(line);
     let mut next = |what: &str| fields.text(what).map(<[u8]>::trim_ascii);
     let unit = next("ASU")?;
     fields::number(unit, "ASU")?;
     let offset = bytes(fields::number(next("LBA")?, "LBA")?)?;
     let length = fields::number(next("size")?, "size")?;
     let op = match next("opcode")? {
-        b"R" | b"r" => Op::Read,
-        b"W" | b"w" => Op::Write,
+        b"R" | b"r" => RequestOp::Read,
+        b"W" | b"w" => RequestOp::Write,
         other => return Err(format!("the opcode {} is neither R nor W", shown(other))),
     };
     let time_ns = fields::seconds(next("timestamp")?, "timestamp")?;

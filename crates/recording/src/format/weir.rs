@@ -8,12 +8,12 @@
 use super::{
     super::{
         error::shown,
-        fields::{self, Fields},
-        file::Times,
-        outcome::Told,
-        record::Op,
+        fields::{self, LineFields},
+        file::RecordedTimes,
+        outcome::ParsedOutcome,
+        record::RequestOp,
     },
-    Found, Parse,
+    RecordOutput, LineParser,
 };
 
 /// First line of weir's CSV, without further columns.
@@ -23,7 +23,7 @@ pub const HEADER: &str = "time_ns,disk,op,offset,length";
 pub const MORE_COLUMNS: &str = ",admitted_ns,completed_ns,bucket";
 
 #[derive(Default)]
-pub(in super::super) struct Weir {
+pub(in super::super) struct WeirCsv {
     begun: bool,
     more: bool,
     tells_outcomes: bool,
@@ -43,7 +43,7 @@ pub(super) fn header(line: &[u8]) -> Option<bool> {
 }
 
 /// True if the header has the columns with the outcomes of requests.
-pub(in super::super) fn tells_outcomes(line: &[u8]) -> bool {
+pub(in super::super) fn has_outcomes(line: &[u8]) -> bool {
     let rest = line.strip_prefix(HEADER.as_bytes());
     let rest = rest.and_then(|rest| rest.strip_prefix(MORE_COLUMNS.as_bytes()));
     rest.is_some_and(|rest| matches!(rest, [] | [b',' | b'\r' | b'\n', ..]))
@@ -51,10 +51,10 @@ pub(in super::super) fn tells_outcomes(line: &[u8]) -> bool {
 
 /// Parses the outcome of a request that arrived at `time_ns`; `None` if it is unknown.
 fn outcome<'a>(
-    fields: &mut Fields<'a>,
+    fields: &mut LineFields<'a>,
     time_ns: u64,
     bucket: &'a mut Vec<u8>,
-) -> Result<Option<Told<'a>>, String> {
+) -> Result<Option<ParsedOutcome<'a>>, String> {
     let mut until_ns = [None; 2];
     for (until_ns, what) in until_ns.iter_mut().zip(["admitted_ns", "completed_ns"]) {
         let field = fields.text(what)?;
@@ -73,20 +73,20 @@ fn outcome<'a>(
         later_ns.checked_sub(earlier_ns).ok_or_else(why)
     };
     let times =
-        Times { wait_ns: after(admitted_ns, time_ns)?, service_ns: after(completed_ns, admitted_ns)? };
-    Ok(Some(Told { times, has_failed: false, limit }))
+        RecordedTimes { wait_ns: after(admitted_ns, time_ns)?, service_ns: after(completed_ns, admitted_ns)? };
+    Ok(Some(ParsedOutcome { times, has_failed: false, limit }))
 }
 
-impl Parse for Weir {
+impl LineParser for WeirCsv {
     #[inline]
-    fn line(&mut self, line: &[u8], found: &mut Found<'_>) -> Result<(), String> {
+    fn line(&mut self, line: &[u8], found: &mut RecordOutput<'_>) -> Result<(), String> {
         if !self.begun {
             self.more = header(line).ok_or_else(|| format!("the header '{HEADER}' is missing"))?;
-            self.tells_outcomes = tells_outcomes(line);
+            self.tells_outcomes = has_outcomes(line);
             self.begun = true;
             return Ok(());
         }
-        let mut fields = Fields::new(line);
+        let mut fields = LineFields::new(line);
         let time_ns = fields.number("time_ns")?;
         let disk = fields.quotable("disk", &mut self.unquoted)?;
         let op = op(fields.text("op")?)?;
@@ -102,20 +102,20 @@ impl Parse for Weir {
         };
         found.push(time_ns, disk, op, offset, length)?;
         match (told, &mut found.outcomes) {
-            (Some(told), Some(outcomes)) => outcomes.note(found.line, told),
+            (Some(told), Some(outcomes)) => outcomes.push(found.line, told),
             _ => Ok(()),
         }
     }
 }
 
 #[inline]
-fn op(name: &[u8]) -> Result<Op, String> {
+fn op(name: &[u8]) -> Result<RequestOp, String> {
     match name {
-        b"read" => Ok(Op::Read),
-        b"write" => Ok(Op::Write),
-        b"flush" => Ok(Op::Flush),
-        b"discard" => Ok(Op::Discard),
-        b"write-zeroes" => Ok(Op::WriteZeroes),
-        _ => Err(format!("the op {} is none of {}", shown(name), Op::ALL.map(Op::name).join(", "))),
+        b"read" => Ok(RequestOp::Read),
+        b"write" => Ok(RequestOp::Write),
+        b"flush" => Ok(RequestOp::Flush),
+        b"discard" => Ok(RequestOp::Discard),
+        b"write-zeroes" => Ok(RequestOp::WriteZeroes),
+        _ => Err(format!("the op {} is none of {}", shown(name), RequestOp::ALL.map(RequestOp::name).join(", "))),
     }
 }

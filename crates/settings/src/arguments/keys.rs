@@ -6,18 +6,18 @@ use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, parser::Va
 
 use super::limits;
 use crate::{
-    DiskConfig, GroupConfig, Place, Wrong,
-    key::{Key, ValueKind},
-    placed::{KeySet, Placed},
+    DiskConfig, GroupConfig, Origin, ConfigError,
+    key::{ConfigKey, KeyType},
+    placed::{KeyTable, ConfigWithOrigins},
 };
 
 /// Selection of the keys that are options of a command, and their adaptation to it.
-pub trait KeyOptions: Clone + fmt::Debug + Send + Sync + 'static {
+pub trait OptionSelection: Clone + fmt::Debug + Send + Sync + 'static {
     /// Config that the keys belong to.
-    type Config: KeySet;
+    type Config: KeyTable;
 
     /// True if the key is an option.
-    fn has(key: &Key<Self::Config>) -> bool;
+    fn is_option(key: &ConfigKey<Self::Config>) -> bool;
 
     /// Adapts the option to this command.
     fn adapt(option: Arg) -> Arg {
@@ -27,21 +27,21 @@ pub trait KeyOptions: Clone + fmt::Debug + Send + Sync + 'static {
 
 /// Key options of a command, as given.
 #[derive(Clone, Debug)]
-pub struct KeyArgs<O: KeyOptions> {
+pub struct ConfigKeyArgs<O: OptionSelection> {
     given: Vec<(&'static str, String)>,
     options: PhantomData<O>,
 }
 
-impl<O: KeyOptions> Default for KeyArgs<O> {
+impl<O: OptionSelection> Default for ConfigKeyArgs<O> {
     fn default() -> Self {
         Self { given: Vec::new(), options: PhantomData }
     }
 }
 
-impl<O: KeyOptions> KeyArgs<O> {
+impl<O: OptionSelection> ConfigKeyArgs<O> {
     /// Rows of the keys that are options, in order.
-    pub fn rows() -> impl Iterator<Item = &'static Key<O::Config>> {
-        O::Config::keys().iter().filter(|key| O::has(key))
+    pub fn keys() -> impl Iterator<Item = &'static ConfigKey<O::Config>> {
+        O::Config::keys().iter().filter(|key| O::is_option(key))
     }
 
     /// Names and values of the given options; a flag's value is `true`.
@@ -59,17 +59,17 @@ impl<O: KeyOptions> KeyArgs<O> {
     ///
     /// # Errors
     /// Fails on a malformed value.
-    pub fn read_into<T: KeySet>(
+    pub fn read_into<T: KeyTable>(
         &self,
-        config: &mut Placed<T>,
+        config: &mut ConfigWithOrigins<T>,
         directory: &Path,
         which: impl Fn(&str) -> bool,
-    ) -> Result<(), Wrong> {
+    ) -> Result<(), ConfigError> {
         for (name, text) in self.given().filter(|(name, _)| which(name)) {
             let Some(key) = T::key(name) else { continue };
             let place = match key.value {
-                ValueKind::Flag => Place::new(format!("--{name}")),
-                _ => Place::option(name, text),
+                KeyType::Flag => Origin::new(format!("--{name}")),
+                _ => Origin::option(name, text),
             };
             config.set(key, text, directory, place)?;
         }
@@ -77,11 +77,11 @@ impl<O: KeyOptions> KeyArgs<O> {
     }
 
     fn options() -> impl Iterator<Item = Arg> {
-        Self::rows().map(|key| O::adapt(option(key)))
+        Self::keys().map(|key| O::adapt(option(key)))
     }
 }
 
-impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
+impl<O: OptionSelection<Config = DiskConfig>> ConfigKeyArgs<O> {
     /// Reads the given options that `which` selects into a disk. With `--group`, limits,
     /// reservations and watermark apply to the group, which is returned.
     ///
@@ -89,16 +89,16 @@ impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
     /// Fails on a malformed value.
     pub fn read_disk(
         &self,
-        disk: &mut Placed<DiskConfig>,
+        disk: &mut ConfigWithOrigins<DiskConfig>,
         which: impl Fn(&str) -> bool,
-    ) -> Result<Option<Placed<GroupConfig>>, Wrong> {
+    ) -> Result<Option<ConfigWithOrigins<GroupConfig>>, ConfigError> {
         // Without a group all options apply to the disk itself.
         let Some(name) = self.value("group") else {
             self.read_into(disk, Path::new(""), which)?;
             return Ok(None);
         };
         let config = GroupConfig { name: name.to_owned(), ..GroupConfig::default() };
-        let mut group = Placed::new(config, Place::option("group", name));
+        let mut group = ConfigWithOrigins::new(config, Origin::option("group", name));
         // The weight is the disk's share within the group, so it stays with the disk.
         let is_of_group = |key: &str| GroupConfig::key(key).is_some() && !["group", "weight"].contains(&key);
         self.read_into(&mut group, Path::new(""), is_of_group)?;
@@ -108,13 +108,13 @@ impl<O: KeyOptions<Config = DiskConfig>> KeyArgs<O> {
 }
 
 /// Option of a key.
-fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
+fn option<T: KeyTable>(key: &'static ConfigKey<T>) -> Arg {
     let help = match key.default {
         "" | "required" => key.help.clone(),
         default => format!("{} [default: {default}]", key.help),
     };
     let option = Arg::new(key.name).long(key.name).help(help).help_heading(key.heading);
-    if key.value == ValueKind::Flag {
+    if key.value == KeyType::Flag {
         return option.action(ArgAction::SetTrue);
     }
     let option = option
@@ -123,7 +123,7 @@ fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
         // decide its range.
         .value_parser(move |text: &str| key.check(text))
         .action(if key.is_list() { ArgAction::Append } else { ArgAction::Set });
-    let setting = policy::throttle::Setting::from_name(key.name);
+    let setting = policy::throttle::LimitSetting::from_name(key.name);
     match key.name {
         // qemu-img's short options.
         "format" => option.short('f'),
@@ -132,7 +132,7 @@ fn option<T: KeySet>(key: &'static Key<T>) -> Arg {
     }
 }
 
-impl<O: KeyOptions> Args for KeyArgs<O> {
+impl<O: OptionSelection> Args for ConfigKeyArgs<O> {
     fn augment_args(command: Command) -> Command {
         command.args(Self::options())
     }
@@ -142,10 +142,10 @@ impl<O: KeyOptions> Args for KeyArgs<O> {
     }
 }
 
-impl<O: KeyOptions> FromArgMatches for KeyArgs<O> {
+impl<O: OptionSelection> FromArgMatches for ConfigKeyArgs<O> {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut given = Vec::new();
-        for key in Self::rows() {
+        for key in Self::keys() {
             // Defaults of flags are not given by the user.
             if matches.value_source(key.name) != Some(ValueSource::CommandLine) {
                 continue;
@@ -165,7 +165,7 @@ impl<O: KeyOptions> FromArgMatches for KeyArgs<O> {
 
 /// Adapts `--group` for a command whose disks all share the limits of the group.
 #[must_use]
-pub fn shared_group(option: Arg) -> Arg {
+pub fn describe_shared_group(option: Arg) -> Arg {
     match option.get_id() == "group" {
         true => option.help(
             "Put the disks into one group, which limits, reservations and watermark are then for: they share them",

@@ -1,26 +1,26 @@
 //! The nineteen limits as options, derived from the policy's table so that names cannot differ.
 
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
-use policy::throttle::{LimitKind, Part, Setting};
+use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 
 use crate::shares;
 
 /// Given limits, in the order of the table.
 #[derive(Clone, Debug, Default)]
-pub struct LimitArgs {
-    given: Vec<(Setting, u64)>,
+pub struct ThrottleLimitArgs {
+    given: Vec<(LimitSetting, u64)>,
 }
 
-impl LimitArgs {
+impl ThrottleLimitArgs {
     /// Given limits with their values.
-    pub fn given(&self) -> &[(Setting, u64)] {
+    pub fn given(&self) -> &[(LimitSetting, u64)] {
         &self.given
     }
 }
 
 /// Description of the nineteen options in a command's help, which does not list them. Fits 80
 /// columns.
-pub const BLOCK: &str = "\
+pub const LIMITS_HELP: &str = "\
 Limits:
   --{iops,bps}-{total,read,write} R             per second; 0 is no limit
   --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
@@ -30,7 +30,7 @@ A total excludes a read or write limit of the same kind. L is 1 by default. A fu
 L × M ÷ (M − R) seconds, because R passes in any case.";
 
 /// Option of a setting. [`BLOCK`] describes it in the help.
-pub fn option(setting: Setting) -> Arg {
+pub fn option(setting: LimitSetting) -> Arg {
     let parser = crate::limit_parser(setting);
     Arg::new(setting.name())
         .long(setting.name())
@@ -43,17 +43,17 @@ pub fn option(setting: Setting) -> Arg {
 }
 
 /// Short alias of the most common limits. Without it clap would suggest `--iops-size` for `--iops`.
-pub(super) fn short_name(setting: Setting) -> Option<&'static str> {
+pub(super) fn short_name(setting: LimitSetting) -> Option<&'static str> {
     match setting {
-        Setting::Limit(LimitKind::IopsTotal, Part::Rate) => Some("iops"),
-        Setting::Limit(LimitKind::BpsTotal, Part::Rate) => Some("bps"),
+        LimitSetting::Limit(LimitKind::IopsTotal, LimitPart::Rate) => Some("iops"),
+        LimitSetting::Limit(LimitKind::BpsTotal, LimitPart::Rate) => Some("bps"),
         _ => None,
     }
 }
 
-impl Args for LimitArgs {
+impl Args for ThrottleLimitArgs {
     fn augment_args(command: Command) -> Command {
-        command.args(Setting::ALL.map(option))
+        command.args(LimitSetting::ALL.map(option))
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -61,10 +61,10 @@ impl Args for LimitArgs {
     }
 }
 
-impl FromArgMatches for LimitArgs {
+impl FromArgMatches for ThrottleLimitArgs {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
-        let given = |setting: Setting| Some((setting, *matches.get_one(setting.name())?));
-        Ok(Self { given: Setting::ALL.into_iter().filter_map(given).collect() })
+        let given = |setting: LimitSetting| Some((setting, *matches.get_one(setting.name())?));
+        Ok(Self { given: LimitSetting::ALL.into_iter().filter_map(given).collect() })
     }
 
     fn update_from_arg_matches(&mut self, matches: &ArgMatches) -> Result<(), clap::Error> {
@@ -79,9 +79,9 @@ mod tests {
 
     #[test]
     fn rates_of_all_requests_have_short_names() {
-        let command = LimitArgs::augment_args(Command::new("weir"));
+        let command = ThrottleLimitArgs::augment_args(Command::new("weir"));
         let matches = command.try_get_matches_from(["weir", "--iops", "5", "--bps=1M"]).expect("options");
-        let mut given = LimitArgs::from_arg_matches(&matches).expect("limits").given;
+        let mut given = ThrottleLimitArgs::from_arg_matches(&matches).expect("limits").given;
         given.sort_by_key(|(_, value)| *value);
         let names: Vec<_> = given.iter().map(|(setting, value)| (setting.name(), *value)).collect();
         assert_eq!(names, [("iops-total", 5), ("bps-total", 1 << 20)]);

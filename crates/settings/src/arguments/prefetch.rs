@@ -1,12 +1,12 @@
 //! Numeric settings of prefetching as options of `weir prefetch`.
 
 use clap::{Arg, ArgMatches};
-use policy::prefetch::Setting;
+use policy::prefetch::PrefetchSetting;
 
 use crate::prefetch;
 
 /// Option of a setting, under this name.
-pub fn number(setting: Setting, name: &'static str) -> Arg {
+pub fn number(setting: PrefetchSetting, name: &'static str) -> Arg {
     let (value, parser) = if prefetch::is_size(setting) {
         ("SIZE", crate::size as fn(&str) -> _)
     } else {
@@ -16,7 +16,7 @@ pub fn number(setting: Setting, name: &'static str) -> Arg {
 }
 
 /// Given settings, looked up by these names.
-pub fn given(matches: &ArgMatches, name: fn(Setting) -> &'static str) -> Vec<(Setting, u64)> {
-    let given = |setting: Setting| Some((setting, *matches.get_one(name(setting))?));
-    Setting::ALL.into_iter().filter_map(given).collect()
+pub fn given(matches: &ArgMatches, name: fn(PrefetchSetting) -> &'static str) -> Vec<(PrefetchSetting, u64)> {
+    let given = |setting: PrefetchSetting| Some((setting, *matches.get_one(name(setting))?));
+    PrefetchSetting::ALL.into_iter().filter_map(given).collect()
 }

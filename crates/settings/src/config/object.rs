@@ -8,33 +8,33 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::parse_below;
-use crate::{DiskConfig, Draft, GroupConfig, Mistakes, Place, Placed};
+use super::parse_with_options;
+use crate::{DiskConfig, ParsedConfig, GroupConfig, Diagnostics, Origin, ConfigWithOrigins};
 
 /// Reads the disk `name` with these keys; `export` is an array of tables. Paths are relative to
 /// `directory`.
 ///
 /// Rules between keys are not checked: see [`crate::PlannedDisk::new`]. Returns `None` if a mistake
 /// was reported.
-pub fn disk_of_object(
+pub fn disk_from_json(
     name: &str,
     keys: &Map<String, Value>,
     directory: &Path,
-    mistakes: &Mistakes,
-) -> Option<Placed<DiskConfig>> {
+    mistakes: &Diagnostics,
+) -> Option<ConfigWithOrigins<DiskConfig>> {
     parsed("disk", name, keys, directory, mistakes)?.disks.pop()
 }
 
 /// Reads the group `name` with these keys, and checks its own rules. Returns `None` if a mistake
 /// was reported.
-pub fn group_of_object(
+pub fn group_from_json(
     name: &str,
     keys: &Map<String, Value>,
-    mistakes: &Mistakes,
-) -> Option<Placed<GroupConfig>> {
+    mistakes: &Diagnostics,
+) -> Option<ConfigWithOrigins<GroupConfig>> {
     let group = parsed("group", name, keys, Path::new(""), mistakes)?.groups.pop()?;
     // For disks `PlannedDisk::new` checks the name.
-    mistakes.keep(crate::check::named(name).map_err(|rule| group.own_place().wrong(rule)));
+    mistakes.ok_or_report(crate::check::check_object_name(name).map_err(|rule| group.own_origin().error(rule)));
     group.judge(mistakes);
     (mistakes.count() == 0).then_some(group)
 }
@@ -44,26 +44,26 @@ fn parsed(
     name: &str,
     keys: &Map<String, Value>,
     directory: &Path,
-    mistakes: &Mistakes,
-) -> Option<Draft> {
+    mistakes: &Diagnostics,
+) -> Option<ParsedConfig> {
     // Quoting prevents injection: a name or value cannot end its string or start another table.
     let mut text = format!("[{kind}.{}]\n", quoted(name));
     for (key, value) in keys {
-        match written(value) {
+        match to_toml(value) {
             Ok(value) => text += &format!("{} = {value}\n", quoted(key)),
-            Err(rule) => mistakes.tell(Place::new(format!("{kind}.{name}.{key}")).wrong(rule)),
+            Err(rule) => mistakes.report(Origin::new(format!("{kind}.{name}.{key}")).error(rule)),
         }
     }
     // Values without a TOML form: parsing the rest would report consequences.
     if mistakes.count() > 0 {
         return None;
     }
-    let draft = parse_below("", &text, directory, &Placed::default(), mistakes);
+    let draft = parse_with_options("", &text, directory, &ConfigWithOrigins::default(), mistakes);
     (mistakes.count() == 0).then_some(draft)
 }
 
 /// Converts a value to TOML in one line.
-fn written(value: &Value) -> Result<String, &'static str> {
+fn to_toml(value: &Value) -> Result<String, &'static str> {
     Ok(match value {
         Value::Null => return Err("is null (leave the key out, or give a value)"),
         Value::Bool(flag) => flag.to_string(),
@@ -73,11 +73,11 @@ fn written(value: &Value) -> Result<String, &'static str> {
         Value::Number(number) => quoted(&number.to_string()),
         Value::String(text) => quoted(text),
         Value::Array(values) => {
-            let values: Vec<_> = values.iter().map(written).collect::<Result<_, _>>()?;
+            let values: Vec<_> = values.iter().map(to_toml).collect::<Result<_, _>>()?;
             format!("[{}]", values.join(", "))
         }
         Value::Object(keys) => {
-            let pair = |(key, value): (&String, &Value)| Ok(format!("{} = {}", quoted(key), written(value)?));
+            let pair = |(key, value): (&String, &Value)| Ok(format!("{} = {}", quoted(key), to_toml(value)?));
             let pairs: Vec<_> = keys.iter().map(pair).collect::<Result<_, _>>()?;
             format!("{{ {} }}", pairs.join(", "))
         }
@@ -94,19 +94,19 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::KeySet as _;
+    use crate::KeyTable as _;
 
-    fn disk(keys: &Value) -> Result<Placed<DiskConfig>, Vec<String>> {
-        let mistakes = Mistakes::default();
+    fn disk(keys: &Value) -> Result<ConfigWithOrigins<DiskConfig>, Vec<String>> {
+        let mistakes = Diagnostics::default();
         let keys = keys.as_object().expect("an object");
-        let disk = disk_of_object("vm1", keys, Path::new("/images"), &mistakes);
+        let disk = disk_from_json("vm1", keys, Path::new("/images"), &mistakes);
         let all =
-            mistakes.unless(disk).map_err(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>());
+            mistakes.finish(disk).map_err(|all| all.iter().map(ToString::to_string).collect::<Vec<_>>());
         Ok(all?.expect("no mistakes"))
     }
 
     #[test]
-    fn what_a_table_writes_is_read_back() {
+    fn written_tables_parse_as_equal() {
         let keys = json!({
             "image": "vm1.raw", "cache": "none", "read-only": true, "iops-total": "2000", "allow": ["10.0.0.0/8"],
             "description": "a \"b\"\u{7f}\\", "weight": 200, "bps-total": 1_000_000_000_000_000_u64,
@@ -141,12 +141,12 @@ mod tests {
     }
 
     #[test]
-    fn a_name_does_not_end_its_table() {
-        let mistakes = Mistakes::default();
+    fn names_cannot_inject_tables() {
+        let mistakes = Diagnostics::default();
         let keys = json!({ "image = \"x\"\n[daemon]": 1 });
-        let read = disk_of_object("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &mistakes);
+        let read = disk_from_json("a]\n[b", keys.as_object().expect("an object"), Path::new(""), &mistakes);
         assert!(read.is_none() && mistakes.count() > 0);
-        let group = group_of_object("a]\n[b", &Map::new(), &Mistakes::default());
+        let group = group_from_json("a]\n[b", &Map::new(), &Diagnostics::default());
         assert!(group.is_none(), "a name has no control characters");
     }
 }

@@ -8,25 +8,25 @@
 use std::{borrow::Cow, cell::RefCell, fmt, ops::Range};
 
 use toml::{
-    Spanned,
+    Spanned as TomlSpanned,
     de::{DeInteger, DeTable, DeValue},
 };
 
-use crate::{Mistakes, Place, Said, Wrong, suggest};
+use crate::{Diagnostics, Origin, Spanned, ConfigError, suggest};
 
 /// Characters of a value in a message.
 const MAX_SHOWN: usize = 60;
 
 /// Text of a config file, for line numbers, and the mistakes found in it.
-pub(super) struct Source<'a> {
+pub(super) struct ConfigText<'a> {
     name: &'a str,
     text: &'a str,
     line_starts: Vec<usize>,
-    pub(super) mistakes: &'a Mistakes,
+    pub(super) mistakes: &'a Diagnostics,
 }
 
-impl<'a> Source<'a> {
-    pub(super) fn new(name: &'a str, text: &'a str, mistakes: &'a Mistakes) -> Self {
+impl<'a> ConfigText<'a> {
+    pub(super) fn new(name: &'a str, text: &'a str, mistakes: &'a Diagnostics) -> Self {
         // Line numbers are found by binary search: files may have 100,000 disks.
         let line_starts = text.match_indices('\n').map(|(at, _)| at + 1).collect();
         Self { name, text, line_starts, mistakes }
@@ -34,15 +34,15 @@ impl<'a> Source<'a> {
 
     /// Place of a position in the text. A text without a name was generated, so its line numbers
     /// mean nothing to the user.
-    pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Place {
+    pub(super) fn place(&self, position: usize, what: impl fmt::Display) -> Origin {
         if self.name.is_empty() {
-            return Place::new(what.to_string());
+            return Origin::new(what.to_string());
         }
         let line = 1 + self.line_starts.partition_point(|&start| start <= position);
-        Place::in_line(line, format!("{}:{line}: {what}", self.name))
+        Origin::at_line(line, format!("{}:{line}: {what}", self.name))
     }
 
-    fn shown(&self, span: Range<usize>) -> Cow<'a, str> {
+    fn excerpt(&self, span: Range<usize>) -> Cow<'a, str> {
         let raw = self.text.get(span).unwrap_or_default();
         // A multi-line value is cut at its first line.
         let line = raw.lines().next().unwrap_or_default();
@@ -54,28 +54,28 @@ impl<'a> Source<'a> {
     }
 }
 
-pub(super) struct Section<'a> {
-    source: &'a Source<'a>,
+pub(super) struct TomlSection<'a> {
+    source: &'a ConfigText<'a>,
     /// Full name of the table; empty for the whole file.
     path: String,
     table: &'a DeTable<'a>,
-    place: Place,
-    asked: RefCell<Vec<&'static str>>,
+    place: Origin,
+    requested: RefCell<Vec<&'static str>>,
 }
 
-pub(super) struct Entry<'a> {
-    source: &'a Source<'a>,
+pub(super) struct TomlEntry<'a> {
+    source: &'a ConfigText<'a>,
     path: String,
-    value: &'a Spanned<DeValue<'a>>,
+    value: &'a TomlSpanned<DeValue<'a>>,
     key: Range<usize>,
 }
 
-impl<'a> Section<'a> {
-    pub(super) fn root(source: &'a Source<'a>, table: &'a DeTable<'a>) -> Self {
-        Self { source, path: String::new(), table, place: Place::new(source.name), asked: RefCell::default() }
+impl<'a> TomlSection<'a> {
+    pub(super) fn root(source: &'a ConfigText<'a>, table: &'a DeTable<'a>) -> Self {
+        Self { source, path: String::new(), table, place: Origin::new(source.name), requested: RefCell::default() }
     }
 
-    pub(super) fn place(&self) -> &Place {
+    pub(super) fn place(&self) -> &Origin {
         &self.place
     }
 
@@ -88,22 +88,22 @@ impl<'a> Section<'a> {
     }
 
     /// Value of a key. The key counts as known from now on.
-    pub(super) fn get(&self, key: &'static str) -> Option<Entry<'a>> {
+    pub(super) fn request(&self, key: &'static str) -> Option<TomlEntry<'a>> {
         // Recorded even if the key is absent: it is known to this table.
-        self.asked.borrow_mut().push(key);
+        self.requested.borrow_mut().push(key);
         let (name, value) = self.table.get_key_value(key)?;
-        Some(Entry { source: self.source, path: self.path_of(key), value, key: name.span() })
+        Some(TomlEntry { source: self.source, path: self.path_of(key), value, key: name.span() })
     }
 
     /// Sections of a table whose keys are names, in the order of the file.
-    pub(super) fn named_sections(&self) -> Vec<(Said<String>, Self)> {
+    pub(super) fn named_sections(&self) -> Vec<(Spanned<String>, Self)> {
         let mut entries: Vec<_> = self.table.iter().collect();
         // The TOML map is sorted by name; users expect the order of the file.
         entries.sort_by_key(|(key, _)| key.span().start);
-        let section = |(key, value): (&'a Spanned<Cow<'a, str>>, &'a Spanned<DeValue<'a>>)| {
+        let section = |(key, value): (&'a TomlSpanned<Cow<'a, str>>, &'a TomlSpanned<DeValue<'a>>)| {
             let path = self.path_of(key.get_ref());
-            let section = Entry { source: self.source, path, value, key: key.span() }.section()?;
-            Some((Said::new(key.get_ref().clone().into_owned(), section.place.clone()), section))
+            let section = TomlEntry { source: self.source, path, value, key: key.span() }.section()?;
+            Some((Spanned::new(key.get_ref().clone().into_owned(), section.place.clone()), section))
         };
         entries.into_iter().filter_map(section).collect()
     }
@@ -112,8 +112,8 @@ impl<'a> Section<'a> {
         &self,
         key: &'static str,
         parser: impl Fn(&str) -> Result<T, String>,
-    ) -> Option<Said<T>> {
-        self.keep(self.get(key)?.parse(parser))
+    ) -> Option<Spanned<T>> {
+        self.ok_or_report(self.request(key)?.parse(parser))
     }
 
     /// As [`Self::parse`], for keys whose value is text. A number in a base other than ten is
@@ -123,24 +123,24 @@ impl<'a> Section<'a> {
         &self,
         key: &'static str,
         parser: impl Fn(&str) -> Result<T, String>,
-    ) -> Option<Said<T>> {
-        let entry = self.get(key)?;
+    ) -> Option<Spanned<T>> {
+        let entry = self.request(key)?;
         let is_decimal = |integer: &DeInteger<'_>| integer.radix() == 10;
         if entry.value.get_ref().as_integer().is_some_and(|integer| !is_decimal(integer)) {
             let rule = "is a number in another base than ten (write it as text, such as \"0660\")";
-            return self.keep(Err(entry.place().wrong(rule)));
+            return self.ok_or_report(Err(entry.place().error(rule)));
         }
-        self.keep(entry.parse(parser))
+        self.ok_or_report(entry.parse(parser))
     }
 
     /// Parses `true` or `false`.
-    pub(super) fn flag(&self, key: &'static str) -> Option<Said<bool>> {
-        let entry = self.get(key)?;
+    pub(super) fn flag(&self, key: &'static str) -> Option<Spanned<bool>> {
+        let entry = self.request(key)?;
         let place = entry.place();
         match entry.value.get_ref().as_bool() {
-            Some(value) => Some(Said::new(value, place)),
+            Some(value) => Some(Spanned::new(value, place)),
             None => {
-                self.tell(place.wrong("is not a flag; write true or false"));
+                self.report(place.error("is not a flag; write true or false"));
                 None
             }
         }
@@ -151,8 +151,8 @@ impl<'a> Section<'a> {
         &self,
         key: &'static str,
         parser: impl FnOnce(&str) -> Result<T, String>,
-    ) -> Option<Said<T>> {
-        self.keep(self.get(key)?.parse_switch(parser))
+    ) -> Option<Spanned<T>> {
+        self.ok_or_report(self.request(key)?.parse_switch(parser))
     }
 
     /// Parses one value or an array.
@@ -160,19 +160,19 @@ impl<'a> Section<'a> {
         &self,
         key: &'static str,
         parser: impl Fn(&str) -> Result<T, String>,
-    ) -> Vec<Said<T>> {
-        self.items(key).into_iter().filter_map(|entry| self.keep(entry.parse(&parser))).collect()
+    ) -> Vec<Spanned<T>> {
+        self.items(key).into_iter().filter_map(|entry| self.ok_or_report(entry.parse(&parser))).collect()
     }
 
     /// Elements of an array; any other value is its only element.
-    pub(super) fn items(&self, key: &'static str) -> Vec<Entry<'a>> {
-        let Some(entry) = self.get(key) else { return Vec::new() };
+    pub(super) fn items(&self, key: &'static str) -> Vec<TomlEntry<'a>> {
+        let Some(entry) = self.request(key) else { return Vec::new() };
         let Some(array) = entry.value.get_ref().as_array() else { return vec![entry] };
         // Rejected: an empty list may be meant as "none" or as "the default".
         if array.is_empty() {
-            self.tell(entry.place().wrong("is empty (leave the key out, or give a value)"));
+            self.report(entry.place().error("is empty (leave the key out, or give a value)"));
         }
-        let item = |(index, value): (usize, &'a Spanned<DeValue<'a>>)| Entry {
+        let item = |(index, value): (usize, &'a TomlSpanned<DeValue<'a>>)| TomlEntry {
             source: self.source,
             path: format!("{}[{index}]", entry.path),
             value,
@@ -181,40 +181,40 @@ impl<'a> Section<'a> {
         array.iter().enumerate().map(item).collect()
     }
 
-    pub(super) fn tell(&self, wrong: Wrong) {
-        self.source.mistakes.tell(wrong);
+    pub(super) fn report(&self, wrong: ConfigError) {
+        self.source.mistakes.report(wrong);
     }
 
-    pub(super) fn keep<T>(&self, result: Result<T, Wrong>) -> Option<T> {
-        self.source.mistakes.keep(result)
+    pub(super) fn ok_or_report<T>(&self, result: Result<T, ConfigError>) -> Option<T> {
+        self.source.mistakes.ok_or_report(result)
     }
 
     /// Reads a whole table and reports unknown keys. `None` if the table has a mistake.
-    pub(super) fn whole<T>(&self, read: impl FnOnce() -> Option<T>) -> Option<T> {
+    pub(super) fn read_all<T>(&self, read: impl FnOnce() -> Option<T>) -> Option<T> {
         let mistakes = self.source.mistakes;
         // Counts instead of checking the result: a mistake may be recorded while a value is
         // returned.
         let before = mistakes.count();
         let value = read();
-        self.finish();
+        self.report_unknown_keys();
         value.filter(|_| mistakes.count() == before)
     }
 
     /// Reports keys that were not requested.
-    pub(super) fn finish(&self) {
-        let asked = self.asked.borrow();
+    pub(super) fn report_unknown_keys(&self) {
+        let asked = self.requested.borrow();
         for key in self.table.keys().filter(|key| !asked.contains(&key.get_ref().as_ref())) {
             if self.source.mistakes.is_full() {
                 break;
             }
-            self.tell(self.unknown(key, &asked));
+            self.report(self.unknown_key_error(key, &asked));
         }
     }
 
-    fn unknown(&self, key: &Spanned<Cow<'_, str>>, known: &[&str]) -> Wrong {
+    fn unknown_key_error(&self, key: &TomlSpanned<Cow<'_, str>>, known: &[&str]) -> ConfigError {
         let name = key.get_ref().as_ref();
         let place = self.source.place(key.span().start, self.path_of(name));
-        place.wrong(match suggest::nearest(name, known.iter().copied()) {
+        place.error(match suggest::nearest(name, known.iter().copied()) {
             Some(near) => format!("unknown key (did you mean {near:?}?)"),
             None => format!("unknown key; here may be {}", known.join(", ")),
         })
@@ -222,31 +222,31 @@ impl<'a> Section<'a> {
 
     /// Returns a required value, or reports that it is missing, or that a misspelt key is probably
     /// meant.
-    pub(super) fn need<T>(&self, key: &str, said: Option<T>, rule: impl Into<String>) -> Option<T> {
+    pub(super) fn require<T>(&self, key: &str, said: Option<T>, rule: impl Into<String>) -> Option<T> {
         if said.is_none() && !self.table.contains_key(key) {
-            let asked = self.asked.borrow();
+            let asked = self.requested.borrow();
             // A misspelt key is reported as such; "missing" would be confusing beside it.
-            let slip = |found: &&Spanned<Cow<'_, str>>| {
+            let slip = |found: &&TomlSpanned<Cow<'_, str>>| {
                 let name = found.get_ref().as_ref();
                 !asked.contains(&name) && suggest::nearest(name, [key]).is_some()
             };
-            self.tell(match self.table.keys().filter(slip).min_by_key(|found| found.span().start) {
-                Some(found) => self.unknown(found, &[key]),
-                None => self.place.wrong(rule),
+            self.report(match self.table.keys().filter(slip).min_by_key(|found| found.span().start) {
+                Some(found) => self.unknown_key_error(found, &[key]),
+                None => self.place.error(rule),
             });
         }
         said
     }
 }
 
-impl<'a> Entry<'a> {
-    fn place(&self) -> Place {
-        let shown = self.source.shown(self.value.span());
+impl<'a> TomlEntry<'a> {
+    fn place(&self) -> Origin {
+        let shown = self.source.excerpt(self.value.span());
         self.source.place(self.key.start, format_args!("{} = {shown}", self.path))
     }
 
     /// Converts to a table, or reports that it is none.
-    pub(super) fn section(self) -> Option<Section<'a>> {
+    pub(super) fn section(self) -> Option<TomlSection<'a>> {
         self.section_or("is not a table; write its settings as KEY = VALUE lines below it")
     }
 
@@ -256,25 +256,25 @@ impl<'a> Entry<'a> {
     }
 
     /// Converts to a table, or reports the rule.
-    pub(super) fn section_or(self, rule: impl Into<String>) -> Option<Section<'a>> {
+    pub(super) fn section_or(self, rule: impl Into<String>) -> Option<TomlSection<'a>> {
         let Some(table) = self.value.get_ref().as_table() else {
-            self.source.mistakes.tell(self.place().wrong(rule));
+            self.source.mistakes.report(self.place().error(rule));
             return None;
         };
         let place = self.source.place(self.key.start, &self.path);
-        Some(Section { source: self.source, path: self.path, table, place, asked: RefCell::default() })
+        Some(TomlSection { source: self.source, path: self.path, table, place, requested: RefCell::default() })
     }
 
     /// As [`Self::parse`], with `true` and `false` for `on` and `off`.
-    fn parse_switch<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
+    fn parse_switch<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Spanned<T>, ConfigError> {
         let Some(on) = self.value.get_ref().as_bool() else { return self.parse(parser) };
         let place = self.place();
-        let value = parser(if on { "on" } else { "off" }).map_err(|rule| place.wrong(rule))?;
-        Ok(Said::new(value, place))
+        let value = parser(if on { "on" } else { "off" }).map_err(|rule| place.error(rule))?;
+        Ok(Spanned::new(value, place))
     }
 
     /// Parses the text that an option would have.
-    fn parse<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Said<T>, Wrong> {
+    fn parse<T>(&self, parser: impl FnOnce(&str) -> Result<T, String>) -> Result<Spanned<T>, ConfigError> {
         let place = self.place();
         // The TOML parser keeps the notation of numbers, so no precision is lost here.
         let text = match self.value.get_ref() {
@@ -282,16 +282,16 @@ impl<'a> Entry<'a> {
             DeValue::Integer(integer) if integer.radix() == 10 => Cow::Borrowed(integer.as_str()),
             DeValue::Integer(integer) => match u64::from_str_radix(integer.as_str(), integer.radix()) {
                 Ok(value) => Cow::Owned(value.to_string()),
-                Err(_) => return Err(place.wrong("is too large (write a smaller number)")),
+                Err(_) => return Err(place.error("is too large (write a smaller number)")),
             },
             DeValue::Float(float) => Cow::Borrowed(float.as_str()),
             other => {
                 let kind = other.type_str();
                 let article = if kind.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
                 let one = if kind == "array" { " (write one, without brackets)" } else { "" };
-                return Err(place.wrong(format!("is {article} {kind}; a string or a number is needed{one}")));
+                return Err(place.error(format!("is {article} {kind}; a string or a number is needed{one}")));
             }
         };
-        parser(&text).map(|value| Said::new(value, place.clone())).map_err(|rule| place.wrong(rule))
+        parser(&text).map(|value| Spanned::new(value, place.clone())).map_err(|rule| place.error(rule))
     }
 }

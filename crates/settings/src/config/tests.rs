@@ -7,22 +7,22 @@ use std::{path::PathBuf, time::Duration};
 
 use block::disk::DetectZeroes;
 use policy::{
-    access::{Access, Names},
+    access::{AccessRules, NameRules},
     throttle::LimitKind,
 };
-use reactor::Polling;
+use reactor::PollingMode;
 use storage::CacheMode;
 
 use super::*;
-use crate::{Address, Credentials, Endpoint, Plan, Sandbox, Settings, Tls};
+use crate::{ListenAddress, TlsCredentialFiles, ListenEndpoint, DesiredState, SandboxMode, ThrottleConfig, TlsConfig};
 
 /// Plan of a file that all tests call `/etc/weir/weir.toml`, by its base name.
-fn plan_with(text: &str, inherited: usize) -> Result<Plan, String> {
+fn plan_with(text: &str, inherited: usize) -> Result<DesiredState, String> {
     let draft = parse("weir.toml", text, Path::new("/etc/weir"));
-    draft.and_then(|draft| Plan::new(draft, inherited)).map_err(|wrong| wrong.to_string())
+    draft.and_then(|draft| DesiredState::new(draft, inherited)).map_err(|wrong| wrong.to_string())
 }
 
-fn plan(text: &str) -> Plan {
+fn plan(text: &str) -> DesiredState {
     plan_with(text, 0).unwrap()
 }
 
@@ -55,7 +55,7 @@ fn check_daemon(lines: &str, rule: &str) {
 }
 
 #[test]
-fn a_disk_with_everything() {
+fn a_disk_with_every_key() {
     let plan = plan(
         r#"
         [group.gold]
@@ -96,20 +96,20 @@ fn a_disk_with_everything() {
     assert_eq!((disk.name.as_str(), disk.description.as_str()), ("vm1", "the first"));
     assert_eq!(disk.faults.len(), 2);
     assert_eq!(disk.settings.limits.limit(LimitKind::IopsRead).rate, 500, "a member's limits are its own");
-    let Settings { limits: _, weight, iops_reservation, bps_reservation, watermark } = disk.settings;
+    let ThrottleConfig { limits: _, weight, iops_reservation, bps_reservation, watermark } = disk.settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (200, 50, 1 << 20, 0));
     let names: Vec<_> =
         plan.groups.iter().map(|group| (group.name.as_str(), group.group.as_deref())).collect();
     assert_eq!(names, [("host", None), ("gold", Some("host"))], "a group comes after the one it lies in");
     assert_eq!(disk.group.as_deref(), Some("gold"));
-    let Settings { limits, weight, iops_reservation, bps_reservation, watermark } = plan.groups[1].settings;
+    let ThrottleConfig { limits, weight, iops_reservation, bps_reservation, watermark } = plan.groups[1].settings;
     assert_eq!((weight, iops_reservation, bps_reservation, watermark), (300, 600, 2 << 20, 90));
     let iops = limits.limit(LimitKind::IopsTotal);
     assert_eq!((iops.rate, iops.burst_rate, iops.burst_length_s), (6000, 12_000, 30));
     assert_eq!(limits.limit(LimitKind::BpsTotal).rate, 100 << 20);
     let at: Vec<_> =
         plan.servers.iter().map(|server| (&server.endpoint, server.exports[0].name.as_str())).collect();
-    let address = |text: &str| Endpoint::Address(text.parse().unwrap());
+    let address = |text: &str| ListenEndpoint::Address(text.parse().unwrap());
     assert_eq!(at, [(&address("unix:/etc/weir/vm1.sock"), "vm1"), (&address("[::1]:7"), "")]);
     // Each export has its own rights.
     let read_only: Vec<_> = plan.servers.iter().map(|server| server.exports[0].read_only).collect();
@@ -117,16 +117,16 @@ fn a_disk_with_everything() {
 }
 
 #[test]
-fn a_disk_with_nothing_but_an_image() {
+fn a_disk_with_only_an_image_has_defaults() {
     let plan = plan("[disk.vm1]\nimage = \"memory:1G\"\n");
     assert_eq!(plan.disks[0].cache, CacheMode::Writeback);
-    assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (Settings::default(), &None));
-    assert_eq!((&plan.service.qmp, &plan.service.state), (&Vec::<PathBuf>::new(), &None));
-    assert_eq!(plan.servers[0].endpoint, Endpoint::Address(Address::standard()));
-    assert_eq!(plan.service.max_connections, 100);
-    assert_eq!(plan.service.poll, Polling::Off);
-    assert_eq!(plan.service.log.filter, "info");
-    assert!((1..=8).contains(&plan.service.workers));
+    assert_eq!((plan.disks[0].settings, &plan.disks[0].group), (ThrottleConfig::default(), &None));
+    assert_eq!((&plan.process.qmp, &plan.process.state), (&Vec::<PathBuf>::new(), &None));
+    assert_eq!(plan.servers[0].endpoint, ListenEndpoint::Address(ListenAddress::nbd_default()));
+    assert_eq!(plan.process.max_connections, 100);
+    assert_eq!(plan.process.poll, PollingMode::Off);
+    assert_eq!(plan.process.log.filter, "info");
+    assert!((1..=8).contains(&plan.process.workers));
 }
 
 #[test]
@@ -142,7 +142,7 @@ fn disks_keep_the_order_of_the_file() {
 }
 
 #[test]
-fn the_daemon_with_everything() {
+fn the_daemon_with_every_key() {
     let plan = plan(
         r#"
         [daemon]
@@ -166,16 +166,16 @@ fn the_daemon_with_everything() {
         image = "null:1G"
         "#,
     );
-    let service = plan.service;
+    let service = plan.process;
     assert_eq!((service.workers, service.max_connections), (3, 0));
     assert_eq!(service.max_connections_per_address, Some(9));
-    let Access { networks, names } = service.access.clone();
+    let AccessRules { networks, names } = service.access.clone();
     assert_eq!(networks.allow.iter().map(ToString::to_string).collect::<Vec<_>>(), ["10.0.0.0/8", "::1/128"]);
     assert_eq!(networks.deny, ["10.1.0.0/16".parse().unwrap()]);
-    assert_eq!(names, Some(Names::any_of(["CN=*".to_owned()])));
-    assert_eq!(service.poll, Polling::UpTo(Duration::from_micros(100)));
+    assert_eq!(names, Some(NameRules::any_of(["CN=*".to_owned()])));
+    assert_eq!(service.poll, PollingMode::UpTo(Duration::from_micros(100)));
     let directory = PathBuf::from("/etc/weir/pki");
-    assert_eq!(service.tls, Tls::Required(Credentials::Certificates { directory, verify_peer: true }));
+    assert_eq!(service.tls, TlsConfig::Required(TlsCredentialFiles::Certificates { directory, verify_peer: true }));
     assert_eq!(service.pid_file, Some(PathBuf::from("/run/weir.pid")));
     assert_eq!(service.qmp, [PathBuf::from("/etc/weir/qmp.sock"), PathBuf::from("/run/weir/qmp.sock")]);
     assert_eq!(service.state, Some(PathBuf::from("/etc/weir/state")));
@@ -183,20 +183,20 @@ fn the_daemon_with_everything() {
 }
 
 #[test]
-fn what_is_read_ahead() {
-    use policy::prefetch::{Mode, Settings};
+fn prefetch_keys_are_read() {
+    use policy::prefetch::{PrefetchMode, PrefetchConfig};
     let prefetch =
         |lines: &str| plan(&format!("[disk.vm1]\nimage = \"vm1.raw\"\n{lines}\n")).disks[0].prefetch;
-    assert_eq!(prefetch(""), Settings::default());
+    assert_eq!(prefetch(""), PrefetchConfig::default());
     for (value, mode) in
-        [("true", Mode::On), ("false", Mode::Off), ("\"on\"", Mode::On), ("\"auto\"", Mode::Auto)]
+        [("true", PrefetchMode::On), ("false", PrefetchMode::Off), ("\"on\"", PrefetchMode::On), ("\"auto\"", PrefetchMode::Auto)]
     {
         assert_eq!(prefetch(&format!("prefetch = {value}")).mode, mode, "{value}");
     }
     let all = "prefetch-memory = \"1G\"\nprefetch-largest-request = 4096\nprefetch-window-min = \"8K\"\n\
                prefetch-window-max = \"64M\"\nprefetch-streams = 9";
-    let expect = Settings {
-        mode: Mode::Auto,
+    let expect = PrefetchConfig {
+        mode: PrefetchMode::Auto,
         memory_bytes: 1 << 30,
         largest_request_bytes: 4096,
         window_min_bytes: 8 << 10,
@@ -219,8 +219,8 @@ fn on_and_off_may_be_true_and_false() {
     let plan = plan(
         "[daemon]\ntls = false\nsandbox = false\npoll = false\n[disk.vm1]\nimage = \"vm1.raw\"\ndetect-zeroes = true\n",
     );
-    let service = &plan.service;
-    assert_eq!((&service.tls, service.sandbox, service.poll), (&Tls::Off, Sandbox::Off, Polling::Off));
+    let service = &plan.process;
+    assert_eq!((&service.tls, service.sandbox, service.poll), (&TlsConfig::Off, SandboxMode::Off, PollingMode::Off));
     assert_eq!(plan.disks[0].detect_zeroes, DetectZeroes::On);
     // `discard` has no off: true and false are no synonyms there.
     check_disk("discard = false", "is neither unmap nor ignore");
@@ -232,11 +232,11 @@ fn caches_and_secrets_of_qcow2() {
                 cache-size = 4194304\nsecret-file = [\"a\", \"/b\"]\n";
     let plan = plan(text);
     let qcow2 = &plan.disks[0].qcow2;
-    assert_eq!(qcow2.caches.l2, Some(image::qcow2::L2Size::Bytes(2 << 20)));
+    assert_eq!(qcow2.caches.l2, Some(image::qcow2::L2CacheSize::Bytes(2 << 20)));
     assert_eq!(qcow2.caches.total_bytes, Some(4 << 20));
     let files: Vec<_> = qcow2.secrets.iter().map(ToString::to_string).collect();
     assert_eq!(files, ["/etc/weir/a", "/b"]);
-    assert_eq!(plan.service.image_root.as_ref().unwrap().to_str(), Some("/etc/weir/images"));
+    assert_eq!(plan.process.image_root.as_ref().unwrap().to_str(), Some("/etc/weir/images"));
     check_disk(
         "l2-cache-size = 1\nrefcount-cache-size = 1\ncache-size = 1",
         "cache-size, l2-cache-size and refcount-cache-size may not be set together (leave one out)",
@@ -244,7 +244,7 @@ fn caches_and_secrets_of_qcow2() {
 }
 
 #[test]
-fn what_listens_says_what_and_where() {
+fn endpoints_are_checked_against_each_other() {
     check_daemon("qmp = \"localhost:4444\"", "is not a Unix socket; write unix:PATH");
     check_daemon("qmp = \"unix:\"", "has no path; write unix:PATH");
     check(
@@ -291,13 +291,13 @@ fn what_listens_says_what_and_where() {
     for disks in ["", own] {
         let cluster = format!("[cluster]\nname = \"lab\"\netcd = \"http://e:2379\"\n{disks}");
         let endpoints =
-            |plan: Plan| plan.servers.into_iter().map(|server| server.endpoint).collect::<Vec<_>>();
-        let at = |address: &str| Endpoint::Address(address.parse().unwrap());
+            |plan: DesiredState| plan.servers.into_iter().map(|server| server.endpoint).collect::<Vec<_>>();
+        let at = |address: &str| ListenEndpoint::Address(address.parse().unwrap());
         let own: Vec<_> = (!disks.is_empty()).then(|| at("h:1")).into_iter().collect();
         let said = plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{cluster}"), 0).unwrap();
         assert_eq!(endpoints(said), [vec![at("h:2")], own.clone()].concat());
         let passed = plan_with(&cluster, 2).unwrap();
-        assert_eq!(endpoints(passed), [vec![Endpoint::Inherited], own.clone()].concat());
+        assert_eq!(endpoints(passed), [vec![ListenEndpoint::Inherited], own.clone()].concat());
         assert_eq!(endpoints(plan_with(&cluster, 0).unwrap()), own);
     }
     assert_eq!(
@@ -310,7 +310,7 @@ fn what_listens_says_what_and_where() {
         "weir.toml:2: daemon.nbd[1] = \"h:2\": is given twice (remove one)",
     );
     let disk = "[disk.a]\nimage = \"null:1\"\n";
-    assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, Endpoint::Inherited);
+    assert_eq!(plan_with(disk, 1).unwrap().servers[0].endpoint, ListenEndpoint::Inherited);
     // An endpoint that only explicit exports name serves no other disks, even if it is the default
     // one.
     let at_standard = own.replace("h:1", "localhost:10809");
@@ -329,7 +329,7 @@ fn what_listens_says_what_and_where() {
         ),
     ] {
         let plan = plan_with(&text, inherited).unwrap();
-        assert_eq!(plan.servers.iter().map(|server| server.standard).collect::<Vec<_>>(), expect, "{text}");
+        assert_eq!(plan.servers.iter().map(|server| server.default_read_only).collect::<Vec<_>>(), expect, "{text}");
     }
     assert_eq!(
         plan_with(&format!("[daemon]\nnbd = \"h:2\"\n{disk}"), 1).unwrap_err(),
@@ -366,7 +366,7 @@ fn what_listens_says_what_and_where() {
 }
 
 #[test]
-fn who_may_connect_is_judged_with_where_and_how_it_is_asked() {
+fn access_rules_need_a_matching_endpoint_and_tls() {
     let tls = "tls = \"required\"\ntls-psk = \"keys\"\n";
     let disk = |keys: &str| format!("[disk.vm1]\nimage = \"null:1G\"\n{keys}");
     let daemon = |keys: &str| format!("[daemon]\n{keys}\n{}", disk(""));
@@ -399,5 +399,5 @@ fn who_may_connect_is_judged_with_where_and_how_it_is_asked() {
         assert!(said.contains(expect), "{text}: {said}");
     }
     let plan = plan(&format!("[daemon]\n{tls}{}", disk("deny = \"::1\"\ntls-authz = [\"a\", \"b*\"]")));
-    assert!(plan.service.access.is_open() && !plan.disks[0].access.is_open());
+    assert!(plan.process.access.allows_all() && !plan.disks[0].access.allows_all());
 }

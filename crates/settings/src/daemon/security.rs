@@ -2,50 +2,50 @@
 
 use super::DaemonConfig;
 use crate::{
-    Credentials, Tls, TlsMode, clients,
-    place::{Place, Wrong},
-    placed::Placed,
+    TlsCredentialFiles, TlsConfig, TlsMode, clients,
+    place::{Origin, ConfigError},
+    placed::ConfigWithOrigins,
 };
 
-impl Placed<DaemonConfig> {
+impl ConfigWithOrigins<DaemonConfig> {
     /// Encryption of connections, from the four TLS keys.
     ///
     /// # Errors Fails on unused, missing or conflicting credentials, so that no server is
     /// unencrypted by mistake.
-    pub fn tls(&self) -> Result<Tls, Wrong> {
+    pub fn tls(&self) -> Result<TlsConfig, ConfigError> {
         // `tls-verify-peer = false` is the default and harmless without TLS.
-        let verify_peer = self.given("tls-verify-peer").filter(|_| self.tls_verify_peer);
+        let verify_peer = self.origin_of_given("tls-verify-peer").filter(|_| self.tls_verify_peer);
         if self.tls_mode == TlsMode::Off {
             // An error instead of silence: a typo in `tls` must not disable encryption.
-            let unused = self.given("tls-certificates").or(self.given("tls-psk")).or(verify_peer);
+            let unused = self.origin_of_given("tls-certificates").or(self.origin_of_given("tls-psk")).or(verify_peer);
             return match unused {
                 Some(place) => {
-                    Err(place.wrong("is not used, because tls is off (set tls to on or required)"))
+                    Err(place.error("is not used, because tls is off (set tls to on or required)"))
                 }
-                None => Ok(Tls::Off),
+                None => Ok(TlsConfig::Off),
             };
         }
         let credentials = match (&self.tls_certificates, &self.tls_psk) {
             (Some(_), Some(_)) => {
                 let rule = "tls-certificates is given too (choose certificates or keys)";
-                return Err(self.wrong("tls-psk", rule));
+                return Err(self.error("tls-psk", rule));
             }
             (Some(directory), None) => {
-                Credentials::Certificates { directory: directory.clone(), verify_peer: self.tls_verify_peer }
+                TlsCredentialFiles::Certificates { directory: directory.clone(), verify_peer: self.tls_verify_peer }
             }
             (None, Some(keys)) => match verify_peer {
                 Some(place) => {
-                    return Err(place.wrong("has no meaning with tls-psk (whoever has a key is verified)"));
+                    return Err(place.error("has no meaning with tls-psk (whoever has a key is verified)"));
                 }
-                None => Credentials::PreShared(keys.clone()),
+                None => TlsCredentialFiles::PreShared(keys.clone()),
             },
             (None, None) => {
-                return Err(self.wrong("tls", "has no credentials (set tls-certificates or tls-psk)"));
+                return Err(self.error("tls", "has no credentials (set tls-certificates or tls-psk)"));
             }
         };
         Ok(match self.tls_mode {
-            TlsMode::On => Tls::On(credentials),
-            TlsMode::Off | TlsMode::Required => Tls::Required(credentials),
+            TlsMode::On => TlsConfig::On(credentials),
+            TlsMode::Off | TlsMode::Required => TlsConfig::Required(credentials),
         })
     }
 
@@ -53,11 +53,11 @@ impl Placed<DaemonConfig> {
     ///
     /// # Errors
     /// Fails on unused keys, and on a token that would cross the network unencrypted.
-    pub(crate) fn check_page(&self, tls: &Tls) -> Result<(), Wrong> {
+    pub(crate) fn check_page(&self, tls: &TlsConfig) -> Result<(), ConfigError> {
         let Some(page) = self.page() else {
-            let unused = self.given("http-token-file").or(self.given("http-name"));
+            let unused = self.origin_of_given("http-token-file").or(self.origin_of_given("http-name"));
             let rule = "is not used, because there is no page (set http too)";
-            return unused.map_or(Ok(()), |place| Err(place.wrong(rule)));
+            return unused.map_or(Ok(()), |place| Err(place.error(rule)));
         };
         // Reading the page without encryption is allowed; sending a token is not.
         if page.token_file.is_some() && !page.is_local() && !page.is_encrypted(tls) {
@@ -65,7 +65,7 @@ impl Placed<DaemonConfig> {
                 "would be sent over the network in plain text to {} (set tls and tls-certificates, or use an address of this host alone)",
                 page.address
             );
-            return Err(self.wrong("http-token-file", rule));
+            return Err(self.error("http-token-file", rule));
         }
         Ok(())
     }
@@ -74,13 +74,13 @@ impl Placed<DaemonConfig> {
     ///
     /// # Errors
     /// Fails on a duplicate network, and on name rules that can never apply.
-    pub(crate) fn check_access(&self, tls: &Tls) -> Result<(), Wrong> {
+    pub(crate) fn check_access(&self, tls: &TlsConfig) -> Result<(), ConfigError> {
         clients::check_access(self, &self.access, tls, true)
     }
 
     /// Place of the first network rule.
-    pub(crate) fn network(&self) -> Option<&Place> {
-        self.given("allow").or(self.given("deny"))
+    pub(crate) fn network(&self) -> Option<&Origin> {
+        self.origin_of_given("allow").or(self.origin_of_given("deny"))
     }
 }
 
@@ -89,22 +89,22 @@ mod tests {
     use std::path::Path;
 
     use super::*;
-    use crate::placed::KeySet as _;
+    use crate::placed::KeyTable as _;
 
     /// The daemon with these keys.
-    fn daemon(keys: &[(&str, &str)]) -> Placed<DaemonConfig> {
-        let mut daemon = Placed::<DaemonConfig>::default();
+    fn daemon(keys: &[(&str, &str)]) -> ConfigWithOrigins<DaemonConfig> {
+        let mut daemon = ConfigWithOrigins::<DaemonConfig>::default();
         for (name, text) in keys {
             let key = DaemonConfig::key(name).expect("a key");
-            daemon.set(key, text, Path::new(""), Place::new(format!("--{name}"))).expect("a value");
+            daemon.set(key, text, Path::new(""), Origin::new(format!("--{name}"))).expect("a value");
         }
         daemon
     }
 
     #[test]
-    fn a_token_is_never_sent_in_plain_text_over_a_network() {
-        let certificates = Tls::On(Credentials::Certificates { directory: "tls".into(), verify_peer: false });
-        let keys = Tls::On(Credentials::PreShared("keys.psk".into()));
+    fn a_token_needs_tls_or_a_local_address() {
+        let certificates = TlsConfig::On(TlsCredentialFiles::Certificates { directory: "tls".into(), verify_peer: false });
+        let keys = TlsConfig::On(TlsCredentialFiles::PreShared("keys.psk".into()));
         let with_token = |address| daemon(&[("http", address), ("http-token-file", "token")]);
         for local in [
             "unix:/run/page.sock",
@@ -114,11 +114,11 @@ mod tests {
             "[::1]:80",
             "[::ffff:127.0.0.1]:80",
         ] {
-            assert!(with_token(local).check_page(&Tls::Off).is_ok(), "{local}");
+            assert!(with_token(local).check_page(&TlsConfig::Off).is_ok(), "{local}");
         }
         for other in ["0.0.0.0:80", "[::]:80", "192.0.2.1:80", "host:80", "localhost.example.org:80"] {
             assert!(with_token(other).check_page(&certificates).is_ok(), "{other}");
-            for plain in [&Tls::Off, &keys] {
+            for plain in [&TlsConfig::Off, &keys] {
                 let error = with_token(other).check_page(plain).unwrap_err().to_string();
                 assert!(error.contains("would be sent over the network in plain text"), "{error}");
             }
@@ -126,9 +126,9 @@ mod tests {
     }
 
     #[test]
-    fn keys_of_a_page_that_is_not_served_are_refused() {
-        let error = daemon(&[("http-name", "weir")]).check_page(&Tls::Off).unwrap_err().to_string();
+    fn page_keys_without_a_page_are_rejected() {
+        let error = daemon(&[("http-name", "weir")]).check_page(&TlsConfig::Off).unwrap_err().to_string();
         assert_eq!(error, "--http-name: is not used, because there is no page (set http too)");
-        assert_eq!(daemon(&[]).check_page(&Tls::Off), Ok(()));
+        assert_eq!(daemon(&[]).check_page(&TlsConfig::Off), Ok(()));
     }
 }

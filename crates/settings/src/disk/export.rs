@@ -3,23 +3,23 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{ExportConfig, NbdExport};
-use crate::{Address, Door, Endpoint, Literal, Socket, VhostUserBlk, addressed::AddressedKeys};
+use super::{ExportConfig, NbdExportConfig};
+use crate::{ListenAddress, ExportTarget, ListenEndpoint, KeyLiteral, VhostUserSocket, VhostUserBlkConfig, addressed::AddressedConfig};
 
 impl ExportConfig {
     /// The table, with `type` first.
-    pub(super) fn table(&self) -> Literal {
-        fn table<T: AddressedKeys>(kind: &str, export: &T) -> Literal {
-            let kind = ("type", Literal::Text(kind.to_owned()));
-            Literal::Table([kind].into_iter().chain(export.literals()).collect())
+    pub(super) fn table(&self) -> KeyLiteral {
+        fn table<T: AddressedConfig>(kind: &str, export: &T) -> KeyLiteral {
+            let kind = ("type", KeyLiteral::Text(kind.to_owned()));
+            KeyLiteral::Table([kind].into_iter().chain(export.literals()).collect())
         }
         match self {
             Self::Nbd(export) => table("nbd", export),
-            Self::Own(door) => match door {
-                Door::VhostUserBlk(export) => table(door.kind(), export),
-                Door::Ublk(export) => table(door.kind(), export),
-                Door::Fuse(export) => table(door.kind(), export),
-                Door::NbdDevice(export) => table(door.kind(), export),
+            Self::Target(door) => match door {
+                ExportTarget::VhostUserBlk(export) => table(door.type_name(), export),
+                ExportTarget::Ublk(export) => table(door.type_name(), export),
+                ExportTarget::Fuse(export) => table(door.type_name(), export),
+                ExportTarget::NbdDevice(export) => table(door.type_name(), export),
             },
         }
     }
@@ -29,11 +29,11 @@ impl ExportConfig {
     pub fn relative_to(mut self, directory: &Path) -> Self {
         let whole = |path: &mut PathBuf| *path = directory.join(&*path);
         match &mut self {
-            Self::Nbd(NbdExport { listen: Endpoint::Address(Address::Unix(path)), .. }) => whole(path),
-            Self::Own(Door::VhostUserBlk(VhostUserBlk { socket: Socket::Path(path), .. })) => whole(path),
-            Self::Own(Door::Fuse(fuse)) => whole(&mut fuse.file),
+            Self::Nbd(NbdExportConfig { listen: ListenEndpoint::Address(ListenAddress::Unix(path)), .. }) => whole(path),
+            Self::Target(ExportTarget::VhostUserBlk(VhostUserBlkConfig { socket: VhostUserSocket::Path(path), .. })) => whole(path),
+            Self::Target(ExportTarget::Fuse(fuse)) => whole(&mut fuse.file),
             // TCP addresses, passed sockets and device numbers have no path.
-            Self::Nbd(_) | Self::Own(_) => {}
+            Self::Nbd(_) | Self::Target(_) => {}
         }
         self
     }
@@ -46,10 +46,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_table_has_what_is_not_the_default() {
+    fn tables_omit_default_values() {
         let object = |export: &ExportConfig| Value::from(&export.table());
         let machine =
-            |text: &str| object(&ExportConfig::Own(Door::VhostUserBlk(text.parse().expect("a socket"))));
+            |text: &str| object(&ExportConfig::Target(ExportTarget::VhostUserBlk(text.parse().expect("a socket"))));
         assert_eq!(machine("unix:/s"), json!({ "type": "vhost-user-blk", "listen": "unix:/s" }));
         let all = "unix:/s,queues=4,queue-size=64,serial=007,discard=off,write-cache=off,read-only,client";
         assert_eq!(
@@ -59,17 +59,17 @@ mod tests {
                 "discard": false, "write-cache": false, "read-only": true, "client": true,
             })
         );
-        let fuse = ExportConfig::Own(Door::Fuse("f,growable".parse().expect("a file")));
+        let fuse = ExportConfig::Target(ExportTarget::Fuse("f,growable".parse().expect("a file")));
         assert_eq!(
             object(&fuse.relative_to(Path::new("/d"))),
             json!({ "type": "fuse", "file": "/d/f", "growable": true })
         );
-        let ublk = ExportConfig::Own(Door::Ublk("3,write-cache=off".parse().expect("a device")));
+        let ublk = ExportConfig::Target(ExportTarget::Ublk("3,write-cache=off".parse().expect("a device")));
         assert_eq!(object(&ublk), json!({ "type": "ublk", "number": 3, "write-cache": false }));
-        let device = ExportConfig::Own(Door::NbdDevice("auto,timeout=30".parse().expect("a device")));
+        let device = ExportConfig::Target(ExportTarget::NbdDevice("auto,timeout=30".parse().expect("a device")));
         assert_eq!(object(&device), json!({ "type": "nbd-device", "device": "auto", "timeout": 30 }));
-        let listen = Endpoint::Address("unix:/n".parse().expect("an address"));
-        let nbd = ExportConfig::Nbd(NbdExport { listen, name: Some("a".to_owned()), read_only: true });
+        let listen = ListenEndpoint::Address("unix:/n".parse().expect("an address"));
+        let nbd = ExportConfig::Nbd(NbdExportConfig { listen, name: Some("a".to_owned()), read_only: true });
         let expect = json!({ "type": "nbd", "listen": "unix:/n", "name": "a", "read-only": true });
         assert_eq!(object(&nbd), expect);
     }

@@ -3,20 +3,20 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::no_comma;
+use super::reject_comma;
 use crate::{
-    addressed::{AddressedKeys, read_options, write_options},
+    addressed::{AddressedConfig, read_options, write_options},
     key::{
-        Field, Key, KeyValue as _, Literal,
-        ValueKind::{Flag, Path, Word},
+        KeyField, ConfigKey, ConfigValue as _, KeyLiteral,
+        KeyType::{Flag, Path, Word},
         one, table,
     },
-    placed::KeySet,
+    placed::KeyTable,
 };
 
 /// FUSE export.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fuse {
+pub struct FuseConfig {
     /// Regular file that is covered by the mount.
     pub file: PathBuf,
     /// True if writes past the end and `truncate` grow the disk.
@@ -27,63 +27,63 @@ pub struct Fuse {
     pub read_only: bool,
 }
 
-impl Fuse {
+impl FuseConfig {
     /// Export over this file, with defaults.
-    pub fn at(file: PathBuf) -> Self {
+    pub fn new(file: PathBuf) -> Self {
         Self { file, growable: false, allow_other: None, read_only: false }
     }
 }
 
-impl KeySet for Fuse {
+impl KeyTable for FuseConfig {
     const REMOVED: &'static [(&'static str, &'static str)] =
         &[("io-uring", "was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)")];
 
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<Fuse>>> = LazyLock::new(keys);
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<FuseConfig>>> = LazyLock::new(keys);
         &KEYS
     }
 }
 
-impl AddressedKeys for Fuse {
+impl AddressedConfig for FuseConfig {
     const ADDRESS: &'static str = "file";
-    const MISSING: Option<&'static str> = Some("no file (add file = \"PATH\")");
+    const MISSING_ADDRESS: Option<&'static str> = Some("no file (add file = \"PATH\")");
 }
 
-type Config = Fuse;
+type Config = FuseConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(Fuse) = |Fuse { file: _, growable: _, allow_other: _, read_only: _ }| ();
+const _: fn(FuseConfig) = |FuseConfig { file: _, growable: _, allow_other: _, read_only: _ }| ();
 
 /// The table.
-fn keys() -> Vec<Key<Fuse>> {
+fn keys() -> Vec<ConfigKey<FuseConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "fuse" {
-            "file", Path, "FILE", file_field(), "required", Reexport, Apart,
+            "file", Path, "FILE", file_field(), "required", Reexport, Separate,
                 "Regular file that the disk is seen in place of";
-            "allow-other", Word(&["auto", "on", "off"]), "MODE", allow_other(), "auto", Reexport, Apart,
+            "allow-other", Word(&["auto", "on", "off"]), "MODE", allow_other(), "auto", Reexport, Separate,
                 "Let other users than that of the daemon open the file, as its mode permits; auto: if the host allows it";
-            "growable", Flag, "", one!(growable), "false", Reexport, Apart,
+            "growable", Flag, "", one!(growable), "false", Reexport, Separate,
                 "Let writes past the end and truncate make the disk larger";
-            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Refuse writes, also where the disk accepts them";
         }
     }
 }
 
-fn file_field() -> Field<Fuse> {
-    Field::new(
-        |fuse: &mut Fuse, given| {
-            fuse.file = given.directory.join(file(no_comma(given.text)?)?);
+fn file_field() -> KeyField<FuseConfig> {
+    KeyField::new(
+        |fuse: &mut FuseConfig, given| {
+            fuse.file = given.directory.join(parse_file(reject_comma(given.text)?)?);
             Ok(())
         },
         |fuse| Some(fuse.file.write()),
     )
 }
 
-fn allow_other() -> Field<Fuse> {
-    Field::new(
-        |fuse: &mut Fuse, given| {
+fn allow_other() -> KeyField<FuseConfig> {
+    KeyField::new(
+        |fuse: &mut FuseConfig, given| {
             fuse.allow_other = match given.text {
                 "auto" => None,
                 "on" => Some(true),
@@ -94,31 +94,31 @@ fn allow_other() -> Field<Fuse> {
         },
         |fuse| {
             let word = fuse.allow_other.map_or("auto", |on| if on { "on" } else { "off" });
-            Some(Literal::Text(word.to_owned()))
+            Some(KeyLiteral::Text(word.to_owned()))
         },
     )
 }
 
-impl Default for Fuse {
+impl Default for FuseConfig {
     /// Export without a file.
     fn default() -> Self {
-        Self::at(PathBuf::new())
+        Self::new(PathBuf::new())
     }
 }
 
-impl FromStr for Fuse {
+impl FromStr for FuseConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
-        let mut fuse = Self::at(file(parts.next().unwrap_or_default())?);
+        let mut fuse = Self::new(parse_file(parts.next().unwrap_or_default())?);
         read_options(&mut fuse, parts)?;
         Ok(fuse)
     }
 }
 
 /// Parses the file of an export.
-fn file(text: &str) -> Result<PathBuf, String> {
+fn parse_file(text: &str) -> Result<PathBuf, String> {
     match text {
         "" => Err("names no file (write one that is there)".to_owned()),
         _ if text.contains('\0') => Err("holds a NUL byte (leave it out)".to_owned()),
@@ -127,7 +127,7 @@ fn file(text: &str) -> Result<PathBuf, String> {
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for Fuse {
+impl fmt::Display for FuseConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.file.display())?;
         write_options(self, f)
@@ -139,18 +139,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_read_and_said_again() {
+    fn options_round_trip() {
         for text in ["disk.raw", "/run/vm1.raw,allow-other=off,growable=on,read-only=on"] {
-            assert_eq!(text.parse::<Fuse>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<FuseConfig>().unwrap().to_string(), text);
         }
-        let fuse: Fuse = "a,allow-other=auto,growable".parse().unwrap();
+        let fuse: FuseConfig = "a,allow-other=auto,growable".parse().unwrap();
         assert!(fuse.growable && fuse.allow_other.is_none());
-        let fuse: Fuse = "a,allow-other=false,growable=true".parse().unwrap();
+        let fuse: FuseConfig = "a,allow-other=false,growable=true".parse().unwrap();
         assert!(fuse.growable && fuse.allow_other == Some(false));
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn invalid_options_name_their_rule() {
         for (text, wrong) in [
             ("", "names no file (write one that is there)"),
             (",growable", "names no file (write one that is there)"),
@@ -161,7 +161,7 @@ mod tests {
             ),
             ("a,grow", "grow: no such key (there are allow-other, growable and read-only)"),
         ] {
-            assert_eq!(text.parse::<Fuse>().unwrap_err(), wrong);
+            assert_eq!(text.parse::<FuseConfig>().unwrap_err(), wrong);
         }
     }
 }

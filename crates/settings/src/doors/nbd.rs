@@ -3,129 +3,129 @@
 use std::{fmt, str::FromStr, sync::LazyLock};
 
 use crate::{
-    Address, Endpoint,
-    addressed::{AddressedKeys, read_options, write_options},
+    ListenAddress, ListenEndpoint,
+    addressed::{AddressedConfig, read_options, write_options},
     key::{
-        Key,
-        ValueKind::{Flag, Text},
+        ConfigKey,
+        KeyType::{Flag, Text},
         maybe, one, table,
     },
-    placed::KeySet,
+    placed::KeyTable,
 };
 
 /// Endpoint for disks that are exported over NBD.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct Nbd {
+pub struct NbdServerConfig {
     /// Address; never [`Endpoint::Inherited`].
-    pub at: Endpoint,
+    pub endpoint: ListenEndpoint,
     /// True if the server rejects writes to writable disks.
     pub read_only: bool,
 }
 
-impl Nbd {
+impl NbdServerConfig {
     /// Server at this endpoint, with defaults.
-    pub fn at(at: Endpoint) -> Self {
-        Self { at, read_only: false }
+    pub fn new(at: ListenEndpoint) -> Self {
+        Self { endpoint: at, read_only: false }
     }
 }
 
-impl KeySet for Nbd {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<Nbd>>> = LazyLock::new(keys);
+impl KeyTable for NbdServerConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<NbdServerConfig>>> = LazyLock::new(keys);
         &KEYS
     }
 }
 
-impl AddressedKeys for Nbd {
+impl AddressedConfig for NbdServerConfig {
     const ADDRESS: &'static str = "listen";
-    const MISSING: Option<&'static str> = None;
+    const MISSING_ADDRESS: Option<&'static str> = None;
 }
 
-type Config = Nbd;
+type Config = NbdServerConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(Nbd) = |Nbd { at: _, read_only: _ }| ();
+const _: fn(NbdServerConfig) = |NbdServerConfig { endpoint: _, read_only: _ }| ();
 
 /// The table.
-fn keys() -> Vec<Key<Nbd>> {
+fn keys() -> Vec<ConfigKey<NbdServerConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd" {
-            "listen", Text, "ADDRESS", one!(at), "required", Reexport, Apart,
+            "listen", Text, "ADDRESS", one!(endpoint), "required", Reexport, Separate,
                 "unix:PATH, HOST:PORT, or fd:NAME for a socket that a service manager passed";
-            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Refuse writes, also where the disk accepts them";
         }
     }
 }
 
-impl Default for Nbd {
+impl Default for NbdServerConfig {
     fn default() -> Self {
-        Self::at(Endpoint::Address(Address::standard()))
+        Self::new(ListenEndpoint::Address(ListenAddress::nbd_default()))
     }
 }
 
 /// An export at an NBD server.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NbdExport {
+pub struct NbdExportConfig {
     /// Address of the server.
-    pub listen: Endpoint,
+    pub listen: ListenEndpoint,
     /// Name of the export; `None` is the disk's.
     pub name: Option<String>,
     /// True if the export rejects writes to a writable disk.
     pub read_only: bool,
 }
 
-impl Default for NbdExport {
+impl Default for NbdExportConfig {
     fn default() -> Self {
-        Self { listen: Endpoint::Address(Address::standard()), name: None, read_only: false }
+        Self { listen: ListenEndpoint::Address(ListenAddress::nbd_default()), name: None, read_only: false }
     }
 }
 
-impl KeySet for NbdExport {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<NbdExport>>> = LazyLock::new(export_keys);
+impl KeyTable for NbdExportConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<NbdExportConfig>>> = LazyLock::new(export_keys);
         &KEYS
     }
 }
 
-impl AddressedKeys for NbdExport {
+impl AddressedConfig for NbdExportConfig {
     const ADDRESS: &'static str = "listen";
-    const MISSING: Option<&'static str> = Some("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
+    const MISSING_ADDRESS: Option<&'static str> = Some("no address (add listen = \"unix:PATH\" or \"HOST:PORT\")");
 }
 
 /// The table of an export of a disk.
-fn export_keys() -> Vec<Key<NbdExport>> {
-    type Config = NbdExport;
-    const _: fn(NbdExport) = |NbdExport { listen: _, name: _, read_only: _ }| ();
+fn export_keys() -> Vec<ConfigKey<NbdExportConfig>> {
+    type Config = NbdExportConfig;
+    const _: fn(NbdExportConfig) = |NbdExportConfig { listen: _, name: _, read_only: _ }| ();
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd" {
-            "listen", Text, "ADDRESS", one!(listen), "required", Reexport, Apart,
+            "listen", Text, "ADDRESS", one!(listen), "required", Reexport, Separate,
                 "unix:PATH, HOST:PORT, or fd:NAME for a socket that a service manager passed; exports with the same address share a server";
-            "name", Text, "NAME", maybe!(name), "the name of the disk", Reexport, Apart,
+            "name", Text, "NAME", maybe!(name), "the name of the disk", Reexport, Separate,
                 "Name that clients ask for, unique at the address";
-            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Refuse writes of its clients, though others may write";
         }
     }
 }
 
-impl FromStr for Nbd {
+impl FromStr for NbdServerConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
-        let mut nbd = Self::at(parts.next().unwrap_or_default().parse()?);
+        let mut nbd = Self::new(parts.next().unwrap_or_default().parse()?);
         read_options(&mut nbd, parts)?;
         Ok(nbd)
     }
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for Nbd {
+impl fmt::Display for NbdServerConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.at)?;
+        write!(f, "{}", self.endpoint)?;
         write_options(self, f)
     }
 }
@@ -135,22 +135,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_read_and_said_again() {
+    fn options_round_trip() {
         for text in [
             "unix:/run/vm1.sock",
             "fd:nbd,read-only=on",
             "localhost:10809,read-only=on",
             "[::1]:7,read-only=on",
         ] {
-            assert_eq!(text.parse::<Nbd>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<NbdServerConfig>().unwrap().to_string(), text);
         }
-        assert!("unix:/s,read-only".parse::<Nbd>().unwrap().read_only);
-        assert!(!"unix:/s,read-only=off".parse::<Nbd>().unwrap().read_only);
+        assert!("unix:/s,read-only".parse::<NbdServerConfig>().unwrap().read_only);
+        assert!(!"unix:/s,read-only=off".parse::<NbdServerConfig>().unwrap().read_only);
         for (text, wrong) in [
             ("fd:", "has no name; write fd:NAME, as FileDescriptorName= has it"),
             ("unix:/s,readonly", "readonly: no such key (there is read-only)"),
         ] {
-            assert_eq!(text.parse::<Nbd>().unwrap_err(), wrong);
+            assert_eq!(text.parse::<NbdServerConfig>().unwrap_err(), wrong);
         }
     }
 }

@@ -3,15 +3,15 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{LEAST_BLOCK_BYTES, MAX_SECONDS, block_bytes, no_comma, number, number_of_device};
+use super::{LEAST_BLOCK_BYTES, MAX_SECONDS, parse_block_size, reject_comma, parse_number, parse_device_number};
 use crate::{
-    addressed::{AddressedKeys, read_options, write_options},
+    addressed::{AddressedConfig, read_options, write_options},
     key::{
-        Field, Key, Literal,
-        ValueKind::{Flag, Integer, Text},
+        KeyField, ConfigKey, KeyLiteral,
+        KeyType::{Flag, Integer, Text},
         maybe, one, table,
     },
-    placed::KeySet,
+    placed::KeyTable,
 };
 
 /// Each connection is a socket and a kernel thread.
@@ -21,7 +21,7 @@ const DEFAULT_DEAD_SECONDS: u32 = 60;
 
 /// Export as a device of the kernel's NBD client.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NbdDevice {
+pub struct NbdDeviceConfig {
     /// The `N` of `/dev/nbdN`; `None` for the first free device.
     pub number: Option<u32>,
     /// Sockets between the kernel and weir; `None`: one for each worker.
@@ -37,7 +37,7 @@ pub struct NbdDevice {
     pub read_only: bool,
 }
 
-impl Default for NbdDevice {
+impl Default for NbdDeviceConfig {
     fn default() -> Self {
         Self {
             number: None,
@@ -50,7 +50,7 @@ impl Default for NbdDevice {
     }
 }
 
-impl NbdDevice {
+impl NbdDeviceConfig {
     /// Path of the device, if its number was given.
     pub fn path(&self) -> Option<PathBuf> {
         self.number.map(|_| PathBuf::from(self.device()))
@@ -62,23 +62,23 @@ impl NbdDevice {
     }
 }
 
-impl KeySet for NbdDevice {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<NbdDevice>>> = LazyLock::new(keys);
+impl KeyTable for NbdDeviceConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<NbdDeviceConfig>>> = LazyLock::new(keys);
         &KEYS
     }
 }
 
-impl AddressedKeys for NbdDevice {
+impl AddressedConfig for NbdDeviceConfig {
     const ADDRESS: &'static str = "device";
-    const MISSING: Option<&'static str> =
+    const MISSING_ADDRESS: Option<&'static str> =
         Some("no device (add device = \"/dev/nbd0\", or \"auto\" for one that is free)");
 }
 
-type Config = NbdDevice;
+type Config = NbdDeviceConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(NbdDevice) = |NbdDevice {
+const _: fn(NbdDeviceConfig) = |NbdDeviceConfig {
                               number: _,
                               connections: _,
                               timeout_s: _,
@@ -88,37 +88,37 @@ const _: fn(NbdDevice) = |NbdDevice {
                           }| ();
 
 /// The table.
-fn keys() -> Vec<Key<NbdDevice>> {
+fn keys() -> Vec<ConfigKey<NbdDeviceConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd-device" {
-            "device", Text, "/dev/nbdN", device_field(), "required", Reexport, Apart,
+            "device", Text, "/dev/nbdN", device_field(), "required", Reexport, Separate,
                 "Block device of the kernel's NBD client, such as /dev/nbd0; auto is the first that is free";
-            "connections", Integer, "N", maybe!(connections, |text| number(text, "connections", 1, MAX_CONNECTIONS)), "one for each worker", Reexport, Apart,
+            "connections", Integer, "N", maybe!(connections, |text| parse_number(text, "connections", 1, MAX_CONNECTIONS)), "one for each worker", Reexport, Separate,
                 "Sockets between the kernel and weir, from 1 to 64";
-            "timeout", Integer, "SECONDS", one!(timeout_s, |text| number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Apart,
+            "timeout", Integer, "SECONDS", one!(timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Separate,
                 "Seconds that the kernel waits for a reply before it gives a connection up; 0 is for ever";
-            "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| number(text, "seconds", 0, MAX_SECONDS)), "60", Reexport, Apart,
+            "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "60", Reexport, Separate,
                 "Seconds that requests wait for weir to come back";
-            "logical-block-size", Integer, "N", one!(block_bytes, block_bytes), "512", Reexport, Apart,
+            "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
                 "Bytes of a block: 512, 1024, 2048 or 4096";
-            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Refuse writes, also where the disk accepts them";
         }
     }
 }
 
-fn device_field() -> Field<NbdDevice> {
-    Field::new(
-        |export: &mut NbdDevice, given| {
-            export.number = device(no_comma(given.text)?)?;
+fn device_field() -> KeyField<NbdDeviceConfig> {
+    KeyField::new(
+        |export: &mut NbdDeviceConfig, given| {
+            export.number = device(reject_comma(given.text)?)?;
             Ok(())
         },
-        |export| Some(Literal::Text(export.device())),
+        |export| Some(KeyLiteral::Text(export.device())),
     )
 }
 
-impl FromStr for NbdDevice {
+impl FromStr for NbdDeviceConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -135,14 +135,14 @@ fn device(text: &str) -> Result<Option<u32>, String> {
         return Ok(None);
     }
     // Rejects links and other names: the number is passed to the kernel.
-    let number = number_of_device(text.as_ref(), "/dev/nbd");
+    let number = parse_device_number(text.as_ref(), "/dev/nbd");
     number.map(Some).ok_or_else(|| {
         format!("{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free")
     })
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for NbdDevice {
+impl fmt::Display for NbdDeviceConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.device())?;
         write_options(self, f)
@@ -154,27 +154,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_read_and_said_again() {
+    fn options_round_trip() {
         for text in [
             "auto",
             "/dev/nbd0",
             "/dev/nbd15,connections=4,timeout=30,dead-timeout=0,logical-block-size=4096,read-only=on",
         ] {
-            assert_eq!(text.parse::<NbdDevice>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<NbdDeviceConfig>().unwrap().to_string(), text);
         }
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn invalid_options_name_their_rule() {
         let no_device = |text| {
             format!(
                 "{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free"
             )
         };
         for text in ["", "/dev/nbd", "/dev/nbd00", "/dev/nbd+1", "/dev/nbd0p1", "/dev/nbd1048576", "nbd0"] {
-            assert_eq!(text.parse::<NbdDevice>().unwrap_err(), no_device(text));
+            assert_eq!(text.parse::<NbdDeviceConfig>().unwrap_err(), no_device(text));
         }
         let wrong = "connections=65: is not a number of connections; that is from 1 to 64";
-        assert_eq!("auto,connections=65".parse::<NbdDevice>().unwrap_err(), wrong);
+        assert_eq!("auto,connections=65".parse::<NbdDeviceConfig>().unwrap_err(), wrong);
     }
 }

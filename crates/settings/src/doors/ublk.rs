@@ -3,15 +3,15 @@
 
 use std::{fmt, path::PathBuf, str::FromStr, sync::LazyLock};
 
-use super::{LEAST_BLOCK_BYTES, MAX_DEVICE, MAX_SECONDS, block_bytes, number};
+use super::{LEAST_BLOCK_BYTES, MAX_DEVICE, MAX_SECONDS, parse_block_size, parse_number};
 use crate::{
-    addressed::{AddressedKeys, read_options, write_options},
+    addressed::{AddressedConfig, read_options, write_options},
     key::{
-        Key,
-        ValueKind::{Flag, Integer},
+        ConfigKey,
+        KeyType::{Flag, Integer},
         maybe, one, table,
     },
-    placed::KeySet,
+    placed::KeyTable,
 };
 
 /// `UBLK_MAX_NR_QUEUES` of the driver.
@@ -22,7 +22,7 @@ const DEFAULT_QUEUE_DEPTH: u16 = 128;
 
 /// An export as a ublk device.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Ublk {
+pub struct UblkConfig {
     /// The `N` of `/dev/ublkbN`; `None` for the first free number.
     pub number: Option<u32>,
     /// Hardware queues; `None`: one for each worker.
@@ -48,7 +48,7 @@ pub struct Ublk {
     pub zero_copy: bool,
 }
 
-impl Default for Ublk {
+impl Default for UblkConfig {
     fn default() -> Self {
         Self {
             number: None,
@@ -67,29 +67,29 @@ impl Default for Ublk {
     }
 }
 
-impl Ublk {
+impl UblkConfig {
     /// Path of the device, if its number was given.
     pub fn path(&self) -> Option<PathBuf> {
         self.number.map(|number| PathBuf::from(format!("/dev/ublkb{number}")))
     }
 }
 
-impl KeySet for Ublk {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<Ublk>>> = LazyLock::new(keys);
+impl KeyTable for UblkConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<UblkConfig>>> = LazyLock::new(keys);
         &KEYS
     }
 }
 
-impl AddressedKeys for Ublk {
+impl AddressedConfig for UblkConfig {
     const ADDRESS: &'static str = "number";
-    const MISSING: Option<&'static str> = None;
+    const MISSING_ADDRESS: Option<&'static str> = None;
 }
 
-type Config = Ublk;
+type Config = UblkConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(Ublk) = |Ublk {
+const _: fn(UblkConfig) = |UblkConfig {
                          number: _,
                          queues: _,
                          queue_depth: _,
@@ -104,37 +104,37 @@ const _: fn(Ublk) = |Ublk {
                      }| ();
 
 /// The table.
-fn keys() -> Vec<Key<Ublk>> {
+fn keys() -> Vec<ConfigKey<UblkConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "ublk" {
-            "number", Integer, "N", maybe!(number, device), "the first that is free", Reexport, Apart,
+            "number", Integer, "N", maybe!(number, parse_device_number), "the first that is free", Reexport, Separate,
                 "The N of /dev/ublkbN";
-            "queues", Integer, "N", maybe!(queues, |text| number(text, "queues", 1, MAX_QUEUES)), "one for each worker", Reexport, Apart,
+            "queues", Integer, "N", maybe!(queues, |text| parse_number(text, "queues", 1, MAX_QUEUES)), "one for each worker", Reexport, Separate,
                 "Hardware queues, from 1 to 4096";
-            "queue-depth", Integer, "N", one!(queue_depth, |text| number(text, "requests", 1, MAX_QUEUE_DEPTH)), "128", Reexport, Apart,
+            "queue-depth", Integer, "N", one!(queue_depth, |text| parse_number(text, "requests", 1, MAX_QUEUE_DEPTH)), "128", Reexport, Separate,
                 "Requests of a queue at a time, from 1 to 4096";
-            "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Apart,
+            "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Separate,
                 "Seconds that requests wait for weir to come back before they fail and the device goes; 0 is for ever";
-            "logical-block-size", Integer, "N", one!(block_bytes, block_bytes), "512", Reexport, Apart,
+            "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
                 "Bytes of a block: 512, 1024, 2048 or 4096";
-            "discard", Flag, "", one!(discard), "true", Reexport, Apart,
+            "discard", Flag, "", one!(discard), "true", Reexport, Separate,
                 "Offer discards";
-            "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Apart,
+            "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Separate,
                 "Offer to write zeroes without data";
-            "write-cache", Flag, "", one!(write_cache), "true", Reexport, Apart,
+            "write-cache", Flag, "", one!(write_cache), "true", Reexport, Separate,
                 "Offer a volatile write cache, if the cache mode of the disk has one";
-            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Refuse writes, also where the disk accepts them";
-            "unprivileged", Flag, "", one!(unprivileged), "false", Reexport, Apart,
+            "unprivileged", Flag, "", one!(unprivileged), "false", Reexport, Separate,
                 "Make the device for the user of the daemon, which need not be root";
-            "zero-copy", Flag, "", one!(zero_copy), "true", Reexport, Apart,
+            "zero-copy", Flag, "", one!(zero_copy), "true", Reexport, Separate,
                 "Leave data in place where kernel and image can do that";
         }
     }
 }
 
-impl FromStr for Ublk {
+impl FromStr for UblkConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
@@ -145,7 +145,7 @@ impl FromStr for Ublk {
         // True for an empty first part as well: `--ublk=` and `--ublk=,queues=2`.
         if first.bytes().all(|byte| byte.is_ascii_digit()) {
             keys = rest;
-            let number = || device(first).map_err(|rule| format!("{first}: {rule}"));
+            let number = || parse_device_number(first).map_err(|rule| format!("{first}: {rule}"));
             ublk.number = (!first.is_empty()).then(number).transpose()?;
         }
         read_options(&mut ublk, keys.into_iter().flat_map(|keys| keys.split(',')))?;
@@ -154,12 +154,12 @@ impl FromStr for Ublk {
 }
 
 /// Parses the number of a device.
-fn device(text: &str) -> Result<u32, String> {
-    number(text, "a device", 0, MAX_DEVICE)
+fn parse_device_number(text: &str) -> Result<u32, String> {
+    parse_number(text, "a device", 0, MAX_DEVICE)
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for Ublk {
+impl fmt::Display for UblkConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if let Some(number) = self.number {
             write!(f, "{number}")?;
@@ -173,7 +173,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_read_and_said_again() {
+    fn options_round_trip() {
         for text in [
             "",
             "0",
@@ -181,25 +181,25 @@ mod tests {
             ",discard=off,write-zeroes=off,write-cache=off,read-only=on",
             ",zero-copy=off",
         ] {
-            assert_eq!(text.parse::<Ublk>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<UblkConfig>().unwrap().to_string(), text);
         }
-        let short: Ublk = "queues=2,read-only,unprivileged".parse().unwrap();
+        let short: UblkConfig = "queues=2,read-only,unprivileged".parse().unwrap();
         assert_eq!(short.to_string(), ",queues=2,read-only=on,unprivileged=on");
-        assert_eq!("dead-timeout=0".parse(), Ok(Ublk::default()), "requests wait for ever");
-        assert_eq!("7".parse::<Ublk>().unwrap().path(), Some(PathBuf::from("/dev/ublkb7")));
+        assert_eq!("dead-timeout=0".parse(), Ok(UblkConfig::default()), "requests wait for ever");
+        assert_eq!("7".parse::<UblkConfig>().unwrap().path(), Some(PathBuf::from("/dev/ublkb7")));
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn invalid_options_name_their_rule() {
         for (text, wrong) in [
             ("1048576", "1048576: is not a number of a device; that is from 0 to 1048575"),
             ("0,queues=0", "queues=0: is not a number of queues; that is from 1 to 4096"),
             ("0,queue-depth=5000", "queue-depth=5000: is not a number of requests; that is from 1 to 4096"),
             ("dead-timeout=86401", "dead-timeout=86401: is not a number of seconds; that is from 0 to 86400"),
         ] {
-            assert_eq!(text.parse::<Ublk>().unwrap_err(), wrong);
+            assert_eq!(text.parse::<UblkConfig>().unwrap_err(), wrong);
         }
-        let unknown = "/dev/ublkb0".parse::<Ublk>().unwrap_err();
+        let unknown = "/dev/ublkb0".parse::<UblkConfig>().unwrap_err();
         assert!(
             unknown.starts_with("/dev/ublkb0: no such key (there are queues, queue-depth, "),
             "{unknown}"

@@ -8,17 +8,17 @@ use std::{
     sync::LazyLock,
 };
 
-use super::{LEAST_BLOCK_BYTES, block_bytes, no_comma};
+use super::{LEAST_BLOCK_BYTES, parse_block_size, reject_comma};
 use crate::{
-    address::socket_in,
-    addressed::{AddressedKeys, read_options, write_options},
+    address::resolve_socket,
+    addressed::{AddressedConfig, read_options, write_options},
     key::{
-        Given, Key, KeyValue, Literal,
-        ValueKind::{Flag, Integer, Text},
+        KeyInput, ConfigKey, ConfigValue, KeyLiteral,
+        KeyType::{Flag, Integer, Text},
         maybe, one, table,
     },
-    place::Mistakes,
-    placed::{KeySet, Placed},
+    place::Diagnostics,
+    placed::{KeyTable, ConfigWithOrigins},
 };
 
 /// A message of the protocol has eight bits for the index of a virtqueue.
@@ -30,37 +30,37 @@ const DEFAULT_QUEUES: u16 = 16;
 /// As other back ends; the guest's firmware and driver choose any size up to it.
 const DEFAULT_QUEUE_SIZE: u16 = 1024;
 /// A request has a header, data and a status.
-const LEAST_QUEUE_SIZE: u16 = 4;
+const MIN_QUEUE_SIZE: u16 = 4;
 /// Bytes of a serial number that a guest can read (virtio 1.3 § 5.2.6).
 const MAX_SERIAL_BYTES: usize = 20;
 
 /// Socket of a virtual machine.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub enum Socket {
+pub enum VhostUserSocket {
     /// `unix:PATH`, created by weir, or by the virtual machine if weir is the client.
     Path(PathBuf),
     /// `fd:NAME`, a passed socket: by its name (`FileDescriptorName=`) or its number.
-    Passed(String),
+    Inherited(String),
 }
 
-impl Socket {
+impl VhostUserSocket {
     /// Path of the socket, if it has one.
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::Path(path) => Some(path),
-            Self::Passed(_) => None,
+            Self::Inherited(_) => None,
         }
     }
 }
 
-impl FromStr for Socket {
+impl FromStr for VhostUserSocket {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.strip_prefix("fd:") {
             Some("") => Err("has no name; write fd:NAME, as FileDescriptorName= has it".to_owned()),
-            Some(name) => Ok(Self::Passed(name.to_owned())),
-            None if text.starts_with("unix:") => crate::socket(text).map(Self::Path),
+            Some(name) => Ok(Self::Inherited(name.to_owned())),
+            None if text.starts_with("unix:") => crate::parse_unix_socket(text).map(Self::Path),
             None => {
                 Err("is not a Unix socket; write unix:PATH, or fd:NAME for one that is passed".to_owned())
             }
@@ -68,20 +68,20 @@ impl FromStr for Socket {
     }
 }
 
-impl fmt::Display for Socket {
+impl fmt::Display for VhostUserSocket {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Path(path) => write!(f, "unix:{}", path.display()),
-            Self::Passed(name) => write!(f, "fd:{name}"),
+            Self::Inherited(name) => write!(f, "fd:{name}"),
         }
     }
 }
 
 /// vhost-user-blk export.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-pub struct VhostUserBlk {
+pub struct VhostUserBlkConfig {
     /// The socket.
-    pub socket: Socket,
+    pub socket: VhostUserSocket,
     /// True if the virtual machine listens and weir connects.
     pub client: bool,
     /// Largest number of virtqueues.
@@ -103,9 +103,9 @@ pub struct VhostUserBlk {
     pub read_only: bool,
 }
 
-impl VhostUserBlk {
+impl VhostUserBlkConfig {
     /// Export at this socket, with defaults.
-    pub fn at(socket: Socket) -> Self {
+    pub fn new(socket: VhostUserSocket) -> Self {
         Self {
             socket,
             client: false,
@@ -134,7 +134,7 @@ impl VhostUserBlk {
     }
 
     /// Bytes of the serial number that a guest reads, for a disk of this name.
-    pub(crate) fn seen_serial<'a>(&'a self, disk: &'a str) -> &'a [u8] {
+    pub(crate) fn guest_serial<'a>(&'a self, disk: &'a str) -> &'a [u8] {
         // Cut at a byte, not at a character: the guest reads bytes.
         let serial = self.serial.as_deref().unwrap_or(disk).as_bytes();
         &serial[..serial.len().min(MAX_SERIAL_BYTES)]
@@ -146,26 +146,26 @@ impl VhostUserBlk {
     }
 }
 
-impl KeySet for VhostUserBlk {
-    fn keys() -> &'static [Key<Self>] {
-        static KEYS: LazyLock<Vec<Key<VhostUserBlk>>> = LazyLock::new(keys);
+impl KeyTable for VhostUserBlkConfig {
+    fn keys() -> &'static [ConfigKey<Self>] {
+        static KEYS: LazyLock<Vec<ConfigKey<VhostUserBlkConfig>>> = LazyLock::new(keys);
         &KEYS
     }
 
-    fn judge(export: &Placed<Self>, mistakes: &Mistakes) {
-        mistakes.keep(export.check().map_err(|rule| export.own_place().wrong(rule)));
+    fn judge(export: &ConfigWithOrigins<Self>, mistakes: &Diagnostics) {
+        mistakes.ok_or_report(export.check().map_err(|rule| export.own_origin().error(rule)));
     }
 }
 
-impl AddressedKeys for VhostUserBlk {
+impl AddressedConfig for VhostUserBlkConfig {
     const ADDRESS: &'static str = "listen";
-    const MISSING: Option<&'static str> = Some("no socket (add listen = \"unix:PATH\")");
+    const MISSING_ADDRESS: Option<&'static str> = Some("no socket (add listen = \"unix:PATH\")");
 }
 
-type Config = VhostUserBlk;
+type Config = VhostUserBlkConfig;
 
 // A new field does not compile until it is named here, together with its row in the table below.
-const _: fn(VhostUserBlk) = |VhostUserBlk {
+const _: fn(VhostUserBlkConfig) = |VhostUserBlkConfig {
                                  socket: _,
                                  client: _,
                                  queues: _,
@@ -179,60 +179,60 @@ const _: fn(VhostUserBlk) = |VhostUserBlk {
                              }| ();
 
 /// The table.
-fn keys() -> Vec<Key<VhostUserBlk>> {
+fn keys() -> Vec<ConfigKey<VhostUserBlkConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "vhost-user-blk" {
-            "listen", Text, "unix:PATH", one!(socket), "required", Reexport, Apart,
+            "listen", Text, "unix:PATH", one!(socket), "required", Reexport, Separate,
                 "Unix socket of the virtual machine, or fd:NAME for a socket that a service manager passed";
-            "queues", Integer, "N", one!(queues, queues), "16", Reexport, Apart,
+            "queues", Integer, "N", one!(queues, parse_queues), "16", Reexport, Separate,
                 "Virtqueues at most, from 1 to 256";
-            "queue-size", Integer, "N", one!(queue_size, queue_size), "1024", Reexport, Apart,
+            "queue-size", Integer, "N", one!(queue_size, parse_queue_size), "1024", Reexport, Separate,
                 "Descriptors of a virtqueue at most: a power of two from 4 to 32768";
-            "serial", Text, "TEXT", maybe!(serial, serial), "the name of the disk", Reexport, Apart,
+            "serial", Text, "TEXT", maybe!(serial, parse_serial), "the name of the disk", Reexport, Separate,
                 "Serial number that the guest reads, 20 bytes at most";
-            "logical-block-size", Integer, "N", one!(block_bytes, block_bytes), "512", Reexport, Apart,
+            "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
                 "Bytes of a block: 512, 1024, 2048 or 4096";
-            "discard", Flag, "", one!(discard), "true", Reexport, Apart,
+            "discard", Flag, "", one!(discard), "true", Reexport, Separate,
                 "Offer discards";
-            "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Apart,
+            "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Separate,
                 "Offer to write zeroes without data";
-            "write-cache", Flag, "", one!(write_cache), "true", Reexport, Apart,
+            "write-cache", Flag, "", one!(write_cache), "true", Reexport, Separate,
                 "Offer a volatile write cache, if the cache mode of the disk has one";
-            "read-only", Flag, "", one!(read_only), "false", Reexport, Apart,
+            "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
                 "Refuse writes, also where the disk accepts them";
-            "client", Flag, "", one!(client), "false", Reexport, Apart,
+            "client", Flag, "", one!(client), "false", Reexport, Separate,
                 "Connect to the socket, where the virtual machine listens";
         }
     }
 }
 
-impl Default for VhostUserBlk {
+impl Default for VhostUserBlkConfig {
     /// Export without a socket.
     fn default() -> Self {
-        Self::at(Socket::Path(PathBuf::new()))
+        Self::new(VhostUserSocket::Path(PathBuf::new()))
     }
 }
 
-impl KeyValue for Socket {
-    fn read(given: Given<'_>) -> Result<Self, String> {
-        match no_comma(given.text)?.parse()? {
-            Self::Path(path) => socket_in(given.directory, &path).map(Self::Path),
-            passed @ Self::Passed(_) => Ok(passed),
+impl ConfigValue for VhostUserSocket {
+    fn read(given: KeyInput<'_>) -> Result<Self, String> {
+        match reject_comma(given.text)?.parse()? {
+            Self::Path(path) => resolve_socket(given.directory, &path).map(Self::Path),
+            passed @ Self::Inherited(_) => Ok(passed),
         }
     }
 
-    fn write(&self) -> Literal {
-        Literal::Text(self.to_string())
+    fn write(&self) -> KeyLiteral {
+        KeyLiteral::Text(self.to_string())
     }
 }
 
-impl FromStr for VhostUserBlk {
+impl FromStr for VhostUserBlkConfig {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
         let mut parts = text.split(',');
-        let mut export = Self::at(parts.next().unwrap_or_default().parse()?);
+        let mut export = Self::new(parts.next().unwrap_or_default().parse()?);
         read_options(&mut export, parts)?;
         export.check()?;
         Ok(export)
@@ -240,7 +240,7 @@ impl FromStr for VhostUserBlk {
 }
 
 /// Writes the text that parses as the same value.
-impl fmt::Display for VhostUserBlk {
+impl fmt::Display for VhostUserBlkConfig {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.address())?;
         write_options(self, f)
@@ -248,22 +248,22 @@ impl fmt::Display for VhostUserBlk {
 }
 
 /// Parses the number of virtqueues.
-fn queues(text: &str) -> Result<u16, String> {
+fn parse_queues(text: &str) -> Result<u16, String> {
     let number = text.parse().ok().filter(|number| (1..=MAX_QUEUES).contains(number));
     number.ok_or_else(|| format!("is not a number of queues; that is from 1 to {MAX_QUEUES}"))
 }
 
 /// Parses the size of a virtqueue.
-fn queue_size(text: &str) -> Result<u16, String> {
-    let fits = |size: &u16| size.is_power_of_two() && (LEAST_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size);
+fn parse_queue_size(text: &str) -> Result<u16, String> {
+    let fits = |size: &u16| size.is_power_of_two() && (MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size);
     let size = text.parse().ok().filter(fits);
     size.ok_or_else(|| {
-        format!("is not a queue's size; that is a power of two from {LEAST_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")
+        format!("is not a queue's size; that is a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")
     })
 }
 
 /// Parses a serial number.
-fn serial(text: &str) -> Result<String, String> {
+fn parse_serial(text: &str) -> Result<String, String> {
     if text.is_empty() {
         return Err("is empty (leave it away for the disk's name)".to_owned());
     }
@@ -281,25 +281,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_said_is_read_and_said_again() {
+    fn options_round_trip() {
         for text in [
             "unix:/run/vm1.sock",
             "unix:vm1.sock,queues=4,queue-size=128,serial=disk-1,logical-block-size=4096",
             "unix:/s,discard=off,write-zeroes=off,write-cache=off,read-only=on,client=on",
             "fd:vm1,queues=4",
         ] {
-            assert_eq!(text.parse::<VhostUserBlk>().unwrap().to_string(), text);
+            assert_eq!(text.parse::<VhostUserBlkConfig>().unwrap().to_string(), text);
         }
-        let short: VhostUserBlk = "unix:/s,read-only,client".parse().unwrap();
+        let short: VhostUserBlkConfig = "unix:/s,read-only,client".parse().unwrap();
         assert!(short.read_only && short.client);
-        let of_file: VhostUserBlk = "unix:/s,discard=false,read-only=true".parse().unwrap();
+        let of_file: VhostUserBlkConfig = "unix:/s,discard=false,read-only=true".parse().unwrap();
         assert!(of_file.read_only && !of_file.discard);
-        let standard: VhostUserBlk = "unix:/s".parse().unwrap();
+        let standard: VhostUserBlkConfig = "unix:/s".parse().unwrap();
         assert!(standard.discard && standard.write_zeroes && !standard.read_only && !standard.client);
     }
 
     #[test]
-    fn what_cannot_be_is_named() {
+    fn invalid_options_name_their_rule() {
         for (text, wrong) in [
             ("localhost:1", "is not a Unix socket; write unix:PATH, or fd:NAME for one that is passed"),
             ("fd:", "has no name; write fd:NAME, as FileDescriptorName= has it"),
@@ -315,7 +315,7 @@ mod tests {
                 "serial=123456789012345678901: has 21 bytes; a serial number has 20 at most",
             ),
         ] {
-            assert_eq!(text.parse::<VhostUserBlk>().unwrap_err(), wrong);
+            assert_eq!(text.parse::<VhostUserBlkConfig>().unwrap_err(), wrong);
         }
     }
 }

@@ -14,7 +14,7 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use policy::watermark::Capacity;
+use policy::watermark::MeasuredCapacity;
 use serde::{Deserialize, Serialize};
 
 use crate::state::whole_file;
@@ -30,7 +30,7 @@ const SYSTEM_STATE: &str = "/var/lib/weir";
 /// Result of measuring a device.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Record {
+pub struct CapacityRecord {
     /// Stable key of the device.
     pub key: String,
     /// Name of the device at the time of the measurement.
@@ -38,13 +38,13 @@ pub struct Record {
     /// Time of the measurement, in seconds since 1970.
     pub time: u64,
     /// Measured capacity.
-    pub capacity: Figures,
+    pub capacity: CapacityFigures,
 }
 
 /// [`Capacity`] in the file's format; 0 was not measured.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub struct Figures {
+pub struct CapacityFigures {
     /// Random reads of 4 KiB per second.
     pub read_iops: u64,
     /// Random writes of 4 KiB per second.
@@ -55,21 +55,21 @@ pub struct Figures {
     pub write_bps: u64,
 }
 
-impl From<Figures> for Capacity {
-    fn from(figures: Figures) -> Self {
-        let Figures { read_iops, write_iops, read_bps, write_bps } = figures;
+impl From<CapacityFigures> for MeasuredCapacity {
+    fn from(figures: CapacityFigures) -> Self {
+        let CapacityFigures { read_iops, write_iops, read_bps, write_bps } = figures;
         Self { read_iops, write_iops, read_bps, write_bps }
     }
 }
 
 /// Directory of the records.
 #[derive(Clone, Debug)]
-pub struct Store(PathBuf);
+pub struct CapacityStore(PathBuf);
 
-impl Store {
+impl CapacityStore {
     /// Store in the given state directory, or in the default one.
     pub fn new(state: Option<&Path>) -> Self {
-        Self(state.map_or_else(usual, Path::to_path_buf).join("capacity"))
+        Self(state.map_or_else(default_state_directory, Path::to_path_buf).join("capacity"))
     }
 
     /// File of the device with this key.
@@ -84,14 +84,14 @@ impl Store {
     ///
     /// # Errors
     /// Fails if there is a file and it is unusable.
-    pub fn load(&self, key: &str) -> anyhow::Result<Option<Record>> {
+    pub fn load(&self, key: &str) -> anyhow::Result<Option<CapacityRecord>> {
         let path = self.file(key);
         let read = whole_file::read(&path, MAX_FILE_BYTES);
         let Some(text) = read.with_context(|| format!("{} (remove it and probe again)", shown(&path)))?
         else {
             return Ok(None);
         };
-        let record: Record = serde_json::from_slice(&text)
+        let record: CapacityRecord = serde_json::from_slice(&text)
             .with_context(|| format!("{}: is no capacity (remove it and probe again)", shown(&path)))?;
         // A copied file, or a hash collision.
         if record.key != key {
@@ -101,12 +101,12 @@ impl Store {
     }
 
     /// Capacity of a device; `None`, and logged, if its file is unusable.
-    pub fn capacity(&self, key: &str) -> Option<Capacity> {
+    pub fn capacity(&self, key: &str) -> Option<MeasuredCapacity> {
         self.measured(key).map(|(capacity, _)| capacity)
     }
 
     /// As [`capacity`](Self::capacity), with the time of the measurement in seconds since 1970.
-    pub fn measured(&self, key: &str) -> Option<(Capacity, u32)> {
+    pub fn measured(&self, key: &str) -> Option<(MeasuredCapacity, u32)> {
         let record = self.load(key).unwrap_or_else(|error| {
             tracing::warn!("{error:#}");
             None
@@ -119,7 +119,7 @@ impl Store {
     ///
     /// # Errors
     /// Fails as [`Store::save`] would.
-    pub fn try_out(&self) -> anyhow::Result<()> {
+    pub fn check_writable(&self) -> anyhow::Result<()> {
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&self.0)?;
             tempfile::NamedTempFile::new_in(&self.0)?;
@@ -134,7 +134,7 @@ impl Store {
     ///
     /// # Errors
     /// Fails without changing the earlier record.
-    pub fn save(&self, record: &Record) -> anyhow::Result<PathBuf> {
+    pub fn save(&self, record: &CapacityRecord) -> anyhow::Result<PathBuf> {
         let path = self.file(&record.key);
         let write = || -> anyhow::Result<()> {
             fs::create_dir_all(&self.0)?;
@@ -155,7 +155,7 @@ fn shown(path: &Path) -> String {
 }
 
 /// Default directory; for users other than root by the XDG Base Directory Specification.
-fn usual() -> PathBuf {
+fn default_state_directory() -> PathBuf {
     if nix::unistd::geteuid().is_root() {
         return SYSTEM_STATE.into();
     }
@@ -178,23 +178,23 @@ fn fnv1a(bytes: &[u8]) -> u64 {
 mod tests {
     use super::*;
 
-    fn record(key: &str) -> Record {
-        let capacity = Figures { read_iops: 1, write_iops: 2, read_bps: 3, write_bps: 4 };
-        Record { key: key.to_owned(), device: "/dev/vda".to_owned(), time: 5, capacity }
+    fn record(key: &str) -> CapacityRecord {
+        let capacity = CapacityFigures { read_iops: 1, write_iops: 2, read_bps: 3, write_bps: 4 };
+        CapacityRecord { key: key.to_owned(), device: "/dev/vda".to_owned(), time: 5, capacity }
     }
 
-    fn store() -> (tempfile::TempDir, Store) {
+    fn store() -> (tempfile::TempDir, CapacityStore) {
         let directory = tempfile::tempdir().unwrap();
-        let store = Store::new(Some(&directory.path().join("state")));
+        let store = CapacityStore::new(Some(&directory.path().join("state")));
         (directory, store)
     }
 
     #[test]
-    fn what_is_saved_is_loaded_again_and_replaced() {
+    fn records_round_trip_and_are_replaced() {
         let (_directory, store) = store();
         assert_eq!(store.load("serial a/b").unwrap(), None);
         store.save(&record("serial a/b")).unwrap();
-        let again = Record { time: 6, ..record("serial a/b") };
+        let again = CapacityRecord { time: 6, ..record("serial a/b") };
         let path = store.save(&again).unwrap();
         assert_eq!(store.load("serial a/b").unwrap(), Some(again));
         assert_eq!(fs::read_dir(path.parent().unwrap()).unwrap().count(), 1, "nothing is left beside it");
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_look_alike_have_files_of_their_own() {
+    fn similar_keys_have_different_files() {
         let (_directory, store) = store();
         assert_ne!(store.file("a/b"), store.file("a_b"));
         let long = "x".repeat(5000);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_used_is_no_capacity() {
+    fn unusable_files_are_errors() {
         let (_directory, store) = store();
         let path = store.save(&record("k")).unwrap();
         let broken = |text: &str| {

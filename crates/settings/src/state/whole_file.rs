@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_written_is_read_and_nothing_lies_beside_it() {
+    fn a_write_leaves_no_temporary_file() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a");
         assert_eq!(read(&path, 10).unwrap(), None);
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_written_is_as_it_was() {
+    fn a_failed_write_changes_nothing() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("a");
         fs::create_dir(&path).unwrap();

@@ -8,8 +8,8 @@ use std::os::fd::AsFd;
 use nix::sys::uio::pread;
 use rustix::fs::{AtFlags, StatxFlags, ioctl_blksszget, statx};
 
-use super::Kind;
-use reactor::buffer::{ALIGNMENT, Buffer};
+use super::FileKind;
+use reactor::buffer::{ALIGNMENT, IoBuffer};
 
 use crate::align::Alignment;
 
@@ -18,7 +18,7 @@ use crate::align::Alignment;
 const SMALLEST: usize = 512;
 
 /// The alignment for a descriptor opened with O_DIRECT; `None` if the file does not support it.
-pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
+pub(super) fn alignment(fd: impl AsFd, kind: FileKind) -> Option<Alignment> {
     let fd = fd.as_fd();
     if let Ok(stat) = statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN)
         && stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0
@@ -27,14 +27,14 @@ pub(super) fn alignment(fd: impl AsFd, kind: Kind) -> Option<Alignment> {
         // journaled.
         return checked(u64::from(stat.stx_dio_offset_align), stat.stx_dio_mem_align as usize);
     }
-    if kind == Kind::BlockDevice
+    if kind == FileKind::BlockDevice
         && let Ok(block) = ioctl_blksszget(fd)
     {
         return checked(u64::from(block), block as usize);
     }
     let mut size = SMALLEST;
     while size <= ALIGNMENT {
-        let mut buffer = Buffer::new(size);
+        let mut buffer = IoBuffer::new(size);
         // Read at offset `size`, not 0, so that the offset's alignment is tried too. A read at the
         // end of the file also succeeds.
         if pread(fd, &mut buffer, size as i64).is_ok() {

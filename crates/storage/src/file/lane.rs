@@ -33,7 +33,7 @@ use event_listener::Event;
 use rustix::fs::fstatfs;
 
 use reactor::{
-    Permits,
+    OperationPermits,
     error::{Error, Result},
     op::Fd,
 };
@@ -59,47 +59,47 @@ const LOCAL: [u32; 9] = [
 const CALLS: usize = 4;
 /// Maximum number of health checks in flight on one file. They have their own permits, because
 /// other calls may take long on a healthy file system: truncating a large file, for example.
-const QUESTIONS: usize = 1;
+const PINGS: usize = 1;
 
 #[derive(Debug)]
-pub(super) struct Lane {
+pub(super) struct FileIsolation {
     /// True if reads and writes occupy kernel threads, too.
     occupies_threads: bool,
-    operations: Arc<Permits>,
-    calls: Arc<Permits>,
-    questions: Arc<Permits>,
-    is_given_up: AtomicBool,
-    given_up: Event,
+    operation_slots: Arc<OperationPermits>,
+    call_slots: Arc<OperationPermits>,
+    ping_slots: Arc<OperationPermits>,
+    is_abandoned: AtomicBool,
+    abandoned: Event,
 }
 
-impl Lane {
+impl FileIsolation {
     /// Creates the lane of an open file.
-    pub(super) fn of(file: &fs::File, is_device: bool) -> Self {
+    pub(super) fn for_file(file: &fs::File, is_device: bool) -> Self {
         let is_local = |magic: u32| LOCAL.contains(&magic);
         // The type is a C long, of which file systems use 32 bits.
         let local = is_device || fstatfs(file).is_ok_and(|system| is_local(system.f_type as u32));
         Self {
             occupies_threads: !local,
-            operations: Permits::new(OPERATIONS),
-            calls: Permits::new(CALLS),
-            questions: Permits::new(QUESTIONS),
-            is_given_up: AtomicBool::new(false),
-            given_up: Event::new(),
+            operation_slots: OperationPermits::new(OPERATIONS),
+            call_slots: OperationPermits::new(CALLS),
+            ping_slots: OperationPermits::new(PINGS),
+            is_abandoned: AtomicBool::new(false),
+            abandoned: Event::new(),
         }
     }
 
     /// Creates a lane that treats the file as one on a remote file system.
     #[cfg(test)]
     pub(super) fn remote(file: &fs::File) -> Self {
-        Self { occupies_threads: true, ..Self::of(file, false) }
+        Self { occupies_threads: true, ..Self::for_file(file, false) }
     }
 
     /// Takes all slots for operations.
     #[cfg(test)]
-    pub(super) async fn take_all_slots(&self) -> Vec<reactor::Permit> {
+    pub(super) async fn take_all_slots(&self) -> Vec<reactor::OperationPermit> {
         let mut slots = Vec::new();
         while slots.len() < OPERATIONS {
-            slots.push(self.operations.take().await);
+            slots.push(self.operation_slots.acquire().await);
         }
         slots
     }
@@ -115,8 +115,8 @@ impl Lane {
     /// # Errors
     /// Those of `operate`; [`Error::TIMED_OUT`] after [`Lane::give_up`].
     pub(super) async fn operate<T>(&self, fd: &Fd, operate: impl AsyncFnOnce(Fd) -> Result<T>) -> Result<T> {
-        self.unless_given_up(async {
-            let fd = fd.holding(self.operations.take().await);
+        self.unless_abandoned(async {
+            let fd = fd.with_permit(self.operation_slots.acquire().await);
             operate(fd).await
         })
         .await
@@ -131,31 +131,31 @@ impl Lane {
         fd: &Fd,
         call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.call_in_turn(&self.calls, fd, call).await
+        self.call_with_permit(&self.call_slots, fd, call).await
     }
 
     /// Runs a health check: a system call as by [`Lane::call`], with its own slot.
     ///
     /// # Errors
     /// As [`Lane::call`].
-    pub(super) async fn ask<T: Send + 'static>(
+    pub(super) async fn ping<T: Send + 'static>(
         &self,
         fd: &Fd,
         call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
     ) -> Result<T> {
-        self.call_in_turn(&self.questions, fd, call).await
+        self.call_with_permit(&self.ping_slots, fd, call).await
     }
 
-    async fn call_in_turn<T: Send + 'static>(
+    async fn call_with_permit<T: Send + 'static>(
         &self,
-        turns: &Arc<Permits>,
+        turns: &Arc<OperationPermits>,
         fd: &Fd,
         call: impl FnOnce(&Fd) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let fd = fd.clone();
-        self.unless_given_up(async {
-            let permit = turns.take().await;
-            reactor::blocking(move || {
+        self.unless_abandoned(async {
+            let permit = turns.acquire().await;
+            reactor::run_blocking(move || {
                 // The permit moves to the thread: after `give_up` the call still occupies it.
                 let _permit = permit;
                 call(&fd)
@@ -166,19 +166,19 @@ impl Lane {
     }
 
     /// Fails the operations and calls that wait for the file, and all later ones.
-    pub(super) fn give_up(&self) {
-        self.is_given_up.store(true, SeqCst);
-        self.given_up.notify(usize::MAX);
+    pub(super) fn abandon(&self) {
+        self.is_abandoned.store(true, SeqCst);
+        self.abandoned.notify(usize::MAX);
     }
 
-    pub(super) fn is_given_up(&self) -> bool {
-        self.is_given_up.load(SeqCst)
+    pub(super) fn is_abandoned(&self) -> bool {
+        self.is_abandoned.load(SeqCst)
     }
 
-    async fn unless_given_up<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
+    async fn unless_abandoned<T>(&self, work: impl Future<Output = Result<T>>) -> Result<T> {
         // Listens before checking the flag, or a notification in between would be missed.
-        let mut given_up = pin!(self.given_up.listen());
-        if self.is_given_up() {
+        let mut given_up = pin!(self.abandoned.listen());
+        if self.is_abandoned() {
             return Err(Error::TIMED_OUT);
         }
         let mut work = pin!(work);
@@ -196,13 +196,13 @@ mod tests {
     use std::sync::mpsc;
 
     use super::*;
-    use reactor::{Polling, run, spawn_joinable, yield_now};
+    use reactor::{PollingMode, run, spawn_joinable, yield_now};
 
     #[test]
-    fn a_file_system_answers_although_all_calls_take_long() {
-        run(Polling::Off, async {
+    fn ping_succeeds_while_all_call_slots_are_busy() {
+        run(PollingMode::Off, async {
             let file = tempfile::tempfile().expect("there is room");
-            let lane = std::rc::Rc::new(Lane::of(&file, false));
+            let lane = std::rc::Rc::new(FileIsolation::for_file(&file, false));
             let fd = Fd::from(file);
             let (mut ends, mut tasks) = (Vec::new(), Vec::new());
             for _ in 0..CALLS {
@@ -217,10 +217,10 @@ mod tests {
                     .await
                 }));
             }
-            while lane.calls.free() > 0 {
+            while lane.call_slots.free() > 0 {
                 yield_now().await;
             }
-            assert_eq!(lane.ask(&fd, |_| Ok(7)).await, Ok(7));
+            assert_eq!(lane.ping(&fd, |_| Ok(7)).await, Ok(7));
             drop(ends);
             for task in tasks {
                 assert_eq!(task.await, Ok(()));

@@ -20,13 +20,13 @@ use std::{
 use nix::unistd::{SysconfVar, sysconf};
 
 use super::{
-    Beside, CacheMode, Ending, File, FileIdentity, Kind, Passed, SpaceCount, Syncs, direct, lane::Lane, zero,
+    BufferedCloser, CacheMode, FileCloser, FileStorage, FileIdentity, FileKind, PassedFiles, SpaceCount, Syncs, direct, lane::FileIsolation, zero,
 };
 use reactor::{
-    check_may_block,
-    error::what_gives_descriptors,
-    op::{Fd, ForeignFd},
-    seldom::Seldom,
+    debug_assert_may_block,
+    error::descriptor_remedy,
+    op::{Fd, PassedFd},
+    seldom::LogRateLimit,
 };
 
 use crate::{
@@ -48,19 +48,19 @@ pub(crate) struct FileOptions {
     /// Accepts an empty regular file as a disk.
     pub(crate) may_be_empty: bool,
     /// Descriptors from another process; a file that is opened for writing is looked up here first.
-    pub(crate) passed: Option<Passed>,
+    pub(crate) passed: Option<PassedFiles>,
     /// Directory that it must be in.
     pub(crate) root: Option<Root>,
     /// The open file, which may be outside `root`.
-    pub(crate) descriptor: Option<Arc<ForeignFd>>,
+    pub(crate) descriptor: Option<Arc<PassedFd>>,
 }
 
 /// Opens `path`; blocks. Also returns a buffered descriptor for probing the file.
-pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File), OpenError> {
-    check_may_block();
+pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(FileStorage, fs::File), OpenError> {
+    debug_assert_may_block();
     let name = path.display().to_string();
     if let Some(descriptor) = &options.descriptor {
-        return of_descriptor(descriptor, name, options);
+        return open_descriptor(descriptor, name, options);
     }
     // Pinned until everything is open, so that all descriptors are of the same file.
     let pinned = options.root.as_ref().map(|root| root.pin(path, &name)).transpose()?;
@@ -74,7 +74,7 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File
     let mut how = fs::OpenOptions::new();
     how.read(true).write(!options.read_only);
     let passed = options.passed.as_ref().filter(|_| !options.read_only);
-    let found = passed.map(|passed| passed.take(path, &name, options.cache.is_direct())).transpose()?;
+    let found = passed.map(|passed| passed.claim_file(path, &name, options.cache.is_direct())).transpose()?;
     let (found, buffered) = match found.flatten() {
         Some((main, buffered)) => (Some(main), buffered),
         None => (None, how.open(path).map_err(|error| failed(&error))?),
@@ -87,22 +87,22 @@ pub(crate) fn open(path: &Path, options: &FileOptions) -> Result<(File, fs::File
         let main = found.map_or_else(|| buffered.try_clone(), Ok).map_err(|error| failed(&error))?;
         (main, Alignment::NONE)
     };
-    lock_and_look(name, kind, (main, alignment), buffered, passed, options)
+    lock_and_measure(name, kind, (main, alignment), buffered, passed, options)
 }
 
 /// Opens from a descriptor that another process has opened.
-fn of_descriptor(
-    descriptor: &ForeignFd,
+fn open_descriptor(
+    descriptor: &PassedFd,
     name: String,
     options: &FileOptions,
-) -> Result<(File, fs::File), OpenError> {
+) -> Result<(FileStorage, fs::File), OpenError> {
     own_mounts::check(descriptor, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
     let buffered = fs::File::from(descriptor.as_fd().try_clone_to_owned().map_err(|error| failed(&error))?);
     let kind = kind_of(&name, &buffered.metadata().map_err(|error| failed(&error))?)?;
     if !options.cache.is_direct() {
         let main = buffered.try_clone().map_err(|error| failed(&error))?;
-        return lock_and_look(name, kind, (main, Alignment::NONE), buffered, None, options);
+        return lock_and_measure(name, kind, (main, Alignment::NONE), buffered, None, options);
     }
     // O_DIRECT is not set on it by fcntl: its flags are shared with the process that passed it.
     let again = format!("/proc/self/fd/{}", descriptor.as_fd().as_raw_fd());
@@ -113,47 +113,47 @@ fn of_descriptor(
         let why = format!("cannot be opened again for cache={}: {}", options.cache, error.why);
         OpenError::new(&name, why, "let weir open the file itself, or use writeback, writethrough or unsafe")
     })?;
-    lock_and_look(name, kind, direct, buffered, None, options)
+    lock_and_measure(name, kind, direct, buffered, None, options)
 }
 
 /// Last steps of opening: acquires the locks and reads the size.
-fn lock_and_look(
+fn lock_and_measure(
     name: String,
-    kind: Kind,
+    kind: FileKind,
     (main, alignment): (fs::File, Alignment),
     mut buffered: fs::File,
-    passed: Option<Passed>,
+    passed: Option<PassedFiles>,
     options: &FileOptions,
-) -> Result<(File, fs::File), OpenError> {
+) -> Result<(FileStorage, fs::File), OpenError> {
     // Checked again: the path may have changed between the first check and the open.
     own_mounts::check(&main, &name)?;
     let failed = |error: &std::io::Error| describe(&name, error, options.read_only);
-    let wanted = lock::Use::of(options.read_only, options.force_share);
+    let wanted = lock::LockMode::new(options.read_only, options.force_share);
     // A passed file is locked already; locking it again through the same open file changes nothing.
     let locked = || FileIdentity::of_open(&main).map(|file| file.to_string().into());
     let is_protected = options.handover
         || lock::acquire(&main, &name, wanted).map_err(|error| OpenError { locked: locked(), ..error })?;
     let size_bytes = buffered.seek(SeekFrom::End(0)).map_err(|error| failed(&error))?;
-    if size_bytes == 0 && !(options.may_be_empty && kind == Kind::Regular) {
+    if size_bytes == 0 && !(options.may_be_empty && kind == FileKind::Regular) {
         return Err(empty(name, kind));
     }
     let zero_alignment = match kind {
-        Kind::Regular => 1,
-        Kind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
+        FileKind::Regular => 1,
+        FileKind::BlockDevice => rustix::fs::ioctl_blksszget(&buffered).map_or(4096, u64::from),
     };
     let status = buffered.metadata().map_err(|error| failed(&error))?;
-    let (lane, ending) = (Arc::new(Lane::of(&buffered, kind == Kind::BlockDevice)), Ending::new());
+    let (lane, ending) = (Arc::new(FileIsolation::for_file(&buffered, kind == FileKind::BlockDevice)), FileCloser::new());
     let syncs = Syncs::new(name.clone(), !options.cache.is_direct());
     let again = buffered.try_clone().map_err(|error| failed(&error))?;
-    let fd = Fd::of_file(main, Arc::clone(&ending) as _);
-    let file = File {
-        buffered: Fd::of_file(again, Arc::new(Beside { _main: fd.clone() })),
+    let fd = Fd::with_close_hook(main, Arc::clone(&ending) as _);
+    let file = FileStorage {
+        buffered: Fd::with_close_hook(again, Arc::new(BufferedCloser { _main: fd.clone() })),
         fd,
         lane,
         syncs,
         kind,
-        identity: FileIdentity::of(status.dev(), status.ino(), status.rdev(), kind == Kind::BlockDevice),
-        device_number: if kind == Kind::BlockDevice { status.rdev() } else { status.dev() },
+        identity: FileIdentity::from_numbers(status.dev(), status.ino(), status.rdev(), kind == FileKind::BlockDevice),
+        device_number: if kind == FileKind::BlockDevice { status.rdev() } else { status.dev() },
         ending,
         cache: options.cache,
         read_only: options.read_only,
@@ -165,10 +165,10 @@ fn lock_and_look(
         size_bytes: AtomicU64::new(size_bytes),
         space: SpaceCount::new(status.blocks() * 512),
         name,
-        passed,
-        zeroing: zero::Refused::default(),
+        passed_files: passed,
+        zeroing: zero::UnsupportedCalls::default(),
         dsync_refused: AtomicBool::new(false),
-        past_ends: Seldom::default(),
+        truncation_log: LogRateLimit::default(),
     };
     Ok((file, buffered))
 }
@@ -178,7 +178,7 @@ fn open_direct(
     passed: Option<fs::File>,
     name: &str,
     how: &fs::OpenOptions,
-    kind: Kind,
+    kind: FileKind,
     options: &FileOptions,
 ) -> Result<(fs::File, Alignment), OpenError> {
     let no_direct = || {
@@ -199,12 +199,12 @@ fn open_direct(
     Ok((file, alignment))
 }
 
-fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<Kind, OpenError> {
+fn kind_of(name: &str, metadata: &fs::Metadata) -> Result<FileKind, OpenError> {
     let kind = metadata.file_type();
     match not_an_image(kind) {
         Some(what) => Err(OpenError::new(name, what, KINDS)),
-        None if kind.is_block_device() => Ok(Kind::BlockDevice),
-        None => Ok(Kind::Regular),
+        None if kind.is_block_device() => Ok(FileKind::BlockDevice),
+        None => Ok(FileKind::Regular),
     }
 }
 
@@ -224,14 +224,14 @@ pub(crate) fn not_an_image(kind: fs::FileType) -> Option<&'static str> {
     }
 }
 
-fn empty(name: String, kind: Kind) -> OpenError {
+fn empty(name: String, kind: FileKind) -> OpenError {
     match kind {
-        Kind::Regular => OpenError::new(
+        FileKind::Regular => OpenError::new(
             &name,
             "is empty, so there is no disk",
             format!("give it a size: truncate -s 10G {name}"),
         ),
-        Kind::BlockDevice => OpenError::new(&name, "has size zero", "is there a medium in the device?"),
+        FileKind::BlockDevice => OpenError::new(&name, "has size zero", "is there a medium in the device?"),
     }
 }
 
@@ -246,7 +246,7 @@ pub(super) fn describe(name: &str, error: &std::io::Error, read_only: bool) -> O
         }
         ErrorKind::ReadOnlyFilesystem => ("is on a read-only file system", "serve it --read-only"),
         _ => {
-            let remedy = what_gives_descriptors(error).unwrap_or("the system refused to open it");
+            let remedy = descriptor_remedy(error).unwrap_or("the system refused to open it");
             return OpenError::new(name, error.to_string(), remedy);
         }
     };

@@ -35,12 +35,12 @@ pub struct PassedFile {
 /// Callback that receives this process's client number at a Ceph cluster before an image is opened
 /// there; called once for each number, and no more after [`Passed::settle`].
 #[derive(Default)]
-struct Announce {
-    hears: Option<Box<dyn Fn(u64) + Send>>,
-    heard: HashSet<u64>,
+struct ClientAnnouncer {
+    callback: Option<Box<dyn Fn(u64) + Send>>,
+    announced: HashSet<u64>,
 }
 
-impl fmt::Debug for Announce {
+impl fmt::Debug for ClientAnnouncer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Announce")
     }
@@ -48,18 +48,18 @@ impl fmt::Debug for Announce {
 
 /// Files and images that were passed and not opened yet. Clones share their content.
 #[derive(Clone, Debug, Default)]
-pub struct Passed(Arc<Shared>);
+pub struct PassedFiles(Arc<PassedFilesState>);
 
 #[derive(Debug, Default)]
-struct Shared {
+struct PassedFilesState {
     files: Mutex<Vec<PassedFile>>,
     /// RBD images, by [`Identity::what`](crate::Identity::what).
     images: Mutex<HashSet<String>>,
-    announce: Mutex<Announce>,
-    are_ours: AtomicBool,
+    announce: Mutex<ClientAnnouncer>,
+    is_owner: AtomicBool,
 }
 
-impl Passed {
+impl PassedFiles {
     /// Creates it from everything received; `images` are RBD images, as
     /// [`Identity::what`](crate::Identity::what) names them. `announce` is called with this
     /// process's client number at a cluster before an image there is opened.
@@ -68,63 +68,63 @@ impl Passed {
         images: impl IntoIterator<Item = String>,
         announce: impl Fn(u64) + Send + 'static,
     ) -> Self {
-        Self(Arc::new(Shared {
+        Self(Arc::new(PassedFilesState {
             files: Mutex::new(files),
             images: Mutex::new(images.into_iter().collect()),
-            announce: Mutex::new(Announce { hears: Some(Box::new(announce)), heard: HashSet::new() }),
-            ..Shared::default()
+            announce: Mutex::new(ClientAnnouncer { callback: Some(Box::new(announce)), announced: HashSet::new() }),
+            ..PassedFilesState::default()
         }))
     }
 
     /// Announces that this process is about to open an image as this client of its cluster.
-    pub(crate) fn opens_as(&self, client: u64) {
+    pub(crate) fn announce_client(&self, client: u64) {
         let mut announce = self.announce();
-        if let Some(hears) = &announce.hears
-            && !announce.heard.contains(&client)
+        if let Some(hears) = &announce.callback
+            && !announce.announced.contains(&client)
         {
             hears(client);
-            announce.heard.insert(client);
+            announce.announced.insert(client);
         }
     }
 
-    fn announce(&self) -> std::sync::MutexGuard<'_, Announce> {
+    fn announce(&self) -> std::sync::MutexGuard<'_, ClientAnnouncer> {
         self.0.announce.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Removes this RBD image and returns true if the other process has it open; then it is opened
     /// without its lock.
-    pub(crate) fn take_image(&self, what: &str) -> bool {
+    pub(crate) fn claim_image(&self, what: &str) -> bool {
         self.0.images.lock().unwrap_or_else(PoisonError::into_inner).remove(what)
     }
 
     /// Records that the other process does not resume: from now on this process owns the locks, and
     /// closing the files releases them.
-    pub fn settle(&self) {
-        self.0.are_ours.store(true, SeqCst);
-        self.announce().hears = None;
+    pub fn take_ownership(&self) {
+        self.0.is_owner.store(true, SeqCst);
+        self.announce().callback = None;
     }
 
     /// Number of files that were not opened yet.
-    pub fn left(&self) -> usize {
+    pub fn remaining(&self) -> usize {
         self.lock().len()
     }
 
     /// True after [`Passed::settle`].
-    pub fn are_ours(&self) -> bool {
-        self.0.are_ours.load(SeqCst)
+    pub fn is_owner(&self) -> bool {
+        self.0.is_owner.load(SeqCst)
     }
 
     /// Removes and returns the descriptors of the file that `path` resolves to, if it was passed.
     ///
     /// # Errors
     /// It is open with another cache mode.
-    pub(super) fn take(
+    pub(super) fn claim_file(
         &self,
         path: &std::path::Path,
         name: &str,
         direct: bool,
     ) -> Result<Option<(fs::File, fs::File)>, OpenError> {
-        let Some(wanted) = FileIdentity::at(path) else { return Ok(None) };
+        let Some(wanted) = FileIdentity::of_path(path) else { return Ok(None) };
         let mut files = self.lock();
         let is_it = |file: &PassedFile| FileIdentity::of_open(&file.buffered) == Some(wanted);
         let Some(at) = files.iter().position(is_it) else { return Ok(None) };
@@ -153,6 +153,6 @@ impl FileIdentity {
     pub(crate) fn of_open(file: impl AsFd) -> Option<Self> {
         let status = fstat(file).ok()?;
         let is_device = status.st_mode & libc::S_IFMT == libc::S_IFBLK;
-        Some(Self::of(status.st_dev, status.st_ino, status.st_rdev, is_device))
+        Some(Self::from_numbers(status.st_dev, status.st_ino, status.st_rdev, is_device))
     }
 }

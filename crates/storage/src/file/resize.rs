@@ -5,13 +5,13 @@
 
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{File, Kind, calls};
-use crate::{align::Device as _, resize::ResizeError};
+use super::{FileStorage, FileKind, calls};
+use crate::{align::AlignedDevice as _, resize::ResizeError};
 
-impl File {
+impl FileStorage {
     /// See [`Storage::resize`](crate::Storage::resize).
     pub(super) async fn set_size(&self, size_bytes: u64) -> Result<(), ResizeError> {
-        if self.kind == Kind::BlockDevice {
+        if self.kind == FileKind::BlockDevice {
             let actual = self.refresh_size().await?;
             return if actual == size_bytes {
                 Ok(())
@@ -28,7 +28,7 @@ impl File {
         if !old.is_multiple_of(self.alignment.offset) {
             // The unaligned tail went through the page cache. With another size it may be read with
             // O_DIRECT, so it must reach the device first.
-            self.sync().await?;
+            self.sync_all().await?;
         }
         if size_bytes < old {
             // Before truncating, so that no new request reads there.

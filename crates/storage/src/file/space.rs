@@ -15,7 +15,7 @@ use std::sync::{
 use event_listener::Event;
 use policy::time::Instant;
 
-use super::{File, calls};
+use super::{FileStorage, calls};
 
 /// No count is in progress.
 const IDLE: u8 = 0;
@@ -40,9 +40,9 @@ pub(super) struct SpaceCount {
 
 /// A count in progress.
 #[derive(Debug)]
-struct Count(Arc<SpaceCount>);
+struct SpaceQuery(Arc<SpaceCount>);
 
-impl Drop for Count {
+impl Drop for SpaceQuery {
     fn drop(&mut self) {
         self.0.state.store(IDLE, SeqCst);
         self.0.counted.notify(usize::MAX);
@@ -64,9 +64,9 @@ impl SpaceCount {
     }
 
     /// Begins a count, unless one is in progress.
-    fn begin(self: &Arc<Self>) -> Option<Count> {
+    fn begin(self: &Arc<Self>) -> Option<SpaceQuery> {
         let begun = self.state.compare_exchange(IDLE, COUNTING, SeqCst, SeqCst);
-        begun.is_ok().then(|| Count(Arc::clone(self)))
+        begun.is_ok().then(|| SpaceQuery(Arc::clone(self)))
     }
 
     /// Marks the count in progress as late; does nothing if there is none.
@@ -79,7 +79,7 @@ impl SpaceCount {
     }
 }
 
-impl File {
+impl FileStorage {
     /// See [`Storage::allocated_bytes_before`](crate::Storage::allocated_bytes_before).
     // At most one count runs, so a file system that hangs occupies one call slot.
     pub(crate) async fn allocated_bytes_before(&self, deadline: Instant) -> u64 {
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn no_order_of_the_end_of_a_count_and_a_timeout_leaves_it_late() {
+    fn late_mark_never_outlives_its_query() {
         for timeouts_before_the_end in 0..3 {
             let space = SpaceCount::new(0);
             let count = space.begin().expect("no count is in progress");

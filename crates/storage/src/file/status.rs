@@ -7,7 +7,7 @@ use nix::{errno::Errno, unistd::Whence};
 use super::calls;
 use reactor::error::{Error, Result};
 
-use crate::{Extent, MOST_EXTENTS, push_extent};
+use crate::{Extent, MAX_EXTENTS, push_extent};
 
 /// Returns the extents of a range; blocks. Moves the descriptor's position, which no other code
 /// uses; concurrent calls do not affect each other's results.
@@ -15,7 +15,7 @@ pub(super) fn extents(fd: &impl AsFd, offset: u64, length: u64) -> Result<Vec<Ex
     let end = offset.checked_add(length).ok_or(Error::INVALID)?;
     let mut extents = Vec::new();
     let mut at = offset;
-    while at < end && extents.len() < MOST_EXTENTS {
+    while at < end && extents.len() < MAX_EXTENTS {
         let (hole, next) = run_at(fd, at, end)?;
         push_extent(&mut extents, Extent { length: next - at, hole, zero: hole });
         at = next;

@@ -18,12 +18,12 @@ use std::sync::{
     atomic::{AtomicBool, AtomicI32, Ordering::SeqCst},
 };
 
-use super::{lane::Lane, retried};
+use super::{lane::FileIsolation, retried};
 use reactor::{
     error::{Error, Result},
     op::{self, Fd},
-    recently,
-    seldom::Seldom,
+    coarse_now,
+    seldom::LogRateLimit,
 };
 
 use crate::flushes::Flushes;
@@ -38,7 +38,7 @@ pub(super) struct Syncs {
     uses_page_cache: AtomicBool,
     /// Error number of a failed sync; zero if none failed.
     lost: AtomicI32,
-    failures: Seldom,
+    failures: LogRateLimit,
 }
 
 impl Syncs {
@@ -48,7 +48,7 @@ impl Syncs {
             turns: Flushes::default(),
             uses_page_cache: uses_page_cache.into(),
             lost: AtomicI32::new(0),
-            failures: Seldom::default(),
+            failures: LogRateLimit::default(),
         })
     }
 
@@ -69,34 +69,34 @@ impl Syncs {
     ///
     /// # Errors
     /// As reported by the kernel. If data may be lost, all later calls fail with the same error.
-    pub(super) async fn run(self: &Arc<Self>, fd: &Fd, lane: &Arc<Lane>) -> Result<()> {
+    pub(super) async fn run(self: &Arc<Self>, fd: &Fd, lane: &Arc<FileIsolation>) -> Result<()> {
         self.check_lost()?;
         // Counts as a change, so that a sync already in progress does not satisfy this call: it
         // does not cover all of these writes.
-        drop(self.turns.change());
+        drop(self.turns.begin_change());
         let (syncs, fd, lane) = (Arc::clone(self), fd.clone(), Arc::clone(lane));
         let task = async move {
             syncs.turns.run(|| syncs.sync(&fd, &lane)).await?;
             syncs.check_lost()
         };
         // Cancelled: the reactor is shutting down and drops its tasks.
-        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+        reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn sync(&self, fd: &Fd, lane: &Lane) -> Result<()> {
+    async fn sync(&self, fd: &Fd, lane: &FileIsolation) -> Result<()> {
         let sync = async |fd: Fd| retried(|| op::sync(&fd)).await;
         let result = lane.operate(fd, sync).await;
         if let Err(error) = result
             // After `give_up` the failure is a timeout of the lane, not an error of the device.
-            && !lane.is_given_up()
+            && !lane.is_abandoned()
         {
-            self.failed(error);
+            self.record_failure(error);
         }
         result
     }
 
-    pub(super) fn failed(&self, error: Error) {
-        if let Some(left_out) = self.failures.line(recently()) {
+    pub(super) fn record_failure(&self, error: Error) {
+        if let Some(left_out) = self.failures.try_log(coarse_now()) {
             let what = "sync failed: writes since the last one may be lost";
             tracing::error!(file = self.name, %error, left_out, "{what}");
         }

@@ -6,16 +6,16 @@ use std::{
     task::Poll,
 };
 
-use super::{CacheMode, File, FileOptions, open};
+use super::{CacheMode, FileStorage, FileOptions, open};
 use reactor::{
-    Polling,
-    buffer::Buffer,
+    PollingMode,
+    buffer::IoBuffer,
     error::{Error, Result},
     op::Fd,
     run,
 };
 
-use crate::{Durability, align::Device};
+use crate::{Durability, align::AlignedDevice};
 
 const SIZE: u64 = 64 << 10;
 /// Not a multiple of a block.
@@ -25,12 +25,12 @@ const ODD_SIZE: u64 = SIZE + 1234;
 fn with_file<F: Future<Output = ()> + 'static>(
     size_bytes: u64,
     cache: CacheMode,
-    test: impl FnOnce(File) -> F,
+    test: impl FnOnce(FileStorage) -> F,
 ) {
     let file = tempfile::NamedTempFile::new().expect("a temporary file");
     file.as_file().set_len(size_bytes).expect("room for a test");
     match open(file.path(), &FileOptions { cache, ..FileOptions::default() }) {
-        Ok((storage, _)) => run(Polling::Off, test(storage)).expect("io_uring works on a test machine"),
+        Ok((storage, _)) => run(PollingMode::Off, test(storage)).expect("io_uring works on a test machine"),
         Err(error) => assert!(error.why.contains("does not support O_DIRECT"), "{error}"),
     }
 }
@@ -41,12 +41,12 @@ fn unsyncable() -> Fd {
     Fd::from(std::fs::File::from(reading))
 }
 
-async fn sync_that_fails(storage: &File) -> Result<()> {
+async fn sync_that_fails(storage: &FileStorage) -> Result<()> {
     storage.syncs.run(&unsyncable(), &storage.lane).await
 }
 
 #[test]
-fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
+fn all_syncs_fail_after_a_failed_one_through_the_page_cache() {
     with_file(SIZE, CacheMode::Writeback, |storage| async move {
         assert_eq!(storage.flush().await, Ok(()));
         assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
@@ -55,7 +55,7 @@ fn a_failed_sync_through_the_page_cache_is_not_forgotten() {
 }
 
 #[test]
-fn the_failure_of_a_sync_whose_caller_is_gone_fails_the_next_one() {
+fn a_failed_sync_of_a_cancelled_caller_fails_the_next_sync() {
     with_file(SIZE, CacheMode::Writeback, |storage| async move {
         let mut sync = Box::pin(sync_that_fails(&storage));
         let is_pending = poll_fn(|context| Poll::Ready(sync.as_mut().poll(context).is_pending())).await;
@@ -66,13 +66,13 @@ fn the_failure_of_a_sync_whose_caller_is_gone_fails_the_next_one() {
 }
 
 #[test]
-fn in_a_direct_mode_a_failed_sync_is_kept_for_the_tail_alone() {
+fn in_a_direct_mode_only_the_tail_keeps_a_failed_sync() {
     with_file(ODD_SIZE, CacheMode::None, |storage| async move {
-        let block = || Buffer::zeroed(4096).into();
+        let block = || IoBuffer::zeroed(4096).into();
         assert_eq!(storage.write(0, block(), Durability::Cached).await, Ok(()));
         assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
         assert_eq!(storage.flush().await, Ok(()), "the device has the block");
-        let tail = Buffer::copy_of(&[7; 100]).into();
+        let tail = IoBuffer::copy_of(&[7; 100]).into();
         assert_eq!(storage.write_buffered(ODD_SIZE - 100, tail, Durability::Cached).await, Ok(()));
         assert_eq!(sync_that_fails(&storage).await, Err(Error::INVALID));
         assert_eq!(storage.flush().await, Err(Error::INVALID), "the tail may be lost");
@@ -80,7 +80,7 @@ fn in_a_direct_mode_a_failed_sync_is_kept_for_the_tail_alone() {
 }
 
 #[test]
-fn in_a_direct_mode_a_failed_sync_is_kept_after_a_cut_inside_a_page() {
+fn in_a_direct_mode_a_truncation_inside_a_page_keeps_a_failed_sync() {
     // Pages of all architectures are multiples of 4 KiB and divide 64 KiB.
     for (before, after, flushed) in [
         (2 * SIZE, SIZE, Ok(())),

@@ -3,19 +3,19 @@
 use std::{future::Future, os::fd::AsFd};
 
 use reactor::{
-    Polling,
-    buffer::Buffer,
+    PollingMode,
+    buffer::IoBuffer,
     error::Error,
-    guest::{Memory, Quota, Region},
+    guest::{GuestMemory, MappingQuota, Region},
     run,
 };
 use rustix::fs::{MemfdFlags, memfd_create};
 
 use super::{CacheMode, FileOptions, open as open_file, open::describe};
-use crate::{Durability, align::Device};
+use crate::{Durability, align::AlignedDevice};
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    run(Polling::Off, future).expect("io_uring works on a test machine")
+    run(PollingMode::Off, future).expect("io_uring works on a test machine")
 }
 
 #[test]
@@ -39,12 +39,12 @@ fn an_image_is_free_once_it_is_dropped_and_nothing_is_in_flight() {
 }
 
 /// Guest memory of this many bytes, and the file behind it.
-pub(super) fn guest(bytes: usize) -> (Memory, std::fs::File) {
+pub(super) fn guest(bytes: usize) -> (GuestMemory, std::fs::File) {
     let file = std::fs::File::from(memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd"));
     file.set_len(bytes as u64).expect("room");
     let descriptor = file.try_clone().expect("a descriptor").into();
-    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &Quota::new(1, u64::MAX)).expect("maps");
-    (Memory::new(vec![region]).expect("one region"), file)
+    let region = Region::map(descriptor, 0, 0, bytes as u64, 0, &MappingQuota::new(1, u64::MAX)).expect("maps");
+    (GuestMemory::new(vec![region]).expect("one region"), file)
 }
 
 #[test]
@@ -55,14 +55,14 @@ fn error_numbers_arrive_as_they_are() {
     let (storage, _) = open_file(file.path(), &options).expect("opens");
     real(async move {
         // Bypasses `Align`, which would reject the write: the descriptor is read-only.
-        let data = Buffer::copy_of(&[1]).into();
+        let data = IoBuffer::copy_of(&[1]).into();
         let result = storage.write(0, data, Durability::Cached).await;
         assert_eq!(result, Err(Error::from_errno(libc::EBADF)));
     });
 }
 
 #[test]
-fn no_permission_names_the_way_that_needs_less_of_it() {
+fn permission_error_suggests_read_only() {
     // The error is constructed: root, who runs the test, may open anything.
     let error = std::io::Error::from_raw_os_error(libc::EACCES);
     let writing = describe("a.raw", &error, false).to_string();
@@ -74,7 +74,7 @@ fn no_permission_names_the_way_that_needs_less_of_it() {
 }
 
 #[test]
-fn where_descriptors_ran_out_it_says_what_helps() {
+fn emfile_error_suggests_a_higher_limit() {
     let error = std::io::Error::from_raw_os_error(libc::EMFILE);
     let said = describe("a.raw", &error, false).to_string();
     assert!(said.contains("`ulimit -n`, or LimitNOFILE="), "{said}");

@@ -7,32 +7,32 @@ use std::{
     task::Poll,
 };
 
-use super::{File, FileOptions, lane::Lane, open, tests::guest};
+use super::{FileStorage, FileOptions, lane::FileIsolation, open, tests::guest};
 use reactor::{
-    Polling,
+    PollingMode,
     buffer::{Segments, guest_copies},
     error::Error,
-    guest::{Memory, Region},
+    guest::{GuestMemory, Region},
     run,
 };
 
-use crate::{Durability, align::Device};
+use crate::{Durability, align::AlignedDevice};
 
 const BYTES: usize = 8192;
 
 /// Runs `test` on a file with the lane of a remote file system.
-fn with_remote_file<F: Future<Output = ()> + 'static>(test: impl FnOnce(File) -> F) {
+fn with_remote_file<F: Future<Output = ()> + 'static>(test: impl FnOnce(FileStorage) -> F) {
     let file = tempfile::NamedTempFile::new().expect("a temporary file");
     file.as_file().set_len(BYTES as u64).expect("room for a test");
     let (mut storage, looked_at) = open(file.path(), &FileOptions::default()).expect("opens");
-    storage.lane = Arc::new(Lane::remote(&looked_at));
-    run(Polling::Off, test(storage)).expect("io_uring works on a test machine");
+    storage.lane = Arc::new(FileIsolation::remote(&looked_at));
+    run(PollingMode::Off, test(storage)).expect("io_uring works on a test machine");
 }
 
 /// Guest memory filled with `byte`.
 fn memory(byte: u8) -> Segments {
-    let memory = Memory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
-    let place = memory.place(0, BYTES).expect("inside");
+    let memory = GuestMemory::new(vec![Region::on_heap(0, 0, BYTES)]).expect("one region");
+    let place = memory.range(0, BYTES).expect("inside");
     place.fill(0, BYTES, byte);
     place.into()
 }
@@ -40,7 +40,7 @@ fn memory(byte: u8) -> Segments {
 /// The kernel may read the memory of a write after the write has failed, when the guest already
 /// stores other data there.
 #[test]
-fn the_kernel_reads_no_memory_of_a_guest_that_may_change_after_a_failure() {
+fn abandonable_files_copy_guest_memory() {
     with_remote_file(|storage| async move {
         let slots = storage.lane.take_all_slots().await;
         let before = guest_copies().count;
@@ -57,23 +57,23 @@ fn the_kernel_reads_no_memory_of_a_guest_that_may_change_after_a_failure() {
 }
 
 #[test]
-fn a_write_from_memory_that_is_gone_fails() {
+fn write_from_truncated_guest_memory_fails() {
     with_remote_file(|storage| async move {
         let (memory, file) = guest(BYTES);
         file.set_len(0).expect("shrinks");
-        let place = memory.place(0, BYTES).expect("inside");
+        let place = memory.range(0, BYTES).expect("inside");
         assert_eq!(storage.write(0, place.into(), Durability::Cached).await, Err(Error::FAULT));
     });
 }
 
 #[test]
-fn a_write_that_is_given_up_reaches_no_file() {
+fn abandoned_write_does_not_reach_the_file() {
     with_remote_file(|storage| async move {
         let _slots = storage.lane.take_all_slots().await;
         let mut write = Box::pin(storage.write(0, memory(7), Durability::Cached));
         let is_pending = poll_fn(|context| Poll::Ready(write.as_mut().poll(context).is_pending())).await;
         assert!(is_pending);
-        storage.give_up();
+        storage.abandon();
         assert_eq!(write.await, Err(Error::TIMED_OUT));
         let stored =
             std::fs::File::from(storage.buffered.as_fd().try_clone_to_owned().expect("a descriptor"));

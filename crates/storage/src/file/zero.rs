@@ -13,38 +13,38 @@
 
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 
-use super::{File, Kind, is_unsupported, retried};
+use super::{FileStorage, FileKind, is_unsupported, retried};
 use reactor::{
-    buffer::Buffer,
+    buffer::IoBuffer,
     error::{Error, Result},
     op::{self, Fd},
 };
 
-use crate::{Durability, ZeroOptions, align::Device};
+use crate::{Durability, ZeroOptions, align::AlignedDevice};
 
 /// Size of the writes of zeroes, in bytes.
 const PIECE: u64 = 1 << 20;
 
 /// Calls that the file system turned out not to support.
 #[derive(Debug, Default)]
-pub(super) struct Refused {
+pub(super) struct UnsupportedCalls {
     punch: AtomicBool,
     zero_range: AtomicBool,
     allocate: AtomicBool,
 }
 
-impl Refused {
+impl UnsupportedCalls {
     /// True if a call remains that is faster than writing zeroes.
-    pub(super) fn fast(&self, kind: Kind) -> bool {
+    pub(super) fn has_fast_call(&self, kind: FileKind) -> bool {
         let punch = !self.punch.load(Relaxed);
         match kind {
-            Kind::Regular => punch || !self.zero_range.load(Relaxed),
-            Kind::BlockDevice => punch,
+            FileKind::Regular => punch || !self.zero_range.load(Relaxed),
+            FileKind::BlockDevice => punch,
         }
     }
 }
 
-impl File {
+impl FileStorage {
     /// See [`Storage::write_zeroes`](crate::Storage::write_zeroes).
     pub(super) async fn zero(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<()> {
         if length == 0 {
@@ -64,7 +64,7 @@ impl File {
         self.write_zero_pieces(offset, first).await?;
         self.write_zero_pieces(last, end).await?;
         if self.durability(options.durability) == Durability::Synchronous {
-            self.sync().await
+            self.sync_all().await
         } else {
             Ok(())
         }
@@ -74,7 +74,7 @@ impl File {
     async fn zero_by_call(&self, offset: u64, length: u64, options: ZeroOptions) -> Result<bool> {
         let refused = &self.zeroing;
         // ZERO_RANGE on a block device may make the kernel write zeroes itself: not fast.
-        let zero_range_is_fast = self.kind == Kind::Regular;
+        let zero_range_is_fast = self.kind == FileKind::Regular;
         if options.may_unmap && self.call(&refused.punch, libc::FALLOC_FL_PUNCH_HOLE, offset, length).await? {
             return Ok(true);
         }
@@ -83,7 +83,7 @@ impl File {
         {
             return Ok(true);
         }
-        if options.may_unmap || self.kind == Kind::BlockDevice || refused.allocate.load(Relaxed) {
+        if options.may_unmap || self.kind == FileKind::BlockDevice || refused.allocate.load(Relaxed) {
             return Ok(false);
         }
         // Punching alone would leave a hole, but without `may_unmap` the range must stay allocated.
@@ -97,7 +97,7 @@ impl File {
             return Ok(false);
         }
         let mode = mode | libc::FALLOC_FL_KEEP_SIZE;
-        if self.kind == Kind::Regular && !(offset | length).is_multiple_of(self.page_bytes) {
+        if self.kind == FileKind::Regular && !(offset | length).is_multiple_of(self.page_bytes) {
             // The file system zeroes partial pages in the page cache.
             self.syncs.used_page_cache();
         }
@@ -117,7 +117,7 @@ impl File {
 
     /// See [`Storage::can_reserve`](crate::Storage::can_reserve).
     pub(crate) fn can_reserve(&self) -> bool {
-        self.kind == Kind::Regular && !self.zeroing.allocate.load(Relaxed)
+        self.kind == FileKind::Regular && !self.zeroing.allocate.load(Relaxed)
     }
 
     /// See [`Storage::reserve`](crate::Storage::reserve).
@@ -130,7 +130,7 @@ impl File {
         }
         match self.call(&self.zeroing.allocate, 0, offset, length).await? {
             false => Err(Error::UNSUPPORTED),
-            true if self.durability(Durability::Cached) == Durability::Synchronous => self.sync().await,
+            true if self.durability(Durability::Cached) == Durability::Synchronous => self.sync_all().await,
             true => Ok(()),
         }
     }
@@ -138,7 +138,7 @@ impl File {
     async fn write_zero_pieces(&self, mut offset: u64, end: u64) -> Result<()> {
         while offset < end {
             let piece = PIECE.min(end - offset);
-            let zeroes = Buffer::zeroed(piece as usize);
+            let zeroes = IoBuffer::zeroed(piece as usize);
             // The caller syncs once for all pieces.
             self.write(offset, zeroes.into(), Durability::Cached).await?;
             offset += piece;
@@ -156,7 +156,7 @@ impl File {
         // A discard is a hint: if it is unsupported, it succeeds and does nothing.
         let punched = self.call(&self.zeroing.punch, libc::FALLOC_FL_PUNCH_HOLE, first, last - first).await?;
         if punched && self.durability(Durability::Cached) == Durability::Synchronous {
-            return self.sync().await;
+            return self.sync_all().await;
         }
         Ok(())
     }

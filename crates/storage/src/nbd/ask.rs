@@ -7,13 +7,13 @@
 
 use std::sync::{Arc, OnceLock};
 
-use super::unflushed::Change;
+use super::unflushed::NbdChange;
 use nbd::{
-    client::{Client, Established, RawExtent},
+    client::{NbdClient, EstablishedConnection, RawExtent},
     proto::cmd_flag,
 };
 use reactor::{
-    buffer::{Buffer, Frozen, Segments},
+    buffer::{IoBuffer, FrozenBuffer, Segments},
     error::{Error, Result},
 };
 
@@ -21,9 +21,9 @@ use reactor::{
 const ZEROES_SENT: usize = 1 << 20;
 
 #[derive(Clone, Debug)]
-pub(super) enum Ask {
+pub(super) enum NbdOperation {
     Read { offset: u64, length: usize },
-    Change { change: Change, force: bool },
+    Change { change: NbdChange, force: bool },
     Trim { offset: u64, length: u32 },
     Extents { offset: u64, length: u32 },
     Flush,
@@ -31,59 +31,59 @@ pub(super) enum Ask {
 
 /// Result of a request.
 #[derive(Debug)]
-pub(super) enum Answer {
-    Data(Buffer),
+pub(super) enum NbdResult {
+    Data(IoBuffer),
     Extents(Vec<RawExtent>),
     Done,
 }
 
 /// Result of a request that was executed on another thread.
 #[derive(Debug)]
-pub(super) enum Sent {
-    Data(Frozen),
+pub(super) enum SendableResult {
+    Data(FrozenBuffer),
     Extents(Vec<RawExtent>),
     Done,
 }
 
 /// Job for the thread that has a connection.
 #[derive(Debug)]
-pub(super) enum Job {
-    Ask(Ask, async_channel::Sender<Result<Sent>>),
+pub(super) enum ConnectionJob {
+    Ask(NbdOperation, async_channel::Sender<Result<SendableResult>>),
     /// Retires the connection and returns it to the sender, once nothing is in flight.
-    Leave(async_channel::Sender<Option<Established>>),
+    Leave(async_channel::Sender<Option<EstablishedConnection>>),
 }
 
-impl Ask {
-    pub(super) async fn on(&self, client: &Client) -> Result<Answer> {
+impl NbdOperation {
+    pub(super) async fn on(&self, client: &NbdClient) -> Result<NbdResult> {
         match self {
-            Self::Read { offset, length } => read(client, *offset, *length).await.map(Answer::Data),
-            Self::Change { change, force } => change.on(client, *force).await.map(|()| Answer::Done),
+            Self::Read { offset, length } => read(client, *offset, *length).await.map(NbdResult::Data),
+            Self::Change { change, force } => change.on(client, *force).await.map(|()| NbdResult::Done),
             // A hint, so it may be ignored.
-            Self::Trim { .. } if !client.about().can_trim() => Ok(Answer::Done),
-            Self::Trim { offset, length } => client.trim(*offset, *length).await.map(|()| Answer::Done),
-            Self::Extents { length, .. } if !client.about().tells_allocation() => {
-                Ok(Answer::Extents(vec![RawExtent { length: *length, flags: 0 }]))
+            Self::Trim { .. } if !client.export().can_trim() => Ok(NbdResult::Done),
+            Self::Trim { offset, length } => client.trim(*offset, *length).await.map(|()| NbdResult::Done),
+            Self::Extents { length, .. } if !client.export().has_allocation() => {
+                Ok(NbdResult::Extents(vec![RawExtent { length: *length, flags: 0 }]))
             }
-            Self::Extents { offset, length } => client.extents(*offset, *length).await.map(Answer::Extents),
-            Self::Flush => client.flush().await.map(|()| Answer::Done),
+            Self::Extents { offset, length } => client.extents(*offset, *length).await.map(NbdResult::Extents),
+            Self::Flush => client.flush().await.map(|()| NbdResult::Done),
         }
     }
 
     /// True if the request changes the server's data, so that its reply is only valid for that
     /// server.
-    pub(super) fn is_lasting(&self) -> bool {
+    pub(super) fn is_change(&self) -> bool {
         matches!(self, Self::Change { .. } | Self::Flush)
     }
 }
 
 /// Reads in parts if necessary. Parts are copied to one buffer, because small buffers occupy more
 /// memory than their length.
-async fn read(client: &Client, offset: u64, length: usize) -> Result<Buffer> {
-    let most = client.about().maximum_payload as usize;
+async fn read(client: &NbdClient, offset: u64, length: usize) -> Result<IoBuffer> {
+    let most = client.export().maximum_payload as usize;
     if length <= most {
         return client.read(offset, length).await;
     }
-    let (mut whole, mut done) = (Buffer::new(length), 0);
+    let (mut whole, mut done) = (IoBuffer::new(length), 0);
     while done < length {
         let part = client.read(offset + done as u64, most.min(length - done)).await?;
         whole[done..done + part.len()].copy_from_slice(&part);
@@ -96,9 +96,9 @@ async fn read(client: &Client, offset: u64, length: usize) -> Result<Buffer> {
 ///
 /// # Errors
 /// As [`Client::write`].
-pub(super) async fn write(client: &Client, offset: u64, mut data: Segments, force: bool) -> Result<()> {
-    let about = client.about();
-    let (most, fua) = (about.maximum_payload as usize, force && about.can_force());
+pub(super) async fn write(client: &NbdClient, offset: u64, mut data: Segments, force: bool) -> Result<()> {
+    let about = client.export();
+    let (most, fua) = (about.maximum_payload as usize, force && about.can_fua());
     let mut at = offset;
     while !data.is_empty() {
         let rest = data.split_off(most.min(data.len()));
@@ -110,19 +110,19 @@ pub(super) async fn write(client: &Client, offset: u64, mut data: Segments, forc
     if force && !fua { client.flush().await } else { Ok(()) }
 }
 
-async fn zero(client: &Client, offset: u64, length: u32, flags: u16, force: bool) -> Result<()> {
-    let about = client.about();
+async fn zero(client: &NbdClient, offset: u64, length: u32, flags: u16, force: bool) -> Result<()> {
+    let about = client.export();
     let is_fast = flags & cmd_flag::FAST_ZERO != 0;
-    if is_fast && !(about.can_zero() && about.can_refuse_slow_zeroing()) {
+    if is_fast && !(about.can_zero() && about.can_fast_zero()) {
         return Err(Error::UNSUPPORTED);
     }
-    let fua = force && about.can_force();
+    let fua = force && about.can_fua();
     if about.can_zero() {
         client.write_zeroes(offset, length, flags | if fua { cmd_flag::FUA } else { 0 }).await?;
     } else {
         let (mut at, end) = (offset, offset + u64::from(length));
         while at < end {
-            let mut data = Buffer::shared(zeroes());
+            let mut data = IoBuffer::view_of_frozen(zeroes());
             data.truncate((about.maximum_payload as usize).min((end - at) as usize));
             let sent = data.len() as u64;
             client.write(at, data.into(), fua).await?;
@@ -134,42 +134,42 @@ async fn zero(client: &Client, offset: u64, length: u32, flags: u16, force: bool
 }
 
 /// One buffer of zeroes, shared by all requests.
-fn zeroes() -> &'static Arc<Frozen> {
-    static ZEROES: OnceLock<Arc<Frozen>> = OnceLock::new();
-    ZEROES.get_or_init(|| Arc::new(Buffer::zeroed(ZEROES_SENT).freeze()))
+fn zeroes() -> &'static Arc<FrozenBuffer> {
+    static ZEROES: OnceLock<Arc<FrozenBuffer>> = OnceLock::new();
+    ZEROES.get_or_init(|| Arc::new(IoBuffer::zeroed(ZEROES_SENT).freeze()))
 }
 
-impl Change {
-    pub(super) async fn on(&self, client: &Client, force: bool) -> Result<()> {
+impl NbdChange {
+    pub(super) async fn on(&self, client: &NbdClient, force: bool) -> Result<()> {
         match self {
-            Self::Data { offset, data } => write(client, *offset, Buffer::shared(data).into(), force).await,
+            Self::Data { offset, data } => write(client, *offset, IoBuffer::view_of_frozen(data).into(), force).await,
             Self::Zeroes { offset, length, flags } => zero(client, *offset, *length, *flags, force).await,
         }
     }
 }
 
-impl From<Answer> for Sent {
-    fn from(answer: Answer) -> Self {
+impl From<NbdResult> for SendableResult {
+    fn from(answer: NbdResult) -> Self {
         match answer {
-            Answer::Data(data) => Self::Data(data.freeze()),
-            Answer::Extents(extents) => Self::Extents(extents),
-            Answer::Done => Self::Done,
+            NbdResult::Data(data) => Self::Data(data.freeze()),
+            NbdResult::Extents(extents) => Self::Extents(extents),
+            NbdResult::Done => Self::Done,
         }
     }
 }
 
-impl From<Sent> for Answer {
-    fn from(sent: Sent) -> Self {
+impl From<SendableResult> for NbdResult {
+    fn from(sent: SendableResult) -> Self {
         match sent {
-            Sent::Data(data) => Self::Data(Buffer::shared(&Arc::new(data))),
-            Sent::Extents(extents) => Self::Extents(extents),
-            Sent::Done => Self::Done,
+            SendableResult::Data(data) => Self::Data(IoBuffer::view_of_frozen(&Arc::new(data))),
+            SendableResult::Extents(extents) => Self::Extents(extents),
+            SendableResult::Done => Self::Done,
         }
     }
 }
 
-impl Answer {
-    pub(super) fn data(self) -> Result<Buffer> {
+impl NbdResult {
+    pub(super) fn data(self) -> Result<IoBuffer> {
         if let Self::Data(data) = self { Ok(data) } else { Err(Error::IO) }
     }
 

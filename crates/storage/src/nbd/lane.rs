@@ -16,21 +16,21 @@ use std::{
 
 use async_channel::{Receiver, Sender};
 
-use super::ask::{Answer, Ask, Job, Sent};
-use nbd::client::{Client, Established};
+use super::ask::{NbdResult, NbdOperation, ConnectionJob, SendableResult};
+use nbd::client::{NbdClient, EstablishedConnection};
 use reactor::{Signal, error::Result};
 
 /// Owner of the connections, over all threads.
-pub(super) trait Home: Sized + Send + Sync + 'static {
+pub(super) trait ConnectionOwner: Sized + Send + Sync + 'static {
     /// Unique number in this process.
     fn id(&self) -> u64;
     /// Reports that a connection of this session is lost.
-    fn lose(self: &sync::Arc<Self>, session: u64, by: Break, why: &str);
+    fn connection_lost(self: &sync::Arc<Self>, session: u64, by: BreakCause, why: &str);
 }
 
 /// Cause of a session's end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Break {
+pub(super) enum BreakCause {
     /// The server disconnected, or the network.
     Server,
     /// The thread of this process that had the connection has ended.
@@ -39,19 +39,19 @@ pub(super) enum Break {
 
 thread_local! {
     /// Connections of this thread, by link number.
-    static HERE: RefCell<HashMap<u64, Weak<Lane>>> = RefCell::default();
+    static LOCAL_CONNECTIONS: RefCell<HashMap<u64, Weak<SharedConnection>>> = RefCell::default();
     /// Last session in which this thread tried to open a connection, by link number.
-    static TRIED: RefCell<HashMap<u64, u64>> = RefCell::default();
+    static TRIED_SESSIONS: RefCell<HashMap<u64, u64>> = RefCell::default();
 }
 
 /// True once in each session: this thread may then try to open its own connection.
-pub(super) fn may_try(link: u64, session: u64) -> bool {
-    TRIED.with_borrow_mut(|tried| tried.insert(link, session) != Some(session))
+pub(super) fn may_open(link: u64, session: u64) -> bool {
+    TRIED_SESSIONS.with_borrow_mut(|tried| tried.insert(link, session) != Some(session))
 }
 
 #[derive(Debug)]
-struct Lane {
-    client: Client,
+struct SharedConnection {
+    client: NbdClient,
     session: u64,
     users: Cell<usize>,
     unused: Signal,
@@ -59,12 +59,12 @@ struct Lane {
 
 /// The right to use a connection of this thread; counts its users.
 #[derive(Debug)]
-pub(super) struct Own(Rc<Lane>);
+pub(super) struct LocalConnection(Rc<SharedConnection>);
 
-impl Own {
+impl LocalConnection {
     /// The connection of this link and session, if this thread has it.
     pub(super) fn of(link: u64, session: u64) -> Option<Self> {
-        let lane = HERE.with_borrow(|here| here.get(&link).and_then(Weak::upgrade))?;
+        let lane = LOCAL_CONNECTIONS.with_borrow(|here| here.get(&link).and_then(Weak::upgrade))?;
         (lane.session == session).then(|| {
             lane.users.set(lane.users.get() + 1);
             Self(lane)
@@ -75,12 +75,12 @@ impl Own {
         self.0.session
     }
 
-    pub(super) fn client(&self) -> &Client {
+    pub(super) fn client(&self) -> &NbdClient {
         &self.0.client
     }
 }
 
-impl Drop for Own {
+impl Drop for LocalConnection {
     fn drop(&mut self) {
         self.0.users.set(self.0.users.get() - 1);
         if self.0.users.get() == 0 {
@@ -91,13 +91,13 @@ impl Drop for Own {
 
 /// Path of a request to the server.
 #[derive(Debug)]
-pub(super) enum Way {
-    Own(Own),
+pub(super) enum ConnectionRoute {
+    Own(LocalConnection),
     /// Through the thread that has a connection of this session.
-    Other(u64, Sender<Job>),
+    Other(u64, Sender<ConnectionJob>),
 }
 
-impl Way {
+impl ConnectionRoute {
     pub(super) fn session(&self) -> u64 {
         match self {
             Self::Own(own) => own.session(),
@@ -109,13 +109,13 @@ impl Way {
     ///
     /// # Errors
     /// The server's, or [`GONE`](nbd::client::GONE).
-    pub(super) async fn ask(&self, ask: &Ask) -> Option<Result<Answer>> {
+    pub(super) async fn execute(&self, ask: &NbdOperation) -> Option<Result<NbdResult>> {
         match self {
             Self::Own(own) => Some(ask.on(own.client()).await),
             Self::Other(_, jobs) => {
                 let (tell, told) = async_channel::bounded(1);
-                jobs.send(Job::Ask(ask.clone(), tell)).await.ok()?;
-                told.recv().await.ok().map(|answer| answer.map(Answer::from))
+                jobs.send(ConnectionJob::Ask(ask.clone(), tell)).await.ok()?;
+                told.recv().await.ok().map(|answer| answer.map(NbdResult::from))
             }
         }
     }
@@ -123,9 +123,9 @@ impl Way {
 
 /// The keeper's queue. Dropping it drops the queued jobs and thereby fails their callers. The
 /// channel alone would keep them as long as a sender exists, and waiting callers are senders.
-struct Jobs(Receiver<Job>);
+struct ConnectionJobs(Receiver<ConnectionJob>);
 
-impl Drop for Jobs {
+impl Drop for ConnectionJobs {
     fn drop(&mut self) {
         self.0.close();
         while self.0.try_recv().is_ok() {}
@@ -134,84 +134,84 @@ impl Drop for Jobs {
 
 /// Starts a connection on this thread for `link` and returns the sender of its jobs. The connection
 /// lasts until all senders are gone.
-pub(super) fn start<H: Home>(link: &sync::Arc<H>, session: u64, established: Established) -> Sender<Job> {
+pub(super) fn start_keeper<H: ConnectionOwner>(link: &sync::Arc<H>, session: u64, established: EstablishedConnection) -> Sender<ConnectionJob> {
     // Unbounded is safe: each job has a caller that waits for it, and the number of callers is
     // bounded.
     let (sender, jobs) = async_channel::unbounded();
-    let client = Client::start(established);
-    let lane = Rc::new(Lane { client, session, users: Cell::new(0), unused: Signal::default() });
-    HERE.with_borrow_mut(|here| {
+    let client = NbdClient::start(established);
+    let lane = Rc::new(SharedConnection { client, session, users: Cell::new(0), unused: Signal::default() });
+    LOCAL_CONNECTIONS.with_borrow_mut(|here| {
         // Removes the entries of connections that have ended.
         here.retain(|_, lane| lane.strong_count() > 0);
-        TRIED.with_borrow_mut(|tried| tried.retain(|link, _| here.contains_key(link)));
+        TRIED_SESSIONS.with_borrow_mut(|tried| tried.retain(|link, _| here.contains_key(link)));
         here.insert(link.id(), Rc::downgrade(&lane));
     });
-    reactor::spawn(keep(lane, Jobs(jobs), sync::Arc::downgrade(link), session));
+    reactor::spawn(run_keeper(lane, ConnectionJobs(jobs), sync::Arc::downgrade(link), session));
     sender
 }
 
-enum Next {
-    Job(Job),
+enum KeeperEvent {
+    Job(ConnectionJob),
     Over,
     Broken,
 }
 
-async fn keep<H: Home>(lane: Rc<Lane>, jobs: Jobs, link: sync::Weak<H>, session: u64) {
+async fn run_keeper<H: ConnectionOwner>(lane: Rc<SharedConnection>, jobs: ConnectionJobs, link: sync::Weak<H>, session: u64) {
     // Declared after `jobs`, so dropped first: a caller whose job is dropped retries and must
     // already see the session's end.
-    let lost = Lost { link, session, is_told: Cell::new(false) };
+    let lost = LossReporter { link, session, is_reported: Cell::new(false) };
     loop {
-        match next(&lane, &jobs.0).await {
-            Next::Job(Job::Ask(ask, tell)) => {
+        match next_event(&lane, &jobs.0).await {
+            KeeperEvent::Job(ConnectionJob::Ask(ask, tell)) => {
                 lane.users.set(lane.users.get() + 1);
-                let own = Own(Rc::clone(&lane));
+                let own = LocalConnection(Rc::clone(&lane));
                 reactor::spawn(async move {
-                    let answer = ask.on(own.client()).await.map(Sent::from);
+                    let answer = ask.on(own.client()).await.map(SendableResult::from);
                     // Fails only if the caller has been cancelled.
                     let _ = tell.try_send(answer);
                 });
             }
-            Next::Job(Job::Leave(tell)) => {
-                let left = alone(lane).await;
+            KeeperEvent::Job(ConnectionJob::Leave(tell)) => {
+                let left = wait_unused(lane).await;
                 let left = match left {
                     Some(client) => client.retire().await,
                     None => None,
                 };
-                lost.is_told.set(true);
+                lost.is_reported.set(true);
                 let _ = tell.try_send(left);
                 return;
             }
-            Next::Over => {
-                lost.is_told.set(true);
-                if let Some(client) = alone(lane).await {
+            KeeperEvent::Over => {
+                lost.is_reported.set(true);
+                if let Some(client) = wait_unused(lane).await {
                     client.disconnect().await;
                 }
                 return;
             }
-            Next::Broken => {
+            KeeperEvent::Broken => {
                 let why = lane.client.fault().unwrap_or_default();
-                lost.tell(Break::Server, &why);
+                lost.report(BreakCause::Server, &why);
                 return;
             }
         }
     }
 }
 
-async fn next(lane: &Lane, jobs: &Receiver<Job>) -> Next {
+async fn next_event(lane: &SharedConnection, jobs: &Receiver<ConnectionJob>) -> KeeperEvent {
     let mut job = pin!(jobs.recv());
-    let mut gone = pin!(lane.client.gone());
+    let mut gone = pin!(lane.client.closed());
     poll_fn(|context| {
         // A break comes first: jobs are then dropped rather than sent on a dead connection.
         if gone.as_mut().poll(context).is_ready() {
-            return Poll::Ready(Next::Broken);
+            return Poll::Ready(KeeperEvent::Broken);
         }
-        job.as_mut().poll(context).map(|job| job.map_or(Next::Over, Next::Job))
+        job.as_mut().poll(context).map(|job| job.map_or(KeeperEvent::Over, KeeperEvent::Job))
     })
     .await
 }
 
 /// The connection, once no request of this thread uses it.
-async fn alone(lane: Rc<Lane>) -> Option<Client> {
+async fn wait_unused(lane: Rc<SharedConnection>) -> Option<NbdClient> {
     while lane.users.get() > 0 {
         lane.unused.wait().await;
     }
@@ -228,25 +228,25 @@ async fn alone(lane: Rc<Lane>) -> Option<Client> {
 }
 
 /// Reports the loss of the connection to the link once, also when the reactor ends.
-struct Lost<H: Home> {
+struct LossReporter<H: ConnectionOwner> {
     link: sync::Weak<H>,
     session: u64,
-    is_told: Cell<bool>,
+    is_reported: Cell<bool>,
 }
 
-impl<H: Home> Lost<H> {
-    fn tell(&self, by: Break, why: &str) {
-        if !self.is_told.replace(true)
+impl<H: ConnectionOwner> LossReporter<H> {
+    fn report(&self, by: BreakCause, why: &str) {
+        if !self.is_reported.replace(true)
             && let Some(link) = self.link.upgrade()
         {
-            link.lose(self.session, by, why);
+            link.connection_lost(self.session, by, why);
         }
     }
 }
 
-impl<H: Home> Drop for Lost<H> {
+impl<H: ConnectionOwner> Drop for LossReporter<H> {
     fn drop(&mut self) {
-        self.tell(Break::Thread, "the thread that had the connection has ended");
+        self.report(BreakCause::Thread, "the thread that had the connection has ended");
     }
 }
 
@@ -255,12 +255,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_waits_for_a_keeper_that_has_gone_is_told() {
+    fn dropped_keeper_fails_queued_jobs() {
         let (sender, jobs) = async_channel::unbounded();
-        let keeper = Jobs(jobs);
+        let keeper = ConnectionJobs(jobs);
         let (tell, told) = async_channel::bounded(1);
         // A waiting caller is also a sender, so the channel would not close by itself.
-        sender.try_send(Job::Ask(Ask::Flush, tell)).unwrap();
+        sender.try_send(ConnectionJob::Ask(NbdOperation::Flush, tell)).unwrap();
         drop(keeper);
         assert!(told.is_closed() && sender.is_closed());
     }

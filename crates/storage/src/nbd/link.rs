@@ -51,15 +51,15 @@ use async_channel::Sender;
 use event_listener::Event;
 use policy::time::{Duration, Instant};
 
-use self::again::{Trying, reconnect};
+use self::again::{ReconnectAttempt, reconnect};
 use super::{
-    ask::{self, Answer, Ask, Job},
-    lane::{self, Break, Home, Own, Way},
-    unflushed::{Change, Unflushed},
+    ask::{self, NbdResult, NbdOperation, ConnectionJob},
+    lane::{self, BreakCause, ConnectionOwner, LocalConnection, ConnectionRoute},
+    unflushed::{NbdChange, Unflushed},
 };
 use nbd::{
-    client::{self, About, Address, Established, GONE, NotConnected, Wanted, shake_hands, within},
-    stream::Stream,
+    client::{self, NbdExportInfo, NbdAddress, EstablishedConnection, CONNECTION_LOST, NbdConnectError, HandshakeOptions, shake_hands, with_timeout},
+    stream::NbdStream,
     uri::Uri,
 };
 use reactor::{
@@ -67,32 +67,32 @@ use reactor::{
     error::{Error, Result},
     now,
     op::Fd,
-    seldom::Seldom,
-    spawn, spawn_to_end, timeout,
+    seldom::LogRateLimit,
+    spawn, spawn_detached, timeout,
 };
 
 use crate::flushes::Flushes;
 
 /// Timeout of connecting and the handshake together.
-pub(super) const PATIENCE: Duration = Duration::from_secs(10);
+pub(super) const CONNECT_TIMEOUT: Duration = Duration::from_secs(10);
 /// First pause between attempts to connect, and the longest.
 pub(super) const FIRST_PAUSE: Duration = Duration::from_millis(100);
 pub(super) const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// Number of log lines about breaks that are written at once, before the limit of one a second.
-const BREAKS_IN_FULL: u64 = 3;
+const UNLIMITED_LOG_LINES: u64 = 3;
 /// Maximum number of unflushed writes in flight while they are written again.
-const AGAIN_AT_ONCE: usize = 64;
+const REPEATED_WRITES_IN_FLIGHT: usize = 64;
 
 static NEXT_ID: AtomicU64 = AtomicU64::new(0);
 
 /// Opens streams to the server.
-pub(super) enum Dialler {
-    Socket(Vec<Address>),
+pub(super) enum NbdDialer {
+    Socket(Vec<NbdAddress>),
     /// In the simulation.
-    Simulated(Box<dyn Fn() -> io::Result<Stream> + Send + Sync>),
+    Simulated(Box<dyn Fn() -> io::Result<NbdStream> + Send + Sync>),
 }
 
-impl std::fmt::Debug for Dialler {
+impl std::fmt::Debug for NbdDialer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Socket(addresses) => addresses.fmt(f),
@@ -101,13 +101,13 @@ impl std::fmt::Debug for Dialler {
     }
 }
 
-impl Dialler {
-    async fn dial(&self) -> std::result::Result<Stream, NotConnected> {
+impl NbdDialer {
+    async fn dial(&self) -> std::result::Result<NbdStream, NbdConnectError> {
         match self {
             Self::Socket(addresses) => {
                 let addresses = addresses.clone();
-                let socket = reactor::blocking(move || client::dial_any(&addresses, PATIENCE)).await?;
-                Ok(Stream::Plain(Fd::from(socket)))
+                let socket = reactor::run_blocking(move || client::dial_any(&addresses, CONNECT_TIMEOUT)).await?;
+                Ok(NbdStream::Plain(Fd::from(socket)))
             }
             Self::Simulated(make) => Ok(make()?),
         }
@@ -116,10 +116,10 @@ impl Dialler {
 
 /// Parameters of a link.
 #[derive(Debug)]
-pub(super) struct Terms {
+pub(super) struct LinkConfig {
     pub(super) name: String,
-    pub(super) dialler: Dialler,
-    pub(super) wanted: Wanted,
+    pub(super) dialler: NbdDialer,
+    pub(super) wanted: HandshakeOptions,
     /// URI from which keys and certificates are read again for each connection but the first;
     /// `None` without TLS.
     pub(super) keys: Option<Uri>,
@@ -130,39 +130,39 @@ pub(super) struct Terms {
     pub(super) flushes: bool,
 }
 
-impl Terms {
+impl LinkConfig {
     /// Connects and negotiates the export.
-    pub(super) async fn establish(&self) -> std::result::Result<Established, NotConnected> {
+    pub(super) async fn establish(&self) -> std::result::Result<EstablishedConnection, NbdConnectError> {
         self.establish_with(&self.wanted).await
     }
 
     /// As [`Terms::establish`], with the current content of the key and certificate files; with the
     /// previous keys if the files are unreadable.
-    async fn establish_again(&self) -> std::result::Result<Established, NotConnected> {
+    async fn establish_again(&self) -> std::result::Result<EstablishedConnection, NbdConnectError> {
         let mut wanted = self.wanted.clone();
         if let Some(place) = self.keys.clone()
-            && let Ok(Ok(tls)) = timeout(PATIENCE, reactor::blocking(move || place.credentials())).await
+            && let Ok(Ok(tls)) = timeout(CONNECT_TIMEOUT, reactor::run_blocking(move || place.credentials())).await
         {
             wanted.tls = tls;
         }
         self.establish_with(&wanted).await
     }
 
-    async fn establish_with(&self, wanted: &Wanted) -> std::result::Result<Established, NotConnected> {
-        within(PATIENCE, async { shake_hands(self.dialler.dial().await?, wanted).await }).await
+    async fn establish_with(&self, wanted: &HandshakeOptions) -> std::result::Result<EstablishedConnection, NbdConnectError> {
+        with_timeout(CONNECT_TIMEOUT, async { shake_hands(self.dialler.dial().await?, wanted).await }).await
     }
 }
 
 /// The link of one disk: see the head of this file.
 #[derive(Debug)]
-pub(super) struct Link {
+pub(super) struct NbdLink {
     id: u64,
-    terms: Terms,
+    terms: LinkConfig,
     /// Properties of the export when the disk was opened; each later server must provide them.
-    opened: About,
+    opened: NbdExportInfo,
     /// Size of the disk: whole blocks.
     size_bytes: AtomicU64,
-    state: Mutex<State>,
+    state: Mutex<LinkState>,
     changed: Event,
     /// Lets writers that exceed the bound of [`Unflushed`] share a flush.
     behind: Flushes,
@@ -171,13 +171,13 @@ pub(super) struct Link {
     in_flight: Mutex<BTreeMap<u64, Instant>>,
     next_request: AtomicU64,
     reconnections: AtomicU64,
-    complaints: Seldom,
-    breaks_told: Seldom,
-    returns_told: Seldom,
+    complaints: LogRateLimit,
+    breaks_told: LogRateLimit,
+    returns_told: LogRateLimit,
 }
 
 #[derive(Debug)]
-struct State {
+struct LinkState {
     session: u64,
     /// Beginning of the session.
     began: Instant,
@@ -185,8 +185,8 @@ struct State {
     has_answered: bool,
     /// Pause before the next attempt, counted from the beginning of the session.
     pause: Duration,
-    about: About,
-    stage: Stage,
+    export: NbdExportInfo,
+    stage: LinkStage,
     unflushed: Unflushed,
     /// If no writes are kept: number of writes that the server has acknowledged, and how many of
     /// them a flush has covered.
@@ -195,15 +195,15 @@ struct State {
     /// Number of breaks by the server or the network.
     breaks: u64,
     /// True if written data is lost, or may be.
-    lost: bool,
+    has_lost_writes: bool,
 }
 
 #[derive(Debug)]
-enum Stage {
+enum LinkStage {
     /// Connected, not used yet.
-    Ready(Box<Established>),
+    Ready(Box<EstablishedConnection>),
     Open {
-        jobs: Vec<Sender<Job>>,
+        jobs: Vec<Sender<ConnectionJob>>,
         /// True if the first of them is on a worker thread.
         is_at_work: bool,
     },
@@ -216,22 +216,22 @@ enum Stage {
     },
 }
 
-enum Where {
-    Here(Box<Established>),
-    There(Sender<Job>),
+enum ConnectionLocation {
+    Local(Box<EstablishedConnection>),
+    Keeper(Sender<ConnectionJob>),
 }
 
-enum Step {
-    Go(Way),
+enum LinkStep {
+    Route(ConnectionRoute),
     /// Look at the stage again.
-    Again,
-    Fetch(u64, Sender<Job>),
+    Retry,
+    Fetch(u64, Sender<ConnectionJob>),
     Wait(Instant),
 }
 
 /// State of a remote disk, for `status`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Remote {
+pub struct NbdLinkStatus {
     /// True if there is a connection.
     pub is_connected: bool,
     /// Number of reconnects.
@@ -240,21 +240,21 @@ pub struct Remote {
     pub unflushed_bytes: u64,
 }
 
-impl Link {
-    pub(super) fn new(terms: Terms, established: Established) -> Arc<Self> {
+impl NbdLink {
+    pub(super) fn new(terms: LinkConfig, established: EstablishedConnection) -> Arc<Self> {
         let about = established.about().clone();
-        let state = State {
+        let state = LinkState {
             session: 0,
             began: now(),
             has_answered: false,
             pause: FIRST_PAUSE,
-            about: about.clone(),
-            stage: Stage::Ready(Box::new(established)),
+            export: about.clone(),
+            stage: LinkStage::Ready(Box::new(established)),
             unflushed: Unflushed::default(),
             written: 0,
             covered: 0,
             breaks: 0,
-            lost: false,
+            has_lost_writes: false,
         };
         Arc::new(Self {
             id: NEXT_ID.fetch_add(1, Relaxed),
@@ -268,20 +268,20 @@ impl Link {
             in_flight: Mutex::default(),
             next_request: AtomicU64::new(0),
             reconnections: AtomicU64::new(0),
-            complaints: Seldom::default(),
-            breaks_told: Seldom::default(),
-            returns_told: Seldom::default(),
+            complaints: LogRateLimit::default(),
+            breaks_told: LogRateLimit::default(),
+            returns_told: LogRateLimit::default(),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, LinkState> {
         // Each change of the state is complete before any code that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Properties of the export at the current server.
-    pub(super) fn about(&self) -> About {
-        self.lock().about.clone()
+    pub(super) fn export(&self) -> NbdExportInfo {
+        self.lock().export.clone()
     }
 
     /// Size of the disk, as it was opened or resized, in whole blocks.
@@ -290,13 +290,13 @@ impl Link {
     }
 
     pub(super) fn has_lost_writes(&self) -> bool {
-        self.lock().lost
+        self.lock().has_lost_writes
     }
 
-    pub(super) fn remote(&self) -> Remote {
+    pub(super) fn remote(&self) -> NbdLinkStatus {
         let state = self.lock();
-        Remote {
-            is_connected: !matches!(state.stage, Stage::Down { .. }),
+        NbdLinkStatus {
+            is_connected: !matches!(state.stage, LinkStage::Down { .. }),
             reconnections: self.reconnections.load(Relaxed),
             unflushed_bytes: state.unflushed.bytes(),
         }
@@ -323,32 +323,32 @@ impl Link {
 
     /// Executes a request, and repeats it after each break until there is a reply or the time is
     /// over.
-    pub(super) async fn ask(self: &Arc<Self>, ask: Ask) -> Result<Answer> {
-        self.ask_then(ask, |_| {}).await
+    pub(super) async fn execute(self: &Arc<Self>, ask: NbdOperation) -> Result<NbdResult> {
+        self.execute_then(ask, |_| {}).await
     }
 
     /// As [`Link::ask`]; `then` records a success under the lock, before the session of the reply
     /// can end.
-    async fn ask_then(self: &Arc<Self>, ask: Ask, then: impl FnOnce(&mut State)) -> Result<Answer> {
-        let _in_flight = self.enter();
+    async fn execute_then(self: &Arc<Self>, ask: NbdOperation, then: impl FnOnce(&mut LinkState)) -> Result<NbdResult> {
+        let _in_flight = self.track();
         let mut until = None;
         loop {
-            let way = self.way().await?;
-            match way.ask(&ask).await {
+            let way = self.route().await?;
+            match way.execute(&ask).await {
                 // Not executed, or by a thread that has ended.
                 None => {}
-                Some(Err(GONE)) if self.retries() => {
-                    self.note_break(&way);
+                Some(Err(CONNECTION_LOST)) if self.retries() => {
+                    self.report_break(&way);
                     if *until.get_or_insert(now() + self.terms.reconnect_delay) <= now() {
                         return Err(Error::IO);
                     }
                 }
-                Some(Err(GONE)) => return Err(Error::IO),
+                Some(Err(CONNECTION_LOST)) => return Err(Error::IO),
                 Some(Ok(answer)) => {
                     let mut state = self.lock();
                     // A lasting change counts only if its session has not ended: the server that
                     // continues the disk was written again without it.
-                    if state.session == way.session() || !ask.is_lasting() || !self.retries() {
+                    if state.session == way.session() || !ask.is_change() || !self.retries() {
                         state.has_answered = true;
                         then(&mut state);
                         return Ok(answer);
@@ -365,48 +365,48 @@ impl Link {
     }
 
     /// Reports a break at once; the connection's keeper reports it too, but perhaps later.
-    fn note_break(self: &Arc<Self>, way: &Way) {
-        if let Way::Own(own) = way
+    fn report_break(self: &Arc<Self>, way: &ConnectionRoute) {
+        if let ConnectionRoute::Own(own) = way
             && let Some(why) = own.client().fault()
         {
-            self.lose(own.session(), Break::Server, &why);
+            self.connection_lost(own.session(), BreakCause::Server, &why);
         }
     }
 
     /// Writes; without freezing or copying the data if the request is never repeated.
     pub(super) async fn write(self: &Arc<Self>, offset: u64, data: Segments, force: bool) -> Result<()> {
         if !self.retries() {
-            let _in_flight = self.enter();
+            let _in_flight = self.track();
             let breaks = self.lock().breaks;
-            if let Way::Own(own) = self.way().await? {
+            if let ConnectionRoute::Own(own) = self.route().await? {
                 let result = ask::write(own.client(), offset, data, force).await;
-                return self.written(breaks, force, result);
+                return self.count_write(breaks, force, result);
             }
         }
         let data = Arc::new(data.joined().freeze());
-        self.change(Change::Data { offset, data }, force).await
+        self.change(NbdChange::Data { offset, data }, force).await
     }
 
     /// Writes or zeroes, and keeps the change until it is flushed.
-    pub(super) async fn change(self: &Arc<Self>, change: Change, force: bool) -> Result<()> {
+    pub(super) async fn change(self: &Arc<Self>, change: NbdChange, force: bool) -> Result<()> {
         if !self.keeps() {
             let breaks = self.lock().breaks;
-            let result = self.ask(Ask::Change { change, force }).await;
-            return self.written(breaks, force, result.map(drop));
+            let result = self.execute(NbdOperation::Change { change, force }).await;
+            return self.count_write(breaks, force, result.map(drop));
         }
         // A FUA write needs no room, unless it must be kept because it overlaps kept data.
         if !force || self.lock().unflushed.overlaps(&change) {
             self.make_room().await?;
         }
         let number = self.lock().unflushed.begin(change.clone(), force);
-        let kept = Kept { link: self, number };
-        let _change = self.behind.change();
-        let answered = |state: &mut State| {
-            let may_be_forgotten = state.about.can_flush();
+        let kept = KeptChange { link: self, number };
+        let _change = self.behind.begin_change();
+        let answered = |state: &mut LinkState| {
+            let may_be_forgotten = state.export.can_flush();
             state.unflushed.answered(number, may_be_forgotten);
         };
-        let result = self.ask_then(Ask::Change { change, force }, answered).await;
-        kept.ended(result.is_ok());
+        let result = self.execute_then(NbdOperation::Change { change, force }, answered).await;
+        kept.finish(result.is_ok());
         result.map(drop)
     }
 
@@ -426,13 +426,13 @@ impl Link {
     }
 
     /// Counts a write that is not kept; `breaks` is the number of breaks before it.
-    fn written(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
-        let result = result.map_err(|error| if error == GONE { Error::IO } else { error });
+    fn count_write(&self, breaks: u64, force: bool, result: Result<()>) -> Result<()> {
+        let result = result.map_err(|error| if error == CONNECTION_LOST { Error::IO } else { error });
         let mut state = self.lock();
-        if result.is_ok() && !force && self.terms.flushes && state.about.can_flush() {
+        if result.is_ok() && !force && self.terms.flushes && state.export.can_flush() {
             state.written += 1;
             // The reply was received before the break, but is processed after it.
-            state.lost |= state.breaks != breaks && !self.retries();
+            state.has_lost_writes |= state.breaks != breaks && !self.retries();
         }
         result
     }
@@ -454,43 +454,43 @@ impl Link {
             return Err(Error::IO);
         }
         let mut is_lost = false;
-        let flushed = |state: &mut State| {
+        let flushed = |state: &mut LinkState| {
             // A break during the flush may have lost writes that the new server never had.
-            is_lost = state.lost;
+            is_lost = state.has_lost_writes;
             if !is_lost {
-                state.unflushed.flushed(number);
+                state.unflushed.end_flush(number);
                 state.covered = state.covered.max(written);
             }
         };
-        self.ask_then(Ask::Flush, flushed).await?;
+        self.execute_then(NbdOperation::Flush, flushed).await?;
         if is_lost { Err(Error::IO) } else { Ok(()) }
     }
 
-    fn enter(&self) -> InFlight<'_> {
+    fn track(&self) -> RequestTimer<'_> {
         let number = self.next_request.fetch_add(1, Relaxed);
         self.in_flight.lock().unwrap_or_else(PoisonError::into_inner).insert(number, now());
-        InFlight { link: self, number }
+        RequestTimer { link: self, number }
     }
 
     /// Waits for a path to the server.
-    async fn way(self: &Arc<Self>) -> Result<Way> {
+    async fn route(self: &Arc<Self>) -> Result<ConnectionRoute> {
         // The usual case; the loop below costs an allocation.
-        if let Some(own) = self.here() {
-            return Ok(Way::Own(own));
+        if let Some(own) = self.local_connection() {
+            return Ok(ConnectionRoute::Own(own));
         }
         loop {
             let changed = self.changed.listen();
-            match self.step() {
-                Step::Go(way) => return Ok(way),
-                Step::Again => {}
-                Step::Fetch(session, jobs) => {
+            match self.next_step() {
+                LinkStep::Route(way) => return Ok(way),
+                LinkStep::Retry => {}
+                LinkStep::Fetch(session, jobs) => {
                     let link = Arc::clone(self);
                     // Runs to its end even if this request is cancelled, or the connection would
                     // stay in transit for ever.
-                    spawn_to_end(async move { link.fetch(session, jobs).await }).await;
+                    spawn_detached(async move { link.fetch_connection(session, jobs).await }).await;
                 }
-                Step::Wait(until) if until <= now() => return Err(Error::IO),
-                Step::Wait(until) => {
+                LinkStep::Wait(until) if until <= now() => return Err(Error::IO),
+                LinkStep::Wait(until) => {
                     let _ = timeout(until - now(), changed).await;
                 }
             }
@@ -498,59 +498,59 @@ impl Link {
     }
 
     /// This thread's own connection, if it has one.
-    fn here(&self) -> Option<Own> {
+    fn local_connection(&self) -> Option<LocalConnection> {
         let state = self.lock();
-        matches!(state.stage, Stage::Open { .. }).then(|| Own::of(self.id, state.session)).flatten()
+        matches!(state.stage, LinkStage::Open { .. }).then(|| LocalConnection::of(self.id, state.session)).flatten()
     }
 
-    fn step(self: &Arc<Self>) -> Step {
-        self.try_again();
+    fn next_step(self: &Arc<Self>) -> LinkStep {
+        self.start_reconnect();
         let mut state = self.lock();
         let session = state.session;
         match &mut state.stage {
-            Stage::Open { jobs, is_at_work } => {
-                if let Some(own) = Own::of(self.id, session) {
-                    return Step::Go(Way::Own(own));
+            LinkStage::Open { jobs, is_at_work } => {
+                if let Some(own) = LocalConnection::of(self.id, session) {
+                    return LinkStep::Route(ConnectionRoute::Own(own));
                 }
-                let Some(first) = jobs.first().cloned() else { return Step::Again };
+                let Some(first) = jobs.first().cloned() else { return LinkStep::Retry };
                 // The connection was opened on the main thread: move it to the first worker that
                 // uses it.
                 if !*is_at_work && reactor::is_worker() {
                     jobs.clear();
-                    state.stage = Stage::Moving;
-                    return Step::Fetch(session, first);
+                    state.stage = LinkStage::Moving;
+                    return LinkStep::Fetch(session, first);
                 }
-                if state.about.has_common_flushes() && reactor::is_worker() && lane::may_try(self.id, session)
+                if state.export.can_multi_conn() && reactor::is_worker() && lane::may_open(self.id, session)
                 {
                     drop(state);
                     let link = Arc::clone(self);
                     spawn(async move { link.open_another(session).await });
                 }
-                Step::Go(Way::Other(session, first))
+                LinkStep::Route(ConnectionRoute::Other(session, first))
             }
-            Stage::Ready(_) => {
-                let Stage::Ready(established) = std::mem::replace(&mut state.stage, Stage::Moving) else {
+            LinkStage::Ready(_) => {
+                let LinkStage::Ready(established) = std::mem::replace(&mut state.stage, LinkStage::Moving) else {
                     unreachable!("matched above")
                 };
-                let jobs = vec![lane::start(self, session, *established)];
-                state.stage = Stage::Open { jobs, is_at_work: reactor::is_worker() };
+                let jobs = vec![lane::start_keeper(self, session, *established)];
+                state.stage = LinkStage::Open { jobs, is_at_work: reactor::is_worker() };
                 self.changed.notify(usize::MAX);
-                Step::Again
+                LinkStep::Retry
             }
             // Bounded by the time that connecting may take.
-            Stage::Moving => Step::Wait(now() + PATIENCE),
-            Stage::Down { until, .. } => Step::Wait(*until),
+            LinkStage::Moving => LinkStep::Wait(now() + CONNECT_TIMEOUT),
+            LinkStage::Down { until, .. } => LinkStep::Wait(*until),
         }
     }
 
     /// Starts a reconnect task, unless one is running.
-    fn try_again(self: &Arc<Self>) {
+    fn start_reconnect(self: &Arc<Self>) {
         let is_mine = match &mut self.lock().stage {
-            Stage::Down { is_tried, .. } => !std::mem::replace(is_tried, true),
+            LinkStage::Down { is_tried, .. } => !std::mem::replace(is_tried, true),
             _ => false,
         };
         if is_mine {
-            spawn(reconnect(Trying { link: Arc::downgrade(self) }));
+            spawn(reconnect(ReconnectAttempt { link: Arc::downgrade(self) }));
         }
     }
 
@@ -559,24 +559,24 @@ impl Link {
     async fn open_another(self: &Arc<Self>, session: u64) {
         let established = match self.terms.establish().await {
             Ok(established) => established,
-            Err(error) => return self.complain(&error.in_full()),
+            Err(error) => return self.log_rejection(&error.full_message()),
         };
         let mut state = self.lock();
         if state.session == session
-            && established.about().is_alike(&state.about)
-            && let Stage::Open { jobs, .. } = &mut state.stage
+            && established.about().is_same_export(&state.export)
+            && let LinkStage::Open { jobs, .. } = &mut state.stage
         {
-            jobs.push(lane::start(self, session, established));
+            jobs.push(lane::start_keeper(self, session, established));
         }
     }
 
     /// Retires the connection of another thread, for the next request that needs one.
-    async fn fetch(self: &Arc<Self>, session: u64, jobs: Sender<Job>) {
-        if let Some(established) = self.take(session, jobs).await {
+    async fn fetch_connection(self: &Arc<Self>, session: u64, jobs: Sender<ConnectionJob>) {
+        if let Some(established) = self.retire_connection(session, jobs).await {
             let mut state = self.lock();
-            if state.session == session && matches!(state.stage, Stage::Moving) {
+            if state.session == session && matches!(state.stage, LinkStage::Moving) {
                 state.session += 1;
-                state.stage = Stage::Ready(Box::new(established));
+                state.stage = LinkStage::Ready(Box::new(established));
             }
         }
         self.changed.notify(usize::MAX);
@@ -584,26 +584,26 @@ impl Link {
 
     /// Retires the connection of another thread and returns it; the stage must be `Moving`. If the
     /// connection breaks, the stage becomes `Down`.
-    async fn take(self: &Arc<Self>, session: u64, jobs: Sender<Job>) -> Option<Established> {
+    async fn retire_connection(self: &Arc<Self>, session: u64, jobs: Sender<ConnectionJob>) -> Option<EstablishedConnection> {
         let (tell, told) = async_channel::bounded(1);
-        let left = match jobs.send(Job::Leave(tell)).await {
+        let left = match jobs.send(ConnectionJob::Leave(tell)).await {
             Ok(()) => told.recv().await.ok().flatten(),
             Err(_) => None,
         };
         if left.is_none() {
-            self.lose(session, Break::Server, "it broke as it was to go to another thread");
+            self.connection_lost(session, BreakCause::Server, "it broke as it was to go to another thread");
         }
         left
     }
 
     /// Sets the stage to `Moving`, so that no new request uses the connection, and returns where
     /// the connection is.
-    fn set_moving(&self) -> Option<(u64, Where)> {
+    fn set_moving(&self) -> Option<(u64, ConnectionLocation)> {
         let mut state = self.lock();
         let session = state.session;
-        let found = match std::mem::replace(&mut state.stage, Stage::Moving) {
-            Stage::Ready(established) => Where::Here(established),
-            Stage::Open { jobs, .. } => Where::There(jobs.into_iter().next()?),
+        let found = match std::mem::replace(&mut state.stage, LinkStage::Moving) {
+            LinkStage::Ready(established) => ConnectionLocation::Local(established),
+            LinkStage::Open { jobs, .. } => ConnectionLocation::Keeper(jobs.into_iter().next()?),
             other => {
                 state.stage = other;
                 return None;
@@ -613,10 +613,10 @@ impl Link {
     }
 
     /// Releases the connection, for the thread that uses it next.
-    pub(super) async fn leave(self: &Arc<Self>) {
+    pub(super) async fn release_connection(self: &Arc<Self>) {
         match self.set_moving() {
-            Some((session, Where::There(jobs))) => self.fetch(session, jobs).await,
-            Some((_, Where::Here(established))) => self.lock().stage = Stage::Ready(established),
+            Some((session, ConnectionLocation::Keeper(jobs))) => self.fetch_connection(session, jobs).await,
+            Some((_, ConnectionLocation::Local(established))) => self.lock().stage = LinkStage::Ready(established),
             None => {}
         }
     }
@@ -630,20 +630,20 @@ impl Link {
         self.flush().await?;
         let Some((session, place)) = self.set_moving() else { return Err(Error::IO) };
         let before = match place {
-            Where::Here(established) => *established,
-            Where::There(jobs) => self.take(session, jobs).await.ok_or(Error::IO)?,
+            ConnectionLocation::Local(established) => *established,
+            ConnectionLocation::Keeper(jobs) => self.retire_connection(session, jobs).await.ok_or(Error::IO)?,
         };
-        client::Client::start(before).disconnect().await;
+        client::NbdClient::start(before).disconnect().await;
         let anew = match self.terms.establish().await {
-            Ok(established) => match self.suits(established.about(), 0) {
+            Ok(established) => match self.check_compatible(established.about(), 0) {
                 Ok(()) => Some(established),
                 Err(why) => {
-                    self.complain(&why);
+                    self.log_rejection(&why);
                     None
                 }
             },
             Err(error) => {
-                self.complain(&error.in_full());
+                self.log_rejection(&error.full_message());
                 None
             }
         };
@@ -651,13 +651,13 @@ impl Link {
         state.session += 1;
         let result = match anew {
             Some(established) => {
-                state.about = established.about().clone();
-                self.size_bytes.store(whole_blocks(state.about.size_bytes, &self.opened), Relaxed);
-                state.stage = Stage::Ready(Box::new(established));
+                state.export = established.about().clone();
+                self.size_bytes.store(whole_blocks(state.export.size_bytes, &self.opened), Relaxed);
+                state.stage = LinkStage::Ready(Box::new(established));
                 Ok(())
             }
             None => {
-                state.stage = Stage::Down { until: now() + self.terms.reconnect_delay, is_tried: false };
+                state.stage = LinkStage::Down { until: now() + self.terms.reconnect_delay, is_tried: false };
                 Err(Error::IO)
             }
         };
@@ -668,21 +668,21 @@ impl Link {
 }
 
 /// Rounds a size down to whole blocks of this server.
-fn whole_blocks(size_bytes: u64, about: &About) -> u64 {
+fn whole_blocks(size_bytes: u64, about: &NbdExportInfo) -> u64 {
     size_bytes & !(u64::from(about.minimum_block) - 1)
 }
 
-impl Home for Link {
+impl ConnectionOwner for NbdLink {
     fn id(&self) -> u64 {
         self.id
     }
 
     /// Ends the session of the lost connection.
-    fn lose(self: &Arc<Self>, session: u64, by: Break, why: &str) {
+    fn connection_lost(self: &Arc<Self>, session: u64, by: BreakCause, why: &str) {
         let forgotten = {
             let mut state = self.lock();
             // Several connections of a session may report its end; only the first counts.
-            if state.session != session || matches!(state.stage, Stage::Down { .. }) {
+            if state.session != session || matches!(state.stage, LinkStage::Down { .. }) {
                 return;
             }
             state.session += 1;
@@ -691,24 +691,24 @@ impl Home for Link {
                 // Waiting requests must not time out because of the pause.
                 false => (2 * state.pause).clamp(FIRST_PAUSE, self.longest_pause()),
             };
-            state.breaks += u64::from(by == Break::Server);
+            state.breaks += u64::from(by == BreakCause::Server);
             let patience = match by {
-                Break::Server => self.terms.reconnect_delay,
-                Break::Thread => self.terms.reconnect_delay.max(PATIENCE),
+                BreakCause::Server => self.terms.reconnect_delay,
+                BreakCause::Thread => self.terms.reconnect_delay.max(CONNECT_TIMEOUT),
             };
             // Drops the senders of jobs, so the remaining connections of the session end.
-            state.stage = Stage::Down { until: now() + patience, is_tried: false };
-            let forgotten = by == Break::Server
+            state.stage = LinkStage::Down { until: now() + patience, is_tried: false };
+            let forgotten = by == BreakCause::Server
                 && self.terms.flushes
-                && state.about.can_flush()
+                && state.export.can_flush()
                 && !self.retries()
                 && state.written > state.covered;
-            state.lost |= forgotten;
+            state.has_lost_writes |= forgotten;
             forgotten
         };
         let nbd = &self.terms.name;
-        if by == Break::Server
-            && let Some(left_out) = self.breaks_told.line_of(now(), BREAKS_IN_FULL)
+        if by == BreakCause::Server
+            && let Some(left_out) = self.breaks_told.try_log_burst(now(), UNLIMITED_LOG_LINES)
         {
             tracing::warn!(%nbd, why, left_out, "the connection to the server is lost");
         }
@@ -720,41 +720,41 @@ impl Home for Link {
         }
         self.changed.notify(usize::MAX);
         // Reconnects even if no request waits, so that the next one finds a connection.
-        if by == Break::Server {
-            self.try_again();
+        if by == BreakCause::Server {
+            self.start_reconnect();
         }
     }
 }
 
 /// A request that waits for its reply.
-struct InFlight<'a> {
-    link: &'a Link,
+struct RequestTimer<'a> {
+    link: &'a NbdLink,
     number: u64,
 }
 
-impl Drop for InFlight<'_> {
+impl Drop for RequestTimer<'_> {
     fn drop(&mut self) {
         self.link.in_flight.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.number);
     }
 }
 
 /// A change that is kept. If its caller is cancelled, the change may have taken effect.
-struct Kept<'a> {
-    link: &'a Link,
+struct KeptChange<'a> {
+    link: &'a NbdLink,
     number: u64,
 }
 
-impl Kept<'_> {
-    fn ended(self, is_done: bool) {
+impl KeptChange<'_> {
+    fn finish(self, is_done: bool) {
         if !is_done {
-            self.link.lock().unflushed.failed(self.number);
+            self.link.lock().unflushed.fail(self.number);
         }
     }
 }
 
-impl Drop for Kept<'_> {
+impl Drop for KeptChange<'_> {
     fn drop(&mut self) {
-        self.link.lock().unflushed.abandoned(self.number);
+        self.link.lock().unflushed.cancel(self.number);
         self.link.ended.notify(usize::MAX);
     }
 }

@@ -8,36 +8,36 @@ use std::{
 use policy::time::{Duration, Instant};
 
 use super::{
-    Nbd,
-    link::{Dialler, FIRST_PAUSE, LONGEST_PAUSE, Link, PATIENCE, Terms},
+    NbdStorage,
+    link::{NbdDialer, FIRST_PAUSE, LONGEST_PAUSE, NbdLink, CONNECT_TIMEOUT, LinkConfig},
 };
 use nbd::{
-    client::{Address, NotConnected, Wanted, addresses, within},
-    stream::Stream,
+    client::{NbdAddress, NbdConnectError, HandshakeOptions, resolve, with_timeout},
+    stream::NbdStream,
     uri::Uri,
 };
-use reactor::{blocking, now, sleep_until, timeout};
+use reactor::{run_blocking, now, sleep_until, timeout};
 use tls::TlsClient;
 
 use crate::{
-    CacheMode, OpenError, Passed,
-    align::{Align, Device as _},
+    CacheMode, OpenError, PassedFiles,
+    align::{Align, AlignedDevice as _},
     probe::{HEADER_BYTES, Probed, probe_ends},
 };
 
 /// Credentials and addresses of a server from an earlier attempt, because later the process may
 /// lack the rights to read them again. Clones share the content.
 #[derive(Clone, Debug, Default)]
-pub struct Known(Arc<Mutex<Option<Found>>>);
+pub struct ResolvedServerCache(Arc<Mutex<Option<ResolvedServer>>>);
 
-type Found = (Option<TlsClient>, Vec<Address>);
+type ResolvedServer = (Option<TlsClient>, Vec<NbdAddress>);
 
-impl Known {
-    fn get(&self) -> Option<Found> {
+impl ResolvedServerCache {
+    fn get(&self) -> Option<ResolvedServer> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn set(&self, found: Found) {
+    fn set(&self, found: ResolvedServer) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(found);
     }
 }
@@ -56,44 +56,44 @@ pub struct NbdOptions {
     /// Accepts an export of size zero.
     pub may_be_empty: bool,
     /// Set if another process may have this export open, for exports that are opened for writing.
-    pub passed: Option<Passed>,
+    pub passed_files: Option<PassedFiles>,
     /// Time for which requests wait for a disconnected server; with zero they fail at once.
     pub reconnect_delay: Duration,
     /// Time for which the first connection is retried; with zero there is one attempt.
     pub open_timeout: Duration,
     /// Result of an earlier attempt.
-    pub known: Known,
+    pub server_cache: ResolvedServerCache,
 }
 
 /// Opens an export, and probes its format if none was given.
 ///
 /// # Errors
 /// The reason, for people.
-pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<Nbd>, Probed), OpenError> {
+pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<NbdStorage>, Probed), OpenError> {
     let name = uri.to_string();
     let wrong = |why: String, remedy: &str| OpenError::new(&name, why, remedy);
     let until = now() + options.open_timeout;
-    let known = options.known.get();
+    let known = options.server_cache.get();
     let find = async {
         let place = uri.clone();
-        let tls = timeout(PATIENCE, blocking(move || place.credentials()))
+        let tls = timeout(CONNECT_TIMEOUT, run_blocking(move || place.credentials()))
             .await
             .map_err(|_| wrong("its keys take too long to read".to_owned(), "is their file system there?"))?
             .map_err(|error| wrong(error.to_string(), "mend the file, or name another in the URI"))?;
         let look_up = || {
             let place = uri.clone();
-            within(PATIENCE, blocking(move || addresses(&place.server)))
+            with_timeout(CONNECT_TIMEOUT, run_blocking(move || resolve(&place.server)))
         };
         let until = if known.is_some() { now() } else { until };
-        let addresses = persist(until, look_up).await.map_err(|error| failed(&name, &error))?;
+        let addresses = retry_until(until, look_up).await.map_err(|error| connect_error(&name, &error))?;
         Ok((tls, addresses))
     };
     let (tls, addresses) = find.await.or_else(|error| known.ok_or(error))?;
-    options.known.set((tls.clone(), addresses.clone()));
-    let terms = Terms {
+    options.server_cache.set((tls.clone(), addresses.clone()));
+    let terms = LinkConfig {
         name: name.clone(),
-        dialler: Dialler::Socket(addresses),
-        wanted: Wanted { export: uri.export.clone(), tls, allocation: true },
+        dialler: NbdDialer::Socket(addresses),
+        wanted: HandshakeOptions { export: uri.export.clone(), tls, allocation: true },
         keys: Some(uri.clone()).filter(|uri| uri.tls.is_some()),
         reconnect_delay: options.reconnect_delay,
         read_only: options.read_only,
@@ -104,14 +104,14 @@ pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<Nbd>,
 
 /// Repeats `attempt` until it succeeds, fails for another reason than that the server is
 /// unreachable, or `until` has passed; at least once.
-async fn persist<T, F>(until: Instant, attempt: impl Fn() -> F) -> Result<T, NotConnected>
+async fn retry_until<T, F>(until: Instant, attempt: impl Fn() -> F) -> Result<T, NbdConnectError>
 where
-    F: Future<Output = Result<T, NotConnected>>,
+    F: Future<Output = Result<T, NbdConnectError>>,
 {
     let mut pause = FIRST_PAUSE;
     loop {
         match attempt().await {
-            Err(NotConnected::Io(_) | NotConnected::Dropped(_) | NotConnected::TooLate(_))
+            Err(NbdConnectError::Io(_) | NbdConnectError::Disconnected(_) | NbdConnectError::TimedOut(_))
                 if now() < until => {}
             outcome => return outcome,
         }
@@ -121,17 +121,17 @@ where
 }
 
 async fn open_with(
-    terms: Terms,
+    terms: LinkConfig,
     options: &NbdOptions,
     until: Instant,
-) -> Result<(Align<Nbd>, Probed), OpenError> {
+) -> Result<(Align<NbdStorage>, Probed), OpenError> {
     let name = terms.name.clone();
-    let established = persist(until, || terms.establish()).await;
+    let established = retry_until(until, || terms.establish()).await;
     let established = established.map_err(|error| {
-        let failed = failed(&name, &error);
+        let failed = connect_error(&name, &error);
         // A server that disconnects during TLS is reachable and rejects this client: not transient.
-        let may_pass = matches!(error, NotConnected::Io(_) | NotConnected::TooLate(_));
-        if may_pass { failed.that_may_pass() } else { failed }
+        let may_pass = matches!(error, NbdConnectError::Io(_) | NbdConnectError::TimedOut(_));
+        if may_pass { failed.transient() } else { failed }
     })?;
     let blocks = established.about().clone();
     if blocks.is_read_only() && !options.read_only {
@@ -150,14 +150,14 @@ async fn open_with(
             "the size is no multiple of the server's block, so its last bytes are not served"
         );
     }
-    let nbd = Nbd {
-        link: Link::new(terms, established),
+    let nbd = NbdStorage {
+        link: NbdLink::new(terms, established),
         name: name.clone(),
         cache: options.cache,
         read_only: options.read_only,
         is_shared: options.is_shared,
-        passed: options.passed.clone().filter(|_| !options.read_only),
-        blocks,
+        passed_files: options.passed_files.clone().filter(|_| !options.read_only),
+        opened_export: blocks,
     };
     // With an explicit format the bytes need not be readable here.
     let probed = match options.is_format_known {
@@ -170,52 +170,52 @@ async fn open_with(
             let nbd = Align::new(nbd);
             let probed = probe(&nbd).await.map_err(unread)?;
             // The disk may be used by another thread, which then takes the connection over.
-            nbd.device().link.leave().await;
+            nbd.device().link.release_connection().await;
             return Ok((nbd, probed));
         }
     };
     Ok((Align::new(nbd), probed))
 }
 
-async fn probe(nbd: &Align<Nbd>) -> reactor::error::Result<Probed> {
+async fn probe(nbd: &Align<NbdStorage>) -> reactor::error::Result<Probed> {
     let size = nbd.device().size_bytes();
     let length = size.min(HEADER_BYTES as u64);
-    let at = |offset| nbd.read(offset, reactor::buffer::Buffer::new(length as usize).into());
+    let at = |offset| nbd.read(offset, reactor::buffer::IoBuffer::new(length as usize).into());
     let (first, last) = (at(0).await?.joined(), at(size - length).await?.joined());
     Ok(probe_ends(&first, &last))
 }
 
-fn failed(name: &str, error: &NotConnected) -> OpenError {
+fn connect_error(name: &str, error: &NbdConnectError) -> OpenError {
     let remedy = match error {
-        NotConnected::Io(_) | NotConnected::NoAddress => "start the server, or check the URI",
-        NotConnected::TooLate(_) => "is the server busy, or does it take only one client?",
-        NotConnected::Refused { .. } => "check the export's name; `nbdinfo --list URI` tells what there is",
-        NotConnected::Breach(_) => "is it an NBD server that listens there?",
-        NotConnected::Dropped(_) => {
+        NbdConnectError::Io(_) | NbdConnectError::NoAddress => "start the server, or check the URI",
+        NbdConnectError::TimedOut(_) => "is the server busy, or does it take only one client?",
+        NbdConnectError::Refused { .. } => "check the export's name; `nbdinfo --list URI` tells what there is",
+        NbdConnectError::Breach(_) => "is it an NBD server that listens there?",
+        NbdConnectError::Disconnected(_) => {
             "does it want a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
              authority that it knows"
         }
-        NotConnected::Tls(_) => "check scheme, certificates and keys of the URI",
+        NbdConnectError::Tls(_) => "check scheme, certificates and keys of the URI",
     };
-    OpenError::new(name, error.in_full(), remedy)
+    OpenError::new(name, error.full_message(), remedy)
 }
 
 /// Function that opens streams to a server of the simulation.
-pub type Simulation = Box<dyn Fn() -> io::Result<Stream> + Send + Sync>;
+pub type SimulatedDialer = Box<dyn Fn() -> io::Result<NbdStream> + Send + Sync>;
 
 /// Opens a disk at a server of the simulation, with a given format.
 ///
 /// # Errors
 /// As for a real server.
 pub async fn simulated(
-    make: Simulation,
+    make: SimulatedDialer,
     export: &str,
     options: &NbdOptions,
 ) -> Result<crate::Storage, OpenError> {
-    let terms = Terms {
+    let terms = LinkConfig {
         name: format!("simulated:{export}"),
-        dialler: Dialler::Simulated(make),
-        wanted: Wanted { export: export.to_owned(), tls: None, allocation: true },
+        dialler: NbdDialer::Simulated(make),
+        wanted: HandshakeOptions { export: export.to_owned(), tls: None, allocation: true },
         keys: None,
         reconnect_delay: options.reconnect_delay,
         read_only: options.read_only,

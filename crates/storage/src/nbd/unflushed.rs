@@ -19,21 +19,21 @@ use std::{
 };
 
 use nbd::proto::cmd_flag;
-use reactor::buffer::Frozen;
+use reactor::buffer::FrozenBuffer;
 
 /// Maximum bytes of kept memory for one disk; the last write may exceed it.
-pub(super) const MOST_BYTES: u64 = 32 << 20;
+pub(super) const MAX_BYTES: u64 = 32 << 20;
 /// Memory of a kept request in addition to its data, in bytes.
 const ENTRY_BYTES: u64 = 128;
 
 /// A change of the disk.
 #[derive(Clone, Debug)]
-pub(super) enum Change {
-    Data { offset: u64, data: Arc<Frozen> },
+pub(super) enum NbdChange {
+    Data { offset: u64, data: Arc<FrozenBuffer> },
     Zeroes { offset: u64, length: u32, flags: u16 },
 }
 
-impl Change {
+impl NbdChange {
     pub(super) fn range(&self) -> Range<u64> {
         match self {
             Self::Data { offset, data } => *offset..offset + data.len() as u64,
@@ -48,7 +48,7 @@ impl Change {
 
     fn bytes(&self) -> u64 {
         match self {
-            Self::Data { data, .. } => ENTRY_BYTES + data.held_bytes() as u64,
+            Self::Data { data, .. } => ENTRY_BYTES + data.memory_bytes() as u64,
             Self::Zeroes { .. } => ENTRY_BYTES,
         }
     }
@@ -56,17 +56,17 @@ impl Change {
 
 /// A change to write again.
 #[derive(Clone, Debug)]
-pub(super) struct Again {
-    pub(super) change: Change,
+pub(super) struct RepeatedChange {
+    pub(super) change: NbdChange,
     /// It was a FUA write, and is one again.
     pub(super) force: bool,
     /// True if the client received its acknowledgement.
-    pub(super) is_promised: bool,
+    pub(super) is_acknowledged: bool,
 }
 
 #[derive(Debug)]
-struct Entry {
-    again: Again,
+struct UnflushedEntry {
+    change: RepeatedChange,
     /// The first flush that began after its reply.
     flush: Option<u64>,
 }
@@ -74,9 +74,9 @@ struct Entry {
 #[derive(Debug, Default)]
 pub(super) struct Unflushed {
     /// Changes without a reply, by number, with their FUA flag.
-    asked: BTreeMap<u64, (Change, bool)>,
+    in_flight: BTreeMap<u64, (NbdChange, bool)>,
     /// Acknowledged changes, in the order of their replies.
-    answered: VecDeque<Entry>,
+    acknowledged: VecDeque<UnflushedEntry>,
     /// Memory of the acknowledged changes, and of those in flight that will be kept.
     bytes: u64,
     next_number: u64,
@@ -85,7 +85,7 @@ pub(super) struct Unflushed {
 
 impl Unflushed {
     pub(super) fn has_room(&self) -> bool {
-        self.bytes < MOST_BYTES
+        self.bytes < MAX_BYTES
     }
 
     pub(super) fn bytes(&self) -> u64 {
@@ -93,62 +93,62 @@ impl Unflushed {
     }
 
     /// True if a kept change overlaps this one.
-    pub(super) fn overlaps(&self, change: &Change) -> bool {
-        self.answered.iter().any(|entry| entry.again.change.overlaps(change))
+    pub(super) fn overlaps(&self, change: &NbdChange) -> bool {
+        self.acknowledged.iter().any(|entry| entry.change.change.overlaps(change))
     }
 
     /// Records a change that is about to be sent; returns its number. With `force` it will be
     /// durable when it is acknowledged.
-    pub(super) fn begin(&mut self, change: Change, force: bool) -> u64 {
+    pub(super) fn begin(&mut self, change: NbdChange, force: bool) -> u64 {
         self.bytes += if force { 0 } else { change.bytes() };
         let number = self.next_number;
         self.next_number += 1;
-        self.asked.insert(number, (change, force));
+        self.in_flight.insert(number, (change, force));
         number
     }
 
     /// Records that a change is acknowledged; `may_be_forgotten` if the server may lose it before a
     /// flush.
     pub(super) fn answered(&mut self, number: u64, may_be_forgotten: bool) {
-        if let Some((change, force)) = self.forget(number) {
-            self.keep(Again { change, force, is_promised: true }, may_be_forgotten);
+        if let Some((change, force)) = self.remove_in_flight(number) {
+            self.keep(RepeatedChange { change, force, is_acknowledged: true }, may_be_forgotten);
         }
     }
 
     /// Records that the caller of a change was cancelled: the change may have taken effect.
-    pub(super) fn abandoned(&mut self, number: u64) {
-        if let Some((change, force)) = self.forget(number) {
-            self.keep(Again { change, force, is_promised: false }, true);
+    pub(super) fn cancel(&mut self, number: u64) {
+        if let Some((change, force)) = self.remove_in_flight(number) {
+            self.keep(RepeatedChange { change, force, is_acknowledged: false }, true);
         }
     }
 
     /// Records that a change failed. The contents of its range are undefined.
-    pub(super) fn failed(&mut self, number: u64) {
-        self.forget(number);
+    pub(super) fn fail(&mut self, number: u64) {
+        self.remove_in_flight(number);
     }
 
-    fn forget(&mut self, number: u64) -> Option<(Change, bool)> {
-        let (change, force) = self.asked.remove(&number)?;
+    fn remove_in_flight(&mut self, number: u64) -> Option<(NbdChange, bool)> {
+        let (change, force) = self.in_flight.remove(&number)?;
         self.bytes -= if force { 0 } else { change.bytes() };
         Some((change, force))
     }
 
-    fn keep(&mut self, mut again: Again, may_be_forgotten: bool) {
+    fn keep(&mut self, mut again: RepeatedChange, may_be_forgotten: bool) {
         if (again.force || !may_be_forgotten) && !self.overlaps(&again.change) {
             return;
         }
-        if let Change::Zeroes { flags, .. } = &mut again.change {
+        if let NbdChange::Zeroes { flags, .. } = &mut again.change {
             // It succeeded then, so now it must succeed even if it is slow.
             *flags &= !cmd_flag::FAST_ZERO;
         }
         self.bytes += again.change.bytes();
-        self.answered.push_back(Entry { again, flush: None });
+        self.acknowledged.push_back(UnflushedEntry { change: again, flush: None });
     }
 
     /// Records that a flush is about to be sent; returns its number.
     pub(super) fn begin_flush(&mut self) -> u64 {
         self.flushes += 1;
-        for entry in &mut self.answered {
+        for entry in &mut self.acknowledged {
             // Only entries acknowledged after the last flush began have none yet.
             entry.flush.get_or_insert(self.flushes);
         }
@@ -156,20 +156,20 @@ impl Unflushed {
     }
 
     /// Records that a flush succeeded: changes that were acknowledged before it began are durable.
-    pub(super) fn flushed(&mut self, number: u64) {
+    pub(super) fn end_flush(&mut self, number: u64) {
         self.retain(|entry| entry.flush.is_none_or(|flush| flush > number));
     }
 
     /// Records that everything was written again to a server that loses nothing.
-    pub(super) fn settled(&mut self) {
+    pub(super) fn clear(&mut self) {
         self.retain(|_| false);
     }
 
-    fn retain(&mut self, is_left: impl Fn(&Entry) -> bool) {
+    fn retain(&mut self, is_left: impl Fn(&UnflushedEntry) -> bool) {
         let mut gone = 0;
-        self.answered.retain(|entry| {
+        self.acknowledged.retain(|entry| {
             let stays = is_left(entry);
-            gone += if stays { 0 } else { entry.again.change.bytes() };
+            gone += if stays { 0 } else { entry.change.change.bytes() };
             stays
         });
         self.bytes -= gone;
@@ -177,11 +177,11 @@ impl Unflushed {
 
     /// Changes to write again, in this order. Changes of one batch do not overlap, so they may be
     /// in flight together.
-    pub(super) fn batches(&self, most: usize) -> Vec<Vec<Again>> {
-        let mut batches: Vec<Vec<Again>> = Vec::new();
-        for Entry { again, .. } in &self.answered {
+    pub(super) fn batches(&self, most: usize) -> Vec<Vec<RepeatedChange>> {
+        let mut batches: Vec<Vec<RepeatedChange>> = Vec::new();
+        for UnflushedEntry { change: again, .. } in &self.acknowledged {
             // Only the last batch is tried: an earlier one could overlap changes in between.
-            let is_apart = |batch: &[Again]| !batch.iter().any(|other| other.change.overlaps(&again.change));
+            let is_apart = |batch: &[RepeatedChange]| !batch.iter().any(|other| other.change.overlaps(&again.change));
             match batches.last_mut() {
                 Some(batch) if batch.len() < most && is_apart(batch) => batch.push(again.clone()),
                 _ => batches.push(vec![again.clone()]),
@@ -194,60 +194,60 @@ impl Unflushed {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use reactor::buffer::Buffer;
+    use reactor::buffer::IoBuffer;
 
-    fn data(offset: u64, length: usize) -> Change {
-        Change::Data { offset, data: Arc::new(Buffer::zeroed(length).freeze()) }
+    fn data(offset: u64, length: usize) -> NbdChange {
+        NbdChange::Data { offset, data: Arc::new(IoBuffer::zeroed(length).freeze()) }
     }
 
-    fn answered(unflushed: &mut Unflushed, change: Change, force: bool) {
+    fn answered(unflushed: &mut Unflushed, change: NbdChange, force: bool) {
         let number = unflushed.begin(change, force);
         unflushed.answered(number, true);
     }
 
     fn offsets(unflushed: &Unflushed) -> Vec<Vec<u64>> {
-        let of_batch = |batch: Vec<Again>| batch.iter().map(|again| again.change.range().start).collect();
+        let of_batch = |batch: Vec<RepeatedChange>| batch.iter().map(|again| again.change.range().start).collect();
         unflushed.batches(3).into_iter().map(of_batch).collect()
     }
 
     #[test]
-    fn a_flush_covers_what_was_answered_before_it_began() {
+    fn a_flush_covers_changes_acknowledged_before_it_began() {
         let mut unflushed = Unflushed::default();
         let (one, two) = (unflushed.begin(data(0, 512), false), unflushed.begin(data(512, 512), false));
         unflushed.answered(one, true);
         let flush = unflushed.begin_flush();
         unflushed.answered(two, true);
-        unflushed.flushed(flush);
+        unflushed.end_flush(flush);
         assert_eq!(offsets(&unflushed), [[512]]);
         let (failing, flush) = (unflushed.begin_flush(), unflushed.begin_flush());
         assert!(failing < flush);
-        unflushed.flushed(flush);
-        assert_eq!((unflushed.answered.len(), unflushed.bytes()), (0, 0));
+        unflushed.end_flush(flush);
+        assert_eq!((unflushed.acknowledged.len(), unflushed.bytes()), (0, 0));
     }
 
     #[test]
-    fn only_what_was_answered_is_written_again_and_in_that_order() {
+    fn acknowledged_changes_are_repeated_in_order() {
         let mut unflushed = Unflushed::default();
         let failed = unflushed.begin(data(0, 512), false);
         let late =
-            unflushed.begin(Change::Zeroes { offset: 4096, length: 512, flags: cmd_flag::FAST_ZERO }, false);
-        let early = unflushed.begin(Change::Zeroes { offset: 4100, length: 512, flags: 0 }, false);
+            unflushed.begin(NbdChange::Zeroes { offset: 4096, length: 512, flags: cmd_flag::FAST_ZERO }, false);
+        let early = unflushed.begin(NbdChange::Zeroes { offset: 4100, length: 512, flags: 0 }, false);
         let in_flight = unflushed.begin(data(9000, 1), false);
-        let abandoned = unflushed.begin(Change::Zeroes { offset: 0, length: 1, flags: 0 }, false);
-        unflushed.failed(failed);
+        let abandoned = unflushed.begin(NbdChange::Zeroes { offset: 0, length: 1, flags: 0 }, false);
+        unflushed.fail(failed);
         unflushed.answered(early, true);
         unflushed.answered(late, true);
-        unflushed.abandoned(abandoned);
+        unflushed.cancel(abandoned);
         assert_eq!(offsets(&unflushed), [vec![4100], vec![4096, 0]]);
         let again = unflushed.batches(3).concat();
-        assert_eq!(again.iter().map(|again| again.is_promised).collect::<Vec<_>>(), [true, true, false]);
-        assert!(matches!(again[1].change, Change::Zeroes { flags: 0, .. }), "it may be slow now");
-        unflushed.failed(in_flight);
+        assert_eq!(again.iter().map(|again| again.is_acknowledged).collect::<Vec<_>>(), [true, true, false]);
+        assert!(matches!(again[1].change, NbdChange::Zeroes { flags: 0, .. }), "it may be slow now");
+        unflushed.fail(in_flight);
         assert_eq!(unflushed.bytes(), 3 * ENTRY_BYTES);
     }
 
     #[test]
-    fn what_is_durable_is_kept_where_something_older_would_be_written_over_it() {
+    fn fua_change_is_kept_over_an_older_overlapping_one() {
         let mut unflushed = Unflushed::default();
         answered(&mut unflushed, data(0, 512), true);
         let number = unflushed.begin(data(0, 512), false);
@@ -259,12 +259,12 @@ mod tests {
         unflushed.answered(durable, true);
         assert_eq!(offsets(&unflushed), [[0], [511]]);
         assert!(unflushed.batches(3)[1][0].force);
-        unflushed.settled();
+        unflushed.clear();
         assert_eq!(unflushed.bytes(), 0);
     }
 
     #[test]
-    fn what_overlaps_is_written_one_after_the_other() {
+    fn overlapping_changes_are_in_separate_batches() {
         let mut unflushed = Unflushed::default();
         for (offset, length) in [(0, 512), (512, 512), (500, 20), (4096, 1), (4097, 1), (4098, 1), (0, 1)] {
             answered(&mut unflushed, data(offset, length), false);
@@ -273,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn there_is_a_bound() {
+    fn kept_bytes_are_bounded() {
         let mut unflushed = Unflushed::default();
         for place in 0..32 {
             assert!(unflushed.has_room(), "{place} MiB");
@@ -285,9 +285,9 @@ mod tests {
     #[test]
     fn small_writes_count_with_the_memory_that_they_have() {
         let mut unflushed = Unflushed::default();
-        let mut part = Buffer::zeroed(1 << 20);
+        let mut part = IoBuffer::zeroed(1 << 20);
         part.truncate(1);
-        answered(&mut unflushed, Change::Data { offset: 0, data: Arc::new(part.freeze()) }, false);
+        answered(&mut unflushed, NbdChange::Data { offset: 0, data: Arc::new(part.freeze()) }, false);
         answered(&mut unflushed, data(1, 1), false);
         assert_eq!(unflushed.bytes(), (1 << 20) + 4096 + 2 * ENTRY_BYTES);
     }

@@ -24,7 +24,7 @@ const LONGEST: usize = 4096;
 
 /// An image of a cluster or a snapshot of it, and the parameters of the connection to the cluster.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
-pub struct Address {
+pub struct RbdAddress {
     /// Pool name.
     pub pool: String,
     /// Namespace in the pool.
@@ -43,7 +43,7 @@ pub struct Address {
     pub monitors: Option<String>,
 }
 
-impl Address {
+impl RbdAddress {
     /// Parses the text after `rbd:`.
     ///
     /// # Errors
@@ -154,7 +154,7 @@ fn value(text: &str) -> String {
     escaped(text).replace("\\/", "/").replace("\\@", "@")
 }
 
-impl fmt::Display for Address {
+impl fmt::Display for RbdAddress {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "rbd:{}", escaped(&self.pool))?;
         if let Some(namespace) = &self.namespace {
@@ -184,8 +184,8 @@ impl fmt::Display for Address {
 mod tests {
     use super::*;
 
-    fn read(text: &str) -> Address {
-        Address::read(text).unwrap_or_else(|error| panic!("{error}"))
+    fn read(text: &str) -> RbdAddress {
+        RbdAddress::read(text).unwrap_or_else(|error| panic!("{error}"))
     }
 
     #[test]
@@ -204,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_written_is_read_again() {
+    fn formatted_addresses_parse_again() {
         for text in [
             "vms/vm1",
             "vms/tenant/vm1@monday:conf=/etc/ceph/b.conf:id=weir:keyring=/k:mon_host=10.0.0.1\\:6789,h2",
@@ -218,7 +218,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_none_is_refused() {
+    fn invalid_addresses_are_rejected() {
         for text in [
             "",
             "vms",
@@ -233,16 +233,16 @@ mod tests {
             "vms/vm1:conf=",
             "vms/v\0m",
         ] {
-            assert_eq!(Address::read(text).map_err(|error| error.rule), Err(RULE.into()), "{text:?}");
+            assert_eq!(RbdAddress::read(text).map_err(|error| error.rule), Err(RULE.into()), "{text:?}");
         }
-        let rule = |text| Address::read(text).map_err(|error| error.rule);
+        let rule = |text| RbdAddress::read(text).map_err(|error| error.rule);
         assert_eq!(rule("vms/vm1:rbd_cache=false"), Err(OPTION_RULE.into()));
         assert_eq!(rule("vms/vm1:key=AQB"), Err(OPTION_RULE.into()));
         assert_eq!(rule("vms/vm1:id=a:id=b"), Err(TWICE_RULE.into()));
     }
 
     #[test]
-    fn files_are_seen_from_the_directory_that_names_them() {
+    fn relative_files_resolve_against_a_directory() {
         let seen = read("vms/vm1:conf=ceph.conf:keyring=/k").relative_to(Path::new("/etc/weir"));
         assert_eq!(seen.config.as_deref(), Some(Path::new("/etc/weir/ceph.conf")));
         assert_eq!(seen.keyring.as_deref(), Some(Path::new("/k")));

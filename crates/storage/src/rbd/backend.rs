@@ -9,30 +9,30 @@
 
 use std::{fmt::Debug, ops::Range, sync::Arc};
 
-use super::{bell::Bell, in_flight::Place};
+use super::{bell::ResizeNotifier, in_flight::RbdRequestSlot};
 use reactor::{buffer::Segments, error::Result};
 
 /// Result of resuming an image.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub enum Taken {
+pub enum ResumeOutcome {
     /// This client may write to it; its size in bytes.
-    Ours(u64),
+    Resumed(u64),
     /// Another client holds its lock and keeps it: its address, if known.
-    Anothers(Option<String>),
+    LockedElsewhere(Option<String>),
 }
 
 /// Operations of an image.
-pub trait Backend: Debug + Send + Sync + 'static {
+pub trait RbdBackend: Debug + Send + Sync + 'static {
     /// Reads at `offset` into `target`; returns the number of bytes read.
-    async fn read(&self, place: Place, offset: u64, target: Segments) -> (Result<usize>, Segments);
+    async fn read(&self, place: RbdRequestSlot, offset: u64, target: Segments) -> (Result<usize>, Segments);
     /// Writes all of `data`.
-    async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()>;
+    async fn write(&self, place: RbdRequestSlot, offset: u64, data: Segments) -> Result<()>;
     /// Returns once all writes that have completed are on stable storage.
-    async fn flush(&self, place: Place) -> Result<()>;
+    async fn flush(&self, place: RbdRequestSlot) -> Result<()>;
     /// Zeroes a range; allocates it if `is_thick`.
-    async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()>;
+    async fn write_zeroes(&self, place: RbdRequestSlot, offset: u64, length: u64, is_thick: bool) -> Result<()>;
     /// Discards a range.
-    async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()>;
+    async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()>;
     /// Resizes the image.
     async fn resize(&self, size_bytes: u64) -> Result<()>;
     /// Current size in bytes, as this client knows it from notifications.
@@ -45,16 +45,16 @@ pub trait Backend: Debug + Send + Sync + 'static {
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>>;
     /// Releases the lock, so that another client may write; this one does not until it resumes. The
     /// cache was flushed before.
-    async fn give_up(&self) -> Result<()>;
+    async fn release_lock(&self) -> Result<()>;
     /// Resumes the image after this or another client released it, and drops the cache. First calls
     /// [`Backend::shut_out`] for `heirs`.
-    async fn take_up(&self, heirs: &[u64]) -> Result<Taken>;
+    async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome>;
     /// Blocklists those of these clients, by number, that still have the image open for writing.
     /// Their operations in flight do not take effect, and their lock is free. Never this client.
-    async fn shut_out(&self, clients: &[u64]) -> Result<()>;
+    async fn blocklist(&self, clients: &[u64]) -> Result<()>;
     /// Notification that a client may have changed the image's size or snapshots. It may be
     /// spurious, but is never missed.
-    fn bell(&self) -> &Arc<Bell>;
+    fn resize_notifier(&self) -> &Arc<ResizeNotifier>;
     /// Closes the image, once nothing is in flight; other clients may open it then.
     async fn close(&self) -> Result<()>;
 }

@@ -8,17 +8,17 @@ use std::{
 
 /// Can be raised from any thread; several notifications before the task runs count as one.
 #[derive(Debug, Default)]
-pub struct Bell(Mutex<State>);
+pub struct ResizeNotifier(Mutex<ResizeNotifierState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct ResizeNotifierState {
     is_rung: bool,
     waker: Option<Waker>,
 }
 
-impl Bell {
+impl ResizeNotifier {
     /// Notifies: wakes the waiting task, and does nothing else.
-    pub(super) fn ring(&self) {
+    pub(super) fn notify(&self) {
         let waker = {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             state.is_rung = true;
@@ -31,7 +31,7 @@ impl Bell {
 
     /// Waits for a notification since the last call. For one task only: the waker of a second task
     /// would replace the first one's.
-    pub async fn rung(&self) {
+    pub async fn notified(&self) {
         poll_fn(|context| {
             let mut state = self.0.lock().unwrap_or_else(PoisonError::into_inner);
             if std::mem::take(&mut state.is_rung) {

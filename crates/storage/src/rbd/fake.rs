@@ -17,12 +17,12 @@ use event_listener::Event;
 use policy::time::Duration;
 
 use super::{
-    backend::{Backend, Taken},
-    bell::Bell,
-    in_flight::Place,
+    backend::{RbdBackend, ResumeOutcome},
+    bell::ResizeNotifier,
+    in_flight::RbdRequestSlot,
 };
 use reactor::{
-    buffer::{Buffer, Segments},
+    buffer::{IoBuffer, Segments},
     error::{Error, Result},
 };
 
@@ -36,7 +36,7 @@ type Client = u64;
 const FIRST: Client = 0;
 
 #[derive(Debug)]
-struct Cluster {
+struct FakeCluster {
     /// Content after a crash of all hosts.
     safe: Vec<u8>,
     objects: BTreeSet<u64>,
@@ -61,11 +61,11 @@ type Cache = Option<(Vec<u8>, Vec<Range<usize>>)>;
 
 /// The fake; clones are the same client.
 #[derive(Clone, Debug)]
-pub(super) struct Fake {
-    cluster: Arc<Mutex<Cluster>>,
+pub(super) struct FakeRbd {
+    cluster: Arc<Mutex<FakeCluster>>,
     cache: Arc<Mutex<Cache>>,
     goes_on: Arc<Event>,
-    bell: Arc<Bell>,
+    bell: Arc<ResizeNotifier>,
     /// Serializes acquiring and releasing the lock.
     turn: Arc<RangeLocks>,
     pub(super) client: Client,
@@ -74,9 +74,9 @@ pub(super) struct Fake {
     has_lock: bool,
 }
 
-impl Fake {
+impl FakeRbd {
     pub(super) fn new(size_bytes: usize) -> Self {
-        let cluster = Cluster {
+        let cluster = FakeCluster {
             safe: vec![0; size_bytes],
             objects: BTreeSet::new(),
             owner: Some(FIRST),
@@ -97,7 +97,7 @@ impl Fake {
     }
 
     /// Another client that has the image open.
-    pub(super) fn another(&self) -> Self {
+    pub(super) fn another_client(&self) -> Self {
         let client = {
             let mut cluster = self.cluster();
             cluster.clients += 1;
@@ -122,24 +122,24 @@ impl Fake {
         Self { has_cache: true, ..self }
     }
 
-    fn cluster(&self) -> MutexGuard<'_, Cluster> {
+    fn cluster(&self) -> MutexGuard<'_, FakeCluster> {
         self.cluster.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    pub(super) fn stand_still(&self) {
+    pub(super) fn stop_answering(&self) {
         self.cluster().stands_still = true;
     }
 
-    pub(super) fn go_on(&self) {
+    pub(super) fn resume_answering(&self) {
         self.cluster().stands_still = false;
         self.goes_on.notify(usize::MAX);
     }
 
-    pub(super) fn is_to_be_shut_out(&self) {
+    pub(super) fn blocklist_self(&self) {
         self.cluster().shut_out.insert(self.client);
     }
 
-    pub(super) fn is_shut_out(&self) -> bool {
+    pub(super) fn is_blocklisted(&self) -> bool {
         self.cluster().shut_out.contains(&self.client)
     }
 
@@ -148,7 +148,7 @@ impl Fake {
     }
 
     /// Acquires the lock if it is free, ignoring any protocol.
-    pub(super) fn grab(&self) -> bool {
+    pub(super) fn acquire_free_lock(&self) -> bool {
         let mut cluster = self.cluster();
         if cluster.owner.is_none() {
             cluster.owner = Some(self.client);
@@ -157,7 +157,7 @@ impl Fake {
     }
 
     /// Calls `look` with the cluster and this client's cache, which is filled if it is empty.
-    fn look<T>(&self, look: impl FnOnce(&mut Cluster, &mut Cache) -> T) -> T {
+    fn with_view<T>(&self, look: impl FnOnce(&mut FakeCluster, &mut Cache) -> T) -> T {
         let mut cluster = self.cluster();
         let mut cache = self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if self.has_cache && cache.is_none() {
@@ -181,10 +181,10 @@ impl Fake {
 
     pub(super) fn resize_from_outside(&self, size_bytes: usize) {
         self.cluster().resize(size_bytes);
-        self.bell.ring();
+        self.bell.notify();
     }
 
-    pub(super) fn most_under_way(&self) -> usize {
+    pub(super) fn max_in_flight(&self) -> usize {
         self.cluster().most_under_way
     }
 
@@ -204,8 +204,8 @@ impl Fake {
     /// Executes a request as its own task, which runs to its end even if the caller is cancelled.
     async fn run<T: 'static>(
         &self,
-        place: Place,
-        request: impl FnOnce(&mut Cluster, &mut Cache) -> Result<T> + 'static,
+        place: RbdRequestSlot,
+        request: impl FnOnce(&mut FakeCluster, &mut Cache) -> Result<T> + 'static,
     ) -> Result<T> {
         {
             let mut cluster = self.cluster();
@@ -218,13 +218,13 @@ impl Fake {
             twin.answer().await;
             twin.cluster().under_way -= 1;
             let result = match twin.outcome() {
-                Ok(()) => twin.look(request),
+                Ok(()) => twin.with_view(request),
                 Err(error) => Err(error),
             };
             drop(place);
             result
         };
-        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+        reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
     /// Waits until the cluster replies.
@@ -260,11 +260,11 @@ impl Fake {
     /// As [`Fake::run`], for a request that writes.
     async fn change<T: 'static>(
         &self,
-        place: Place,
-        request: impl FnOnce(&mut Cluster, &mut Cache) -> Result<T> + 'static,
+        place: RbdRequestSlot,
+        request: impl FnOnce(&mut FakeCluster, &mut Cache) -> Result<T> + 'static,
     ) -> Result<T> {
         let (client, has_lock) = (self.client, self.has_lock);
-        let permitted = move |cluster: &mut Cluster, cache: &mut Cache| {
+        let permitted = move |cluster: &mut FakeCluster, cache: &mut Cache| {
             if has_lock && cluster.owner != Some(client) {
                 return Err(Error::from_errno(libc::EROFS));
             }
@@ -278,7 +278,7 @@ fn name(client: Client) -> String {
     format!("127.0.0.1:0/{client}")
 }
 
-impl Cluster {
+impl FakeCluster {
     fn resize(&mut self, size_bytes: usize) {
         self.safe.resize(size_bytes, 0);
         self.objects.retain(|object| object * OBJECT < size_bytes as u64);
@@ -327,8 +327,8 @@ impl Cluster {
     }
 }
 
-impl Backend for Fake {
-    async fn read(&self, place: Place, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
+impl RbdBackend for FakeRbd {
+    async fn read(&self, place: RbdRequestSlot, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
         let length = target.len();
         let read = self.run(place, move |cluster, cache| {
             // Reads are cut at the end of the image, as by librbd.
@@ -352,12 +352,12 @@ impl Backend for Fake {
         (Ok(bytes.len()), target)
     }
 
-    async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()> {
+    async fn write(&self, place: RbdRequestSlot, offset: u64, data: Segments) -> Result<()> {
         let bytes = data.to_vec();
         self.change(place, move |cluster, cache| cluster.change(offset, &bytes, cache)).await
     }
 
-    async fn flush(&self, place: Place) -> Result<()> {
+    async fn flush(&self, place: RbdRequestSlot) -> Result<()> {
         self.change(place, |cluster, cache| {
             cluster.flush(cache);
             Ok(())
@@ -365,7 +365,7 @@ impl Backend for Fake {
         .await
     }
 
-    async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()> {
+    async fn write_zeroes(&self, place: RbdRequestSlot, offset: u64, length: u64, is_thick: bool) -> Result<()> {
         assert!(
             !is_thick || (offset | length).is_multiple_of(512),
             "librbd would cut it, and may wait for ever"
@@ -377,7 +377,7 @@ impl Backend for Fake {
         .await
     }
 
-    async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()> {
+    async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()> {
         self.change(place, move |cluster, cache| cluster.zero(offset, length, cache)).await
     }
 
@@ -385,7 +385,7 @@ impl Backend for Fake {
         reactor::yield_now().await;
         self.outcome()?;
         self.cluster().resize(size_bytes as usize);
-        self.bell.ring();
+        self.bell.notify();
         Ok(())
     }
 
@@ -422,42 +422,42 @@ impl Backend for Fake {
         Ok(Some(pieces))
     }
 
-    async fn give_up(&self) -> Result<()> {
+    async fn release_lock(&self) -> Result<()> {
         let twin = self.clone();
         let task = async move {
             let _one = twin.turn.exclusive(0..1).await;
             twin.answer().await;
             twin.outcome()?;
             assert!(!twin.has_lock || twin.has_the_lock(), "a lock that it does not have");
-            twin.look(|cluster, cache| {
+            twin.with_view(|cluster, cache| {
                 assert!(cache.as_ref().is_none_or(|(_, dirty)| dirty.is_empty()), "what nobody else sees");
                 cluster.owner = None;
             });
             Ok(())
         };
-        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+        reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+    async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
         let (twin, heirs) = (self.clone(), heirs.to_vec());
         let task = async move {
             let _one = twin.turn.exclusive(0..1).await;
-            twin.shut_out(&heirs).await?;
+            twin.blocklist(&heirs).await?;
             twin.answer().await;
             twin.outcome()?;
             let mut cluster = twin.cluster();
             let owner = cluster.owner.filter(|owner| !cluster.shut_out.contains(owner));
             if let Some(owner) = owner.filter(|owner| twin.has_lock && *owner != twin.client) {
-                return Ok(Taken::Anothers(Some(name(owner))));
+                return Ok(ResumeOutcome::LockedElsewhere(Some(name(owner))));
             }
             cluster.owner = Some(twin.client).filter(|_| twin.has_lock);
             *twin.cache.lock().unwrap_or_else(PoisonError::into_inner) = None;
-            Ok(Taken::Ours(cluster.safe.len() as u64))
+            Ok(ResumeOutcome::Resumed(cluster.safe.len() as u64))
         };
-        reactor::spawn_to_end(task).await.unwrap_or(Err(Error::SHUTDOWN))
+        reactor::spawn_detached(task).await.unwrap_or(Err(Error::SHUTDOWN))
     }
 
-    async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+    async fn blocklist(&self, clients: &[u64]) -> Result<()> {
         self.answer().await;
         self.outcome()?;
         let mut cluster = self.cluster();
@@ -466,7 +466,7 @@ impl Backend for Fake {
         Ok(())
     }
 
-    fn bell(&self) -> &Arc<Bell> {
+    fn resize_notifier(&self) -> &Arc<ResizeNotifier> {
         &self.bell
     }
 
@@ -482,7 +482,7 @@ impl Backend for Fake {
 
 /// A buffer filled with one byte.
 pub(super) fn full_of(byte: u8, length: usize) -> Segments {
-    let mut buffer = Buffer::new(length);
+    let mut buffer = IoBuffer::new(length);
     buffer.fill(byte);
     buffer.into()
 }

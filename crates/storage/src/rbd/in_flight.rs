@@ -11,37 +11,37 @@ use std::sync::{
 
 use policy::time::{Duration, Instant};
 
-use reactor::{Permit, Permits};
+use reactor::{OperationPermit, OperationPermits};
 
 /// Number of slots: more than a deep queue needs. librbd itself submits 1024 at a time for all
 /// images of a connection (`objecter_inflight_ops`).
-pub(super) const MOST: usize = 256;
+pub(super) const SLOTS: usize = 256;
 
 /// The slots of one image.
 #[derive(Debug)]
-pub(super) struct InFlight {
+pub(super) struct RbdRequestSlots {
     /// Start time of the request in each slot, in nanoseconds; 0 if it is free.
     since: Box<[AtomicU64]>,
     /// Indices of free slots: at least one for each free permit.
     free: Mutex<Vec<usize>>,
-    permits: Arc<Permits>,
+    permits: Arc<OperationPermits>,
 }
 
 /// A slot, released when dropped.
 #[derive(Debug)]
-pub struct Place {
-    of: Arc<InFlight>,
+pub struct RbdRequestSlot {
+    slots: Arc<RbdRequestSlots>,
     index: usize,
     // Dropped last, so that there is a free index for each free permit.
-    _permit: Permit,
+    _permit: OperationPermit,
 }
 
-impl InFlight {
+impl RbdRequestSlots {
     pub(super) fn new() -> Arc<Self> {
         Arc::new(Self {
-            since: (0..MOST).map(|_| AtomicU64::new(0)).collect(),
-            free: Mutex::new((0..MOST).rev().collect()),
-            permits: Permits::new(MOST),
+            since: (0..SLOTS).map(|_| AtomicU64::new(0)).collect(),
+            free: Mutex::new((0..SLOTS).rev().collect()),
+            permits: OperationPermits::new(SLOTS),
         })
     }
 
@@ -51,24 +51,24 @@ impl InFlight {
     }
 
     /// Waits for a free slot, in the order of arrival.
-    pub(super) async fn enter(self: &Arc<Self>) -> Place {
-        let permit = self.permits.take().await;
+    pub(super) async fn acquire(self: &Arc<Self>) -> RbdRequestSlot {
+        let permit = self.permits.acquire().await;
         let index = self.free().pop().expect("a place for each permit");
-        self.since[index].store(reactor::recently().as_nanos().max(1), Relaxed);
-        Place { of: Arc::clone(self), index, _permit: permit }
+        self.since[index].store(reactor::coarse_now().as_nanos().max(1), Relaxed);
+        RbdRequestSlot { slots: Arc::clone(self), index, _permit: permit }
     }
 
     /// Age of the oldest request in flight.
-    pub(super) fn oldest(&self, now: Instant) -> Option<Duration> {
+    pub(super) fn oldest_age(&self, now: Instant) -> Option<Duration> {
         let since = self.since.iter().map(|since| since.load(Relaxed)).filter(|&since| since > 0).min()?;
         Some(Duration::from_nanos(now.as_nanos().saturating_sub(since)))
     }
 }
 
-impl Drop for Place {
+impl Drop for RbdRequestSlot {
     fn drop(&mut self) {
-        self.of.since[self.index].store(0, Relaxed);
-        self.of.free().push(self.index);
+        self.slots.since[self.index].store(0, Relaxed);
+        self.slots.free().push(self.index);
     }
 }
 
@@ -78,21 +78,21 @@ mod tests {
     use reactor::{now, sim, sleep_until, spawn_joinable};
 
     #[test]
-    fn who_finds_no_place_waits_for_one_and_the_oldest_is_known() {
+    fn requests_wait_for_a_slot_and_report_the_oldest() {
         sim::run(1, async {
-            let places = InFlight::new();
-            assert_eq!(places.oldest(now()), None);
+            let places = RbdRequestSlots::new();
+            assert_eq!(places.oldest_age(now()), None);
             // The instant 0 means a free slot.
             sleep_until(now() + Duration::from_millis(1)).await;
             let mut taken = Vec::new();
-            for _ in 0..MOST {
-                taken.push(places.enter().await);
+            for _ in 0..SLOTS {
+                taken.push(places.acquire().await);
                 sleep_until(now() + Duration::from_millis(1)).await;
             }
-            assert_eq!(places.oldest(now()), Some(Duration::from_millis(MOST as u64)));
+            assert_eq!(places.oldest_age(now()), Some(Duration::from_millis(SLOTS as u64)));
             let late = {
                 let places = Arc::clone(&places);
-                spawn_joinable(async move { places.enter().await })
+                spawn_joinable(async move { places.acquire().await })
             };
             sleep_until(now() + Duration::from_secs(1)).await;
             assert!(!late.is_finished());
@@ -100,9 +100,9 @@ mod tests {
             let late = late.await;
             sleep_until(now() + Duration::from_millis(5)).await;
             drop(taken);
-            assert_eq!(places.oldest(now()), Some(Duration::from_millis(5)));
+            assert_eq!(places.oldest_age(now()), Some(Duration::from_millis(5)));
             drop(late);
-            assert_eq!(places.oldest(now()), None);
+            assert_eq!(places.oldest_age(now()), None);
         });
     }
 }

@@ -23,21 +23,21 @@ use std::{
 };
 
 use self::{
-    image::Image,
-    operation::{Operation, What},
+    image::RbdImage,
+    operation::{RbdOperation, RbdOperationKind},
 };
 pub use self::{
-    image::{abandon_ends, wait_for_ends},
+    image::{abandon_closing, wait_for_closing},
     library::{is_loaded, load, remedy},
 };
 use super::{
-    Address, How,
-    backend::{Backend, Taken},
-    bell::Bell,
-    in_flight::Place,
+    RbdAddress, RbdOptions,
+    backend::{RbdBackend, ResumeOutcome},
+    bell::ResizeNotifier,
+    in_flight::RbdRequestSlot,
 };
 use reactor::{
-    buffer::{Buffer, Segment, Segments},
+    buffer::{IoBuffer, Segment, Segments},
     error::{Error, Result},
 };
 
@@ -49,8 +49,8 @@ const MOST_SEGMENTS: usize = 1024;
 /// An image that is open until [`Backend::close`].
 pub struct Librbd {
     /// `None` after it was closed.
-    image: Mutex<Option<Arc<Image>>>,
-    bell: Arc<Bell>,
+    image: Mutex<Option<Arc<RbdImage>>>,
+    bell: Arc<ResizeNotifier>,
     cache_bytes: u64,
     what: String,
     is_passed: bool,
@@ -65,9 +65,9 @@ impl fmt::Debug for Librbd {
 
 impl Librbd {
     /// Opens an image and returns it with its size in bytes. Blocks.
-    pub(super) fn open(address: &Address, how: &How) -> std::result::Result<(Self, u64), OpenError> {
+    pub(super) fn open(address: &RbdAddress, how: &RbdOptions) -> std::result::Result<(Self, u64), OpenError> {
         let (sender, closed) = async_channel::bounded(1);
-        let image = Image::open(address, how, sender)?;
+        let image = RbdImage::open(address, how, sender)?;
         let (bell, size_bytes, cache_bytes) =
             (Arc::clone(&image.bell), image.size_bytes, image.cache_bytes());
         let (what, is_passed) = (image.what.clone(), image.is_passed);
@@ -76,7 +76,7 @@ impl Librbd {
     }
 
     /// Identity of the image, independent of its name.
-    pub(super) fn what(&self) -> &str {
+    pub(super) fn key(&self) -> &str {
         &self.what
     }
 
@@ -95,23 +95,23 @@ impl Librbd {
         self.cache_bytes
     }
 
-    fn image(&self) -> Result<Arc<Image>> {
+    fn image(&self) -> Result<Arc<RbdImage>> {
         let image = self.image.lock().unwrap_or_else(PoisonError::into_inner);
         image.as_ref().map(Arc::clone).ok_or(Error::SHUTDOWN)
     }
 
-    async fn run(&self, what: What, place: Place, segments: Segments) -> (Result<u64>, Segments) {
+    async fn run(&self, what: RbdOperationKind, place: RbdRequestSlot, segments: Segments) -> (Result<u64>, Segments) {
         let image = match self.image() {
             Ok(image) => image,
             Err(error) => return (Err(error), segments),
         };
-        Operation::start(&image, what, place, segments).await
+        RbdOperation::start(&image, what, place, segments).await
     }
 
     /// Runs a call on its own thread. If the future is dropped, the thread continues.
-    async fn apart<T: Send + 'static>(
+    async fn run_on_thread<T: Send + 'static>(
         &self,
-        call: impl FnOnce(&Image) -> Result<T> + Send + 'static,
+        call: impl FnOnce(&RbdImage) -> Result<T> + Send + 'static,
     ) -> Result<T> {
         let image = self.image()?;
         let (sender, answer) = async_channel::bounded(1);
@@ -131,70 +131,70 @@ fn are_plain(segments: &Segments) -> bool {
         && segments.iter().all(|segment| matches!(segment, Segment::Own(_)))
 }
 
-impl Backend for Librbd {
-    async fn read(&self, place: Place, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
+impl RbdBackend for Librbd {
+    async fn read(&self, place: RbdRequestSlot, offset: u64, mut target: Segments) -> (Result<usize>, Segments) {
         let count = |result: Result<u64>| result.map(|count| usize::try_from(count).unwrap_or(usize::MAX));
         if are_plain(&target) {
-            let (result, target) = self.run(What::Read { offset }, place, target).await;
+            let (result, target) = self.run(RbdOperationKind::Read { offset }, place, target).await;
             return (count(result), target);
         }
-        let bounce = Buffer::new(target.len());
-        let (result, bounce) = self.run(What::Read { offset }, place, bounce.into()).await;
+        let bounce = IoBuffer::new(target.len());
+        let (result, bounce) = self.run(RbdOperationKind::Read { offset }, place, bounce.into()).await;
         if result.is_ok() {
             target.copy_from(&bounce.joined());
         }
         (count(result), target)
     }
 
-    async fn write(&self, place: Place, offset: u64, data: Segments) -> Result<()> {
+    async fn write(&self, place: RbdRequestSlot, offset: u64, data: Segments) -> Result<()> {
         let data = if are_plain(&data) { data } else { data.joined().into() };
-        self.run(What::Write { offset }, place, data).await.0.map(drop)
+        self.run(RbdOperationKind::Write { offset }, place, data).await.0.map(drop)
     }
 
-    async fn flush(&self, place: Place) -> Result<()> {
-        self.run(What::Flush, place, Segments::default()).await.0.map(drop)
+    async fn flush(&self, place: RbdRequestSlot) -> Result<()> {
+        self.run(RbdOperationKind::Flush, place, Segments::default()).await.0.map(drop)
     }
 
-    async fn write_zeroes(&self, place: Place, offset: u64, length: u64, is_thick: bool) -> Result<()> {
-        let what = What::WriteZeroes { offset, length, is_thick };
+    async fn write_zeroes(&self, place: RbdRequestSlot, offset: u64, length: u64, is_thick: bool) -> Result<()> {
+        let what = RbdOperationKind::WriteZeroes { offset, length, is_thick };
         self.run(what, place, Segments::default()).await.0.map(drop)
     }
 
-    async fn discard(&self, place: Place, offset: u64, length: u64) -> Result<()> {
-        self.run(What::Discard { offset, length }, place, Segments::default()).await.0.map(drop)
+    async fn discard(&self, place: RbdRequestSlot, offset: u64, length: u64) -> Result<()> {
+        self.run(RbdOperationKind::Discard { offset, length }, place, Segments::default()).await.0.map(drop)
     }
 
     async fn resize(&self, size_bytes: u64) -> Result<()> {
-        self.apart(move |image| image.resize(size_bytes)).await
+        self.run_on_thread(move |image| image.resize(size_bytes)).await
     }
 
     async fn size_bytes(&self) -> Result<u64> {
-        self.apart(Image::current_size).await
+        self.run_on_thread(RbdImage::current_size).await
     }
 
     async fn stored_size(&self) -> Result<Option<u64>> {
-        self.apart(Image::stored_size).await
+        self.run_on_thread(RbdImage::stored_size).await
     }
 
     async fn allocated(&self, range: Range<u64>, most: usize) -> Result<Option<Vec<Range<u64>>>> {
-        self.apart(move |image| image.allocated(&range, most)).await
+        self.run_on_thread(move |image| image.allocated(&range, most)).await
     }
 
-    async fn give_up(&self) -> Result<()> {
-        self.apart(Image::give_up).await
+    async fn release_lock(&self) -> Result<()> {
+        self.run_on_thread(RbdImage::release_lock).await
     }
 
-    async fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+    async fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
         let heirs = heirs.to_vec();
-        self.apart(move |image| image.take_up(&heirs)).await
+        self.run_on_thread(move |image| image.resume(&heirs)).await
     }
 
-    async fn shut_out(&self, clients: &[u64]) -> Result<()> {
+    async fn blocklist(&self, clients: &[u64]) -> Result<()> {
         let clients = clients.to_vec();
-        self.apart(move |image| image.shut_out(&clients)).await
+        self.run_on_thread(move |image| image.blocklist(&clients)).await
     }
 
-    fn bell(&self) -> &Arc<Bell> {
+    fn resize_notifier(&self) -> &Arc<ResizeNotifier> {
         &self.bell
     }
 

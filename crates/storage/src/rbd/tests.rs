@@ -8,12 +8,12 @@ use std::{cell::RefCell, rc::Rc};
 use proptest::prelude::*;
 
 use super::{
-    fake::{Fake, OBJECT, full_of},
+    fake::{FakeRbd, OBJECT, full_of},
     *,
 };
 use reactor::{
-    buffer::Buffer,
-    guest::{Memory, Region},
+    buffer::IoBuffer,
+    guest::{GuestMemory, Region},
     now, sim, sleep_until, spawn_joinable, yield_now,
 };
 
@@ -21,25 +21,25 @@ use crate::align::Align;
 
 const SIZE: usize = 64 * OBJECT as usize;
 
-fn rbd(fake: &Fake, cache: CacheMode, read_only: bool) -> Align<Rbd<Fake>> {
-    opened(fake, How { cache, read_only, force_share: false, passed: None })
+fn rbd(fake: &FakeRbd, cache: CacheMode, read_only: bool) -> Align<RbdStorage<FakeRbd>> {
+    opened(fake, RbdOptions { cache, read_only, force_share: false, passed: None })
 }
 
-fn opened(fake: &Fake, how: How) -> Align<Rbd<Fake>> {
-    let address = Address::read("vms/vm1").expect("an address");
-    Align::new(Rbd::new(fake.clone(), &address, address.name(), how, SIZE as u64))
+fn opened(fake: &FakeRbd, how: RbdOptions) -> Align<RbdStorage<FakeRbd>> {
+    let address = RbdAddress::read("vms/vm1").expect("an address");
+    Align::new(RbdStorage::new(fake.clone(), &address, address.name(), how, SIZE as u64))
 }
 
 fn zeroes(may_unmap: bool) -> ZeroOptions {
     ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached }
 }
 
-async fn read(image: &Align<Rbd<Fake>>, offset: u64, length: usize) -> Result<Vec<u8>> {
-    Ok(image.read(offset, Buffer::new(length).into()).await?.to_vec())
+async fn read(image: &Align<RbdStorage<FakeRbd>>, offset: u64, length: usize) -> Result<Vec<u8>> {
+    Ok(image.read(offset, IoBuffer::new(length).into()).await?.to_vec())
 }
 
 #[derive(Clone, Debug)]
-enum Step {
+enum RbdStep {
     Write(u64, usize, u8),
     Zero(u64, u64, bool),
     Discard(u64, u64),
@@ -47,14 +47,14 @@ enum Step {
     Resize(u64),
 }
 
-fn step() -> impl Strategy<Value = Step> {
+fn step() -> impl Strategy<Value = RbdStep> {
     let range = || (0..SIZE as u64, 1..3 * OBJECT);
     prop_oneof![
-        4 => (range(), 1_u8..).prop_map(|((at, length), byte)| Step::Write(at, length as usize, byte)),
-        2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| Step::Zero(at, length, unmap)),
-        2 => range().prop_map(|(at, length)| Step::Discard(at, length)),
-        1 => Just(Step::Flush),
-        1 => (1..128_u64).prop_map(|sectors| Step::Resize(sectors * 4096)),
+        4 => (range(), 1_u8..).prop_map(|((at, length), byte)| RbdStep::Write(at, length as usize, byte)),
+        2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| RbdStep::Zero(at, length, unmap)),
+        2 => range().prop_map(|(at, length)| RbdStep::Discard(at, length)),
+        1 => Just(RbdStep::Flush),
+        1 => (1..128_u64).prop_map(|sectors| RbdStep::Resize(sectors * 4096)),
     ]
 }
 
@@ -62,13 +62,13 @@ proptest! {
     #[test]
     fn bytes_are_as_in_a_vector(steps in prop::collection::vec(step(), 1..60), seed: u64) {
         sim::run(seed, async move {
-            let fake = Fake::new(SIZE);
+            let fake = FakeRbd::new(SIZE);
             let image = rbd(&fake, CacheMode::None, false);
             let mut model = vec![0_u8; SIZE];
             for step in steps {
                 let inside = |at: u64, length: u64| at + length <= model.len() as u64;
                 match step {
-                    Step::Write(at, length, byte) => {
+                    RbdStep::Write(at, length, byte) => {
                         let expected = inside(at, length as u64);
                         let result = image.write(at, full_of(byte, length), Durability::Cached).await;
                         assert_eq!(result.is_ok(), expected);
@@ -76,22 +76,22 @@ proptest! {
                             model[at as usize..at as usize + length].fill(byte);
                         }
                     }
-                    Step::Zero(at, length, unmap) => {
+                    RbdStep::Zero(at, length, unmap) => {
                         let expected = inside(at, length);
                         assert_eq!(image.write_zeroes(at, length, zeroes(unmap)).await.is_ok(), expected);
                         if expected {
                             model[at as usize..(at + length) as usize].fill(0);
                         }
                     }
-                    Step::Discard(at, length) => {
+                    RbdStep::Discard(at, length) => {
                         let expected = inside(at, length);
                         assert_eq!(image.discard(at, length).await.is_ok(), expected);
                         if expected {
                             model[at as usize..(at + length) as usize].fill(0);
                         }
                     }
-                    Step::Flush => assert_eq!(image.flush().await, Ok(())),
-                    Step::Resize(size) => {
+                    RbdStep::Flush => assert_eq!(image.flush().await, Ok(())),
+                    RbdStep::Resize(size) => {
                         assert_eq!(image.resize(size).await, Ok(()));
                         model.resize(size as usize, 0);
                     }
@@ -114,9 +114,9 @@ proptest! {
 }
 
 #[test]
-fn what_was_flushed_survives_and_fua_is_a_flush() {
+fn flushed_and_fua_writes_survive() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE).with_cache();
+        let fake = FakeRbd::new(SIZE).with_cache();
         let image = rbd(&fake, CacheMode::Writeback, false);
         image.write(0, full_of(1, 512), Durability::Cached).await.expect("written");
         assert_eq!(fake.after_a_crash()[0], 0, "it is in the cache");
@@ -135,15 +135,15 @@ fn what_was_flushed_survives_and_fua_is_a_flush() {
 }
 
 #[test]
-fn a_cluster_that_stands_still_keeps_no_more_than_has_places_and_its_age_is_told() {
+fn hung_cluster_holds_a_bounded_number_of_requests() {
     for seed in 0..20 {
         sim::run(seed, async {
-            let fake = Fake::new(SIZE);
+            let fake = FakeRbd::new(SIZE);
             let image = Rc::new(rbd(&fake, CacheMode::None, false));
             assert_eq!(image.device().oldest_request(), None);
-            fake.stand_still();
+            fake.stop_answering();
             let started = now();
-            let tasks: Vec<_> = (0..3 * in_flight::MOST)
+            let tasks: Vec<_> = (0..3 * in_flight::SLOTS)
                 .map(|_| {
                     let image = Rc::clone(&image);
                     spawn_joinable(async move { read(&image, 0, 512).await.map(drop) })
@@ -152,13 +152,13 @@ fn a_cluster_that_stands_still_keeps_no_more_than_has_places_and_its_age_is_told
             sleep_until(started + Duration::from_secs(7)).await;
             let oldest = image.device().oldest_request().expect("there are some");
             assert!(oldest > Duration::from_millis(6_900) && oldest <= Duration::from_secs(7), "{oldest:?}");
-            assert_eq!(fake.most_under_way(), in_flight::MOST);
+            assert_eq!(fake.max_in_flight(), in_flight::SLOTS);
             // A cancelled request keeps its slot until the cluster has completed it.
             let mut tasks = tasks;
-            drop(tasks.drain(..in_flight::MOST));
+            drop(tasks.drain(..in_flight::SLOTS));
             sleep_until(now() + Duration::from_secs(1)).await;
-            assert_eq!(fake.most_under_way(), in_flight::MOST);
-            fake.go_on();
+            assert_eq!(fake.max_in_flight(), in_flight::SLOTS);
+            fake.resume_answering();
             for task in tasks {
                 assert_eq!(task.await, Ok(()));
             }
@@ -170,26 +170,26 @@ fn a_cluster_that_stands_still_keeps_no_more_than_has_places_and_its_age_is_told
 }
 
 #[test]
-fn a_writer_that_was_shut_out_writes_nothing_more_and_says_so() {
+fn blocklisted_writer_fails_all_requests() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
         image.write(0, full_of(1, 512), Durability::Cached).await.expect("written");
-        fake.is_to_be_shut_out();
+        fake.blocklist_self();
         assert_eq!(image.write(0, full_of(2, 512), Durability::Cached).await, Err(Error::IO));
         assert_eq!(image.flush().await, Err(Error::IO));
-        let before = fake.most_under_way();
+        let before = fake.max_in_flight();
         assert_eq!(read(&image, 0, 512).await, Err(Error::IO));
         assert_eq!(image.block_status(0, 512).await, Err(Error::IO));
-        assert_eq!(fake.most_under_way(), before, "the cluster is not asked any more");
+        assert_eq!(fake.max_in_flight(), before, "the cluster is not asked any more");
         assert_eq!(fake.after_a_crash()[0], 1);
     });
 }
 
 #[test]
-fn failures_are_errors_that_clients_know() {
+fn cluster_errors_map_to_client_errors() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
         for (errno, told) in [
             (libc::ENOSPC, Error::NO_SPACE),
@@ -208,9 +208,9 @@ fn failures_are_errors_that_clients_know() {
 }
 
 #[test]
-fn what_is_read_only_is_not_written_to() {
+fn read_only_image_rejects_changes() {
     sim::run(1, async {
-        let image = rbd(&Fake::new(SIZE), CacheMode::None, true);
+        let image = rbd(&FakeRbd::new(SIZE), CacheMode::None, true);
         let denied = Err(Error::NOT_PERMITTED);
         assert_eq!(image.write(0, full_of(1, 512), Durability::Cached).await, denied);
         assert_eq!(image.write_zeroes(0, 512, zeroes(true)).await, denied);
@@ -221,32 +221,32 @@ fn what_is_read_only_is_not_written_to() {
 }
 
 #[test]
-fn what_is_only_read_and_was_removed_is_not_read_on() {
+fn removed_read_only_image_fails_reads() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, true);
-        assert_eq!(image.device().look_every(), Some(LOOK));
-        assert_eq!(image.device().look_again().await, Ok(SIZE as u64));
+        assert_eq!(image.device().poll_interval(), Some(POLL_INTERVAL));
+        assert_eq!(image.device().poll_size().await, Ok(SIZE as u64));
         assert!(read(&image, 0, 512).await.is_ok());
         fake.remove_from_outside();
-        assert_eq!(image.device().look_again().await, Ok(SIZE as u64));
+        assert_eq!(image.device().poll_size().await, Ok(SIZE as u64));
         assert_eq!(read(&image, 0, 512).await, Err(Error::IO));
-        assert_eq!(rbd(&fake, CacheMode::None, false).device().look_every(), None);
+        assert_eq!(rbd(&fake, CacheMode::None, false).device().poll_interval(), None);
     });
 }
 
 #[test]
-fn others_may_resize_it_meanwhile() {
+fn external_resize_is_noticed() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = Rc::new(rbd(&fake, CacheMode::None, false));
         let seen = Rc::new(RefCell::new(Vec::new()));
         let watch = {
             let (image, seen) = (Rc::clone(&image), Rc::clone(&seen));
             spawn_joinable(async move {
                 for _ in 0..2 {
-                    image.device().bell().rung().await;
-                    let size = image.device().look_again().await;
+                    image.device().resize_notifier().notified().await;
+                    let size = image.device().poll_size().await;
                     seen.borrow_mut().push(size);
                 }
             })
@@ -268,9 +268,9 @@ fn others_may_resize_it_meanwhile() {
 }
 
 #[test]
-fn much_is_zeroed_in_pieces_and_thick_zeroes_are_not_fast() {
+fn zeroing_is_split_and_thick_zeroes_are_not_fast() {
     sim::run(1, async {
-        let fake = Fake::new(0);
+        let fake = FakeRbd::new(0);
         fake.resize_from_outside(600 << 20);
         let image = rbd(&fake, CacheMode::None, false);
         image.resize(600 << 20).await.expect("resized");
@@ -285,19 +285,19 @@ fn much_is_zeroed_in_pieces_and_thick_zeroes_are_not_fast() {
 }
 
 #[test]
-fn without_a_map_all_is_data() {
+fn without_object_map_everything_is_data() {
     sim::run(1, async {
-        let image = rbd(&Fake::new(SIZE).without_map(), CacheMode::None, false);
+        let image = rbd(&FakeRbd::new(SIZE).without_map(), CacheMode::None, false);
         let whole = Extent { length: SIZE as u64, hole: false, zero: false };
         assert_eq!(image.block_status(0, SIZE as u64).await, Ok(vec![whole]));
     });
 }
 
 #[test]
-fn an_answer_has_no_more_extents_than_fit() {
-    let pieces: Vec<_> = (0..MOST_EXTENTS as u64 / 2).map(|n| n * 20 + 10..n * 20 + 20).collect();
+fn extents_are_bounded() {
+    let pieces: Vec<_> = (0..MAX_EXTENTS as u64 / 2).map(|n| n * 20 + 10..n * 20 + 20).collect();
     let all = extents(&(0..1_000_000), &pieces, true);
-    assert_eq!(all.len(), MOST_EXTENTS);
+    assert_eq!(all.len(), MAX_EXTENTS);
     assert_eq!(all.iter().map(|extent| extent.length).sum::<u64>(), pieces.last().expect("one").end);
     let rest = extents(&(0..1_000_000), &pieces[..3], false);
     assert_eq!(rest.iter().map(|extent| extent.length).sum::<u64>(), 1_000_000);
@@ -310,10 +310,10 @@ fn an_answer_has_no_more_extents_than_fit() {
 #[test]
 fn a_guest_s_memory_is_read_into_and_written_from() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
-        let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
-        let place = memory.place(0, 4096).expect("inside");
+        let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
+        let place = memory.range(0, 4096).expect("inside");
         place.fill(0, 4096, 9);
         image.write(0, place.clone().into(), Durability::Cached).await.expect("written");
         place.fill(0, 4096, 0);
@@ -325,9 +325,9 @@ fn a_guest_s_memory_is_read_into_and_written_from() {
 }
 
 #[test]
-fn its_end_is_passed_on() {
+fn close_reaches_the_backend() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, false);
         image.device().close().await.expect("closed");
         assert!(fake.is_closed());

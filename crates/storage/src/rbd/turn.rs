@@ -7,12 +7,12 @@ use event_listener::Event;
 
 /// Ownership of one image.
 #[derive(Debug)]
-pub(super) struct Turn {
+pub(super) struct ImageOwnership {
     is_ours: AtomicBool,
     taken: Event,
 }
 
-impl Turn {
+impl ImageOwnership {
     pub(super) fn new(is_ours: bool) -> Self {
         Self { is_ours: AtomicBool::new(is_ours), taken: Event::new() }
     }
@@ -22,18 +22,18 @@ impl Turn {
     }
 
     /// Gives the ownership up: writes wait from now on.
-    pub(super) fn give(&self) {
+    pub(super) fn release(&self) {
         self.is_ours.store(false, SeqCst);
     }
 
     /// Takes the ownership: waiting writes continue.
-    pub(super) fn take(&self) {
+    pub(super) fn acquire(&self) {
         self.is_ours.store(true, SeqCst);
         self.taken.notify(usize::MAX);
     }
 
     /// Waits until this process has the ownership.
-    pub(super) async fn come(&self) {
+    pub(super) async fn wait(&self) {
         while !self.is_ours() {
             let taken = self.taken.listen();
             // Taken between the check and the listener.

@@ -6,25 +6,25 @@
 
 pub(super) use std::sync::atomic::{Ordering, fence};
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 
 /// Words of a ring. Offsets are in bytes, inside the place, and aligned to the word; violations are
 /// bugs and panic.
 #[derive(Clone, Debug)]
-pub(super) struct Cells(Place);
+pub(super) struct Cells(GuestBytes);
 
 macro_rules! words {
     ($($load:ident $store:ident $word:ty),*) => {
         $(
             pub(super) fn $load(&self, offset: usize, order: Ordering) -> $word {
                 #[cfg(any(test, fuzzing, feature = "meddler"))]
-                super::meddler::before(super::meddler::Access::Load);
+                super::meddler::call_hook(super::meddler::RingAccess::Load);
                 self.0.$load(offset, order)
             }
 
             pub(super) fn $store(&self, offset: usize, value: $word, order: Ordering) {
                 #[cfg(any(test, fuzzing, feature = "meddler"))]
-                super::meddler::before(super::meddler::Access::Store);
+                super::meddler::call_hook(super::meddler::RingAccess::Store);
                 self.0.$store(offset, value, order);
             }
         )*
@@ -32,7 +32,7 @@ macro_rules! words {
 }
 
 impl Cells {
-    pub(super) fn new(place: Place) -> Self {
+    pub(super) fn new(place: GuestBytes) -> Self {
         Self(place)
     }
 

@@ -3,7 +3,7 @@
 //! A descriptor is copied once, then validated. An invalid chain is still a chain: its ticket is
 //! returned to the driver, and its valid writable part may receive a status.
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 
 pub(super) use super::regions::DESCRIPTOR_BYTES;
 use super::regions::{Places, Regions};
@@ -27,7 +27,7 @@ pub(super) mod flag {
 /// `Ring::put_back` before it is started. If it is dropped, the driver waits for ever.
 #[derive(Debug)]
 #[must_use = "the driver waits for this chain"]
-pub struct Ticket {
+pub struct ChainTicket {
     /// The driver's identification of the chain: in a split ring its first descriptor, in a packed
     /// ring its buffer id.
     pub(super) id: u16,
@@ -42,9 +42,9 @@ pub struct Ticket {
 
 /// A chain, as taken from the ring.
 #[derive(Debug)]
-pub struct Chain {
+pub struct DescriptorChain {
     /// To be returned when it is done.
-    pub ticket: Ticket,
+    pub ticket: ChainTicket,
     /// Readable places, then writable ones.
     pub(crate) places: Places,
     /// Number of readable places.
@@ -55,7 +55,7 @@ pub struct Chain {
     pub fault: Option<ChainFault>,
 }
 
-impl Chain {
+impl DescriptorChain {
     /// Prefetches the memory that is accessed first and last: a request's header and status.
     pub fn prefetch(&self) {
         if let Some(first) = self.readable().first() {
@@ -67,12 +67,12 @@ impl Chain {
     }
 
     /// Places that the device reads.
-    pub fn readable(&self) -> &[Place] {
+    pub fn readable(&self) -> &[GuestBytes] {
         &self.places[..self.reads]
     }
 
     /// Places that the device writes.
-    pub fn writable(&self) -> &[Place] {
+    pub fn writable(&self) -> &[GuestBytes] {
         &self.places[self.reads..]
     }
 }
@@ -115,14 +115,14 @@ pub enum ChainFault {
 /// A copy of a descriptor. `link` is the next descriptor in a split ring, the buffer id in a packed
 /// one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Descriptor {
+pub(super) struct RingDescriptor {
     pub(super) address: u64,
     pub(super) bytes: u32,
     pub(super) flags: u16,
     pub(super) link: u16,
 }
 
-impl Descriptor {
+impl RingDescriptor {
     /// From the two words of a descriptor of a split ring (§ 2.7.5) or its indirect tables.
     pub(super) fn split(address: u64, rest: u64) -> Self {
         Self { address, bytes: rest as u32, flags: (rest >> 32) as u16, link: (rest >> 48) as u16 }
@@ -141,17 +141,17 @@ impl Descriptor {
 
 /// Order of the descriptors of an indirect table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Order {
+pub(super) enum TableOrder {
     /// Linked by NEXT from the first on, as in split rings.
     Linked,
     /// Sequential, all of them, as in packed rings (§ 2.8.7).
-    Rowed,
+    Sequential,
 }
 
 /// Parser state of a chain.
-pub(super) struct Gathering<'m> {
+pub(super) struct ChainParser<'m> {
     regions: &'m Regions,
-    indirect: Option<Order>,
+    indirect: Option<TableOrder>,
     places: Places,
     reads: usize,
     /// True if a writable descriptor was seen, even one of zero bytes.
@@ -161,9 +161,9 @@ pub(super) struct Gathering<'m> {
     fault: Option<ChainFault>,
 }
 
-impl<'m> Gathering<'m> {
+impl<'m> ChainParser<'m> {
     /// `indirect`: format of indirect tables; `None` if they were not negotiated.
-    pub(super) fn new(regions: &'m Regions, indirect: Option<Order>) -> Self {
+    pub(super) fn new(regions: &'m Regions, indirect: Option<TableOrder>) -> Self {
         Self {
             regions,
             indirect,
@@ -177,9 +177,9 @@ impl<'m> Gathering<'m> {
     }
 
     #[inline(always)]
-    pub(super) fn finish(self, ticket: Ticket) -> Chain {
+    pub(super) fn finish(self, ticket: ChainTicket) -> DescriptorChain {
         let Self { places, reads, descriptors, fault, .. } = self;
-        Chain { ticket, places, reads, descriptors, fault }
+        DescriptorChain { ticket, places, reads, descriptors, fault }
     }
 
     /// Records a fault. The first one is kept.
@@ -189,20 +189,20 @@ impl<'m> Gathering<'m> {
 
     /// Parses the next descriptor of the ring.
     #[inline]
-    pub(super) fn take(&mut self, descriptor: Descriptor) {
+    pub(super) fn parse(&mut self, descriptor: RingDescriptor) {
         if !descriptor.has(flag::INDIRECT) {
-            return self.buffer(descriptor);
+            return self.parse_buffer(descriptor);
         }
         match self.indirect {
             None => self.fault(ChainFault::NotNegotiated),
             Some(_) if descriptor.has(flag::NEXT) => self.fault(ChainFault::IndirectNext),
-            Some(order) => self.table(descriptor, order),
+            Some(order) => self.parse_table(descriptor, order),
         }
     }
 
     #[inline]
     // Checked before the places are resolved: the work for one chain stays bounded.
-    fn buffer(&mut self, descriptor: Descriptor) {
+    fn parse_buffer(&mut self, descriptor: RingDescriptor) {
         if self.descriptors == MAX_DESCRIPTORS || self.places.len() > MAX_PLACES {
             return self.fault(ChainFault::TooLong);
         }
@@ -227,12 +227,12 @@ impl<'m> Gathering<'m> {
         }
     }
 
-    fn table(&mut self, descriptor: Descriptor, order: Order) {
+    fn parse_table(&mut self, descriptor: RingDescriptor, order: TableOrder) {
         let length = descriptor.bytes as usize / DESCRIPTOR_BYTES;
         if length == 0 || !(descriptor.bytes as usize).is_multiple_of(DESCRIPTOR_BYTES) {
             return self.fault(ChainFault::Table(descriptor.bytes));
         }
-        let Descriptor { address: table, bytes, .. } = descriptor;
+        let RingDescriptor { address: table, bytes, .. } = descriptor;
         if table.checked_add(u64::from(bytes)).is_none() {
             return self.fault(ChainFault::Outside);
         }
@@ -244,16 +244,16 @@ impl<'m> Gathering<'m> {
                 return self.fault(ChainFault::Outside);
             };
             let descriptor = match order {
-                Order::Linked => Descriptor::split(address, rest),
-                Order::Rowed => Descriptor::packed(address, rest),
+                TableOrder::Linked => RingDescriptor::split(address, rest),
+                TableOrder::Sequential => RingDescriptor::packed(address, rest),
             };
             if descriptor.has(flag::INDIRECT) {
                 return self.fault(ChainFault::Nested);
             }
-            self.buffer(descriptor);
+            self.parse_buffer(descriptor);
             let ends = match order {
-                Order::Linked => !descriptor.has(flag::NEXT),
-                Order::Rowed => read == length,
+                TableOrder::Linked => !descriptor.has(flag::NEXT),
+                TableOrder::Sequential => read == length,
             };
             if ends {
                 return;
@@ -263,8 +263,8 @@ impl<'m> Gathering<'m> {
                 return self.fault(ChainFault::TooLong);
             }
             index = match order {
-                Order::Linked => usize::from(descriptor.link),
-                Order::Rowed => read,
+                TableOrder::Linked => usize::from(descriptor.link),
+                TableOrder::Sequential => read,
             };
             if index >= length {
                 return self.fault(ChainFault::Next(descriptor.link));

@@ -6,14 +6,14 @@
 mod packed;
 mod split;
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 
-use self::{packed::Packed, split::Split};
-use super::{cells, chain, chain::flag, layout::Layout, position};
+use self::{packed::PackedDriver, split::SplitDriver};
+use super::{cells, chain, chain::flag, layout::RingLayout, position};
 
 /// A buffer of a chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Buffer {
+pub struct DriverBuffer {
     /// Guest-physical address.
     pub address: u64,
     /// Length in bytes.
@@ -22,7 +22,7 @@ pub struct Buffer {
     pub writable: bool,
 }
 
-impl Buffer {
+impl DriverBuffer {
     fn flags(self) -> u16 {
         if self.writable { flag::WRITE } else { 0 }
     }
@@ -30,7 +30,7 @@ impl Buffer {
 
 /// A completed chain.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Used {
+pub struct UsedChain {
     /// Id that [`Driver::add`] returned.
     pub id: u16,
     /// Number of bytes written, as the device reports it.
@@ -40,47 +40,47 @@ pub struct Used {
 /// Error: the device returned a chain that was not in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the device gave back chain {0}, which it did not have")]
-pub struct NotOut(pub u32);
+pub struct NotInFlight(pub u32);
 
 /// The driver's half of a ring.
 #[derive(Debug)]
-pub struct Driver(Kind);
+pub struct RingDriver(DriverRing);
 
 #[derive(Debug)]
-enum Kind {
-    Split(Split),
-    Packed(Packed),
+enum DriverRing {
+    Split(SplitDriver),
+    Packed(PackedDriver),
 }
 
 macro_rules! either {
     ($driver:expr, $half:ident => $what:expr) => {
         match $driver {
-            Kind::Split($half) => $what,
-            Kind::Packed($half) => $what,
+            DriverRing::Split($half) => $what,
+            DriverRing::Packed($half) => $what,
         }
     };
 }
 
-impl Driver {
+impl RingDriver {
     /// Creates the driver of an unused (zeroed) ring. A split ring may also be one without chains
     /// in flight.
-    pub fn new(layout: &Layout) -> Self {
+    pub fn new(layout: &RingLayout) -> Self {
         let (size, event_idx, cells) = (layout.size, layout.event_idx, layout.cells());
         Self(if layout.packed {
-            Kind::Packed(Packed::new(size, event_idx, cells))
+            DriverRing::Packed(PackedDriver::new(size, event_idx, cells))
         } else {
-            Kind::Split(Split::new(size, event_idx, cells))
+            DriverRing::Split(SplitDriver::new(size, event_idx, cells))
         })
     }
 
     /// Number of free descriptors.
-    pub fn free(&self) -> usize {
+    pub fn free_descriptors(&self) -> usize {
         either!(&self.0, half => half.free())
     }
 
     /// Makes a chain of at least one buffer available and returns its id. `None` if there are no
     /// buffers or too few free descriptors.
-    pub fn add(&mut self, buffers: &[Buffer]) -> Option<u16> {
+    pub fn add(&mut self, buffers: &[DriverBuffer]) -> Option<u16> {
         either!(&mut self.0, half => half.add(buffers, 0))
     }
 
@@ -89,8 +89,8 @@ impl Driver {
     ///
     /// # Panics
     /// If `table` is too short: sixteen bytes for each buffer.
-    pub fn add_indirect(&mut self, table: &Place, buffers: &[Buffer]) -> Option<u16> {
-        let packed = matches!(self.0, Kind::Packed(_));
+    pub fn add_indirect(&mut self, table: &GuestBytes, buffers: &[DriverBuffer]) -> Option<u16> {
+        let packed = matches!(self.0, DriverRing::Packed(_));
         for (number, buffer) in buffers.iter().enumerate() {
             let last = number + 1 == buffers.len();
             let rest = if packed {
@@ -107,7 +107,7 @@ impl Driver {
         }
         let bytes = (buffers.len() * chain::DESCRIPTOR_BYTES) as u32;
         // The ring itself has one descriptor, which points to the table.
-        let table = Buffer { address: table.guest_address(), bytes, writable: false };
+        let table = DriverBuffer { address: table.guest_address(), bytes, writable: false };
         either!(&mut self.0, half => half.add(&[table], flag::INDIRECT))
     }
 
@@ -121,18 +121,18 @@ impl Driver {
     ///
     /// # Errors
     /// The device returned a chain that was not in flight; the ring is unusable.
-    pub fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
+    pub fn next_used(&mut self) -> Result<Option<UsedChain>, NotInFlight> {
         either!(&mut self.0, half => half.next_used())
     }
 
     /// Suppresses calls while the ring is polled.
-    pub fn silence(&mut self) {
+    pub fn suppress_calls(&mut self) {
         either!(&mut self.0, half => half.silence());
     }
 
     /// Requests a call when the next chain is completed. True if one is completed already.
     #[must_use]
-    pub fn listen(&mut self) -> bool {
+    pub fn enable_calls(&mut self) -> bool {
         either!(&mut self.0, half => half.listen())
     }
 }

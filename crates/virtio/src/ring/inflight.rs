@@ -17,10 +17,10 @@ mod split;
 
 use std::sync::atomic::Ordering;
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 
 pub(super) use self::{packed::PackedLog, split::SplitLog};
-use super::{Broken, cells, cells::Cells, chain::Descriptor, position};
+use super::{RingError, cells, cells::Cells, chain::RingDescriptor, position};
 
 /// Alignment of each queue's area, as in libvhost-user.
 const ALIGNMENT: usize = 64;
@@ -32,9 +32,9 @@ const SIZE_AT: usize = 10;
 
 /// The area of one queue. A zeroed area is new.
 #[derive(Clone, Debug)]
-pub struct Inflight(Cells);
+pub struct InflightQueueArea(Cells);
 
-impl Inflight {
+impl InflightQueueArea {
     /// Size of the area of a queue with `size` descriptors, in bytes. The areas of a device's
     /// queues are adjacent.
     pub const fn bytes(size: u16, packed: bool) -> usize {
@@ -44,21 +44,21 @@ impl Inflight {
     }
 
     /// The area at `place`, aligned to eight bytes.
-    pub fn new(place: Place) -> Self {
+    pub fn new(place: GuestBytes) -> Self {
         Self(Cells::new(place))
     }
 
     /// Validates the header; returns the words, and whether the area was in use.
-    fn open(self, size: u16, packed: bool) -> Result<(Cells, bool), Broken> {
+    fn open(self, size: u16, packed: bool) -> Result<(Cells, bool), RingError> {
         let Self(cells) = self;
         if cells.bytes() < Self::bytes(size, packed) || !cells.is_aligned(8) {
-            return Err(Broken::Inflight("it is too short for the ring, or not aligned"));
+            return Err(RingError::Inflight("it is too short for the ring, or not aligned"));
         }
         match cells.load_u16(VERSION_AT, Ordering::Relaxed) {
             0 => Ok((cells, false)),
             VERSION if cells.load_u16(SIZE_AT, Ordering::Relaxed) == size => Ok((cells, true)),
-            VERSION => Err(Broken::Inflight("it is of a ring of another size")),
-            _ => Err(Broken::Inflight("it has an unknown version")),
+            VERSION => Err(RingError::Inflight("it is of a ring of another size")),
+            _ => Err(RingError::Inflight("it has an unknown version")),
         }
     }
 }

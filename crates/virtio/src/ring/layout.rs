@@ -1,23 +1,23 @@
 //! Location and negotiated features of a ring.
 
-use reactor::guest::Place;
+use reactor::guest::GuestBytes;
 
-use super::{Broken, cells::Cells, chain::DESCRIPTOR_BYTES};
+use super::{RingError, cells::Cells, chain::DESCRIPTOR_BYTES};
 
 /// Maximum number of descriptors of a ring (virtio 1.3 § 2.7, § 2.8.10.1).
 pub const MAX_SIZE: u16 = 1 << 15;
 
 /// A ring in guest memory.
 #[derive(Clone, Debug)]
-pub struct Layout {
+pub struct RingLayout {
     /// Number of descriptors: at most [`MAX_SIZE`], for a split ring a power of two.
     pub size: u16,
     /// Descriptor table of a split ring, or descriptor ring of a packed one.
-    pub descriptors: Place,
+    pub descriptors: GuestBytes,
     /// Driver area: the available ring, or the driver's event suppression.
-    pub driver: Place,
+    pub driver: GuestBytes,
     /// Device area: the used ring, or the device's event suppression.
-    pub device: Place,
+    pub device: GuestBytes,
     /// True if `VIRTIO_F_RING_PACKED` was negotiated.
     pub packed: bool,
     /// True if `VIRTIO_F_EVENT_IDX` was negotiated.
@@ -28,7 +28,7 @@ pub struct Layout {
 
 /// Required size and alignment, in bytes, of the three parts of a ring.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Parts {
+pub struct RingParts {
     /// Size and alignment of [`Layout::descriptors`].
     pub descriptors: (usize, usize),
     /// Size and alignment of [`Layout::driver`].
@@ -37,7 +37,7 @@ pub struct Parts {
     pub device: (usize, usize),
 }
 
-impl Parts {
+impl RingParts {
     /// Requirements of a ring of `size` descriptors (virtio 1.3 § 2.7, § 2.8.10).
     pub const fn of(size: u16, packed: bool, event_idx: bool) -> Self {
         let size = size as usize;
@@ -50,20 +50,20 @@ impl Parts {
     }
 }
 
-impl Layout {
+impl RingLayout {
     /// Validates the layout.
     ///
     /// # Errors
     /// An invalid size, and parts that are too short or not aligned.
-    pub(super) fn check(&self) -> Result<(), Broken> {
+    pub(super) fn check(&self) -> Result<(), RingError> {
         let size = self.size;
         if size == 0 || size > MAX_SIZE || (!self.packed && !size.is_power_of_two()) {
-            return Err(Broken::Size(size));
+            return Err(RingError::Size(size));
         }
-        let parts = Parts::of(size, self.packed, self.event_idx);
-        let part = |what, place: &Place, (bytes, alignment)| {
+        let parts = RingParts::of(size, self.packed, self.event_idx);
+        let part = |what, place: &GuestBytes, (bytes, alignment)| {
             if place.bytes() < bytes || !place.is_aligned(alignment) {
-                return Err(Broken::Part { what, bytes: place.bytes(), needed: bytes, alignment });
+                return Err(RingError::Part { what, bytes: place.bytes(), needed: bytes, alignment });
             }
             Ok(())
         };

@@ -5,14 +5,14 @@ use std::cell::{Cell, RefCell};
 
 /// Kind of access.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
+pub enum RingAccess {
     /// Load of a word.
     Load,
     /// Store of a word.
     Store,
 }
 
-type Hook = Box<dyn FnMut(Access)>;
+type Hook = Box<dyn FnMut(RingAccess)>;
 
 thread_local! {
     static ACTIVE: Cell<bool> = const { Cell::new(false) };
@@ -21,7 +21,7 @@ thread_local! {
 
 /// Calls the hook of this thread, if there is one.
 #[inline]
-pub(super) fn before(access: Access) {
+pub(super) fn call_hook(access: RingAccess) {
     if ACTIVE.get() {
         // Taken out during the call, as the hook may unwind.
         let hook = HOOK.take();
@@ -33,10 +33,10 @@ pub(super) fn before(access: Access) {
 }
 
 /// Runs `device`, with `hook` called before each access of this thread to a ring.
-pub fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T) -> T {
+pub fn with_hook<T>(hook: impl FnMut(RingAccess) + 'static, device: impl FnOnce() -> T) -> T {
     // Removes the hook also if `device` unwinds.
-    struct End;
-    impl Drop for End {
+    struct HookGuard;
+    impl Drop for HookGuard {
         fn drop(&mut self) {
             ACTIVE.set(false);
             HOOK.set(None);
@@ -44,6 +44,6 @@ pub fn meddle<T>(hook: impl FnMut(Access) + 'static, device: impl FnOnce() -> T)
     }
     HOOK.set(Some(Box::new(hook)));
     ACTIVE.set(true);
-    let _end = End;
+    let _end = HookGuard;
     device()
 }

@@ -14,22 +14,22 @@ mod turns;
 
 use std::collections::VecDeque;
 
-use self::turns::Turns;
+use self::turns::DescriptorOwnership;
 use super::{
-    Broken, cells,
-    chain::{self, Chain, ChainFault, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket},
-    inflight::{Inflight, PackedLog},
-    layout::Layout,
-    position::{self, Position},
+    RingError, cells,
+    chain::{self, DescriptorChain, ChainFault, RingDescriptor, ChainParser, MAX_DESCRIPTORS, TableOrder, ChainTicket},
+    inflight::{InflightQueueArea, PackedLog},
+    layout::RingLayout,
+    position::{self, RingPosition},
     regions::Regions,
 };
 
 /// The device's half of a packed ring.
 #[derive(Debug)]
-pub(super) struct Packed {
+pub(super) struct PackedRing {
     size: u16,
-    indirect: Option<Order>,
-    turns: Turns,
+    indirect: Option<TableOrder>,
+    turns: DescriptorOwnership,
     /// Number of chains in flight.
     taken: u16,
     /// Number of chains taken from the ring and not put back.
@@ -40,23 +40,23 @@ pub(super) struct Packed {
     again: VecDeque<(u16, u16)>,
 }
 
-impl Packed {
+impl PackedRing {
     /// # Errors
     /// A base that is outside the ring.
-    pub(super) fn new(layout: &Layout, base: u32) -> Result<Self, Broken> {
+    pub(super) fn new(layout: &RingLayout, base: u32) -> Result<Self, RingError> {
         let size = layout.size;
-        let next = Position::from_bits(base as u16);
-        let used = Position::from_bits((base >> 16) as u16);
+        let next = RingPosition::from_bits(base as u16);
+        let used = RingPosition::from_bits((base >> 16) as u16);
         if next.index >= size || used.index >= size {
-            return Err(Broken::Base { base, size });
+            return Err(RingError::Base { base, size });
         }
         Ok(Self {
             size,
-            indirect: layout.indirect.then_some(Order::Rowed),
+            indirect: layout.indirect.then_some(TableOrder::Sequential),
             // Starts at the used position, not at the available one. The descriptors between the
             // two are in flight, and after a crash their content is unknown: they are taken once
             // more.
-            turns: Turns::new(size, layout.event_idx, layout.cells(), used),
+            turns: DescriptorOwnership::new(size, layout.event_idx, layout.cells(), used),
             taken: 0,
             numbers: 0,
             log: None,
@@ -66,9 +66,9 @@ impl Packed {
 
     /// Opens an in-flight area. Chains that the previous device had taken come first. The position
     /// where the ring continues is that of the area, which the front end does not know.
-    pub(super) fn resume(&mut self, inflight: Inflight) -> Result<(), Broken> {
+    pub(super) fn resume(&mut self, inflight: InflightQueueArea) -> Result<(), RingError> {
         let turns = &self.turns;
-        let is_published = |at: Position| !turns.is_available(at);
+        let is_published = |at: RingPosition| !turns.is_available(at);
         let (log, remains) = PackedLog::open(inflight, self.size, turns.used(), is_published)?;
         if let Some(remains) = remains {
             let out = remains.chains.iter().map(|&(_, length)| length).sum();
@@ -80,28 +80,28 @@ impl Packed {
         Ok(())
     }
 
-    pub(super) fn set_cells(&mut self, layout: &Layout) {
+    pub(super) fn set_cells(&mut self, layout: &RingLayout) {
         self.turns.set_cells(layout.event_idx, layout.cells());
     }
 
     #[inline(always)]
-    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
+    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<DescriptorChain>, RingError> {
         if let Some((slot, length)) = self.again.pop_front() {
-            return self.take_again(regions, slot, length).map(Some);
+            return self.resume_chain(regions, slot, length).map(Some);
         }
         if let Some(log) = &mut self.log {
-            log.start();
+            log.begin_chain();
         }
-        let mut gathering = Gathering::new(regions, self.indirect);
+        let mut gathering = ChainParser::new(regions, self.indirect);
         let mut read = 0;
         let taken = self.turns.take(|address, word| {
-            let descriptor = Descriptor::packed(address, word);
+            let descriptor = RingDescriptor::packed(address, word);
             if let Some(log) = &mut self.log {
-                log.note(descriptor)?;
+                log.log_descriptor(descriptor)?;
             }
             read += 1;
             if read <= MAX_DESCRIPTORS {
-                gathering.take(descriptor);
+                gathering.parse(descriptor);
             } else {
                 // Continue to the end of the chain, whose last descriptor has the id.
                 gathering.fault(ChainFault::TooLong);
@@ -109,45 +109,45 @@ impl Packed {
             Ok(())
         })?;
         let Some((id, descriptors)) = taken else { return Ok(None) };
-        let slot = self.log.as_mut().map_or(0, PackedLog::taken);
+        let slot = self.log.as_mut().map_or(0, PackedLog::commit_chain);
         let number = Some(self.numbers);
         self.numbers += 1;
         self.taken += 1;
-        Ok(Some(gathering.finish(Ticket { id, descriptors, slot, number })))
+        Ok(Some(gathering.finish(ChainTicket { id, descriptors, slot, number })))
     }
 
     /// The chain whose copy is in the in-flight area.
-    fn take_again(&self, regions: &Regions, first: u16, length: u16) -> Result<Chain, Broken> {
+    fn resume_chain(&self, regions: &Regions, first: u16, length: u16) -> Result<DescriptorChain, RingError> {
         let log = self.log.as_ref().expect("it told of the chain");
-        let mut gathering = Gathering::new(regions, self.indirect);
+        let mut gathering = ChainParser::new(regions, self.indirect);
         let mut slot = first;
         let mut id = 0;
         for number in 1..=length {
             let (descriptor, next) = log.descriptor(slot)?;
             if usize::from(number) <= MAX_DESCRIPTORS {
-                gathering.take(descriptor);
+                gathering.parse(descriptor);
             } else {
                 gathering.fault(ChainFault::TooLong);
             }
             (slot, id) = (next, descriptor.link);
         }
-        Ok(gathering.finish(Ticket { id, descriptors: length, slot: first, number: None }))
+        Ok(gathering.finish(ChainTicket { id, descriptors: length, slot: first, number: None }))
     }
 
-    pub(super) fn complete(&mut self, ticket: &Ticket, written: u32) {
+    pub(super) fn complete(&mut self, ticket: &ChainTicket, written: u32) {
         self.taken -= 1;
         // Logged before the driver can see the used descriptor, and cleared after: see `inflight`.
         if let Some(log) = &mut self.log {
-            log.publishing(ticket.slot, self.turns.used_after(ticket.descriptors));
+            log.begin_publish(ticket.slot, self.turns.used_after(ticket.descriptors));
         }
         self.turns.publish(ticket.id, ticket.descriptors, written);
         if let Some(log) = &mut self.log {
-            log.published(ticket.slot);
+            log.end_publish(ticket.slot);
         }
     }
 
     /// Makes the chain available again; false if it is not the last one taken.
-    pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
+    pub(super) fn put_back(&mut self, ticket: &ChainTicket) -> bool {
         // Only the chain taken last: an older one is followed by chains in flight.
         if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
             return false;
@@ -156,7 +156,7 @@ impl Packed {
         self.taken -= 1;
         self.turns.put_back(ticket.descriptors);
         if let Some(log) = &mut self.log {
-            log.forgotten(ticket.slot);
+            log.put_back(ticket.slot);
         }
         true
     }

@@ -8,12 +8,12 @@ pub(super) const USED: u16 = 1 << 15;
 
 /// Index of a descriptor in a packed ring, with the wrap counter of the side that is there.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Position {
+pub(super) struct RingPosition {
     pub(super) index: u16,
     pub(super) wrap: bool,
 }
 
-impl Position {
+impl RingPosition {
     /// Initial position of both sides.
     pub(super) const START: Self = Self { index: 0, wrap: true };
 
@@ -68,7 +68,7 @@ impl Position {
 /// Event suppression area (§ 2.8.10): one side writes in it which notifications it wants from the
 /// other. A position, then flags.
 #[derive(Debug)]
-pub(super) struct Suppression {
+pub(super) struct EventSuppression {
     cells: Cells,
     event_idx: bool,
 }
@@ -78,7 +78,7 @@ const DISABLE: u16 = 1;
 /// Notify at the position.
 const DESC: u16 = 2;
 
-impl Suppression {
+impl EventSuppression {
     pub(super) fn new(cells: Cells, event_idx: bool) -> Self {
         Self { cells, event_idx }
     }
@@ -88,12 +88,12 @@ impl Suppression {
     }
 
     /// Suppresses all notifications.
-    pub(super) fn silence(&self) {
+    pub(super) fn disable(&self) {
         self.cells.store_u32(0, u32::from(DISABLE) << 16, Ordering::Relaxed);
     }
 
     /// Requests a notification for the descriptor at `next`, or for all. A fence must follow.
-    pub(super) fn ask(&self, next: Position) {
+    pub(super) fn request(&self, next: RingPosition) {
         let suppression = if self.event_idx { (next.bits(), DESC) } else { (0, ENABLE) };
         let word = u32::from(suppression.0) | u32::from(suppression.1) << 16;
         self.cells.store_u32(0, word, Ordering::Relaxed);
@@ -101,13 +101,13 @@ impl Suppression {
 
     /// True if the peer wants a notification for the `passed` descriptors before `now`, in a ring
     /// of `size`. A fence must precede it.
-    pub(super) fn wants(&self, passed: u32, now: Position, size: u16) -> bool {
+    pub(super) fn wants(&self, passed: u32, now: RingPosition, size: u16) -> bool {
         // One load, so that position and flags are consistent.
         let word = self.cells.load_u32(0, Ordering::Relaxed);
         match (word >> 16) as u16 & 3 {
             DISABLE => false,
             DESC if self.event_idx => {
-                let event = Position::from_bits(word as u16);
+                let event = RingPosition::from_bits(word as u16);
                 // The event may be in the previous round of the ring.
                 let round = if event.wrap == now.wrap { 0 } else { i32::from(size) };
                 let behind = i32::from(now.index) + round - i32::from(event.index) - 1;

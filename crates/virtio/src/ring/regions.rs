@@ -2,35 +2,35 @@
 
 use std::{cell::Cell, sync::atomic::Ordering};
 
-use reactor::guest::{Memory, Place};
+use reactor::guest::{GuestMemory, GuestBytes};
 use smallvec::SmallVec;
 
 /// Size of a descriptor in bytes, in both formats and in indirect tables.
 pub(super) const DESCRIPTOR_BYTES: usize = 16;
 
 /// Places of a chain, in order. A buffer that crosses a border of regions is several places.
-pub type Places = SmallVec<[Place; 4]>;
+pub type Places = SmallVec<[GuestBytes; 4]>;
 
 /// The regions of a guest, accessed without a reference to any of them.
 #[derive(Debug)]
 pub(super) struct Regions {
-    memory: Memory,
+    memory: GuestMemory,
     /// Index of the region of the last lookup.
     last: Cell<usize>,
 }
 
 impl Regions {
-    pub(super) fn new(memory: Memory) -> Self {
+    pub(super) fn new(memory: GuestMemory) -> Self {
         Self { memory, last: Cell::new(0) }
     }
 
     /// The region that contains all of the bytes, and their offset in it.
-    fn find(&self, address: u64, bytes: usize) -> Option<(&Place, usize)> {
-        let within = |whole: &Place| {
+    fn find(&self, address: u64, bytes: usize) -> Option<(&GuestBytes, usize)> {
+        let within = |whole: &GuestBytes| {
             let offset = usize::try_from(address.checked_sub(whole.guest_address())?).ok()?;
             (offset.checked_add(bytes)? <= whole.bytes()).then_some(offset)
         };
-        let wholes = self.memory.wholes();
+        let wholes = self.memory.whole_regions();
         if let Some(whole) = wholes.get(self.last.get())
             && let Some(offset) = within(whole)
         {
@@ -54,7 +54,7 @@ impl Regions {
                 into.push(whole.part(offset, bytes));
                 true
             }
-            None => self.memory.places(address, bytes, into),
+            None => self.memory.ranges(address, bytes, into),
         }
     }
 
@@ -70,7 +70,7 @@ impl Regions {
         }
         let mut bytes = [0; DESCRIPTOR_BYTES];
         let mut pieces = Places::new();
-        if !self.memory.places(address, DESCRIPTOR_BYTES, &mut pieces) {
+        if !self.memory.ranges(address, DESCRIPTOR_BYTES, &mut pieces) {
             return None;
         }
         let mut rest = &mut bytes[..];

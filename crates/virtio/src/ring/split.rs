@@ -7,13 +7,13 @@ use std::collections::VecDeque;
 
 use self::indices::Indices;
 use super::{
-    Broken, cells,
+    RingError, cells,
     cells::{Cells, Ordering},
     chain::{
-        Chain, ChainFault, DESCRIPTOR_BYTES, Descriptor, Gathering, MAX_DESCRIPTORS, Order, Ticket, flag,
+        DescriptorChain, ChainFault, DESCRIPTOR_BYTES, RingDescriptor, ChainParser, MAX_DESCRIPTORS, TableOrder, ChainTicket, flag,
     },
-    inflight::{Inflight, SplitLog},
-    layout::Layout,
+    inflight::{InflightQueueArea, SplitLog},
+    layout::RingLayout,
     regions::Regions,
 };
 
@@ -22,68 +22,68 @@ const AHEAD: u16 = 8;
 
 /// The device's half of a split ring.
 #[derive(Debug)]
-pub(super) struct Split {
+pub(super) struct SplitRing {
     size: u16,
-    indirect: Option<Order>,
+    indirect: Option<TableOrder>,
     table: Cells,
     indices: Indices,
     /// Heads in flight. A head that is made available twice is an error: it would be returned
     /// twice, and the number of requests in flight would be unbounded.
-    out: Box<[bool]>,
+    is_in_flight: Box<[bool]>,
     /// Number of chains in flight.
-    taken: u16,
+    in_flight: u16,
     /// Number of chains taken from the ring and not put back.
-    numbers: u64,
+    taken_count: u64,
     log: Option<SplitLog>,
     /// Heads that were in flight when the previous device ended, to be taken first.
-    again: VecDeque<u16>,
+    resumed: VecDeque<u16>,
 }
 
-impl Split {
-    pub(super) fn new(layout: &Layout, base: u32) -> Self {
+impl SplitRing {
+    pub(super) fn new(layout: &RingLayout, base: u32) -> Self {
         let size = layout.size;
         let [table, available, used] = layout.cells();
         Self {
             size,
-            indirect: layout.indirect.then_some(Order::Linked),
+            indirect: layout.indirect.then_some(TableOrder::Linked),
             table,
             indices: Indices::new(size, layout.event_idx, available, used, base as u16),
-            out: vec![false; usize::from(size)].into(),
-            taken: 0,
-            numbers: 0,
+            is_in_flight: vec![false; usize::from(size)].into(),
+            in_flight: 0,
+            taken_count: 0,
             log: None,
-            again: VecDeque::new(),
+            resumed: VecDeque::new(),
         }
     }
 
     /// Opens an in-flight area. Chains that the previous device had taken come first. The next
     /// available index follows from their number, not from the front end's base, which does not
     /// include them.
-    pub(super) fn resume(&mut self, inflight: Inflight) -> Result<(), Broken> {
+    pub(super) fn resume(&mut self, inflight: InflightQueueArea) -> Result<(), RingError> {
         let published = self.indices.published();
         let (log, heads) = SplitLog::open(inflight, self.size, published)?;
         if let Some(heads) = heads {
             for &head in &heads {
-                self.out[usize::from(head)] = true;
+                self.is_in_flight[usize::from(head)] = true;
             }
-            self.taken = heads.len() as u16;
+            self.in_flight = heads.len() as u16;
             // Every taken entry is either in the used ring or in flight.
-            self.indices.set_next(published.wrapping_add(self.taken));
-            self.again = heads.into();
+            self.indices.set_next(published.wrapping_add(self.in_flight));
+            self.resumed = heads.into();
         }
         self.log = Some(log);
         Ok(())
     }
 
-    pub(super) fn set_cells(&mut self, layout: &Layout) {
+    pub(super) fn set_cells(&mut self, layout: &RingLayout) {
         let [table, available, used] = layout.cells();
         self.table = table;
         self.indices.set_cells(available, used);
     }
 
     #[inline(always)]
-    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<Chain>, Broken> {
-        if let Some(head) = self.again.pop_front() {
+    pub(super) fn take(&mut self, regions: &Regions) -> Result<Option<DescriptorChain>, RingError> {
+        if let Some(head) = self.resumed.pop_front() {
             return Ok(Some(self.chain(regions, head, None)));
         }
         let Some(head) = self.indices.take()? else { return Ok(None) };
@@ -91,28 +91,28 @@ impl Split {
         if let Some(soon) = self.indices.peek(AHEAD) {
             self.table.prefetch(usize::from(soon) * DESCRIPTOR_BYTES);
         }
-        let out = &mut self.out[usize::from(head)];
+        let out = &mut self.is_in_flight[usize::from(head)];
         if *out {
-            return Err(Broken::Twice(head));
+            return Err(RingError::AlreadyInFlight(head));
         }
         *out = true;
-        self.taken += 1;
-        let number = self.numbers;
-        self.numbers += 1;
+        self.in_flight += 1;
+        let number = self.taken_count;
+        self.taken_count += 1;
         if let Some(log) = &mut self.log {
-            log.taken(head);
+            log.log_taken(head);
         }
         Ok(Some(self.chain(regions, head, Some(number))))
     }
 
     #[inline(always)]
-    fn chain(&self, regions: &Regions, head: u16, number: Option<u64>) -> Chain {
-        let ticket = Ticket { id: head, descriptors: 1, slot: head, number };
-        let mut gathering = Gathering::new(regions, self.indirect);
+    fn chain(&self, regions: &Regions, head: u16, number: Option<u64>) -> DescriptorChain {
+        let ticket = ChainTicket { id: head, descriptors: 1, slot: head, number };
+        let mut gathering = ChainParser::new(regions, self.indirect);
         let mut index = head;
         for read in 1.. {
             let descriptor = self.descriptor(index);
-            gathering.take(descriptor);
+            gathering.parse(descriptor);
             // The table of an indirect descriptor ends the chain, also if NEXT is set.
             if descriptor.flags & (flag::NEXT | flag::INDIRECT) != flag::NEXT {
                 break;
@@ -130,48 +130,48 @@ impl Split {
         gathering.finish(ticket)
     }
 
-    fn descriptor(&self, index: u16) -> Descriptor {
+    fn descriptor(&self, index: u16) -> RingDescriptor {
         let offset = usize::from(index) * DESCRIPTOR_BYTES;
         let address = self.table.load_u64(offset, Ordering::Relaxed);
-        Descriptor::split(address, self.table.load_u64(offset + 8, Ordering::Relaxed))
+        RingDescriptor::split(address, self.table.load_u64(offset + 8, Ordering::Relaxed))
     }
 
-    pub(super) fn complete(&mut self, ticket: &Ticket, written: u32) {
-        self.back(ticket.id);
+    pub(super) fn complete(&mut self, ticket: &ChainTicket, written: u32) {
+        self.mark_returned(ticket.id);
         match &mut self.log {
             None => self.indices.publish(ticket.id, written),
             // Logged before the used index moves, cleared after: see `inflight`.
             Some(log) => {
-                log.publishing(ticket.id);
+                log.begin_publish(ticket.id);
                 self.indices.publish(ticket.id, written);
-                log.published(ticket.id, self.indices.published());
+                log.end_publish(ticket.id, self.indices.published());
             }
         }
     }
 
     /// Makes the chain available again; false if it is not the last one taken.
-    pub(super) fn put_back(&mut self, ticket: &Ticket) -> bool {
+    pub(super) fn put_back(&mut self, ticket: &ChainTicket) -> bool {
         // Only the chain taken last: its entry precedes the next one to take.
-        if ticket.number.is_none_or(|number| number + 1 != self.numbers) {
+        if ticket.number.is_none_or(|number| number + 1 != self.taken_count) {
             return false;
         }
-        self.numbers -= 1;
-        self.back(ticket.id);
+        self.taken_count -= 1;
+        self.mark_returned(ticket.id);
         self.indices.put_back();
         if let Some(log) = &mut self.log {
-            log.forgotten(ticket.id);
+            log.clear(ticket.id);
         }
         true
     }
 
-    fn back(&mut self, head: u16) {
-        let out = std::mem::take(&mut self.out[usize::from(head)]);
+    fn mark_returned(&mut self, head: u16) {
+        let out = std::mem::take(&mut self.is_in_flight[usize::from(head)]);
         assert!(out, "a ticket is given back once, to the ring that it is of");
-        self.taken -= 1;
+        self.in_flight -= 1;
     }
 
     pub(super) fn taken(&self) -> u16 {
-        self.taken
+        self.in_flight
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -187,7 +187,7 @@ impl Split {
     }
 
     pub(super) fn listen(&mut self) -> bool {
-        self.indices.listen() || !self.again.is_empty()
+        self.indices.listen() || !self.resumed.is_empty()
     }
 
     pub(super) fn base(&self) -> u32 {
@@ -196,7 +196,7 @@ impl Split {
 
     /// Closes the in-flight area, if no chain is in it.
     pub(super) fn close(self) {
-        if let Some(log) = self.log.filter(|_| self.taken == 0) {
+        if let Some(log) = self.log.filter(|_| self.in_flight == 0) {
             log.close();
         }
     }

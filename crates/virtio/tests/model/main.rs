@@ -36,10 +36,10 @@ use loom::{
 
 use cells::{Cells, Ordering};
 use indices::Indices;
-use packed::Packed;
-use position::Position;
-use split::Split;
-use turns::Turns;
+use packed::PackedDriver;
+use position::RingPosition;
+use split::SplitDriver;
+use turns::DescriptorOwnership;
 
 /// Replaces `super::cells` of the files. A word is one atomic, whatever its width, as each word is
 /// always accessed in one width.
@@ -90,19 +90,19 @@ mod chain {
 
 #[derive(Debug)]
 #[allow(dead_code, reason = "to be shown")]
-enum Broken {
-    Jump { from: u16, to: u16, size: u16 },
+enum RingError {
+    IndexJump { from: u16, to: u16, size: u16 },
     Head { head: u16, size: u16 },
     Endless,
 }
 
 #[derive(Clone, Copy)]
-struct Buffer {
+struct DriverBuffer {
     address: u64,
     bytes: u32,
 }
 
-impl Buffer {
+impl DriverBuffer {
     fn flags(self) -> u16 {
         0
     }
@@ -110,19 +110,19 @@ impl Buffer {
 
 #[derive(Debug)]
 #[allow(dead_code, reason = "to be shown")]
-struct NotOut(u32);
+struct NotInFlight(u32);
 
 #[derive(Debug)]
-struct Used {
+struct UsedChain {
     id: u16,
     written: u32,
 }
 
 /// Operations of a driver, for both formats.
 trait Driver: Sized + 'static {
-    fn add(&mut self, buffers: &[Buffer]) -> Option<u16>;
+    fn add(&mut self, buffers: &[DriverBuffer]) -> Option<u16>;
     fn wants_kick(&mut self) -> bool;
-    fn next_used(&mut self) -> Result<Option<Used>, NotOut>;
+    fn next_used(&mut self) -> Result<Option<UsedChain>, NotInFlight>;
     fn silence(&mut self);
     fn listen(&mut self) -> bool;
 }
@@ -130,7 +130,7 @@ trait Driver: Sized + 'static {
 macro_rules! driver {
     ($driver:ident) => {
         impl Driver for $driver {
-            fn add(&mut self, buffers: &[Buffer]) -> Option<u16> {
+            fn add(&mut self, buffers: &[DriverBuffer]) -> Option<u16> {
                 $driver::add(self, buffers, 0)
             }
 
@@ -138,7 +138,7 @@ macro_rules! driver {
                 $driver::wants_kick(self)
             }
 
-            fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
+            fn next_used(&mut self) -> Result<Option<UsedChain>, NotInFlight> {
                 $driver::next_used(self)
             }
 
@@ -153,8 +153,8 @@ macro_rules! driver {
     };
 }
 
-driver!(Split);
-driver!(Packed);
+driver!(SplitDriver);
+driver!(PackedDriver);
 
 /// A chain taken by the device.
 struct Chain {
@@ -169,7 +169,7 @@ trait Device: Sized + 'static {
 
     /// Both halves of an unused ring.
     fn pair(size: u16, event_idx: bool) -> (Self::Driver, Self);
-    fn take(&mut self) -> Result<Option<Chain>, Broken>;
+    fn take(&mut self) -> Result<Option<Chain>, RingError>;
     fn publish(&mut self, chain: &Chain, written: u32);
     fn wants_call(&mut self) -> bool;
     fn silence(&mut self);
@@ -180,16 +180,16 @@ trait Device: Sized + 'static {
 struct SplitDevice(Indices, Cells);
 
 impl Device for SplitDevice {
-    type Driver = Split;
+    type Driver = SplitDriver;
 
-    fn pair(size: u16, event_idx: bool) -> (Split, Self) {
+    fn pair(size: u16, event_idx: bool) -> (SplitDriver, Self) {
         let entries = usize::from(size);
         let [table, available, used] = [16 * entries, 6 + 2 * entries, 6 + 8 * entries].map(Cells::new);
-        let driver = Split::new(size, event_idx, [table.clone(), available.clone(), used.clone()]);
+        let driver = SplitDriver::new(size, event_idx, [table.clone(), available.clone(), used.clone()]);
         (driver, Self(Indices::new(size, event_idx, available, used, 0), table))
     }
 
-    fn take(&mut self) -> Result<Option<Chain>, Broken> {
+    fn take(&mut self) -> Result<Option<Chain>, RingError> {
         let Self(indices, table) = self;
         let Some(id) = indices.take()? else { return Ok(None) };
         let mut addresses = Vec::new();
@@ -222,16 +222,16 @@ impl Device for SplitDevice {
     }
 }
 
-impl Device for Turns {
-    type Driver = Packed;
+impl Device for DescriptorOwnership {
+    type Driver = PackedDriver;
 
-    fn pair(size: u16, event_idx: bool) -> (Packed, Self) {
+    fn pair(size: u16, event_idx: bool) -> (PackedDriver, Self) {
         let cells = [16 * usize::from(size), 4, 4].map(Cells::new);
-        let driver = Packed::new(size, event_idx, cells.clone());
-        (driver, Self::new(size, event_idx, cells, Position::START))
+        let driver = PackedDriver::new(size, event_idx, cells.clone());
+        (driver, Self::new(size, event_idx, cells, RingPosition::START))
     }
 
-    fn take(&mut self) -> Result<Option<Chain>, Broken> {
+    fn take(&mut self) -> Result<Option<Chain>, RingError> {
         let mut addresses = Vec::new();
         let taken = Self::take(self, |address, _| {
             addresses.push(address);
@@ -308,7 +308,7 @@ type Sent = Vec<(u16, u64)>;
 impl World {
     /// Makes a chain available whose buffers contain its number, if there is space.
     fn send(&self, driver: &mut impl Driver, number: u64) -> Option<(u16, u64)> {
-        let buffers = self.shape.addresses(number).map(|address| Buffer { address, bytes: 1 });
+        let buffers = self.shape.addresses(number).map(|address| DriverBuffer { address, bytes: 1 });
         self.buffers[number as usize].set(number + 1);
         let id = driver.add(&buffers.collect::<Vec<_>>())?;
         if driver.wants_kick() {
@@ -456,7 +456,7 @@ models! { of_a_split_ring, SplitDevice,
     both_sides_go_round: both(true, 2, 3, 2, Some(2));
 }
 
-models! { of_a_packed_ring, Turns,
+models! { of_a_packed_ring, DescriptorOwnership,
     a_device_that_sleeps_is_kicked: kicks(false, 2, 2, 1, Some(4));
     a_device_that_sleeps_is_kicked_by_event_index: kicks(true, 2, 2, 1, Some(4));
     a_device_sees_the_whole_of_a_chain: kicks(true, 4, 2, 2, Some(4));

@@ -5,10 +5,10 @@ use std::path::{Path, absolute};
 use anyhow::{anyhow, bail};
 use api::ServerStatus;
 use clap::{Args, Subcommand};
-use console::{Failure, print, progress::IfLong};
+use console::{CommandFailure, print, progress::DelayedNotice};
 use serde_json::{Value, json};
 use settings::{
-    Address, DiskConfig, Endpoint, ExportConfig, Image, KeySet as _, Nbd, NbdExport, arguments::KeyArgs,
+    ListenAddress, DiskConfig, ListenEndpoint, ExportConfig, ImageLocation, KeyTable as _, NbdServerConfig, NbdExportConfig, arguments::ConfigKeyArgs,
 };
 
 use super::{Asked, doors::DoorArgs, finish, finish_with};
@@ -54,19 +54,19 @@ pub(crate) struct AddArgs {
     #[arg(value_name = "NAME")]
     name: String,
     /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or the URI of an NBD export
-    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>)]
-    image: Image,
+    #[arg(value_name = "IMAGE", value_parser = settings::parse::<ImageLocation>)]
+    image: ImageLocation,
     /// Serve it over NBD at this address, where the daemon listens already; repeatable. With
     /// ,read-only behind it, nobody writes there [default: [daemon] nbd or --nbd of `weir serve`,
     /// unless it is served otherwise; never where only other disks' exports are]
     #[arg(long, value_name = "ADDRESS[,read-only]", value_parser = nbd)]
-    nbd: Vec<Nbd>,
+    nbd: Vec<NbdServerConfig>,
     #[command(flatten)]
     doors: DoorArgs,
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
-    disk: KeyArgs<AddedDisk>,
+    disk: ConfigKeyArgs<AddedDisk>,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -94,7 +94,7 @@ pub(crate) struct MoveArgs {
     to: String,
     /// Where that host is to serve it, if it listens at several addresses for NBD
     #[arg(long, value_name = "ADDRESS")]
-    nbd: Option<Address>,
+    nbd: Option<ListenAddress>,
     /// Disconnect its clients
     #[arg(long)]
     force: bool,
@@ -105,16 +105,16 @@ pub(crate) struct MoveArgs {
 }
 
 /// Where a daemon listens that runs.
-fn nbd(text: &str) -> Result<Nbd, String> {
-    let nbd: Nbd = settings::read(text)?;
-    if let Endpoint::Passed(_) = nbd.at { Err(PASSED.to_owned()) } else { Ok(nbd) }
+fn nbd(text: &str) -> Result<NbdServerConfig, String> {
+    let nbd: NbdServerConfig = settings::parse(text)?;
+    if let ListenEndpoint::Passed(_) = nbd.endpoint { Err(PASSED.to_owned()) } else { Ok(nbd) }
 }
 
 /// What is wrong with `fd:NAME` there.
 const PASSED: &str = "names a socket as it was passed when the daemon started; write where that listens, as `weir \
 status` shows it: unix:PATH or HOST:PORT";
 
-pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
+pub(crate) fn run(command: DiskCommand) -> Result<(), CommandFailure> {
     match command {
         DiskCommand::Add(arguments) => add(*arguments),
         DiskCommand::Remove(arguments) => remove(arguments),
@@ -122,19 +122,19 @@ pub(crate) fn run(command: DiskCommand) -> Result<(), Failure> {
     }
 }
 
-fn add(arguments: AddArgs) -> Result<(), Failure> {
+fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
     let AddArgs { name, image, nbd, doors, asked: Asked { json, qmp }, disk, save } = arguments;
     let here = absolute(".")?;
     let doors: Vec<_> =
-        doors.all().into_iter().map(|door| ExportConfig::Own(door).relative_to(&here)).collect();
+        doors.all().into_iter().map(|door| ExportConfig::Target(door).relative_to(&here)).collect();
     let is_over_nbd = !nbd.is_empty() || doors.is_empty();
     let is_of_nbd = |key: &str| DiskConfig::key(key).is_some_and(|key| key.heading == "Access");
     if let Some((key, _)) = disk.given().find(|(key, _)| !is_over_nbd && is_of_nbd(key)) {
-        return Err(Failure::Usage(anyhow!(
+        return Err(CommandFailure::Usage(anyhow!(
             "--{key}: is not used, because the disk is not exported over NBD (leave it out, or add --nbd ADDRESS)"
         )));
     }
-    let mut config = added::disk(&name, &image, &disk).map_err(Failure::Usage)?;
+    let mut config = added::disk(&name, &image, &disk).map_err(CommandFailure::Usage)?;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     // How the daemon reaches its other images is of interest only for one in a Ceph cluster.
     let report = if image.is_rbd() { client.status()? } else { client.summary()? };
@@ -153,7 +153,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
 /// daemon exports the disk at its own endpoints, as one of its config file.
 fn nbd_exports(
     name: &str,
-    said: &[Nbd],
+    said: &[NbdServerConfig],
     here: &Path,
     servers: &[ServerStatus],
     is_saved: bool,
@@ -171,7 +171,7 @@ fn nbd_exports(
             listen => listen.as_deref().unwrap_or(&server.address),
         };
         let listen = listen.parse().map_err(anyhow::Error::msg)?;
-        Ok(ExportConfig::Nbd(NbdExport { listen, name: None, read_only }))
+        Ok(ExportConfig::Nbd(NbdExportConfig { listen, name: None, read_only }))
     };
     places.into_iter().map(export).collect()
 }
@@ -188,7 +188,7 @@ struct Place<'a> {
 /// those that are there for exports of other disks, others expect those disks alone.
 fn places<'a>(
     name: &str,
-    said: &[Nbd],
+    said: &[NbdServerConfig],
     here: &Path,
     servers: &'a [ServerStatus],
 ) -> anyhow::Result<Vec<Place<'a>>> {
@@ -208,9 +208,9 @@ fn places<'a>(
         return Ok(places);
     }
     let mut places: Vec<Place<'_>> = Vec::new();
-    for Nbd { at, read_only } in said {
+    for NbdServerConfig { endpoint: at, read_only } in said {
         let at = match at {
-            Endpoint::Address(Address::Unix(path)) => format!("unix:{}", here.join(path).display()),
+            ListenEndpoint::Address(ListenAddress::Unix(path)) => format!("unix:{}", here.join(path).display()),
             other => other.to_string(),
         };
         let is_there = |server: &&ServerStatus| {
@@ -234,7 +234,7 @@ fn places<'a>(
     Ok(places)
 }
 
-fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
+fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     let RemoveArgs { name, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let report = client.status()?;
@@ -245,7 +245,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     };
     let saving = saving::prepare(&report, &save, |text| saving::removed(text, "disk", &name))?;
     let unsaved = if saving.is_some() { ", and nothing is saved" } else { "" };
-    let waiting = IfLong::say(format!(
+    let waiting = DelayedNotice::say(format!(
         "{name}: waits for {image}, to close it (Ctrl-C ends this command alone: the daemon goes on with it{unsaved})"
     ));
     let removed = client.execute("x-weir-remove-disk", json!({ "name": name }));
@@ -254,7 +254,7 @@ fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
     finish(("disk", &name, "removed"), saving, json)
 }
 
-fn move_away(arguments: MoveArgs) -> Result<(), Failure> {
+fn move_away(arguments: MoveArgs) -> Result<(), CommandFailure> {
     let MoveArgs { name, to, nbd, force, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?.with_patience(Client::LONG)?;
     let report = client.status()?;

@@ -3,11 +3,11 @@
 use std::path::Path;
 
 use clap::{Arg, Args, Subcommand};
-use console::Failure;
+use console::CommandFailure;
 use serde_json::json;
 use settings::{
-    GroupConfig, Key, Place, Placed,
-    arguments::{KeyArgs, KeyOptions},
+    GroupConfig, ConfigKey, Origin, ConfigWithOrigins,
+    arguments::{ConfigKeyArgs, OptionSelection},
 };
 
 use super::{Asked, finish};
@@ -48,10 +48,10 @@ pub(crate) enum GroupCommand {
 #[derive(Clone, Debug)]
 struct AddedGroup;
 
-impl KeyOptions for AddedGroup {
+impl OptionSelection for AddedGroup {
     type Config = GroupConfig;
 
-    fn has(_: &Key<GroupConfig>) -> bool {
+    fn is_option(_: &ConfigKey<GroupConfig>) -> bool {
         true
     }
 
@@ -70,7 +70,7 @@ pub(crate) struct AddArgs {
     #[command(flatten)]
     asked: Asked,
     #[command(flatten)]
-    keys: KeyArgs<AddedGroup>,
+    keys: ConfigKeyArgs<AddedGroup>,
     #[command(flatten)]
     save: SaveArgs,
 }
@@ -90,24 +90,24 @@ pub(crate) struct RemoveArgs {
     save: SaveArgs,
 }
 
-pub(crate) fn run(command: GroupCommand) -> Result<(), Failure> {
+pub(crate) fn run(command: GroupCommand) -> Result<(), CommandFailure> {
     match command {
         GroupCommand::Add(arguments) => add(*arguments),
         GroupCommand::Remove(arguments) => remove(arguments),
     }
 }
 
-fn add(arguments: AddArgs) -> Result<(), Failure> {
+fn add(arguments: AddArgs) -> Result<(), CommandFailure> {
     let AddArgs { name, asked: Asked { json, qmp }, keys, save } = arguments;
     if keys.value("cluster").is_some() {
-        return Err(Failure::Usage(anyhow::anyhow!(
+        return Err(CommandFailure::Usage(anyhow::anyhow!(
             "--cluster: each host has the group by its config file (put [group.{name}] with cluster = true there, and `weir reload`; `weir throttle {name} --cluster --iops-total N` says the limits, once for all hosts)"
         )));
     }
     let config = GroupConfig { name: name.clone(), ..GroupConfig::default() };
-    let mut group = Placed::new(config, Place::new(&*name));
+    let mut group = ConfigWithOrigins::new(config, Origin::new(&*name));
     let read = keys.read_into(&mut group, Path::new(""), |_| true);
-    let group = read.and_then(|()| group.checked()).map_err(|wrong| Failure::Usage(wrong.into()))?;
+    let group = read.and_then(|()| group.into_checked()).map_err(|wrong| CommandFailure::Usage(wrong.into()))?;
     let mut client = Client::reach(qmp)?;
     let report = client.status()?;
     let saving = saving::prepare(&report, &save, |text| saving::added(text, "group", &name, &group))?;
@@ -115,7 +115,7 @@ fn add(arguments: AddArgs) -> Result<(), Failure> {
     finish(("group", &name, "added"), saving, json)
 }
 
-fn remove(arguments: RemoveArgs) -> Result<(), Failure> {
+fn remove(arguments: RemoveArgs) -> Result<(), CommandFailure> {
     let RemoveArgs { name, cluster, asked: Asked { json, qmp }, save } = arguments;
     let mut client = Client::reach(qmp)?;
     if cluster {

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use settings::{Image, Ublk, arguments::KeyArgs};
+use settings::{ImageLocation, UblkConfig, arguments::ConfigKeyArgs};
 
 use super::way::Way;
 use crate::{added::AttachedDisk, client::Target};
@@ -38,8 +38,8 @@ written is lost, and what they ask for fails.";
 #[derive(Debug, Args)]
 pub(crate) struct AttachArgs {
     /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE or the URI of an NBD export
-    #[arg(value_name = "IMAGE", value_parser = settings::read::<Image>, required_unless_present_any = ["list", "recover"])]
-    pub(super) image: Option<Image>,
+    #[arg(value_name = "IMAGE", value_parser = settings::parse::<ImageLocation>, required_unless_present_any = ["list", "recover"])]
+    pub(super) image: Option<ImageLocation>,
     /// What the attachment and its disk are called, at most 31 letters, digits, `.`, `_` and `-`
     /// [default: as the file, without its extension]
     #[arg(long, value_name = "NAME")]
@@ -49,8 +49,8 @@ pub(crate) struct AttachArgs {
     pub(super) json: bool,
     /// By the kernel's ublk driver, and nothing else; N and what may stand behind commas are those
     /// of --ublk of `weir serve`
-    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::read::<Ublk>, conflicts_with_all = ["nbd_device", "fuse"])]
-    pub(super) ublk: Option<Ublk>,
+    #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::parse::<UblkConfig>, conflicts_with_all = ["nbd_device", "fuse"])]
+    pub(super) ublk: Option<UblkConfig>,
     /// By the kernel's NBD client, and nothing else
     #[arg(long, conflicts_with = "fuse")]
     nbd_device: bool,
@@ -89,7 +89,7 @@ pub(crate) struct AttachArgs {
     #[arg(long, value_name = "unix:PATH")]
     pub(super) qmp: Option<Target>,
     #[command(flatten)]
-    pub(super) disk: KeyArgs<AttachedDisk>,
+    pub(super) disk: ConfigKeyArgs<AttachedDisk>,
 }
 
 impl AttachArgs {

@@ -8,7 +8,7 @@ use std::{
 
 use anyhow::{Context as _, anyhow};
 use api::ExportStatus;
-use console::{Failure, say};
+use console::{CommandFailure, print_notice};
 use control::users::Users;
 use serde_json::json;
 
@@ -30,13 +30,13 @@ pub(super) fn known(place: &Place) -> anyhow::Result<Option<Attached>> {
     Ok(place.is_deserted()?.then(|| keeper::remains(place)))
 }
 
-pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: DetachArgs) -> Result<(), CommandFailure> {
     let DetachArgs { what, all, force, qmp } = arguments;
     let mut failed = false;
     let mut done = |name: &Path, result: anyhow::Result<()>| {
         if let Err(error) = result {
             failed = true;
-            say(&format!("{}: {error:#}", name.display()));
+            print_notice(&format!("{}: {error:#}", name.display()));
         }
     };
     if all {
@@ -56,7 +56,7 @@ pub(crate) fn run(arguments: DetachArgs) -> Result<(), Failure> {
             },
         );
     }
-    if failed { Err(Failure::Found(1)) } else { Ok(()) }
+    if failed { Err(CommandFailure::Found(1)) } else { Ok(()) }
 }
 
 /// Waits until everything of it has gone.
@@ -114,7 +114,7 @@ fn ensure_unused(
 /// Who uses a device, and not only for a while. Says so where that may take longer.
 pub(super) fn users(device: &Path, made: Option<&host::Loop>, except: Option<&PathBuf>) -> Users {
     let tell = || {
-        say(&format!(
+        print_notice(&format!(
             "{}: the kernel has it, such as a file system that is still being unmounted: waiting for that, {} s at most",
             device.display(),
             lasting::WRITING_BACK.as_secs()
@@ -195,7 +195,7 @@ fn await_end(watch: Client, export: &ExportStatus, force: bool) -> anyhow::Resul
     let Some(users) = users.filter(|users| !users.is_empty()) else {
         return Ok(watch.await_export_end(&export.id)?);
     };
-    say(&format!(
+    print_notice(&format!(
         "{}: fails all requests now, and goes with its last user: waiting for {users}, {} s at most",
         export.id,
         lasting::WRITING_BACK.as_secs()

@@ -20,7 +20,7 @@ use std::{
 };
 
 use anyhow::Context as _;
-use console::Failure;
+use console::CommandFailure;
 use control::users::Users;
 use nix::{
     poll::{PollFd, PollFlags, PollTimeout, poll},
@@ -39,7 +39,7 @@ use super::{
 pub(super) const COMMAND: &str = "attach-keeper";
 
 /// Reads what is wanted from standard input, and answers on standard output.
-pub(crate) fn run() -> Result<(), Failure> {
+pub(crate) fn run() -> Result<(), CommandFailure> {
     // The terminal's signals are not for it.
     let _ = nix::unistd::setsid();
     let wanted: Wanted = serde_json::from_reader(io::stdin()).context("what to attach cannot be read")?;

@@ -7,8 +7,8 @@ use std::{
 };
 
 use console::{
-    Failure, figures, print, print_json,
-    table::{Side, Table},
+    CommandFailure, figures, print, print_json,
+    table::{ColumnAlignment, TextTable},
 };
 use control::users::{Process, Users};
 use serde::Serialize;
@@ -39,19 +39,19 @@ struct Row {
     broken: bool,
 }
 
-pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
+pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), CommandFailure> {
     let rows = rows(qmp)?;
     if json {
         return Ok(print_json(&rows)?);
     }
-    let mut table = Table::new([
-        ("NAME", Side::Left),
-        ("DEVICE", Side::Left),
-        ("BY", Side::Left),
-        ("SIZE", Side::Right),
-        ("USED BY", Side::Left),
-        ("PID", Side::Right),
-        ("IMAGE", Side::Left),
+    let mut table = TextTable::new([
+        ("NAME", ColumnAlignment::Left),
+        ("DEVICE", ColumnAlignment::Left),
+        ("BY", ColumnAlignment::Left),
+        ("SIZE", ColumnAlignment::Right),
+        ("USED BY", ColumnAlignment::Left),
+        ("PID", ColumnAlignment::Right),
+        ("IMAGE", ColumnAlignment::Left),
     ]);
     let nothing = || "-".to_owned();
     for Row { name, device, way, image, size, mounts, holders, processes, pid, alive, broken } in rows {
@@ -74,7 +74,7 @@ pub(super) fn run(json: bool, qmp: Option<Target>) -> Result<(), Failure> {
     Ok(print(&table.render(stdout().is_terminal()))?)
 }
 
-fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
+fn rows(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
     let mut rows = served(qmp)?;
     for device in lost::devices() {
         if rows.iter().any(|row| row.device == device) {
@@ -99,7 +99,7 @@ fn rows(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
 }
 
 /// What somebody keeps, or serves.
-fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
+fn served(qmp: Option<Target>) -> Result<Vec<Row>, CommandFailure> {
     let mut rows = Vec::new();
     for place in Place::all()? {
         let whole = place.attached();
@@ -129,7 +129,7 @@ fn served(qmp: Option<Target>) -> Result<Vec<Row>, Failure> {
         });
     }
     let is_asked_for = qmp.is_some();
-    let target = Target::choose(qmp).map_err(|said| Failure::Usage(anyhow::Error::msg(said)))?;
+    let target = Target::choose(qmp).map_err(|said| CommandFailure::Usage(anyhow::Error::msg(said)))?;
     let report = match Client::connect(&target).and_then(|mut client| client.status()) {
         Ok(report) => report,
         Err(error) if is_asked_for => return Err(error.into()),

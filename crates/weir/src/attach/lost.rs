@@ -8,7 +8,7 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow};
-use console::{Failure, say};
+use console::{CommandFailure, print_notice};
 use control::users::Users;
 use export::ublk::{guard, node};
 
@@ -20,9 +20,9 @@ pub(super) fn devices() -> Vec<PathBuf> {
 }
 
 /// Removes one some time after its server has ended, as that has told.
-pub(crate) fn run_guard() -> Result<(), Failure> {
+pub(crate) fn run_guard() -> Result<(), CommandFailure> {
     if let Some(done) = guard::run().context("a device by ublk is not guarded any more")? {
-        say(&done);
+        print_notice(&done);
     }
     Ok(())
 }

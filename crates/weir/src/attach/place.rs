@@ -41,7 +41,7 @@ use nix::{
     unistd::{Pid, Uid},
 };
 use serde::{Serialize, de::DeserializeOwned};
-use settings::Image;
+use settings::ImageLocation;
 
 use super::{Attached, Wanted, host::Loop, lasting::lasting_users};
 
@@ -78,7 +78,7 @@ pub(super) fn check_name(name: &str) -> Result<(), String> {
 }
 
 /// The image's, as far as a name may have it.
-pub(super) fn default_name(image: &Image) -> String {
+pub(super) fn default_name(image: &ImageLocation) -> String {
     let plain =
         |letter: char| if letter.is_ascii_alphanumeric() || "._-".contains(letter) { letter } else { '-' };
     let mut name: String = image.default_name().chars().map(plain).collect();

@@ -27,7 +27,7 @@ use nix::{
     unistd::{Pid, Uid},
 };
 use serde_json::json;
-use settings::{Door, ExportConfig, Fuse, NbdDevice, Ublk};
+use settings::{ExportTarget, ExportConfig, FuseConfig, NbdDeviceConfig, UblkConfig};
 
 use super::{Attached, Wanted, place::Place, way::Way};
 use crate::{
@@ -201,7 +201,7 @@ fn door(wanted: &Wanted, place: &Place) -> anyhow::Result<String> {
             let ublk = wanted.ublk()?;
             format!(
                 "--ublk={}",
-                Ublk { unprivileged: ublk.unprivileged || !Uid::effective().is_root(), ..ublk }
+                UblkConfig { unprivileged: ublk.unprivileged || !Uid::effective().is_root(), ..ublk }
             )
         }
         Way::Nbd => match wanted.number {
@@ -235,7 +235,7 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     place.set_asked()?;
     let mut disk = added::disk_of_options(&wanted.name, &wanted.image, &wanted.options)?;
     added::reach_alike(&mut disk, &report.disks)?;
-    added::export(&mut disk, ExportConfig::Own(export(wanted, place)?));
+    added::export(&mut disk, ExportConfig::Target(export(wanted, place)?));
     added::send(&mut client, &disk)?;
     let events = events.clone();
     tell_end(target, watch, &wanted.name, move |orderly| {
@@ -244,11 +244,11 @@ pub(super) fn add(wanted: &Wanted, place: &Place, qmp: &str, events: &Sender<Eve
     Ok(())
 }
 
-fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<Door> {
+fn export(wanted: &Wanted, place: &Place) -> anyhow::Result<ExportTarget> {
     Ok(match wanted.way {
-        Way::Ublk => Door::Ublk(wanted.ublk()?),
-        Way::Nbd => Door::NbdDevice(NbdDevice { number: wanted.number, ..NbdDevice::default() }),
-        Way::Fuse => Door::Fuse(Fuse::at(make_file(place)?.into())),
+        Way::Ublk => ExportTarget::Ublk(wanted.ublk()?),
+        Way::Nbd => ExportTarget::NbdDevice(NbdDeviceConfig { number: wanted.number, ..NbdDeviceConfig::default() }),
+        Way::Fuse => ExportTarget::Fuse(FuseConfig::new(make_file(place)?.into())),
     })
 }
 

@@ -7,22 +7,22 @@ use std::path::Path;
 
 use api::MemberSettings;
 use policy::{
-    prefetch::{self, Mode},
-    throttle::{Part, Setting},
+    prefetch::{self, PrefetchMode},
+    throttle::{LimitPart, LimitSetting},
 };
 use serde_json::{Map, Value};
-use settings::{DiskConfig, KeySet as _, Place, Wrong, key::Unread, suggest};
+use settings::{DiskConfig, KeyTable as _, Origin, ConfigError, key::ValueError, suggest};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Name {
-    Limit(Setting),
+    Limit(LimitSetting),
     Weight,
     IopsReservation,
     BpsReservation,
     Watermark,
     Group,
     Prefetch,
-    PrefetchNumber(prefetch::Setting),
+    PrefetchNumber(prefetch::PrefetchSetting),
 }
 
 impl Name {
@@ -33,11 +33,11 @@ impl Name {
     pub(crate) fn of_throttle() -> impl Iterator<Item = Self> {
         let scheduler =
             [Self::Weight, Self::IopsReservation, Self::BpsReservation, Self::Watermark, Self::Group];
-        Setting::ALL.into_iter().map(Self::Limit).chain(scheduler)
+        LimitSetting::ALL.into_iter().map(Self::Limit).chain(scheduler)
     }
 
     pub(crate) fn of_prefetch() -> impl Iterator<Item = Self> {
-        std::iter::once(Self::Prefetch).chain(prefetch::Setting::ALL.into_iter().map(Self::PrefetchNumber))
+        std::iter::once(Self::Prefetch).chain(prefetch::PrefetchSetting::ALL.into_iter().map(Self::PrefetchNumber))
     }
 
     pub(crate) fn text(self) -> &'static str {
@@ -75,9 +75,9 @@ impl Name {
         match self {
             Self::Group => Setpoint::Text(String::new()),
             Self::Weight => Setpoint::Number(100),
-            Self::Limit(Setting::Limit(_, Part::BurstLength)) => Setpoint::Number(1),
-            Self::Prefetch => Setpoint::Text(Mode::default().to_string()),
-            Self::PrefetchNumber(setting) => Setpoint::Number(prefetch::Settings::default().get(setting)),
+            Self::Limit(LimitSetting::Limit(_, LimitPart::BurstLength)) => Setpoint::Number(1),
+            Self::Prefetch => Setpoint::Text(PrefetchMode::default().to_string()),
+            Self::PrefetchNumber(setting) => Setpoint::Number(prefetch::PrefetchConfig::default().get(setting)),
             _ => Setpoint::Number(0),
         }
     }
@@ -105,7 +105,7 @@ impl Name {
     pub(crate) fn read(self, text: &str) -> Result<Setpoint, String> {
         let value = match self {
             Self::Group => Ok(Setpoint::Text(text.to_owned())),
-            Self::Prefetch => settings::read::<Mode>(text).map(|mode| Setpoint::Text(mode.to_string())),
+            Self::Prefetch => settings::parse::<PrefetchMode>(text).map(|mode| Setpoint::Text(mode.to_string())),
             Self::Limit(setting) => settings::limit_parser(setting)(text).map(Setpoint::Number),
             _ if self.is_size() => settings::size(text).map(Setpoint::Number),
             _ => settings::count(text).map(Setpoint::Number),
@@ -114,18 +114,18 @@ impl Name {
     }
 
     /// Whether the value could be right at all, whatever else is set.
-    fn judge(self, value: &Setpoint) -> Result<(), Wrong> {
+    fn judge(self, value: &Setpoint) -> Result<(), ConfigError> {
         let &Setpoint::Number(number) = value else { return Ok(()) };
         let key = DiskConfig::key(self.text()).expect("a key of the table");
         let place = match self {
             Self::PrefetchNumber(setting) => {
-                Place::option(settings::prefetch::short_name(setting), self.show(value))
+                Origin::option(settings::prefetch::short_name(setting), self.show(value))
             }
-            _ => Place::option(self.text(), number),
+            _ => Origin::option(self.text(), number),
         };
         match key.read(&mut DiskConfig::default(), &number.to_string(), Path::new("")) {
             Ok(()) => Ok(()),
-            Err(Unread::Malformed(rule) | Unread::OutOfRange(rule)) => Err(place.wrong(rule)),
+            Err(ValueError::Malformed(rule) | ValueError::OutOfRange(rule)) => Err(place.error(rule)),
         }
     }
 
@@ -173,7 +173,7 @@ impl Change {
     ///
     /// # Errors
     /// The first that could not, told by its option.
-    pub(crate) fn judge(&self) -> Result<(), Wrong> {
+    pub(crate) fn judge(&self) -> Result<(), ConfigError> {
         self.iter().try_for_each(|(name, value)| name.judge(value))
     }
 

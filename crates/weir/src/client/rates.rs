@@ -7,8 +7,8 @@ use std::{collections::HashMap, time::Duration};
 
 use api::{DiskStatus, DiskTransfers, GroupStatus};
 use policy::{
-    counter::{self, Growth},
-    throttle::limited_with_groups,
+    counter::{self, CounterGrowth},
+    throttle::throttled_with_groups_ns,
 };
 
 use super::{
@@ -157,7 +157,7 @@ impl Comparison<'_> {
     fn work(&self, before: DiskTransfers, now: DiskTransfers) -> Option<(f64, f64)> {
         let elapsed = Duration::from_nanos(self.interval_ns);
         let counters = |work: DiskTransfers| [work.requests, work.bytes];
-        let growth = Growth::between(&counters(before), &counters(now), elapsed)?;
+        let growth = CounterGrowth::between(&counters(before), &counters(now), elapsed)?;
         Some((growth.per_second(0), growth.per_second(1)))
     }
 
@@ -167,7 +167,7 @@ impl Comparison<'_> {
         let above = above.filter_map(|group| {
             limited_ns(Node::Group(self.earlier.group(&group.name)?), Node::Group(group))
         });
-        let limited_ns = limited_with_groups(own, above, waited_ns, now.throttle().waiting.total() > 0);
+        let limited_ns = throttled_with_groups_ns(own, above, waited_ns, now.throttle().waiting.total() > 0);
         Some((limited_ns as f64 / self.interval_ns as f64).min(1.0))
     }
 }

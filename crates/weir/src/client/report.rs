@@ -4,10 +4,10 @@
 use std::ops::Deref;
 
 use api::{
-    DiskStatus, ExportStatus, GroupStatus, MemberSettings, PrefetchSettings, PrefetchStatus, Status,
+    DiskStatus, ExportStatus, GroupStatus, MemberSettings, PrefetchSettings, PrefetchStatus, DaemonStatus,
     ThrottleStatus, WatermarkStatus,
 };
-use policy::prefetch::{Mode, Setting};
+use policy::prefetch::{PrefetchMode, PrefetchSetting};
 use serde::Serialize;
 use settings::prefetch::short_name;
 
@@ -16,15 +16,15 @@ use super::latency::Counted;
 /// A [`Status`], and the latencies that a second command answers.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(crate) struct Report {
-    pub(crate) status: Status,
+    pub(crate) status: DaemonStatus,
     /// How long requests took since that is counted; asked for by itself.
     pub(crate) latencies: Counted,
 }
 
 impl Deref for Report {
-    type Target = Status;
+    type Target = DaemonStatus;
 
-    fn deref(&self) -> &Status {
+    fn deref(&self) -> &DaemonStatus {
         &self.status
     }
 }
@@ -43,7 +43,7 @@ pub(crate) fn device_users(export: &ExportStatus) -> Option<String> {
 
 /// Whether prefetching is on, by itself or always.
 pub(crate) fn prefetches(settings: &PrefetchSettings) -> bool {
-    settings.mode != Mode::Off.name()
+    settings.mode != PrefetchMode::Off.name()
 }
 
 /// The mode of prefetching, and whether it has stopped itself: `auto`, `auto closed`.
@@ -54,7 +54,7 @@ pub(crate) fn prefetch_state(settings: &PrefetchSettings, status: &PrefetchStatu
 
 /// Bytes that prefetching may hold.
 pub(crate) fn prefetch_memory(settings: &PrefetchSettings) -> u64 {
-    settings.numbers.get(short_name(Setting::Memory)).copied().unwrap_or(0)
+    settings.numbers.get(short_name(PrefetchSetting::Memory)).copied().unwrap_or(0)
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -97,7 +97,7 @@ impl<'a> Node<'a> {
 
 impl Report {
     pub(crate) fn read(text: &str) -> Result<Self, serde_json::Error> {
-        let mut status: Status = serde_json::from_str(text)?;
+        let mut status: DaemonStatus = serde_json::from_str(text)?;
         // `group` finds them by this order.
         status.groups.sort_by(|one, other| one.name.cmp(&other.name));
         Ok(Self { status, latencies: Counted::default() })

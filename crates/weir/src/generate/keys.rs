@@ -1,20 +1,20 @@
 //! The tables of keys as other parts of the generator read them: without the types of the configs.
 
 use settings::{
-    AddressedKeys, Cluster, DaemonConfig, DiskConfig, Fuse, GroupConfig, Key, KeySet, NbdDevice, NbdExport,
-    Record, Ublk, VhostUserBlk,
-    key::{Change, ValueKind},
+    AddressedConfig, ClusterConfig, DaemonConfig, DiskConfig, FuseConfig, GroupConfig, ConfigKey, KeyTable, NbdDeviceConfig, NbdExportConfig,
+    RecordingConfig, UblkConfig, VhostUserBlkConfig,
+    key::{ChangePolicy, KeyType},
 };
 
 /// A row of a table.
 pub(super) struct Row {
     pub(super) name: &'static str,
     pub(super) heading: &'static str,
-    pub(super) value: ValueKind,
+    pub(super) value: KeyType,
     pub(super) placeholder: &'static str,
     pub(super) default: &'static str,
     pub(super) help: &'static str,
-    pub(super) change: Change,
+    pub(super) change: ChangePolicy,
     pub(super) is_list: bool,
     /// The config has a value if the key is not given.
     pub(super) has_default: bool,
@@ -27,8 +27,8 @@ impl Row {
     }
 }
 
-impl<T: Default> From<&'static Key<T>> for Row {
-    fn from(key: &'static Key<T>) -> Self {
+impl<T: Default> From<&'static ConfigKey<T>> for Row {
+    fn from(key: &'static ConfigKey<T>) -> Self {
         Self {
             name: key.name,
             heading: key.heading,
@@ -57,12 +57,12 @@ pub(super) struct Section {
 }
 
 impl Section {
-    fn of<T: KeySet>(name: &'static str, title: &'static str, about: &'static str) -> Self {
+    fn of<T: KeyTable>(name: &'static str, title: &'static str, about: &'static str) -> Self {
         let rows = T::keys().iter().map(Row::from).collect();
         Self { name, title, about, kind: None, rows }
     }
 
-    fn export<T: AddressedKeys>(kind: &'static str, name: &'static str, about: &'static str) -> Self {
+    fn export<T: AddressedConfig>(kind: &'static str, name: &'static str, about: &'static str) -> Self {
         Self { kind: Some(kind), ..Self::of::<T>(name, "export", about) }
     }
 }
@@ -71,19 +71,19 @@ impl Section {
 pub(super) fn sections() -> Vec<Section> {
     vec![
         Section::of::<DaemonConfig>("daemon", "[daemon]", "The process"),
-        Section::of::<Record>("record", "record", "Recordings of all requests"),
-        Section::of::<Cluster>("cluster", "[cluster]", "The hosts that share limits, and their etcd"),
+        Section::of::<RecordingConfig>("record", "record", "Recordings of all requests"),
+        Section::of::<ClusterConfig>("cluster", "[cluster]", "The hosts that share limits, and their etcd"),
         Section::of::<GroupConfig>("group", "[group.NAME]", "Limits that disks and other groups share"),
         Section::of::<DiskConfig>("disk", "[disk.NAME]", "A disk"),
-        Section::export::<NbdExport>("nbd", "export-nbd", "An export at an NBD server"),
-        Section::export::<VhostUserBlk>(
+        Section::export::<NbdExportConfig>("nbd", "export-nbd", "An export at an NBD server"),
+        Section::export::<VhostUserBlkConfig>(
             "vhost-user-blk",
             "export-vhost-user-blk",
             "A socket for a virtual machine",
         ),
-        Section::export::<Ublk>("ublk", "export-ublk", "A block device of the kernel's ublk driver"),
-        Section::export::<Fuse>("fuse", "export-fuse", "The disk as a file, by FUSE"),
-        Section::export::<NbdDevice>(
+        Section::export::<UblkConfig>("ublk", "export-ublk", "A block device of the kernel's ublk driver"),
+        Section::export::<FuseConfig>("fuse", "export-fuse", "The disk as a file, by FUSE"),
+        Section::export::<NbdDeviceConfig>(
             "nbd-device",
             "export-nbd-device",
             "A block device of the kernel's NBD client",

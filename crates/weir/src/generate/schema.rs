@@ -4,7 +4,7 @@
 //! are `weir check-config`'s.
 
 use serde_json::{Map, Value, json};
-use settings::key::ValueKind;
+use settings::key::KeyType;
 
 use super::keys::{Row, Section, as_keys, sections};
 
@@ -69,7 +69,7 @@ fn property(row: &Row) -> Value {
         default => format!("{help} [default: {}]", as_keys(default)),
     };
     let value = match row.value {
-        ValueKind::Table => reference(row.name),
+        KeyType::Table => reference(row.name),
         _ => value(row.value),
     };
     let mut property = match row.is_list {
@@ -81,24 +81,24 @@ fn property(row: &Row) -> Value {
 }
 
 /// Values as the reader of the file takes them: a string may have a number, and a text may be one.
-fn value(kind: ValueKind) -> Value {
+fn value(kind: KeyType) -> Value {
     match kind {
-        ValueKind::Flag => json!({ "type": "boolean" }),
-        ValueKind::Word(words) => json!({ "enum": with_flags(words) }),
-        ValueKind::WordOr(words) => {
+        KeyType::Flag => json!({ "type": "boolean" }),
+        KeyType::Word(words) => json!({ "enum": with_flags(words) }),
+        KeyType::WordOr(words) => {
             json!({ "anyOf": [{ "enum": with_flags(words) }, { "type": ["string", "number"] }] })
         }
-        ValueKind::Count | ValueKind::Integer | ValueKind::Seconds => {
+        KeyType::Count | KeyType::Integer | KeyType::Seconds => {
             json!({ "type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+$" })
         }
-        ValueKind::Size => json!({
+        KeyType::Size => json!({
             "type": ["integer", "string"],
             "minimum": 0,
             "pattern": "^(0[xX][0-9a-fA-F]+|[0-9]+(\\.[0-9]*)?([kKmMgGtTpPeE]?[bB]?|[kKmMgGtTpPeE][iI][bB]?))$",
         }),
-        ValueKind::Path => json!({ "type": "string", "minLength": 1 }),
-        ValueKind::Text => json!({ "type": ["string", "number"] }),
-        ValueKind::Table => unreachable!("a table has a definition of its own"),
+        KeyType::Path => json!({ "type": "string", "minLength": 1 }),
+        KeyType::Text => json!({ "type": ["string", "number"] }),
+        KeyType::Table => unreachable!("a table has a definition of its own"),
     }
 }
 

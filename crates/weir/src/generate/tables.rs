@@ -10,7 +10,7 @@
 
 use std::fmt::Write as _;
 
-use settings::key::{Change, ValueKind};
+use settings::key::{ChangePolicy, KeyType};
 
 use super::keys::{Row, as_keys, sections};
 
@@ -54,12 +54,12 @@ fn table(which: &str) -> anyhow::Result<String> {
 
 fn line(row: &Row) -> String {
     let reload = match row.change {
-        Change::Live => "live",
-        Change::Reexport => "export",
-        Change::Never => "no",
+        ChangePolicy::Apply => "live",
+        ChangePolicy::Reexport => "export",
+        ChangePolicy::Reject => "no",
     };
     let default = match row.default {
-        "" if row.value == ValueKind::Flag && row.has_default => "`false`".to_owned(),
+        "" if row.value == KeyType::Flag && row.has_default => "`false`".to_owned(),
         "" => "none".to_owned(),
         default => as_keys(default),
     };
@@ -74,15 +74,15 @@ fn line(row: &Row) -> String {
 fn value(row: &Row) -> String {
     let words = |words: &[&str]| words.iter().map(|word| format!("`{word}`")).collect::<Vec<_>>().join(", ");
     let one = match row.value {
-        ValueKind::Flag => "`true`, `false`".to_owned(),
-        ValueKind::Word(all) => words(all),
-        ValueKind::WordOr(all) => format!("{} or {}", words(all), placeholder(row)),
-        ValueKind::Count | ValueKind::Integer => "number".to_owned(),
-        ValueKind::Size => "size".to_owned(),
-        ValueKind::Seconds => "seconds".to_owned(),
-        ValueKind::Path => "path".to_owned(),
-        ValueKind::Text => placeholder(row),
-        ValueKind::Table => "table".to_owned(),
+        KeyType::Flag => "`true`, `false`".to_owned(),
+        KeyType::Word(all) => words(all),
+        KeyType::WordOr(all) => format!("{} or {}", words(all), placeholder(row)),
+        KeyType::Count | KeyType::Integer => "number".to_owned(),
+        KeyType::Size => "size".to_owned(),
+        KeyType::Seconds => "seconds".to_owned(),
+        KeyType::Path => "path".to_owned(),
+        KeyType::Text => placeholder(row),
+        KeyType::Table => "table".to_owned(),
     };
     if row.is_list { format!("{one}, or a list") } else { one }
 }

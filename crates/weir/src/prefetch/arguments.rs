@@ -2,7 +2,7 @@
 //! `prefetch-`.
 
 use clap::{ArgMatches, Args, Command, FromArgMatches};
-use policy::prefetch::{Mode, Setting};
+use policy::prefetch::{PrefetchMode, PrefetchSetting};
 use settings::{
     arguments::prefetch::{given, number},
     prefetch::{self, help},
@@ -40,8 +40,8 @@ pub(crate) struct PrefetchArgs {
     #[arg(value_name = "DISK")]
     pub(crate) name: String,
     /// on: ahead of whatever looks sequential; auto: where it pays; off: never
-    #[arg(value_name = "MODE", value_parser = settings::read::<Mode>)]
-    mode: Option<Mode>,
+    #[arg(value_name = "MODE", value_parser = settings::parse::<PrefetchMode>)]
+    mode: Option<PrefetchMode>,
     /// Print results as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -69,7 +69,7 @@ impl PrefetchArgs {
 
 #[derive(Clone, Debug, Default)]
 struct ShortNumbers {
-    given: Vec<(Setting, u64)>,
+    given: Vec<(PrefetchSetting, u64)>,
 }
 
 impl Args for ShortNumbers {
@@ -77,7 +77,7 @@ impl Args for ShortNumbers {
         let number = |setting| {
             number(setting, prefetch::short_name(setting)).help(help(setting)).help_heading("Settings")
         };
-        command.args(Setting::ALL.map(number))
+        command.args(PrefetchSetting::ALL.map(number))
     }
 
     fn augment_args_for_update(command: Command) -> Command {

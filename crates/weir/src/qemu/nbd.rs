@@ -23,7 +23,7 @@ use std::{env, ffi::OsString, fs, process::ExitCode};
 use anyhow::{Context as _, anyhow, bail};
 use block::disk::DetectZeroes;
 use clap::Parser as _;
-use console::Failure;
+use console::CommandFailure;
 
 use self::{arguments::Arguments, image::ServedImage, objects::Objects, overlay::Overlay};
 use super::{answer, ended, serve, version, what_is_wrong};
@@ -45,7 +45,7 @@ pub(super) fn main() -> ExitCode {
     ended(NAME, run(&arguments))
 }
 
-fn run(arguments: &Arguments) -> Result<(), Failure> {
+fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
     if arguments.version {
         return version(NAME);
     }
@@ -78,7 +78,7 @@ fn run(arguments: &Arguments) -> Result<(), Failure> {
         arguments.map_err(|error| anyhow!(what_is_wrong(&error.render().to_string()).to_owned()))?;
     // The daemon has it open once it is ready.
     serve(arguments, move || drop(overlay)).map_err(|failure| match failure {
-        Failure::Failed(error) | Failure::Usage(error) => Failure::Failed(in_its_words(error)),
+        CommandFailure::Failed(error) | CommandFailure::Usage(error) => CommandFailure::Failed(in_its_words(error)),
         other => other,
     })
 }
@@ -185,7 +185,7 @@ fn listening(arguments: &Arguments) -> anyhow::Result<Option<String>> {
     let (port, bind) = (port.unwrap_or("10809"), bind.unwrap_or("0.0.0.0"));
     let bind = if bind.contains(':') { format!("[{bind}]") } else { bind.to_owned() };
     let address = format!("{bind}:{port}");
-    let _: settings::Address = address.parse().map_err(|rule| anyhow!("{address}: {rule}"))?;
+    let _: settings::ListenAddress = address.parse().map_err(|rule| anyhow!("{address}: {rule}"))?;
     Ok(Some(format!("--nbd={address}")))
 }
 

@@ -12,8 +12,8 @@
 use std::path::Path;
 
 use settings::{
-    DiskConfig, Key, KeySet, Literal, Placed,
-    key::{Unread, ValueKind},
+    DiskConfig, ConfigKey, KeyTable, KeyLiteral, ConfigWithOrigins,
+    key::{ValueError, KeyType},
 };
 use toml_edit::{Array, Decor, DocumentMut, InlineTable, Item, Table, TableLike, Value};
 
@@ -37,11 +37,11 @@ pub(super) fn edited(text: &str, kind: &str, name: &str, change: &Change) -> Res
 }
 
 /// With a table `[kind.name]` of the keys that were given behind all others. Fails if there is one.
-pub(crate) fn added<T: KeySet>(
+pub(crate) fn added<T: KeyTable>(
     text: &str,
     kind: &str,
     name: &str,
-    config: &Placed<T>,
+    config: &ConfigWithOrigins<T>,
 ) -> Result<String, String> {
     let mut document = parsed(text)?;
     let of_kind = document.entry(kind).or_insert_with(|| {
@@ -55,7 +55,7 @@ pub(crate) fn added<T: KeySet>(
         return Err(format!("has a [{kind}.{name}] already"));
     }
     let mut table = Table::new();
-    let (tables, values) = config.given_keys().partition::<Vec<_>, _>(|key| key.value == ValueKind::Table);
+    let (tables, values) = config.given_keys().partition::<Vec<_>, _>(|key| key.value == KeyType::Table);
     for key in values.into_iter().chain(tables) {
         if let Some(value) = written(key, config) {
             table.insert(key.name, Item::Value(value));
@@ -147,28 +147,28 @@ fn as_it_was(text: &str, edited: String) -> Result<String, String> {
 }
 
 /// The value of a key as it is written in the file; `None` if it has none.
-fn written<T: KeySet>(key: &Key<T>, config: &T) -> Option<Value> {
+fn written<T: KeyTable>(key: &ConfigKey<T>, config: &T) -> Option<Value> {
     Some(match key.write(config)? {
-        Literal::Number(number) if key.is_size() => {
+        KeyLiteral::Number(number) if key.is_size() => {
             let shown = settings::exact_size(number);
             // `10M` is told from `10485760` as the operator would: with a suffix it is a string.
             let is_suffixed = shown.ends_with(['K', 'M', 'G', 'T']);
-            if is_suffixed { shown.into() } else { as_toml(&Literal::Number(number)) }
+            if is_suffixed { shown.into() } else { as_toml(&KeyLiteral::Number(number)) }
         }
         literal => as_toml(&literal),
     })
 }
 
-fn as_toml(literal: &Literal) -> Value {
+fn as_toml(literal: &KeyLiteral) -> Value {
     match literal {
-        Literal::Flag(flag) => (*flag).into(),
+        KeyLiteral::Flag(flag) => (*flag).into(),
         // Larger numbers are not TOML's; their text is read as the same number.
-        Literal::Number(number) => {
+        KeyLiteral::Number(number) => {
             i64::try_from(*number).map_or_else(|_| number.to_string().into(), Value::from)
         }
-        Literal::Text(text) => text.as_str().into(),
-        Literal::List(values) => values.iter().map(as_toml).collect::<Array>().into(),
-        Literal::Table(keys) => {
+        KeyLiteral::Text(text) => text.as_str().into(),
+        KeyLiteral::List(values) => values.iter().map(as_toml).collect::<Array>().into(),
+        KeyLiteral::Table(keys) => {
             let pairs = keys.iter().map(|(key, value)| (*key, as_toml(value)));
             pairs.collect::<InlineTable>().into()
         }
@@ -189,7 +189,7 @@ fn set_to(name: Name, value: &Setpoint) -> Result<Option<Value>, String> {
     let mut config = DiskConfig::default();
     match key.read(&mut config, &text, Path::new("")) {
         Ok(()) => Ok(written(key, &config)),
-        Err(Unread::Malformed(rule) | Unread::OutOfRange(rule)) => {
+        Err(ValueError::Malformed(rule) | ValueError::OutOfRange(rule)) => {
             Err(format!("{} = {text}: {rule}", key.name))
         }
     }
@@ -252,7 +252,7 @@ fn prefix(table: &mut dyn TableLike, key: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use settings::Place;
+    use settings::Origin;
 
     use super::*;
 
@@ -354,9 +354,9 @@ group = \"gold\"
     #[test]
     fn a_table_that_is_added_stands_behind_those_of_its_kind() {
         let disk = |image: &str| {
-            let mut disk = Placed::new(DiskConfig::default(), Place::new("new"));
+            let mut disk = ConfigWithOrigins::new(DiskConfig::default(), Origin::new("new"));
             let key = DiskConfig::key("image").unwrap();
-            disk.set(key, image, Path::new(""), Place::new("image")).unwrap();
+            disk.set(key, image, Path::new(""), Origin::new("image")).unwrap();
             disk
         };
         let new = "\n[disk.new]\nimage = \"y\"\n";

@@ -19,10 +19,10 @@ use std::{
 };
 
 use anyhow::{Context as _, anyhow, bail};
-use console::say;
+use console::print_notice;
 use nix::fcntl::{Flock, FlockArg};
 use reactor::regular;
-use settings::{Plan, config};
+use settings::{DesiredState, config};
 use tempfile::NamedTempFile;
 
 /// A new config file that waits to take the old one's place. Dropped, it is gone.
@@ -68,7 +68,7 @@ impl Saving {
             bail!("{shown}: was changed by somebody else meanwhile (run the command again)");
         }
         if let Some(remark) = self.remark {
-            say(&remark);
+            print_notice(&remark);
         }
         let Some(new) = self.new else { return Ok(shown) };
         new.persist(&self.path).map_err(|error| error.error).with_context(|| shown.clone())?;
@@ -109,7 +109,7 @@ fn open(path: &Path) -> anyhow::Result<(Flock<File>, String)> {
 fn check(path: &Path, old_text: &str, new_text: &str) -> anyhow::Result<Option<String>> {
     let name = path.display().to_string();
     let directory = path.parent().unwrap_or(Path::new(""));
-    let plan = |text| config::parse(&name, text, directory).and_then(|draft| Plan::new(draft, 0).map(drop));
+    let plan = |text| config::parse(&name, text, directory).and_then(|draft| DesiredState::new(draft, 0).map(drop));
     match (plan(old_text), plan(new_text)) {
         (Ok(()), Err(wrong)) => Err(anyhow!("the next start would fail: {wrong}")),
         (Err(_), Err(wrong)) => {

@@ -7,7 +7,7 @@ use api::{
 };
 use console::{
     figures,
-    table::{Side, Table},
+    table::{ColumnAlignment, TextTable},
 };
 
 use super::{Form, Shown};
@@ -48,17 +48,17 @@ pub(super) fn render(report: &Report, rates: &Rates, shown: &Shown, form: Form, 
     if rates.interval_ns == 0 { text } else { format!("last {}\n{text}", figures::time(rates.interval_ns)) }
 }
 
-const WEIGHT: (&str, Side) = ("WEIGHT", Side::Right);
+const WEIGHT: (&str, ColumnAlignment) = ("WEIGHT", ColumnAlignment::Right);
 
 fn weight(settings: &MemberSettings) -> String {
     settings.weight.map_or_else(nothing, |weight| weight.to_string())
 }
 
-fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
-    let mut columns = vec![("DISK", Side::Left), ("GROUP", Side::Left), ("LIMITS", Side::Left)];
+fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable {
+    let mut columns = vec![("DISK", ColumnAlignment::Left), ("GROUP", ColumnAlignment::Left), ("LIMITS", ColumnAlignment::Left)];
     columns.extend(form.wide.then_some(WEIGHT));
     columns.extend(measured_columns(form));
-    let mut table = Table::new(columns);
+    let mut table = TextTable::new(columns);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let DiskStatus { name, settings, .. } = disk;
         let group = settings.group.clone().unwrap_or_else(nothing);
@@ -71,12 +71,12 @@ fn disks(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
 }
 
 /// Disks that nobody can have yet.
-fn unopened(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("NOT OPEN YET", Side::Left),
-        ("IMAGE", Side::Left),
-        ("FOR", Side::Right),
-        ("WHY", Side::Left),
+fn unopened(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("NOT OPEN YET", ColumnAlignment::Left),
+        ("IMAGE", ColumnAlignment::Left),
+        ("FOR", ColumnAlignment::Right),
+        ("WHY", ColumnAlignment::Left),
     ]);
     for UnavailableDisk { name, image, age_ns, reason } in &report.unopened {
         if shown.has(name) {
@@ -88,17 +88,17 @@ fn unopened(report: &Report, shown: &Shown) -> Table {
 }
 
 /// What virtual machines did, in totals since their exports began.
-fn machines(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("MACHINE'S EXPORT", Side::Left),
-        ("DISK", Side::Left),
-        ("USED BY", Side::Left),
-        ("QUEUES", Side::Right),
-        ("IN FLIGHT", Side::Right),
-        ("REQUESTS", Side::Right),
-        ("KICKS", Side::Right),
-        ("CALLS", Side::Right),
-        ("COPIES", Side::Right),
+fn machines(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("MACHINE'S EXPORT", ColumnAlignment::Left),
+        ("DISK", ColumnAlignment::Left),
+        ("USED BY", ColumnAlignment::Left),
+        ("QUEUES", ColumnAlignment::Right),
+        ("IN FLIGHT", ColumnAlignment::Right),
+        ("REQUESTS", ColumnAlignment::Right),
+        ("KICKS", ColumnAlignment::Right),
+        ("CALLS", ColumnAlignment::Right),
+        ("COPIES", ColumnAlignment::Right),
     ]);
     for export in report.exports.iter().filter(|export| is_vhost_user(export) && shown.has(&export.disk)) {
         let ExportStatus { id, disk, counters, .. } = export;
@@ -116,14 +116,14 @@ fn machines(report: &Report, shown: &Shown) -> Table {
 }
 
 /// Clients of NBD that were refused, where there were some.
-fn refused(report: &Report) -> Table {
-    let mut table = Table::new([
-        ("REFUSED AT", Side::Left),
-        ("CLIENTS", Side::Right),
-        ("BY NETWORK", Side::Right),
-        ("TOO MANY", Side::Right),
-        ("BY NAME", Side::Right),
-        ("AN EXPORT", Side::Right),
+fn refused(report: &Report) -> TextTable {
+    let mut table = TextTable::new([
+        ("REFUSED AT", ColumnAlignment::Left),
+        ("CLIENTS", ColumnAlignment::Right),
+        ("BY NETWORK", ColumnAlignment::Right),
+        ("TOO MANY", ColumnAlignment::Right),
+        ("BY NAME", ColumnAlignment::Right),
+        ("AN EXPORT", ColumnAlignment::Right),
     ]);
     for ServerStatus { address, connections, refused, .. } in &report.servers {
         let RefusedClients { networks, connections: too_many, names, exports } = *refused;
@@ -138,12 +138,12 @@ fn refused(report: &Report) -> Table {
 }
 
 /// Block devices and files of this host, and what is mounted from them or lies on them.
-fn host_devices(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("ON THIS HOST", Side::Left),
-        ("TYPE", Side::Left),
-        ("DISK", Side::Left),
-        ("USED BY", Side::Left),
+fn host_devices(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("ON THIS HOST", ColumnAlignment::Left),
+        ("TYPE", ColumnAlignment::Left),
+        ("DISK", ColumnAlignment::Left),
+        ("USED BY", ColumnAlignment::Left),
     ]);
     for export in report.exports.iter().filter(|export| shown.has(&export.disk)) {
         let Some(device) = &export.device else { continue };
@@ -154,9 +154,9 @@ fn host_devices(report: &Report, shown: &Shown) -> Table {
 }
 
 /// Images in Ceph clusters. One that stands still has a request that becomes old.
-fn clusters(report: &Report, shown: &Shown) -> Table {
+fn clusters(report: &Report, shown: &Shown) -> TextTable {
     let mut table =
-        Table::new([("DISK", Side::Left), ("IN CLUSTER", Side::Left), ("OLDEST REQUEST", Side::Right)]);
+        TextTable::new([("DISK", ColumnAlignment::Left), ("IN CLUSTER", ColumnAlignment::Left), ("OLDEST REQUEST", ColumnAlignment::Right)]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         if let (Some(oldest), None) = (disk.oldest_request, &disk.server) {
             table.row(vec![disk.name.clone(), disk.image.clone(), age(oldest)]);
@@ -171,14 +171,14 @@ fn age(oldest_ns: u64) -> String {
 }
 
 /// Disks at other NBD servers. Of one that is gone or stands still, the oldest request becomes old.
-fn remote(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("DISK", Side::Left),
-        ("AT", Side::Left),
-        ("SERVER", Side::Left),
-        ("RECONNECTIONS", Side::Right),
-        ("OLDEST REQUEST", Side::Right),
-        ("UNFLUSHED", Side::Right),
+fn remote(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("DISK", ColumnAlignment::Left),
+        ("AT", ColumnAlignment::Left),
+        ("SERVER", ColumnAlignment::Left),
+        ("RECONNECTIONS", ColumnAlignment::Right),
+        ("OLDEST REQUEST", ColumnAlignment::Right),
+        ("UNFLUSHED", ColumnAlignment::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let Some(server) = &disk.server else { continue };
@@ -195,14 +195,14 @@ fn remote(report: &Report, shown: &Shown) -> Table {
 }
 
 /// What the devices failed since the disks were opened, and which of these are stopped by it.
-fn errors(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("DISK", Side::Left),
-        ("STATE", Side::Left),
-        ("READ ERRORS", Side::Right),
-        ("WRITE ERRORS", Side::Right),
-        ("FLUSH ERRORS", Side::Right),
-        ("DISCARD ERRORS", Side::Right),
+fn errors(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("DISK", ColumnAlignment::Left),
+        ("STATE", ColumnAlignment::Left),
+        ("READ ERRORS", ColumnAlignment::Right),
+        ("WRITE ERRORS", ColumnAlignment::Right),
+        ("FLUSH ERRORS", ColumnAlignment::Right),
+        ("DISCARD ERRORS", ColumnAlignment::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let stopped_by = disk.stopped_by();
@@ -221,17 +221,17 @@ fn errors(report: &Report, shown: &Shown) -> Table {
 }
 
 /// The metadata caches of qcow2 images, in totals since they were opened.
-fn caches(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("DISK", Side::Left),
-        ("FORMAT", Side::Left),
-        ("L2 CACHE", Side::Right),
-        ("OF", Side::Right),
-        ("COVERS", Side::Right),
-        ("HITS", Side::Right),
-        ("MISSES", Side::Right),
-        ("EVICTED", Side::Right),
-        ("REFCOUNTS", Side::Right),
+fn caches(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("DISK", ColumnAlignment::Left),
+        ("FORMAT", ColumnAlignment::Left),
+        ("L2 CACHE", ColumnAlignment::Right),
+        ("OF", ColumnAlignment::Right),
+        ("COVERS", ColumnAlignment::Right),
+        ("HITS", ColumnAlignment::Right),
+        ("MISSES", ColumnAlignment::Right),
+        ("EVICTED", ColumnAlignment::Right),
+        ("REFCOUNTS", ColumnAlignment::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let DiskStatus { name, size, format, l2_cache: Some(l2), refcount_cache, .. } = disk else {
@@ -256,14 +256,14 @@ fn caches(report: &Report, shown: &Shown) -> Table {
 }
 
 /// The memory for data: the daemon's, and who has it.
-fn memory(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("MEMORY", Side::Left),
-        ("OF", Side::Right),
-        ("RESERVED", Side::Right),
-        ("DISKS", Side::Right),
-        ("REQUESTS", Side::Right),
-        ("WAIT", Side::Right),
+fn memory(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("MEMORY", ColumnAlignment::Left),
+        ("OF", ColumnAlignment::Right),
+        ("RESERVED", ColumnAlignment::Right),
+        ("DISKS", ColumnAlignment::Right),
+        ("REQUESTS", ColumnAlignment::Right),
+        ("WAIT", ColumnAlignment::Right),
     ]);
     let size = |bytes: u64| if bytes == 0 { nothing() } else { figures::bytes(bytes as f64) };
     let Some(all) = report.memory.filter(|_| shown.names.is_none()) else { return table };
@@ -283,17 +283,17 @@ fn memory(report: &Report, shown: &Shown) -> Table {
     table
 }
 
-fn read_ahead(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("DISK", Side::Left),
-        ("PREFETCH", Side::Left),
-        ("HIT RATE", Side::Right),
-        ("ACCURACY", Side::Right),
-        ("READ AHEAD", Side::Right),
-        ("WASTED", Side::Right),
-        ("MEMORY", Side::Right),
-        ("OF", Side::Right),
-        ("STREAMS", Side::Right),
+fn read_ahead(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("DISK", ColumnAlignment::Left),
+        ("PREFETCH", ColumnAlignment::Left),
+        ("HIT RATE", ColumnAlignment::Right),
+        ("ACCURACY", ColumnAlignment::Right),
+        ("READ AHEAD", ColumnAlignment::Right),
+        ("WASTED", ColumnAlignment::Right),
+        ("MEMORY", ColumnAlignment::Right),
+        ("OF", ColumnAlignment::Right),
+        ("STREAMS", ColumnAlignment::Right),
     ]);
     for disk in report.disks.iter().filter(|disk| shown.has(&disk.name)) {
         let Some(prefetch) = disk.settings.prefetch.as_ref().filter(|prefetch| prefetches(prefetch)) else {
@@ -316,18 +316,18 @@ fn read_ahead(report: &Report, shown: &Shown) -> Table {
     table
 }
 
-fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
+fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> TextTable {
     let all = || report.groups.iter().filter(|group| shown.has(&group.name));
     // Columns of nothing but dashes are left out.
     let has_parents = form.wide || all().any(|group| group.settings.group.is_some());
     let has_watermarks = form.wide || all().any(|group| watermark(group) != nothing());
-    let mut columns = vec![("GROUP", Side::Left)];
-    columns.extend(has_parents.then_some(("IN", Side::Left)));
-    columns.extend([("DISKS", Side::Right), ("LIMITS", Side::Left)]);
+    let mut columns = vec![("GROUP", ColumnAlignment::Left)];
+    columns.extend(has_parents.then_some(("IN", ColumnAlignment::Left)));
+    columns.extend([("DISKS", ColumnAlignment::Right), ("LIMITS", ColumnAlignment::Left)]);
     columns.extend(form.wide.then_some(WEIGHT));
-    columns.extend(has_watermarks.then_some(("WATERMARK", Side::Left)));
+    columns.extend(has_watermarks.then_some(("WATERMARK", ColumnAlignment::Left)));
     columns.extend(measured_columns(form));
-    let mut table = Table::new(columns);
+    let mut table = TextTable::new(columns);
     for group in all() {
         let GroupStatus { name, settings, .. } = group;
         let mut row = vec![name.clone()];
@@ -342,8 +342,8 @@ fn groups(report: &Report, rates: &Rates, shown: &Shown, form: Form) -> Table {
 }
 
 /// Groups whose limits are those of many hosts: what their own are a part of.
-fn shared(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new(["GROUP", "CLUSTER", "OF ALL HOSTS", "HERE"].map(|name| (name, Side::Left)));
+fn shared(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new(["GROUP", "CLUSTER", "OF ALL HOSTS", "HERE"].map(|name| (name, ColumnAlignment::Left)));
     let Some(cluster) = &report.cluster else { return table };
     for group in report.groups.iter().filter(|group| shown.has(&group.name)) {
         let Some(whole) = &group.cluster else { continue };
@@ -357,8 +357,8 @@ fn shared(report: &Report, shown: &Shown) -> Table {
 }
 
 /// What is served without its promise, as other hosts leave no room for that.
-fn left_out(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new(["NAME", "NOT PROMISED", "WHY"].map(|name| (name, Side::Left)));
+fn left_out(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new(["NAME", "NOT PROMISED", "WHY"].map(|name| (name, ColumnAlignment::Left)));
     let disks = report.disks.iter().map(|disk| (&disk.name, &disk.settings));
     let all = disks.chain(report.groups.iter().map(|group| (&group.name, &group.settings)));
     for (name, settings) in all.filter(|(name, _)| shown.has(name)) {
@@ -382,20 +382,20 @@ fn watermark(group: &GroupStatus) -> String {
 }
 
 /// Measured columns of disks and groups, each with true if it is of the wide form alone.
-const MEASURED: [(&str, Side, bool); 10] = [
-    ("IOPS", Side::Right, false),
-    ("READ/s", Side::Right, false),
-    ("WRITE/s", Side::Right, false),
-    ("P50", Side::Right, true),
-    ("P99", Side::Right, false),
-    ("P99 WAIT", Side::Right, false),
-    ("WAIT SINCE START", Side::Right, true),
-    ("WAIT", Side::Right, false),
-    ("HELD", Side::Right, false),
-    ("HELD BY", Side::Left, false),
+const MEASURED: [(&str, ColumnAlignment, bool); 10] = [
+    ("IOPS", ColumnAlignment::Right, false),
+    ("READ/s", ColumnAlignment::Right, false),
+    ("WRITE/s", ColumnAlignment::Right, false),
+    ("P50", ColumnAlignment::Right, true),
+    ("P99", ColumnAlignment::Right, false),
+    ("P99 WAIT", ColumnAlignment::Right, false),
+    ("WAIT SINCE START", ColumnAlignment::Right, true),
+    ("WAIT", ColumnAlignment::Right, false),
+    ("HELD", ColumnAlignment::Right, false),
+    ("HELD BY", ColumnAlignment::Left, false),
 ];
 
-fn measured_columns(form: Form) -> impl Iterator<Item = (&'static str, Side)> {
+fn measured_columns(form: Form) -> impl Iterator<Item = (&'static str, ColumnAlignment)> {
     MEASURED.into_iter().filter(move |(.., wide)| form.wide || !wide).map(|(name, side, _)| (name, side))
 }
 
@@ -428,14 +428,14 @@ fn measured(
     cells.into_iter().zip(MEASURED).filter(move |(_, (.., wide))| form.wide || !wide).map(|(cell, _)| cell)
 }
 
-fn devices(report: &Report, shown: &Shown) -> Table {
-    let mut table = Table::new([
-        ("DEVICE", Side::Left),
-        ("DISKS", Side::Left),
-        ("USE", Side::Right),
-        ("CAPACITY READ", Side::Left),
-        ("CAPACITY WRITE", Side::Left),
-        ("KNOWN FROM", Side::Left),
+fn devices(report: &Report, shown: &Shown) -> TextTable {
+    let mut table = TextTable::new([
+        ("DEVICE", ColumnAlignment::Left),
+        ("DISKS", ColumnAlignment::Left),
+        ("USE", ColumnAlignment::Right),
+        ("CAPACITY READ", ColumnAlignment::Left),
+        ("CAPACITY WRITE", ColumnAlignment::Left),
+        ("KNOWN FROM", ColumnAlignment::Left),
     ]);
     for device in &report.devices {
         if !device.disks.iter().any(|disk| shown.has(disk)) {

@@ -8,7 +8,7 @@ use std::fmt;
 
 use api::MemberSettings;
 use clap::{Arg, ArgMatches, Args, Command, FromArgMatches};
-use policy::throttle::{LimitKind, Part, Setting};
+use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 use settings::arguments::limits;
 
 use crate::{
@@ -71,7 +71,7 @@ impl SafeShare {
         if text == "default" {
             return Ok(Self(None));
         }
-        let part = settings::safe_share(text).map_err(|rule| format!("{rule}, or default"))?;
+        let part = settings::parse_fallback_share(text).map_err(|rule| format!("{rule}, or default"))?;
         Ok(Self(Some(part)))
     }
 }
@@ -125,9 +125,9 @@ struct SchedulerArgs {
 
 #[derive(Clone, Debug, Default)]
 pub(crate) struct NamedLimits {
-    given: Vec<(Setting, u64)>,
+    given: Vec<(LimitSetting, u64)>,
     /// Those of [`NamedLimits::given`] that came under virsh's name.
-    as_virsh: Vec<Setting>,
+    as_virsh: Vec<LimitSetting>,
 }
 
 impl ThrottleArgs {
@@ -165,10 +165,10 @@ impl ThrottleArgs {
 }
 
 /// virsh clears the same number of the other limits of the same unit.
-fn cleared_with(setting: Setting) -> impl Iterator<Item = Setting> {
+fn cleared_with(setting: LimitSetting) -> impl Iterator<Item = LimitSetting> {
     let others = LimitKind::ALL.into_iter().filter_map(move |other| match setting {
-        Setting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
-            Some(Setting::Limit(other, part))
+        LimitSetting::Limit(kind, part) if kind != other && kind.counts_bytes() == other.counts_bytes() => {
+            Some(LimitSetting::Limit(other, part))
         }
         _ => None,
     });
@@ -204,7 +204,7 @@ fn virsh_size(text: &str) -> Result<u64, String> {
     settings::size(number.unwrap_or(text))
 }
 
-fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)) -> Arg {
+fn virsh_option(setting: LimitSetting, (name, old_name): (&'static str, &'static str)) -> Arg {
     let parser = if setting.is_size() { virsh_size } else { settings::limit_parser(setting) };
     Arg::new(name)
         .long(name)
@@ -218,9 +218,9 @@ fn virsh_option(setting: Setting, (name, old_name): (&'static str, &'static str)
 
 impl Args for NamedLimits {
     fn augment_args(command: Command) -> Command {
-        let as_virsh = Setting::ALL.into_iter().zip(VIRSH);
+        let as_virsh = LimitSetting::ALL.into_iter().zip(VIRSH);
         let as_virsh = as_virsh.map(|(setting, names)| virsh_option(setting, names));
-        command.args(Setting::ALL.map(limits::option)).args(as_virsh)
+        command.args(LimitSetting::ALL.map(limits::option)).args(as_virsh)
     }
 
     fn augment_args_for_update(command: Command) -> Command {
@@ -231,13 +231,13 @@ impl Args for NamedLimits {
 impl FromArgMatches for NamedLimits {
     fn from_arg_matches(matches: &ArgMatches) -> Result<Self, clap::Error> {
         let mut limits = Self::default();
-        for (setting, (virsh_name, _)) in Setting::ALL.into_iter().zip(VIRSH) {
+        for (setting, (virsh_name, _)) in LimitSetting::ALL.into_iter().zip(VIRSH) {
             if let Some(&value) = matches.get_one(setting.name()) {
                 limits.given.push((setting, value));
             }
             if let Some(&value) = matches.get_one::<u64>(virsh_name) {
                 // virsh's length of 0 is the default, which is one second.
-                let is_length = matches!(setting, Setting::Limit(_, Part::BurstLength));
+                let is_length = matches!(setting, LimitSetting::Limit(_, LimitPart::BurstLength));
                 limits.given.push((setting, if is_length { value.max(1) } else { value }));
                 limits.as_virsh.push(setting);
             }
@@ -276,7 +276,7 @@ mod tests {
             ("iops-size", "size-iops-sec"),
         ];
         for (ours, virsh) in names {
-            let index = Setting::ALL.iter().position(|setting| setting.name() == ours).unwrap();
+            let index = LimitSetting::ALL.iter().position(|setting| setting.name() == ours).unwrap();
             assert_eq!(VIRSH[index].0, virsh);
         }
         assert!(VIRSH.iter().all(|(name, old)| name.replace('-', "_") == *old));
@@ -284,7 +284,7 @@ mod tests {
 
     #[test]
     fn every_setting_is_taken_under_either_name() {
-        for (setting, (virsh, old_virsh)) in Setting::ALL.into_iter().zip(VIRSH) {
+        for (setting, (virsh, old_virsh)) in LimitSetting::ALL.into_iter().zip(VIRSH) {
             for name in [setting.name(), virsh, old_virsh] {
                 let expect = json!({ setting.name(): 7 });
                 assert_eq!(change(json!({}), &format!("--{name} 7")), Ok(expect), "{name}");

@@ -11,13 +11,13 @@ use std::{
     time::Duration,
 };
 
-use console::input::{self, Input};
+use console::input::{self, TerminalEvent};
 
 use crate::client::{Client, Error, Target, change::Change, report::Report};
 
 #[derive(Debug)]
 pub(super) enum Event {
-    Input(Input),
+    Input(TerminalEvent),
     Report(Box<Report>),
     /// It did not, and why; it is tried again.
     Unreachable(String),
@@ -50,7 +50,7 @@ impl Source {
     }
 
     pub(super) fn next(&self) -> Event {
-        self.events.recv().unwrap_or(Event::Input(Input::End))
+        self.events.recv().unwrap_or(Event::Input(TerminalEvent::End))
     }
 
     pub(super) fn ask(&self, asked: Asked) {

@@ -5,7 +5,7 @@
 use std::time::Duration;
 
 use api::MemberSettings;
-use console::keys::{self, Chosen, InList, Leave};
+use console::keys::{self, SelectedRow, ListKey, ExitKey};
 use ratatui::crossterm::event::{KeyCode, KeyEvent};
 
 use super::{
@@ -21,7 +21,7 @@ use crate::client::{
 
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Action {
-    Leave(Leave),
+    Leave(ExitKey),
     Change { name: String, change: Change },
 }
 
@@ -60,7 +60,7 @@ pub(super) struct State {
     pub(super) notice: Option<String>,
     /// When the last answer came, since the watching began.
     pub(super) now: Duration,
-    chosen: Chosen,
+    chosen: SelectedRow,
     /// Rows that a page has; the view knows.
     pub(super) page: usize,
 }
@@ -78,7 +78,7 @@ impl State {
             filter: String::new(),
             notice: None,
             now: Duration::ZERO,
-            chosen: Chosen::default(),
+            chosen: SelectedRow::default(),
             page: 1,
         }
     }
@@ -119,7 +119,7 @@ impl State {
     }
 
     pub(super) fn press(&mut self, key: KeyEvent) -> Option<Action> {
-        if let Some(leave) = Leave::of(key) {
+        if let Some(leave) = ExitKey::of(key) {
             return Some(Action::Leave(leave));
         }
         self.notice = None;
@@ -133,17 +133,17 @@ impl State {
     }
 
     fn press_in_list(&mut self, key: KeyEvent) -> Option<Action> {
-        match InList::of(key, self.page) {
-            Some(InList::End) => return Some(Action::Leave(Leave::End)),
-            Some(InList::Step(by)) => self.with_names(|chosen, names| {
+        match ListKey::of(key, self.page) {
+            Some(ListKey::End) => return Some(Action::Leave(ExitKey::End)),
+            Some(ListKey::Step(by)) => self.with_names(|chosen, names| {
                 chosen.step(names, by);
             }),
-            Some(InList::Sort) => {
+            Some(ListKey::Sort) => {
                 let column = keys::next(&Column::ALL, self.order.column);
                 self.order = Order { column, reversed: false };
             }
-            Some(InList::Reverse) => self.order.reversed = !self.order.reversed,
-            Some(InList::Help) => self.mode = Mode::Help,
+            Some(ListKey::Reverse) => self.order.reversed = !self.order.reversed,
+            Some(ListKey::Help) => self.mode = Mode::Help,
             None => match key.code {
                 KeyCode::Char('/') => self.mode = Mode::Filter(Field::new(self.filter.as_str())),
                 KeyCode::Char('t') | KeyCode::Enter => self.begin_edit(),
@@ -211,10 +211,10 @@ impl State {
 
     /// Chooses what stands where the chosen row was, if that is gone.
     fn settle(&mut self) {
-        self.with_names(|chosen, names| chosen.settle(names, true));
+        self.with_names(|chosen, names| chosen.update(names, true));
     }
 
-    fn with_names(&mut self, choose: impl FnOnce(&mut Chosen, &[&str])) {
+    fn with_names(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str])) {
         let mut chosen = std::mem::take(&mut self.chosen);
         choose(&mut chosen, &self.rows().iter().map(|row| row.name).collect::<Vec<_>>());
         self.chosen = chosen;

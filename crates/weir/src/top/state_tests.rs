@@ -173,10 +173,10 @@ fn control_ends_and_stops_from_everywhere() {
     for key in ["", "t", "/", "?"] {
         let mut state = watched(1, &["vm1"]);
         write(&mut state, key);
-        assert_eq!(control(&mut state, 'z'), Some(Action::Leave(Leave::Stop)));
-        assert_eq!(control(&mut state, 'c'), Some(Action::Leave(Leave::End)));
+        assert_eq!(control(&mut state, 'z'), Some(Action::Leave(ExitKey::Stop)));
+        assert_eq!(control(&mut state, 'c'), Some(Action::Leave(ExitKey::End)));
     }
-    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::Leave(Leave::End)));
+    assert_eq!(press(&mut watched(1, &["vm1"]), KeyCode::Char('q')), Some(Action::Leave(ExitKey::End)));
     // Before there is anything to choose from.
     let mut empty = State::new(String::new());
     write(&mut empty, "jkGgtsr");

@@ -15,7 +15,7 @@ mod windows;
 
 use console::{
     figures,
-    screen::{self, DIM, WRONG},
+    screen::{self, DIMMED, FAULT},
 };
 use ratatui::{
     Frame,
@@ -61,7 +61,7 @@ fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let State { report, target, lost, .. } = state;
     let name = Span::styled(format!(" weir {} ", report.version), Modifier::BOLD);
     let line = match lost {
-        Some(said) => Line::from(vec![name, Span::styled(format!("no answer, trying again: {said}"), WRONG)]),
+        Some(said) => Line::from(vec![name, Span::styled(format!("no answer, trying again: {said}"), FAULT)]),
         None => {
             let (disks, groups) = (count(report.disks.len(), "disk"), count(report.groups.len(), "group"));
             let age = figures::age(report.uptime_ns);
@@ -115,7 +115,7 @@ fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
         (_, Some(notice)) => Line::styled(format!(" {notice}"), Modifier::BOLD),
         _ => Line::styled(
             " ↑↓ choose · s sort · r reverse · / filter · t change limits · ? help · q quit",
-            DIM,
+            DIMMED,
         ),
     };
     frame.render_widget(fitted(line, area.width), area);

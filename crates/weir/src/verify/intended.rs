@@ -3,7 +3,7 @@
 use std::path::{self, Path};
 
 use api::{DiskStatus, MemberSettings, PrefetchSettings};
-use settings::{Plan, config, prefetch::short_name};
+use settings::{DesiredState, config, prefetch::short_name};
 
 use super::judge::{Finding, Verdict};
 use crate::client::{
@@ -31,11 +31,11 @@ enum As {
 /// # Errors
 /// What a daemon would say of the file.
 pub(super) fn load(path: &Path) -> anyhow::Result<Intended> {
-    Ok(Intended::of(Plan::new(config::load(path)?, 0)?))
+    Ok(Intended::of(DesiredState::new(config::load(path)?, 0)?))
 }
 
 impl Intended {
-    fn of(plan: Plan) -> Self {
+    fn of(plan: DesiredState) -> Self {
         let groups = plan.groups.iter().map(|group| Of {
             name: group.name.clone(),
             settings: in_words(&group.settings, group.group.clone(), None),
@@ -112,13 +112,13 @@ struct Difference {
 
 /// As a daemon tells them.
 fn in_words(
-    settings: &settings::Settings,
+    settings: &settings::ThrottleConfig,
     group: Option<String>,
-    prefetch: Option<&policy::prefetch::Settings>,
+    prefetch: Option<&policy::prefetch::PrefetchConfig>,
 ) -> MemberSettings {
-    let hold = settings.of_group();
-    let limit = |setting: policy::throttle::Setting| (setting.name().to_owned(), hold.limits.get(setting));
-    let number = |prefetch: &policy::prefetch::Settings, setting| {
+    let hold = settings.to_group_settings();
+    let limit = |setting: policy::throttle::LimitSetting| (setting.name().to_owned(), hold.limits.get(setting));
+    let number = |prefetch: &policy::prefetch::PrefetchConfig, setting| {
         (short_name(setting).to_owned(), prefetch.get(setting))
     };
     MemberSettings {
@@ -128,10 +128,10 @@ fn in_words(
         bps_reservation: Some(hold.share.bps_reservation()),
         unmet_reservation: None,
         watermark: Some(hold.watermark.percent().into()),
-        limits: policy::throttle::Setting::ALL.map(limit).into(),
+        limits: policy::throttle::LimitSetting::ALL.map(limit).into(),
         prefetch: prefetch.map(|prefetch| PrefetchSettings {
             mode: prefetch.mode.to_string(),
-            numbers: policy::prefetch::Setting::ALL.map(|setting| number(prefetch, setting)).into(),
+            numbers: policy::prefetch::PrefetchSetting::ALL.map(|setting| number(prefetch, setting)).into(),
         }),
     }
 }
@@ -145,7 +145,7 @@ fn otherwise_opened(runs: &DiskStatus, said: &settings::DiskConfig) -> Vec<Diffe
     let read_only = |is: bool| if is { "true" } else { "false" };
     let told = [
         ("image", Some(runs_image.as_str()), Some(image.as_str())),
-        ("format", Some(&*runs.format), said.format.map(storage::Format::name)),
+        ("format", Some(&*runs.format), said.format.map(storage::ImageFormat::name)),
         ("cache", runs.cache.as_deref(), Some(said.cache.name())),
         ("read-only", Some(read_only(runs.read_only)), Some(read_only(said.read_only))),
         (settings::on_error::READ, runs.on_read_error.as_deref(), Some(said.on_error.read.name())),

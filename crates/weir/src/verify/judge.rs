@@ -12,7 +12,7 @@ use console::figures;
 use policy::{
     counter,
     request::Direction,
-    throttle::{LimitKind, Part, Setting},
+    throttle::{LimitKind, LimitPart, LimitSetting},
 };
 
 use crate::client::report::{Node, Report};
@@ -249,19 +249,19 @@ impl Seen {
         }
     }
 
-    fn setting(&self, kind: LimitKind, part: Part) -> f64 {
-        self.settings.limits.get(Setting::Limit(kind, part).name()).copied().unwrap_or(0) as f64
+    fn setting(&self, kind: LimitKind, part: LimitPart) -> f64 {
+        self.settings.limits.get(LimitSetting::Limit(kind, part).name()).copied().unwrap_or(0) as f64
     }
 
     /// What may pass at once: see `policy::throttle`.
     fn burst(&self, kind: LimitKind) -> f64 {
-        let burst = self.setting(kind, Part::BurstRate) * self.setting(kind, Part::BurstLength).max(1.0);
-        if burst > 0.0 { burst } else { self.setting(kind, Part::Rate) / 10.0 }
+        let burst = self.setting(kind, LimitPart::BurstRate) * self.setting(kind, LimitPart::BurstLength).max(1.0);
+        if burst > 0.0 { burst } else { self.setting(kind, LimitPart::Rate) / 10.0 }
     }
 
     fn begin_limits(&mut self, node: Node<'_>, asked_s: f64) {
         for kind in LimitKind::ALL {
-            let least = total(node.throttle(), kind) - self.setting(kind, Part::Rate) * asked_s;
+            let least = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * asked_s;
             let passed = &mut self.limits[kind.index()];
             passed.least = Some(passed.least.map_or(least, |before| before.min(least)));
         }
@@ -269,7 +269,7 @@ impl Seen {
 
     fn limit(&mut self, node: Node<'_>, had_s: f64, step: &Step, seconds: f64) {
         for kind in LimitKind::ALL {
-            let now = total(node.throttle(), kind) - self.setting(kind, Part::Rate) * had_s;
+            let now = total(node.throttle(), kind) - self.setting(kind, LimitPart::Rate) * had_s;
             let passed = &mut self.limits[kind.index()];
             passed.units += step.of(kind);
             passed.seconds += seconds;
@@ -294,7 +294,7 @@ impl Seen {
                 verdict: self.unclear.map_or(verdict, Verdict::NotJudged),
             };
         let mut findings = Vec::new();
-        for kind in LimitKind::ALL.into_iter().filter(|&kind| self.setting(kind, Part::Rate) > 0.0) {
+        for kind in LimitKind::ALL.into_iter().filter(|&kind| self.setting(kind, LimitPart::Rate) > 0.0) {
             let Passed { units, seconds, beyond, one, .. } = self.limits[kind.index()];
             let burst = self.burst(kind);
             let one = if kind.counts_bytes() { one.max(LARGEST_IO) } else { one };
@@ -308,11 +308,11 @@ impl Seen {
                 () => Verdict::of(beyond <= burst + one),
             };
             let show = |units: f64| shown(kind.counts_bytes(), units);
-            let (rate, passed) = (self.setting(kind, Part::Rate), a_second(units, seconds));
+            let (rate, passed) = (self.setting(kind, LimitPart::Rate), a_second(units, seconds));
             let asked = format!("{}/s and {} at once", show(rate), show(burst));
             let measured = format!("{}/s and {} at once", show(passed), show(beyond));
             let figures = vec![("rate", rate), ("burst", burst), ("passed", passed), ("beyond", beyond)];
-            let promise = Setting::Limit(kind, Part::Rate).name();
+            let promise = LimitSetting::Limit(kind, LimitPart::Rate).name();
             findings.push(line(promise, [asked, measured], figures, verdict));
         }
         findings.extend(self.reservations(line));
@@ -448,7 +448,7 @@ fn limited(before: Node<'_>, now: Node<'_>, seconds: f64) -> Option<f64> {
 }
 
 fn kind(name: &str) -> Option<LimitKind> {
-    LimitKind::ALL.into_iter().find(|&kind| Setting::Limit(kind, Part::Rate).name() == name)
+    LimitKind::ALL.into_iter().find(|&kind| LimitSetting::Limit(kind, LimitPart::Rate).name() == name)
 }
 
 fn shown(is_bytes: bool, units: f64) -> String {

@@ -4,19 +4,19 @@ use std::sync::OnceLock;
 
 use event_listener::Event;
 
-use reactor::buffer::Frozen;
+use reactor::buffer::FrozenBuffer;
 
 /// Result of a read-ahead.
 #[derive(Debug, Default)]
-pub(super) struct Chunk {
+pub(super) struct PrefetchChunk {
     /// `Some(None)` if it failed.
-    data: OnceLock<Option<Frozen>>,
+    data: OnceLock<Option<FrozenBuffer>>,
     arrived: Event,
 }
 
-impl Chunk {
+impl PrefetchChunk {
     /// Waits for the data; `None` if the read-ahead failed.
-    pub(super) async fn data(&self) -> Option<&Frozen> {
+    pub(super) async fn data(&self) -> Option<&FrozenBuffer> {
         loop {
             if let Some(data) = self.data.get() {
                 return data.as_ref();
@@ -30,7 +30,7 @@ impl Chunk {
     }
 
     /// Sets the result of the read-ahead; called once.
-    pub(super) fn arrive(&self, data: Option<Frozen>) {
+    pub(super) fn set(&self, data: Option<FrozenBuffer>) {
         let is_first = self.data.set(data).is_ok();
         debug_assert!(is_first, "a chunk arrives once");
         self.arrived.notify(usize::MAX);

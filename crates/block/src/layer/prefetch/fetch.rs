@@ -13,34 +13,34 @@ use std::{
 };
 
 use event_listener::Event;
-use policy::prefetch::{Ahead, Fetch, FetchId, whole_blocks};
+use policy::prefetch::{ReadAhead, Fetch, FetchId, whole_blocks};
 use smallvec::SmallVec;
 
-use super::{Chunk, Shared};
+use super::{PrefetchChunk, PrefetchShared};
 use image::Image;
-use reactor::{buffer::Frozen, error::Result};
+use reactor::{buffer::FrozenBuffer, error::Result};
 
 /// Counter of the read-aheads in flight.
 #[derive(Debug, Default)]
-pub(super) struct Flights {
+pub(super) struct FetchCounter {
     count: AtomicUsize,
     landed: Event,
 }
 
 /// A read-ahead in flight.
-struct Flight(Arc<Shared>);
+struct FetchGuard(Arc<PrefetchShared>);
 
 /// A chunk in flight, until its result is set.
-struct Pending {
-    flight: Flight,
+struct PendingChunk {
+    flight: FetchGuard,
     /// `None` after the result is set.
     id: Option<FetchId>,
-    chunk: Arc<Chunk>,
+    chunk: Arc<PrefetchChunk>,
 }
 
-impl Flights {
+impl FetchCounter {
     /// Waits until no read-ahead is in flight.
-    pub(super) async fn all_landed(&self) {
+    pub(super) async fn wait_idle(&self) {
         while self.count.load(Ordering::Acquire) > 0 {
             // Listens and checks again: the last one may have ended in between.
             let landed = self.landed.listen();
@@ -51,14 +51,14 @@ impl Flights {
     }
 }
 
-impl Flight {
-    fn begin(shared: Arc<Shared>) -> Self {
+impl FetchGuard {
+    fn begin(shared: Arc<PrefetchShared>) -> Self {
         shared.flights.count.fetch_add(1, Ordering::AcqRel);
         Self(shared)
     }
 }
 
-impl Drop for Flight {
+impl Drop for FetchGuard {
     fn drop(&mut self) {
         if self.0.flights.count.fetch_sub(1, Ordering::AcqRel) == 1 {
             self.0.flights.landed.notify(usize::MAX);
@@ -66,38 +66,38 @@ impl Drop for Flight {
     }
 }
 
-impl Pending {
+impl PendingChunk {
     /// Sets the result: the data, or `None` if the read failed.
-    fn end(&mut self, data: Option<Frozen>) {
+    fn set_result(&mut self, data: Option<FrozenBuffer>) {
         let Some(id) = self.id.take() else { return };
         let is_there = data.is_some();
         // Before the cache is updated, so that no reader waits for a chunk that counts as complete.
-        self.chunk.arrive(data);
+        self.chunk.set(data);
         self.flight.0.with(|state| {
             if is_there { state.cache.complete(id, reactor::now()) } else { state.cache.fail(id) }
         });
     }
 }
 
-impl Drop for Pending {
+impl Drop for PendingChunk {
     fn drop(&mut self) {
-        self.end(None);
+        self.set_result(None);
     }
 }
 
 /// Reads a range of `ahead` into memory. Failures are ignored.
-pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> impl Future<Output = ()> {
-    let flight = Flight::begin(Arc::clone(&shared));
+pub(super) fn fetch(shared: Arc<PrefetchShared>, ahead: ReadAhead, range: Range<u64>) -> impl Future<Output = ()> {
+    let flight = FetchGuard::begin(Arc::clone(&shared));
     async move {
         // A guest's read of a hole costs nothing, so holes are not read ahead.
-        let Ok(pieces) = reactor::in_background(data_in(&shared.image, range)).await else { return };
+        let Ok(pieces) = reactor::in_background(data_ranges(&shared.image, range)).await else { return };
         for piece in pieces {
             let now = reactor::now();
-            let fetches = shared.with(|state| state.cache.begin(&ahead, piece, now, Arc::<Chunk>::default));
+            let fetches = shared.with(|state| state.cache.begin(&ahead, piece, now, Arc::<PrefetchChunk>::default));
             // Mostly one chunk. All are read concurrently, since a reader may wait for any of them
             // next.
             for fetch in fetches {
-                reactor::spawn(bring(Flight::begin(Arc::clone(&shared)), fetch));
+                reactor::spawn(read_chunk(FetchGuard::begin(Arc::clone(&shared)), fetch));
             }
         }
         drop(flight);
@@ -106,7 +106,7 @@ pub(super) fn fetch(shared: Arc<Shared>, ahead: Ahead, range: Range<u64>) -> imp
 
 /// The parts of a range that are worth reading ahead: without those that the format knows to be
 /// zeroes.
-async fn data_in(image: &Image, range: Range<u64>) -> Result<SmallVec<[Range<u64>; 1]>> {
+async fn data_ranges(image: &Image, range: Range<u64>) -> Result<SmallVec<[Range<u64>; 1]>> {
     let mut parts = SmallVec::new();
     let Image::Qcow2(qcow2) = image else {
         // For a raw image the query of the file system takes longer than reading a hole.
@@ -132,14 +132,14 @@ async fn data_in(image: &Image, range: Range<u64>) -> Result<SmallVec<[Range<u64
 }
 
 /// Reads a chunk.
-fn bring(flight: Flight, fetch: Fetch<Arc<Chunk>>) -> impl Future<Output = ()> {
+fn read_chunk(flight: FetchGuard, fetch: Fetch<Arc<PrefetchChunk>>) -> impl Future<Output = ()> {
     let Fetch { id, range, token } = fetch;
-    let mut pending = Pending { flight, id: Some(id), chunk: token };
+    let mut pending = PendingChunk { flight, id: Some(id), chunk: token };
     async move {
         let length = (range.end - range.start) as usize;
         let reading = pending.flight.0.image.read(range.start, length);
         let data = reactor::in_background(reading).await;
         // Joined to one buffer, so that a chunk occupies the memory that it is charged for.
-        pending.end(data.ok().map(|data| data.joined().freeze()));
+        pending.set_result(data.ok().map(|data| data.joined().freeze()));
     }
 }

@@ -27,13 +27,13 @@ use std::{
 };
 
 use policy::{
-    throttle::{Decision, Enforcement, Held as HeldBy, Invalid, Lent, Limits, NodeId, Refused, Share, Tree},
+    throttle::{PollDecision, Enforcement, LevelCause as HeldBy, InvalidLimit, QuotaLease, Limits, NodeId, ThrottleError, NodeShare, ThrottleTree},
     time::Instant,
 };
 
 use super::{
     sync::{AtomicBool, Mutex, MutexGuard, Ordering},
-    waiter::Waiter,
+    waiter::ThrottleWaiter,
 };
 
 /// Maximum number of waiters admitted under one hold of the lock. If limits are lifted for
@@ -41,23 +41,23 @@ use super::{
 const BATCH: usize = 32;
 
 /// Flag of a disk: true if no limit applies to its requests, which then bypass the tree.
-pub(super) type Gate = Arc<AtomicBool>;
+pub(super) type UnlimitedFlag = Arc<AtomicBool>;
 
 /// The nodes of a tree; disks with the flags to update. The hash has no random key, so that a
 /// simulation with the same seed is deterministic.
-type Nodes = HashMap<NodeId, Option<Gate>, BuildHasherDefault<DefaultHasher>>;
+type Nodes = HashMap<NodeId, Option<UnlimitedFlag>, BuildHasherDefault<DefaultHasher>>;
 
 /// A tree with its lock: see the head of this file.
 #[derive(Debug)]
-pub(super) struct Arbiter {
+pub(super) struct SharedThrottleTree {
     /// Unique among all trees of the process. Locks of two trees are acquired in this order.
     id: u64,
-    state: Mutex<State>,
+    state: Mutex<SharedThrottleTreeState>,
 }
 
 #[derive(Debug)]
-struct State {
-    tree: Tree<Arc<Waiter>>,
+struct SharedThrottleTreeState {
+    tree: ThrottleTree<Arc<ThrottleWaiter>>,
     /// Instant of the earliest armed timer. A timer that was armed for a later instant still fires,
     /// and finds nothing to do.
     timer: Option<Instant>,
@@ -68,40 +68,40 @@ struct State {
 }
 
 /// An admitted request, and its throttle cause.
-type Admitted = (Arc<Waiter>, Option<HeldBy>);
+type AdmittedWaiter = (Arc<ThrottleWaiter>, Option<HeldBy>);
 
 /// A locked arbiter.
-pub(super) struct Held<'a> {
+pub(super) struct LockedTree<'a> {
     id: u64,
-    state: MutexGuard<'a, State>,
+    state: MutexGuard<'a, SharedThrottleTreeState>,
 }
 
 /// A timer to arm: at this instant, call [`Arbiter::fire`].
 #[derive(Debug)]
 #[must_use = "what waits would wait forever"]
-pub(super) struct Alarm {
-    pub(super) arbiter: Arc<Arbiter>,
+pub(super) struct TreeTimer {
+    pub(super) arbiter: Arc<SharedThrottleTree>,
     pub(super) at: Instant,
 }
 
-impl Arbiter {
+impl SharedThrottleTree {
     /// Creates an empty tree.
     pub(super) fn new(now: Instant) -> Arc<Self> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
-        let state = State { tree: Tree::new(now), timer: None, nodes: Nodes::default(), lifted: false };
+        let state = SharedThrottleTreeState { tree: ThrottleTree::new(now), timer: None, nodes: Nodes::default(), lifted: false };
         let id = NEXT_ID.fetch_add(1, Order::Relaxed);
         Arc::new(Self { id, state: Mutex::new(state) })
     }
 
     /// Locks the tree.
-    pub(super) fn lock(&self) -> Held<'_> {
+    pub(super) fn lock(&self) -> LockedTree<'_> {
         // A panic under the lock is a bug in policy; its counters may be inconsistent, but no
         // reference dangles.
-        Held { id: self.id, state: self.state.lock().unwrap_or_else(PoisonError::into_inner) }
+        LockedTree { id: self.id, state: self.state.lock().unwrap_or_else(PoisonError::into_inner) }
     }
 
     /// Locks two arbiters in the global order; only one if they are the same.
-    pub(super) fn lock_both<'a>(one: &'a Self, other: &'a Self) -> (Held<'a>, Option<Held<'a>>) {
+    pub(super) fn lock_both<'a>(one: &'a Self, other: &'a Self) -> (LockedTree<'a>, Option<LockedTree<'a>>) {
         match one.id.cmp(&other.id) {
             // The same arbiter: a second lock of its mutex would deadlock.
             std::cmp::Ordering::Equal => (one.lock(), None),
@@ -118,22 +118,22 @@ impl Arbiter {
 
     /// Admits and wakes all requests that the limits allow by now. Returns a timer for the rest,
     /// unless an armed one fires early enough.
-    pub(super) fn release(self: &Arc<Self>, now: Instant) -> Option<Alarm> {
+    pub(super) fn admit_ready(self: &Arc<Self>, now: Instant) -> Option<TreeTimer> {
         let mut admitted = Vec::new();
         loop {
-            let (more, alarm) = self.lock().decide(now, &mut admitted);
+            let (more, alarm) = self.lock().next_batch(now, &mut admitted);
             // Without the lock: waking a task may run other code.
             for (waiter, held) in admitted.drain(..) {
                 waiter.admit(held);
             }
             if !more {
-                return alarm.map(|at| Alarm { arbiter: Arc::clone(self), at });
+                return alarm.map(|at| TreeTimer { arbiter: Arc::clone(self), at });
             }
         }
     }
 
     /// Handles the timer for `at`.
-    pub(super) fn fire(self: &Arc<Self>, at: Instant, now: Instant) -> Option<Alarm> {
+    pub(super) fn fire(self: &Arc<Self>, at: Instant, now: Instant) -> Option<TreeTimer> {
         {
             let mut held = self.lock();
             // Only if no earlier timer has replaced it.
@@ -141,14 +141,14 @@ impl Arbiter {
                 held.state.timer = None;
             }
         }
-        self.release(now)
+        self.admit_ready(now)
     }
 
     /// Lifts all limits of the tree for good.
-    pub(super) fn lift(self: &Arc<Self>, now: Instant) -> Option<Alarm> {
+    pub(super) fn lift_limits(self: &Arc<Self>, now: Instant) -> Option<TreeTimer> {
         {
             let mut held = self.lock();
-            let State { tree, nodes, lifted, .. } = &mut *held.state;
+            let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *held.state;
             // When the daemon ends, every disk of the tree calls this.
             if *lifted {
                 return None;
@@ -157,20 +157,20 @@ impl Arbiter {
             for &node in nodes.keys() {
                 tree.enforce(node, Enforcement::Lifted, now);
             }
-            held.open_gates();
+            held.update_flags();
         }
-        self.release(now)
+        self.admit_ready(now)
     }
 }
 
-impl Held<'_> {
+impl LockedTree<'_> {
     /// Number of the arbiter.
     pub(super) const fn id(&self) -> u64 {
         self.id
     }
 
     /// The tree.
-    pub(super) fn tree(&mut self) -> &mut Tree<Arc<Waiter>> {
+    pub(super) fn tree(&mut self) -> &mut ThrottleTree<Arc<ThrottleWaiter>> {
         &mut self.state.tree
     }
 
@@ -181,13 +181,13 @@ impl Held<'_> {
         leaving: Option<NodeId>,
         parent: Option<NodeId>,
         limits: Limits,
-        share: Share,
-        gate: Option<Gate>,
+        share: NodeShare,
+        gate: Option<UnlimitedFlag>,
         now: Instant,
-    ) -> Result<NodeId, Refused> {
-        let State { tree, nodes, lifted, .. } = &mut *self.state;
+    ) -> Result<NodeId, ThrottleError> {
+        let SharedThrottleTreeState { tree, nodes, lifted, .. } = &mut *self.state;
         let node = match leaving {
-            Some(leaving) => tree.add_in_place_of(leaving, parent, limits, share)?,
+            Some(leaving) => tree.add_replacing(leaving, parent, limits, share)?,
             None => tree.add(parent, limits, share)?,
         };
         if *lifted {
@@ -208,7 +208,7 @@ impl Held<'_> {
     }
 
     /// Removes a node without children; returns its waiting requests.
-    pub(super) fn remove(&mut self, node: NodeId) -> Vec<policy::throttle::Returned<Arc<Waiter>>> {
+    pub(super) fn remove(&mut self, node: NodeId) -> Vec<policy::throttle::ReturnedRequest<Arc<ThrottleWaiter>>> {
         self.state.nodes.remove(&node);
         self.state.tree.remove(node)
     }
@@ -220,40 +220,40 @@ impl Held<'_> {
         &mut self,
         node: NodeId,
         limits: Limits,
-        share: Share,
+        share: NodeShare,
         now: Instant,
-    ) -> Result<(), Refused> {
+    ) -> Result<(), ThrottleError> {
         let was_unlimited = self.state.tree.limits(node).is_unlimited();
         // Gates depend on whether a node has limits, not on their values.
         self.state.tree.configure(node, limits, share, now)?;
         if was_unlimited != limits.is_unlimited() {
-            self.open_gates();
+            self.update_flags();
         }
         Ok(())
     }
 
     /// Puts the host's quota of a cluster-wide limit in force; returns the burst capacity that is
     /// given up. Call [`Arbiter::release`] afterwards.
-    pub(super) fn divide(
+    pub(super) fn set_quota(
         &mut self,
         node: NodeId,
         limits: Limits,
         credit: [u64; 6],
-        lent: Lent,
+        lent: QuotaLease,
         now: Instant,
-    ) -> Result<[u64; 6], Invalid> {
+    ) -> Result<[u64; 6], InvalidLimit> {
         let was_unlimited = self.state.tree.limits(node).is_unlimited();
-        let given = self.state.tree.divide(node, limits, credit, now)?;
-        self.state.tree.lend(node, lent);
+        let given = self.state.tree.set_quota(node, limits, credit, now)?;
+        self.state.tree.set_lease(node, lent);
         if was_unlimited != limits.is_unlimited() {
-            self.open_gates();
+            self.update_flags();
         }
         Ok(given)
     }
 
     /// Updates the gates of all disks from their limits and those above them.
-    fn open_gates(&mut self) {
-        let State { tree, nodes, lifted, .. } = &*self.state;
+    fn update_flags(&mut self) {
+        let SharedThrottleTreeState { tree, nodes, lifted, .. } = &*self.state;
         for (&node, gate) in nodes {
             if let Some(gate) = gate {
                 gate.store(*lifted || tree.is_unlimited(node), Ordering::Relaxed);
@@ -263,14 +263,14 @@ impl Held<'_> {
 
     /// Removes the requests that can be admitted, at most a batch. Returns whether there may be
     /// more, and otherwise the instant for which to arm a timer, if any.
-    fn decide(mut self, now: Instant, admitted: &mut Vec<Admitted>) -> (bool, Option<Instant>) {
-        let State { tree, timer, .. } = &mut *self.state;
+    fn next_batch(mut self, now: Instant, admitted: &mut Vec<AdmittedWaiter>) -> (bool, Option<Instant>) {
+        let SharedThrottleTreeState { tree, timer, .. } = &mut *self.state;
         while admitted.len() < BATCH {
             match tree.poll(now) {
-                Decision::Admit(waiter) => admitted.push((waiter, tree.held())),
-                Decision::Idle => return (false, None),
+                PollDecision::Admit(waiter) => admitted.push((waiter, tree.last_cause())),
+                PollDecision::Idle => return (false, None),
                 // An earlier deadline needs a new timer; the later one then finds nothing to do.
-                Decision::Wait { until } => {
+                PollDecision::Wait { until } => {
                     let armed = timer.is_none_or(|timer| until < timer);
                     if armed {
                         *timer = Some(until);

@@ -9,27 +9,27 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use policy::{
     throttle::{
-        Brief, Counted, Enforcement, Filled, Invalid, Lent, Limits, NodeId, Refused, Reservable, Stats,
-        Wanted,
+        ThrottleSummary, CumulativeStats, Enforcement, BucketSnapshot, InvalidLimit, QuotaLease, Limits, NodeId, ThrottleError, ReservableCapacity, ThrottleStats,
+        MemberDemands,
     },
     time::Instant,
     watermark::Watermark,
 };
 
-use super::{arbiter::Arbiter, settings::GroupSettings, timer::arm};
+use super::{arbiter::SharedThrottleTree, settings::GroupSettings, timer::arm};
 
 /// Disks and groups that share one set of limits.
 #[derive(Debug)]
-pub struct Group {
+pub struct ThrottleGroup {
     name: Arc<str>,
-    parent: Option<Arc<Group>>,
-    pub(super) arbiter: Arc<Arbiter>,
+    parent: Option<Arc<ThrottleGroup>>,
+    pub(super) arbiter: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
     /// Locked before the arbiter.
     settings: Mutex<GroupSettings>,
 }
 
-impl Group {
+impl ThrottleGroup {
     /// Creates an empty group, inside `parent` if there is one.
     ///
     /// # Errors
@@ -41,9 +41,9 @@ impl Group {
         name: &str,
         settings: GroupSettings,
         parent: Option<&Arc<Self>>,
-    ) -> Result<Arc<Self>, Refused> {
+    ) -> Result<Arc<Self>, ThrottleError> {
         let now = reactor::now();
-        let arbiter = parent.map_or_else(|| Arbiter::new(now), |parent| Arc::clone(&parent.arbiter));
+        let arbiter = parent.map_or_else(|| SharedThrottleTree::new(now), |parent| Arc::clone(&parent.arbiter));
         let GroupSettings { limits, share, .. } = settings;
         let node = arbiter.lock().add(None, parent.map(|parent| parent.node), limits, share, None, now)?;
         let parent = parent.cloned();
@@ -77,21 +77,21 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn set(&self, settings: GroupSettings) -> Result<(), Refused> {
+    pub fn set(&self, settings: GroupSettings) -> Result<(), ThrottleError> {
         let now = reactor::now();
         let mut current = self.lock();
         // Lock order: the settings before the arbiter.
         let mut held = self.arbiter.lock();
         let is_lent = held.tree().lent(self.node).is_some();
         if is_lent && (settings.limits != current.limits || settings.watermark.percent() > 0) {
-            return Err(Refused::Lent);
+            return Err(ThrottleError::Leased);
         }
         held.configure(self.node, settings.limits, settings.share, now)?;
         // Under a quota lease the leased limits stay in force.
         *current = GroupSettings { limits: held.tree().limits(self.node), ..settings };
         drop(held);
         drop(current);
-        arm(self.arbiter.release(now));
+        arm(self.arbiter.admit_ready(now));
         Ok(())
     }
 
@@ -104,28 +104,28 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn divide(
+    pub fn set_quota(
         &self,
         limits: Limits,
         credit: [u64; 6],
-        lent: Lent,
+        lent: QuotaLease,
         from: Instant,
-    ) -> Result<[u64; 6], Invalid> {
+    ) -> Result<[u64; 6], InvalidLimit> {
         let mut current = self.lock();
-        let given = self.arbiter.lock().divide(self.node, limits, credit, lent, from)?;
+        let given = self.arbiter.lock().set_quota(self.node, limits, credit, lent, from)?;
         current.limits = limits;
         drop(current);
-        arm(self.arbiter.release(reactor::now()));
+        arm(self.arbiter.admit_ready(reactor::now()));
         Ok(given)
     }
 
     /// Renews the quota lease.
-    pub fn lend(&self, lent: Lent) {
-        self.arbiter.lock().tree().lend(self.node, lent);
+    pub fn renew_lease(&self, lent: QuotaLease) {
+        self.arbiter.lock().tree().set_lease(self.node, lent);
     }
 
     /// The quota lease, if its limits are part of a cluster-wide limit.
-    pub fn lent(&self) -> Option<Lent> {
+    pub fn quota_lease(&self) -> Option<QuotaLease> {
         self.arbiter.lock().tree().lent(self.node)
     }
 
@@ -133,15 +133,15 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn wanted(&self) -> Wanted {
+    pub fn demand(&self) -> MemberDemands {
         let now = reactor::now();
-        self.arbiter.lock().tree().wanted(self.node, now)
+        self.arbiter.lock().tree().member_demands(self.node, now)
     }
 
     /// Reservation of the group: the larger of its setting and the sum inside, in operations and
     /// bytes per second.
-    pub fn promised(&self) -> [u64; 2] {
-        self.arbiter.lock().tree().promised(self.node)
+    pub fn reserved(&self) -> [u64; 2] {
+        self.arbiter.lock().tree().reserved(self.node)
     }
 
     /// Counters of admitted requests, waiting requests and their throttle causes.
@@ -151,7 +151,7 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> ThrottleStats {
         let now = reactor::now();
         self.arbiter.lock().tree().stats(self.node, now)
     }
@@ -160,31 +160,31 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn counted(&self) -> Counted {
+    pub fn counters(&self) -> CumulativeStats {
         let now = reactor::now();
-        self.arbiter.lock().tree().counted(self.node, now)
+        self.arbiter.lock().tree().cumulative(self.node, now)
     }
 
     /// Adds the counters of another process.
-    pub fn count_on(&self, counted: &Counted) {
-        self.arbiter.lock().tree().count_on(self.node, counted);
+    pub fn add_counters(&self, counted: &CumulativeStats) {
+        self.arbiter.lock().tree().add_cumulative(self.node, counted);
     }
 
     /// The part of [`Group::stats`] that is cheap to compute.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn brief(&self) -> Brief {
+    pub fn brief_stats(&self) -> ThrottleSummary {
         let now = reactor::now();
-        self.arbiter.lock().tree().brief(self.node, now)
+        self.arbiter.lock().tree().summary(self.node, now)
     }
 
     /// Levels of its buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn filled(&self) -> Option<Filled> {
-        self.arbiter.lock().tree().filled(self.node, reactor::now())
+    pub fn bucket_levels(&self) -> Option<BucketSnapshot> {
+        self.arbiter.lock().tree().snapshot(self.node, reactor::now())
     }
 
     /// Takes over the bucket levels of another process.
@@ -194,10 +194,10 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn fill(&self, filled: &Filled) -> Result<(), Invalid> {
+    pub fn restore_levels(&self, filled: &BucketSnapshot) -> Result<(), InvalidLimit> {
         let now = reactor::now();
-        self.arbiter.lock().tree().fill(self.node, filled, now)?;
-        arm(self.arbiter.release(now));
+        self.arbiter.lock().tree().restore(self.node, filled, now)?;
+        arm(self.arbiter.admit_ready(now));
         Ok(())
     }
 
@@ -224,7 +224,7 @@ impl Group {
     pub fn enforce(&self, enforcement: Enforcement) {
         let now = reactor::now();
         self.arbiter.lock().enforce(self.node, enforcement, now);
-        arm(self.arbiter.release(now));
+        arm(self.arbiter.admit_ready(now));
     }
 
     /// Sets the reservable capacity of the device below it, which bounds the reservations here and
@@ -232,8 +232,8 @@ impl Group {
     ///
     /// # Errors
     /// [`Refused`] if the current reservations exceed it; nothing is changed then.
-    pub fn set_device(&self, device: Reservable) -> Result<(), Refused> {
-        self.arbiter.lock().tree().set_device(self.node, device)
+    pub fn set_device(&self, device: ReservableCapacity) -> Result<(), ThrottleError> {
+        self.arbiter.lock().tree().set_reservable(self.node, device)
     }
 
     /// Lifts all limits of its tree for good: its own, those above and below, and those of all
@@ -242,8 +242,8 @@ impl Group {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn lift(&self) {
-        arm(self.arbiter.lift(reactor::now()));
+    pub fn lift_limits(&self) {
+        arm(self.arbiter.lift_limits(reactor::now()));
     }
 
     fn lock(&self) -> MutexGuard<'_, GroupSettings> {
@@ -252,7 +252,7 @@ impl Group {
     }
 }
 
-impl Drop for Group {
+impl Drop for ThrottleGroup {
     fn drop(&mut self) {
         // Members hold a reference, so there are none; and only disks have requests.
         let waiting = self.arbiter.lock().remove(self.node);

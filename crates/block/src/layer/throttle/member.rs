@@ -7,25 +7,25 @@ use std::sync::Arc;
 
 use policy::{
     request::Direction,
-    throttle::{Brief, Cost, Counted, Enforcement, Filled, GivenBack, Held, Invalid, Refused, Stats},
+    throttle::{ThrottleSummary, RequestCost, CumulativeStats, Enforcement, BucketSnapshot, SpareRefund, LevelCause, InvalidLimit, ThrottleError, ThrottleStats},
     watermark::Watermark,
 };
 
 use super::{
-    arbiter::Arbiter,
-    group::Group,
-    seat::{Asked, Destination, Seat},
+    arbiter::SharedThrottleTree,
+    group::ThrottleGroup,
+    seat::{AskOutcome, SlotDestination, ThrottleSlot},
     settings::DiskSettings,
     timer::arm,
 };
 
 /// A disk in a throttle tree. Leaves its group when dropped.
 #[derive(Debug)]
-pub struct Member {
-    seat: Seat<Option<Arc<Group>>>,
+pub struct ThrottleMember {
+    slot: ThrottleSlot<Option<Arc<ThrottleGroup>>>,
 }
 
-impl Member {
+impl ThrottleMember {
     /// Adds the disk to `group`, or to a new tree.
     ///
     /// # Errors
@@ -33,13 +33,13 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn new(settings: DiskSettings, group: Option<&Arc<Group>>) -> Result<Self, Refused> {
-        Ok(Self { seat: Seat::new(settings, destination(group), reactor::now())? })
+    pub fn new(settings: DiskSettings, group: Option<&Arc<ThrottleGroup>>) -> Result<Self, ThrottleError> {
+        Ok(Self { slot: ThrottleSlot::new(settings, destination(group), reactor::now())? })
     }
 
     /// Settings in force.
     pub fn settings(&self) -> DiskSettings {
-        self.seat.lock().settings
+        self.slot.lock().settings
     }
 
     /// Changes the settings, also for waiting requests, which are admitted at once if possible. All
@@ -54,21 +54,21 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn set(&self, settings: DiskSettings) -> Result<(), Refused> {
+    pub fn set(&self, settings: DiskSettings) -> Result<(), ThrottleError> {
         let now = reactor::now();
         // Settings and tree change under the slot's lock, so a move cannot come in between.
-        let mut place = self.seat.lock();
+        let mut place = self.slot.lock();
         place.arbiter.lock().configure(place.node, settings.limits, settings.share, now)?;
         place.settings = settings;
         let arbiter = Arc::clone(&place.arbiter);
         drop(place);
-        arm(arbiter.release(now));
+        arm(arbiter.admit_ready(now));
         Ok(())
     }
 
     /// Its group.
-    pub fn group(&self) -> Option<Arc<Group>> {
-        self.seat.lock().kept.clone()
+    pub fn group(&self) -> Option<Arc<ThrottleGroup>> {
+        self.slot.lock().kept.clone()
     }
 
     /// Moves from its group to `group`, or to none. Waiting requests move along in order, and are
@@ -83,9 +83,9 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn move_to(&self, group: Option<&Arc<Group>>) -> Result<(), Refused> {
+    pub fn move_to(&self, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
         if !self.is_in(group) {
-            let alarms = self.seat.move_to(destination(group), None, reactor::now())?;
+            let alarms = self.slot.move_to(destination(group), None, reactor::now())?;
             alarms.into_iter().for_each(arm);
         }
         Ok(())
@@ -100,17 +100,17 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn place(&self, settings: DiskSettings, group: Option<&Arc<Group>>) -> Result<(), Refused> {
+    pub fn configure_and_move(&self, settings: DiskSettings, group: Option<&Arc<ThrottleGroup>>) -> Result<(), ThrottleError> {
         if self.is_in(group) {
             return self.set(settings);
         }
-        let alarms = self.seat.move_to(destination(group), Some(settings), reactor::now())?;
+        let alarms = self.slot.move_to(destination(group), Some(settings), reactor::now())?;
         alarms.into_iter().for_each(arm);
         Ok(())
     }
 
-    fn is_in(&self, group: Option<&Arc<Group>>) -> bool {
-        match (&self.seat.lock().kept, group) {
+    fn is_in(&self, group: Option<&Arc<ThrottleGroup>>) -> bool {
+        match (&self.slot.lock().kept, group) {
             (Some(current), Some(group)) => Arc::ptr_eq(current, group),
             (None, None) => true,
             _ => false,
@@ -124,38 +124,38 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn stats(&self) -> Stats {
-        self.seat.stats(reactor::now())
+    pub fn stats(&self) -> ThrottleStats {
+        self.slot.stats(reactor::now())
     }
 
     /// Its cumulative counters, for another process.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn counted(&self) -> Counted {
-        self.seat.counted(reactor::now())
+    pub fn counters(&self) -> CumulativeStats {
+        self.slot.counters(reactor::now())
     }
 
     /// Adds the counters of another process.
-    pub fn count_on(&self, counted: &Counted) {
-        self.seat.count_on(counted);
+    pub fn add_counters(&self, counted: &CumulativeStats) {
+        self.slot.add_counters(counted);
     }
 
     /// The part of [`Member::stats`] that is cheap to compute.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn brief(&self) -> Brief {
-        self.seat.brief(reactor::now())
+    pub fn brief_stats(&self) -> ThrottleSummary {
+        self.slot.brief(reactor::now())
     }
 
     /// Levels of the disk's buckets, for another process; `None` if it never had a limit.
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn filled(&self) -> Option<Filled> {
-        let place = self.seat.lock();
-        place.arbiter.lock().tree().filled(place.node, reactor::now())
+    pub fn bucket_levels(&self) -> Option<BucketSnapshot> {
+        let place = self.slot.lock();
+        place.arbiter.lock().tree().snapshot(place.node, reactor::now())
     }
 
     /// Takes over the bucket levels of another process.
@@ -165,13 +165,13 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn fill(&self, filled: &Filled) -> Result<(), Invalid> {
+    pub fn restore_levels(&self, filled: &BucketSnapshot) -> Result<(), InvalidLimit> {
         let now = reactor::now();
-        let place = self.seat.lock();
-        place.arbiter.lock().tree().fill(place.node, filled, now)?;
+        let place = self.slot.lock();
+        place.arbiter.lock().tree().restore(place.node, filled, now)?;
         let arbiter = Arc::clone(&place.arbiter);
         drop(place);
-        arm(arbiter.release(now));
+        arm(arbiter.admit_ready(now));
         Ok(())
     }
 
@@ -182,7 +182,7 @@ impl Member {
 
     /// Current enforcement of the disk's limits.
     pub fn enforcement(&self) -> Enforcement {
-        let place = self.seat.lock();
+        let place = self.slot.lock();
         place.arbiter.lock().tree().enforcement(place.node)
     }
 
@@ -193,11 +193,11 @@ impl Member {
     /// Outside a reactor.
     pub fn enforce(&self, enforcement: Enforcement) {
         let now = reactor::now();
-        let place = self.seat.lock();
+        let place = self.slot.lock();
         place.arbiter.lock().enforce(place.node, enforcement, now);
         let arbiter = Arc::clone(&place.arbiter);
         drop(place);
-        arm(arbiter.release(now));
+        arm(arbiter.admit_ready(now));
     }
 
     /// Lifts all limits of its tree for good: its own, those of its groups, and those of all others
@@ -206,20 +206,20 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn lift(&self) {
-        let arbiter = Arc::clone(&self.seat.lock().arbiter);
-        arm(arbiter.lift(reactor::now()));
+    pub fn lift_limits(&self) {
+        let arbiter = Arc::clone(&self.slot.lock().arbiter);
+        arm(arbiter.lift_limits(reactor::now()));
     }
 
     /// Waits until a request of this direction and cost is admitted, and charges it. Dropping the
     /// future before cancels the request. Returns the throttle cause, if it waited.
-    pub async fn admit(&self, direction: Direction, cost: Cost) -> Option<Held> {
-        if self.seat.is_open() {
+    pub async fn admit(&self, direction: Direction, cost: RequestCost) -> Option<LevelCause> {
+        if self.slot.is_unlimited() {
             return None;
         }
         // The clock of the reactor's turn: most requests are admitted at once and save reading it.
-        if let Asked::Waits(passage, arbiter) = self.seat.ask(direction, cost, reactor::recently()) {
-            arm(arbiter.release(reactor::now()));
+        if let AskOutcome::Waiting(passage, arbiter) = self.slot.admit(direction, cost, reactor::coarse_now()) {
+            arm(arbiter.admit_ready(reactor::now()));
             drop(arbiter);
             return passage.await;
         }
@@ -228,24 +228,24 @@ impl Member {
 
     /// Charges a request that must not wait and is admitted in any case: later requests wait for
     /// it.
-    pub fn admit_anyway(&self, direction: Direction, cost: &Cost) {
-        if !self.seat.is_open() {
-            self.seat.charge(direction, cost, reactor::recently());
+    pub fn charge_unconditionally(&self, direction: Direction, cost: &RequestCost) {
+        if !self.slot.is_unlimited() {
+            self.slot.charge_unconditionally(direction, cost, reactor::coarse_now());
         }
     }
 
     /// Asks for admission of a batch of requests, in order and without waiting, and charges those
     /// that are admitted. `answer` is called for each under the locks: it must not call this
     /// member.
-    pub fn admit_now(
+    pub fn try_admit_batch(
         &self,
-        requests: impl Iterator<Item = (Direction, Cost)>,
-        mut answer: impl FnMut(&Cost, bool),
+        requests: impl Iterator<Item = (Direction, RequestCost)>,
+        mut answer: impl FnMut(&RequestCost, bool),
     ) {
-        if self.seat.is_open() {
+        if self.slot.is_unlimited() {
             return requests.for_each(|(_, cost)| answer(&cost, true));
         }
-        self.seat.pass(requests, reactor::recently(), answer);
+        self.slot.try_admit_batch(requests, reactor::coarse_now(), answer);
     }
 
     /// Asks for a read-ahead of this cost. If it is admitted, it is charged to spare capacity of
@@ -260,20 +260,20 @@ impl Member {
     ///
     /// # Panics
     /// Outside a reactor.
-    pub fn spare(&self, cost: &Cost, given_back: GivenBack) -> bool {
+    pub fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund) -> bool {
         // The turn's clock is never ahead of another thread's. If it is behind, a read-ahead may be
         // rejected unnecessarily.
-        self.seat.is_open() || self.seat.spare(cost, given_back, reactor::recently())
+        self.slot.is_unlimited() || self.slot.try_read_ahead(cost, given_back, reactor::coarse_now())
     }
 }
 
-fn destination(group: Option<&Arc<Group>>) -> Destination<Option<Arc<Group>>> {
+fn destination(group: Option<&Arc<ThrottleGroup>>) -> SlotDestination<Option<Arc<ThrottleGroup>>> {
     match group {
-        Some(group) => Destination {
+        Some(group) => SlotDestination {
             arbiter: Arc::clone(&group.arbiter),
             parent: Some(group.node),
             kept: Some(Arc::clone(group)),
         },
-        None => Destination { arbiter: Arbiter::new(reactor::now()), parent: None, kept: None },
+        None => SlotDestination { arbiter: SharedThrottleTree::new(reactor::now()), parent: None, kept: None },
     }
 }

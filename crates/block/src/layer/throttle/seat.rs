@@ -23,159 +23,159 @@ use std::{
 
 use policy::{
     request::Direction,
-    throttle::{Admission, Brief, Cost, Counted, Counters, GivenBack, Held, NodeId, Refused, Stats},
+    throttle::{AdmissionResult, ThrottleSummary, RequestCost, CumulativeStats, AdmissionCounters, SpareRefund, LevelCause, NodeId, ThrottleError, ThrottleStats},
     time::Instant,
 };
 
 use super::{
-    arbiter::{Alarm, Arbiter, Gate},
+    arbiter::{TreeTimer, SharedThrottleTree, UnlimitedFlag},
     settings::DiskSettings,
     sync::{AtomicBool, Mutex, MutexGuard, Ordering},
-    waiter::{Position, Waiter},
+    waiter::{WaiterPosition, ThrottleWaiter},
 };
 
 /// A disk's slot. `K` is data of its owner that changes together with the place.
 #[derive(Debug)]
-pub(super) struct Seat<K> {
-    place: Mutex<Place<K>>,
-    gate: Gate,
+pub(super) struct ThrottleSlot<K> {
+    place: Mutex<SlotLocation<K>>,
+    gate: UnlimitedFlag,
 }
 
 /// Location of a slot in a tree.
 #[derive(Debug)]
-pub(super) struct Place<K> {
-    pub(super) arbiter: Arc<Arbiter>,
+pub(super) struct SlotLocation<K> {
+    pub(super) arbiter: Arc<SharedThrottleTree>,
     pub(super) node: NodeId,
     pub(super) settings: DiskSettings,
     pub(super) kept: K,
     /// Statistics of the slots before this one.
-    earlier: Earlier,
+    earlier: EarlierStats,
 }
 
 /// The cumulative part of [`Stats`].
 #[derive(Debug, Default)]
-struct Earlier {
-    reads: Counters,
-    writes: Counters,
+struct EarlierStats {
+    reads: AdmissionCounters,
+    writes: AdmissionCounters,
     limited_ns: u64,
     max_wait_ns: u64,
 }
 
 /// Target of a move: the tree, and the group in it.
 #[derive(Debug)]
-pub(super) struct Destination<K> {
-    pub(super) arbiter: Arc<Arbiter>,
+pub(super) struct SlotDestination<K> {
+    pub(super) arbiter: Arc<SharedThrottleTree>,
     pub(super) parent: Option<NodeId>,
     pub(super) kept: K,
 }
 
 /// Result of asking for admission.
 #[derive(Debug)]
-pub(super) enum Asked<'a, K> {
+pub(super) enum AskOutcome<'a, K> {
     /// It is admitted, and has been charged.
-    Passed,
+    Admitted,
     /// It waits, in that tree. Call [`Arbiter::release`] next.
-    Waits(Passage<'a, K>, Arc<Arbiter>),
+    Waiting(WaitingAdmission<'a, K>, Arc<SharedThrottleTree>),
 }
 
 /// A waiting request. Ready when it is admitted; dropping it before cancels the request.
 #[derive(Debug)]
-pub(super) struct Passage<'a, K> {
-    seat: &'a Seat<K>,
-    waiter: Arc<Waiter>,
+pub(super) struct WaitingAdmission<'a, K> {
+    seat: &'a ThrottleSlot<K>,
+    waiter: Arc<ThrottleWaiter>,
 }
 
-impl<K> Seat<K> {
+impl<K> ThrottleSlot<K> {
     /// Adds the disk to a tree.
-    pub(super) fn new(settings: DiskSettings, at: Destination<K>, now: Instant) -> Result<Self, Refused> {
-        let gate = Gate::new(AtomicBool::new(false));
-        let Destination { arbiter, parent, kept } = at;
+    pub(super) fn new(settings: DiskSettings, at: SlotDestination<K>, now: Instant) -> Result<Self, ThrottleError> {
+        let gate = UnlimitedFlag::new(AtomicBool::new(false));
+        let SlotDestination { arbiter, parent, kept } = at;
         let DiskSettings { limits, share, .. } = settings;
         let node = arbiter.lock().add(None, parent, limits, share, Some(Arc::clone(&gate)), now)?;
         Ok(Self {
-            place: Mutex::new(Place { arbiter, node, settings, kept, earlier: Earlier::default() }),
+            place: Mutex::new(SlotLocation { arbiter, node, settings, kept, earlier: EarlierStats::default() }),
             gate,
         })
     }
 
     /// Locks the slot; precedes any arbiter's lock.
-    pub(super) fn lock(&self) -> MutexGuard<'_, Place<K>> {
+    pub(super) fn lock(&self) -> MutexGuard<'_, SlotLocation<K>> {
         // The place is replaced as a whole, after all code that could panic.
         self.place.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// True if no limit applies to the disk now, so that its requests bypass the tree.
-    pub(super) fn is_open(&self) -> bool {
+    pub(super) fn is_unlimited(&self) -> bool {
         // Relaxed: a request that just misses new limits counts as one before them.
         self.gate.load(Ordering::Relaxed)
     }
 
     /// Asks for admission of a request.
-    pub(super) fn ask(&self, direction: Direction, cost: Cost, now: Instant) -> Asked<'_, K> {
+    pub(super) fn admit(&self, direction: Direction, cost: RequestCost, now: Instant) -> AskOutcome<'_, K> {
         let place = self.lock();
         let mut held = place.arbiter.lock();
-        if held.tree().pass(place.node, direction, &cost, now) {
-            return Asked::Passed;
+        if held.tree().try_admit(place.node, direction, &cost, now) {
+            return AskOutcome::Admitted;
         }
         // Allocated only for a request that must wait; most are admitted above.
-        let waiter = Arc::new(Waiter::default());
-        match held.tree().request(place.node, direction, cost, Arc::clone(&waiter), now) {
-            Admission::Admitted(_) => Asked::Passed,
-            Admission::Queued(ticket) => {
-                waiter.queued_at(Position { arbiter: held.id(), ticket });
-                Asked::Waits(Passage { seat: self, waiter }, Arc::clone(&place.arbiter))
+        let waiter = Arc::new(ThrottleWaiter::default());
+        match held.tree().submit(place.node, direction, cost, Arc::clone(&waiter), now) {
+            AdmissionResult::Admitted(_) => AskOutcome::Admitted,
+            AdmissionResult::Queued(ticket) => {
+                waiter.set_position(WaiterPosition { tree: held.id(), ticket });
+                AskOutcome::Waiting(WaitingAdmission { seat: self, waiter }, Arc::clone(&place.arbiter))
             }
         }
     }
 
     /// Asks for admission of a batch of requests, in order, and charges those that are admitted.
     /// Has no effect on the rest. Calls `answer` under the locks.
-    pub(super) fn pass(
+    pub(super) fn try_admit_batch(
         &self,
-        requests: impl Iterator<Item = (Direction, Cost)>,
+        requests: impl Iterator<Item = (Direction, RequestCost)>,
         now: Instant,
-        mut answer: impl FnMut(&Cost, bool),
+        mut answer: impl FnMut(&RequestCost, bool),
     ) {
         let place = self.lock();
         let mut held = place.arbiter.lock();
         for (direction, cost) in requests {
-            answer(&cost, held.tree().pass(place.node, direction, &cost, now));
+            answer(&cost, held.tree().try_admit(place.node, direction, &cost, now));
         }
     }
 
     /// Charges a request that is admitted in any case.
-    pub(super) fn charge(&self, direction: Direction, cost: &Cost, now: Instant) {
+    pub(super) fn charge_unconditionally(&self, direction: Direction, cost: &RequestCost, now: Instant) {
         let place = self.lock();
-        place.arbiter.lock().tree().charge_anyway(place.node, direction, cost, now);
+        place.arbiter.lock().tree().charge_unconditionally(place.node, direction, cost, now);
     }
 
     /// Asks for a read-ahead, and charges it to spare capacity if it is admitted. See
     /// [`policy::throttle::Tree::spare`].
-    pub(super) fn spare(&self, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
+    pub(super) fn try_read_ahead(&self, cost: &RequestCost, given_back: SpareRefund, now: Instant) -> bool {
         let place = self.lock();
-        place.arbiter.lock().tree().spare(place.node, cost, given_back, now)
+        place.arbiter.lock().tree().try_admit_read_ahead(place.node, cost, given_back, now)
     }
 
     /// Statistics here and in earlier slots: counters and the longest wait of all, percentiles of
     /// the waits since the last move.
-    pub(super) fn stats(&self, now: Instant) -> Stats {
+    pub(super) fn stats(&self, now: Instant) -> ThrottleStats {
         let place = self.lock();
         let mut stats = place.arbiter.lock().tree().stats(place.node, now);
         let earlier = &place.earlier;
-        stats.reads = stats.reads.plus(earlier.reads);
-        stats.writes = stats.writes.plus(earlier.writes);
-        stats.limited_ns = stats.limited_ns.saturating_add(earlier.limited_ns);
+        stats.reads = stats.reads.sum(earlier.reads);
+        stats.writes = stats.writes.sum(earlier.writes);
+        stats.throttled_ns = stats.throttled_ns.saturating_add(earlier.limited_ns);
         stats.waits.max_ns = stats.waits.max_ns.max(earlier.max_wait_ns);
         stats
     }
 
     /// The cumulative counters, for another process.
-    pub(super) fn counted(&self, now: Instant) -> Counted {
+    pub(super) fn counters(&self, now: Instant) -> CumulativeStats {
         let place = self.lock();
-        let mut counted = place.arbiter.lock().tree().counted(place.node, now);
-        let Earlier { reads, writes, limited_ns, max_wait_ns } = place.earlier;
+        let mut counted = place.arbiter.lock().tree().cumulative(place.node, now);
+        let EarlierStats { reads, writes, limited_ns, max_wait_ns } = place.earlier;
         for (passed, earlier) in counted.passed.iter_mut().zip([reads, writes]) {
-            *passed = passed.plus(earlier);
+            *passed = passed.sum(earlier);
         }
         counted.limited_ns = counted.limited_ns.saturating_add(limited_ns);
         counted.longest_wait_ns = counted.longest_wait_ns.max(max_wait_ns);
@@ -183,25 +183,25 @@ impl<K> Seat<K> {
     }
 
     /// Adds the counters of another process.
-    pub(super) fn count_on(&self, counted: &Counted) {
+    pub(super) fn add_counters(&self, counted: &CumulativeStats) {
         let place = self.lock();
-        place.arbiter.lock().tree().count_on(place.node, counted);
+        place.arbiter.lock().tree().add_cumulative(place.node, counted);
     }
 
-    pub(super) fn brief(&self, now: Instant) -> Brief {
+    pub(super) fn brief(&self, now: Instant) -> ThrottleSummary {
         let place = self.lock();
-        let brief = place.arbiter.lock().tree().brief(place.node, now);
-        Brief { limited_ns: brief.limited_ns.saturating_add(place.earlier.limited_ns), ..brief }
+        let brief = place.arbiter.lock().tree().summary(place.node, now);
+        ThrottleSummary { limited_ns: brief.limited_ns.saturating_add(place.earlier.limited_ns), ..brief }
     }
 
     /// Cancels a waiting request. Does nothing if it is admitted, or about to be.
-    fn cancel(&self, waiter: &Waiter) {
+    fn cancel(&self, waiter: &ThrottleWaiter) {
         let place = self.lock();
         let mut held = place.arbiter.lock();
         // A request that was removed from its queue and is about to be admitted may still have the
         // position of an earlier tree.
-        let position = waiter.waits_at().filter(|position| position.arbiter == held.id());
-        if let Some(Position { ticket, .. }) = position {
+        let position = waiter.position().filter(|position| position.tree == held.id());
+        if let Some(WaiterPosition { ticket, .. }) = position {
             drop(held.tree().cancel(ticket));
         }
     }
@@ -210,10 +210,10 @@ impl<K> Seat<K> {
     /// and are admitted if the new limits allow it.
     pub(super) fn move_to(
         &self,
-        to: Destination<K>,
+        to: SlotDestination<K>,
         settings: Option<DiskSettings>,
         now: Instant,
-    ) -> Result<[Option<Alarm>; 2], Refused> {
+    ) -> Result<[Option<TreeTimer>; 2], ThrottleError> {
         let mut place = self.lock();
         let settings = settings.unwrap_or(place.settings);
         let from = Arc::clone(&place.arbiter);
@@ -221,7 +221,7 @@ impl<K> Seat<K> {
         {
             // Both trees stay locked for the whole move: no request can be admitted in between, or
             // overtake another one.
-            let (mut old, mut other) = Arbiter::lock_both(&from, &to.arbiter);
+            let (mut old, mut other) = SharedThrottleTree::lock_both(&from, &to.arbiter);
             let DiskSettings { limits, share, .. } = settings;
             let gate = Some(Arc::clone(&self.gate));
             // Within one tree, the reservation must not be counted twice in the groups above both
@@ -233,16 +233,16 @@ impl<K> Seat<K> {
             let past = old.tree().stats(place.node, now);
             let beside = leaving.map(|_| node);
             // Charges of the old limits carry over, so that a move grants no burst.
-            let charged = old.tree().charged(place.node, beside, now);
+            let charged = old.tree().carried_charges(place.node, beside, now);
             let waiting = old.remove(place.node);
             let new = other.as_mut().unwrap_or(&mut old);
             new.tree().take_over(node, charged, now);
             // In queue order, so that the order of the disk's requests is kept.
             for request in waiting {
                 let waiter = Arc::clone(&request.token);
-                match new.tree().request(node, request.direction, request.cost, request.token, now) {
-                    Admission::Admitted(waiter) => admitted.push(waiter),
-                    Admission::Queued(ticket) => waiter.queued_at(Position { arbiter: new.id(), ticket }),
+                match new.tree().submit(node, request.direction, request.cost, request.token, now) {
+                    AdmissionResult::Admitted(waiter) => admitted.push(waiter),
+                    AdmissionResult::Queued(ticket) => waiter.set_position(WaiterPosition { tree: new.id(), ticket }),
                 }
             }
             place.earlier.add(&past);
@@ -259,36 +259,36 @@ impl<K> Seat<K> {
             waiter.admit(None);
         }
         // Requests of other disks in the old tree may have waited for the ones that moved.
-        Ok([from.release(now), to.arbiter.release(now)])
+        Ok([from.admit_ready(now), to.arbiter.admit_ready(now)])
     }
 }
 
-impl Earlier {
-    fn add(&mut self, past: &Stats) {
-        self.reads = self.reads.plus(past.reads);
-        self.writes = self.writes.plus(past.writes);
-        self.limited_ns = self.limited_ns.saturating_add(past.limited_ns);
+impl EarlierStats {
+    fn add(&mut self, past: &ThrottleStats) {
+        self.reads = self.reads.sum(past.reads);
+        self.writes = self.writes.sum(past.writes);
+        self.limited_ns = self.limited_ns.saturating_add(past.throttled_ns);
         self.max_wait_ns = self.max_wait_ns.max(past.waits.max_ns);
     }
 }
 
-impl<K> Future for Passage<'_, K> {
+impl<K> Future for WaitingAdmission<'_, K> {
     /// Throttle cause.
-    type Output = Option<Held>;
-    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Held>> {
+    type Output = Option<LevelCause>;
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<LevelCause>> {
         self.waiter.poll(context)
     }
 }
 
-impl<K> Drop for Passage<'_, K> {
+impl<K> Drop for WaitingAdmission<'_, K> {
     fn drop(&mut self) {
-        if self.waiter.waits_at().is_some() {
+        if self.waiter.position().is_some() {
             self.seat.cancel(&self.waiter);
         }
     }
 }
 
-impl<K> Drop for Seat<K> {
+impl<K> Drop for ThrottleSlot<K> {
     fn drop(&mut self) {
         // Requests reference the disk, which owns this slot: no request can be waiting here.
         let place = self.lock();

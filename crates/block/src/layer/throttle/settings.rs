@@ -1,7 +1,7 @@
 //! Settings of a disk and of a group, as values that are compared and replaced as a whole.
 
 use policy::{
-    throttle::{Limits, Share},
+    throttle::{Limits, NodeShare},
     watermark::Watermark,
 };
 
@@ -11,7 +11,7 @@ pub struct DiskSettings {
     /// Its own limits, in addition to those of every group above it.
     pub limits: Limits,
     /// Its share of its group's limits.
-    pub share: Share,
+    pub share: NodeShare,
     /// Percent of its device's utilization below which its own limits are not enforced.
     pub watermark: Watermark,
 }
@@ -22,7 +22,7 @@ pub struct GroupSettings {
     /// Limits that all disks below share.
     pub limits: Limits,
     /// Its share of its parent's limits; has no effect without a parent.
-    pub share: Share,
+    pub share: NodeShare,
     /// Percent of a device's utilization below which its limits are not enforced.
     pub watermark: Watermark,
 }

@@ -4,16 +4,16 @@
 //! the later one then finds nothing to do and ends. So only one has an effect, and none moves
 //! between threads.
 
-use super::arbiter::Alarm;
+use super::arbiter::TreeTimer;
 
 /// Arms the timer, if there is one.
-pub(super) fn arm(alarm: Option<Alarm>) {
+pub(super) fn arm(alarm: Option<TreeTimer>) {
     if let Some(alarm) = alarm {
-        reactor::spawn(go_off(alarm));
+        reactor::spawn(run_timer(alarm));
     }
 }
 
-async fn go_off(mut alarm: Alarm) {
+async fn run_timer(mut alarm: TreeTimer) {
     loop {
         reactor::sleep_until(alarm.at).await;
         match alarm.arbiter.fire(alarm.at, reactor::now()) {

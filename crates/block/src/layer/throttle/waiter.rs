@@ -16,20 +16,20 @@
 
 use std::task::{Context, Poll, Waker};
 
-use policy::throttle::{Held, Ticket};
+use policy::throttle::{LevelCause, QueuedRequestId};
 
 use super::sync::{Mutex, MutexGuard};
 
 /// A waiting request.
 #[derive(Debug, Default)]
-pub(super) struct Waiter(Mutex<State>);
+pub(super) struct ThrottleWaiter(Mutex<ThrottleWaiterState>);
 
 #[derive(Debug, Default)]
-struct State {
+struct ThrottleWaiterState {
     admitted: bool,
-    held: Option<Held>,
+    throttle_cause: Option<LevelCause>,
     waker: Option<Waker>,
-    position: Option<Position>,
+    position: Option<WaiterPosition>,
 }
 
 /// Position of a waiting request: the tree's queue, and the ticket there.
@@ -37,23 +37,23 @@ struct State {
 /// Tickets of two trees may be equal, and a request moves from one tree to another with its disk;
 /// so the tree is part of the position.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Position {
-    pub(super) arbiter: u64,
-    pub(super) ticket: Ticket,
+pub(super) struct WaiterPosition {
+    pub(super) tree: u64,
+    pub(super) ticket: QueuedRequestId,
 }
 
-impl Waiter {
-    fn lock(&self) -> MutexGuard<'_, State> {
+impl ThrottleWaiter {
+    fn lock(&self) -> MutexGuard<'_, ThrottleWaiterState> {
         // Each change is a single assignment: a panic cannot leave it inconsistent.
         self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
     }
 
     /// Ready once admitted, with the throttle cause; until then it stores the waker of the last
     /// caller.
-    pub(super) fn poll(&self, context: &Context<'_>) -> Poll<Option<Held>> {
+    pub(super) fn poll(&self, context: &Context<'_>) -> Poll<Option<LevelCause>> {
         let mut state = self.lock();
         if state.admitted {
-            return Poll::Ready(state.held);
+            return Poll::Ready(state.throttle_cause);
         }
         // Cloning a waker costs atomic operations, and a task usually polls with the same one.
         let known = state.waker.as_ref().is_some_and(|waker| waker.will_wake(context.waker()));
@@ -64,11 +64,11 @@ impl Waiter {
     }
 
     /// Admits the request, with its throttle cause. It must have left its queue; called once.
-    pub(super) fn admit(&self, held: Option<Held>) {
+    pub(super) fn admit(&self, held: Option<LevelCause>) {
         let waker = {
             let mut state = self.lock();
             debug_assert!(!state.admitted, "a request was admitted twice");
-            (state.admitted, state.held) = (true, held);
+            (state.admitted, state.throttle_cause) = (true, held);
             state.waker.take()
         };
         if let Some(waker) = waker {
@@ -78,14 +78,14 @@ impl Waiter {
 
     /// Sets its position. Called under the lock of that tree, so that it cannot be admitted
     /// meanwhile.
-    pub(super) fn queued_at(&self, position: Position) {
+    pub(super) fn set_position(&self, position: WaiterPosition) {
         self.lock().position = Some(position);
     }
 
     /// Its last position; `None` if it is admitted.
     ///
     /// Another thread may have removed it from that queue already, and be about to admit it.
-    pub(super) fn waits_at(&self) -> Option<Position> {
+    pub(super) fn position(&self) -> Option<WaiterPosition> {
         let state = self.lock();
         if state.admitted { None } else { state.position }
     }

@@ -11,7 +11,7 @@ use std::collections::BTreeMap;
 
 use policy::{
     request::Direction,
-    throttle::{Enforcement, LimitKind, Limits, Stats},
+    throttle::{Enforcement, LimitKind, Limits, ThrottleStats},
     time::{Duration, Instant},
 };
 use reactor::now;
@@ -104,7 +104,7 @@ impl Log {
     }
 
     /// Panics if a property is violated. `stats` are the final statistics of the nodes.
-    pub(super) fn check(&self, exact: bool, stats: &[Stats]) {
+    pub(super) fn check(&self, exact: bool, stats: &[ThrottleStats]) {
         assert!(
             self.requests.iter().all(|request| request.ended),
             "a request neither passed nor was given back"
@@ -116,7 +116,7 @@ impl Log {
         for instant in self.entries.chunk_by(|one, next| one.at == next.at) {
             if exact {
                 // Before the events of this instant are applied.
-                forest.nobody_was_late(instant[0].at);
+                forest.check_not_late(instant[0].at);
             }
             for entry in instant {
                 if let Event::Changed(node, change) = entry.event {
@@ -142,7 +142,7 @@ impl Log {
         }
         windows.iter().for_each(Window::check);
         let counters =
-            |stats: &Stats| [stats.reads, stats.writes].map(|counters| [counters.requests, counters.bytes]);
+            |stats: &ThrottleStats| [stats.reads, stats.writes].map(|counters| [counters.requests, counters.bytes]);
         assert_eq!(stats.iter().map(counters).collect::<Vec<_>>(), counted, "counters of all nodes");
         assert!(stats.iter().all(|stats| stats.waiting == [0; 2]), "something waits when all is over");
     }
@@ -214,7 +214,7 @@ impl Forest {
 
     /// Checks that every waiting request had a full bucket on its path until now, since the last
     /// event.
-    fn nobody_was_late(&mut self, at: Instant) {
+    fn check_not_late(&mut self, at: Instant) {
         let waited_s = (at - self.now).as_secs_f64();
         for (disk, waiting) in self.waiting.iter().enumerate() {
             for direction in Direction::ALL.into_iter().filter(|direction| waiting[direction.index()] > 0) {

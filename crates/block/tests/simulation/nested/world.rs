@@ -6,8 +6,8 @@
 
 use std::{cell::RefCell, sync::Arc};
 
-use block::layer::throttle::{DiskSettings, Group, GroupSettings, Member};
-use policy::throttle::{Enforcement, Limit, LimitKind, Limits, Refused, Scale, Share, Stats};
+use block::layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings, ThrottleMember};
+use policy::throttle::{Enforcement, RateLimit, LimitKind, Limits, ThrottleError, LimitScale, NodeShare, ThrottleStats};
 use reactor::sim;
 
 use super::{
@@ -18,8 +18,8 @@ use crate::client::chance;
 
 /// A group or a disk.
 enum Handle {
-    Group(Arc<Group>),
-    Disk(Box<Member>),
+    Group(Arc<ThrottleGroup>),
+    Disk(Box<ThrottleMember>),
 }
 
 /// Recorded settings of a node. Groups come first, each after its parent.
@@ -27,7 +27,7 @@ enum Handle {
 struct Node {
     parent: Option<usize>,
     limits: Limits,
-    share: Share,
+    share: NodeShare,
 }
 
 pub(super) struct World {
@@ -53,15 +53,15 @@ impl World {
             let depth = |node| std::iter::successors(Some(node), |node: &usize| nodes[*node].parent).count();
             let parent =
                 (candidate < at.min(groups) && (at >= groups || depth(candidate) < 4)).then_some(candidate);
-            let node = Node { parent, limits: draw_limits(exact), share: Share::default() };
+            let node = Node { parent, limits: draw_limits(exact), share: NodeShare::default() };
             let group = parent.map(|parent| group_of(&handles, parent));
             let (limits, share) = (node.limits, node.share);
             handles.push(if at < groups {
                 let settings = GroupSettings { limits, share, ..GroupSettings::default() };
-                Handle::Group(Group::new("group", settings, group).expect("drawn valid"))
+                Handle::Group(ThrottleGroup::new("group", settings, group).expect("drawn valid"))
             } else {
                 let settings = DiskSettings { limits, share, ..DiskSettings::default() };
-                Handle::Disk(Box::new(Member::new(settings, group).expect("drawn valid")))
+                Handle::Disk(Box::new(ThrottleMember::new(settings, group).expect("drawn valid")))
             });
             log.add(parent, limits, at >= groups);
             nodes.push(node);
@@ -80,7 +80,7 @@ impl World {
         self.handles.len() - self.groups
     }
 
-    pub(super) fn member(&self, disk: usize) -> &Member {
+    pub(super) fn member(&self, disk: usize) -> &ThrottleMember {
         match &self.handles[self.groups + disk] {
             Handle::Disk(member) => member,
             Handle::Group(_) => unreachable!("groups come first"),
@@ -173,7 +173,7 @@ impl World {
             let after = Node { parent, ..self.draw_settings(before) };
             changes.extend(limits_changed(before, after));
             let settings = DiskSettings { limits: after.limits, share: after.share, ..member.settings() };
-            self.attempt(at, after, &changes, || member.place(settings, group))
+            self.attempt(at, after, &changes, || member.configure_and_move(settings, group))
         } else {
             self.attempt(at, Node { parent, ..before }, &changes, || member.move_to(group))
         };
@@ -189,7 +189,7 @@ impl World {
         at: usize,
         after: Node,
         changes: &[Change],
-        make: impl FnOnce() -> Result<(), Refused>,
+        make: impl FnOnce() -> Result<(), ThrottleError>,
     ) -> bool {
         let before = self.nodes.borrow()[at];
         // Changed in the record first, to predict the result.
@@ -221,7 +221,7 @@ impl World {
         let enforcement = match sim::random(|random| random.u8(..3)) {
             0 => Enforcement::Enforced,
             1 => Enforcement::Lifted,
-            _ => Enforcement::Scaled(Scale::from_thousandths(sim::random(|random| random.u64(1000..10_000)))),
+            _ => Enforcement::Scaled(LimitScale::from_thousandths(sim::random(|random| random.u64(1000..10_000)))),
         };
         self.log.borrow_mut().changed(at, Change::Enforced(enforcement));
         match &self.handles[at] {
@@ -236,8 +236,8 @@ impl World {
         self.log.borrow_mut().lifted();
         for handle in &self.handles {
             match handle {
-                Handle::Group(group) => group.lift(),
-                Handle::Disk(disk) => disk.lift(),
+                Handle::Group(group) => group.lift_limits(),
+                Handle::Disk(disk) => disk.lift_limits(),
             }
         }
     }
@@ -269,7 +269,7 @@ impl World {
         log.check(self.exact, &stats);
     }
 
-    fn stats(&self, at: usize) -> Stats {
+    fn stats(&self, at: usize) -> ThrottleStats {
         match &self.handles[at] {
             Handle::Group(group) => group.stats(),
             Handle::Disk(disk) => disk.stats(),
@@ -284,7 +284,7 @@ impl World {
     }
 }
 
-fn group_of(handles: &[Handle], at: usize) -> &Arc<Group> {
+fn group_of(handles: &[Handle], at: usize) -> &Arc<ThrottleGroup> {
     match &handles[at] {
         Handle::Group(group) => group,
         Handle::Disk(_) => unreachable!("disks contain nothing"),
@@ -338,7 +338,7 @@ fn draw_limits(exact: bool) -> Limits {
             let rate = (least * 10_f64.powf(2.5 * random.f64())) as u64;
             let burst_rate = if random.bool() { 0 } else { rate * random.u64(1..8) };
             let burst_length_s = if burst_rate == 0 { 1 } else { random.u64(1..5) };
-            Limit { rate, burst_rate, burst_length_s }
+            RateLimit { rate, burst_rate, burst_length_s }
         });
     };
     // The largest exact request is at most a slice of 90 ms.
@@ -363,9 +363,9 @@ fn draw_limits(exact: bool) -> Limits {
     limits
 }
 
-fn draw_share() -> Share {
+fn draw_share() -> NodeShare {
     let promise =
         |largest: f64| if chance(40) { sim::random(|random| largest.powf(random.f64()) as u64) } else { 0 };
-    let share = Share::new(sim::random(|random| random.u32(Share::WEIGHTS))).expect("in range");
+    let share = NodeShare::new(sim::random(|random| random.u32(NodeShare::WEIGHTS))).expect("in range");
     share.with_reservation(promise(1000.0), promise(10_000_000.0))
 }

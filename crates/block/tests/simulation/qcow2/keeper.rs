@@ -9,13 +9,13 @@ use std::{cell::RefCell, collections::BTreeMap, rc::Rc, sync::Arc};
 
 use block::disk::Disk;
 use image::{
-    Image, Qcow2,
+    Image, Qcow2Image,
     qcow2::snapshot::{NewSnapshot, SnapshotError},
 };
-use reactor::{buffer::Buffer, error::Error, now, sim, sleep_until};
+use reactor::{buffer::IoBuffer, error::Error, now, sim, sleep_until};
 
-use super::kind::{Files, Kind, disk};
-use policy::prefetch::Settings;
+use super::kind::{Files, ImageKind, disk};
+use policy::prefetch::PrefetchConfig;
 
 use crate::{
     client::{Shared, chance, short_time},
@@ -24,13 +24,13 @@ use crate::{
 
 /// Known snapshots of one image, by name; no name is used twice.
 #[derive(Debug, Default)]
-pub(crate) struct Kept {
-    known: BTreeMap<String, Known>,
+pub(crate) struct KnownSnapshots {
+    known: BTreeMap<String, KnownSnapshot>,
     taken: u64,
 }
 
 #[derive(Clone, Debug)]
-struct Known {
+struct KnownSnapshot {
     /// Model time at which its creation began.
     began: u64,
     /// True if its creation was acknowledged, and no deletion has begun.
@@ -39,28 +39,28 @@ struct Known {
     content: Option<Vec<u8>>,
 }
 
-impl Kept {
+impl KnownSnapshots {
     pub(crate) fn with_first(content: Vec<u8>) -> Self {
-        let first = Known { began: 0, certain: true, content: Some(content) };
+        let first = KnownSnapshot { began: 0, certain: true, content: Some(content) };
         Self { known: BTreeMap::from([("first".to_owned(), first)]), taken: 0 }
     }
 
     /// Checks the snapshots after a crash: all certain ones exist, no deleted one does, and none
     /// has changed.
-    pub(crate) async fn check(&mut self, kind: &Kind, files: &Files, shared: &Shared) {
-        let image = Qcow2::open(kind.in_memory(files, true).await).await.expect("valid");
+    pub(crate) async fn check(&mut self, kind: &ImageKind, files: &Files, shared: &Shared) {
+        let image = Qcow2Image::open(kind.in_memory(files, true).await).await.expect("valid");
         let mut found = BTreeMap::new();
         for snapshot in image.snapshots().await.expect("valid") {
             let name = snapshot.name().into_owned();
             let known =
                 self.known.remove(&name).unwrap_or_else(|| panic!("snapshot {name:?} is there again"));
             let parts = kind.in_memory(files, true).await;
-            let content = disk(&Qcow2::open_snapshot(parts, &snapshot.id()).await.expect("valid")).await;
+            let content = disk(&Qcow2Image::open_snapshot(parts, &snapshot.id()).await.expect("valid")).await;
             match &known.content {
                 Some(old) => assert!(*old == content, "snapshot {name:?} has changed"),
                 None => shared.model.borrow().check_read(known.began, 0, &content),
             }
-            found.insert(name, Known { certain: true, content: Some(content), ..known });
+            found.insert(name, KnownSnapshot { certain: true, content: Some(content), ..known });
         }
         let lost: Vec<_> =
             self.known.iter().filter(|(_, known)| known.certain).map(|(name, _)| name).collect();
@@ -71,10 +71,10 @@ impl Kept {
 
 /// The task beside the clients.
 pub(crate) struct Keeper {
-    pub(crate) kind: Kind,
+    pub(crate) kind: ImageKind,
     pub(crate) disk: Arc<Disk>,
     pub(crate) shared: Rc<Shared>,
-    pub(crate) kept: Rc<RefCell<Kept>>,
+    pub(crate) kept: Rc<RefCell<KnownSnapshots>>,
 }
 
 impl Keeper {
@@ -91,7 +91,7 @@ impl Keeper {
         }
     }
 
-    fn image(&self) -> &Qcow2 {
+    fn image(&self) -> &Qcow2Image {
         match self.disk.image() {
             Image::Qcow2(image) => image,
             Image::Raw(_) => unreachable!("every image here is qcow2"),
@@ -104,7 +104,7 @@ impl Keeper {
             kept.taken += 1;
             let began = self.shared.model.borrow_mut().begin();
             let name = format!("taken {}", kept.taken);
-            kept.known.insert(name.clone(), Known { began, certain: false, content: None });
+            kept.known.insert(name.clone(), KnownSnapshot { began, certain: false, content: None });
             name
         };
         let taken = self.image().create_snapshot(NewSnapshot { name: &name, date_s: 1, date_ns: 2 }).await;
@@ -161,8 +161,8 @@ impl Keeper {
         // It bypasses the disk, whose prefetch cache would become stale.
         let settings = self.disk.prefetch().settings();
         self.shared.beside.set(true);
-        self.disk.prefetch().set(Settings::off()).expect("valid");
-        let result = self.image().write_compressed(start as u64, Buffer::copy_of(&data).into()).await;
+        self.disk.prefetch().set(PrefetchConfig::off()).expect("valid");
+        let result = self.image().write_compressed(start as u64, IoBuffer::copy_of(&data).into()).await;
         self.disk.prefetch().set(settings).expect("it was in force");
         self.shared.beside.set(false);
         let outcome = match result {

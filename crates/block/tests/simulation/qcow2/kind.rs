@@ -1,23 +1,23 @@
 //! The image of a seed, and its files.
 
 use image::{
-    Image, Qcow2, Raw,
+    Image, Qcow2Image, RawImage,
     qcow2::{
-        CacheSettings, L2Size, Parts,
+        CacheSettings, L2CacheSize, Qcow2Components,
         create::{CreateOptions, create},
-        header::Backing,
-        luks::{Cipher, CipherKind},
+        header::BackingReference,
+        luks::{SectorCipher, CipherKind},
         snapshot::NewSnapshot,
     },
 };
-use reactor::{buffer::Buffer, sim};
+use reactor::{buffer::IoBuffer, sim};
 use storage::{Durability, Storage};
 
 use crate::client::chance;
 
 /// Properties of an image; constant through all crashes.
 #[derive(Clone, Debug)]
-pub(crate) struct Kind {
+pub(crate) struct ImageKind {
     pub(crate) options: CreateOptions,
     pub(crate) block_bytes: usize,
     caches: CacheSettings,
@@ -36,7 +36,7 @@ pub(crate) struct Files {
     pub(crate) data: Option<Vec<u8>>,
 }
 
-impl Kind {
+impl ImageKind {
     pub(crate) fn draw() -> Self {
         let mut options = draw_options();
         let block_bytes =
@@ -55,12 +55,12 @@ impl Kind {
         }
         let has_backing = !options.data_file_raw && chance(30);
         if has_backing {
-            options.backing = Some(Backing { name: "base".into(), format: Some("raw".into()) });
+            options.backing = Some(BackingReference { name: "base".into(), format: Some("raw".into()) });
         }
         let backing_bytes = sim::random(|random| random.usize(1..=options.size_bytes as usize + 5000));
         // Minimal caches, so that entries are evicted all the time.
         let small =
-            CacheSettings { l2: Some(L2Size::Bytes(0)), entry_bytes: Some(512), ..CacheSettings::default() };
+            CacheSettings { l2: Some(L2CacheSize::Bytes(0)), entry_bytes: Some(512), ..CacheSettings::default() };
         let has_data_file = options.data_file.is_some();
         Self {
             block_bytes,
@@ -75,24 +75,24 @@ impl Kind {
     /// Creates an image, with some data unless it has a data file; returns its files and the
     /// content of the disk.
     pub(crate) async fn create(&self) -> (Files, Vec<u8>) {
-        let storage = Storage::holding(&[]).await;
+        let storage = Storage::with_content(&[]).await;
         let data = match self.options.data_file {
-            Some(_) => Some(Storage::holding(&vec![0; self.options.size_bytes as usize]).await),
+            Some(_) => Some(Storage::with_content(&vec![0; self.options.size_bytes as usize]).await),
             None => None,
         };
         create(&storage, data.as_ref(), &self.options).await.expect("drawn valid");
         let mut files = Files {
-            image: storage.content().await.expect("memory"),
+            image: storage.read_all().await.expect("memory"),
             data: match &data {
-                Some(data) => Some(data.content().await.expect("memory")),
+                Some(data) => Some(data.read_all().await.expect("memory")),
                 None => None,
             },
         };
-        let image = Qcow2::open(self.in_memory(&files, false).await).await.expect("new");
+        let image = Qcow2Image::open(self.in_memory(&files, false).await).await.expect("new");
         if files.data.is_none() {
             if chance(60) {
                 let written = sim::random(|random| random.usize(1..=self.options.size_bytes as usize));
-                let mut data = Buffer::new(written);
+                let mut data = IoBuffer::new(written);
                 data.fill(0x77);
                 image.write(0, data.into(), Durability::Cached).await.expect("memory");
             }
@@ -101,43 +101,43 @@ impl Kind {
                 image.create_snapshot(first).await.expect("refcounts have room for two");
             }
             image.close().await.expect("memory");
-            files.image = image.storage().content().await.expect("memory");
+            files.image = image.storage().read_all().await.expect("memory");
         }
         files.image.resize(files.image.len().next_multiple_of(self.block_bytes), 0);
         (files, disk(&image).await)
     }
 
     /// The parts from which an image is opened.
-    pub(crate) async fn parts(&self, storage: Storage, data: Option<Storage>, read_only: bool) -> Parts {
+    pub(crate) async fn parts(&self, storage: Storage, data: Option<Storage>, read_only: bool) -> Qcow2Components {
         let backing = match &self.backing {
             Some(content) => {
-                Some(Box::new(Image::Raw(Raw::new(Storage::holding(content).await).read_only())))
+                Some(Box::new(Image::Raw(RawImage::new(Storage::with_content(content).await).read_only())))
             }
             None => None,
         };
         let key: [u8; 64] = std::array::from_fn(|index| index as u8);
         let cipher = self.options.luks.as_ref();
-        Parts {
+        Qcow2Components {
             storage,
             backing,
             data,
-            cipher: cipher.map(|_| Cipher::new(CipherKind::DEFAULT, &key).expect("a key")),
+            cipher: cipher.map(|_| SectorCipher::new(CipherKind::DEFAULT, &key).expect("a key")),
             read_only,
             caches: self.caches,
         }
     }
 
-    pub(crate) async fn in_memory(&self, files: &Files, read_only: bool) -> Parts {
+    pub(crate) async fn in_memory(&self, files: &Files, read_only: bool) -> Qcow2Components {
         let data = match &files.data {
-            Some(data) => Some(Storage::holding(data).await),
+            Some(data) => Some(Storage::with_content(data).await),
             None => None,
         };
-        self.parts(Storage::holding(&files.image).await, data, read_only).await
+        self.parts(Storage::with_content(&files.image).await, data, read_only).await
     }
 }
 
 /// Reads the whole disk.
-pub(crate) async fn disk(image: &Qcow2) -> Vec<u8> {
+pub(crate) async fn disk(image: &Qcow2Image) -> Vec<u8> {
     let mut disk = vec![0; image.size_bytes() as usize];
     image.read(0, disk.len()).await.expect("valid").copy_to(&mut disk);
     disk

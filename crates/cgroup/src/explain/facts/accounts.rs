@@ -13,19 +13,19 @@
 
 use std::time::Duration;
 
-use super::{Accounts, Evidence, Process, reader::Reader};
+use super::{WriteAccounting, Evidence, ExaminedProcess, reader::FactReader};
 use crate::{
     control_group::{ControlGroup, Version},
     kernel::{io_stat, memory_stat, proc_io},
 };
 
 /// Counters of version 2. `None` for the root, which is charged for all unattributed I/O.
-pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[Process]) -> Option<Accounts> {
+pub(super) fn collect_accounting(reader: &mut FactReader<'_>, group: &ControlGroup, processes: &[ExaminedProcess]) -> Option<WriteAccounting> {
     if group.version == Version::V1 || group.is_root() {
         return None;
     }
     let mut accounts =
-        Accounts { written_bytes: 0, charged_bytes: 0, waiting_bytes: 0, evidence: Vec::new() };
+        WriteAccounting { written_bytes: 0, charged_bytes: 0, waiting_bytes: 0, evidence: Vec::new() };
     for process in processes {
         let file = reader.hierarchy.roots.proc.join(process.pid.to_string()).join("io");
         let Some(io) = reader.text(&file).and_then(|text| proc_io::parse(&text).ok()) else {
@@ -52,7 +52,7 @@ pub(super) fn look(reader: &mut Reader<'_>, group: &ControlGroup, processes: &[P
 const CLOCK_ERROR: Duration = Duration::from_secs(2);
 
 /// Marks the files that are older than every process: another cgroup may have used them first.
-pub(super) fn mark_older(processes: &mut [Process]) {
+pub(super) fn mark_older(processes: &mut [ExaminedProcess]) {
     let Some(first) = processes.iter().filter_map(|process| process.began).min() else {
         return;
     };

@@ -2,16 +2,16 @@
 
 use std::path::Path;
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
-use super::{Below, Beside, BesideKind, Evidence, Swap, mounts::MountTable, reader::Reader};
+use super::{BackingDisk, OtherControl, OtherControlKind, Evidence, SwapArea, mounts::MountTable, reader::FactReader};
 use crate::{
     control_group::{ControlGroup, Version},
-    kernel::{io_latency, memory_stat, memory_stat::Waiting, weight},
+    kernel::{io_latency, memory_stat, memory_stat::DirtyBytes, weight},
 };
 
 /// Swap areas in use (/proc/swaps, proc_swaps(5)).
-pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swap> {
+pub(super) fn swaps(reader: &mut FactReader<'_>, mounts: &mut MountTable) -> Vec<SwapArea> {
     let file = reader.hierarchy.roots.proc.join("swaps");
     let text = reader.text(&file).unwrap_or_default();
     let mut swaps = Vec::new();
@@ -21,15 +21,15 @@ pub(super) fn swaps(reader: &mut Reader<'_>, mounts: &mut MountTable) -> Vec<Swa
         };
         let path = Path::new(name);
         // A swap area is a block device, or a file whose file system is on one.
-        let disk = reader.disks.of_node(path).or_else(|| {
+        let disk = reader.disks.disk_of_node(path).or_else(|| {
             let index = mounts.of_path(&mut reader.disks, path)?;
             match mounts.found[index].below {
-                Below::Disk(disk) => Some(disk),
-                Below::NoDisk | Below::Unknown(_) => None,
+                BackingDisk::Disk(disk) => Some(disk),
+                BackingDisk::NoDisk | BackingDisk::Unknown(_) => None,
             }
         });
         let value = line.split_ascii_whitespace().collect::<Vec<_>>().join(" ");
-        swaps.push(Swap { disk, evidence: Evidence::of(&file, value) });
+        swaps.push(SwapArea { disk, evidence: Evidence::of(&file, value) });
     }
     swaps
 }
@@ -41,20 +41,20 @@ pub(super) fn swapped(group: &ControlGroup) -> Option<Evidence> {
 }
 
 /// Dirty pages that are charged to a cgroup without processes.
-pub(super) fn left_dirty(reader: &mut Reader<'_>, group: &ControlGroup, empty: bool) -> Option<Evidence> {
+pub(super) fn left_dirty(reader: &mut FactReader<'_>, group: &ControlGroup, empty: bool) -> Option<Evidence> {
     if !empty || group.version == Version::V1 || group.is_root() {
         return None;
     }
     let file = group.directory.join("memory.stat");
     let text = reader.text(&file)?;
-    let Waiting { dirty, writeback } = memory_stat::parse(&text).ok()?;
+    let DirtyBytes { dirty, writeback } = memory_stat::parse(&text).ok()?;
     let parts = [("file_dirty", dirty), ("file_writeback", writeback)];
     let lines = parts.iter().filter(|(_, bytes)| *bytes > 0).map(|(key, bytes)| format!("{key} {bytes}"));
     let lines: Vec<String> = lines.collect();
     (!lines.is_empty()).then(|| Evidence::of(&file, lines.join(", ")))
 }
 
-pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
+pub(super) fn controls(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
     let mut found = Vec::new();
     if group.version == Version::V2 {
         found.extend(cost(reader, limited));
@@ -72,32 +72,32 @@ pub(super) fn controls(reader: &mut Reader<'_>, group: &ControlGroup, limited: &
         let text = reader.text(&file).unwrap_or_default();
         if weight::scheduler(&text) == Ok(Some("bfq")) {
             let evidence = Evidence::of(&file, text.trim());
-            found.push(Beside { what: BesideKind::Bfq, disk, evidence });
+            found.push(OtherControl { what: OtherControlKind::Bfq, disk, evidence });
         }
     }
     found
 }
 
-fn cost(reader: &mut Reader<'_>, limited: &[Number]) -> Vec<Beside> {
+fn cost(reader: &mut FactReader<'_>, limited: &[DeviceNumber]) -> Vec<OtherControl> {
     let Some(file) = reader.hierarchy.unified.as_ref().map(|root| root.join("io.cost.qos")) else {
         return Vec::new();
     };
     let text = reader.text(&file).unwrap_or_default();
     let enabled = weight::cost_enabled(&text).unwrap_or_default();
     let enabled = enabled.into_iter().filter(|(disk, enabled)| *enabled && limited.contains(disk));
-    enabled.map(|(disk, _)| beside(BesideKind::Cost, &file, &text, disk)).collect()
+    enabled.map(|(disk, _)| beside(OtherControlKind::Cost, &file, &text, disk)).collect()
 }
 
-fn latency(reader: &mut Reader<'_>, group: &ControlGroup, limited: &[Number]) -> Vec<Beside> {
+fn latency(reader: &mut FactReader<'_>, group: &ControlGroup, limited: &[DeviceNumber]) -> Vec<OtherControl> {
     let file = group.directory.join("io.latency");
     let text = reader.text(&file).unwrap_or_default();
     let disks = io_latency::targets(&text).unwrap_or_default().into_iter().map(|(disk, _)| disk);
     let disks = disks.filter(|disk| limited.contains(disk));
-    disks.map(|disk| beside(BesideKind::Latency, &file, &text, disk)).collect()
+    disks.map(|disk| beside(OtherControlKind::Latency, &file, &text, disk)).collect()
 }
 
-fn beside(what: BesideKind, file: &Path, text: &str, disk: Number) -> Beside {
+fn beside(what: OtherControlKind, file: &Path, text: &str, disk: DeviceNumber) -> OtherControl {
     let number = disk.to_string();
     let line = text.lines().find(|line| line.split_ascii_whitespace().next() == Some(&number));
-    Beside { what, disk, evidence: Evidence::of(file, line.unwrap_or_default()) }
+    OtherControl { what, disk, evidence: Evidence::of(file, line.unwrap_or_default()) }
 }

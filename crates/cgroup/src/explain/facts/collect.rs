@@ -9,17 +9,17 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::device::Number;
+use block::device::DeviceNumber;
 
 use super::{
-    Below, Evidence, Facts, FileSystem, Kernel, Memory, Place, Process, Use, Way, accounts, beside, levels,
+    BackingDisk, Evidence, CgroupFacts, MountedFileSystem, KernelRelease, MemoryController, IoLocation, ExaminedProcess, FileUse, AccessMode, accounts, beside, levels,
     mounts::MountTable,
-    reader::{Reader, is_gone},
+    reader::{FactReader, has_ended},
     sharing, uses,
 };
 use crate::{
     control_group::{ControlGroup, Version},
-    hierarchy::{Hierarchy, Roots},
+    hierarchy::{CgroupHierarchy, KernelRoots},
     kernel::proc_stat,
 };
 
@@ -28,47 +28,47 @@ const MAX_GROUPS: usize = 4096;
 const KTHREADD: i32 = 2;
 
 #[derive(Debug, Clone)]
-pub(crate) struct Subject {
+pub(crate) struct ExplainSubject {
     pub(crate) group: ControlGroup,
     pub(crate) only: Option<i32>,
     pub(crate) limits: PathBuf,
 }
 
-pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Result<Facts> {
+pub(crate) fn collect(hierarchy: &CgroupHierarchy, subject: &ExplainSubject) -> anyhow::Result<CgroupFacts> {
     let roots = &hierarchy.roots;
     let group = &subject.group;
-    let mut reader = Reader::new(hierarchy);
+    let mut reader = FactReader::new(hierarchy);
     let mut levels =
-        levels::up(&mut reader, group).with_context(|| format!("cgroup {}", group.name.display()))?;
+        levels::ancestors(&mut reader, group).with_context(|| format!("cgroup {}", group.name.display()))?;
     // weir's limits file overrides the kernel's present values where `watch` changes them.
-    levels::as_kept(hierarchy, &subject.limits, &mut levels);
+    levels::apply_configured_limits(hierarchy, &subject.limits, &mut levels);
     // A limit of a cgroup applies to its descendants in v2, so their processes are examined as
     // well.
     let groups = descend(&mut reader, group);
     let inner =
-        groups[1..].iter().map(|group| levels::one(&mut reader, group)).collect::<Result<Vec<_>, _>>();
+        groups[1..].iter().map(|group| levels::read_level(&mut reader, group)).collect::<Result<Vec<_>, _>>();
     let inner = inner.with_context(|| format!("cgroups below {}", group.name.display()))?;
     let mut mounts = MountTable::new(&mut reader, "self");
     let mut processes = Vec::new();
     for group in &groups {
-        processes.extend(of_group(&mut reader, group, subject.only, &mut mounts));
+        processes.extend(processes_of_group(&mut reader, group, subject.only, &mut mounts));
     }
     // `sharing` needs the file identities of all processes; `mark_older` needs their start times.
-    sharing::look(&mut reader, group, &mut processes, &mut mounts);
+    sharing::find_other_writers(&mut reader, group, &mut processes, &mut mounts);
     accounts::mark_older(&mut processes);
-    let accounts = accounts::look(&mut reader, group, &processes);
-    let limited: Vec<Number> =
+    let accounts = accounts::collect_accounting(&mut reader, group, &processes);
+    let limited: Vec<DeviceNumber> =
         levels.iter().chain(&inner).flat_map(|level| &level.limits).map(|limit| limit.disk).collect();
     // Limited disks are entered before mounts are matched with them, including vanished disks.
-    reader.disks.enter_limited(&limited);
-    let possible = possible(&mut reader, &mut mounts, &limited, &processes);
+    reader.disks.insert_limited(&limited);
+    let possible = hypothetical_uses(&mut reader, &mut mounts, &limited, &processes);
     let swaps = beside::swaps(&mut reader, &mut mounts);
     // A loop device's file may lie on a file system that was found last, so all mounts are known
     // here.
     mounts.follow_loops(&mut reader.disks);
     let beside = beside::controls(&mut reader, group, &limited);
     let left_dirty = beside::left_dirty(&mut reader, group, processes.is_empty());
-    Ok(Facts {
+    Ok(CgroupFacts {
         name: group.name.display().to_string(),
         only: subject.only,
         version: group.version,
@@ -86,53 +86,53 @@ pub(crate) fn collect(hierarchy: &Hierarchy, subject: &Subject) -> anyhow::Resul
             .collect(),
         memory: memory(hierarchy),
         processes,
-        possible,
+        hypothetical_uses: possible,
         file_systems: mounts.found,
         disks: reader.disks.known,
         swaps,
         swapped: beside::swapped(group),
         left_dirty,
         accounts,
-        beside,
+        other_controls: beside,
         gaps: reader.gaps,
     })
 }
 
-fn kernel(roots: &Roots) -> Kernel {
+fn kernel(roots: &KernelRoots) -> KernelRelease {
     let file = roots.proc.join("sys/kernel/osrelease");
     let text = fs::read_to_string(&file).unwrap_or_default();
     // `6.12.9+deb12-amd64`: the distribution's suffix follows the third number.
     let mut numbers = text.split(|c: char| !c.is_ascii_digit()).map(|part| part.parse().unwrap_or(0));
     let mut next = || numbers.next().unwrap_or(0);
     let release = (next(), next(), next());
-    Kernel { release, evidence: Evidence::of(&file, text.trim()) }
+    KernelRelease { release, evidence: Evidence::of(&file, text.trim()) }
 }
 
-fn memory(hierarchy: &Hierarchy) -> Memory {
+fn memory(hierarchy: &CgroupHierarchy) -> MemoryController {
     let root = hierarchy.unified.as_ref().map(|root| root.join("cgroup.controllers"));
     let text = root.as_ref().and_then(|file| fs::read_to_string(file).ok()).unwrap_or_default();
     let controllers =
         Evidence::new(root.map_or_else(String::new, |file| file.display().to_string()), text.trim());
     if text.split_ascii_whitespace().any(|controller| controller == "memory") {
-        return Memory::Unified;
+        return MemoryController::Unified;
     }
     match &hierarchy.memory_v1 {
-        Some(mount) => Memory::Legacy(Evidence::of(
+        Some(mount) => MemoryController::Legacy(Evidence::of(
             &hierarchy.roots.mountinfo(),
             format!("{} is cgroup (v1), memory", mount.display()),
         )),
-        None => Memory::Absent(controllers),
+        None => MemoryController::Absent(controllers),
     }
 }
 
-fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
+fn descend(reader: &mut FactReader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     let mut found = vec![group.clone()];
     let mut next = 0;
     while next < found.len() {
         match found[next].children() {
             // A cgroup that was removed since its parent was listed is no gap.
             Ok(children) => found.extend(children),
-            Err(error) if is_gone(&error) => {}
+            Err(error) if has_ended(&error) => {}
             Err(error) => {
                 reader.gap(&found[next].directory, error.to_string());
             }
@@ -150,16 +150,16 @@ fn descend(reader: &mut Reader<'_>, group: &ControlGroup) -> Vec<ControlGroup> {
     found
 }
 
-fn of_group(
-    reader: &mut Reader<'_>,
+fn processes_of_group(
+    reader: &mut FactReader<'_>,
     group: &ControlGroup,
     only: Option<i32>,
     mounts: &mut MountTable,
-) -> Vec<Process> {
+) -> Vec<ExaminedProcess> {
     let mut pids = match group.processes() {
         Ok(pids) => pids,
         Err(error) => {
-            if !is_gone(&error) {
+            if !has_ended(&error) {
                 let file = group.directory.join("cgroup.procs");
                 reader.gap(&file, error.to_string());
             }
@@ -177,11 +177,11 @@ fn of_group(
 }
 
 fn process(
-    reader: &mut Reader<'_>,
+    reader: &mut FactReader<'_>,
     group: &ControlGroup,
     pid: i32,
     mounts: &mut MountTable,
-) -> Option<Process> {
+) -> Option<ExaminedProcess> {
     let directory = reader.hierarchy.roots.proc.join(pid.to_string());
     let file = directory.join("stat");
     let text = reader.text(&file)?;
@@ -189,7 +189,7 @@ fn process(
     // Kernel threads are children of kthreadd and have no files.
     let kernel = (stat.parent == KTHREADD || stat.pid == KTHREADD)
         .then(|| Evidence::of(&file, format!("{} ({}) … ppid {}", stat.pid, stat.name, stat.parent)));
-    let uses = if kernel.is_some() { Vec::new() } else { uses::of(reader, &directory, mounts) };
+    let uses = if kernel.is_some() { Vec::new() } else { uses::file_uses(reader, &directory, mounts) };
     let status = directory.join("status");
     // Evidence that the process has pages in swap space.
     let swapped = reader.text(&status).and_then(|text| {
@@ -197,8 +197,8 @@ fn process(
         let kib = line.split_ascii_whitespace().nth(1)?.parse::<u64>().ok()?;
         (kib > 0).then(|| Evidence::of(&status, line.split_ascii_whitespace().collect::<Vec<_>>().join(" ")))
     });
-    let began = reader.clock.began(stat.start_ticks);
-    Some(Process {
+    let began = reader.clock.start_time(stat.start_ticks);
+    Some(ExaminedProcess {
         pid,
         began,
         name: stat.name,
@@ -210,22 +210,22 @@ fn process(
 }
 
 /// Direct and buffered I/O on each limited disk, for a cgroup whose processes have no file there.
-fn possible(
-    reader: &mut Reader<'_>,
+fn hypothetical_uses(
+    reader: &mut FactReader<'_>,
     mounts: &mut MountTable,
-    limited: &[Number],
-    processes: &[Process],
-) -> Vec<Use> {
+    limited: &[DeviceNumber],
+    processes: &[ExaminedProcess],
+) -> Vec<FileUse> {
     if processes.iter().any(|process| !process.uses.is_empty()) {
         return Vec::new();
     }
     let mut possible = Vec::new();
-    for index in mounts.on(&mut reader.disks, limited) {
-        let (point, evidence) = mounts.describe(index);
+    for index in mounts.file_systems_on(&mut reader.disks, limited) {
+        let (point, evidence) = mounts.point_and_evidence(index);
         // The two ways differ most in their charge.
-        for way in [Way::Direct, Way::Buffered] {
-            possible.push(Use {
-                place: Place::FileSystem(index),
+        for way in [AccessMode::Direct, AccessMode::Buffered] {
+            possible.push(FileUse {
+                place: IoLocation::FileSystem(index),
                 path: point.clone(),
                 way,
                 reads: true,
@@ -242,21 +242,21 @@ fn possible(
 }
 
 #[derive(Debug)]
-pub(crate) struct Spot {
+pub(crate) struct DirectoryDisks {
     /// The disk and those below it, the uppermost first.
-    pub(crate) stack: Vec<Number>,
-    pub(crate) file_system: Option<FileSystem>,
+    pub(crate) stack: Vec<DeviceNumber>,
+    pub(crate) file_system: Option<MountedFileSystem>,
 }
 
-pub(crate) fn spot(hierarchy: &Hierarchy, directory: &Path) -> Spot {
-    let mut reader = Reader::new(hierarchy);
+pub(crate) fn disks_of_directory(hierarchy: &CgroupHierarchy, directory: &Path) -> DirectoryDisks {
+    let mut reader = FactReader::new(hierarchy);
     let mut mounts = MountTable::new(&mut reader, "self");
     let directory = directory.canonicalize().unwrap_or_else(|_| directory.to_owned());
     let found = mounts.of_path(&mut reader.disks, &directory).map(|index| mounts.found[index].clone());
     mounts.follow_loops(&mut reader.disks);
     let stack = match found.as_ref().map(|found| &found.below) {
-        Some(Below::Disk(disk)) => [*disk].into_iter().chain(reader.disks.below(*disk)).collect(),
+        Some(BackingDisk::Disk(disk)) => [*disk].into_iter().chain(reader.disks.lower_disks(*disk)).collect(),
         _ => Vec::new(),
     };
-    Spot { stack, file_system: found }
+    DirectoryDisks { stack, file_system: found }
 }

@@ -12,29 +12,29 @@ use std::{
     path::Path,
 };
 
-use block::device::{Identity, Number};
+use block::device::{DeviceIdentity, DeviceNumber};
 
 use super::{
-    Below, Disk, DiskKind, Evidence, FileSystem, Mapper,
-    rows::{Row, holding},
+    BackingDisk, DiskFacts, DiskKind, Evidence, MountedFileSystem, Mapper,
+    rows::{MountRow, mount_containing},
 };
-use crate::{hierarchy::Roots, kernel, kernel::mountinfo::Mount, nature::Nature};
+use crate::{hierarchy::KernelRoots, kernel, kernel::mountinfo::Mount, nature::FileSystemClass};
 
 /// The kernel's limit is 2 (FILESYSTEM_MAX_STACK_DEPTH).
 const MAX_LAYERS: usize = 3;
 const MAX_DEPTH: usize = 8;
 
-pub(super) struct Disks<'a> {
-    roots: &'a Roots,
-    pub(super) known: Vec<Disk>,
+pub(super) struct DiskStack<'a> {
+    roots: &'a KernelRoots,
+    pub(super) known: Vec<DiskFacts>,
 }
 
-impl<'a> Disks<'a> {
-    pub(super) fn new(roots: &'a Roots) -> Self {
+impl<'a> DiskStack<'a> {
+    pub(super) fn new(roots: &'a KernelRoots) -> Self {
         Self { roots, known: Vec::new() }
     }
 
-    pub(super) fn of_node(&mut self, path: &Path) -> Option<Number> {
+    pub(super) fn disk_of_node(&mut self, path: &Path) -> Option<DeviceNumber> {
         // sysfs writes `!` for `/` in names such as `cciss/c0d0`.
         let name = path.strip_prefix("/dev").ok()?.to_str()?.replace('/', "!");
         // From sysfs first: a container may lack the device node.
@@ -46,18 +46,18 @@ impl<'a> Disks<'a> {
         self.whole(number)
     }
 
-    fn whole(&mut self, number: Number) -> Option<Number> {
+    fn whole(&mut self, number: DeviceNumber) -> Option<DeviceNumber> {
         let identity = self.identity(number)?;
         let whole = identity.number();
-        self.enter(&identity, 0);
+        self.insert(&identity, 0);
         Some(whole)
     }
 
-    fn identity(&self, number: Number) -> Option<Identity> {
-        Identity::resolve(number, &self.roots.of_devices()).ok()
+    fn identity(&self, number: DeviceNumber) -> Option<DeviceIdentity> {
+        DeviceIdentity::resolve(number, &self.roots.device_roots()).ok()
     }
 
-    fn enter(&mut self, identity: &Identity, depth: usize) {
+    fn insert(&mut self, identity: &DeviceIdentity, depth: usize) {
         let number = identity.number();
         if depth > MAX_DEPTH || self.known.iter().any(|disk| disk.number == number) {
             return;
@@ -65,7 +65,7 @@ impl<'a> Disks<'a> {
         let directory = identity.directory().to_owned();
         let (kind, mut evidence) = kind(&directory, identity.node().trim_start_matches("/dev/"));
         // Entered before its lower disks, which ends the recursion if sysfs shows a cycle.
-        self.known.push(Disk {
+        self.known.push(DiskFacts {
             number,
             node: identity.node(),
             kind,
@@ -78,7 +78,7 @@ impl<'a> Disks<'a> {
             let Some(part) = kernel::number(text.trim()).and_then(|number| self.identity(number)) else {
                 continue;
             };
-            self.enter(&part, depth + 1);
+            self.insert(&part, depth + 1);
             // Two partitions of a disk can both be members of an array.
             if !parts.contains(&part.number()) {
                 parts.push(part.number());
@@ -92,7 +92,7 @@ impl<'a> Disks<'a> {
         (disk.parts, disk.evidence) = (parts, evidence);
     }
 
-    pub(super) fn below(&self, disk: Number) -> Vec<Number> {
+    pub(super) fn lower_disks(&self, disk: DeviceNumber) -> Vec<DeviceNumber> {
         // Breadth first: the result is ordered from the uppermost disk to the lowest.
         let mut found = vec![disk];
         let mut next = 0;
@@ -110,7 +110,7 @@ impl<'a> Disks<'a> {
     }
 
     /// The file system of a mount; for an overlay, that of its upper directory.
-    pub(super) fn file_system(&mut self, own: &[Row], file: &str, row: &Row) -> FileSystem {
+    pub(super) fn file_system(&mut self, own: &[MountRow], file: &str, row: &MountRow) -> MountedFileSystem {
         let (mut row, mut file) = (row, file.to_owned());
         let number = row.mount.number;
         let overlay = (row.mount.kind == "overlay").then(|| Evidence::new(file.clone(), row.line.clone()));
@@ -119,7 +119,7 @@ impl<'a> Disks<'a> {
                 break;
             }
             // The options of an overlay name its directories in the mount namespace of the host.
-            let Some(below) = row.mount.option("upperdir").and_then(|upper| holding(own, &upper)) else {
+            let Some(below) = row.mount.option("upperdir").and_then(|upper| mount_containing(own, &upper)) else {
                 break;
             };
             row = below;
@@ -127,10 +127,10 @@ impl<'a> Disks<'a> {
         }
         let mount = &row.mount;
         let (below, partition) = self.below_file_system(mount);
-        FileSystem {
+        MountedFileSystem {
             number,
             kind: mount.kind.clone(),
-            nature: Nature::of(&mount.kind),
+            nature: FileSystemClass::of(&mount.kind),
             point: mount.point.display().to_string(),
             super_options: mount.super_options.clone(),
             evidence: Evidence::new(file, row.line.clone()),
@@ -141,15 +141,15 @@ impl<'a> Disks<'a> {
         }
     }
 
-    fn below_file_system(&mut self, mount: &Mount) -> (Below, Option<Evidence>) {
-        if Nature::of(&mount.kind) != Nature::Disk {
-            return (Below::NoDisk, None);
+    fn below_file_system(&mut self, mount: &Mount) -> (BackingDisk, Option<Evidence>) {
+        if FileSystemClass::of(&mount.kind) != FileSystemClass::Disk {
+            return (BackingDisk::NoDisk, None);
         }
-        let unknown = || (Below::Unknown(mount.source.clone()), None);
+        let unknown = || (BackingDisk::Unknown(mount.source.clone()), None);
         let number = match mount.number.major {
             // Anonymous number (Btrfs): the source names a device of the file system.
-            0 => match self.of_node(Path::new(&mount.source)) {
-                Some(number) => return (Below::Disk(number), None),
+            0 => match self.disk_of_node(Path::new(&mount.source)) {
+                Some(number) => return (BackingDisk::Disk(number), None),
                 None => return unknown(),
             },
             _ => mount.number,
@@ -162,16 +162,16 @@ impl<'a> Disks<'a> {
             let text = fs::read_to_string(&file).unwrap_or_default();
             Evidence::of(&file, text.trim())
         });
-        (Below::Disk(whole), partition)
+        (BackingDisk::Disk(whole), partition)
     }
 
-    pub(super) fn enter_limited(&mut self, limited: &[Number]) {
+    pub(super) fn insert_limited(&mut self, limited: &[DeviceNumber]) {
         for &number in limited {
             if self.whole(number).is_none() && !self.known.iter().any(|disk| disk.number == number) {
                 let directory = self.roots.sys.join("dev/block").join(number.to_string());
                 let evidence = vec![Evidence::of(&directory, "not there")];
                 let (node, parts) = (number.to_string(), Vec::new());
-                self.known.push(Disk { number, node, kind: DiskKind::Gone, parts, evidence });
+                self.known.push(DiskFacts { number, node, kind: DiskKind::Gone, parts, evidence });
             }
         }
     }
@@ -212,7 +212,7 @@ fn kind(directory: &Path, name: &str) -> (DiskKind, Vec<Evidence>) {
 }
 
 /// Number of a block device node whose name is not in sysfs.
-fn number_of_node(path: &Path) -> Option<Number> {
+fn number_of_node(path: &Path) -> Option<DeviceNumber> {
     let metadata = fs::metadata(path).ok()?;
-    metadata.file_type().is_block_device().then(|| Number::unpack(metadata.rdev()))
+    metadata.file_type().is_block_device().then(|| DeviceNumber::unpack(metadata.rdev()))
 }

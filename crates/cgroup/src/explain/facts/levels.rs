@@ -2,26 +2,26 @@
 
 use std::path::Path;
 
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 
-use super::{Evidence, Level, Limit, reader::Reader};
+use super::{Evidence, CgroupLevel, LevelLimit, reader::FactReader};
 use crate::{
     control_group::{ControlGroup, Version},
-    hierarchy::Hierarchy,
+    hierarchy::CgroupHierarchy,
     kernel::io_max,
     limit::{
-        asked::Asked,
-        kept::{Entry, Kept},
-        locks::Watched,
-        pools::Sharing,
+        asked::ConfiguredLimits,
+        kept::{CgroupEntry, LimitsFile},
+        locks::WatchLock,
+        pools::LimitPool,
         settling, tell,
     },
     limit_files::{self, LimitFile},
 };
 
-pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Vec<Level>> {
+pub(super) fn ancestors(reader: &mut FactReader<'_>, group: &ControlGroup) -> anyhow::Result<Vec<CgroupLevel>> {
     let chain = std::iter::successors(Some(group.clone()), ControlGroup::parent);
-    let levels = chain.map(|group| one(reader, &group)).collect::<Result<Vec<_>, _>>()?;
+    let levels = chain.map(|group| read_level(reader, &group)).collect::<Result<Vec<_>, _>>()?;
     if let Some(top) = levels.last().filter(|top| !top.root) {
         let text = "the topmost cgroup that can be seen has others above it, whose limits hold too";
         reader.gaps.push(Evidence::new(top.name.clone(), text));
@@ -31,40 +31,40 @@ pub(super) fn up(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resul
 
 /// Replaces the kernel's values by those of weir's limits file where `watch` varies them (bursts,
 /// watermarks, groups).
-pub(super) fn as_kept(hierarchy: &Hierarchy, file: &Path, levels: &mut [Level]) {
+pub(super) fn apply_configured_limits(hierarchy: &CgroupHierarchy, file: &Path, levels: &mut [CgroupLevel]) {
     // `watch` reports an unreadable file.
-    let Ok(kept) = Kept::load(file) else { return };
-    let steered = Sharing::all(&kept).unwrap_or_default().into_iter().filter(Sharing::needs_watch);
-    let steered: Vec<Entry> = steered.flat_map(|sharing| sharing.members).collect();
+    let Ok(kept) = LimitsFile::load(file) else { return };
+    let steered = LimitPool::all(&kept).unwrap_or_default().into_iter().filter(LimitPool::needs_watch);
+    let steered: Vec<CgroupEntry> = steered.flat_map(|sharing| sharing.members).collect();
     // Without a running `watch`, the kernel's values remain in force.
-    if steered.is_empty() || !Watched::is_taken(file) {
+    if steered.is_empty() || !WatchLock::is_taken(file) {
         return;
     }
-    for (group, disk, rates) in settling::settled(hierarchy, &kept).unwrap_or_default() {
+    for (group, disk, rates) in settling::settled_rates(hierarchy, &kept).unwrap_or_default() {
         let is_it =
-            |entry: &Entry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == disk);
+            |entry: &CgroupEntry| entry.cgroup == group.name && entry.device().is_ok_and(|number| number == disk);
         if !steered.iter().any(is_it) {
             continue;
         }
         let name = group.name.display().to_string();
         let Some(level) = levels.iter_mut().find(|level| level.name == name) else { continue };
         let told =
-            level.limits.iter().find(|limit| limit.disk == disk).map_or(Rates::NONE, |limit| limit.rates);
-        let rates = tell::as_kept(rates);
+            level.limits.iter().find(|limit| limit.disk == disk).map_or(IoMaxRates::NONE, |limit| limit.rates);
+        let rates = tell::as_printed_by_kernel(rates);
         // The kernel's value equals the configured limit: its own evidence is enough.
         if told == rates {
             continue;
         }
-        let asked = Asked::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
+        let asked = ConfiguredLimits::of(&kept, &group.name, disk).map(|asked| asked.text()).unwrap_or_default();
         let now =
             Evidence::of(&group.directory.join(io_max::FILE), format!("{} (now)", io_max::line(told, disk)));
         let evidence = vec![Evidence::of(file, asked), now];
         level.limits.retain(|limit| limit.disk != disk);
-        level.limits.push(Limit { disk, rates, evidence });
+        level.limits.push(LevelLimit { disk, rates, evidence });
     }
 }
 
-pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Result<Level> {
+pub(super) fn read_level(reader: &mut FactReader<'_>, group: &ControlGroup) -> anyhow::Result<CgroupLevel> {
     let mut files = Vec::new();
     let limits = limits_of(group, &mut files)?;
     let name = group.name.display().to_string();
@@ -81,16 +81,16 @@ pub(super) fn one(reader: &mut Reader<'_>, group: &ControlGroup) -> anyhow::Resu
     // `domain` is the default type and explains nothing.
     let root = group.is_root() && kind.is_none();
     let kind = kind.filter(|kind| kind.value != "domain");
-    Ok(Level { name, root, has_limits: !files.is_empty(), controllers, subtree, kind, limits, files })
+    Ok(CgroupLevel { name, root, has_limits: !files.is_empty(), controllers, subtree, kind, limits, files })
 }
 
-fn limits_of(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<Limit>> {
-    let mut limits: Vec<Limit> = Vec::new();
+fn limits_of(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<Vec<LevelLimit>> {
+    let mut limits: Vec<LevelLimit> = Vec::new();
     for LimitFile { name, text, limits: all } in limit_files::read(group)? {
         let file = group.directory.join(name).display().to_string();
         let shown = if text.trim().is_empty() { "(empty)" } else { text.trim() };
         files.push(Evidence::new(file.clone(), shown));
-        for (disk, rates) in all.into_iter().filter(|(_, rates)| *rates != Rates::NONE) {
+        for (disk, rates) in all.into_iter().filter(|(_, rates)| *rates != IoMaxRates::NONE) {
             let line = match group.version {
                 Version::V1 => {
                     format!("{disk} {}", io_max::in_order(rates).into_iter().flatten().sum::<u64>())
@@ -100,10 +100,10 @@ fn limits_of(group: &ControlGroup, files: &mut Vec<Evidence>) -> anyhow::Result<
             let evidence = Evidence::new(file.clone(), line);
             match limits.iter_mut().find(|limit| limit.disk == disk) {
                 Some(limit) => {
-                    limit_files::add(&mut limit.rates, rates);
+                    limit_files::merge_rates(&mut limit.rates, rates);
                     limit.evidence.push(evidence);
                 }
-                None => limits.push(Limit { disk, rates, evidence: vec![evidence] }),
+                None => limits.push(LevelLimit { disk, rates, evidence: vec![evidence] }),
             }
         }
     }

@@ -8,35 +8,35 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
 use super::{
-    Below, Disk, DiskKind, Evidence, FileSystem,
-    disks::Disks,
-    reader::Reader,
-    rows::{Row, holding, parse},
+    BackingDisk, DiskFacts, DiskKind, Evidence, MountedFileSystem,
+    disks::DiskStack,
+    reader::FactReader,
+    rows::{MountRow, mount_containing, parse},
 };
-use crate::nature::Nature;
+use crate::nature::FileSystemClass;
 
 #[derive(Debug)]
 pub(super) struct MountTable {
     /// Mounts of weir's own namespace.
-    own: Vec<Row>,
+    own: Vec<MountRow>,
     own_file: String,
     /// Mounts of the last process, with its namespace: most processes share one.
-    last: Option<(PathBuf, Vec<Row>)>,
-    pub(super) found: Vec<FileSystem>,
+    last: Option<(PathBuf, Vec<MountRow>)>,
+    pub(super) found: Vec<MountedFileSystem>,
 }
 
 impl MountTable {
     /// Creates the table with the mounts of `process`, such as `self`.
-    pub(super) fn new(reader: &mut Reader<'_>, process: &str) -> Self {
+    pub(super) fn new(reader: &mut FactReader<'_>, process: &str) -> Self {
         let file = reader.hierarchy.roots.proc.join(process).join("mountinfo");
         let own = reader.text(&file).map(|text| parse(&text)).unwrap_or_default();
         Self { own, own_file: file.display().to_string(), last: None, found: Vec::new() }
     }
 
-    pub(super) fn turn_to(&mut self, reader: &mut Reader<'_>, process: &Path) {
+    pub(super) fn select_process(&mut self, reader: &mut FactReader<'_>, process: &Path) {
         // Cached by namespace: thousands of processes share a mount table. Without permission to
         // read the link, each process has its own entry.
         let namespace = fs::read_link(process.join("ns/mnt")).unwrap_or_else(|_| process.to_owned());
@@ -47,10 +47,10 @@ impl MountTable {
         self.last = Some((namespace, text.map(|text| parse(&text)).unwrap_or_default()));
     }
 
-    pub(super) fn enter(&mut self, disks: &mut Disks<'_>, file: &str, row: &Row) -> usize {
+    pub(super) fn enter(&mut self, disks: &mut DiskStack<'_>, file: &str, row: &MountRow) -> usize {
         let file_system = disks.file_system(&self.own, file, row);
         // The number alone is not enough: Btrfs and overlays differ in mount point or disk.
-        let same = |known: &FileSystem| {
+        let same = |known: &MountedFileSystem| {
             known.number == file_system.number
                 && known.point == file_system.point
                 && known.below == file_system.below
@@ -61,7 +61,7 @@ impl MountTable {
         })
     }
 
-    pub(super) fn on(&mut self, disks: &mut Disks<'_>, limited: &[Number]) -> Vec<usize> {
+    pub(super) fn file_systems_on(&mut self, disks: &mut DiskStack<'_>, limited: &[DeviceNumber]) -> Vec<usize> {
         let mut found = Vec::new();
         let (own, file) = (self.own.clone(), self.own_file.clone());
         let mut seen = Vec::new();
@@ -69,7 +69,7 @@ impl MountTable {
             let mount = &row.mount;
             // An overlay is reported by the file system of its upper directory, which is in this
             // list as well.
-            if Nature::of(&mount.kind) == Nature::Pseudo
+            if FileSystemClass::of(&mount.kind) == FileSystemClass::Pseudo
                 || mount.kind == "overlay"
                 || seen.contains(&mount.number)
             {
@@ -78,10 +78,10 @@ impl MountTable {
             // A file system that is mounted several times is examined once.
             seen.push(mount.number);
             let index = self.enter(disks, &file, row);
-            let Below::Disk(disk) = self.found[index].below else {
+            let BackingDisk::Disk(disk) = self.found[index].below else {
                 continue;
             };
-            if limited.contains(&disk) || disks.below(disk).iter().any(|part| limited.contains(part)) {
+            if limited.contains(&disk) || disks.lower_disks(disk).iter().any(|part| limited.contains(part)) {
                 self.found[index].used = true;
                 found.push(index);
             }
@@ -89,36 +89,36 @@ impl MountTable {
         found
     }
 
-    pub(super) fn of_path(&mut self, disks: &mut Disks<'_>, path: &Path) -> Option<usize> {
-        let row = holding(&self.own, path)?.clone();
+    pub(super) fn of_path(&mut self, disks: &mut DiskStack<'_>, path: &Path) -> Option<usize> {
+        let row = mount_containing(&self.own, path)?.clone();
         let file = self.own_file.clone();
         Some(self.enter(disks, &file, &row))
     }
 
     /// The mount with this id in the selected process, else the mount that contains the path.
-    pub(super) fn row(&self, id: Option<u64>, path: &Path) -> Option<Row> {
+    pub(super) fn row(&self, id: Option<u64>, path: &Path) -> Option<MountRow> {
         let (_, table) = self.last.as_ref()?;
-        table.iter().find(|row| Some(row.id) == id).or_else(|| holding(table, path)).cloned()
+        table.iter().find(|row| Some(row.id) == id).or_else(|| mount_containing(table, path)).cloned()
     }
 
-    pub(super) fn row_of_number(&self, number: Number) -> Option<Row> {
+    pub(super) fn row_of_number(&self, number: DeviceNumber) -> Option<MountRow> {
         let (_, table) = self.last.as_ref()?;
         table.iter().find(|row| row.mount.number == number).cloned()
     }
 
     /// Resolves the files of loop devices to file systems, and these to disks.
-    pub(super) fn follow_loops(&mut self, disks: &mut Disks<'_>) {
+    pub(super) fn follow_loops(&mut self, disks: &mut DiskStack<'_>) {
         let mut next = 0;
         // By index: each lookup may add disks, which may be loop devices in turn.
         while next < disks.known.len() {
-            let Disk { kind, evidence, .. } = &disks.known[next];
+            let DiskFacts { kind, evidence, .. } = &disks.known[next];
             if let DiskKind::Loop { on: None, direct } = *kind {
                 let path = evidence.first().map(|file| PathBuf::from(&file.value)).unwrap_or_default();
                 let on = self.of_path(disks, &path);
                 let below = on.map(|index| self.found[index].below.clone());
                 let known = &mut disks.known[next];
                 known.kind = DiskKind::Loop { on, direct };
-                if let Some(Below::Disk(disk)) = below {
+                if let Some(BackingDisk::Disk(disk)) = below {
                     known.parts = vec![disk];
                 }
             }
@@ -126,7 +126,7 @@ impl MountTable {
         }
     }
 
-    pub(super) fn describe(&self, index: usize) -> (String, Evidence) {
+    pub(super) fn point_and_evidence(&self, index: usize) -> (String, Evidence) {
         (self.found[index].point.clone(), self.found[index].evidence.clone())
     }
 }

@@ -6,20 +6,20 @@ use std::{
     time::{Duration, SystemTime, UNIX_EPOCH},
 };
 
-use super::{Evidence, disks::Disks};
-use crate::{hierarchy::Hierarchy, kernel::proc_stat::TICK};
+use super::{Evidence, disks::DiskStack};
+use crate::{hierarchy::CgroupHierarchy, kernel::proc_stat::TICK};
 
-pub(super) struct Reader<'a> {
-    pub(super) hierarchy: &'a Hierarchy,
-    pub(super) disks: Disks<'a>,
-    pub(super) clock: Clock,
+pub(super) struct FactReader<'a> {
+    pub(super) hierarchy: &'a CgroupHierarchy,
+    pub(super) disks: DiskStack<'a>,
+    pub(super) clock: BootClock,
     pub(super) gaps: Vec<Evidence>,
 }
 
-impl<'a> Reader<'a> {
-    pub(super) fn new(hierarchy: &'a Hierarchy) -> Self {
+impl<'a> FactReader<'a> {
+    pub(super) fn new(hierarchy: &'a CgroupHierarchy) -> Self {
         let roots = &hierarchy.roots;
-        Self { hierarchy, disks: Disks::new(roots), clock: Clock::new(&roots.proc), gaps: Vec::new() }
+        Self { hierarchy, disks: DiskStack::new(roots), clock: BootClock::new(&roots.proc), gaps: Vec::new() }
     }
 
     pub(super) fn gap(&mut self, path: &Path, text: impl Into<String>) {
@@ -30,7 +30,7 @@ impl<'a> Reader<'a> {
     pub(super) fn text(&mut self, path: &Path) -> Option<String> {
         match fs::read(path) {
             Ok(bytes) => Some(String::from_utf8_lossy(&bytes).into_owned()),
-            Err(error) if is_gone(&error) => None,
+            Err(error) if has_ended(&error) => None,
             Err(error) => {
                 self.gap(path, error.to_string());
                 None
@@ -40,7 +40,7 @@ impl<'a> Reader<'a> {
 }
 
 /// True if the process or cgroup has ended since it was listed.
-pub(super) fn is_gone(error: &std::io::Error) -> bool {
+pub(super) fn has_ended(error: &std::io::Error) -> bool {
     matches!(
         nix::errno::Errno::from_raw(error.raw_os_error().unwrap_or(0)),
         nix::errno::Errno::ENOENT | nix::errno::Errno::ESRCH | nix::errno::Errno::ENODEV
@@ -48,11 +48,11 @@ pub(super) fn is_gone(error: &std::io::Error) -> bool {
 }
 
 #[derive(Debug)]
-pub(super) struct Clock {
+pub(super) struct BootClock {
     booted: Option<SystemTime>,
 }
 
-impl Clock {
+impl BootClock {
     /// From `btime` of /proc/stat (proc_stat(5)).
     pub(super) fn new(proc: &Path) -> Self {
         let text = fs::read_to_string(proc.join("stat")).unwrap_or_default();
@@ -60,7 +60,7 @@ impl Clock {
         Self { booted: seconds.and_then(|seconds| UNIX_EPOCH.checked_add(Duration::from_secs(seconds))) }
     }
 
-    pub(super) fn began(&self, ticks: u64) -> Option<SystemTime> {
+    pub(super) fn start_time(&self, ticks: u64) -> Option<SystemTime> {
         let tick_ms = u64::try_from(TICK.as_millis()).ok()?;
         self.booted?.checked_add(Duration::from_millis(ticks.saturating_mul(tick_ms)))
     }

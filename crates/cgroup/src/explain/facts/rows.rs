@@ -5,23 +5,23 @@ use std::path::Path;
 use crate::kernel::{mountinfo, mountinfo::Mount};
 
 #[derive(Debug, Clone)]
-pub(super) struct Row {
+pub(super) struct MountRow {
     pub(super) id: u64,
     pub(super) mount: Mount,
     pub(super) line: String,
 }
 
-pub(super) fn holding<'a>(rows: &'a [Row], path: &Path) -> Option<&'a Row> {
-    let found = mountinfo::holding(rows.iter().map(|row| &row.mount), path)?;
+pub(super) fn mount_containing<'a>(rows: &'a [MountRow], path: &Path) -> Option<&'a MountRow> {
+    let found = mountinfo::mount_containing(rows.iter().map(|row| &row.mount), path)?;
     // The last of equal mounts: it hides those mounted below it.
     rows.iter().rfind(|row| row.mount == *found)
 }
 
-pub(super) fn parse(text: &str) -> Vec<Row> {
+pub(super) fn parse(text: &str) -> Vec<MountRow> {
     let one = |line: &str| {
         let id = line.split(' ').next()?.parse().ok()?;
         let mount = mountinfo::parse(line).ok()?.pop()?;
-        Some(Row { id, mount, line: line.to_owned() })
+        Some(MountRow { id, mount, line: line.to_owned() })
     };
     text.lines().filter_map(one).collect()
 }

@@ -7,7 +7,7 @@
 
 use std::{fs, path::Path};
 
-use super::{Evidence, Other, Process, Way, mounts::MountTable, reader::Reader, uses};
+use super::{Evidence, OtherWriter, ExaminedProcess, AccessMode, mounts::MountTable, reader::FactReader, uses};
 use crate::{
     control_group::{ControlGroup, Version},
     kernel::proc_cgroup,
@@ -15,13 +15,13 @@ use crate::{
 
 const MAX_PROCESSES: usize = 16_384;
 
-pub(super) fn look(
-    reader: &mut Reader<'_>,
+pub(super) fn find_other_writers(
+    reader: &mut FactReader<'_>,
     group: &ControlGroup,
-    processes: &mut [Process],
+    processes: &mut [ExaminedProcess],
     mounts: &mut MountTable,
 ) {
-    let written = |process: &Process| process.uses.iter().any(|used| used.writes && cached(used.way));
+    let written = |process: &ExaminedProcess| process.uses.iter().any(|used| used.writes && cached(used.way));
     // Version 1 limits no writeback, so other writers make no difference.
     if group.version == Version::V1 || !processes.iter().any(written) {
         return;
@@ -47,12 +47,12 @@ pub(super) fn look(
             reader.gap(&proc, text);
             return;
         }
-        compare(reader, &directory, pid, &other, processes, mounts);
+        add_shared_files(reader, &directory, pid, &other, processes, mounts);
     }
 }
 
-fn cached(way: Way) -> bool {
-    matches!(way, Way::Buffered | Way::Synchronous | Way::Mapped)
+fn cached(way: AccessMode) -> bool {
+    matches!(way, AccessMode::Buffered | AccessMode::Synchronous | AccessMode::Mapped)
 }
 
 fn group_of(process: &Path) -> Option<String> {
@@ -66,19 +66,19 @@ fn below(other: &str, group: &ControlGroup) -> bool {
     Path::new(other).starts_with(&group.name)
 }
 
-fn compare(
-    reader: &mut Reader<'_>,
+fn add_shared_files(
+    reader: &mut FactReader<'_>,
     directory: &Path,
     pid: i32,
     group: &str,
-    processes: &mut [Process],
+    processes: &mut [ExaminedProcess],
     mounts: &mut MountTable,
 ) {
     // Unreadable files of unrelated processes are no gap in the facts about this cgroup.
     let gaps = reader.gaps.len();
-    let files = uses::open(reader, directory);
+    let files = uses::open_files(reader, directory);
     reader.gaps.truncate(gaps);
-    for open in files.into_iter().filter(|open| open.writes() && cached(open.way())) {
+    for open in files.into_iter().filter(|open| open.writes() && cached(open.access_mode())) {
         let name = open.path.file_name().map(|name| name.to_string_lossy().into_owned());
         let uses = processes.iter_mut().flat_map(|process| &mut process.uses);
         let uses = uses.filter(|used| used.writes && cached(used.way));
@@ -98,7 +98,7 @@ fn compare(
         for used in alike.filter(|used| used.identity.as_ref() == Some(&identity)) {
             let value = format!("{} in {group}: {}", pid, open.evidence.value);
             let evidence = Evidence::new(open.evidence.file.clone(), value);
-            used.others.push(Other { pid, group: group.to_owned(), evidence });
+            used.others.push(OtherWriter { pid, group: group.to_owned(), evidence });
         }
     }
 }

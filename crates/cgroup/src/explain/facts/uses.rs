@@ -16,20 +16,20 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use block::device::Number;
+use block::device::DeviceNumber;
 use nix::fcntl::OFlag;
 
 use super::{
-    Evidence, Identity, Place, Use, Way,
+    Evidence, WrittenFileId, IoLocation, FileUse, AccessMode,
     mounts::MountTable,
-    reader::{Reader, is_gone},
-    rows::Row,
+    reader::{FactReader, has_ended},
+    rows::MountRow,
 };
-use crate::nature::Nature;
+use crate::nature::FileSystemClass;
 
 const MAX_FILES: usize = 65_536;
 
-pub(super) struct Open {
+pub(super) struct OpenFile {
     pub(super) path: PathBuf,
     pub(super) flags: OFlag,
     pub(super) mount: Option<u64>,
@@ -40,12 +40,12 @@ pub(super) struct Open {
     pub(super) evidence: Evidence,
 }
 
-pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
+pub(super) fn open_files(reader: &mut FactReader<'_>, process: &Path) -> Vec<OpenFile> {
     let directory = process.join("fd");
     let entries = match fs::read_dir(&directory) {
         Ok(entries) => entries,
         Err(error) => {
-            if !is_gone(&error) {
+            if !has_ended(&error) {
                 reader.gap(&directory, error.to_string());
             }
             return Vec::new();
@@ -67,7 +67,7 @@ pub(super) fn open(reader: &mut Reader<'_>, process: &Path) -> Vec<Open> {
     files
 }
 
-fn file(process: &Path, number: &str, path: PathBuf) -> Option<Open> {
+fn file(process: &Path, number: &str, path: PathBuf) -> Option<OpenFile> {
     let info = process.join("fdinfo").join(number);
     let text = fs::read_to_string(&info).ok()?;
     let field =
@@ -76,17 +76,17 @@ fn file(process: &Path, number: &str, path: PathBuf) -> Option<Open> {
     // proc_pid_fdinfo(5) prints flags in octal.
     let bits = i32::from_str_radix(flags, 8).ok()?;
     let shown = path.display();
-    Some(Open {
+    Some(OpenFile {
         flags: OFlag::from_bits_truncate(bits),
         mount: field("mnt_id").and_then(|id| id.parse().ok()),
         inode: field("ino").and_then(|inode| inode.parse().ok()),
-        evidence: Evidence::of(&info, format!("{shown}: flags {flags}{}", named(bits))),
+        evidence: Evidence::of(&info, format!("{shown}: flags {flags}{}", flag_names(bits))),
         link: process.join("fd").join(number),
         path,
     })
 }
 
-fn named(bits: i32) -> String {
+fn flag_names(bits: i32) -> String {
     let flags = OFlag::from_bits_truncate(bits);
     let access = match bits & OFlag::O_ACCMODE.bits() {
         bits if bits == OFlag::O_WRONLY.bits() => "O_WRONLY",
@@ -106,14 +106,14 @@ fn named(bits: i32) -> String {
     text + ")"
 }
 
-impl Open {
-    pub(super) fn way(&self) -> Way {
+impl OpenFile {
+    pub(super) fn access_mode(&self) -> AccessMode {
         if self.flags.contains(OFlag::O_DIRECT) {
-            Way::Direct
+            AccessMode::Direct
         } else if self.flags.contains(OFlag::O_DSYNC) {
-            Way::Synchronous
+            AccessMode::Synchronous
         } else {
-            Way::Buffered
+            AccessMode::Buffered
         }
     }
 
@@ -126,15 +126,15 @@ impl Open {
     }
 }
 
-pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<Use> {
-    mounts.turn_to(reader, process);
-    let mut uses: Vec<Use> = Vec::new();
-    for open in open(reader, process) {
+pub(super) fn file_uses(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<FileUse> {
+    mounts.select_process(reader, process);
+    let mut uses: Vec<FileUse> = Vec::new();
+    for open in open_files(reader, process) {
         // O_PATH descriptors permit no I/O.
         if open.flags.intersects(OFlag::O_PATH | OFlag::O_DIRECTORY) {
             continue;
         }
-        let Some(place) = place(reader, mounts, process, &open.path, open.mount) else {
+        let Some(place) = location_of_file(reader, mounts, process, &open.path, open.mount) else {
             continue;
         };
         let metadata = metadata(mounts, place, &open.link);
@@ -146,9 +146,9 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
             continue;
         }
         let path = open.path.display().to_string();
-        let (way, reads, writes) = (open.way(), open.reads(), open.writes());
+        let (way, reads, writes) = (open.access_mode(), open.reads(), open.writes());
         let identity = writes.then(|| identity(mounts, place, open.inode, &open.path));
-        let same = |known: &Use| {
+        let same = |known: &FileUse| {
             known.place == place && known.way == way && (known.reads, known.writes) == (reads, writes)
         };
         // Written files stay separate: each may have other writers.
@@ -156,9 +156,9 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
             continue;
         }
         // Only buffered writes may be charged to an earlier user of the file.
-        let cached = writes && way == Way::Buffered;
+        let cached = writes && way == AccessMode::Buffered;
         let created = metadata.filter(|_| cached).and_then(|metadata| metadata.created().ok());
-        uses.push(Use {
+        uses.push(FileUse {
             place,
             path,
             way,
@@ -176,20 +176,20 @@ pub(super) fn of(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTabl
 }
 
 /// Metadata of an open file. `None` on network file systems and FUSE, where stat(2) may block.
-fn metadata(mounts: &MountTable, place: Place, link: &Path) -> Option<fs::Metadata> {
-    let Place::FileSystem(index) = place else {
+fn metadata(mounts: &MountTable, place: IoLocation, link: &Path) -> Option<fs::Metadata> {
+    let IoLocation::FileSystem(index) = place else {
         return None;
     };
-    let near = matches!(mounts.found[index].nature, Nature::Disk | Nature::Memory);
+    let near = matches!(mounts.found[index].nature, FileSystemClass::Disk | FileSystemClass::Memory);
     near.then(|| fs::metadata(link).ok()).flatten()
 }
 
-fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<Use> {
+fn mapped(reader: &mut FactReader<'_>, process: &Path, mounts: &mut MountTable) -> Vec<FileUse> {
     let file = process.join("maps");
     let Some(text) = reader.text(&file) else {
         return Vec::new();
     };
-    let mut uses: Vec<Use> = Vec::new();
+    let mut uses: Vec<FileUse> = Vec::new();
     for line in text.lines() {
         let mut fields = line.split_ascii_whitespace();
         let (Some(mode), Some(device), Some(inode)) = (fields.nth(1), fields.nth(1), fields.next()) else {
@@ -206,7 +206,7 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
         let Some(row) = mounts.row_of_number(number) else {
             continue;
         };
-        let Some(place) = placed(reader, mounts, process, &row) else {
+        let Some(place) = location_of_mount(reader, mounts, process, &row) else {
             continue;
         };
         let identity = Some(identity(mounts, place, inode.parse().ok(), &path));
@@ -217,10 +217,10 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
         }
         let shown = format!("{mode} {device} {path}");
         let evidence = Evidence::of(&file, shown);
-        uses.push(Use {
+        uses.push(FileUse {
             place,
             path,
-            way: Way::Mapped,
+            way: AccessMode::Mapped,
             reads: false,
             writes: true,
             identity,
@@ -233,58 +233,58 @@ fn mapped(reader: &mut Reader<'_>, process: &Path, mounts: &mut MountTable) -> V
     uses
 }
 
-fn hexadecimal(text: &str) -> Option<Number> {
+fn hexadecimal(text: &str) -> Option<DeviceNumber> {
     let (major, minor) = text.split_once(':')?;
-    Some(Number { major: u64::from_str_radix(major, 16).ok()?, minor: u64::from_str_radix(minor, 16).ok()? })
+    Some(DeviceNumber { major: u64::from_str_radix(major, 16).ok()?, minor: u64::from_str_radix(minor, 16).ok()? })
 }
 
 /// Location of an open file; `None` for pseudo file systems.
-fn place(
-    reader: &mut Reader<'_>,
+fn location_of_file(
+    reader: &mut FactReader<'_>,
     mounts: &mut MountTable,
     process: &Path,
     path: &Path,
     id: Option<u64>,
-) -> Option<Place> {
-    if let Some(disk) = reader.disks.of_node(path) {
-        return Some(Place::Disk(disk));
+) -> Option<IoLocation> {
+    if let Some(disk) = reader.disks.disk_of_node(path) {
+        return Some(IoLocation::Disk(disk));
     }
     let row = mounts.row(id, path)?;
-    placed(reader, mounts, process, &row)
+    location_of_mount(reader, mounts, process, &row)
 }
 
-fn placed(reader: &mut Reader<'_>, mounts: &mut MountTable, process: &Path, row: &Row) -> Option<Place> {
-    if Nature::of(&row.mount.kind) == Nature::Pseudo {
+fn location_of_mount(reader: &mut FactReader<'_>, mounts: &mut MountTable, process: &Path, row: &MountRow) -> Option<IoLocation> {
+    if FileSystemClass::of(&row.mount.kind) == FileSystemClass::Pseudo {
         return None;
     }
     let file = process.join("mountinfo").display().to_string();
     let index = mounts.enter(&mut reader.disks, &file, row);
     // Unused file systems are not reported.
     mounts.found[index].used = true;
-    Some(Place::FileSystem(index))
+    Some(IoLocation::FileSystem(index))
 }
 
-fn identity(mounts: &MountTable, place: Place, inode: Option<u64>, path: &Path) -> Identity {
+fn identity(mounts: &MountTable, place: IoLocation, inode: Option<u64>, path: &Path) -> WrittenFileId {
     match (place, inode) {
         // Several device nodes of a disk share one page cache.
-        (Place::Disk(disk), _) => Identity { device: disk, inode: None, path: None },
-        (Place::FileSystem(index), Some(_)) => {
-            Identity { device: mounts.found[index].number, inode, path: None }
+        (IoLocation::Disk(disk), _) => WrittenFileId { device: disk, inode: None, path: None },
+        (IoLocation::FileSystem(index), Some(_)) => {
+            WrittenFileId { device: mounts.found[index].number, inode, path: None }
         }
-        (Place::FileSystem(index), None) => {
-            Identity { device: mounts.found[index].number, inode, path: Some(path.to_owned()) }
+        (IoLocation::FileSystem(index), None) => {
+            WrittenFileId { device: mounts.found[index].number, inode, path: Some(path.to_owned()) }
         }
     }
 }
 
 /// Identity of an open file; `None` for pseudo file systems.
 pub(super) fn identify(
-    reader: &mut Reader<'_>,
+    reader: &mut FactReader<'_>,
     mounts: &mut MountTable,
     process: &Path,
-    open: &Open,
-) -> Option<Identity> {
-    mounts.turn_to(reader, process);
-    let place = place(reader, mounts, process, &open.path, open.mount)?;
+    open: &OpenFile,
+) -> Option<WrittenFileId> {
+    mounts.select_process(reader, process);
+    let place = location_of_file(reader, mounts, process, &open.path, open.mount)?;
     Some(identity(mounts, place, open.inode, &open.path))
 }

@@ -4,18 +4,18 @@
 
 use std::collections::BTreeSet;
 
-use block::device::Number;
+use block::device::DeviceNumber;
 use console::figures;
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 
 use super::{
-    Cause, Coverage, Finding, Io, Judgement, charge, gather,
-    reach::{self, Reach},
+    Cause, Coverage, CoverageFinding, Io, RequestVerdict, charge, merge_finding,
+    reach::{self, LimitSearch},
     wording,
 };
 use crate::{
     control_group::Version,
-    explain::facts::{Below, BesideKind, DiskKind, Evidence, Facts, Memory, Place, Process, Way},
+    explain::facts::{BackingDisk, OtherControlKind, DiskKind, Evidence, CgroupFacts, MemoryController, IoLocation, ExaminedProcess, AccessMode},
     kernel::io_max,
 };
 
@@ -23,72 +23,72 @@ use crate::{
 /// the task that reclaims.
 const SWAP_CHARGES: (u32, u32, u32) = (4, 19, 0);
 
-pub(super) fn swapping(facts: &Facts, process: &Process, found: &mut Vec<Finding>) {
+pub(super) fn swapping(facts: &CgroupFacts, process: &ExaminedProcess, found: &mut Vec<CoverageFinding>) {
     let Some(swapped) = process.swapped.as_ref().or(facts.swapped.as_ref()) else {
         return;
     };
     for swap in &facts.swaps {
         let evidence = vec![swapped.clone(), swap.evidence.clone()];
         let Some(disk) = swap.disk else {
-            let judged = Judgement {
+            let judged = RequestVerdict {
                 coverage: Coverage::Note,
                 cause: Cause::UnknownDisk,
                 evidence,
                 detail: swap.evidence.value.clone(),
             };
-            gather(facts, found, judged, None, (Some(process.pid), Io::Swapping));
+            merge_finding(facts, found, judged, None, (Some(process.pid), Io::Swapping));
             continue;
         };
         let judged = swapping_on(facts, process, disk, evidence);
-        gather(facts, found, judged, Some(Place::Disk(disk)), (Some(process.pid), Io::Swapping));
+        merge_finding(facts, found, judged, Some(IoLocation::Disk(disk)), (Some(process.pid), Io::Swapping));
     }
 }
 
-fn swapping_on(facts: &Facts, process: &Process, disk: Number, mut evidence: Vec<Evidence>) -> Judgement {
+fn swapping_on(facts: &CgroupFacts, process: &ExaminedProcess, disk: DeviceNumber, mut evidence: Vec<Evidence>) -> RequestVerdict {
     let detail = facts.node(disk);
     // zram and brd are memory: swapping to them does no I/O on a disk.
     if facts.disk(disk).is_some_and(|disk| disk.kind == DiskKind::Memory) {
-        return Judgement { coverage: Coverage::Note, cause: Cause::InMemory, evidence, detail };
+        return RequestVerdict { coverage: Coverage::Note, cause: Cause::InMemory, evidence, detail };
     }
     // Swap-out is charged by the owner of the page, so only the location of a limit is looked up.
-    let own = charge::Charge::Own(Vec::new());
-    match reach::from(facts, &process.group, disk, Io::Swapping, own) {
-        (_, Reach::Limit(limit)) => {
+    let own = charge::ChargedCgroup::Own(Vec::new());
+    match reach::find_limit(facts, &process.group, disk, Io::Swapping, own) {
+        (_, LimitSearch::Limit(limit)) => {
             let charged = facts.version == Version::V2
-                && facts.memory == Memory::Unified
+                && facts.memory == MemoryController::Unified
                 && facts.kernel.release >= SWAP_CHARGES;
             evidence.extend(limit.evidence);
             if charged {
-                Judgement { coverage: Coverage::Covered, cause: Cause::Covered, evidence, detail: limit.rate }
+                RequestVerdict { coverage: Coverage::Covered, cause: Cause::Covered, evidence, detail: limit.rate }
             } else {
                 evidence.push(facts.kernel.evidence.clone());
-                Judgement { coverage: Coverage::Escapes, cause: Cause::SwapNotCharged, evidence, detail }
+                RequestVerdict { coverage: Coverage::Escapes, cause: Cause::SwapNotCharged, evidence, detail }
             }
         }
-        (_, Reach::Nothing(nothing)) => {
+        (_, LimitSearch::Nothing(nothing)) => {
             evidence.extend(nothing.evidence);
             // Swap space on another disk needs other advice than a file there.
             let (coverage, cause) = match nothing.cause {
                 Cause::OtherDisk | Cause::DiskWithoutLimit => (Coverage::Escapes, Cause::SwapElsewhere),
                 cause => (nothing.coverage, cause),
             };
-            Judgement { coverage, cause, evidence, detail }
+            RequestVerdict { coverage, cause, evidence, detail }
         }
     }
 }
 
-pub(super) fn look(facts: &Facts, found: &mut Vec<Finding>) {
+pub(super) fn add_cgroup_findings(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     whole_cgroup(facts, found);
     memory_not_enabled(facts, found);
     lower_above(facts, found);
     file_systems(facts, found);
     page_cache(facts, found);
     older_files(facts, found);
-    for beside in &facts.beside {
+    for beside in &facts.other_controls {
         let detail = match beside.what {
-            BesideKind::Cost => "io.cost",
-            BesideKind::Latency => "io.latency",
-            BesideKind::Bfq => "BFQ",
+            OtherControlKind::Cost => "io.cost",
+            OtherControlKind::Latency => "io.latency",
+            OtherControlKind::Bfq => "BFQ",
         };
         found.push(note(
             facts,
@@ -129,13 +129,13 @@ pub(super) fn look(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-fn note(facts: &Facts, cause: Cause, detail: &str, disk: Option<Number>, evidence: Vec<Evidence>) -> Finding {
-    let (why, mend) = wording::of(facts, cause, detail);
+fn note(facts: &CgroupFacts, cause: Cause, detail: &str, disk: Option<DeviceNumber>, evidence: Vec<Evidence>) -> CoverageFinding {
+    let (why, mend) = wording::cause_and_remedy(facts, cause, detail);
     let place = disk.map_or_else(String::new, |disk| facts.node(disk));
-    Finding { coverage: Coverage::Note, cause, acts: BTreeSet::new(), disk, place, why, evidence, mend }
+    CoverageFinding { coverage: Coverage::Note, cause, acts: BTreeSet::new(), disk, place, why, evidence, remedy: mend }
 }
 
-fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
+fn whole_cgroup(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     let own = facts.own();
     let told = |cause: Cause| found.iter().any(|finding| finding.cause == cause);
     let limited = facts.levels.iter().chain(&facts.inner).any(|level| !level.limits.is_empty());
@@ -153,18 +153,18 @@ fn whole_cgroup(facts: &Facts, found: &mut Vec<Finding>) {
     } else if !limited {
         let told = [Cause::NoLimit, Cause::IoNotEnabled, Cause::NoThrottling].into_iter().any(told);
         if !told {
-            let disk = Number { major: 0, minor: 0 };
-            let nothing = reach::nothing(facts, &own.name, &reach::in_force(facts, &own.name), disk);
+            let disk = DeviceNumber { major: 0, minor: 0 };
+            let nothing = reach::explain_missing_limit(facts, &own.name, &reach::in_force(facts, &own.name), disk);
             found.push(escape(nothing.cause, &nothing.detail, nothing.evidence));
         }
     }
 }
 
 /// If `io` is enabled without `memory`, the kernel enables memory implicitly, without its files.
-fn memory_not_enabled(facts: &Facts, found: &mut Vec<Finding>) {
+fn memory_not_enabled(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     let own = facts.own();
     let silent = facts.version == Version::V2
-        && facts.memory == Memory::Unified
+        && facts.memory == MemoryController::Unified
         && !own.root
         && own.has("io")
         && !own.has("memory");
@@ -174,7 +174,7 @@ fn memory_not_enabled(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
+fn lower_above(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     if facts.version == Version::V1 {
         return;
     }
@@ -189,14 +189,14 @@ fn lower_above(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-fn lower(these: Rates, those: Rates) -> bool {
+fn lower(these: IoMaxRates, those: IoMaxRates) -> bool {
     let pairs = io_max::in_order(these).into_iter().zip(io_max::in_order(those));
     pairs.into_iter().any(|pair| matches!(pair, (Some(this), Some(that)) if this < that))
 }
 
-fn file_systems(facts: &Facts, found: &mut Vec<Finding>) {
+fn file_systems(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     for file_system in facts.file_systems.iter().filter(|file_system| file_system.used) {
-        let Below::Disk(disk) = file_system.below else {
+        let BackingDisk::Disk(disk) = file_system.below else {
             continue;
         };
         let disk = Some(disk);
@@ -215,27 +215,27 @@ fn file_systems(facts: &Facts, found: &mut Vec<Finding>) {
     }
 }
 
-fn page_cache(facts: &Facts, found: &mut Vec<Finding>) {
+fn page_cache(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     let covered = found
         .iter()
         .find(|finding| finding.coverage == Coverage::Covered && finding.ios().contains(&Io::Reads));
     let Some(disk) = covered.map(|finding| finding.disk) else {
         return;
     };
-    let uses = facts.processes.iter().flat_map(|process| &process.uses).chain(&facts.possible);
+    let uses = facts.processes.iter().flat_map(|process| &process.uses).chain(&facts.hypothetical_uses);
     let evidence =
-        uses.filter(|used| used.reads && used.way != Way::Direct).map(|used| used.evidence.clone());
+        uses.filter(|used| used.reads && used.way != AccessMode::Direct).map(|used| used.evidence.clone());
     let evidence = evidence.take(1).collect();
     found.push(note(facts, Cause::PageCache, "", disk, evidence));
 }
 
 /// Notes that files predate the cgroup's processes, unless the write counters already decided it.
-fn older_files(facts: &Facts, found: &mut Vec<Finding>) {
+fn older_files(facts: &CgroupFacts, found: &mut Vec<CoverageFinding>) {
     if found.iter().any(|finding| finding.cause == Cause::EarlierOwner) {
         return;
     }
     let covered = |disk| {
-        let this = |finding: &&Finding| finding.disk == disk && finding.coverage == Coverage::Covered;
+        let this = |finding: &&CoverageFinding| finding.disk == disk && finding.coverage == Coverage::Covered;
         found.iter().filter(this).any(|finding| finding.ios().contains(&Io::BufferedWrites))
     };
     let uses = facts.processes.iter().flat_map(|process| &process.uses);

@@ -12,15 +12,15 @@
 //! in include/linux/backing-dev.h. A bio without an explicit owner is charged to the task that
 //! submits it (`bio_associate_blkg`): hence fsync(2) and `O_SYNC` are charged to the process.
 
-use super::{Cause, Coverage, Io, Judgement};
+use super::{Cause, Coverage, Io, RequestVerdict};
 use crate::{
     control_group::Version,
-    explain::facts::{Evidence, Facts, FileSystem, Memory, Place, Use},
-    nature::Nature,
+    explain::facts::{Evidence, CgroupFacts, MountedFileSystem, MemoryController, IoLocation, FileUse},
+    nature::FileSystemClass,
 };
 
 #[derive(Debug, Clone)]
-pub(super) enum Charge {
+pub(super) enum ChargedCgroup {
     Own(Vec<Evidence>),
     /// The process's cgroup, or another one that writes to the same file.
     Several(Cause, Vec<Evidence>),
@@ -39,42 +39,42 @@ const CHARGE_WRITEBACK: [(&str, (u32, u32, u32)); 6] = [
     ("xfs", (5, 3, 0)),
 ];
 
-fn without_disk(nature: Nature) -> Option<Cause> {
+fn without_disk(nature: FileSystemClass) -> Option<Cause> {
     match nature {
-        Nature::Network => Some(Cause::NetworkFileSystem),
-        Nature::Fuse => Some(Cause::Fuse),
-        Nature::Zfs => Some(Cause::Zfs),
-        Nature::Memory | Nature::Pseudo => Some(Cause::InMemory),
-        Nature::Disk => None,
+        FileSystemClass::Network => Some(Cause::NetworkFileSystem),
+        FileSystemClass::Fuse => Some(Cause::Fuse),
+        FileSystemClass::Zfs => Some(Cause::Zfs),
+        FileSystemClass::Memory | FileSystemClass::Pseudo => Some(Cause::InMemory),
+        FileSystemClass::Disk => None,
     }
 }
 
 /// The cgroup charged for this kind of I/O, as far as cgroup and file system decide it; the disks
 /// below may change it (`reach`).
-pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
+pub(super) fn charged_cgroup(facts: &CgroupFacts, used: &FileUse, io: Io) -> ChargedCgroup {
     let file_system = match used.place {
-        Place::FileSystem(index) => Some(&facts.file_systems[index]),
-        Place::Disk(_) => None,
+        IoLocation::FileSystem(index) => Some(&facts.file_systems[index]),
+        IoLocation::Disk(_) => None,
     };
     // Without a disk below, no limit can apply.
     if let Some(file_system) = file_system
         && let Some(cause) = without_disk(file_system.nature)
     {
-        return Charge::Elsewhere(cause, vec![file_system.evidence.clone()]);
+        return ChargedCgroup::Elsewhere(cause, vec![file_system.evidence.clone()]);
     }
     // In this mode ext4's direct I/O goes through the page cache (admin-guide/ext4.rst,
     // `data=journal`), and the journal's thread writes it.
     let journaled = file_system.filter(|file_system| is_data_journal(file_system));
     if let Some(file_system) = journaled.filter(|_| io.writes()) {
-        return Charge::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
+        return ChargedCgroup::Elsewhere(Cause::DataJournal, vec![file_system.evidence.clone()]);
     }
     // The process itself submits these requests, in the name of its cgroup.
     if !io.written_back() {
-        return Charge::Own(Vec::new());
+        return ChargedCgroup::Own(Vec::new());
     }
-    let mut evidence = match written_back(facts, file_system) {
+    let mut evidence = match writeback_charge(facts, file_system) {
         Ok(evidence) => evidence,
-        Err((cause, evidence)) => return Charge::Elsewhere(cause, evidence),
+        Err((cause, evidence)) => return ChargedCgroup::Elsewhere(cause, evidence),
     };
     // An old file alone proves nothing: only with bytes missing from the cgroup's counter is the
     // earlier owner likely.
@@ -84,20 +84,20 @@ pub(super) fn of(facts: &Facts, used: &Use, io: Io) -> Charge {
             (Some(older), Some(accounts)) => {
                 evidence.push(older.clone());
                 evidence.extend(accounts.evidence.iter().cloned());
-                Charge::Several(Cause::EarlierOwner, evidence)
+                ChargedCgroup::Several(Cause::EarlierOwner, evidence)
             }
-            _ => Charge::Own(evidence),
+            _ => ChargedCgroup::Own(evidence),
         };
     }
     evidence.push(used.evidence.clone());
     evidence.extend(used.others.iter().map(|other| other.evidence.clone()));
-    Charge::Several(Cause::SeveralCgroups, evidence)
+    ChargedCgroup::Several(Cause::SeveralCgroups, evidence)
 }
 
 /// Succeeds if writeback is charged to the owner of the inode; the error is the cause why not.
-pub(super) fn written_back(
-    facts: &Facts,
-    file_system: Option<&FileSystem>,
+pub(super) fn writeback_charge(
+    facts: &CgroupFacts,
+    file_system: Option<&MountedFileSystem>,
 ) -> Result<Vec<Evidence>, (Cause, Vec<Evidence>)> {
     if facts.version == Version::V1 {
         return Err((
@@ -107,11 +107,11 @@ pub(super) fn written_back(
     }
     // The owner of a page is known to the memory controller only.
     match &facts.memory {
-        Memory::Unified => {}
-        Memory::Legacy(evidence) => {
+        MemoryController::Unified => {}
+        MemoryController::Legacy(evidence) => {
             return Err((Cause::MemoryInVersionOne, vec![evidence.clone()]));
         }
-        Memory::Absent(evidence) => {
+        MemoryController::Absent(evidence) => {
             return Err((Cause::NoMemoryController, vec![evidence.clone()]));
         }
     }
@@ -131,19 +131,19 @@ fn charges_writeback(kind: &str, release: (u32, u32, u32)) -> bool {
     CHARGE_WRITEBACK.iter().any(|&(name, since)| name == kind && release >= since)
 }
 
-fn is_data_journal(file_system: &FileSystem) -> bool {
+fn is_data_journal(file_system: &MountedFileSystem) -> bool {
     matches!(file_system.kind.as_str(), "ext3" | "ext4")
         && file_system.super_options.split(',').any(|option| option == "data=journal")
 }
 
-impl Charge {
-    pub(super) fn citing(mut self, more: Vec<Evidence>) -> Self {
+impl ChargedCgroup {
+    pub(super) fn with_evidence(mut self, more: Vec<Evidence>) -> Self {
         let (Self::Own(evidence) | Self::Several(_, evidence) | Self::Elsewhere(_, evidence)) = &mut self;
         evidence.extend(more);
         self
     }
 
-    pub(super) fn without_disk(self, used: &Use) -> Judgement {
+    pub(super) fn without_disk(self, used: &FileUse) -> RequestVerdict {
         let (cause, mut evidence) = match self {
             Self::Elsewhere(cause, evidence) => (cause, evidence),
             Self::Own(evidence) | Self::Several(_, evidence) => (Cause::UnknownDisk, evidence),
@@ -154,6 +154,6 @@ impl Charge {
             _ => Coverage::Escapes,
         };
         evidence.push(used.evidence.clone());
-        Judgement { coverage, cause, evidence, detail: used.path.clone() }
+        RequestVerdict { coverage, cause, evidence, detail: used.path.clone() }
     }
 }

@@ -17,17 +17,17 @@
 
 use std::path::Path;
 
-use block::device::Number;
-use policy::steering::Rates;
+use block::device::DeviceNumber;
+use policy::steering::IoMaxRates;
 
 use super::{
-    Cause, Coverage, Io, Judgement,
-    charge::{Charge, written_back},
+    Cause, Coverage, Io, RequestVerdict,
+    charge::{ChargedCgroup, writeback_charge},
     wording,
 };
 use crate::{
     control_group::Version,
-    explain::facts::{Disk, DiskKind, Evidence, Facts, Level, Limit, Mapper},
+    explain::facts::{DiskFacts, DiskKind, Evidence, CgroupFacts, CgroupLevel, LevelLimit, Mapper},
 };
 
 /// More layers than real setups stack; also ends the recursion in a cycle.
@@ -39,21 +39,21 @@ const LOOP_CHARGES: (u32, u32, u32) = (5, 14, 0);
 const DIRECT_LOOP_CHARGES: (u32, u32, u32) = (4, 15, 0);
 
 /// Release from which device mapper loses the owner of writeback …
-const MAPPER_LOSES: (u32, u32, u32) = (5, 18, 0);
+const MAPPER_REGRESSION: (u32, u32, u32) = (5, 18, 0);
 /// … and the first fixed release of each stable series; 7.0 is fixed (commit 2df8b310bcfe).
-const MAPPER_MENDED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75), (6, 18, 16), (6, 19, 6)];
+const MAPPER_FIXED: [(u32, u32, u32); 5] = [(6, 1, 165), (6, 6, 128), (6, 12, 75), (6, 18, 16), (6, 19, 6)];
 
 fn mapper_mended((major, minor, patch): (u32, u32, u32)) -> bool {
     major >= 7
-        || MAPPER_MENDED.iter().any(|mended| (mended.0, mended.1) == (major, minor) && patch >= mended.2)
+        || MAPPER_FIXED.iter().any(|mended| (mended.0, mended.1) == (major, minor) && patch >= mended.2)
 }
 
-pub(super) enum Reach {
-    Limit(Reached),
-    Nothing(Judgement),
+pub(super) enum LimitSearch {
+    Limit(FoundLimit),
+    Nothing(RequestVerdict),
 }
 
-pub(super) struct Reached {
+pub(super) struct FoundLimit {
     pub(super) evidence: Vec<Evidence>,
     pub(super) rate: String,
     /// True if the limit is on a lower disk.
@@ -61,24 +61,24 @@ pub(super) struct Reached {
 }
 
 /// Searches a limit from `disk` downwards. The charged cgroup may change on the way.
-pub(super) fn from(facts: &Facts, group: &str, disk: Number, io: Io, charge: Charge) -> (Charge, Reach) {
+pub(super) fn find_limit(facts: &CgroupFacts, group: &str, disk: DeviceNumber, io: Io, charge: ChargedCgroup) -> (ChargedCgroup, LimitSearch) {
     let levels = in_force(facts, group);
     if let Some(reached) = limit_on(&levels, disk, io) {
-        return (charge, Reach::Limit(reached));
+        return (charge, LimitSearch::Limit(reached));
     }
     let mut way = Vec::new();
     // A limit on the uppermost disk acts before any driver changes the owner; lower ones act after.
-    if let Some((reached, crossed)) = below(facts, &levels, disk, io, &mut way) {
+    if let Some((reached, crossed)) = find_limit_below(facts, &levels, disk, io, &mut way) {
         let charge = match (charge, crossed) {
-            (Charge::Own(own) | Charge::Several(_, own), Some(crossed)) => crossed.citing(own),
+            (ChargedCgroup::Own(own) | ChargedCgroup::Several(_, own), Some(crossed)) => crossed.with_evidence(own),
             (charge, _) => charge,
         };
-        return (charge, Reach::Limit(reached));
+        return (charge, LimitSearch::Limit(reached));
     }
-    (charge, Reach::Nothing(nothing(facts, group, &levels, disk)))
+    (charge, LimitSearch::Nothing(explain_missing_limit(facts, group, &levels, disk)))
 }
 
-pub(super) fn in_force<'a>(facts: &'a Facts, group: &str) -> Vec<&'a Level> {
+pub(super) fn in_force<'a>(facts: &'a CgroupFacts, group: &str) -> Vec<&'a CgroupLevel> {
     match facts.version {
         Version::V1 => vec![facts.level_of(group)],
         Version::V2 => {
@@ -88,30 +88,30 @@ pub(super) fn in_force<'a>(facts: &'a Facts, group: &str) -> Vec<&'a Level> {
     }
 }
 
-fn limit_on(levels: &[&Level], disk: Number, io: Io) -> Option<Reached> {
-    let limits: Vec<&Limit> =
+fn limit_on(levels: &[&CgroupLevel], disk: DeviceNumber, io: Io) -> Option<FoundLimit> {
+    let limits: Vec<&LevelLimit> =
         levels.iter().filter_map(|level| level.limit(disk)).filter(|limit| holds(limit.rates, io)).collect();
     let evidence: Vec<Evidence> = limits.iter().flat_map(|limit| limit.evidence.clone()).collect();
-    (!limits.is_empty()).then(|| Reached {
+    (!limits.is_empty()).then(|| FoundLimit {
         evidence,
         rate: wording::lowest(limits.iter().map(|limit| limit.rates)),
         below: false,
     })
 }
 
-fn holds(rates: Rates, io: Io) -> bool {
+fn holds(rates: IoMaxRates, io: Io) -> bool {
     io.reads() && (rates.bps[0].or(rates.iops[0]).is_some())
         || io.writes() && (rates.bps[1].or(rates.iops[1]).is_some())
 }
 
 /// The first limit below a disk, and the charge there if a driver changes it.
-fn below(
-    facts: &Facts,
-    levels: &[&Level],
-    disk: Number,
+fn find_limit_below(
+    facts: &CgroupFacts,
+    levels: &[&CgroupLevel],
+    disk: DeviceNumber,
     io: Io,
-    way: &mut Vec<Number>,
-) -> Option<(Reached, Option<Charge>)> {
+    way: &mut Vec<DeviceNumber>,
+) -> Option<(FoundLimit, Option<ChargedCgroup>)> {
     // `way` has the disks above; a cycle would otherwise recurse without end.
     if way.len() >= MAX_DEPTH || way.contains(&disk) {
         return None;
@@ -119,14 +119,14 @@ fn below(
     way.push(disk);
     let disk = facts.disk(disk)?;
     // The driver is the same for all parts.
-    let crossed = crossing(facts, disk, io);
+    let crossed = charge_below(facts, disk, io);
     disk.parts.iter().find_map(|&part| {
         if let Some(mut reached) = limit_on(levels, part, io) {
             reached.evidence.splice(0..0, disk.evidence.iter().cloned());
             reached.below = true;
             return Some((reached, crossed.clone()));
         }
-        let (mut reached, deeper) = below(facts, levels, part, io, way)?;
+        let (mut reached, deeper) = find_limit_below(facts, levels, part, io, way)?;
         reached.evidence.splice(0..0, disk.evidence.iter().cloned());
         // The uppermost change of owner decides: from there on, requests belong to another cgroup.
         Some((reached, crossed.clone().or(deeper)))
@@ -134,21 +134,21 @@ fn below(
 }
 
 /// Charge of the requests that a disk's driver submits to lower disks, if not to the submitter.
-fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
-    let because = |cause| Some(Charge::Elsewhere(cause, disk.evidence.clone()));
-    let of_kernel = |cause| because(cause).map(|charge| charge.citing(vec![facts.kernel.evidence.clone()]));
+fn charge_below(facts: &CgroupFacts, disk: &DiskFacts, io: Io) -> Option<ChargedCgroup> {
+    let because = |cause| Some(ChargedCgroup::Elsewhere(cause, disk.evidence.clone()));
+    let of_kernel = |cause| because(cause).map(|charge| charge.with_evidence(vec![facts.kernel.evidence.clone()]));
     match &disk.kind {
         // A dm-raid mirror keeps the owner of direct requests, parity RAID does not; the level is
         // unknown here.
         DiskKind::Mapper(Mapper::Raid) if io.writes() => {
-            Some(Charge::Several(Cause::RaidThreads, disk.evidence.clone()))
+            Some(ChargedCgroup::Several(Cause::RaidThreads, disk.evidence.clone()))
         }
         DiskKind::Mapper(mapper) => {
             let release = facts.kernel.release;
             let cause = match () {
                 () if mapper_mended(release) || !io.writes() => return None,
                 () if *mapper == Mapper::Crypt => Cause::CryptThreads,
-                () if release >= MAPPER_LOSES && io.written_back() => Cause::MapperWriteback,
+                () if release >= MAPPER_REGRESSION && io.written_back() => Cause::MapperWriteback,
                 () => return None,
             };
             of_kernel(cause)
@@ -167,23 +167,23 @@ fn crossing(facts: &Facts, disk: &Disk, io: Io) -> Option<Charge> {
             }
             let file_system = on.map(|index| &facts.file_systems[index]);
             let cited = disk.evidence.clone();
-            Some(match written_back(facts, file_system) {
+            Some(match writeback_charge(facts, file_system) {
                 // Charged to the cgroup that wrote to the file first; ownership moves to the
                 // submitter slowly.
-                Ok(evidence) => Charge::Several(Cause::BufferedLoop, cited).citing(evidence),
-                Err((_, evidence)) => Charge::Elsewhere(Cause::BufferedLoop, cited).citing(evidence),
+                Ok(evidence) => ChargedCgroup::Several(Cause::BufferedLoop, cited).with_evidence(evidence),
+                Err((_, evidence)) => ChargedCgroup::Elsewhere(Cause::BufferedLoop, cited).with_evidence(evidence),
             })
         }
         DiskKind::Plain | DiskKind::Memory | DiskKind::Raid(_) | DiskKind::Gone => None,
     }
 }
 
-pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Number) -> Judgement {
+pub(super) fn explain_missing_limit(facts: &CgroupFacts, group: &str, levels: &[&CgroupLevel], disk: DeviceNumber) -> RequestVerdict {
     let judged =
-        |coverage, cause, evidence| Judgement { coverage, cause, evidence, detail: facts.node(disk) };
+        |coverage, cause, evidence| RequestVerdict { coverage, cause, evidence, detail: facts.node(disk) };
     let own = facts.level_of(group);
     let all = facts.levels.iter().chain(&facts.inner);
-    let evidence = |levels: &[&Level], disk: Number| -> Vec<Evidence> {
+    let evidence = |levels: &[&CgroupLevel], disk: DeviceNumber| -> Vec<Evidence> {
         levels.iter().filter_map(|level| level.limit(disk)).flat_map(|limit| limit.evidence.clone()).collect()
     };
     if facts.version == Version::V2 && own.root {
@@ -191,12 +191,12 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
         return judged(Coverage::Escapes, Cause::RootCgroup, evidence);
     }
     // From the most specific cause to the most general: the order of these checks decides.
-    let here: Vec<&Level> = levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
+    let here: Vec<&CgroupLevel> = levels.iter().copied().filter(|level| level.limit(disk).is_some()).collect();
     if !here.is_empty() {
         return judged(Coverage::Unlimited, Cause::OtherDirection, evidence(&here, disk));
     }
     if facts.version == Version::V1 {
-        let above: Vec<&Level> = all.clone().filter(|level| level.limit(disk).is_some()).collect();
+        let above: Vec<&CgroupLevel> = all.clone().filter(|level| level.limit(disk).is_some()).collect();
         if !above.is_empty() {
             return judged(Coverage::Escapes, Cause::NotInherited, evidence(&above, disk));
         }
@@ -208,10 +208,10 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
         let evidence = own.controllers.iter().cloned().collect();
         return judged(Coverage::Escapes, Cause::NoThrottling, evidence);
     }
-    let limited: Vec<(&Level, &Limit)> =
+    let limited: Vec<(&CgroupLevel, &LevelLimit)> =
         levels.iter().flat_map(|level| level.limits.iter().map(move |limit| (*level, limit))).collect();
     // A limit on a disk above: the requests enter below it.
-    if let Some((_, limit)) = limited.iter().find(|(_, limit)| lies_on(facts, limit.disk, disk, 0)) {
+    if let Some((_, limit)) = limited.iter().find(|(_, limit)| is_stacked_on(facts, limit.disk, disk, 0)) {
         let mut evidence = limit.evidence.clone();
         evidence.extend(facts.disk(limit.disk).into_iter().flat_map(|disk| disk.evidence.clone()));
         return judged(Coverage::Escapes, Cause::LimitAbove, evidence);
@@ -221,7 +221,7 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
         return judged(Coverage::Escapes, Cause::NoLimit, evidence);
     };
     let evidence = other.evidence.clone();
-    let used = |disk: Number| facts.disks_in_use().any(|used| used == disk || lies_on(facts, used, disk, 0));
+    let used = |disk: DeviceNumber| facts.disks_in_use().any(|used| used == disk || is_stacked_on(facts, used, disk, 0));
     // Another disk in use has a limit, so the lack of one here may be intended.
     if limited.iter().any(|(_, limit)| used(limit.disk)) {
         return judged(Coverage::Unlimited, Cause::DiskWithoutLimit, evidence);
@@ -230,10 +230,10 @@ pub(super) fn nothing(facts: &Facts, group: &str, levels: &[&Level], disk: Numbe
 }
 
 fn not_enabled(
-    facts: &Facts,
-    own: &Level,
-    judged: impl Fn(Coverage, Cause, Vec<Evidence>) -> Judgement,
-) -> Judgement {
+    facts: &CgroupFacts,
+    own: &CgroupLevel,
+    judged: impl Fn(Coverage, Cause, Vec<Evidence>) -> RequestVerdict,
+) -> RequestVerdict {
     // Evidence in the order of the explanation: the missing controller, then its cause.
     let mut evidence: Vec<Evidence> = own.controllers.iter().cloned().collect();
     // From the root down: the first level that has `io` and does not enable it for its children.
@@ -241,7 +241,7 @@ fn not_enabled(
         .levels
         .iter()
         .rev()
-        .find(|level| level.name != own.name && level.has("io") && !level.gives("io"));
+        .find(|level| level.name != own.name && level.has("io") && !level.enables_for_children("io"));
     evidence.extend(closed.and_then(|level| level.subtree.clone()));
     evidence.extend(own.kind.clone());
     let mut judgement = judged(Coverage::Escapes, Cause::IoNotEnabled, evidence);
@@ -253,13 +253,13 @@ fn not_enabled(
     judgement
 }
 
-fn lies_on(facts: &Facts, upper: Number, lower: Number, depth: usize) -> bool {
+fn is_stacked_on(facts: &CgroupFacts, upper: DeviceNumber, lower: DeviceNumber, depth: usize) -> bool {
     let parts = facts.disk(upper).map_or(&[][..], |disk| &disk.parts);
-    depth < MAX_DEPTH && parts.iter().any(|&part| part == lower || lies_on(facts, part, lower, depth + 1))
+    depth < MAX_DEPTH && parts.iter().any(|&part| part == lower || is_stacked_on(facts, part, lower, depth + 1))
 }
 
-impl Facts {
-    fn disks_in_use(&self) -> impl Iterator<Item = Number> {
+impl CgroupFacts {
+    fn disks_in_use(&self) -> impl Iterator<Item = DeviceNumber> {
         let uses = self.processes.iter().flat_map(|process| &process.uses);
         uses.filter_map(|used| self.disk_of(used.place))
     }

@@ -2,15 +2,15 @@
 //!
 //! A remedy is a command or a change of configuration; `None` if there is none.
 
-use policy::steering::Rates;
+use policy::steering::IoMaxRates;
 
 use super::Cause;
-use crate::explain::facts::{Facts, Place};
+use crate::explain::facts::{CgroupFacts, IoLocation};
 
-pub(super) fn place(facts: &Facts, place: Place) -> String {
+pub(super) fn place(facts: &CgroupFacts, place: IoLocation) -> String {
     match place {
-        Place::Disk(number) => facts.node(number),
-        Place::FileSystem(index) => {
+        IoLocation::Disk(number) => facts.node(number),
+        IoLocation::FileSystem(index) => {
             let file_system = &facts.file_systems[index];
             let disk = facts.disk_of(place).map(|number| format!(" ({})", facts.node(number)));
             format!("{} on {}{}", file_system.kind, file_system.point, disk.unwrap_or_default())
@@ -19,20 +19,20 @@ pub(super) fn place(facts: &Facts, place: Place) -> String {
 }
 
 /// Formats rates, such as `read 20M/s, write 100 operations/s`.
-pub(crate) fn rates(rates: Rates) -> String {
+pub(crate) fn rates(rates: IoMaxRates) -> String {
     lowest([rates].into_iter())
 }
 
-pub(crate) fn lowest_of(all: impl Iterator<Item = Rates>) -> Rates {
+pub(crate) fn lowest_of(all: impl Iterator<Item = IoMaxRates>) -> IoMaxRates {
     let lower = |one: [Option<u64>; 2], other: [Option<u64>; 2]| {
         [0, 1].map(|index| [one[index], other[index]].into_iter().flatten().min())
     };
-    all.reduce(|one, other| Rates { bps: lower(one.bps, other.bps), iops: lower(one.iops, other.iops) })
+    all.reduce(|one, other| IoMaxRates { bps: lower(one.bps, other.bps), iops: lower(one.iops, other.iops) })
         .unwrap_or_default()
 }
 
-pub(super) fn lowest(all: impl Iterator<Item = Rates>) -> String {
-    let Rates { bps, iops } = lowest_of(all);
+pub(super) fn lowest(all: impl Iterator<Item = IoMaxRates>) -> String {
+    let IoMaxRates { bps, iops } = lowest_of(all);
     let ways = ["read", "write"];
     let bytes = ways
         .iter()
@@ -43,7 +43,7 @@ pub(super) fn lowest(all: impl Iterator<Item = Rates>) -> String {
     bytes.chain(operations).collect::<Vec<_>>().join(", ")
 }
 
-pub(super) fn of(facts: &Facts, cause: Cause, detail: &str) -> (String, Option<String>) {
+pub(super) fn cause_and_remedy(facts: &CgroupFacts, cause: Cause, detail: &str) -> (String, Option<String>) {
     let (why, mend): (String, Option<&str>) = match cause {
         Cause::Covered => (format!("charged to the cgroup, which may {detail}"), None),
         Cause::VersionOne => (

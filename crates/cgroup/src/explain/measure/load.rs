@@ -18,9 +18,9 @@ use std::{
 };
 
 use anyhow::{Context as _, bail};
-use console::Failure;
+use console::CommandFailure;
 use nix::fcntl::{OFlag, PosixFadviseAdvice, posix_fadvise};
-use reactor::buffer::Buffer;
+use reactor::buffer::IoBuffer;
 use serde::{Deserialize, Serialize};
 
 use crate::explain::arguments::LoadArgs;
@@ -31,7 +31,7 @@ const FLUSH_BLOCKS: u64 = 16;
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) enum Order {
+pub(super) enum LoadOrder {
     /// Writes with O_DIRECT.
     DirectWrites { bytes: u64 },
     /// Writes into the page cache, and keeps the file open.
@@ -54,7 +54,7 @@ pub(super) enum Order {
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Answer {
+pub(super) struct LoadReply {
     pub(super) bytes: u64,
     pub(super) nanoseconds: u64,
     /// Descriptor of the file that was kept open.
@@ -64,17 +64,17 @@ pub(super) struct Answer {
     pub(super) error: Option<String>,
 }
 
-pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
+pub(crate) fn run(arguments: &LoadArgs) -> Result<(), CommandFailure> {
     let mut kept = None;
     for line in io::stdin().lock().lines() {
         let line = line.context("standard input")?;
         // An error is an answer, too: the parent continues with the next order.
         let answer = match serde_json::from_str(&line).context("an order of unknown form") {
-            Ok(order) => act(&arguments.directory, &order, &mut kept),
+            Ok(order) => execute(&arguments.directory, &order, &mut kept),
             Err(error) => Err(error),
         };
         let answer =
-            answer.unwrap_or_else(|error| Answer { error: Some(format!("{error:#}")), ..Answer::default() });
+            answer.unwrap_or_else(|error| LoadReply { error: Some(format!("{error:#}")), ..LoadReply::default() });
         let mut text = serde_json::to_string(&answer).context("an answer")?;
         text.push('\n');
         let mut out = io::stdout().lock();
@@ -84,20 +84,20 @@ pub(crate) fn run(arguments: &LoadArgs) -> Result<(), Failure> {
     Ok(())
 }
 
-fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Result<Answer> {
+fn execute(directory: &Path, order: &LoadOrder, kept: &mut Option<File>) -> anyhow::Result<LoadReply> {
     // Truncated, so that the dirty rest of the last file is not written back during this order.
     if let Some(file) = kept.take() {
         let _ = file.set_len(0);
     }
     match order {
-        Order::DirectWrites { bytes } => {
-            let file = without_name(directory)?;
+        LoadOrder::DirectWrites { bytes } => {
+            let file = unlinked_file(directory)?;
             // A file without a name can only be reopened to get another flag.
-            let file = again(&file, OFlag::O_DIRECT)?;
+            let file = reopen(&file, OFlag::O_DIRECT)?;
             timed(*bytes, None, |buffer, _| (&file).write_all(buffer))
         }
-        Order::BufferedWrites { bytes, ms } => {
-            let file = without_name(directory)?;
+        LoadOrder::BufferedWrites { bytes, ms } => {
+            let file = unlinked_file(directory)?;
             let mut answer =
                 timed(*bytes, Some(Duration::from_millis(*ms)), |buffer, _| (&file).write_all(buffer))?;
             // Kept open: closing would delete the file with its dirty pages.
@@ -105,18 +105,18 @@ fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Resu
             *kept = Some(file);
             Ok(answer)
         }
-        Order::SyncedWrites { bytes } => {
-            let file = without_name(directory)?;
+        LoadOrder::SyncedWrites { bytes } => {
+            let file = unlinked_file(directory)?;
             timed(*bytes, None, |buffer, block| {
                 (&file).write_all(buffer)?;
                 if block % FLUSH_BLOCKS == FLUSH_BLOCKS - 1 { file.sync_data() } else { Ok(()) }
             })
         }
-        Order::DirectReads { path, bytes } => {
+        LoadOrder::DirectReads { path, bytes } => {
             let file = open(path, OFlag::O_DIRECT)?;
             timed(*bytes, None, |buffer, _| (&file).read_exact(buffer))
         }
-        Order::Reads { path, bytes, forget } => {
+        LoadOrder::Reads { path, bytes, forget } => {
             let mut file = open(path, OFlag::empty())?;
             if *forget {
                 posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED)
@@ -132,9 +132,9 @@ fn act(directory: &Path, order: &Order, kept: &mut Option<File>) -> anyhow::Resu
 fn timed(
     bytes: u64,
     most: Option<Duration>,
-    mut one: impl FnMut(&mut Buffer, u64) -> io::Result<()>,
-) -> anyhow::Result<Answer> {
-    let mut buffer = Buffer::zeroed(BLOCK);
+    mut one: impl FnMut(&mut IoBuffer, u64) -> io::Result<()>,
+) -> anyhow::Result<LoadReply> {
+    let mut buffer = IoBuffer::zeroed(BLOCK);
     // Random data: disks and file systems that compress or deduplicate would write less.
     buffer.iter_mut().for_each(|byte| *byte = fastrand::u8(..));
     let begin = Instant::now();
@@ -147,20 +147,20 @@ fn timed(
         }
     }
     let nanoseconds = u64::try_from(begin.elapsed().as_nanos()).unwrap_or(u64::MAX);
-    Ok(Answer { bytes: done, nanoseconds, kept: None, error: None })
+    Ok(LoadReply { bytes: done, nanoseconds, kept: None, error: None })
 }
 
 pub(super) fn fill(mut file: &File, bytes: u64) -> anyhow::Result<()> {
     timed(bytes, None, |buffer, _| file.write_all(buffer)).map(drop)
 }
 
-pub(super) fn without_name(directory: &Path) -> anyhow::Result<File> {
+pub(super) fn unlinked_file(directory: &Path) -> anyhow::Result<File> {
     tempfile::tempfile_in(directory)
         .with_context(|| format!("{}: no file can be made there", directory.display()))
 }
 
 /// Reopens a file with other flags, through `/proc/self/fd` (open(2)).
-pub(super) fn again(file: &File, flags: OFlag) -> anyhow::Result<File> {
+pub(super) fn reopen(file: &File, flags: OFlag) -> anyhow::Result<File> {
     open(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd())), flags | OFlag::O_RDWR)
 }
 

@@ -12,13 +12,13 @@
 use std::{io, time::Duration};
 
 use anyhow::{Context as _, anyhow, bail};
-use block::device::Number;
-use console::complain;
-use policy::steering::Rates;
+use block::device::DeviceNumber;
+use console::print_error;
+use policy::steering::IoMaxRates;
 
 use crate::{
     control_group::{ControlGroup, Version},
-    kernel::{blkio, io_stat, io_stat::Usage},
+    kernel::{blkio, io_stat, io_stat::CgroupIoUsage},
     limit::tell,
 };
 
@@ -29,16 +29,16 @@ const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
 /// Removed when dropped.
 #[derive(Debug)]
-pub(super) struct Place {
+pub(super) struct TemporaryCgroup {
     group: ControlGroup,
-    disks: Vec<Number>,
+    disks: Vec<DeviceNumber>,
 }
 
-impl Place {
+impl TemporaryCgroup {
     pub(super) fn beside(
         examined: &ControlGroup,
         name: &str,
-        limits: &[(Number, Rates)],
+        limits: &[(DeviceNumber, IoMaxRates)],
     ) -> anyhow::Result<Self> {
         // Version 1's root can have limits. It has no sibling, so the copy is created below it.
         let parent =
@@ -54,7 +54,7 @@ impl Place {
         })?;
         let place = Self { group, disks: limits.iter().map(|(disk, _)| *disk).collect() };
         for (disk, rates) in limits {
-            tell::tell(&place.group, *disk, *rates)
+            tell::write_limits(&place.group, *disk, *rates)
                 .with_context(|| format!("the limits on {disk} cannot be copied"))?;
         }
         Ok(place)
@@ -67,12 +67,12 @@ impl Place {
     }
 
     /// Lowers memory.high so that a writer of `bytes` soon waits. Returns true on success.
-    pub(super) fn narrow(&self, bytes: u64) -> bool {
+    pub(super) fn restrict_memory(&self, bytes: u64) -> bool {
         let memory = bytes.saturating_mul(2).max(LEAST_MEMORY_BYTES).to_string();
         self.group.version == Version::V2 && self.group.write("memory.high", &memory).is_ok()
     }
 
-    pub(super) fn widen(&self) {
+    pub(super) fn unrestrict_memory(&self) {
         let _ = self.group.write("memory.high", "max");
     }
 
@@ -81,7 +81,7 @@ impl Place {
         moved.with_context(|| format!("cgroup {}: no process can be moved there", self.group.name.display()))
     }
 
-    pub(super) fn usage(&self, disk: Number) -> anyhow::Result<Usage> {
+    pub(super) fn usage(&self, disk: DeviceNumber) -> anyhow::Result<CgroupIoUsage> {
         let group = &self.group;
         let read = |file: &str| group.read(file).with_context(|| file.to_owned());
         let found = match group.version {
@@ -97,18 +97,18 @@ impl Place {
     }
 }
 
-impl Drop for Place {
+impl Drop for TemporaryCgroup {
     fn drop(&mut self) {
         remove(&self.group, &self.disks);
     }
 }
 
-fn remove(group: &ControlGroup, disks: &[Number]) {
+fn remove(group: &ControlGroup, disks: &[DeviceNumber]) {
     // Lift the limits first: a throttled process cannot exit before its request completes.
     for disk in disks {
-        let _ = tell::tell(group, *disk, Rates::NONE);
+        let _ = tell::write_limits(group, *disk, IoMaxRates::NONE);
     }
     if let Err(error) = group.remove_within(LEFT_WITHIN) {
-        complain(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));
+        print_error(&anyhow!("{}: left behind: {error} (remove it with rmdir)", group.directory.display()));
     }
 }

@@ -9,24 +9,24 @@ use std::{
 };
 
 use anyhow::Context as _;
-use block::device::{Identity, Number, Source};
-use console::progress::Progress;
+use block::device::{DeviceIdentity, DeviceNumber, StatisticsFile};
+use console::progress::StepProgress;
 use nix::{fcntl::OFlag, unistd::syncfs};
-use policy::{counter, steering::Rates};
+use policy::{counter, steering::IoMaxRates};
 
 use super::{
-    Figures, Kept, Way, Wish,
-    load::{self, Answer, BLOCK, Order},
-    place::Place,
-    trace::Trace,
-    worker::Worker,
+    PathFigures, LimitCompliance, PathResult, MeasureOptions,
+    load::{self, LoadReply, BLOCK, LoadOrder},
+    place::TemporaryCgroup,
+    trace::TraceInstance,
+    worker::LoadWorker,
 };
-use crate::{explain::findings::Io, kernel::io_stat::Usage};
+use crate::{explain::findings::Io, kernel::io_stat::CgroupIoUsage};
 
 /// Timeout of a path, as a multiple of the time that the limit needs.
-const PATIENCE: u32 = 4;
+const TIMEOUT_FACTOR: u32 = 4;
 /// Added to the timeout, for slow machines.
-const GRACE: Duration = Duration::from_secs(60);
+const TIMEOUT_MARGIN: Duration = Duration::from_secs(60);
 /// Tolerated excess over the limit. The kernel throttles in slices of 0.1 s, and writes back in
 /// chunks.
 const TOLERANCE: f64 = 0.25;
@@ -35,31 +35,31 @@ const SLOW: f64 = 0.5;
 const LEAST_BYTES: u64 = BLOCK as u64;
 const LEAST_WISH_BYTES: u64 = 16 * BLOCK as u64;
 
-type Try<'a> = fn(&mut Proof<'a>, u64) -> anyhow::Result<Figures>;
+type PathTest<'a> = fn(&mut PathTests<'a>, u64) -> anyhow::Result<PathFigures>;
 
 /// Fields are dropped in order: the worker leaves the cgroup before its removal.
-pub(super) struct Proof<'a> {
+pub(super) struct PathTests<'a> {
     pub(super) directory: PathBuf,
-    pub(super) worker: Worker,
-    pub(super) place: Place,
-    pub(super) trace: Option<Trace>,
-    pub(super) disk: Number,
-    pub(super) identity: Identity,
-    pub(super) rates: Rates,
+    pub(super) worker: LoadWorker,
+    pub(super) place: TemporaryCgroup,
+    pub(super) trace: Option<TraceInstance>,
+    pub(super) disk: DeviceNumber,
+    pub(super) identity: DeviceIdentity,
+    pub(super) rates: IoMaxRates,
     /// True if writeback is charged to the cgroup.
     pub(super) charged: bool,
-    pub(super) wish: Wish<'a>,
+    pub(super) wish: MeasureOptions<'a>,
 }
 
-impl<'a> Proof<'a> {
-    pub(super) fn all(&mut self) -> Vec<Way> {
-        let progress = Progress::new(self.wish.quiet);
+impl<'a> PathTests<'a> {
+    pub(super) fn all(&mut self) -> Vec<PathResult> {
+        let progress = StepProgress::new(self.wish.quiet);
         let mut ways = Vec::new();
         let (write_bps, read_bps) = (self.write_bps(), self.read_bps());
-        let writes: [(&'static str, Try<'a>); 3] = [
-            ("direct writes", |this, bytes| this.done(&Order::DirectWrites { bytes }, bytes, false)),
+        let writes: [(&'static str, PathTest<'a>); 3] = [
+            ("direct writes", |this, bytes| this.done(&LoadOrder::DirectWrites { bytes }, bytes, false)),
             ("buffered writes", Self::buffered_writes),
-            ("writes and fsync", |this, bytes| this.done(&Order::SyncedWrites { bytes }, bytes, false)),
+            ("writes and fsync", |this, bytes| this.done(&LoadOrder::SyncedWrites { bytes }, bytes, false)),
         ];
         for (name, way) in writes {
             progress.step(name);
@@ -89,17 +89,17 @@ impl<'a> Proof<'a> {
         if let Some(way) = ways.last_mut()
             && let Ok(figures) = &mut way.result
         {
-            figures.kept = Kept::NoIo;
+            figures.kept = LimitCompliance::NoIo;
         }
         ways
     }
 
     fn write_bps(&self) -> Option<u64> {
-        least(self.rates.bps[1], self.rates.iops[1])
+        lower_limit_bps(self.rates.bps[1], self.rates.iops[1])
     }
 
     fn read_bps(&self) -> Option<u64> {
-        least(self.rates.bps[0], self.rates.iops[0])
+        lower_limit_bps(self.rates.bps[0], self.rates.iops[0])
     }
 
     /// Bytes that the limit admits in the time of one path, in whole blocks.
@@ -110,30 +110,30 @@ impl<'a> Proof<'a> {
         bytes.clamp(LEAST_BYTES, most) / BLOCK as u64 * BLOCK as u64
     }
 
-    fn patience(&self, bytes: u64, limit_bps: Option<u64>) -> Duration {
+    fn timeout(&self, bytes: u64, limit_bps: Option<u64>) -> Duration {
         let expected = limit_bps.map_or(0.0, |bps| bytes as f64 / bps.max(1) as f64);
-        Duration::try_from_secs_f64(expected).unwrap_or(GRACE) * PATIENCE + GRACE
+        Duration::try_from_secs_f64(expected).unwrap_or(TIMEOUT_MARGIN) * TIMEOUT_FACTOR + TIMEOUT_MARGIN
     }
 
     fn way(
         &mut self,
         name: &'static str,
         limit_bps: Option<u64>,
-        way: impl FnOnce(&mut Self, u64) -> anyhow::Result<Figures>,
-    ) -> Way {
+        way: impl FnOnce(&mut Self, u64) -> anyhow::Result<PathFigures>,
+    ) -> PathResult {
         let bytes = self.amount(limit_bps);
         let result =
-            way(self, bytes).map(|figures| Figures { kept: kept(figures.bps(), limit_bps), ..figures });
-        Way { name, limit_bps, result: result.map_err(|error| format!("{error:#}")) }
+            way(self, bytes).map(|figures| PathFigures { kept: limit_compliance(figures.bps(), limit_bps), ..figures });
+        PathResult { name, limit_bps, result: result.map_err(|error| format!("{error:#}")) }
     }
 
     fn counted(
         &mut self,
         reads: bool,
-        act: impl FnOnce(&mut Self) -> anyhow::Result<(Answer, Duration)>,
-    ) -> anyhow::Result<Figures> {
-        let source = Source::open(self.identity.directory()).context("the disk's statistics")?;
-        let of_usage = |usage: Usage| {
+        act: impl FnOnce(&mut Self) -> anyhow::Result<(LoadReply, Duration)>,
+    ) -> anyhow::Result<PathFigures> {
+        let source = StatisticsFile::open(self.identity.directory()).context("the disk's statistics")?;
+        let of_usage = |usage: CgroupIoUsage| {
             if reads { usage.read_bytes } else { usage.written_bytes }
         };
         let (usage, disk) = (self.place.usage(self.disk)?, source.read()?);
@@ -152,38 +152,38 @@ impl<'a> Proof<'a> {
         let charged = charged.context("the cgroup's counters fell meanwhile")?;
         let disk = source.read()?.since(&disk).context("the disk's counters fell meanwhile")?;
         let calls = Duration::from_nanos(answer.nanoseconds);
-        Ok(Figures {
+        Ok(PathFigures {
             bytes: answer.bytes,
             seconds: (calls + later).as_secs_f64(),
             calls_seconds: calls.as_secs_f64(),
             charged_bytes: charged,
             disk_bytes: if reads { disk.read_bytes } else { disk.written_bytes },
             traced,
-            kept: Kept::NotLimited,
+            kept: LimitCompliance::NotLimited,
         })
     }
 
-    fn order(&mut self, order: &Order, bytes: u64, limit_bps: Option<u64>) -> anyhow::Result<Answer> {
-        let patience = self.patience(bytes, limit_bps);
-        self.worker.order(order, patience)
+    fn order(&mut self, order: &LoadOrder, bytes: u64, limit_bps: Option<u64>) -> anyhow::Result<LoadReply> {
+        let patience = self.timeout(bytes, limit_bps);
+        self.worker.run_order(order, patience)
     }
 
     /// Runs one order in the worker and counts its I/O.
-    fn done(&mut self, order: &Order, bytes: u64, reads: bool) -> anyhow::Result<Figures> {
+    fn done(&mut self, order: &LoadOrder, bytes: u64, reads: bool) -> anyhow::Result<PathFigures> {
         let limit = if reads { self.read_bps() } else { self.write_bps() };
         self.counted(reads, |this| Ok((this.order(order, bytes, limit)?, Duration::ZERO)))
     }
 
-    fn buffered_writes(&mut self, bytes: u64) -> anyhow::Result<Figures> {
+    fn buffered_writes(&mut self, bytes: u64) -> anyhow::Result<PathFigures> {
         let limit = self.write_bps();
-        let narrowed = self.charged && self.place.narrow(bytes);
+        let narrowed = self.charged && self.place.restrict_memory(bytes);
         let directory = File::open(&self.directory).with_context(|| self.directory.display().to_string())?;
         if !self.charged {
             // Flushes dirty pages of other processes first, so that they are not counted.
             syncfs(&directory).context("syncfs")?;
         }
         let ms = u64::try_from(self.wish.time.as_millis()).unwrap_or(u64::MAX).saturating_mul(2);
-        let order = Order::BufferedWrites { bytes, ms };
+        let order = LoadOrder::BufferedWrites { bytes, ms };
         let figures = self.counted(false, |this| {
             let answer = this.order(&order, bytes, limit)?;
             let begin = Instant::now();
@@ -200,15 +200,15 @@ impl<'a> Proof<'a> {
             Ok((answer, begin.elapsed()))
         });
         if narrowed {
-            self.place.widen();
+            self.place.unrestrict_memory();
         }
         figures
     }
 
-    fn read(&mut self, path: &Path, bytes: u64, io: Io, forget: bool) -> anyhow::Result<Figures> {
+    fn read(&mut self, path: &Path, bytes: u64, io: Io, forget: bool) -> anyhow::Result<PathFigures> {
         let order = match io {
-            Io::DirectReads => Order::DirectReads { path: path.to_owned(), bytes },
-            _ => Order::Reads { path: path.to_owned(), bytes, forget },
+            Io::DirectReads => LoadOrder::DirectReads { path: path.to_owned(), bytes },
+            _ => LoadOrder::Reads { path: path.to_owned(), bytes, forget },
         };
         self.done(&order, bytes, true)
     }
@@ -216,9 +216,9 @@ impl<'a> Proof<'a> {
     /// A file to read, written from outside the cgroup; it exists while the `File` is open.
     fn file_to_read(&self, read_bps: Option<u64>) -> anyhow::Result<(File, PathBuf, u64)> {
         let bytes = self.amount(read_bps);
-        let file = load::without_name(&self.directory)?;
+        let file = load::unlinked_file(&self.directory)?;
         // Direct if possible, or the file would be in the page cache already.
-        let direct = load::again(&file, OFlag::O_DIRECT);
+        let direct = load::reopen(&file, OFlag::O_DIRECT);
         load::fill(direct.as_ref().unwrap_or(&file), bytes)?;
         file.sync_data().context("flushing the file to be read")?;
         let path = format!("/proc/{}/fd/{}", process::id(), file.as_raw_fd());
@@ -227,17 +227,17 @@ impl<'a> Proof<'a> {
 }
 
 /// Lower of the limits in bytes per second; operations count as one block each.
-fn least(bps: Option<u64>, iops: Option<u64>) -> Option<u64> {
+fn lower_limit_bps(bps: Option<u64>, iops: Option<u64>) -> Option<u64> {
     let of_operations = iops.map(|iops| iops.saturating_mul(BLOCK as u64));
     bps.into_iter().chain(of_operations).min()
 }
 
-fn kept(bps: f64, limit_bps: Option<u64>) -> Kept {
+fn limit_compliance(bps: f64, limit_bps: Option<u64>) -> LimitCompliance {
     match limit_bps {
-        None => Kept::NotLimited,
-        Some(limit) if bps > limit as f64 * (1.0 + TOLERANCE) => Kept::No,
-        Some(limit) if bps < limit as f64 * SLOW => Kept::Slower,
-        Some(_) => Kept::Yes,
+        None => LimitCompliance::NotLimited,
+        Some(limit) if bps > limit as f64 * (1.0 + TOLERANCE) => LimitCompliance::No,
+        Some(limit) if bps < limit as f64 * SLOW => LimitCompliance::Slower,
+        Some(_) => LimitCompliance::Yes,
     }
 }
 
@@ -246,19 +246,19 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_limit_is_kept_within_a_tolerance() {
+    fn limit_is_enforced_within_the_tolerance() {
         let limit = Some(4_000_000);
-        assert_eq!(kept(4_500_000.0, limit), Kept::Yes);
-        assert_eq!(kept(5_100_000.0, limit), Kept::No);
-        assert_eq!(kept(1_900_000.0, limit), Kept::Slower);
-        assert_eq!(kept(1e12, None), Kept::NotLimited);
+        assert_eq!(limit_compliance(4_500_000.0, limit), LimitCompliance::Yes);
+        assert_eq!(limit_compliance(5_100_000.0, limit), LimitCompliance::No);
+        assert_eq!(limit_compliance(1_900_000.0, limit), LimitCompliance::Slower);
+        assert_eq!(limit_compliance(1e12, None), LimitCompliance::NotLimited);
     }
 
     #[test]
     fn operations_limit_bytes_by_the_size_of_a_block() {
-        assert_eq!(least(Some(1 << 20), Some(2)), Some(2 * BLOCK as u64));
-        assert_eq!(least(Some(4096), Some(2)), Some(4096));
-        assert_eq!(least(None, None), None);
-        assert_eq!(least(None, Some(u64::MAX)), Some(u64::MAX));
+        assert_eq!(lower_limit_bps(Some(1 << 20), Some(2)), Some(2 * BLOCK as u64));
+        assert_eq!(lower_limit_bps(Some(4096), Some(2)), Some(4096));
+        assert_eq!(lower_limit_bps(None, None), None);
+        assert_eq!(lower_limit_bps(None, Some(u64::MAX)), Some(u64::MAX));
     }
 }

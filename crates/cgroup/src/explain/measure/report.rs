@@ -4,30 +4,30 @@ use std::fmt::Write as _;
 
 use console::{
     figures,
-    table::{Side, Table},
+    table::{ColumnAlignment, TextTable},
 };
 use serde_json::{Value, json};
 
-use super::{Figures, Kept, Measured, Way, trace::Traced};
+use super::{PathFigures, LimitCompliance, MeasuredPaths, PathResult, trace::TraceTotals};
 use crate::explain::text::clean;
 
-pub(in super::super) fn text(measured: &Measured) -> String {
+pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
     let mut text =
         format!("\nmeasured in {} on {}:\n", clean(&measured.directory.display().to_string()), measured.node);
     let columns = [
-        ("PATH", Side::Left),
-        ("LIMIT", Side::Right),
-        ("RATE", Side::Right),
-        ("CHARGED", Side::Right),
-        ("LIMIT IS", Side::Left),
-        ("WHERE IT WAITED", Side::Left),
+        ("PATH", ColumnAlignment::Left),
+        ("LIMIT", ColumnAlignment::Right),
+        ("RATE", ColumnAlignment::Right),
+        ("CHARGED", ColumnAlignment::Right),
+        ("LIMIT IS", ColumnAlignment::Left),
+        ("WHERE IT WAITED", ColumnAlignment::Left),
     ];
-    let mut table = Table::new(columns);
+    let mut table = TextTable::new(columns);
     for way in &measured.ways {
         let limit = way.limit_bps.map_or_else(|| "-".to_owned(), |limit| rate(limit as f64));
         let row = match &way.result {
             Ok(figures) => {
-                [limit, rate(figures.bps()), charged(figures), kept(figures.kept).to_owned(), waited(figures)]
+                [limit, rate(figures.bps()), charged(figures), kept(figures.kept).to_owned(), describe_waiting(figures)]
             }
             // The error takes the place of the last column.
             Err(error) => [limit, "-".to_owned(), "-".to_owned(), "not measured".to_owned(), error.clone()],
@@ -41,7 +41,7 @@ pub(in super::super) fn text(measured: &Measured) -> String {
     text
 }
 
-pub(in super::super) fn json(measured: &Measured) -> Value {
+pub(in super::super) fn json(measured: &MeasuredPaths) -> Value {
     json!({
         "directory": measured.directory.display().to_string(),
         "device": measured.node,
@@ -50,7 +50,7 @@ pub(in super::super) fn json(measured: &Measured) -> Value {
     })
 }
 
-fn one(way: &Way) -> Value {
+fn one(way: &PathResult) -> Value {
     let mut answer = json!({ "path": way.name.replace(' ', "-"), "limit-bps": way.limit_bps });
     match &way.result {
         Err(error) => answer["error"] = json!(error),
@@ -62,7 +62,7 @@ fn one(way: &Way) -> Value {
             answer["charged-bytes"] = json!(figures.charged_bytes);
             answer["device-bytes"] = json!(figures.disk_bytes);
             answer["limit-is"] = json!(kept(figures.kept));
-            answer["waited"] = json!(waited(figures));
+            answer["waited"] = json!(describe_waiting(figures));
             if let Some(traced) = figures.traced {
                 answer["trace"] = json!({
                     "sent-by-process-bytes": traced.by_process,
@@ -83,21 +83,21 @@ fn rate(bps: f64) -> String {
 
 /// Share of the bytes that was charged to the cgroup, at most 100%: metadata counts as well, while
 /// pages truncated before writeback do not.
-fn charged(figures: &Figures) -> String {
+fn charged(figures: &PathFigures) -> String {
     figures::share((figures.charged_bytes as f64 / figures.bytes.max(1) as f64).min(1.0))
 }
 
-fn kept(kept: Kept) -> &'static str {
+fn kept(kept: LimitCompliance) -> &'static str {
     match kept {
-        Kept::Yes => "kept",
-        Kept::No => "IGNORED",
-        Kept::Slower => "not reached",
-        Kept::NotLimited => "not set",
-        Kept::NoIo => "not asked",
+        LimitCompliance::Yes => "kept",
+        LimitCompliance::No => "IGNORED",
+        LimitCompliance::Slower => "not reached",
+        LimitCompliance::NotLimited => "not set",
+        LimitCompliance::NoIo => "not asked",
     }
 }
 
-fn waited(figures: &Figures) -> String {
+fn describe_waiting(figures: &PathFigures) -> String {
     let Some(traced) = figures.traced else {
         return by_times(figures);
     };
@@ -108,7 +108,7 @@ fn waited(figures: &Figures) -> String {
     }
     // Without `by_others`: requests of unrelated processes on the same disk would distort the
     // shares.
-    let Traced { by_process, by_throttle, by_writeback, .. } = traced;
+    let TraceTotals { by_process, by_throttle, by_writeback, .. } = traced;
     let all = by_process + by_throttle + by_writeback;
     let senders = [
         (by_throttle, "held by blk-throttle"),
@@ -124,7 +124,7 @@ fn waited(figures: &Figures) -> String {
     if told.is_empty() { "no request reached the disk".to_owned() } else { told.join(", ") }
 }
 
-fn by_times(figures: &Figures) -> String {
+fn by_times(figures: &PathFigures) -> String {
     // Clock readings of two processes can differ slightly.
     let later = (figures.seconds - figures.calls_seconds).max(0.0);
     let calls = figures::time((figures.calls_seconds * 1e9) as u64);
@@ -142,46 +142,46 @@ fn by_times(figures: &Figures) -> String {
 mod tests {
     use super::*;
 
-    fn figures() -> Figures {
-        Figures {
+    fn figures() -> PathFigures {
+        PathFigures {
             bytes: 8 << 20,
             seconds: 4.0,
             calls_seconds: 1.0,
             charged_bytes: 6 << 20,
             disk_bytes: 9 << 20,
-            traced: Some(Traced {
+            traced: Some(TraceTotals {
                 by_throttle: 6 << 20,
                 by_writeback: 2 << 20,
                 held_ms: 950,
-                ..Traced::default()
+                ..TraceTotals::default()
             }),
-            kept: Kept::Yes,
+            kept: LimitCompliance::Yes,
         }
     }
 
     #[test]
-    fn where_it_waited_is_told() {
+    fn report_names_the_place_of_waiting() {
         let told =
             "950ms in balance_dirty_pages, 75% held by blk-throttle, 25% sent by a writeback worker at once";
-        assert_eq!(waited(&figures()), told);
-        let untraced = Figures { traced: None, ..figures() };
-        assert_eq!(waited(&untraced), "1.0s in the calls themselves, 3.0s until it was written");
-        let cached = Figures { traced: Some(Traced::default()), ..figures() };
-        assert_eq!(waited(&cached), "no request reached the disk");
+        assert_eq!(describe_waiting(&figures()), told);
+        let untraced = PathFigures { traced: None, ..figures() };
+        assert_eq!(describe_waiting(&untraced), "1.0s in the calls themselves, 3.0s until it was written");
+        let cached = PathFigures { traced: Some(TraceTotals::default()), ..figures() };
+        assert_eq!(describe_waiting(&cached), "no request reached the disk");
     }
 
     #[test]
     fn a_row_for_each_path() {
         let ways = vec![
-            Way { name: "direct writes", limit_bps: Some(2 << 20), result: Ok(figures()) },
-            Way {
+            PathResult { name: "direct writes", limit_bps: Some(2 << 20), result: Ok(figures()) },
+            PathResult {
                 name: "direct reads",
                 limit_bps: None,
                 result: Err("the file system has no direct I/O".to_owned()),
             },
         ];
         let measured =
-            Measured { directory: "/data".into(), node: "/dev/vda".to_owned(), untraced: None, ways };
+            MeasuredPaths { directory: "/data".into(), node: "/dev/vda".to_owned(), untraced: None, ways };
         let told = text(&measured);
         let lines: Vec<&str> = told.lines().collect();
         assert_eq!(lines[1], "measured in /data on /dev/vda:");

@@ -21,12 +21,12 @@ use std::{
     time::{Duration, Instant},
 };
 
-use block::device::Number;
+use block::device::DeviceNumber;
 
 const LEFT_WITHIN: Duration = Duration::from_secs(5);
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(super) struct Traced {
+pub(super) struct TraceTotals {
     pub(super) by_process: u64,
     /// Submitted by blk-throttle after waiting for the limit.
     pub(super) by_throttle: u64,
@@ -38,12 +38,12 @@ pub(super) struct Traced {
 }
 
 #[derive(Debug)]
-pub(super) struct Trace {
+pub(super) struct TraceInstance {
     directory: PathBuf,
 }
 
-impl Trace {
-    pub(super) fn begin(tracefs: &Path, name: &str, disk: Number) -> io::Result<Self> {
+impl TraceInstance {
+    pub(super) fn begin(tracefs: &Path, name: &str, disk: DeviceNumber) -> io::Result<Self> {
         // An instance of its own leaves the machine's main trace untouched (ftrace.rst,
         // "Instances").
         let directory = tracefs.join("instances").join(name);
@@ -69,7 +69,7 @@ impl Trace {
         self.write("trace", "\n")
     }
 
-    pub(super) fn read(&self, process: u32) -> io::Result<Traced> {
+    pub(super) fn read(&self, process: u32) -> io::Result<TraceTotals> {
         let text = fs::read(self.directory.join("trace"))?;
         Ok(parse(&String::from_utf8_lossy(&text), process))
     }
@@ -79,7 +79,7 @@ impl Trace {
     }
 }
 
-impl Drop for Trace {
+impl Drop for TraceInstance {
     fn drop(&mut self) {
         remove(&self.directory);
     }
@@ -98,8 +98,8 @@ fn remove(directory: &Path) {
 }
 
 /// Sums up the lines of both tracepoints; other lines are skipped.
-fn parse(text: &str, process: u32) -> Traced {
-    let mut traced = Traced::default();
+fn parse(text: &str, process: u32) -> TraceTotals {
+    let mut traced = TraceTotals::default();
     for line in text.lines() {
         let Some((who, event, what)) = split(line) else {
             continue;
@@ -107,7 +107,7 @@ fn parse(text: &str, process: u32) -> Traced {
         match event {
             "block_bio_queue" => {
                 if let Some(bytes) = bytes(what) {
-                    *sender(&mut traced, who, process) += bytes;
+                    *counter_of_task(&mut traced, who, process) += bytes;
                 }
             }
             // Negative if the kernel computed no pause: does not parse as unsigned, so it counts as
@@ -135,7 +135,7 @@ fn pid(who: &str) -> Option<u32> {
     who.split_once(" (").map_or(who, |(who, _)| who).trim().rsplit_once('-')?.1.parse().ok()
 }
 
-fn sender<'a>(traced: &'a mut Traced, who: &str, process: u32) -> &'a mut u64 {
+fn counter_of_task<'a>(traced: &'a mut TraceTotals, who: &str, process: u32) -> &'a mut u64 {
     if pid(who) == Some(process) {
         &mut traced.by_process
     // The order matters: `kworker/u` is a prefix match within `kworker/`.
@@ -179,8 +179,8 @@ garbage: block_bio_queue: + x
 ";
 
     #[test]
-    fn who_sent_what_is_told_by_names() {
-        let expect = Traced {
+    fn task_names_show_the_path_of_requests() {
+        let expect = TraceTotals {
             by_process: 128 * 512,
             by_throttle: 2048 * 512,
             by_writeback: 2048 * 512,
@@ -188,7 +188,7 @@ garbage: block_bio_queue: + x
             held_ms: 48,
         };
         assert_eq!(parse(TEXT, 4711), expect);
-        assert_eq!(parse("", 1), Traced::default());
+        assert_eq!(parse("", 1), TraceTotals::default());
     }
 
     #[test]

@@ -15,11 +15,11 @@ use nix::{
     unistd::Pid,
 };
 
-use super::load::{Answer, Order};
+use super::load::{LoadReply, LoadOrder};
 
 /// Killed when dropped.
 #[derive(Debug)]
-pub(super) struct Worker {
+pub(super) struct LoadWorker {
     child: Child,
     orders: ChildStdin,
     answers: Receiver<String>,
@@ -27,7 +27,7 @@ pub(super) struct Worker {
     is_behind: bool,
 }
 
-impl Worker {
+impl LoadWorker {
     pub(super) fn start(directory: &Path) -> anyhow::Result<Self> {
         // The running program, even if its file has been replaced since the start.
         let mut child = Command::new("/proc/self/exe")
@@ -71,7 +71,7 @@ impl Worker {
         }
     }
 
-    pub(super) fn order(&mut self, order: &Order, within: Duration) -> anyhow::Result<Answer> {
+    pub(super) fn run_order(&mut self, order: &LoadOrder, within: Duration) -> anyhow::Result<LoadReply> {
         if self.is_behind {
             bail!("what was tried before has not ended yet");
         }
@@ -83,7 +83,7 @@ impl Worker {
             self.is_behind = true;
             bail!("no end within {} s", within.as_secs());
         };
-        let answer: Answer = serde_json::from_str(&answer).context("an answer of unknown form")?;
+        let answer: LoadReply = serde_json::from_str(&answer).context("an answer of unknown form")?;
         match answer.error {
             Some(error) => bail!("{error}"),
             None => Ok(answer),
@@ -91,7 +91,7 @@ impl Worker {
     }
 }
 
-impl Drop for Worker {
+impl Drop for LoadWorker {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -11,36 +11,36 @@ use std::{
 };
 
 use super::super::{
-    facts::{self, Facts, Subject},
-    findings::{self, Cause, Coverage, Finding},
+    facts::{self, CgroupFacts, ExplainSubject},
+    findings::{self, Cause, Coverage, CoverageFinding},
 };
-use crate::{limit::locks::Watched, target};
+use crate::{limit::locks::WatchLock, target};
 
 pub(super) const LIMITS: &str = "run/weir/cgroups.json";
 /// Mount id of /data.
 pub(super) const DATA: u32 = 40;
 
-pub(super) struct Machine {
-    base: crate::machine::Machine,
+pub(super) struct ExplainMachine {
+    base: crate::machine::FakeMachine,
     mounts: Vec<String>,
-    watched: Option<Watched>,
+    watched: Option<WatchLock>,
 }
 
-impl Machine {
+impl ExplainMachine {
     pub(super) fn new() -> Self {
-        let mut machine = Self::on(crate::machine::Machine::v2("cpu io memory"), "6.12.117+deb12-amd64");
+        let mut machine = Self::on(crate::machine::FakeMachine::v2("cpu io memory"), "6.12.117+deb12-amd64");
         machine.group("/", "cpu io memory", "cpu io memory").group("/app", "io memory", "");
         machine.write("cgroup/app/io.max", "254:0 rbps=4000000 wbps=4000000 riops=max wiops=max\n");
         machine
     }
 
     pub(super) fn version_one() -> Self {
-        let mut machine = Self::on(crate::machine::Machine::v1(), "5.10.0");
+        let mut machine = Self::on(crate::machine::FakeMachine::v1(), "5.10.0");
         machine.group_one("/", "").group_one("/app", "254:0 20971520\n");
         machine
     }
 
-    fn on(base: crate::machine::Machine, release: &str) -> Self {
+    fn on(base: crate::machine::FakeMachine, release: &str) -> Self {
         let mounts = fs::read_to_string(base.roots().mountinfo()).unwrap();
         let mut machine = Self { base, mounts: mounts.lines().map(str::to_owned).collect(), watched: None };
         machine.disk("254:0", "vda").release(release);
@@ -72,7 +72,7 @@ impl Machine {
     }
 
     pub(super) fn watched(&mut self) -> &mut Self {
-        self.watched = Watched::take(&self.path(LIMITS)).unwrap();
+        self.watched = WatchLock::take(&self.path(LIMITS)).unwrap();
         self
     }
 
@@ -226,7 +226,7 @@ impl Machine {
         self.write("cgroup/app/memory.stat", "file_dirty 1048576\nfile_writeback 0\n")
     }
 
-    pub(super) fn facts(&mut self, subject: &str) -> Facts {
+    pub(super) fn facts(&mut self, subject: &str) -> CgroupFacts {
         let text = self.mounts.join("\n") + "\n";
         let processes: Vec<String> = fs::read_dir(self.path("proc"))
             .unwrap()
@@ -239,16 +239,16 @@ impl Machine {
         let hierarchy = self.base.hierarchy();
         let group = target::resolve(&hierarchy, subject).unwrap();
         let limits = self.path(LIMITS);
-        facts::collect(&hierarchy, &Subject { group, only: subject.parse().ok(), limits }).unwrap()
+        facts::collect(&hierarchy, &ExplainSubject { group, only: subject.parse().ok(), limits }).unwrap()
     }
 
-    pub(super) fn explain(&mut self) -> Vec<Finding> {
+    pub(super) fn explain(&mut self) -> Vec<CoverageFinding> {
         findings::find(&self.facts("/app"))
     }
 
     pub(super) fn alarms(&mut self) -> Vec<(Coverage, Cause)> {
         let findings = self.explain();
-        let alarms = findings.iter().filter(|finding| finding.coverage.alarms());
+        let alarms = findings.iter().filter(|finding| finding.coverage.is_failure());
         alarms.map(|finding| (finding.coverage, finding.cause)).collect()
     }
 }

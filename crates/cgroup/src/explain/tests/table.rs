@@ -7,43 +7,43 @@ use Coverage::{Escapes, Partly, Unlimited};
 
 use super::{
     super::{
-        findings::{self, Cause, Coverage, Finding, Io},
+        findings::{self, Cause, Coverage, CoverageFinding, Io},
         json, text,
         verdict::Verdict,
     },
-    machine::{DATA, DIRECT, LIMITS, Machine, READ, SYNC, WRITE},
+    machine::{DATA, DIRECT, LIMITS, ExplainMachine, READ, SYNC, WRITE},
 };
 
 /// A machine, and every failure expected for `/app`, in any order.
-struct Case {
+struct ExplainCase {
     what: &'static str,
-    machine: Machine,
+    machine: ExplainMachine,
     alarms: Vec<(Coverage, Cause)>,
 }
 
 fn case(
     what: &'static str,
     alarms: &[(Coverage, Cause)],
-    set_up: impl FnOnce(&mut Machine) -> &mut Machine,
-) -> Case {
-    on(Machine::new(), what, alarms, set_up)
+    set_up: impl FnOnce(&mut ExplainMachine) -> &mut ExplainMachine,
+) -> ExplainCase {
+    on(ExplainMachine::new(), what, alarms, set_up)
 }
 
 fn on(
-    mut machine: Machine,
+    mut machine: ExplainMachine,
     what: &'static str,
     alarms: &[(Coverage, Cause)],
-    set_up: impl FnOnce(&mut Machine) -> &mut Machine,
-) -> Case {
+    set_up: impl FnOnce(&mut ExplainMachine) -> &mut ExplainMachine,
+) -> ExplainCase {
     set_up(&mut machine);
-    Case { what, machine, alarms: alarms.to_vec() }
+    ExplainCase { what, machine, alarms: alarms.to_vec() }
 }
 
 /// Limits of `/app` in weir's file; the kernel has none.
 const LIFTED: &str = r#"{"limits": [{"cgroup": "/app", "device": "254:0", "device-key": "number 254:0, 1048576 bytes", "own":
     {"limits": {"bps-read": 4000000, "bps-write": 4000000}, "watermark": 90}}]}"#;
 
-fn of_cgroups() -> Vec<Case> {
+fn of_cgroups() -> Vec<ExplainCase> {
     vec![
         case("healthy", &[], |m| {
             m.dd().opens(100, "/data/in", DATA, READ).opens(100, "/data/direct", DATA, 2 | DIRECT)
@@ -55,16 +55,16 @@ fn of_cgroups() -> Vec<Case> {
         case("the same, and nobody to apply it again", &[(Escapes, NoLimit)], |m| {
             m.write("cgroup/app/io.max", "").write(LIMITS, LIFTED).dd()
         }),
-        on(Machine::version_one(), "a limit of version 1 and a buffered dd", &[(Escapes, VersionOne)], |m| {
+        on(ExplainMachine::version_one(), "a limit of version 1 and a buffered dd", &[(Escapes, VersionOne)], |m| {
             m.dd()
         }),
-        on(Machine::version_one(), "version 1, but past the page cache", &[], |m| {
+        on(ExplainMachine::version_one(), "version 1, but past the page cache", &[], |m| {
             m.dd_in("/app", WRITE | DIRECT)
         }),
-        on(Machine::version_one(), "version 1, but waiting for each write", &[], |m| {
+        on(ExplainMachine::version_one(), "version 1, but waiting for each write", &[], |m| {
             m.dd_in("/app", WRITE | SYNC)
         }),
-        on(Machine::version_one(), "version 1, a cgroup below the limit", &[(Escapes, NotInherited)], |m| {
+        on(ExplainMachine::version_one(), "version 1, a cgroup below the limit", &[(Escapes, NotInherited)], |m| {
             m.group_one("/app/in", "").dd_in("/app/in", WRITE | DIRECT)
         }),
         case("memory in version 1, io in version 2", &[(Escapes, MemoryInVersionOne)], |m| {
@@ -98,7 +98,7 @@ fn of_cgroups() -> Vec<Case> {
         case("a kernel without limits", &[(Escapes, NoThrottling)], |m| m.remove("cgroup/app/io.max").dd()),
         case("no limit at all", &[(Escapes, NoLimit)], |m| m.write("cgroup/app/io.max", "").dd()),
         on(
-            Machine::version_one(),
+            ExplainMachine::version_one(),
             "no limit, and none would be kept",
             &[(Escapes, VersionOne), (Escapes, NoLimit)],
             |m| m.group_one("/app", "").dd(),
@@ -111,7 +111,7 @@ fn of_cgroups() -> Vec<Case> {
     ]
 }
 
-fn of_file_systems() -> Vec<Case> {
+fn of_file_systems() -> Vec<ExplainCase> {
     let mounted = |what,
                    alarms: &[(Coverage, Cause)],
                    kind: &'static str,
@@ -178,7 +178,7 @@ fn of_file_systems() -> Vec<Case> {
     ]
 }
 
-fn of_disks() -> Vec<Case> {
+fn of_disks() -> Vec<ExplainCase> {
     vec![
         case("the limit is on another disk", &[(Escapes, OtherDisk)], |m| {
             m.disk("254:16", "vdb").write("cgroup/app/io.max", "254:16 wbps=4000000\n").dd()
@@ -233,14 +233,14 @@ fn of_disks() -> Vec<Case> {
         case("the disk itself, through the page cache", &[], |m| {
             m.process(100, "dd", "/app").opens(100, "/dev/vda", 24, WRITE)
         }),
-        on(Machine::version_one(), "the same in version 1", &[(Escapes, VersionOne)], |m| {
+        on(ExplainMachine::version_one(), "the same in version 1", &[(Escapes, VersionOne)], |m| {
             m.process(100, "dd", "/app").opens(100, "/dev/vda", 24, WRITE)
         }),
         case("swapping to the limited disk", &[], |m| m.dd().swaps("/dev/vda")),
         case("swapping to another", &[(Escapes, SwapElsewhere)], |m| {
             m.dd().disk("254:16", "vdb").swaps("/dev/vdb")
         }),
-        on(Machine::version_one(), "swapping in version 1", &[(Escapes, SwapNotCharged)], |m| {
+        on(ExplainMachine::version_one(), "swapping in version 1", &[(Escapes, SwapNotCharged)], |m| {
             m.process(100, "db", "/app").opens(100, "/data/db", DATA, 2 | DIRECT).swaps("/dev/vda")
         }),
         case("nothing swapped", &[], |m| {
@@ -254,7 +254,7 @@ fn of_disks() -> Vec<Case> {
     ]
 }
 
-fn all() -> Vec<Case> {
+fn all() -> Vec<ExplainCase> {
     [of_cgroups(), of_file_systems(), of_disks()].into_iter().flatten().collect()
 }
 
@@ -263,7 +263,7 @@ fn every_case_names_its_cause_and_no_other() {
     let cases = all();
     assert!(cases.iter().filter(|case| !case.alarms.is_empty()).count() >= 15, "too few cases");
     let mut wrong = Vec::new();
-    for Case { what, mut machine, alarms } in cases {
+    for ExplainCase { what, mut machine, alarms } in cases {
         let found = machine.alarms();
         if found != alarms {
             wrong.push(format!("{what}: {found:?} instead of {alarms:?}"));
@@ -274,28 +274,28 @@ fn every_case_names_its_cause_and_no_other() {
 
 #[test]
 fn every_alarm_has_evidence_to_look_at_and_something_to_do() {
-    for Case { what, mut machine, .. } in all() {
-        for finding in machine.explain().iter().filter(|finding| finding.coverage.alarms()) {
+    for ExplainCase { what, mut machine, .. } in all() {
+        for finding in machine.explain().iter().filter(|finding| finding.coverage.is_failure()) {
             assert!(!finding.evidence.is_empty(), "{what}: {finding:?}");
             for evidence in &finding.evidence {
                 assert!(Path::new(&evidence.file).exists(), "{what}: {evidence:?}");
                 assert!(!evidence.value.is_empty(), "{what}: {evidence:?}");
             }
-            assert!(finding.mend.is_some(), "{what}: {finding:?}");
+            assert!(finding.remedy.is_some(), "{what}: {finding:?}");
         }
     }
 }
 
 #[track_caller]
-fn only(findings: &[Finding], cause: Cause) -> &Finding {
-    let found: Vec<&Finding> = findings.iter().filter(|finding| finding.cause == cause).collect();
+fn only(findings: &[CoverageFinding], cause: Cause) -> &CoverageFinding {
+    let found: Vec<&CoverageFinding> = findings.iter().filter(|finding| finding.cause == cause).collect();
     assert_eq!(found.len(), 1, "{cause:?} in {findings:#?}");
     found[0]
 }
 
 #[test]
 fn the_healthy_one_is_covered_in_every_way() {
-    let mut machine = Machine::new();
+    let mut machine = ExplainMachine::new();
     machine.dd().opens(100, "/data/in", DATA, READ).opens(100, "/data/direct", DATA, 2 | DIRECT);
     let findings = machine.explain();
     let covered = only(&findings, Covered);
@@ -309,8 +309,8 @@ fn the_healthy_one_is_covered_in_every_way() {
 }
 
 #[test]
-fn the_root_has_no_limits_and_is_told_so() {
-    let mut machine = Machine::new();
+fn root_cgroup_is_reported() {
+    let mut machine = ExplainMachine::new();
     machine.dd_in("/", WRITE);
     let findings = findings::find(&machine.facts("100"));
     assert_eq!(only(&findings, RootCgroup).coverage, Escapes);
@@ -319,7 +319,7 @@ fn the_root_has_no_limits_and_is_told_so() {
 
 #[test]
 fn the_level_that_keeps_a_controller_is_named() {
-    let mut machine = Machine::new();
+    let mut machine = ExplainMachine::new();
     machine
         .group("/a", "io memory", "memory")
         .group("/a/b", "memory", "memory")
@@ -335,17 +335,17 @@ fn the_level_that_keeps_a_controller_is_named() {
 
 #[test]
 fn a_process_is_asked_about_alone() {
-    let mut machine = Machine::new();
+    let mut machine = ExplainMachine::new();
     machine.dd().mount(41, "0:50", "/net", "nfs4", "server:/x", "rw");
     machine.process(101, "dd", "/app").opens(101, "/net/out", 41, WRITE);
     assert_eq!(machine.alarms(), [(Escapes, NetworkFileSystem)]);
     let alone = findings::find(&machine.facts("100"));
-    assert!(alone.iter().all(|finding| !finding.coverage.alarms()), "{alone:#?}");
+    assert!(alone.iter().all(|finding| !finding.coverage.is_failure()), "{alone:#?}");
 }
 
 #[test]
-fn without_processes_it_tells_what_would_become_of_them() {
-    let mut machine = Machine::new();
+fn empty_cgroup_has_hypothetical_findings() {
+    let mut machine = ExplainMachine::new();
     let findings = machine.explain();
     let covered = only(&findings, Covered);
     assert!(covered.acts.iter().all(|(pid, _)| pid.is_none()));
@@ -356,7 +356,7 @@ fn without_processes_it_tells_what_would_become_of_them() {
 
 #[test]
 fn notes_tell_what_is_no_failure() {
-    let mut machine = Machine::new();
+    let mut machine = ExplainMachine::new();
     machine.disk("254:1", "vda/vda1").mount(DATA, "254:1", "/data", "ext4", "/dev/vda1", "rw");
     machine.write("cgroup/io.cost.qos", "254:0 enable=1 ctrl=auto\n");
     machine.write("cgroup/app/io.latency", "254:0 target=75000\n");
@@ -384,14 +384,14 @@ fn notes_tell_what_is_no_failure() {
         assert!(!found.evidence.is_empty(), "{found:?}");
     }
     for control in ["io.cost", "io.latency", "BFQ"] {
-        let told = |finding: &Finding| finding.cause == OtherControl && finding.why.starts_with(control);
+        let told = |finding: &CoverageFinding| finding.cause == OtherControl && finding.why.starts_with(control);
         assert!(findings.iter().any(told), "{control} in {findings:#?}");
     }
 }
 
 #[test]
-fn pages_left_behind_are_told_of_a_cgroup_without_processes() {
-    let mut machine = Machine::new();
+fn dirty_pages_of_an_empty_cgroup_are_reported() {
+    let mut machine = ExplainMachine::new();
     machine.write("cgroup/app/memory.stat", "anon 0\nfile_dirty 40960\nfile_writeback 0\n");
     let findings = machine.explain();
     assert_eq!(only(&findings, LeftDirty).evidence[0].value, "file_dirty 40960");
@@ -401,7 +401,7 @@ fn pages_left_behind_are_told_of_a_cgroup_without_processes() {
 
 #[test]
 fn where_one_direction_is_limited_the_other_is_told_to_be_free() {
-    let mut machine = Machine::new();
+    let mut machine = ExplainMachine::new();
     machine.write("cgroup/app/io.max", "254:0 wbps=4000000\n").dd().opens(100, "/data/in", DATA, READ);
     let findings = machine.explain();
     assert_eq!(only(&findings, OtherDirection).coverage, Unlimited);
@@ -409,8 +409,8 @@ fn where_one_direction_is_limited_the_other_is_told_to_be_free() {
 }
 
 #[test]
-fn what_cannot_be_read_is_told() {
-    let mut machine = Machine::new();
+fn unreadable_files_are_reported() {
+    let mut machine = ExplainMachine::new();
     machine.dd();
     // A directory cannot be read as a file, not even by root.
     let maps = machine.path("proc/100/maps");
@@ -421,8 +421,8 @@ fn what_cannot_be_read_is_told() {
 }
 
 #[test]
-fn people_read_the_verdict_first() {
-    let mut machine = Machine::version_one();
+fn text_begins_with_the_verdict() {
+    let mut machine = ExplainMachine::version_one();
     machine.dd();
     let facts = machine.facts("/app");
     let findings = findings::find(&facts);
@@ -440,8 +440,8 @@ fn people_read_the_verdict_first() {
 }
 
 #[test]
-fn programs_get_the_same() {
-    let mut machine = Machine::version_one();
+fn json_has_the_same_findings() {
+    let mut machine = ExplainMachine::version_one();
     machine.dd();
     let facts = machine.facts("/app");
     let told = json::json(&facts, &findings::find(&facts));
@@ -459,7 +459,7 @@ fn programs_get_the_same() {
 
 #[test]
 fn a_name_cannot_move_the_cursor() {
-    let mut machine = Machine::new();
+    let mut machine = ExplainMachine::new();
     machine.process(100, "x\x1b[2J", "/app").opens(100, "/data/\x1b[2Jout", DATA, WRITE);
     let facts = machine.facts("/app");
     assert!(!text::text(&facts, &findings::find(&facts)).contains('\x1b'));

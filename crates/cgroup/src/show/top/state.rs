@@ -2,17 +2,17 @@
 
 use std::{cmp::Ordering, path::PathBuf};
 
-use console::keys::{self, Chosen, InList, Leave};
+use console::keys::{self, SelectedRow, ListKey, ExitKey};
 use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 
 use crate::show::{
     rates,
-    rates::{Rate, Row, Snapshot, TaskRow, Wish},
+    rates::{CgroupRate, CgroupRow, CgroupSnapshot, TaskRow, RowOptions},
     text,
 };
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Column {
+pub(super) enum TopColumn {
     Name,
     Reads,
     Writes,
@@ -21,57 +21,57 @@ pub(super) enum Column {
     Waited,
 }
 
-impl Column {
+impl TopColumn {
     pub(super) const ALL: [Self; 5] = [Self::Name, Self::Reads, Self::Writes, Self::Operations, Self::Waited];
 }
 
 #[derive(Clone, Debug, PartialEq)]
-pub(super) struct Line {
+pub(super) struct TopLine {
     /// The cgroup's path, or the task's number and name.
     pub(super) name: String,
-    pub(super) rate: Option<Rate>,
+    pub(super) rate: Option<CgroupRate>,
     pub(super) waited: Option<f64>,
     /// Limits of a cgroup; cgroup of a task.
     pub(super) rest: String,
 }
 
-pub(super) struct State {
-    pub(super) rows: Vec<Row>,
+pub(super) struct CgroupTopState {
+    pub(super) rows: Vec<CgroupRow>,
     pub(super) wrong: Option<String>,
     /// The cgroup whose tasks are shown, including descendants; `None` shows cgroups.
     pub(super) tasks_of: Option<PathBuf>,
-    pub(super) column: Column,
+    pub(super) column: TopColumn,
     /// Reversed order: the smallest number first, the last name first.
     pub(super) reversed: bool,
     pub(super) has_help: bool,
     /// Lines of a page, set by the view.
     pub(super) page: usize,
-    pub(super) wish: Wish,
-    last: Option<Snapshot>,
-    chosen: Chosen,
+    pub(super) wish: RowOptions,
+    last: Option<CgroupSnapshot>,
+    chosen: SelectedRow,
     /// True if the user selected a line; otherwise the first line is selected.
     has_chosen: bool,
 }
 
-impl State {
-    pub(super) fn new(wish: Wish) -> Self {
+impl CgroupTopState {
+    pub(super) fn new(wish: RowOptions) -> Self {
         Self {
             rows: Vec::new(),
             wrong: None,
             tasks_of: None,
-            column: Column::Writes,
+            column: TopColumn::Writes,
             reversed: false,
             has_help: false,
             page: 1,
             wish,
             last: None,
-            chosen: Chosen::default(),
+            chosen: SelectedRow::default(),
             has_chosen: false,
         }
     }
 
     /// Applies a snapshot or an error; after an error rates start anew.
-    pub(super) fn learn(&mut self, wish: Wish, result: anyhow::Result<Snapshot>) {
+    pub(super) fn update(&mut self, wish: RowOptions, result: anyhow::Result<CgroupSnapshot>) {
         self.wish = wish;
         match result {
             Ok(snapshot) => {
@@ -92,20 +92,20 @@ impl State {
         self.tasks_of.is_some()
     }
 
-    pub(super) fn lines(&self) -> Vec<Line> {
+    pub(super) fn lines(&self) -> Vec<TopLine> {
         let mut lines = match &self.tasks_of {
             None => self.rows.iter().map(of_group).collect::<Vec<_>>(),
             Some(name) => {
                 // Whole path components are compared, so `/a` does not include `/ab`.
                 let below = self.rows.iter().filter(|row| row.name.starts_with(name));
                 let tasks = below.flat_map(|row| row.tasks.iter().map(move |task| (row, task)));
-                let shown = tasks.filter(|(_, task)| task.has_done_something());
+                let shown = tasks.filter(|(_, task)| task.has_io());
                 shown.map(|(row, task)| of_task(row, task)).collect()
             }
         };
         lines.sort_by(|a, b| {
             let by_column = match self.column {
-                Column::Name => Ordering::Equal,
+                TopColumn::Name => Ordering::Equal,
                 column => number(b, column).total_cmp(&number(a, column)),
             };
             // Equal lines keep a fixed order, so that they do not jump at each refresh.
@@ -115,28 +115,28 @@ impl State {
         lines
     }
 
-    pub(super) fn chosen(&self, lines: &[Line]) -> usize {
+    pub(super) fn chosen(&self, lines: &[TopLine]) -> usize {
         self.chosen.index(lines.iter().map(|line| line.name.as_str()))
     }
 
-    pub(super) fn press(&mut self, key: KeyEvent) -> Option<Leave> {
+    pub(super) fn press(&mut self, key: KeyEvent) -> Option<ExitKey> {
         if key.modifiers.contains(KeyModifiers::CONTROL) {
-            return Leave::of(key);
+            return ExitKey::of(key);
         }
         // Any key closes the help, without its usual effect.
         if std::mem::take(&mut self.has_help) {
             return None;
         }
-        match InList::of(key, self.page) {
-            Some(InList::End) => return Some(Leave::End),
-            Some(InList::Step(by)) => {
+        match ListKey::of(key, self.page) {
+            Some(ListKey::End) => return Some(ExitKey::End),
+            Some(ListKey::Step(by)) => {
                 self.has_chosen |= self.with_names(|chosen, names| chosen.step(names, by));
             }
-            Some(InList::Sort) => {
-                (self.column, self.reversed) = (keys::next(&Column::ALL, self.column), false);
+            Some(ListKey::Sort) => {
+                (self.column, self.reversed) = (keys::next(&TopColumn::ALL, self.column), false);
             }
-            Some(InList::Reverse) => self.reversed = !self.reversed,
-            Some(InList::Help) => self.has_help = true,
+            Some(ListKey::Reverse) => self.reversed = !self.reversed,
+            Some(ListKey::Help) => self.has_help = true,
             None => match key.code {
                 KeyCode::Enter | KeyCode::Char('t') => self.enter(),
                 KeyCode::Esc | KeyCode::Backspace => self.leave(),
@@ -171,23 +171,23 @@ impl State {
     /// line.
     fn settle(&mut self) {
         let stays = self.has_chosen;
-        self.with_names(|chosen, names| chosen.settle(names, stays));
+        self.with_names(|chosen, names| chosen.update(names, stays));
     }
 
-    fn with_names<T>(&mut self, choose: impl FnOnce(&mut Chosen, &[&str]) -> T) -> T {
+    fn with_names<T>(&mut self, choose: impl FnOnce(&mut SelectedRow, &[&str]) -> T) -> T {
         let lines = self.lines();
         choose(&mut self.chosen, &lines.iter().map(|line| line.name.as_str()).collect::<Vec<_>>())
     }
 }
 
-fn of_group(row: &Row) -> Line {
+fn of_group(row: &CgroupRow) -> TopLine {
     let limited = row.devices.iter().map(text::limits);
     let limits = limited.filter(|limits| limits != text::NOTHING).collect::<Vec<_>>().join(" · ");
-    Line { name: row.name.display().to_string(), rate: row.rate(), waited: row.waited, rest: limits }
+    TopLine { name: row.name.display().to_string(), rate: row.rate(), waited: row.waited, rest: limits }
 }
 
-fn of_task(row: &Row, task: &TaskRow) -> Line {
-    Line {
+fn of_task(row: &CgroupRow, task: &TaskRow) -> TopLine {
+    TopLine {
         name: format!("{:>7} {}", task.id.tid, task.task.name),
         rate: task.rate,
         waited: task.waited,
@@ -196,14 +196,14 @@ fn of_task(row: &Row, task: &TaskRow) -> Line {
 }
 
 /// Sort key; unknown values come last.
-fn number(line: &Line, column: Column) -> f64 {
-    let of = |figure: fn(&Rate) -> f64| line.rate.as_ref().map(figure);
+fn number(line: &TopLine, column: TopColumn) -> f64 {
+    let of = |figure: fn(&CgroupRate) -> f64| line.rate.as_ref().map(figure);
     let figure = match column {
-        Column::Name => None,
-        Column::Reads => of(|rate| rate.read_bps),
-        Column::Writes => of(|rate| rate.write_bps),
-        Column::Operations => of(Rate::iops),
-        Column::Waited => line.waited,
+        TopColumn::Name => None,
+        TopColumn::Reads => of(|rate| rate.read_bps),
+        TopColumn::Writes => of(|rate| rate.write_bps),
+        TopColumn::Operations => of(CgroupRate::iops),
+        TopColumn::Waited => line.waited,
     };
     figure.unwrap_or(-1.0)
 }

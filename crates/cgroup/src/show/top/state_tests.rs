@@ -5,27 +5,27 @@ use ratatui::crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
 use super::*;
 use crate::show::rates::tests::{sample, snapshots};
 
-pub(in crate::show::top) const WISH: Wish = Wish { device: None, are_waits_counted: true };
+pub(in crate::show::top) const WISH: RowOptions = RowOptions { device: None, are_waits_counted: true };
 
-pub(in crate::show::top) fn sampled() -> State {
+pub(in crate::show::top) fn sampled() -> CgroupTopState {
     let (earlier, later) = snapshots();
-    let mut state = State::new(WISH);
-    state.learn(WISH, Ok(earlier));
-    state.learn(WISH, Ok(later));
+    let mut state = CgroupTopState::new(WISH);
+    state.update(WISH, Ok(earlier));
+    state.update(WISH, Ok(later));
     state
 }
 
 /// Presses keys; returns the action of the last one.
-pub(in crate::show::top) fn press(state: &mut State, keys: &str) -> Option<Leave> {
+pub(in crate::show::top) fn press(state: &mut CgroupTopState, keys: &str) -> Option<ExitKey> {
     let press = |key| state.press(KeyEvent::new(KeyCode::Char(key), KeyModifiers::NONE));
     keys.chars().map(press).last().flatten()
 }
 
-fn names(state: &State) -> Vec<String> {
+fn names(state: &CgroupTopState) -> Vec<String> {
     state.lines().into_iter().map(|line| line.name.trim().to_owned()).collect()
 }
 
-fn chosen(state: &State) -> String {
+fn chosen(state: &CgroupTopState) -> String {
     let lines = state.lines();
     lines[state.chosen(&lines)].name.trim().to_owned()
 }
@@ -35,11 +35,11 @@ fn lines_are_sorted_by_writes_and_then_by_any_column() {
     let mut state = sampled();
     assert_eq!(names(&state), ["/system/a.db", "/idle"]);
     press(&mut state, "sss");
-    assert_eq!(state.column, Column::Name);
+    assert_eq!(state.column, TopColumn::Name);
     assert_eq!(names(&state), ["/idle", "/system/a.db"]);
     press(&mut state, "r");
     assert_eq!(names(&state), ["/system/a.db", "/idle"]);
-    for column in [Column::Reads, Column::Writes, Column::Operations, Column::Waited] {
+    for column in [TopColumn::Reads, TopColumn::Writes, TopColumn::Operations, TopColumn::Waited] {
         press(&mut state, "s");
         assert_eq!((state.column, state.reversed), (column, false));
         assert_eq!(names(&state), ["/system/a.db", "/idle"], "the largest first, what is not known last");
@@ -69,15 +69,15 @@ fn what_goes_away_is_no_longer_there() {
     press(&mut state, "tj");
     assert_eq!(chosen(&state), "8 a\nb");
     later.groups[1].tasks.retain(|id, _| id.tid == 7);
-    state.learn(WISH, Ok(later.clone()));
+    state.update(WISH, Ok(later.clone()));
     assert_eq!(chosen(&state), "7 dd");
     later.groups.pop();
-    state.learn(WISH, Ok(later));
+    state.update(WISH, Ok(later));
     assert_eq!(names(&state), [""; 0]);
     press(&mut state, "jkgGsr");
-    state.learn(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
+    state.update(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
     assert_eq!(state.wrong.as_deref(), Some("cgroup /a: removed meanwhile"));
-    state.learn(WISH, Ok(earlier));
+    state.update(WISH, Ok(earlier));
     assert_eq!(state.wrong, None);
     assert!(state.rows.iter().all(|row| row.rate().is_none()), "there is nothing to compare with");
 }
@@ -86,7 +86,7 @@ fn what_goes_away_is_no_longer_there() {
 fn keys_end_stop_and_explain() {
     let mut state = sampled();
     assert_eq!(press(&mut state, "?q"), None, "any key closes the help");
-    assert_eq!(press(&mut state, "q"), Some(Leave::End));
+    assert_eq!(press(&mut state, "q"), Some(ExitKey::End));
     let mut control = |key| state.press(KeyEvent::new(KeyCode::Char(key), KeyModifiers::CONTROL));
-    assert_eq!([control('c'), control('z'), control('s')], [Some(Leave::End), Some(Leave::Stop), None]);
+    assert_eq!([control('c'), control('z'), control('s')], [Some(ExitKey::End), Some(ExitKey::Stop), None]);
 }

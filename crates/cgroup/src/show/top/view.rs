@@ -2,7 +2,7 @@
 
 use console::{
     figures,
-    screen::{self, DIM, HELD, WRONG},
+    screen::{self, DIMMED, THROTTLED, FAULT},
 };
 use ratatui::{
     Frame,
@@ -11,10 +11,10 @@ use ratatui::{
     text::{Line as Text, Span},
     widgets::{Cell, Row, Table, TableState},
 };
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 
-use super::state::{Column, Line, State};
-use crate::show::{rates::Rate, text};
+use super::state::{TopColumn, TopLine, CgroupTopState};
+use crate::show::{rates::CgroupRate, text};
 
 const HELP: &str = "\
 ↑ ↓ k j PgUp PgDn Home End   choose
@@ -31,7 +31,7 @@ limit or for the device. Rates are of all devices together, those of a task
 are what it caused to be read and written, its CALLS those of the system.
 ";
 
-pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
+pub(super) fn draw(frame: &mut Frame<'_>, state: &mut CgroupTopState) {
     if !screen::has_room(frame, "weir cgroup top") {
         return;
     }
@@ -47,19 +47,19 @@ pub(super) fn draw(frame: &mut Frame<'_>, state: &mut State) {
     }
 }
 
-fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &State) {
+fn draw_title(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
     let name = Span::styled(format!(" weir {} ", env!("CARGO_PKG_VERSION")), Modifier::BOLD);
     let said = match (&state.wrong, &state.tasks_of) {
-        (Some(wrong), _) => Span::styled(wrong.clone(), WRONG),
+        (Some(wrong), _) => Span::styled(wrong.clone(), FAULT),
         (None, Some(group)) => {
-            Span::raw(format!("· tasks in {} and below", plain(&group.display().to_string())))
+            Span::raw(format!("· tasks in {} and below", sanitize(&group.display().to_string())))
         }
         (None, None) => Span::raw(format!("· cgroups with limits or I/O: {}", state.rows.len())),
     };
     frame.render_widget(Text::from(vec![name, said]), area);
 }
 
-fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &State) {
+fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
     let lines = state.lines();
     if lines.is_empty() {
         let said = if state.has_tasks() {
@@ -67,7 +67,7 @@ fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &State) {
         } else {
             " no cgroup has limits or has done any I/O"
         };
-        return frame.render_widget(Text::styled(said, DIM), area);
+        return frame.render_widget(Text::styled(said, DIMMED), area);
     }
     let widths = [
         Constraint::Fill(3),
@@ -77,7 +77,7 @@ fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &State) {
         Constraint::Length(7),
         Constraint::Fill(2),
     ];
-    let heading = Column::ALL.map(|column| heading(state, column));
+    let heading = TopColumn::ALL.map(|column| heading(state, column));
     let rest = if state.has_tasks() { "CGROUP" } else { "LIMITS" };
     let table = Table::new(lines.iter().map(row), widths)
         .header(Row::new(heading.into_iter().chain([Cell::from(rest)])).style(Modifier::BOLD))
@@ -87,15 +87,15 @@ fn draw_list(frame: &mut Frame<'_>, area: Rect, state: &State) {
     frame.render_stateful_widget(table, area, &mut place);
 }
 
-fn heading(state: &State, column: Column) -> Cell<'static> {
+fn heading(state: &CgroupTopState, column: TopColumn) -> Cell<'static> {
     let title = match column {
-        Column::Name if state.has_tasks() => "    TID TASK",
-        Column::Name => "CGROUP",
-        Column::Reads => "READ/s",
-        Column::Writes => "WRITE/s",
-        Column::Operations if state.has_tasks() => "CALLS/s",
-        Column::Operations => "IOPS",
-        Column::Waited => "WAITED",
+        TopColumn::Name if state.has_tasks() => "    TID TASK",
+        TopColumn::Name => "CGROUP",
+        TopColumn::Reads => "READ/s",
+        TopColumn::Writes => "WRITE/s",
+        TopColumn::Operations if state.has_tasks() => "CALLS/s",
+        TopColumn::Operations => "IOPS",
+        TopColumn::Waited => "WAITED",
     };
     let arrow = match (state.column == column, state.reversed) {
         (false, _) => "",
@@ -103,31 +103,31 @@ fn heading(state: &State, column: Column) -> Cell<'static> {
         (true, true) => "▴",
     };
     let text = format!("{title}{arrow}");
-    if column == Column::Name { Cell::from(text) } else { right(text) }
+    if column == TopColumn::Name { Cell::from(text) } else { right(text) }
 }
 
-fn row(line: &Line) -> Row<'static> {
-    let of = |figure: fn(&Rate) -> String| right(text::cell(line.rate.as_ref().map(figure)));
+fn row(line: &TopLine) -> Row<'static> {
+    let of = |figure: fn(&CgroupRate) -> String| right(text::cell(line.rate.as_ref().map(figure)));
     let waited = right(text::cell(line.waited.map(figures::share)));
     // Highlights lines that waited.
     let is_held = line.waited.is_some_and(|share| share > 0.0);
     Row::new([
-        Cell::from(plain(&line.name)),
+        Cell::from(sanitize(&line.name)),
         of(|rate| figures::bytes(rate.read_bps)),
         of(|rate| figures::bytes(rate.write_bps)),
         of(|rate| figures::count(rate.iops())),
-        if is_held { waited.style(HELD) } else { waited },
-        Cell::from(plain(&line.rest)),
+        if is_held { waited.style(THROTTLED) } else { waited },
+        Cell::from(sanitize(&line.rest)),
     ])
 }
 
-fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &State) {
+fn draw_keys(frame: &mut Frame<'_>, area: Rect, state: &CgroupTopState) {
     let is_unknown = !state.wish.are_waits_counted && state.rows.iter().all(|row| row.pressure.is_none());
     let line = if is_unknown && !state.rows.is_empty() {
-        Text::styled(" WAITED is not known here: sysctl kernel.task_delayacct=1 · ? help · q quit", DIM)
+        Text::styled(" WAITED is not known here: sysctl kernel.task_delayacct=1 · ? help · q quit", DIMMED)
     } else {
         let enter = if state.has_tasks() { "Esc cgroups" } else { "Enter tasks" };
-        Text::styled(format!(" ↑↓ choose · {enter} · s sort · r reverse · ? help · q quit"), DIM)
+        Text::styled(format!(" ↑↓ choose · {enter} · s sort · r reverse · ? help · q quit"), DIMMED)
     };
     frame.render_widget(line, area);
 }
@@ -143,7 +143,7 @@ mod tests {
     use super::*;
     use crate::show::top::state::tests::{WISH, press, sampled};
 
-    fn drawn(state: &mut State, width: u16, height: u16) -> String {
+    fn drawn(state: &mut CgroupTopState, width: u16, height: u16) -> String {
         let mut terminal = Terminal::new(TestBackend::new(width, height)).unwrap();
         terminal.draw(|frame| draw(frame, state)).unwrap();
         let buffer = terminal.backend().buffer();
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn what_is_wrong_and_what_is_missing_is_said() {
         let mut state = sampled();
-        state.learn(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
+        state.update(WISH, Err(anyhow::anyhow!("cgroup /a: removed meanwhile")));
         let text = drawn(&mut state, 80, 24);
         assert!(
             text.contains("cgroup /a: removed meanwhile") && text.contains("no cgroup has limits"),

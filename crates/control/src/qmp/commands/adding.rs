@@ -3,7 +3,7 @@
 
 use std::rc::Rc;
 
-use reactor::op::ForeignFd;
+use reactor::op::PassedFd;
 use serde_json::{Map, Value, json};
 
 use crate::{
@@ -24,7 +24,7 @@ impl Command for AddDisk {
         let named =
             exports.iter().flatten().filter_map(|export| export["listen"].as_str()?.strip_prefix("fd:"));
         let passed = arguments.passed();
-        let socket = |name: &str| Some((name.to_owned(), passed.take(name).map(ForeignFd::into_owned)?));
+        let socket = |name: &str| Some((name.to_owned(), passed.take(name).map(PassedFd::into_owned)?));
         let sockets = named.filter_map(socket).collect();
         Ok(Self(NewDisk { name, keys, exports, sockets }))
     }

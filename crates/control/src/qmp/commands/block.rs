@@ -7,7 +7,7 @@ use std::{cell::Cell, path::Path, rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, Group},
+    layer::throttle::{DiskSettings, ThrottleGroup},
 };
 use image::{
     Image as Opened,
@@ -16,7 +16,7 @@ use image::{
 use policy::prefetch;
 use serde_json::{Map, Value, json};
 use settings::DiskConfig;
-use storage::{OpenError, OpenOptions, Passed, ResizeError};
+use storage::{OpenError, OpenOptions, PassedFiles, ResizeError};
 
 use super::{
     node::{Bottom, Chain},
@@ -59,7 +59,7 @@ impl Command for BlockdevAdd {
                     return Err(why);
                 }
                 if let Some(cluster) = registry.cluster() {
-                    cluster.has_again(&chain.names[0]);
+                    cluster.forget_moved(&chain.names[0]);
                 }
             }
         }
@@ -73,9 +73,9 @@ async fn add(
     storage: &StorageNode,
     below: Vec<NodeBelow>,
     told: Told,
-    passed: Option<Passed>,
+    passed: Option<PassedFiles>,
 ) -> Result<(), Error> {
-    let prefetch = chain.prefetch.apply_to(prefetch::Settings::default())?;
+    let prefetch = chain.prefetch.apply_to(prefetch::PrefetchConfig::default())?;
     let opened = open_bottom(registry, chain, storage, passed).await?;
     // Others had their turn while it was opened.
     check_names(registry, chain)?;
@@ -135,7 +135,7 @@ fn nodes_over(chain: &Chain, bottom: &str, storage: &Rc<StorageNode>, under: &[N
 pub(in crate::qmp) async fn add_again(
     registry: &Rc<Registry>,
     told: &[Map<String, Value>],
-    passed: Passed,
+    passed: PassedFiles,
 ) -> Result<(), Error> {
     let mut chains = Vec::new();
     for sent in told {
@@ -207,7 +207,7 @@ fn check_names(registry: &Registry, chain: &Chain) -> Result<(), Error> {
     group_of(registry, chain).map(drop)
 }
 
-fn group_of(registry: &Registry, chain: &Chain) -> Result<Option<Arc<Group>>, Error> {
+fn group_of(registry: &Registry, chain: &Chain) -> Result<Option<Arc<ThrottleGroup>>, Error> {
     let find = |name: &String| {
         let missing = |_| generic(format_args!("Throttle group '{}' does not exist", shown(name)));
         registry.groups.get(name).map_err(missing)
@@ -223,8 +223,8 @@ fn inner_nodes(chain: &Chain) -> Vec<NodeBelow> {
 fn build(
     chain: &Chain,
     image: Opened,
-    prefetch: prefetch::Settings,
-    group: Option<&Arc<Group>>,
+    prefetch: prefetch::PrefetchConfig,
+    group: Option<&Arc<ThrottleGroup>>,
 ) -> Result<Disk, Error> {
     let disk = Disk::new(&chain.names[0], image, DiskSettings::default(), group)
         .map_err(generic)?
@@ -287,7 +287,7 @@ fn put_over(registry: &Rc<Registry>, chain: &Chain, bottom: &str, own: Told) -> 
 fn move_taken(
     registry: &Rc<Registry>,
     taken: RunningDisk,
-    group: Option<&Arc<Group>>,
+    group: Option<&Arc<ThrottleGroup>>,
 ) -> Result<RunningDisk, Error> {
     if let Err(refused) = taken.disk.throttle().move_to(group) {
         registry.add_disk(taken).expect("its name was free a moment ago");
@@ -320,13 +320,13 @@ async fn open_bottom(
     registry: &Registry,
     chain: &Chain,
     storage: &StorageNode,
-    files: Option<Passed>,
+    files: Option<PassedFiles>,
 ) -> Result<Opened, Error> {
     let StorageNode { image, device, auto_read_only, .. } = storage;
     registry.check_image(image).await.map_err(generic)?;
-    let spec = image.spec().map_err(generic)?;
+    let spec = image.to_spec().map_err(generic)?;
     if let (Some(path), Some(device)) = (image.path().map(Path::to_owned), *device) {
-        let checked = reactor::timeout(PATIENCE, reactor::blocking(move || check_kind(&path, device))).await;
+        let checked = reactor::timeout(PATIENCE, reactor::run_blocking(move || check_kind(&path, device))).await;
         checked.unwrap_or_else(|_| Err(no_answer(&spec))).map_err(Error::generic)?;
     }
     let id = chain.qcow2.as_ref().and_then(|node| node.key_secret.as_deref());
@@ -337,7 +337,7 @@ async fn open_bottom(
     };
     let may_be_read_only = *auto_read_only && !chain.read_only && !chain.handover;
     let mut options = chain.open_options(registry.image_root().cloned(), secret);
-    options.storage.passed = files;
+    options.storage.passed_files = files;
     match passed(chain.read_only) {
         Ok(descriptor) => options.storage.descriptor = descriptor,
         Err(_) if may_be_read_only => {
@@ -452,7 +452,7 @@ fn check_blocks(registry: &Registry, disk: &Rc<RunningDisk>, size_bytes: u64) ->
                 format_args!(
                     "({size_bytes}) cannot be: export {} has blocks of {block} bytes (make it {})",
                     export.id,
-                    settings::sizes_around(size_bytes, block)
+                    settings::nearest_multiples(size_bytes, block)
                 ),
             ));
         }
@@ -499,7 +499,7 @@ impl Command for BlockResize {
             ResizeError::Unaligned { .. } | ResizeError::TooLarge { .. } => {
                 Error::rule("size", format_args!("({}) cannot be: {error}", self.size_bytes))
             }
-            _ if disk.disk.is_let_go() => generic(format_args!(
+            _ if disk.disk.is_released() => generic(format_args!(
                 "Cannot resize '{}': with handover its image is open only while a machine uses it, and none does (start the machine first, or resize the image itself with `weir image resize`)",
                 disk.disk.name()
             )),

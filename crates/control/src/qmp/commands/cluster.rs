@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use cluster::{Change, Cluster};
+use cluster::{GroupLimitChange, ClusterMembership};
 use serde_json::Value;
 
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
 /// The most hosts, as policy has it.
 const MAX_HOSTS: u64 = policy::cluster::MAX_HOSTS as u64;
 
-fn cluster(registry: &Registry) -> Result<Rc<Cluster>, Error> {
+fn cluster(registry: &Registry) -> Result<Rc<ClusterMembership>, Error> {
     let none = || {
         Error::generic("cluster: this daemon is in none (add [cluster] to its config file, and restart weir)")
     };
@@ -44,7 +44,7 @@ impl Command for QueryCluster {
 
 #[derive(Debug)]
 pub(super) struct ClusterSet {
-    change: Change,
+    change: GroupLimitChange,
 }
 
 impl Command for ClusterSet {
@@ -52,13 +52,13 @@ impl Command for ClusterSet {
 
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let group: String = arguments.required("group")?;
-        settings::check::named(&group)
+        settings::check::check_object_name(&group)
             .map_err(|rule| Error::generic(format!("group {:?}: {rule}", shown(&group))))?;
         let limits = LimitChanges::read(arguments, Naming::Plain)?.values().collect();
         let hosts = arguments.number("hosts", 1..=MAX_HOSTS)?.map(|hosts| hosts as u32);
         let safe_share = arguments.number("safe-share-ppm", 0..=1_000_000)?;
         let safe_share = safe_share.map(|ppm| (ppm > 0).then_some(ppm as u32));
-        let change = Change { group, limits, hosts, safe_share_ppm: safe_share, ..Change::default() };
+        let change = GroupLimitChange { group, limits, hosts, safe_share_ppm: safe_share, ..GroupLimitChange::default() };
         Ok(Self { change })
     }
 
@@ -88,7 +88,7 @@ impl Command for ClusterRemove {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        let change = Change { group: self.group, removes: true, ..Change::default() };
+        let change = GroupLimitChange { group: self.group, removes: true, ..GroupLimitChange::default() };
         cluster(&registry)?.change(change).await.map_err(Error::generic)
     }
 }
@@ -106,6 +106,6 @@ impl Command for ClusterForget {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Value, Error> {
-        cluster(&registry)?.forget(self.host).await.map_err(Error::generic)
+        cluster(&registry)?.forget_host(self.host).await.map_err(Error::generic)
     }
 }

@@ -8,7 +8,7 @@ use std::{
     rc::Rc,
 };
 
-use reactor::op::ForeignFd;
+use reactor::op::PassedFd;
 use serde_json::{Value, json};
 
 use crate::{
@@ -19,7 +19,7 @@ use crate::{
 #[derive(Debug)]
 pub(super) struct GetFd {
     name: String,
-    descriptor: ForeignFd,
+    descriptor: PassedFd,
     passed: Rc<Passed>,
 }
 
@@ -60,7 +60,7 @@ impl Command for CloseFd {
 pub(super) struct AddFd {
     set: Option<u64>,
     opaque: Option<String>,
-    descriptor: ForeignFd,
+    descriptor: PassedFd,
 }
 
 impl Command for AddFd {

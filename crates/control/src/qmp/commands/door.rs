@@ -5,8 +5,8 @@ use std::path::Path;
 
 use serde_json::Value;
 use settings::{
-    AddressedKeys, Door, Fuse, NbdDevice, Socket, Ublk, VhostUserBlk,
-    key::{Unread, ValueKind},
+    AddressedConfig, ExportTarget, FuseConfig, NbdDeviceConfig, VhostUserSocket, UblkConfig, VhostUserBlkConfig,
+    key::{ValueError, KeyType},
 };
 
 use crate::qmp::{arguments::Arguments, error::Error};
@@ -16,45 +16,45 @@ pub(super) const TYPES: [&str; 4] = ["vhost-user-blk", "fuse", "x-ublk", "x-nbd-
 /// Those whose clients are told whether there is a write cache, and by that flush or not.
 pub(super) const WITH_WRITE_CACHE: [&str; 2] = ["vhost-user-blk", "x-ublk"];
 
-pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<Door, Error> {
+pub(super) fn read(kind: &str, arguments: &mut Arguments) -> Result<ExportTarget, Error> {
     Ok(match kind {
-        "vhost-user-blk" => Door::VhostUserBlk(machine(arguments)?),
+        "vhost-user-blk" => ExportTarget::VhostUserBlk(machine(arguments)?),
         "fuse" => {
             let file: String = arguments.required("mountpoint")?;
             if file.is_empty() {
                 return Err(Error::rule("mountpoint", "is empty; write the path of a regular file"));
             }
-            Door::Fuse(with_keys(arguments, Fuse::at(file.into()), &[])?)
+            ExportTarget::Fuse(with_keys(arguments, FuseConfig::new(file.into()), &[])?)
         }
         "x-ublk" => {
             // Fits.
             let number = arguments.number("number", 0..=(1 << 20) - 1)?.map(|number| number as u32);
             let write_cache = !writethrough(arguments)?;
-            Door::Ublk(with_keys(
+            ExportTarget::Ublk(with_keys(
                 arguments,
-                Ublk { number, write_cache, ..Ublk::default() },
+                UblkConfig { number, write_cache, ..UblkConfig::default() },
                 &["write-cache"],
             )?)
         }
         _ => {
             let device: Option<String> = arguments.optional("device")?;
             let device = device.as_deref().unwrap_or("auto").parse();
-            let device: NbdDevice = device.map_err(|rule: String| Error::rule("device", rule))?;
-            Door::NbdDevice(with_keys(arguments, device, &[])?)
+            let device: NbdDeviceConfig = device.map_err(|rule: String| Error::rule("device", rule))?;
+            ExportTarget::NbdDevice(with_keys(arguments, device, &[])?)
         }
     })
 }
 
 /// Reads the keys of an export, except those that QEMU has by other names. `writable` states
 /// whether it is read-only.
-fn with_keys<K: AddressedKeys>(
+fn with_keys<K: AddressedConfig>(
     arguments: &mut Arguments,
     mut export: K,
     others: &[&str],
 ) -> Result<K, Error> {
     for key in K::options().filter(|key| key.name != "read-only" && !others.contains(&key.name)) {
         let text = match key.value {
-            ValueKind::Flag => arguments.optional::<bool>(key.name)?.map(|on| on.to_string()),
+            KeyType::Flag => arguments.optional::<bool>(key.name)?.map(|on| on.to_string()),
             _ => match arguments.optional::<Value>(key.name)? {
                 None => None,
                 Some(Value::String(text)) => Some(text),
@@ -66,7 +66,7 @@ fn with_keys<K: AddressedKeys>(
         };
         let Some(text) = text else { continue };
         key.read(&mut export, &text, Path::new("")).map_err(|unread| match unread {
-            Unread::Malformed(rule) | Unread::OutOfRange(rule) => {
+            ValueError::Malformed(rule) | ValueError::OutOfRange(rule) => {
                 Error::rule(&arguments.name_of(key.name), rule)
             }
         })?;
@@ -85,7 +85,7 @@ fn writethrough(arguments: &mut Arguments) -> Result<bool, Error> {
 }
 
 /// As QEMU's `BlockExportOptionsVhostUserBlk`, with one queue if nothing is said.
-fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
+fn machine(arguments: &mut Arguments) -> Result<VhostUserBlkConfig, Error> {
     let mut address = arguments.object("addr")?.ok_or_else(|| Error::missing("addr"))?;
     let kind = address.choice("type", &["unix", "fd"])?;
     let kind = kind.ok_or_else(|| Error::missing(&address.name_of("type")))?;
@@ -97,7 +97,7 @@ fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
     if place.is_empty() {
         return Err(Error::rule(&address.name_of(member), empty));
     }
-    let socket = format!("{scheme}:{place}").parse::<Socket>();
+    let socket = format!("{scheme}:{place}").parse::<VhostUserSocket>();
     let socket = socket.map_err(|rule| Error::rule(&address.name_of(member), rule))?;
     address.finish()?;
     if arguments.optional::<Value>("queues")?.is_some() {
@@ -112,7 +112,7 @@ fn machine(arguments: &mut Arguments) -> Result<VhostUserBlk, Error> {
     let queues = arguments.number("num-queues", 1..=256)?.unwrap_or(1);
     let write_cache = !writethrough(arguments)?;
     // From 1 to 256.
-    let machine = VhostUserBlk { queues: queues as u16, write_cache, ..VhostUserBlk::at(socket) };
+    let machine = VhostUserBlkConfig { queues: queues as u16, write_cache, ..VhostUserBlkConfig::new(socket) };
     let machine = with_keys(arguments, machine, &["queues", "write-cache"])?;
     machine.check().map_err(Error::generic)?;
     Ok(machine)

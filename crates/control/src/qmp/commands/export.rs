@@ -4,10 +4,10 @@
 use std::{os::fd::OwnedFd, path::Path, rc::Rc};
 
 use export::nbd::Removal;
-use policy::access::{Access, Names, Network, Networks};
-use reactor::op::ForeignFd;
+use policy::access::{AccessRules, NameRules, Network, NetworkRules};
+use reactor::op::PassedFd;
 use serde_json::{Value, json};
-use settings::Door;
+use settings::ExportTarget;
 
 use super::door;
 use crate::users::Users;
@@ -35,14 +35,14 @@ pub(super) struct BlockExportAdd {
 enum Kind {
     Nbd(Nbd),
     /// With the socket that was passed for it, if one was.
-    Own(Door, Option<OwnedFd>),
+    Own(ExportTarget, Option<OwnedFd>),
 }
 
 #[derive(Debug)]
 struct Nbd {
     name: String,
     description: String,
-    access: Access,
+    access: AccessRules,
     bitmaps: Vec<String>,
     listen: Option<String>,
 }
@@ -62,7 +62,7 @@ impl Command for BlockExportAdd {
             own => {
                 let door = door::read(door::TYPES[own - 1], arguments)?;
                 let socket =
-                    door.passed().and_then(|name| arguments.passed().take(name)).map(ForeignFd::into_owned);
+                    door.inherited_name().and_then(|name| arguments.passed().take(name)).map(PassedFd::into_owned);
                 Kind::Own(door, socket)
             }
         };
@@ -91,7 +91,7 @@ impl Command for BlockExportAdd {
         let address = match kind {
             Kind::Nbd(nbd) => nbd.add(&registry, &disk, &id, writable).await?,
             Kind::Own(door, socket) => {
-                if let (Some(name), Some(socket)) = (door.passed(), socket) {
+                if let (Some(name), Some(socket)) = (door.inherited_name(), socket) {
                     let terms =
                         registry.exports.door_terms().map_err(|error| Error::generic(error.to_string()))?;
                     terms.inherited.borrow_mut().add(name, socket);
@@ -198,7 +198,7 @@ impl Nbd {
 }
 
 /// Who may have it; others are not told of it.
-fn access(arguments: &mut Arguments) -> Result<Access, Error> {
+fn access(arguments: &mut Arguments) -> Result<AccessRules, Error> {
     let networks = |arguments: &mut Arguments, key: &str| {
         let texts: Vec<String> = arguments.optional(key)?.unwrap_or_default();
         let read = |text: &String| text.parse().map_err(|rule: String| Error::rule(key, rule));
@@ -206,7 +206,7 @@ fn access(arguments: &mut Arguments) -> Result<Access, Error> {
     };
     let (allow, deny) = (networks(arguments, "x-weir-allow")?, networks(arguments, "x-weir-deny")?);
     let names: Option<Vec<String>> = arguments.optional("x-weir-tls-authz")?;
-    Ok(Access { networks: Networks { allow, deny }, names: names.map(Names::any_of) })
+    Ok(AccessRules { networks: NetworkRules { allow, deny }, names: names.map(NameRules::any_of) })
 }
 
 /// What QEMU has and weir does not: refused by name, unless it asks for what is so anyway.
@@ -263,7 +263,7 @@ impl Command for BlockExportDel {
     fn read(arguments: &mut Arguments) -> Result<Self, Error> {
         let removal = match arguments.choice("mode", &["safe", "hard"])? {
             Some(1) => Removal::Hard,
-            _ => Removal::Safe,
+            _ => Removal::IfUnused,
         };
         Ok(Self { id: arguments.required("id")?, removal })
     }
@@ -274,7 +274,7 @@ impl Command for BlockExportDel {
         if registry.exports.get(&self.id).map_err(not_found)?.is_ending() {
             return Err(Error::generic(format!("Export '{id}' is already shutting down")));
         }
-        if self.removal == Removal::Safe {
+        if self.removal == Removal::IfUnused {
             refuse_used(&registry, &self.id).await?;
         }
         match registry.remove_export(&self.id, self.removal) {
@@ -295,7 +295,7 @@ async fn refuse_used(registry: &Registry, id: &str) -> Result<(), Error> {
     let export = registry.exports.get(id)?;
     let Reach::Own(entrance) = &export.door else { return Ok(()) };
     let Some(device) = entrance.device().map(Path::to_owned) else { return Ok(()) };
-    let users = reactor::blocking(move || Users::of(&device).with_processes().with_claims()).await;
+    let users = reactor::run_blocking(move || Users::of(&device).with_processes().with_claims()).await;
     match users.is_empty() {
         true => Ok(()),
         false => Err(Error::generic(format!(

@@ -5,7 +5,7 @@
 
 use block::{
     disk::Disk,
-    measures::{Spread, Timed},
+    measures::{HistogramSnapshot, OperationClass},
 };
 use policy::request::Direction;
 use serde_json::{Value, json};
@@ -19,16 +19,16 @@ fn told(disk: &Disk) -> Value {
     let measures = disk.measure();
     json!({
         "name": &**disk.name(),
-        "latencies": buckets([Timed::Read, Timed::Write].map(|of| measures.latency(of))),
+        "latencies": buckets([OperationClass::Read, OperationClass::Write].map(|of| measures.latency(of))),
         "waits": buckets(Direction::ALL.map(|direction| measures.waits(direction))),
     })
 }
 
 /// Returns the non-empty buckets of the sum of both.
-fn buckets([reads, writes]: [Spread; 2]) -> Value {
+fn buckets([reads, writes]: [HistogramSnapshot; 2]) -> Value {
     let both = reads.counts().iter().zip(writes.counts()).map(|(reads, writes)| reads.wrapping_add(*writes));
     let bucket = |(place, requests): (usize, u64)| {
-        let (above_ns, at_most_ns) = Spread::bounds_ns(place);
+        let (above_ns, at_most_ns) = HistogramSnapshot::bounds_ns(place);
         let mut bucket = json!({ "above-ns": above_ns, "requests": requests });
         if let Some(at_most_ns) = at_most_ns {
             bucket["at-most-ns"] = json!(at_most_ns);

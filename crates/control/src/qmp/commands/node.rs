@@ -18,7 +18,7 @@ use image::{
 };
 use policy::time::Duration;
 use settings::DiskConfig;
-use storage::{CacheMode, Format, OpenOptions, Part, Root, delay::DelayOptions, rbd::Address};
+use storage::{CacheMode, ImageFormat, OpenOptions, StoragePart, Root, delay::DelayOptions, rbd::RbdAddress};
 
 use crate::{
     qmp::{
@@ -50,7 +50,7 @@ pub(super) struct Chain {
     pub(super) read_only: bool,
     pub(super) qcow2: Option<Qcow2Node>,
     /// The part of a raw image that is the disk.
-    pub(super) part: Option<Part>,
+    pub(super) part: Option<StoragePart>,
     /// Another daemon may take it over: see `--handover`.
     pub(super) handover: bool,
     pub(super) discards: Discards,
@@ -162,8 +162,8 @@ impl Chain {
         is_plain.then(|| StorageNode { read_only, handover, discards, detect_zeroes, ..storage.clone() })
     }
 
-    pub(super) fn format(&self) -> Format {
-        if self.qcow2.is_some() { Format::Qcow2 } else { Format::Raw }
+    pub(super) fn format(&self) -> ImageFormat {
+        if self.qcow2.is_some() { ImageFormat::Qcow2 } else { ImageFormat::Raw }
     }
 
     pub(super) fn caches(&self) -> CacheSettings {
@@ -416,7 +416,7 @@ fn bottom(driver: &str, arguments: &mut Arguments, common: Inherited) -> Result<
 /// As QEMU's `BlockdevOptionsRbd` has it: where the image is, and how its cluster is reached. A key
 /// is in a keyring, where nobody sees it on the way: `key-secret` is none that is known.
 fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
-    let mut address = Address {
+    let mut address = RbdAddress {
         pool: arguments.required("pool")?,
         namespace: arguments.optional("namespace")?,
         image: arguments.required("image")?,
@@ -440,11 +440,11 @@ fn rbd(arguments: &mut Arguments) -> Result<String, Error> {
 }
 
 /// As QEMU's `BlockdevOptionsRaw` has it.
-fn part(arguments: &mut Arguments) -> Result<Option<Part>, Error> {
+fn part(arguments: &mut Arguments) -> Result<Option<StoragePart>, Error> {
     let offset = arguments.optional("offset")?;
     let size = arguments.number("size", 1..=u64::MAX)?;
     let is_said = offset.is_some() || size.is_some();
-    Ok(is_said.then(|| Part { offset: offset.unwrap_or_default(), size }))
+    Ok(is_said.then(|| StoragePart { offset: offset.unwrap_or_default(), size }))
 }
 
 fn qcow2(arguments: &mut Arguments) -> Result<Qcow2Node, Error> {
@@ -513,7 +513,7 @@ mod tests {
         let options = chain.open_options(None, None).storage;
         assert_eq!(
             (options.cache, options.format, options.read_only),
-            (CacheMode::None, Some(Format::Raw), true)
+            (CacheMode::None, Some(ImageFormat::Raw), true)
         );
         let Bottom::Storage(StorageNode { image, device: Some(false), .. }) = chain.bottom else {
             panic!("{chain:?}")
@@ -535,8 +535,8 @@ mod tests {
         .unwrap();
         let node = chain.qcow2.as_ref().unwrap();
         assert_eq!((node.no_backing, node.key_secret.as_deref()), (true, Some("s")));
-        assert_eq!(chain.caches().l2, Some(image::qcow2::L2Size::Bytes(4096)));
-        assert_eq!(chain.open_options(None, None).storage.format, Some(Format::Qcow2));
+        assert_eq!(chain.caches().l2, Some(image::qcow2::L2CacheSize::Bytes(4096)));
+        assert_eq!(chain.open_options(None, None).storage.format, Some(ImageFormat::Qcow2));
         let with = |key: &str, value: Value| {
             let mut arguments = json!({"driver": "qcow2", "node-name": "q", "file": file});
             arguments[key] = value;

@@ -13,12 +13,12 @@
 
 use std::{path::Path, rc::Rc};
 
-use ::settings::Credentials;
+use ::settings::TlsCredentialFiles;
 use block::layer::throttle::GroupSettings;
 use image::Secret;
 use policy::{
-    access::{Names, Rule},
-    throttle::Setting,
+    access::{NameRules, NameRule},
+    throttle::LimitSetting,
 };
 use serde_json::{Map, Value, json};
 use tls::TlsServer;
@@ -69,11 +69,11 @@ pub(super) enum ObjectAdd {
     },
     Credentials {
         id: String,
-        of: Credentials,
+        of: TlsCredentialFiles,
     },
     Names {
         id: String,
-        names: Names,
+        names: NameRules,
     },
 }
 
@@ -187,8 +187,8 @@ fn read_credentials(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, 
     // weir looks at each file anyway.
     let _: Option<bool> = arguments.optional("sanity-check")?;
     let of = match kind {
-        X509 => Credentials::Certificates { directory: directory.into(), verify_peer },
-        _ => Credentials::PreShared(directory.into()),
+        X509 => TlsCredentialFiles::Certificates { directory: directory.into(), verify_peer },
+        _ => TlsCredentialFiles::PreShared(directory.into()),
     };
     Ok(ObjectAdd::Credentials { id, of })
 }
@@ -198,8 +198,8 @@ fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error>
     let id: String = arguments.required("id")?;
     identifier::check("id", &id)?;
     if kind == SIMPLE {
-        let rule = Rule { pattern: arguments.required("identity")?, is_glob: false, allows: true };
-        return Ok(ObjectAdd::Names { id, names: Names { rules: vec![rule], otherwise: false } });
+        let rule = NameRule { pattern: arguments.required("identity")?, is_glob: false, allow: true };
+        return Ok(ObjectAdd::Names { id, names: NameRules { rules: vec![rule], default_allows: false } });
     }
     let otherwise = arguments.choice("policy", &["deny", "allow"])? == Some(1);
     let mut rules = Vec::new();
@@ -211,17 +211,17 @@ fn read_names(kind: &str, arguments: &mut Arguments) -> Result<ObjectAdd, Error>
         };
         let is_glob = rule.choice("format", &["exact", "glob"])? == Some(1);
         rule.finish()?;
-        rules.push(Rule { pattern, is_glob, allows });
+        rules.push(NameRule { pattern, is_glob, allow: allows });
     }
-    Ok(ObjectAdd::Names { id, names: Names { rules, otherwise } })
+    Ok(ObjectAdd::Names { id, names: NameRules { rules, default_allows: otherwise } })
 }
 
-async fn add_credentials(registry: &Registry, id: &str, of: Credentials) -> Result<Value, Error> {
+async fn add_credentials(registry: &Registry, id: &str, of: TlsCredentialFiles) -> Result<Value, Error> {
     let read = move || match of {
-        Credentials::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
-        Credentials::PreShared(directory) => TlsServer::psk(&directory),
+        TlsCredentialFiles::Certificates { directory, verify_peer } => TlsServer::x509(&directory, verify_peer),
+        TlsCredentialFiles::PreShared(directory) => TlsServer::psk(&directory),
     };
-    let keys = reactor::blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
+    let keys = reactor::run_blocking(read).await.map_err(|error| Error::generic(error.to_string()))?;
     check_id(registry, id)?;
     registry.objects.add(id, NamedObject::Credentials(keys))?;
     Ok(json!({}))
@@ -312,7 +312,7 @@ impl Command for QomList {
             }
             Place::Group(_) => {
                 list.push(property("limits", "ThrottleLimits"));
-                let settings = Setting::ALL.iter();
+                let settings = LimitSetting::ALL.iter();
                 list.extend(settings.map(|setting| property(&Naming::Property.name(*setting), "int")));
                 list.extend(OWN.iter().map(|(name, kind)| property(name, kind)));
             }
@@ -417,8 +417,8 @@ fn changes(property: String, value: Value) -> Result<Changes, Error> {
     Ok(changes)
 }
 
-fn limit_property(property: &str) -> Option<Setting> {
-    Setting::from_name(property.strip_prefix("x-")?)
+fn limit_property(property: &str) -> Option<LimitSetting> {
+    LimitSetting::from_name(property.strip_prefix("x-")?)
 }
 
 fn no_property(kind: &str, property: &str) -> Error {

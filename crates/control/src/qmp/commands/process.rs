@@ -53,7 +53,7 @@ impl Command for Resume {
         for running in &disks {
             let failures = running.disk.failures();
             let left = deadline - reactor::now();
-            let stopped_by = reactor::timeout(left, failures.tried()).await.unwrap_or(None);
+            let stopped_by = reactor::timeout(left, failures.wait_until_retried()).await.unwrap_or(None);
             let mut told = json!({ "name": &**running.disk.name() });
             if let Some(error) = stopped_by {
                 told["stopped-by"] = json!(error.to_string());

@@ -5,10 +5,10 @@
 
 use std::rc::Rc;
 
-use ::settings::image_info::{beside, describe};
+use ::settings::image_info::{referenced_path, add_header_facts};
 use image::{
     Image,
-    qcow2::header::{Crypt, Header},
+    qcow2::header::{EncryptionMethod, Qcow2Header},
 };
 use policy::time::Duration;
 use serde_json::{Value, json};
@@ -95,7 +95,7 @@ async fn node(running: &RunningDisk) -> Value {
         "file": file,
         "ro": disk.image().is_read_only(),
         "active": true,
-        "encrypted": header.as_ref().is_some_and(|header| header.crypt != Crypt::None),
+        "encrypted": header.as_ref().is_some_and(|header| header.crypt != EncryptionMethod::None),
         "detect_zeroes": disk.detect_zeroes().name(),
         "write_threshold": 0,
         "backing_file_depth": depth(disk.image()),
@@ -115,7 +115,7 @@ async fn node(running: &RunningDisk) -> Value {
     Value::Object(info)
 }
 
-fn header(image: &Image) -> Option<Header> {
+fn header(image: &Image) -> Option<Qcow2Header> {
     match image {
         Image::Qcow2(qcow2) => Some(qcow2.header()),
         Image::Raw(_) => None,
@@ -134,9 +134,9 @@ async fn image(running: &RunningDisk, file: &str) -> Value {
         "virtual-size": running.disk.size_bytes(),
     });
     if let Some(header) = header(running.disk.image()) {
-        describe(&header, &mut info);
+        add_header_facts(&header, &mut info);
         if let (Some(path), Some(backing)) = (running.config.image.path(), &header.backing) {
-            info["full-backing-filename"] = json!(beside(path, &backing.name).display().to_string());
+            info["full-backing-filename"] = json!(referenced_path(path, &backing.name).display().to_string());
         }
     }
     let deadline = reactor::now() + TO_SEE_SIZE;

@@ -39,9 +39,9 @@ pub(super) fn address(arguments: &mut Arguments) -> Result<String, Error> {
         Some(0) => {
             let host: String = server.required("host")?;
             let port: String = server.required("port")?;
-            uri::of_inet(&host, &port, &export)
+            uri::inet_uri(&host, &port, &export)
         }
-        Some(_) => uri::of_unix(&server.required::<String>("path")?, &export),
+        Some(_) => uri::unix_uri(&server.required::<String>("path")?, &export),
         None => return Err(Error::missing(&server.name_of("type"))),
     };
     server.finish()?;

@@ -40,7 +40,7 @@ impl Command for RemoveDisk {
         for export in registry.exports.of_disk(&self.name).iter().filter(|export| !export.is_ending()) {
             export.check_unused().await.map_err(|error| Error::generic(error.to_string()))?;
         }
-        registry.remove_disk_and_exports(&self.name, Removal::Safe).await?;
+        registry.remove_disk_and_exports(&self.name, Removal::IfUnused).await?;
         Ok(json!({}))
     }
 }

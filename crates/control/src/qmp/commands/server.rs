@@ -6,11 +6,11 @@
 
 use std::{os::fd::OwnedFd, rc::Rc};
 
-use export::nbd::{self, Terms, Tls};
+use export::nbd::{self, NbdServerTerms, NbdServerTls};
 use policy::time::Duration;
-use reactor::op::ForeignFd;
+use reactor::op::PassedFd;
 use serde_json::{Value, json};
-use settings::{Address, Endpoint};
+use settings::{ListenAddress, ListenEndpoint};
 
 use crate::{
     listen::{self, Inherited},
@@ -21,7 +21,7 @@ use crate::{
 
 #[derive(Debug)]
 enum Place {
-    Address(Address),
+    Address(ListenAddress),
     /// A socket by its name, passed just now, or else to the daemon.
     Passed(String, Option<OwnedFd>),
 }
@@ -57,7 +57,7 @@ impl Command for NbdServerStart {
             names,
             is_sent,
             max_connections: match most {
-                None => Terms::default().max_connections,
+                None => NbdServerTerms::default().max_connections,
                 // Fits.
                 Some(most) => most as usize,
             },
@@ -71,7 +71,7 @@ impl Command for NbdServerStart {
             let keys = registry.objects.credentials(id);
             let keys =
                 keys.ok_or_else(|| Error::generic(format!("No TLS credentials with id '{}'", shown(id))));
-            keys.map(|keys| Tls { required: true, keys })
+            keys.map(|keys| NbdServerTls { required: true, keys })
         };
         let tls = self.credentials.as_ref().map(required).transpose()?;
         let names = self.names.as_ref().map(|id| {
@@ -86,27 +86,27 @@ impl Command for NbdServerStart {
                 if let Some(sandbox) = registry.sandbox() {
                     sandbox.check_address(&address).map_err(generic)?;
                 }
-                let (endpoint, access) = (Endpoint::Address(address), access.clone());
+                let (endpoint, access) = (ListenEndpoint::Address(address), access.clone());
                 let at = endpoint.clone();
                 let open = move || listen::open(&endpoint, &access, &mut Inherited::none());
-                (at, reactor::blocking(open).await.map_err(generic)?)
+                (at, reactor::run_blocking(open).await.map_err(generic)?)
             }
             Place::Passed(name, socket) => {
                 let mut passed = inherited.borrow_mut();
                 if let Some(socket) = socket {
                     passed.add(&name, socket);
                 }
-                (Endpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
+                (ListenEndpoint::Passed(name.clone()), vec![passed.named(&name).map_err(generic)?])
             }
         };
         refuse_second(&registry)?;
         let added =
             Added { max_connections: self.max_connections, has_objects: tls.is_some() || names.is_some() };
-        let mut terms = Terms { max_connections: self.max_connections, ..standard.clone() };
+        let mut terms = NbdServerTerms { max_connections: self.max_connections, ..standard.clone() };
         if names.is_some() {
             terms.access.names = names;
         }
-        let serving = Serving::new(nbd::Server::new(tls, terms), at, listeners, workers);
+        let serving = Serving::new(nbd::NbdServer::new(tls, terms), at, listeners, workers);
         serving.standard.set(Some(false));
         serving.added.set(self.is_sent.then_some(added));
         registry.add_server(&serving);
@@ -139,14 +139,14 @@ fn address(addr: &mut Arguments) -> Result<Place, Error> {
 fn place(inside: &mut Arguments, kind: usize) -> Result<Place, Error> {
     if kind == 2 {
         let name: String = inside.required("str")?;
-        let socket = inside.passed().take(&name).map(ForeignFd::into_owned);
+        let socket = inside.passed().take(&name).map(PassedFd::into_owned);
         return Ok(Place::Passed(name, socket));
     }
     if kind == 1 {
         let path: String = inside.required("path")?;
-        let path = settings::socket(&format!("unix:{path}"));
+        let path = settings::parse_unix_socket(&format!("unix:{path}"));
         return path
-            .map(|path| Place::Address(Address::Unix(path)))
+            .map(|path| Place::Address(ListenAddress::Unix(path)))
             .map_err(|rule| Error::rule(&inside.name_of("path"), rule));
     }
     let host: String = inside.required("host")?;
@@ -174,7 +174,7 @@ impl Command for NbdServerStop {
             [] => Err(Error::generic("NBD server not running")),
             [only] => {
                 let (registry, only) = (Rc::clone(&registry), Rc::clone(only));
-                let stopping = reactor::spawn_to_end(async move { registry.stop_server(&only).await });
+                let stopping = reactor::spawn_detached(async move { registry.stop_server(&only).await });
                 match reactor::timeout(TO_STOP, stopping).await {
                     Ok(_) => Ok(json!({})),
                     Err(_) => Err(Error::generic(format!(

@@ -8,20 +8,20 @@ use std::{collections::HashMap, path, rc::Rc, sync::Arc};
 use api::{
     BucketLevel, ClusterLimits, DefaultExport, DeviceCapacity, DeviceStatus, DiskMemory, DiskStatus,
     DiskTransfers, ErrorCounts, ExportStatus, GroupStatus, MemberSettings, MemoryStatus, RefusedClients,
-    RemoteStatus, ReservationStatus, ServerStatus, Status, ThrottleStatus, ThrottledTransfers,
+    RemoteStatus, ReservationStatus, ServerStatus, DaemonStatus, ThrottleStatus, ThrottledTransfers,
     WaitPercentiles, WaitingRequests, WatermarkStatus,
 };
 use block::{
     disk::{Disk, Failures},
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use export::nbd::Refused;
+use export::nbd::RejectedClientCounts;
 use image::Image;
 use policy::{
-    throttle::{Counters, Enforcement, LimitKind, Limits, Part, Setting, Share, Stats},
-    watermark::{Capacity, Watermark},
+    throttle::{AdmissionCounters, Enforcement, LimitKind, Limits, LimitPart, LimitSetting, NodeShare, ThrottleStats},
+    watermark::{MeasuredCapacity, Watermark},
 };
-use reactor::memory::{Budget, Usage};
+use reactor::memory::{MemoryBudget, BudgetUsage};
 use serde_json::value::{RawValue, to_raw_value};
 
 use crate::{
@@ -47,7 +47,7 @@ impl TextCommand for QueryStatus {
     }
 
     async fn run(self, registry: Rc<Registry>) -> Result<Box<RawValue>, Error> {
-        let mut status = Status {
+        let mut status = DaemonStatus {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             uptime_ns: nanoseconds(registry.lifecycle.uptime()),
             makes_devices: Some(registry.makes_devices()),
@@ -55,7 +55,7 @@ impl TextCommand for QueryStatus {
             servers: registry.exports.servers().iter().map(|one| server(one)).collect(),
             cluster: registry.cluster().map(|cluster| cluster.summary()),
             config: registry.config.as_ref().map(|path| path.display().to_string()),
-            ..Status::default()
+            ..DaemonStatus::default()
         };
         let text = if self.lists {
             add_lists(&registry, &mut status);
@@ -63,7 +63,7 @@ impl TextCommand for QueryStatus {
         } else {
             let mut summary = serde_json::to_value(status).expect("all keys are strings");
             if let Some(members) = summary.as_object_mut() {
-                members.retain(|key, _| !Status::LISTS.contains(&key.as_str()));
+                members.retain(|key, _| !DaemonStatus::LISTS.contains(&key.as_str()));
             }
             to_raw_value(&summary)
         };
@@ -71,7 +71,7 @@ impl TextCommand for QueryStatus {
     }
 }
 
-fn add_lists(registry: &Rc<Registry>, status: &mut Status) {
+fn add_lists(registry: &Rc<Registry>, status: &mut DaemonStatus) {
     let (exports, members) = (registry.exports.all(), registry.members());
     status.disks = registry.disks.all().iter().map(|one| disk(registry, one)).collect();
     status.groups = registry.groups.all().iter().map(|one| group(registry, one, &members)).collect();
@@ -81,8 +81,8 @@ fn add_lists(registry: &Rc<Registry>, status: &mut Status) {
 }
 
 fn memory() -> MemoryStatus {
-    let Usage { total, reserved, pages, connections, requests, most_requests, waiting } =
-        Budget::process().usage();
+    let BudgetUsage { total, reserved, pages, connections, requests, max_requests: most_requests, waiting } =
+        MemoryBudget::process().usage();
     MemoryStatus {
         total: (total != u64::MAX).then_some(total),
         reserved,
@@ -138,11 +138,11 @@ fn disk(registry: &Registry, running: &Rc<RunningDisk>) -> DiskStatus {
         on_read_error: Some(failures.policies().read.name().to_owned()),
         on_write_error: Some(failures.policies().write.name().to_owned()),
         io_status: errors::io_status(failures).map(str::to_owned),
-        oldest_request: storage.is_far().then(|| storage.oldest_request().map_or(0, nanoseconds)),
+        oldest_request: storage.is_remote().then(|| storage.oldest_request().map_or(0, nanoseconds)),
         memory: DiskMemory { reserved: disk.memory().reserved(), requests: disk.memory().used() },
         latency_ns: None,
         rate: None,
-        server: storage.remote().map(|remote| RemoteStatus {
+        server: storage.remote_status().map(|remote| RemoteStatus {
             connected: remote.is_connected,
             reconnections: remote.reconnections,
             unflushed_bytes: remote.unflushed_bytes,
@@ -172,13 +172,13 @@ fn disk_settings(registry: &Registry, disk: &Disk) -> MemberSettings {
 
 fn group(
     registry: &Registry,
-    group: &Arc<Group>,
-    members: &HashMap<*const Group, Vec<String>>,
+    group: &Arc<ThrottleGroup>,
+    members: &HashMap<*const ThrottleGroup, Vec<String>>,
 ) -> GroupStatus {
     let GroupSettings { limits, share, watermark } = group.settings();
     let shared = group
-        .lent()
-        .map(|lent| ClusterLimits { limits: settings::set(&lent.whole), leased: limits != lent.safe });
+        .quota_lease()
+        .map(|lent| ClusterLimits { limits: settings::set(&lent.whole), leased: limits != lent.fallback });
     GroupStatus {
         name: group.name().to_owned(),
         disks: members.get(&Arc::as_ptr(group)).cloned().unwrap_or_default(),
@@ -199,7 +199,7 @@ fn member_settings(
     registry: &Registry,
     name: &str,
     limits: &Limits,
-    share: Share,
+    share: NodeShare,
     watermark: Watermark,
 ) -> MemberSettings {
     let set = |amount: u64| (amount > 0).then_some(amount);
@@ -229,7 +229,7 @@ fn watermark_status(watermark: Watermark, enforcement: Enforcement) -> Watermark
 fn device(listed: Listed) -> DeviceStatus {
     let Listed { device, disks } = listed;
     let known = |figure: u64| (figure > 0).then_some(figure);
-    let capacity = |Capacity { read_iops, write_iops, read_bps, write_bps }: Capacity| DeviceCapacity {
+    let capacity = |MeasuredCapacity { read_iops, write_iops, read_bps, write_bps }: MeasuredCapacity| DeviceCapacity {
         read_iops: known(read_iops),
         write_iops: known(write_iops),
         read_bps: known(read_bps),
@@ -240,7 +240,7 @@ fn device(listed: Listed) -> DeviceStatus {
         disks,
         capacity: device.capacity().map(capacity),
         capacity_source: Some(device.capacity_source().to_string()),
-        utilization: device.use_now(reactor::now()).ok().map(|thousandths| f64::from(thousandths) / 1000.0),
+        utilization: device.utilization(reactor::now()).ok().map(|thousandths| f64::from(thousandths) / 1000.0),
     }
 }
 
@@ -268,7 +268,7 @@ fn export(export: &RunningExport) -> ExportStatus {
 }
 
 fn server(serving: &Serving) -> ServerStatus {
-    let Refused { networks, connections, names, exports } = serving.server.refused();
+    let RejectedClientCounts { networks, connections, names, exports } = serving.server.rejected_counts();
     ServerStatus {
         address: serving.address(),
         listen: serving.written(),
@@ -279,8 +279,8 @@ fn server(serving: &Serving) -> ServerStatus {
     }
 }
 
-fn throttle(stats: &Stats) -> ThrottleStatus {
-    let Stats { reads, writes, waits, recent_waits, limited_ns, binding, tokens, levels, waiting, kept } =
+fn throttle(stats: &ThrottleStats) -> ThrottleStatus {
+    let ThrottleStats { reads, writes, waits, recent_waits, throttled_ns: limited_ns, throttle_cause: binding, tokens, levels, waiting, reservation: kept } =
         stats;
     let [reads_waiting, writes_waiting] = *waiting;
     let [wait_ns, recent_wait_ns] = [waits, recent_waits].map(|waits| {
@@ -303,7 +303,7 @@ fn throttle(stats: &Stats) -> ThrottleStatus {
     }
 }
 
-fn transfers(counters: &Counters) -> ThrottledTransfers {
+fn transfers(counters: &AdmissionCounters) -> ThrottledTransfers {
     ThrottledTransfers {
         requests: counters.requests,
         bytes: counters.bytes,
@@ -318,5 +318,5 @@ fn by_limit<V: Copy>(values: &[Option<V>; 6]) -> impl Iterator<Item = (String, V
 }
 
 const fn limit_name(kind: LimitKind) -> &'static str {
-    Setting::Limit(kind, Part::Rate).name()
+    LimitSetting::Limit(kind, LimitPart::Rate).name()
 }

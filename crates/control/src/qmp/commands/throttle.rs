@@ -14,9 +14,9 @@ use std::{rc::Rc, sync::Arc};
 
 use block::{
     disk::Disk,
-    layer::throttle::{DiskSettings, Group, GroupSettings},
+    layer::throttle::{DiskSettings, ThrottleGroup, GroupSettings},
 };
-use policy::throttle::{LimitKind, Limits, Part, Setting};
+use policy::throttle::{LimitKind, Limits, LimitPart, LimitSetting};
 use serde_json::{Value, json};
 
 use super::weir;
@@ -50,7 +50,7 @@ impl Command for BlockSetIoThrottle {
         }
         let changes = LimitChanges::read(arguments, Naming::Device)?;
         for kind in LimitKind::ALL {
-            let mandatory = Setting::Limit(kind, Part::Rate);
+            let mandatory = LimitSetting::Limit(kind, LimitPart::Rate);
             if !changes.contains(mandatory) {
                 return Err(Error::missing(&Naming::Device.name(mandatory)));
             }
@@ -74,7 +74,7 @@ impl Command for BlockSetIoThrottle {
             (None, Some(group)) => set_group(&group, limits)?,
         };
         if let Err(why) = weir::settle(&registry).await {
-            disk.throttle().place(placed.0, placed.1.as_ref())?;
+            disk.throttle().configure_and_move(placed.0, placed.1.as_ref())?;
             if let Some((before, group)) = entered {
                 group.set(before)?;
             }
@@ -105,11 +105,11 @@ pub(super) fn device(arguments: &mut Arguments) -> Result<String, Error> {
 /// In no group. Returns whose settings have changed, as the others do.
 fn alone(disk: &Disk, limits: Limits) -> Result<String, Error> {
     let member = disk.throttle();
-    member.place(DiskSettings { limits, ..member.settings() }, None)?;
+    member.configure_and_move(DiskSettings { limits, ..member.settings() }, None)?;
     Ok(disk.name().to_string())
 }
 
-fn set_group(group: &Arc<Group>, limits: Limits) -> Result<String, Error> {
+fn set_group(group: &Arc<ThrottleGroup>, limits: Limits) -> Result<String, Error> {
     group.set(GroupSettings { limits, ..group.settings() })?;
     Ok(group.name().to_owned())
 }
@@ -118,9 +118,9 @@ fn set_group(group: &Arc<Group>, limits: Limits) -> Result<String, Error> {
 fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result<String, Error> {
     let own = DiskSettings { limits: Limits::default(), ..disk.throttle().settings() };
     let Ok(group) = registry.groups.get(name) else {
-        let group = Group::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
+        let group = ThrottleGroup::new(name, GroupSettings { limits, ..GroupSettings::default() }, None)?;
         registry.add_group(&group)?;
-        if let Err(refused) = disk.throttle().place(own, Some(&group)) {
+        if let Err(refused) = disk.throttle().configure_and_move(own, Some(&group)) {
             registry.remove_group(name)?;
             return Err(refused.into());
         }
@@ -128,7 +128,7 @@ fn enter(registry: &Registry, disk: &Disk, name: &str, limits: Limits) -> Result
     };
     let before = group.settings();
     group.set(GroupSettings { limits, ..before })?;
-    if let Err(refused) = disk.throttle().place(own, Some(&group)) {
+    if let Err(refused) = disk.throttle().configure_and_move(own, Some(&group)) {
         let restored = group.set(before);
         debug_assert!(restored.is_ok(), "{restored:?}");
         return Err(refused.into());

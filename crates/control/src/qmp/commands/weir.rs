@@ -4,8 +4,8 @@
 
 use std::rc::Rc;
 
-use block::layer::throttle::{Group, GroupSettings};
-use image::qcow2::{CacheSettings, Qcow2};
+use block::layer::throttle::{ThrottleGroup, GroupSettings};
+use image::qcow2::{CacheSettings, Qcow2Image};
 use serde_json::{Value, json};
 
 use crate::{
@@ -62,7 +62,7 @@ impl Command for Set {
 }
 
 impl Set {
-    async fn set_group(&self, registry: &Registry, group: &Group) -> Result<(), Error> {
+    async fn set_group(&self, registry: &Registry, group: &ThrottleGroup) -> Result<(), Error> {
         if !self.caches.is_empty() {
             return Err(Error::generic(format!(
                 "group {}: it has no caches; its disks' images have",
@@ -118,11 +118,11 @@ impl Set {
         }
         let changed = disk.reserve_memory().map_err(|error| of_disk(&error));
         let placed = (disk.throttle().settings(), disk.throttle().group());
-        let mut changed = changed.and_then(|()| Ok(disk.throttle().place(settings, group.as_ref())?));
+        let mut changed = changed.and_then(|()| Ok(disk.throttle().configure_and_move(settings, group.as_ref())?));
         if changed.is_ok() {
             changed = settle(registry).await;
             if changed.is_err() {
-                disk.throttle().place(placed.0, placed.1.as_ref())?;
+                disk.throttle().configure_and_move(placed.0, placed.1.as_ref())?;
                 unsettle(registry);
             }
         }
@@ -139,7 +139,7 @@ impl Set {
         changed
     }
 
-    fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2, CacheSettings)>, Error> {
+    fn new_caches<'a>(&self, running: &'a RunningDisk) -> Result<Option<(&'a Qcow2Image, CacheSettings)>, Error> {
         if self.caches.is_empty() {
             return Ok(None);
         }
@@ -156,7 +156,7 @@ impl Set {
 /// Sets all of it, if other hosts have room for what it promises, or nothing.
 pub(super) async fn set_group(
     registry: &Registry,
-    group: &Group,
+    group: &ThrottleGroup,
     settings: GroupSettings,
 ) -> Result<(), Error> {
     let before = group.settings();
@@ -164,7 +164,7 @@ pub(super) async fn set_group(
     let settled = settle(registry).await;
     if settled.is_err() {
         // What is in force of a cluster's limits may be another by now.
-        let limits = if group.lent().is_some() { group.settings().limits } else { before.limits };
+        let limits = if group.quota_lease().is_some() { group.settings().limits } else { before.limits };
         group.set(GroupSettings { limits, ..before })?;
         unsettle(registry);
     }
@@ -174,13 +174,13 @@ pub(super) async fn set_group(
 /// Has the other hosts of the cluster know what is promised now; fails where they have no room.
 pub(super) async fn settle(registry: &Registry) -> Result<(), Error> {
     let Some(cluster) = registry.cluster().cloned() else { return Ok(()) };
-    cluster.settle_promises(registry).await.map_err(Error::generic)
+    cluster.record_reservations_now(registry).await.map_err(Error::generic)
 }
 
 /// What was not to be promised is not any more.
 pub(super) fn unsettle(registry: &Registry) {
     if let Some(cluster) = registry.cluster() {
-        cluster.promise(registry);
+        cluster.record_lowered_reservations(registry);
     }
 }
 

@@ -8,22 +8,22 @@ use std::{
 
 use block::{
     disk::Disk,
-    layer::throttle::{Group, GroupSettings},
+    layer::throttle::{ThrottleGroup, GroupSettings},
 };
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use policy::time::Duration;
 use reactor::{sim, spawn_joinable, timeout};
 use storage::Storage;
 
 use super::{
-    BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::Connection, open, read_or_write,
+    BLOCK, DISK_BYTES, FALLOCATE, FOREVER, READ, SETATTR, WRITE, kernel::SimulatedFuseConnection, open, read_or_write,
 };
 use crate::{
-    draw::{self, chance, some_time},
+    draw::{self, chance, sleep_randomly},
     fuse::{
-        channel::Channel,
-        device::{Device, Export, Owner},
-        queue::Queue,
+        channel::FuseChannel,
+        device::{FuseDevice, FuseExport, FuseFileOwner},
+        queue::FuseQueue,
         size::FileEnd,
     },
     seeds,
@@ -41,7 +41,7 @@ fn bytes_past_a_cut_never_reappear() {
 #[test]
 fn an_end_does_not_return_with_a_former_size_of_the_disk() {
     sim::run(1, async {
-        let group = Group::new("group", GroupSettings::default(), None).expect("no limits");
+        let group = ThrottleGroup::new("group", GroupSettings::default(), None).expect("no limits");
         let behaviour = storage::simulated::Behaviour {
             block_bytes: BLOCK,
             latency: Duration::from_micros(10),
@@ -62,28 +62,28 @@ fn an_end_does_not_return_with_a_former_size_of_the_disk() {
 
 async fn run() {
     let settings = GroupSettings { limits: draw::limits(40), ..GroupSettings::default() };
-    let group = Group::new("group", settings, None).expect("drawn valid");
+    let group = ThrottleGroup::new("group", settings, None).expect("drawn valid");
     let disk = if chance(50) {
         // An image whose size may be any number of bytes.
-        let image = Image::Raw(Raw::new(Storage::memory(DISK_BYTES as u64)));
+        let image = Image::Raw(RawImage::new(Storage::memory(DISK_BYTES as u64)));
         Arc::new(Disk::new("disk", image, <_>::default(), Some(&group)).expect("nothing is reserved"))
     } else {
         let latency = Duration::from_micros(sim::random(|random| random.u64(..2000)));
         let behaviour = storage::simulated::Behaviour { block_bytes: BLOCK, latency, error_probability: 0.0 };
         open(vec![0; DISK_BYTES], behaviour, &group).1
     };
-    let device = Arc::new(Device::new(Export {
+    let device = Arc::new(FuseDevice::new(FuseExport {
         id: "file".into(),
         disk: Arc::clone(&disk),
         read_only: false,
         growable: true,
-        owner: Owner { permissions: 0o600, uid: 0, gid: 0 },
+        owner: FuseFileOwner { permissions: 0o600, uid: 0, gid: 0 },
     }));
-    let connection = Rc::<Connection>::default();
+    let connection = Rc::<SimulatedFuseConnection>::default();
     let queues: Vec<_> = (0..sim::random(|random| random.usize(1..=3)))
         .map(|_| {
-            let channel = Channel::Simulated(connection.descriptor());
-            spawn_joinable(Queue::new(Arc::clone(&device), channel).serve())
+            let channel = FuseChannel::Simulated(connection.descriptor());
+            spawn_joinable(FuseQueue::new(Arc::clone(&device), channel).serve())
         })
         .collect();
     let programs: Vec<_> = (0..sim::random(|random| random.usize(2..=6)))
@@ -108,7 +108,7 @@ async fn run() {
     assert_eq!(disk.memory().used(), 0, "memory that was not given back");
 }
 
-async fn program(connection: Rc<Connection>) {
+async fn program(connection: Rc<SimulatedFuseConnection>) {
     for _ in 0..sim::random(|random| random.usize(4..20)) {
         let start = sim::random(|random| random.usize(..DISK_BYTES));
         let length = sim::random(|random| random.usize(1..=3 * BLOCK)).min(DISK_BYTES - start);
@@ -133,26 +133,26 @@ async fn program(connection: Rc<Connection>) {
             _ => set_size(&connection, if chance(20) { start - start % BLOCK } else { start }).await,
         }
         if chance(30) {
-            some_time(Duration::from_millis(5)).await;
+            sleep_randomly(Duration::from_millis(5)).await;
         }
     }
 }
 
-async fn size(connection: &Connection) -> usize {
+async fn size(connection: &SimulatedFuseConnection) -> usize {
     /// Offset of `size` in `fuse_attr_out`.
     const AT: usize = 24;
     let reply = ask(connection, GETATTR, &[0; 16], &[]).await;
     u64::from_ne_bytes(reply[AT..AT + 8].try_into().expect("eight bytes")) as usize
 }
 
-async fn set_size(connection: &Connection, size: usize) {
+async fn set_size(connection: &SimulatedFuseConnection, size: usize) {
     let mut body = vec![0; 88];
     body[0] = 1 << 3;
     body[16..24].copy_from_slice(&(size as u64).to_ne_bytes());
     ask(connection, SETATTR, &body, &[]).await;
 }
 
-async fn ask(connection: &Connection, opcode: u32, body: &[u8], data: &[u8]) -> Vec<u8> {
+async fn ask(connection: &SimulatedFuseConnection, opcode: u32, body: &[u8], data: &[u8]) -> Vec<u8> {
     let unique = connection.send(opcode, body, data, true);
     let answer = connection.answer(unique).await;
     answer.unwrap_or_else(|errno| panic!("opcode {opcode} failed with {errno}"))

@@ -14,15 +14,15 @@ use rustix::io::Errno;
 
 /// One descriptor of the device.
 #[derive(Debug)]
-pub(in crate::fuse) struct Kernel {
-    connection: Rc<Connection>,
+pub(in crate::fuse) struct SimulatedFuseDescriptor {
+    connection: Rc<SimulatedFuseConnection>,
     number: usize,
 }
 
 #[derive(Debug, Default)]
-pub(in crate::fuse) struct Connection {
+pub(in crate::fuse) struct SimulatedFuseConnection {
     messages: RefCell<VecDeque<Vec<u8>>>,
-    requests: RefCell<HashMap<u64, Asked>>,
+    requests: RefCell<HashMap<u64, WaitingFuseRequest>>,
     next_unique: Cell<u64>,
     descriptors: Cell<usize>,
     is_gone: Cell<bool>,
@@ -33,7 +33,7 @@ pub(in crate::fuse) struct Connection {
 }
 
 #[derive(Debug)]
-struct Asked {
+struct WaitingFuseRequest {
     /// The descriptor that it was read from.
     read_by: Option<usize>,
     answer: Option<Answer>,
@@ -42,16 +42,16 @@ struct Asked {
 /// An error number, or the body of the reply.
 pub(in crate::fuse) type Answer = Result<Vec<u8>, i32>;
 
-impl Connection {
-    pub(in crate::fuse) fn descriptor(self: &Rc<Self>) -> Kernel {
+impl SimulatedFuseConnection {
+    pub(in crate::fuse) fn descriptor(self: &Rc<Self>) -> SimulatedFuseDescriptor {
         let number = self.descriptors.get();
         self.descriptors.set(number + 1);
-        Kernel { connection: Rc::clone(self), number }
+        SimulatedFuseDescriptor { connection: Rc::clone(self), number }
     }
 
     /// A descriptor that was passed to another process.
-    pub(in crate::fuse) fn descriptor_again(self: &Rc<Self>, number: usize) -> Kernel {
-        Kernel { connection: Rc::clone(self), number }
+    pub(in crate::fuse) fn descriptor_with_number(self: &Rc<Self>, number: usize) -> SimulatedFuseDescriptor {
+        SimulatedFuseDescriptor { connection: Rc::clone(self), number }
     }
 
     /// Sends a message; returns its unique number.
@@ -69,14 +69,14 @@ impl Connection {
         message.extend(data);
         if is_answered {
             let answer = self.is_gone.get().then_some(Err(libc::ENOTCONN));
-            self.requests.borrow_mut().insert(unique, Asked { read_by: None, answer });
+            self.requests.borrow_mut().insert(unique, WaitingFuseRequest { read_by: None, answer });
         }
-        self.put(message);
+        self.send_raw(message);
         unique
     }
 
     /// Sends bytes without waiting for a reply.
-    pub(in crate::fuse) fn put(&self, message: Vec<u8>) {
+    pub(in crate::fuse) fn send_raw(&self, message: Vec<u8>) {
         if self.is_gone.get() {
             return;
         }
@@ -109,7 +109,7 @@ impl Connection {
     }
 
     /// Number of requests that were read and not answered.
-    pub(in crate::fuse) fn owed(&self) -> usize {
+    pub(in crate::fuse) fn unanswered(&self) -> usize {
         let requests = self.requests.borrow();
         requests.values().filter(|asked| asked.read_by.is_some() && asked.answer.is_none()).count()
     }
@@ -124,7 +124,7 @@ impl Connection {
     }
 }
 
-impl Kernel {
+impl SimulatedFuseDescriptor {
     pub(in crate::fuse) fn receive(&self, places: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
         let connection = &self.connection;
         if connection.is_gone.get() {

@@ -8,7 +8,7 @@ use std::{
     os::fd::{AsRawFd as _, OwnedFd},
 };
 
-use super::netlink::{Answer, Attributes, Netlink, attributes};
+use super::netlink::{NetlinkAttributes, NetlinkAttributesBuilder, Netlink, attributes};
 
 /// `NBD_GENL_FAMILY_NAME`, and its commands.
 const FAMILY: &str = "nbd";
@@ -38,7 +38,7 @@ const SECTOR_BYTES: u64 = 512;
 
 /// Parameters of a device.
 #[derive(Clone, Debug)]
-pub(super) struct Device {
+pub(super) struct NbdDeviceParameters {
     /// `None` selects the first free device.
     pub(super) number: Option<u32>,
     pub(super) size_bytes: u64,
@@ -54,12 +54,12 @@ pub(super) struct Device {
 }
 
 #[derive(Debug)]
-pub(super) struct Control {
+pub(super) struct NbdNetlinkControl {
     netlink: Netlink,
     family: u16,
 }
 
-impl Control {
+impl NbdNetlinkControl {
     /// Opens the control socket.
     ///
     /// # Errors
@@ -75,8 +75,8 @@ impl Control {
     ///
     /// # Errors
     /// `EBUSY` if the device is in use, `EPERM` without the capability.
-    pub(super) fn connect(&self, device: &Device, sockets: &[OwnedFd]) -> io::Result<u32> {
-        let mut said = Attributes::default();
+    pub(super) fn connect(&self, device: &NbdDeviceParameters, sockets: &[OwnedFd]) -> io::Result<u32> {
+        let mut said = NetlinkAttributesBuilder::default();
         if let Some(number) = device.number {
             said = said.u32(INDEX, number);
         }
@@ -84,8 +84,8 @@ impl Control {
             .u64(SIZE_BYTES, device.size_bytes)
             .u64(BLOCK_SIZE_BYTES, device.block_bytes.into())
             .u64(SERVER_FLAGS, device.flags.into());
-        let answer = self.netlink.execute(self.family, CONNECT, &with_terms(said, device, sockets))?;
-        let number = attributes(&answer).get(INDEX).and_then(Answer::as_u32).or(device.number);
+        let answer = self.netlink.execute(self.family, CONNECT, &with_parameters(said, device, sockets))?;
+        let number = attributes(&answer).get(INDEX).and_then(NetlinkAttributes::as_u32).or(device.number);
         number.ok_or_else(|| io::Error::other("the kernel did not say which device it took"))
     }
 
@@ -93,45 +93,45 @@ impl Control {
     ///
     /// # Errors
     /// `EINVAL` if the device was disconnected or has another backend identifier.
-    pub(super) fn reconnect(&self, number: u32, device: &Device, sockets: &[OwnedFd]) -> io::Result<()> {
-        let said = Attributes::default().u32(INDEX, number);
-        self.netlink.execute(self.family, RECONFIGURE, &with_terms(said, device, sockets)).map(drop)
+    pub(super) fn reconnect(&self, number: u32, device: &NbdDeviceParameters, sockets: &[OwnedFd]) -> io::Result<()> {
+        let said = NetlinkAttributesBuilder::default().u32(INDEX, number);
+        self.netlink.execute(self.family, RECONFIGURE, &with_parameters(said, device, sockets)).map(drop)
     }
 
     /// Changes the length of a device.
-    pub(super) fn resize(&self, number: u32, device: &Device, size_bytes: u64) -> io::Result<()> {
-        let said = Attributes::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
+    pub(super) fn resize(&self, number: u32, device: &NbdDeviceParameters, size_bytes: u64) -> io::Result<()> {
+        let said = NetlinkAttributesBuilder::default().u32(INDEX, number).u64(SIZE_BYTES, size_bytes);
         let said = said.text(BACKEND_IDENTIFIER, &device.backend);
         self.netlink.execute(self.family, RECONFIGURE, &said).map(drop)
     }
 
     /// Disconnects a device; unwritten data is lost.
     pub(super) fn disconnect(&self, number: u32) -> io::Result<()> {
-        self.netlink.execute(self.family, DISCONNECT, &Attributes::default().u32(INDEX, number)).map(drop)
+        self.netlink.execute(self.family, DISCONNECT, &NetlinkAttributesBuilder::default().u32(INDEX, number)).map(drop)
     }
 
     /// True if any server is connected to the device.
     pub(super) fn is_connected(&self, number: u32) -> io::Result<bool> {
-        let answer = self.netlink.execute(self.family, STATUS, &Attributes::default().u32(INDEX, number))?;
+        let answer = self.netlink.execute(self.family, STATUS, &NetlinkAttributesBuilder::default().u32(INDEX, number))?;
         let item = attributes(&answer).get(DEVICE_LIST).and_then(|list| list.get(DEVICE_ITEM));
-        Ok(item.and_then(|item| item.get(DEVICE_CONNECTED)).and_then(Answer::as_u8) == Some(1))
+        Ok(item.and_then(|item| item.get(DEVICE_CONNECTED)).and_then(NetlinkAttributes::as_u8) == Some(1))
     }
 }
 
-fn with_terms(said: Attributes, device: &Device, sockets: &[OwnedFd]) -> Attributes {
-    let item = |list: Attributes, socket: &OwnedFd| {
+fn with_parameters(said: NetlinkAttributesBuilder, device: &NbdDeviceParameters, sockets: &[OwnedFd]) -> NetlinkAttributesBuilder {
+    let item = |list: NetlinkAttributesBuilder, socket: &OwnedFd| {
         // A file descriptor is never negative.
-        let fd = Attributes::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());
+        let fd = NetlinkAttributesBuilder::default().u32(SOCK_FD, socket.as_raw_fd().unsigned_abs());
         list.nested(SOCK_ITEM, fd)
     };
     said.u64(TIMEOUT, device.timeout_s.into())
         .u64(DEAD_CONN_TIMEOUT, device.dead_timeout_s.into())
         .text(BACKEND_IDENTIFIER, &device.backend)
-        .nested(SOCKETS, sockets.iter().fold(Attributes::default(), item))
+        .nested(SOCKETS, sockets.iter().fold(NetlinkAttributesBuilder::default(), item))
 }
 
 /// Number of the device with this backend identifier; with `number`, only that device is examined.
-pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
+pub(super) fn find_orphaned(number: Option<u32>, backend: &str) -> Option<u32> {
     let is_ours = |number: &u32| {
         let file = format!("/sys/block/nbd{number}/backend");
         fs::read_to_string(file).is_ok_and(|text| text.trim_end_matches('\n') == backend)
@@ -149,14 +149,14 @@ pub(super) fn left_behind(number: Option<u32>, backend: &str) -> Option<u32> {
 
 /// Length of a device according to sysfs.
 pub(super) fn size_bytes(number: u32) -> Option<u64> {
-    told(number, "size")?.checked_mul(SECTOR_BYTES)
+    read_sysfs(number, "size")?.checked_mul(SECTOR_BYTES)
 }
 
 /// Logical block size of a device according to sysfs.
 pub(super) fn block_bytes(number: u32) -> Option<u64> {
-    told(number, "queue/logical_block_size")
+    read_sysfs(number, "queue/logical_block_size")
 }
 
-fn told(number: u32, what: &str) -> Option<u64> {
+fn read_sysfs(number: u32, what: &str) -> Option<u64> {
     fs::read_to_string(format!("/sys/block/nbd{number}/{what}")).ok()?.trim_end().parse().ok()
 }

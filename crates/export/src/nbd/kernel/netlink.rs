@@ -42,9 +42,9 @@ const FAMILY_NAME: u16 = 2;
 
 /// Encoded attributes of a command.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Attributes(Vec<u8>);
+pub(super) struct NetlinkAttributesBuilder(Vec<u8>);
 
-impl Attributes {
+impl NetlinkAttributesBuilder {
     pub(super) fn u32(self, kind: u16, value: u32) -> Self {
         self.bytes(kind, &value.to_ne_bytes())
     }
@@ -77,10 +77,10 @@ impl Attributes {
 
 /// Received attributes in sequence; a truncated one ends the sequence.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Answer<'a>(&'a [u8]);
+pub(super) struct NetlinkAttributes<'a>(&'a [u8]);
 
-impl<'a> Answer<'a> {
-    pub(super) fn iter(self) -> impl Iterator<Item = (u16, Answer<'a>)> {
+impl<'a> NetlinkAttributes<'a> {
+    pub(super) fn iter(self) -> impl Iterator<Item = (u16, NetlinkAttributes<'a>)> {
         let mut rest = self.0;
         std::iter::from_fn(move || {
             let length = usize::from(u16_at(rest, 0)?);
@@ -89,7 +89,7 @@ impl<'a> Answer<'a> {
             let value = rest.get(ATTRIBUTE_HEADER..length)?;
             // The last attribute may lack its padding.
             rest = rest.get(length.next_multiple_of(4)..).unwrap_or_default();
-            Some((kind, Answer(value)))
+            Some((kind, NetlinkAttributes(value)))
         })
     }
 
@@ -118,7 +118,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
     bytes.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes)
 }
 
-fn request(family: u16, sequence: u32, command: u8, attributes: &Attributes) -> Vec<u8> {
+fn request(family: u16, sequence: u32, command: u8, attributes: &NetlinkAttributesBuilder) -> Vec<u8> {
     let length = MESSAGE_HEADER + COMMAND_HEADER + attributes.0.len();
     let mut message = Vec::with_capacity(length);
     message.extend(u32::try_from(length).expect("attributes are short").to_ne_bytes());
@@ -134,28 +134,28 @@ fn request(family: u16, sequence: u32, command: u8, attributes: &Attributes) -> 
 
 /// Meaning of one message for the request with this sequence number.
 #[derive(Debug, PartialEq, Eq)]
-enum Said<'a> {
-    Answer(Answer<'a>),
+enum NetlinkMessage<'a> {
+    Answer(NetlinkAttributes<'a>),
     Done,
     Failed(i32),
     /// Belongs to another request, or is of no known type.
-    Nothing,
+    Unrelated,
 }
 
 /// First message and the bytes behind it; `None` if no complete message is there.
-fn message(bytes: &[u8], sequence: u32) -> Option<(Said<'_>, &[u8])> {
+fn message(bytes: &[u8], sequence: u32) -> Option<(NetlinkMessage<'_>, &[u8])> {
     let length = u32_at(bytes, 0)? as usize;
     let (kind, of) = (u16_at(bytes, 4)?, u32_at(bytes, 8)?);
     let payload = bytes.get(MESSAGE_HEADER..length)?;
     // Messages are aligned to 4 bytes; the last one may lack its padding.
     let rest = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
     let said = match kind {
-        _ if of != sequence => Said::Nothing,
+        _ if of != sequence => NetlinkMessage::Unrelated,
         ERROR => match u32_at(payload, 0)? as i32 {
-            0 => Said::Done,
-            negative => Said::Failed(negative.wrapping_neg()),
+            0 => NetlinkMessage::Done,
+            negative => NetlinkMessage::Failed(negative.wrapping_neg()),
         },
-        _ => payload.get(COMMAND_HEADER..).map_or(Said::Nothing, |rest| Said::Answer(Answer(rest))),
+        _ => payload.get(COMMAND_HEADER..).map_or(NetlinkMessage::Unrelated, |rest| NetlinkMessage::Answer(NetlinkAttributes(rest))),
     };
     Some((said, rest))
 }
@@ -178,14 +178,14 @@ impl Netlink {
 
     /// Number of a family; the kernel assigns it when the driver is loaded.
     pub(super) fn family(&self, name: &str) -> io::Result<u16> {
-        let ask = Attributes::default().text(FAMILY_NAME, name);
+        let ask = NetlinkAttributesBuilder::default().text(FAMILY_NAME, name);
         let answer = self.execute(CONTROL, GET_FAMILY, &ask)?;
-        let id = Answer(&answer).get(FAMILY_ID).and_then(Answer::as_u16);
+        let id = NetlinkAttributes(&answer).get(FAMILY_ID).and_then(NetlinkAttributes::as_u16);
         id.ok_or_else(|| io::Error::other("the kernel named no number of the netlink family"))
     }
 
     /// Executes a command; returns the attributes of the reply, possibly none.
-    pub(super) fn execute(&self, family: u16, command: u8, attributes: &Attributes) -> io::Result<Vec<u8>> {
+    pub(super) fn execute(&self, family: u16, command: u8, attributes: &NetlinkAttributesBuilder) -> io::Result<Vec<u8>> {
         let sequence = self.sequence.fetch_add(1, Ordering::Relaxed);
         send(&self.socket, &request(family, sequence, command, attributes), SendFlags::empty())?;
         let mut buffer = vec![0; MAX_ANSWER];
@@ -197,10 +197,10 @@ impl Netlink {
                 rest = behind;
                 match said {
                     // The reply precedes the acknowledgment (NLM_F_ACK), which ends the exchange.
-                    Said::Answer(attributes) => answer = attributes.0.to_vec(),
-                    Said::Done => return Ok(answer),
-                    Said::Failed(errno) => return Err(io::Error::from_raw_os_error(errno)),
-                    Said::Nothing => {}
+                    NetlinkMessage::Answer(attributes) => answer = attributes.0.to_vec(),
+                    NetlinkMessage::Done => return Ok(answer),
+                    NetlinkMessage::Failed(errno) => return Err(io::Error::from_raw_os_error(errno)),
+                    NetlinkMessage::Unrelated => {}
                 }
             }
         }
@@ -208,8 +208,8 @@ impl Netlink {
 }
 
 /// Parses the reply that [`Netlink::execute`] returned.
-pub(super) fn attributes(answer: &[u8]) -> Answer<'_> {
-    Answer(answer)
+pub(super) fn attributes(answer: &[u8]) -> NetlinkAttributes<'_> {
+    NetlinkAttributes(answer)
 }
 
 #[cfg(test)]
@@ -220,19 +220,19 @@ mod tests {
 
     #[test]
     fn attributes_are_read_as_they_were_written() {
-        let inner = Attributes::default().u32(1, 7);
-        let written = Attributes::default().u64(2, 1 << 40).text(10, "weir").nested(7, inner);
-        let read = Answer(&written.0);
+        let inner = NetlinkAttributesBuilder::default().u32(1, 7);
+        let written = NetlinkAttributesBuilder::default().u64(2, 1 << 40).text(10, "weir").nested(7, inner);
+        let read = NetlinkAttributes(&written.0);
         let kinds: Vec<_> = read.iter().map(|(kind, _)| kind).collect();
         assert_eq!(kinds, [2, 10, 7]);
-        assert_eq!(read.get(10), Some(Answer(b"weir\0")));
-        assert_eq!(read.get(7).and_then(|inner| inner.get(1)).and_then(Answer::as_u32), Some(7));
+        assert_eq!(read.get(10), Some(NetlinkAttributes(b"weir\0")));
+        assert_eq!(read.get(7).and_then(|inner| inner.get(1)).and_then(NetlinkAttributes::as_u32), Some(7));
         assert_eq!(read.get(3), None);
     }
 
     #[test]
     fn a_request_has_the_layout_of_the_headers() {
-        let message = request(0x1a, 5, 3, &Attributes::default().u32(1, 9));
+        let message = request(0x1a, 5, 3, &NetlinkAttributesBuilder::default().u32(1, 9));
         let mut expected = Vec::new();
         expected.extend(28_u32.to_ne_bytes());
         expected.extend(0x1a_u16.to_ne_bytes());
@@ -247,22 +247,22 @@ mod tests {
     }
 
     fn error(sequence: u32, code: i32) -> Vec<u8> {
-        let mut message = request(ERROR, sequence, 0, &Attributes::default());
+        let mut message = request(ERROR, sequence, 0, &NetlinkAttributesBuilder::default());
         message[MESSAGE_HEADER..].copy_from_slice(&code.to_ne_bytes());
         message
     }
 
     #[test]
     fn answers_and_errors_are_told_apart() {
-        let mut bytes = request(0x1a, 4, 1, &Attributes::default().u32(1, 2));
+        let mut bytes = request(0x1a, 4, 1, &NetlinkAttributesBuilder::default().u32(1, 2));
         bytes.extend(error(4, -libc::EBUSY));
         bytes.extend(error(9, 0));
         let (said, rest) = message(&bytes, 4).unwrap();
-        assert!(matches!(said, Said::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2)));
+        assert!(matches!(said, NetlinkMessage::Answer(answer) if answer.get(1).unwrap().as_u32() == Some(2)));
         let (said, rest) = message(rest, 4).unwrap();
-        assert_eq!(said, Said::Failed(libc::EBUSY));
-        assert_eq!(message(rest, 4).unwrap(), (Said::Nothing, &[][..]));
-        assert_eq!(message(rest, 9).unwrap().0, Said::Done);
+        assert_eq!(said, NetlinkMessage::Failed(libc::EBUSY));
+        assert_eq!(message(rest, 4).unwrap(), (NetlinkMessage::Unrelated, &[][..]));
+        assert_eq!(message(rest, 9).unwrap().0, NetlinkMessage::Done);
     }
 
     proptest! {
@@ -271,12 +271,12 @@ mod tests {
             let mut rest = &bytes[..];
             while let Some((said, behind)) = message(rest, 1) {
                 prop_assert!(behind.len() < rest.len());
-                if let Said::Answer(answer) = said {
+                if let NetlinkMessage::Answer(answer) = said {
                     prop_assert!(answer.iter().count() <= rest.len());
                 }
                 rest = behind;
             }
-            prop_assert!(Answer(&bytes).iter().count() <= bytes.len());
+            prop_assert!(NetlinkAttributes(&bytes).iter().count() <= bytes.len());
         }
     }
 }

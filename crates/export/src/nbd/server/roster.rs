@@ -11,27 +11,27 @@ use std::{
 use policy::time::Instant;
 use reactor::{memory::ConnectionMemory, op::Fd};
 
-use crate::nbd::{holding::Holding, stop::StopSignal, visit::Visit};
+use crate::nbd::{holding::ClientTransfers, stop::StopSignal, visit::NbdClientInfo};
 
 /// A connected client.
 #[derive(Debug)]
-pub(super) struct Live {
+pub(super) struct ConnectedClient {
     pub(super) socket: Fd,
     pub(super) stop: Arc<StopSignal>,
     /// `None` through a Unix socket.
     pub(super) address: Option<IpAddr>,
     pub(super) since: Instant,
     /// Reported to listeners when the client has left.
-    pub(super) visit: Option<Box<Visit>>,
+    pub(super) visit: Option<Box<NbdClientInfo>>,
     /// After the handshake.
-    pub(super) holding: Option<Arc<Holding>>,
+    pub(super) holding: Option<Arc<ClientTransfers>>,
     /// Memory of TLS, after the client has started it.
     pub(super) tls_memory: Option<ConnectionMemory>,
     /// After the handshake.
     export: Option<usize>,
 }
 
-impl Live {
+impl ConnectedClient {
     /// A client that has not chosen an export.
     pub(super) fn new(socket: Fd, address: Option<IpAddr>, since: Instant) -> Self {
         Self {
@@ -54,41 +54,41 @@ impl Live {
 /// Clients by number. A number belongs to a place for which a listener may wait long, so the order
 /// of numbers is not that of arrival.
 #[derive(Debug, Default)]
-pub(super) struct Roster {
-    live: HashMap<u64, Live>,
+pub(super) struct ConnectedClients {
+    live: HashMap<u64, ConnectedClient>,
     /// Clients that have not chosen an export, in the order of arrival.
     unfinished: BTreeSet<(Instant, u64)>,
     /// Clients among `unfinished` that may be disconnected while others wait.
-    to_push_out: BTreeSet<(Instant, u64)>,
+    to_disconnect: BTreeSet<(Instant, u64)>,
     /// Clients of each export that has any.
     by_export: HashMap<usize, usize>,
 }
 
-impl Roster {
+impl ConnectedClients {
     /// Adds a client that has not chosen an export.
-    pub(super) fn insert(&mut self, number: u64, live: Live) {
+    pub(super) fn insert(&mut self, number: u64, live: ConnectedClient) {
         self.unfinished.insert((live.since, number));
-        self.to_push_out.insert((live.since, number));
+        self.to_disconnect.insert((live.since, number));
         self.live.insert(number, live);
     }
 
     /// Counts a client to the export that it has chosen; false if the client has gone.
-    pub(super) fn choose(&mut self, number: u64, export: usize, visit: Option<Box<Visit>>) -> bool {
+    pub(super) fn choose(&mut self, number: u64, export: usize, visit: Option<Box<NbdClientInfo>>) -> bool {
         let Some(live) = self.live.get_mut(&number) else { return false };
         live.visit = visit;
         // A client that chooses again is counted for its new export only.
         let before = live.export.replace(export);
         self.unfinished.remove(&(live.since, number));
-        self.to_push_out.remove(&(live.since, number));
+        self.to_disconnect.remove(&(live.since, number));
         *self.by_export.entry(export).or_default() += 1;
         self.uncount(before);
         true
     }
 
-    pub(super) fn remove(&mut self, number: u64) -> Option<Live> {
+    pub(super) fn remove(&mut self, number: u64) -> Option<ConnectedClient> {
         let gone = self.live.remove(&number)?;
         self.unfinished.remove(&(gone.since, number));
-        self.to_push_out.remove(&(gone.since, number));
+        self.to_disconnect.remove(&(gone.since, number));
         self.uncount(gone.export);
         Some(gone)
     }
@@ -103,11 +103,11 @@ impl Roster {
         }
     }
 
-    pub(super) fn get(&self, number: u64) -> Option<&Live> {
+    pub(super) fn get(&self, number: u64) -> Option<&ConnectedClient> {
         self.live.get(&number)
     }
 
-    pub(super) fn get_mut(&mut self, number: u64) -> Option<&mut Live> {
+    pub(super) fn get_mut(&mut self, number: u64) -> Option<&mut ConnectedClient> {
         self.live.get_mut(&number)
     }
 
@@ -115,7 +115,7 @@ impl Roster {
     /// the server.
     pub(super) fn spare(&mut self, number: u64) {
         if let Some(live) = self.live.get(&number) {
-            self.to_push_out.remove(&(live.since, number));
+            self.to_disconnect.remove(&(live.since, number));
         }
     }
 
@@ -124,12 +124,12 @@ impl Roster {
         if let Some(live) = self.live.get_mut(&number) {
             live.tls_memory = Some(memory);
             if live.export.is_none() {
-                self.to_push_out.insert((live.since, number));
+                self.to_disconnect.insert((live.since, number));
             }
         }
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &Live)> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = (u64, &ConnectedClient)> {
         self.live.iter().map(|(number, live)| (*number, live))
     }
 
@@ -154,12 +154,12 @@ impl Roster {
 
     /// The client that has been in its handshake for longest, of those that may be disconnected,
     /// and when it arrived.
-    pub(super) fn oldest_to_push_out(&self) -> Option<(u64, Instant)> {
-        self.to_push_out.first().map(|(since, number)| (*number, *since))
+    pub(super) fn oldest_to_disconnect(&self) -> Option<(u64, Instant)> {
+        self.to_disconnect.first().map(|(since, number)| (*number, *since))
     }
 
     /// Clients in their handshake.
-    pub(super) fn unfinished(&self) -> impl Iterator<Item = &Live> {
+    pub(super) fn unfinished(&self) -> impl Iterator<Item = &ConnectedClient> {
         self.unfinished.iter().filter_map(|(_, number)| self.live.get(number))
     }
 }
@@ -168,18 +168,18 @@ impl Roster {
 mod tests {
     use std::os::{fd::OwnedFd, unix::net::UnixStream};
 
-    use reactor::memory::Budget;
+    use reactor::memory::MemoryBudget;
 
     use super::*;
 
-    fn client(since: u64) -> Live {
+    fn client(since: u64) -> ConnectedClient {
         let (ours, _) = UnixStream::pair().expect("sockets");
-        Live::new(OwnedFd::from(ours).into(), None, Instant::from_nanos(since))
+        ConnectedClient::new(OwnedFd::from(ours).into(), None, Instant::from_nanos(since))
     }
 
     #[test]
     fn the_oldest_client_is_the_first_to_arrive_whatever_its_number() {
-        let mut roster = Roster::default();
+        let mut roster = ConnectedClients::default();
         roster.insert(5, client(10));
         roster.insert(2, client(20));
         assert_eq!(roster.oldest_unfinished(), Some((5, Instant::from_nanos(10))));
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn clients_are_counted_by_export_and_handshake() {
-        let mut roster = Roster::default();
+        let mut roster = ConnectedClients::default();
         for number in 1..=3 {
             roster.insert(number, client(10 * number));
         }
@@ -208,18 +208,18 @@ mod tests {
 
     #[test]
     fn a_client_that_waits_for_the_server_or_was_disconnected_is_not_disconnected() {
-        let mut roster = Roster::default();
+        let mut roster = ConnectedClients::default();
         roster.insert(1, client(10));
         roster.insert(2, client(20));
         roster.spare(1);
-        assert_eq!(roster.oldest_to_push_out(), Some((2, Instant::from_nanos(20))));
+        assert_eq!(roster.oldest_to_disconnect(), Some((2, Instant::from_nanos(20))));
         assert_eq!(roster.oldest_unfinished(), Some((1, Instant::from_nanos(10))));
         roster.spare(2);
-        assert_eq!(roster.oldest_to_push_out(), None);
-        let memory = ConnectionMemory::new(Budget::process(), 1).expect("a byte");
+        assert_eq!(roster.oldest_to_disconnect(), None);
+        let memory = ConnectionMemory::new(MemoryBudget::process(), 1).expect("a byte");
         roster.start_tls(1, memory);
-        assert_eq!(roster.oldest_to_push_out(), Some((1, Instant::from_nanos(10))));
+        assert_eq!(roster.oldest_to_disconnect(), Some((1, Instant::from_nanos(10))));
         roster.remove(1);
-        assert_eq!(roster.oldest_to_push_out(), None);
+        assert_eq!(roster.oldest_to_disconnect(), None);
     }
 }

@@ -12,42 +12,42 @@ use std::{
 };
 
 use nix::sys::socket::{AddressFamily, SockaddrLike, SockaddrStorage, getsockname, setsockopt, sockopt};
-use policy::access::{Access, Client};
+use policy::access::{AccessRules, ClientIdentity};
 use reactor::op::Fd;
 
-use super::{Server, roster::Live};
+use super::{NbdServer, roster::ConnectedClient};
 use crate::nbd::{
-    catalog::{ExportInfo, Exports},
-    connection::Connection,
-    inbox::Inbox,
+    catalog::{ExportInfo, ExportCatalog},
+    connection::NbdConnection,
+    inbox::ReceiveBuffer,
     live,
     negotiate::{self, Handshake, TlsPolicy},
-    rest::Arriving,
-    session::Session,
+    rest::ArrivalGuard,
+    session::NbdSession,
     stop::StopSignal,
-    stream::Stream,
+    stream::NbdStream,
 };
 
-impl Server {
-    pub(super) async fn welcome(
+impl NbdServer {
+    pub(super) async fn serve_client(
         &self,
         socket: OwnedFd,
         number: u64,
         address: Option<IpAddr>,
-        arriving: Arriving,
+        arriving: ArrivalGuard,
     ) {
-        prepare(&socket);
+        set_socket_options(&socket);
         let socket = Fd::from(socket);
-        let live = Live::new(socket.clone(), address, reactor::now());
+        let live = ConnectedClient::new(socket.clone(), address, reactor::now());
         let stop = Arc::clone(&live.stop);
         self.lock().insert(number, live);
         drop(arriving);
         // A stop between accepting and registering would be missed otherwise.
         if !self.stopping.load(Ordering::SeqCst) {
             tracing::debug!(client = number, "connected");
-            match self.converse(Stream::Plain(socket), &stop, number).await {
+            match self.negotiate_and_serve(NbdStream::Plain(socket), &stop, number).await {
                 Ok(()) => tracing::debug!(client = number, "disconnected"),
-                Err(reason) => match self.endings.line(reactor::recently()) {
+                Err(reason) => match self.endings.try_log(reactor::coarse_now()) {
                     Some(left_out) => tracing::info!(client = number, %reason, left_out, "connection ended"),
                     None => tracing::debug!(client = number, %reason, "connection ended"),
                 },
@@ -56,7 +56,7 @@ impl Server {
     }
 
     /// Runs the handshake, then transmission.
-    async fn converse(&self, stream: Stream, stop: &Arc<StopSignal>, number: u64) -> Result<(), String> {
+    async fn negotiate_and_serve(&self, stream: NbdStream, stop: &Arc<StopSignal>, number: u64) -> Result<(), String> {
         match self.open(stream, stop, number).await? {
             Some((connection, inbox)) => {
                 connection.serve(inbox).await.map(drop).map_err(|broken| broken.to_string())
@@ -69,10 +69,10 @@ impl Server {
     /// behind it. `None` if the client left without choosing an export.
     pub(in crate::nbd) async fn open(
         &self,
-        stream: Stream,
+        stream: NbdStream,
         stop: &Arc<StopSignal>,
         number: u64,
-    ) -> Result<Option<(Rc<Connection>, Inbox)>, String> {
+    ) -> Result<Option<(Rc<NbdConnection>, ReceiveBuffer)>, String> {
         let negotiated = reactor::timeout(self.terms.handshake_timeout, self.negotiate(stream, number)).await;
         let Some((stream, inbox, session)) =
             negotiated.unwrap_or_else(|reactor::Timeout| Err("the handshake took too long".to_owned()))?
@@ -85,9 +85,9 @@ impl Server {
 
     async fn negotiate(
         &self,
-        mut stream: Stream,
+        mut stream: NbdStream,
         number: u64,
-    ) -> Result<Option<(Stream, Inbox, Session)>, String> {
+    ) -> Result<Option<(NbdStream, ReceiveBuffer, NbdSession)>, String> {
         let policy = match &self.tls {
             None => TlsPolicy::Off,
             Some(tls) if tls.required => TlsPolicy::Required,
@@ -95,10 +95,10 @@ impl Server {
         };
         let address = self.lock().get(number).and_then(|live| live.address);
         let mut offer =
-            Offer { server: self, client: Client { address, name: None }, shown: Cell::new(None) };
+            VisibleExports { server: self, client: ClientIdentity { address, name: None }, shown: Cell::new(None) };
         let mut out = Vec::new();
         let mut handshake = Handshake::start(policy, &mut out);
-        let mut inbox = Inbox::new();
+        let mut inbox = ReceiveBuffer::new();
         loop {
             // The state before the step, because the step may have to be repeated, see below.
             let (before, filled) = (handshake.clone(), out.len());
@@ -106,7 +106,7 @@ impl Server {
             // The reply contains the export's size. Refreshing the size takes time, which `advance`
             // must not, so it is done here and the option is processed again from the saved state.
             if let Some(export) = offer.shown.take() {
-                self.look_at_size_of(export).await;
+                self.refresh_size_of(export).await;
                 handshake = before;
                 out.truncate(filled);
                 step = handshake.advance(inbox.bytes(), &offer, &mut out);
@@ -114,22 +114,22 @@ impl Server {
             }
             inbox.consume(step.consumed);
             // Before the reply: otherwise the client could use an export that is counted as unused.
-            if let negotiate::Event::Transmission(session) = &step.event
+            if let negotiate::HandshakeEvent::Transmission(session) = &step.event
                 && !self.choose(session.export, number, &offer.client)
             {
                 return Err(REMOVED.to_owned());
             }
-            if let Some(reply) = ready(step.event, &mut out) {
+            if let Some(reply) = take_replies(step.event, &mut out) {
                 stream.send(reply.into()).await.map_err(|error| error.to_string())?;
             }
             match step.event {
-                negotiate::Event::NeedInput => {
+                negotiate::HandshakeEvent::NeedInput => {
                     if !inbox.fill(&stream).await.map_err(|error| error.to_string())? {
                         return Ok(None);
                     }
                 }
-                negotiate::Event::Replied => {}
-                negotiate::Event::StartTls => {
+                negotiate::HandshakeEvent::Replied => {}
+                negotiate::HandshakeEvent::StartTls => {
                     // The handshake now waits for the server, so the client must not be
                     // disconnected for it.
                     self.lock().spare(number);
@@ -141,7 +141,7 @@ impl Server {
                     // Bytes behind STARTTLS go to TLS, where plaintext fails, so that an attacker
                     // on the network cannot inject options.
                     stream = stream.start_tls(tls, inbox.bytes()).await.map_err(|error| error.to_string())?;
-                    inbox = Inbox::new();
+                    inbox = ReceiveBuffer::new();
                     offer.client.name = stream.tls().and_then(|tls| tls::peer_name(tls.borrow().ssl()));
                     if !self.admission.admits_name(&offer.client) {
                         stream.finish().await;
@@ -149,12 +149,12 @@ impl Server {
                     }
                     handshake.tls_established();
                 }
-                negotiate::Event::Transmission(session) => return Ok(Some((stream, inbox, session))),
-                negotiate::Event::Close(negotiate::Close::Aborted) => {
+                negotiate::HandshakeEvent::Transmission(session) => return Ok(Some((stream, inbox, session))),
+                negotiate::HandshakeEvent::Close(negotiate::HandshakeClose::Aborted) => {
                     stream.finish().await;
                     return Ok(None);
                 }
-                negotiate::Event::Close(reason) => return Err(reason.to_string()),
+                negotiate::HandshakeEvent::Close(reason) => return Err(reason.to_string()),
             }
         }
     }
@@ -164,11 +164,11 @@ impl Server {
 /// a buffer for 64 KiB of ciphertext, and OpenSSL's state.
 const TLS_BYTES: u64 = 128 << 10;
 
-impl Server {
-    async fn look_at_size_of(&self, export: usize) {
+impl NbdServer {
+    async fn refresh_size_of(&self, export: usize) {
         let disk = self.exports().get(export).map(|export| Arc::clone(&export.disk));
         if let Some(disk) = disk {
-            live::look_at_size(&disk).await;
+            live::refresh_size(&disk).await;
         }
     }
 }
@@ -182,16 +182,16 @@ const REPLY_BYTES: usize = 2 << 10;
 
 /// Bytes to send before the handshake continues. Takes the memory of `out`, so that while a client
 /// does not read, only the bytes being sent are held.
-pub(super) fn ready(event: negotiate::Event, out: &mut Vec<u8>) -> Option<reactor::buffer::Buffer> {
-    let more_may_come = matches!(event, negotiate::Event::Replied) && out.len() < REPLY_BYTES;
+pub(super) fn take_replies(event: negotiate::HandshakeEvent, out: &mut Vec<u8>) -> Option<reactor::buffer::IoBuffer> {
+    let more_may_come = matches!(event, negotiate::HandshakeEvent::Replied) && out.len() < REPLY_BYTES;
     if out.is_empty() || more_may_come {
         return None;
     }
-    Some(reactor::buffer::Buffer::copy_of(&std::mem::take(out)))
+    Some(reactor::buffer::IoBuffer::copy_of(&std::mem::take(out)))
 }
 
 /// Sets options of a new connection's socket. None is essential, so failures are ignored.
-fn prepare(socket: &OwnedFd) {
+fn set_socket_options(socket: &OwnedFd) {
     let family = getsockname::<SockaddrStorage>(std::os::fd::AsRawFd::as_raw_fd(socket))
         .ok()
         .and_then(|address| address.family());
@@ -207,20 +207,20 @@ fn prepare(socket: &OwnedFd) {
 }
 
 /// The exports of a server that a client may see.
-pub(super) struct Offer<'a> {
-    pub(super) server: &'a Server,
-    pub(super) client: Client,
+pub(super) struct VisibleExports<'a> {
+    pub(super) server: &'a NbdServer,
+    pub(super) client: ClientIdentity,
     /// Last export whose properties were sent to the client.
     pub(super) shown: Cell<Option<usize>>,
 }
 
-impl Exports for Offer<'_> {
+impl ExportCatalog for VisibleExports<'_> {
     fn find(&self, name: &str) -> Option<usize> {
         let exports = self.server.exports();
         let number = exports.find(name)?;
         let export = exports.get(number)?;
-        if !self.server.admission.admits_to(&export.access, &self.client) {
-            self.server.admission.refuse_export(&self.client, &export.name);
+        if !self.server.admission.admits_to_export(&export.access, &self.client) {
+            self.server.admission.reject_export(&self.client, &export.name);
             return None;
         }
         Some(number)
@@ -228,12 +228,12 @@ impl Exports for Offer<'_> {
 
     fn get(&self, export: usize) -> Option<ExportInfo> {
         self.shown.set(Some(export));
-        self.server.exports().get(export).map(|export| self.server.offered(export.info()))
+        self.server.exports().get(export).map(|export| self.server.adapted_info(export.info()))
     }
 
     fn next(&self, from: usize) -> Option<(usize, ExportInfo)> {
-        let may_have = |access: &Access| self.server.admission.admits_to(access, &self.client);
+        let may_have = |access: &AccessRules| self.server.admission.admits_to_export(access, &self.client);
         let next = self.server.exports().next(from, may_have);
-        next.map(|(number, info)| (number, self.server.offered(info)))
+        next.map(|(number, info)| (number, self.server.adapted_info(info)))
     }
 }

@@ -18,12 +18,12 @@ use super::{
         session::ReplyStyle,
     },
     MOST_CLIENTS, REGION, SIZE, chance, some_time,
-    wire::{Ended, Wire, request, u16_at, u32_at, u64_at},
+    wire::{StreamEnded, NbdTestWire, request, u16_at, u32_at, u64_at},
 };
 use reactor::{Signal, now, sim, sleep_until, spawn_joinable};
 
-pub(super) struct Client {
-    pub(super) wire: Wire,
+pub(super) struct SimulatedNbdClient {
+    pub(super) wire: NbdTestWire,
     /// First byte of its region.
     pub(super) start: u64,
     /// Requests may fail with EIO.
@@ -34,7 +34,7 @@ pub(super) struct Client {
 }
 
 #[derive(Clone, Debug)]
-enum What {
+enum ClientOperation {
     Read,
     Write(Vec<u8>),
     Zeroes,
@@ -51,34 +51,34 @@ enum What {
 }
 
 #[derive(Clone, Debug)]
-struct Pending {
-    what: What,
+struct PendingNbdRequest {
+    what: ClientOperation,
     range: Range<u64>,
     /// Bytes of data or extents received so far.
     covered: u64,
     failed: bool,
 }
 
-struct Session {
-    client: Client,
+struct SimulatedNbdSession {
+    client: SimulatedNbdClient,
     style: ReplyStyle,
     depth: usize,
     /// `None` for unknown content.
     content: RefCell<Vec<Option<u8>>>,
-    pending: RefCell<BTreeMap<u64, Pending>>,
+    pending: RefCell<BTreeMap<u64, PendingNbdRequest>>,
     next_cookie: Cell<u64>,
     received: Signal,
 }
 
-impl Client {
+impl SimulatedNbdClient {
     pub(super) async fn run(mut self) {
         use ReplyStyle::{Extended, Simple, Structured};
         let style = sim::random(|random| [Simple, Structured, Extended][random.usize(..3)]);
         match self.wire.handshake(style).await {
             Ok(about) => assert!((MOST_CLIENTS * REGION..=SIZE).contains(&about.size_bytes)),
-            Err(Ended) => return assert!(self.stopped.get(), "the handshake ended early"),
+            Err(StreamEnded) => return assert!(self.stopped.get(), "the handshake ended early"),
         }
-        let session = Rc::new(Session {
+        let session = Rc::new(SimulatedNbdSession {
             style,
             depth: sim::random(|random| 1 << random.u32(..6)),
             content: RefCell::new(vec![Some(0); REGION as usize]),
@@ -97,8 +97,8 @@ impl Client {
     }
 }
 
-impl Session {
-    async fn send_all(&self) -> Result<(), Ended> {
+impl SimulatedNbdSession {
+    async fn send_all(&self) -> Result<(), StreamEnded> {
         for _ in 0..sim::random(|random| random.usize(1..25)) {
             while self.pending.borrow().len() >= self.depth {
                 self.received.wait().await;
@@ -128,7 +128,7 @@ impl Session {
             let first = self.client.start + sim::random(|random| random.u64(..REGION - count * length));
             for number in 0..count {
                 let at = first + number * length;
-                let what = if writes { What::Write(random_bytes(length)) } else { What::Read };
+                let what = if writes { ClientOperation::Write(random_bytes(length)) } else { ClientOperation::Read };
                 bytes.extend(self.begin(what, at..at + length));
             }
             return bytes;
@@ -140,23 +140,23 @@ impl Session {
         bytes
     }
 
-    fn draw(&self) -> (What, Range<u64>) {
+    fn draw(&self) -> (ClientOperation, Range<u64>) {
         let longest = if chance(5) { REGION } else { 2000 };
         let start = sim::random(|random| random.u64(..REGION));
         let end = sim::random(|random| random.u64(start + 1..=REGION.min(start + longest)));
         let range = self.client.start + start..self.client.start + end;
         let what = match sim::random(|random| random.u32(..100)) {
-            0..35 => What::Read,
-            35..65 => What::Write(random_bytes(end - start)),
-            65..75 => What::Zeroes,
-            75..80 => What::Trim,
-            80..85 => return (What::Nothing, 0..0),
-            85..90 => return (What::Nothing, range),
-            90..95 if self.style.has_chunks() => What::Status { one: chance(50) },
+            0..35 => ClientOperation::Read,
+            35..65 => ClientOperation::Write(random_bytes(end - start)),
+            65..75 => ClientOperation::Zeroes,
+            75..80 => ClientOperation::Trim,
+            80..85 => return (ClientOperation::Nothing, 0..0),
+            85..90 => return (ClientOperation::Nothing, range),
+            90..95 if self.style.has_chunks() => ClientOperation::Status { one: chance(50) },
             _ => {
                 let beyond = sim::random(|random| random.u64(1..100));
                 let what =
-                    if chance(50) { What::WrongRead } else { What::WrongWrite(random_bytes(5 + beyond)) };
+                    if chance(50) { ClientOperation::WrongRead } else { ClientOperation::WrongWrite(random_bytes(5 + beyond)) };
                 return (what, SIZE - 5..SIZE + beyond);
             }
         };
@@ -164,10 +164,10 @@ impl Session {
     }
 
     /// Registers the request and returns its bytes; none if it conflicts with one in flight.
-    fn begin(&self, what: What, range: Range<u64>) -> Vec<u8> {
-        let changes = |what: &What| matches!(what, What::Write(_) | What::Zeroes | What::Trim);
+    fn begin(&self, what: ClientOperation, range: Range<u64>) -> Vec<u8> {
+        let changes = |what: &ClientOperation| matches!(what, ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim);
         // A conflict would make the expected content depend on the order of execution.
-        let conflicts = |other: &Pending| {
+        let conflicts = |other: &PendingNbdRequest| {
             let overlap = range.start < other.range.end && other.range.start < range.end;
             // Overlapping reads are fine: neither changes the expected content.
             overlap && (changes(&what) || changes(&other.what))
@@ -179,19 +179,19 @@ impl Session {
         self.next_cookie.set(cookie.wrapping_add(1));
         let flags = if chance(15) { cmd_flag::FUA } else { 0 };
         let (kind, flags) = match &what {
-            What::Read | What::WrongRead => (cmd::READ, flags),
-            What::Write(_) | What::WrongWrite(_) => (cmd::WRITE, flags),
-            What::Zeroes => (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 }),
-            What::Trim => (cmd::TRIM, flags),
-            What::Nothing if range.is_empty() => (cmd::FLUSH, 0),
-            What::Nothing => (cmd::CACHE, 0),
-            What::Status { one } => (cmd::BLOCK_STATUS, if *one { cmd_flag::REQ_ONE } else { 0 }),
+            ClientOperation::Read | ClientOperation::WrongRead => (cmd::READ, flags),
+            ClientOperation::Write(_) | ClientOperation::WrongWrite(_) => (cmd::WRITE, flags),
+            ClientOperation::Zeroes => (cmd::WRITE_ZEROES, flags | if chance(30) { cmd_flag::NO_HOLE } else { 0 }),
+            ClientOperation::Trim => (cmd::TRIM, flags),
+            ClientOperation::Nothing if range.is_empty() => (cmd::FLUSH, 0),
+            ClientOperation::Nothing => (cmd::CACHE, 0),
+            ClientOperation::Status { one } => (cmd::BLOCK_STATUS, if *one { cmd_flag::REQ_ONE } else { 0 }),
         };
         let mut bytes = request(self.style, kind, flags, cookie, range.start, range.end - range.start);
-        if let What::Write(data) | What::WrongWrite(data) = &what {
+        if let ClientOperation::Write(data) | ClientOperation::WrongWrite(data) = &what {
             bytes.extend(data);
         }
-        let pending = Pending { what, range, covered: 0, failed: false };
+        let pending = PendingNbdRequest { what, range, covered: 0, failed: false };
         self.pending.borrow_mut().insert(cookie, pending);
         bytes
     }
@@ -205,7 +205,7 @@ impl Session {
             };
             // Also wakes the sender, which may wait for room when the server stops.
             self.received.raise();
-            if reply == Err(Ended) {
+            if reply == Err(StreamEnded) {
                 break;
             }
         }
@@ -214,14 +214,14 @@ impl Session {
         assert!(pending.is_empty() || self.client.stopped.get(), "never answered: {pending:?}");
     }
 
-    async fn simple_reply(&self, wire: &mut Wire) -> Result<(), Ended> {
+    async fn simple_reply(&self, wire: &mut NbdTestWire) -> Result<(), StreamEnded> {
         let header = wire.take(16).await?;
         assert_eq!(u32_at(&header, 0), proto::SIMPLE_REPLY_MAGIC);
         let (errno, cookie) = (u32_at(&header, 4), u64_at(&header, 8));
         let mut pending = self.pending(cookie);
         if errno != 0 {
             self.fail(&mut pending, errno);
-        } else if matches!(pending.what, What::Read) {
+        } else if matches!(pending.what, ClientOperation::Read) {
             let data = wire.take((pending.range.end - pending.range.start) as usize).await?;
             let offset = pending.range.start;
             self.compare(&mut pending, offset, &data);
@@ -230,7 +230,7 @@ impl Session {
         Ok(())
     }
 
-    async fn chunk(&self, wire: &mut Wire) -> Result<(), Ended> {
+    async fn chunk(&self, wire: &mut NbdTestWire) -> Result<(), StreamEnded> {
         let extended = self.style == ReplyStyle::Extended;
         let header = wire.take(if extended { 32 } else { 20 }).await?;
         let magic = if extended { proto::EXTENDED_REPLY_MAGIC } else { proto::STRUCTURED_REPLY_MAGIC };
@@ -260,7 +260,7 @@ impl Session {
         Ok(())
     }
 
-    fn pending(&self, cookie: u64) -> Pending {
+    fn pending(&self, cookie: u64) -> PendingNbdRequest {
         self.pending
             .borrow()
             .get(&cookie)
@@ -268,11 +268,11 @@ impl Session {
             .expect("an answer to something that was asked, and not answered yet")
     }
 
-    fn fail(&self, pending: &mut Pending, errno: u32) {
+    fn fail(&self, pending: &mut PendingNbdRequest, errno: u32) {
         pending.failed = true;
         match pending.what {
-            What::WrongRead => assert_eq!(errno, Errno::Inval.code()),
-            What::WrongWrite(_) => assert_eq!(errno, Errno::NoSpc.code()),
+            ClientOperation::WrongRead => assert_eq!(errno, Errno::Inval.code()),
+            ClientOperation::WrongWrite(_) => assert_eq!(errno, Errno::NoSpc.code()),
             _ => assert!(self.client.faults && errno == Errno::Io.code(), "{pending:?} failed with {errno}"),
         }
     }
@@ -281,8 +281,8 @@ impl Session {
         (range.start - self.client.start) as usize..(range.end - self.client.start) as usize
     }
 
-    fn compare(&self, pending: &mut Pending, offset: u64, data: &[u8]) {
-        assert!(matches!(pending.what, What::Read), "data for {pending:?}");
+    fn compare(&self, pending: &mut PendingNbdRequest, offset: u64, data: &[u8]) {
+        assert!(matches!(pending.what, ClientOperation::Read), "data for {pending:?}");
         // The specification allows chunks in any order; this server sends them in ascending order.
         assert_eq!(offset, pending.range.start + pending.covered);
         pending.covered += data.len() as u64;
@@ -296,8 +296,8 @@ impl Session {
     }
 
     /// Checks extents: pairs of length and flags, each half of `width` bytes.
-    fn extents(&self, pending: &mut Pending, extents: &[u8], width: usize) {
-        let What::Status { one } = pending.what else { panic!("block status for {pending:?}") };
+    fn extents(&self, pending: &mut PendingNbdRequest, extents: &[u8], width: usize) {
+        let ClientOperation::Status { one } = pending.what else { panic!("block status for {pending:?}") };
         let count = extents.len() / width;
         assert!(count > 0 && count * width == extents.len() && (!one || count == 1));
         for extent in extents.chunks(width) {
@@ -319,28 +319,28 @@ impl Session {
         }
     }
 
-    fn finish(&self, cookie: u64, pending: &Pending) {
+    fn finish(&self, cookie: u64, pending: &PendingNbdRequest) {
         self.pending.borrow_mut().remove(&cookie);
         self.client.answered.set(self.client.answered.get() + 1);
         let length = pending.range.end - pending.range.start;
         let mut content = self.content.borrow_mut();
         match &pending.what {
-            What::Read if !pending.failed => assert_eq!(pending.covered, length, "some data is missing"),
-            What::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
-            What::Write(data) if !pending.failed => {
+            ClientOperation::Read if !pending.failed => assert_eq!(pending.covered, length, "some data is missing"),
+            ClientOperation::Status { .. } if !pending.failed => assert!(pending.covered > 0, "no status"),
+            ClientOperation::Write(data) if !pending.failed => {
                 for (known, &byte) in content[self.known(pending.range.clone())].iter_mut().zip(data) {
                     *known = Some(byte);
                 }
             }
-            What::Zeroes if !pending.failed => content[self.known(pending.range.clone())].fill(Some(0)),
-            What::Write(_) | What::Zeroes | What::Trim => {
+            ClientOperation::Zeroes if !pending.failed => content[self.known(pending.range.clone())].fill(Some(0)),
+            ClientOperation::Write(_) | ClientOperation::Zeroes | ClientOperation::Trim => {
                 // A failed change may have been executed in part; a trim may or may not zero.
                 content[self.known(pending.range.clone())].fill(None);
             }
-            What::WrongRead | What::WrongWrite(_) => {
+            ClientOperation::WrongRead | ClientOperation::WrongWrite(_) => {
                 assert!(pending.failed, "a request that breaks a rule succeeded: {pending:?}");
             }
-            What::Read | What::Status { .. } | What::Nothing => {}
+            ClientOperation::Read | ClientOperation::Status { .. } | ClientOperation::Nothing => {}
         }
     }
 }

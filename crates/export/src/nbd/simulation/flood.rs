@@ -4,7 +4,7 @@
 use std::{cell::RefCell, collections::BTreeMap, rc::Rc};
 
 use policy::{
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{RateLimit, LimitKind, Limits},
     time::Duration,
 };
 
@@ -14,15 +14,15 @@ use super::{
         session::ReplyStyle,
     },
     Arc, Disk, chance, connect, seeds, serve,
-    wire::{Ended, Wire, request, u16_at, u32_at, u64_at},
+    wire::{StreamEnded, NbdTestWire, request, u16_at, u32_at, u64_at},
 };
 use block::layer::throttle::DiskSettings;
-use image::{Image, Raw};
+use image::{Image, RawImage};
 use reactor::{now, sim, sleep_until, spawn_joinable};
 use storage::{
     Storage,
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 const BLOCK: u64 = 512;
@@ -55,18 +55,18 @@ async fn flood() -> BTreeMap<u16, u64> {
         latency: Duration::from_micros(sim::random(|random| random.u64(..2000))),
         ..Behaviour::default()
     };
-    let device = Simulated::new(vec![1; (BLOCK * BLOCKS) as usize], behaviour);
+    let device = SimulatedStorage::new(vec![1; (BLOCK * BLOCKS) as usize], behaviour);
     let limits = draw_limits();
     let settings = DiskSettings { limits, ..DiskSettings::default() };
-    let image = Image::Raw(Raw::new(Storage::Simulated(Align::new(device.clone()))));
+    let image = Image::Raw(RawImage::new(Storage::Simulated(Align::new(device.clone()))));
     let disk = Arc::new(Disk::new("disk", image, settings, None).expect("valid"));
     let server = serve(&disk);
     let answered = Rc::new(RefCell::new(BTreeMap::new()));
     let mut ends = Vec::new();
     for _ in 0..sim::random(|random| random.usize(1..4)) {
         let (pipe, served) = connect(&server);
-        let wire = Wire::new(pipe);
-        let client = spawn_joinable(Client { wire: wire.clone(), answered: Rc::clone(&answered) }.run());
+        let wire = NbdTestWire::new(pipe);
+        let client = spawn_joinable(FloodClient { wire: wire.clone(), answered: Rc::clone(&answered) }.run());
         ends.push((wire, client, served));
     }
     let began = now();
@@ -98,26 +98,26 @@ fn draw_limits() -> Limits {
     let mut limits = Limits::default();
     if chance(80) {
         let rate = sim::random(|random| random.u64(10..2000));
-        *limits.limit_mut(LimitKind::IopsTotal) = Limit { rate, ..Limit::NONE };
+        *limits.limit_mut(LimitKind::IopsTotal) = RateLimit { rate, ..RateLimit::NONE };
     }
     if limits.is_unlimited() || chance(50) {
         let rate = sim::random(|random| random.u64(10_000..10_000_000));
-        *limits.limit_mut(LimitKind::BpsTotal) = Limit { rate, ..Limit::NONE };
+        *limits.limit_mut(LimitKind::BpsTotal) = RateLimit { rate, ..RateLimit::NONE };
     }
     limits
 }
 
-struct Client {
-    wire: Wire,
+struct FloodClient {
+    wire: NbdTestWire,
     answered: Rc<RefCell<BTreeMap<u16, u64>>>,
 }
 
-impl Client {
+impl FloodClient {
     async fn run(mut self) {
         let _ = self.send_all().await;
     }
 
-    async fn send_all(&mut self) -> Result<(), Ended> {
+    async fn send_all(&mut self) -> Result<(), StreamEnded> {
         self.wire.handshake(ReplyStyle::Structured).await?;
         let mut pending = BTreeMap::new();
         for cookie in 0.. {

@@ -10,21 +10,21 @@ use super::{
         session::ReplyStyle,
     },
     REGION, SIZE, chance, some_time,
-    wire::{Ended, Wire, request},
+    wire::{StreamEnded, NbdTestWire, request},
 };
 use reactor::{now, sim, sleep_until, timeout};
 
 /// Time for which a client keeps a connection that it neglects.
 const NEGLECT: Duration = Duration::from_secs(20);
 
-pub(super) struct Hostile {
-    way: Way,
+pub(super) struct HostileClient {
+    way: Misbehaviour,
     /// First byte of the region that it may write to.
     region: u64,
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Way {
+enum Misbehaviour {
     /// Noise from the first byte on.
     GarbageAtOnce,
     /// Noise in place of requests.
@@ -45,10 +45,10 @@ enum Way {
     Gone,
 }
 
-impl Hostile {
+impl HostileClient {
     pub(super) fn draw(region: u64) -> Self {
-        use Way::*;
-        const WAYS: [Way; 9] = [
+        use Misbehaviour::*;
+        const WAYS: [Misbehaviour; 9] = [
             GarbageAtOnce,
             GarbageAsRequests,
             NoHandshake,
@@ -63,19 +63,19 @@ impl Hostile {
     }
 
     pub(super) async fn run(self, pipe: Pipe) {
-        let mut wire = Wire::new(pipe);
+        let mut wire = NbdTestWire::new(pipe);
         // The server may close before the client has sent everything.
         let _ = self.misbehave(&mut wire).await;
         wire.close();
     }
 
-    async fn misbehave(&self, wire: &mut Wire) -> Result<(), Ended> {
+    async fn misbehave(&self, wire: &mut NbdTestWire) -> Result<(), StreamEnded> {
         match self.way {
-            Way::GarbageAtOnce => {
+            Misbehaviour::GarbageAtOnce => {
                 wire.send(&noise()).await?;
                 return linger(wire).await;
             }
-            Way::NoHandshake => return linger(wire).await,
+            Misbehaviour::NoHandshake => return linger(wire).await,
             _ => {}
         }
         let style = sim::random(|random| {
@@ -83,20 +83,20 @@ impl Hostile {
         });
         wire.handshake(style).await?;
         match self.way {
-            Way::GarbageAtOnce | Way::NoHandshake => {}
-            Way::GarbageAsRequests => wire.send(&noise()).await?,
-            Way::HalfRequest => {
+            Misbehaviour::GarbageAtOnce | Misbehaviour::NoHandshake => {}
+            Misbehaviour::GarbageAsRequests => wire.send(&noise()).await?,
+            Misbehaviour::HalfRequest => {
                 let whole = self.reads(style, 3);
                 let cut = sim::random(|random| random.usize(1..whole.len()));
                 wire.send(&whole[..cut]).await?;
             }
-            Way::HalfPayload => {
+            Misbehaviour::HalfPayload => {
                 let mut bytes = self.reads(style, 2);
                 bytes.extend(request(style, cmd::WRITE, 0, 7, self.region, 5000));
                 bytes.extend(vec![7; sim::random(|random| random.usize(..5000))]);
                 wire.send(&bytes).await?;
             }
-            Way::WrongMagic => {
+            Misbehaviour::WrongMagic => {
                 let mut bytes = self.reads(style, 3);
                 bytes.extend(request(style, cmd::READ, 0, 7, 0, 1));
                 let at = bytes.len() - style.request_bytes();
@@ -105,12 +105,12 @@ impl Hostile {
                 bytes.extend(self.reads(style, 3));
                 wire.send(&bytes).await?;
             }
-            Way::Nonsense => wire.send(&self.nonsense(style)).await?,
-            Way::Deaf => {
+            Misbehaviour::Nonsense => wire.send(&self.nonsense(style)).await?,
+            Misbehaviour::Deaf => {
                 _ = timeout(NEGLECT, wire.send(&self.reads(style, 3000))).await;
                 return Ok(());
             }
-            Way::Gone => {
+            Misbehaviour::Gone => {
                 let mut bytes = request(style, cmd::WRITE, 0, 7, self.region, 6000);
                 bytes.extend(vec![7; 6000]);
                 bytes.extend(self.reads(style, 100));
@@ -154,7 +154,7 @@ impl Hostile {
 }
 
 /// Reads until the server closes, for at most [`NEGLECT`].
-async fn linger(wire: &mut Wire) -> Result<(), Ended> {
+async fn linger(wire: &mut NbdTestWire) -> Result<(), StreamEnded> {
     let reading = async {
         loop {
             wire.take(1).await?;

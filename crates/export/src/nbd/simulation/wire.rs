@@ -6,29 +6,29 @@ use super::super::{
     proto::{self, client_flag, cmd, cmd_flag, info, opt, rep},
     session::ReplyStyle,
 };
-use reactor::buffer::Buffer;
+use reactor::buffer::IoBuffer;
 
 #[derive(Clone)]
-pub(super) struct Wire {
+pub(super) struct NbdTestWire {
     pipe: Pipe,
     received: Vec<u8>,
 }
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct About {
+pub(super) struct NegotiatedExport {
     pub(super) size_bytes: u64,
 }
 
 #[derive(Debug, PartialEq, Eq)]
-pub(super) struct Ended;
+pub(super) struct StreamEnded;
 
-impl Wire {
+impl NbdTestWire {
     pub(super) fn new(pipe: Pipe) -> Self {
         Self { pipe, received: Vec::new() }
     }
 
-    pub(super) async fn send(&self, bytes: &[u8]) -> Result<(), Ended> {
-        self.pipe.send(Buffer::copy_of(bytes).into()).await.map_err(|_| Ended)
+    pub(super) async fn send(&self, bytes: &[u8]) -> Result<(), StreamEnded> {
+        self.pipe.send(IoBuffer::copy_of(bytes).into()).await.map_err(|_| StreamEnded)
     }
 
     pub(super) fn close(&self) {
@@ -36,11 +36,11 @@ impl Wire {
     }
 
     /// The next `count` bytes; [`Ended`] if the stream ends first.
-    pub(super) async fn take(&mut self, count: usize) -> Result<Vec<u8>, Ended> {
+    pub(super) async fn take(&mut self, count: usize) -> Result<Vec<u8>, StreamEnded> {
         while self.received.len() < count {
-            let (result, buffer) = self.pipe.receive(Buffer::new(4096), 0).await;
+            let (result, buffer) = self.pipe.receive(IoBuffer::new(4096), 0).await;
             match result.expect("a pipe does not fail to receive") {
-                0 => return Err(Ended),
+                0 => return Err(StreamEnded),
                 more => self.received.extend_from_slice(&buffer[..more]),
             }
         }
@@ -53,7 +53,7 @@ impl Wire {
     }
 
     /// Negotiates the default export, with `base:allocation` if the style can carry it.
-    pub(super) async fn handshake(&mut self, style: ReplyStyle) -> Result<About, Ended> {
+    pub(super) async fn handshake(&mut self, style: ReplyStyle) -> Result<NegotiatedExport, StreamEnded> {
         let greeting = self.take(18).await?;
         assert_eq!(greeting[..8], proto::INIT_MAGIC.to_be_bytes());
         assert_eq!(greeting[8..16], proto::OPTION_MAGIC.to_be_bytes());
@@ -73,11 +73,11 @@ impl Wire {
         }
         let facts = self.option(opt::GO, &[0; 6]).await?;
         let export = facts.iter().find(|fact| fact[..2] == info::EXPORT.to_be_bytes()).expect("always sent");
-        Ok(About { size_bytes: u64::from_be_bytes(export[2..10].try_into().expect("eight bytes")) })
+        Ok(NegotiatedExport { size_bytes: u64::from_be_bytes(export[2..10].try_into().expect("eight bytes")) })
     }
 
     /// Sends an option and returns the replies before its ACK.
-    async fn option(&mut self, option: u32, data: &[u8]) -> Result<Vec<Vec<u8>>, Ended> {
+    async fn option(&mut self, option: u32, data: &[u8]) -> Result<Vec<Vec<u8>>, StreamEnded> {
         let mut message = proto::OPTION_MAGIC.to_be_bytes().to_vec();
         message.extend(option.to_be_bytes());
         message.extend((data.len() as u32).to_be_bytes());

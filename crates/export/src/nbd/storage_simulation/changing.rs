@@ -11,17 +11,17 @@ use policy::time::Duration;
 use super::super::{
     pipe::Pipe,
     proto::{self, cmd, cmd_flag, export_flag, handshake_flag, info, opt, rep, reply_flag, reply_type},
-    stream::Stream,
+    stream::NbdStream,
 };
-use nbd::{inbox::Inbox, wire::Fields};
-use reactor::{buffer::Buffer, now, sim, sleep_until, spawn};
+use nbd::{inbox::ReceiveBuffer, wire::WireFields};
+use reactor::{buffer::IoBuffer, now, sim, sleep_until, spawn};
 
 const ENOSPC: u32 = 28;
 const ENOTSUP: u32 = 95;
 
 /// Properties of a server, and how often its requests fail.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Ways {
+pub(super) struct ServerProperties {
     pub(super) size: usize,
     pub(super) flags: u16,
     pub(super) minimum_block: u32,
@@ -41,8 +41,8 @@ pub(super) const EVERYTHING: u16 = export_flag::HAS_FLAGS
     | export_flag::SEND_WRITE_ZEROES
     | export_flag::SEND_FAST_ZERO;
 
-pub(super) struct Changing {
-    pub(super) ways: Ways,
+pub(super) struct ChangingServer {
+    pub(super) ways: ServerProperties,
     /// Content that a client sees; `disk` is the part that survives a loss of power.
     memory: Vec<u8>,
     pub(super) disk: Vec<u8>,
@@ -53,14 +53,14 @@ pub(super) struct Changing {
     open: Arc<AtomicUsize>,
 }
 
-pub(super) type Shared = Arc<Mutex<Changing>>;
+pub(super) type Shared = Arc<Mutex<ChangingServer>>;
 
-pub(super) fn lock(server: &Shared) -> MutexGuard<'_, Changing> {
+pub(super) fn lock(server: &Shared) -> MutexGuard<'_, ChangingServer> {
     server.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Changing {
-    pub(super) fn new(ways: Ways) -> Shared {
+impl ChangingServer {
+    pub(super) fn new(ways: ServerProperties) -> Shared {
         Arc::new(Mutex::new(Self {
             ways,
             memory: vec![0; ways.size],
@@ -83,7 +83,7 @@ impl Changing {
         self.memory.clone_from(&self.disk);
     }
 
-    pub(super) fn come_back(&mut self, ways: Ways) {
+    pub(super) fn come_back(&mut self, ways: ServerProperties) {
         self.cut();
         self.is_up = true;
         self.ways = ways;
@@ -91,7 +91,7 @@ impl Changing {
 }
 
 /// Client's end of a new connection; refused until the old connections have ended.
-pub(super) fn dial(server: &Shared) -> std::io::Result<Stream> {
+pub(super) fn dial(server: &Shared) -> std::io::Result<NbdStream> {
     let mut state = lock(server);
     if !state.is_up || state.open.load(Relaxed) > 0 {
         return Err(std::io::ErrorKind::ConnectionRefused.into());
@@ -104,8 +104,8 @@ pub(super) fn dial(server: &Shared) -> std::io::Result<Stream> {
         let mut conversation = Conversation {
             server,
             ways,
-            stream: Stream::Simulated(theirs.clone()),
-            inbox: Inbox::new(),
+            stream: NbdStream::Simulated(theirs.clone()),
+            inbox: ReceiveBuffer::new(),
             structured: false,
             context: None,
         };
@@ -116,14 +116,14 @@ pub(super) fn dial(server: &Shared) -> std::io::Result<Stream> {
         theirs.close();
         open.fetch_sub(1, Relaxed);
     });
-    Ok(Stream::Simulated(ours))
+    Ok(NbdStream::Simulated(ours))
 }
 
 struct Conversation {
     server: Shared,
-    ways: Ways,
-    stream: Stream,
-    inbox: Inbox,
+    ways: ServerProperties,
+    stream: NbdStream,
+    inbox: ReceiveBuffer,
     structured: bool,
     context: Option<u32>,
 }
@@ -132,7 +132,7 @@ type Io<T> = std::io::Result<T>;
 
 impl Conversation {
     async fn send(&self, parts: &[&[u8]]) -> Io<()> {
-        self.stream.send(Buffer::copy_of(&parts.concat()).into()).await
+        self.stream.send(IoBuffer::copy_of(&parts.concat()).into()).await
     }
 
     async fn option_reply(&self, option: u32, kind: u32, data: &[u8]) -> Io<()> {
@@ -148,7 +148,7 @@ impl Conversation {
         self.inbox.payload(4, &self.stream).await?;
         loop {
             let header = self.inbox.payload(proto::OPTION_BYTES, &self.stream).await?;
-            let mut fields = Fields::new(&header);
+            let mut fields = WireFields::new(&header);
             let (_, option, length) = (fields.u64(), fields.u32().unwrap(), fields.u32().unwrap());
             self.inbox.payload(length as usize, &self.stream).await?;
             let ways = self.ways;
@@ -197,7 +197,7 @@ impl Conversation {
     /// Serves one request; false after DISC.
     async fn serve(&mut self) -> Io<bool> {
         let header = self.inbox.payload(proto::REQUEST_BYTES, &self.stream).await?;
-        let mut fields = Fields::new(&header);
+        let mut fields = WireFields::new(&header);
         let (_, flags, command) = (fields.u32(), fields.u16().unwrap(), fields.u16().unwrap());
         let (cookie, offset) = (fields.u64().unwrap(), fields.u64().unwrap() as usize);
         let length = fields.u32().unwrap() as usize;
@@ -208,10 +208,10 @@ impl Conversation {
             cmd::WRITE => Some(self.inbox.payload(length, &self.stream).await?),
             _ => None,
         };
-        self.judge(command, flags, offset, length);
+        self.check_request(command, flags, offset, length);
         self.pause().await;
         let range = offset..offset + length;
-        let error = self.carry_out(command, flags, range.clone(), payload.as_deref());
+        let error = self.execute(command, flags, range.clone(), payload.as_deref());
         self.pause().await;
         match command {
             cmd::READ => {
@@ -238,7 +238,7 @@ impl Conversation {
     }
 
     /// Records a request that the client should not have sent.
-    fn judge(&self, command: u16, flags: u16, offset: usize, length: usize) {
+    fn check_request(&self, command: u16, flags: u16, offset: usize, length: usize) {
         let ways = self.ways;
         let lacks = |flag: u16| ways.flags & flag == 0;
         let block = ways.minimum_block as usize;
@@ -261,7 +261,7 @@ impl Conversation {
     }
 
     /// Executes a command; returns an error number, or 0.
-    fn carry_out(&self, command: u16, flags: u16, range: std::ops::Range<usize>, data: Option<&[u8]>) -> u32 {
+    fn execute(&self, command: u16, flags: u16, range: std::ops::Range<usize>, data: Option<&[u8]>) -> u32 {
         let mut state = lock(&self.server);
         let state = &mut *state;
         let is_change = matches!(command, cmd::WRITE | cmd::WRITE_ZEROES);

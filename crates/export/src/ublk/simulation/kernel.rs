@@ -15,19 +15,19 @@ use std::{
 };
 
 use reactor::{
-    guest::{Memory, Place, Region},
+    guest::{GuestMemory, GuestBytes, Region},
     sim,
-    ublk::{Data, Descriptor, Registered},
+    ublk::{UblkData, UblkDescriptor, RegisteredData},
 };
 
-use super::super::channel::Step;
+use super::super::channel::TagStep;
 
 /// Result of a tag's next step.
 pub(in super::super) type Next = Pin<Box<dyn Future<Output = io::Result<()>>>>;
 
 /// A request until it is answered.
-struct Request {
-    descriptor: Descriptor,
+struct SimulatedUblkRequest {
+    descriptor: UblkDescriptor,
     bytes: usize,
     /// Data of a write, which the kernel copies to the process; data of a read, copied from it.
     data: Vec<u8>,
@@ -37,18 +37,18 @@ struct Request {
 }
 
 #[derive(Default)]
-struct Tag {
+struct SimulatedUblkTag {
     is_fetched: bool,
     in_hand: Option<usize>,
-    descriptor: Descriptor,
+    descriptor: UblkDescriptor,
     waker: Option<Waker>,
 }
 
-struct State {
-    requests: Vec<Request>,
+struct SimulatedUblkState {
+    requests: Vec<SimulatedUblkRequest>,
     waiting: VecDeque<usize>,
-    tags: Vec<Tag>,
-    memory: Memory,
+    tags: Vec<SimulatedUblkTag>,
+    memory: GuestMemory,
     most_bytes: usize,
     /// Zero copy; the data of some requests is in no registered buffer nevertheless.
     is_zero_copy: bool,
@@ -60,31 +60,31 @@ struct State {
 
 /// A device with one queue.
 #[derive(Clone)]
-pub(in super::super) struct Kernel(Rc<RefCell<State>>);
+pub(in super::super) struct SimulatedUblkDriver(Rc<RefCell<SimulatedUblkState>>);
 
 /// The part of the device that a process sees.
-pub(in super::super) struct Channel {
-    state: Rc<RefCell<State>>,
+pub(in super::super) struct SimulatedUblkChannel {
+    state: Rc<RefCell<SimulatedUblkState>>,
     process: usize,
     /// Memory of this process, also after its end.
-    memory: Memory,
+    memory: GuestMemory,
     most_bytes: usize,
     is_zero_copy: bool,
     copied: Arc<AtomicU64>,
 }
 
-impl std::fmt::Debug for Channel {
+impl std::fmt::Debug for SimulatedUblkChannel {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Channel of process {}", self.process)
     }
 }
 
-impl Kernel {
+impl SimulatedUblkDriver {
     pub(in super::super) fn new(depth: u16, most_bytes: usize, is_zero_copy: bool) -> Self {
-        Self(Rc::new(RefCell::new(State {
+        Self(Rc::new(RefCell::new(SimulatedUblkState {
             requests: Vec::new(),
             waiting: VecDeque::new(),
-            tags: (0..depth).map(|_| Tag::default()).collect(),
+            tags: (0..depth).map(|_| SimulatedUblkTag::default()).collect(),
             memory: lent(depth, most_bytes),
             most_bytes,
             is_zero_copy,
@@ -95,9 +95,9 @@ impl Kernel {
     }
 
     /// Channel for the next process, which counts copied bytes in `copied`.
-    pub(in super::super) fn channel(&self, copied: &Arc<AtomicU64>) -> Channel {
-        let State { process, memory, most_bytes, is_zero_copy, .. } = &*self.0.borrow();
-        Channel {
+    pub(in super::super) fn channel(&self, copied: &Arc<AtomicU64>) -> SimulatedUblkChannel {
+        let SimulatedUblkState { process, memory, most_bytes, is_zero_copy, .. } = &*self.0.borrow();
+        SimulatedUblkChannel {
             state: Rc::clone(&self.0),
             process: *process,
             memory: memory.clone(),
@@ -110,14 +110,14 @@ impl Kernel {
     /// Sends a request; returns its result and the data that was read.
     pub(in super::super) async fn ask(
         &self,
-        descriptor: Descriptor,
+        descriptor: UblkDescriptor,
         data: Vec<u8>,
         reads: usize,
     ) -> (i32, Vec<u8>) {
         let number = {
             let state = &mut *self.0.borrow_mut();
             let bytes = reads.max(data.len());
-            let request = Request { descriptor, bytes, data, reads: reads > 0, result: None, waker: None };
+            let request = SimulatedUblkRequest { descriptor, bytes, data, reads: reads > 0, result: None, waker: None };
             state.requests.push(request);
             state.waiting.push_back(state.requests.len() - 1);
             state.requests.len() - 1
@@ -176,11 +176,11 @@ impl Kernel {
     }
 }
 
-fn lent(depth: u16, most_bytes: usize) -> Memory {
-    Memory::new(vec![Region::on_heap(0, 0, usize::from(depth) * most_bytes)]).expect("one region")
+fn lent(depth: u16, most_bytes: usize) -> GuestMemory {
+    GuestMemory::new(vec![Region::on_heap(0, 0, usize::from(depth) * most_bytes)]).expect("one region")
 }
 
-fn dispatch(state: &RefCell<State>) {
+fn dispatch(state: &RefCell<SimulatedUblkState>) {
     let mut wakers = Vec::new();
     {
         let state = &mut *state.borrow_mut();
@@ -200,12 +200,12 @@ fn dispatch(state: &RefCell<State>) {
     wakers.into_iter().for_each(Waker::wake);
 }
 
-fn place(memory: &Memory, most_bytes: usize, tag: usize, bytes: usize) -> Place {
-    memory.place((tag * most_bytes) as u64, bytes).expect("inside")
+fn place(memory: &GuestMemory, most_bytes: usize, tag: usize, bytes: usize) -> GuestBytes {
+    memory.range((tag * most_bytes) as u64, bytes).expect("inside")
 }
 
-impl Channel {
-    pub(in super::super) fn descriptor(&self, tag: u16) -> Descriptor {
+impl SimulatedUblkChannel {
+    pub(in super::super) fn descriptor(&self, tag: u16) -> UblkDescriptor {
         self.state.borrow().tags[usize::from(tag)].descriptor
     }
 
@@ -213,18 +213,18 @@ impl Channel {
         self.is_zero_copy
     }
 
-    pub(in super::super) fn data(&self, tag: u16, bytes: usize) -> Data {
+    pub(in super::super) fn data(&self, tag: u16, bytes: usize) -> UblkData {
         let place = place(&self.memory, self.most_bytes, usize::from(tag), bytes);
         if !self.is_zero_copy {
-            return Data::Lent(place);
+            return UblkData::Lent(place);
         }
         let is_registered = sim::random(|random| random.u8(..8)) > 0;
-        Data::Registered(Registered::simulated(place, is_registered, &self.copied))
+        UblkData::Registered(RegisteredData::simulated(place, is_registered, &self.copied))
     }
 
-    pub(in super::super) fn step(&self, tag: u16, step: Step) -> Next {
+    pub(in super::super) fn step(&self, tag: u16, step: TagStep) -> Next {
         let (state, process) = (Rc::clone(&self.state), self.process);
-        if let Step::Commit(result) = step {
+        if let TagStep::Commit(result) = step {
             self.commit(tag, result);
         }
         if self.is_there() {

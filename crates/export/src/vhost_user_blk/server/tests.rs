@@ -22,15 +22,15 @@ use block::{
     disk::{Disk, ErrorPolicies, OnError},
     layer::throttle::DiskSettings,
 };
-use front_end::{FrontEnd, GuestRing, rung, send_with};
-use image::{Image, Raw};
+use front_end::{SocketFrontEnd, GuestRing, rung, send_with};
+use image::{Image, RawImage};
 use policy::{
-    throttle::{Limit, LimitKind, Limits},
+    throttle::{RateLimit, LimitKind, Limits},
     time::Duration,
 };
 use reactor::{
-    JoinHandle, Polling,
-    guest::{Memory, Quota, Region},
+    JoinHandle, PollingMode,
+    guest::{GuestMemory, MappingQuota, Region},
     spawn_joinable, timeout,
 };
 use rustix::{
@@ -41,12 +41,12 @@ use storage::Storage;
 
 use super::*;
 use crate::vhost_user_blk::{
-    features::{Offer, virtio},
+    features::{VhostUserOffer, virtio},
     message::{code, numbers},
     session::EventKind,
     vring::RingPlaces,
 };
-use ::virtio::ring::driver::Buffer as Piece;
+use ::virtio::ring::driver::DriverBuffer as Piece;
 
 /// Timeout of a test: longer than any of them takes.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -62,40 +62,40 @@ const FEATURES: u64 =
     virtio::VERSION_1 | virtio::PROTOCOL_FEATURES | virtio::FLUSH | virtio::CONFIG_WCE | virtio::SEG_MAX;
 
 fn real<T: 'static>(future: impl Future<Output = T> + 'static) -> T {
-    reactor::run(Polling::Off, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
+    reactor::run(PollingMode::Off, async { timeout(PATIENCE, future).await.expect("it is over before a minute") })
         .expect("io_uring works on a test machine")
 }
 
-fn server(limits: Limits) -> Arc<Server> {
+fn server(limits: Limits) -> Arc<VhostUserServer> {
     server_over(Storage::memory(1 << 20), limits)
 }
 
-fn server_over(storage: Storage, limits: Limits) -> Arc<Server> {
-    server_of(storage, limits, Offer::default())
+fn server_over(storage: Storage, limits: Limits) -> Arc<VhostUserServer> {
+    server_of(storage, limits, VhostUserOffer::default())
 }
 
-fn server_of(storage: Storage, limits: Limits, offer: Offer) -> Arc<Server> {
-    Server::new(export_of(storage, limits, offer))
+fn server_of(storage: Storage, limits: Limits, offer: VhostUserOffer) -> Arc<VhostUserServer> {
+    VhostUserServer::new(export_of(storage, limits, offer))
 }
 
-fn export_of(storage: Storage, limits: Limits, offer: Offer) -> Export {
+fn export_of(storage: Storage, limits: Limits, offer: VhostUserOffer) -> VhostUserExport {
     let settings = DiskSettings { limits, ..DiskSettings::default() };
-    let disk = Disk::new("disk", Image::Raw(Raw::new(storage)), settings, None);
-    let offer = Offer { queues: 2, queue_size: SIZE, ..offer };
-    Export { id: "vm1".into(), disk: Arc::new(disk.expect("valid limits")), offer, serial: "disk".into() }
+    let disk = Disk::new("disk", Image::Raw(RawImage::new(storage)), settings, None);
+    let offer = VhostUserOffer { queues: 2, queue_size: SIZE, ..offer };
+    VhostUserExport { id: "vm1".into(), disk: Arc::new(disk.expect("valid limits")), offer, serial: "disk".into() }
 }
 
 /// A limit of one request a second.
 fn one_a_second(kind: LimitKind) -> Limits {
     let mut limits = Limits::default();
-    *limits.limit_mut(kind) = Limit { rate: 1, ..Limit::NONE };
+    *limits.limit_mut(kind) = RateLimit { rate: 1, ..RateLimit::NONE };
     limits
 }
 
 /// Serves a front end that has connected.
-fn attend(server: &Arc<Server>, socket: Fd) -> JoinHandle<()> {
+fn attend(server: &Arc<VhostUserServer>, socket: Fd) -> JoinHandle<()> {
     let server = Arc::clone(server);
-    spawn_joinable(async move { server.attend(socket, Threads::Here).await })
+    spawn_joinable(async move { server.serve_front_end(socket, Threads::Here).await })
 }
 
 /// File of a guest's memory.
@@ -113,7 +113,7 @@ fn event(count: u32) -> OwnedFd {
 fn a_front_end_is_served_from_its_first_message_to_its_last() {
     real(async {
         let server = server(Limits::default());
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let (channel, mut events) = UnixStream::pair().expect("sockets");
         front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
         assert_eq!(front_end.capacity().await, (1 << 20) / 512);
@@ -132,8 +132,8 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
         assert!(seen.calls >= 4, "{seen:?}");
 
         server.device.disk().resize(2 << 20).await.expect("memory takes any size");
-        server.look_at_size();
-        let told = reactor::blocking(move || {
+        server.refresh_size();
+        let told = reactor::run_blocking(move || {
             let mut told = [0; 12];
             events.read_exact(&mut told).expect("it is told");
             told
@@ -154,10 +154,10 @@ fn a_front_end_is_served_from_its_first_message_to_its_last() {
 #[test]
 fn a_request_of_less_than_a_block_is_refused_and_told_of() {
     real(async {
-        let is_told = |server: &Server| server.device.is_out_of_step.load(Relaxed);
-        let offer = Offer { block_bytes: 4096, ..Offer::default() };
+        let is_told = |server: &VhostUserServer| server.device.has_warned_of_block_size.load(Relaxed);
+        let offer = VhostUserOffer { block_bytes: 4096, ..VhostUserOffer::default() };
         let server = server_of(Storage::memory((1 << 20) + 512), Limits::default(), offer);
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         assert_eq!(front_end.capacity().await, (1 << 20) / 512, "what lies behind is no block");
         let mut ring = front_end.start(0, event(0), event(0)).await;
         for kind in [1, 0] {
@@ -175,23 +175,23 @@ fn a_request_of_less_than_a_block_is_refused_and_told_of() {
 fn a_ring_that_is_too_short_for_a_request_is_told_of() {
     real(async {
         for (queue_size, is_short) in [(SIZE, false), (2 * SIZE, true)] {
-            let mut export = export_of(Storage::memory(1 << 20), Limits::default(), Offer::default());
+            let mut export = export_of(Storage::memory(1 << 20), Limits::default(), VhostUserOffer::default());
             export.offer.queue_size = queue_size;
-            let server = Server::new(export);
-            let mut front_end = FrontEnd::connect(&server).await;
+            let server = VhostUserServer::new(export);
+            let mut front_end = SocketFrontEnd::connect(&server).await;
             let mut ring = front_end.start(0, event(0), event(0)).await;
             let at = front_end.request(&mut ring, 0, 0, &[GUARD; 512]);
             ring.kick_and_wait().await;
             assert_eq!(front_end.data(at), ([0; 512], 0), "it is served");
-            assert_eq!(server.device.is_ring_short.load(Relaxed), is_short, "{queue_size}");
+            assert_eq!(server.device.has_warned_of_short_ring.load(Relaxed), is_short, "{queue_size}");
             front_end.leave().await;
         }
     });
 }
 
 fn settings_of_no_ring() -> RingSettings {
-    let memory = Memory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
-    let place = memory.place(0, 4096).expect("all of it");
+    let memory = GuestMemory::new(vec![Region::on_heap(0, 0, 4096)]).expect("one region");
+    let place = memory.range(0, 4096).expect("all of it");
     RingSettings {
         // No split ring has this size.
         size: 3,
@@ -220,9 +220,9 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
     real(async {
         let server = server(Limits::default());
         let (ours, theirs) = UnixStream::pair().expect("sockets");
-        let mut attendance = Attendance {
+        let mut attendance = ServedFrontEnd {
             server: &server,
-            connection: Connection::new("vm1".into(), theirs.into(), Session::new(server.device.offer())),
+            connection: VhostUserConnection::new("vm1".into(), theirs.into(), VhostUserSession::new(server.device.offer())),
             process: None,
             began: None,
             threads: Threads::Here,
@@ -234,17 +234,17 @@ fn a_front_end_waits_for_a_queue_that_is_behind_and_may_leave() {
         };
         let call = || Effect::Event { ring: 0, kind: EventKind::Call, event: Some(Fd::from(event(0))) };
         // A queue that processes no orders.
-        let (orders, received) = async_channel::bounded(MOST_ORDERS);
+        let (orders, received) = async_channel::bounded(MAX_QUEUED_ORDERS);
         attendance.queues.insert(0, orders);
-        for _ in 0..MOST_ORDERS {
-            at_once(attendance.carry_out(call())).expect("there is room");
+        for _ in 0..MAX_QUEUED_ORDERS {
+            at_once(attendance.execute(call())).expect("there is room");
         }
-        assert!(at_once(attendance.carry_out(call())).is_none(), "orders pile up");
+        assert!(at_once(attendance.execute(call())).is_none(), "orders pile up");
         received.try_recv().expect("an order");
-        attendance.carry_out_unless_left(call()).await.expect("there is room again");
+        attendance.execute_unless_disconnected(call()).await.expect("there is room again");
         drop(ours);
-        let left = attendance.carry_out_unless_left(call()).await;
-        assert!(matches!(left, Err(Ended::Left)), "{left:?}");
+        let left = attendance.execute_unless_disconnected(call()).await;
+        assert!(matches!(left, Err(FrontEndEnd::Disconnected)), "{left:?}");
     });
 }
 
@@ -255,7 +255,7 @@ fn nobody_waits_for_orders_that_come_too_late() {
         let (memory, places) = (settings.memory.clone(), settings.places.clone());
         let (orders, received) = async_channel::unbounded();
         let (in_use, is_in_use) = async_channel::bounded(1);
-        orders.try_send(Order::Memory(memory, places, in_use)).expect("there is room");
+        orders.try_send(QueueOrder::Memory(memory, places, in_use)).expect("there is room");
         let (reports, reported) = async_channel::unbounded();
         let server = server(Limits::default());
         server.queues.fetch_add(1, Relaxed);
@@ -271,7 +271,7 @@ fn what_a_guest_chose_outlasts_its_front_end_and_what_firmware_lacks_does_not() 
     real(async {
         let server = server(Limits::default());
         for (write_cache, chosen) in [(true, None), (false, Some(0)), (true, Some(1))] {
-            let front_end = FrontEnd::connect(&server).await;
+            let front_end = SocketFrontEnd::connect(&server).await;
             if let Some(chosen) = chosen {
                 // The field `writeback` of the configuration.
                 let payload = [[32, 1, 0].map(u32::to_ne_bytes).as_flattened(), &[chosen]].concat();
@@ -296,7 +296,7 @@ fn where_nobody_can_be_let_in_any_more_nobody_is_connected() {
         // The socket does not listen, and its other end is closed.
         let (broken, _) = UnixStream::pair().expect("sockets");
         let mut front_ends = FrontEnds::listen("vm1", broken.into());
-        front_ends.begin_with(theirs.into());
+        front_ends.set_first(theirs.into());
         let ended = Arc::clone(&server).serve(front_ends, Threads::Here).await;
         assert_eq!(ended.unwrap_err().raw_os_error(), Some(libc::EINVAL));
         assert!(server.has_served());

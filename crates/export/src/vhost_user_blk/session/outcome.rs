@@ -4,17 +4,17 @@
 use std::io;
 
 use reactor::{
-    guest::{Memory, RegionError},
+    guest::{GuestMemory, RegionError},
     op::Fd,
 };
 
 use super::MAX_MEM_SLOTS;
 use crate::vhost_user_blk::{
-    channel::NoChannel,
+    channel::InvalidChannel,
     features::not_offered,
     inflight::InflightError,
-    message::{Malformed, Reply},
-    vring::{Fault, RingPlaces, RingSettings},
+    message::{MalformedVhostUserMessage, VhostUserReply},
+    vring::{VringFault, RingPlaces, RingSettings},
 };
 
 /// An effect on rings or disk.
@@ -40,7 +40,7 @@ pub enum Effect {
         /// Number of the ring.
         ring: u16,
         /// The violation.
-        why: Fault,
+        why: VringFault,
         /// Error event to be signalled.
         error: Option<Fd>,
     },
@@ -49,7 +49,7 @@ pub enum Effect {
     /// new memory's log when they complete.
     Memory {
         /// Memory for requests that start now.
-        memory: Memory,
+        memory: GuestMemory,
         /// Running rings, with the locations of their parts in it.
         rings: Vec<(u16, RingPlaces)>,
     },
@@ -77,36 +77,36 @@ pub enum EventKind {
 
 /// One result of a message.
 #[derive(Debug)]
-pub enum Output {
+pub enum SessionOutput {
     /// Send this reply.
-    Reply(Reply),
+    Reply(VhostUserReply),
     /// Execute this effect.
-    Act(Effect),
+    Effect(Effect),
     /// Ask the front end to read the configuration: send `message::config_change` on
     /// `Session::channel`.
     ConfigChanged,
     /// A request was rejected, and the front end has a reply that says so.
-    Refused {
+    Rejected {
         /// The request.
         request: &'static str,
         /// The reason.
-        why: Refusal,
+        why: RequestRejection,
     },
     /// Close the connection.
     Close {
         /// The request.
         request: &'static str,
         /// The reason.
-        why: Refusal,
+        why: RequestRejection,
     },
 }
 
 /// Reason for rejecting a request.
 #[allow(missing_docs, reason = "each has its message")]
 #[derive(Debug, thiserror::Error)]
-pub enum Refusal {
+pub enum RequestRejection {
     #[error(transparent)]
-    Malformed(#[from] Malformed),
+    Malformed(#[from] MalformedVhostUserMessage),
     #[error("{}", not_offered(*.0))]
     Features(u64),
     #[error("ring {0} runs with other features")]
@@ -140,17 +140,17 @@ pub enum Refusal {
     #[error("{0:#x} is no status")]
     Status(u64),
     #[error(transparent)]
-    NoChannel(#[from] NoChannel),
+    NoChannel(#[from] InvalidChannel),
     #[error("its descriptor is no eventfd: the ring goes on without")]
     NoEvent,
     #[error("ring {ring}: {why}")]
-    Fault { ring: u16, why: Fault },
+    Fault { ring: u16, why: VringFault },
 }
 
-impl Refusal {
+impl RequestRejection {
     /// True if the front end has modified a file after it passed the file: its own fault, which
     /// must not affect other front ends.
-    pub fn is_of_its_files(&self) -> bool {
+    pub fn is_modified_file(&self) -> bool {
         let (Self::Region(why) | Self::Log(why) | Self::Inflight(InflightError::Map(why))) = self else {
             return false;
         };

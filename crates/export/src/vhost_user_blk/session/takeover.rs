@@ -16,18 +16,18 @@ use std::{
 
 use reactor::guest::DirtyLog;
 
-use super::{CONFIG_MIGRATION, Output, Refusal, Session};
+use super::{CONFIG_MIGRATION, SessionOutput, RequestRejection, VhostUserSession};
 use crate::vhost_user_blk::{
     config_space,
-    features::Offer,
-    inflight::Area,
-    message::{self, RegionInfo, Request, code},
-    vring::{Kick, State, Vring},
+    features::VhostUserOffer,
+    inflight::InflightArea,
+    message::{self, RegionInfo, VhostUserRequest, code},
+    vring::{Kick, VringState, Vring},
 };
 
 /// A message of a front end, without its header.
 #[derive(Debug)]
-pub struct Said {
+pub struct SessionMessage {
     /// Number of the request.
     pub code: u32,
     /// Payload behind the header.
@@ -36,7 +36,7 @@ pub struct Said {
     pub descriptors: Vec<OwnedFd>,
 }
 
-impl Said {
+impl SessionMessage {
     fn new(code: u32, payload: Vec<u8>) -> Self {
         Self { code, payload, descriptors: Vec::new() }
     }
@@ -46,27 +46,27 @@ impl Said {
     }
 }
 
-impl Session {
+impl VhostUserSession {
     /// Stops all rings, until [`Session::wake`]. Messages may arrive meanwhile.
-    pub fn rest(&mut self, out: &mut VecDeque<Output>) {
+    pub fn quiesce(&mut self, out: &mut VecDeque<SessionOutput>) {
         self.resting = true;
-        self.settle_all(out);
+        self.start_or_stop_all(out);
     }
 
     /// True if the session is quiescing or quiesced.
-    pub fn is_resting(&self) -> bool {
+    pub fn is_quiescing(&self) -> bool {
         self.resting
     }
 
     /// True if the session is quiesced, no ring runs, and no reply is due.
-    pub fn is_at_rest(&self) -> bool {
-        self.resting && !self.is_waiting() && self.running().next().is_none()
+    pub fn is_quiesced(&self) -> bool {
+        self.resting && !self.is_waiting_for_rings() && self.running().next().is_none()
     }
 
     /// Resumes: starts the rings that may run.
-    pub fn wake(&mut self, out: &mut VecDeque<Output>) {
+    pub fn resume(&mut self, out: &mut VecDeque<SessionOutput>) {
         self.resting = false;
-        self.settle_all(out);
+        self.start_or_stop_all(out);
     }
 
     /// Messages that recreate this session.
@@ -76,16 +76,16 @@ impl Session {
     ///
     /// # Panics
     /// If it is not quiesced.
-    pub fn told(&self) -> io::Result<Vec<Said>> {
-        assert!(self.is_at_rest(), "a ring runs");
+    pub fn to_messages(&self) -> io::Result<Vec<SessionMessage>> {
+        assert!(self.is_quiesced(), "a ring runs");
         // Features first: they decide how later messages are parsed and how rings are laid out.
         let mut said = vec![
-            Said::new(code::SET_PROTOCOL_FEATURES, message::number(self.protocol_features)),
-            Said::new(code::SET_FEATURES, message::number(self.features)),
+            SessionMessage::new(code::SET_PROTOCOL_FEATURES, message::number(self.protocol_features)),
+            SessionMessage::new(code::SET_FEATURES, message::number(self.features)),
         ];
         if let Some(channel) = &self.back_end {
             let channel = channel.as_fd().try_clone_to_owned()?;
-            said.push(Said::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
+            said.push(SessionMessage::new(code::SET_BACKEND_REQ_FD, Vec::new()).with(channel));
         }
         for region in self.memory.regions() {
             // Regions without a file are memory of tests, not of a front end.
@@ -96,30 +96,30 @@ impl Session {
                 user_address: region.user_address(),
                 file_offset,
             };
-            let region = Said::new(code::ADD_MEM_REG, message::region_of(&info));
+            let region = SessionMessage::new(code::ADD_MEM_REG, message::region_of(&info));
             said.push(region.with(file.try_clone_to_owned()?));
         }
         if let Some((file, offset, bytes)) = self.memory.log().and_then(DirtyLog::file) {
-            let log = Said::new(code::SET_LOG_BASE, message::numbers(&[bytes, offset]));
+            let log = SessionMessage::new(code::SET_LOG_BASE, message::numbers(&[bytes, offset]));
             said.push(log.with(file.try_clone_to_owned()?));
         }
-        if let Some((info, file)) = self.inflight.as_ref().and_then(Area::told) {
-            let area = Said::new(code::SET_INFLIGHT_FD, message::area_of(&info));
+        if let Some((info, file)) = self.inflight.as_ref().and_then(InflightArea::description) {
+            let area = SessionMessage::new(code::SET_INFLIGHT_FD, message::area_of(&info));
             said.push(area.with(file.try_clone_to_owned()?));
         }
         let (offset, choice) = config_space::writeback(self.writeback);
         // Behind the in-flight area, whose recorded choice would otherwise override this one.
-        said.push(Said::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
+        said.push(SessionMessage::new(code::SET_CONFIG, message::config_of(offset, CONFIG_MIGRATION, &choice)));
         if self.told_size.is_some() {
             let bytes =
                 if self.told_block.is_some() { config_space::TO_BLOCK_BYTES } else { size_of::<u64>() };
-            said.push(Said::new(code::GET_CONFIG, message::config_of(0, 0, &vec![0; bytes])));
+            said.push(SessionMessage::new(code::GET_CONFIG, message::config_of(0, 0, &vec![0; bytes])));
         }
         if self.status != 0 {
-            said.push(Said::new(code::SET_STATUS, message::number(self.status.into())));
+            said.push(SessionMessage::new(code::SET_STATUS, message::number(self.status.into())));
         }
         for (vring, ring) in self.rings.iter().zip(0..) {
-            vring.tell(ring, &mut said)?;
+            vring.append_messages(ring, &mut said)?;
         }
         Ok(said)
     }
@@ -128,22 +128,22 @@ impl Session {
     ///
     /// # Errors
     /// Messages that a front end could not have sent here: made for another offer, or malformed.
-    pub fn heard(offer: Offer, said: Vec<Said>) -> Result<(Self, VecDeque<Output>), Refusal> {
+    pub fn from_messages(offer: VhostUserOffer, said: Vec<SessionMessage>) -> Result<(Self, VecDeque<SessionOutput>), RequestRejection> {
         let (mut session, mut outputs) = (Self { is_heard: true, ..Self::new(offer) }, VecDeque::new());
-        for Said { code, payload, descriptors } in said {
+        for SessionMessage { code, payload, descriptors } in said {
             let mut out = VecDeque::new();
-            session.receive(code, false, Request::parse(code, &payload, descriptors), &mut out);
+            session.receive(code, false, VhostUserRequest::parse(code, &payload, descriptors), &mut out);
             for output in out {
                 match output {
-                    Output::Refused { why, .. } | Output::Close { why, .. } => return Err(why),
+                    SessionOutput::Rejected { why, .. } | SessionOutput::Close { why, .. } => return Err(why),
                     // The front end has already received the replies.
-                    Output::Reply(_) => {}
-                    effect @ (Output::Act(_) | Output::ConfigChanged) => outputs.push_back(effect),
+                    SessionOutput::Reply(_) => {}
+                    effect @ (SessionOutput::Effect(_) | SessionOutput::ConfigChanged) => outputs.push_back(effect),
                 }
             }
             // None of the encoded messages stops a ring.
-            if let Some(ring) = session.running().next().filter(|_| session.is_waiting()) {
-                return Err(Refusal::Running(ring));
+            if let Some(ring) = session.running().next().filter(|_| session.is_waiting_for_rings()) {
+                return Err(RequestRejection::Running(ring));
             }
         }
         session.is_heard = false;
@@ -153,9 +153,9 @@ impl Session {
 
 impl Vring {
     /// Appends the messages of one ring; the one that lets it run is the last.
-    fn tell(&self, ring: u32, said: &mut Vec<Said>) -> io::Result<()> {
-        debug_assert_eq!(self.state, State::Stopped);
-        let mut number = |code, value: u32| said.push(Said::new(code, message::state(ring, value)));
+    fn append_messages(&self, ring: u32, said: &mut Vec<SessionMessage>) -> io::Result<()> {
+        debug_assert_eq!(self.state, VringState::Stopped);
+        let mut number = |code, value: u32| said.push(SessionMessage::new(code, message::state(ring, value)));
         if let Some(size) = self.size {
             number(code::SET_VRING_NUM, size.into());
         }
@@ -164,22 +164,22 @@ impl Vring {
             number(code::SET_VRING_ENABLE, enabled.into());
         }
         if let Some(addresses) = &self.addresses {
-            said.push(Said::new(code::SET_VRING_ADDR, message::addresses_of(ring, addresses)));
+            said.push(SessionMessage::new(code::SET_VRING_ADDR, message::addresses_of(ring, addresses)));
         }
         for (code, event) in [(code::SET_VRING_CALL, &self.call), (code::SET_VRING_ERR, &self.error)] {
             if let Some(event) = event {
                 let event = event.as_fd().try_clone_to_owned()?;
-                said.push(Said::new(code, message::event(ring, true)).with(event));
+                said.push(SessionMessage::new(code, message::event(ring, true)).with(event));
             }
         }
         // A broken ring waits until the front end itself sends SET_VRING_KICK again.
         match &self.kick {
             _ if self.broken => {}
             Kick::Unset => {}
-            Kick::Polled => said.push(Said::new(code::SET_VRING_KICK, message::event(ring, false))),
+            Kick::Polled => said.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, false))),
             Kick::Event(kick) => {
                 let kick = kick.as_fd().try_clone_to_owned()?;
-                said.push(Said::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
+                said.push(SessionMessage::new(code::SET_VRING_KICK, message::event(ring, true)).with(kick));
             }
         }
         Ok(())

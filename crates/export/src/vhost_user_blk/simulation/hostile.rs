@@ -5,21 +5,21 @@ use std::{cell::Cell, rc::Rc, sync::Arc};
 
 use policy::time::Duration;
 
-use super::{DISK_BYTES, FOREVER, Prey, Tally, chance, count, some_time};
+use super::{DISK_BYTES, FOREVER, VolatileMemory, VhostUserSimulationTally, chance, count, sleep_randomly};
 use crate::vhost_user_blk::{
-    bell::simulated::Counter,
-    device::Device,
+    bell::simulated::SimulatedEvent,
+    device::VhostUserDevice,
     features::virtio,
-    queue::{Order, Queue},
+    queue::{QueueOrder, VhostUserQueue},
     session::EventKind,
     vring::{RingPlaces, RingSettings},
 };
 use ::virtio::ring::{
-    Inflight, Layout, Parts,
-    driver::{Buffer, Driver},
+    InflightQueueArea, RingLayout, RingParts,
+    driver::{DriverBuffer, RingDriver},
 };
 use reactor::{
-    guest::{Memory, Place, Region},
+    guest::{GuestMemory, GuestBytes, Region},
     sim, spawn_joinable, timeout,
 };
 
@@ -28,37 +28,37 @@ const DRIVER: u64 = 0x4000;
 const DEVICE: u64 = 0x6000;
 const BUFFERS: u64 = 0x8000;
 
-pub(super) struct Hostile {
-    device: Arc<Device>,
-    tally: Rc<Cell<Tally>>,
-    prey: Prey,
+pub(super) struct HostileGuest {
+    device: Arc<VhostUserDevice>,
+    tally: Rc<Cell<VhostUserSimulationTally>>,
+    prey: VolatileMemory,
 }
 
 /// One ring of the guest.
-struct Attack {
-    memory: Memory,
-    layout: Layout,
-    kick: Counter,
-    error: Counter,
+struct HostileRing {
+    memory: GuestMemory,
+    layout: RingLayout,
+    kick: SimulatedEvent,
+    error: SimulatedEvent,
 }
 
-impl Hostile {
-    pub(super) fn new(device: Arc<Device>, tally: &Rc<Cell<Tally>>, prey: &Prey) -> Self {
+impl HostileGuest {
+    pub(super) fn new(device: Arc<VhostUserDevice>, tally: &Rc<Cell<VhostUserSimulationTally>>, prey: &VolatileMemory) -> Self {
         Self { device, tally: Rc::clone(tally), prey: Rc::clone(prey) }
     }
 
     pub(super) async fn run(self) {
-        let memory = Memory::new(vec![Region::on_heap(0, 0, MEMORY_BYTES as usize)]).expect("one region");
-        let area = Memory::new(vec![Region::on_heap(0, 0, 1 << 14)]).expect("one region");
+        let memory = GuestMemory::new(vec![Region::on_heap(0, 0, MEMORY_BYTES as usize)]).expect("one region");
+        let area = GuestMemory::new(vec![Region::on_heap(0, 0, 1 << 14)]).expect("one region");
         for _ in 0..sim::random(|random| random.usize(1..8)) {
-            let attack = Attack::draw(memory.clone());
-            let Layout { size, packed, .. } = attack.layout;
+            let attack = HostileRing::draw(memory.clone());
+            let RingLayout { size, packed, .. } = attack.layout;
             if chance(20) {
                 // In some runs the memory also changes by itself while the device reads it.
-                self.prey.borrow_mut().push(memory.place(0, MEMORY_BYTES as usize).expect("all of it"));
+                self.prey.borrow_mut().push(memory.range(0, MEMORY_BYTES as usize).expect("all of it"));
             }
             let inflight = chance(40).then(|| {
-                let area = area.place(0, Inflight::bytes(size, packed)).expect("inside");
+                let area = area.range(0, InflightQueueArea::bytes(size, packed)).expect("inside");
                 if chance(50) {
                     noise(&area, 20);
                 }
@@ -67,18 +67,18 @@ impl Hostile {
             let base = sim::random(|random| if random.bool() { 0x8000_8000 } else { random.u32(..) });
             let settings = attack.settings(base, inflight);
             // Impossible settings are rejected by `new`.
-            let Ok(queue) = Queue::new(0, settings, Arc::clone(&self.device)) else { continue };
+            let Ok(queue) = VhostUserQueue::new(0, settings, Arc::clone(&self.device)) else { continue };
             let left = Rc::downgrade(&queue);
             let (orders, received) = async_channel::unbounded();
             let bell = Some(attack.kick.bell()).filter(|_| chance(90));
-            orders.try_send(Order::Event(EventKind::Kick, bell)).expect("there is room");
+            orders.try_send(QueueOrder::Event(EventKind::Kick, bell)).expect("there is room");
             let bell = Some(attack.error.bell());
-            orders.try_send(Order::Event(EventKind::Error, bell)).expect("there is room");
+            orders.try_send(QueueOrder::Event(EventKind::Error, bell)).expect("there is room");
             let before = self.device.requests.load(std::sync::atomic::Ordering::SeqCst);
             let serving = spawn_joinable(queue.serve(received));
             attack.run().await;
             // A queue whose ring is broken has already ended.
-            let _ = orders.try_send(Order::Stop { abandoned: chance(30) });
+            let _ = orders.try_send(QueueOrder::Stop { abandoned: chance(30) });
             timeout(FOREVER, serving).await.expect("it ends");
             assert_eq!(left.strong_count(), 0, "tasks of a queue that has ended");
             let taken = self.device.requests.load(std::sync::atomic::Ordering::SeqCst) - before;
@@ -93,14 +93,14 @@ impl Hostile {
     }
 }
 
-impl Attack {
-    fn draw(memory: Memory) -> Self {
+impl HostileRing {
+    fn draw(memory: GuestMemory) -> Self {
         let packed = chance(50);
         let size = sim::random(|random| if packed { random.u16(1..100) } else { 1 << random.u16(..8) });
         let (event_idx, indirect) = (chance(50), chance(70));
-        let parts = Parts::of(size, packed, event_idx);
-        let part = |at, (bytes, _)| memory.place(at, bytes).expect("inside");
-        let layout = Layout {
+        let parts = RingParts::of(size, packed, event_idx);
+        let part = |at, (bytes, _)| memory.range(at, bytes).expect("inside");
+        let layout = RingLayout {
             size,
             descriptors: part(0, parts.descriptors),
             driver: part(DRIVER, parts.driver),
@@ -109,12 +109,12 @@ impl Attack {
             event_idx,
             indirect,
         };
-        memory.place(0, BUFFERS as usize).expect("inside").fill(0, BUFFERS as usize, 0);
-        Self { memory, layout, kick: Counter::default(), error: Counter::default() }
+        memory.range(0, BUFFERS as usize).expect("inside").fill(0, BUFFERS as usize, 0);
+        Self { memory, layout, kick: SimulatedEvent::default(), error: SimulatedEvent::default() }
     }
 
-    fn settings(&self, base: u32, inflight: Option<Place>) -> RingSettings {
-        let Layout { size, descriptors, driver, device, packed, event_idx, indirect } = self.layout.clone();
+    fn settings(&self, base: u32, inflight: Option<GuestBytes>) -> RingSettings {
+        let RingLayout { size, descriptors, driver, device, packed, event_idx, indirect } = self.layout.clone();
         let when = |condition: bool, bit| if condition { bit } else { 0 };
         RingSettings {
             size,
@@ -133,7 +133,7 @@ impl Attack {
     }
 
     async fn run(&self) {
-        let mut driver = Driver::new(&self.layout);
+        let mut driver = RingDriver::new(&self.layout);
         let harmless = chance(50);
         for _ in 0..sim::random(|random| random.usize(..60)) {
             match sim::random(|random| random.u8(..12)) {
@@ -142,18 +142,18 @@ impl Attack {
                 7 if !harmless => noise(&self.layout.descriptors, 4),
                 8 if !harmless => noise(&self.layout.driver, 2),
                 9 if !harmless => noise(&self.layout.device, 2),
-                10 => noise(&self.memory.place(BUFFERS, 0x8000).expect("inside"), 200),
-                _ => some_time(Duration::from_millis(5)).await,
+                10 => noise(&self.memory.range(BUFFERS, 0x8000).expect("inside"), 200),
+                _ => sleep_randomly(Duration::from_millis(5)).await,
             }
             while driver.next_used().is_ok_and(|used| used.is_some()) {}
             for _ in 0..sim::random(|random| random.usize(..3)) {
                 self.kick.ring();
             }
         }
-        some_time(Duration::from_millis(50)).await;
+        sleep_randomly(Duration::from_millis(50)).await;
     }
 
-    fn send(&self, driver: &mut Driver) {
+    fn send(&self, driver: &mut RingDriver) {
         let somewhere = || BUFFERS + sim::random(|random| random.u64(..0x7000));
         let address = || if chance(95) { somewhere() } else { sim::random(|random| random.u64(..)) };
         let at = somewhere();
@@ -163,19 +163,19 @@ impl Attack {
                 if random.u8(..4) == 0 { random.u64(..) } else { random.u64(..DISK_BYTES as u64 / 512) };
             (kinds[random.usize(..7)], sector)
         });
-        let header = self.memory.place(at, 16).expect("inside");
+        let header = self.memory.range(at, 16).expect("inside");
         header.write(0, &kind.to_le_bytes());
         header.write(8, &sector.to_le_bytes());
-        let mut buffers = vec![Buffer { address: at, bytes: 16, writable: false }];
+        let mut buffers = vec![DriverBuffer { address: at, bytes: 16, writable: false }];
         let writes = kind == 0 || kind == 8;
         for _ in 0..sim::random(|random| random.usize(..4)) {
             let bytes = sim::random(|random| if random.bool() { 512 } else { random.u32(..5000) });
-            buffers.push(Buffer { address: address(), bytes, writable: writes ^ chance(5) });
+            buffers.push(DriverBuffer { address: address(), bytes, writable: writes ^ chance(5) });
         }
         if chance(95) {
-            buffers.push(Buffer { address: address(), bytes: 1, writable: true });
+            buffers.push(DriverBuffer { address: address(), bytes: 1, writable: true });
         }
-        let table = self.memory.place(somewhere(), 16 * buffers.len()).filter(|_| chance(30));
+        let table = self.memory.range(somewhere(), 16 * buffers.len()).filter(|_| chance(30));
         let _ = match table {
             Some(table) => driver.add_indirect(&table, &buffers),
             None => driver.add(&buffers),
@@ -184,7 +184,7 @@ impl Attack {
 }
 
 /// Writes up to `bytes` random bytes at random places.
-fn noise(place: &Place, bytes: usize) {
+fn noise(place: &GuestBytes, bytes: usize) {
     for _ in 0..sim::random(|random| random.usize(1..=bytes)) {
         let (at, byte) = sim::random(|random| (random.usize(..place.bytes()), random.u8(..)));
         place.write(at, &[byte]);

@@ -14,19 +14,19 @@ use event_listener::Event;
 use policy::time::Duration;
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
-use super::{BLOCK, DISK_BYTES, Life, SERIAL, Tally, chance, count, some_time};
+use super::{BLOCK, DISK_BYTES, SimulatedDiskLife, SERIAL, VhostUserSimulationTally, chance, count, sleep_randomly};
 use crate::{
     model::{Model, Outcome},
-    passed::Passed,
-    race::{First, first},
-    vhost_user_blk::{bell::simulated::Counter, device::Device, features::virtio, vring::RingPlaces},
+    passed::GroupSamples,
+    race::{FirstReady, first},
+    vhost_user_blk::{bell::simulated::SimulatedEvent, device::VhostUserDevice, features::virtio, vring::RingPlaces},
 };
 use ::virtio::ring::{
-    Inflight, Layout, Parts, Places,
-    driver::{Buffer, Driver, Used},
+    InflightQueueArea, RingLayout, RingParts, Places,
+    driver::{DriverBuffer, RingDriver, UsedChain},
 };
 use reactor::{
-    guest::{DirtyLog, Memory, Place, Quota, Region},
+    guest::{DirtyLog, GuestMemory, GuestBytes, MappingQuota, Region},
     sim, timeout,
 };
 
@@ -59,7 +59,7 @@ const IO_ERROR: u8 = 1;
 const UNSUPPORTED: u8 = 2;
 
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct SimulatedRingShape {
     pub(super) size: u16,
     packed: bool,
     event_idx: bool,
@@ -67,7 +67,7 @@ pub(super) struct Shape {
 }
 
 #[derive(Debug)]
-enum What {
+enum GuestOperation {
     Read {
         offset: usize,
         began: u64,
@@ -86,9 +86,9 @@ enum What {
 }
 
 #[derive(Debug)]
-struct Sent {
+struct SentGuestRequest {
     slot: usize,
-    what: What,
+    what: GuestOperation,
     /// Device-writable buffers; the last byte is the status.
     row: Vec<(u64, usize)>,
     /// The write cache when the request began, and the number of switches until then.
@@ -97,46 +97,46 @@ struct Sent {
     log: Option<DirtyLog>,
 }
 
-pub(super) struct Machine {
-    pub(super) shape: Shape,
-    pub(super) device: Arc<Device>,
+pub(super) struct SimulatedGuest {
+    pub(super) shape: SimulatedRingShape,
+    pub(super) device: Arc<VhostUserDevice>,
     file: OwnedFd,
     /// Address at which its memory is split into two regions.
     seam: u64,
-    memory: Memory,
-    driver: RefCell<Driver>,
-    inflight: Option<Place>,
-    kick: RefCell<Option<Counter>>,
-    call: RefCell<Counter>,
+    memory: GuestMemory,
+    driver: RefCell<RingDriver>,
+    inflight: Option<GuestBytes>,
+    kick: RefCell<Option<SimulatedEvent>>,
+    call: RefCell<SimulatedEvent>,
     /// Notified when the call event was replaced.
     rewired: Event,
-    sent: RefCell<HashMap<u16, Sent>>,
+    sent: RefCell<HashMap<u16, SentGuestRequest>>,
     slots: RefCell<Vec<usize>>,
     log: RefCell<Option<DirtyLog>>,
     model: Rc<RefCell<Model>>,
-    passed: Rc<RefCell<Passed>>,
+    passed: Rc<RefCell<GroupSamples>>,
     may_fail: bool,
     cache: Rc<Cell<(bool, u64)>>,
-    tally: Rc<Cell<Tally>>,
+    tally: Rc<Cell<VhostUserSimulationTally>>,
 }
 
-impl Machine {
-    pub(super) fn draw(life: &Life) -> Rc<Self> {
+impl SimulatedGuest {
+    pub(super) fn draw(life: &SimulatedDiskLife) -> Rc<Self> {
         let shape = sim::random(|random| {
             let packed = random.bool();
             let size = if packed { random.u16(2..=40) } else { 1 << random.u16(1..=5) };
-            Shape { size, packed, event_idx: random.bool(), indirect: random.bool() }
+            SimulatedRingShape { size, packed, event_idx: random.bool(), indirect: random.bool() }
         });
         let file = memfd_create("guest", MemfdFlags::CLOEXEC).expect("a memfd");
         ftruncate(&file, END - RINGS).expect("its length");
         // Behind the rings, so that these stay in one region; buffers may cross the seam.
         let seam = sim::random(|random| random.u64(SLOTS..END)) & !15;
         let memory = map(&file, seam);
-        let driver = Driver::new(&layout(shape, places(&memory, shape)));
+        let driver = RingDriver::new(&layout(shape, places(&memory, shape)));
         let inflight = chance(60).then(|| {
-            let bytes = Inflight::bytes(shape.size, shape.packed);
-            let area = Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
-            area.place(0, bytes).expect("all of it")
+            let bytes = InflightQueueArea::bytes(shape.size, shape.packed);
+            let area = GuestMemory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region");
+            area.range(0, bytes).expect("all of it")
         });
         Rc::new(Self {
             shape,
@@ -176,7 +176,7 @@ impl Machine {
         self.inflight.is_some()
     }
 
-    pub(super) fn inflight(&self) -> Option<Place> {
+    pub(super) fn inflight(&self) -> Option<GuestBytes> {
         self.inflight.clone()
     }
 
@@ -185,25 +185,25 @@ impl Machine {
     }
 
     /// Maps its memory again, with the current log; returns the locations of its ring.
-    pub(super) fn map(&self) -> (Memory, RingPlaces) {
+    pub(super) fn map(&self) -> (GuestMemory, RingPlaces) {
         self.map_with(self.log.borrow().clone())
     }
 
-    pub(super) fn map_with(&self, log: Option<DirtyLog>) -> (Memory, RingPlaces) {
+    pub(super) fn map_with(&self, log: Option<DirtyLog>) -> (GuestMemory, RingPlaces) {
         let memory = map(&self.file, self.seam).with_log(log);
         let places = places(&memory, self.shape);
         (memory, places)
     }
 
-    pub(super) fn new_kick(&self) -> Option<Counter> {
+    pub(super) fn new_kick(&self) -> Option<SimulatedEvent> {
         // Some front ends pass no kick.
-        let kick = (!chance(10)).then(Counter::default);
+        let kick = (!chance(10)).then(SimulatedEvent::default);
         self.kick.borrow_mut().clone_from(&kick);
         kick
     }
 
-    pub(super) fn new_call(&self) -> Counter {
-        let call = Counter::default();
+    pub(super) fn new_call(&self) -> SimulatedEvent {
+        let call = SimulatedEvent::default();
         self.call.replace(call.clone());
         self.rewired.notify(usize::MAX);
         call
@@ -216,8 +216,8 @@ impl Machine {
             1 => Some(self.call.borrow().clone()),
             _ => None,
         };
-        let Some(bell) = bell else { return some_time(Duration::from_millis(20)).await };
-        let _ = timeout(Duration::from_millis(20), bell.rung()).await;
+        let Some(bell) = bell else { return sleep_randomly(Duration::from_millis(20)).await };
+        let _ = timeout(Duration::from_millis(20), bell.next_signal()).await;
     }
 
     /// A change of the log begins: requests that complete meanwhile may be marked in either.
@@ -258,11 +258,11 @@ impl Machine {
                 }
             }
             if chance(30) {
-                self.driver.borrow_mut().silence();
+                self.driver.borrow_mut().suppress_calls();
             }
             if left > 0 && chance(50) {
-                some_time(Duration::from_millis(10)).await;
-            } else if self.waits() && !self.driver.borrow_mut().listen() {
+                sleep_randomly(Duration::from_millis(10)).await;
+            } else if self.waits() && !self.driver.borrow_mut().enable_calls() {
                 self.be_called().await;
             }
             self.collect();
@@ -273,7 +273,7 @@ impl Machine {
         loop {
             let rewired = self.rewired.listen();
             let call = self.call.borrow().clone();
-            if let First::One(heard) = first(call.heard(), rewired).await {
+            if let FirstReady::One(heard) = first(call.heard(), rewired).await {
                 heard.expect("it is an event");
                 return count(&self.tally, |all| all.called += 1);
             }
@@ -283,7 +283,7 @@ impl Machine {
     fn send(&self) -> bool {
         let Some(slot) = self.slots.borrow_mut().pop() else { return false };
         let indirect = self.shape.indirect && chance(50);
-        let free = self.driver.borrow().free();
+        let free = self.driver.borrow().free_descriptors();
         let most = if indirect { 2 * MOST_PIECES } else { free };
         // A request has at least one readable and one writable descriptor.
         if free == 0 || most < 2 {
@@ -299,11 +299,11 @@ impl Machine {
         let row = divide(at + WRITABLE, writable + 1, pieces);
         scatter(&self.memory, &reads, &request);
         let buffer = |writable| {
-            move |&(address, bytes): &(u64, usize)| Buffer { address, bytes: bytes as u32, writable }
+            move |&(address, bytes): &(u64, usize)| DriverBuffer { address, bytes: bytes as u32, writable }
         };
         let buffers: Vec<_> = reads.iter().map(buffer(false)).chain(row.iter().map(buffer(true))).collect();
         let mut driver = self.driver.borrow_mut();
-        let table = self.memory.place(at, 16 * buffers.len()).filter(|_| indirect);
+        let table = self.memory.range(at, 16 * buffers.len()).filter(|_| indirect);
         let added = match table {
             Some(table) => driver.add_indirect(&table, &buffers),
             None => driver.add(&buffers),
@@ -315,13 +315,13 @@ impl Machine {
             self.slots.borrow_mut().push(slot);
             return false;
         };
-        let sent = Sent { slot, what, row, cache: self.cache.get(), log: self.log.borrow().clone() };
+        let sent = SentGuestRequest { slot, what, row, cache: self.cache.get(), log: self.log.borrow().clone() };
         assert!(self.sent.borrow_mut().insert(id, sent).is_none(), "the driver has used an id twice");
         true
     }
 
-    fn give_up(&self, what: What) {
-        if let What::Change { numbers, .. } = what {
+    fn give_up(&self, what: GuestOperation) {
+        if let GuestOperation::Change { numbers, .. } = what {
             numbers.into_iter().for_each(|number| self.model.borrow_mut().end_change(number, Outcome::Open));
         }
     }
@@ -336,24 +336,24 @@ impl Machine {
 
     /// A random request: its expectation, its device-readable bytes, and the number of bytes to be
     /// filled besides the status.
-    fn draw_request(&self) -> (What, Vec<u8>, usize) {
+    fn draw_request(&self) -> (GuestOperation, Vec<u8>, usize) {
         let mut model = self.model.borrow_mut();
         let range = draw_range();
         let (offset, length) = (range.start, range.len());
         let header = |kind, offset| header(kind, (offset / BLOCK) as u64);
         match sim::random(|random| random.u32(..100)) {
-            0..35 => (What::Read { offset, began: model.begin() }, header(IN, offset), length),
+            0..35 => (GuestOperation::Read { offset, began: model.begin() }, header(IN, offset), length),
             35..65 => {
                 let (number, data) = model.begin_write(range);
                 let request = [header(OUT, offset), data].concat();
-                (What::Change { numbers: vec![number], hint: false }, request, 0)
+                (GuestOperation::Change { numbers: vec![number], hint: false }, request, 0)
             }
-            65..75 => (What::Flush { began: model.begin() }, header(FLUSH, 0), 0),
+            65..75 => (GuestOperation::Flush { began: model.begin() }, header(FLUSH, 0), 0),
             75..82 => {
                 let number = model.begin_zeroes(range.clone());
                 let flags = sim::random(|random| random.u32(..2));
                 let request = [header(WRITE_ZEROES, 0), segment(&range, flags)].concat();
-                (What::Change { numbers: vec![number], hint: false }, request, 0)
+                (GuestOperation::Change { numbers: vec![number], hint: false }, request, 0)
             }
             82..90 => {
                 let ranges: Vec<_> =
@@ -361,17 +361,17 @@ impl Machine {
                 let numbers = ranges.iter().map(|range| model.begin_zeroes(range.clone())).collect();
                 let mut request = header(DISCARD, 0);
                 ranges.iter().for_each(|range| request.extend(segment(range, 0)));
-                (What::Change { numbers, hint: true }, request, 0)
+                (GuestOperation::Change { numbers, hint: true }, request, 0)
             }
-            90..95 => (What::Id, header(GET_ID, 0), sim::random(|random| random.usize(20..30))),
-            95 => (What::Answer(OK), header(IN, offset), 0),
-            96 => (What::Answer(IO_ERROR), header(IN, DISK_BYTES - BLOCK), 2 * BLOCK),
+            90..95 => (GuestOperation::Id, header(GET_ID, 0), sim::random(|random| random.usize(20..30))),
+            95 => (GuestOperation::Answer(OK), header(IN, offset), 0),
+            96 => (GuestOperation::Answer(IO_ERROR), header(IN, DISK_BYTES - BLOCK), 2 * BLOCK),
             97 => {
                 let request = [header(OUT, DISK_BYTES - BLOCK), vec![7; 2 * BLOCK]].concat();
-                (What::Answer(IO_ERROR), request, 0)
+                (GuestOperation::Answer(IO_ERROR), request, 0)
             }
-            98 => (What::Answer(IO_ERROR), header(IN, offset), 100),
-            _ => (What::Answer(UNSUPPORTED), header(77, offset), length),
+            98 => (GuestOperation::Answer(IO_ERROR), header(IN, offset), 100),
+            _ => (GuestOperation::Answer(UNSUPPORTED), header(77, offset), length),
         }
     }
 
@@ -387,12 +387,12 @@ impl Machine {
         }
     }
 
-    fn status(&self, sent: &Sent) -> u8 {
+    fn status(&self, sent: &SentGuestRequest) -> u8 {
         let &(address, bytes) = sent.row.last().expect("there is a status");
         gather(&self.memory, &[(address + bytes as u64 - 1, 1)])[0]
     }
 
-    fn check(&self, used: &Used, sent: &Sent) {
+    fn check(&self, used: &UsedChain, sent: &SentGuestRequest) {
         let mut found = gather(&self.memory, &sent.row);
         let status = found.pop().expect("there is a status");
         assert!([OK, IO_ERROR, UNSUPPORTED].contains(&status), "{sent:?} was answered with {status}");
@@ -400,8 +400,8 @@ impl Machine {
         let failed = status != OK;
         let mut filled = 0;
         match &sent.what {
-            What::Answer(due) => assert_eq!(status, *due, "{sent:?}"),
-            What::Id => {
+            GuestOperation::Answer(due) => assert_eq!(status, *due, "{sent:?}"),
+            GuestOperation::Id => {
                 assert_eq!(status, OK);
                 let mut due = SERIAL.as_bytes()[..20].to_vec();
                 due.resize(found.len(), 0);
@@ -412,17 +412,17 @@ impl Machine {
                 assert!(self.may_fail && status == IO_ERROR, "{sent:?} failed with {status}");
                 count(&self.tally, |all| all.failed += 1);
             }
-            What::Read { offset, began } => {
+            GuestOperation::Read { offset, began } => {
                 model.check_read(*began, *offset, &found);
                 filled = found.len();
             }
-            What::Flush { began } => {
+            GuestOperation::Flush { began } => {
                 model.end_flush(*began);
                 count(&self.tally, |all| all.flushed += 1);
             }
-            What::Change { .. } => {}
+            GuestOperation::Change { .. } => {}
         }
-        if let What::Change { numbers, hint } = &sent.what {
+        if let GuestOperation::Change { numbers, hint } = &sent.what {
             let outcome = match sent.cache {
                 _ if failed || *hint => Outcome::Open,
                 // Write-through guarantees durability only if the mode did not change meanwhile.
@@ -442,7 +442,7 @@ impl Machine {
     }
 
     /// Checks that bytes beside the request's buffers have not changed.
-    fn check_surroundings(&self, sent: &Sent) {
+    fn check_surroundings(&self, sent: &SentGuestRequest) {
         let at = SLOTS + sent.slot as u64 * SLOT_BYTES + WRITABLE;
         let mut all = gather(&self.memory, &[(at, (SLOT_BYTES - WRITABLE) as usize)]);
         for &(address, bytes) in &sent.row {
@@ -452,7 +452,7 @@ impl Machine {
     }
 
     /// Checks that filled pages, the status and the used ring are marked.
-    fn check_log(&self, log: &DirtyLog, sent: &Sent, filled: usize) {
+    fn check_log(&self, log: &DirtyLog, sent: &SentGuestRequest, filled: usize) {
         count(&self.tally, |all| all.logged += 1);
         let used = if self.shape.packed { RINGS } else { DEVICE };
         assert!(log.is_marked(used), "the ring is not marked");
@@ -467,20 +467,20 @@ impl Machine {
     }
 }
 
-fn map(file: &OwnedFd, seam: u64) -> Memory {
+fn map(file: &OwnedFd, seam: u64) -> GuestMemory {
     let ends = [RINGS, seam, END];
-    let quota = Quota::new(2, 2 * END);
+    let quota = MappingQuota::new(2, 2 * END);
     let regions = ends.windows(2).filter(|pair| pair[0] < pair[1]).map(|pair| {
         let file = file.try_clone().expect("a descriptor");
         Region::map(file, pair[0], pair[0], pair[1] - pair[0], pair[0] - RINGS, &quota)
             .expect("a good region")
     });
-    Memory::new(regions.collect()).expect("they do not overlap")
+    GuestMemory::new(regions.collect()).expect("they do not overlap")
 }
 
-fn places(memory: &Memory, shape: Shape) -> RingPlaces {
-    let parts = Parts::of(shape.size, shape.packed, shape.event_idx);
-    let part = |at, (bytes, _)| memory.place(at, bytes).expect("in the first region");
+fn places(memory: &GuestMemory, shape: SimulatedRingShape) -> RingPlaces {
+    let parts = RingParts::of(shape.size, shape.packed, shape.event_idx);
+    let part = |at, (bytes, _)| memory.range(at, bytes).expect("in the first region");
     RingPlaces {
         descriptors: part(RINGS, parts.descriptors),
         driver: part(DRIVER, parts.driver),
@@ -488,10 +488,10 @@ fn places(memory: &Memory, shape: Shape) -> RingPlaces {
     }
 }
 
-pub(super) fn layout(shape: Shape, places: RingPlaces) -> Layout {
+pub(super) fn layout(shape: SimulatedRingShape, places: RingPlaces) -> RingLayout {
     let RingPlaces { descriptors, driver, device } = places;
-    let Shape { size, packed, event_idx, indirect } = shape;
-    Layout { size, descriptors, driver, device, packed, event_idx, indirect }
+    let SimulatedRingShape { size, packed, event_idx, indirect } = shape;
+    RingLayout { size, descriptors, driver, device, packed, event_idx, indirect }
 }
 
 fn header(kind: u32, sector: u64) -> Vec<u8> {
@@ -533,15 +533,15 @@ fn divide(mut at: u64, bytes: usize, most: usize) -> Vec<(u64, usize)> {
     pieces
 }
 
-fn each_place(memory: &Memory, pieces: &[(u64, usize)]) -> Places {
+fn each_place(memory: &GuestMemory, pieces: &[(u64, usize)]) -> Places {
     let mut places = Places::new();
     for &(address, bytes) in pieces {
-        assert!(memory.places(address, bytes, &mut places), "inside");
+        assert!(memory.ranges(address, bytes, &mut places), "inside");
     }
     places
 }
 
-fn scatter(memory: &Memory, pieces: &[(u64, usize)], bytes: &[u8]) {
+fn scatter(memory: &GuestMemory, pieces: &[(u64, usize)], bytes: &[u8]) {
     let mut rest = bytes;
     for place in each_place(memory, pieces) {
         let (part, after) = rest.split_at(place.bytes());
@@ -550,7 +550,7 @@ fn scatter(memory: &Memory, pieces: &[(u64, usize)], bytes: &[u8]) {
     }
 }
 
-fn gather(memory: &Memory, pieces: &[(u64, usize)]) -> Vec<u8> {
+fn gather(memory: &GuestMemory, pieces: &[(u64, usize)]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for place in each_place(memory, pieces) {
         let start = bytes.len();
@@ -560,6 +560,6 @@ fn gather(memory: &Memory, pieces: &[(u64, usize)]) -> Vec<u8> {
     bytes
 }
 
-fn fill(memory: &Memory, address: u64, bytes: usize, byte: u8) {
+fn fill(memory: &GuestMemory, address: u64, bytes: usize, byte: u8) {
     each_place(memory, &[(address, bytes)]).iter().for_each(|place| place.fill(0, place.bytes(), byte));
 }

@@ -113,7 +113,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_marked_is_told_in_runs() {
+    fn marked_bits_are_returned_as_runs() {
         let mut bits = DirtyBits::new(100_000, 9);
         for range in [0..1, 511..513, 5000..9000, 99_999..200_000, 7..7] {
             bits.mark(range);
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn another_size_keeps_what_is_inside_of_both() {
+    fn resize_keeps_the_common_part() {
         let mut bits = DirtyBits::new(5 << 16, 16);
         bits.mark(3 << 16..5 << 16);
         let less = bits.resized((3 << 16) + 512);
@@ -136,7 +136,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_stored_behind_the_end_does_not_count() {
+    fn bits_beyond_the_end_are_ignored() {
         let mut bits = DirtyBits::new(5 << 16, 16);
         bits.fill(0, [0xff; 100].into_iter());
         assert_eq!(bits.bytes(), [0x1f]);

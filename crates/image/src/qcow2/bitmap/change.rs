@@ -6,17 +6,17 @@
 //! ones are freed. A crash leaves the old or the new ones, and leaks.
 
 use super::{
-    Bits, DirtyBits, Entry, GRANULARITY_BITS, LONGEST_NAME, decode_table, directory::MOST_BITS, encode,
+    BitmapCluster, DirtyBits, BitmapEntry, GRANULARITY_BITS, LONGEST_NAME, decode_table, directory::MOST_BITS, encode,
     encode_table, flag, read,
 };
 use reactor::{
     error::{Error, Result as IoResult},
-    memory::NotEnough,
+    memory::OutOfBudget,
 };
 
 use crate::qcow2::{
-    Invalid, MetadataError, Qcow2, bytes,
-    header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, Place, autoclear},
+    InvalidImage, MetadataError, Qcow2Image, bytes,
+    header::{BitmapsExtension, Qcow2Header, LARGEST_BITMAP_DIRECTORY, MOST_BITMAPS, FileRegion, autoclear},
     l1::padded,
 };
 
@@ -40,13 +40,13 @@ pub enum BitmapError {
     Wrong(String),
     /// The dirty bitmaps that record writes exceed the memory budget.
     #[error("{0}")]
-    Memory(#[from] NotEnough),
+    Memory(#[from] OutOfBudget),
     /// The image is read-only.
     #[error("it is read-only (open it for writing)")]
     ReadOnly,
     /// A structure is invalid.
     #[error("{0} (`weir image check` shows the damage)")]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] InvalidImage),
     /// A read or write of the file failed.
     #[error("{0}")]
     Failed(#[from] Error),
@@ -66,17 +66,17 @@ const AT_ONCE: usize = 1 << 20;
 
 type Result<T> = std::result::Result<T, BitmapError>;
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Reads the bitmaps of the directory; none if the bitmaps extension is not marked consistent.
     ///
     /// # Errors
     /// [`BitmapError::Invalid`] and [`BitmapError::Failed`].
-    pub async fn bitmaps(&self) -> Result<Vec<Entry>> {
+    pub async fn bitmaps(&self) -> Result<Vec<BitmapEntry>> {
         self.bitmaps_of(&self.header()).await
     }
 
     /// Reads the bitmaps that this header refers to.
-    pub(super) async fn bitmaps_of(&self, header: &Header) -> Result<Vec<Entry>> {
+    pub(super) async fn bitmaps_of(&self, header: &Qcow2Header) -> Result<Vec<BitmapEntry>> {
         match header.bitmaps.filter(|_| header.autoclear & autoclear::BITMAPS != 0) {
             Some(bitmaps) => Ok(read(self.file.storage(), header, bitmaps).await?),
             None => Ok(Vec::new()),
@@ -93,7 +93,7 @@ impl Qcow2 {
     }
 
     /// Reads the bits of a bitmap for a disk of this size from the file.
-    pub(super) async fn read_bits(&self, entry: &Entry, size_bytes: u64) -> Result<DirtyBits> {
+    pub(super) async fn read_bits(&self, entry: &BitmapEntry, size_bytes: u64) -> Result<DirtyBits> {
         let cluster_bits = self.shape.cluster_bits;
         self.check_table(entry, size_bytes)?;
         let table = self.bitmap_table(entry).await?;
@@ -103,12 +103,12 @@ impl Qcow2 {
         while number < table.len() {
             let at = number << cluster_bits;
             number += match table[number] {
-                Bits::Zeroes => 1,
-                Bits::Ones => {
+                BitmapCluster::Zeroes => 1,
+                BitmapCluster::Ones => {
                     bits.fill(at, std::iter::repeat_n(u8::MAX, 1 << cluster_bits));
                     1
                 }
-                Bits::Stored(offset) => {
+                BitmapCluster::Stored(offset) => {
                     let run = run_of(&table[number..], offset, cluster_bits);
                     let read = bytes::read(self.file.storage(), offset, run << cluster_bits).await?;
                     bits.fill(at, read.into_iter());
@@ -120,32 +120,32 @@ impl Qcow2 {
     }
 
     /// Fails if the table is too short for a disk of this size.
-    pub(super) fn check_table(&self, entry: &Entry, size_bytes: u64) -> std::result::Result<(), Invalid> {
-        let needed = Entry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
+    pub(super) fn check_table(&self, entry: &BitmapEntry, size_bytes: u64) -> std::result::Result<(), InvalidImage> {
+        let needed = BitmapEntry::entries_for(size_bytes, entry.granularity_bits, self.shape.cluster_bits);
         if needed > entry.table_entries.into() {
             let what =
                 format!("the table of bitmap {:?} at {:#x} is too short", entry.name(), entry.table_offset);
-            return Err(Invalid::new(what));
+            return Err(InvalidImage::new(what));
         }
         Ok(())
     }
 
     /// Reads a bitmap's table and checks that its entries lie inside the file and differ from each
     /// other.
-    pub(super) async fn bitmap_table(&self, entry: &Entry) -> Result<Vec<Bits>> {
-        let Place { offset, length } = entry.table();
+    pub(super) async fn bitmap_table(&self, entry: &BitmapEntry) -> Result<Vec<BitmapCluster>> {
+        let FileRegion { offset, length } = entry.table();
         let cluster_bytes = 1 << self.shape.cluster_bits;
         // The file may end inside its last cluster.
         let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
-        let wrong = |what: &str| Err(Invalid::new(format!("bitmap {:?} {what}", entry.name())).into());
+        let wrong = |what: &str| Err(InvalidImage::new(format!("bitmap {:?} {what}", entry.name())).into());
         if offset.checked_add(length).is_none_or(|end| end > file_end) {
             return wrong("has its table behind the end of the file");
         }
         let table =
             decode_table(&bytes::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
         let stored = table.iter().filter_map(|part| match part {
-            Bits::Stored(offset) => Some(*offset),
-            Bits::Zeroes | Bits::Ones => None,
+            BitmapCluster::Stored(offset) => Some(*offset),
+            BitmapCluster::Zeroes | BitmapCluster::Ones => None,
         });
         let mut stored: Vec<_> = stored.collect();
         stored.sort_unstable();
@@ -186,7 +186,7 @@ impl Qcow2 {
         let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
         let (table_offset, table_entries) = self.store_bits(&bits).await?;
         let name = name.as_bytes().to_vec();
-        entries.push(Entry {
+        entries.push(BitmapEntry {
             table_offset,
             table_entries,
             flags: flag::AUTO,
@@ -199,7 +199,7 @@ impl Qcow2 {
 
     /// Fails if the disk needs more bits of this granularity than the format allows.
     fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
-        let table = Entry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
+        let table = BitmapEntry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
         if table > MOST_BITS >> self.shape.cluster_bits {
             let what = "the disk has too many parts of that granularity (choose a larger one)";
             return Err(BitmapError::Wrong(what.to_owned()));
@@ -277,12 +277,12 @@ impl Qcow2 {
         let old = entries[found].clone();
         let (table_offset, table_entries) = self.store_bits(bits).await?;
         entries[found] =
-            Entry { table_offset, table_entries, flags: old.flags & !flag::IN_USE, ..old.clone() };
+            BitmapEntry { table_offset, table_entries, flags: old.flags & !flag::IN_USE, ..old.clone() };
         self.replace_directory(&entries).await?;
         self.free_bits(&old).await
     }
 
-    async fn changeable_bitmaps(&self) -> Result<Vec<Entry>> {
+    async fn changeable_bitmaps(&self) -> Result<Vec<BitmapEntry>> {
         if self.is_read_only() { Err(BitmapError::ReadOnly) } else { self.bitmaps().await }
     }
 
@@ -297,7 +297,7 @@ impl Qcow2 {
             Ok(offset) => Ok((offset, table.len() as u32)),
             Err(error) => {
                 for part in table {
-                    if let Bits::Stored(offset) = part {
+                    if let BitmapCluster::Stored(offset) = part {
                         let _ = self.change_refcount(offset, 1, -1).await;
                     }
                 }
@@ -308,7 +308,7 @@ impl Qcow2 {
 
     /// Writes the clusters of bits that are neither all zeroes nor all ones, many at a time, and
     /// appends the table entries.
-    async fn store_parts(&self, bits: &DirtyBits, table: &mut Vec<Bits>) -> IoResult<()> {
+    async fn store_parts(&self, bits: &DirtyBits, table: &mut Vec<BitmapCluster>) -> IoResult<()> {
         let cluster = 1_usize << self.shape.cluster_bits;
         for piece in bits.bytes().chunks(cluster.max(AT_ONCE)) {
             let is_all = |part: &[u8], value: u8| part.iter().all(|byte| *byte == value);
@@ -323,15 +323,15 @@ impl Qcow2 {
                 table.push(match part {
                     part if is_stored(&part) => {
                         place += cluster as u64;
-                        Bits::Stored(place - cluster as u64)
+                        BitmapCluster::Stored(place - cluster as u64)
                     }
-                    [0, ..] => Bits::Zeroes,
-                    _ => Bits::Ones,
+                    [0, ..] => BitmapCluster::Zeroes,
+                    _ => BitmapCluster::Ones,
                 });
             }
         }
         if table.is_empty() {
-            table.push(Bits::Zeroes);
+            table.push(BitmapCluster::Zeroes);
         }
         Ok(())
     }
@@ -349,7 +349,7 @@ impl Qcow2 {
     }
 
     /// Writes another directory, switches the header to it and frees the old one.
-    pub(super) async fn replace_directory(&self, entries: &[Entry]) -> Result<()> {
+    pub(super) async fn replace_directory(&self, entries: &[BitmapEntry]) -> Result<()> {
         let header = self.header();
         let directory = encode(entries);
         let length = directory.len() as u64;
@@ -360,7 +360,7 @@ impl Qcow2 {
             0 => None,
             count => {
                 let offset = self.store_clusters(&directory).await?;
-                Some(Bitmaps { count, directory: Place { offset, length } })
+                Some(BitmapsExtension { count, directory: FileRegion { offset, length } })
             }
         };
         // The new directory must be durable before the header refers to it.
@@ -379,14 +379,14 @@ impl Qcow2 {
     }
 
     /// Frees bits and table of a bitmap that is no longer in the directory.
-    pub(super) async fn free_bits(&self, entry: &Entry) -> Result<()> {
+    pub(super) async fn free_bits(&self, entry: &BitmapEntry) -> Result<()> {
         let cluster = 1 << self.shape.cluster_bits;
         for part in self.bitmap_table(entry).await? {
-            if let Bits::Stored(offset) = part {
+            if let BitmapCluster::Stored(offset) = part {
                 self.change_refcount(offset, cluster, -1).await?;
             }
         }
-        let Place { offset, length } = entry.table();
+        let FileRegion { offset, length } = entry.table();
         self.change_refcount(offset, length, -1).await?;
         Ok(self.flush_metadata().await?)
     }
@@ -402,7 +402,7 @@ impl Qcow2 {
 
     /// Reads the directory. If it is invalid, clears the extension's mark in the header and
     /// returns `None`.
-    pub(super) async fn bitmap_entries(&self) -> IoResult<Option<Vec<Entry>>> {
+    pub(super) async fn bitmap_entries(&self) -> IoResult<Option<Vec<BitmapEntry>>> {
         match self.bitmaps().await {
             Ok(entries) => Ok(Some(entries).filter(|entries| !entries.is_empty())),
             Err(BitmapError::Failed(error)) => Err(error),
@@ -413,8 +413,8 @@ impl Qcow2 {
     /// Marks selected bitmaps as in use, durably.
     pub(super) async fn mark_in_use(
         &self,
-        mut entries: Vec<Entry>,
-        which: impl Fn(&Entry) -> bool,
+        mut entries: Vec<BitmapEntry>,
+        which: impl Fn(&BitmapEntry) -> bool,
     ) -> IoResult<()> {
         let Some(bitmaps) = self.header().bitmaps else { return Ok(()) };
         entries.iter_mut().filter(|entry| which(entry)).for_each(|entry| entry.flags |= flag::IN_USE);
@@ -434,18 +434,18 @@ impl Qcow2 {
     }
 }
 
-fn find(entries: &[Entry], name: &str) -> Result<usize> {
+fn find(entries: &[BitmapEntry], name: &str) -> Result<usize> {
     let found = entries.iter().position(|entry| entry.name == name.as_bytes());
     found.ok_or_else(|| BitmapError::NotFound(name.to_owned()))
 }
 
 /// Returns the index of a consistent bitmap.
-fn usable(entries: &[Entry], name: &str) -> Result<usize> {
+fn usable(entries: &[BitmapEntry], name: &str) -> Result<usize> {
     let found = find(entries, name)?;
     entries[found].check_usable().map(|()| found)
 }
 
-impl Entry {
+impl BitmapEntry {
     /// Fails unless the bits are consistent and weir understands all of the entry.
     pub(super) fn check_usable(&self) -> Result<()> {
         if self.flags & flag::IN_USE != 0 {
@@ -460,8 +460,8 @@ impl Entry {
 
 /// Number of clusters of bits that are contiguous in the file from the first one on, and read in
 /// one request.
-fn run_of(table: &[Bits], first: u64, cluster_bits: u32) -> usize {
+fn run_of(table: &[BitmapCluster], first: u64, cluster_bits: u32) -> usize {
     let together = (AT_ONCE >> cluster_bits).max(1);
-    let expected = (0..together as u64).map(|index| Bits::Stored(first + (index << cluster_bits)));
+    let expected = (0..together as u64).map(|index| BitmapCluster::Stored(first + (index << cluster_bits)));
     table.iter().zip(expected).take_while(|(part, expected)| *part == expected).count()
 }

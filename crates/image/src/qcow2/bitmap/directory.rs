@@ -10,10 +10,10 @@ use std::{borrow::Cow, collections::HashSet, ops::RangeInclusive};
 use storage::Storage;
 
 use crate::qcow2::{
-    Invalid, MetadataError,
+    InvalidImage, MetadataError,
     big_endian::{u16_at, u32_at, u64_at, words},
     bytes,
-    header::{Bitmaps, Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, Place},
+    header::{BitmapsExtension, Qcow2Header, LARGEST_BITMAP_DIRECTORY, OFFSET_LIMIT, FileRegion},
 };
 
 /// Granularities that QEMU supports, as powers of two: 512 bytes to 2 GiB.
@@ -40,7 +40,7 @@ pub mod flag {
 
 /// A bitmap, as described by the directory.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Entry {
+pub struct BitmapEntry {
     /// Offset of its table, a multiple of the cluster size.
     pub table_offset: u64,
     /// Number of entries in its table, one for each cluster of bits.
@@ -57,7 +57,7 @@ pub struct Entry {
 
 /// Bytes that copies of these bitmaps need in an image of a disk of `size_bytes`: all bits, a
 /// table for each, and the directory.
-pub fn copied_bytes(bitmaps: &[Entry], size_bytes: u64, cluster_bytes: u64) -> u64 {
+pub fn copied_bytes(bitmaps: &[BitmapEntry], size_bytes: u64, cluster_bytes: u64) -> u64 {
     let (mut bytes, mut directory) = (0, 0);
     for bitmap in bitmaps {
         let bits = size_bytes.div_ceil(1 << bitmap.granularity_bits);
@@ -68,15 +68,15 @@ pub fn copied_bytes(bitmaps: &[Entry], size_bytes: u64, cluster_bytes: u64) -> u
     bytes + directory.next_multiple_of(cluster_bytes)
 }
 
-impl Entry {
+impl BitmapEntry {
     /// Name as text.
     pub fn name(&self) -> Cow<'_, str> {
         String::from_utf8_lossy(&self.name)
     }
 
     /// Location of its table.
-    pub fn table(&self) -> Place {
-        Place { offset: self.table_offset, length: u64::from(self.table_entries) * 8 }
+    pub fn table(&self) -> FileRegion {
+        FileRegion { offset: self.table_offset, length: u64::from(self.table_entries) * 8 }
     }
 
     /// Number of table entries that a bitmap of a disk of this size needs.
@@ -85,8 +85,8 @@ impl Entry {
     }
 
     /// Decodes the entry at the start of `bytes`: the entry, its fault, and its length.
-    fn decode(bytes: &[u8], header: &Header) -> Result<(Self, Option<Invalid>, usize), Invalid> {
-        let cut_off = || Invalid::new("the bitmap directory ends inside an entry");
+    fn decode(bytes: &[u8], header: &Qcow2Header) -> Result<(Self, Option<InvalidImage>, usize), InvalidImage> {
+        let cut_off = || InvalidImage::new("the bitmap directory ends inside an entry");
         let fixed = bytes.get(..FIXED).ok_or_else(cut_off)?;
         let word = |at: usize| u32_at(fixed, at);
         let name_length = usize::from(u16_at(fixed, 18));
@@ -106,9 +106,9 @@ impl Entry {
         Ok((entry, fault, (FIXED + variable.len()).next_multiple_of(8).min(bytes.len())))
     }
 
-    fn check(&self, kind: u8, header: &Header) -> Result<(), Invalid> {
-        let wrong = |what: String| Err(Invalid::new(format!("bitmap {:?} {what}", self.name())));
-        let Place { offset, length } = self.table();
+    fn check(&self, kind: u8, header: &Qcow2Header) -> Result<(), InvalidImage> {
+        let wrong = |what: String| Err(InvalidImage::new(format!("bitmap {:?} {what}", self.name())));
+        let FileRegion { offset, length } = self.table();
         if kind != DIRTY_TRACKING {
             return wrong(format!("is of the unknown kind {kind}"));
         }
@@ -149,7 +149,7 @@ impl Entry {
 }
 
 /// Encodes the directory.
-pub fn encode(entries: &[Entry]) -> Vec<u8> {
+pub fn encode(entries: &[BitmapEntry]) -> Vec<u8> {
     let mut bytes = Vec::new();
     for entry in entries {
         entry.encode(&mut bytes);
@@ -161,7 +161,7 @@ pub fn encode(entries: &[Entry]) -> Vec<u8> {
 ///
 /// # Errors
 /// The first fault of the directory or of an entry, or the storage's error.
-pub async fn read(storage: &Storage, header: &Header, bitmaps: Bitmaps) -> Result<Vec<Entry>, MetadataError> {
+pub async fn read(storage: &Storage, header: &Qcow2Header, bitmaps: BitmapsExtension) -> Result<Vec<BitmapEntry>, MetadataError> {
     let entries = read_entries(storage, header, bitmaps).await?;
     let sound = entries.into_iter().map(|(entry, fault)| fault.map_or(Ok(entry), Err));
     Ok(sound.collect::<Result<_, _>>()?)
@@ -174,13 +174,13 @@ pub async fn read(storage: &Storage, header: &Header, bitmaps: Bitmaps) -> Resul
 /// The fault of the directory as a whole, or the storage's error.
 pub(in crate::qcow2) async fn read_entries(
     storage: &Storage,
-    header: &Header,
-    Bitmaps { count, directory }: Bitmaps,
-) -> Result<Vec<(Entry, Option<Invalid>)>, MetadataError> {
-    let Place { offset, length } = directory;
+    header: &Qcow2Header,
+    BitmapsExtension { count, directory }: BitmapsExtension,
+) -> Result<Vec<(BitmapEntry, Option<InvalidImage>)>, MetadataError> {
+    let FileRegion { offset, length } = directory;
     let is_inside = offset.checked_add(length).is_some_and(|end| end <= storage.size_bytes());
     if length > LARGEST_BITMAP_DIRECTORY || !is_inside || offset == 0 {
-        return Err(Invalid::new(format!(
+        return Err(InvalidImage::new(format!(
             "the bitmap directory of {length} bytes at {offset:#x} is not inside the file"
         ))
         .into());
@@ -190,24 +190,24 @@ pub(in crate::qcow2) async fn read_entries(
     let mut names = HashSet::new();
     let mut rest = &read[..];
     while !rest.is_empty() {
-        let (entry, fault, end) = Entry::decode(rest, header)?;
+        let (entry, fault, end) = BitmapEntry::decode(rest, header)?;
         let is_new = names.insert(entry.name.clone());
         let fault = fault.or_else(|| {
-            (!is_new).then(|| Invalid::new(format!("two bitmaps are called {:?}", entry.name())))
+            (!is_new).then(|| InvalidImage::new(format!("two bitmaps are called {:?}", entry.name())))
         });
         rest = &rest[end..];
         entries.push((entry, fault));
     }
     if entries.len() != count as usize {
         let what = format!("the bitmap directory has {} entries, and the header says {count}", entries.len());
-        return Err(Invalid::new(what).into());
+        return Err(InvalidImage::new(what).into());
     }
     Ok(entries)
 }
 
 /// A cluster of bits, as described by a bitmap table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Bits {
+pub enum BitmapCluster {
     /// All zeroes; not stored.
     Zeroes,
     /// All ones; not stored.
@@ -220,24 +220,24 @@ pub enum Bits {
 ///
 /// # Errors
 /// The first invalid entry.
-pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<Bits>, Invalid> {
+pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<BitmapCluster>, InvalidImage> {
     let decode = |raw: u64| match raw {
-        0 => Ok(Bits::Zeroes),
-        1 => Ok(Bits::Ones),
-        offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => Ok(Bits::Stored(offset)),
+        0 => Ok(BitmapCluster::Zeroes),
+        1 => Ok(BitmapCluster::Ones),
+        offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => Ok(BitmapCluster::Stored(offset)),
         other => {
-            Err(Invalid::new(format!("a bitmap table has the entry {other:#x}, which points to no cluster")))
+            Err(InvalidImage::new(format!("a bitmap table has the entry {other:#x}, which points to no cluster")))
         }
     };
     words(bytes).map(decode).collect()
 }
 
 /// Encodes a bitmap table.
-pub fn encode_table(table: &[Bits]) -> Vec<u8> {
-    let encode = |bits: &Bits| match bits {
-        Bits::Zeroes => 0_u64,
-        Bits::Ones => 1,
-        Bits::Stored(offset) => *offset,
+pub fn encode_table(table: &[BitmapCluster]) -> Vec<u8> {
+    let encode = |bits: &BitmapCluster| match bits {
+        BitmapCluster::Zeroes => 0_u64,
+        BitmapCluster::Ones => 1,
+        BitmapCluster::Stored(offset) => *offset,
     };
     table.iter().map(encode).flat_map(u64::to_be_bytes).collect()
 }
@@ -248,8 +248,8 @@ mod tests {
     use crate::qcow2::create::{CreateOptions, create};
     use reactor::sim;
 
-    fn entry(number: usize) -> Entry {
-        Entry {
+    fn entry(number: usize) -> BitmapEntry {
+        BitmapEntry {
             table_offset: 0x50000,
             table_entries: 1,
             flags: flag::AUTO,
@@ -259,14 +259,14 @@ mod tests {
         }
     }
 
-    async fn read_back(entries: &[Entry], count: u32) -> Result<Vec<Entry>, MetadataError> {
+    async fn read_back(entries: &[BitmapEntry], count: u32) -> Result<Vec<BitmapEntry>, MetadataError> {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         let header = create(&storage, None, &options).await.expect("valid");
         let directory = encode(entries);
         bytes::write(&storage, 0x40000, &directory).await.expect("memory");
-        let place = Place { offset: 0x40000, length: directory.len() as u64 };
-        read(&storage, &header, Bitmaps { count, directory: place }).await
+        let place = FileRegion { offset: 0x40000, length: directory.len() as u64 };
+        read(&storage, &header, BitmapsExtension { count, directory: place }).await
     }
 
     #[test]
@@ -275,15 +275,15 @@ mod tests {
             let entries: Vec<_> = (0..100).map(entry).collect();
             assert_eq!(read_back(&entries, 100).await, Ok(entries));
         });
-        let table = [Bits::Zeroes, Bits::Ones, Bits::Stored(0x50000)];
+        let table = [BitmapCluster::Zeroes, BitmapCluster::Ones, BitmapCluster::Stored(0x50000)];
         assert_eq!(decode_table(&encode_table(&table), 65_536), Ok(table.to_vec()));
         assert!(decode_table(&0x50200_u64.to_be_bytes(), 65_536).is_err());
     }
 
     #[test]
-    fn what_breaks_a_rule_is_named() {
+    fn invalid_bitmap_entries_are_rejected() {
         sim::run(1, async {
-            let one = |change: fn(&mut Entry)| {
+            let one = |change: fn(&mut BitmapEntry)| {
                 let mut wrong = entry(1);
                 change(&mut wrong);
                 vec![wrong]

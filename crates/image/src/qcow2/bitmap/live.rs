@@ -22,17 +22,17 @@ const WORD_BITS: u64 = u64::BITS as u64;
 const CHUNK_WORDS: u64 = 512;
 const CHUNK_BITS: u64 = CHUNK_WORDS * WORD_BITS;
 
-type Chunk = Box<[AtomicU64; CHUNK_WORDS as usize]>;
+type WordChunk = Box<[AtomicU64; CHUNK_WORDS as usize]>;
 
 /// Bits that requests set concurrently. See the head of this file.
 #[derive(Debug)]
 pub(super) struct LiveBits {
     size_bytes: u64,
     granularity_bits: u32,
-    chunks: Box<[OnceLock<Chunk>]>,
+    chunks: Box<[OnceLock<WordChunk>]>,
 }
 
-fn new_chunk() -> Chunk {
+fn new_chunk() -> WordChunk {
     Box::new([const { AtomicU64::new(0) }; CHUNK_WORDS as usize])
 }
 
@@ -152,7 +152,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn they_are_the_bits_that_are_kept_otherwise(
+        fn live_bits_match_dirty_bits(
             size in 1..200_000_u64,
             before in prop::collection::vec((0..220_000_u64, 1..40_000_u64), 0..4),
             marks in prop::collection::vec((0..220_000_u64, 0..70_000_u64), 0..6),

@@ -35,17 +35,17 @@ use std::{
 use arc_swap::{ArcSwap, Guard};
 
 use super::{
-    BitmapError, Bits, DirtyBits, Entry,
+    BitmapError, BitmapCluster, DirtyBits, BitmapEntry,
     directory::{MOST_BITS, flag},
     live::LiveBits,
 };
 use reactor::{
     error::Result as IoResult,
-    memory::{Aside, Budget, NotEnough},
+    memory::{MemoryReservation, MemoryBudget, OutOfBudget},
 };
 use storage::RangeLocks;
 
-use crate::qcow2::{Invalid, Qcow2, header::Place};
+use crate::qcow2::{InvalidImage, Qcow2Image, header::FileRegion};
 
 // Name in messages that concern no single bitmap.
 const ANY: &str = "of any name";
@@ -63,22 +63,22 @@ pub(in crate::qcow2) struct Recording {
     /// `bitmaps` is valid: false before the first request and while another process has the image.
     held: AtomicBool,
     /// Replaced only while no request is in flight.
-    bitmaps: ArcSwap<Vec<Arc<Recorded>>>,
+    bitmaps: ArcSwap<Vec<Arc<RecordingBitmap>>>,
 }
 
 /// A bitmap that records writes.
 #[derive(Debug)]
-pub(super) struct Recorded {
+pub(super) struct RecordingBitmap {
     name: Vec<u8>,
     bits: ArcSwap<LiveBits>,
     /// The bits differ from the file.
     changed: AtomicBool,
     /// Reservation of memory for all of its bits, allocated or not.
-    memory: Mutex<Aside>,
+    memory: Mutex<MemoryReservation>,
 }
 
-impl Recorded {
-    fn new(name: &[u8], bits: &DirtyBits, memory: Aside) -> Self {
+impl RecordingBitmap {
+    fn new(name: &[u8], bits: &DirtyBits, memory: MemoryReservation) -> Self {
         let bits = ArcSwap::from_pointee(LiveBits::of(bits));
         Self { name: name.to_vec(), bits, changed: AtomicBool::new(false), memory: Mutex::new(memory) }
     }
@@ -105,13 +105,13 @@ impl Recorded {
     }
 }
 
-impl Qcow2 {
-    fn recorded(&self) -> Guard<Arc<Vec<Arc<Recorded>>>> {
+impl Qcow2Image {
+    fn recorded(&self) -> Guard<Arc<Vec<Arc<RecordingBitmap>>>> {
         self.recording.bitmaps.load()
     }
 
     /// Bitmap that records under this name.
-    pub(super) fn recorded_bitmap(&self, name: &str) -> Option<Arc<Recorded>> {
+    pub(super) fn recorded_bitmap(&self, name: &str) -> Option<Arc<RecordingBitmap>> {
         self.recorded().iter().find(|recorded| recorded.name == name.as_bytes()).cloned()
     }
 
@@ -173,7 +173,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// Those of the file.
-    pub(in crate::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), NotEnough>> {
+    pub(in crate::qcow2) async fn take_up_bitmaps(&self) -> IoResult<Result<(), OutOfBudget>> {
         if self.holds_bitmaps() {
             return Ok(Ok(()));
         }
@@ -181,7 +181,7 @@ impl Qcow2 {
         let mut recorded = Vec::new();
         let mut room = MOST_RECORDED;
         for entry in entries.iter().filter(|entry| entry.flags & (flag::AUTO | flag::IN_USE) == flag::AUTO) {
-            match self.take_up(entry, &mut room).await {
+            match self.adopt_bitmaps(entry, &mut room).await {
                 Ok(taken) => recorded.push(Arc::new(taken)),
                 Err(BitmapError::Failed(error)) => return Err(error),
                 Err(BitmapError::Memory(error)) => return Ok(Err(error)),
@@ -194,7 +194,7 @@ impl Qcow2 {
         Ok(Ok(()))
     }
 
-    async fn take_up(&self, entry: &Entry, room: &mut u64) -> Result<Recorded, BitmapError> {
+    async fn adopt_bitmaps(&self, entry: &BitmapEntry, room: &mut u64) -> Result<RecordingBitmap, BitmapError> {
         entry.check_usable()?;
         let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
         *room = room.checked_sub(bytes).ok_or_else(|| {
@@ -204,17 +204,17 @@ impl Qcow2 {
         let cluster_bytes = 1 << self.shape.cluster_bits;
         // They are freed when the bitmap is stored elsewhere, so they must not overlap other
         // metadata.
-        let Place { offset, length } = entry.table();
+        let FileRegion { offset, length } = entry.table();
         let stored = self.bitmap_table(entry).await?.into_iter().filter_map(|part| match part {
-            Bits::Stored(offset) => Some((offset, cluster_bytes)),
-            Bits::Zeroes | Bits::Ones => None,
+            BitmapCluster::Stored(offset) => Some((offset, cluster_bytes)),
+            BitmapCluster::Zeroes | BitmapCluster::Ones => None,
         });
         let mut places = stored.chain([(offset, length)]);
         if let Some((place, _)) = places.find(|&(offset, length)| self.overlap.contains(offset, length)) {
-            return Err(Invalid::new(format!("it lies on other metadata at {place:#x}")).into());
+            return Err(InvalidImage::new(format!("it lies on other metadata at {place:#x}")).into());
         }
-        let memory = Aside::new(Budget::process(), "bitmaps that record writes", bytes)?;
-        Ok(Recorded::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
+        let memory = MemoryReservation::new(MemoryBudget::process(), "bitmaps that record writes", bytes)?;
+        Ok(RecordingBitmap::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
     }
 
     /// Stores the recorded bits and marks the bitmaps consistent; they stay in memory. No request
@@ -229,7 +229,7 @@ impl Qcow2 {
         self.recording.good.store(true, Release);
         let mut lost = Vec::new();
         let result = async {
-            let mut stored = Storing::new(self).await?;
+            let mut stored = BitmapStore::new(self).await?;
             for recorded in recorded.iter() {
                 let bits = recorded.changed.load(Relaxed).then(|| recorded.bits.load().copied());
                 lost.extend(stored.store(&recorded.name, bits).await.err());
@@ -261,7 +261,7 @@ impl Qcow2 {
             return;
         }
         let result = async {
-            let mut stored = Storing::new(self).await?;
+            let mut stored = BitmapStore::new(self).await?;
             for name in suspended {
                 if let Err((name, why)) = stored.resize(name, from, to).await {
                     self.warn_of_loss(&name, &why);
@@ -286,7 +286,7 @@ impl Qcow2 {
         // Bits for 2 GiB of the disk, the coarsest granularity.
         let together: u128 = recorded.iter().map(|bits| 1 << (31 - bits)).sum();
         let now: u64 = recorded.iter().map(|&bits| DirtyBits::bytes_for(self.size_bytes(), bits)).sum();
-        let room = now.saturating_add(Budget::process().free()).min(MOST_RECORDED);
+        let room = now.saturating_add(MemoryBudget::process().free()).min(MOST_RECORDED);
         let fit = (u128::from(room * 8) << 31).checked_div(together).unwrap_or(u128::MAX);
         let fit = u64::try_from(fit).unwrap_or(u64::MAX);
         Ok(largest.unwrap_or(u64::MAX).min(fit) & !511)
@@ -303,17 +303,17 @@ impl Qcow2 {
 }
 
 /// Bitmaps that are being stored: first the bits, then a directory that refers to all of them.
-struct Storing<'a> {
-    image: &'a Qcow2,
-    entries: Vec<Entry>,
+struct BitmapStore<'a> {
+    image: &'a Qcow2Image,
+    entries: Vec<BitmapEntry>,
     by_name: HashMap<Vec<u8>, usize>,
     /// Previous entries, to be freed.
-    old: Vec<Entry>,
+    old: Vec<BitmapEntry>,
     changed: bool,
 }
 
-impl<'a> Storing<'a> {
-    async fn new(image: &'a Qcow2) -> Result<Self, BitmapError> {
+impl<'a> BitmapStore<'a> {
+    async fn new(image: &'a Qcow2Image) -> Result<Self, BitmapError> {
         let entries = image.bitmaps().await?;
         // Bitmaps that are not in use were changed by another program or call meanwhile.
         let in_use = entries.iter().enumerate().filter(|(_, entry)| entry.flags & flag::IN_USE != 0);

@@ -2,15 +2,15 @@
 
 use proptest::prelude::*;
 
-use super::{BitmapView, DirtyBits, Entry, directory::flag, encode, view::NoView};
-use reactor::{buffer::Buffer, error::Error, sim};
+use super::{BitmapView, DirtyBits, BitmapEntry, directory::flag, encode, view::BitmapViewError};
+use reactor::{buffer::IoBuffer, error::Error, sim};
 use storage::{Durability, ResizeError, Storage, ZeroOptions};
 
 use crate::qcow2::{
-    Parts, Qcow2, bytes,
+    Qcow2Components, Qcow2Image, bytes,
     check::{Repair, check},
     create::{CreateOptions, create},
-    header::{Header, Place, autoclear},
+    header::{Qcow2Header, FileRegion, autoclear},
     snapshot::NewSnapshot,
 };
 
@@ -18,7 +18,7 @@ const UNIT: u64 = 512;
 const MOST_UNITS: u64 = 2000;
 
 #[derive(Clone, Debug)]
-enum Step {
+enum BitmapTestStep {
     Write(u64, u64),
     Compressed(u64),
     Zero(u64, u64, bool),
@@ -35,26 +35,26 @@ enum Step {
     Lend(u64, u64),
 }
 
-fn steps() -> impl Strategy<Value = Step> {
+fn steps() -> impl Strategy<Value = BitmapTestStep> {
     // In bytes; most offsets are not aligned to anything.
     let range = || (0..MOST_UNITS * UNIT, prop_oneof![1..100_u64, 1..9000_u64, 1..200_000_u64]);
     prop_oneof![
-        6 => range().prop_map(|(at, length)| Step::Write(at, length)),
-        1 => (0..MOST_UNITS * UNIT).prop_map(Step::Compressed),
-        2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| Step::Zero(at, length, unmap)),
-        2 => range().prop_map(|(at, length)| Step::Discard(at, length)),
-        2 => (1..MOST_UNITS).prop_map(Step::Resize),
-        2 => Just(Step::Reopen),
-        1 => Just(Step::Abandon),
-        1 => Just(Step::Stay),
-        1 => Just(Step::Over),
-        1 => range().prop_map(|(at, length)| Step::Lend(at, length)),
+        6 => range().prop_map(|(at, length)| BitmapTestStep::Write(at, length)),
+        1 => (0..MOST_UNITS * UNIT).prop_map(BitmapTestStep::Compressed),
+        2 => (range(), any::<bool>()).prop_map(|((at, length), unmap)| BitmapTestStep::Zero(at, length, unmap)),
+        2 => range().prop_map(|(at, length)| BitmapTestStep::Discard(at, length)),
+        2 => (1..MOST_UNITS).prop_map(BitmapTestStep::Resize),
+        2 => Just(BitmapTestStep::Reopen),
+        1 => Just(BitmapTestStep::Abandon),
+        1 => Just(BitmapTestStep::Stay),
+        1 => Just(BitmapTestStep::Over),
+        1 => range().prop_map(|(at, length)| BitmapTestStep::Lend(at, length)),
     ]
 }
 
 /// Model of a bitmap.
 #[derive(Clone, Debug)]
-struct Model {
+struct BitmapModel {
     name: &'static str,
     granularity_bits: u32,
     enabled: bool,
@@ -62,7 +62,7 @@ struct Model {
     marked: Vec<bool>,
 }
 
-impl Model {
+impl BitmapModel {
     fn mark(&mut self, at: u64, length: u64) {
         if self.enabled && length > 0 {
             for bit in at >> self.granularity_bits..=(at + length - 1) >> self.granularity_bits {
@@ -77,30 +77,30 @@ impl Model {
 }
 
 async fn copied(storage: &Storage) -> Storage {
-    Storage::holding(&storage.content().await.expect("memory")).await
+    Storage::with_content(&storage.read_all().await.expect("memory")).await
 }
 
-async fn open(storage: Storage, read_only: bool) -> Qcow2 {
-    Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
+async fn open(storage: Storage, read_only: bool) -> Qcow2Image {
+    Qcow2Image::open(Qcow2Components { read_only, ..Qcow2Components::of(storage) }).await.expect("valid")
 }
 
-async fn open_for_handover(storage: Storage) -> Qcow2 {
-    Qcow2::open_for_handover(Parts::of(storage)).await.expect("valid")
+async fn open_for_handover(storage: Storage) -> Qcow2Image {
+    Qcow2Image::open_for_handover(Qcow2Components::of(storage)).await.expect("valid")
 }
 
 /// Copies the content of `of` to `storage`.
 async fn replace(storage: &Storage, of: &Storage) {
-    let content = of.content().await.expect("memory");
+    let content = of.read_all().await.expect("memory");
     storage.resize(content.len() as u64).await.expect("memory");
     bytes::write(storage, 0, &content).await.expect("memory");
 }
 
 /// Granules that a view reports as marked.
-async fn seen(image: &Qcow2, model: &Model) -> Result<Vec<bool>, NoView> {
+async fn seen(image: &Qcow2Image, model: &BitmapModel) -> Result<Vec<bool>, BitmapViewError> {
     Ok(seen_by(&image.view_bitmap(model.name).await?, image, model).await)
 }
 
-async fn seen_by(view: &BitmapView, image: &Qcow2, model: &Model) -> Vec<bool> {
+async fn seen_by(view: &BitmapView, image: &Qcow2Image, model: &BitmapModel) -> Vec<bool> {
     let mut seen = vec![false; model.marked.len()];
     let mut at = 0;
     while at < image.size_bytes() {
@@ -115,30 +115,30 @@ async fn seen_by(view: &BitmapView, image: &Qcow2, model: &Model) -> Vec<bool> {
     seen
 }
 
-struct World {
-    image: Qcow2,
+struct BitmapTestWorld {
+    image: Qcow2Image,
     cluster_bytes: u64,
-    models: Vec<Model>,
+    models: Vec<BitmapModel>,
     /// Leaked clusters of images that were not closed.
     leaks: u64,
     /// The disk was changed since the image was opened.
     changed: bool,
 }
 
-impl World {
+impl BitmapTestWorld {
     async fn new(cluster_bits: u32, granularities: [u32; 3]) -> Self {
         let storage = Storage::memory(512);
         let size_bytes = MOST_UNITS / 2 * UNIT;
         let options =
             CreateOptions { size_bytes, cluster_bytes: 1 << cluster_bits, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
-        let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        let upkeep = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
         let names = ["one", "off", "other"];
         let mut models = Vec::new();
         for (name, granularity_bits) in names.into_iter().zip(granularities) {
             upkeep.add_bitmap(name, granularity_bits).await.expect("new");
             let mut model =
-                Model { name, granularity_bits, enabled: name != "off", in_use: false, marked: Vec::new() };
+                BitmapModel { name, granularity_bits, enabled: name != "off", in_use: false, marked: Vec::new() };
             model.resize(size_bytes);
             if !model.enabled {
                 let mut bits = DirtyBits::new(size_bytes, granularity_bits);
@@ -155,41 +155,41 @@ impl World {
         Self { image, cluster_bytes: 1 << cluster_bits, models, leaks: 0, changed: false }
     }
 
-    async fn step(&mut self, step: &Step) {
+    async fn step(&mut self, step: &BitmapTestStep) {
         let size = self.image.size_bytes();
         let inside = |at: u64, length: u64| (at % size, length.min(size - at % size));
         match *step {
-            Step::Write(at, length) => {
+            BitmapTestStep::Write(at, length) => {
                 let (at, length) = inside(at, length);
-                let data = Buffer::copy_of(&vec![7; length as usize]).into();
+                let data = IoBuffer::copy_of(&vec![7; length as usize]).into();
                 self.image.write(at, data, Durability::Cached).await.expect("room");
                 self.mark(at, length);
             }
-            Step::Compressed(at) => {
+            BitmapTestStep::Compressed(at) => {
                 let (at, length) =
                     inside(at % size / self.cluster_bytes * self.cluster_bytes, self.cluster_bytes);
-                let data = Buffer::copy_of(&vec![8; length as usize]).into();
+                let data = IoBuffer::copy_of(&vec![8; length as usize]).into();
                 self.image.write_compressed(at, data).await.expect("room");
                 self.mark(at, length);
             }
-            Step::Zero(at, length, may_unmap) => {
+            BitmapTestStep::Zero(at, length, may_unmap) => {
                 let (at, length) = inside(at, length);
                 let options = ZeroOptions { may_unmap, only_if_fast: false, durability: Durability::Cached };
                 self.image.write_zeroes(at, length, options).await.expect("room");
                 self.mark(at, length);
             }
-            Step::Discard(at, length) => {
+            BitmapTestStep::Discard(at, length) => {
                 let (at, length) = inside(at, length);
                 self.image.discard(at, length).await.expect("a hint");
                 self.mark(at, length);
             }
-            Step::Resize(units) => {
+            BitmapTestStep::Resize(units) => {
                 self.image.resize(units * UNIT).await.expect("possible");
                 // Added space leaves the marks unchanged.
                 self.changed |= units * UNIT < size;
                 self.models.iter_mut().for_each(|model| model.resize(units * UNIT));
             }
-            Step::Reopen => {
+            BitmapTestStep::Reopen => {
                 self.image.close().await.expect("memory");
                 let report = check(self.image.storage(), Repair::Nothing).await.expect("valid");
                 assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
@@ -198,7 +198,7 @@ impl World {
                 self.image = open(file, false).await;
                 self.changed = false;
             }
-            Step::Abandon => {
+            BitmapTestStep::Abandon => {
                 self.image.flush().await.expect("memory");
                 let file = copied(self.image.storage()).await;
                 let report = check(&file, Repair::Nothing).await.expect("valid");
@@ -209,11 +209,11 @@ impl World {
                 self.compare(&open(copied(&file).await, true).await).await;
                 self.image = open(file, false).await;
             }
-            Step::Stay => {
+            BitmapTestStep::Stay => {
                 self.lay_down().await;
                 self.image.take_over().await.expect("nobody has changed it");
             }
-            Step::Over => {
+            BitmapTestStep::Over => {
                 let next = open_for_handover(copied(self.image.storage()).await).await;
                 let views = self.views_of(&next).await;
                 self.lay_down().await;
@@ -222,7 +222,7 @@ impl World {
                 self.image = next;
                 self.compare_views(&views).await;
             }
-            Step::Lend(at, length) => {
+            BitmapTestStep::Lend(at, length) => {
                 let (at, length) = inside(at, length);
                 let views = self.views_of(&self.image).await;
                 self.image.hand_over().await.expect("memory");
@@ -230,7 +230,7 @@ impl World {
                     assert_eq!(view.marked(0, 1).await, Err(Error::SHUTDOWN), "it may be another one now");
                 }
                 let other = open(copied(self.image.storage()).await, false).await;
-                let data = Buffer::copy_of(&vec![9; length as usize]).into();
+                let data = IoBuffer::copy_of(&vec![9; length as usize]).into();
                 other.write(at, data, Durability::Cached).await.expect("room");
                 other.close().await.expect("memory");
                 replace(self.image.storage(), other.storage()).await;
@@ -250,7 +250,7 @@ impl World {
 
     /// Lays the image down; the file must then look as if it had been closed.
     async fn lay_down(&mut self) {
-        self.image.lay_down().await.expect("room");
+        self.image.write_for_handover().await.expect("room");
         let file = copied(self.image.storage()).await;
         let report = check(&file, Repair::Nothing).await.expect("valid");
         assert_eq!((report.corruptions, report.leaks), (0, self.leaks), "{report:?}");
@@ -259,7 +259,7 @@ impl World {
     }
 
     /// Views of the bitmaps that record.
-    async fn views_of(&self, image: &Qcow2) -> Vec<BitmapView> {
+    async fn views_of(&self, image: &Qcow2Image) -> Vec<BitmapView> {
         let mut views = Vec::new();
         for model in self.models.iter().filter(|model| model.enabled && !model.in_use) {
             views.push(image.view_bitmap(model.name).await.expect("it is there, whatever it marks"));
@@ -278,19 +278,19 @@ impl World {
         for model in &self.models {
             let seen = seen(&self.image, model).await;
             match (model.in_use, model.enabled) {
-                (true, _) => assert_eq!(seen, Err(NoView::Inconsistent(model.name.to_owned()))),
+                (true, _) => assert_eq!(seen, Err(BitmapViewError::Inconsistent(model.name.to_owned()))),
                 (false, true) => assert_eq!(seen.as_ref(), Ok(&model.marked), "{}", model.name),
-                (false, false) => assert_eq!(seen, Err(NoView::Disabled(model.name.to_owned()))),
+                (false, false) => assert_eq!(seen, Err(BitmapViewError::Disabled(model.name.to_owned()))),
             }
         }
     }
 
     /// Compares the model with the bitmaps of a read-only image.
-    async fn compare(&self, image: &Qcow2) {
+    async fn compare(&self, image: &Qcow2Image) {
         for model in &self.models {
             let seen = seen(image, model).await;
             if model.in_use {
-                assert_eq!(seen, Err(NoView::Inconsistent(model.name.to_owned())));
+                assert_eq!(seen, Err(BitmapViewError::Inconsistent(model.name.to_owned())));
             } else {
                 assert_eq!(seen.as_ref(), Ok(&model.marked), "{}", model.name);
             }
@@ -301,31 +301,31 @@ impl World {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
     #[test]
-    fn what_is_written_is_marked_and_nothing_else(
+    fn bitmap_marks_exactly_the_written_ranges(
         cluster_bits in prop_oneof![Just(9_u32), Just(12), Just(16)],
         granularities in (9..18_u32, 9..18_u32, 9..18_u32),
         steps in prop::collection::vec(steps(), 1..30),
         seed in any::<u64>(),
     ) {
         sim::run(seed, async move {
-            let mut world = World::new(cluster_bits, granularities.into()).await;
+            let mut world = BitmapTestWorld::new(cluster_bits, granularities.into()).await;
             world.compare_recorded().await;
             for step in &steps {
                 world.step(step).await;
             }
-            world.step(&Step::Reopen).await;
+            world.step(&BitmapTestStep::Reopen).await;
         });
     }
 }
 
 #[test]
-fn what_goes_back_to_a_snapshot_is_marked_whole() {
+fn snapshot_revert_marks_the_whole_disk() {
     sim::run(1, async {
-        let mut world = World::new(12, [9, 12, 16]).await;
-        world.step(&Step::Write(0, 5000)).await;
+        let mut world = BitmapTestWorld::new(12, [9, 12, 16]).await;
+        world.step(&BitmapTestStep::Write(0, 5000)).await;
         let new = NewSnapshot { name: "s", date_s: 0, date_ns: 0 };
         world.image.create_snapshot(new).await.expect("room");
-        world.step(&Step::Resize(MOST_UNITS)).await;
+        world.step(&BitmapTestStep::Resize(MOST_UNITS)).await;
         world.image.apply_snapshot("s").await.expect("there");
         world.models.iter_mut().for_each(|model| {
             model.resize(MOST_UNITS / 2 * UNIT);
@@ -335,39 +335,39 @@ fn what_goes_back_to_a_snapshot_is_marked_whole() {
             // A bitmap that does not record becomes inconsistent too.
             model.in_use |= !model.enabled;
         });
-        world.step(&Step::Reopen).await;
+        world.step(&BitmapTestStep::Reopen).await;
     });
 }
 
 #[test]
-fn what_cannot_be_stored_for_another_process_records_on_here() {
+fn bitmap_that_cannot_be_stored_continues_recording() {
     sim::run(1, async {
-        let mut world = World::new(12, [9, 12, 16]).await;
+        let mut world = BitmapTestWorld::new(12, [9, 12, 16]).await;
         // Allocated clusters that are not marked.
-        let upkeep = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
-        upkeep.write(0, Buffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
+        let upkeep = Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
+        upkeep.write(0, IoBuffer::zeroed(100_000).into(), Durability::Cached).await.expect("room");
         upkeep.close().await.expect("memory");
         let file = copied(upkeep.storage()).await;
         // The write goes to allocated clusters; only the bits need new ones.
         let rule = format!("kind=write,offset={}-,count=1,error=ENOSPC", file.size_bytes());
         world.image = open(file.with_faults(vec![rule.parse().expect("a rule")]), false).await;
-        world.step(&Step::Write(5000, 10_000)).await;
-        assert_eq!(world.image.lay_down().await, Err(Error::NO_SPACE));
+        world.step(&BitmapTestStep::Write(5000, 10_000)).await;
+        assert_eq!(world.image.write_for_handover().await, Err(Error::NO_SPACE));
         world.image.take_over().await.expect("it stays here");
         world.compare_recorded().await;
-        world.step(&Step::Write(50_000, 1)).await;
-        world.step(&Step::Stay).await;
-        world.step(&Step::Reopen).await;
+        world.step(&BitmapTestStep::Write(50_000, 1)).await;
+        world.step(&BitmapTestStep::Stay).await;
+        world.step(&BitmapTestStep::Reopen).await;
     });
 }
 
 #[test]
 fn a_bitmap_that_another_process_has_removed_is_not_shown() {
     sim::run(1, async {
-        let world = World::new(12, [9, 12, 16]).await;
+        let world = BitmapTestWorld::new(12, [9, 12, 16]).await;
         let views = world.views_of(&world.image).await;
         world.image.hand_over().await.expect("memory");
-        let other = Qcow2::open_for_upkeep(copied(world.image.storage()).await).await.expect("valid");
+        let other = Qcow2Image::open_for_maintenance(copied(world.image.storage()).await).await.expect("valid");
         other.remove_bitmap("one").await.expect("there");
         other.close().await.expect("memory");
         replace(world.image.storage(), other.storage()).await;
@@ -379,25 +379,25 @@ fn a_bitmap_that_another_process_has_removed_is_not_shown() {
 }
 
 /// File of an image with a bitmap for each of these entries, whose tables are zeroes.
-async fn forged(size_bytes: u64, change: impl Fn(&mut Entry, &Header)) -> Storage {
+async fn forged(size_bytes: u64, change: impl Fn(&mut BitmapEntry, &Qcow2Header)) -> Storage {
     let storage = Storage::memory(512);
     let options = CreateOptions { size_bytes, ..CreateOptions::default() };
     create(&storage, None, &options).await.expect("valid");
-    let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
+    let upkeep = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
     upkeep.add_bitmap("b", 31).await.expect("new");
     upkeep.close().await.expect("memory");
     let header = upkeep.header();
     let mut entry = upkeep.bitmaps().await.expect("readable").remove(0);
     change(&mut entry, &header);
-    let Place { offset, .. } = header.bitmaps.expect("added").directory;
+    let FileRegion { offset, .. } = header.bitmaps.expect("added").directory;
     bytes::write(upkeep.storage(), offset, &encode(&[entry])).await.expect("memory");
     copied(upkeep.storage()).await
 }
 
 #[test]
-fn a_bitmap_that_cannot_be_right_is_not_recorded_and_harms_nothing() {
+fn invalid_bitmap_is_ignored() {
     const LARGE: u64 = 1 << 50;
-    type Change = fn(&mut Entry, &Header);
+    type Change = fn(&mut BitmapEntry, &Qcow2Header);
     let changes: [(u64, Change, bool); 4] = [
         // Bits for 2⁵⁰ bytes at a granularity of 512 take 256 GiB.
         (LARGE, |entry, _| entry.granularity_bits = 9, false),
@@ -409,7 +409,7 @@ fn a_bitmap_that_cannot_be_right_is_not_recorded_and_harms_nothing() {
     for (size_bytes, change, is_recorded) in changes {
         sim::run(1, async move {
             let image = open(forged(size_bytes, change).await, false).await;
-            image.write(0, Buffer::zeroed(512).into(), Durability::Cached).await.expect("room");
+            image.write(0, IoBuffer::zeroed(512).into(), Durability::Cached).await.expect("room");
             image.close().await.expect("memory");
             assert!(!image.is_read_only(), "the disk itself is right");
             let entry = image.bitmaps().await.expect("readable").remove(0);
@@ -419,12 +419,12 @@ fn a_bitmap_that_cannot_be_right_is_not_recorded_and_harms_nothing() {
 }
 
 #[test]
-fn a_disk_gets_no_larger_than_its_bitmaps_can_be() {
+fn resize_is_limited_by_bitmaps() {
     sim::run(1, async {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         create(&storage, None, &options).await.expect("valid");
-        let upkeep = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        let upkeep = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
         for name in ["a", "b", "c"] {
             upkeep.add_bitmap(name, 9).await.expect("new");
         }

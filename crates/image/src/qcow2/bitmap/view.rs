@@ -13,20 +13,20 @@
 use std::sync::Arc;
 
 use super::{
-    BitmapError, Entry, Recorded,
-    directory::{Bits, flag},
+    BitmapError, BitmapEntry, RecordingBitmap,
+    directory::{BitmapCluster, flag},
 };
 use reactor::error::{Error, Result};
-use storage::MOST_EXTENTS;
+use storage::MAX_EXTENTS;
 
-use crate::qcow2::{Invalid, MetadataError, Qcow2, bytes, read_header};
+use crate::qcow2::{InvalidImage, MetadataError, Qcow2Image, bytes, read_header};
 
 // Clusters of bits per query.
 const MOST_CLUSTERS: u32 = 16;
 
 /// Reason why a bitmap cannot be queried.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum NoView {
+pub enum BitmapViewError {
     /// No bitmap has this name, or its name is not text.
     #[error("there is no bitmap {0:?}")]
     NotThere(String),
@@ -46,16 +46,16 @@ pub enum NoView {
 /// A bitmap for queries.
 #[derive(Debug)]
 pub struct BitmapView {
-    image: Qcow2,
+    image: Qcow2Image,
     name: Arc<str>,
-    source: Source,
+    source: BitmapSource,
 }
 
 /// Location of the bits.
 #[derive(Debug)]
-enum Source {
+enum BitmapSource {
     /// In the file.
-    Stored { granularity_bits: u32, table: Vec<Bits> },
+    Stored { granularity_bits: u32, table: Vec<BitmapCluster> },
     /// In memory, where writes add marks. Looked up by name for each query, because another
     /// process may replace the bitmap during a handover.
     Recorded,
@@ -63,22 +63,22 @@ enum Source {
 
 /// A run of bytes that are all marked or all unmarked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Marked {
+pub struct MarkedRun {
     /// Length in bytes, never zero.
     pub length: u64,
     /// True if the bitmap marks the run.
     pub dirty: bool,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Opens a bitmap by name.
     ///
     /// # Errors
     /// [`NoView`].
-    pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, NoView> {
+    pub async fn view_bitmap(&self, name: &str) -> std::result::Result<BitmapView, BitmapViewError> {
         let view = |source| BitmapView { image: self.clone(), name: name.into(), source };
         if self.recorded_bitmap(name).is_some() {
-            return Ok(view(Source::Recorded));
+            return Ok(view(BitmapSource::Recorded));
         }
         let is_anothers = !self.is_read_only() && !self.holds_bitmaps();
         let entries = match is_anothers {
@@ -86,38 +86,38 @@ impl Qcow2 {
             false => self.bitmaps().await?,
         };
         let entry = entries.iter().find(|entry| entry.name == name.as_bytes());
-        let entry = entry.ok_or_else(|| NoView::NotThere(name.to_owned()))?;
+        let entry = entry.ok_or_else(|| BitmapViewError::NotThere(name.to_owned()))?;
         if is_anothers && entry.flags & flag::AUTO != 0 {
             // Another process has the image and the bitmap. Its bits become available with
             // `take_over`.
-            return Ok(view(Source::Recorded));
+            return Ok(view(BitmapSource::Recorded));
         }
         if entry.flags & flag::IN_USE != 0 {
-            return Err(NoView::Inconsistent(name.to_owned()));
+            return Err(BitmapViewError::Inconsistent(name.to_owned()));
         }
         if !self.is_read_only() {
-            return Err(NoView::Disabled(name.to_owned()));
+            return Err(BitmapViewError::Disabled(name.to_owned()));
         }
         self.check_table(entry, self.size_bytes()).map_err(MetadataError::from)?;
         let granularity_bits = entry.granularity_bits;
         // Bounded by the directory's rules: a few megabytes.
-        Ok(view(Source::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
+        Ok(view(BitmapSource::Stored { granularity_bits, table: self.bitmap_table(entry).await? }))
     }
 
     /// Reads the directory anew, while another process may write to the file.
-    async fn bitmaps_of_another(&self) -> std::result::Result<Vec<Entry>, NoView> {
+    async fn bitmaps_of_another(&self) -> std::result::Result<Vec<BitmapEntry>, BitmapViewError> {
         let storage = self.file.storage();
         storage.refresh_size().await.map_err(MetadataError::from)?;
         Ok(self.bitmaps_of(&read_header(storage).await?).await?)
     }
 }
 
-impl From<BitmapError> for NoView {
+impl From<BitmapError> for BitmapViewError {
     fn from(error: BitmapError) -> Self {
         Self::Metadata(match error {
             BitmapError::Failed(error) => error.into(),
             BitmapError::Invalid(invalid) => invalid.into(),
-            other => Invalid::new(other.to_string()).into(),
+            other => InvalidImage::new(other.to_string()).into(),
         })
     }
 }
@@ -140,28 +140,28 @@ impl BitmapView {
     /// # Errors
     /// [`Error::INVALID`] if `length` is zero; [`Error::SHUTDOWN`] while another process has the
     /// image, or if that process removed the bitmap; or the storage's error.
-    pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<Marked>> {
+    pub async fn marked(&self, offset: u64, length: u64) -> Result<Vec<MarkedRun>> {
         let end = offset.checked_add(length).filter(|_| length > 0).ok_or(Error::INVALID)?;
         let end = end.min(self.image.size_bytes());
         if offset >= end {
-            return Ok(vec![Marked { length, dirty: false }]);
+            return Ok(vec![MarkedRun { length, dirty: false }]);
         }
         match &self.source {
-            Source::Recorded => {
+            BitmapSource::Recorded => {
                 let recorded = self.image.recorded_bitmap(&self.name).ok_or(Error::SHUTDOWN)?;
                 Ok(recorded_runs(&recorded, offset, end))
             }
-            Source::Stored { granularity_bits, table } => {
-                let stored = Stored { image: &self.image, granularity_bits: *granularity_bits, table };
+            BitmapSource::Stored { granularity_bits, table } => {
+                let stored = StoredBitmap { image: &self.image, granularity_bits: *granularity_bits, table };
                 stored.runs(offset, end).await
             }
         }
     }
 }
 
-fn recorded_runs(recorded: &Recorded, mut at: u64, end: u64) -> Vec<Marked> {
+fn recorded_runs(recorded: &RecordingBitmap, mut at: u64, end: u64) -> Vec<MarkedRun> {
     let mut runs = Vec::new();
-    while at < end && runs.len() < MOST_EXTENTS {
+    while at < end && runs.len() < MAX_EXTENTS {
         let (length, dirty) = recorded.run(at, end);
         push(&mut runs, length, dirty);
         at += length;
@@ -170,14 +170,14 @@ fn recorded_runs(recorded: &Recorded, mut at: u64, end: u64) -> Vec<Marked> {
 }
 
 /// A bitmap in the file.
-struct Stored<'a> {
-    image: &'a Qcow2,
+struct StoredBitmap<'a> {
+    image: &'a Qcow2Image,
     granularity_bits: u32,
-    table: &'a [Bits],
+    table: &'a [BitmapCluster],
 }
 
-impl Stored<'_> {
-    async fn runs(&self, offset: u64, end: u64) -> Result<Vec<Marked>> {
+impl StoredBitmap<'_> {
+    async fn runs(&self, offset: u64, end: u64) -> Result<Vec<MarkedRun>> {
         let cluster_bytes = 1_u64 << self.image.shape.cluster_bits;
         let mut runs = Vec::new();
         let mut reads = 0;
@@ -189,10 +189,10 @@ impl Stored<'_> {
             // overflows.
             let span_end = end.min(((index + 1) * cluster_bytes * 8) << self.granularity_bits);
             match self.table.get(index as usize).ok_or(Error::INVALID)? {
-                Bits::Zeroes => push(&mut runs, span_end - at, false),
-                Bits::Ones => push(&mut runs, span_end - at, true),
-                Bits::Stored(_) if reads == MOST_CLUSTERS => break,
-                Bits::Stored(place) => {
+                BitmapCluster::Zeroes => push(&mut runs, span_end - at, false),
+                BitmapCluster::Ones => push(&mut runs, span_end - at, true),
+                BitmapCluster::Stored(_) if reads == MOST_CLUSTERS => break,
+                BitmapCluster::Stored(place) => {
                     reads += 1;
                     let bits = bytes::read(self.image.file.storage(), *place, cluster_bytes as usize).await?;
                     if !self.scan(&bits, index * cluster_bytes * 8, at, span_end, &mut runs) {
@@ -200,25 +200,25 @@ impl Stored<'_> {
                     }
                 }
             }
-            if runs.len() >= MOST_EXTENTS {
+            if runs.len() >= MAX_EXTENTS {
                 break;
             }
             at = span_end;
         }
-        runs.truncate(MOST_EXTENTS);
+        runs.truncate(MAX_EXTENTS);
         Ok(runs)
     }
 
     /// Appends the runs from `at` to `end`. `bits` are their bits, of which the first has the
     /// number `first`. Returns false if there are too many runs.
-    fn scan(&self, bits: &[u8], first: u64, mut at: u64, end: u64, runs: &mut Vec<Marked>) -> bool {
+    fn scan(&self, bits: &[u8], first: u64, mut at: u64, end: u64, runs: &mut Vec<MarkedRun>) -> bool {
         while at < end {
             let bit = (at >> self.granularity_bits) - first;
             let dirty = bits[(bit / 8) as usize] & 1 << (bit % 8) != 0;
             let next = end.min(((at >> self.granularity_bits) + 1) << self.granularity_bits);
             push(runs, next - at, dirty);
             // One run above the limit proves that the last one within it is complete.
-            if runs.len() > MOST_EXTENTS {
+            if runs.len() > MAX_EXTENTS {
                 return false;
             }
             at = next;
@@ -227,10 +227,10 @@ impl Stored<'_> {
     }
 }
 
-fn push(runs: &mut Vec<Marked>, length: u64, dirty: bool) {
+fn push(runs: &mut Vec<MarkedRun>, length: u64, dirty: bool) {
     match runs.last_mut() {
         Some(last) if last.dirty == dirty => last.length += length,
-        _ => runs.push(Marked { length, dirty }),
+        _ => runs.push(MarkedRun { length, dirty }),
     }
 }
 
@@ -238,10 +238,10 @@ fn push(runs: &mut Vec<Marked>, length: u64, dirty: bool) {
 mod tests {
     use super::*;
     use crate::qcow2::{
-        Parts,
-        bitmap::directory::{self, Entry},
+        Qcow2Components,
+        bitmap::directory::{self, BitmapEntry},
         create::{CreateOptions, create},
-        header::{Bitmaps, Place, autoclear},
+        header::{BitmapsExtension, FileRegion, autoclear},
     };
     use reactor::sim;
     use storage::Storage;
@@ -250,12 +250,12 @@ mod tests {
 
     /// An image with clusters of 512 bytes and a bitmap `b`, in which a bit covers 64 KiB and a
     /// cluster has 4096 bits.
-    async fn image(flags: u32, table: &[Bits], bits: &[u8], read_only: bool) -> Qcow2 {
+    async fn image(flags: u32, table: &[BitmapCluster], bits: &[u8], read_only: bool) -> Qcow2Image {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: SIZE, cluster_bytes: 512, ..CreateOptions::default() };
         let mut header = create(&storage, None, &options).await.expect("valid");
         let at = storage.size_bytes().next_multiple_of(512);
-        let entry = Entry {
+        let entry = BitmapEntry {
             table_offset: at + 512,
             table_entries: table.len() as u32,
             flags,
@@ -263,8 +263,8 @@ mod tests {
             name: b"b".to_vec(),
             extra: Vec::new(),
         };
-        let place = |bits: &Bits| match bits {
-            Bits::Stored(place) => Bits::Stored(at + place),
+        let place = |bits: &BitmapCluster| match bits {
+            BitmapCluster::Stored(place) => BitmapCluster::Stored(at + place),
             other => *other,
         };
         let stored: Vec<_> = table.iter().map(place).collect();
@@ -274,26 +274,26 @@ mod tests {
         bytes::write(&storage, at + 1024, bits).await.expect("memory");
         bytes::grow(&storage, at + 1024 + 512).await.expect("memory");
         header.bitmaps =
-            Some(Bitmaps { count: 1, directory: Place { offset: at, length: directory.len() as u64 } });
+            Some(BitmapsExtension { count: 1, directory: FileRegion { offset: at, length: directory.len() as u64 } });
         header.autoclear = autoclear::BITMAPS;
         bytes::write(&storage, 0, &header.encode().expect("valid")).await.expect("memory");
-        Qcow2::open(Parts { read_only, ..Parts::of(storage) }).await.expect("valid")
+        Qcow2Image::open(Qcow2Components { read_only, ..Qcow2Components::of(storage) }).await.expect("valid")
     }
 
-    fn runs(marked: &[Marked]) -> Vec<(u64, bool)> {
+    fn runs(marked: &[MarkedRun]) -> Vec<(u64, bool)> {
         marked.iter().map(|run| (run.length >> 16, run.dirty)).collect()
     }
 
     #[test]
     fn marks_are_read_across_clusters_of_bits() {
         sim::run(1, async {
-            let table = [Bits::Ones, Bits::Stored(1024), Bits::Zeroes, Bits::Ones];
+            let table = [BitmapCluster::Ones, BitmapCluster::Stored(1024), BitmapCluster::Zeroes, BitmapCluster::Ones];
             let view = image(0, &table, &[0b0000_0110], true).await.view_bitmap("b").await.expect("there");
             let all = view.marked(0, SIZE).await.expect("readable");
             assert_eq!(runs(&all), [(4096, true), (1, false), (2, true), (8189, false), (4096, true)]);
             let part = view.marked((4097 << 16) + 512, 512).await.expect("readable");
-            assert_eq!(part, [Marked { length: 512, dirty: true }]);
-            let run = |length, dirty| Ok(vec![Marked { length, dirty }]);
+            assert_eq!(part, [MarkedRun { length: 512, dirty: true }]);
+            let run = |length, dirty| Ok(vec![MarkedRun { length, dirty }]);
             assert_eq!(view.marked(SIZE - 1, 2).await, run(1, true), "up to the end of its image");
             assert_eq!(view.marked(SIZE, 2).await, run(2, false), "behind it");
             assert_eq!(view.marked(0, 0).await, Err(Error::INVALID));
@@ -301,33 +301,33 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_is_bounded_and_goes_on_where_it_ended() {
+    fn reply_is_bounded_and_resumes_at_its_end() {
         sim::run(1, async {
-            let table = [0, 1, 2, 3].map(|cluster| Bits::Stored(1024 + cluster * 512));
+            let table = [0, 1, 2, 3].map(|cluster| BitmapCluster::Stored(1024 + cluster * 512));
             let view = image(0, &table, &[0x55; 4 * 512], true).await.view_bitmap("b").await.expect("there");
             let some = view.marked(0, SIZE).await.expect("readable");
-            assert_eq!(some.len(), MOST_EXTENTS);
+            assert_eq!(some.len(), MAX_EXTENTS);
             assert!(
                 some.iter()
                     .zip([true, false].into_iter().cycle())
-                    .all(|(run, dirty)| *run == Marked { length: 65536, dirty })
+                    .all(|(run, dirty)| *run == MarkedRun { length: 65536, dirty })
             );
             let next = view.marked(256 << 16, 65536).await.expect("readable");
-            assert_eq!(next, [Marked { length: 65536, dirty: true }]);
+            assert_eq!(next, [MarkedRun { length: 65536, dirty: true }]);
         });
     }
 
     #[test]
-    fn what_says_nothing_is_not_shown() {
+    fn unusable_bitmaps_are_not_listed() {
         sim::run(1, async {
-            let table = [Bits::Zeroes; 4];
+            let table = [BitmapCluster::Zeroes; 4];
             let error =
                 image(flag::IN_USE, &table, &[], true).await.view_bitmap("b").await.expect_err("in use");
-            assert_eq!(error, NoView::Inconsistent("b".to_owned()));
+            assert_eq!(error, BitmapViewError::Inconsistent("b".to_owned()));
             let error = image(0, &table, &[], true).await.view_bitmap("c").await.expect_err("another");
-            assert_eq!(error, NoView::NotThere("c".to_owned()));
+            assert_eq!(error, BitmapViewError::NotThere("c".to_owned()));
             let error = image(0, &table, &[], false).await.view_bitmap("b").await.expect_err("writable");
-            assert_eq!(error, NoView::Disabled("b".to_owned()));
+            assert_eq!(error, BitmapViewError::Disabled("b".to_owned()));
             let error = image(0, &table[..3], &[], true).await.view_bitmap("b").await.expect_err("too short");
             assert!(error.to_string().contains("too short"), "{error}");
         });

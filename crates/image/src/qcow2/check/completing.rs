@@ -11,17 +11,17 @@
 //!
 //! Never overwrites the table that the header refers to.
 
-use super::{Pass, bytes, write_header};
+use super::{CheckPass, bytes, write_header};
 use reactor::error::Result;
 
 use crate::qcow2::{
     MetadataError,
-    snapshot::{self, Snapshot},
+    snapshot::{self, InternalSnapshot},
 };
 
 /// A new table that the header does not refer to yet.
 #[derive(Debug)]
-pub(super) struct Planned {
+pub(super) struct PlannedSnapshotTable {
     offset: u64,
     bytes: Vec<u8>,
     /// Faults of the old table.
@@ -30,13 +30,13 @@ pub(super) struct Planned {
     file_bytes: u64,
 }
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Reports incomplete entries, or plans a table without them and grows the file for it.
     ///
     /// If the table has unusable entries (`is_sound` is false) it stays: it could only be
     /// rewritten without them.
-    pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[Snapshot], is_sound: bool) -> Result<()> {
-        let is_incomplete = |snapshot: &Snapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
+    pub(super) async fn plan_snapshot_table(&mut self, snapshots: &[InternalSnapshot], is_sound: bool) -> Result<()> {
+        let is_incomplete = |snapshot: &InternalSnapshot| self.header.version >= 3 && snapshot.disk_bytes.is_none();
         let incomplete: Vec<String> = (0..)
             .zip(snapshots)
             .filter(|(_, snapshot)| is_incomplete(snapshot))
@@ -47,7 +47,7 @@ impl Pass<'_> {
         if incomplete.is_empty() {
             return Ok(());
         }
-        let complete: Vec<Snapshot> = snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
+        let complete: Vec<InternalSnapshot> = snapshots.iter().map(|snapshot| self.complete(snapshot)).collect();
         // A table that would exceed the size limit stays.
         let (true, Ok(bytes)) = (self.repairs_all() && is_sound, snapshot::encode(&complete)) else {
             incomplete.into_iter().for_each(|what| self.corrupt(what));
@@ -59,7 +59,7 @@ impl Pass<'_> {
         bytes::grow(self.storage, end).await?;
         self.file_clusters = end >> self.header.cluster_bits;
         self.count_region("the new snapshot table", offset, bytes.len() as u64, 1);
-        self.planned = Some(Planned { offset, bytes, incomplete, file_bytes });
+        self.planned = Some(PlannedSnapshotTable { offset, bytes, incomplete, file_bytes });
         Ok(())
     }
 
@@ -72,7 +72,7 @@ impl Pass<'_> {
         })
     }
 
-    fn complete(&self, snapshot: &Snapshot) -> Snapshot {
+    fn complete(&self, snapshot: &InternalSnapshot) -> InternalSnapshot {
         let mut complete = snapshot.clone();
         if snapshot.disk_bytes.is_none() {
             complete.disk_bytes = Some(self.header.size_bytes);
@@ -84,7 +84,7 @@ impl Pass<'_> {
     /// Writes the planned table and switches the header to it, if its clusters have their
     /// refcounts.
     pub(super) async fn put_snapshot_table(&mut self) -> std::result::Result<(), MetadataError> {
-        let Some(Planned { offset, bytes, incomplete, file_bytes }) = self.planned.take() else {
+        let Some(PlannedSnapshotTable { offset, bytes, incomplete, file_bytes }) = self.planned.take() else {
             return Ok(());
         };
         let bits = self.header.cluster_bits;

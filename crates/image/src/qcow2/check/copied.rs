@@ -7,15 +7,15 @@
 
 use std::collections::BTreeSet;
 
-use super::{Pass, Repair, bytes};
+use super::{CheckPass, Repair, bytes};
 use reactor::error::Result;
 
 use crate::qcow2::{
     big_endian::u64_at,
-    entry::{COPIED, Cluster, L1Entry},
+    entry::{COPIED, ClusterMapping, L1Entry},
 };
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Compares the flags with the refcounts that are now in the file.
     pub(super) async fn check_copied(&mut self) -> Result<()> {
         let (offset, length) = (self.header.l1_offset, u64::from(self.header.l1_entries) * 8);
@@ -56,7 +56,7 @@ impl Pass<'_> {
                 continue;
             }
             let map = if self.shape.extended { u64_at(&table, at + 8) } else { 0 };
-            let Ok(Cluster::Standard(standard)) = self.shape.decode(raw, map) else { continue };
+            let Ok(ClusterMapping::Standard(standard)) = self.shape.decode(raw, map) else { continue };
             let Some(host) = standard.host else { continue };
             if !self.shape.data_file && !self.is_inside(host, self.header.cluster_bytes()) {
                 continue;

@@ -21,20 +21,20 @@ const LARGE: u16 = u16::MAX;
 
 /// Counters by cluster. See the head of this file.
 #[derive(Debug, Default)]
-pub(super) struct Counts {
-    chunks: BTreeMap<u64, Chunk>,
+pub(super) struct ReferenceCounts {
+    chunks: BTreeMap<u64, CountChunk>,
     /// Numbers of at least [`LARGE`], by cluster.
     large: BTreeMap<u64, u64>,
 }
 
 #[derive(Debug)]
-enum Chunk {
+enum CountChunk {
     /// Index in the chunk and number, ascending. Numbers may be 0 after a `put`.
     List(Vec<(u16, u16)>),
     Array(Box<[u16]>),
 }
 
-impl Chunk {
+impl CountChunk {
     fn get(&self, place: u16) -> u16 {
         match self {
             Self::List(list) => {
@@ -63,7 +63,7 @@ impl Chunk {
     }
 }
 
-impl Counts {
+impl ReferenceCounts {
     /// Count of a cluster.
     pub(super) fn get(&self, cluster: u64) -> u64 {
         match self.chunks.get(&(cluster / CHUNK)).map_or(0, |chunk| chunk.get((cluster % CHUNK) as u16)) {
@@ -84,7 +84,7 @@ impl Counts {
         if small == LARGE {
             self.large.insert(cluster, number);
         }
-        let chunk = self.chunks.entry(cluster / CHUNK).or_insert_with(|| Chunk::List(Vec::new()));
+        let chunk = self.chunks.entry(cluster / CHUNK).or_insert_with(|| CountChunk::List(Vec::new()));
         chunk.put((cluster % CHUNK) as u16, small);
     }
 
@@ -94,8 +94,8 @@ impl Counts {
         self.chunks.range(chunks).flat_map(move |(number, chunk)| {
             let first = number * CHUNK;
             let places: Vec<u16> = match chunk {
-                Chunk::List(list) => list.iter().filter(|(_, count)| *count > 0).map(|(at, _)| *at).collect(),
-                Chunk::Array(array) => (0..CHUNK as u16).filter(|at| array[usize::from(*at)] > 0).collect(),
+                CountChunk::List(list) => list.iter().filter(|(_, count)| *count > 0).map(|(at, _)| *at).collect(),
+                CountChunk::Array(array) => (0..CHUNK as u16).filter(|at| array[usize::from(*at)] > 0).collect(),
             };
             let range = range.clone();
             places
@@ -120,11 +120,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_counts_as_a_plain_map_does(
+        fn counts_match_a_map(
             steps in proptest::collection::vec((0_u64..20_000, 1_u64..40_000), 1..3000),
         ) {
             let mut plain = BTreeMap::new();
-            let mut counts = Counts::default();
+            let mut counts = ReferenceCounts::default();
             for (cluster, more) in steps {
                 *plain.entry(cluster).or_insert(0) += more;
                 counts.add(cluster, more);
@@ -137,8 +137,8 @@ mod tests {
     }
 
     #[test]
-    fn a_chunk_that_fills_keeps_its_numbers_and_none_wraps() {
-        let mut counts = Counts::default();
+    fn full_chunk_keeps_counts_and_saturates() {
+        let mut counts = ReferenceCounts::default();
         for cluster in 0..CHUNK {
             counts.add(cluster, cluster % 3 + 1);
         }

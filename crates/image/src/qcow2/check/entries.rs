@@ -16,7 +16,7 @@
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Cluster mapping" and "Extended L2 Entries".
 
-use crate::qcow2::entry::{COMPRESSED, COPIED, Cluster, OFFSET, Shape, ZERO};
+use crate::qcow2::entry::{COMPRESSED, COPIED, ClusterMapping, OFFSET, EntryFormat, ZERO};
 
 // Reserved bits of a standard L2 entry: 1 to 8 and 56 to 61.
 const RESERVED: u64 = 0x3f00_0000_0000_01fe;
@@ -26,7 +26,7 @@ pub(super) type RawEntry = (u64, u64);
 
 /// Verdict on an L2 entry.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Verdict {
+pub(super) struct EntryVerdict {
     /// The entry without its flaws; every byte reads as before.
     pub(super) corrected: RawEntry,
     /// Descriptions of the flaws.
@@ -46,7 +46,7 @@ pub(super) struct Ambiguity {
     pub(super) given_up: RawEntry,
 }
 
-impl Verdict {
+impl EntryVerdict {
     /// True if the entry needs no repair.
     pub(super) fn is_sound(&self) -> bool {
         self.flaws.is_empty() && self.ambiguity.is_none()
@@ -55,12 +55,12 @@ impl Verdict {
 
 /// Judges the entry of the guest cluster at `guest`. `fault_at` returns the reason why a region of
 /// the file, given as offset and length, cannot contain guest data.
-pub(super) fn judge(
-    shape: Shape,
+pub(super) fn judge_entry(
+    shape: EntryFormat,
     entry: RawEntry,
     guest: u64,
     fault_at: impl Fn(u64, u64) -> Option<String>,
-) -> Verdict {
+) -> EntryVerdict {
     if entry.0 & COMPRESSED != 0 {
         judge_compressed(shape, entry, fault_at)
     } else {
@@ -69,13 +69,13 @@ pub(super) fn judge(
 }
 
 fn judge_compressed(
-    shape: Shape,
+    shape: EntryFormat,
     (raw, map): RawEntry,
     fault_at: impl Fn(u64, u64) -> Option<String>,
-) -> Verdict {
+) -> EntryVerdict {
     let fault = match shape.decode(raw, map) {
-        Ok(Cluster::Compressed { offset, length }) => fault_at(offset, length),
-        Ok(Cluster::Standard(_)) => None,
+        Ok(ClusterMapping::Compressed { offset, length }) => fault_at(offset, length),
+        Ok(ClusterMapping::Standard(_)) => None,
         Err(invalid) => Some(invalid.to_string()),
     };
     let ambiguity = fault.map(|what| Ambiguity {
@@ -87,15 +87,15 @@ fn judge_compressed(
     if raw & COPIED != 0 || map != 0 {
         flaws.push("is compressed, with bits that only standard clusters have".to_owned());
     }
-    Verdict { corrected: (raw & !COPIED, 0), flaws, ambiguity }
+    EntryVerdict { corrected: (raw & !COPIED, 0), flaws, ambiguity }
 }
 
 fn judge_standard(
-    shape: Shape,
+    shape: EntryFormat,
     (raw, map): RawEntry,
     guest: u64,
     fault_at: impl Fn(u64, u64) -> Option<String>,
-) -> Verdict {
+) -> EntryVerdict {
     let mut flaws = Vec::new();
     let mut corrected = raw & !if shape.extended { RESERVED | ZERO } else { RESERVED };
     if corrected != raw {
@@ -111,7 +111,7 @@ fn judge_standard(
     if shape.version < 3 && raw & ZERO != 0 {
         let what = "has the zero flag, which version 2 of the format does not define".to_owned();
         let ambiguity = Some(Ambiguity { what, subclusters: shape.all(), given_up: (0, 0) });
-        return Verdict { corrected: (corrected, map), flaws, ambiguity };
+        return EntryVerdict { corrected: (corrected, map), flaws, ambiguity };
     }
     let (allocated, zero) = if shape.extended {
         (map as u32, (map >> 32) as u32)
@@ -139,7 +139,7 @@ fn judge_standard(
             flaws.push(format!("{fault}, and holds no data"));
             corrected &= !(OFFSET | COPIED);
         }
-        return Verdict { corrected: (corrected, map), flaws, ambiguity: None };
+        return EntryVerdict { corrected: (corrected, map), flaws, ambiguity: None };
     }
     let what = match fault {
         Some(fault) => fault,
@@ -149,7 +149,7 @@ fn judge_standard(
     // A standard entry becomes a plain zero entry; an extended one keeps its sound subclusters.
     let left = if has_place && shape.extended { corrected } else { 0 };
     let given_up = zeroes(shape, (left, map), in_doubt);
-    Verdict {
+    EntryVerdict {
         corrected: (corrected, map),
         flaws,
         ambiguity: Some(Ambiguity { what, subclusters: in_doubt, given_up }),
@@ -158,7 +158,7 @@ fn judge_standard(
 
 /// The entry with these subclusters reading as zeroes; unallocated in version 2, which cannot
 /// express that.
-fn zeroes(shape: Shape, (raw, map): RawEntry, subclusters: u32) -> RawEntry {
+fn zeroes(shape: EntryFormat, (raw, map): RawEntry, subclusters: u32) -> RawEntry {
     if shape.extended {
         let allocated = map & u64::from(u32::MAX) & !u64::from(subclusters);
         (raw, allocated | (map >> 32 | u64::from(subclusters)) << 32)
@@ -173,14 +173,14 @@ fn zeroes(shape: Shape, (raw, map): RawEntry, subclusters: u32) -> RawEntry {
 mod tests {
     use super::*;
 
-    const PLAIN: Shape = Shape { cluster_bits: 16, extended: false, data_file: false, version: 3 };
-    const EXTENDED: Shape = Shape { extended: true, ..PLAIN };
-    const DATA_FILE: Shape = Shape { data_file: true, ..PLAIN };
-    const VERSION_2: Shape = Shape { version: 2, ..PLAIN };
+    const PLAIN: EntryFormat = EntryFormat { cluster_bits: 16, extended: false, data_file: false, version: 3 };
+    const EXTENDED: EntryFormat = EntryFormat { extended: true, ..PLAIN };
+    const DATA_FILE: EntryFormat = EntryFormat { data_file: true, ..PLAIN };
+    const VERSION_2: EntryFormat = EntryFormat { version: 2, ..PLAIN };
 
     /// Verdict if guest data may lie anywhere below 1 MiB.
-    fn verdict(shape: Shape, raw: u64, map: u64) -> Verdict {
-        judge(shape, (raw, map), 0x3_0000, |offset, _| {
+    fn verdict(shape: EntryFormat, raw: u64, map: u64) -> EntryVerdict {
+        judge_entry(shape, (raw, map), 0x3_0000, |offset, _| {
             (offset >= 1 << 20).then(|| "lies beyond the end".to_owned())
         })
     }
@@ -203,7 +203,7 @@ mod tests {
     }
 
     #[test]
-    fn zeroes_outlive_a_bad_offset() {
+    fn zero_flag_survives_invalid_offset() {
         for (shape, raw, map, corrected) in [
             (PLAIN, 0x8000_0000_0005_0201, 0, 1),
             (PLAIN, 0x8000_0000_0010_0001, 0, 1),
@@ -233,7 +233,7 @@ mod tests {
     }
 
     #[test]
-    fn data_in_doubt_becomes_zeroes_and_only_by_force() {
+    fn ambiguous_data_is_zeroed_only_by_force() {
         for (shape, raw, map, subclusters, given_up) in [
             (PLAIN, 0x8000_0000_0005_0200, 0, 1, (1, 0)),
             (PLAIN, 0x10_0000, 0, 1, (1, 0)),

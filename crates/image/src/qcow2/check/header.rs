@@ -5,12 +5,12 @@
 //!
 //! Source: QEMU's docs/interop/qcow2.rst, "Header" and "Header extensions".
 
-use super::{Pass, write_header};
+use super::{CheckPass, write_header};
 use crate::qcow2::{
     MetadataError,
     big_endian::u32_at,
     bytes,
-    header::{Header, compression_padding, extension, extensions},
+    header::{Qcow2Header, compression_padding, extension, extensions},
 };
 
 // Formats of backing files, by QEMU's names. QEMU accepts protocols as formats too.
@@ -41,7 +41,7 @@ const FORMATS: [&str; 24] = [
     "vvfat",
 ];
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Reports flaws of the header, and clears reserved fields if everything is to be repaired.
     pub(super) async fn check_header(&mut self) -> Result<(), MetadataError> {
         let start = bytes::read_start(self.storage).await?;
@@ -66,7 +66,7 @@ impl Pass<'_> {
 }
 
 /// Reserved fields that are not zero.
-fn reserved_fields(start: &[u8], header: &Header) -> Vec<String> {
+fn reserved_fields(start: &[u8], header: &Qcow2Header) -> Vec<String> {
     let mut found = Vec::new();
     if compression_padding(start, header.version).iter().any(|byte| *byte != 0) {
         found.push("the padding behind the compression type in the header is not zero".to_owned());
@@ -98,7 +98,7 @@ fn misread_extensions(start: &[u8]) -> Vec<String> {
 }
 
 /// Invalid names of other files.
-fn dangling_names(header: &Header) -> Vec<String> {
+fn dangling_names(header: &Qcow2Header) -> Vec<String> {
     let mut found = Vec::new();
     let format = header.backing.as_ref().and_then(|backing| backing.format.as_deref());
     if let Some(format) = format.filter(|format| !FORMATS.contains(format)) {

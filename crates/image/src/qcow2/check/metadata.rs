@@ -11,7 +11,7 @@
 //! Refcount structures and bitmaps do not count as metadata here: if they overlap other
 //! structures, they are rebuilt or dropped.
 
-use super::{Pass, counts::Counts};
+use super::{CheckPass, counts::ReferenceCounts};
 
 /// Kind of metadata in a cluster.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -44,11 +44,11 @@ impl MetadataKind {
 #[derive(Debug, Default)]
 pub(super) struct ReferenceSurvey {
     /// All references.
-    pub(super) counts: Counts,
+    pub(super) counts: ReferenceCounts,
     /// References that make the cluster metadata.
-    metadata: Counts,
+    metadata: ReferenceCounts,
     /// [`MetadataKind`] of each cluster as a number; 0 for none.
-    kinds: Counts,
+    kinds: ReferenceCounts,
 }
 
 impl ReferenceSurvey {
@@ -64,7 +64,7 @@ impl ReferenceSurvey {
     }
 }
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Counts the clusters of a region of metadata with `times` references. Reports a region
     /// beyond the end of the file, for which it returns false, and one that overlaps other
     /// metadata.

@@ -5,11 +5,11 @@
 
 use std::collections::{BTreeMap, HashSet};
 
-use super::{Pass, counts::Counts, metadata::MetadataKind, write_header};
+use super::{CheckPass, counts::ReferenceCounts, metadata::MetadataKind, write_header};
 use crate::qcow2::{
-    Invalid, MetadataError,
-    bitmap::{self, Bits, Entry, flag},
-    header::{Bitmaps, Place, autoclear},
+    InvalidImage, MetadataError,
+    bitmap::{self, BitmapCluster, BitmapEntry, flag},
+    header::{BitmapsExtension, FileRegion, autoclear},
     luks,
     snapshot::SnapshotTable,
 };
@@ -20,9 +20,9 @@ const MOST_OVERLAPPING: u64 = 64 << 20;
 
 /// A bitmap of the directory.
 struct FoundBitmap {
-    entry: Entry,
+    entry: BitmapEntry,
     /// Its table and its clusters of bits.
-    places: Vec<Place>,
+    places: Vec<FileRegion>,
     /// Reason why it cannot be used.
     fault: Option<String>,
 }
@@ -36,7 +36,7 @@ impl FoundBitmap {
 /// L1 tables by offset and number of entries, each with the names of its snapshots.
 pub(super) type L1Tables = BTreeMap<(u64, u32), Vec<String>>;
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Counts the snapshot table and the L1 tables that it refers to, and returns the latter.
     pub(super) async fn count_snapshots(&mut self) -> Result<L1Tables, MetadataError> {
         let mut tables = L1Tables::new();
@@ -50,7 +50,7 @@ impl Pass<'_> {
                 return Ok(tables);
             }
         };
-        let faults: Vec<_> = table.faults(&self.header).collect();
+        let faults: Vec<_> = table.decode_errors(&self.header).collect();
         let SnapshotTable { mut snapshots, length_bytes, .. } = table;
         let place = (self.header.snapshots_offset, length_bytes as u64);
         self.count_metadata(MetadataKind::SnapshotTable, "the snapshot table", place, 1);
@@ -145,14 +145,14 @@ impl Pass<'_> {
     /// Reports a structure that the storage failed to read.
     fn unreadable(&mut self, what: String) {
         self.report.check_errors += 1;
-        self.report.say(format!("ERROR: {what}"));
+        self.report.report(format!("ERROR: {what}"));
         self.miss_references(what);
     }
 
     /// Counts the sound bitmaps, and drops the damaged ones in a full repair.
     async fn settle_bitmaps(
         &mut self,
-        bitmaps: Bitmaps,
+        bitmaps: BitmapsExtension,
         found: Vec<FoundBitmap>,
     ) -> Result<(), MetadataError> {
         let (sound, damaged): (Vec<_>, Vec<_>) = found.into_iter().partition(|one| one.fault.is_none());
@@ -179,14 +179,14 @@ impl Pass<'_> {
                 return Ok(());
             }
         }
-        for Place { offset, length } in sound.iter().flat_map(|one| &one.places).chain([&directory]) {
+        for FileRegion { offset, length } in sound.iter().flat_map(|one| &one.places).chain([&directory]) {
             self.count_region("a bitmap", *offset, *length, 1);
         }
         Ok(())
     }
 
     /// True if the survey found exactly one reference to each cluster of a region.
-    fn is_exclusive(&self, Place { offset, length }: Place) -> bool {
+    fn is_exclusive(&self, FileRegion { offset, length }: FileRegion) -> bool {
         let bits = self.header.cluster_bits;
         let mut clusters = offset >> bits..(offset + length).div_ceil(1 << bits);
         self.survey.as_ref().is_some_and(|survey| clusters.all(|cluster| survey.counts.get(cluster) == 1))
@@ -201,15 +201,15 @@ impl Pass<'_> {
     /// Overwrites the directory with these bitmaps. Until it is complete the header marks all
     /// bitmaps as invalid, so that a crash loses bitmaps only. Returns the location of the new
     /// directory.
-    async fn keep_bitmaps(&mut self, offset: u64, kept: &[FoundBitmap]) -> Result<Place, MetadataError> {
-        let entries: Vec<Entry> = kept.iter().map(|one| one.entry.clone()).collect();
+    async fn keep_bitmaps(&mut self, offset: u64, kept: &[FoundBitmap]) -> Result<FileRegion, MetadataError> {
+        let entries: Vec<BitmapEntry> = kept.iter().map(|one| one.entry.clone()).collect();
         let encoded = bitmap::encode(&entries);
         self.header.autoclear &= !autoclear::BITMAPS;
         write_header(self.storage, &self.header).await?;
         super::bytes::write(self.storage, offset, &encoded).await?;
         self.storage.flush().await?;
-        let directory = Place { offset, length: encoded.len() as u64 };
-        self.header.bitmaps = Some(Bitmaps { count: entries.len() as u32, directory });
+        let directory = FileRegion { offset, length: encoded.len() as u64 };
+        self.header.bitmaps = Some(BitmapsExtension { count: entries.len() as u32, directory });
         self.header.autoclear |= autoclear::BITMAPS;
         write_header(self.storage, &self.header).await?;
         Ok(directory)
@@ -217,7 +217,7 @@ impl Pass<'_> {
 
     /// Reads the bitmaps of the directory and the regions that belong to them, which are not
     /// counted yet.
-    async fn find_bitmaps(&mut self, bitmaps: Bitmaps) -> Result<Vec<FoundBitmap>, MetadataError> {
+    async fn find_bitmaps(&mut self, bitmaps: BitmapsExtension) -> Result<Vec<FoundBitmap>, MetadataError> {
         let directory = bitmap::read_entries(self.storage, &self.header, bitmaps).await?;
         let mut found = Vec::new();
         // Bounded as for snapshots; eight bytes of a table refer to a cluster of bits.
@@ -238,17 +238,17 @@ impl Pass<'_> {
                 Err(fault) => FoundBitmap { entry, places: Vec::new(), fault: Some(fault.to_string()) },
             });
         }
-        let mut own = Counts::default();
+        let mut own = ReferenceCounts::default();
         let bits = self.header.cluster_bits;
         let clusters =
-            |Place { offset, length }: &Place| offset >> bits..(offset + length).div_ceil(1 << bits);
+            |FileRegion { offset, length }: &FileRegion| offset >> bits..(offset + length).div_ceil(1 << bits);
         for place in found.iter().flat_map(|one| &one.places).chain([&bitmaps.directory]) {
             clusters(place).for_each(|cluster| own.add(cluster, 1));
         }
         let is_shared = |cluster: &u64| own.get(*cluster) + self.found.counts.get(*cluster) > 1;
         if let Some(cluster) = clusters(&bitmaps.directory).find(is_shared) {
             let what = format!("cluster {cluster} holds the bitmap directory, and something else");
-            return Err(Invalid::new(what).into());
+            return Err(InvalidImage::new(what).into());
         }
         for one in &mut found {
             if let Some(cluster) = one.places.iter().flat_map(clusters).find(is_shared) {
@@ -262,16 +262,16 @@ impl Pass<'_> {
     /// length of all tables so far.
     async fn bitmap_places(
         &self,
-        entry: &Entry,
+        entry: &BitmapEntry,
         bytes: &mut u64,
-    ) -> Result<Result<Vec<Place>, Invalid>, MetadataError> {
+    ) -> Result<Result<Vec<FileRegion>, InvalidImage>, MetadataError> {
         let what = format!("bitmap {:?}", entry.name());
-        let invalid = |fault: String| Ok(Err(Invalid::new(fault)));
+        let invalid = |fault: String| Ok(Err(InvalidImage::new(fault)));
         let table = entry.table();
         // QEMU opens no image with such a bitmap. A bitmap in use may differ, because the disk may
         // have been resized.
         let needed =
-            Entry::entries_for(self.header.size_bytes, entry.granularity_bits, self.header.cluster_bits);
+            BitmapEntry::entries_for(self.header.size_bytes, entry.granularity_bits, self.header.cluster_bits);
         if entry.flags & flag::IN_USE == 0 && u64::from(entry.table_entries) != needed {
             let entries = entry.table_entries;
             return invalid(format!("the table of {what} has {entries} entries instead of {needed}"));
@@ -288,11 +288,11 @@ impl Pass<'_> {
         };
         let mut places = vec![table];
         for bits in bits {
-            let Bits::Stored(offset) = bits else { continue };
+            let BitmapCluster::Stored(offset) = bits else { continue };
             if !self.is_inside(offset, cluster) {
                 return invalid(format!("bits of {what} at {offset:#x} are not in the file"));
             }
-            places.push(Place { offset, length: cluster });
+            places.push(FileRegion { offset, length: cluster });
         }
         Ok(Ok(places))
     }

@@ -10,20 +10,20 @@
 
 use std::collections::{BTreeSet, HashSet};
 
-use super::{Pass, bytes, refcounts::Structures, write_header};
+use super::{CheckPass, bytes, refcounts::Structures, write_header};
 use crate::qcow2::{
-    Invalid, MetadataError,
+    InvalidImage, MetadataError,
     header::{LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
     numbers,
 };
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Writes refcounts that match the counted references.
     pub(super) async fn rebuild(&mut self, old: &Structures) -> Result<(), MetadataError> {
-        self.forget_old(old);
+        self.drop_old_refcounts(old);
         // Behind the whole file: no existing cluster is overwritten, used or not.
         let first = self.file_clusters.max(self.found.counts.last_used().map_or(0, |cluster| cluster + 1));
-        let (blocks, table_clusters) = self.room(first)?;
+        let (blocks, table_clusters) = self.needed_blocks(first)?;
         let bits = self.header.cluster_bits;
         let table_first = first + blocks.len() as u64;
         let end = table_first + table_clusters;
@@ -44,17 +44,17 @@ impl Pass<'_> {
         self.header.refcount_table_clusters = table_clusters as u32;
         write_header(self.storage, &self.header).await?;
         self.file_clusters = end;
-        self.stored = super::Counts::default();
+        self.stored = super::ReferenceCounts::default();
         self.unknown_blocks = Some(HashSet::new());
         self.report.image_end_offset = end << bits;
         self.report.corruptions_fixed += 1;
-        self.report.say("Repaired: the refcounts were made anew");
+        self.report.report("Repaired: the refcounts were made anew");
         Ok(())
     }
 
     /// Removes the references to the old table and its blocks. Their clusters stay in use if other
     /// structures overlap them.
-    fn forget_old(&mut self, old: &Structures) {
+    fn drop_old_refcounts(&mut self, old: &Structures) {
         let bits = self.header.cluster_bits;
         let table = self.header.refcount_table_offset >> bits;
         let table_clusters =
@@ -71,7 +71,7 @@ impl Pass<'_> {
 
     /// Returns the indices of the blocks that are needed, including those that cover the new
     /// blocks, and the number of clusters of a table for them.
-    fn room(&self, first: u64) -> Result<(Vec<u64>, u64), Invalid> {
+    fn needed_blocks(&self, first: u64) -> Result<(Vec<u64>, u64), InvalidImage> {
         let per_block = self.per_block;
         let mut numbers: BTreeSet<u64> = BTreeSet::new();
         let mut from = 0;
@@ -86,14 +86,14 @@ impl Pass<'_> {
         loop {
             let end = first + numbers.len() as u64 + table_clusters;
             if end > OFFSET_LIMIT >> self.header.cluster_bits {
-                return Err(Invalid::new("there is no room for new refcounts below the largest offset"));
+                return Err(InvalidImage::new("there is no room for new refcounts below the largest offset"));
             }
             let before = (numbers.len(), table_clusters);
             numbers.extend(first / per_block..=(end - 1) / per_block);
             let last = numbers.last().copied().unwrap_or(0);
             let table_bytes = (last + 1) * 8;
             if table_bytes > LARGEST_REFCOUNT_TABLE {
-                return Err(Invalid::new(format!("new refcounts would need a table of {table_bytes} bytes")));
+                return Err(InvalidImage::new(format!("new refcounts would need a table of {table_bytes} bytes")));
             }
             table_clusters = table_bytes.div_ceil(self.header.cluster_bytes());
             if (numbers.len(), table_clusters) == before {
@@ -105,10 +105,10 @@ impl Pass<'_> {
     fn block(&self, number: u64) -> Vec<u8> {
         let order = self.header.refcount_order;
         let mut block = vec![0; self.header.cluster_bytes() as usize];
-        let per_block = numbers::count(block.len() as u64, order);
+        let per_block = numbers::entry_count(block.len() as u64, order);
         let first = number * per_block;
         for cluster in self.found.counts.used(first..first + per_block) {
-            let counted = self.found.counts.get(cluster).min(numbers::largest(order));
+            let counted = self.found.counts.get(cluster).min(numbers::max_refcount(order));
             numbers::put(&mut block, order, (cluster - first) as usize, counted);
         }
         block

@@ -6,7 +6,7 @@
 
 use std::{collections::HashSet, ops::Range};
 
-use super::{Pass, Repair, bytes};
+use super::{CheckPass, Repair, bytes};
 use crate::qcow2::{MetadataError, big_endian::words, numbers};
 
 // Bits 0 to 8 of a table entry are reserved, and so are those above the offset limit.
@@ -24,7 +24,7 @@ pub(super) struct Structures {
     pub(super) is_damaged: bool,
 }
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Reads the refcount table and counts its clusters and its blocks. `None` if it cannot be
     /// read.
     pub(super) async fn count_refcounts(&mut self) -> Option<Structures> {
@@ -49,7 +49,7 @@ impl Pass<'_> {
             if let Some(fault) = fault {
                 let what = format!("entry {index} of the refcount table, {block:#x}, {fault}");
                 self.damaged(&mut structures, what);
-                self.lose_block(index as u64);
+                self.mark_block_unknown(index as u64);
             } else if block != 0 {
                 self.found.counts.add(block >> self.header.cluster_bits, 1);
             }
@@ -72,7 +72,7 @@ impl Pass<'_> {
     }
 
     /// Records that the content of a refcount block is unknown.
-    fn lose_block(&mut self, index: u64) {
+    fn mark_block_unknown(&mut self, index: u64) {
         if let Some(unknown) = &mut self.unknown_blocks {
             unknown.insert(index);
         }
@@ -160,7 +160,7 @@ impl Pass<'_> {
         lowering: bool,
     ) -> Result<(), MetadataError> {
         let Some(mut block) = self.read("a refcount block", offset, self.header.cluster_bytes()).await else {
-            self.lose_block(clusters.start / self.per_block);
+            self.mark_block_unknown(clusters.start / self.per_block);
             return Ok(());
         };
         let order = self.header.refcount_order;
@@ -175,7 +175,7 @@ impl Pass<'_> {
             if stored == counted || (stored > counted) != lowering {
                 continue;
             }
-            if self.settle(cluster, stored, counted) {
+            if self.report_wrong_refcount(cluster, stored, counted) {
                 if lowering && counted == 1 {
                     self.lowered_to_one.insert(cluster);
                 }
@@ -192,10 +192,10 @@ impl Pass<'_> {
     }
 
     /// Reports a wrong refcount; true if it is to be corrected.
-    fn settle(&mut self, cluster: u64, stored: u64, counted: u64) -> bool {
+    fn report_wrong_refcount(&mut self, cluster: u64, stored: u64, counted: u64) -> bool {
         let numbers = format!("cluster {cluster} refcount={stored} reference={counted}");
         let is_leak = stored > counted;
-        let fits = counted <= numbers::largest(self.header.refcount_order);
+        let fits = counted <= numbers::max_refcount(self.header.refcount_order);
         if (stored, counted) == (0, 1) && !self.is_frozen && self.is_planned(cluster) {
             // The cluster of a planned table; nothing was wrong.
             return true;
@@ -220,7 +220,7 @@ impl Pass<'_> {
             (false, true) => "Leaked",
             (false, false) => "ERROR",
         };
-        self.report.say(format!("{word} {numbers}"));
+        self.report.report(format!("{word} {numbers}"));
         is_repaired
     }
 }

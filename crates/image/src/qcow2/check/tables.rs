@@ -4,19 +4,19 @@
 //! reported as leaked or freed: the cluster that the entry refers to may look unused.
 
 use super::{
-    Pass, Repair, bytes,
-    entries::{RawEntry, Verdict, judge},
-    walk::Uses,
+    CheckPass, Repair, bytes,
+    entries::{RawEntry, EntryVerdict, judge_entry},
+    walk::ClusterUses,
 };
 use reactor::error::Result;
 
 use crate::qcow2::{
     big_endian::u64_at,
-    entry::{COMPRESSED, COPIED, Cluster, OFFSET},
+    entry::{COMPRESSED, COPIED, ClusterMapping, OFFSET},
 };
 
-impl Pass<'_> {
-    pub(super) async fn walk_l2(&mut self, offset: u64, uses: &Uses) -> Result<()> {
+impl CheckPass<'_> {
+    pub(super) async fn walk_l2(&mut self, offset: u64, uses: &ClusterUses) -> Result<()> {
         let cluster = self.header.cluster_bytes();
         let Some(mut table) = self.read("an L2 table", offset, cluster).await else { return Ok(()) };
         let base = uses.owners.last().map_or(0, |owner| self.guest_of(*owner));
@@ -31,7 +31,7 @@ impl Pass<'_> {
             }
             let guest = base.wrapping_add(number * cluster);
             // Judged before it is counted: only the repaired entry's references count.
-            let verdict = judge(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
+            let verdict = judge_entry(self.shape, entry, guest, |offset, length| self.fault_at(offset, length));
             let settled = self.settle_entry(entry, verdict, (offset, at), uses);
             self.count_entry(settled, uses, &mut expected);
             if settled != entry {
@@ -52,9 +52,9 @@ impl Pass<'_> {
     fn settle_entry(
         &mut self,
         entry: RawEntry,
-        verdict: Verdict,
+        verdict: EntryVerdict,
         (table, at): (u64, usize),
-        uses: &Uses,
+        uses: &ClusterUses,
     ) -> RawEntry {
         if verdict.is_sound() {
             return entry;
@@ -63,7 +63,7 @@ impl Pass<'_> {
         let may_write = self.repairs_all() && self.may_write(table);
         let is_ambiguous = verdict.ambiguity.is_some();
         if let Some(ambiguity) = verdict.ambiguity {
-            let is_lost = may_write && self.repair == Repair::Forced && self.may_lose(&uses.owners);
+            let is_lost = may_write && self.repair == Repair::Forced && self.fits_in_report(&uses.owners);
             let cluster = self.header.cluster_bytes();
             let first = (at / self.shape.entry_bytes()) as u64 * cluster;
             let part = cluster / u64::from(self.shape.subclusters());
@@ -92,9 +92,9 @@ impl Pass<'_> {
     }
 
     /// Counts the clusters that an entry refers to, as far as they exist in the file.
-    fn count_entry(&mut self, (raw, map): RawEntry, uses: &Uses, expected: &mut Option<u64>) {
+    fn count_entry(&mut self, (raw, map): RawEntry, uses: &ClusterUses, expected: &mut Option<u64>) {
         if raw & COMPRESSED != 0 {
-            if let Ok(Cluster::Compressed { offset, length }) = self.shape.decode(raw, map) {
+            if let Ok(ClusterMapping::Compressed { offset, length }) = self.shape.decode(raw, map) {
                 self.count_compressed(offset, length, uses);
             }
             return;
@@ -120,7 +120,7 @@ impl Pass<'_> {
         *expected = Some(host.wrapping_add(cluster));
     }
 
-    fn count_compressed(&mut self, offset: u64, length: u64, uses: &Uses) {
+    fn count_compressed(&mut self, offset: u64, length: u64, uses: &ClusterUses) {
         if !self.is_inside(offset, length) {
             return;
         }

@@ -6,19 +6,19 @@ use super::*;
 use reactor::sim;
 
 use crate::qcow2::{
-    Qcow2,
+    Qcow2Image,
     amend::Amendment,
     big_endian::u64_at,
     bitmap,
     create::{CreateOptions, Preallocation, create},
     entry::COPIED,
-    header::{Backing, Bitmaps, Place},
+    header::{BackingReference, BitmapsExtension, FileRegion},
     numbers, snapshot,
 };
 
 /// 64 guest clusters of 4 KiB, all mapped, without unused space at the end, which would hide
 /// damage.
-async fn image(options: CreateOptions) -> (Storage, Header) {
+async fn image(options: CreateOptions) -> (Storage, Qcow2Header) {
     let storage = Storage::memory(512);
     let size_bytes = options.size_bytes.max(256 << 10);
     let options = CreateOptions { size_bytes, cluster_bytes: 4096, ..options };
@@ -39,13 +39,13 @@ async fn put(storage: &Storage, offset: u64, value: u64) {
     bytes::write(storage, offset, &value.to_be_bytes()).await.expect("memory");
 }
 
-async fn l2_of(storage: &Storage, header: &Header) -> u64 {
+async fn l2_of(storage: &Storage, header: &Qcow2Header) -> u64 {
     number_at(storage, header.l1_offset).await & !COPIED
 }
 
 /// Damages a preallocated image. Returns the findings, and checks that a repair leaves it
 /// consistent.
-fn damaged(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> Report {
+fn damaged(damage: impl AsyncFnOnce(&Storage, &Qcow2Header) + 'static) -> CheckReport {
     sim::run(1, async move {
         let (storage, header) = image(preallocated()).await;
         damage(&storage, &header).await;
@@ -59,7 +59,7 @@ fn damaged(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> Report {
 }
 
 #[test]
-fn what_was_created_is_right() {
+fn new_image_is_consistent() {
     for options in [
         CreateOptions::default(),
         preallocated(),
@@ -72,11 +72,11 @@ fn what_was_created_is_right() {
             let is_preallocated = options.preallocation != Preallocation::Off;
             let (storage, _) = image(options).await;
             let report = check(&storage, Repair::All).await.expect("a header");
-            let expect = Report {
+            let expect = CheckReport {
                 total_clusters: 64,
                 allocated_clusters: if is_preallocated { 64 } else { 0 },
                 image_end_offset: storage.size_bytes(),
-                ..Report::default()
+                ..CheckReport::default()
             };
             assert_eq!(report, expect);
         });
@@ -95,7 +95,7 @@ fn a_leak_is_freed() {
 
 /// Damages a preallocated image and repairs it, which must not change its content; then gives up
 /// the ambiguous content. Returns both reports.
-fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Header) + 'static) -> (Report, Report) {
+fn ambiguous(damage: impl AsyncFnOnce(&Storage, &Qcow2Header) + 'static) -> (CheckReport, CheckReport) {
     sim::run(1, async move {
         let (storage, header) = image(preallocated()).await;
         damage(&storage, &header).await;
@@ -111,7 +111,7 @@ fn range(offset: u64, length: u64) -> GuestRange {
 }
 
 #[test]
-fn entries_that_point_nowhere_stay_unless_they_are_given_up() {
+fn invalid_entries_stay_unless_discarded() {
     for wrong in [0x5_0200, 1 << 40 | COPIED, 3 << 62 | 0x100_0000_0000] {
         let (refused, forced) = ambiguous(async move |storage, header| {
             let l2 = l2_of(storage, header).await;
@@ -188,7 +188,7 @@ fn an_l1_entry_without_a_table_has_no_flags() {
 
 /// The content of a guest's cluster must not be "corrected" as a table.
 #[test]
-fn a_guest_s_cluster_that_looks_like_a_table_keeps_its_bytes() {
+fn guest_data_that_resembles_a_table_is_unchanged() {
     for repair in [Repair::All, Repair::Forced] {
         sim::run(1, async move {
             let (storage, header) = image(CreateOptions { size_bytes: 4 << 20, ..preallocated() }).await;
@@ -253,7 +253,7 @@ fn clusters_of_a_data_file_lie_where_the_disk_has_them() {
 }
 
 #[test]
-fn two_owners_of_a_cluster_are_told_and_counted() {
+fn shared_cluster_is_reported_and_counted() {
     let report = damaged(async |storage, header| {
         let l2 = l2_of(storage, header).await;
         put(storage, l2, number_at(storage, l2 + 8).await).await;
@@ -315,16 +315,16 @@ fn reserved_bits_are_cleared_and_the_clusters_stay() {
 }
 
 /// Snapshots as old programs wrote them, without extra data.
-async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Header) {
+async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Qcow2Header) {
     let (storage, mut header) = image(options).await;
     let (l1, table) = (storage.size_bytes(), storage.size_bytes() + 4096);
     put(&storage, l1, l2_of(&storage, &header).await).await;
-    let entry = |number: u32| snapshot::Snapshot {
+    let entry = |number: u32| snapshot::InternalSnapshot {
         l1_offset: l1,
         l1_entries: 1,
         id: number.to_string().into_bytes(),
         vm_state_bytes: 77,
-        ..snapshot::Snapshot::default()
+        ..snapshot::InternalSnapshot::default()
     };
     let entries: Vec<_> = (1..=count).map(entry).collect();
     bytes::write(&storage, table, &snapshot::encode(&entries).expect("short")).await.expect("memory");
@@ -334,7 +334,7 @@ async fn with_old_snapshots(options: CreateOptions, count: u32) -> (Storage, Hea
 }
 
 #[test]
-fn snapshots_without_a_size_are_given_the_disk_s() {
+fn snapshots_without_size_get_the_disk_size() {
     sim::run(1, async {
         for (version, count) in [(3, 1), (3, 200), (2, 3)] {
             let (storage, header) =
@@ -345,7 +345,7 @@ fn snapshots_without_a_size_are_given_the_disk_s() {
             let repaired = check(&storage, Repair::All).await.expect("a header");
             assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "{repaired:?}");
             // The space of the new table was free and is not a finding.
-            let free = |report: &Report| {
+            let free = |report: &CheckReport| {
                 report.findings.iter().filter(|finding| finding.contains("refcount=0")).count()
             };
             assert_eq!(free(&repaired), free(&found), "{repaired:?}");
@@ -383,7 +383,7 @@ fn snapshots_are_completed_before_the_version_is_raised() {
         let (storage, header) = with_old_snapshots(CreateOptions { version: 2, ..preallocated() }, 3).await;
         // Corrects the refcounts of the hand-made tables.
         check(&storage, Repair::All).await.expect("a header");
-        let image = Qcow2::open_for_upkeep(storage).await.expect("valid");
+        let image = Qcow2Image::open_for_maintenance(storage).await.expect("valid");
         image.complete_snapshots().await.expect("memory");
         let upgrade = Amendment { upgrade: true, lazy_refcounts: None };
         image.amend(upgrade).await.expect("memory");
@@ -416,7 +416,7 @@ fn a_snapshot_table_that_cannot_be_counted_stays() {
 }
 
 #[test]
-fn refcounts_that_are_lost_are_made_anew() {
+fn lost_refcounts_are_rebuilt() {
     // No block at all, one inside a cluster, one beyond the end, one on a guest's cluster.
     for wrong in [0, 0x200, 1 << 40, 0x4000 + 3 * 4096] {
         let report = damaged(async move |storage, header| {
@@ -427,21 +427,21 @@ fn refcounts_that_are_lost_are_made_anew() {
 }
 
 #[test]
-fn numbers_too_low_are_raised_and_marks_are_cleared() {
+fn low_refcounts_are_raised_and_marks_cleared() {
     let report = damaged(async |storage, header| {
         let block = number_at(storage, header.refcount_table_offset).await;
         let mut numbers = bytes::read(storage, block, 4096).await.expect("memory");
         (5..9).for_each(|index| numbers::put(&mut numbers, 4, index, 0));
         numbers::put(&mut numbers, 4, 2, 7);
         bytes::write(storage, block, &numbers).await.expect("memory");
-        let marked = Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
+        let marked = Qcow2Header { incompatible: incompatible::DIRTY | incompatible::CORRUPT, ..header.clone() };
         write_header(storage, &marked).await.expect("fits");
     });
     assert_eq!(report.leaks, 1);
     assert!(report.corruptions >= 4, "{report:?}");
     sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
-        let marked = Header { incompatible: incompatible::DIRTY, ..header.clone() };
+        let marked = Qcow2Header { incompatible: incompatible::DIRTY, ..header.clone() };
         write_header(&storage, &marked).await.expect("fits");
         check(&storage, Repair::All).await.expect("a header");
         assert_eq!(read_header(&storage).await, Ok(header));
@@ -474,18 +474,18 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
         // end.
         let (l1, table) = (end, end + 4096);
         put(&storage, l1, l2_of(&storage, &header).await).await;
-        let entry = snapshot::Snapshot {
+        let entry = snapshot::InternalSnapshot {
             l1_offset: l1,
             l1_entries: 1,
             id: b"1".to_vec(),
             disk_bytes: Some(header.size_bytes),
-            ..snapshot::Snapshot::default()
+            ..snapshot::InternalSnapshot::default()
         };
         bytes::write(&storage, table, &snapshot::encode(&[entry]).expect("short")).await.expect("memory");
         let (directory, bits_table, bits) = (end + 2 * 4096, end + 3 * 4096, end + 4 * 4096);
         put(&storage, bits_table, bits).await;
         bytes::write(&storage, bits, &[0; 4096]).await.expect("memory");
-        let entry = bitmap::Entry {
+        let entry = bitmap::BitmapEntry {
             table_offset: bits_table,
             table_entries: 1,
             flags: 0,
@@ -495,8 +495,8 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
         };
         let encoded = bitmap::encode(&[entry]);
         bytes::write(&storage, directory, &encoded).await.expect("memory");
-        let place = Place { offset: directory, length: encoded.len() as u64 };
-        header.bitmaps = Some(Bitmaps { count: 1, directory: place });
+        let place = FileRegion { offset: directory, length: encoded.len() as u64 };
+        header.bitmaps = Some(BitmapsExtension { count: 1, directory: place });
         header.autoclear = autoclear::BITMAPS;
         (header.snapshots, header.snapshots_offset) = (1, table);
         write_header(&storage, &header).await.expect("fits");
@@ -516,16 +516,16 @@ fn snapshots_and_bitmaps_are_counted_and_never_freed_unread() {
 }
 
 #[test]
-fn any_byte_may_be_anything() {
+fn any_damaged_byte_is_survived() {
     sim::run(1, async {
         let (storage, header) = image(preallocated()).await;
-        let whole = storage.content().await.expect("memory");
+        let whole = storage.read_all().await.expect("memory");
         // Header, refcount table, a block, the L1 table, an L2 table.
         let places =
             [0..112, 4096..4112, 8192..8300, header.l1_offset as usize..header.l1_offset as usize + 8];
         for at in places.into_iter().flatten() {
             for value in [0x00, 0x01, 0x80, 0xff] {
-                let storage = Storage::holding(&whole).await;
+                let storage = Storage::with_content(&whole).await;
                 bytes::write(&storage, at as u64, &[value]).await.expect("memory");
                 let Ok(report) = check(&storage, Repair::All).await else { continue };
                 if report.is_consistent() {
@@ -564,7 +564,7 @@ fn reserved_fields_of_the_header_are_cleared() {
 
 #[test]
 fn names_of_other_files_that_cannot_be_right_are_reported() {
-    let with = |change: fn(&mut Header)| {
+    let with = |change: fn(&mut Qcow2Header)| {
         sim::run(1, async move {
             let (storage, mut header) = image(CreateOptions::default()).await;
             change(&mut header);
@@ -574,7 +574,7 @@ fn names_of_other_files_that_cannot_be_right_are_reported() {
     };
     assert_eq!(with(|_| ()).corruptions, 0);
     for (part, change) in [
-        ("unknown format", (|header| header.backing = Some(backing_of("r!w"))) as fn(&mut Header)),
+        ("unknown format", (|header| header.backing = Some(backing_of("r!w"))) as fn(&mut Qcow2Header)),
         ("no name of a file", |header| {
             header.incompatible |= incompatible::DATA_FILE;
             header.data_file = Some("\0data".into());
@@ -638,8 +638,8 @@ fn an_extension_of_a_wrong_length_is_reported_and_stays() {
     });
 }
 
-fn backing_of(format: &str) -> Backing {
-    Backing { name: "base".into(), format: Some(format.into()) }
+fn backing_of(format: &str) -> BackingReference {
+    BackingReference { name: "base".into(), format: Some(format.into()) }
 }
 
 #[test]
@@ -647,7 +647,7 @@ fn a_bitmap_with_a_table_of_another_size_is_dropped() {
     sim::run(1, async {
         let (storage, mut header) = image(preallocated()).await;
         let end = storage.size_bytes();
-        let entry = bitmap::Entry {
+        let entry = bitmap::BitmapEntry {
             table_offset: end + 4096,
             table_entries: 2,
             flags: 0,
@@ -658,8 +658,8 @@ fn a_bitmap_with_a_table_of_another_size_is_dropped() {
         let encoded = bitmap::encode(&[entry]);
         bytes::write(&storage, end, &encoded).await.expect("memory");
         bytes::write(&storage, end + 4096, &[0; 4096]).await.expect("memory");
-        let place = Place { offset: end, length: encoded.len() as u64 };
-        header.bitmaps = Some(Bitmaps { count: 1, directory: place });
+        let place = FileRegion { offset: end, length: encoded.len() as u64 };
+        header.bitmaps = Some(BitmapsExtension { count: 1, directory: place });
         header.autoclear = autoclear::BITMAPS;
         write_header(&storage, &header).await.expect("fits");
         let found = check(&storage, Repair::Nothing).await.expect("a header");
@@ -675,13 +675,13 @@ fn overlapping_tables_of_a_sparse_file_are_not_all_looked_at() {
     sim::run(1, async {
         let (storage, mut header) = image(preallocated()).await;
         let table = storage.size_bytes();
-        let entry = |number: u32| snapshot::Snapshot {
+        let entry = |number: u32| snapshot::InternalSnapshot {
             l1_offset: table + 4096 * u64::from(number),
             l1_entries: 4 << 20,
             id: number.to_string().into_bytes(),
             disk_bytes: Some(header.size_bytes),
             instructions: Some(u64::MAX),
-            ..snapshot::Snapshot::default()
+            ..snapshot::InternalSnapshot::default()
         };
         // The second and the third overlap an earlier one, by 64 MiB together.
         let entries: Vec<_> = (1..=5).map(entry).collect();

@@ -9,8 +9,8 @@
 use std::collections::BTreeMap;
 
 use super::{
-    Pass, Repair, bytes,
-    entries::judge,
+    CheckPass, Repair, bytes,
+    entries::judge_entry,
     metadata::MetadataKind,
     others::L1Tables,
     ranges::{GuestRange, slots},
@@ -51,7 +51,7 @@ impl L1Table {
 
 /// An entry of an L1 table.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct L1Reference {
+pub(super) struct L1Location {
     /// Index in [`Pass::disks`].
     disk: u32,
     index: u32,
@@ -59,15 +59,15 @@ pub(super) struct L1Reference {
 
 /// The L1 entries that refer to an L2 table.
 #[derive(Clone, Debug, Default)]
-pub(super) struct Uses {
+pub(super) struct ClusterUses {
     /// Number of entries of the active L1 table.
     pub(super) active: u64,
     /// Number of references.
     pub(super) all: u64,
-    pub(super) owners: Vec<L1Reference>,
+    pub(super) owners: Vec<L1Location>,
 }
 
-impl Pass<'_> {
+impl CheckPass<'_> {
     /// Counts everything that the active L1 table and those of the snapshots refer to.
     pub(super) async fn walk(&mut self, snapshots: L1Tables) -> std::result::Result<(), MetadataError> {
         let mut tables = BTreeMap::new();
@@ -88,8 +88,8 @@ impl Pass<'_> {
         // to a table.
         let mut known = BTreeMap::new();
         for (offset, uses) in tables {
-            if self.is_to_be_given_up(offset).await {
-                self.give_up_table(offset, &uses).await?;
+            if self.must_be_discarded(offset).await {
+                self.discard_table(offset, &uses).await?;
                 continue;
             }
             self.count_metadata(MetadataKind::L2, "an L2 table", (offset, cluster), uses.all);
@@ -107,7 +107,7 @@ impl Pass<'_> {
         offset: u64,
         entries: u32,
         times: u64,
-        tables: &mut BTreeMap<u64, Uses>,
+        tables: &mut BTreeMap<u64, ClusterUses>,
     ) -> Result<()> {
         let disk = self.disks.len() as u32 - 1;
         let is_active = self.disks.last().is_some_and(|disk| disk.snapshots.is_empty());
@@ -121,9 +121,9 @@ impl Pass<'_> {
                     continue;
                 }
                 let place = at + word as u64 * 8;
-                let owner = L1Reference { disk, index: ((place - offset) / 8) as u32 };
+                let owner = L1Location { disk, index: ((place - offset) / 8) as u32 };
                 if let Some(table) = self.l2_of(raw, place, owner).await? {
-                    let known: &mut Uses = tables.entry(table).or_default();
+                    let known: &mut ClusterUses = tables.entry(table).or_default();
                     known.active += u64::from(is_active);
                     known.all += times;
                     known.owners.push(owner);
@@ -135,7 +135,7 @@ impl Pass<'_> {
     }
 
     /// Offset of the L2 table of a valid or corrected L1 entry; `None` without one.
-    async fn l2_of(&mut self, raw: u64, place: u64, owner: L1Reference) -> Result<Option<u64>> {
+    async fn l2_of(&mut self, raw: u64, place: u64, owner: L1Location) -> Result<Option<u64>> {
         let offset = raw & OFFSET;
         let what = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
         let fault = if L1Entry::decode(raw & !L1_RESERVED, self.shape).is_err() {
@@ -146,7 +146,7 @@ impl Pass<'_> {
             None
         };
         if let Some(fault) = fault {
-            self.give_up_l1(place, owner, what(fault)).await?;
+            self.discard_l1(place, owner, what(fault)).await?;
             return Ok(None);
         }
         if offset == 0 {
@@ -160,9 +160,9 @@ impl Pass<'_> {
     }
 
     /// Clears an L1 entry with ambiguous content if the user gives it up; otherwise reports it.
-    async fn give_up_l1(&mut self, place: u64, owner: L1Reference, what: String) -> Result<()> {
+    async fn discard_l1(&mut self, place: u64, owner: L1Location, what: String) -> Result<()> {
         let covers = self.table_covers();
-        if self.repair == Repair::Forced && self.may_write(place) && self.may_lose(&[owner]) {
+        if self.repair == Repair::Forced && self.may_write(place) && self.fits_in_report(&[owner]) {
             bytes::write(self.storage, place, &0_u64.to_be_bytes()).await?;
             self.corrected(format!("{what}; its guest range is given up"));
             self.add_ranges(&[owner], 0..covers, true);
@@ -186,7 +186,7 @@ impl Pass<'_> {
 
     /// True if the user gives up ambiguous content, and this L2 table shares its cluster with
     /// another structure and is not plausible as a table.
-    async fn is_to_be_given_up(&mut self, offset: u64) -> bool {
+    async fn must_be_discarded(&mut self, offset: u64) -> bool {
         if self.repair != Repair::Forced || self.may_write(offset) {
             return false;
         }
@@ -195,18 +195,18 @@ impl Pass<'_> {
         };
         let sound = |entry: &[u8]| {
             let map = if self.shape.extended { u64_at(entry, 8) } else { 0 };
-            judge(self.shape, (u64_at(entry, 0), map), 0, |offset, length| self.fault_at(offset, length))
+            judge_entry(self.shape, (u64_at(entry, 0), map), 0, |offset, length| self.fault_at(offset, length))
                 .is_sound()
         };
         // In a data file every entry must equal its guest offset, so nothing is shared there.
         !self.shape.data_file && !table.chunks_exact(self.shape.entry_bytes()).all(sound)
     }
 
-    async fn give_up_table(&mut self, offset: u64, uses: &Uses) -> Result<()> {
+    async fn discard_table(&mut self, offset: u64, uses: &ClusterUses) -> Result<()> {
         for owner in &uses.owners {
             let place = self.disks[owner.disk as usize].l1_offset + u64::from(owner.index) * 8;
             let what = format!("the L1 entry at {place:#x} points to {offset:#x}, which is no L2 table");
-            self.give_up_l1(place, *owner, what).await?;
+            self.discard_l1(place, *owner, what).await?;
         }
         Ok(())
     }
@@ -218,12 +218,12 @@ impl Pass<'_> {
 
     /// Offset of the first guest byte of an L1 entry. Wraps for a damaged header; the result is
     /// only compared and reported.
-    pub(super) fn guest_of(&self, owner: L1Reference) -> u64 {
+    pub(super) fn guest_of(&self, owner: L1Location) -> u64 {
         u64::from(owner.index).wrapping_mul(self.table_covers())
     }
 
     /// True if the report has space for all guest ranges of an entry of their table.
-    pub(super) fn may_lose(&mut self, owners: &[L1Reference]) -> bool {
+    pub(super) fn fits_in_report(&mut self, owners: &[L1Location]) -> bool {
         // A hostile image may have millions of owners: avoid visiting each of them.
         if !self.lost.has_room(owners.len()) {
             return false;
@@ -233,7 +233,7 @@ impl Pass<'_> {
     }
 
     /// Records a part of the guest range of L1 entries as lost or ambiguous.
-    pub(super) fn add_ranges(&mut self, owners: &[L1Reference], part: std::ops::Range<u64>, is_lost: bool) {
+    pub(super) fn add_ranges(&mut self, owners: &[L1Location], part: std::ops::Range<u64>, is_lost: bool) {
         for owner in owners {
             let offset = self.guest_of(*owner).wrapping_add(part.start);
             let mut length = part.end - part.start;

@@ -7,7 +7,7 @@
 
 use super::{
     CreateOptions, Preallocation,
-    rules::{BrokenRule, broken},
+    rules::{InvalidImageOption, invalid_option},
 };
 use crate::qcow2::{
     header::{LARGEST_L1, LARGEST_REFCOUNT_TABLE, OFFSET_LIMIT},
@@ -16,7 +16,7 @@ use crate::qcow2::{
 
 /// Offsets and counts, in the order of the drawing in [`create`](super).
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Layout {
+pub(super) struct ImageLayout {
     pub(super) cluster_bits: u32,
     pub(super) refcount_table_offset: u64,
     pub(super) refcount_table_clusters: u64,
@@ -38,9 +38,9 @@ pub(super) struct Layout {
     pub(super) clusters: u64,
 }
 
-impl Layout {
+impl ImageLayout {
     /// Computes the layout for valid options.
-    pub(super) fn of(options: &CreateOptions) -> Result<Self, BrokenRule> {
+    pub(super) fn of(options: &CreateOptions) -> Result<Self, InvalidImageOption> {
         let layout = Self::of_any_size(options)?;
         let table_bytes = layout.refcount_table_clusters * options.cluster_bytes;
         if table_bytes > LARGEST_REFCOUNT_TABLE.max(options.cluster_bytes)
@@ -54,7 +54,7 @@ impl Layout {
     /// Like [`Self::of`], without the limits of the refcount table and of offsets: a disk within
     /// the limit of the L1 table can be created, although not all of its clusters can be
     /// allocated.
-    pub(super) fn of_any_size(options: &CreateOptions) -> Result<Self, BrokenRule> {
+    pub(super) fn of_any_size(options: &CreateOptions) -> Result<Self, InvalidImageOption> {
         let cluster_bits = options.cluster_bytes.trailing_zeros();
         let entry_bytes = if options.extended_l2 { 16 } else { 8 };
         let guest_clusters = options.size_bytes.div_ceil(options.cluster_bytes);
@@ -111,7 +111,7 @@ impl Layout {
 /// Number of clusters of the refcount table, and of refcount blocks, if there are `others` other
 /// clusters.
 fn refcounts(options: &CreateOptions, others: u64) -> (u64, u64) {
-    let per_block = numbers::count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
+    let per_block = numbers::entry_count(options.cluster_bytes, options.refcount_bits.trailing_zeros());
     let (mut table, mut blocks) = (1, 1);
     loop {
         let more_blocks = (others + table + blocks).div_ceil(per_block);
@@ -124,9 +124,9 @@ fn refcounts(options: &CreateOptions, others: u64) -> (u64, u64) {
     }
 }
 
-fn too_large(options: &CreateOptions) -> BrokenRule {
+fn too_large(options: &CreateOptions) -> InvalidImageOption {
     let CreateOptions { size_bytes, cluster_bytes, .. } = options;
-    broken(
+    invalid_option(
         format!("size={size_bytes}"),
         format!("is too large for clusters of {cluster_bytes} bytes (try a larger cluster_size)"),
     )

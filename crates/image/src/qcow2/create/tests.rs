@@ -4,7 +4,7 @@ use super::*;
 use reactor::sim;
 use storage::{
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 use crate::qcow2::{big_endian::words, read_header};
@@ -16,15 +16,15 @@ async fn numbers_of(storage: &Storage, offset: u64, count: usize) -> Vec<u64> {
 }
 
 #[test]
-fn what_is_created_is_read_with_all_its_options() {
-    let backing = Some(Backing { name: "base.raw".into(), format: Some("raw".into()) });
+fn created_image_has_all_its_options() {
+    let backing = Some(BackingReference { name: "base.raw".into(), format: Some("raw".into()) });
     let plain = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
     for options in [
         plain.clone(),
         CreateOptions { version: 2, ..plain.clone() },
         CreateOptions { cluster_bytes: 512, size_bytes: 1 << 24, refcount_bits: 1, ..plain.clone() },
         CreateOptions { cluster_bytes: 2 << 20, refcount_bits: 64, extended_l2: true, ..plain.clone() },
-        CreateOptions { compression: Compression::Zstd, lazy_refcounts: true, backing, ..plain.clone() },
+        CreateOptions { compression: CompressionType::Zstd, lazy_refcounts: true, backing, ..plain.clone() },
         CreateOptions { luks: Some([&b"LUKS\xba\xbe"[..], &[0; 99994]].concat()), ..plain.clone() },
         CreateOptions { size_bytes: 0, ..plain },
     ] {
@@ -34,7 +34,7 @@ fn what_is_created_is_read_with_all_its_options() {
             assert_eq!(read_header(&storage).await, Ok(header.clone()));
             assert_eq!(header.size_bytes, options.size_bytes);
             assert_eq!(header.refcount_bits(), options.refcount_bits);
-            if let Some(Place { offset, length }) = header.encryption {
+            if let Some(FileRegion { offset, length }) = header.encryption {
                 assert_eq!(
                     bytes::read(&storage, offset, length as usize).await,
                     Ok(options.luks.expect("given"))
@@ -45,7 +45,7 @@ fn what_is_created_is_read_with_all_its_options() {
 }
 
 #[test]
-fn refcounts_count_what_is_there_and_nothing_else() {
+fn created_image_has_exact_refcounts() {
     sim::run(1, async {
         let options = CreateOptions {
             size_bytes: 4 << 20,
@@ -80,9 +80,9 @@ fn refcounts_count_what_is_there_and_nothing_else() {
 }
 
 #[test]
-fn rules_are_named() {
+fn invalid_options_are_rejected() {
     let plain = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
-    let backing = || Some(Backing { name: "b".into(), format: None });
+    let backing = || Some(BackingReference { name: "b".into(), format: None });
     for (expect, options) in [
         ("cluster_size=3000: is not", CreateOptions { cluster_bytes: 3000, ..plain.clone() }),
         ("refcount_bits=128: is not", CreateOptions { refcount_bits: 128, ..plain.clone() }),
@@ -147,7 +147,7 @@ fn created(content: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn what_a_crash_leaves_is_the_old_image_or_the_new_one_or_none() {
+fn crash_during_creation_leaves_old_new_or_no_image() {
     let old = sim::run(1, async {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
@@ -159,7 +159,7 @@ fn what_a_crash_leaves_is_the_old_image_or_the_new_one_or_none() {
     for seed in 0..300 {
         let content = old.clone();
         let content = sim::run(seed, async move {
-            let disk = Simulated::new(content, Behaviour::default());
+            let disk = SimulatedStorage::new(content, Behaviour::default());
             let storage = Storage::Simulated(Align::new(disk.clone()));
             let creating = reactor::spawn_joinable(async move { create(&storage, None, &small()).await });
             let instant = sim::random(|random| random.u64(..40_000_000));
@@ -173,7 +173,7 @@ fn what_a_crash_leaves_is_the_old_image_or_the_new_one_or_none() {
         } else if content == old {
             left[1] += 1;
         } else {
-            assert!(Header::parse(&content).is_err(), "seed {seed}: half an image");
+            assert!(Qcow2Header::parse(&content).is_err(), "seed {seed}: half an image");
             left[2] += 1;
         }
     }
@@ -181,7 +181,7 @@ fn what_a_crash_leaves_is_the_old_image_or_the_new_one_or_none() {
 }
 
 #[test]
-fn zeroes_in_the_metadata_take_no_room_and_old_bytes_are_gone() {
+fn preallocated_metadata_is_sparse_and_old_bytes_are_gone() {
     let directory = tempfile::tempdir().expect("a temporary directory");
     let path = directory.path().join("image");
     let spec = format!("file:{}", path.to_str().expect("UTF-8"));
@@ -193,7 +193,7 @@ fn zeroes_in_the_metadata_take_no_room_and_old_bytes_are_gone() {
         for old in [512, 20 << 20] {
             std::fs::write(&path, vec![0xaa; old]).expect("there is room");
             let (spec, wish) = (spec.clone(), options.clone());
-            let header = reactor::run(reactor::Polling::Off, async move {
+            let header = reactor::run(reactor::PollingMode::Off, async move {
                 let storage = storage::open_storage(&spec, Default::default()).expect("there");
                 create(&storage, None, &wish).await.expect("valid")
             });

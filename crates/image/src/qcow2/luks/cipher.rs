@@ -20,7 +20,7 @@ use openssl::{
 };
 use zeroize::Zeroizing;
 
-use super::super::Invalid;
+use super::super::InvalidImage;
 use reactor::error::{Error, Result};
 
 /// Unit of encryption in bytes; [`Cipher`] accepts multiples of it only.
@@ -32,7 +32,7 @@ const MOST_IDLE: usize = 32;
 
 /// Chaining mode.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Mode {
+pub enum ChainingMode {
     /// XTS, IEEE 1619.
     Xts,
     /// Cipher block chaining.
@@ -54,7 +54,7 @@ pub enum IvKind {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CipherKind {
     /// Chaining mode.
-    pub mode: Mode,
+    pub mode: ChainingMode,
     /// Derivation of the initialisation vector.
     pub iv: IvKind,
     /// Length of the master key: 32 or 64 for XTS, which uses two halves; 16, 24 or 32 for CBC.
@@ -63,24 +63,24 @@ pub struct CipherKind {
 
 impl CipherKind {
     /// QEMU's default: `aes`, `xts-plain64`, 64 bytes.
-    pub const DEFAULT: Self = Self { mode: Mode::Xts, iv: IvKind::Plain64, key_bytes: 64 };
+    pub const DEFAULT: Self = Self { mode: ChainingMode::Xts, iv: IvKind::Plain64, key_bytes: 64 };
 
     /// Parses the names in the header.
     ///
     /// # Errors
     /// A name or length that is not supported.
-    pub fn parse(cipher: &str, mode: &str, key_bytes: u32) -> std::result::Result<Self, Invalid> {
+    pub fn parse(cipher: &str, mode: &str, key_bytes: u32) -> std::result::Result<Self, InvalidImage> {
         if cipher != "aes" {
-            return Err(Invalid::new(format!("the cipher {cipher:?} is not supported; \"aes\" is")));
+            return Err(InvalidImage::new(format!("the cipher {cipher:?} is not supported; \"aes\" is")));
         }
         let (chaining, iv) = match mode {
-            "xts-plain64" => (Mode::Xts, IvKind::Plain64),
-            "xts-plain" => (Mode::Xts, IvKind::Plain),
-            "cbc-plain64" => (Mode::Cbc, IvKind::Plain64),
-            "cbc-plain" => (Mode::Cbc, IvKind::Plain),
-            "cbc-essiv:sha256" => (Mode::Cbc, IvKind::EssivSha256),
+            "xts-plain64" => (ChainingMode::Xts, IvKind::Plain64),
+            "xts-plain" => (ChainingMode::Xts, IvKind::Plain),
+            "cbc-plain64" => (ChainingMode::Cbc, IvKind::Plain64),
+            "cbc-plain" => (ChainingMode::Cbc, IvKind::Plain),
+            "cbc-essiv:sha256" => (ChainingMode::Cbc, IvKind::EssivSha256),
             other => {
-                return Err(Invalid::new(format!(
+                return Err(InvalidImage::new(format!(
                     "the cipher mode {other:?} is not supported; \"xts-plain64\", \"xts-plain\", \"cbc-essiv:sha256\", \"cbc-plain64\" and \
                      \"cbc-plain\" are"
                 )));
@@ -103,8 +103,8 @@ impl CipherKind {
     /// Name of the chaining mode: `xts` or `cbc`.
     pub fn chaining_name(self) -> &'static str {
         match self.mode {
-            Mode::Xts => "xts",
-            Mode::Cbc => "cbc",
+            ChainingMode::Xts => "xts",
+            ChainingMode::Cbc => "cbc",
         }
     }
 
@@ -120,19 +120,19 @@ impl CipherKind {
     /// Key length of AES: 128, 192 or 256.
     pub fn key_bits(self) -> usize {
         match self.mode {
-            Mode::Xts => self.key_bytes * 4,
-            Mode::Cbc => self.key_bytes * 8,
+            ChainingMode::Xts => self.key_bytes * 4,
+            ChainingMode::Cbc => self.key_bytes * 8,
         }
     }
 
-    fn algorithm(self) -> std::result::Result<&'static CipherRef, Invalid> {
+    fn algorithm(self) -> std::result::Result<&'static CipherRef, InvalidImage> {
         match (self.mode, self.key_bytes) {
-            (Mode::Xts, 32) => Ok(Algorithm::aes_128_xts()),
-            (Mode::Xts, 64) => Ok(Algorithm::aes_256_xts()),
-            (Mode::Cbc, 16) => Ok(Algorithm::aes_128_cbc()),
-            (Mode::Cbc, 24) => Ok(Algorithm::aes_192_cbc()),
-            (Mode::Cbc, 32) => Ok(Algorithm::aes_256_cbc()),
-            (_, other) => Err(Invalid::new(format!(
+            (ChainingMode::Xts, 32) => Ok(Algorithm::aes_128_xts()),
+            (ChainingMode::Xts, 64) => Ok(Algorithm::aes_256_xts()),
+            (ChainingMode::Cbc, 16) => Ok(Algorithm::aes_128_cbc()),
+            (ChainingMode::Cbc, 24) => Ok(Algorithm::aes_192_cbc()),
+            (ChainingMode::Cbc, 32) => Ok(Algorithm::aes_256_cbc()),
+            (_, other) => Err(InvalidImage::new(format!(
                 "aes in the mode {} has no keys of {other} bytes",
                 self.chaining_name()
             ))),
@@ -141,13 +141,13 @@ impl CipherKind {
 }
 
 /// Contexts with the key for one direction.
-struct Pool {
+struct CipherContextPool {
     /// Template; only copied from.
     model: CipherCtx,
     idle: Mutex<Vec<CipherCtx>>,
 }
 
-impl Pool {
+impl CipherContextPool {
     fn new(model: CipherCtx) -> Self {
         Self { model, idle: Mutex::new(Vec::new()) }
     }
@@ -162,7 +162,7 @@ impl Pool {
         Ok(context)
     }
 
-    fn give_back(&self, context: CipherCtx) {
+    fn return_context(&self, context: CipherCtx) {
         let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if idle.len() < MOST_IDLE {
             idle.push(context);
@@ -171,33 +171,33 @@ impl Pool {
 }
 
 /// Encrypts and decrypts sectors with one key.
-pub struct Cipher {
+pub struct SectorCipher {
     kind: CipherKind,
-    encrypt: Pool,
-    decrypt: Pool,
+    encrypt: CipherContextPool,
+    decrypt: CipherContextPool,
     /// Encrypts initialisation vectors, for ESSIV.
-    essiv: Option<Pool>,
+    essiv: Option<CipherContextPool>,
 }
 
-impl fmt::Debug for Cipher {
+impl fmt::Debug for SectorCipher {
     fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
         formatter.debug_tuple("Cipher").field(&self.kind).finish()
     }
 }
 
-impl Cipher {
+impl SectorCipher {
     /// Creates a cipher with this key.
     ///
     /// # Errors
     /// The length of the key differs from `kind`, or openssl rejects it: for XTS, if both halves
     /// are equal.
-    pub fn new(kind: CipherKind, key: &[u8]) -> std::result::Result<Self, Invalid> {
+    pub fn new(kind: CipherKind, key: &[u8]) -> std::result::Result<Self, InvalidImage> {
         if key.len() != kind.key_bytes {
-            return Err(Invalid::new(format!("a key of {} bytes instead of {}", key.len(), kind.key_bytes)));
+            return Err(InvalidImage::new(format!("a key of {} bytes instead of {}", key.len(), kind.key_bytes)));
         }
         let algorithm = kind.algorithm()?;
         Self::set_up(kind, algorithm, key)
-            .map_err(|error| Invalid::new(format!("openssl refuses the key: {error}")))
+            .map_err(|error| InvalidImage::new(format!("openssl refuses the key: {error}")))
     }
 
     fn set_up(kind: CipherKind, algorithm: &CipherRef, key: &[u8]) -> std::result::Result<Self, ErrorStack> {
@@ -217,10 +217,10 @@ impl Cipher {
                 let mut context = CipherCtx::new()?;
                 context.encrypt_init(Some(Algorithm::aes_256_ecb()), Some(&key), None)?;
                 context.set_padding(false);
-                Some(Pool::new(context))
+                Some(CipherContextPool::new(context))
             }
         };
-        Ok(Self { kind, encrypt: Pool::new(encrypt), decrypt: Pool::new(decrypt), essiv })
+        Ok(Self { kind, encrypt: CipherContextPool::new(encrypt), decrypt: CipherContextPool::new(decrypt), essiv })
     }
 
     /// Kind of the cipher.
@@ -251,7 +251,7 @@ impl Cipher {
 
     fn apply(
         &self,
-        pool: &Pool,
+        pool: &CipherContextPool,
         first_sector: u64,
         data: &mut [u8],
         start: impl Fn(&mut CipherCtx, &[u8]) -> std::result::Result<(), ErrorStack>,
@@ -261,16 +261,16 @@ impl Cipher {
         }
         let mut run = || {
             let mut context = pool.take()?;
-            let mut essiv = self.essiv.as_ref().map(Pool::take).transpose()?;
+            let mut essiv = self.essiv.as_ref().map(CipherContextPool::take).transpose()?;
             for (index, sector) in (0_u64..).zip(data.chunks_exact_mut(SECTOR_BYTES)) {
                 let iv = self.iv(first_sector.wrapping_add(index), essiv.as_mut())?;
                 start(&mut context, &iv)?;
                 self.update(&mut context, sector)?;
             }
             // After an error the context is dropped instead: its state is unknown.
-            pool.give_back(context);
+            pool.return_context(context);
             if let (Some(pool), Some(context)) = (&self.essiv, essiv) {
-                pool.give_back(context);
+                pool.return_context(context);
             }
             Ok::<_, ErrorStack>(())
         };
@@ -282,8 +282,8 @@ impl Cipher {
 
     fn update(&self, context: &mut CipherCtx, sector: &mut [u8]) -> std::result::Result<(), ErrorStack> {
         match self.kind.mode {
-            Mode::Xts => context.cipher_update_inplace(sector, SECTOR_BYTES)?,
-            Mode::Cbc => {
+            ChainingMode::Xts => context.cipher_update_inplace(sector, SECTOR_BYTES)?,
+            ChainingMode::Cbc => {
                 // The binding demands space for one more block, which is unused without padding.
                 let mut room = [0; SECTOR_BYTES + IV_BYTES];
                 room[..SECTOR_BYTES].copy_from_slice(sector);
@@ -329,9 +329,9 @@ mod tests {
     fn kinds() -> impl Iterator<Item = CipherKind> {
         use IvKind::{EssivSha256, Plain, Plain64};
         let of = |mode, iv, key_bytes| CipherKind { mode, iv, key_bytes };
-        let cbc = [16, 24, 32].into_iter().map(move |length| of(Mode::Cbc, Plain, length));
-        let essiv = of(Mode::Cbc, EssivSha256, 32);
-        cbc.chain([of(Mode::Xts, Plain64, 32), of(Mode::Xts, Plain, 64), CipherKind::DEFAULT, essiv])
+        let cbc = [16, 24, 32].into_iter().map(move |length| of(ChainingMode::Cbc, Plain, length));
+        let essiv = of(ChainingMode::Cbc, EssivSha256, 32);
+        cbc.chain([of(ChainingMode::Xts, Plain64, 32), of(ChainingMode::Xts, Plain, 64), CipherKind::DEFAULT, essiv])
     }
 
     /// IEEE 1619-2007, annex B, vector 10: data unit ff, XTS-AES-256.
@@ -347,7 +347,7 @@ mod tests {
             "3141592653589793238462643383279502884197169399375105820974944592"
         ));
         let mut data: Vec<u8> = (0..=255).chain(0..=255).collect();
-        let cipher = Cipher::new(CipherKind::DEFAULT, &key).expect("valid");
+        let cipher = SectorCipher::new(CipherKind::DEFAULT, &key).expect("valid");
         cipher.encrypt(0xff, &mut data).expect("whole sectors");
         assert_eq!(data[..16], hex("1c3b3a102f770386e4836c99e370cf9b"));
         cipher.decrypt(0xff, &mut data).expect("whole sectors");
@@ -373,12 +373,12 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_whole_sectors_is_refused() {
-        let cipher = Cipher::new(CipherKind::DEFAULT, &key(64)).expect("valid");
+    fn partial_sectors_are_rejected() {
+        let cipher = SectorCipher::new(CipherKind::DEFAULT, &key(64)).expect("valid");
         assert_eq!(cipher.encrypt(0, &mut [0; 511]), Err(Error::INVALID));
         assert_eq!(cipher.decrypt(0, &mut []), Ok(()));
-        assert!(Cipher::new(CipherKind::DEFAULT, &key(32)).is_err());
-        assert!(Cipher::new(CipherKind::DEFAULT, &[0; 64]).is_err(), "two halves that are the same");
+        assert!(SectorCipher::new(CipherKind::DEFAULT, &key(32)).is_err());
+        assert!(SectorCipher::new(CipherKind::DEFAULT, &[0; 64]).is_err(), "two halves that are the same");
     }
 
     proptest! {
@@ -387,7 +387,7 @@ mod tests {
         #[test]
         fn sectors_are_independent_and_come_back(first in any::<u64>(), sectors in 1_usize..8, byte in any::<u8>()) {
             for kind in kinds() {
-                let cipher = Cipher::new(kind, &key(kind.key_bytes)).expect("valid");
+                let cipher = SectorCipher::new(kind, &key(kind.key_bytes)).expect("valid");
                 let plain = vec![byte; sectors * SECTOR_BYTES];
                 let mut all = plain.clone();
                 cipher.encrypt(first, &mut all).expect("whole sectors");

@@ -12,7 +12,7 @@ use openssl::hash::MessageDigest;
 
 use super::{
     super::{
-        Invalid,
+        InvalidImage,
         big_endian::{array, u16_at, u32_at},
     },
     cipher::{CipherKind, SECTOR_BYTES},
@@ -40,7 +40,7 @@ const SLOT_BYTES: usize = 48;
 
 /// Hash function of key derivation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Hash {
+pub enum LuksHash {
     /// SHA-1, the first of the format.
     Sha1,
     /// SHA-224.
@@ -55,7 +55,7 @@ pub enum Hash {
     Ripemd160,
 }
 
-impl Hash {
+impl LuksHash {
     const ALL: [Self; 6] =
         [Self::Sha1, Self::Sha224, Self::Sha256, Self::Sha384, Self::Sha512, Self::Ripemd160];
 
@@ -63,10 +63,10 @@ impl Hash {
     ///
     /// # Errors
     /// The name is not supported.
-    pub fn parse(name: &str) -> Result<Self, Invalid> {
+    pub fn parse(name: &str) -> Result<Self, InvalidImage> {
         Self::ALL.into_iter().find(|hash| hash.name() == name).ok_or_else(|| {
             let known = Self::ALL.map(Self::name).join(", ");
-            Invalid::new(format!("the hash {name:?} is not supported; {known} are"))
+            InvalidImage::new(format!("the hash {name:?} is not supported; {known} are"))
         })
     }
 
@@ -116,7 +116,7 @@ pub struct LuksHeader {
     /// Cipher of guest data and key slots.
     pub cipher: CipherKind,
     /// Hash of PBKDF2 and the stripes.
-    pub hash: Hash,
+    pub hash: LuksHash,
     /// Offset of the data in bytes on a plain LUKS disk; unused inside qcow2.
     pub payload_offset: u64,
     /// Digest that verifies the master key.
@@ -136,14 +136,14 @@ pub struct LuksHeader {
 ///
 /// # Errors
 /// The first fault: `bytes` is not a LUKS header, or a slot ends beyond `area_bytes`.
-pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), Invalid> {
+pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), InvalidImage> {
     let Some(bytes) = bytes.get(..HEADER_BYTES).filter(|bytes| bytes.starts_with(&MAGIC)) else {
-        return Err(Invalid::new("the LUKS header has no signature"));
+        return Err(InvalidImage::new("the LUKS header has no signature"));
     };
     for slot in 0..SLOTS {
         let end = slot_place(bytes, slot).end;
         if end > area_bytes {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "key slot {slot} ends at {end:#x}, past the end of the LUKS header ({area_bytes:#x})"
             )));
         }
@@ -167,16 +167,16 @@ impl LuksHeader {
     ///
     /// # Errors
     /// The violated rule or the unsupported value.
-    pub fn parse(bytes: &[u8], area_bytes: u64) -> Result<Self, Invalid> {
+    pub fn parse(bytes: &[u8], area_bytes: u64) -> Result<Self, InvalidImage> {
         let Some(bytes) = bytes.get(..HEADER_BYTES) else {
-            return Err(Invalid::new("the LUKS header is cut off"));
+            return Err(InvalidImage::new("the LUKS header is cut off"));
         };
         if bytes[..6] != MAGIC {
-            return Err(Invalid::new("the LUKS header has no signature"));
+            return Err(InvalidImage::new("the LUKS header has no signature"));
         }
         let version = u16_at(bytes, 6);
         if version != VERSION {
-            return Err(Invalid::new(format!(
+            return Err(InvalidImage::new(format!(
                 "version {version} of LUKS is not supported inside qcow2; 1 is"
             )));
         }
@@ -187,7 +187,7 @@ impl LuksHeader {
         )?;
         let header = Self {
             cipher,
-            hash: Hash::parse(text(&bytes[72..104], "the hash's name")?)?,
+            hash: LuksHash::parse(text(&bytes[72..104], "the hash's name")?)?,
             payload_offset: u64::from(u32_at(bytes, 104)) * SECTOR_BYTES as u64,
             digest: array(bytes, 112),
             digest_salt: array(bytes, 132),
@@ -200,14 +200,14 @@ impl LuksHeader {
         Ok(header)
     }
 
-    fn check(&self, bytes: &[u8]) -> Result<(), Invalid> {
+    fn check(&self, bytes: &[u8]) -> Result<(), InvalidImage> {
         iterations("the master key's digest", self.digest_iterations)?;
         // Overlapping slots would damage each other when one is changed.
         let mut taken = vec![("header".to_owned(), 0..HEADER_BYTES as u64)];
         for (index, slot) in self.slots.iter().enumerate().filter(|(_, slot)| slot.active) {
             iterations(&format!("key slot {index}"), slot.iterations)?;
             if slot.stripes != STRIPES {
-                return Err(Invalid::new(format!(
+                return Err(InvalidImage::new(format!(
                     "key slot {index} has {} stripes; {STRIPES} is the only number there is",
                     slot.stripes
                 )));
@@ -216,7 +216,7 @@ impl LuksHeader {
             let overlapped =
                 taken.iter().find(|(_, other)| place.start < other.end && other.start < place.end);
             if let Some((other, _)) = overlapped {
-                return Err(Invalid::new(format!("key slot {index} overlaps with the LUKS {other}")));
+                return Err(InvalidImage::new(format!("key slot {index} overlaps with the LUKS {other}")));
             }
             taken.push((format!("key slot {index}"), place));
         }
@@ -261,7 +261,7 @@ impl LuksHeader {
     }
 }
 
-fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], Invalid> {
+fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], InvalidImage> {
     let mut slots = Vec::with_capacity(SLOTS);
     for index in 0..SLOTS {
         let at = FIRST_SLOT + index * SLOT_BYTES;
@@ -269,7 +269,7 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], Invalid> {
             ENABLED => true,
             DISABLED => false,
             other => {
-                return Err(Invalid::new(format!("key slot {index} is neither used nor unused: {other:#x}")));
+                return Err(InvalidImage::new(format!("key slot {index} is neither used nor unused: {other:#x}")));
             }
         };
         slots.push(KeySlot {
@@ -280,14 +280,14 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], Invalid> {
             stripes: u32_at(bytes, at + 44),
         });
     }
-    slots.try_into().map_err(|_| Invalid::new("the LUKS header is cut off"))
+    slots.try_into().map_err(|_| InvalidImage::new("the LUKS header is cut off"))
 }
 
-fn iterations(what: &str, count: u32) -> Result<(), Invalid> {
+fn iterations(what: &str, count: u32) -> Result<(), InvalidImage> {
     if (1..=MOST_ITERATIONS).contains(&count) {
         return Ok(());
     }
-    Err(Invalid::new(format!("{what} asks for {count} iterations; from 1 to {MOST_ITERATIONS} is possible")))
+    Err(InvalidImage::new(format!("{what} asks for {count} iterations; from 1 to {MOST_ITERATIONS} is possible")))
 }
 
 fn sectors(bytes: u64) -> [u8; 4] {
@@ -295,12 +295,12 @@ fn sectors(bytes: u64) -> [u8; 4] {
 }
 
 /// Text of a field, up to the first zero.
-fn text<'a>(field: &'a [u8], what: &str) -> Result<&'a str, Invalid> {
+fn text<'a>(field: &'a [u8], what: &str) -> Result<&'a str, InvalidImage> {
     let end = field.iter().position(|&byte| byte == 0).unwrap_or(field.len());
     let text = std::str::from_utf8(&field[..end])
         .ok()
         .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()));
-    text.ok_or_else(|| Invalid::new(format!("{what} in the LUKS header is not text")))
+    text.ok_or_else(|| InvalidImage::new(format!("{what} in the LUKS header is not text")))
 }
 
 #[cfg(test)]
@@ -321,7 +321,7 @@ mod tests {
         };
         LuksHeader {
             cipher: CipherKind::DEFAULT,
-            hash: Hash::Sha256,
+            hash: LuksHash::Sha256,
             payload_offset: AREA,
             digest: [1; 20],
             digest_salt: [2; 32],
@@ -338,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn what_breaks_a_rule_is_named() {
+    fn invalid_luks_headers_are_rejected() {
         type Change = fn(&mut [u8]);
         let cases: [(&str, Change); 12] = [
             ("signature", |bytes| bytes[0] = 0),
@@ -389,7 +389,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn noise_never_does_more_than_fail(at in 0..HEADER_BYTES, noise in proptest::collection::vec(any::<u8>(), 1..40), area: u64) {
+        fn random_header_only_fails(at in 0..HEADER_BYTES, noise in proptest::collection::vec(any::<u8>(), 1..40), area: u64) {
             let mut bytes = header().encode();
             let end = HEADER_BYTES.min(at + noise.len());
             bytes[at..end].copy_from_slice(&noise[..end - at]);

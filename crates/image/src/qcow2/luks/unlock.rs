@@ -11,16 +11,16 @@ use openssl::{error::ErrorStack, pkcs5::pbkdf2_hmac, rand::rand_bytes};
 use zeroize::Zeroizing;
 
 use super::{
-    cipher::{Cipher, CipherKind},
-    header::{HEADER_BYTES, Hash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, STRIPES},
+    cipher::{SectorCipher, CipherKind},
+    header::{HEADER_BYTES, LuksHash, KeySlot, LuksHeader, MOST_ITERATIONS, SLOTS, STRIPES},
     stripes,
 };
-use reactor::{buffer::Buffer, error::Error};
+use reactor::{buffer::IoBuffer, error::Error};
 use storage::Storage;
 
 use crate::{
     Secret,
-    qcow2::{Invalid, header::Place},
+    qcow2::{InvalidImage, header::FileRegion},
 };
 
 // Minimum of iterations, from the specification.
@@ -33,7 +33,7 @@ const DIGEST_SHARE: u32 = 8;
 pub enum UnlockError {
     /// The LUKS header is invalid or not supported.
     #[error(transparent)]
-    Invalid(#[from] Invalid),
+    Invalid(#[from] InvalidImage),
     /// The LUKS header cannot be read.
     #[error("the LUKS header cannot be read: {0}")]
     Io(#[from] Error),
@@ -51,7 +51,7 @@ pub struct LuksOptions {
     /// Cipher of guest data and key slots.
     pub cipher: CipherKind,
     /// Hash of key derivation.
-    pub hash: Hash,
+    pub hash: LuksHash,
     /// Target duration of a key derivation on this machine.
     pub iteration_time: Duration,
 }
@@ -59,7 +59,7 @@ pub struct LuksOptions {
 impl Default for LuksOptions {
     /// QEMU's defaults: AES-256-XTS, SHA-256, two seconds.
     fn default() -> Self {
-        Self { cipher: CipherKind::DEFAULT, hash: Hash::Sha256, iteration_time: Duration::from_secs(2) }
+        Self { cipher: CipherKind::DEFAULT, hash: LuksHash::Sha256, iteration_time: Duration::from_secs(2) }
     }
 }
 
@@ -69,7 +69,7 @@ pub struct NewLuks {
     /// LUKS header and all key slots, to be written at the location that the image's header names.
     pub area: Vec<u8>,
     /// Cipher of guest data.
-    pub cipher: Cipher,
+    pub cipher: SectorCipher,
 }
 
 impl NewLuks {
@@ -83,19 +83,19 @@ impl NewLuks {
 ///
 /// # Errors
 /// [`UnlockError::Invalid`] and [`UnlockError::Io`].
-pub async fn read_header(storage: &Storage, place: Place) -> Result<LuksHeader, UnlockError> {
+pub async fn read_header(storage: &Storage, place: FileRegion) -> Result<LuksHeader, UnlockError> {
     let end = place.offset.checked_add(place.length);
     if end.is_none_or(|end| end > storage.size_bytes()) {
-        return Err(Invalid::new(format!(
+        return Err(InvalidImage::new(format!(
             "the LUKS header at {:#x} ends past the end of the file",
             place.offset
         ))
         .into());
     }
     if place.length < HEADER_BYTES as u64 {
-        return Err(Invalid::new(format!("a LUKS header of {} bytes", place.length)).into());
+        return Err(InvalidImage::new(format!("a LUKS header of {} bytes", place.length)).into());
     }
-    let bytes = storage.read(place.offset, Buffer::new(HEADER_BYTES)).await?;
+    let bytes = storage.read(place.offset, IoBuffer::new(HEADER_BYTES)).await?;
     Ok(LuksHeader::parse(&bytes, place.length)?)
 }
 
@@ -103,16 +103,16 @@ pub async fn read_header(storage: &Storage, place: Place) -> Result<LuksHeader, 
 ///
 /// # Errors
 /// [`UnlockError`].
-pub async fn unlock(storage: &Storage, place: Place, passphrase: &Secret) -> Result<Cipher, UnlockError> {
+pub async fn unlock(storage: &Storage, place: FileRegion, passphrase: &Secret) -> Result<SectorCipher, UnlockError> {
     let header = read_header(storage, place).await?;
     let mut slots = 0;
     for slot in header.slots.iter().filter(|slot| slot.active) {
         slots += 1;
-        let material = storage.read(place.offset + slot.offset, Buffer::new(header.material_bytes())).await?;
+        let material = storage.read(place.offset + slot.offset, IoBuffer::new(header.material_bytes())).await?;
         let (header, slot, passphrase) = (header.clone(), slot.clone(), passphrase.clone());
         // The stripes are copied into memory that is wiped after use.
         let mut material = Zeroizing::new(material.to_vec());
-        let opened = reactor::computing(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
+        let opened = reactor::run_computation(move || try_slot(&header, &slot, &mut material, &passphrase)).await?;
         if let Some(cipher) = opened {
             return Ok(cipher);
         }
@@ -127,16 +127,16 @@ fn try_slot(
     slot: &KeySlot,
     material: &mut [u8],
     passphrase: &Secret,
-) -> Result<Option<Cipher>, Invalid> {
+) -> Result<Option<SectorCipher>, InvalidImage> {
     let key = derive(header.hash, passphrase.expose(), &slot.salt, slot.iterations, header.cipher.key_bytes)?;
-    let decrypted = Cipher::new(header.cipher, &key)?.decrypt(0, material);
-    decrypted.map_err(|error| Invalid::new(format!("a key slot cannot be decrypted: {error}")))?;
+    let decrypted = SectorCipher::new(header.cipher, &key)?.decrypt(0, material);
+    decrypted.map_err(|error| InvalidImage::new(format!("a key slot cannot be decrypted: {error}")))?;
     let master = stripes::merge(material, slot.stripes as usize, header.hash.digest()).map_err(failed)?;
     let digest =
         derive(header.hash, &master, &header.digest_salt, header.digest_iterations, header.digest.len())?;
     // Constant time: the digest verifies the master key.
     if openssl::memcmp::eq(&digest, &header.digest) {
-        Cipher::new(header.cipher, &master).map(Some)
+        SectorCipher::new(header.cipher, &master).map(Some)
     } else {
         Ok(None)
     }
@@ -147,7 +147,7 @@ fn try_slot(
 ///
 /// # Errors
 /// openssl fails or does not support the hash.
-pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, Invalid> {
+pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, InvalidImage> {
     let LuksOptions { cipher: kind, hash, iteration_time } = *options;
     let iterations = iterations_for(hash, kind.key_bytes, iteration_time)?;
     let mut master = Zeroizing::new(vec![0; kind.key_bytes]);
@@ -175,31 +175,31 @@ pub fn create(passphrase: &Secret, options: &LuksOptions) -> Result<NewLuks, Inv
     header.slots[0] = KeySlot { active: true, iterations, salt, ..slot(0) };
     let key = derive(hash, passphrase.expose(), &salt, iterations, kind.key_bytes)?;
     let mut material = stripes::split(&master, STRIPES as usize, hash.digest()).map_err(failed)?;
-    let encrypted = Cipher::new(kind, &key)?.encrypt(0, &mut material);
-    encrypted.map_err(|error| Invalid::new(format!("a key slot cannot be encrypted: {error}")))?;
+    let encrypted = SectorCipher::new(kind, &key)?.encrypt(0, &mut material);
+    encrypted.map_err(|error| InvalidImage::new(format!("a key slot cannot be encrypted: {error}")))?;
     let mut area = vec![0; NewLuks::area_bytes(kind) as usize];
     area[..HEADER_BYTES].copy_from_slice(&header.encode());
     let at = header.slots[0].offset as usize;
     area[at..at + material.len()].copy_from_slice(&material);
-    Ok(NewLuks { area, cipher: Cipher::new(kind, &master)? })
+    Ok(NewLuks { area, cipher: SectorCipher::new(kind, &master)? })
 }
 
 fn derive(
-    hash: Hash,
+    hash: LuksHash,
     secret: &[u8],
     salt: &[u8],
     iterations: u32,
     length: usize,
-) -> Result<Zeroizing<Vec<u8>>, Invalid> {
+) -> Result<Zeroizing<Vec<u8>>, InvalidImage> {
     let mut key = Zeroizing::new(vec![0; length]);
     pbkdf2_hmac(secret, salt, iterations as usize, hash.digest(), &mut key)
-        .map_err(|error| Invalid::new(format!("a key cannot be derived with {}: {error}", hash.name())))?;
+        .map_err(|error| InvalidImage::new(format!("a key cannot be derived with {}: {error}", hash.name())))?;
     Ok(key)
 }
 
 /// Number of iterations that take `time` on this thread. Measured with increasing numbers until
 /// the clock is precise enough.
-fn iterations_for(hash: Hash, key_bytes: usize, time: Duration) -> Result<u32, Invalid> {
+fn iterations_for(hash: LuksHash, key_bytes: usize, time: Duration) -> Result<u32, InvalidImage> {
     const LONG_ENOUGH: Duration = Duration::from_millis(50);
     if time.is_zero() {
         return Ok(LEAST_ITERATIONS);
@@ -219,28 +219,28 @@ fn iterations_for(hash: Hash, key_bytes: usize, time: Duration) -> Result<u32, I
 }
 
 /// CPU time of this thread: wall-clock time would yield weaker keys on a busy machine.
-fn processor_time() -> Result<Duration, Invalid> {
+fn processor_time() -> Result<Duration, InvalidImage> {
     clock_gettime(ClockId::CLOCK_THREAD_CPUTIME_ID)
         .map(Duration::from)
-        .map_err(|errno| Invalid::new(format!("the processor time cannot be read: {errno}")))
+        .map_err(|errno| InvalidImage::new(format!("the processor time cannot be read: {errno}")))
 }
 
-fn random<const N: usize>() -> Result<[u8; N], Invalid> {
+fn random<const N: usize>() -> Result<[u8; N], InvalidImage> {
     let mut bytes = [0; N];
     rand_bytes(&mut bytes).map_err(failed)?;
     Ok(bytes)
 }
 
 /// Random UUID, version 4 of RFC 9562.
-fn new_uuid() -> Result<String, Invalid> {
+fn new_uuid() -> Result<String, InvalidImage> {
     let number = u128::from_be_bytes(random()?);
     let number = number & !(0xf << 76 | 0x3 << 62) | 0x4 << 76 | 0x2 << 62;
     let hex = format!("{number:032x}");
     Ok([&hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..]].join("-"))
 }
 
-fn failed(error: ErrorStack) -> Invalid {
-    Invalid::new(format!("openssl failed: {error}"))
+fn failed(error: ErrorStack) -> InvalidImage {
+    InvalidImage::new(format!("openssl failed: {error}"))
 }
 
 #[cfg(test)]
@@ -248,31 +248,31 @@ mod tests {
     use std::io::Read as _;
 
     use super::*;
-    use crate::qcow2::{big_endian::u64_at, entry::L1Entry, entry::Shape, header::Header};
+    use crate::qcow2::{big_endian::u64_at, entry::L1Entry, entry::EntryFormat, header::Qcow2Header};
     use reactor::sim;
 
     const QUICK: LuksOptions =
-        LuksOptions { cipher: CipherKind::DEFAULT, hash: Hash::Sha256, iteration_time: Duration::ZERO };
+        LuksOptions { cipher: CipherKind::DEFAULT, hash: LuksHash::Sha256, iteration_time: Duration::ZERO };
 
     fn secret(text: &str) -> Secret {
         Secret::new(text.as_bytes().to_vec())
     }
 
-    fn place(area: &[u8]) -> Place {
-        Place { offset: 0, length: area.len() as u64 }
+    fn place(area: &[u8]) -> FileRegion {
+        FileRegion { offset: 0, length: area.len() as u64 }
     }
 
     #[test]
-    fn what_is_locked_opens_with_its_passphrase_only() {
+    fn volume_unlocks_with_its_passphrase_only() {
         for (mode, key_bytes, hash) in [
-            ("xts-plain64", 64, Hash::Sha256),
-            ("xts-plain64", 32, Hash::Sha1),
-            ("cbc-essiv:sha256", 32, Hash::Sha512),
+            ("xts-plain64", 64, LuksHash::Sha256),
+            ("xts-plain64", 32, LuksHash::Sha1),
+            ("cbc-essiv:sha256", 32, LuksHash::Sha512),
         ] {
             let cipher = CipherKind::parse("aes", mode, key_bytes).expect("supported");
             let new = create(&secret("geheim"), &LuksOptions { cipher, hash, ..QUICK }).expect("made");
             sim::run(1, async move {
-                let storage = Storage::holding(&new.area).await;
+                let storage = Storage::with_content(&new.area).await;
                 let place = place(&new.area);
                 let wrong = unlock(&storage, place, &secret("Geheim")).await.expect_err("wrong");
                 assert_eq!(wrong, UnlockError::WrongPassphrase { slots: 1 });
@@ -286,7 +286,7 @@ mod tests {
     }
 
     #[test]
-    fn a_passphrase_is_made_slow_to_try() {
+    fn key_derivation_is_slow() {
         let options = LuksOptions { iteration_time: Duration::from_millis(200), ..QUICK };
         let new = create(&secret("geheim"), &options).expect("made");
         let header = LuksHeader::parse(&new.area, new.area.len() as u64).expect("valid");
@@ -299,25 +299,25 @@ mod tests {
     #[test]
     fn a_header_outside_the_file_is_refused() {
         sim::run(1, async {
-            let storage = Storage::holding(&[0; 4096]).await;
+            let storage = Storage::with_content(&[0; 4096]).await;
             for (offset, length) in [(0, 8192), (u64::MAX, 2), (4096, 592), (0, 591)] {
-                let error = read_header(&storage, Place { offset, length }).await.expect_err("outside");
+                let error = read_header(&storage, FileRegion { offset, length }).await.expect_err("outside");
                 assert!(matches!(error, UnlockError::Invalid(_)), "{error}");
             }
         });
     }
 
     /// An image encrypted by QEMU: see `samples/README.md`.
-    fn encrypted_by_qemu(sample: &[u8]) -> (Vec<u8>, Header) {
+    fn encrypted_by_qemu(sample: &[u8]) -> (Vec<u8>, Qcow2Header) {
         let mut file = Vec::new();
         flate2::read::GzDecoder::new(sample).read_to_end(&mut file).expect("a sample of gzip");
-        let header = Header::parse(&file).expect("valid");
+        let header = Qcow2Header::parse(&file).expect("valid");
         (file, header)
     }
 
     /// Offset of the first guest cluster.
-    fn first_cluster(file: &[u8], header: &Header) -> usize {
-        let shape = Shape { cluster_bits: 12, extended: false, data_file: false, version: 3 };
+    fn first_cluster(file: &[u8], header: &Qcow2Header) -> usize {
+        let shape = EntryFormat { cluster_bits: 12, extended: false, data_file: false, version: 3 };
         let number = |at: u64| u64_at(file, at as usize);
         let table = L1Entry::decode(number(header.l1_offset), shape).expect("valid").offset;
         (number(table) & 0x00ff_ffff_ffff_fe00) as usize
@@ -335,7 +335,7 @@ mod tests {
             let at = first_cluster(&file, &header);
             let place = header.encryption.expect("encrypted");
             sim::run(1, async move {
-                let storage = Storage::holding(&file).await;
+                let storage = Storage::with_content(&file).await;
                 let cipher = unlock(&storage, place, &secret("geheim")).await.expect("unlocks");
                 assert_eq!(NewLuks::area_bytes(cipher.kind()), place.length, "{name}");
                 let mut cluster = file[at..at + 4096].to_vec();

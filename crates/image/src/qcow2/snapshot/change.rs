@@ -14,13 +14,13 @@
 use std::sync::atomic::Ordering::Release;
 
 use super::{
-    Snapshot, SnapshotError, encode,
-    reach::{Flags, Table},
+    InternalSnapshot, SnapshotError, encode,
+    reach::{CopiedFlags, L1TableCopy},
     read,
 };
 use crate::qcow2::{
-    Invalid, Qcow2,
-    header::{Header, LARGEST_L1, MOST_SNAPSHOTS},
+    InvalidImage, Qcow2Image,
+    header::{Qcow2Header, LARGEST_L1, MOST_SNAPSHOTS},
     l1::{L1, padded},
 };
 
@@ -37,16 +37,16 @@ pub struct NewSnapshot<'a> {
 
 type Result<T> = std::result::Result<T, SnapshotError>;
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Reads the snapshots from the file.
     ///
     /// # Errors
     /// [`SnapshotError::Invalid`] and [`SnapshotError::Failed`].
-    pub async fn snapshots(&self) -> Result<Vec<Snapshot>> {
+    pub async fn snapshots(&self) -> Result<Vec<InternalSnapshot>> {
         Ok(self.snapshot_table().await?.0)
     }
 
-    async fn snapshot_table(&self) -> Result<(Vec<Snapshot>, u64)> {
+    async fn snapshot_table(&self) -> Result<(Vec<InternalSnapshot>, u64)> {
         let (snapshots, length) = read(self.file.storage(), &self.header()).await?;
         Ok((snapshots, length as u64))
     }
@@ -56,7 +56,7 @@ impl Qcow2 {
     ///
     /// # Errors
     /// [`SnapshotError`]; the disk is unchanged.
-    pub async fn create_snapshot(&self, new: NewSnapshot<'_>) -> Result<Snapshot> {
+    pub async fn create_snapshot(&self, new: NewSnapshot<'_>) -> Result<InternalSnapshot> {
         self.check_snapshots()?;
         let _quiet = self.quiesce().await?;
         let header = self.header();
@@ -64,9 +64,9 @@ impl Qcow2 {
         if header.snapshots >= MOST_SNAPSHOTS {
             return Err(SnapshotError::TooMany);
         }
-        let Table { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
-        let l1 = self.flagged(&bytes, Flags::Clear).await?;
-        let mut snapshot = Snapshot {
+        let L1TableCopy { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        let l1 = self.flagged(&bytes, CopiedFlags::Clear).await?;
+        let mut snapshot = InternalSnapshot {
             l1_entries: header.l1_entries,
             id: next_id(&snapshots),
             name: new.name.as_bytes().to_vec(),
@@ -74,15 +74,15 @@ impl Qcow2 {
             date_ns: new.date_ns,
             disk_bytes: Some(header.size_bytes),
             instructions: Some(u64::MAX),
-            ..Snapshot::default()
+            ..InternalSnapshot::default()
         };
         // First: no reference may exist before it is counted.
-        self.change_reach(&tables, 1).await?;
+        self.change_refcounts_of_snapshot(&tables, 1).await?;
         let kept = async {
             snapshot.l1_offset = self.store(&l1).await?;
             snapshots.push(snapshot.clone());
-            let kept = self.keep(&header, &snapshots, old_length).await;
-            self.undo_unless_done(&kept, snapshot.l1_offset, l1.len()).await?;
+            let kept = self.increment_refcounts(&header, &snapshots, old_length).await;
+            self.undo_on_error(&kept, snapshot.l1_offset, l1.len()).await?;
             kept
         };
         let kept = kept.await;
@@ -90,8 +90,8 @@ impl Qcow2 {
         // worst a leak.
         if kept.is_err() && !self.is_read_only() {
             // The disk is the only owner again, as before.
-            self.change_reach(&tables, -1).await?;
-            self.set_active_flags(Flags::Recount).await?;
+            self.change_refcounts_of_snapshot(&tables, -1).await?;
+            self.set_active_flags(CopiedFlags::Recount).await?;
             self.flush_metadata().await?;
             self.reload().await?;
         }
@@ -118,17 +118,17 @@ impl Qcow2 {
     }
 
     /// Writes a snapshot table whose last entry shares everything with the disk.
-    async fn keep(&self, header: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
+    async fn increment_refcounts(&self, header: &Qcow2Header, snapshots: &[InternalSnapshot], old_length: u64) -> Result<()> {
         self.flush_metadata().await?;
         // From here on first writes copy, whether the snapshot is completed or not. Nothing that
         // can fail may come between the header and this.
-        self.set_active_flags(Flags::Clear).await?;
-        self.forget_copied();
+        self.set_active_flags(CopiedFlags::Clear).await?;
+        self.clear_copied_flags();
         self.replace_snapshots(header, snapshots, old_length).await
     }
 
     /// After a failure, frees an L1 table that the header certainly does not refer to.
-    async fn undo_unless_done(&self, done: &Result<()>, l1_offset: u64, l1_bytes: usize) -> Result<()> {
+    async fn undo_on_error(&self, done: &Result<()>, l1_offset: u64, l1_bytes: usize) -> Result<()> {
         if done.is_err() && !self.is_read_only() {
             self.change_refcount(l1_offset, l1_bytes.max(1) as u64, -1).await?;
         }
@@ -150,25 +150,25 @@ impl Qcow2 {
         let entries = u64::from(snapshot.l1_entries).max(header.l1_entries_for(size_bytes));
         if entries > LARGEST_L1 / 8 {
             let what = format!("snapshot {name:?} is of a disk of {size_bytes} bytes, which is too large");
-            return Err(Invalid::new(what).into());
+            return Err(InvalidImage::new(what).into());
         }
         let old = self.read_l1(header.l1_offset, header.l1_entries).await?;
         let new = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
         // The new active table shares everything with the snapshot, so no entry may have the
         // COPIED flag.
-        let mut l1 = self.flagged(&new.bytes, Flags::Clear).await?;
+        let mut l1 = self.flagged(&new.bytes, CopiedFlags::Clear).await?;
         l1.resize(entries as usize * 8, 0);
-        Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
-        self.change_reach(&new.tables, 1).await?;
+        Qcow2Header { size_bytes, l1_entries: entries as u32, ..header.clone() }.encode()?;
+        self.change_refcounts_of_snapshot(&new.tables, 1).await?;
         let changed = async {
             let l1_offset = self.store(&l1).await?;
-            let changed = self.go_back(l1_offset, &l1, &new.tables, size_bytes).await;
-            self.undo_unless_done(&changed, l1_offset, l1.len()).await?;
+            let changed = self.switch_l1(l1_offset, &l1, &new.tables, size_bytes).await;
+            self.undo_on_error(&changed, l1_offset, l1.len()).await?;
             changed
         };
         let changed = changed.await;
         if changed.is_err() && !self.is_read_only() {
-            self.change_reach(&new.tables, -1).await?;
+            self.change_refcounts_of_snapshot(&new.tables, -1).await?;
         }
         changed?;
         // The difference is unknown, so everything is marked dirty. Bitmaps that do not record
@@ -176,7 +176,7 @@ impl Qcow2 {
         self.resize_bitmaps(header.size_bytes, size_bytes, &[]).await;
         self.mark_recorded(0, size_bytes);
         // After the header: the old table is unreachable now.
-        self.change_reach(&old.tables, -1).await?;
+        self.change_refcounts_of_snapshot(&old.tables, -1).await?;
         if !old.bytes.is_empty() {
             self.change_refcount(header.l1_offset, old.bytes.len() as u64, -1).await?;
         }
@@ -185,11 +185,11 @@ impl Qcow2 {
 
     /// Switches header and memory to another L1 table, everything below which is shared with a
     /// snapshot.
-    async fn go_back(&self, l1_offset: u64, l1: &[u8], tables: &[u64], size_bytes: u64) -> Result<()> {
+    async fn switch_l1(&self, l1_offset: u64, l1: &[u8], tables: &[u64], size_bytes: u64) -> Result<()> {
         // Everything that can fail precedes the change of the header.
         let table = L1::parse(l1_offset, l1, self.shape, self.file.size_bytes())?;
         self.flush_metadata().await?;
-        self.set_flags(tables, Flags::Clear).await?;
+        self.set_flags(tables, CopiedFlags::Clear).await?;
         // Marked before the switch: a crash must not leave bitmaps that seem valid for another
         // content.
         self.mark_bitmaps_in_use().await?;
@@ -214,16 +214,16 @@ impl Qcow2 {
         let header = self.header();
         let (mut snapshots, old_length) = self.snapshot_table().await?;
         let snapshot = snapshots.remove(find(&snapshots, name)?);
-        let Table { bytes, tables } = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
+        let L1TableCopy { bytes, tables } = self.read_l1(snapshot.l1_offset, snapshot.l1_entries).await?;
         // The header drops the snapshot before its references are released.
         self.replace_snapshots(&header, &snapshots, old_length).await?;
-        self.change_reach(&tables, -1).await?;
+        self.change_refcounts_of_snapshot(&tables, -1).await?;
         if !bytes.is_empty() {
             self.change_refcount(snapshot.l1_offset, bytes.len() as u64, -1).await?;
         }
         self.flush_metadata().await?;
         // Clusters whose refcount fell to one belong to the disk alone again.
-        self.set_active_flags(Flags::Recount).await?;
+        self.set_active_flags(CopiedFlags::Recount).await?;
         self.flush_metadata().await?;
         Ok(self.reload().await?)
     }
@@ -247,7 +247,7 @@ impl Qcow2 {
     }
 
     /// Writes another snapshot table, switches the header to it and frees the old one.
-    async fn replace_snapshots(&self, old: &Header, snapshots: &[Snapshot], old_length: u64) -> Result<()> {
+    async fn replace_snapshots(&self, old: &Qcow2Header, snapshots: &[InternalSnapshot], old_length: u64) -> Result<()> {
         let table = encode(snapshots)?;
         let offset = if snapshots.is_empty() { 0 } else { self.store(&table).await? };
         let changed = async {
@@ -273,12 +273,12 @@ impl Qcow2 {
     }
 }
 
-fn find(snapshots: &[Snapshot], name: &str) -> Result<usize> {
-    Snapshot::find(snapshots, name).ok_or_else(|| SnapshotError::NotFound(name.to_owned()))
+fn find(snapshots: &[InternalSnapshot], name: &str) -> Result<usize> {
+    InternalSnapshot::find(snapshots, name).ok_or_else(|| SnapshotError::NotFound(name.to_owned()))
 }
 
 /// Returns the next id: the highest numeric one plus 1, as in QEMU.
-fn next_id(snapshots: &[Snapshot]) -> Vec<u8> {
+fn next_id(snapshots: &[InternalSnapshot]) -> Vec<u8> {
     let ids = snapshots.iter().filter_map(|snapshot| snapshot.id().parse::<u64>().ok());
     ids.max().unwrap_or(0).saturating_add(1).to_string().into_bytes()
 }

@@ -10,14 +10,14 @@ use std::collections::HashSet;
 
 use super::SnapshotError;
 use crate::qcow2::{
-    Invalid, Qcow2,
+    InvalidImage, Qcow2Image,
     big_endian::{u64_at, words},
-    entry::{COPIED, Cluster, L1Entry},
+    entry::{COPIED, ClusterMapping, L1Entry},
 };
 
 /// New value of the COPIED flags.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Flags {
+pub(super) enum CopiedFlags {
     /// Cleared: everything is shared with a snapshot.
     Clear,
     /// Set where the refcount is 1.
@@ -26,15 +26,15 @@ pub(super) enum Flags {
 
 /// An L1 table as in the file.
 #[derive(Clone, Debug)]
-pub(super) struct Table {
+pub(super) struct L1TableCopy {
     pub(super) bytes: Vec<u8>,
     /// Offsets of its L2 tables, without duplicates.
     pub(super) tables: Vec<u64>,
 }
 
-impl Qcow2 {
+impl Qcow2Image {
     /// Reads and checks an L1 table.
-    pub(super) async fn read_l1(&self, offset: u64, entries: u32) -> Result<Table, SnapshotError> {
+    pub(super) async fn read_l1(&self, offset: u64, entries: u32) -> Result<L1TableCopy, SnapshotError> {
         let bytes = self.read_metadata(offset, u64::from(entries) * 8).await?;
         let mut seen = HashSet::new();
         let mut tables = Vec::new();
@@ -44,16 +44,16 @@ impl Qcow2 {
                 continue;
             }
             if !seen.insert(table) {
-                return Err(Invalid::new(format!("two L1 entries lead to the L2 table at {table:#x}")).into());
+                return Err(InvalidImage::new(format!("two L1 entries lead to the L2 table at {table:#x}")).into());
             }
             tables.push(table);
         }
-        Ok(Table { bytes, tables })
+        Ok(L1TableCopy { bytes, tables })
     }
 
     /// Adds `by` (1 or -1) to the refcounts of all L2 tables and of everything they refer to. An
     /// increment that fails is undone.
-    pub(super) async fn change_reach(&self, tables: &[u64], by: i64) -> Result<(), SnapshotError> {
+    pub(super) async fn change_refcounts_of_snapshot(&self, tables: &[u64], by: i64) -> Result<(), SnapshotError> {
         for (done, table) in tables.iter().enumerate() {
             let changed = self.change_table(*table, by).await;
             if let Err(error) = changed {
@@ -81,7 +81,7 @@ impl Qcow2 {
                         self.change_refcount(*offset, *length, -by).await?;
                     }
                 }
-                return Err(SnapshotError::of_refcount(error, *offset));
+                return Err(SnapshotError::refcount_error(error, *offset));
             }
         }
         Ok(())
@@ -95,7 +95,7 @@ impl Qcow2 {
         let mut merges = false;
         for entry in bytes.chunks_exact(self.shape.entry_bytes()) {
             match self.decode(entry)? {
-                Cluster::Standard(standard) => {
+                ClusterMapping::Standard(standard) => {
                     let Some(host) = standard.host.filter(|_| !self.shape.data_file) else { continue };
                     match runs.last_mut() {
                         Some((offset, length)) if merges && *offset + *length == host => *length += cluster,
@@ -103,7 +103,7 @@ impl Qcow2 {
                     }
                     merges = true;
                 }
-                Cluster::Compressed { offset, length } => {
+                ClusterMapping::Compressed { offset, length } => {
                     // Compressed clusters share host clusters with their neighbours, and each of
                     // them counts.
                     runs.push((offset, length));
@@ -114,15 +114,15 @@ impl Qcow2 {
         Ok(runs)
     }
 
-    fn decode(&self, entry: &[u8]) -> Result<Cluster, Invalid> {
+    fn decode(&self, entry: &[u8]) -> Result<ClusterMapping, InvalidImage> {
         let map = entry.get(8..16).map_or(0, |map| u64_at(map, 0));
         self.shape.decode(u64_at(entry, 0), map)
     }
 
     /// Sets the flags of the active L1 table and of its L2 tables, in the file.
-    pub(super) async fn set_active_flags(&self, flags: Flags) -> Result<(), SnapshotError> {
+    pub(super) async fn set_active_flags(&self, flags: CopiedFlags) -> Result<(), SnapshotError> {
         let header = self.header();
-        let Table { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
+        let L1TableCopy { bytes, tables } = self.read_l1(header.l1_offset, header.l1_entries).await?;
         self.set_flags(&tables, flags).await?;
         let l1 = self.flagged(&bytes, flags).await?;
         if l1 != bytes {
@@ -132,7 +132,7 @@ impl Qcow2 {
     }
 
     /// Returns an encoded L1 table with its flags set according to `flags`.
-    pub(super) async fn flagged(&self, l1: &[u8], flags: Flags) -> Result<Vec<u8>, SnapshotError> {
+    pub(super) async fn flagged(&self, l1: &[u8], flags: CopiedFlags) -> Result<Vec<u8>, SnapshotError> {
         let mut bytes = Vec::with_capacity(l1.len());
         for word in words(l1) {
             let entry = L1Entry::decode(word, self.shape)?;
@@ -143,13 +143,13 @@ impl Qcow2 {
     }
 
     /// Sets the flags in these L2 tables, in the file.
-    pub(super) async fn set_flags(&self, tables: &[u64], flags: Flags) -> Result<(), SnapshotError> {
+    pub(super) async fn set_flags(&self, tables: &[u64], flags: CopiedFlags) -> Result<(), SnapshotError> {
         for table in tables {
             let mut bytes = self.read_metadata(*table, 1 << self.shape.cluster_bits).await?;
             let mut changed = false;
             for at in (0..bytes.len()).step_by(self.shape.entry_bytes()) {
                 let entry = &bytes[at..at + self.shape.entry_bytes()];
-                let Cluster::Standard(standard) = self.decode(entry)? else { continue };
+                let ClusterMapping::Standard(standard) = self.decode(entry)? else { continue };
                 let Some(host) = standard.host.filter(|_| !self.shape.data_file) else { continue };
                 let raw = u64_at(entry, 0);
                 let right = raw & !COPIED | if self.is_copied(host, flags).await? { COPIED } else { 0 };
@@ -166,7 +166,7 @@ impl Qcow2 {
         Ok(())
     }
 
-    async fn is_copied(&self, offset: u64, flags: Flags) -> Result<bool, SnapshotError> {
-        Ok(flags == Flags::Recount && self.refcount(offset).await? == 1)
+    async fn is_copied(&self, offset: u64, flags: CopiedFlags) -> Result<bool, SnapshotError> {
+        Ok(flags == CopiedFlags::Recount && self.refcount(offset).await? == 1)
     }
 }

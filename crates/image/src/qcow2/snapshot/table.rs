@@ -16,10 +16,10 @@ use reactor::error::Result as IoResult;
 use storage::Storage;
 
 use crate::qcow2::{
-    Invalid, MetadataError,
+    InvalidImage, MetadataError,
     big_endian::{u16_at, u32_at, u64_at},
     bytes,
-    header::{Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
+    header::{Qcow2Header, LARGEST_L1, MOST_SNAPSHOTS, OFFSET_LIMIT},
 };
 
 /// Size limit of the table in bytes, as in QEMU: 1 KiB for each of 65,536 snapshots.
@@ -34,7 +34,7 @@ const PIECE: usize = 64 << 10;
 
 /// An internal snapshot.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Snapshot {
+pub struct InternalSnapshot {
     /// Offset of its L1 table, a multiple of the cluster size.
     pub l1_offset: u64,
     /// Entries of its L1 table, which has at most 32 MiB.
@@ -60,7 +60,7 @@ pub struct Snapshot {
     pub extra: Vec<u8>,
 }
 
-impl Snapshot {
+impl InternalSnapshot {
     /// Name as text.
     pub fn name(&self) -> Cow<'_, str> {
         String::from_utf8_lossy(&self.name)
@@ -79,12 +79,12 @@ impl Snapshot {
 
     /// Decodes the entry at the start of `bytes` and returns it with its length. `None` if the
     /// entry extends beyond them.
-    fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, Invalid> {
+    fn decode(bytes: &[u8]) -> Result<Option<(Self, usize)>, InvalidImage> {
         let Some(fixed) = bytes.get(..FIXED) else { return Ok(None) };
         let (id_length, name_length) = (u16_at(fixed, 12) as usize, u16_at(fixed, 14) as usize);
         let extra_length = u32_at(fixed, 36) as usize;
         if extra_length > LARGEST_EXTRA {
-            return Err(Invalid::new(format!("a snapshot has {extra_length} bytes of extra data")));
+            return Err(InvalidImage::new(format!("a snapshot has {extra_length} bytes of extra data")));
         }
         let end = FIXED + extra_length + id_length + name_length;
         let Some(variable) = bytes.get(FIXED..end) else { return Ok(None) };
@@ -111,16 +111,16 @@ impl Snapshot {
     ///
     /// # Errors
     /// The table has an impossible size or offset.
-    pub fn check(&self, header: &Header) -> Result<(), Invalid> {
+    pub fn check(&self, header: &Qcow2Header) -> Result<(), InvalidImage> {
         let (name, offset, bytes) = (self.name(), self.l1_offset, u64::from(self.l1_entries) * 8);
         if bytes > LARGEST_L1 {
-            return Err(Invalid::new(format!("snapshot {name:?} has an L1 table of {bytes} bytes")));
+            return Err(InvalidImage::new(format!("snapshot {name:?} has an L1 table of {bytes} bytes")));
         }
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset.checked_add(bytes).is_none_or(|end| end > OFFSET_LIMIT)
         {
             let what = format!("snapshot {name:?} has its L1 table at {offset:#x}, where no cluster begins");
-            return Err(Invalid::new(what));
+            return Err(InvalidImage::new(what));
         }
         Ok(())
     }
@@ -160,16 +160,16 @@ impl Snapshot {
 ///
 /// # Errors
 /// The table exceeds QEMU's limit, or a name is too long.
-pub fn encode(snapshots: &[Snapshot]) -> Result<Vec<u8>, Invalid> {
+pub fn encode(snapshots: &[InternalSnapshot]) -> Result<Vec<u8>, InvalidImage> {
     let mut bytes = Vec::new();
     for snapshot in snapshots {
         let longest = usize::from(u16::MAX);
         if snapshot.id.len() > longest || snapshot.name.len() > longest {
-            return Err(Invalid::new("the name of a snapshot has more than 65535 bytes"));
+            return Err(InvalidImage::new("the name of a snapshot has more than 65535 bytes"));
         }
         snapshot.encode(&mut bytes);
         if bytes.len() > LARGEST_TABLE {
-            return Err(Invalid::new(format!("a snapshot table of more than {LARGEST_TABLE} bytes")));
+            return Err(InvalidImage::new(format!("a snapshot table of more than {LARGEST_TABLE} bytes")));
         }
     }
     Ok(bytes)
@@ -180,11 +180,11 @@ pub fn encode(snapshots: &[Snapshot]) -> Result<Vec<u8>, Invalid> {
 pub struct SnapshotTable {
     /// Entries in the order of the table. [`Snapshot::check`] fails for those with an invalid L1
     /// table.
-    pub snapshots: Vec<Snapshot>,
+    pub snapshots: Vec<InternalSnapshot>,
     /// Length of these entries in the file, in bytes.
     pub length_bytes: usize,
     /// Reason why later entries cannot be read.
-    pub cut: Option<Invalid>,
+    pub cut: Option<InvalidImage>,
 }
 
 impl SnapshotTable {
@@ -193,7 +193,7 @@ impl SnapshotTable {
     ///
     /// # Errors
     /// Those of the storage.
-    pub async fn read(storage: &Storage, header: &Header) -> IoResult<Self> {
+    pub async fn read(storage: &Storage, header: &Qcow2Header) -> IoResult<Self> {
         let mut table = Self::default();
         let mut read = Vec::new();
         for number in 0..header.snapshots.min(MOST_SNAPSHOTS) {
@@ -214,7 +214,7 @@ impl SnapshotTable {
     }
 
     /// All faults of the table and its entries.
-    pub fn faults(&self, header: &Header) -> impl Iterator<Item = Invalid> {
+    pub fn decode_errors(&self, header: &Qcow2Header) -> impl Iterator<Item = InvalidImage> {
         let entries = self.snapshots.iter().filter_map(|snapshot| snapshot.check(header).err());
         entries.chain(self.cut.clone())
     }
@@ -224,17 +224,17 @@ impl SnapshotTable {
 /// the table that was read so far.
 async fn next(
     storage: &Storage,
-    header: &Header,
+    header: &Qcow2Header,
     number: u32,
     at: usize,
     read: &mut Vec<u8>,
-) -> IoResult<Result<(Snapshot, usize), Invalid>> {
+) -> IoResult<Result<(InternalSnapshot, usize), InvalidImage>> {
     loop {
-        match Snapshot::decode(&read[at..]) {
+        match InternalSnapshot::decode(&read[at..]) {
             Ok(Some(found)) => return Ok(Ok(found)),
             Ok(None) => {}
             Err(invalid) => {
-                return Ok(Err(Invalid::new(format!("entry {number} of the snapshot table: {invalid}"))));
+                return Ok(Err(InvalidImage::new(format!("entry {number} of the snapshot table: {invalid}"))));
             }
         }
         let place = header.snapshots_offset + read.len() as u64;
@@ -248,16 +248,16 @@ async fn next(
             } else {
                 format!("the snapshot table at {at:#x} ends inside entry {number}")
             };
-            return Ok(Err(Invalid::new(what)));
+            return Ok(Err(InvalidImage::new(what)));
         }
         read.extend(bytes::read(storage, place, left.min(PIECE as u64) as usize).await?);
     }
 }
 
 /// Fault of a header with more snapshots than QEMU accepts.
-pub(in crate::qcow2) fn too_many(header: &Header) -> Option<Invalid> {
+pub(in crate::qcow2) fn too_many(header: &Qcow2Header) -> Option<InvalidImage> {
     (header.snapshots > MOST_SNAPSHOTS)
-        .then(|| Invalid::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", header.snapshots)))
+        .then(|| InvalidImage::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", header.snapshots)))
 }
 
 /// Reads a table that is to be changed, which must have no faults: the snapshots, and its length
@@ -265,9 +265,9 @@ pub(in crate::qcow2) fn too_many(header: &Header) -> Option<Invalid> {
 ///
 /// # Errors
 /// The first fault of the table, or the storage's error.
-pub async fn read(storage: &Storage, header: &Header) -> Result<(Vec<Snapshot>, usize), MetadataError> {
+pub async fn read(storage: &Storage, header: &Qcow2Header) -> Result<(Vec<InternalSnapshot>, usize), MetadataError> {
     let table = SnapshotTable::read(storage, header).await?;
-    let fault = table.faults(header).next();
+    let fault = table.decode_errors(header).next();
     match fault {
         Some(fault) => Err(fault.into()),
         None => Ok((table.snapshots, table.length_bytes)),
@@ -280,8 +280,8 @@ mod tests {
     use crate::qcow2::create::{CreateOptions, create};
     use reactor::sim;
 
-    fn snapshot(number: u32) -> Snapshot {
-        Snapshot {
+    fn snapshot(number: u32) -> InternalSnapshot {
+        InternalSnapshot {
             l1_offset: 0x50000,
             l1_entries: 4,
             id: number.to_string().into_bytes(),
@@ -296,11 +296,11 @@ mod tests {
         }
     }
 
-    async fn image() -> (Storage, Header) {
+    async fn image() -> (Storage, Qcow2Header) {
         let storage = Storage::memory(512);
         let options = CreateOptions { size_bytes: 1 << 30, ..CreateOptions::default() };
         let header = create(&storage, None, &options).await.expect("valid");
-        (storage, Header { snapshots_offset: 0x40000, ..header })
+        (storage, Qcow2Header { snapshots_offset: 0x40000, ..header })
     }
 
     #[test]
@@ -310,7 +310,7 @@ mod tests {
             let snapshots: Vec<_> = (0..500).map(snapshot).collect();
             let table = encode(&snapshots).expect("short names");
             bytes::write(&storage, 0x40000, &table).await.expect("memory");
-            let header = Header { snapshots: 500, ..header };
+            let header = Qcow2Header { snapshots: 500, ..header };
             assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
         });
     }
@@ -319,12 +319,12 @@ mod tests {
     fn a_large_vm_state_without_a_disk_size_keeps_its_size() {
         sim::run(1, async {
             let (storage, header) = image().await;
-            let parts = Snapshot { disk_bytes: None, instructions: None, extra: Vec::new(), ..snapshot(1) };
-            let small = Snapshot { vm_state_bytes: 77, ..parts.clone() };
-            let snapshots = vec![Snapshot { vm_state_bytes: 5 << 30, ..parts }, small];
+            let parts = InternalSnapshot { disk_bytes: None, instructions: None, extra: Vec::new(), ..snapshot(1) };
+            let small = InternalSnapshot { vm_state_bytes: 77, ..parts.clone() };
+            let snapshots = vec![InternalSnapshot { vm_state_bytes: 5 << 30, ..parts }, small];
             let table = encode(&snapshots).expect("short names");
             bytes::write(&storage, 0x40000, &table).await.expect("memory");
-            let header = Header { snapshots: 2, version: 2, ..header };
+            let header = Qcow2Header { snapshots: 2, version: 2, ..header };
             assert_eq!(read(&storage, &header).await, Ok((snapshots, table.len())));
         });
     }
@@ -334,18 +334,18 @@ mod tests {
         sim::run(1, async {
             let (storage, header) = image().await;
             let said = |result: Result<_, MetadataError>| result.map(drop).expect_err("wrong").to_string();
-            let many = Header { snapshots: 3, ..header.clone() };
+            let many = Qcow2Header { snapshots: 3, ..header.clone() };
             assert!(said(read(&storage, &many).await).contains("ends inside entry 0"));
             let mut wrong = snapshot(1);
             for (part, change) in [
-                ("where no cluster begins", (|s| s.l1_offset = 0x50200) as fn(&mut Snapshot)),
+                ("where no cluster begins", (|s| s.l1_offset = 0x50200) as fn(&mut InternalSnapshot)),
                 ("L1 table of", |s| s.l1_entries = u32::MAX),
                 ("extra data", |s| s.extra = vec![0; 1024]),
             ] {
                 change(&mut wrong);
                 let table = encode(&[wrong]).expect("short names");
                 bytes::write(&storage, 0x40000, &table).await.expect("memory");
-                let one = Header { snapshots: 1, ..header.clone() };
+                let one = Qcow2Header { snapshots: 1, ..header.clone() };
                 assert!(said(read(&storage, &one).await).contains(part), "{part}");
                 wrong = snapshot(1);
             }
@@ -361,11 +361,11 @@ mod tests {
             entries[3].extra = vec![0; 1024];
             let table = encode(&entries).expect("short names");
             bytes::write(&storage, 0x40000, &table).await.expect("memory");
-            let header = Header { snapshots: 5, ..header };
+            let header = Qcow2Header { snapshots: 5, ..header };
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots, entries[..3]);
             assert_eq!(read.length_bytes, encode(&entries[..3]).expect("short names").len());
-            let faults: Vec<_> = read.faults(&header).map(|fault| fault.to_string()).collect();
+            let faults: Vec<_> = read.decode_errors(&header).map(|fault| fault.to_string()).collect();
             assert_eq!(faults.len(), 2, "{faults:?}");
             assert!(faults[0].contains("where no cluster begins"), "{faults:?}");
             assert!(faults[1].contains("entry 3"), "{faults:?}");
@@ -378,7 +378,7 @@ mod tests {
             let (storage, header) = image().await;
             let end = 0x40000 + 40 * u64::from(MOST_SNAPSHOTS + 10);
             bytes::grow(&storage, end).await.expect("memory");
-            let header = Header { snapshots: MOST_SNAPSHOTS + 1, ..header };
+            let header = Qcow2Header { snapshots: MOST_SNAPSHOTS + 1, ..header };
             let read = SnapshotTable::read(&storage, &header).await.expect("memory");
             assert_eq!(read.snapshots.len(), MOST_SNAPSHOTS as usize);
             let cut = read.cut.expect("one more").to_string();

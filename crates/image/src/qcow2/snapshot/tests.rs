@@ -4,39 +4,39 @@
 use policy::time::Duration;
 
 use super::*;
-use reactor::{buffer::Buffer, sim};
+use reactor::{buffer::IoBuffer, sim};
 use storage::{
     Durability, ZeroOptions,
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
 use crate::qcow2::{
-    CacheSettings, Parts, Qcow2,
+    CacheSettings, Qcow2Components, Qcow2Image,
     check::{Repair, check},
     create::{CreateOptions, create},
 };
 
 const SIZE: u64 = 256 << 10;
 
-fn parts(storage: Storage) -> Parts {
+fn parts(storage: Storage) -> Qcow2Components {
     let caches = CacheSettings { clean_interval: Duration::ZERO, ..CacheSettings::default() };
-    Parts { caches, ..Parts::of(storage) }
+    Qcow2Components { caches, ..Qcow2Components::of(storage) }
 }
 
-async fn fresh(options: CreateOptions) -> Qcow2 {
+async fn fresh(options: CreateOptions) -> Qcow2Image {
     let storage = Storage::memory(512);
     create(&storage, None, &CreateOptions { size_bytes: SIZE, ..options }).await.expect("valid");
-    Qcow2::open(parts(storage)).await.expect("an image")
+    Qcow2Image::open(parts(storage)).await.expect("an image")
 }
 
-async fn write(image: &Qcow2, at: u64, length: usize, byte: u8) {
-    let mut data = Buffer::new(length);
+async fn write(image: &Qcow2Image, at: u64, length: usize, byte: u8) {
+    let mut data = IoBuffer::new(length);
     data.fill(byte);
     image.write(at, data.into(), Durability::Cached).await.expect("inside");
 }
 
-async fn disk(image: &Qcow2) -> Vec<u8> {
+async fn disk(image: &Qcow2Image) -> Vec<u8> {
     let mut disk = vec![0; image.size_bytes() as usize];
     image.read(0, disk.len()).await.expect("readable").copy_to(&mut disk);
     disk
@@ -47,10 +47,10 @@ fn called(name: &str) -> NewSnapshot<'_> {
 }
 
 /// Content of a closed, consistent image.
-async fn closed(image: Qcow2) -> Vec<u8> {
+async fn closed(image: Qcow2Image) -> Vec<u8> {
     image.close().await.expect("memory");
-    let content = image.storage().content().await.expect("memory");
-    let report = check(&Storage::holding(&content).await, Repair::Nothing).await.expect("a header");
+    let content = image.storage().read_all().await.expect("memory");
+    let report = check(&Storage::with_content(&content).await, Repair::Nothing).await.expect("a header");
     assert_eq!((report.corruptions, report.leaks, report.check_errors), (0, 0, 0), "{report:#?}");
     content
 }
@@ -73,7 +73,7 @@ fn snapshots_keep_what_the_disk_was() {
             let image = fresh(options.clone()).await;
             write(&image, 0, 100_000, 1).await;
             let cluster = options.cluster_bytes as usize;
-            let mut data = Buffer::new(cluster);
+            let mut data = IoBuffer::new(cluster);
             data.fill(9);
             image.write_compressed(128 << 10, data.into()).await.expect("compressible");
             let first = disk(&image).await;
@@ -89,10 +89,10 @@ fn snapshots_keep_what_the_disk_was() {
             let content = closed(image).await;
             for (name, expect) in [("1", &first), ("two", &second)] {
                 let snapshot =
-                    Qcow2::open_snapshot(parts(Storage::holding(&content).await), name).await.expect("there");
+                    Qcow2Image::open_snapshot(parts(Storage::with_content(&content).await), name).await.expect("there");
                 assert!(disk(&snapshot).await == *expect && snapshot.is_read_only(), "{name}");
             }
-            let image = Qcow2::open(parts(Storage::holding(&content).await)).await.expect("an image");
+            let image = Qcow2Image::open(parts(Storage::with_content(&content).await)).await.expect("an image");
             image.apply_snapshot("one").await.expect("there");
             assert!(disk(&image).await == first);
             write(&image, 10_000, 30_000, 4).await;
@@ -158,7 +158,7 @@ fn seasoned() -> (Vec<u8>, [Vec<u8>; 3]) {
     })
 }
 
-async fn change(image: &Qcow2, kind: u64) {
+async fn change(image: &Qcow2Image, kind: u64) {
     match kind {
         0 => drop(image.create_snapshot(called("three")).await),
         1 => drop(image.apply_snapshot("one").await),
@@ -173,9 +173,9 @@ fn a_crash_leaves_the_image_before_or_after() {
         let mut start = content.clone();
         start.resize(1 << 20, 0);
         let left = sim::run(seed, async move {
-            let disk = Simulated::new(start, Behaviour { block_bytes: 512, ..Behaviour::default() });
+            let disk = SimulatedStorage::new(start, Behaviour { block_bytes: 512, ..Behaviour::default() });
             let image =
-                Qcow2::open(parts(Storage::Simulated(Align::new(disk.clone())))).await.expect("an image");
+                Qcow2Image::open(parts(Storage::Simulated(Align::new(disk.clone())))).await.expect("an image");
             let changing = reactor::spawn_joinable(async move { change(&image, seed % 3).await });
             let instant = sim::random(|random| random.u64(..60_000_000));
             reactor::sleep_until(reactor::now() + Duration::from_nanos(instant)).await;
@@ -185,18 +185,18 @@ fn a_crash_leaves_the_image_before_or_after() {
         });
         let (first, second, now) = (first.clone(), second.clone(), now.clone());
         sim::run(seed, async move {
-            let storage = Storage::holding(&left).await;
+            let storage = Storage::with_content(&left).await;
             let found = check(&storage, Repair::Nothing).await.expect("a header");
             let flags = found.findings.iter().filter(|finding| finding.contains("COPIED")).count() as u64;
             assert_eq!(found.corruptions, flags, "seed {seed}: {found:#?}");
             let repaired = check(&storage, Repair::All).await.expect("a header");
             assert_eq!((repaired.corruptions, repaired.leaks), (0, 0), "seed {seed}: {repaired:#?}");
-            let left = storage.content().await.expect("memory");
-            let image = Qcow2::open(parts(storage)).await.expect("an image");
+            let left = storage.read_all().await.expect("memory");
+            let image = Qcow2Image::open(parts(storage)).await.expect("an image");
             let is_now = disk(&image).await;
             assert!(is_now == now || seed % 3 == 1 && is_now == first, "seed {seed}: the disk");
             for (name, expect) in [("one", first), ("two", second)] {
-                let snapshot = Qcow2::open_snapshot(parts(Storage::holding(&left).await), name).await;
+                let snapshot = Qcow2Image::open_snapshot(parts(Storage::with_content(&left).await), name).await;
                 match snapshot {
                     Ok(snapshot) => assert!(disk(&snapshot).await == expect, "seed {seed}: {name}"),
                     Err(_) => assert!(seed % 3 == 2 && name == "two", "seed {seed}: {name} is lost"),

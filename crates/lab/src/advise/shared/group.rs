@@ -5,16 +5,16 @@
 //! it. Weights come first: they work at any size of the group, and use up none of the device's
 //! reservable capacity. Disks of a group that keeps its limits get weights in it.
 
-use policy::throttle::{Limit, Share, Unit};
+use policy::throttle::{RateLimit, NodeShare, ReservationUnit};
 
-use super::{CLOSE, Confirmed, Plan, Shared, TIGHTENINGS};
+use super::{CLOSE, ConfirmedPlan, NeighbourPlan, Neighbours, TIGHTENINGS};
 use crate::advise::{
-    certainty::{Interval, between},
+    certainty::{ConfidenceInterval, interval_of_tried},
     need::{amount, limits_of},
 };
 
 /// Reservable share of a group's limit: mClock needs the rest for weights.
-const PROMISED: f64 = 0.9;
+const RESERVABLE: f64 = 0.9;
 /// Weights of the unlimited tenants; the limited ones have 100.
 const WEIGHTS: [u32; 4] = [200, 500, 1000, 5000];
 /// Bisection steps over the group's part of the device.
@@ -23,27 +23,27 @@ const HALVINGS: u32 = 6;
 const BESIDE: [f64; 13] = [0.4, 0.55, 0.7, 0.8, 0.88, 0.94, 1.0, 1.06, 1.12, 1.2, 1.35, 1.6, 2.0];
 
 /// A group's part of the device, and its members' shares.
-type Part = (f64, Vec<Share>);
+type GroupPart = (f64, Vec<NodeShare>);
 
-impl Shared<'_> {
+impl Neighbours<'_> {
     /// A plan with a group that admits this part of the device, in the unit that costs it most.
-    pub(super) fn grouped(&self, part: f64, shares: &[Share]) -> Plan {
+    pub(super) fn grouped(&self, part: f64, shares: &[NodeShare]) -> NeighbourPlan {
         let unit = self.common_unit();
         let mut by_unit = [None; 2];
         by_unit[unit.index()] =
-            Some(Limit { rate: (part * self.capacity(unit)).max(1.0) as u64, ..Limit::NONE });
-        Plan { limits: vec![None; self.tenants.len()], group: Some((limits_of(by_unit), shares.to_vec())) }
+            Some(RateLimit { rate: (part * self.capacity(unit)).max(1.0) as u64, ..RateLimit::NONE });
+        NeighbourPlan { limits: vec![None; self.tenants.len()], group: Some((limits_of(by_unit), shares.to_vec())) }
     }
 
-    fn common_unit(&self) -> Unit {
-        let work = |unit: Unit| {
+    fn common_unit(&self) -> ReservationUnit {
+        let work = |unit: ReservationUnit| {
             self.loads.iter().filter(|load| load.unit == unit).map(|load| load.work_s).sum::<f64>()
         };
-        if work(Unit::Iops) >= work(Unit::Bps) { Unit::Iops } else { Unit::Bps }
+        if work(ReservationUnit::Iops) >= work(ReservationUnit::Bps) { ReservationUnit::Iops } else { ReservationUnit::Bps }
     }
 
     /// Units per second that the device completes of all these requests together.
-    fn capacity(&self, unit: Unit) -> f64 {
+    fn capacity(&self, unit: ReservationUnit) -> f64 {
         let of = |tenant: &usize| {
             amount(self.search.arrivals, &self.search.house.tenants[*tenant].disks, unit).units
         };
@@ -62,9 +62,9 @@ impl Shared<'_> {
     /// the part; `None` if no part suffices.
     fn largest(
         &mut self,
-        shares: impl Fn(f64) -> Vec<Share>,
+        shares: impl Fn(f64) -> Vec<NodeShare>,
         limited: &[bool],
-    ) -> anyhow::Result<Option<Part>> {
+    ) -> anyhow::Result<Option<GroupPart>> {
         let mut best = None;
         let (mut low, mut high) = (0.1, 1.0);
         for _ in 0..HALVINGS {
@@ -73,7 +73,7 @@ impl Shared<'_> {
             let shares = shares(middle * 0.95_f64.powi(TIGHTENINGS as i32 + 1));
             let plan = self.grouped(middle, &shares);
             let felt = self.run(&plan, false)?;
-            self.keep(None, &plan, &felt);
+            self.record_tried(None, &plan, &felt);
             // Bisection assumes that a smaller group never harms the unlimited tenants.
             if self.keeps(&felt, |place| !limited[place]) {
                 (low, best) = (middle, Some((middle, shares)));
@@ -86,15 +86,15 @@ impl Shared<'_> {
 
     /// The smallest weight of the unlimited tenants at which a group suffices with nearly the
     /// largest part of the device.
-    pub(super) fn by_weight(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
+    pub(super) fn by_weight(&mut self, limited: &[bool]) -> anyhow::Result<Option<GroupPart>> {
         if !self.can_be_grouped(limited) {
             return Ok(None);
         }
-        let mut best: Option<Part> = None;
+        let mut best: Option<GroupPart> = None;
         for weight in WEIGHTS {
-            let heavy = Share::new(weight).expect("it is a weight");
-            let shares: Vec<Share> =
-                limited.iter().map(|&is_limited| if is_limited { Share::default() } else { heavy }).collect();
+            let heavy = NodeShare::new(weight).expect("it is a weight");
+            let shares: Vec<NodeShare> =
+                limited.iter().map(|&is_limited| if is_limited { NodeShare::default() } else { heavy }).collect();
             let found = self.largest(|_| shares.clone(), limited)?;
             if let Some(found) =
                 // Weights ascend, so a larger weight replaces a smaller one only with a clear
@@ -109,7 +109,7 @@ impl Shared<'_> {
 
     /// The largest part of the device for a group with reservations for the unlimited tenants;
     /// `None` if such a group is impossible or does not suffice.
-    pub(super) fn by_promise(&mut self, limited: &[bool]) -> anyhow::Result<Option<Part>> {
+    pub(super) fn by_reservation(&mut self, limited: &[bool]) -> anyhow::Result<Option<GroupPart>> {
         if !self.can_be_grouped(limited) {
             return Ok(None);
         }
@@ -128,13 +128,13 @@ impl Shared<'_> {
         let sum: f64 = wanted.iter().sum();
         let shares = |part: f64| {
             // Scaled down in proportion if the reservations exceed the reservable part.
-            let times = (part * capacity * PROMISED / sum).min(1.0);
+            let times = (part * capacity * RESERVABLE / sum).min(1.0);
             let share = |&rate: &f64| {
                 let promised = (rate * times) as u64;
-                let share = Share::default();
+                let share = NodeShare::default();
                 match unit {
-                    Unit::Iops => share.with_reservation(promised, 0),
-                    Unit::Bps => share.with_reservation(0, promised),
+                    ReservationUnit::Iops => share.with_reservation(promised, 0),
+                    ReservationUnit::Bps => share.with_reservation(0, promised),
                 }
             };
             wanted.iter().map(share).collect::<Vec<_>>()
@@ -144,19 +144,19 @@ impl Shared<'_> {
 
     /// The smallest weight with which the tenants with a target keep it in their common group,
     /// whose limits stay.
-    pub(super) fn by_own_weight(&mut self) -> anyhow::Result<Option<Confirmed>> {
+    pub(super) fn by_own_weight(&mut self) -> anyhow::Result<Option<ConfirmedPlan>> {
         let Some(group) = self.common else { return Ok(None) };
         if !self.kept.contains(&true) || !self.kept.contains(&false) {
             return Ok(None);
         }
         let limits = self.search.house.world.groups[group].hold.limits;
         for weight in WEIGHTS {
-            let heavy = Share::new(weight).expect("it is a weight");
-            let shares = self.kept.iter().map(|&is_kept| if is_kept { heavy } else { Share::default() });
+            let heavy = NodeShare::new(weight).expect("it is a weight");
+            let shares = self.kept.iter().map(|&is_kept| if is_kept { heavy } else { NodeShare::default() });
             let group = Some((limits, shares.collect()));
-            let plan = Plan { limits: vec![None; self.tenants.len()], group };
+            let plan = NeighbourPlan { limits: vec![None; self.tenants.len()], group };
             let felt = self.run(&plan, true)?;
-            self.keep(None, &plan, &felt);
+            self.record_tried(None, &plan, &felt);
             if self.keeps_all(&felt, |_| true) {
                 return Ok(Some((plan, felt, true)));
             }
@@ -168,9 +168,9 @@ impl Shared<'_> {
     pub(super) fn interval_of_group(
         &self,
         part: f64,
-        shares: &[Share],
+        shares: &[NodeShare],
         limited: &[bool],
-    ) -> anyhow::Result<Option<Interval>> {
+    ) -> anyhow::Result<Option<ConfidenceInterval>> {
         if !self.is_all_searched() {
             return Ok(None);
         }
@@ -178,14 +178,14 @@ impl Shared<'_> {
         for times in BESIDE {
             // Reservations must fit into a smaller group.
             let scaled = |rate: u64| (rate as f64 * times.min(1.0)) as u64;
-            let share = |share: &Share| {
+            let share = |share: &NodeShare| {
                 share.with_reservation(scaled(share.iops_reservation()), scaled(share.bps_reservation()))
             };
             let plan = self.grouped(part * times, &shares.iter().map(share).collect::<Vec<_>>());
             let felt = self.run(&plan, false)?;
             tried.push((times, self.judged(&felt, |place| !limited[place])));
         }
-        let found = between(&tried, true, &self.search.judge.target);
-        Ok(found.map(|(low, high)| Interval::around(low, high)))
+        let found = interval_of_tried(&tried, true, &self.search.judge.target);
+        Ok(found.map(|(low, high)| ConfidenceInterval::around(low, high)))
     }
 }

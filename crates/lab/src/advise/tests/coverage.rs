@@ -10,10 +10,10 @@ use policy::throttle::LimitKind;
 
 use super::{
     super::{
-        certainty::{Interval, interval},
-        envelope::over,
-        everything,
-        shared::{Found, Plan, Shared, cost},
+        certainty::{ConfidenceInterval, limit_interval},
+        envelope::late_requests,
+        simulate_all,
+        shared::{NeighbourAdvice, NeighbourPlan, Neighbours, cost},
     },
     *,
 };
@@ -25,14 +25,14 @@ fn seeds(usual: u64) -> u64 {
 
 /// Counts by case: intervals that contain the truth, and ratios of upper to lower ends.
 #[derive(Default)]
-struct Tally {
+struct CoverageTally {
     cases: u64,
     /// For another day, and for ten days together.
     held: [u64; 2],
     widths: Vec<f64>,
 }
 
-impl Tally {
+impl CoverageTally {
     fn note(&mut self, held: [bool; 2], width: f64) {
         self.cases += 1;
         self.held.iter_mut().zip(held).for_each(|(sum, held)| *sum += u64::from(held));
@@ -61,8 +61,8 @@ impl Tally {
 /// The nominal coverage is 95 of 100. With few cases one more may miss, and ten days together have
 /// rarer moments.
 #[allow(clippy::print_stdout, reason = "what was counted is what a soak is for")]
-fn judged(tallies: &BTreeMap<String, Tally>) {
-    let mut all = Tally::default();
+fn judged(tallies: &BTreeMap<String, CoverageTally>) {
+    let mut all = CoverageTally::default();
     for (name, tally) in tallies {
         println!("{}", tally.shown(name));
         all.add(tally);
@@ -76,14 +76,14 @@ fn judged(tallies: &BTreeMap<String, Tally>) {
 
 /// Single requests of one disk, with varying lengths.
 struct Disk {
-    arrivals: Arrivals,
+    arrivals: TraceArrivals,
     random: fastrand::Rng,
     at_s: f64,
 }
 
 impl Disk {
     fn new(seed: u64) -> Self {
-        Self { arrivals: Arrivals::default(), random: fastrand::Rng::with_seed(seed), at_s: 0.0 }
+        Self { arrivals: TraceArrivals::default(), random: fastrand::Rng::with_seed(seed), at_s: 0.0 }
     }
 
     /// A value from an exponential distribution.
@@ -93,12 +93,12 @@ impl Disk {
 
     fn ask(&mut self) {
         let length = [4096, 4096, 16_384, 65_536][self.random.usize(..4)];
-        push(&mut self.arrivals, (self.at_s * 1e9) as u64, 0, Op::Read, length);
+        push(&mut self.arrivals, (self.at_s * 1e9) as u64, 0, RequestOp::Read, length);
     }
 }
 
 /// A rate that changes every few seconds, and is occasionally three times the usual.
-fn uneven(seed: u64, seconds: u64) -> Arrivals {
+fn uneven(seed: u64, seconds: u64) -> TraceArrivals {
     let mut disk = Disk::new(seed);
     let (mut rate, mut until_s) = (0.0, 0.0);
     while disk.at_s < seconds as f64 {
@@ -113,7 +113,7 @@ fn uneven(seed: u64, seconds: u64) -> Arrivals {
 }
 
 /// Bursts of 200 every four seconds, and occasionally of a thousand.
-fn rushes(seed: u64, seconds: u64) -> Arrivals {
+fn rushes(seed: u64, seconds: u64) -> TraceArrivals {
     let mut disk = Disk::new(seed);
     while disk.at_s < seconds as f64 {
         disk.at_s += disk.drawn(4.0);
@@ -126,7 +126,7 @@ fn rushes(seed: u64, seconds: u64) -> Arrivals {
 }
 
 /// Random arrivals without bursts.
-fn even(seed: u64, seconds: u64) -> Arrivals {
+fn even(seed: u64, seconds: u64) -> TraceArrivals {
     let mut disk = Disk::new(seed);
     while disk.at_s < seconds as f64 {
         disk.at_s += disk.drawn(0.01);
@@ -135,37 +135,37 @@ fn even(seed: u64, seconds: u64) -> Arrivals {
     disk.arrivals
 }
 
-fn noisy(seed: u64, seconds: u64) -> Arrivals {
-    let (both, mut alone) = (noisy_neighbour(seed, seconds), Arrivals::default());
+fn noisy(seed: u64, seconds: u64) -> TraceArrivals {
+    let (both, mut alone) = (noisy_neighbour(seed, seconds), TraceArrivals::default());
     both.streams[1].iter().for_each(|it| push(&mut alone, it.at_ns, 0, it.op, it.length));
     alone
 }
 
-type Kind = (&'static str, fn(u64, u64) -> Arrivals);
+type Kind = (&'static str, fn(u64, u64) -> TraceArrivals);
 
 #[test]
 fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
     const TARGETS: [(f64, u64); 4] = [(99.0, 10), (95.0, 10), (99.0, 200), (99.9, 50)];
     const DAY_S: u64 = 1000;
     let kinds: [Kind; 4] = [("noisy", noisy), ("uneven", uneven), ("rushes", rushes), ("even", even)];
-    let mut tallies = BTreeMap::<String, Tally>::new();
+    let mut tallies = BTreeMap::<String, CoverageTally>::new();
     for (name, day_of) in kinds {
         let days = day_of(7, 10 * DAY_S);
         for seed in 0..seeds(8) {
             let (percent, wait_ms) = TARGETS[seed as usize % TARGETS.len()];
             let (target, unit) =
-                (Target::new(percent, wait_ms * MS), Unit::ALL[seed as usize / TARGETS.len() % 2]);
+                (LatencyTarget::new(percent, wait_ms * MS), ReservationUnit::ALL[seed as usize / TARGETS.len() % 2]);
             let (terms, day) = (terms(target, 60.0), day_of(seed + 100, DAY_S));
             let requests = || day.streams[0].iter();
-            let Smallest { limit, .. } =
+            let SmallestLimits { limit, .. } =
                 smallest(requests, unit, &amount(&day, &[0], unit), &terms).expect("there is one");
-            let found = interval(demand(requests(), unit), unit, limit, &terms, Blocks::new(day.length_ns));
-            let Interval { low, high } = found.expect("it is long enough");
-            let holds = |of: &Arrivals| {
+            let found = limit_interval(demand(requests(), unit), unit, limit, &terms, TraceBlocks::new(day.length_ns));
+            let ConfidenceInterval { low, high } = found.expect("it is long enough");
+            let holds = |of: &TraceArrivals| {
                 let does = |times: f64| {
                     let stream = &of.streams[0];
-                    let over = over(demand(stream.iter(), unit), unit, limit, times, terms.wait_s);
-                    over <= target.allowed(stream.requests)
+                    let over = late_requests(demand(stream.iter(), unit), unit, limit, times, terms.wait_s);
+                    over <= target.allowed_late(stream.requests)
                 };
                 (low == 0.0 || !does(low * 0.99)) && (high.is_infinite() || does(high))
             };
@@ -178,7 +178,7 @@ fn an_interval_holds_what_is_true_about_as_often_as_it_says() {
 
 /// A neighbour whose rate changes every few seconds, and occasionally exceeds the device's
 /// capacity.
-fn uneven_neighbour(seed: u64, seconds: u64) -> Arrivals {
+fn uneven_neighbour(seed: u64, seconds: u64) -> TraceArrivals {
     let mut random = fastrand::Rng::with_seed(seed);
     let (mut requests, mut rate, mut ticks) = (vec![(0, 0), (0, 1)], 0, 0);
     for tick in 0..seconds * 10 {
@@ -190,37 +190,37 @@ fn uneven_neighbour(seed: u64, seconds: u64) -> Arrivals {
         requests.extend((0..rate).map(|_| (tick * S / 10 + random.u64(..S / 10), 1)));
     }
     requests.sort_unstable();
-    let mut arrivals = Arrivals::default();
-    requests.iter().for_each(|&(at, disk)| push(&mut arrivals, at, disk, Op::Read, 4096));
+    let mut arrivals = TraceArrivals::default();
+    requests.iter().for_each(|&(at, disk)| push(&mut arrivals, at, disk, RequestOp::Read, 4096));
     arrivals
 }
 
 /// The advice for the first of two disks on a device.
-fn found(arrivals: &Arrivals, target: Target) -> Found {
+fn found(arrivals: &TraceArrivals, target: LatencyTarget) -> NeighbourAdvice {
     let mut house = house(arrivals, Some(DEVICE));
-    house.choose(&["a".to_owned()]).unwrap();
+    house.restrict_target(&["a".to_owned()]).unwrap();
     let (stop, judge) = (AtomicBool::new(false), judge(target, true, arrivals));
-    let search = Search { house: &house, arrivals, judge, over_s: 60.0, stop: &stop };
-    let needs = [0, 1].map(|tenant| search.need(tenant, &[cost(&search, tenant).0]).unwrap());
-    let before = everything(&search, &house.world).unwrap();
-    Shared::new(search, &[0, 1], &needs, &before).find().unwrap()
+    let search = AdviseSearch { house: &house, arrivals, judge, over_s: 60.0, stop: &stop };
+    let needs = [0, 1].map(|tenant| search.limits_alone(tenant, &[cost(&search, tenant).0]).unwrap());
+    let before = simulate_all(&search, &house.world).unwrap();
+    Neighbours::new(search, &[0, 1], &needs, &before).best_plan().unwrap()
 }
 
 /// True if the first disk keeps its target with this rate in a plan's limit.
-fn keeps(arrivals: &Arrivals, plan: &Plan, rate: f64, target: Target) -> bool {
+fn keeps(arrivals: &TraceArrivals, plan: &NeighbourPlan, rate: f64, target: LatencyTarget) -> bool {
     let rate = rate as u64;
     let (mut world, limits) =
-        (house(arrivals, Some(DEVICE)).world, limits_of([Some(Limit { rate, ..Limit::NONE }), None]));
+        (house(arrivals, Some(DEVICE)).world, limits_of([Some(RateLimit { rate, ..RateLimit::NONE }), None]));
     match &plan.group {
         Some((_, shares)) => {
             world.disks.iter_mut().zip(shares).for_each(|(disk, share)| disk.hold.share = *share);
-            world.put_together(limits);
+            world.add_common_group(limits);
         }
         None => world.disks[1].hold.limits = limits,
     }
-    let trial = Trial { world: &world, disks: &[0, 1], tenants: &[0, 1], count: 2 };
+    let trial = SimulatedTrial { world: &world, disks: &[0, 1], tenants: &[0, 1], count: 2 };
     let judge = judge(target, true, arrivals);
-    trial.run(arrivals.of(&[0, 1]), &judge, &AtomicBool::new(false)).unwrap()[0].holds(&target)
+    trial.run(arrivals.merged(&[0, 1]), &judge, &AtomicBool::new(false)).unwrap()[0].holds(&target)
 }
 
 #[test]
@@ -231,19 +231,19 @@ fn an_interval_of_those_that_share_a_device_does_as_well() {
         (("uneven neighbour", uneven_neighbour), 40),
         (("busy neighbour", busy_neighbour), 120),
     ];
-    let mut tallies = BTreeMap::<String, Tally>::new();
+    let mut tallies = BTreeMap::<String, CoverageTally>::new();
     for ((name, day_of), wait_ms) in kinds {
-        let (target, days) = (Target::new(99.0, wait_ms * MS), day_of(7, 10 * DAY_S));
+        let (target, days) = (LatencyTarget::new(99.0, wait_ms * MS), day_of(7, 10 * DAY_S));
         for seed in 0..seeds(1) {
-            let Found { plan, interval, .. } = found(&day_of(seed + 100, DAY_S), target);
-            let Some(Interval { low, high }) = interval else { continue };
+            let NeighbourAdvice { plan, interval, .. } = found(&day_of(seed + 100, DAY_S), target);
+            let Some(ConfidenceInterval { low, high }) = interval else { continue };
             let (what, limits) = match &plan.group {
                 Some((limits, _)) => ("group", *limits),
                 None => ("limit", plan.limits[1].expect("the noisy is limited")),
             };
             let rate = limits.limit(LimitKind::IopsTotal).rate as f64;
             // The highest sufficient rate must lie between them.
-            let holds = |of: &Arrivals| {
+            let holds = |of: &TraceArrivals| {
                 let keeps = |times: f64| keeps(of, &plan, rate * times, target);
                 (low == 0.0 || keeps(low * 0.99)) && (high.is_infinite() || !keeps(high * 1.01))
             };

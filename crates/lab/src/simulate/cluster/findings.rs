@@ -1,23 +1,23 @@
 //! Result file of a cluster simulation, with charts over time.
 
 use super::{
-    run::{Outcome, Sample},
-    summary::Summary,
+    run::{ClusterOutcome, ClusterSample},
+    summary::ClusterSummary,
 };
-use crate::result::{Axis, Better, Chart, Findings, Lines, Measure, SamplesAre, Series, Unit};
+use crate::result::{ChartAxis, Better, Chart, Findings, Lines, Measure, SamplesAre, ChartSeries, MeasureUnit};
 
 const MOST_POINTS: usize = 512;
 
-pub(super) fn of(summary: &Summary, outcome: &Outcome) -> Findings {
+pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings {
     let exact = |name: &str, unit, value: f64| Measure {
         samples_are: SamplesAre::Exact,
         ..Measure::new(name, unit, Better::Lower, vec![value])
     };
-    let mut measures = vec![exact("most in force, of the limit", Unit::Share, summary.most_in_force)];
+    let mut measures = vec![exact("most in force, of the limit", MeasureUnit::Share, summary.most_in_force)];
     for followed in &summary.followed {
         for (which, ticks) in [("median", followed.median), ("worst", followed.worst)] {
             let name = format!("ticks until {} have their share, {which}", followed.name);
-            measures.extend(ticks.map(|ticks| exact(&name, Unit::Count, ticks as f64)));
+            measures.extend(ticks.map(|ticks| exact(&name, MeasureUnit::Count, ticks as f64)));
         }
     }
     for (when, figures) in [("steady", summary.steady.as_ref()), ("all the time", Some(&summary.all))] {
@@ -25,12 +25,12 @@ pub(super) fn of(summary: &Summary, outcome: &Outcome) -> Findings {
         let name = |what: &str| format!("{when}: {what}");
         measures.push(exact(
             &name("messages a second at etcd for 100 hosts"),
-            Unit::Count,
+            MeasureUnit::Count,
             figures.asked_per_100_hosts,
         ));
-        measures.push(exact(&name("bytes written to etcd"), Unit::BytesPerSecond, figures.written_bytes));
+        measures.push(exact(&name("bytes written to etcd"), MeasureUnit::BytesPerSecond, figures.written_bytes));
         measures.extend(
-            figures.unused.map(|unused| exact(&name("unused while somebody waits"), Unit::Share, unused)),
+            figures.unused.map(|unused| exact(&name("unused while somebody waits"), MeasureUnit::Share, unused)),
         );
     }
     Findings {
@@ -41,10 +41,10 @@ pub(super) fn of(summary: &Summary, outcome: &Outcome) -> Findings {
     }
 }
 
-fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
+fn charts(hosts: usize, outcome: &ClusterOutcome) -> Vec<Chart> {
     let step = outcome.samples.len().div_ceil(MOST_POINTS).max(1);
     // Each point is the average of several ticks.
-    let line = |name: &str, of: &dyn Fn(&Sample) -> f64| Series {
+    let line = |name: &str, of: &dyn Fn(&ClusterSample) -> f64| ChartSeries {
         name: name.to_owned(),
         points: outcome
             .samples
@@ -56,7 +56,7 @@ fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
             .collect(),
     };
     let over_time = |title: &str, label: &str, unit, series| {
-        let (x, y) = (Axis::new("time", Unit::Seconds), Axis::new(label, unit));
+        let (x, y) = (ChartAxis::new("time", MeasureUnit::Seconds), ChartAxis::new(label, unit));
         Chart::Lines(Lines {
             title: title.to_owned(),
             x,
@@ -68,7 +68,7 @@ fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
         })
     };
     let pairs = || outcome.samples.windows(2);
-    let asked = |of: fn(&Sample) -> u64| -> Vec<(f64, f64)> {
+    let asked = |of: fn(&ClusterSample) -> u64| -> Vec<(f64, f64)> {
         let pairs: Vec<_> = pairs().collect();
         pairs
             .chunks(step)
@@ -80,12 +80,12 @@ fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
             })
             .collect()
     };
-    let named = |name: &str, points| Series { name: name.to_owned(), points };
+    let named = |name: &str, points| ChartSeries { name: name.to_owned(), points };
     vec![
         over_time(
             "Of the limit",
             "part of the limit",
-            Unit::Share,
+            MeasureUnit::Share,
             vec![
                 line("passed", &|sample| sample.passed / outcome.most),
                 line("in force", &|sample| sample.in_force),
@@ -94,7 +94,7 @@ fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
         over_time(
             "How near shares are to the ideal",
             "part",
-            Unit::Share,
+            MeasureUnit::Share,
             vec![
                 line("hosts within 5 %", &|sample| sample.near),
                 line("off, of the limit", &|sample| sample.off),
@@ -103,9 +103,9 @@ fn charts(hosts: usize, outcome: &Outcome) -> Vec<Chart> {
         over_time(
             "Messages a second at etcd for 100 hosts",
             "messages a second",
-            Unit::Count,
+            MeasureUnit::Count,
             vec![
-                named("asked", asked(|sample| sample.traffic.asked())),
+                named("asked", asked(|sample| sample.traffic.requests())),
                 named("sent by watches", asked(|sample| sample.traffic.events)),
             ],
         ),

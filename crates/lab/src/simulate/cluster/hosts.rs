@@ -2,8 +2,8 @@
 
 use policy::{
     cluster::{
-        ByKind, Claim, Spec, divide,
-        simulated::{Client, Load, Random, S},
+        ByKind, QuotaClaim, ClusterGroupLimits, divide_quota,
+        simulated::{SimulatedClient, ClientLoad, SeededRandom, NANOS_PER_S},
     },
     throttle::LimitKind,
 };
@@ -20,19 +20,19 @@ const MOST_TIMES: f64 = 20.0;
 
 /// Demand of a host.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Role {
+pub(super) enum HostDemand {
     Busy,
     Idle,
     /// Requests per second.
-    Wants(f64),
+    Bounded(f64),
 }
 
 /// All hosts with their ideal shares.
 #[derive(Debug)]
-pub(super) struct Hosts {
+pub(super) struct SimulatedHosts {
     spec: ClusterSpec,
-    limits: Spec,
-    pub(super) roles: Vec<Role>,
+    limits: ClusterGroupLimits,
+    pub(super) roles: Vec<HostDemand>,
     /// Units of each limit that a request costs.
     units: [f64; 6],
     /// Requests per second that the limits admit in total.
@@ -41,8 +41,8 @@ pub(super) struct Hosts {
     pub(super) ideal: Vec<f64>,
 }
 
-impl Hosts {
-    pub(super) fn new(spec: &ClusterSpec, limits: Spec, random: &mut Random) -> Self {
+impl SimulatedHosts {
+    pub(super) fn new(spec: &ClusterSpec, limits: ClusterGroupLimits, random: &mut SeededRandom) -> Self {
         let bytes = spec.size as f64;
         // As in the daemon, a large request counts as several operations.
         let operations = match limits.limits().iops_size {
@@ -57,15 +57,15 @@ impl Hosts {
         let (busy, idle) = (count(spec.busy), count(spec.idle));
         let wants = share * spec.wants as f64 / 100.0;
         let role = |host: usize| match host {
-            host if host < busy => Role::Busy,
-            host if host < busy + idle || wants <= 0.0 => Role::Idle,
-            _ => Role::Wants(wants),
+            host if host < busy => HostDemand::Busy,
+            host if host < busy + idle || wants <= 0.0 => HostDemand::Idle,
+            _ => HostDemand::Bounded(wants),
         };
         let mut roles: Vec<_> = (0..spec.hosts).map(role).collect();
         // Roles are independent of host numbers, by which weights and reservations are assigned.
         shuffle(&mut roles, random);
         let mut hosts = Self { spec: spec.clone(), limits, roles, units, most, ideal: Vec::new() };
-        hosts.judge();
+        hosts.update_ideal();
         hosts
     }
 
@@ -79,61 +79,61 @@ impl Hosts {
 
     /// Reservation of each disk of this host.
     const fn reservation(&self, host: usize) -> u64 {
-        if self.spec.promises(host) { self.spec.reservation } else { 0 }
+        if self.spec.has_reservation(host) { self.spec.reservation } else { 0 }
     }
 
-    pub(super) fn clients(&self) -> Vec<Vec<Client>> {
+    pub(super) fn clients(&self) -> Vec<Vec<SimulatedClient>> {
         let one = |host: usize| {
-            Client::new(self.load(host), self.spec.size, self.weight(host), self.reservation(host))
+            SimulatedClient::new(self.load(host), self.spec.size, self.weight(host), self.reservation(host))
         };
         (0..self.spec.hosts).map(|host| vec![one(host); self.spec.disks]).collect()
     }
 
     /// Load on each disk of a host.
-    pub(super) fn load(&self, host: usize) -> Load {
+    pub(super) fn load(&self, host: usize) -> ClientLoad {
         let disks = self.spec.disks as f64;
         match self.roles[host] {
-            Role::Idle => Load::Idle,
+            HostDemand::Idle => ClientLoad::Idle,
             // Enough for many times its share, but a backlog that drains soon after the load stops.
-            Role::Busy => {
+            HostDemand::Busy => {
                 let most = self.most.min(self.most / self.spec.hosts as f64 * MOST_TIMES);
-                Load::Greedy((2.0 * most / disks / DONE_A_SECOND).clamp(2.0, MOST_DEPTH) as u64)
+                ClientLoad::Greedy((2.0 * most / disks / DONE_A_SECOND).clamp(2.0, MOST_DEPTH) as u64)
             }
-            Role::Wants(requests) => {
-                let mean = (S as f64 * disks / requests).max(1.0) as u64;
-                if self.spec.is_random { Load::Random(mean) } else { Load::Paced(mean) }
+            HostDemand::Bounded(requests) => {
+                let mean = (NANOS_PER_S as f64 * disks / requests).max(1.0) as u64;
+                if self.spec.is_random { ClientLoad::Random(mean) } else { ClientLoad::Paced(mean) }
             }
         }
     }
 
     /// Swaps the roles of a share of the busy and idle hosts. Returns the changed hosts.
-    pub(super) fn change(&mut self, random: &mut Random) -> Vec<usize> {
-        let is_either = |host: &usize| !matches!(self.roles[*host], Role::Wants(_));
+    pub(super) fn change(&mut self, random: &mut SeededRandom) -> Vec<usize> {
+        let is_either = |host: &usize| !matches!(self.roles[*host], HostDemand::Bounded(_));
         let mut either: Vec<usize> = (0..self.roles.len()).filter(is_either).collect();
         shuffle(&mut either, random);
         let count = (self.spec.hosts * self.spec.change as usize).div_ceil(100);
         either.truncate(count);
         for host in &either {
-            self.roles[*host] = if self.roles[*host] == Role::Busy { Role::Idle } else { Role::Busy };
+            self.roles[*host] = if self.roles[*host] == HostDemand::Busy { HostDemand::Idle } else { HostDemand::Busy };
         }
-        self.judge();
+        self.update_ideal();
         either
     }
 
     pub(super) fn somebody_is_busy(&self) -> bool {
-        self.roles.contains(&Role::Busy)
+        self.roles.contains(&HostDemand::Busy)
     }
 
     /// Computes the ideal: the whole limit is divided, and nothing held in reserve.
-    fn judge(&mut self) {
-        let claim = |(host, role): (usize, &Role)| {
+    fn update_ideal(&mut self) {
+        let claim = |(host, role): (usize, &HostDemand)| {
             let disks = self.spec.disks as u64;
             let wants = match role {
-                Role::Busy => f64::INFINITY,
-                Role::Idle => 0.0,
-                Role::Wants(requests) => *requests,
+                HostDemand::Busy => f64::INFINITY,
+                HostDemand::Idle => 0.0,
+                HostDemand::Bounded(requests) => *requests,
             };
-            Claim {
+            QuotaClaim {
                 floor: [0; 6],
                 weight: u64::from(self.weight(host)) * disks,
                 reserved: [self.reservation(host) * disks, 0],
@@ -144,7 +144,7 @@ impl Hosts {
         let claims: Vec<_> = self.roles.iter().enumerate().map(claim).collect();
         let rates = LimitKind::ALL.map(|kind| self.limits.limits().limit(kind).rate);
         // The leader's own algorithm, with perfect knowledge of all demand.
-        let parts = divide(rates, &claims);
+        let parts = divide_quota(rates, &claims);
         self.ideal = parts.into_iter().map(|part| self.requests(part)).collect();
     }
 
@@ -157,23 +157,23 @@ impl Hosts {
     pub(super) fn off(&self, host: usize, has: f64) -> (f64, bool) {
         let ideal = self.ideal[host];
         let off = match self.roles[host] {
-            Role::Busy => (has - ideal).abs(),
+            HostDemand::Busy => (has - ideal).abs(),
             // A surplus of a host with bounded demand harms no other host.
-            Role::Wants(wants) => (ideal.min(wants) - has).max(0.0),
-            Role::Idle => 0.0,
+            HostDemand::Bounded(wants) => (ideal.min(wants) - has).max(0.0),
+            HostDemand::Idle => 0.0,
         };
         // Rates are whole numbers, so a difference of one is tolerated.
         (off, off <= ideal * NEAR + 1.0)
     }
 }
 
-fn requests(limits: &Spec, rates: ByKind, units: &[f64; 6]) -> f64 {
+fn requests(limits: &ClusterGroupLimits, rates: ByKind, units: &[f64; 6]) -> f64 {
     let set = LimitKind::ALL.into_iter().filter(|kind| limits.limits().limit(*kind).rate > 0);
     set.map(|kind| rates[kind.index()] as f64 / units[kind.index()]).fold(f64::INFINITY, f64::min)
 }
 
 /// Fisher-Yates shuffle.
-pub(super) fn shuffle<T>(items: &mut [T], random: &mut Random) {
+pub(super) fn shuffle<T>(items: &mut [T], random: &mut SeededRandom) {
     for last in (1..items.len()).rev() {
         items.swap(last, random.below(last as u64 + 1) as usize);
     }
@@ -185,12 +185,12 @@ mod tests {
 
     use super::*;
 
-    fn hosts(text: &str, iops: u64) -> Hosts {
+    fn hosts(text: &str, iops: u64) -> SimulatedHosts {
         let spec: ClusterSpec = text.parse().unwrap();
         let mut limits = Limits::default();
         limits.limit_mut(LimitKind::IopsTotal).rate = iops;
-        let limits = Spec::new(1, limits, spec.hosts as u32, None).unwrap();
-        Hosts::new(&spec, limits, &mut Random::new(1))
+        let limits = ClusterGroupLimits::new(1, limits, spec.hosts as u32, None).unwrap();
+        SimulatedHosts::new(&spec, limits, &mut SeededRandom::new(1))
     }
 
     #[test]
@@ -199,9 +199,9 @@ mod tests {
         assert_eq!(all_busy.ideal, [400.0, 200.0, 200.0, 200.0]);
         let promised = hosts("hosts=4,disks=2,busy=100,idle=0,promised=25%,reservation=200", 1000);
         assert_eq!(promised.ideal, [200.0, 200.0, 200.0, 400.0]);
-        assert_eq!(promised.spec.promised(), 400);
+        assert_eq!(promised.spec.total_reservation(), 400);
         let others = hosts("hosts=4,disks=1,busy=50,idle=0,wants=50", 1000);
-        let want = |role: &Role| if *role == Role::Busy { 375.0 } else { 125.0 };
+        let want = |role: &HostDemand| if *role == HostDemand::Busy { 375.0 } else { 125.0 };
         assert_eq!(others.ideal, others.roles.iter().map(want).collect::<Vec<_>>());
     }
 
@@ -209,7 +209,7 @@ mod tests {
     fn who_changes_becomes_the_other() {
         let mut hosts = hosts("hosts=10,disks=1,busy=50,idle=50,change=30%", 1000);
         let before = hosts.roles.clone();
-        let changed = hosts.change(&mut Random::new(2));
+        let changed = hosts.change(&mut SeededRandom::new(2));
         assert_eq!(changed.len(), 3);
         let differ = (0..10).filter(|host| before[*host] != hosts.roles[*host]);
         let mut changed = changed;

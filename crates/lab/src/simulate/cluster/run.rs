@@ -7,21 +7,21 @@ use std::{
 
 use policy::{
     cluster::{
-        Spec,
-        simulated::{MS, Random, S, Setting, Traffic, World},
+        ClusterGroupLimits,
+        simulated::{NANOS_PER_MS, SeededRandom, NANOS_PER_S, SimulationConfig, StoreTraffic, SimulatedCluster},
     },
     throttle::LimitKind,
 };
 use simulator::cluster_values;
 
-use super::{hosts::Hosts, hosts::shuffle, spec::ClusterSpec};
+use super::{hosts::SimulatedHosts, hosts::shuffle, spec::ClusterSpec};
 
 /// Grants in one transaction, as in the daemon: etcd's own bound.
 const OPERATIONS: usize = 128;
 
 /// State at the end of a tick.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Sample {
+pub(super) struct ClusterSample {
     pub(super) at_ns: u64,
     /// Requests per second since the last sample.
     pub(super) passed: f64,
@@ -34,7 +34,7 @@ pub(super) struct Sample {
     /// True if a host has more demand than quota.
     pub(super) is_wanted: bool,
     /// Cumulative traffic.
-    pub(super) traffic: Traffic,
+    pub(super) traffic: StoreTraffic,
     /// Ticks since the last change, or since the start.
     pub(super) since: u64,
     /// Number of changes so far.
@@ -42,8 +42,8 @@ pub(super) struct Sample {
 }
 
 #[derive(Debug)]
-pub(super) struct Outcome {
-    pub(super) samples: Vec<Sample>,
+pub(super) struct ClusterOutcome {
+    pub(super) samples: Vec<ClusterSample>,
     /// Time of each change, and the number of hosts that changed.
     pub(super) changes: Vec<(u64, usize)>,
     /// Time and description of each fault.
@@ -58,7 +58,7 @@ pub(super) struct Outcome {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Fault {
+enum ClusterFault {
     LeaderDies,
     EtcdStops,
     EtcdStarts,
@@ -67,31 +67,31 @@ enum Fault {
     Crash,
 }
 
-struct Run<'a> {
+struct ClusterRun<'a> {
     spec: &'a ClusterSpec,
-    world: World,
-    hosts: Hosts,
-    random: Random,
-    faults: BTreeMap<(u64, usize), Fault>,
+    world: SimulatedCluster,
+    hosts: SimulatedHosts,
+    random: SeededRandom,
+    faults: BTreeMap<(u64, usize), ClusterFault>,
     cut: Vec<usize>,
-    limits: Spec,
+    limits: ClusterGroupLimits,
     passed: u64,
     changed_at: u64,
-    outcome: Outcome,
+    outcome: ClusterOutcome,
 }
 
 /// Runs until the end, or until `stop`; `tell` receives the progress in nanoseconds.
 pub(super) fn run(
     spec: &ClusterSpec,
-    limits: Spec,
+    limits: ClusterGroupLimits,
     seed: u64,
     stop: &AtomicBool,
     tell: impl Fn(u64),
-) -> Outcome {
-    let mut run = Run::new(spec, limits, seed);
+) -> ClusterOutcome {
+    let mut run = ClusterRun::new(spec, limits, seed);
     let tick = spec.timing.tick.as_nanos() as u64;
     let every = (spec.every.as_nanos() as u64).div_ceil(tick);
-    for number in 1..=(spec.seconds * S).div_ceil(tick) {
+    for number in 1..=(spec.seconds * NANOS_PER_S).div_ceil(tick) {
         if stop.load(Ordering::Relaxed) {
             // The samples until now are still evaluated.
             run.outcome.partial = Some(crate::result::INTERRUPTED.to_owned());
@@ -99,9 +99,9 @@ pub(super) fn run(
         }
         // Between ticks the world runs by events; samples are taken at whole ticks.
         run.world.run_until(number * tick);
-        run.look();
+        run.sample();
         tell(number * tick);
-        run.go_wrong();
+        run.inject_faults();
         // After the sample, which still belongs to the old phase.
         if number % every == 0 && spec.change > 0 {
             run.change();
@@ -110,24 +110,24 @@ pub(super) fn run(
     run.finish()
 }
 
-impl<'a> Run<'a> {
-    fn new(spec: &'a ClusterSpec, limits: Spec, seed: u64) -> Self {
-        let mut random = Random::new(seed);
-        let hosts = Hosts::new(spec, limits, &mut random);
+impl<'a> ClusterRun<'a> {
+    fn new(spec: &'a ClusterSpec, limits: ClusterGroupLimits, seed: u64) -> Self {
+        let mut random = SeededRandom::new(seed);
+        let hosts = SimulatedHosts::new(spec, limits, &mut random);
         // Uniform between half and one and a half times the mean.
         let latency = spec.latency.as_nanos() as u64;
-        let setting = Setting {
+        let setting = SimulationConfig {
             timing: spec.timing,
             delay_ns: (latency / 2, latency * 3 / 2),
             late: None,
             drift_ppm: spec.drift_ppm,
             leaders: spec.candidates,
             rereads: false,
-            operations: OPERATIONS,
-            bytes: cluster_values::length,
+            max_grants_per_transaction: OPERATIONS,
+            value_bytes: cluster_values::length,
         };
-        let world = World::new(seed, limits, &hosts.clients(), setting);
-        let outcome = Outcome {
+        let world = SimulatedCluster::new(seed, limits, &hosts.clients(), setting);
+        let outcome = ClusterOutcome {
             samples: Vec::new(),
             changes: Vec::new(),
             faults: Vec::new(),
@@ -150,18 +150,18 @@ impl<'a> Run<'a> {
         LimitKind::ALL.into_iter().map(part).fold(0.0, f64::max)
     }
 
-    fn look(&mut self) {
+    fn sample(&mut self) {
         let tick = self.spec.timing.tick.as_nanos() as u64;
-        let passed: u64 = self.world.passed.iter().map(|(passed, _)| passed).sum();
+        let passed: u64 = self.world.admissions.iter().map(|(passed, _)| passed).sum();
         let (mut near, mut off) = (0_usize, 0.0);
         for (host, machine) in self.world.machines.iter().enumerate() {
             let (by, is_near) = self.hosts.off(host, self.hosts.requests(machine.host.rates()));
             off += by;
             near += usize::from(is_near);
         }
-        self.outcome.samples.push(Sample {
+        self.outcome.samples.push(ClusterSample {
             at_ns: self.world.now,
-            passed: (passed - self.passed) as f64 * S as f64 / tick as f64,
+            passed: (passed - self.passed) as f64 * NANOS_PER_S as f64 / tick as f64,
             in_force: self.of_limit(self.world.in_force()),
             near: near as f64 / self.spec.hosts as f64,
             off: off / self.hosts.most,
@@ -184,12 +184,12 @@ impl<'a> Run<'a> {
         self.outcome.changes.push((self.world.now, changed.len()));
     }
 
-    fn go_wrong(&mut self) {
+    fn inject_faults(&mut self) {
         while let Some((&key, _)) = self.faults.first_key_value()
             && key.0 <= self.world.now
         {
             let Some(fault) = self.faults.remove(&key) else { return };
-            let what = self.happens(fault);
+            let what = self.inject(fault);
             let phase = self.outcome.changes.len();
             // Recovery may extend into the next phase.
             self.outcome.disturbed.extend([phase, phase + 1]);
@@ -197,36 +197,36 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn happens(&mut self, fault: Fault) -> String {
+    fn inject(&mut self, fault: ClusterFault) -> String {
         match fault {
-            Fault::LeaderDies => {
+            ClusterFault::LeaderDies => {
                 let Some(leader) = self.world.leader() else { return "nobody leads".to_owned() };
                 self.world.restart(leader);
                 "the leader dies".to_owned()
             }
-            Fault::EtcdStops => {
+            ClusterFault::EtcdStops => {
                 self.world.store.stop();
                 "etcd stops".to_owned()
             }
-            Fault::EtcdStarts => {
+            ClusterFault::EtcdStarts => {
                 self.world.start_store();
                 "etcd is back".to_owned()
             }
-            Fault::Cut => {
+            ClusterFault::Cut => {
                 let mut all: Vec<_> = (0..self.spec.hosts).collect();
                 shuffle(&mut all, &mut self.random);
                 all.truncate(self.spec.hosts.div_ceil(100));
-                all.iter().for_each(|host| self.world.cut(*host, true));
+                all.iter().for_each(|host| self.world.set_partitioned(*host, true));
                 let what = format!("{} cut off", all.len());
                 self.cut.extend(all);
                 what
             }
-            Fault::Healed => {
+            ClusterFault::Healed => {
                 let cut = std::mem::take(&mut self.cut);
-                cut.iter().for_each(|host| self.world.cut(*host, false));
+                cut.iter().for_each(|host| self.world.set_partitioned(*host, false));
                 format!("{} reached again", cut.len())
             }
-            Fault::Crash => {
+            ClusterFault::Crash => {
                 let host = self.random.below(self.spec.hosts as u64) as usize;
                 self.world.restart(host);
                 "a host crashes and starts".to_owned()
@@ -234,32 +234,32 @@ impl<'a> Run<'a> {
         }
     }
 
-    fn finish(mut self) -> Outcome {
+    fn finish(mut self) -> ClusterOutcome {
         self.outcome.violation = self.world.violation().map(str::to_owned);
-        self.outcome.most_in_force = self.of_limit(self.world.most_in_force());
+        self.outcome.most_in_force = self.of_limit(self.world.max_in_force());
         self.outcome
     }
 }
 
 /// Schedules faults after the first quarter of the time, when there is a leader and quotas.
-fn faults(spec: &ClusterSpec, random: &mut Random) -> BTreeMap<(u64, usize), Fault> {
+fn faults(spec: &ClusterSpec, random: &mut SeededRandom) -> BTreeMap<(u64, usize), ClusterFault> {
     let mut faults = BTreeMap::new();
-    let mut add = |at: u64, fault: Fault| {
+    let mut add = |at: u64, fault: ClusterFault| {
         let number = faults.len();
         faults.insert((at, number), fault);
     };
     let away = spec.faults.away.as_nanos() as u64;
-    let end = spec.seconds * S;
+    let end = spec.seconds * NANOS_PER_S;
     let wanted = [
-        (spec.faults.leader_deaths, Fault::LeaderDies, None),
-        (spec.faults.etcd_stops, Fault::EtcdStops, Some(Fault::EtcdStarts)),
-        (spec.faults.cuts, Fault::Cut, Some(Fault::Healed)),
-        (spec.faults.crashes, Fault::Crash, None),
+        (spec.faults.leader_deaths, ClusterFault::LeaderDies, None),
+        (spec.faults.etcd_stops, ClusterFault::EtcdStops, Some(ClusterFault::EtcdStarts)),
+        (spec.faults.cuts, ClusterFault::Cut, Some(ClusterFault::Healed)),
+        (spec.faults.crashes, ClusterFault::Crash, None),
     ];
     for (count, begins, ends) in wanted {
         for _ in 0..count {
             // Whole milliseconds, for readable reports.
-            let at = end / 4 + random.below((end * 3 / 4).max(1)) / MS * MS;
+            let at = end / 4 + random.below((end * 3 / 4).max(1)) / NANOS_PER_MS * NANOS_PER_MS;
             add(at, begins);
             if let Some(ends) = ends {
                 add(at + away, ends);

@@ -4,7 +4,7 @@ use std::{str::FromStr, time::Duration};
 
 use policy::cluster::{MAX_HOSTS, Timing};
 
-use crate::simulate::keys::Keys;
+use crate::simulate::keys::SpecKeys;
 
 const MOST_DISKS: u64 = 1000;
 /// Bound on all disks: each has a queue, a client and a slot in its host's tree.
@@ -45,12 +45,12 @@ pub(crate) struct ClusterSpec {
     /// Percentage of hosts whose disks have this reservation.
     pub(super) promised: u64,
     pub(super) reservation: u64,
-    pub(super) faults: Faults,
+    pub(super) faults: ClusterFaults,
 }
 
 /// Number of faults of each kind, at times that the seed determines.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(super) struct Faults {
+pub(super) struct ClusterFaults {
     pub(super) leader_deaths: u64,
     pub(super) etcd_stops: u64,
     /// Times that one percent of the hosts is partitioned.
@@ -64,7 +64,7 @@ impl FromStr for ClusterSpec {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let mut keys = Keys::new(text)?;
+        let mut keys = SpecKeys::new(text)?;
         let seconds = |seconds| Duration::from_secs(seconds);
         let hosts = keys.number("hosts", 100, 1..=u64::from(MAX_HOSTS))?;
         let disks = keys.number("disks", 10, 1..=MOST_DISKS)?;
@@ -98,7 +98,7 @@ impl FromStr for ClusterSpec {
             },
             safe_share_ppm: match keys.take("safe-share") {
                 Some(text) => {
-                    Some(settings::safe_share(text).map_err(|rule| format!("safe-share={text} {rule}"))?)
+                    Some(settings::parse_fallback_share(text).map_err(|rule| format!("safe-share={text} {rule}"))?)
                 }
                 None => None,
             },
@@ -109,7 +109,7 @@ impl FromStr for ClusterSpec {
             weight: keys.number("weight", 200, 1..=10_000)? as u32,
             promised: keys.percent("promised", 0)?,
             reservation: keys.number("reservation", 20, 1..=1_000_000)?,
-            faults: Faults {
+            faults: ClusterFaults {
                 leader_deaths: keys.number("leader-deaths", 0, 0..=1000)?,
                 etcd_stops: keys.number("etcd-stops", 0, 0..=1000)?,
                 cuts: keys.number("cuts", 0, 0..=1000)?,
@@ -127,18 +127,18 @@ impl FromStr for ClusterSpec {
 
 impl ClusterSpec {
     /// True for the last hosts, which have reservations.
-    pub(super) const fn promises(&self, host: usize) -> bool {
+    pub(super) const fn has_reservation(&self, host: usize) -> bool {
         host >= self.hosts - self.hosts * self.promised as usize / 100
     }
 
     /// Sum of all reservations, in operations per second.
-    pub(super) const fn promised(&self) -> u64 {
+    pub(super) const fn total_reservation(&self) -> u64 {
         (self.hosts * self.promised as usize / 100 * self.disks) as u64 * self.reservation
     }
 }
 
 #[cfg(test)]
-impl Faults {
+impl ClusterFaults {
     pub(super) const fn any(&self) -> bool {
         self.leader_deaths + self.etcd_stops + self.cuts + self.crashes > 0
     }
@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_cluster_says_why() {
+    fn invalid_cluster_spec_is_rejected() {
         let error = |text: &str| text.parse::<ClusterSpec>().unwrap_err();
         assert_eq!(error("hosts=0"), "hosts=0 is not between 1 and 10000");
         assert_eq!(error("hosts=10001"), "hosts=10001 is not between 1 and 10000");
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_said_is_as_the_daemon_has_it() {
+    fn defaults_are_those_of_the_daemon() {
         let spec: ClusterSpec = "".parse().unwrap();
         assert_eq!((spec.hosts, spec.disks, spec.timing), (100, 10, Timing::DEFAULT));
         assert!(!spec.faults.any());

@@ -2,13 +2,13 @@
 
 use console::{
     figures,
-    table::{Side, Table, columns},
+    table::{ColumnAlignment, TextTable, columns},
 };
-use policy::cluster::simulated::Traffic;
+use policy::cluster::simulated::StoreTraffic;
 use serde::Serialize;
 
 use super::{
-    run::{Outcome, Sample},
+    run::{ClusterOutcome, ClusterSample},
     spec::ClusterSpec,
 };
 
@@ -18,10 +18,10 @@ const PARTS: [(&str, f64); 3] =
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(in crate::simulate) struct Summary {
+pub(in crate::simulate) struct ClusterSummary {
     pub(super) hosts: usize,
     pub(super) disks: usize,
-    pub(super) limits: figures::Limits,
+    pub(super) limits: figures::SettingValues,
     pub(super) tick_ns: u64,
     pub(super) lease_ns: u64,
     /// Fallback share of each host, in millionths of the limits.
@@ -29,7 +29,7 @@ pub(in crate::simulate) struct Summary {
     pub(super) seconds: f64,
     pub(super) seed: u64,
     /// Ticks after a change until these shares of hosts were within 5 % of their ideal.
-    pub(super) followed: Vec<Followed>,
+    pub(super) followed: Vec<FollowTime>,
     pub(super) changes: usize,
     /// Changes without a fault near them.
     #[serde(skip)]
@@ -37,14 +37,14 @@ pub(in crate::simulate) struct Summary {
     /// Figures of steady periods: at least half an interval after the last change, two leases after
     /// the start, and without a fault.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub(super) steady: Option<Figures>,
-    pub(super) all: Figures,
+    pub(super) steady: Option<ClusterFigures>,
+    pub(super) all: ClusterFigures,
     /// Maximum of the quotas in force at any instant, as a share of the limit.
     pub(super) most_in_force: f64,
     /// Set if more than the limit was in force, or more was admitted than the limit and a burst.
     pub(in crate::simulate) violation: Option<String>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
-    pub(super) faults: Vec<Happened>,
+    pub(super) faults: Vec<InjectedFault>,
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub(super) remarks: Vec<String>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -53,7 +53,7 @@ pub(in crate::simulate) struct Summary {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Followed {
+pub(super) struct FollowTime {
     pub(super) of_hosts: f64,
     #[serde(skip)]
     pub(super) name: &'static str,
@@ -64,18 +64,18 @@ pub(super) struct Followed {
 
 #[derive(Debug, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Happened {
+pub(super) struct InjectedFault {
     pub(super) seconds: f64,
     pub(super) what: String,
 }
 
 /// A row of a table: its name and its figure.
-type Row<T> = (&'static str, fn(&Figures) -> T);
+type FigureRow<T> = (&'static str, fn(&ClusterFigures) -> T);
 
 /// Rates per second, and shares of the limit.
 #[derive(Clone, Debug, Default, Serialize)]
 #[serde(rename_all = "kebab-case")]
-pub(super) struct Figures {
+pub(super) struct ClusterFigures {
     pub(super) seconds: f64,
     pub(super) reports: f64,
     pub(super) transactions: f64,
@@ -99,10 +99,10 @@ pub(super) struct Figures {
     pub(super) near: f64,
 }
 
-impl Figures {
+impl ClusterFigures {
     /// Computes the figures of stretches of samples, each with the sample before its first.
-    fn of(stretches: &[&[Sample]], hosts: usize, most: f64) -> Self {
-        let mut sum = Traffic::default();
+    fn of(stretches: &[&[ClusterSample]], hosts: usize, most: f64) -> Self {
+        let mut sum = StoreTraffic::default();
         let (mut seconds, mut count) = (0.0, 0.0);
         let (mut in_force, mut off, mut near, mut unused, mut wanted) = (0.0, 0.0, 0.0, 0.0, 0.0);
         for stretch in stretches {
@@ -131,8 +131,8 @@ impl Figures {
             grants: a_second(sum.grants),
             leases_prolonged: a_second(sum.keeps),
             reads_and_elections: a_second(sum.reads + sum.campaigns),
-            asked: a_second(sum.asked()),
-            asked_per_100_hosts: a_second(sum.asked()) * 100.0 / hosts as f64,
+            asked: a_second(sum.requests()),
+            asked_per_100_hosts: a_second(sum.requests()) * 100.0 / hosts as f64,
             watched: a_second(sum.events),
             written_bytes: a_second(sum.written_bytes),
             sent_bytes: a_second(sum.sent_bytes),
@@ -145,7 +145,7 @@ impl Figures {
     }
 }
 
-fn add(sum: &mut Traffic, more: &Traffic) {
+fn add(sum: &mut StoreTraffic, more: &StoreTraffic) {
     sum.reports += more.reports;
     sum.transactions += more.transactions;
     sum.grants += more.grants;
@@ -157,32 +157,32 @@ fn add(sum: &mut Traffic, more: &Traffic) {
     sum.sent_bytes += more.sent_bytes;
 }
 
-impl Summary {
+impl ClusterSummary {
     pub(super) fn new(
         spec: &ClusterSpec,
-        limits: &policy::cluster::Spec,
+        limits: &policy::cluster::ClusterGroupLimits,
         seed: u64,
-        outcome: &Outcome,
+        outcome: &ClusterOutcome,
         remarks: Vec<String>,
     ) -> Self {
         let samples = &outcome.samples;
-        let figures = |stretches: &[&[Sample]]| Figures::of(stretches, spec.hosts, outcome.most);
+        let figures = |stretches: &[&[ClusterSample]]| ClusterFigures::of(stretches, spec.hosts, outcome.most);
         let tick = spec.timing.tick.as_nanos() as u64;
         let half = spec.every.as_nanos() as u64 / tick / 2;
         // For one lease after its election the first leader does not know all quotas that may be in
         // force.
         let settled = 2 * spec.timing.lease.as_nanos() as u64;
         // Steady: long after a change of demand, and in a phase without faults.
-        let calm = |sample: &Sample| {
+        let calm = |sample: &ClusterSample| {
             sample.since >= half && sample.at_ns >= settled && !outcome.disturbed.contains(&sample.phase)
         };
-        let stretches: Vec<&[Sample]> = samples
+        let stretches: Vec<&[ClusterSample]> = samples
             // A stretch never spans a change, as rates over the change would mix two demands.
             .chunk_by(|one, other| one.phase == other.phase && calm(one) == calm(other))
             .filter(|stretch| stretch.len() > 1 && calm(&stretch[0]))
             .collect();
         let all = limits.limits();
-        let set = policy::throttle::Setting::ALL
+        let set = policy::throttle::LimitSetting::ALL
             .into_iter()
             .filter(|setting| all.get(*setting) != policy::throttle::Limits::default().get(*setting));
         Self {
@@ -204,7 +204,7 @@ impl Summary {
             faults: outcome
                 .faults
                 .iter()
-                .map(|(at, what)| Happened { seconds: *at as f64 / 1e9, what: what.clone() })
+                .map(|(at, what)| InjectedFault { seconds: *at as f64 / 1e9, what: what.clone() })
                 .collect(),
             remarks,
             partial: outcome.partial.clone(),
@@ -219,7 +219,7 @@ impl Summary {
         ];
         let mut text: Vec<String> = vec![format!("{}\n", self.title())];
         text.extend(tables.into_iter().flatten());
-        text.extend(self.why_nothing().map(|why| format!("- stands where {why}.\n")));
+        text.extend(self.missing_reasons().map(|why| format!("- stands where {why}.\n")));
         text.push(format!("{}\n", self.safety()));
         text.extend(self.faults.iter().map(|fault| format!("At {:.1} s: {}.\n", fault.seconds, fault.what)));
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
@@ -230,7 +230,7 @@ impl Summary {
     }
 
     /// Reasons for missing figures.
-    fn why_nothing(&self) -> impl Iterator<Item = &'static str> {
+    fn missing_reasons(&self) -> impl Iterator<Item = &'static str> {
         let unknown = self.changes > 0 && self.followed.iter().any(|followed| followed.worst.is_none());
         let never_steady = self.steady.is_none();
         let mut figures = [self.steady.as_ref(), Some(&self.all)].into_iter().flatten();
@@ -275,8 +275,8 @@ impl Summary {
         }
     }
 
-    fn follows(&self) -> Table {
-        let mut table = Table::new(columns(&["WITHIN 5 % OF THE IDEAL"], &["TICKS, MEDIAN", "WORST"]));
+    fn follows(&self) -> TextTable {
+        let mut table = TextTable::new(columns(&["WITHIN 5 % OF THE IDEAL"], &["TICKS, MEDIAN", "WORST"]));
         for followed in &self.followed {
             let shown = |ticks: Option<u64>| ticks.map_or_else(|| "-".to_owned(), |ticks| ticks.to_string());
             table.row(vec![followed.name.to_owned(), shown(followed.median), shown(followed.worst)]);
@@ -284,10 +284,10 @@ impl Summary {
         table
     }
 
-    fn messages(&self) -> Table {
+    fn messages(&self) -> TextTable {
         let numbers = ["STEADY", "OF 100 HOSTS", "ALL THE TIME", "OF 100 HOSTS"];
-        let mut table = Table::new(columns(&["AT ETCD, A SECOND"], &numbers));
-        let rows: [Row<f64>; 8] = [
+        let mut table = TextTable::new(columns(&["AT ETCD, A SECOND"], &numbers));
+        let rows: [FigureRow<f64>; 8] = [
             ("reports", |figures| figures.reports),
             ("transactions", |figures| figures.transactions),
             ("leases prolonged", |figures| figures.leases_prolonged),
@@ -301,7 +301,7 @@ impl Summary {
             let shown = |value: f64| {
                 if name.starts_with("bytes") { figures::bytes(value) } else { figures::count(value) }
             };
-            let both = |figures: Option<&Figures>| match figures {
+            let both = |figures: Option<&ClusterFigures>| match figures {
                 None => ["-".to_owned(), "-".to_owned()],
                 Some(figures) => [shown(of(figures)), shown(of(figures) * 100.0 / self.hosts as f64)],
             };
@@ -313,20 +313,20 @@ impl Summary {
         table
     }
 
-    fn use_of_limits(&self) -> Table {
-        let mut table = Table::new([
-            ("OF THE LIMIT", Side::Left),
-            ("STEADY", Side::Right),
-            ("ALL THE TIME", Side::Right),
+    fn use_of_limits(&self) -> TextTable {
+        let mut table = TextTable::new([
+            ("OF THE LIMIT", ColumnAlignment::Left),
+            ("STEADY", ColumnAlignment::Right),
+            ("ALL THE TIME", ColumnAlignment::Right),
         ]);
-        let rows: [Row<Option<f64>>; 4] = [
+        let rows: [FigureRow<Option<f64>>; 4] = [
             ("unused while somebody waits", |figures| figures.unused),
             ("in force", |figures| Some(figures.in_force)),
             ("off from the ideal", |figures| Some(figures.off)),
             ("hosts within 5 % of the ideal", |figures| Some(figures.near)),
         ];
         for (name, of) in rows {
-            let shown = |figures: Option<&Figures>| {
+            let shown = |figures: Option<&ClusterFigures>| {
                 figures.and_then(of).map_or_else(|| "-".to_owned(), figures::share)
             };
             table.row(vec![name.to_owned(), shown(self.steady.as_ref()), shown(Some(&self.all))]);
@@ -336,12 +336,12 @@ impl Summary {
 }
 
 /// Numbers of the phases without a fault.
-fn undisturbed(outcome: &Outcome) -> impl Iterator<Item = usize> {
+fn undisturbed(outcome: &ClusterOutcome) -> impl Iterator<Item = usize> {
     (1..=outcome.changes.len()).filter(|phase| !outcome.disturbed.contains(phase))
 }
 
 /// Ticks until this share of hosts followed, over all undisturbed changes.
-fn followed(name: &'static str, part: f64, outcome: &Outcome) -> Followed {
+fn followed(name: &'static str, part: f64, outcome: &ClusterOutcome) -> FollowTime {
     let ticks = |phase: usize| {
         let mut seen = outcome.samples.iter().filter(|sample| sample.phase == phase).peekable();
         seen.peek()?;
@@ -351,5 +351,5 @@ fn followed(name: &'static str, part: f64, outcome: &Outcome) -> Followed {
     let mut ticks: Vec<u64> = undisturbed(outcome).filter_map(ticks).collect();
     ticks.sort_unstable();
     let known = |ticks: Option<&u64>| ticks.copied().filter(|ticks| *ticks < u64::MAX);
-    Followed { of_hosts: part, name, median: known(ticks.get(ticks.len() / 2)), worst: known(ticks.last()) }
+    FollowTime { of_hosts: part, name, median: known(ticks.get(ticks.len() / 2)), worst: known(ticks.last()) }
 }

@@ -4,13 +4,13 @@ use super::*;
 
 static GO_ON: AtomicBool = AtomicBool::new(false);
 
-fn simulated(text: &str, iops: u64, seed: u64) -> (Summary, run::Outcome) {
+fn simulated(text: &str, iops: u64, seed: u64) -> (ClusterSummary, run::ClusterOutcome) {
     let spec: ClusterSpec = text.parse().unwrap();
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::IopsTotal).rate = iops;
-    let limits = Spec::new(1, limits, spec.hosts as u32, spec.safe_share_ppm).unwrap();
+    let limits = ClusterGroupLimits::new(1, limits, spec.hosts as u32, spec.safe_share_ppm).unwrap();
     let outcome = run::run(&spec, limits, seed, &GO_ON, |_| {});
-    (Summary::new(&spec, &limits, seed, &outcome, Vec::new()), outcome)
+    (ClusterSummary::new(&spec, &limits, seed, &outcome, Vec::new()), outcome)
 }
 
 #[test]
@@ -22,7 +22,7 @@ fn shares_follow_and_a_seed_tells_the_same_again() {
     let steady = summary.steady.as_ref().unwrap();
     assert!(steady.unused.unwrap() < 0.1, "{steady:?}");
     assert!(steady.near > 0.9, "{steady:?}");
-    let told = |(summary, _): (Summary, run::Outcome)| serde_json::to_string(&summary).unwrap();
+    let told = |(summary, _): (ClusterSummary, run::ClusterOutcome)| serde_json::to_string(&summary).unwrap();
     let findings = findings::of(&summary, &outcome);
     assert_eq!(findings.charts.len(), 3);
     assert_eq!(told((summary, outcome)), told(simulated(text, 6000, 3)));
@@ -40,7 +40,7 @@ fn what_etcd_is_asked_when_nothing_changes_stays_below_what_is_asked() {
 }
 
 #[test]
-fn whatever_goes_wrong_no_more_than_the_limit_is_in_force() {
+fn limit_is_never_exceeded_under_faults() {
     let text = "hosts=20,disks=1,seconds=60,leader-deaths=2,etcd-stops=1,cuts=2,crashes=2,away=7s,drift=400";
     for seed in 1..4 {
         let (summary, _) = simulated(text, 4000, seed);
@@ -51,7 +51,7 @@ fn whatever_goes_wrong_no_more_than_the_limit_is_in_force() {
 }
 
 #[test]
-fn without_etcd_the_safe_share_holds() {
+fn fallback_share_is_in_force_without_etcd() {
     let text = "hosts=10,disks=1,seconds=60,change=0,busy=50,idle=50";
     let (with, _) = simulated(text, 2000, 1);
     let (without, outcome) = simulated(&format!("{text},etcd-stops=9,away=100s"), 2000, 1);

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::{Args, Subcommand, ValueEnum};
-use recording::Format;
+use recording::TraceFormat;
 
 use crate::trace::{
     ReadingArgs,
@@ -31,7 +31,7 @@ Exit status: 0 converted, 1 failed or not to the end, 2 wrong use of the command
 /// What to do with traces.
 #[derive(Debug, Subcommand)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
-pub enum Command {
+pub enum TraceCommand {
     /// Write traces in another format
     #[command(after_help = CONVERT_EXAMPLES)]
     Convert(ConvertArgs),
@@ -51,19 +51,19 @@ pub struct ConvertArgs {
     pub(crate) files: Vec<PathBuf>,
     /// The format to write [default: as OUTPUT ends]
     #[arg(long, value_name = "FORMAT")]
-    pub(crate) to: Option<Format>,
+    pub(crate) to: Option<TraceFormat>,
     #[command(flatten)]
     pub(crate) reading: ReadingArgs,
 }
 
 /// Format by a file's extension, without that of its compression.
-pub(super) fn format_of(name: &str) -> Option<Format> {
+pub(super) fn format_of(name: &str) -> Option<TraceFormat> {
     let (_, ending) = name.rsplit_once('.')?;
     Some(match ending {
-        "recording" => Format::Recording,
-        "csv" => Format::Weir,
-        "iolog" => Format::FioV3,
-        "spc" => Format::Spc,
-        _ => return Format::from_str(ending, false).ok(),
+        "recording" => TraceFormat::Recording,
+        "csv" => TraceFormat::Weir,
+        "iolog" => TraceFormat::FioV3,
+        "spc" => TraceFormat::Spc,
+        _ => return TraceFormat::from_str(ending, false).ok(),
     })
 }

@@ -5,7 +5,7 @@
 use std::{borrow::Cow, collections::HashMap, fmt, io::Write as _};
 
 use recording::{
-    DiskId, Format, HEADER, MORE_COLUMNS, Op, Outcome,
+    DiskId, TraceFormat, HEADER, MORE_COLUMNS, RequestOp, RequestOutcome,
     format::{SECTOR_BYTES, SHORTEST_WAIT_US, TICK_NS, TICKS_OF_1970},
     push_decimal,
     write::{push_request, quoted},
@@ -18,31 +18,31 @@ const S_NS: u64 = 1_000_000_000;
 
 /// A request to write.
 #[derive(Clone, Copy)]
-pub(super) struct Request<'a> {
+pub(super) struct TraceRequest<'a> {
     /// Nanoseconds since time 0.
     pub(super) time_ns: u64,
     pub(super) disk: DiskId,
     /// The disk's name.
     pub(super) name: &'a str,
-    pub(super) op: Op,
+    pub(super) op: RequestOp,
     pub(super) offset: u64,
     pub(super) length: u64,
     /// Result of the request, if known.
-    pub(super) outcome: Option<Outcome<'a>>,
+    pub(super) outcome: Option<RequestOutcome<'a>>,
 }
 
 /// Reason why a request was not written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum NotWritten {
     /// The format has no code for this operation.
-    Op(Op),
+    Op(RequestOp),
     /// The format counts sectors, and offset or length is no multiple of them.
     Unaligned,
 }
 
 /// Identification of disks in a format.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Called {
+pub(super) enum DiskNaming {
     ByName,
     /// By name, with some characters excluded.
     Nearly,
@@ -51,20 +51,20 @@ pub(super) enum Called {
     Nothing,
 }
 
-pub(super) fn called(format: Format) -> Called {
+pub(super) fn disk_naming(format: TraceFormat) -> DiskNaming {
     match format {
-        Format::Blkparse | Format::Alibaba | Format::Spc | Format::Mqsim => Called::ByNumber,
-        Format::FioV2 | Format::FioV3 | Format::Msr => Called::Nearly,
-        Format::CloudPhysics => Called::Nothing,
-        Format::Weir | Format::Recording | Format::Columns => Called::ByName,
+        TraceFormat::Blkparse | TraceFormat::Alibaba | TraceFormat::Spc | TraceFormat::Mqsim => DiskNaming::ByNumber,
+        TraceFormat::FioV2 | TraceFormat::FioV3 | TraceFormat::Msr => DiskNaming::Nearly,
+        TraceFormat::CloudPhysics => DiskNaming::Nothing,
+        TraceFormat::Weir | TraceFormat::Recording | TraceFormat::Columns => DiskNaming::ByName,
     }
 }
 
 /// Unique identifiers of disks that cannot keep their names.
 #[derive(Default)]
-pub(super) struct Calls {
+pub(super) struct DiskIdentifiers {
     /// By disk number; `None` for disks without a request so far.
-    disks: Vec<Option<Call>>,
+    disks: Vec<Option<DiskIdentifier>>,
     /// Identifiers in use, each with the last number appended to it.
     taken: HashMap<String, u32>,
     /// The smallest number that may be free, in formats that number disks.
@@ -72,36 +72,36 @@ pub(super) struct Calls {
 }
 
 /// A disk's name in the input, and its identifier in the output.
-pub(super) struct Call {
+pub(super) struct DiskIdentifier {
     pub(super) name: String,
-    pub(super) called: String,
+    pub(super) identifier: String,
 }
 
-impl Calls {
+impl DiskIdentifiers {
     /// Identifier of a disk in the format.
-    fn of(&mut self, format: Format, disk: DiskId, name: &str) -> &str {
+    fn of(&mut self, format: TraceFormat, disk: DiskId, name: &str) -> &str {
         let Self { disks, taken, free } = self;
         if disks.len() <= disk.index() {
             disks.resize_with(disk.index() + 1, || None);
         }
         let call = disks[disk.index()].get_or_insert_with(|| {
-            let called = match called(format) {
-                Called::ByNumber => number_of(format, name, taken, free),
+            let called = match disk_naming(format) {
+                DiskNaming::ByNumber => number_of(format, name, taken, free),
                 _ => name_of(format, name, taken),
             };
             taken.insert(called.clone(), 1);
-            Call { name: name.to_owned(), called }
+            DiskIdentifier { name: name.to_owned(), identifier: called }
         });
-        &call.called
+        &call.identifier
     }
 
-    pub(super) fn iter(&self) -> impl Iterator<Item = &Call> {
+    pub(super) fn iter(&self) -> impl Iterator<Item = &DiskIdentifier> {
         self.disks.iter().flatten()
     }
 }
 
 /// A unique name: if it is in use, the next number is appended.
-fn name_of(format: Format, name: &str, taken: &mut HashMap<String, u32>) -> String {
+fn name_of(format: TraceFormat, name: &str, taken: &mut HashMap<String, u32>) -> String {
     let wanted = name_with(format, name, "");
     let mut called = wanted.clone();
     // The count of each name is kept, so that many disks with one name do not take quadratic time.
@@ -113,35 +113,35 @@ fn name_of(format: Format, name: &str, taken: &mut HashMap<String, u32>) -> Stri
     called
 }
 
-fn name_with(format: Format, name: &str, behind: &str) -> String {
+fn name_with(format: TraceFormat, name: &str, behind: &str) -> String {
     match format {
-        Format::Msr => {
+        TraceFormat::Msr => {
             let (host, number) = host_and_number(name);
-            format!("{}{behind}.{number}", without(host, |one| one == ','))
+            format!("{}{behind}.{number}", replace_characters(host, |one| one == ','))
         }
-        _ => without(name, char::is_whitespace).into_owned() + behind,
+        _ => replace_characters(name, char::is_whitespace).into_owned() + behind,
     }
 }
 
 /// The name if it is a valid number of the format and unused; else the next free number.
-fn number_of(format: Format, name: &str, taken: &HashMap<String, u32>, free: &mut u32) -> String {
+fn number_of(format: TraceFormat, name: &str, taken: &HashMap<String, u32>, free: &mut u32) -> String {
     if is_number(format, name) && !taken.contains_key(name) {
         return name.to_owned();
     }
     loop {
         let number = *free;
         *free += 1;
-        let called = if format == Format::Blkparse { format!("8,{number}") } else { number.to_string() };
+        let called = if format == TraceFormat::Blkparse { format!("8,{number}") } else { number.to_string() };
         if !taken.contains_key(&called) {
             return called;
         }
     }
 }
 
-fn is_number(format: Format, name: &str) -> bool {
+fn is_number(format: TraceFormat, name: &str) -> bool {
     let is_whole = |text: &str| text.parse::<u32>().is_ok_and(|number| number.to_string() == text);
     match format {
-        Format::Blkparse => {
+        TraceFormat::Blkparse => {
             name.split_once(',').is_some_and(|(major, minor)| is_whole(major) && is_whole(minor))
         }
         _ => is_whole(name),
@@ -150,7 +150,7 @@ fn is_number(format: Format, name: &str) -> bool {
 
 /// Information known before the first request.
 #[derive(Clone, Copy)]
-pub(super) struct Start {
+pub(super) struct TraceStart {
     /// Nanoseconds since 1970 at time 0; a small number belongs to another clock, or to none.
     pub(super) clock_ns: u64,
     /// True if requests have results.
@@ -158,91 +158,91 @@ pub(super) struct Start {
 }
 
 /// Writes the lines of one format.
-pub(super) struct Form {
-    format: Format,
-    start: Start,
-    pub(super) calls: Calls,
+pub(super) struct TextFormat {
+    format: TraceFormat,
+    start: TraceStart,
+    pub(super) calls: DiskIdentifiers,
     /// Disks that have been declared.
     named: Vec<bool>,
     waited_us: u64,
 }
 
-impl Form {
+impl TextFormat {
     /// Starts the text with the header of the format. Recordings are binary and not written here.
-    pub(super) fn begin(format: Format, start: Start, text: &mut Vec<u8>) -> Self {
+    pub(super) fn begin(format: TraceFormat, start: TraceStart, text: &mut Vec<u8>) -> Self {
         // The other formats have no header.
         let header = match format {
-            Format::Weir => Some(HEADER),
-            Format::FioV2 => Some("fio version 2 iolog"),
-            Format::FioV3 => Some("fio version 3 iolog"),
-            Format::CloudPhysics => Some("version,time,op,size,lbn"),
+            TraceFormat::Weir => Some(HEADER),
+            TraceFormat::FioV2 => Some("fio version 2 iolog"),
+            TraceFormat::FioV3 => Some("fio version 3 iolog"),
+            TraceFormat::CloudPhysics => Some("version,time,op,size,lbn"),
             _ => None,
         };
         if let Some(header) = header {
-            let more = if start.with_outcomes && format == Format::Weir { MORE_COLUMNS } else { "" };
+            let more = if start.with_outcomes && format == TraceFormat::Weir { MORE_COLUMNS } else { "" };
             line(text, format_args!("{header}{more}"));
         }
-        Self { format, start, calls: Calls::default(), named: Vec::new(), waited_us: 0 }
+        Self { format, start, calls: DiskIdentifiers::default(), named: Vec::new(), waited_us: 0 }
     }
 
-    pub(super) fn push(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk, name, op, offset, length, outcome } = request;
-        let called = match called(self.format) {
-            Called::ByName => name,
+    pub(super) fn push(&mut self, text: &mut Vec<u8>, request: TraceRequest<'_>) -> Result<(), NotWritten> {
+        let TraceRequest { time_ns, disk, name, op, offset, length, outcome } = request;
+        let called = match disk_naming(self.format) {
+            DiskNaming::ByName => name,
             _ => self.calls.of(self.format, disk, name),
         };
         let now_ns = self.start.clock_ns.saturating_add(time_ns);
         let (seconds, rest_ns) = (time_ns / S_NS, time_ns % S_NS);
         match self.format {
-            Format::Weir => {
+            TraceFormat::Weir => {
                 push_request(text, now_ns, &quoted(name), op, offset, length);
                 if self.start.with_outcomes {
                     push_outcome(text, now_ns, outcome);
                 }
                 text.push(b'\n');
             }
-            Format::FioV2 | Format::FioV3 => self.push_fio(text, request)?,
-            Format::Blkparse => {
-                let letters = word(op, "R", "W", Some("D"), Some("FN"))?;
+            TraceFormat::FioV2 | TraceFormat::FioV3 => self.push_fio(text, request)?,
+            TraceFormat::Blkparse => {
+                let letters = operation_code(op, "R", "W", Some("D"), Some("FN"))?;
                 let head = format_args!("{called} 0 1 {seconds}.{rest_ns:09} 1 Q {letters}");
                 // A flush has no sectors.
-                if op == Op::Flush {
+                if op == RequestOp::Flush {
                     line(text, format_args!("{head} [weir]"));
                 } else {
                     let (sector, sectors) = (sectors(offset)?, sectors(length)?);
                     line(text, format_args!("{head} {sector} + {sectors} [weir]"));
                 }
             }
-            Format::Msr => {
-                let kind = word(op, "Read", "Write", None, None)?;
+            TraceFormat::Msr => {
+                let kind = operation_code(op, "Read", "Write", None, None)?;
                 let (host, number) = called.rsplit_once('.').expect("it is called so");
                 // Its clock counts from 1601; a clock that is not of 1970 cannot be converted.
                 let epoch = if is_since_1970(self.start.clock_ns) { TICKS_OF_1970 } else { 0 };
                 let ticks = epoch + now_ns / TICK_NS;
                 line(text, format_args!("{ticks},{host},{number},{kind},{offset},{length},0"));
             }
-            Format::Alibaba => {
-                let kind = word(op, "R", "W", None, None)?;
+            TraceFormat::Alibaba => {
+                let kind = operation_code(op, "R", "W", None, None)?;
                 line(text, format_args!("{called},{kind},{offset},{length},{}", now_ns / US_NS));
             }
-            Format::CloudPhysics => {
+            TraceFormat::CloudPhysics => {
                 let code = match op {
-                    Op::WriteZeroes => "41",
-                    op => word(op, "28", "2a", Some("42"), Some("35"))?,
+                    RequestOp::WriteZeroes => "41",
+                    op => operation_code(op, "28", "2a", Some("42"), Some("35"))?,
                 };
                 line(text, format_args!("1,{seconds},{code},{length},{}", sectors(offset)?));
             }
-            Format::Spc => {
-                let kind = word(op, "R", "W", None, None)?;
+            TraceFormat::Spc => {
+                let kind = operation_code(op, "R", "W", None, None)?;
                 let sector = sectors(offset)?;
                 line(text, format_args!("{called},{sector},{length},{kind},{seconds}.{rest_ns:09}"));
             }
-            Format::Mqsim => {
-                let kind = word(op, "1", "0", None, None)?;
+            TraceFormat::Mqsim => {
+                let kind = operation_code(op, "1", "0", None, None)?;
                 let (sector, sectors) = (sectors(offset)?, sectors(length)?);
                 line(text, format_args!("{time_ns} {called} {sector} {sectors} {kind}"));
             }
-            Format::Recording | Format::Columns => unreachable!("no lines are made of them"),
+            TraceFormat::Recording | TraceFormat::Columns => unreachable!("no lines are made of them"),
         }
         Ok(())
     }
@@ -252,12 +252,12 @@ impl Form {
         self.waited_us > 0
     }
 
-    fn push_fio(&mut self, text: &mut Vec<u8>, request: Request<'_>) -> Result<(), NotWritten> {
-        let Request { time_ns, disk, name, op, offset, length, .. } = request;
-        let action = word(op, "read", "write", Some("trim"), Some("sync"))?;
+    fn push_fio(&mut self, text: &mut Vec<u8>, request: TraceRequest<'_>) -> Result<(), NotWritten> {
+        let TraceRequest { time_ns, disk, name, op, offset, length, .. } = request;
+        let action = operation_code(op, "read", "write", Some("trim"), Some("sync"))?;
         let file = self.calls.of(self.format, disk, name);
         let us = time_ns / US_NS;
-        let has_times = self.format == Format::FioV3;
+        let has_times = self.format == TraceFormat::FioV3;
         let time = if has_times { format!("{us} ") } else { String::new() };
         if self.named.len() <= disk.index() {
             self.named.resize(disk.index() + 1, false);
@@ -279,25 +279,25 @@ impl Form {
 }
 
 /// Code of an operation, if there is one. A format with a code for write-zeroes handles it itself.
-fn word(
-    op: Op,
+fn operation_code(
+    op: RequestOp,
     read: &'static str,
     write: &'static str,
     discard: Option<&'static str>,
     flush: Option<&'static str>,
 ) -> Result<&'static str, NotWritten> {
     let word = match op {
-        Op::Read => Some(read),
-        Op::Write => Some(write),
-        Op::Discard => discard,
-        Op::Flush => flush,
-        Op::WriteZeroes => None,
+        RequestOp::Read => Some(read),
+        RequestOp::Write => Some(write),
+        RequestOp::Discard => discard,
+        RequestOp::Flush => flush,
+        RequestOp::WriteZeroes => None,
     };
     word.ok_or(NotWritten::Op(op))
 }
 
 /// Appends a result; empty columns if it is unknown.
-fn push_outcome(text: &mut Vec<u8>, time_ns: u64, outcome: Option<Outcome<'_>>) {
+fn push_outcome(text: &mut Vec<u8>, time_ns: u64, outcome: Option<RequestOutcome<'_>>) {
     let admitted_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.wait_ns));
     let completed_ns = outcome.map(|outcome| time_ns.saturating_add(outcome.times.latency_ns()));
     for time_ns in [admitted_ns, completed_ns] {
@@ -324,6 +324,6 @@ fn host_and_number(name: &str) -> (&str, u32) {
 }
 
 /// Replaces characters that would end the name by underscores.
-fn without(name: &str, ends: impl Fn(char) -> bool) -> Cow<'_, str> {
+fn replace_characters(name: &str, ends: impl Fn(char) -> bool) -> Cow<'_, str> {
     if name.contains(&ends) { name.replace(ends, "_").into() } else { name.into() }
 }

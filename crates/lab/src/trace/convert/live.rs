@@ -3,33 +3,33 @@
 use std::{fs::File, io::Read, path::Path};
 
 use anyhow::Context as _;
-use console::say;
-use recording::{Format, Merged, Options, file::Blocks, input::Input, lines::Lines, reader::Reader};
+use console::print_notice;
+use recording::{TraceFormat, MergedTraces, TraceOptions, file::RecordingReader, input::TraceInput, lines::LineReader, reader::TraceReader};
 
 use super::{
-    as_it_is,
-    forms::Start,
-    in_order, named,
-    sink::{Compression, Sink},
+    convert_recording,
+    forms::TraceStart,
+    convert_sorted, format_by_name,
+    sink::{TraceCompression, ConvertSink},
 };
-use crate::trace::Output;
+use crate::trace::TraceOutput;
 
 /// Requests are recorded on completion: this many may precede one that arrived earlier.
 const WINDOW: usize = 1 << 20;
 
 /// Output format of a live conversion.
 #[derive(Clone, Copy, Debug)]
-pub struct Transcript {
-    format: Format,
-    compression: Compression,
+pub struct LiveConversion {
+    format: TraceFormat,
+    compression: TraceCompression,
 }
 
-impl Transcript {
+impl LiveConversion {
     /// The format by the file's name, as in `weir trace convert`. `None` for an unconverted
     /// recording.
     pub fn named(path: &Path) -> Option<Self> {
-        let (format, compression) = named(path);
-        let format = format.filter(|format| *format != Format::Recording)?;
+        let (format, compression) = format_by_name(path);
+        let format = format.filter(|format| *format != TraceFormat::Recording)?;
         Some(Self { format, compression })
     }
 
@@ -39,26 +39,26 @@ impl Transcript {
     /// Errors of reading or writing; requests read before are written.
     pub fn write(self, recording: impl Read + Send + 'static, to: File) -> anyhow::Result<()> {
         let cannot = || "cannot be written".to_owned();
-        let out = Output::InPlace(to);
-        let mut lines = Lines::new(Input::new("the recording".to_owned(), Box::new(recording))?);
-        let new = |start| Sink::new(self.format, self.compression, out, start).with_context(cannot);
-        let (sink, read) = if self.format == Format::Weir {
-            let mut blocks = Blocks::default();
+        let out = TraceOutput::InPlace(to);
+        let mut lines = LineReader::new(TraceInput::new("the recording".to_owned(), Box::new(recording))?);
+        let new = |start| ConvertSink::new(self.format, self.compression, out, start).with_context(cannot);
+        let (sink, read) = if self.format == TraceFormat::Weir {
+            let mut blocks = RecordingReader::default();
             let clock_ns = blocks.clock_ns(&mut lines)?;
-            let mut sink = new(Start { clock_ns, with_outcomes: true })?;
-            let read = as_it_is(&mut lines, &mut blocks, &mut sink, &cannot);
+            let mut sink = new(TraceStart { clock_ns, with_outcomes: true })?;
+            let read = convert_recording(&mut lines, &mut blocks, &mut sink, &cannot);
             (sink, read)
         } else {
-            let options = Options { format: Some(Format::Recording), window: WINDOW, ..Options::default() };
-            let mut source = Merged::new(vec![Reader::over(lines, &options)?], None)?;
+            let options = TraceOptions { format: Some(TraceFormat::Recording), window: WINDOW, ..TraceOptions::default() };
+            let mut source = MergedTraces::new(vec![TraceReader::over(lines, &options)?], None)?;
             let clock_ns = source.clock_ns();
-            let mut sink = new(Start { clock_ns, with_outcomes: false })?;
-            let read = in_order(&mut source, &mut sink, &cannot);
+            let mut sink = new(TraceStart { clock_ns, with_outcomes: false })?;
+            let read = convert_sorted(&mut source, &mut sink, &cannot);
             (sink, read)
         };
         let left_out = sink.left_out();
         sink.finish().with_context(cannot)?;
-        left_out.iter().for_each(|line| say(line));
+        left_out.iter().for_each(|line| print_notice(line));
         read
     }
 }

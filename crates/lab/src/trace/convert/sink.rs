@@ -7,22 +7,22 @@ use std::{
 
 use console::figures;
 use flate2::write::GzEncoder;
-use recording::{DiskId, Entry, Format, LimitChange, Writer};
+use recording::{DiskId, RecordingEntry, TraceFormat, LimitChange, RecordingWriter};
 
-use super::forms::{Call, Called, Form, NotWritten, Request, Start, called};
-use crate::trace::Output;
+use super::forms::{DiskIdentifier, DiskNaming, TextFormat, NotWritten, TraceRequest, TraceStart, disk_naming};
+use crate::trace::TraceOutput;
 
 const BUFFER_BYTES: usize = 256 << 10;
 const ZSTD_LEVEL: i32 = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Compression {
+pub(super) enum TraceCompression {
     None,
     Gzip,
     Zstd,
 }
 
-impl Compression {
+impl TraceCompression {
     /// Compression by a file name's extension, and the name without it.
     pub(super) fn of(name: &str) -> (Self, &str) {
         let endings = [(Self::Gzip, ".gz"), (Self::Zstd, ".zst")];
@@ -31,8 +31,8 @@ impl Compression {
     }
 }
 
-pub(super) struct Sink {
-    to: To,
+pub(super) struct ConvertSink {
+    to: SinkOutput,
     written: u64,
     not_written: BTreeMap<NotWritten, u64>,
     /// Requests written without their results.
@@ -41,21 +41,21 @@ pub(super) struct Sink {
     lost: u64,
     /// Changes of limits beyond the stored number.
     dropped_limit_changes: u64,
-    format: Format,
+    format: TraceFormat,
 }
 
-enum To {
-    Lines { file: File, form: Form, text: Vec<u8> },
-    Recording { writer: Writer<Output>, limits: HashMap<String, u32> },
+enum SinkOutput {
+    Lines { file: CompressedOutput, form: TextFormat, text: Vec<u8> },
+    Recording { writer: RecordingWriter<TraceOutput>, limits: HashMap<String, u32> },
 }
 
-enum File {
-    Plain(Output),
-    Gzip(GzEncoder<Output>),
-    Zstd(zstd::Encoder<'static, Output>),
+enum CompressedOutput {
+    Plain(TraceOutput),
+    Gzip(GzEncoder<TraceOutput>),
+    Zstd(zstd::Encoder<'static, TraceOutput>),
 }
 
-impl File {
+impl CompressedOutput {
     fn all(&mut self, text: &[u8]) -> io::Result<()> {
         match self {
             Self::Plain(out) => out.write_all(text),
@@ -72,7 +72,7 @@ impl File {
         }
     }
 
-    fn finish(self) -> io::Result<Output> {
+    fn finish(self) -> io::Result<TraceOutput> {
         match self {
             Self::Plain(out) => Ok(out),
             Self::Gzip(out) => out.finish(),
@@ -81,25 +81,25 @@ impl File {
     }
 }
 
-impl Sink {
+impl ConvertSink {
     pub(super) fn new(
-        format: Format,
-        compression: Compression,
-        out: Output,
-        start: Start,
+        format: TraceFormat,
+        compression: TraceCompression,
+        out: TraceOutput,
+        start: TraceStart,
     ) -> io::Result<Self> {
-        let to = if format == Format::Recording {
-            To::Recording { writer: Writer::new(out, start.clock_ns)?, limits: HashMap::new() }
+        let to = if format == TraceFormat::Recording {
+            SinkOutput::Recording { writer: RecordingWriter::new(out, start.clock_ns)?, limits: HashMap::new() }
         } else {
             // With room for the request that exceeds the size at which it is written.
             let mut text = Vec::with_capacity(BUFFER_BYTES + 1024);
-            let form = Form::begin(format, start, &mut text);
+            let form = TextFormat::begin(format, start, &mut text);
             let file = match compression {
-                Compression::None => File::Plain(out),
-                Compression::Gzip => File::Gzip(GzEncoder::new(out, flate2::Compression::default())),
-                Compression::Zstd => File::Zstd(zstd::Encoder::new(out, ZSTD_LEVEL)?),
+                TraceCompression::None => CompressedOutput::Plain(out),
+                TraceCompression::Gzip => CompressedOutput::Gzip(GzEncoder::new(out, flate2::Compression::default())),
+                TraceCompression::Zstd => CompressedOutput::Zstd(zstd::Encoder::new(out, ZSTD_LEVEL)?),
             };
-            To::Lines { file, form, text }
+            SinkOutput::Lines { file, form, text }
         };
         let not_written = BTreeMap::new();
         Ok(Self {
@@ -113,13 +113,13 @@ impl Sink {
         })
     }
 
-    pub(super) fn put(&mut self, request: Request<'_>) -> io::Result<()> {
+    pub(super) fn write_request(&mut self, request: TraceRequest<'_>) -> io::Result<()> {
         let Self { to, written, not_written, without_outcome, format, .. } = self;
         match to {
-            To::Recording { writer, limits } => {
-                let Request { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
+            SinkOutput::Recording { writer, limits } => {
+                let TraceRequest { time_ns, disk: DiskId(disk), name, op, offset, length, outcome } = request;
                 let limit = outcome.and_then(|outcome| outcome.limit);
-                let entry = Entry {
+                let entry = RecordingEntry {
                     arrival_ns: time_ns,
                     times: outcome.map(|outcome| outcome.times),
                     offset,
@@ -133,12 +133,12 @@ impl Sink {
                 *written += 1;
                 Ok(())
             }
-            To::Lines { file, form, text } => {
+            SinkOutput::Lines { file, form, text } => {
                 match form.push(text, request) {
                     Ok(()) => {
                         *written += 1;
                         // Of the text formats, only weir's own has columns for results.
-                        let is_lost = request.outcome.is_some() && *format != Format::Weir;
+                        let is_lost = request.outcome.is_some() && *format != TraceFormat::Weir;
                         *without_outcome += u64::from(is_lost);
                     }
                     Err(why) => *not_written.entry(why).or_default() += 1,
@@ -151,8 +151,8 @@ impl Sink {
     /// Adds a change of limits; recordings only.
     pub(super) fn change_limits(&mut self, change: LimitChange) -> io::Result<()> {
         match &mut self.to {
-            To::Recording { writer, .. } => writer.change_limits(change),
-            To::Lines { .. } => Ok(()),
+            SinkOutput::Recording { writer, .. } => writer.change_limits(change),
+            SinkOutput::Lines { .. } => Ok(()),
         }
     }
 
@@ -162,18 +162,18 @@ impl Sink {
     }
 
     /// Counts requests that were lost while recording; a recording stores the number.
-    pub(super) fn lose(&mut self, requests: u64) {
+    pub(super) fn add_lost(&mut self, requests: u64) {
         self.lost += requests;
-        if let To::Recording { writer, .. } = &mut self.to {
-            writer.lose(requests);
+        if let SinkOutput::Recording { writer, .. } = &mut self.to {
+            writer.add_lost(requests);
         }
     }
 
     /// Writes out all requests so far, so that they survive a crash of this process.
     pub(super) fn flush(&mut self) -> io::Result<()> {
         match &mut self.to {
-            To::Recording { .. } => Ok(()),
-            To::Lines { file, text, .. } => {
+            SinkOutput::Recording { .. } => Ok(()),
+            SinkOutput::Lines { file, text, .. } => {
                 flush(file, text, 0)?;
                 file.flush()
             }
@@ -209,7 +209,7 @@ impl Sink {
             )
         });
         // Only recordings have limits.
-        let has_limits = matches!(self.to, To::Recording { .. });
+        let has_limits = matches!(self.to, SinkOutput::Recording { .. });
         let limits = (has_limits && self.dropped_limit_changes > 0).then(|| {
             format!(
                 "left out: {} of limits, because there are too many",
@@ -228,32 +228,32 @@ impl Sink {
 
     /// Note on fio's interpretation of times.
     fn waits(&self) -> Option<String> {
-        let To::Lines { form, .. } = &self.to else { return None };
+        let SinkOutput::Lines { form, .. } = &self.to else { return None };
         let text = "fio replays waits of fio-v2 otherwise than its documentation says (fio-v3 keeps times)";
         form.has_waits().then(|| text.to_owned())
     }
 
     /// Note on changed names of disks.
     fn lost_names(&self) -> Option<String> {
-        let To::Lines { form, .. } = &self.to else { return None };
+        let SinkOutput::Lines { form, .. } = &self.to else { return None };
         let format = self.format.name();
-        let is_one = called(self.format) == Called::Nothing;
-        let other = form.calls.iter().filter(|call| is_one || call.called != call.name);
+        let is_one = disk_naming(self.format) == DiskNaming::Nothing;
+        let other = form.calls.iter().filter(|call| is_one || call.identifier != call.name);
         let mut told: Vec<_> = other
             // One more than is listed, to know whether to add an ellipsis.
             .take(MOST_NAMED + 1)
-            .map(|Call { name, called }| if is_one { name.clone() } else { format!("{called} is {name}") })
+            .map(|DiskIdentifier { name, identifier: called }| if is_one { name.clone() } else { format!("{called} is {name}") })
             .collect();
         if told.len() > MOST_NAMED {
             told[MOST_NAMED] = "…".to_owned();
         }
         let (count, told) = (told.len(), told.join(", "));
-        match called(self.format) {
-            Called::Nothing if count > 1 => {
+        match disk_naming(self.format) {
+            DiskNaming::Nothing if count > 1 => {
                 Some(format!("{format} has whole seconds and one disk: {told} are one now"))
             }
-            Called::ByNumber if count > 0 => Some(format!("{format} calls disks by numbers: {told}")),
-            Called::Nearly if count > 0 => Some(format!("{format} calls disks otherwise: {told}")),
+            DiskNaming::ByNumber if count > 0 => Some(format!("{format} calls disks by numbers: {told}")),
+            DiskNaming::Nearly if count > 0 => Some(format!("{format} calls disks otherwise: {told}")),
             _ => None,
         }
     }
@@ -261,8 +261,8 @@ impl Sink {
     /// Writes the rest and renames the file to its final name.
     pub(super) fn finish(self) -> io::Result<()> {
         match self.to {
-            To::Recording { writer, .. } => writer.finish()?.finish(),
-            To::Lines { mut file, mut text, .. } => {
+            SinkOutput::Recording { writer, .. } => writer.finish()?.finish(),
+            SinkOutput::Lines { mut file, mut text, .. } => {
                 flush(&mut file, &mut text, 0)?;
                 file.finish()?.finish()
             }
@@ -282,7 +282,7 @@ fn number_of(limits: &mut HashMap<String, u32>, name: &str) -> u32 {
 /// Number of disks whose changed names are listed.
 const MOST_NAMED: usize = 16;
 
-fn flush(file: &mut File, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {
+fn flush(file: &mut CompressedOutput, text: &mut Vec<u8>, from_bytes: usize) -> io::Result<()> {
     if text.len() >= from_bytes {
         file.all(text)?;
         text.clear();
@@ -297,16 +297,16 @@ mod tests {
     #[test]
     fn dropped_changes_of_limits_are_reported_where_they_would_be_written() {
         let left_out = |format| {
-            let out = Output::InPlace(tempfile::tempfile().unwrap());
-            let start = Start { clock_ns: 0, with_outcomes: true };
-            let mut sink = Sink::new(format, Compression::None, out, start).unwrap();
+            let out = TraceOutput::InPlace(tempfile::tempfile().unwrap());
+            let start = TraceStart { clock_ns: 0, with_outcomes: true };
+            let mut sink = ConvertSink::new(format, TraceCompression::None, out, start).unwrap();
             sink.drop_limit_changes(0);
             assert_eq!(sink.left_out(), [""; 0]);
             sink.drop_limit_changes(5);
             sink.left_out()
         };
         let expected = ["left out: 5 changes of limits, because there are too many"];
-        assert_eq!(left_out(Format::Recording), expected);
-        assert_eq!(left_out(Format::Weir), [""; 0]);
+        assert_eq!(left_out(TraceFormat::Recording), expected);
+        assert_eq!(left_out(TraceFormat::Weir), [""; 0]);
     }
 }

@@ -3,20 +3,20 @@
 
 use console::{figures, table};
 
-use super::{Agreement, Published, Relation};
+use super::{ClaimAgreement, PublishedTable, ClaimRelation};
 use crate::{
-    result::{Better, Chart, Findings, HeatMap, Measure, Table, Unit},
-    tune::samples::Samples,
+    result::{Better, Chart, Findings, HeatMap, Measure, ResultTable, MeasureUnit},
+    tune::samples::TuneSamples,
 };
 
 #[derive(Debug)]
-pub(super) struct Measured<'a> {
-    pub(super) tables: &'a [Published],
-    pub(super) samples: &'a Samples,
+pub(super) struct PresetFindings<'a> {
+    pub(super) tables: &'a [PublishedTable],
+    pub(super) samples: &'a TuneSamples,
     pub(super) remarks: &'a [String],
 }
 
-impl Measured<'_> {
+impl PresetFindings<'_> {
     pub(super) fn findings(&self) -> Findings {
         let mut findings = Findings::default();
         for published in self.tables {
@@ -32,18 +32,18 @@ impl Measured<'_> {
         findings
     }
 
-    fn ratios(&self, published: &Published, row: usize, column: usize) -> (Option<f64>, Option<f64>) {
+    fn ratios(&self, published: &PublishedTable, row: usize, column: usize) -> (Option<f64>, Option<f64>) {
         let figure = published.columns[column].figure;
         let samples = |name: &str| published.samples(self.samples, name, column);
         let (own, base) = (samples(&published.rows[row].name), samples(published.reference));
         let measured = (!own.is_empty() && !base.is_empty()).then(|| figure.of(&own) / figure.of(&base));
-        let of = |row: &super::Row| row.published.get(column).copied();
+        let of = |row: &super::PublishedRow| row.published.get(column).copied();
         // Published ratios are relative to the same row as the measured ones.
         let theirs = of(&published.rows[row]).zip(published.row(published.reference).and_then(of));
         (theirs.map(|(own, base)| own / base), measured)
     }
 
-    fn table(&self, published: &Published) -> Table {
+    fn table(&self, published: &PublishedTable) -> ResultTable {
         let beside = published.reference;
         let heads = published.columns.iter().flat_map(|column| {
             [format!("{}: IOPS", column.name), "beside".to_owned(), "published".to_owned()]
@@ -58,7 +58,7 @@ impl Measured<'_> {
             });
             std::iter::once(name.clone()).chain(cells).collect()
         };
-        Table {
+        ResultTable {
             title: published.title.to_owned(),
             columns: std::iter::once(String::new()).chain(heads).collect(),
             rows: (0..published.rows.len()).map(row).collect(),
@@ -68,25 +68,25 @@ impl Measured<'_> {
         }
     }
 
-    fn claims(&self, published: &Published) -> Table {
-        let row = |claim: &super::Claim| {
+    fn claims(&self, published: &PublishedTable) -> ResultTable {
+        let row = |claim: &super::PublishedClaim| {
             let words = match (published.agreement(self.samples, claim), claim.relation) {
-                (Agreement::Agrees, Relation::NotLower) => "agrees (if it does harm, then less than 5 %)",
-                (Agreement::Agrees, _) => "agrees",
-                (Agreement::Contradicted, _) => "does not agree: here it is the other way round",
-                (Agreement::NotSeen, Relation::NotLower) => {
+                (ClaimAgreement::Agrees, ClaimRelation::NotLower) => "agrees (if it does harm, then less than 5 %)",
+                (ClaimAgreement::Agrees, _) => "agrees",
+                (ClaimAgreement::Contradicted, _) => "does not agree: here it is the other way round",
+                (ClaimAgreement::NotSeen, ClaimRelation::NotLower) => {
                     "not told apart: more rounds are needed to rule out harm"
                 }
-                (Agreement::NotSeen, _) => "does not agree: no difference beyond noise is to be seen here",
-                (Agreement::NotMeasured, _) => "not measured",
+                (ClaimAgreement::NotSeen, _) => "does not agree: no difference beyond noise is to be seen here",
+                (ClaimAgreement::NotMeasured, _) => "not measured",
             };
             vec![claim.text.to_owned(), words.to_owned()]
         };
         let title = format!("{}: what was concluded", published.title);
-        Table::new(&title, ["Conclusion", "Here"], published.claims.iter().map(row).collect())
+        ResultTable::new(&title, ["Conclusion", "Here"], published.claims.iter().map(row).collect())
     }
 
-    fn heat_map(&self, published: &Published) -> HeatMap {
+    fn heat_map(&self, published: &PublishedTable) -> HeatMap {
         let columns = published.columns.iter();
         let row = |row: usize| {
             let columns = 0..published.columns.len();
@@ -94,7 +94,7 @@ impl Measured<'_> {
         };
         HeatMap {
             title: format!("{}, beside {}", published.title, published.reference),
-            unit: Unit::Ratio,
+            unit: MeasureUnit::Ratio,
             better: Better::Higher,
             columns: columns
                 .flat_map(|column| [format!("{}, published", column.name), format!("{}, here", column.name)])
@@ -105,14 +105,14 @@ impl Measured<'_> {
         }
     }
 
-    fn measures(&self, published: &Published) -> Vec<Measure> {
+    fn measures(&self, published: &PublishedTable) -> Vec<Measure> {
         let mut measures = Vec::new();
         for row in &published.rows {
             for (index, column) in published.columns.iter().enumerate() {
                 let samples = published.samples(self.samples, &row.name, index);
                 if !samples.is_empty() {
                     let name = format!("{}: {}: {}", published.title, row.name, column.name);
-                    measures.push(Measure::new(name, Unit::Iops, Better::Higher, samples));
+                    measures.push(Measure::new(name, MeasureUnit::Iops, Better::Higher, samples));
                 }
             }
         }
@@ -126,8 +126,8 @@ pub(super) fn text(findings: &Findings) -> String {
         // The published table has many long headings, so a terminal shows them as a row.
         let count = found.columns.len();
         let sides = (0..count)
-            .map(|index| ("", if index == 0 || count == 2 { table::Side::Left } else { table::Side::Right }));
-        let mut shown = table::Table::new(sides.collect::<Vec<_>>());
+            .map(|index| ("", if index == 0 || count == 2 { table::ColumnAlignment::Left } else { table::ColumnAlignment::Right }));
+        let mut shown = table::TextTable::new(sides.collect::<Vec<_>>());
         shown.row(found.columns.clone());
         found.rows.iter().for_each(|row| shown.row(row.clone()));
         text += &format!("{}{}\n", found.title, shown.render(false));

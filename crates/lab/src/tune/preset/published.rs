@@ -10,43 +10,43 @@
 //! Figures are ratios to a row of the same table, because machines differ. dd wrote 1 GiB at a time
 //! and flushed: here that is a slice of 1 MiB writes with a flush at its end.
 
-use policy::prefetch::Mode;
+use policy::prefetch::PrefetchMode;
 use storage::CacheMode;
 
-use super::{Claim, Column, Figure, Published, Relation, Row};
-use crate::tune::matrix::{CLUSTERS, Configuration, L2Share, Operation, Order, Pattern, Qcow2};
+use super::{PublishedClaim, PublishedColumn, PublishedFigure, PublishedTable, ClaimRelation, PublishedRow};
+use crate::tune::matrix::{CLUSTERS, DiskConfiguration, L2Share, PatternOperation, AccessOrder, RequestPattern, Qcow2Choice};
 
 const K: u64 = 1 << 10;
 const M: u64 = 1 << 20;
 
-fn pattern(order: Order, operation: Operation, block_bytes: u64, depth: u32) -> Pattern {
-    Pattern { order, operation, block_bytes, depth }
+fn pattern(order: AccessOrder, operation: PatternOperation, block_bytes: u64, depth: u32) -> RequestPattern {
+    RequestPattern { order, operation, block_bytes, depth }
 }
 
-fn qcow2(cache: CacheMode, cluster_bytes: u64, l2: L2Share, prefetch: bool) -> Configuration {
-    let prefetch = if prefetch { Mode::On } else { Mode::Off };
-    Configuration { cache, qcow2: Some(Qcow2 { cluster_bytes, l2 }), prefetch }
+fn qcow2(cache: CacheMode, cluster_bytes: u64, l2: L2Share, prefetch: bool) -> DiskConfiguration {
+    let prefetch = if prefetch { PrefetchMode::On } else { PrefetchMode::Off };
+    DiskConfiguration { cache, qcow2: Some(Qcow2Choice { cluster_bytes, l2 }), prefetch }
 }
 
-fn row(name: &str, configuration: Configuration, published: &[f64]) -> Row {
-    Row { name: name.to_owned(), configuration, published: published.to_vec() }
+fn row(name: &str, configuration: DiskConfiguration, published: &[f64]) -> PublishedRow {
+    PublishedRow { name: name.to_owned(), configuration, published: published.to_vec() }
 }
 
 /// With clusters of 64 KiB and the whole mapping cached.
-fn mode(cache: CacheMode, published: &[f64]) -> Row {
+fn mode(cache: CacheMode, published: &[f64]) -> PublishedRow {
     row(cache.name(), qcow2(cache, 64 * K, L2Share::Full, false), published)
 }
 
-fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: Relation) -> Claim {
+fn claim(text: &'static str, pairs: &[(&str, &str)], column: usize, relation: ClaimRelation) -> PublishedClaim {
     let pairs = pairs.iter().map(|&(one, other)| (one.to_owned(), other.to_owned())).collect();
-    Claim { text, pairs, column, relation }
+    PublishedClaim { text, pairs, column, relation }
 }
 
 /// Reads of modes with a page cache were served from it.
-pub(super) fn random_by_cache_mode() -> Published {
-    Published {
+pub(super) fn random_by_cache_mode() -> PublishedTable {
+    PublishedTable {
         title: "Cache modes: random requests of 4 KiB",
-        columns: random_columns(Operation::Reread),
+        columns: random_columns(PatternOperation::Reread),
         rows: vec![
             mode(CacheMode::Writeback, &[14_286.67, 139.76]),
             mode(CacheMode::Writethrough, &[2146.72, 59.93]),
@@ -59,45 +59,45 @@ pub(super) fn random_by_cache_mode() -> Published {
                 "read performance is better with the page cache",
                 &[("writeback", "none"), ("writethrough", "directsync")],
                 0,
-                Relation::Higher,
+                ClaimRelation::Higher,
             ),
             claim(
                 "guaranteed data integrity means that write performance is not good",
                 &[("writethrough", "writeback"), ("directsync", "none")],
                 1,
-                Relation::Lower,
+                ClaimRelation::Lower,
             ),
         ],
     }
 }
 
-fn random_columns(read: Operation) -> Vec<Column> {
+fn random_columns(read: PatternOperation) -> Vec<PublishedColumn> {
     let column =
-        |name, operation| Column::new(name, pattern(Order::Random, operation, 4 * K, 1), Figure::Median);
-    vec![column("random read", read), column("random write", Operation::Write)]
+        |name, operation| PublishedColumn::new(name, pattern(AccessOrder::Random, operation, 4 * K, 1), PublishedFigure::Median);
+    vec![column("random read", read), column("random write", PatternOperation::Write)]
 }
 
-fn dd_and_hdparm() -> Vec<Column> {
-    let sequential = |operation| pattern(Order::Sequential, operation, M, 1);
+fn dd_and_hdparm() -> Vec<PublishedColumn> {
+    let sequential = |operation| pattern(AccessOrder::Sequential, operation, M, 1);
     vec![
-        Column::new("first write", sequential(Operation::FirstWrite), Figure::Median)
-            .of_raw(sequential(Operation::Write)),
-        Column::new("write", sequential(Operation::Write), Figure::FastestThree),
-        Column::new("read", sequential(Operation::Read), Figure::FastestThree),
+        PublishedColumn::new("first write", sequential(PatternOperation::FirstWrite), PublishedFigure::Median)
+            .of_raw(sequential(PatternOperation::Write)),
+        PublishedColumn::new("write", sequential(PatternOperation::Write), PublishedFigure::FastestThree),
+        PublishedColumn::new("read", sequential(PatternOperation::Read), PublishedFigure::FastestThree),
     ]
 }
 
 /// Only one figure was published for its writes: a raw disk has no first writes.
-fn raw() -> Row {
+fn raw() -> PublishedRow {
     row(
         "raw",
-        Configuration { cache: CacheMode::None, qcow2: None, prefetch: Mode::Off },
+        DiskConfiguration { cache: CacheMode::None, qcow2: None, prefetch: PrefetchMode::Off },
         &[1229.0, 1229.0, 2572.0],
     )
 }
 
-pub(super) fn streams_by_cache_mode() -> Published {
-    Published {
+pub(super) fn streams_by_cache_mode() -> PublishedTable {
+    PublishedTable {
         title: "Cache modes: sequential requests beside the raw disk",
         columns: dd_and_hdparm(),
         rows: vec![
@@ -114,19 +114,19 @@ pub(super) fn streams_by_cache_mode() -> Published {
                 "none has slower reads",
                 &[("none", "writethrough"), ("none", "writeback")],
                 2,
-                Relation::Lower,
+                ClaimRelation::Lower,
             ),
             claim(
                 "none has much better writes",
                 &[("none", "writethrough"), ("none", "writeback")],
                 1,
-                Relation::Higher,
+                ClaimRelation::Higher,
             ),
         ],
     }
 }
 
-pub(super) fn streams_by_cluster_size() -> Published {
+pub(super) fn streams_by_cluster_size() -> PublishedTable {
     let published = [
         [611.0, 655.0, 1283.0],
         [631.0, 654.0, 2742.0],
@@ -139,24 +139,24 @@ pub(super) fn streams_by_cluster_size() -> Published {
     let rows = CLUSTERS.iter().zip(names).zip(published).map(|((&cluster_bytes, name), published)| {
         row(name, qcow2(CacheMode::Writethrough, cluster_bytes, L2Share::Full, false), &published)
     });
-    Published {
+    PublishedTable {
         title: "Cluster sizes: sequential requests beside the raw disk",
         columns: dd_and_hdparm(),
         rows: std::iter::once(raw()).chain(rows).collect(),
         reference: "raw",
         claims: vec![
-            claim("clusters of 2 MiB improve reads", &[("2M", "64K")], 2, Relation::Higher),
-            claim("clusters of 2 MiB improve writes", &[("2M", "64K")], 1, Relation::Higher),
+            claim("clusters of 2 MiB improve reads", &[("2M", "64K")], 2, ClaimRelation::Higher),
+            claim("clusters of 2 MiB improve writes", &[("2M", "64K")], 1, ClaimRelation::Higher),
         ],
     }
 }
 
 /// With O_DIRECT, and an L2 cache for the whole disk and for 1/128 of it.
-pub(super) fn random_by_l2_cache() -> Published {
+pub(super) fn random_by_l2_cache() -> PublishedTable {
     let of = |name: &str, l2| row(name, qcow2(CacheMode::None, 64 * K, l2, false), &[]);
-    Published {
+    PublishedTable {
         title: "L2 cache: random requests of 4 KiB past the page cache",
-        columns: random_columns(Operation::Read),
+        columns: random_columns(PatternOperation::Read),
         rows: vec![of("full", L2Share::Full), of("1/128", L2Share::Part(128))],
         reference: "full",
         claims: vec![
@@ -164,13 +164,13 @@ pub(super) fn random_by_l2_cache() -> Published {
                 "a cache for 1/128 of the disk makes reads slower",
                 &[("1/128", "full")],
                 0,
-                Relation::Lower,
+                ClaimRelation::Lower,
             ),
             claim(
                 "a cache for 1/128 of the disk makes writes slower",
                 &[("1/128", "full")],
                 1,
-                Relation::Lower,
+                ClaimRelation::Lower,
             ),
         ],
     }
@@ -178,21 +178,21 @@ pub(super) fn random_by_l2_cache() -> Published {
 
 /// Sequential reads in operations per second (262,144 divided by the published seconds); and a
 /// guest's random reads, published as a gain only.
-pub(super) fn reads_by_prefetch() -> Published {
+pub(super) fn reads_by_prefetch() -> PublishedTable {
     let of = |name: &str, prefetch, values: &[f64]| {
         row(name, qcow2(CacheMode::None, 64 * K, L2Share::Full, prefetch), values)
     };
-    let sequential = |depth| pattern(Order::Sequential, Operation::Read, 4 * K, depth);
-    let random = |depth| pattern(Order::Random, Operation::Read, 4 * K, depth);
+    let sequential = |depth| pattern(AccessOrder::Sequential, PatternOperation::Read, 4 * K, depth);
+    let random = |depth| pattern(AccessOrder::Random, PatternOperation::Read, 4 * K, depth);
     let rate = |seconds: f64| 262_144.0 / seconds;
-    Published {
+    PublishedTable {
         title: "Prefetch: reads of 4 KiB past the page cache",
         columns: vec![
-            Column::new("sequential ×1", sequential(1), Figure::Median),
-            Column::new("sequential ×8", sequential(8), Figure::Median),
-            Column::new("sequential ×64", sequential(64), Figure::Median),
-            Column::new("random ×1", random(1), Figure::Median),
-            Column::new("random ×32", random(32), Figure::Median),
+            PublishedColumn::new("sequential ×1", sequential(1), PublishedFigure::Median),
+            PublishedColumn::new("sequential ×8", sequential(8), PublishedFigure::Median),
+            PublishedColumn::new("sequential ×64", sequential(64), PublishedFigure::Median),
+            PublishedColumn::new("random ×1", random(1), PublishedFigure::Median),
+            PublishedColumn::new("random ×32", random(32), PublishedFigure::Median),
         ],
         rows: vec![
             of("without", false, &[rate(19.594), rate(5.933), rate(4.659), 1.0, 1.0]),
@@ -204,21 +204,21 @@ pub(super) fn reads_by_prefetch() -> Published {
                 "one sequential reader is several times as fast",
                 &[("with", "without")],
                 0,
-                Relation::Higher,
+                ClaimRelation::Higher,
             ),
-            claim("with 8 in flight it still gains", &[("with", "without")], 1, Relation::Higher),
-            claim("with 64 in flight it does no harm", &[("with", "without")], 2, Relation::NotLower),
+            claim("with 8 in flight it still gains", &[("with", "without")], 1, ClaimRelation::Higher),
+            claim("with 64 in flight it does no harm", &[("with", "without")], 2, ClaimRelation::NotLower),
             claim(
                 "random reads are not made slower, one at a time",
                 &[("with", "without")],
                 3,
-                Relation::NotLower,
+                ClaimRelation::NotLower,
             ),
             claim(
                 "random reads are not made slower, 32 at a time",
                 &[("with", "without")],
                 4,
-                Relation::NotLower,
+                ClaimRelation::NotLower,
             ),
         ],
     }

@@ -1,7 +1,7 @@
 //! Checks the admissions of all hosts together against the limits of the group: one bucket, filled
 //! at every admission. It overflows if and only if some window admits more than the limits allow.
 
-use super::S;
+use super::NANOS_PER_S;
 use crate::throttle::{LimitKind, Limits};
 use alloc::collections::VecDeque;
 use alloc::format;
@@ -9,40 +9,40 @@ use alloc::string::String;
 
 /// Factor on the leak rate: clocks of hosts run at most 200 ppm fast, and floating-point levels are
 /// not exact.
-const FAST: f64 = 1.000_25;
+const CLOCK_DRIFT_FACTOR: f64 = 1.000_25;
 
 #[derive(Clone, Copy, Debug, Default)]
-struct Level {
-    passed: f64,
+struct AuditLevel {
+    admitted: f64,
     ceiling: f64,
 }
 
 /// The bucket, and the limits that may be in force.
 #[derive(Debug)]
-pub struct Audit {
+pub struct AdmissionAudit {
     /// Limits, each with the time until which it may be in force.
     limits: VecDeque<(Limits, u64)>,
-    levels: [[Level; 2]; 6],
+    levels: [[AuditLevel; 2]; 6],
     at: u64,
     /// Bucket sizes that hosts may keep which have not learned of newer limits.
-    kept: [[f64; 2]; 6],
+    old_sizes: [[f64; 2]; 6],
     /// Allowed excess, in operations and bytes: one request of each client may overflow the bucket.
     /// Of a request that is charged in slices, all bytes count when it is admitted, so bytes are
     /// doubled.
-    over: [f64; 2],
+    allowed_excess: [f64; 2],
     /// Time that new limits may take to reach all hosts.
     slack: u64,
 }
 
-impl Audit {
+impl AdmissionAudit {
     pub(super) fn new(limits: Limits, operations: u64, bytes: u64, slack: u64) -> Self {
         let limits = VecDeque::from([(limits, u64::MAX)]);
         Self {
             limits,
             levels: Default::default(),
             at: 0,
-            kept: [[0.0; 2]; 6],
-            over: [operations as f64, 2.0 * bytes as f64],
+            old_sizes: [[0.0; 2]; 6],
+            allowed_excess: [operations as f64, 2.0 * bytes as f64],
             slack,
         }
     }
@@ -53,7 +53,7 @@ impl Audit {
         self.leak_to(now);
         for kind in LimitKind::ALL {
             let [(_, size), (_, second)] = self.rates_and_sizes(kind);
-            let kept = &mut self.kept[kind.index()];
+            let kept = &mut self.old_sizes[kind.index()];
             let finite = |size: f64| if size.is_finite() { size * safe } else { 0.0 };
             *kept = [kept[0].max(finite(size)), kept[1].max(finite(second))];
         }
@@ -85,32 +85,32 @@ impl Audit {
     }
 
     /// Forgets the excess of one process, which has ended and lost the state of its buckets.
-    pub(super) fn forgive(&mut self, operations: u64, bytes: u64) {
+    pub(super) fn forget_process_excess(&mut self, operations: u64, bytes: u64) {
         for kind in LimitKind::ALL {
             let units = if kind.counts_bytes() { bytes } else { operations } as f64;
             self.levels[kind.index()]
                 .iter_mut()
-                .for_each(|level| level.passed = (level.passed - units).max(0.0));
+                .for_each(|level| level.admitted = (level.admitted - units).max(0.0));
         }
     }
 
     fn leak_to(&mut self, now: u64) {
         while self.at < now {
             let end = self.limits.front().map_or(now, |(_, until)| (*until).min(now)).max(self.at);
-            let seconds = (end - self.at) as f64 / S as f64;
+            let seconds = (end - self.at) as f64 / NANOS_PER_S as f64;
             for kind in LimitKind::ALL {
                 // An unlimited kind has nothing to leak and cannot overflow.
                 if self.limits.iter().all(|(limits, _)| limits.limit(kind).rate == 0) {
                     continue;
                 }
                 for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
-                    let over = self.over[usize::from(kind.counts_bytes())] + self.kept[kind.index()][at];
+                    let over = self.allowed_excess[usize::from(kind.counts_bytes())] + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
-                    let leaks = if rate.is_finite() { rate * FAST * seconds } else { f64::MAX };
-                    level.passed = (level.passed - leaks).max(0.0);
+                    let leaks = if rate.is_finite() { rate * CLOCK_DRIFT_FACTOR * seconds } else { f64::MAX };
+                    level.admitted = (level.admitted - leaks).max(0.0);
                     // After limits are lowered, the excess of earlier admissions counts until it
                     // leaks.
-                    level.ceiling = level.ceiling.min(level.passed).max(size + over);
+                    level.ceiling = level.ceiling.min(level.admitted).max(size + over);
                 }
             }
             self.at = end;
@@ -121,19 +121,19 @@ impl Audit {
     }
 
     /// Counts the admission of one read of `bytes`. Fails if that exceeds a limit.
-    pub(super) fn passed(&mut self, bytes: u64, now: u64) -> Result<(), String> {
+    pub(super) fn admit(&mut self, bytes: u64, now: u64) -> Result<(), String> {
         self.leak_to(now);
         let mut done = Ok(());
         for kind in [LimitKind::IopsTotal, LimitKind::IopsRead, LimitKind::BpsTotal, LimitKind::BpsRead] {
             let units = if kind.counts_bytes() { bytes as f64 } else { 1.0 };
             for (at, (rate, size)) in self.rates_and_sizes(kind).into_iter().enumerate() {
                 if rate.is_finite() {
-                    let over = self.over[usize::from(kind.counts_bytes())] + self.kept[kind.index()][at];
+                    let over = self.allowed_excess[usize::from(kind.counts_bytes())] + self.old_sizes[kind.index()][at];
                     let level = &mut self.levels[kind.index()][at];
-                    level.passed += units;
+                    level.admitted += units;
                     let most = level.ceiling.max(size + over) + 1e-6 * size;
-                    if level.passed > most {
-                        let passed = level.passed;
+                    if level.admitted > most {
+                        let passed = level.admitted;
                         done = Err(format!("{kind:?}, level {at}: {passed} of {most} at {now}"));
                     }
                 }

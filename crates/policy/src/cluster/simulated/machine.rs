@@ -1,18 +1,18 @@
 //! A simulated host: its tree, and clients with configurable load.
 
-use super::{MS, Random};
-use crate::cluster::{ByKind, Host, Usage};
+use super::{NANOS_PER_MS, SeededRandom};
+use crate::cluster::{ByKind, HostQuota, ReportedDemand};
 use crate::request::Direction;
-use crate::throttle::{Admission, Cost, Decision, Lent, Limits, NodeId, Share, Tree};
+use crate::throttle::{AdmissionResult, RequestCost, PollDecision, QuotaLease, Limits, NodeId, NodeShare, ThrottleTree};
 use crate::time::Instant;
 use alloc::vec::Vec;
 
 /// Maximum number of requests in flight of an open-loop client (paced or random).
-const MOST_IN_FLIGHT: u64 = 16;
+const MAX_IN_FLIGHT: u64 = 16;
 
 /// Arrival pattern of a client's requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Load {
+pub enum ClientLoad {
     /// No requests.
     Idle,
     /// Closed loop with this queue depth; each request completes a millisecond after admission.
@@ -25,9 +25,9 @@ pub enum Load {
 
 /// A client that reads from its own disk.
 #[derive(Clone, Copy, Debug)]
-pub struct Client {
+pub struct SimulatedClient {
     /// Arrival pattern.
-    pub load: Load,
+    pub load: ClientLoad,
     /// Size of each request in bytes.
     pub length: u64,
     /// Weight of the disk.
@@ -38,28 +38,28 @@ pub struct Client {
     in_flight: u64,
     disk: Option<NodeId>,
     due: u64,
-    random: Random,
+    random: SeededRandom,
 }
 
-impl Client {
+impl SimulatedClient {
     /// The weight must be valid and the reservation must fit.
-    pub const fn new(load: Load, length: u64, weight: u32, reserved: u64) -> Self {
-        Self { load, length, weight, reserved, in_flight: 0, disk: None, due: 0, random: Random::new(0) }
+    pub const fn new(load: ClientLoad, length: u64, weight: u32, reserved: u64) -> Self {
+        Self { load, length, weight, reserved, in_flight: 0, disk: None, due: 0, random: SeededRandom::new(0) }
     }
 
     /// Starts a new load at `now`.
-    pub(super) const fn begin(&mut self, load: Load, now: u64) {
+    pub(super) const fn start_load(&mut self, load: ClientLoad, now: u64) {
         (self.load, self.due) = (load, now);
-        if let Load::Random(mean) = load {
-            self.due += self.random.gap(mean);
+        if let ClientLoad::Random(mean) = load {
+            self.due += self.random.arrival_gap(mean);
         }
     }
 
-    const fn sends(&self, now: u64) -> bool {
+    const fn may_send(&self, now: u64) -> bool {
         match self.load {
-            Load::Idle => false,
-            Load::Greedy(depth) => self.in_flight < depth,
-            Load::Paced(_) | Load::Random(_) => self.due <= now && self.in_flight < MOST_IN_FLIGHT,
+            ClientLoad::Idle => false,
+            ClientLoad::Greedy(depth) => self.in_flight < depth,
+            ClientLoad::Paced(_) | ClientLoad::Random(_) => self.due <= now && self.in_flight < MAX_IN_FLIGHT,
         }
     }
 
@@ -68,73 +68,73 @@ impl Client {
         self.in_flight += 1;
         // An open-loop client skips arrivals that it could not send in time.
         match self.load {
-            Load::Paced(pace) => self.due = (self.due + pace).max(now.saturating_sub(pace)),
-            Load::Random(mean) => self.due = self.due.max(now.saturating_sub(mean)) + self.random.gap(mean),
-            Load::Idle | Load::Greedy(_) => {}
+            ClientLoad::Paced(pace) => self.due = (self.due + pace).max(now.saturating_sub(pace)),
+            ClientLoad::Random(mean) => self.due = self.due.max(now.saturating_sub(mean)) + self.random.arrival_gap(mean),
+            ClientLoad::Idle | ClientLoad::Greedy(_) => {}
         }
     }
 }
 
 /// One run of weir's process on a host. Times are those of the host's clock.
 #[derive(Debug)]
-pub struct Machine {
+pub struct SimulatedHost {
     /// The host's side of the quota protocol.
-    pub host: Host,
-    pub(super) tree: Tree<usize>,
+    pub host: HostQuota,
+    pub(super) tree: ThrottleTree<usize>,
     pub(super) group: NodeId,
     /// Clients of the host's disks.
-    pub clients: Vec<Client>,
+    pub clients: Vec<SimulatedClient>,
     done: Vec<(u64, usize)>,
-    pub(super) last: Usage,
+    pub(super) last: ReportedDemand,
     /// Time of the next call of [`Machine::run`].
     pub(super) next: u64,
 }
 
-impl Machine {
-    pub(super) fn new(host: Host, clients: &[Client], seed: u64, now: u64) -> Self {
-        let mut tree = Tree::new(Instant::from_nanos(now));
-        let group = tree.add(None, Limits::default(), Share::default()).unwrap();
-        tree.divide(group, host.limits(), [0; 6], Instant::from_nanos(now)).unwrap();
+impl SimulatedHost {
+    pub(super) fn new(host: HostQuota, clients: &[SimulatedClient], seed: u64, now: u64) -> Self {
+        let mut tree = ThrottleTree::new(Instant::from_nanos(now));
+        let group = tree.add(None, Limits::default(), NodeShare::default()).unwrap();
+        tree.set_quota(group, host.limits(), [0; 6], Instant::from_nanos(now)).unwrap();
         let mut machine = Self {
             host,
             tree,
             group,
             clients: clients.to_vec(),
             done: Vec::new(),
-            last: Usage::default(),
+            last: ReportedDemand::default(),
             next: now,
         };
-        machine.lend();
+        machine.install_lease();
         let Self { tree, clients, .. } = &mut machine;
         for (number, client) in clients.iter_mut().enumerate() {
-            let share = Share::new(client.weight).unwrap_or_default().with_reservation(client.reserved, 0);
+            let share = NodeShare::new(client.weight).unwrap_or_default().with_reservation(client.reserved, 0);
             // The caller guarantees that the reservations of all hosts fit into the limits.
             client.disk = Some(tree.add(Some(group), Limits::default(), share).expect("a promise that fits"));
-            client.random = Random::new(seed ^ (number as u64) << 40);
+            client.random = SeededRandom::new(seed ^ (number as u64) << 40);
             client.in_flight = 0;
-            client.begin(client.load, now);
+            client.start_load(client.load, now);
         }
         machine
     }
 
     /// Passes the end of the lease to the tree, which applies it on its own at any later call.
-    pub(super) fn lend(&mut self) {
+    pub(super) fn install_lease(&mut self) {
         let Self { host, tree, group, .. } = self;
-        let (safe, whole) = (host.safe(), *host.spec().limits());
-        tree.lend(*group, Lent { until: host.next(), safe, whole, left: [None; 2] });
+        let (safe, whole) = (host.fallback_limits(), *host.spec().limits());
+        tree.set_lease(*group, QuotaLease { until: host.lease_end(), fallback: safe, whole, reservation_bounds: [None; 2] });
     }
 
     /// Expires the lease, as the daemon does at each tick and before each message.
-    pub(super) fn look_at_the_clock(&mut self, now: u64) {
+    pub(super) fn expire_lease(&mut self, now: u64) {
         let Self { host, tree, group, .. } = self;
-        host.run_out(Instant::from_nanos(now), |limits, credit, at| {
-            tree.divide(*group, limits, credit, at).unwrap()
+        host.expire_lease(Instant::from_nanos(now), |limits, credit, at| {
+            tree.set_quota(*group, limits, credit, at).unwrap()
         });
     }
 
-    pub(super) fn usage(&mut self, demand: ByKind, now: u64) -> Usage {
-        let wanted = self.tree.wanted(self.group, Instant::from_nanos(now));
-        Usage { demand, waiting_ns: wanted.waiting_ns, weight: wanted.weight, reserved: wanted.reserved }
+    pub(super) fn usage(&mut self, demand: ByKind, now: u64) -> ReportedDemand {
+        let wanted = self.tree.member_demands(self.group, Instant::from_nanos(now));
+        ReportedDemand { demand, waiting_ns: wanted.waiting_ns, weight: wanted.weight, reserved: wanted.reserved }
     }
 
     /// Sends the requests that are due and admits those that the tree allows; calls `passed` with
@@ -149,41 +149,41 @@ impl Machine {
         }
         for number in 0..self.clients.len() {
             // New requests first, so that those admitted by `poll` below compete with them.
-            while self.clients[number].sends(now) {
+            while self.clients[number].may_send(now) {
                 let client = &mut self.clients[number];
                 client.send(now);
                 let Some(disk) = client.disk else { break };
-                match self.tree.request(disk, Direction::Read, Cost::one(client.length), number, at) {
-                    Admission::Admitted(number) => {
-                        self.done.push((now + MS, number));
+                match self.tree.submit(disk, Direction::Read, RequestCost::one(client.length), number, at) {
+                    AdmissionResult::Admitted(number) => {
+                        self.done.push((now + NANOS_PER_MS, number));
                         passed(number);
                     }
-                    Admission::Queued(_) => {}
+                    AdmissionResult::Queued(_) => {}
                 }
             }
         }
         loop {
             match self.tree.poll(at) {
-                Decision::Admit(number) => {
+                PollDecision::Admit(number) => {
                     passed(number);
-                    self.done.push((now + MS, number));
+                    self.done.push((now + NANOS_PER_MS, number));
                 }
-                Decision::Wait { until } => {
+                PollDecision::Wait { until } => {
                     wake = wake.min(until.as_nanos());
                     break;
                 }
-                Decision::Idle => break,
+                PollDecision::Idle => break,
             }
         }
         for client in &self.clients {
-            let comes = matches!(client.load, Load::Paced(_) | Load::Random(_));
-            if comes && client.in_flight < MOST_IN_FLIGHT {
+            let comes = matches!(client.load, ClientLoad::Paced(_) | ClientLoad::Random(_));
+            if comes && client.in_flight < MAX_IN_FLIGHT {
                 wake = wake.min(client.due.max(now + 1));
             }
         }
         wake = self.done.iter().map(|(done, _)| *done).fold(wake, u64::min);
         // The tree has already handled an end of the lease that lies in the past.
-        let ends = Some(self.host.next().as_nanos()).filter(|ends| *ends > now);
+        let ends = Some(self.host.lease_end().as_nanos()).filter(|ends| *ends > now);
         self.next = wake.min(ends.unwrap_or(u64::MAX)).max(now + 1);
     }
 }

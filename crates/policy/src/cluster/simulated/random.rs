@@ -2,9 +2,9 @@
 
 /// xorshift64*. Any generator would do that repeats its sequence for the same seed.
 #[derive(Clone, Copy, Debug)]
-pub struct Random(u64);
+pub struct SeededRandom(u64);
 
-impl Random {
+impl SeededRandom {
     /// Starts the sequence of a seed.
     pub const fn new(seed: u64) -> Self {
         // The highest bit is set because a state of zero would yield only zeros.
@@ -31,7 +31,7 @@ impl Random {
 
     /// Time until the next of events at random instants with mean distance `mean`: a geometric
     /// distribution in steps of 1/16, which approximates the exponential one.
-    pub const fn gap(&mut self, mean: u64) -> u64 {
+    pub const fn arrival_gap(&mut self, mean: u64) -> u64 {
         let mut steps = 0;
         while !self.one_in(16) && steps < 1000 {
             steps += 1;

@@ -1,22 +1,22 @@
 //! Model of etcd as weir uses it, with its faults: it stops, or restarts without its last writes.
 //! Counts the requests it receives.
 
-use crate::cluster::{Grant, Report, Spec, Term};
+use crate::cluster::{QuotaGrant, HostReport, ClusterGroupLimits, Term};
 use alloc::collections::BTreeMap;
 use alloc::vec::Vec;
 
 #[derive(Clone, Debug)]
-struct State {
+struct StoreContents {
     revision: u64,
     leader: Option<Term>,
-    spec: Spec,
-    reports: BTreeMap<usize, Report>,
-    grants: BTreeMap<usize, Grant>,
+    spec: ClusterGroupLimits,
+    reports: BTreeMap<usize, HostReport>,
+    grants: BTreeMap<usize, QuotaGrant>,
 }
 
 /// Number of messages and bytes that the store has received and sent.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Traffic {
+pub struct StoreTraffic {
     /// Reports written.
     pub reports: u64,
     /// Transactions that write or delete grants.
@@ -37,9 +37,9 @@ pub struct Traffic {
     pub sent_bytes: u64,
 }
 
-impl Traffic {
+impl StoreTraffic {
     /// Number of requests received.
-    pub const fn asked(&self) -> u64 {
+    pub const fn requests(&self) -> u64 {
         self.reports + self.transactions + self.keeps + self.campaigns + self.reads
     }
 
@@ -62,20 +62,20 @@ impl Traffic {
 
 /// The store. Hosts and leaders reach it through the [`World`](super::World).
 #[derive(Debug)]
-pub struct Store {
-    state: State,
-    marked: Option<State>,
+pub struct SimulatedStore {
+    state: StoreContents,
+    marked: Option<StoreContents>,
     ttl: u64,
     leader_until: u64,
     is_down: bool,
     /// Traffic since the creation.
-    pub traffic: Traffic,
+    pub traffic: StoreTraffic,
 }
 
-impl Store {
-    pub(super) const fn new(spec: Spec, ttl: u64) -> Self {
+impl SimulatedStore {
+    pub(super) const fn new(spec: ClusterGroupLimits, ttl: u64) -> Self {
         let state =
-            State { revision: 1, leader: None, spec, reports: BTreeMap::new(), grants: BTreeMap::new() };
+            StoreContents { revision: 1, leader: None, spec, reports: BTreeMap::new(), grants: BTreeMap::new() };
         Self { state, marked: None, ttl, leader_until: 0, is_down: false, traffic: ZERO }
     }
 
@@ -95,7 +95,7 @@ impl Store {
     }
 
     /// Loses all writes since the mark. The leases that remain start again in full, as in etcd.
-    pub(super) fn lose(&mut self, now: u64) {
+    pub(super) fn restore_mark(&mut self, now: u64) {
         if let Some(marked) = self.marked.take() {
             self.state = marked;
             self.start(now);
@@ -135,7 +135,7 @@ impl Store {
         holds
     }
 
-    pub(super) fn report(&mut self, host: usize, report: Report, bytes: u64) {
+    pub(super) fn report(&mut self, host: usize, report: HostReport, bytes: u64) {
         self.state.revision += 1;
         self.traffic.reports += 1;
         self.traffic.written_bytes += bytes;
@@ -143,7 +143,7 @@ impl Store {
     }
 
     /// Returns true if the transaction succeeded.
-    pub(super) fn grant(&mut self, term: Term, grants: &[(usize, Grant)], bytes: u64, now: u64) -> bool {
+    pub(super) fn grant(&mut self, term: Term, grants: &[(usize, QuotaGrant)], bytes: u64, now: u64) -> bool {
         self.traffic.transactions += 1;
         let holds = self.leader(now) == Some(term);
         if holds {
@@ -156,19 +156,19 @@ impl Store {
     }
 
     /// A host shuts down and deletes its report.
-    pub(super) fn leave(&mut self, host: usize) {
+    pub(super) fn remove_report(&mut self, host: usize) {
         self.state.revision += 1;
         self.state.reports.remove(&host);
     }
 
     /// Grants of hosts without a report.
-    pub(super) fn left(&self) -> Vec<(usize, Grant)> {
-        let has_left = |(host, _): &(&usize, &Grant)| !self.state.reports.contains_key(host);
+    pub(super) fn grants_of_departed_hosts(&self) -> Vec<(usize, QuotaGrant)> {
+        let has_left = |(host, _): &(&usize, &QuotaGrant)| !self.state.reports.contains_key(host);
         self.state.grants.iter().filter(has_left).map(|(host, grant)| (*host, *grant)).collect()
     }
 
     /// Deletes a grant unless this term has ended or the host has returned. Returns true if it did.
-    pub(super) fn sweep(&mut self, term: Term, host: usize, grant: &Grant, now: u64) -> bool {
+    pub(super) fn delete_grant(&mut self, term: Term, host: usize, grant: &QuotaGrant, now: u64) -> bool {
         self.traffic.transactions += 1;
         let is_so = self.leader(now) == Some(term) && !self.state.reports.contains_key(&host);
         let holds = is_so && self.state.grants.get(&host) == Some(grant);
@@ -180,30 +180,30 @@ impl Store {
     }
 
     /// True if there is a grant of a host without a report.
-    pub fn has_leftovers(&self) -> bool {
-        !self.left().is_empty()
+    pub fn has_orphaned_grants(&self) -> bool {
+        !self.grants_of_departed_hosts().is_empty()
     }
 
-    pub(super) fn reports(&self) -> Vec<(usize, Report)> {
+    pub(super) fn reports(&self) -> Vec<(usize, HostReport)> {
         self.state.reports.iter().map(|(host, report)| (*host, report.clone())).collect()
     }
 
-    pub(super) fn grant_of(&self, host: usize) -> Option<Grant> {
+    pub(super) fn grant_of(&self, host: usize) -> Option<QuotaGrant> {
         self.state.grants.get(&host).copied()
     }
 
-    pub(super) const fn set_spec(&mut self, spec: Spec) {
+    pub(super) const fn set_spec(&mut self, spec: ClusterGroupLimits) {
         self.state.revision += 1;
         self.state.spec = spec;
     }
 
     /// The limits that the store contains.
-    pub const fn spec(&self) -> Spec {
+    pub const fn spec(&self) -> ClusterGroupLimits {
         self.state.spec
     }
 }
 
-const ZERO: Traffic = Traffic {
+const ZERO: StoreTraffic = StoreTraffic {
     reports: 0,
     transactions: 0,
     grants: 0,

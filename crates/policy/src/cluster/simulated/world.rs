@@ -8,24 +8,24 @@ mod events;
 mod faults;
 mod in_force;
 
-use super::{Audit, Client, Load, MS, Machine, Random, S, Store};
-use crate::cluster::{Action, ByKind, Demand, Grant, Host, Leader, NAME_LEASE, Report, Spec, Term, Timing};
+use super::{AdmissionAudit, SimulatedClient, ClientLoad, NANOS_PER_MS, SimulatedHost, SeededRandom, NANOS_PER_S, SimulatedStore};
+use crate::cluster::{LeaderAction, ByKind, DemandEstimator, QuotaGrant, HostQuota, QuotaLeader, NAME_LEASE, HostReport, ClusterGroupLimits, Term, Timing};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::format;
 use alloc::string::{String, ToString as _};
 use alloc::vec::Vec;
-use events::{Answer, Ask, Event, Place};
+use events::{StoreResponse, StoreRequest, ClusterEvent, SimulatedProcess};
 
 /// Interval at which a host renews its name.
-const KEEP_NAME: u64 = NAME_LEASE.as_nanos() as u64 / 3;
+const NAME_RENEWAL_NS: u64 = NAME_LEASE.as_nanos() as u64 / 3;
 /// Latest time after a restart of the store at which hosts query it again.
-const COMES_BACK: u64 = 2 * S;
+const MAX_REREAD_DELAY: u64 = 2 * NANOS_PER_S;
 
 /// Parameters of a [`World`].
 #[derive(Clone, Copy, Debug)]
-pub struct Setting {
+pub struct SimulationConfig {
     /// Timing of hosts and leaders.
     pub timing: Timing,
     /// Minimum and maximum delay of a message in nanoseconds, including the store's processing
@@ -41,44 +41,44 @@ pub struct Setting {
     /// false, processes rely on watches and read again after one has ended, as the daemon does.
     pub rereads: bool,
     /// Maximum number of grants in one transaction.
-    pub operations: usize,
+    pub max_grants_per_transaction: usize,
     /// Size in bytes of a value as written to the store.
-    pub bytes: fn(Word<'_>) -> u64,
+    pub value_bytes: fn(StoreValue<'_>) -> u64,
 }
 
 /// A value in the store.
 #[derive(Clone, Copy, Debug)]
-pub enum Word<'a> {
+pub enum StoreValue<'a> {
     /// Written by a host.
-    Report(&'a Report),
+    Report(&'a HostReport),
     /// Written by a leader.
-    Grant(&'a Grant),
+    Grant(&'a QuotaGrant),
 }
 
 /// The simulated cluster.
 #[derive(Debug)]
-pub struct World {
-    setting: Setting,
+pub struct SimulatedCluster {
+    setting: SimulationConfig,
     seed: u64,
     /// True time: nanoseconds since the start, without drift.
     pub now: u64,
-    random: Random,
+    random: SeededRandom,
     /// The store between hosts and leaders.
-    pub store: Store,
-    audit: Audit,
+    pub store: SimulatedStore,
+    audit: AdmissionAudit,
     /// The hosts' processes.
-    pub machines: Vec<Machine>,
+    pub machines: Vec<SimulatedHost>,
     /// Admitted requests of each host, and the time of the last admission.
-    pub passed: Vec<(u64, u64)>,
-    demands: Vec<Demand>,
-    runs_at: Vec<u64>,
-    named_at: Vec<u64>,
-    leaders: Vec<Option<Leader>>,
-    leads_at: Vec<u64>,
-    kept_at: Vec<Instant>,
+    pub admissions: Vec<(u64, u64)>,
+    demands: Vec<DemandEstimator>,
+    next_host_runs: Vec<u64>,
+    next_name_renewals: Vec<u64>,
+    leaders: Vec<Option<QuotaLeader>>,
+    next_leader_runs: Vec<u64>,
+    key_renewed_at: Vec<Instant>,
     /// Processes: hosts first, then leaders.
-    places: Vec<Place>,
-    events: BTreeMap<(u64, u64), Event>,
+    processes: Vec<SimulatedProcess>,
+    events: BTreeMap<(u64, u64), ClusterEvent>,
     number: u64,
     /// Quota in force on each host. May still include a lease that has expired since.
     in_force: Vec<ByKind>,
@@ -87,31 +87,31 @@ pub struct World {
     violation: Option<String>,
 }
 
-impl World {
+impl SimulatedCluster {
     /// Hosts that know these limits and are at their fallback share, each with its clients.
     ///
     /// # Panics
     /// Panics if the reservations on a host exceed the limits.
-    pub fn new(seed: u64, spec: Spec, clients: &[Vec<Client>], setting: Setting) -> Self {
-        let mut random = Random::new(seed);
+    pub fn new(seed: u64, spec: ClusterGroupLimits, clients: &[Vec<SimulatedClient>], setting: SimulationConfig) -> Self {
+        let mut random = SeededRandom::new(seed);
         let drift = setting.drift_ppm;
         // Clocks start at unrelated values, at least 10 s, so that no code can rely on a common
         // epoch and times before the start remain representable.
-        let mut place = || Place {
+        let mut place = || SimulatedProcess {
             ppm: random.below(2 * drift + 1) as i64 - drift as i64,
-            offset: random.below(1000 * S) + 10 * S,
+            offset: random.below(1000 * NANOS_PER_S) + 10 * NANOS_PER_S,
             paused_until: 0,
-            is_cut: false,
+            is_partitioned: false,
             run: 1,
         };
         let places: Vec<_> = (0..clients.len() + setting.leaders).map(|_| place()).collect();
-        let machine = |(at, clients): (usize, &Vec<Client>)| {
+        let machine = |(at, clients): (usize, &Vec<SimulatedClient>)| {
             let seed = seed.wrapping_add(at as u64 + 1);
-            Machine::new(Host::new(1, spec, setting.timing), clients, seed, places[at].local(0))
+            SimulatedHost::new(HostQuota::new(1, spec, setting.timing), clients, seed, places[at].to_local(0))
         };
         let machines: Vec<_> = clients.iter().enumerate().map(machine).collect();
         let demands =
-            machines.iter().zip(&places).map(|(machine, place)| demand_of(machine, place.local(0))).collect();
+            machines.iter().zip(&places).map(|(machine, place)| demand_of(machine, place.to_local(0))).collect();
         let all = || clients.iter().flatten();
         let lease = setting.timing.term_lease().as_nanos() as u64;
         let bytes = all().map(|client| client.length).sum();
@@ -121,18 +121,18 @@ impl World {
             seed,
             now: 0,
             random,
-            store: Store::new(spec, lease),
+            store: SimulatedStore::new(spec, lease),
             // Changed limits reach all hosts within four leases, elections included.
-            audit: Audit::new(*spec.limits(), all().count() as u64, bytes, 4 * lease),
-            passed: [(0, 0)].repeat(hosts),
+            audit: AdmissionAudit::new(*spec.limits(), all().count() as u64, bytes, 4 * lease),
+            admissions: [(0, 0)].repeat(hosts),
             demands,
-            runs_at: [0].repeat(hosts),
-            named_at: [0].repeat(hosts),
+            next_host_runs: [0].repeat(hosts),
+            next_name_renewals: [0].repeat(hosts),
             machines,
             leaders: (0..setting.leaders).map(|_| None).collect(),
-            leads_at: [0].repeat(setting.leaders),
-            kept_at: [Instant::ZERO].repeat(setting.leaders),
-            places,
+            next_leader_runs: [0].repeat(setting.leaders),
+            key_renewed_at: [Instant::ZERO].repeat(setting.leaders),
+            processes: places,
             events: BTreeMap::new(),
             number: 0,
             in_force: [[0; 6]].repeat(hosts),
@@ -148,23 +148,23 @@ impl World {
         let tick = self.tick();
         for host in 0..self.machines.len() {
             let at = self.random.below(tick);
-            self.at(at, Event::HostTicks(host, 1));
-            self.at(at, Event::HostRuns(host, at));
-            self.runs_at[host] = at;
-            self.named_at[host] = self.random.below(KEEP_NAME);
+            self.schedule(at, ClusterEvent::HostTicks(host, 1));
+            self.schedule(at, ClusterEvent::HostRuns(host, at));
+            self.next_host_runs[host] = at;
+            self.next_name_renewals[host] = self.random.below(NAME_RENEWAL_NS);
         }
         for leader in 0..self.leaders.len() {
             let at = self.random.below(tick);
-            self.at(at, Event::LeaderTicks(leader, 1));
+            self.schedule(at, ClusterEvent::LeaderTicks(leader, 1));
         }
-        self.look_at_all();
+        self.check_all();
     }
 
     const fn tick(&self) -> u64 {
         self.setting.timing.tick.as_nanos() as u64
     }
 
-    fn at(&mut self, at: u64, event: Event) {
+    fn schedule(&mut self, at: u64, event: ClusterEvent) {
         self.number += 1;
         self.events.insert((at, self.number), event);
     }
@@ -172,14 +172,14 @@ impl World {
     fn delay(&mut self) -> u64 {
         let (from, to) = self.setting.delay_ns;
         if self.setting.late.is_some_and(|late| self.random.one_in(late)) {
-            self.random.between(5 * MS, 3 * S)
+            self.random.between(5 * NANOS_PER_MS, 3 * NANOS_PER_S)
         } else {
             self.random.between(from, to)
         }
     }
 
     fn local(&self, place: usize) -> Instant {
-        Instant::from_nanos(self.places[place].local(self.now))
+        Instant::from_nanos(self.processes[place].to_local(self.now))
     }
 
     /// Processes all events before `end`.
@@ -189,26 +189,26 @@ impl World {
         {
             self.now = self.now.max(key.0);
             if let Some(event) = self.events.remove(&key) {
-                self.happen(event);
+                self.dispatch(event);
             }
         }
         self.now = self.now.max(end);
     }
 
-    fn happen(&mut self, event: Event) {
+    fn dispatch(&mut self, event: ClusterEvent) {
         let hosts = self.machines.len();
         let (place, run) = match &event {
-            Event::HostTicks(host, run) | Event::ToHost(host, run, ..) => (*host, *run),
-            Event::HostRuns(host, _) => (*host, self.places[*host].run),
-            Event::LeaderTicks(leader, run) | Event::ToLeader(leader, run, _) => (hosts + leader, *run),
-            Event::LeaderRuns(leader, _) => (hosts + leader, self.places[hosts + leader].run),
+            ClusterEvent::HostTicks(host, run) | ClusterEvent::ToHost(host, run, ..) => (*host, *run),
+            ClusterEvent::HostRuns(host, _) => (*host, self.processes[*host].run),
+            ClusterEvent::LeaderTicks(leader, run) | ClusterEvent::ToLeader(leader, run, _) => (hosts + leader, *run),
+            ClusterEvent::LeaderRuns(leader, _) => (hosts + leader, self.processes[hosts + leader].run),
             // The store has no local clock and cannot be paused.
-            Event::AtStore(place, run, _) => (*place, *run),
+            ClusterEvent::AtStore(place, run, _) => (*place, *run),
         };
         let event = match event {
-            Event::AtStore(place, run, ask) => {
+            ClusterEvent::AtStore(place, run, ask) => {
                 if !self.store.is_down() {
-                    self.at_store(place, run, ask);
+                    self.process_at_store(place, run, ask);
                 }
                 return;
             }
@@ -216,44 +216,44 @@ impl World {
         };
         // An event for an earlier run of the process is lost, as a message to a closed connection
         // is.
-        if self.places[place].run != run {
+        if self.processes[place].run != run {
             return;
         }
-        if self.places[place].paused_until > self.now {
-            return self.at(self.places[place].paused_until, event);
+        if self.processes[place].paused_until > self.now {
+            return self.schedule(self.processes[place].paused_until, event);
         }
         match event {
-            Event::HostTicks(host, run) => {
-                self.at(self.now + self.tick(), Event::HostTicks(host, run));
+            ClusterEvent::HostTicks(host, run) => {
+                self.schedule(self.now + self.tick(), ClusterEvent::HostTicks(host, run));
                 self.host_ticks(host);
             }
-            Event::HostRuns(host, at) => {
-                if self.runs_at[host] == at {
+            ClusterEvent::HostRuns(host, at) => {
+                if self.next_host_runs[host] == at {
                     self.host_runs(host);
                 }
             }
-            Event::ToHost(host, _, leader, grant) => self.host_hears(host, leader, grant),
-            Event::LeaderTicks(leader, run) => self.leader_ticks(leader, run),
-            Event::LeaderRuns(leader, at) => {
-                if self.leads_at[leader] == at {
-                    self.lead(leader);
+            ClusterEvent::ToHost(host, _, leader, grant) => self.deliver_to_host(host, leader, grant),
+            ClusterEvent::LeaderTicks(leader, run) => self.leader_ticks(leader, run),
+            ClusterEvent::LeaderRuns(leader, at) => {
+                if self.next_leader_runs[leader] == at {
+                    self.run_leader(leader);
                 }
             }
-            Event::ToLeader(leader, _, answer) => self.leader_hears(leader, answer),
-            Event::AtStore(..) => {}
+            ClusterEvent::ToLeader(leader, _, answer) => self.deliver_to_leader(leader, answer),
+            ClusterEvent::AtStore(..) => {}
         }
     }
 
     fn host_ticks(&mut self, host: usize) {
         if self.setting.rereads {
-            self.ask(host, Ask::Host);
-        } else if self.now >= self.named_at[host] {
-            self.named_at[host] = self.now + KEEP_NAME;
-            self.ask(host, Ask::Name);
+            self.send_to_store(host, StoreRequest::Host);
+        } else if self.now >= self.next_name_renewals[host] {
+            self.next_name_renewals[host] = self.now + NAME_RENEWAL_NS;
+            self.send_to_store(host, StoreRequest::Name);
         }
         let now = self.local(host);
-        self.machines[host].look_at_the_clock(now.as_nanos());
-        self.look(host);
+        self.machines[host].expire_lease(now.as_nanos());
+        self.check_host(host);
         self.host_runs(host);
         let machine = &self.machines[host];
         let demand = self.demands[host].observe(now, machine.tree.stats(machine.group, now));
@@ -262,30 +262,30 @@ impl World {
         self.report(host);
     }
 
-    fn ask(&mut self, place: usize, ask: Ask) {
-        if !self.places[place].is_cut {
-            let (at, run) = (self.now + self.delay(), self.places[place].run);
-            self.at(at, Event::AtStore(place, run, ask));
+    fn send_to_store(&mut self, place: usize, ask: StoreRequest) {
+        if !self.processes[place].is_partitioned {
+            let (at, run) = (self.now + self.delay(), self.processes[place].run);
+            self.schedule(at, ClusterEvent::AtStore(place, run, ask));
         }
     }
 
     fn host_runs(&mut self, host: usize) {
-        let now = self.places[host].local(self.now);
+        let now = self.processes[host].to_local(self.now);
         let machine = &mut self.machines[host];
         let mut passed = Vec::new();
         machine.run(now, |client| passed.push(client));
         for client in passed {
-            let done = self.audit.passed(self.machines[host].clients[client].length, self.now);
+            let done = self.audit.admit(self.machines[host].clients[client].length, self.now);
             if let Err(why) = done {
                 self.violation.get_or_insert(why);
             }
-            self.passed[host] = (self.passed[host].0 + 1, self.now);
+            self.admissions[host] = (self.admissions[host].0 + 1, self.now);
         }
         let machine = &self.machines[host];
-        let next = self.places[host].real(machine.next).max(self.now + 1);
+        let next = self.processes[host].to_true_time(machine.next).max(self.now + 1);
         if machine.next < u64::MAX {
-            self.runs_at[host] = next;
-            self.at(next, Event::HostRuns(host, next));
+            self.next_host_runs[host] = next;
+            self.schedule(next, ClusterEvent::HostRuns(host, next));
         }
     }
 
@@ -293,45 +293,45 @@ impl World {
         let now = self.local(host);
         let machine = &mut self.machines[host];
         if let Some(report) = machine.host.tick(machine.last, now) {
-            self.ask(host, Ask::Report(Box::new(report)));
+            self.send_to_store(host, StoreRequest::Report(Box::new(report)));
         }
     }
 
-    fn host_hears(&mut self, host: usize, leader: Option<Term>, grant: Option<Grant>) {
+    fn deliver_to_host(&mut self, host: usize, leader: Option<Term>, grant: Option<QuotaGrant>) {
         let now = self.local(host);
         let machine = &mut self.machines[host];
-        machine.look_at_the_clock(now.as_nanos());
-        let Machine { host: state, tree, group, .. } = machine;
+        machine.expire_lease(now.as_nanos());
+        let SimulatedHost { host: state, tree, group, .. } = machine;
         if let Some(leader) = leader {
             state.on_leader(leader);
         }
         if let Some(grant) = grant {
             state.on_grant(&grant, now, |limits, credit, at| {
                 // Limits scaled down from valid ones are valid.
-                tree.divide(*group, limits, credit, at).unwrap_or_default()
+                tree.set_quota(*group, limits, credit, at).unwrap_or_default()
             });
-            machine.lend();
+            machine.install_lease();
         }
         self.host_runs(host);
-        self.look(host);
+        self.check_host(host);
         if self.machines[host].host.is_urgent() {
             self.report(host);
         }
     }
 
-    fn at_store(&mut self, place: usize, run: u64, ask: Ask) {
+    fn process_at_store(&mut self, place: usize, run: u64, ask: StoreRequest) {
         let (hosts, now) = (self.machines.len(), self.now);
         let answer = match ask {
-            Ask::Host => {
+            StoreRequest::Host => {
                 self.store.traffic.reads += 1;
-                return self.tell_host(place);
+                return self.notify_host(place);
             }
-            Ask::Name => {
+            StoreRequest::Name => {
                 self.store.traffic.keeps += 1;
                 return;
             }
-            Ask::Report(report) => {
-                let bytes = (self.setting.bytes)(Word::Report(&report));
+            StoreRequest::Report(report) => {
+                let bytes = (self.setting.value_bytes)(StoreValue::Report(&report));
                 self.store.report(place, (*report).clone(), bytes);
                 for leader in (0..self.leaders.len())
                     .filter(|leader| self.leaders[*leader].is_some())
@@ -340,123 +340,123 @@ impl World {
                     self.store.traffic.events += 1;
                     self.store.traffic.sent_bytes += bytes;
                     let read = Vec::from([(place, (*report).clone())]);
-                    self.tell_leader(leader, Answer::Read(self.store.spec(), read));
+                    self.notify_leader(leader, StoreResponse::Read(self.store.spec(), read));
                 }
                 return;
             }
-            Ask::Campaign(nonce, asked) => {
+            StoreRequest::Campaign(nonce, asked) => {
                 let Some(term) = self.store.campaign(nonce, now) else { return };
                 // Two watch events for each host: deletion of the old key and creation of the new
                 // one.
                 self.store.traffic.events += 2 * hosts as u64;
                 for host in 0..hosts {
-                    self.tell_host(host);
+                    self.notify_host(host);
                 }
-                Answer::Elected(term, self.store.spec(), asked)
+                StoreResponse::Elected(term, self.store.spec(), asked)
             }
-            Ask::KeepAlive(term, asked) => {
+            StoreRequest::KeepAlive(term, asked) => {
                 if self.store.keep_alive(term, now) {
-                    Answer::Kept(asked)
+                    StoreResponse::Kept(asked)
                 } else {
-                    Answer::Deposed(term)
+                    StoreResponse::Deposed(term)
                 }
             }
-            Ask::Read => {
+            StoreRequest::Read => {
                 self.store.traffic.reads += 1;
-                Answer::Read(self.store.spec(), self.store.reports())
+                StoreResponse::Read(self.store.spec(), self.store.reports())
             }
             // Split transactions: each succeeds or fails alone, as in the daemon.
-            Ask::Write(term, grants) => {
-                let bytes = grants.iter().map(|(_, grant)| (self.setting.bytes)(Word::Grant(grant))).sum();
+            StoreRequest::Write(term, grants) => {
+                let bytes = grants.iter().map(|(_, grant)| (self.setting.value_bytes)(StoreValue::Grant(grant))).sum();
                 if self.store.grant(term, &grants, bytes, now) {
                     self.store.traffic.events += grants.len() as u64;
                     self.store.traffic.sent_bytes += bytes;
                     for (host, _) in grants {
-                        self.tell_host(host);
+                        self.notify_host(host);
                     }
                     return;
                 }
-                Answer::Deposed(term)
+                StoreResponse::Deposed(term)
             }
-            Ask::Sweep(term, host, grant) => {
-                if self.store.sweep(term, host, &grant, now) && self.is_worth_something(host, &grant) {
+            StoreRequest::Sweep(term, host, grant) => {
+                if self.store.delete_grant(term, host, &grant, now) && self.is_grant_in_use(host, &grant) {
                     let why = format!("a lease of host {host} is in force, and its grant was taken away");
                     self.violation.get_or_insert(why);
                 }
                 return;
             }
         };
-        if self.places[place].run == run {
-            self.tell_leader(place - hosts, answer);
+        if self.processes[place].run == run {
+            self.notify_leader(place - hosts, answer);
         }
     }
 
-    fn tell_host(&mut self, host: usize) {
+    fn notify_host(&mut self, host: usize) {
         let (leader, grant) = (self.store.leader(self.now), self.store.grant_of(host));
-        if !self.places[host].is_cut {
-            let (at, run) = (self.now + self.delay(), self.places[host].run);
-            self.at(at, Event::ToHost(host, run, leader, grant));
+        if !self.processes[host].is_partitioned {
+            let (at, run) = (self.now + self.delay(), self.processes[host].run);
+            self.schedule(at, ClusterEvent::ToHost(host, run, leader, grant));
         }
     }
 
-    fn tell_leader(&mut self, leader: usize, answer: Answer) {
-        let place = self.places[self.machines.len() + leader];
-        if !place.is_cut {
+    fn notify_leader(&mut self, leader: usize, answer: StoreResponse) {
+        let place = self.processes[self.machines.len() + leader];
+        if !place.is_partitioned {
             let at = self.now + self.delay();
-            self.at(at, Event::ToLeader(leader, place.run, answer));
+            self.schedule(at, ClusterEvent::ToLeader(leader, place.run, answer));
         }
     }
 
     fn leader_ticks(&mut self, number: usize, run: u64) {
         let place = self.machines.len() + number;
-        self.at(self.now + self.tick(), Event::LeaderTicks(number, run));
+        self.schedule(self.now + self.tick(), ClusterEvent::LeaderTicks(number, run));
         let now = self.local(place);
         let rereads = self.setting.rereads;
-        match self.leaders[number].as_ref().map(Leader::term) {
+        match self.leaders[number].as_ref().map(QuotaLeader::term) {
             None => {
                 // A process that watches the leader's key campaigns only once the key is gone.
                 if rereads || (!self.store.is_down() && self.store.leader(self.now).is_none()) {
                     let nonce = self.random.below(u64::MAX);
-                    self.ask(place, Ask::Campaign(nonce, now));
+                    self.send_to_store(place, StoreRequest::Campaign(nonce, now));
                 }
             }
             Some(term) => {
                 if rereads {
-                    self.ask(place, Ask::Read);
+                    self.send_to_store(place, StoreRequest::Read);
                 }
-                if rereads || now - self.kept_at[number] >= self.setting.timing.keep() {
-                    self.kept_at[number] = now;
-                    self.ask(place, Ask::KeepAlive(term, now));
+                if rereads || now - self.key_renewed_at[number] >= self.setting.timing.key_renewal_interval() {
+                    self.key_renewed_at[number] = now;
+                    self.send_to_store(place, StoreRequest::KeepAlive(term, now));
                 }
-                self.sweep(number, now);
-                self.lead(number);
+                self.delete_stale_grants(number, now);
+                self.run_leader(number);
             }
         }
     }
 
     /// Requests the deletion of grants that are no longer valid.
-    fn sweep(&mut self, number: usize, now: Instant) {
+    fn delete_stale_grants(&mut self, number: usize, now: Instant) {
         let Some(leader) = &self.leaders[number] else { return };
-        let (term, left) = (leader.term(), self.store.left().into_iter());
-        let over: Vec<_> = left.filter(|(host, _)| !leader.may_hold(&host.to_string(), now)).collect();
+        let (term, left) = (leader.term(), self.store.grants_of_departed_hosts().into_iter());
+        let over: Vec<_> = left.filter(|(host, _)| !leader.may_have_lease(&host.to_string(), now)).collect();
         for (host, grant) in over {
-            self.ask(self.machines.len() + number, Ask::Sweep(term, host, Box::new(grant)));
+            self.send_to_store(self.machines.len() + number, StoreRequest::Sweep(term, host, Box::new(grant)));
         }
     }
 
-    fn leader_hears(&mut self, number: usize, answer: Answer) {
+    fn deliver_to_leader(&mut self, number: usize, answer: StoreResponse) {
         let now = self.local(self.machines.len() + number);
         let leader = &mut self.leaders[number];
         match (answer, leader) {
-            (Answer::Elected(term, spec, asked), leader @ None) => {
-                *leader = Some(Leader::new(term, spec, self.setting.timing, asked, now));
-                self.kept_at[number] = asked;
-                self.ask(self.machines.len() + number, Ask::Read);
+            (StoreResponse::Elected(term, spec, asked), leader @ None) => {
+                *leader = Some(QuotaLeader::new(term, spec, self.setting.timing, asked, now));
+                self.key_renewed_at[number] = asked;
+                self.send_to_store(self.machines.len() + number, StoreRequest::Read);
             }
-            (Answer::Kept(asked), Some(leader)) => leader.kept_alive(asked),
-            (Answer::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
-            (Answer::Gone(host), Some(leader)) => leader.on_gone(&host.to_string()),
-            (Answer::Read(spec, reports), Some(leader)) => {
+            (StoreResponse::Kept(asked), Some(leader)) => leader.on_key_renewed(asked),
+            (StoreResponse::Deposed(term), Some(leader)) if leader.term() == term => leader.depose(),
+            (StoreResponse::Gone(host), Some(leader)) => leader.on_host_removed(&host.to_string()),
+            (StoreResponse::Read(spec, reports), Some(leader)) => {
                 leader.on_spec(spec, now);
                 for (host, report) in reports {
                     leader.on_report(&host.to_string(), report, now);
@@ -464,11 +464,11 @@ impl World {
             }
             _ => {}
         }
-        self.lead(number);
+        self.run_leader(number);
     }
 
     /// Runs the leader if it is due, and schedules its next run.
-    fn lead(&mut self, number: usize) {
+    fn run_leader(&mut self, number: usize) {
         let place = self.machines.len() + number;
         let now = self.local(place);
         let Some(leader) = self.leaders[number].as_mut() else { return };
@@ -476,8 +476,8 @@ impl World {
             let term = leader.term();
             for action in leader.tick(now) {
                 match action {
-                    Action::Write(grants) => self.write(place, term, grants),
-                    Action::StandDown => {
+                    LeaderAction::Write(grants) => self.write(place, term, grants),
+                    LeaderAction::StandDown => {
                         self.leaders[number] = None;
                         return;
                     }
@@ -485,23 +485,23 @@ impl World {
             }
         }
         let Some(leader) = &self.leaders[number] else { return };
-        let next = self.places[place].real(leader.next().as_nanos()).max(self.now + 1);
-        if self.leads_at[number] <= self.now || next < self.leads_at[number] {
-            self.leads_at[number] = next;
-            self.at(next, Event::LeaderRuns(number, next));
+        let next = self.processes[place].to_true_time(leader.next().as_nanos()).max(self.now + 1);
+        if self.next_leader_runs[number] <= self.now || next < self.next_leader_runs[number] {
+            self.next_leader_runs[number] = next;
+            self.schedule(next, ClusterEvent::LeaderRuns(number, next));
         }
     }
 
-    fn write(&mut self, place: usize, term: Term, grants: Vec<(String, Grant)>) {
-        let number = |(name, grant): (String, Grant)| Some((name.parse().ok()?, grant));
-        let grants: Vec<(usize, Grant)> = grants.into_iter().filter_map(number).collect();
-        for part in grants.chunks(self.setting.operations) {
-            self.ask(place, Ask::Write(term, part.to_vec()));
+    fn write(&mut self, place: usize, term: Term, grants: Vec<(String, QuotaGrant)>) {
+        let number = |(name, grant): (String, QuotaGrant)| Some((name.parse().ok()?, grant));
+        let grants: Vec<(usize, QuotaGrant)> = grants.into_iter().filter_map(number).collect();
+        for part in grants.chunks(self.setting.max_grants_per_transaction) {
+            self.send_to_store(place, StoreRequest::Write(term, part.to_vec()));
         }
     }
 
     /// True if some process is leader.
-    pub fn is_led(&self) -> bool {
+    pub fn has_leader(&self) -> bool {
         self.leaders.iter().any(Option::is_some)
     }
 
@@ -511,15 +511,15 @@ impl World {
     }
 
     /// Changes the load of a client.
-    pub fn set_load(&mut self, host: usize, client: usize, load: Load) {
-        let now = self.places[host].local(self.now);
-        self.machines[host].clients[client].begin(load, now);
-        self.runs_at[host] = self.now;
-        self.at(self.now, Event::HostRuns(host, self.now));
+    pub fn set_load(&mut self, host: usize, client: usize, load: ClientLoad) {
+        let now = self.processes[host].to_local(self.now);
+        self.machines[host].clients[client].start_load(load, now);
+        self.next_host_runs[host] = self.now;
+        self.schedule(self.now, ClusterEvent::HostRuns(host, self.now));
     }
 }
 
-fn demand_of(machine: &Machine, now: u64) -> Demand {
+fn demand_of(machine: &SimulatedHost, now: u64) -> DemandEstimator {
     let now = Instant::from_nanos(now);
-    Demand::new(now, machine.tree.stats(machine.group, now))
+    DemandEstimator::new(now, machine.tree.stats(machine.group, now))
 }

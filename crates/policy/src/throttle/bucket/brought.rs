@@ -14,11 +14,11 @@
 //! them. The guarantee of `bucket.rs` therefore holds for a disk that moves, as for one whose
 //! limits change.
 
-use super::{Bucket, Buckets, Spare, UNIT};
+use super::{LeakyBucket, NodeBuckets, SpareLevels, LEVEL_SCALE};
 use crate::throttle::limits::LimitKind;
-use crate::throttle::stats::Counters;
+use crate::throttle::stats::AdmissionCounters;
 
-impl Bucket {
+impl LeakyBucket {
     /// Reduces the bucket of a group to the part of one disk, which carried in `brought` and had
     /// `passed` admitted since. A limit that is not in force keeps all that was carried in,
     /// unchanged.
@@ -28,7 +28,7 @@ impl Bucket {
             // Excess by the request that overran the bucket. After a watermark has scaled the
             // bucket down it may be larger; members of the next group must not wait for that.
             let over = level.max(came_with.0).saturating_sub(size);
-            let fullest = size + if group.rate > 0 { over.min(u128::from(group.rate) * UNIT) } else { over };
+            let fullest = size + if group.rate > 0 { over.min(u128::from(group.rate) * LEVEL_SCALE) } else { over };
             let came_with = came_with.0.saturating_add(came_with.1);
             // The minimum of two upper bounds: the whole bucket, and what this disk can have
             // caused.
@@ -53,10 +53,10 @@ impl Bucket {
     /// Adds the contents that a disk carries, already converted to this limit.
     fn join(&mut self, brought: &Self) {
         let of = |bucket: &Self| (bucket.level, bucket.deferred);
-        (self.level, self.deferred) = joined(self.size, of(self), of(brought));
+        (self.level, self.deferred) = combined(self.size, of(self), of(brought));
         if self.burst_rate > 0 {
             let of = |bucket: &Self| (bucket.burst_level, bucket.burst_deferred);
-            (self.burst_level, self.burst_deferred) = joined(self.burst_size, of(self), of(brought));
+            (self.burst_level, self.burst_deferred) = combined(self.burst_size, of(self), of(brought));
         }
     }
 
@@ -81,7 +81,7 @@ impl Bucket {
 
 /// Sum of two contents (level, deferred) in a bucket of this size. Capped at the size plus deferred
 /// work: a disk that returns has left a part in this bucket.
-fn joined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
+fn combined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
     let [one_total, other_total] = [one, other].map(|(level, deferred)| level.saturating_add(deferred));
     let deferred = one.1.max(other.1);
     // Not simply the sum: contents that a returning disk left here would be counted twice.
@@ -91,13 +91,13 @@ fn joined(size: u128, one: (u128, u128), other: (u128, u128)) -> (u128, u128) {
     (level, total - level)
 }
 
-impl Buckets {
+impl NodeBuckets {
     /// Reduces the buckets to the part of one disk: see [`Bucket::keep`]. Spare levels are dropped,
     /// because their share of each disk is unknown.
     pub(in crate::throttle) fn keep(
         &mut self,
         brought: Option<&Self>,
-        [reads, writes]: [Counters; 2],
+        [reads, writes]: [AdmissionCounters; 2],
         in_force: bool,
     ) {
         for kind in LimitKind::ALL {
@@ -106,23 +106,23 @@ impl Buckets {
                 LimitKind::BpsWrite | LimitKind::IopsWrite => [None, Some(writes)],
                 LimitKind::BpsTotal | LimitKind::IopsTotal => [Some(reads), Some(writes)],
             };
-            let units = |passed: Counters| self.most_units(kind, passed);
+            let units = |passed: AdmissionCounters| self.max_units(kind, passed);
             let passed = passed.into_iter().flatten().map(units).fold(0, u128::saturating_add);
             let bucket = &mut self.buckets[kind.index()];
             let brought = brought.map(|brought| &brought.buckets[kind.index()]);
             bucket.keep(brought, passed, in_force && bucket.rate > 0);
         }
-        self.spare = Spare::default();
+        self.spare = SpareLevels::default();
     }
 
     /// Upper bound of the units of this work for a limit, in billionths, whatever the request
     /// sizes.
-    fn most_units(&self, kind: LimitKind, passed: Counters) -> u128 {
-        let bytes = u128::from(passed.bytes) * UNIT;
+    fn max_units(&self, kind: LimitKind, passed: AdmissionCounters) -> u128 {
+        let bytes = u128::from(passed.bytes) * LEVEL_SCALE;
         if kind.counts_bytes() {
             return bytes;
         }
-        u128::from(passed.requests) * UNIT + bytes.checked_div(u128::from(self.least_iops_size)).unwrap_or(0)
+        u128::from(passed.requests) * LEVEL_SCALE + bytes.checked_div(u128::from(self.least_iops_size)).unwrap_or(0)
     }
 
     /// Adds the contents that a disk carries to the selected buckets that are in force.
@@ -146,6 +146,6 @@ impl Buckets {
 
     /// True if all admitted work has leaked.
     pub(in crate::throttle) fn are_empty(&self) -> bool {
-        self.buckets.iter().all(Bucket::is_empty)
+        self.buckets.iter().all(LeakyBucket::is_empty)
     }
 }

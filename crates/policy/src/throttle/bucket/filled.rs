@@ -3,25 +3,25 @@
 //! Leaks during the transfer are lost, so nothing is gained by it. Spare levels are not
 //! transferred: read-ahead starts anew, within the capacity that guests leave.
 
-use super::{Buckets, UNIT};
+use super::{NodeBuckets, LEVEL_SCALE};
 use crate::throttle::limits::{LimitKind, Limits, MAX_BURST_LENGTH_S, MAX_VALUE};
 use crate::time::Instant;
 
 /// Upper bound of any contents: the largest burst plus the largest request.
-const MOST: u128 = MAX_VALUE as u128 * (MAX_BURST_LENGTH_S as u128 + 1) * UNIT;
+const MAX_CONTENTS: u128 = MAX_VALUE as u128 * (MAX_BURST_LENGTH_S as u128 + 1) * LEVEL_SCALE;
 
 /// Bucket contents of a node, and the limits they belong to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Filled {
+pub struct BucketSnapshot {
     /// The limits in force, or last in force.
     pub limits: Limits,
     /// Contents by [`LimitKind::index`].
-    pub levels: [Contents; 6],
+    pub levels: [BucketContents; 6],
 }
 
 /// Admitted work of one bucket that has not leaked, in billionths of its unit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct Contents {
+pub struct BucketContents {
     /// Level that requests wait for.
     pub main: u128,
     /// Deferred work (see `bucket.rs`).
@@ -32,25 +32,25 @@ pub struct Contents {
     pub burst_deferred: u128,
 }
 
-impl Buckets {
+impl NodeBuckets {
     /// Buckets with these limits, which must be valid, and contents. Contents are capped, because
     /// another process sent them.
-    pub(in crate::throttle) fn filled(filled: &Filled, now: Instant) -> Self {
+    pub(in crate::throttle) fn filled(filled: &BucketSnapshot, now: Instant) -> Self {
         let mut buckets = Self::new(&filled.limits, now);
         for (bucket, level) in buckets.buckets.iter_mut().zip(filled.levels) {
-            bucket.level = level.main.min(MOST);
-            bucket.deferred = level.deferred.min(MOST);
-            bucket.burst_level = level.burst.min(MOST);
-            bucket.burst_deferred = level.burst_deferred.min(MOST);
+            bucket.level = level.main.min(MAX_CONTENTS);
+            bucket.deferred = level.deferred.min(MAX_CONTENTS);
+            bucket.burst_level = level.burst.min(MAX_CONTENTS);
+            bucket.burst_deferred = level.burst_deferred.min(MAX_CONTENTS);
         }
         buckets
     }
 
     /// Contents at the instant of the buckets.
-    pub(in crate::throttle) fn levels(&self) -> [Contents; 6] {
+    pub(in crate::throttle) fn levels(&self) -> [BucketContents; 6] {
         LimitKind::ALL.map(|kind| {
             let bucket = &self.buckets[kind.index()];
-            Contents {
+            BucketContents {
                 main: bucket.level,
                 deferred: bucket.deferred,
                 burst: bucket.burst_level,

@@ -10,14 +10,14 @@
 //! The free capacity of all parts together therefore grows by leaks only and never exceeds the
 //! burst of the whole limit. Never gives a burst to a new part: it comes filled.
 
-use super::{Bucket, Buckets, UNIT};
-use crate::throttle::enforcement::Scale;
+use super::{LeakyBucket, NodeBuckets, LEVEL_SCALE};
+use crate::throttle::enforcement::LimitScale;
 use crate::throttle::limits::{LimitKind, Limits};
 
-impl Bucket {
+impl LeakyBucket {
     /// Fills capacity beyond that of `before` plus `credit`; returns the capacity given up. In
     /// billionths of a unit.
-    fn confine(&mut self, before: &Self, credit: u128) -> u128 {
+    fn fill_new_capacity(&mut self, before: &Self, credit: u128) -> u128 {
         // Negative if a request has overrun the bucket: that excess remains. At most 10¹⁸ × 10⁹.
         let room = |rate: u64, size: u128, level: u128| {
             if rate == 0 { 0 } else { size.cast_signed().saturating_sub(level.cast_signed()) }
@@ -34,16 +34,16 @@ impl Bucket {
     }
 }
 
-impl Buckets {
+impl NodeBuckets {
     /// As [`Buckets::change`], for another part of a limit. Capacity is added only by `credit`;
     /// returns the capacity given up. In whole units.
     pub(in crate::throttle) fn divide(&mut self, limits: &Limits, credit: [u64; 6]) -> [u64; 6] {
         let before = self.buckets;
-        self.change(limits, Scale::ONE);
+        self.change(limits, LimitScale::ONE);
         LimitKind::ALL.map(|kind| {
             let at = kind.index();
-            let given = self.buckets[at].confine(&before[at], u128::from(credit[at]) * UNIT);
-            u64::try_from(given / UNIT).unwrap_or(u64::MAX)
+            let given = self.buckets[at].fill_new_capacity(&before[at], u128::from(credit[at]) * LEVEL_SCALE);
+            u64::try_from(given / LEVEL_SCALE).unwrap_or(u64::MAX)
         })
     }
 }

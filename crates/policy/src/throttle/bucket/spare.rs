@@ -14,47 +14,47 @@
 //! Never advances the guests' levels: read-ahead is recorded as of their last request, plus the
 //! capacity that will have leaked unused until the read-ahead arrived.
 
-use super::{Bucket, Buckets, UNIT};
+use super::{LeakyBucket, NodeBuckets, LEVEL_SCALE};
 use crate::request::Direction;
-use crate::throttle::cost::Cost;
+use crate::throttle::cost::RequestCost;
 use crate::throttle::limits::LimitKind;
-use crate::throttle::spare::GivenBack;
+use crate::throttle::spare::SpareRefund;
 use crate::time::Instant;
 
-const OF_WRITES_ALONE: [LimitKind; 2] = [LimitKind::BpsWrite, LimitKind::IopsWrite];
+const WRITE_ONLY_KINDS: [LimitKind; 2] = [LimitKind::BpsWrite, LimitKind::IopsWrite];
 
 #[derive(Clone, Debug, Default)]
-pub(super) struct Spare {
+pub(super) struct SpareLevels {
     /// True if any level is above 0. Without read-ahead, this check is its only cost for guests.
     pub(super) in_use: bool,
-    levels: [Levels; 6],
+    levels: [SpareLevel; 6],
 }
 
 /// Read-ahead in one bucket, in billionths of a unit, as of the buckets' instant.
 #[derive(Clone, Copy, Debug, Default)]
-struct Levels {
+struct SpareLevel {
     main: u128,
     /// 0 unless the burst is longer than a second.
     burst: u128,
 }
 
-impl Levels {
+impl SpareLevel {
     const fn is_empty(self) -> bool {
         self.main == 0 && self.burst == 0
     }
 
     /// Leaks the part of `elapsed_ns` that guests leave. Must precede the leak of the bucket
     /// itself.
-    fn leak(&mut self, bucket: &Bucket, elapsed_ns: u64) {
-        let left = |rate: u64, level: u128| worth(rate, elapsed_ns).saturating_sub(level);
+    fn leak(&mut self, bucket: &LeakyBucket, elapsed_ns: u64) {
+        let left = |rate: u64, level: u128| leak_in(rate, elapsed_ns).saturating_sub(level);
         self.main = self.main.saturating_sub(left(bucket.rate, bucket.level));
         self.burst = self.burst.saturating_sub(left(bucket.burst_rate, bucket.burst_level));
     }
 
     /// True if the bucket, including this level, does not exceed its size after `elapsed_ns`.
-    fn fit(self, bucket: &Bucket, elapsed_ns: u64) -> bool {
+    fn fits(self, bucket: &LeakyBucket, elapsed_ns: u64) -> bool {
         let level = |spare: u128, level: u128, rate: u64| {
-            level.saturating_add(spare).saturating_sub(worth(rate, elapsed_ns))
+            level.saturating_add(spare).saturating_sub(leak_in(rate, elapsed_ns))
         };
         level(self.main, bucket.level, bucket.rate) <= bucket.size
             && (bucket.burst_rate == 0
@@ -62,11 +62,11 @@ impl Levels {
     }
 
     /// Adds read-ahead that arrives `elapsed_ns` after the buckets' instant.
-    fn add(&mut self, bucket: &Bucket, billionths: u128, elapsed_ns: u64) {
+    fn add(&mut self, bucket: &LeakyBucket, billionths: u128, elapsed_ns: u64) {
         let add = |spare: u128, level: u128, rate: u64| {
             // Until then an empty bucket leaks nothing, so that capacity must not be available
             // later.
-            let for_nothing = worth(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
+            let for_nothing = leak_in(rate, elapsed_ns).saturating_sub(level.saturating_add(spare));
             spare.saturating_add(for_nothing).saturating_add(billionths)
         };
         self.main = add(self.main, bucket.level, bucket.rate);
@@ -75,18 +75,18 @@ impl Levels {
         }
     }
 
-    fn take(&mut self, billionths: u128) {
+    fn refund(&mut self, billionths: u128) {
         self.main = self.main.saturating_sub(billionths);
         self.burst = self.burst.saturating_sub(billionths);
     }
 }
 
 /// Leak in `elapsed_ns`, in billionths of a unit. At most 10¹⁸ × 2⁶⁴ < 2¹²⁴.
-const fn worth(rate: u64, elapsed_ns: u64) -> u128 {
+const fn leak_in(rate: u64, elapsed_ns: u64) -> u128 {
     rate as u128 * elapsed_ns as u128
 }
 
-impl Buckets {
+impl NodeBuckets {
     /// Must precede the leak of the guests' levels. Called only if there are spare levels.
     pub(super) fn leak_spare(&mut self, elapsed_ns: u64) {
         let Self { buckets, spare, .. } = self;
@@ -100,7 +100,7 @@ impl Buckets {
     }
 
     /// Drops the read-ahead of limits that were removed, which would never leak.
-    pub(super) fn forget_spare_of_no_limit(&mut self) {
+    pub(super) fn drop_unlimited_spare(&mut self) {
         let Self { buckets, spare, .. } = self;
         for (levels, bucket) in spare.levels.iter_mut().zip(buckets) {
             levels.main = if bucket.rate > 0 { levels.main } else { 0 };
@@ -113,10 +113,10 @@ impl Buckets {
     pub(in crate::throttle) fn has_spare(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
         self.applying(Direction::Read)
-            .all(|(kind, bucket)| self.spare.levels[kind.index()].fit(bucket, elapsed_ns))
+            .all(|(kind, bucket)| self.spare.levels[kind.index()].fits(bucket, elapsed_ns))
     }
 
-    pub(in crate::throttle) fn charge_spare(&mut self, cost: &Cost, now: Instant) {
+    pub(in crate::throttle) fn charge_spare(&mut self, cost: &RequestCost, now: Instant) {
         let elapsed_ns = now.nanos_since(self.now);
         let applying = self.applying[Direction::Read.index()];
         for kind in applying.kinds() {
@@ -127,25 +127,25 @@ impl Buckets {
     }
 
     /// Refunds read-ahead that guests have been charged for.
-    pub(in crate::throttle) fn give_back(&mut self, given_back: GivenBack) {
+    pub(in crate::throttle) fn refund_spare(&mut self, given_back: SpareRefund) {
         if !self.spare.in_use {
             return;
         }
         let applying = self.applying[Direction::Read.index()];
         for kind in applying.kinds() {
             let units = if kind.counts_bytes() {
-                u128::from(given_back.bytes()) * UNIT
+                u128::from(given_back.bytes()) * LEVEL_SCALE
             } else {
                 given_back.operations(self.iops_size)
             };
-            self.spare.levels[kind.index()].take(units);
+            self.spare.levels[kind.index()].refund(units);
         }
     }
 
     /// True if writes wait for a limit that does not apply to reads.
-    pub(in crate::throttle) fn hold_back_writes_alone(&self, now: Instant) -> bool {
+    pub(in crate::throttle) fn throttles_writes_only(&self, now: Instant) -> bool {
         let elapsed_ns = now.nanos_since(self.now);
-        OF_WRITES_ALONE.iter().any(|kind| self.buckets[kind.index()].wait_ns() > elapsed_ns)
+        WRITE_ONLY_KINDS.iter().any(|kind| self.buckets[kind.index()].wait_ns() > elapsed_ns)
     }
 }
 

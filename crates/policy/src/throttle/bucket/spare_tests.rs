@@ -1,26 +1,26 @@
 //! The spare level against its definition: two levels that leak one by one, the guests' first.
 
-use super::super::super::limits::{Limit, Limits};
-use super::super::super::price::WHOLE;
+use super::super::super::limits::{RateLimit, Limits};
+use super::super::super::price::WHOLE_REQUEST;
 use super::*;
 use crate::time::Duration;
 use proptest::prelude::*;
 
 const FIRST: Instant = Instant::ZERO;
 
-fn buckets(limit: Limit, kind: LimitKind, iops_size: u64) -> Buckets {
+fn buckets(limit: RateLimit, kind: LimitKind, iops_size: u64) -> NodeBuckets {
     let mut limits = Limits::default();
     *limits.limit_mut(kind) = limit;
     limits.iops_size = iops_size;
-    Buckets::new(&limits, FIRST)
+    NodeBuckets::new(&limits, FIRST)
 }
 
 /// Number of read-aheads of this length that fit at an instant.
-fn fill(buckets: &mut Buckets, length: u64, now: Instant) -> usize {
-    let may = |buckets: &mut Buckets| {
+fn fill(buckets: &mut NodeBuckets, length: u64, now: Instant) -> usize {
+    let may = |buckets: &mut NodeBuckets| {
         let may = buckets.has_spare(now);
         if may {
-            buckets.charge_spare(&Cost::one(length), now);
+            buckets.charge_spare(&RequestCost::one(length), now);
         }
         may
     };
@@ -33,7 +33,7 @@ fn ms(ms: u64) -> Instant {
 
 #[test]
 fn an_operation_above_iops_size_counts_in_proportion() {
-    let limit = Limit { rate: 100, ..Limit::NONE };
+    let limit = RateLimit { rate: 100, ..RateLimit::NONE };
     // Ten fill the bucket, and one more overruns it.
     assert_eq!(fill(&mut buckets(limit, LimitKind::IopsRead, 4096), 4096, FIRST), 11);
     assert_eq!(fill(&mut buckets(limit, LimitKind::IopsRead, 4096), 8192, FIRST), 6);
@@ -43,9 +43,9 @@ fn an_operation_above_iops_size_counts_in_proportion() {
 }
 
 #[test]
-fn both_levels_of_a_burst_have_to_have_room() {
+fn both_levels_of_a_burst_must_fit() {
     // A burst of 1000 at 500/s over a rate of 100/s; the second bucket holds 50.
-    let limit = Limit { rate: 100, burst_rate: 500, burst_length_s: 2 };
+    let limit = RateLimit { rate: 100, burst_rate: 500, burst_length_s: 2 };
     let mut buckets = buckets(limit, LimitKind::IopsTotal, 0);
     assert_eq!(fill(&mut buckets, 1, FIRST), 51);
     assert_eq!(fill(&mut buckets, 1, ms(100)), 50);
@@ -53,13 +53,13 @@ fn both_levels_of_a_burst_have_to_have_room() {
         fill(&mut buckets, 1, ms(tenth * 100));
     }
     // Ten seconds at 100/s, plus the bucket.
-    assert_eq!(buckets.spare.levels[LimitKind::IopsTotal.index()].main / UNIT - 10 * 100, 1001);
+    assert_eq!(buckets.spare.levels[LimitKind::IopsTotal.index()].main / LEVEL_SCALE - 10 * 100, 1001);
     assert_eq!(fill(&mut buckets, 1, ms(10_100)), 10);
 }
 
 #[test]
 fn what_is_charged_long_after_the_last_request_is_charged_in_full() {
-    let limit = Limit { rate: 100, ..Limit::NONE };
+    let limit = RateLimit { rate: 100, ..RateLimit::NONE };
     let mut buckets = buckets(limit, LimitKind::BpsRead, 0);
     for second in [1000, 2000] {
         assert_eq!(fill(&mut buckets, 10, ms(second)), 2);
@@ -67,22 +67,22 @@ fn what_is_charged_long_after_the_last_request_is_charged_in_full() {
         assert_eq!(fill(&mut buckets, 10, ms(second + 100)), 1);
     }
     buckets.leak_to(ms(2150));
-    assert_eq!(buckets.spare.levels[LimitKind::BpsRead.index()].main / UNIT, 15);
+    assert_eq!(buckets.spare.levels[LimitKind::BpsRead.index()].main / LEVEL_SCALE, 15);
     buckets.leak_to(ms(2300));
     assert!(!buckets.spare.in_use);
 }
 
 /// In billionths, as of the last event of either level.
 #[derive(Default)]
-struct Model {
+struct TwoLevelModel {
     now: Instant,
     level: u128,
     spare: u128,
 }
 
-impl Model {
+impl TwoLevelModel {
     fn leak_to(&mut self, now: Instant, rate: u64) {
-        let leaked = worth(rate, now.nanos_since(self.now));
+        let leaked = leak_in(rate, now.nanos_since(self.now));
         let of_guests = leaked.min(self.level);
         self.level -= of_guests;
         self.spare = self.spare.saturating_sub(leaked - of_guests);
@@ -91,17 +91,17 @@ impl Model {
 }
 
 #[derive(Clone, Copy, Debug)]
-enum Event {
+enum SpareEvent {
     Guest(u64),
     ReadAhead(u64),
     GiveBack(u64),
 }
 
-fn any_event() -> impl Strategy<Value = (u64, Event)> {
+fn any_event() -> impl Strategy<Value = (u64, SpareEvent)> {
     let event = prop_oneof![
-        1 => (0..300_000u64).prop_map(Event::Guest),
-        3 => (0..300_000u64).prop_map(Event::ReadAhead),
-        1 => (0..300_000u64).prop_map(Event::GiveBack),
+        1 => (0..300_000u64).prop_map(SpareEvent::Guest),
+        3 => (0..300_000u64).prop_map(SpareEvent::ReadAhead),
+        1 => (0..300_000u64).prop_map(SpareEvent::GiveBack),
     ];
     (0..150_000_000u64, event)
 }
@@ -113,45 +113,45 @@ proptest! {
         burst in prop_oneof![Just((0, 1)), (1..4u64, 1..4u64)],
         events in prop::collection::vec(any_event(), 1..60),
     ) {
-        let limit = Limit { rate, burst_rate: rate * burst.0, burst_length_s: burst.1 };
+        let limit = RateLimit { rate, burst_rate: rate * burst.0, burst_length_s: burst.1 };
         let mut buckets = buckets(limit, LimitKind::BpsTotal, 0);
         let twin = buckets.clone();
-        let (mut main, mut spread, mut guests) = (Model::default(), Model::default(), twin);
-        let Bucket { size, burst_rate, burst_size, .. } = buckets.buckets[LimitKind::BpsTotal.index()];
+        let (mut main, mut spread, mut guests) = (TwoLevelModel::default(), TwoLevelModel::default(), twin);
+        let LeakyBucket { size, burst_rate, burst_size, .. } = buckets.buckets[LimitKind::BpsTotal.index()];
         let mut now = FIRST;
         for (elapsed_ns, event) in events {
             now += Duration::from_nanos(elapsed_ns);
             main.leak_to(now, rate);
             spread.leak_to(now, burst_rate);
             match event {
-                Event::Guest(length) => {
+                SpareEvent::Guest(length) => {
                     for buckets in [&mut buckets, &mut guests] {
                         buckets.leak_to(now);
-                        buckets.charge_part(Direction::Read, &Cost::one(length), &(0..WHOLE));
+                        buckets.charge_part(Direction::Read, &RequestCost::one(length), &(0..WHOLE_REQUEST));
                     }
-                    main.level += u128::from(length) * UNIT;
-                    spread.level += u128::from(length) * UNIT;
+                    main.level += u128::from(length) * LEVEL_SCALE;
+                    spread.level += u128::from(length) * LEVEL_SCALE;
                 }
-                Event::ReadAhead(length) => {
+                SpareEvent::ReadAhead(length) => {
                     let fits = main.level + main.spare <= size
                         && (burst_rate == 0 || spread.level + spread.spare <= burst_size);
                     prop_assert_eq!(buckets.has_spare(now), fits);
                     if fits {
-                        buckets.charge_spare(&Cost::one(length), now);
-                        main.spare += u128::from(length) * UNIT;
-                        spread.spare += u128::from(length) * UNIT;
+                        buckets.charge_spare(&RequestCost::one(length), now);
+                        main.spare += u128::from(length) * LEVEL_SCALE;
+                        spread.spare += u128::from(length) * LEVEL_SCALE;
                     }
                 }
-                Event::GiveBack(length) => {
-                    let mut given_back = GivenBack::NOTHING;
+                SpareEvent::GiveBack(length) => {
+                    let mut given_back = SpareRefund::NONE;
                     given_back.add(length, length);
-                    buckets.give_back(given_back);
-                    main.spare = main.spare.saturating_sub(u128::from(length) * UNIT);
-                    spread.spare = spread.spare.saturating_sub(u128::from(length) * UNIT);
+                    buckets.refund_spare(given_back);
+                    main.spare = main.spare.saturating_sub(u128::from(length) * LEVEL_SCALE);
+                    spread.spare = spread.spare.saturating_sub(u128::from(length) * LEVEL_SCALE);
                 }
             }
-            prop_assert_eq!(buckets.binding(Direction::Read), guests.binding(Direction::Read));
-            prop_assert_eq!(buckets.tokens(LimitKind::BpsTotal), guests.tokens(LimitKind::BpsTotal));
+            prop_assert_eq!(buckets.longest_wait(Direction::Read), guests.longest_wait(Direction::Read));
+            prop_assert_eq!(buckets.admittable_units(LimitKind::BpsTotal), guests.admittable_units(LimitKind::BpsTotal));
         }
     }
 }

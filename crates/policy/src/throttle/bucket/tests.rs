@@ -7,12 +7,12 @@ use proptest::prelude::*;
 
 const MILLISECOND: u64 = 1_000_000;
 
-fn bucket(rate: u64, burst_rate: u64, burst_length_s: u64) -> Bucket {
-    Bucket::new(Limit { rate, burst_rate, burst_length_s })
+fn bucket(rate: u64, burst_rate: u64, burst_length_s: u64) -> LeakyBucket {
+    LeakyBucket::new(RateLimit { rate, burst_rate, burst_length_s })
 }
 
 fn billionths(units: f64) -> u128 {
-    (units * UNIT as f64) as u128
+    (units * LEVEL_SCALE as f64) as u128
 }
 
 /// The tolerance of QEMU's own tests.
@@ -23,12 +23,12 @@ fn assert_near(actual: f64, expected: f64) {
 }
 
 #[track_caller]
-fn assert_levels(bucket: &Bucket, level: f64, burst_level: f64) {
-    assert_near(bucket.level as f64 / UNIT as f64, level);
-    assert_near(bucket.burst_level as f64 / UNIT as f64, burst_level);
+fn assert_levels(bucket: &LeakyBucket, level: f64, burst_level: f64) {
+    assert_near(bucket.level as f64 / LEVEL_SCALE as f64, level);
+    assert_near(bucket.burst_level as f64 / LEVEL_SCALE as f64, burst_level);
 }
 
-fn wait_s(bucket: &Bucket) -> f64 {
+fn wait_s(bucket: &LeakyBucket) -> f64 {
     bucket.wait_ns() as f64 / 1e9
 }
 
@@ -88,29 +88,29 @@ fn a_burst_lasts_until_the_whole_bucket_is_full() {
 }
 
 /// Charges all six limits at once, a combination that the rules reject, to observe each charge.
-fn charge(buckets: &mut Buckets, direction: Direction, cost: &Cost) {
-    buckets.charge_part(direction, cost, &(0..WHOLE));
+fn charge(buckets: &mut NodeBuckets, direction: Direction, cost: &RequestCost) {
+    buckets.charge_part(direction, cost, &(0..WHOLE_REQUEST));
 }
 
-fn wait(buckets: &Buckets, direction: Direction) -> Duration {
-    Duration::from_nanos(buckets.binding(direction).map_or(0, |(wait_ns, _)| wait_ns))
+fn wait(buckets: &NodeBuckets, direction: Direction) -> Duration {
+    Duration::from_nanos(buckets.longest_wait(direction).map_or(0, |(wait_ns, _)| wait_ns))
 }
 
-fn all_six(iops_size: u64) -> Buckets {
+fn all_six(iops_size: u64) -> NodeBuckets {
     let mut limits = Limits::default();
     limits.iops_size = iops_size;
     for kind in LimitKind::ALL {
         limits.limit_mut(kind).rate = 150;
     }
-    Buckets::new(&limits, Instant::ZERO)
+    NodeBuckets::new(&limits, Instant::ZERO)
 }
 
 fn levels_after_a_read_and_a_write(iops_size: u64, length: u64) -> Vec<f64> {
     let mut buckets = all_six(iops_size);
     for direction in Direction::ALL {
-        charge(&mut buckets, direction, &Cost::one(length));
+        charge(&mut buckets, direction, &RequestCost::one(length));
     }
-    buckets.buckets.iter().map(|bucket| bucket.level as f64 / UNIT as f64).collect()
+    buckets.buckets.iter().map(|bucket| bucket.level as f64 / LEVEL_SCALE as f64).collect()
 }
 
 #[test]
@@ -131,11 +131,11 @@ fn the_slowest_of_the_four_buckets_decides() {
     let mut limits = Limits::default();
     limits.limit_mut(LimitKind::BpsTotal).rate = 4096;
     limits.limit_mut(LimitKind::IopsRead).rate = 10;
-    let mut buckets = Buckets::new(&limits, Instant::ZERO);
-    charge(&mut buckets, Direction::Read, &Cost::merged(&[0; 6]));
+    let mut buckets = NodeBuckets::new(&limits, Instant::ZERO);
+    charge(&mut buckets, Direction::Read, &RequestCost::merged(&[0; 6]));
     assert_eq!(wait(&buckets, Direction::Read), Duration::from_millis(500));
     assert_eq!(wait(&buckets, Direction::Write), Duration::ZERO, "operations read are no concern of writes");
-    charge(&mut buckets, Direction::Write, &Cost::one(4096));
+    charge(&mut buckets, Direction::Write, &RequestCost::one(4096));
     assert_eq!(wait(&buckets, Direction::Write), Duration::from_millis(900));
     assert_eq!(wait(&buckets, Direction::Read), Duration::from_millis(900));
 }
@@ -143,7 +143,7 @@ fn the_slowest_of_the_four_buckets_decides() {
 #[test]
 fn an_earlier_instant_leaks_nothing_and_gives_nothing_back() {
     let mut buckets = all_six(0);
-    charge(&mut buckets, Direction::Read, &Cost::one(1000));
+    charge(&mut buckets, Direction::Read, &RequestCost::one(1000));
     buckets.leak_to(Instant::from_nanos(1_000_000_000));
     let asked = wait(&buckets, Direction::Read);
     buckets.leak_to(Instant::from_nanos(1));
@@ -153,7 +153,7 @@ fn an_earlier_instant_leaks_nothing_and_gives_nothing_back() {
 }
 
 /// The definition of the bucket (QEMU's docs/throttle.txt), in units and seconds.
-struct Model {
+struct FloatBucket {
     rate: f64,
     burst_rate: f64,
     length: f64,
@@ -161,7 +161,7 @@ struct Model {
     burst_level: f64,
 }
 
-impl Model {
+impl FloatBucket {
     fn leak(&mut self, seconds: f64) {
         self.level = (self.level - self.rate * seconds).max(0.0);
         self.burst_level = (self.burst_level - self.burst_rate * seconds).max(0.0);
@@ -179,8 +179,8 @@ impl Model {
     }
 }
 
-fn any_limit() -> impl Strategy<Value = Limit> {
-    (1..1_000_000u64, prop_oneof![Just(0), 1..20u64], 1..100u64).prop_map(|(rate, factor, length)| Limit {
+fn any_limit() -> impl Strategy<Value = RateLimit> {
+    (1..1_000_000u64, prop_oneof![Just(0), 1..20u64], 1..100u64).prop_map(|(rate, factor, length)| RateLimit {
         rate,
         burst_rate: rate * factor,
         burst_length_s: if factor == 0 { 1 } else { length },
@@ -193,8 +193,8 @@ proptest! {
         limit in any_limit(),
         steps in prop::collection::vec((0.0..4.0f64, 0..3_000_000_000u64), 1..60),
     ) {
-        let mut b = Bucket::new(limit);
-        let mut model = Model {
+        let mut b = LeakyBucket::new(limit);
+        let mut model = FloatBucket {
             rate: limit.rate as f64,
             burst_rate: limit.burst_rate as f64,
             length: limit.burst_length_s as f64,
@@ -214,8 +214,8 @@ proptest! {
 
     #[test]
     fn the_wait_is_exact(limit in any_limit(), units in 1..1_000_000_000u64) {
-        let mut b = Bucket::new(limit);
-        b.add(u128::from(units) * UNIT);
+        let mut b = LeakyBucket::new(limit);
+        b.add(u128::from(units) * LEVEL_SCALE);
         let wait = b.wait_ns();
         if wait > 0 {
             b.leak(wait - 1);

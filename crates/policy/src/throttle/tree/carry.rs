@@ -1,22 +1,22 @@
 //! Transfer of a node's contents and counters to a tree in another process.
 
-use super::super::bucket::{Buckets, Filled};
-use super::super::limits::Invalid;
-use super::super::node::{Limited, NodeId};
-use super::super::stats::Counted;
-use super::Tree;
+use super::super::bucket::{NodeBuckets, BucketSnapshot};
+use super::super::limits::InvalidLimit;
+use super::super::node::{NodeLimits, NodeId};
+use super::super::stats::CumulativeStats;
+use super::ThrottleTree;
 use crate::time::Instant;
 use alloc::boxed::Box;
 
-impl<T> Tree<T> {
+impl<T> ThrottleTree<T> {
     /// Bucket contents of a node; `None` if it never had a limit.
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn filled(&self, node: NodeId, now: Instant) -> Option<Filled> {
-        let mut limited = *self.nodes[self.slot(node)].charged()?;
+    pub fn snapshot(&self, node: NodeId, now: Instant) -> Option<BucketSnapshot> {
+        let mut limited = *self.nodes[self.slot(node)].charged_contents()?;
         limited.buckets.leak_to(self.now.max(now));
-        Some(Filled { limits: limited.limits, levels: limited.buckets.levels() })
+        Some(BucketSnapshot { limits: limited.limits, levels: limited.buckets.levels() })
     }
 
     /// Takes over contents of a node in another process, as [`Tree::configure`] takes over those of
@@ -27,12 +27,12 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn fill(&mut self, node: NodeId, filled: &Filled, now: Instant) -> Result<(), Invalid> {
+    pub fn restore(&mut self, node: NodeId, filled: &BucketSnapshot, now: Instant) -> Result<(), InvalidLimit> {
         filled.limits.validate()?;
         let slot = self.slot(node);
-        self.pass_time(now);
-        let buckets = Buckets::filled(filled, self.now);
-        self.nodes[slot].take_over(Box::new(Limited { limits: filled.limits, buckets }), self.now);
+        self.advance_to(now);
+        let buckets = NodeBuckets::filled(filled, self.now);
+        self.nodes[slot].take_over(Box::new(NodeLimits { limits: filled.limits, buckets }), self.now);
         self.settle_both_up(slot);
         Ok(())
     }
@@ -41,16 +41,16 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn counted(&self, node: NodeId, now: Instant) -> Counted {
-        self.nodes[self.slot(node)].counted(self.now.max(now))
+    pub fn cumulative(&self, node: NodeId, now: Instant) -> CumulativeStats {
+        self.nodes[self.slot(node)].cumulative(self.now.max(now))
     }
 
     /// Adds the counters of a node in another process. Does not affect decisions.
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn count_on(&mut self, node: NodeId, counted: &Counted) {
+    pub fn add_cumulative(&mut self, node: NodeId, counted: &CumulativeStats) {
         let (slot, now) = (self.slot(node), self.now);
-        self.nodes[slot].count_on(counted, now);
+        self.nodes[slot].add_cumulative(counted, now);
     }
 }

@@ -20,13 +20,13 @@
 
 use super::super::enforcement::Enforcement;
 use super::super::limits::{LimitKind, Limits};
-use super::super::node::{Charged, Limited, Node, NodeId};
-use super::{ROOT, Tree};
+use super::super::node::{CarriedCharges, NodeLimits, ThrottleNode, NodeId};
+use super::{ROOT, ThrottleTree};
 use crate::time::Instant;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 
-impl<T> Tree<T> {
+impl<T> ThrottleTree<T> {
     /// Contents of a disk's limits and, as far as the disk can have caused them, of the groups
     /// above: for [`Tree::take_over`], before the disk is removed.
     ///
@@ -35,7 +35,7 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if either was removed.
-    pub fn charged(&self, disk: NodeId, beside: Option<NodeId>, now: Instant) -> Charged {
+    pub fn carried_charges(&self, disk: NodeId, beside: Option<NodeId>, now: Instant) -> CarriedCharges {
         let now = self.now.max(now);
         let disk = &self.nodes[self.slot(disk)];
         let above: Vec<usize> = self.path_up(disk.parent).collect();
@@ -43,13 +43,13 @@ impl<T> Tree<T> {
             let other: Vec<usize> = self.path_up(self.nodes[self.slot(beside)].parent).collect();
             above.iter().rev().zip(other.iter().rev()).take_while(|(one, other)| one == other).count()
         });
-        let part = |(level, slot): (usize, &usize)| self.nodes[*slot].part_of(disk, level, now);
+        let part = |(level, slot): (usize, &usize)| self.nodes[*slot].carried_part(disk, level, now);
         let mut apart: Vec<_> = above.iter().enumerate().map(part).collect();
-        apart.extend(disk.brought.iter().skip(above.len()).cloned());
+        apart.extend(disk.carried.iter().skip(above.len()).cloned());
         // `above` runs upwards, so the common groups are its last ones.
         let own = above.len() - common;
         let common = apart.drain(own..above.len()).collect();
-        Charged { own: disk.charged(), apart, common }
+        CarriedCharges { own: disk.charged_contents(), left_groups: apart, common_groups: common }
     }
 
     /// Takes over contents from elsewhere into a disk's limits and those of the groups above, as
@@ -57,11 +57,11 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if the node was removed.
-    pub fn take_over(&mut self, disk: NodeId, charged: Charged, now: Instant) {
+    pub fn take_over(&mut self, disk: NodeId, charged: CarriedCharges, now: Instant) {
         let slot = self.slot(disk);
-        self.pass_time(now);
+        self.advance_to(now);
         let now = self.now;
-        let Charged { own, apart: mut brought, mut common } = charged;
+        let CarriedCharges { own, left_groups: mut brought, common_groups: mut common } = charged;
         if let Some(own) = own {
             self.nodes[slot].take_over(own, now);
         }
@@ -81,7 +81,7 @@ impl<T> Tree<T> {
         // Most disks carry nothing; an empty vector lets them skip all searches.
         while brought.pop_if(|last| last.is_none()).is_some() {}
         self.has_moved |= !brought.is_empty();
-        self.nodes[slot].brought = brought;
+        self.nodes[slot].carried = brought;
         self.settle_both_up(slot);
         for group in above {
             self.settle_both_up(group);
@@ -91,7 +91,7 @@ impl<T> Tree<T> {
     /// Applies changed limits of a group to the contents that disks have carried into it.
     pub(super) fn follow_limits(&mut self, group: usize, before: &Limits) {
         let now = self.now;
-        self.each_brought(group, |group, brought| group.follow(brought, before, now));
+        self.for_each_carried(group, |group, brought| group.convert(brought, before, now));
     }
 
     /// Applies changed enforcement of a group to the contents that disks have carried into it.
@@ -99,7 +99,7 @@ impl<T> Tree<T> {
     /// they were admitted, and fill the group's bucket to at least that level.
     pub(super) fn follow_enforcement(&mut self, group: usize, before: Enforcement) {
         let now = self.now;
-        self.each_brought(group, |group, brought| {
+        self.for_each_carried(group, |group, brought| {
             let Some(limited) = &mut group.limited else { return };
             brought.enforce(before, group.enforcement, now);
             if before == Enforcement::Lifted {
@@ -108,7 +108,7 @@ impl<T> Tree<T> {
         });
     }
 
-    fn each_brought(&mut self, group: usize, mut visit: impl FnMut(&mut Node<T>, &mut Limited)) {
+    fn for_each_carried(&mut self, group: usize, mut visit: impl FnMut(&mut ThrottleNode<T>, &mut NodeLimits)) {
         if !self.has_moved {
             return;
         }
@@ -117,11 +117,11 @@ impl<T> Tree<T> {
         while let Some(slot) = below.pop() {
             below.extend(self.below(slot));
             let up = self.nodes[slot].level - level - 1;
-            let Some(mut brought) = self.nodes[slot].brought.get_mut(up).and_then(Option::take) else {
+            let Some(mut brought) = self.nodes[slot].carried.get_mut(up).and_then(Option::take) else {
                 continue;
             };
             visit(&mut self.nodes[group], &mut brought);
-            self.nodes[slot].brought[up] = Some(brought);
+            self.nodes[slot].carried[up] = Some(brought);
         }
     }
 
@@ -131,15 +131,15 @@ impl<T> Tree<T> {
     }
 }
 
-impl<T> Node<T> {
+impl<T> ThrottleNode<T> {
     /// Contents of this group's limits, or of its last ones, that a disk `level` levels below can
     /// have caused.
-    fn part_of(&self, disk: &Self, level: usize, now: Instant) -> Option<Box<Limited>> {
-        let mut brought = disk.brought.get(level).cloned().flatten();
+    fn carried_part(&self, disk: &Self, level: usize, now: Instant) -> Option<Box<NodeLimits>> {
+        let mut brought = disk.carried.get(level).cloned().flatten();
         if let Some(brought) = &mut brought {
             brought.buckets.leak_to(now);
         }
-        let Some(limited) = self.limited.as_ref().or(self.past.as_ref()) else { return brought };
+        let Some(limited) = self.limited.as_ref().or(self.past_limits.as_ref()) else { return brought };
         let mut part = limited.clone();
         part.buckets.leak_to(now);
         let came_with = brought.as_ref().map(|brought| &brought.buckets);
@@ -149,13 +149,13 @@ impl<T> Node<T> {
     }
 
     /// Adds the contents that a disk carries.
-    fn join(&mut self, brought: &mut Limited, now: Instant) {
-        self.follow(brought, &Limits::default(), now);
+    fn join(&mut self, brought: &mut NodeLimits, now: Instant) {
+        self.convert(brought, &Limits::default(), now);
     }
 
     /// Converts the contents that a disk carried to the limits of this group, and adds those of
     /// kinds that were unlimited before.
-    fn follow(&mut self, brought: &mut Limited, before: &Limits, now: Instant) {
+    fn convert(&mut self, brought: &mut NodeLimits, before: &Limits, now: Instant) {
         let Some(limited) = &mut self.limited else { return };
         brought.set(&limited.limits, self.enforcement, now);
         limited.buckets.leak_to(now);

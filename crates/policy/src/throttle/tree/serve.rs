@@ -2,11 +2,11 @@
 //! again; *pick* a path from the root by the schedules; *charge* every level of it; *settle* these
 //! levels again, bottom up.
 
-use super::super::cost::{BILLION, Cost};
-use super::super::node::Waiter;
-use super::super::price::{LONGEST_NS, SLICE_NS, WHOLE, part_of, slice_of};
-use super::super::schedule::{Candidate, Phase, Service};
-use super::{Decision, Held, MAX_LEVELS, NodeId, ROOT, Tree, lane_of, wake_item};
+use super::super::cost::{BILLION, RequestCost};
+use super::super::node::QueuedRequest;
+use super::super::price::{MAX_COST_NS, SLICE_NS, WHOLE_REQUEST, proportional_part, slice_size};
+use super::super::schedule::{ScheduleCandidate, SchedulePhase, ServiceCharge};
+use super::{PollDecision, LevelCause, MAX_LEVELS, NodeId, ROOT, ThrottleTree, lane_of, wake_item};
 use crate::request::Direction;
 use crate::time::Instant;
 use core::ops::Range;
@@ -18,12 +18,12 @@ const UNLIMITED_OPERATION_NS: u64 = 10_000;
 
 /// A large request gets at most this fraction (1 / n) of the remaining burst at a time, so the
 /// number of its slices is logarithmic in the burst, and no slice uses all of it.
-const BURST_PART: u32 = 4;
+const BURST_FRACTION: u32 = 4;
 
 #[derive(Clone, Copy, Debug)]
-struct Step {
+struct PathStep {
     slot: usize,
-    phase: Phase,
+    phase: SchedulePhase,
     /// Cost of the request at the scarcest limit down to this level.
     price_ns: u64,
     /// Operations, in billionths, by the level down to this one that counts most.
@@ -32,53 +32,53 @@ struct Step {
 
 /// Path from the root to a disk, both included. A field of the tree, so that it is not copied.
 #[derive(Debug)]
-pub(super) struct Path {
-    steps: [Step; MAX_LEVELS + 1],
+pub(super) struct ServicePath {
+    steps: [PathStep; MAX_LEVELS + 1],
     length: usize,
 }
 
-impl Path {
+impl ServicePath {
     pub(super) const fn new() -> Self {
-        let step = Step { slot: ROOT, phase: Phase::Weight, price_ns: 0, operations: 0 };
+        let step = PathStep { slot: ROOT, phase: SchedulePhase::Weight, price_ns: 0, operations: 0 };
         Self { steps: [step; MAX_LEVELS + 1], length: 0 }
     }
 
     const fn push(&mut self, slot: usize) {
         self.steps[self.length].slot = slot;
-        self.steps[self.length].phase = Phase::Weight;
+        self.steps[self.length].phase = SchedulePhase::Weight;
         self.length += 1;
     }
 }
 
 /// Parts of a request that may be charged now, in units of [`WHOLE`].
-struct Terms {
+struct ChargeableParts {
     slice: u32,
     /// Part that fits into every bucket on the path.
     room: u32,
 }
 
-impl<T> Tree<T> {
+impl<T> ThrottleTree<T> {
     /// Admits and charges a request of a disk if that is possible at once; returns true if it did.
     /// Otherwise call [`Tree::request`]. For callers that avoid creating a token.
     ///
     /// # Panics
     /// Panics if the node has children, because then it is a group.
-    pub fn pass(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) -> bool {
+    pub fn try_admit(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost, now: Instant) -> bool {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
         // A request must not overtake earlier ones of its disk, nor ready ones of its siblings.
-        let passes = self.nodes[slot].queue(direction).is_empty() && self.is_clear(slot, direction);
+        let passes = self.nodes[slot].queue(direction).is_empty() && self.can_admit(slot, direction);
         if !passes {
             return false;
         }
-        self.follow_up(slot);
-        let terms = self.price(direction, cost);
+        self.build_path(slot);
+        let terms = self.compute_costs(direction, cost);
         // The last slice may overrun the buckets, as any request may; the next request waits for
         // it.
-        if terms.slice < WHOLE && terms.room.saturating_add(terms.slice) < WHOLE {
+        if terms.slice < WHOLE_REQUEST && terms.room.saturating_add(terms.slice) < WHOLE_REQUEST {
             return false;
         }
-        self.charge(direction, cost, &(0..WHOLE));
+        self.charge(direction, cost, &(0..WHOLE_REQUEST));
         self.count(direction, cost, None);
         true
     }
@@ -88,35 +88,35 @@ impl<T> Tree<T> {
     ///
     /// # Panics
     /// Panics if the node has children, because then it is a group.
-    pub fn charge_anyway(&mut self, disk: NodeId, direction: Direction, cost: &Cost, now: Instant) {
+    pub fn charge_unconditionally(&mut self, disk: NodeId, direction: Direction, cost: &RequestCost, now: Instant) {
         let slot = self.slot_of_disk(disk);
         self.advance(now);
-        self.follow_up(slot);
-        let _ = self.price(direction, cost);
-        self.charge(direction, cost, &(0..WHOLE));
+        self.build_path(slot);
+        let _ = self.compute_costs(direction, cost);
+        self.charge(direction, cost, &(0..WHOLE_REQUEST));
         self.count(direction, cost, None);
     }
 
     fn slot_of_disk(&self, disk: NodeId) -> usize {
         let slot = self.slot(disk);
         assert!(
-            self.nodes[slot].schedule.as_ref().is_none_or(|schedule| schedule.is_childless()),
+            self.nodes[slot].schedule.as_ref().is_none_or(|schedule| schedule.is_empty()),
             "requests are submitted to disks, not to groups"
         );
         slot
     }
 
     /// The next decision. Never [`Decision::Idle`] while requests wait.
-    pub fn poll(&mut self, now: Instant) -> Decision<T> {
+    pub fn poll(&mut self, now: Instant) -> PollDecision<T> {
         self.advance(now);
         while let Some(direction) = self.pick() {
             if let Some(token) = self.serve(direction) {
-                return Decision::Admit(token);
+                return PollDecision::Admit(token);
             }
         }
         match self.wakes.first() {
-            Some((until, _)) => Decision::Wait { until },
-            None => Decision::Idle,
+            Some((until, _)) => PollDecision::Wait { until },
+            None => PollDecision::Idle,
         }
     }
 
@@ -128,15 +128,15 @@ impl<T> Tree<T> {
         }
         // Removed from the queue, because computing its price borrows every level.
         let mut waiter = self.nodes[slot].queue_mut(direction).pop_front()?;
-        let terms = self.price(direction, &waiter.cost);
+        let terms = self.compute_costs(direction, &waiter.cost);
         // At least a slice, but more while a burst lasts: charging a large burst slice by slice
         // would take too many steps.
-        let from = waiter.paid;
-        let part = terms.slice.max(terms.room / BURST_PART);
-        let to = if terms.slice == WHOLE { WHOLE } else { from.saturating_add(part).min(WHOLE) };
-        if to < WHOLE {
+        let from = waiter.charged_parts;
+        let part = terms.slice.max(terms.room / BURST_FRACTION);
+        let to = if terms.slice == WHOLE_REQUEST { WHOLE_REQUEST } else { from.saturating_add(part).min(WHOLE_REQUEST) };
+        if to < WHOLE_REQUEST {
             // Back to the front of the queue: the remaining slices keep the order of arrival.
-            waiter.paid = to;
+            waiter.charged_parts = to;
             let cost = waiter.cost.clone();
             self.nodes[slot].queue_mut(direction).push_front(waiter);
             self.charge(direction, &cost, &(from..to));
@@ -145,7 +145,7 @@ impl<T> Tree<T> {
         self.count_waiting(slot, direction, |waiting| waiting - 1);
         self.charge(direction, &waiter.cost, &(from..to));
         let waited_ns = self.now.nanos_since(waiter.since);
-        self.held = self.hold(direction, &waiter);
+        self.last_cause = self.throttle_cause(direction, &waiter);
         self.count(direction, &waiter.cost, Some(waited_ns));
         Some(waiter.token)
     }
@@ -158,18 +158,18 @@ impl<T> Tree<T> {
     /// the longest time is no answer either: a busy group above throttles permanently, for other
     /// members. For that, each waiting request stores the throttled times of disk and group (16
     /// bytes).
-    fn hold(&self, direction: Direction, waiter: &Waiter<T>) -> Option<Held> {
+    fn throttle_cause(&self, direction: Direction, waiter: &QueuedRequest<T>) -> Option<LevelCause> {
         let steps = self.path.steps[1..self.path.length].iter().rev().enumerate();
         let freed = steps.filter_map(|(level, step)| {
             let node = &self.nodes[step.slot];
-            let (kind, until) = node.freed(direction)?;
+            let (kind, until) = node.last_throttled(direction)?;
             let before = waiter.limited_ns.get(level);
             let limited_ns = before.map_or(0, |before| node.limited_ns(self.now).saturating_sub(*before));
             let is_most = limited_ns > 0 && limited_ns >= self.now.nanos_since(waiter.since) / 2;
-            (until >= waiter.since).then_some((is_most, until, Held { level, kind }))
+            (until >= waiter.since).then_some((is_most, until, LevelCause { level, kind }))
         });
         // Of several that released it together, the disk's own.
-        let later = |one: (bool, Instant, Held), other: (bool, Instant, Held)| {
+        let later = |one: (bool, Instant, LevelCause), other: (bool, Instant, LevelCause)| {
             if !one.0 && (other.0 || other.1 > one.1) { other } else { one }
         };
         freed.reduce(later).map(|(_, _, held)| held)
@@ -177,12 +177,12 @@ impl<T> Tree<T> {
 
     /// Throttle cause of the request that [`Tree::poll`] admitted last; `None` if it only waited
     /// for the scheduler.
-    pub fn held(&self) -> Option<Held> {
-        self.held
+    pub fn last_cause(&self) -> Option<LevelCause> {
+        self.last_cause
     }
 
     fn advance(&mut self, now: Instant) {
-        self.pass_time(now);
+        self.advance_to(now);
         while let Some((until, item)) = self.wakes.first()
             && until <= self.now
         {
@@ -191,18 +191,18 @@ impl<T> Tree<T> {
     }
 
     /// True if all buckets from a disk up have capacity and no ready request is overtaken.
-    fn is_clear(&mut self, slot: usize, direction: Direction) -> bool {
+    fn can_admit(&mut self, slot: usize, direction: Direction) -> bool {
         let (now, other, mut at) = (self.now, opposite(direction), slot);
         loop {
             let node = &mut self.nodes[at];
-            let shared = node.shared;
+            let shared = node.has_shared_limit;
             let overtakes = node.schedule.as_ref().is_some_and(|schedule| schedule.has_work(direction));
             let other_waits = shared && node.has_work(other);
-            if let Some(buckets) = node.enforced(now) {
+            if let Some(buckets) = node.enforced_buckets(now) {
                 // A waiting request of the opposite direction that could pass as well has
                 // precedence: it came first, and its turn is decided by `poll`.
-                let other_is_due = || other_waits && buckets.binding(other).is_none();
-                if buckets.binding(direction).is_some() || overtakes || other_is_due() {
+                let other_is_due = || other_waits && buckets.longest_wait(other).is_none();
+                if buckets.longest_wait(direction).is_some() || overtakes || other_is_due() {
                     return false;
                 }
             } else if overtakes || other_waits {
@@ -215,7 +215,7 @@ impl<T> Tree<T> {
         }
     }
 
-    fn follow_up(&mut self, slot: usize) {
+    fn build_path(&mut self, slot: usize) {
         self.path.length = 0;
         let mut at = slot;
         while at != ROOT {
@@ -239,7 +239,7 @@ impl<T> Tree<T> {
             path.push(slot);
             let node = &nodes[slot];
             let mut wanted = if open[node.first.index()] { node.first } else { opposite(node.first) };
-            let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_childless()) else {
+            let Some(schedule) = node.schedule.as_ref().filter(|schedule| !schedule.is_empty()) else {
                 return open[wanted.index()].then_some(wanted);
             };
             limited |= node.limited.is_some();
@@ -253,7 +253,7 @@ impl<T> Tree<T> {
             // Under a shared limit the directions compete by tag; otherwise they alternate
             // (`node.first`).
             if let Some(rival) = rival
-                && node.shared
+                && node.has_shared_limit
                 && rival.precedes(&chosen)
             {
                 chosen = rival;
@@ -265,8 +265,8 @@ impl<T> Tree<T> {
             // With common tags it is scheduled in either; otherwise a child that is always
             // scheduled in one direction would never be served in its opposite.
             let other = opposite(wanted);
-            let is_its_turn = |rival: Candidate| {
-                rival.child == child || (node.shared || !limited) && schedule.offers(child, other)
+            let is_its_turn = |rival: ScheduleCandidate| {
+                rival.child == child || (node.has_shared_limit || !limited) && schedule.offers(child, other)
             };
             open[other.index()] = next(other).is_some_and(is_its_turn);
             slot = schedule.slot(child);
@@ -274,13 +274,13 @@ impl<T> Tree<T> {
     }
 
     /// Computes the cost of a request at every level, and the part that may be charged now.
-    fn price(&mut self, direction: Direction, cost: &Cost) -> Terms {
+    fn compute_costs(&mut self, direction: Direction, cost: &RequestCost) -> ChargeableParts {
         let now = self.now;
         let mut price_ns = 0;
         let mut operations = cost.requests().saturating_mul(BILLION);
         for step in &mut self.path.steps[..self.path.length] {
             if let Some(limited) = &self.nodes[step.slot].limited {
-                price_ns = price_ns.max(limited.buckets.price_ns(direction, cost));
+                price_ns = price_ns.max(limited.buckets.cost_ns(direction, cost));
                 operations = operations.max(limited.buckets.operations(cost));
             }
             // Without a limit there is no contention; this only keeps some order.
@@ -288,34 +288,34 @@ impl<T> Tree<T> {
                 let by_bytes = cost.bytes() / BYTES_PER_OPERATION;
                 cost.requests().max(by_bytes).saturating_mul(UNLIMITED_OPERATION_NS)
             };
-            step.price_ns = if price_ns > 0 { price_ns } else { unlimited_ns() }.min(LONGEST_NS);
+            step.price_ns = if price_ns > 0 { price_ns } else { unlimited_ns() }.min(MAX_COST_NS);
             step.operations = operations;
         }
-        let mut terms = Terms { slice: WHOLE, room: WHOLE };
+        let mut terms = ChargeableParts { slice: WHOLE_REQUEST, room: WHOLE_REQUEST };
         if price_ns <= SLICE_NS {
             return terms;
         }
         // Rare from here on: a large request is priced again, by the levels that are enforced.
         let (mut enforced_ns, mut operation_ns) = (0, 0);
         for step in &self.path.steps[..self.path.length] {
-            if let Some(buckets) = self.nodes[step.slot].enforced(now) {
-                enforced_ns = enforced_ns.max(buckets.price_ns(direction, cost));
+            if let Some(buckets) = self.nodes[step.slot].enforced_buckets(now) {
+                enforced_ns = enforced_ns.max(buckets.cost_ns(direction, cost));
                 operation_ns = operation_ns.max(buckets.operation_ns(direction));
                 terms.room = terms.room.min(buckets.room(direction, cost));
             }
         }
-        terms.slice = slice_of(enforced_ns, operation_ns);
+        terms.slice = slice_size(enforced_ns, operation_ns);
         terms
     }
 
-    fn charge(&mut self, direction: Direction, cost: &Cost, part: &Range<u32>) {
+    fn charge(&mut self, direction: Direction, cost: &RequestCost, part: &Range<u32>) {
         let now = self.now;
         // Top down: buckets and schedule of each level. Settling follows bottom up, because a
         // node's offer to its parent depends on its own state.
         for level in 0..self.path.length {
-            let Step { slot, phase, price_ns, operations } = self.path.steps[level];
+            let PathStep { slot, phase, price_ns, operations } = self.path.steps[level];
             let node = &mut self.nodes[slot];
-            if let Some(buckets) = node.enforced(now) {
+            if let Some(buckets) = node.enforced_buckets(now) {
                 buckets.charge_part(direction, cost, part);
             }
             if level + 1 == self.path.length {
@@ -324,18 +324,18 @@ impl<T> Tree<T> {
                 break;
             }
             let child = &mut self.nodes[self.path.steps[level + 1].slot];
-            if let Some(promise) = &mut child.promise {
-                promise.had(of_part(child.share.promised_ns(cost, operations), part), now);
+            if let Some(promise) = &mut child.reservation_monitor {
+                promise.add_service(of_part(child.share.reservation_ns(cost, operations), part), now);
             }
             let child = &*child;
             let number = child.number;
             let promised_ns = match phase {
-                Phase::Promise => of_part(child.entitlement().promised_ns(cost, operations), part),
-                Phase::Weight => 0,
+                SchedulePhase::Reservation => of_part(child.entitlement().reservation_ns(cost, operations), part),
+                SchedulePhase::Weight => 0,
             };
             let node = &mut self.nodes[slot];
             let lane = lane_of(node, direction);
-            let service = Service { lane, phase, cost_ns: of_part(price_ns, part), promised_ns };
+            let service = ServiceCharge { lane, phase, cost_ns: of_part(price_ns, part), promised_ns };
             if let Some(schedule) = &mut node.schedule {
                 schedule.charge(number, service, now);
             }
@@ -352,7 +352,7 @@ impl<T> Tree<T> {
         }
     }
 
-    fn count(&mut self, direction: Direction, cost: &Cost, waited_ns: Option<u64>) {
+    fn count(&mut self, direction: Direction, cost: &RequestCost, waited_ns: Option<u64>) {
         for step in &self.path.steps[1..self.path.length] {
             self.nodes[step.slot].count(direction, cost, waited_ns, self.now);
         }
@@ -365,7 +365,7 @@ impl<T> Tree<T> {
         let node = &mut self.nodes[slot];
         let has_work = node.has_work(direction);
         let binding =
-            if has_work { node.enforced(now).and_then(|buckets| buckets.binding(direction)) } else { None };
+            if has_work { node.enforced_buckets(now).and_then(|buckets| buckets.longest_wait(direction)) } else { None };
         let was_blocked = node.blocked[direction.index()];
         if was_blocked || binding.is_some() {
             node.set_blocked(direction, binding.map(|(_, kind)| kind), now);
@@ -410,7 +410,7 @@ impl<T> Tree<T> {
 
 fn of_part(ns: u64, part: &Range<u32>) -> u64 {
     // At most `ns`.
-    part_of(u128::from(ns), part) as u64
+    proportional_part(u128::from(ns), part) as u64
 }
 
 const fn opposite(direction: Direction) -> Direction {

@@ -4,14 +4,14 @@
 //! of the buckets on its path, so guests' requests are admitted at the same instants and in the
 //! same order.
 
-use super::super::cost::Cost;
-use super::super::node::Node;
-use super::super::spare::GivenBack;
-use super::{NodeId, ROOT, Tree};
+use super::super::cost::RequestCost;
+use super::super::node::ThrottleNode;
+use super::super::spare::SpareRefund;
+use super::{NodeId, ROOT, ThrottleTree};
 use crate::request::Direction;
 use crate::time::Instant;
 
-impl<T> Tree<T> {
+impl<T> ThrottleTree<T> {
     /// Admits read-ahead for a disk if possible, and charges it to the spare level of every limit
     /// on the path; returns true if it did. Otherwise ask again at the next opportunity.
     ///
@@ -21,20 +21,20 @@ impl<T> Tree<T> {
     ///
     /// Never changes the admission of a request, so no poll is needed afterwards. An instant before
     /// the last one counts as the last one.
-    pub fn spare(&mut self, disk: NodeId, cost: &Cost, given_back: GivenBack, now: Instant) -> bool {
-        self.run_out_by(now);
+    pub fn try_admit_read_ahead(&mut self, disk: NodeId, cost: &RequestCost, given_back: SpareRefund, now: Instant) -> bool {
+        self.expire_leases_by(now);
         let slot = self.slot(disk);
         // All levels, even if one refuses: each must get its refund.
         let mut free = true;
         self.each_up(slot, |node| {
-            if let Some(buckets) = node.enforced_as_they_are() {
-                buckets.give_back(given_back);
+            if let Some(buckets) = node.enforced_buckets_unadvanced() {
+                buckets.refund_spare(given_back);
             }
-            free = free && is_free(node, now);
+            free = free && admits_read_ahead(node, now);
         });
         if free {
             self.each_up(slot, |node| {
-                if let Some(buckets) = node.enforced_as_they_are() {
+                if let Some(buckets) = node.enforced_buckets_unadvanced() {
                     buckets.charge_spare(cost, now);
                 }
             });
@@ -42,7 +42,7 @@ impl<T> Tree<T> {
         free
     }
 
-    fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut Node<T>)) {
+    fn each_up(&mut self, slot: usize, mut visit: impl FnMut(&mut ThrottleNode<T>)) {
         let mut at = slot;
         loop {
             let node = &mut self.nodes[at];
@@ -56,14 +56,14 @@ impl<T> Tree<T> {
 }
 
 /// True if this level admits read-ahead.
-fn is_free<T>(node: &mut Node<T>, now: Instant) -> bool {
+fn admits_read_ahead<T>(node: &mut ThrottleNode<T>, now: Instant) -> bool {
     let reads_wait = node.has_work(Direction::Read);
     // If writes share a limit with reads, they wait for it, unless a limit of their own throttles
     // them.
-    let writes_wait = node.shared && node.has_work(Direction::Write);
-    match node.enforced_as_they_are() {
+    let writes_wait = node.has_shared_limit && node.has_work(Direction::Write);
+    match node.enforced_buckets_unadvanced() {
         Some(buckets) => {
-            !reads_wait && (!writes_wait || buckets.hold_back_writes_alone(now)) && buckets.has_spare(now)
+            !reads_wait && (!writes_wait || buckets.throttles_writes_only(now)) && buckets.has_spare(now)
         }
         None => !reads_wait && !writes_wait,
     }

@@ -24,16 +24,16 @@ async fn counted<T>(polls: Rc<Cell<u64>>, future: impl Future<Output = T>) -> T 
 fn a_small_request_waits_for_one_client_of_its_disk_that_holds_memory() {
     for (total, bytes) in [(128 * MIB, 4096), (16 << 30, 4096), (128 * MIB, MIB)] {
         sim::run(1, async move {
-            let budget = Budget::new(total);
-            let (disk, _other) = (Account::new(&budget), Account::new(&budget));
+            let budget = MemoryBudget::new(total);
+            let (disk, _other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
             let hostile = hostile(&disk, 200);
             sleep_until(now() + Duration::from_millis(1)).await;
             for _ in 0..3 {
                 let began = now();
-                disk.take(&MemoryFlow::default(), bytes).await;
+                disk.acquire(&FairQueueFlow::default(), bytes).await;
                 let waited = now() - began;
-                assert!(waited <= SHORTEST_GRACE + 2 * LOOK, "{bytes} bytes of {total}: {waited:?}");
-                disk.give_back(bytes);
+                assert!(waited <= MIN_GRACE + 2 * CHECK_INTERVAL, "{bytes} bytes of {total}: {waited:?}");
+                disk.release(bytes);
             }
             end(hostile).await;
         });
@@ -45,10 +45,10 @@ fn a_small_request_waits_for_one_client_of_its_disk_that_holds_memory() {
 fn clients_of_a_disk_are_served_equally() {
     for seed in 0..3 {
         sim::run(seed, async {
-            let budget = Budget::new(0);
-            let (disk, _other) = (Account::new(&budget), Account::new(&budget));
+            let budget = MemoryBudget::new(0);
+            let (disk, _other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
             let served: Rc<Vec<_>> = Rc::new((0..8).map(|_| Cell::new(0_u64)).collect());
-            let flows: Vec<_> = (0..8).map(|_| Rc::new(MemoryFlow::default())).collect();
+            let flows: Vec<_> = (0..8).map(|_| Rc::new(FairQueueFlow::default())).collect();
             let request = |number: usize| {
                 let (disk, served) = (Arc::clone(&disk), Rc::clone(&served));
                 let flow = Rc::clone(&flows[number]);
@@ -56,10 +56,10 @@ fn clients_of_a_disk_are_served_equally() {
                     // From 64 KiB to 8 MiB.
                     let bytes = (64 << 10) << number;
                     loop {
-                        disk.take(&flow, bytes).await;
+                        disk.acquire(&flow, bytes).await;
                         served[number].set(served[number].get() + bytes);
                         sleep_until(now() + Duration::from_millis(10) + pause()).await;
-                        disk.give_back(bytes);
+                        disk.release(bytes);
                     }
                 }
             };
@@ -82,18 +82,18 @@ fn clients_of_a_disk_are_served_equally() {
 fn waiting_costs_nothing_until_there_is_memory() {
     const CLIENTS: u64 = 2000;
     sim::run(1, async {
-        let budget = Budget::new(0);
-        let (first, second, _third) = (Account::new(&budget), Account::new(&budget), Account::new(&budget));
-        first.take(&MemoryFlow::default(), LARGEST).await;
+        let budget = MemoryBudget::new(0);
+        let (first, second, _third) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+        first.acquire(&FairQueueFlow::default(), LARGEST).await;
         let clients: Vec<_> = (0..CLIENTS).map(|_| Stalled::new(&first)).collect();
         // Until then no client is overdue.
-        let until = now() + SHORTEST_GRACE;
+        let until = now() + MIN_GRACE;
         let polls: Rc<Cell<u64>> = Rc::default();
         let wait = |_| {
             let (second, polls) = (Arc::clone(&second), Rc::clone(&polls));
             spawn_joinable(counted(polls, async move {
-                second.take(&MemoryFlow::default(), LARGEST).await;
-                second.give_back(LARGEST);
+                second.acquire(&FairQueueFlow::default(), LARGEST).await;
+                second.release(LARGEST);
             }))
         };
         let waiting: Vec<_> = (0..CLIENTS).map(wait).collect();
@@ -102,12 +102,12 @@ fn waiting_costs_nothing_until_there_is_memory() {
         assert!(visits() <= 2 * CLIENTS, "{} visits", visits());
         assert!(polls.get() <= CLIENTS + 10, "{} polls", polls.get());
         // As many clients as requests wait are disconnected at the first check after the grace.
-        sleep_until(now() + 20 * LOOK).await;
+        sleep_until(now() + 20 * CHECK_INTERVAL).await;
         assert!(visits() <= 4 * CLIENTS, "{} visits", visits());
         assert!(clients.iter().all(|client| client.ends.load(SeqCst) == 1));
         assert!(polls.get() <= CLIENTS + 40, "{} polls", polls.get());
         // A request is woken when it is served, and otherwise only to become the watchman.
-        first.give_back(LARGEST);
+        first.release(LARGEST);
         for one in waiting {
             one.await;
         }
@@ -120,14 +120,14 @@ fn waiting_costs_nothing_until_there_is_memory() {
 #[test]
 fn a_disk_within_its_part_is_not_slowed_by_requests_that_wait() {
     sim::run(1, async {
-        let budget = Budget::new(0);
-        let (first, second) = (Account::new(&budget), Account::new(&budget));
+        let budget = MemoryBudget::new(0);
+        let (first, second) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
         let hostile = hostile(&first, 10);
         sleep_until(now() + Duration::from_millis(1)).await;
         assert!(budget.usage().waiting > 0);
         let locked = budget.lock();
-        assert!(second.try_take(MIB));
-        second.give_back(MIB);
+        assert!(second.try_acquire(MIB));
+        second.release(MIB);
         drop(locked);
         end(hostile).await;
     });
@@ -144,28 +144,28 @@ fn the_grace_shrinks_as_requests_wait() {
 #[test]
 fn progress_keeps_a_client() {
     #[derive(Debug)]
-    struct Slow(Listing, AtomicU64, AtomicU64);
-    impl Holder for Slow {
-        fn due(&self) -> Option<Instant> {
+    struct Slow(HolderEntry, AtomicU64, AtomicU64);
+    impl MemoryHolder for Slow {
+        fn on_schedule_until(&self) -> Option<Instant> {
             Some(Instant::from_nanos(self.1.load(SeqCst)))
         }
-        fn push_out(&self) {
+        fn disconnect(&self) {
             self.2.fetch_add(1, SeqCst);
         }
-        fn listing(&self) -> &Listing {
+        fn listing(&self) -> &HolderEntry {
             &self.0
         }
     }
     sim::run(1, async {
-        let budget = Budget::new(0);
-        let (disk, _other) = (Account::new(&budget), Account::new(&budget));
-        disk.take(&MemoryFlow::default(), LARGEST).await;
-        let slow = Arc::new(Slow(Listing::default(), AtomicU64::new(now().as_nanos()), AtomicU64::new(0)));
+        let budget = MemoryBudget::new(0);
+        let (disk, _other) = (MemoryAccount::new(&budget), MemoryAccount::new(&budget));
+        disk.acquire(&FairQueueFlow::default(), LARGEST).await;
+        let slow = Arc::new(Slow(HolderEntry::default(), AtomicU64::new(now().as_nanos()), AtomicU64::new(0)));
         disk.watch(&slow);
         let waiting: Vec<_> = (0..20)
             .map(|_| {
                 let disk = Arc::clone(&disk);
-                spawn_joinable(async move { disk.take(&MemoryFlow::default(), LARGEST).await })
+                spawn_joinable(async move { disk.acquire(&FairQueueFlow::default(), LARGEST).await })
             })
             .collect();
         for _ in 0..100 {
@@ -173,7 +173,7 @@ fn progress_keeps_a_client() {
             slow.1.store(now().as_nanos(), SeqCst);
         }
         assert_eq!(slow.2.load(SeqCst), 0);
-        sleep_until(now() + SHORTEST_GRACE + LOOK).await;
+        sleep_until(now() + MIN_GRACE + CHECK_INTERVAL).await;
         assert_eq!(slow.2.load(SeqCst), 1);
         end(waiting).await;
     });
@@ -182,8 +182,8 @@ fn progress_keeps_a_client() {
 /// Clients that have disconnected leave nothing behind, whether requests waited or not.
 #[test]
 fn clients_that_have_gone_are_not_listed() {
-    let budget = Budget::new(0);
-    let disk = Account::new(&budget);
+    let budget = MemoryBudget::new(0);
+    let disk = MemoryAccount::new(&budget);
     sim::run(1, async move {
         for _ in 0..100 {
             drop(Stalled::new(&disk));

@@ -8,7 +8,7 @@ fn documentation() -> String {
 }
 
 #[test]
-fn the_documentation_s_examples_are_plans() {
+fn examples_of_the_documentation_are_valid() {
     let text = documentation();
     let examples: Vec<_> =
         text.split("```toml\n").skip(1).map(|rest| rest.split("```").next().unwrap()).collect();

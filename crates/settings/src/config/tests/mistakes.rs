@@ -3,7 +3,7 @@
 use super::*;
 
 #[test]
-fn what_is_no_toml_is_refused_with_its_line() {
+fn syntax_errors_name_their_line() {
     let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
     assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
     let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
@@ -24,7 +24,7 @@ fn what_is_no_toml_is_refused_with_its_line() {
 }
 
 #[test]
-fn names_must_be_there_and_their_own() {
+fn names_are_required_unique_and_known() {
     check(
         &disk_with("cahce = \"none\""),
         "weir.toml:3: disk.vm1.cahce: unknown key (did you mean \"cache\"?)",
@@ -73,7 +73,7 @@ fn names_must_be_there_and_their_own() {
 }
 
 #[test]
-fn values_are_refused_with_their_rule() {
+fn invalid_values_name_their_rule() {
     check_disk("cache = \"fast\"", "is not a cache mode (writeback, writethrough, none, directsync, unsafe)");
     check_disk("format = \"vmdk\"", "is not a format that weir serves (raw, qcow2)");
     check_disk("read-only = 1", "is not a flag; write true or false");
@@ -156,16 +156,16 @@ fn values_are_refused_with_their_rule() {
 /// Asserts all mistakes of a file.
 #[track_caller]
 fn check_all(text: &str, expect: &[&str]) {
-    let mistakes = Mistakes::default();
-    let draft = parse_below("f", text, Path::new("/etc/weir"), &Placed::default(), &mistakes);
-    let all = Plan::judged(draft, 0, mistakes).map(drop).err().unwrap_or_default();
+    let mistakes = Diagnostics::default();
+    let draft = parse_with_options("f", text, Path::new("/etc/weir"), &ConfigWithOrigins::default(), &mistakes);
+    let all = DesiredState::with_diagnostics(draft, 0, mistakes).map(drop).err().unwrap_or_default();
     let all: Vec<_> = all.iter().map(ToString::to_string).collect();
     let is_so = |(said, expect): (&String, &&str)| said.starts_with(expect);
     assert!(all.len() == expect.len() && all.iter().zip(expect).all(is_so), "{all:#?}\n{text}");
 }
 
 #[test]
-fn all_that_is_wrong_is_told_in_the_order_of_the_file() {
+fn all_mistakes_are_reported_in_file_order() {
     // Mistakes within one table. If a value of the table is unreadable, only rules of single values
     // are checked.
     check_all(
@@ -256,20 +256,20 @@ group = "tinn"
 }
 
 #[test]
-fn no_file_has_mistakes_without_end() {
+fn reported_mistakes_are_bounded() {
     let disk = |n: usize| format!("[disk.d{n}]\nimage = \"null:1\"\ngroup = \"g\"\n");
     let text: String = (0..1000).map(disk).collect();
-    let mistakes = Mistakes::default();
-    let draft = parse_below("f", &text, Path::new(""), &Placed::default(), &mistakes);
-    assert_eq!(Plan::judged(draft, 0, mistakes).unwrap_err().len(), 100);
+    let mistakes = Diagnostics::default();
+    let draft = parse_with_options("f", &text, Path::new(""), &ConfigWithOrigins::default(), &mistakes);
+    assert_eq!(DesiredState::with_diagnostics(draft, 0, mistakes).unwrap_err().len(), 100);
     let text: String = (0..1000).map(|n| format!("k{n} = 1\n")).collect();
-    let mistakes = Mistakes::default();
-    parse_below("f", &text, Path::new(""), &Placed::default(), &mistakes);
+    let mistakes = Diagnostics::default();
+    parse_with_options("f", &text, Path::new(""), &ConfigWithOrigins::default(), &mistakes);
     assert!(mistakes.is_full());
 }
 
 #[test]
-fn groups_lie_in_groups_but_never_in_themselves() {
+fn group_cycles_are_rejected() {
     let disk = "[disk.vm1]\nimage = \"a\"\n";
     let chain = |count: usize| -> String {
         let group = |n: usize| match n {
@@ -310,10 +310,10 @@ fn groups_lie_in_groups_but_never_in_themselves() {
 }
 
 #[test]
-fn what_has_no_effect_is_remarked() {
+fn settings_without_effect_are_remarked() {
     let remarks = |text: &str| -> Vec<String> {
         let plan = plan(text);
-        plan.remarks().into_iter().map(|remark| format!("{}: {}", remark.name, remark.remark)).collect()
+        plan.ineffective_settings().into_iter().map(|remark| format!("{}: {}", remark.name, remark.remark)).collect()
     };
     let weighty = "[disk.a]\nimage = \"a\"\nweight = 200\nwatermark = 90\n";
     assert_eq!(
@@ -350,7 +350,7 @@ fn what_has_no_effect_is_remarked() {
 }
 
 #[test]
-fn an_image_has_one_writer() {
+fn two_writers_of_one_image_are_rejected() {
     let two = |first: &str, second: &str| {
         format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
     };
@@ -364,7 +364,7 @@ fn an_image_has_one_writer() {
 }
 
 #[test]
-fn disks_on_one_imitated_device_agree_on_its_rates() {
+fn disks_on_one_simulated_device_need_equal_rates() {
     let two = |first: &str, second: &str| {
         let disk = |name, rate| format!("[disk.{name}]\nimage = \"null:1\"\nrate = \"{rate}\"\n");
         disk("a", first) + &disk("b", second)
@@ -398,7 +398,7 @@ fn export_names_are_unique_at_an_address() {
 }
 
 #[test]
-fn files_that_cannot_be_read_are_named() {
+fn unreadable_files_are_named() {
     let error = load(Path::new("/nonexistent/weir.toml")).unwrap_err().to_string();
     assert!(error.starts_with("/nonexistent/weir.toml: cannot be read: No such file"), "{error}");
 }

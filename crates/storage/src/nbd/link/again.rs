@@ -6,19 +6,19 @@
 
 use std::sync::{Arc, Weak, atomic::Ordering::Relaxed};
 
-use super::{AGAIN_AT_ONCE, BREAKS_IN_FULL, LONGEST_PAUSE, Link, Stage};
-use nbd::client::{self, About, Established, GONE};
+use super::{REPEATED_WRITES_IN_FLIGHT, UNLIMITED_LOG_LINES, LONGEST_PAUSE, NbdLink, LinkStage};
+use nbd::client::{self, NbdExportInfo, EstablishedConnection, CONNECTION_LOST};
 use reactor::{error::Result, now, sleep_until};
 
 use crate::nbd::{
-    lane::{self, Own},
-    unflushed::Again,
+    lane::{self, LocalConnection},
+    unflushed::RepeatedChange,
 };
 
-impl Link {
+impl NbdLink {
     /// Checks that a disk of `size_bytes` can continue on this server; the error names the property
     /// that the server lacks.
-    pub(super) fn suits(&self, about: &About, size_bytes: u64) -> std::result::Result<(), String> {
+    pub(super) fn check_compatible(&self, about: &NbdExportInfo, size_bytes: u64) -> std::result::Result<(), String> {
         let opened = &self.opened;
         if about.size_bytes < size_bytes {
             return Err(format!(
@@ -39,7 +39,7 @@ impl Link {
             return Err("it is read-only now (start it so that it can be written to)".to_owned());
         }
         // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
-        let can = |about: &About| about.can_flush() || about.can_force();
+        let can = |about: &NbdExportInfo| about.can_flush() || about.can_fua();
         let cannot_keep = opened.can_flush() && !about.can_flush() || can(opened) && !can(about);
         if self.terms.flushes && cannot_keep {
             return Err("it knows no flush any more, so nothing could be promised to be durable (start it \
@@ -54,21 +54,21 @@ impl Link {
     ///
     /// # Errors
     /// The reason why this server is rejected.
-    async fn resume(self: &Arc<Self>, established: Established) -> std::result::Result<(), String> {
+    async fn begin_session(self: &Arc<Self>, established: EstablishedConnection) -> std::result::Result<(), String> {
         let about = established.about().clone();
         let (session, batches) = {
             let mut state = self.lock();
             state.session += 1;
             state.began = now();
-            (state.session, state.unflushed.batches(AGAIN_AT_ONCE))
+            (state.session, state.unflushed.batches(REPEATED_WRITES_IN_FLIGHT))
         };
-        let jobs = lane::start(self, session, established);
+        let jobs = lane::start_keeper(self, session, established);
         let gone = || "the connection broke again at once".to_owned();
-        let own = Own::of(self.id, session).ok_or_else(gone)?;
+        let own = LocalConnection::of(self.id, session).ok_or_else(gone)?;
         for batch in batches {
-            match write_again(own.client(), batch).await {
+            match repeat_writes(own.client(), batch).await {
                 Ok(()) => {}
-                Err(GONE) => return Err(own.client().fault().unwrap_or_else(gone)),
+                Err(CONNECTION_LOST) => return Err(own.client().fault().unwrap_or_else(gone)),
                 Err(error) => {
                     return Err(format!(
                         "it does not take again what it had acknowledged before it was flushed: {error} (mend \
@@ -83,30 +83,30 @@ impl Link {
         drop(own);
         let mut state = self.lock();
         if !about.can_flush() {
-            state.unflushed.settled();
+            state.unflushed.clear();
         }
         // The disk's size is unchanged; only a resize here adopts the server's size.
-        state.about = about;
-        state.stage = Stage::Open { jobs: vec![jobs], is_at_work: reactor::is_worker() };
+        state.export = about;
+        state.stage = LinkStage::Open { jobs: vec![jobs], is_at_work: reactor::is_worker() };
         Ok(())
     }
 
-    pub(super) fn complain(&self, why: &str) {
-        if let Some(left_out) = self.complaints.line(now()) {
+    pub(super) fn log_rejection(&self, why: &str) {
+        if let Some(left_out) = self.complaints.try_log(now()) {
             tracing::warn!(nbd = %self.terms.name, why, left_out, "the server cannot be connected to again yet");
         }
     }
 }
 
 /// A reconnect in progress. If its thread ends, another thread starts over.
-pub(super) struct Trying {
-    pub(super) link: Weak<Link>,
+pub(super) struct ReconnectAttempt {
+    pub(super) link: Weak<NbdLink>,
 }
 
-impl Drop for Trying {
+impl Drop for ReconnectAttempt {
     fn drop(&mut self) {
         if let Some(link) = self.link.upgrade() {
-            if let Stage::Down { is_tried, .. } = &mut link.lock().stage {
+            if let LinkStage::Down { is_tried, .. } = &mut link.lock().stage {
                 *is_tried = false;
             }
             link.changed.notify(usize::MAX);
@@ -114,7 +114,7 @@ impl Drop for Trying {
     }
 }
 
-pub(super) async fn reconnect(trying: Trying) {
+pub(super) async fn reconnect(trying: ReconnectAttempt) {
     // Delayed by the pause of the session, or a server that accepts connections and never replies
     // would be retried without a pause.
     let Some((began, mut pause)) = trying.link.upgrade().map(|link| {
@@ -128,23 +128,23 @@ pub(super) async fn reconnect(trying: Trying) {
         let Some(link) = trying.link.upgrade() else { return };
         match link.terms.establish_again().await {
             Ok(established) => {
-                let taken = match link.suits(established.about(), link.size_bytes()) {
-                    Ok(()) => link.resume(established).await,
+                let taken = match link.check_compatible(established.about(), link.size_bytes()) {
+                    Ok(()) => link.begin_session(established).await,
                     Err(why) => Err(why),
                 };
                 match taken {
                     Ok(()) => {
                         link.reconnections.fetch_add(1, Relaxed);
-                        if let Some(left_out) = link.returns_told.line_of(now(), BREAKS_IN_FULL) {
+                        if let Some(left_out) = link.returns_told.try_log_burst(now(), UNLIMITED_LOG_LINES) {
                             let nbd = &link.terms.name;
                             tracing::info!(%nbd, left_out, "connected to the server again");
                         }
                         return;
                     }
-                    Err(why) => link.complain(&why),
+                    Err(why) => link.log_rejection(&why),
                 }
             }
-            Err(error) => link.complain(&error.in_full()),
+            Err(error) => link.log_rejection(&error.full_message()),
         }
         drop(link);
         sleep_until(now() + pause).await;
@@ -152,11 +152,11 @@ pub(super) async fn reconnect(trying: Trying) {
     }
 }
 
-async fn write_again(client: &client::Client, batch: Vec<Again>) -> Result<()> {
-    let one = |again: Again| async move {
+async fn repeat_writes(client: &client::NbdClient, batch: Vec<RepeatedChange>) -> Result<()> {
+    let one = |again: RepeatedChange| async move {
         let written = again.change.on(client, again.force).await;
         // The client was never told that this write succeeded, so it may fail now.
-        if again.is_promised || written == Err(GONE) { written } else { Ok(()) }
+        if again.is_acknowledged || written == Err(CONNECTION_LOST) { written } else { Ok(()) }
     };
     let mut writing: Vec<_> = batch.into_iter().map(|again| Box::pin(one(again))).collect();
     let mut result = Ok(());

@@ -22,7 +22,7 @@ use std::{
 };
 
 use super::{
-    super::Address,
+    super::RbdAddress,
     library::{Handle, Library, library, remedy},
 };
 use reactor::error::Error;
@@ -31,8 +31,8 @@ use crate::{CacheMode, OpenError};
 
 /// Timeout of connecting, in seconds, unless the config file sets one; and Ceph's default, which is
 /// too long for the opening of a disk.
-const PATIENCE_S: &str = "30";
-const OF_CEPH_S: &str = "300";
+const MOUNT_TIMEOUT_S: &str = "30";
+const CEPH_MOUNT_TIMEOUT_S: &str = "300";
 /// Maximum size of a config file or keyring.
 const MOST_FILE_BYTES: u64 = 1 << 20;
 
@@ -42,7 +42,7 @@ const USER: &str = ":id=USER behind the image, or --rbd-user of `weir serve`,";
 
 /// Parameters that images must have in common to share a connection.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
-struct Way {
+struct ClusterKey {
     config: Option<std::path::PathBuf>,
     user: Option<String>,
     keyring: Option<std::path::PathBuf>,
@@ -80,7 +80,7 @@ impl Caching {
 }
 
 /// Settings that override the config file.
-const ALWAYS: [(&str, &str); 6] = [
+const FIXED_SETTINGS: [(&str, &str); 6] = [
     // A write that timed out may still take effect, on top of a later one.
     ("rados_osd_op_timeout", "0"),
     // Submitting a request never blocks on the cluster.
@@ -94,7 +94,7 @@ const ALWAYS: [(&str, &str); 6] = [
 
 /// A connection; closed with its last image.
 #[derive(Debug)]
-pub(super) struct Cluster {
+pub(super) struct ClusterConnection {
     handle: Handle,
     library: &'static Library,
     /// True if the cluster has blocklisted it, which is permanent: no other image uses it.
@@ -105,19 +105,19 @@ pub(super) struct Cluster {
 
 // SAFETY: librados' functions may be called from any thread, several at a time. `librados.h` names
 // the exceptions, which set up a handle; only `connect` calls those, before the value is shared.
-unsafe impl Send for Cluster {}
+unsafe impl Send for ClusterConnection {}
 // SAFETY: as above.
-unsafe impl Sync for Cluster {}
+unsafe impl Sync for ClusterConnection {}
 
 /// Open connections and those being opened. The thread that opens one holds its lock, and threads
 /// that need the same one wait.
-static ALL: LazyLock<Mutex<HashMap<Way, Slot>>> = LazyLock::new(Mutex::default);
+static ALL: LazyLock<Mutex<HashMap<ClusterKey, Slot>>> = LazyLock::new(Mutex::default);
 
-type Slot = Arc<Mutex<Weak<Cluster>>>;
+type Slot = Arc<Mutex<Weak<ClusterConnection>>>;
 
 /// The connection for an image: an open one, or a new one.
-pub(super) fn connection(address: &Address, cache: CacheMode) -> Result<Arc<Cluster>, OpenError> {
-    let way = Way {
+pub(super) fn connection(address: &RbdAddress, cache: CacheMode) -> Result<Arc<ClusterConnection>, OpenError> {
+    let way = ClusterKey {
         config: address.config.clone(),
         user: address.user.clone(),
         keyring: address.keyring.clone(),
@@ -134,22 +134,22 @@ pub(super) fn connection(address: &Address, cache: CacheMode) -> Result<Arc<Clus
         Arc::clone(all.entry(way.clone()).or_default())
     };
     let mut slot = slot.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(cluster) = slot.upgrade().filter(|cluster| !cluster.is_shut_out()) {
+    if let Some(cluster) = slot.upgrade().filter(|cluster| !cluster.is_blocklisted()) {
         return Ok(cluster);
     }
-    let cluster = Arc::new(Cluster::connect(address, &way)?);
+    let cluster = Arc::new(ClusterConnection::connect(address, &way)?);
     *slot = Arc::downgrade(&cluster);
     Ok(cluster)
 }
 
 /// Converts to a C string. There are no zero bytes to lose: addresses are checked, and other texts
 /// are constants.
-pub(super) fn text(text: &str) -> CString {
+pub(super) fn c_string(text: &str) -> CString {
     CString::new(text.replace('\0', "")).unwrap_or_default()
 }
 
 /// Text that the library has written, up to its zero byte.
-pub(super) fn until_zero(mut bytes: Vec<u8>) -> String {
+pub(super) fn from_c_buffer(mut bytes: Vec<u8>) -> String {
     bytes.truncate(bytes.iter().position(|&byte| byte == 0).unwrap_or(bytes.len()));
     String::from_utf8_lossy(&bytes).into_owned()
 }
@@ -161,8 +161,8 @@ pub(super) fn outcome(result: impl Into<i64>) -> Result<u64, Error> {
         .map_err(|_| Error::from_errno(i32::try_from(result.unsigned_abs()).unwrap_or(libc::EIO)))
 }
 
-impl Cluster {
-    fn connect(address: &Address, way: &Way) -> Result<Self, OpenError> {
+impl ClusterConnection {
+    fn connect(address: &RbdAddress, way: &ClusterKey) -> Result<Self, OpenError> {
         let name = address.name();
         let library = library()
             .map_err(|why| OpenError::new(&name, format!("librbd cannot be loaded: {why}"), remedy(&why)))?;
@@ -180,7 +180,7 @@ impl Cluster {
                 ));
             }
         }
-        let user = way.user.as_deref().map(text);
+        let user = way.user.as_deref().map(c_string);
         let mut handle = std::ptr::null_mut();
         let user_or_null = user.as_ref().map_or(std::ptr::null(), |user| user.as_ptr());
         // SAFETY: it writes one handle, and the name is null or ends with a zero byte.
@@ -204,10 +204,10 @@ impl Cluster {
         let own: Vec<_> = own.iter().filter_map(|(key, value)| Some((*key, value.as_deref()?))).collect();
         cluster
             .set(&own)
-            .and_then(|()| cluster.set(&ALWAYS))
+            .and_then(|()| cluster.set(&FIXED_SETTINGS))
             .and_then(|()| match cluster.get("client_mount_timeout") {
-                Some(seconds) if seconds != OF_CEPH_S => Ok(()),
-                _ => cluster.set(&[("client_mount_timeout", PATIENCE_S)]),
+                Some(seconds) if seconds != CEPH_MOUNT_TIMEOUT_S => Ok(()),
+                _ => cluster.set(&[("client_mount_timeout", MOUNT_TIMEOUT_S)]),
             })
             .and_then(|()| cluster.set(way.caching.settings()))
             .map_err(|error| {
@@ -215,7 +215,7 @@ impl Cluster {
             })?;
         // SAFETY: the handle is set up and not shared.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
-        outcome(connected).map_err(|error| cluster.unreachable(&name, way, error))?;
+        outcome(connected).map_err(|error| cluster.connect_error(&name, way, error))?;
         if way.caching != Caching::Off {
             cluster.cache_bytes =
                 cluster.get("rbd_cache_size").and_then(|size| size.parse().ok()).unwrap_or(0);
@@ -224,7 +224,7 @@ impl Cluster {
     }
 
     /// Error of a failed connection.
-    fn unreachable(&self, name: &str, way: &Way, error: Error) -> OpenError {
+    fn connect_error(&self, name: &str, way: &ClusterKey, error: Error) -> OpenError {
         let user = format!("client.{}", way.user.as_deref().unwrap_or("admin"));
         let said = |key| self.get(key).filter(|value| !value.is_empty());
         match error.errno() {
@@ -238,7 +238,7 @@ impl Cluster {
                     ),
                     "start it, or correct mon_host; client_mount_timeout in the config file is how long that may take",
                 )
-                .that_may_pass()
+                .transient()
             }
             libc::EACCES | libc::EPERM | libc::EINVAL if user.starts_with("client.client.") => {
                 OpenError::new(
@@ -274,7 +274,7 @@ impl Cluster {
 
     fn set(&self, settings: &[(&str, &str)]) -> Result<(), Error> {
         for (key, value) in settings {
-            let (key, value) = (text(key), text(value));
+            let (key, value) = (c_string(key), c_string(value));
             // SAFETY: the handle is open, and both texts end with a zero byte.
             let result = unsafe { (self.library.rados_conf_set)(self.handle, key.as_ptr(), value.as_ptr()) };
             outcome(result)?;
@@ -283,7 +283,7 @@ impl Cluster {
     }
 
     fn get(&self, key: &str) -> Option<String> {
-        let (key, mut value) = (text(key), vec![0_u8; 4096]);
+        let (key, mut value) = (c_string(key), vec![0_u8; 4096]);
         // SAFETY: the handle is open, and the function writes at most `value.len()` bytes.
         let result = unsafe {
             (self.library.rados_conf_get)(
@@ -294,12 +294,12 @@ impl Cluster {
             )
         };
         outcome(result).ok()?;
-        Some(until_zero(value))
+        Some(from_c_buffer(value))
     }
 
     /// Reads the given config file, or the one that Ceph finds, if it exists.
     fn read(&self, config: Option<&Path>) -> Result<(), Error> {
-        let path = config.map(|path| text(&path.to_string_lossy()));
+        let path = config.map(|path| c_string(&path.to_string_lossy()));
         let path_or_null = path.as_ref().map_or(std::ptr::null(), |path| path.as_ptr());
         // SAFETY: the handle is open; the path is null or ends with a zero byte.
         let result = unsafe { (self.library.rados_conf_read_file)(self.handle, path_or_null) };
@@ -310,7 +310,7 @@ impl Cluster {
     }
 
     /// Records whether an error means that the connection is blocklisted.
-    pub(super) fn note(&self, error: Error) {
+    pub(super) fn note_error(&self, error: Error) {
         // Ceph's EBLOCKLISTED.
         if error.errno() == libc::ESHUTDOWN {
             self.is_shut_out.store(true, Relaxed);
@@ -318,7 +318,7 @@ impl Cluster {
     }
 
     /// True if an error has shown that the connection is blocklisted.
-    pub(super) fn is_shut_out(&self) -> bool {
+    pub(super) fn is_blocklisted(&self) -> bool {
         self.is_shut_out.load(Relaxed)
     }
 
@@ -336,13 +336,13 @@ impl Cluster {
             (self.library.rados_cluster_fsid)(self.handle, fsid.as_mut_ptr().cast::<c_char>(), fsid.len())
         };
         outcome(result)?;
-        Ok(until_zero(fsid))
+        Ok(from_c_buffer(fsid))
     }
 
     /// Blocklists a client at this address, including its operations in flight. Returns once later
     /// operations of this connection are ordered after that.
-    pub(super) fn shut_out(&self, client: &str) -> Result<(), Error> {
-        let client = text(client);
+    pub(super) fn blocklist(&self, client: &str) -> Result<(), Error> {
+        let client = c_string(client);
         // SAFETY: the handle is connected; the text ends with a zero byte and is only read.
         let shut_out =
             unsafe { (self.library.rados_blocklist_add)(self.handle, client.as_ptr().cast_mut(), 0) };
@@ -352,7 +352,7 @@ impl Cluster {
     }
 }
 
-impl Drop for Cluster {
+impl Drop for ClusterConnection {
     fn drop(&mut self) {
         // SAFETY: this is the last owner; shutting down a handle that was never connected is
         // allowed.
@@ -362,21 +362,21 @@ impl Drop for Cluster {
 
 /// A pool of a cluster, with an optional namespace.
 #[derive(Debug)]
-pub(super) struct Pool {
+pub(super) struct RadosPool {
     pub(super) handle: Handle,
-    pub(super) cluster: Arc<Cluster>,
+    pub(super) cluster: Arc<ClusterConnection>,
     pub(super) library: &'static Library,
 }
 
 // SAFETY: as for `Cluster`; only `open` changes its settings.
-unsafe impl Send for Pool {}
+unsafe impl Send for RadosPool {}
 // SAFETY: as above.
-unsafe impl Sync for Pool {}
+unsafe impl Sync for RadosPool {}
 
-impl Pool {
-    pub(super) fn open(cluster: Arc<Cluster>, address: &Address) -> Result<Self, OpenError> {
+impl RadosPool {
+    pub(super) fn open(cluster: Arc<ClusterConnection>, address: &RbdAddress) -> Result<Self, OpenError> {
         let library = cluster.library;
-        let (pool, mut handle) = (text(&address.pool), std::ptr::null_mut());
+        let (pool, mut handle) = (c_string(&address.pool), std::ptr::null_mut());
         // SAFETY: the cluster is connected, the name ends with a zero byte, and the function writes
         // one handle.
         let result = unsafe { (library.rados_ioctx_create)(cluster.handle, pool.as_ptr(), &raw mut handle) };
@@ -393,7 +393,7 @@ impl Pool {
             ),
         })?;
         if let Some(namespace) = &address.namespace {
-            let namespace = text(namespace);
+            let namespace = c_string(namespace);
             // SAFETY: the handle was just created and is not shared; the name ends with a zero
             // byte.
             unsafe { (library.rados_ioctx_set_namespace)(handle, namespace.as_ptr()) }
@@ -402,7 +402,7 @@ impl Pool {
     }
 }
 
-impl Drop for Pool {
+impl Drop for RadosPool {
     fn drop(&mut self) {
         // SAFETY: no image of it is open any more, and this is the last owner.
         unsafe { (self.library.rados_ioctx_destroy)(self.handle) }

@@ -27,9 +27,9 @@ use std::{
 };
 
 use super::{
-    super::{Address, How, backend::Taken, bell::Bell},
-    cluster::{Cluster, Pool, connection, outcome, text, until_zero},
-    library::{Handle, Library, Watcher},
+    super::{RbdAddress, RbdOptions, backend::ResumeOutcome, bell::ResizeNotifier},
+    cluster::{ClusterConnection, RadosPool, connection, outcome, c_string, from_c_buffer},
+    library::{Handle, Library, RbdWatcher},
 };
 use reactor::error::{Error, Result};
 
@@ -55,18 +55,18 @@ const MOST_LOCKERS_BYTES: usize = 4096;
 const MOST_WATCHERS: usize = 64;
 
 /// Callback of the library, on one of its threads.
-unsafe extern "C" fn updated(argument: *mut c_void) {
+unsafe extern "C" fn on_update(argument: *mut c_void) {
     // SAFETY: `Image` keeps the bell until the library has removed the watch: see `End::run`.
-    unsafe { &*argument.cast::<Bell>() }.ring();
+    unsafe { &*argument.cast::<ResizeNotifier>() }.notify();
 }
 
 /// An open image. Closed when its last request has ended.
 #[derive(Debug)]
-pub(super) struct Image {
+pub(super) struct RbdImage {
     handle: Handle,
     library: &'static Library,
     watch: Option<u64>,
-    pub(super) bell: Arc<Bell>,
+    pub(super) bell: Arc<ResizeNotifier>,
     pub(super) size_bytes: u64,
     /// Identity, independent of its name.
     pub(super) what: String,
@@ -84,25 +84,25 @@ pub(super) struct Image {
     /// Receives the result of closing.
     closed: Option<async_channel::Sender<Result<()>>>,
     /// Dropped after the image is closed.
-    pool: Option<Pool>,
+    pool: Option<RadosPool>,
 }
 
 // SAFETY: librbd's functions may be called from any thread, several at a time.
-unsafe impl Send for Image {}
+unsafe impl Send for RbdImage {}
 // SAFETY: as above.
-unsafe impl Sync for Image {}
+unsafe impl Sync for RbdImage {}
 
-impl Image {
+impl RbdImage {
     /// Opens it; `closed` receives the result of closing.
     pub(super) fn open(
-        address: &Address,
-        how: &How,
+        address: &RbdAddress,
+        how: &RbdOptions,
         closed: async_channel::Sender<Result<()>>,
     ) -> std::result::Result<Self, OpenError> {
         let cluster = connection(address, how.cache)?;
         match Self::open_by(&cluster, address, how, closed.clone()) {
             // The connection was already blocklisted because of another image: use a new one.
-            Err(_) if cluster.is_shut_out() => {
+            Err(_) if cluster.is_blocklisted() => {
                 Self::open_by(&connection(address, how.cache)?, address, how, closed)
             }
             opened => opened,
@@ -110,17 +110,17 @@ impl Image {
     }
 
     fn open_by(
-        cluster: &Arc<Cluster>,
-        address: &Address,
-        how: &How,
+        cluster: &Arc<ClusterConnection>,
+        address: &RbdAddress,
+        how: &RbdOptions,
         closed: async_channel::Sender<Result<()>>,
     ) -> std::result::Result<Self, OpenError> {
         if let Some(passed) = how.passed.as_ref().filter(|_| !how.read_only) {
-            passed.opens_as(cluster.id());
+            passed.announce_client(cluster.id());
         }
-        let pool = Pool::open(Arc::clone(cluster), address)?;
+        let pool = RadosPool::open(Arc::clone(cluster), address)?;
         let library = pool.library;
-        let (image, snapshot) = (text(&address.image), address.snapshot.as_deref().map(text));
+        let (image, snapshot) = (c_string(&address.image), address.snapshot.as_deref().map(c_string));
         let snapshot = snapshot.as_ref().map_or(std::ptr::null(), |snapshot| snapshot.as_ptr());
         let open = if how.read_only { library.rbd_open_read_only } else { library.rbd_open };
         let mut handle = std::ptr::null_mut();
@@ -128,10 +128,10 @@ impl Image {
         // writes one handle.
         let opened = unsafe { open(pool.handle, image.as_ptr(), &raw mut handle, snapshot) };
         outcome(opened).map_err(|error| {
-            cluster.note(error);
-            refused(address, error)
+            cluster.note_error(error);
+            open_error(address, error)
         })?;
-        let bell = Arc::new(Bell::default());
+        let bell = Arc::new(ResizeNotifier::default());
         let mut image = Self {
             handle,
             library,
@@ -148,9 +148,9 @@ impl Image {
             closed: None,
             pool: Some(pool),
         };
-        if let Err(error) = image.settle(address, how) {
+        if let Err(error) = image.initialize(address, how) {
             // Closed synchronously, so that it is not seen as another client by the next attempt.
-            image.into_end().run();
+            image.into_closer().run();
             return Err(error);
         }
         // From here on the owner waits for its closing.
@@ -159,19 +159,19 @@ impl Image {
     }
 
     /// Records whether the error of a request means that the connection is blocklisted.
-    pub(super) fn note(&self, error: Error) {
+    pub(super) fn note_error(&self, error: Error) {
         if let Some(pool) = &self.pool {
-            pool.cluster.note(error);
+            pool.cluster.note_error(error);
         }
     }
 
     /// Splits off the part that must be closed.
-    fn into_end(mut self) -> End {
-        self.take_end()
+    fn into_closer(mut self) -> ImageCloser {
+        self.take_closer()
     }
 
-    fn take_end(&mut self) -> End {
-        End {
+    fn take_closer(&mut self) -> ImageCloser {
+        ImageCloser {
             handle: self.handle,
             library: self.library,
             watch: self.watch,
@@ -181,7 +181,7 @@ impl Image {
         }
     }
 
-    fn settle(&mut self, address: &Address, how: &How) -> std::result::Result<(), OpenError> {
+    fn initialize(&mut self, address: &RbdAddress, how: &RbdOptions) -> std::result::Result<(), OpenError> {
         let name = address.name();
         let failed = |error: Error| {
             OpenError::new(&name, format!("cannot be read: {error}"), "`ceph -s` tells how the cluster is")
@@ -191,10 +191,10 @@ impl Image {
             self.watch().map_err(failed)?;
             self.is_locked = !how.read_only && self.has_lock(&name).map_err(failed)?;
             let passed = how.passed.as_ref().filter(|_| !how.read_only);
-            self.is_passed = passed.is_some_and(|passed| passed.take_image(&self.what));
+            self.is_passed = passed.is_some_and(|passed| passed.claim_image(&self.what));
             if !self.is_passed {
                 if !how.force_share {
-                    self.check_alone(&name, how.read_only)?;
+                    self.check_no_writer(&name, how.read_only)?;
                 }
                 if !how.read_only {
                     self.check_lockers(&name)?;
@@ -229,13 +229,13 @@ impl Image {
         let (mut watch, bell) = (0, Arc::as_ptr(&self.bell).cast_mut().cast::<c_void>());
         // SAFETY: the image is open, the function writes one number, and the bell outlives the
         // watch.
-        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, updated, bell) })?;
+        outcome(unsafe { (self.library.rbd_update_watch)(self.handle, &raw mut watch, on_update, bell) })?;
         self.watch = Some(watch);
         Ok(())
     }
 
     /// Identity from numbers of the cluster, which are never reused for another image.
-    fn identify(&mut self, address: &Address) -> Result<String> {
+    fn identify(&mut self, address: &RbdAddress) -> Result<String> {
         let Some(pool) = &self.pool else { return Err(Error::SHUTDOWN) };
         let (fsid, namespace) = (pool.cluster.fsid()?, address.namespace.as_deref().unwrap_or(""));
         // SAFETY: the pool is open.
@@ -247,8 +247,8 @@ impl Image {
         // Images of format 1 have no id, only a name.
         let (id, header) = match outcome(found) {
             Ok(_) => {
-                let id = until_zero(id);
-                let header = text(&format!("rbd_header.{id}"));
+                let id = from_c_buffer(id);
+                let header = c_string(&format!("rbd_header.{id}"));
                 (format!("id {id}"), Some(header))
             }
             Err(error) if error == Error::INVALID => (format!("name {}", address.image), None),
@@ -258,7 +258,7 @@ impl Image {
         let snapshot = match &address.snapshot {
             None => String::new(),
             Some(snapshot) => {
-                let (snapshot, mut number) = (text(snapshot), 0);
+                let (snapshot, mut number) = (c_string(snapshot), 0);
                 // SAFETY: the image is open, the name ends with a zero byte, and the function
                 // writes one number.
                 outcome(unsafe {
@@ -273,8 +273,8 @@ impl Image {
     }
 
     /// Fails if another client has it open for writing.
-    fn check_alone(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
-        let others = self.others(read_only).map_err(|error| {
+    fn check_no_writer(&self, name: &str, read_only: bool) -> std::result::Result<(), OpenError> {
+        let others = self.other_writers(read_only).map_err(|error| {
             OpenError::new(
                 name,
                 format!("who else uses it cannot be found out: {error}"),
@@ -288,11 +288,11 @@ impl Image {
             "stop it; one that has died is still seen for 30 s"
         };
         let why = format!("is open elsewhere, to be written to: {other}");
-        Err(OpenError::new(name, why, remedy).that_may_pass())
+        Err(OpenError::new(name, why, remedy).transient())
     }
 
     /// Other clients that watch the image, as writers do.
-    fn others(&self, read_only: bool) -> Result<Vec<String>> {
+    fn other_writers(&self, read_only: bool) -> Result<Vec<String>> {
         let own = self.own_id();
         // Opening for writing makes one watch for this client itself.
         let mut ours = usize::from(!read_only);
@@ -311,7 +311,7 @@ impl Image {
 
     /// Numbers and addresses of the clients that watch the image.
     fn watchers(&self) -> Result<Vec<(u64, String)>> {
-        let empty = Watcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
+        let empty = RbdWatcher { address: std::ptr::null_mut(), id: 0, cookie: 0 };
         let (mut watchers, mut count) = (vec![empty; MOST_WATCHERS], MOST_WATCHERS);
         // SAFETY: the image is open, and the function writes at most `count` watchers.
         let listed =
@@ -396,7 +396,7 @@ impl Image {
             let (why, remedy) = match self.owner() {
                 Some(owner) => {
                     let why = format!("another client has it locked: {owner}");
-                    return OpenError::new(name, why, of_others).that_may_pass();
+                    return OpenError::new(name, why, of_others).transient();
                 }
                 // A non-primary image of a mirror returns this.
                 None if error == Error::INVALID => (
@@ -418,7 +418,7 @@ impl Image {
     }
 
     /// See [`Backend::give_up`](super::super::backend::Backend::give_up).
-    pub(super) fn give_up(&self) -> Result<()> {
+    pub(super) fn release_lock(&self) -> Result<()> {
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
         if !self.is_locked {
             return Ok(());
@@ -428,25 +428,25 @@ impl Image {
     }
 
     /// See [`Backend::take_up`](super::super::backend::Backend::take_up).
-    pub(super) fn take_up(&self, heirs: &[u64]) -> Result<Taken> {
+    pub(super) fn resume(&self, heirs: &[u64]) -> Result<ResumeOutcome> {
         // Waits for an abandoned release of the lock: until it has ended, the library reports the
         // lock as held.
         let _turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
-        self.shut_out(heirs)?;
+        self.blocklist(heirs)?;
         if self.is_locked {
             match self.acquire() {
                 Ok(()) => {}
-                Err(error) if error.errno() == libc::EROFS => return Ok(Taken::Anothers(self.owner())),
+                Err(error) if error.errno() == libc::EROFS => return Ok(ResumeOutcome::LockedElsewhere(self.owner())),
                 Err(error) => return Err(error),
             }
         }
         // SAFETY: the image is open.
         outcome(unsafe { (self.library.rbd_invalidate_cache)(self.handle) })?;
-        self.current_size().map(Taken::Ours)
+        self.current_size().map(ResumeOutcome::Resumed)
     }
 
     /// See [`Backend::shut_out`](super::super::backend::Backend::shut_out).
-    pub(super) fn shut_out(&self, clients: &[u64]) -> Result<()> {
+    pub(super) fn blocklist(&self, clients: &[u64]) -> Result<()> {
         if clients.is_empty() {
             return Ok(());
         }
@@ -459,7 +459,7 @@ impl Image {
             if !self.break_lock(&address)
                 && let Some(pool) = &self.pool
             {
-                pool.cluster.shut_out(&address)?;
+                pool.cluster.blocklist(&address)?;
             }
             tracing::info!(
                 client,
@@ -475,7 +475,7 @@ impl Image {
         if !self.is_locked || self.owner().as_deref() != Some(owner) {
             return false;
         }
-        let owner = text(owner);
+        let owner = c_string(owner);
         // SAFETY: the image is open, and the text ends with a zero byte.
         outcome(unsafe { (self.library.rbd_lock_break)(self.handle, EXCLUSIVE, owner.as_ptr()) }).is_ok()
     }
@@ -509,7 +509,7 @@ impl Image {
         let mut size = 0;
         // SAFETY: the image is open, and the function writes one number.
         outcome(unsafe { (self.library.rbd_get_size)(self.handle, &raw mut size) })?;
-        self.look_for_lock()?;
+        self.check_lock_feature()?;
         Ok(size)
     }
 
@@ -543,7 +543,7 @@ impl Image {
 
     /// Checks whether the image still has the lock feature, which any client can disable and
     /// enable.
-    fn look_for_lock(&self) -> Result<()> {
+    fn check_lock_feature(&self) -> Result<()> {
         if !self.is_locked {
             return Ok(());
         }
@@ -562,7 +562,7 @@ impl Image {
         // SAFETY: the image is open. `progressed` is passed although nothing uses the progress: the
         // library does not accept null.
         let result = unsafe {
-            (self.library.rbd_resize2)(self.handle, size_bytes, true, progressed, std::ptr::null_mut())
+            (self.library.rbd_resize2)(self.handle, size_bytes, true, on_progress, std::ptr::null_mut())
         };
         outcome(result).map(drop)
     }
@@ -585,7 +585,7 @@ impl Image {
         if self.features()? & (FAST_DIFF | MIGRATING) != FAST_DIFF || flags & MAP_INVALID != 0 {
             return Ok(None);
         }
-        let mut search = Search { pieces: Vec::new(), most };
+        let mut search = AllocationSearch { pieces: Vec::new(), most };
         let (offset, length) = (range.start, range.end - range.start);
         // SAFETY: the image is open. `found` is called with `search` only before this returns, by
         // one thread at a time.
@@ -598,7 +598,7 @@ impl Image {
                 length,
                 1,
                 1,
-                found,
+                on_allocated,
                 argument,
             )
         };
@@ -610,11 +610,11 @@ impl Image {
 }
 
 /// Progress callback of a resize; zero continues it.
-unsafe extern "C" fn progressed(_done: u64, _of: u64, _argument: *mut c_void) -> c_int {
+unsafe extern "C" fn on_progress(_done: u64, _of: u64, _argument: *mut c_void) -> c_int {
     0
 }
 
-struct Search {
+struct AllocationSearch {
     pieces: Vec<Range<u64>>,
     most: usize,
 }
@@ -623,9 +623,9 @@ struct Search {
 const ENOUGH: c_int = 9000;
 
 /// Callback for a piece that differs from an empty image, that is, an allocated one.
-unsafe extern "C" fn found(offset: u64, length: usize, exists: c_int, argument: *mut c_void) -> c_int {
+unsafe extern "C" fn on_allocated(offset: u64, length: usize, exists: c_int, argument: *mut c_void) -> c_int {
     // SAFETY: `allocated` passed a pointer to its `Search`, and waits.
-    let search = unsafe { &mut *argument.cast::<Search>() };
+    let search = unsafe { &mut *argument.cast::<AllocationSearch>() };
     if exists == 0 {
         return 0;
     }
@@ -640,7 +640,7 @@ unsafe extern "C" fn found(offset: u64, length: usize, exists: c_int, argument: 
 }
 
 /// Error of a failed open.
-fn refused(address: &Address, error: Error) -> OpenError {
+fn open_error(address: &RbdAddress, error: Error) -> OpenError {
     let name = address.name();
     match (error.errno(), &address.snapshot) {
         (libc::ENOENT, None) => OpenError::new(
@@ -671,15 +671,15 @@ fn refused(address: &Address, error: Error) -> OpenError {
     }
 }
 
-impl Drop for Image {
+impl Drop for RbdImage {
     fn drop(&mut self) {
         if self.pool.is_none() {
             // Already closed by `into_end`.
             return;
         }
         // Closing waits for the cluster, so it must not run on a worker.
-        let end = self.take_end();
-        let ending = Ending::new();
+        let end = self.take_closer();
+        let ending = ClosingImage::new();
         let thread = std::thread::Builder::new().name("rbd close".to_owned());
         let started = thread.spawn(move || {
             end.run();
@@ -698,16 +698,16 @@ static ENDED: Condvar = Condvar::new();
 /// True if the process exits without waiting for them.
 static ARE_ABANDONED: AtomicBool = AtomicBool::new(false);
 
-struct Ending;
+struct ClosingImage;
 
-impl Ending {
+impl ClosingImage {
     fn new() -> Self {
         *ENDING.lock().unwrap_or_else(PoisonError::into_inner) += 1;
         Self
     }
 }
 
-impl Drop for Ending {
+impl Drop for ClosingImage {
     fn drop(&mut self) {
         *ENDING.lock().unwrap_or_else(PoisonError::into_inner) -= 1;
         ENDED.notify_all();
@@ -716,7 +716,7 @@ impl Drop for Ending {
 
 /// Waits until all dropped images are closed, for `patience` at most; returns true if all are. A
 /// process that exits earlier leaves locks behind, which the cluster keeps for 30 s.
-pub fn wait_for_ends(patience: Duration) -> bool {
+pub fn wait_for_closing(patience: Duration) -> bool {
     let patience = if ARE_ABANDONED.load(Relaxed) { Duration::ZERO } else { patience };
     let ending = ENDING.lock().unwrap_or_else(PoisonError::into_inner);
     let waited = ENDED.wait_timeout_while(ending, patience, |ending| *ending > 0);
@@ -724,24 +724,24 @@ pub fn wait_for_ends(patience: Duration) -> bool {
 }
 
 /// Makes [`wait_for_ends`] return at once from now on, for an immediate exit.
-pub fn abandon_ends() {
+pub fn abandon_closing() {
     ARE_ABANDONED.store(true, Relaxed);
 }
 
 /// The part of an image that must be closed.
-struct End {
+struct ImageCloser {
     handle: Handle,
     library: &'static Library,
     watch: Option<u64>,
-    bell: Arc<Bell>,
-    pool: Option<Pool>,
+    bell: Arc<ResizeNotifier>,
+    pool: Option<RadosPool>,
     closed: Option<async_channel::Sender<Result<()>>>,
 }
 
 // SAFETY: as for `Image`.
-unsafe impl Send for End {}
+unsafe impl Send for ImageCloser {}
 
-impl End {
+impl ImageCloser {
     fn run(self) {
         if let Some(watch) = self.watch {
             // SAFETY: the image is open. Returns when no callback runs any more.

@@ -23,7 +23,7 @@ pub(super) type Progress = unsafe extern "C" fn(u64, u64, *mut c_void) -> c_int;
 /// `rbd_image_watcher_t`.
 #[repr(C)]
 #[derive(Clone, Copy)]
-pub(super) struct Watcher {
+pub(super) struct RbdWatcher {
     pub(super) address: *mut c_char,
     pub(super) id: i64,
     pub(super) cookie: u64,
@@ -83,8 +83,8 @@ functions! {
     rbd_get_features(Handle, *mut u64) -> c_int;
     rbd_get_flags(Handle, *mut u64) -> c_int;
     rbd_resize2(Handle, u64, bool, Progress, *mut c_void) -> c_int;
-    rbd_watchers_list(Handle, *mut Watcher, *mut usize) -> c_int;
-    rbd_watchers_list_cleanup(*mut Watcher, usize);
+    rbd_watchers_list(Handle, *mut RbdWatcher, *mut usize) -> c_int;
+    rbd_watchers_list_cleanup(*mut RbdWatcher, usize);
     rbd_lock_acquire(Handle, c_int) -> c_int;
     rbd_lock_release(Handle) -> c_int;
     rbd_lock_break(Handle, c_int, *const c_char) -> c_int;

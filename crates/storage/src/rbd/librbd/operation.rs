@@ -25,7 +25,7 @@ use smallvec::SmallVec;
 
 use super::{
     cluster::outcome,
-    image::Image,
+    image::RbdImage,
     library::{Handle, Library},
 };
 use reactor::{
@@ -33,23 +33,23 @@ use reactor::{
     error::Result,
 };
 
-use crate::rbd::in_flight::Place;
+use crate::rbd::in_flight::RbdRequestSlot;
 
 /// State shared by the task and the callback.
 #[derive(Debug)]
-struct Shared {
+struct RbdCompletion {
     library: &'static Library,
-    state: Mutex<State>,
+    state: Mutex<RbdCompletionState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct RbdCompletionState {
     result: Option<i64>,
     waker: Option<Waker>,
 }
 
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
+impl RbdCompletion {
+    fn state(&self) -> MutexGuard<'_, RbdCompletionState> {
         // Each change of the state is complete before any code that could panic.
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -72,7 +72,7 @@ impl Shared {
 /// Callback of the library, on one of its threads.
 unsafe extern "C" fn completed(completion: Handle, argument: *mut c_void) {
     // SAFETY: `submit` passed a counted reference for this one call.
-    let shared = unsafe { Arc::from_raw(argument.cast::<Shared>().cast_const()) };
+    let shared = unsafe { Arc::from_raw(argument.cast::<RbdCompletion>().cast_const()) };
     // SAFETY: the completion has ended, and this is the last use of it.
     let result = unsafe {
         let result = (shared.library.rbd_aio_get_return_value)(completion);
@@ -91,17 +91,17 @@ unsafe extern "C" fn completed(completion: Handle, argument: *mut c_void) {
 
 /// Memory that the library accesses. Moving this value does not move the memory.
 #[derive(Debug)]
-struct Memory {
+struct OperationMemory {
     segments: Segments,
     vectors: Box<SmallVec<[libc::iovec; 4]>>,
     // Keeps the image open.
-    image: Arc<Image>,
-    _place: Place,
+    image: Arc<RbdImage>,
+    _place: RbdRequestSlot,
 }
 
 /// Kind of operation.
 #[derive(Clone, Copy, Debug)]
-pub(super) enum What {
+pub(super) enum RbdOperationKind {
     Read { offset: u64 },
     Write { offset: u64 },
     Flush,
@@ -114,34 +114,34 @@ const THICK: c_int = 1;
 
 /// A request in flight; yields its result and its memory.
 #[derive(Debug)]
-pub(super) struct Operation {
-    shared: Arc<Shared>,
+pub(super) struct RbdOperation {
+    shared: Arc<RbdCompletion>,
     /// `None` after completion.
-    memory: Option<Memory>,
+    memory: Option<OperationMemory>,
 }
 
-impl Operation {
+impl RbdOperation {
     /// Submits an operation. The segments must not be guest memory, which may change while the
     /// library uses it.
-    pub(super) fn start(image: &Arc<Image>, what: What, place: Place, mut segments: Segments) -> Self {
+    pub(super) fn start(image: &Arc<RbdImage>, what: RbdOperationKind, place: RbdRequestSlot, mut segments: Segments) -> Self {
         let vector = |segment: &mut Segment| {
             assert!(matches!(segment, Segment::Own(_)), "a guest's memory is copied first");
             let base = match what {
-                What::Read { .. } => segment.target(),
+                RbdOperationKind::Read { .. } => segment.target(),
                 _ => segment.source().cast_mut(),
             };
             libc::iovec { iov_base: base.cast(), iov_len: segment.len() }
         };
         let vectors = Box::new(segments.as_mut_slice().iter_mut().map(vector).collect());
         let library = image.library();
-        let shared = Arc::new(Shared { library, state: Mutex::default() });
-        let memory = Memory { segments, vectors, image: Arc::clone(image), _place: place };
+        let shared = Arc::new(RbdCompletion { library, state: Mutex::default() });
+        let memory = OperationMemory { segments, vectors, image: Arc::clone(image), _place: place };
         let operation = Self { shared, memory: Some(memory) };
         operation.submit(image, what);
         operation
     }
 
-    fn submit(&self, image: &Image, what: What) {
+    fn submit(&self, image: &RbdImage, what: RbdOperationKind) {
         let library = self.shared.library;
         let argument = Arc::into_raw(Arc::clone(&self.shared)).cast_mut().cast::<c_void>();
         let mut completion = std::ptr::null_mut();
@@ -160,15 +160,15 @@ impl Operation {
             // other code accesses it meanwhile.
             unsafe {
                 match what {
-                    What::Read { offset } => (library.rbd_aio_readv)(image, first, count, offset, completion),
-                    What::Write { offset } => {
+                    RbdOperationKind::Read { offset } => (library.rbd_aio_readv)(image, first, count, offset, completion),
+                    RbdOperationKind::Write { offset } => {
                         (library.rbd_aio_writev)(image, first, count, offset, completion)
                     }
-                    What::Flush => (library.rbd_aio_flush)(image, completion),
-                    What::Discard { offset, length } => {
+                    RbdOperationKind::Flush => (library.rbd_aio_flush)(image, completion),
+                    RbdOperationKind::Discard { offset, length } => {
                         (library.rbd_aio_discard)(image, offset, length, completion)
                     }
-                    What::WriteZeroes { offset, length, is_thick } => {
+                    RbdOperationKind::WriteZeroes { offset, length, is_thick } => {
                         let flags = if is_thick { THICK } else { 0 };
                         (library.rbd_aio_write_zeroes)(image, offset, length as usize, completion, flags, 0)
                     }
@@ -182,13 +182,13 @@ impl Operation {
                 unsafe { (library.rbd_aio_release)(completion) }
             }
             // SAFETY: the reference from above, which no callback consumes.
-            drop(unsafe { Arc::from_raw(argument.cast::<Shared>().cast_const()) });
+            drop(unsafe { Arc::from_raw(argument.cast::<RbdCompletion>().cast_const()) });
             self.shared.state().result = Some(started.into());
         }
     }
 }
 
-impl Future for Operation {
+impl Future for RbdOperation {
     type Output = (Result<u64>, Segments);
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
@@ -196,19 +196,19 @@ impl Future for Operation {
         let memory = self.memory.take().expect("polled after completion");
         let result = outcome(result);
         if let Err(error) = &result {
-            memory.image.note(*error);
+            memory.image.note_error(*error);
         }
         Poll::Ready((result, memory.segments))
     }
 }
 
-impl Drop for Operation {
+impl Drop for RbdOperation {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
         if self.shared.state().result.is_some() {
             return;
         }
-        if !reactor::runs_here() {
+        if !reactor::has_reactor() {
             // No reactor to wait for the callback: the memory is leaked to the library.
             std::mem::forget(memory);
             return;

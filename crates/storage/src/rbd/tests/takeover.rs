@@ -14,23 +14,23 @@ const ALL: [CacheMode; 5] = [
 
 /// A process that has the image open.
 struct Process {
-    fake: Fake,
-    image: Rc<Align<Rbd<Fake>>>,
-    passed: Passed,
+    fake: FakeRbd,
+    image: Rc<Align<RbdStorage<FakeRbd>>>,
+    passed: PassedFiles,
 }
 
 impl Process {
-    fn first(fake: Fake, cache: CacheMode) -> Self {
-        Self { image: Rc::new(rbd(&fake, cache, false)), fake, passed: Passed::default() }
+    fn first(fake: FakeRbd, cache: CacheMode) -> Self {
+        Self { image: Rc::new(rbd(&fake, cache, false)), fake, passed: PassedFiles::default() }
     }
 
     /// A new process, which may resume the image.
-    fn heir(&self) -> Self {
-        let (fake, passed) = (self.fake.another(), Passed::default());
+    fn new_process(&self) -> Self {
+        let (fake, passed) = (self.fake.another_client(), PassedFiles::default());
         let cache = self.image.device().cache();
-        let how = How { cache, read_only: false, force_share: false, passed: Some(passed.clone()) };
+        let how = RbdOptions { cache, read_only: false, force_share: false, passed: Some(passed.clone()) };
         let image = Rc::new(opened(&fake, how));
-        assert!(image.device().is_passed() && image.device().is_anothers());
+        assert!(image.device().is_passed() && image.device().may_be_resumed_elsewhere());
         Self { fake, image, passed }
     }
 
@@ -48,13 +48,13 @@ impl Process {
         spawn_joinable(async move { image.write(0, full_of(byte, 512), Durability::Cached).await })
     }
 
-    async fn lay_down(&self) -> Result<()> {
-        self.image.device().lay_down().await
+    async fn suspend(&self) -> Result<()> {
+        self.image.device().suspend().await
     }
 
-    async fn take_up(&self, heir: Option<&Self>) -> std::result::Result<(), OpenError> {
+    async fn resume(&self, heir: Option<&Self>) -> std::result::Result<(), OpenError> {
         let heirs: Vec<_> = heir.map(|heir| heir.fake.client).into_iter().collect();
-        self.image.device().take_up(&heirs).await
+        self.image.device().resume(&heirs).await
     }
 }
 
@@ -63,17 +63,17 @@ async fn pause() {
 }
 
 #[test]
-fn what_one_lays_down_another_goes_on_with() {
+fn suspended_image_resumes_in_another_process() {
     for (seed, cache) in (0..20).flat_map(|seed| ALL.map(|cache| (seed, cache))) {
         for has_lock in [true, false] {
             sim::run(seed, async move {
                 let has_cache = !matches!(cache, CacheMode::None | CacheMode::Directsync);
-                let fake = Fake::new(SIZE);
+                let fake = FakeRbd::new(SIZE);
                 let fake = if has_cache { fake.with_cache() } else { fake };
                 let fake = if has_lock { fake } else { fake.without_lock() };
                 let mut current = Process::first(fake, cache);
                 for byte in 1..4 {
-                    let next = current.heir();
+                    let next = current.new_process();
                     // Its cache keeps the old content, if it has a cache.
                     next.byte().await;
                     current.write(byte).await;
@@ -81,16 +81,16 @@ fn what_one_lays_down_another_goes_on_with() {
                     pause().await;
                     assert!(!early.is_finished(), "a second writer");
                     early.cancel().await;
-                    current.lay_down().await.expect("laid down");
+                    current.suspend().await.expect("laid down");
                     assert!(!current.fake.has_the_lock());
                     current.fake.resize_from_outside(SIZE + usize::from(byte) * OBJECT as usize);
-                    next.take_up(None).await.expect("taken up");
-                    next.passed.settle();
+                    next.resume(None).await.expect("taken up");
+                    next.passed.take_ownership();
                     assert_eq!(next.byte().await, byte, "{cache}: what was answered");
                     assert_eq!(next.image.size_bytes(), SIZE as u64 + u64::from(byte) * OBJECT);
                     assert_eq!(next.fake.has_the_lock(), has_lock);
                     // The old process is not marked as lost because of the new one.
-                    current.image.device().look_again().await.expect("nobody is asked");
+                    current.image.device().poll_size().await.expect("nobody is asked");
                     current.image.device().close().await.expect("closed");
                     assert!(!current.image.device().is_lost());
                     next.write(byte + 100).await;
@@ -103,7 +103,7 @@ fn what_one_lays_down_another_goes_on_with() {
 
 /// Failure of a new process.
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Fails {
+enum HandOverFailure {
     /// The image cannot be suspended for it.
     NotGiven,
     /// It closes the image before it has the lock.
@@ -119,50 +119,50 @@ enum Fails {
 }
 
 #[test]
-fn where_the_other_comes_to_nothing_all_goes_on_as_if_nothing_had_been() {
+fn failed_hand_over_resumes_in_the_old_process() {
     let all = [
-        Fails::NotGiven,
-        Fails::Leaves,
-        Fails::Dies,
-        Fails::Refused,
-        Fails::LeavesWithLock,
-        Fails::DiesWithLock,
+        HandOverFailure::NotGiven,
+        HandOverFailure::Leaves,
+        HandOverFailure::Dies,
+        HandOverFailure::Refused,
+        HandOverFailure::LeavesWithLock,
+        HandOverFailure::DiesWithLock,
     ];
     for (seed, fails) in (0..30).flat_map(|seed| all.map(|fails| (seed, fails))) {
         for (has_lock, cache) in
             [(true, CacheMode::None), (true, CacheMode::Writeback), (false, CacheMode::Unsafe)]
         {
             sim::run(seed, async move {
-                let fake = Fake::new(SIZE);
+                let fake = FakeRbd::new(SIZE);
                 let fake = if cache == CacheMode::None { fake } else { fake.with_cache() };
                 let current = Process::first(if has_lock { fake } else { fake.without_lock() }, cache);
                 for round in 1..4 {
                     current.write(round).await;
-                    let heir = current.heir();
-                    if fails == Fails::NotGiven {
+                    let heir = current.new_process();
+                    if fails == HandOverFailure::NotGiven {
                         // Fails the write-back, or the release of the lock.
                         current.fake.fail_behind(u32::from(round % 2), 1, libc::EIO);
-                        assert_eq!(current.lay_down().await, Err(Error::IO));
+                        assert_eq!(current.suspend().await, Err(Error::IO));
                     } else {
-                        current.lay_down().await.expect("laid down");
+                        current.suspend().await.expect("laid down");
                     }
                     let waiting = current.write_meanwhile(round + 100);
                     match fails {
-                        Fails::NotGiven | Fails::Dies => {}
-                        Fails::Leaves => heir.image.device().close().await.expect("closed"),
-                        Fails::Refused => {
+                        HandOverFailure::NotGiven | HandOverFailure::Dies => {}
+                        HandOverFailure::Leaves => heir.image.device().close().await.expect("closed"),
+                        HandOverFailure::Refused => {
                             heir.fake.fail(1, libc::EIO);
-                            heir.take_up(None).await.expect_err("refused");
+                            heir.resume(None).await.expect_err("refused");
                             heir.image.device().close().await.expect("closed");
                         }
-                        Fails::LeavesWithLock => {
-                            heir.take_up(None).await.expect("taken up");
+                        HandOverFailure::LeavesWithLock => {
+                            heir.resume(None).await.expect("taken up");
                             heir.write(round).await;
                             heir.image.device().close().await.expect("closed");
                         }
-                        Fails::DiesWithLock => {
-                            heir.take_up(None).await.expect("taken up");
-                            heir.fake.stand_still();
+                        HandOverFailure::DiesWithLock => {
+                            heir.resume(None).await.expect("taken up");
+                            heir.fake.stop_answering();
                             let under_way = heir.write_meanwhile(99);
                             pause().await;
                             drop(under_way);
@@ -171,22 +171,22 @@ fn where_the_other_comes_to_nothing_all_goes_on_as_if_nothing_had_been() {
                     let cluster = heir.fake.clone();
                     let lands_late = spawn_joinable(async move {
                         pause().await;
-                        cluster.go_on();
+                        cluster.resume_answering();
                     });
-                    let gone = if fails == Fails::NotGiven { None } else { Some(&heir) };
-                    current.take_up(gone).await.expect("taken up");
+                    let gone = if fails == HandOverFailure::NotGiven { None } else { Some(&heir) };
+                    current.resume(gone).await.expect("taken up");
                     lands_late.await;
                     assert_eq!(waiting.await, Ok(()), "{fails:?}: who waits sees no error");
                     pause().await;
                     assert_eq!(current.byte().await, round + 100, "{fails:?}");
                     assert!(!current.image.device().is_lost(), "{fails:?}");
-                    let dies = matches!(fails, Fails::Dies | Fails::DiesWithLock);
-                    assert_eq!(heir.fake.is_shut_out(), dies, "{fails:?}");
+                    let dies = matches!(fails, HandOverFailure::Dies | HandOverFailure::DiesWithLock);
+                    assert_eq!(heir.fake.is_blocklisted(), dies, "{fails:?}");
                 }
                 // A later hand-over succeeds.
-                let heir = current.heir();
-                current.lay_down().await.expect("laid down");
-                heir.take_up(None).await.expect("taken up");
+                let heir = current.new_process();
+                current.suspend().await.expect("laid down");
+                heir.resume(None).await.expect("taken up");
                 assert_eq!(heir.byte().await, 103);
             });
         }
@@ -194,56 +194,56 @@ fn where_the_other_comes_to_nothing_all_goes_on_as_if_nothing_had_been() {
 }
 
 #[test]
-fn an_image_whose_lock_somebody_else_has_taken_is_lost_and_nobody_is_shut_out_for_it() {
+fn image_locked_by_a_third_client_is_lost() {
     for seed in 0..20 {
         sim::run(seed, async {
-            let current = Process::first(Fake::new(SIZE), CacheMode::None);
-            let (heir, third) = (current.heir(), current.fake.another());
-            current.lay_down().await.expect("laid down");
-            assert!(third.grab());
+            let current = Process::first(FakeRbd::new(SIZE), CacheMode::None);
+            let (heir, third) = (current.new_process(), current.fake.another_client());
+            current.suspend().await.expect("laid down");
+            assert!(third.acquire_free_lock());
             let waiting = current.write_meanwhile(1);
-            let why = heir.take_up(None).await.expect_err("it is another's").to_string();
+            let why = heir.resume(None).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock: 127.0.0.1:0/2"), "{why}");
             assert!(!heir.image.device().is_lost(), "it never was the heir's");
-            let why = current.take_up(Some(&heir)).await.expect_err("it is another's").to_string();
+            let why = current.resume(Some(&heir)).await.expect_err("it is another's").to_string();
             assert!(why.contains("another client has taken its lock"), "{why}");
             assert!(current.image.device().is_lost());
             assert_eq!(waiting.await, Err(Error::IO), "who waits is told");
-            assert!(!third.is_shut_out() && third.has_the_lock());
+            assert!(!third.is_blocklisted() && third.has_the_lock());
         });
     }
 }
 
 #[test]
-fn a_cluster_that_stands_still_keeps_who_writes_waiting_and_nothing_else() {
+fn hung_cluster_delays_only_writers() {
     sim::run(1, async {
-        let current = Process::first(Fake::new(SIZE), CacheMode::None);
-        let heir = current.heir();
+        let current = Process::first(FakeRbd::new(SIZE), CacheMode::None);
+        let heir = current.new_process();
         current.write(1).await;
         let laying = {
             let image = Rc::clone(&current.image);
-            let laying = async move { image.device().lay_down().await };
+            let laying = async move { image.device().suspend().await };
             spawn_joinable(reactor::timeout(Duration::from_secs(5), laying))
         };
-        while current.image.device().turn.is_ours() {
+        while current.image.device().ownership.is_ours() {
             sleep_until(now() + Duration::from_micros(1)).await;
         }
-        current.fake.stand_still();
+        current.fake.stop_answering();
         // The caller times out, and the suspension continues.
         assert!(laying.await.is_err());
         let began = now();
-        heir.take_up(None).await.expect_err("the other goes on");
-        assert_eq!(now() - began, TO_TAKE);
+        heir.resume(None).await.expect_err("the other goes on");
+        assert_eq!(now() - began, RESUME_TIMEOUT);
         let waiting = current.write_meanwhile(2);
         let taking = {
             let (image, heir) = (Rc::clone(&current.image), heir.fake.client);
-            spawn_joinable(async move { image.device().take_up(&[heir]).await })
+            spawn_joinable(async move { image.device().resume(&[heir]).await })
         };
         pause().await;
         assert!(!taking.is_finished() && !waiting.is_finished());
         let oldest = current.image.device().oldest_request().expect("it is seen");
         assert!(oldest >= Duration::from_millis(900), "{oldest:?}");
-        current.fake.go_on();
+        current.fake.resume_answering();
         taking.await.expect("taken up");
         assert_eq!(waiting.await, Ok(()));
         assert_eq!(current.byte().await, 2);
@@ -251,12 +251,12 @@ fn a_cluster_that_stands_still_keeps_who_writes_waiting_and_nothing_else() {
 }
 
 #[test]
-fn who_only_reads_gives_nothing_up() {
+fn read_only_image_is_not_suspended() {
     sim::run(1, async {
-        let fake = Fake::new(SIZE);
+        let fake = FakeRbd::new(SIZE);
         let image = rbd(&fake, CacheMode::None, true);
-        image.device().lay_down().await.expect("nothing is done");
-        image.device().take_up(&[]).await.expect("nothing is done");
+        image.device().suspend().await.expect("nothing is done");
+        image.device().resume(&[]).await.expect("nothing is done");
         assert!(fake.has_the_lock() && read(&image, 0, 512).await.is_ok());
     });
 }

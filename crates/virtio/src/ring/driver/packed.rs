@@ -1,20 +1,20 @@
 //! The driver's half of a packed ring (virtio 1.3 § 2.8.17 to § 2.8.22).
 
 use super::{
-    Buffer, NotOut, Used,
+    DriverBuffer, NotInFlight, UsedChain,
     cells::{Cells, Ordering, fence},
     chain::{DESCRIPTOR_BYTES, flag},
-    position::{Position, Suppression},
+    position::{RingPosition, EventSuppression},
 };
 
 #[derive(Debug)]
-pub(super) struct Packed {
+pub(super) struct PackedDriver {
     size: u16,
     ring: Cells,
-    driver: Suppression,
-    device: Suppression,
-    next: Position,
-    used: Position,
+    driver: EventSuppression,
+    device: EventSuppression,
+    next: RingPosition,
+    used: RingPosition,
     /// Number of free descriptors.
     free: u16,
     /// Free buffer ids.
@@ -25,15 +25,15 @@ pub(super) struct Packed {
     unkicked: u32,
 }
 
-impl Packed {
+impl PackedDriver {
     pub(super) fn new(size: u16, event_idx: bool, [ring, driver, device]: [Cells; 3]) -> Self {
         Self {
             size,
             ring,
-            driver: Suppression::new(driver, event_idx),
-            device: Suppression::new(device, event_idx),
-            next: Position::START,
-            used: Position::START,
+            driver: EventSuppression::new(driver, event_idx),
+            device: EventSuppression::new(device, event_idx),
+            next: RingPosition::START,
+            used: RingPosition::START,
             free: size,
             ids: (0..size).rev().collect(),
             lengths: vec![0; usize::from(size)].into(),
@@ -45,7 +45,7 @@ impl Packed {
         usize::from(self.free)
     }
 
-    pub(super) fn add(&mut self, buffers: &[Buffer], flags: u16) -> Option<u16> {
+    pub(super) fn add(&mut self, buffers: &[DriverBuffer], flags: u16) -> Option<u16> {
         let length = u16::try_from(buffers.len()).ok().filter(|&length| length > 0)?;
         self.free = self.free.checked_sub(length)?;
         let id = self.ids.pop().expect("as many ids as descriptors");
@@ -76,7 +76,7 @@ impl Packed {
         self.device.wants(unkicked, self.next, self.size)
     }
 
-    pub(super) fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
+    pub(super) fn next_used(&mut self) -> Result<Option<UsedChain>, NotInFlight> {
         let offset = usize::from(self.used.index) * DESCRIPTOR_BYTES;
         let word = self.ring.load_u64(offset + 8, Ordering::Acquire);
         if self.free == self.size || !self.used.is_used((word >> 48) as u16) {
@@ -85,20 +85,20 @@ impl Packed {
         let id = (word >> 32) as u16;
         let length = self.lengths.get_mut(usize::from(id)).map_or(0, std::mem::take);
         if length == 0 {
-            return Err(NotOut(u32::from(id)));
+            return Err(NotInFlight(u32::from(id)));
         }
         self.ids.push(id);
         self.free += length;
         self.used = self.used.after(length, self.size);
-        Ok(Some(Used { id, written: word as u32 }))
+        Ok(Some(UsedChain { id, written: word as u32 }))
     }
 
     pub(super) fn silence(&mut self) {
-        self.driver.silence();
+        self.driver.disable();
     }
 
     pub(super) fn listen(&mut self) -> bool {
-        self.driver.ask(self.used);
+        self.driver.request(self.used);
         fence(Ordering::SeqCst);
         let offset = usize::from(self.used.index) * DESCRIPTOR_BYTES;
         let word = self.ring.load_u64(offset + 8, Ordering::Relaxed);

@@ -1,7 +1,7 @@
 //! The driver's half of a split ring (virtio 1.3 § 2.7.13, § 2.7.14).
 
 use super::{
-    Buffer, NotOut, Used,
+    DriverBuffer, NotInFlight, UsedChain,
     cells::{Cells, Ordering, fence},
     chain::{DESCRIPTOR_BYTES, flag},
 };
@@ -15,7 +15,7 @@ const NO_NOTIFY: u16 = 1;
 const NO_INTERRUPT: u16 = 1;
 
 #[derive(Debug)]
-pub(super) struct Split {
+pub(super) struct SplitDriver {
     size: u16,
     event_idx: bool,
     table: Cells,
@@ -33,7 +33,7 @@ pub(super) struct Split {
     seen: u16,
 }
 
-impl Split {
+impl SplitDriver {
     pub(super) fn new(size: u16, event_idx: bool, [table, available, used]: [Cells; 3]) -> Self {
         let published = available.load_u16(IDX, Ordering::Relaxed);
         let seen = used.load_u16(IDX, Ordering::Relaxed);
@@ -56,7 +56,7 @@ impl Split {
         self.free.len()
     }
 
-    pub(super) fn add(&mut self, buffers: &[Buffer], flags: u16) -> Option<u16> {
+    pub(super) fn add(&mut self, buffers: &[DriverBuffer], flags: u16) -> Option<u16> {
         let first = self.free.len().checked_sub(buffers.len())?;
         let chain = self.free.split_off(first);
         let head = *chain.first()?;
@@ -95,17 +95,17 @@ impl Split {
         }
     }
 
-    pub(super) fn next_used(&mut self) -> Result<Option<Used>, NotOut> {
+    pub(super) fn next_used(&mut self) -> Result<Option<UsedChain>, NotInFlight> {
         if self.used.load_u16(IDX, Ordering::Acquire) == self.seen {
             return Ok(None);
         }
         let entry = RING + 8 * usize::from(self.seen % self.size);
         let id = self.used.load_u32(entry, Ordering::Relaxed);
         let written = self.used.load_u32(entry + 4, Ordering::Relaxed);
-        let head = u16::try_from(id).ok().filter(|&head| head < self.size).ok_or(NotOut(id))?;
+        let head = u16::try_from(id).ok().filter(|&head| head < self.size).ok_or(NotInFlight(id))?;
         let length = std::mem::take(&mut self.lengths[usize::from(head)]);
         if length == 0 {
-            return Err(NotOut(id));
+            return Err(NotInFlight(id));
         }
         // Follows its own copy of the links: the device may not change the table, but is not
         // trusted.
@@ -115,7 +115,7 @@ impl Split {
             descriptor = self.links[usize::from(descriptor)];
         }
         self.seen = self.seen.wrapping_add(1);
-        Ok(Some(Used { id: head, written }))
+        Ok(Some(UsedChain { id: head, written }))
     }
 
     pub(super) fn silence(&mut self) {

@@ -6,10 +6,10 @@
 //! cannot come between them: an index is never combined with another index's wrap counter.
 
 use super::{
-    Broken, Descriptor, Inflight, SIZE_AT, VERSION, VERSION_AT,
+    RingError, RingDescriptor, InflightQueueArea, SIZE_AT, VERSION, VERSION_AT,
     cells::{Cells, Ordering},
     close,
-    position::Position,
+    position::RingPosition,
 };
 
 pub(super) const HEADER: usize = 32;
@@ -30,9 +30,9 @@ const WORD: usize = 16;
 const ADDRESS: usize = 24;
 
 /// Chains that were in flight when the previous device ended.
-pub(in super::super) struct Remains {
+pub(in super::super) struct InflightChains {
     /// Position of the next used descriptor.
-    pub(in super::super) used: Position,
+    pub(in super::super) used: RingPosition,
     /// First entry and number of descriptors of each chain, in the order of taking.
     pub(in super::super) chains: Vec<(u16, u16)>,
 }
@@ -44,7 +44,7 @@ pub(in super::super) struct PackedLog {
     size: u16,
     /// First free entry; `size` if there is none.
     free: u16,
-    used: Position,
+    used: RingPosition,
     counter: u64,
     /// The chain that is being logged: first entry, last entry, length so far.
     noting: (u16, u16, u16),
@@ -54,25 +54,25 @@ fn at(slot: u16, field: usize) -> usize {
     HEADER + usize::from(slot) * ENTRY + field
 }
 
-const NO_SUCH_ENTRY: Broken = Broken::Inflight("it names an entry that it does not have");
+const NO_SUCH_ENTRY: RingError = RingError::Inflight("it names an entry that it does not have");
 
 impl PackedLog {
     /// Opens an area. `used` is the position of the next used descriptor according to the front
     /// end; `is_published` returns whether there is a used descriptor at a position of the ring.
     /// Returns the chains that the driver still waits for, if the area was in use.
     pub(in super::super) fn open(
-        inflight: Inflight,
+        inflight: InflightQueueArea,
         size: u16,
-        used: Position,
-        is_published: impl Fn(Position) -> bool,
-    ) -> Result<(Self, Option<Remains>), Broken> {
+        used: RingPosition,
+        is_published: impl Fn(RingPosition) -> bool,
+    ) -> Result<(Self, Option<InflightChains>), RingError> {
         let (cells, in_use) = inflight.open(size, true)?;
         let mut log = Self { cells, size, free: 0, used, counter: 0, noting: (0, 0, 0) };
         if !in_use {
             log.begin();
             return Ok((log, None));
         }
-        log.settle(is_published)?;
+        log.recover(is_published)?;
         let chains = log.chains()?;
         Ok((log, Some(chains)))
     }
@@ -94,18 +94,18 @@ impl PackedLog {
         self.cells.store_u32(FREE, u32::from(new) | u32::from(old) << 16, Ordering::Release);
     }
 
-    fn store_used(&self, new: Position, old: Position) {
+    fn store_used(&self, new: RingPosition, old: RingPosition) {
         let indices = u64::from(new.index) | u64::from(old.index) << 16;
         let wraps = u64::from(new.wrap) | u64::from(old.wrap) << 8;
         self.cells.store_u64(USED, indices | wraps << 32, Ordering::Release);
     }
 
     /// Completes the interrupted operation if the driver has seen it, else rolls it back.
-    fn settle(&mut self, is_published: impl Fn(Position) -> bool) -> Result<(), Broken> {
+    fn recover(&mut self, is_published: impl Fn(RingPosition) -> bool) -> Result<(), RingError> {
         let free = self.cells.load_u32(FREE, Ordering::Relaxed);
         let word = self.cells.load_u64(USED, Ordering::Relaxed);
         let position = |index: u64, wrap: u64| {
-            let position = Position { index: index as u16, wrap: wrap & 0xff != 0 };
+            let position = RingPosition { index: index as u16, wrap: wrap & 0xff != 0 };
             (position.index < self.size).then_some(position).ok_or(NO_SUCH_ENTRY)
         };
         let used = position(word, word >> 32)?;
@@ -119,13 +119,13 @@ impl PackedLog {
     }
 
     /// Finds the chains in flight: all entries that are not free.
-    fn chains(&mut self) -> Result<Remains, Broken> {
+    fn chains(&mut self) -> Result<InflightChains, RingError> {
         // The free list includes entries that a crash left partly logged or partly cleared.
         let mut seen = vec![false; usize::from(self.size)];
         let mut left = self.size;
         let mut slot = self.free;
         while slot < self.size && !std::mem::replace(&mut seen[usize::from(slot)], true) {
-            self.forget(slot);
+            self.clear_flag(slot);
             left -= 1;
             slot = self.next(slot);
         }
@@ -145,24 +145,24 @@ impl PackedLog {
             let mut slot = head;
             for number in 1..=length {
                 if slot >= self.size || std::mem::replace(&mut seen[usize::from(slot)], true) {
-                    return Err(Broken::Inflight("its chains overlap"));
+                    return Err(RingError::Inflight("its chains overlap"));
                 }
                 left -= 1;
                 if number == length && slot != last {
-                    return Err(Broken::Inflight("one of its chains does not end where it should"));
+                    return Err(RingError::Inflight("one of its chains does not end where it should"));
                 }
                 slot = self.next(slot);
             }
             if length == 0 {
-                return Err(Broken::Inflight("one of its chains has no descriptors"));
+                return Err(RingError::Inflight("one of its chains has no descriptors"));
             }
             chains.push((head, length));
         }
         // Every entry must be free or in exactly one chain.
         if left != 0 {
-            return Err(Broken::Inflight("it has entries that are neither free nor in a chain"));
+            return Err(RingError::Inflight("it has entries that are neither free nor in a chain"));
         }
-        Ok(Remains { used: self.used, chains })
+        Ok(InflightChains { used: self.used, chains })
     }
 
     fn next(&self, slot: u16) -> u16 {
@@ -171,24 +171,24 @@ impl PackedLog {
 
     /// The copy of the descriptor in `slot`, and the next slot. Only for chains returned by
     /// `chains`, whose entries this device has not changed since.
-    pub(in super::super) fn descriptor(&self, slot: u16) -> Result<(Descriptor, u16), Broken> {
+    pub(in super::super) fn descriptor(&self, slot: u16) -> Result<(RingDescriptor, u16), RingError> {
         if slot >= self.size {
             return Err(NO_SUCH_ENTRY);
         }
         let word = self.cells.load_u64(at(slot, WORD), Ordering::Relaxed);
         let address = self.cells.load_u64(at(slot, ADDRESS), Ordering::Relaxed);
         let descriptor =
-            Descriptor { address, bytes: (word >> 32) as u32, flags: (word >> 16) as u16, link: word as u16 };
+            RingDescriptor { address, bytes: (word >> 32) as u32, flags: (word >> 16) as u16, link: word as u16 };
         Ok((descriptor, self.next(slot)))
     }
 
     /// Begins a chain.
-    pub(in super::super) fn start(&mut self) {
+    pub(in super::super) fn begin_chain(&mut self) {
         self.noting = (self.free, self.free, 0);
     }
 
     /// Logs the next descriptor of the chain. Its entry stays in the free list until `taken`.
-    pub(in super::super) fn note(&mut self, descriptor: Descriptor) -> Result<(), Broken> {
+    pub(in super::super) fn log_descriptor(&mut self, descriptor: RingDescriptor) -> Result<(), RingError> {
         let (head, last, length) = self.noting;
         let slot = if length == 0 { head } else { self.next(last) };
         if slot >= self.size {
@@ -204,7 +204,7 @@ impl PackedLog {
     }
 
     /// Marks the logged chain as in flight; returns its first entry.
-    pub(in super::super) fn taken(&mut self) -> u16 {
+    pub(in super::super) fn commit_chain(&mut self) -> u16 {
         let (head, last, length) = self.noting;
         self.cells.store_u16(at(head, LAST), last, Ordering::Relaxed);
         self.cells.store_u16(at(head, NUM), length, Ordering::Relaxed);
@@ -220,8 +220,8 @@ impl PackedLog {
 
     /// Logs that a used descriptor for the chain of `slot` is about to be published, and that the
     /// next one will be at `used`.
-    pub(in super::super) fn publishing(&mut self, slot: u16, used: Position) {
-        self.link(slot);
+    pub(in super::super) fn begin_publish(&mut self, slot: u16, used: RingPosition) {
+        self.prepend_to_free(slot);
         // New and old value: after a crash `settle` chooses between them.
         self.store_free(slot, self.free);
         self.store_used(used, self.used);
@@ -229,22 +229,22 @@ impl PackedLog {
     }
 
     /// Logs that the used descriptor is published.
-    pub(in super::super) fn published(&mut self, slot: u16) {
-        self.forget(slot);
+    pub(in super::super) fn end_publish(&mut self, slot: u16) {
+        self.clear_flag(slot);
         self.store_free(self.free, self.free);
         self.store_used(self.used, self.used);
     }
 
     /// Logs that the chain of `slot` was put back.
-    pub(in super::super) fn forgotten(&mut self, slot: u16) {
-        self.link(slot);
+    pub(in super::super) fn put_back(&mut self, slot: u16) {
+        self.prepend_to_free(slot);
         self.free = slot;
         self.store_free(slot, slot);
-        self.forget(slot);
+        self.clear_flag(slot);
     }
 
     /// Appends the free list to the chain of `slot`.
-    fn link(&self, slot: u16) {
+    fn prepend_to_free(&self, slot: u16) {
         let last = self.cells.load_u16(at(slot, LAST), Ordering::Relaxed);
         // A malicious front end that has changed it leaks entries of its queue.
         if last < self.size {
@@ -252,7 +252,7 @@ impl PackedLog {
         }
     }
 
-    fn forget(&self, slot: u16) {
+    fn clear_flag(&self, slot: u16) {
         self.cells.store_u16(at(slot, IN_FLIGHT), 0, Ordering::Release);
     }
 

@@ -1,7 +1,7 @@
 //! `QueueRegionSplit`: an entry for each head.
 
 use super::{
-    Broken, Inflight, SIZE_AT, VERSION, VERSION_AT,
+    RingError, InflightQueueArea, SIZE_AT, VERSION, VERSION_AT,
     cells::{Cells, Ordering},
     close,
 };
@@ -34,17 +34,17 @@ impl SplitLog {
     /// Opens an area next to a used ring with index `published`. Returns the heads that the driver
     /// still waits for, in the order of taking, if the area was in use.
     pub(in super::super) fn open(
-        inflight: Inflight,
+        inflight: InflightQueueArea,
         size: u16,
         published: u16,
-    ) -> Result<(Self, Option<Vec<u16>>), Broken> {
+    ) -> Result<(Self, Option<Vec<u16>>), RingError> {
         let (cells, used) = inflight.open(size, false)?;
         let mut log = Self { cells, last_batch_head: 0, counter: 0 };
         if !used {
             log.begin(size, published);
             return Ok((log, None));
         }
-        log.settle(size, published)?;
+        log.recover(size, published)?;
         let mut heads: Vec<(u64, u16)> = (0..size)
             .filter(|&head| log.cells.load_u16(at(head, IN_FLIGHT), Ordering::Relaxed) & 0xff != 0)
             .map(|head| (log.cells.load_u64(at(head, COUNTER), Ordering::Relaxed), head))
@@ -69,20 +69,20 @@ impl SplitLog {
     }
 
     /// Clears the heads that were completed and not cleared.
-    fn settle(&mut self, size: u16, published: u16) -> Result<(), Broken> {
+    fn recover(&mut self, size: u16, published: u16) -> Result<(), RingError> {
         self.last_batch_head = self.cells.load_u16(LAST_BATCH_HEAD, Ordering::Relaxed);
         let noted = self.cells.load_u16(USED_IDX, Ordering::Relaxed);
         // At most one batch can be unfinished: its heads are linked from `last_batch_head`.
         let batch = published.wrapping_sub(noted);
         if batch > size {
-            return Err(Broken::Inflight("its index is not that of the used ring"));
+            return Err(RingError::Inflight("its index is not that of the used ring"));
         }
         let mut head = self.last_batch_head;
         for _ in 0..batch {
             if head >= size {
-                return Err(Broken::Inflight("it names a descriptor that the ring does not have"));
+                return Err(RingError::Inflight("it names a descriptor that the ring does not have"));
             }
-            self.forgotten(head);
+            self.clear(head);
             head = self.cells.load_u16(at(head, NEXT), Ordering::Relaxed);
         }
         self.cells.store_u16(USED_IDX, published, Ordering::Release);
@@ -90,7 +90,7 @@ impl SplitLog {
     }
 
     /// Logs that a head is in flight.
-    pub(in super::super) fn taken(&mut self, head: u16) {
+    pub(in super::super) fn log_taken(&mut self, head: u16) {
         // The counter before the flag, so that a head in flight always has a place in the order.
         self.cells.store_u64(at(head, COUNTER), self.counter, Ordering::Relaxed);
         self.counter = self.counter.wrapping_add(1);
@@ -98,7 +98,7 @@ impl SplitLog {
     }
 
     /// Logs that the used index is about to move past a head.
-    pub(in super::super) fn publishing(&mut self, head: u16) {
+    pub(in super::super) fn begin_publish(&mut self, head: u16) {
         // Linked first: a crash between the stores leaves the old batch valid.
         self.cells.store_u16(at(head, NEXT), self.last_batch_head, Ordering::Release);
         self.cells.store_u16(LAST_BATCH_HEAD, head, Ordering::Release);
@@ -106,13 +106,13 @@ impl SplitLog {
     }
 
     /// Logs that the used index has moved.
-    pub(in super::super) fn published(&mut self, head: u16, published: u16) {
-        self.forgotten(head);
+    pub(in super::super) fn end_publish(&mut self, head: u16, published: u16) {
+        self.clear(head);
         self.cells.store_u16(USED_IDX, published, Ordering::Release);
     }
 
     /// Clears a head.
-    pub(in super::super) fn forgotten(&mut self, head: u16) {
+    pub(in super::super) fn clear(&mut self, head: u16) {
         self.cells.store_u16(at(head, IN_FLIGHT), 0, Ordering::Release);
     }
 

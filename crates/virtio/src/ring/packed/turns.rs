@@ -21,24 +21,24 @@
 //! `crates/virtio/tests/model` checks this file in every interleaving.
 
 use super::{
-    Broken,
+    RingError,
     cells::{Cells, Ordering, fence},
     chain::{DESCRIPTOR_BYTES, flag},
-    position::{Position, Suppression},
+    position::{RingPosition, EventSuppression},
 };
 
 /// The device's half.
 #[derive(Debug)]
-pub(super) struct Turns {
+pub(super) struct DescriptorOwnership {
     size: u16,
     ring: Cells,
     /// Event suppression areas: the driver's, and the device's.
-    driver: Suppression,
-    device: Suppression,
+    driver: EventSuppression,
+    device: EventSuppression,
     /// Position of the next descriptor to take.
-    next: Position,
+    next: RingPosition,
     /// Position of the next used descriptor.
-    used: Position,
+    used: RingPosition,
     /// Number of descriptors between the two: those of chains in flight.
     out: u16,
     /// Number of descriptors returned since the last `wants_call`.
@@ -49,15 +49,15 @@ pub(super) struct Turns {
     silent: bool,
 }
 
-impl Turns {
+impl DescriptorOwnership {
     /// `cells`: descriptors, the driver's area, the device's area.
-    pub(super) fn new(size: u16, event_idx: bool, cells: [Cells; 3], used: Position) -> Self {
+    pub(super) fn new(size: u16, event_idx: bool, cells: [Cells; 3], used: RingPosition) -> Self {
         let [ring, driver, device] = cells;
         Self {
             size,
             ring,
-            driver: Suppression::new(driver, event_idx),
-            device: Suppression::new(device, event_idx),
+            driver: EventSuppression::new(driver, event_idx),
+            device: EventSuppression::new(device, event_idx),
             next: used,
             used,
             out: 0,
@@ -71,8 +71,8 @@ impl Turns {
     pub(super) fn set_cells(&mut self, event_idx: bool, cells: [Cells; 3]) {
         let [ring, driver, device] = cells;
         self.ring = ring;
-        self.driver = Suppression::new(driver, event_idx);
-        self.device = Suppression::new(device, event_idx);
+        self.driver = EventSuppression::new(driver, event_idx);
+        self.device = EventSuppression::new(device, event_idx);
     }
 
     pub(super) fn is_lost(&self) -> bool {
@@ -80,29 +80,29 @@ impl Turns {
     }
 
     /// Position of the next descriptor to take.
-    pub(super) fn next(&self) -> Position {
+    pub(super) fn next(&self) -> RingPosition {
         self.next
     }
 
     /// Position of the next used descriptor.
-    pub(super) fn used(&self) -> Position {
+    pub(super) fn used(&self) -> RingPosition {
         self.used
     }
 
     /// Position of the used descriptor after that of a chain of `descriptors` descriptors.
-    pub(super) fn used_after(&self, descriptors: u16) -> Position {
+    pub(super) fn used_after(&self, descriptors: u16) -> RingPosition {
         self.used.after(descriptors, self.size)
     }
 
     /// Continues at `used`, with `out` descriptors in flight, at most the ring's size.
-    pub(super) fn resume(&mut self, used: Position, out: u16) {
+    pub(super) fn resume(&mut self, used: RingPosition, out: u16) {
         (self.used, self.out) = (used, out);
         self.next = used.after(out, self.size);
     }
 
     /// The words of a descriptor: its address, and its length, id and flags in one.
     #[inline]
-    fn words(&self, at: Position) -> (u64, u64) {
+    fn words(&self, at: RingPosition) -> (u64, u64) {
         let offset = usize::from(at.index) * DESCRIPTOR_BYTES;
         // Acquire on the word with the flags: if the device owns the descriptor, the address is
         // visible.
@@ -111,7 +111,7 @@ impl Turns {
     }
 
     /// True if the descriptor belongs to the device.
-    pub(super) fn is_available(&self, at: Position) -> bool {
+    pub(super) fn is_available(&self, at: RingPosition) -> bool {
         at.is_available(flags(self.words(at).1))
     }
 
@@ -123,8 +123,8 @@ impl Turns {
     #[inline(always)]
     pub(super) fn take(
         &mut self,
-        mut each: impl FnMut(u64, u64) -> Result<(), Broken>,
-    ) -> Result<Option<(u16, u16)>, Broken> {
+        mut each: impl FnMut(u64, u64) -> Result<(), RingError>,
+    ) -> Result<Option<(u16, u16)>, RingError> {
         // In a full ring the next position belongs to a chain in flight, whatever its flags are.
         if self.out == self.size {
             return Ok(None);
@@ -141,7 +141,7 @@ impl Turns {
             }
             // All descriptors that are not in flight belong to this chain, and none ends it.
             if length == self.size - self.out {
-                return Err(Broken::Endless);
+                return Err(RingError::Endless);
             }
             (address, word) = self.words(self.next.after(length, self.size));
             length += 1;
@@ -153,14 +153,14 @@ impl Turns {
 
     /// Makes the chain taken last available again.
     pub(super) fn put_back(&mut self, descriptors: u16) {
-        self.leave(descriptors);
+        self.release(descriptors);
         self.next = self.next.before(descriptors, self.size);
     }
 
     /// Returns a chain to the driver, with the number of bytes written to its buffers.
     #[inline]
     pub(super) fn publish(&mut self, id: u16, descriptors: u16, written: u32) {
-        self.leave(descriptors);
+        self.release(descriptors);
         let at = self.used;
         let flags = if written > 0 { at.used() | flag::WRITE } else { at.used() };
         let word = u64::from(written) | u64::from(id) << 32 | u64::from(flags) << 48;
@@ -170,7 +170,7 @@ impl Turns {
         self.unannounced = self.unannounced.saturating_add(u32::from(descriptors));
     }
 
-    fn leave(&mut self, descriptors: u16) {
+    fn release(&mut self, descriptors: u16) {
         let left = self.out.checked_sub(descriptors);
         self.out = left.expect("a ticket is given back once, to the ring that it is of");
     }
@@ -192,7 +192,7 @@ impl Turns {
     /// Suppresses kicks.
     pub(super) fn silence(&mut self) {
         if !self.silent {
-            self.device.silence();
+            self.device.disable();
         }
         self.silent = true;
     }
@@ -200,7 +200,7 @@ impl Turns {
     /// Requests kicks. True if a chain was made available meanwhile, for which no kick may arrive.
     pub(super) fn listen(&mut self) -> bool {
         self.silent = false;
-        self.device.ask(self.next);
+        self.device.request(self.next);
         // Between the request (above) and the check of the next descriptor: see the drawing.
         fence(Ordering::SeqCst);
         let word = self.ring.load_u64(usize::from(self.next.index) * DESCRIPTOR_BYTES + 8, Ordering::Relaxed);

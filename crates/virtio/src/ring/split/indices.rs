@@ -20,7 +20,7 @@
 //! `crates/virtio/tests/model` checks this file in every interleaving.
 
 use super::{
-    Broken,
+    RingError,
     cells::{Cells, Ordering, fence},
 };
 
@@ -99,13 +99,13 @@ impl Indices {
     ///
     /// # Errors
     /// An invalid index or head. Nothing is taken then.
-    pub(super) fn take(&mut self) -> Result<Option<u16>, Broken> {
+    pub(super) fn take(&mut self) -> Result<Option<u16>, RingError> {
         if self.next == self.seen {
             // Acquire pairs with the driver's publication: its entries and descriptors are visible.
             let seen = self.available.load_u16(IDX, Ordering::Acquire);
             // A distance above the ring's size also covers an index that went backwards.
             if seen.wrapping_sub(self.next) > self.size {
-                return Err(Broken::Jump { from: self.next, to: seen, size: self.size });
+                return Err(RingError::IndexJump { from: self.next, to: seen, size: self.size });
             }
             self.seen = seen;
             if seen == self.next {
@@ -115,7 +115,7 @@ impl Indices {
         let entry = usize::from(self.next % self.size);
         let head = self.available.load_u16(RING + 2 * entry, Ordering::Relaxed);
         if head >= self.size {
-            return Err(Broken::Head { head, size: self.size });
+            return Err(RingError::Head { head, size: self.size });
         }
         self.next = self.next.wrapping_add(1);
         Ok(Some(head))

@@ -6,12 +6,12 @@
 
 use std::time::Instant;
 
-use super::world::{BUFFERS, Shape, layout, memory, ring_with_inflight};
+use super::world::{BUFFERS, RingShape, layout, memory, ring_with_inflight};
 use crate::{
-    block::{Device, Status, parse},
+    block::{BlkDeviceConfig, BlkStatus, parse},
     ring::{
-        Ring,
-        driver::{Buffer, Driver},
+        Virtqueue,
+        driver::{DriverBuffer, RingDriver},
     },
 };
 
@@ -21,10 +21,10 @@ const BATCH: u16 = 32;
 /// Time of the device for one indirect chain of three descriptors, with or without parsing its
 /// request, in nanoseconds: the median, because of other load on the machine.
 fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
-    let shape = Shape { size: 128, packed, event_idx: true, indirect: true };
+    let shape = RingShape { size: 128, packed, event_idx: true, indirect: true };
     let memory = memory();
     let layout = layout(&memory, shape);
-    let device = Device {
+    let device = BlkDeviceConfig {
         bytes: 1 << 30,
         block_bytes: 512,
         read_only: false,
@@ -32,15 +32,15 @@ fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
         discard: None,
         write_zeroes: None,
     };
-    let mut driver = Driver::new(&layout);
+    let mut driver = RingDriver::new(&layout);
     let mut ring = if inflight {
         ring_with_inflight(&layout, &memory, shape.start())
     } else {
-        Ring::new(layout, memory.clone(), shape.start()).expect("a good ring")
+        Virtqueue::new(layout, memory.clone(), shape.start()).expect("a good ring")
     };
     let tables: Vec<_> =
-        (0..u64::from(BATCH)).map(|n| memory.place(BUFFERS + 64 * n, 48).expect("inside")).collect();
-    let buffer = |address, bytes, writable| Buffer { address, bytes, writable };
+        (0..u64::from(BATCH)).map(|n| memory.range(BUFFERS + 64 * n, 48).expect("inside")).collect();
+    let buffer = |address, bytes, writable| DriverBuffer { address, bytes, writable };
     let buffers = [
         buffer(BUFFERS + 0x1000, 16, false),
         buffer(BUFFERS + 0x2000, 4096, true),
@@ -55,7 +55,7 @@ fn cost(packed: bool, inflight: bool, requests: bool) -> u128 {
             let chain = ring.take().expect("a good ring").expect("a chain");
             if requests {
                 let (ticket, request) = parse(chain, &device);
-                let written = request.expect("room for an answer").finish(Status::Ok);
+                let written = request.expect("room for an answer").finish(BlkStatus::Ok);
                 ring.complete(ticket, written);
             } else {
                 ring.complete(chain.ticket, 0);

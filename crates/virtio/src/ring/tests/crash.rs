@@ -7,11 +7,11 @@ use std::{
     rc::Rc,
 };
 
-use super::world::{Held, World};
+use super::world::{TakenChain, RingWorld};
 use crate::{
     ring::{
-        Ring,
-        meddler::{Access, meddle},
+        Virtqueue,
+        meddler::{RingAccess, with_hook},
     },
     seeds,
 };
@@ -20,10 +20,10 @@ use crate::{
 struct Killed;
 
 /// A device, and the number of stores before it is killed.
-struct Device {
+struct KillableDevice {
     stores: Rc<Cell<u32>>,
-    ring: Option<Ring>,
-    held: Vec<Held>,
+    ring: Option<Virtqueue>,
+    held: Vec<TakenChain>,
 }
 
 /// Result of a step.
@@ -35,20 +35,20 @@ enum After {
     Stopped(u32),
 }
 
-impl Device {
+impl KillableDevice {
     fn new(stores: u32) -> Self {
         Self { stores: Rc::new(Cell::new(stores)), ring: None, held: Vec::new() }
     }
 
-    fn step(&mut self, world: &mut World, base: u32) -> After {
+    fn step(&mut self, world: &mut RingWorld, base: u32) -> After {
         let left = Rc::clone(&self.stores);
         let hook = move |access| {
-            if access == Access::Store {
+            if access == RingAccess::Store {
                 // No store is left: the device is killed before this one.
                 left.set(left.get().checked_sub(1).unwrap_or_else(|| resume_unwind(Box::new(Killed))));
             }
         };
-        let step = AssertUnwindSafe(|| meddle(hook, || self.act(world, base)));
+        let step = AssertUnwindSafe(|| with_hook(hook, || self.act(world, base)));
         catch_unwind(step).unwrap_or_else(
             |end| {
                 if end.is::<Killed>() { After::Killed } else { resume_unwind(end) }
@@ -56,10 +56,10 @@ impl Device {
         )
     }
 
-    fn act(&mut self, world: &mut World, base: u32) -> After {
+    fn act(&mut self, world: &mut RingWorld, base: u32) -> After {
         let mut ring = self.ring.take().unwrap_or_else(|| world.ring_with_inflight(base));
         match world.rng.u8(0..40) {
-            0 if ring.taken() == 0 => return After::Stopped(ring.stop()),
+            0 if ring.in_flight() == 0 => return After::Stopped(ring.stop()),
             0 | 1 => world.put_back(&mut ring, &mut self.held),
             2..20 => {
                 if let Some(chain) = ring.take().expect("a good ring") {
@@ -78,12 +78,12 @@ impl Device {
 }
 
 fn run(seed: u64) -> u64 {
-    let (mut world, shape) = World::new(seed);
+    let (mut world, shape) = RingWorld::new(seed);
     // The base that the front end knows: for a ring that was not stopped, the one it sent at the
     // start.
     let mut base = shape.start();
     for _ in 0..world.rng.usize(1..8) {
-        let mut device = Device::new(world.rng.u32(0..200));
+        let mut device = KillableDevice::new(world.rng.u32(0..200));
         loop {
             match device.step(&mut world, base) {
                 After::Runs => {}
@@ -109,7 +109,7 @@ fn run(seed: u64) -> u64 {
         world.complete(&mut ring, held);
     }
     assert!(ring.wants_call(), "the one before may have owed a call");
-    assert_eq!(ring.taken(), 0);
+    assert_eq!(ring.in_flight(), 0);
     world.collect();
     assert_eq!(world.waits_for(), 0, "{shape:?}: chains that were lost");
     world.came_back

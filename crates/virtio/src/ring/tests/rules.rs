@@ -1,24 +1,24 @@
 //! The specification's rules, one by one: chains, errors that make a ring meaningless,
 //! notifications, and the bytes of the in-flight area.
 
-use reactor::guest::{Memory, Region};
+use reactor::guest::{GuestMemory, Region};
 
-use super::world::{BUFFERS, RINGS, SEAM, Shape, layout, memory};
+use super::world::{BUFFERS, RINGS, SEAM, RingShape, layout, memory};
 use crate::ring::{
-    Broken, Chain, ChainFault, Inflight, Layout, MAX_DESCRIPTORS, Parts, Ring,
+    RingError, DescriptorChain, ChainFault, InflightQueueArea, RingLayout, MAX_DESCRIPTORS, RingParts, Virtqueue,
     chain::flag::{INDIRECT, NEXT, WRITE},
-    driver::{Buffer, Driver},
-    position::Position,
+    driver::{DriverBuffer, RingDriver},
+    position::RingPosition,
 };
 
-const SPLIT: Shape = Shape { size: 8, packed: false, event_idx: false, indirect: true };
-const PACKED: Shape = Shape { packed: true, ..SPLIT };
+const SPLIT: RingShape = RingShape { size: 8, packed: false, event_idx: false, indirect: true };
+const PACKED: RingShape = RingShape { packed: true, ..SPLIT };
 
 /// A ring whose memory the test writes directly.
 struct Raw {
-    memory: Memory,
-    layout: Layout,
-    ring: Ring,
+    memory: GuestMemory,
+    layout: RingLayout,
+    ring: Virtqueue,
     available: u16,
 }
 
@@ -26,25 +26,25 @@ struct Raw {
 type Descriptor = (u64, u32, u16, u16);
 
 impl Raw {
-    fn new(shape: Shape) -> Self {
+    fn new(shape: RingShape) -> Self {
         Self::of(memory(), shape)
     }
 
-    fn of(memory: Memory, shape: Shape) -> Self {
+    fn of(memory: GuestMemory, shape: RingShape) -> Self {
         let layout = layout(&memory, shape);
-        let ring = Ring::new(layout.clone(), memory.clone(), shape.start()).expect("a good ring");
+        let ring = Virtqueue::new(layout.clone(), memory.clone(), shape.start()).expect("a good ring");
         Self { memory, layout, ring, available: 0 }
     }
 
     fn write(&self, address: u64, bytes: &[u8]) {
         for (at, byte) in (address..).zip(bytes) {
-            self.memory.place(at, 1).expect("inside").write(0, &[*byte]);
+            self.memory.range(at, 1).expect("inside").write(0, &[*byte]);
         }
     }
 
     fn u16(&self, address: u64) -> u16 {
         let mut bytes = [0; 2];
-        self.memory.place(address, 2).expect("inside").read(0, &mut bytes);
+        self.memory.range(address, 2).expect("inside").read(0, &mut bytes);
         u16::from_le_bytes(bytes)
     }
 
@@ -66,14 +66,14 @@ impl Raw {
     }
 
     /// Takes the chain of these descriptors in a split ring, the first at 0.
-    fn chain(&mut self, descriptors: &[Descriptor]) -> Chain {
+    fn chain(&mut self, descriptors: &[Descriptor]) -> DescriptorChain {
         self.table(RINGS, descriptors);
         self.offer(0);
         self.ring.take().expect("a good ring").expect("a chain")
     }
 
     /// Takes the chain of one indirect descriptor for this table, which is at `BUFFERS`.
-    fn indirect(&mut self, table: &[Descriptor]) -> Chain {
+    fn indirect(&mut self, table: &[Descriptor]) -> DescriptorChain {
         self.table(BUFFERS, table);
         self.chain(&[(BUFFERS, 16 * table.len() as u32, INDIRECT, 0)])
     }
@@ -82,7 +82,7 @@ impl Raw {
 const A: u64 = BUFFERS + 0x1000;
 const OUTSIDE: u64 = 1 << 50;
 
-fn places(places: &[reactor::guest::Place]) -> Vec<(u64, usize)> {
+fn places(places: &[reactor::guest::GuestBytes]) -> Vec<(u64, usize)> {
     places.iter().map(|place| (place.guest_address(), place.bytes())).collect()
 }
 
@@ -125,7 +125,7 @@ fn an_indirect_table_may_lie_anywhere_and_behind_a_chain() {
 }
 
 #[test]
-fn a_chain_that_is_wrong_says_why_and_comes_back() {
+fn faulty_chain_reports_its_fault_and_completes() {
     let loops = [(A, 1, NEXT, 1), (A, 1, NEXT, 0)];
     for (descriptors, fault) in [
         (&[(OUTSIDE, 1, 0, 0)][..], ChainFault::Outside),
@@ -161,7 +161,7 @@ fn a_chain_that_is_wrong_says_why_and_comes_back() {
     ] {
         assert_eq!(Raw::new(SPLIT).indirect(table).fault, Some(fault), "{table:x?}");
     }
-    let mut raw = Raw::new(Shape { indirect: false, ..SPLIT });
+    let mut raw = Raw::new(RingShape { indirect: false, ..SPLIT });
     assert_eq!(raw.chain(&[(A, 16, INDIRECT, 0)]).fault, Some(ChainFault::NotNegotiated));
 }
 
@@ -172,7 +172,7 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
     };
     let regions = |buffers| {
         let regions = [(RINGS, 0x8000), (BUFFERS, buffers)];
-        Memory::new(regions.map(|(at, bytes)| Region::on_heap(at, at, bytes)).into()).expect("apart")
+        GuestMemory::new(regions.map(|(at, bytes)| Region::on_heap(at, at, bytes)).into()).expect("apart")
     };
     for packed in [SPLIT, PACKED] {
         for (count, fault) in
@@ -180,10 +180,10 @@ fn chains_are_bounded_in_descriptors_and_in_bytes() {
         {
             let memory = regions(0x10_000);
             let layout = layout(&memory, packed);
-            let mut driver = Driver::new(&layout);
+            let mut driver = RingDriver::new(&layout);
             let raw = Raw::of(memory, packed);
-            let buffers = vec![Buffer { address: A, bytes: 1, writable: false }; usize::from(count)];
-            let place = raw.memory.place(BUFFERS, 16 * buffers.len()).expect("inside");
+            let buffers = vec![DriverBuffer { address: A, bytes: 1, writable: false }; usize::from(count)];
+            let place = raw.memory.range(BUFFERS, 16 * buffers.len()).expect("inside");
             driver.add_indirect(&place, &buffers).expect("there is room");
             let mut ring = raw.ring;
             let chain = ring.take().expect("a good ring").expect("a chain");
@@ -217,23 +217,23 @@ fn indirect_tables_of_packed_rings_have_packed_descriptors() {
 }
 
 #[test]
-fn rings_that_mean_nothing() {
+fn meaningless_rings_are_rejected() {
     let broken = |raw: &mut Raw| raw.ring.take().expect_err("it means nothing");
     let mut raw = Raw::new(SPLIT);
     raw.write(RINGS + 0x4002, &9_u16.to_le_bytes());
-    assert_eq!(broken(&mut raw), Broken::Jump { from: 0, to: 9, size: 8 });
+    assert_eq!(broken(&mut raw), RingError::IndexJump { from: 0, to: 9, size: 8 });
     let mut raw = Raw::new(SPLIT);
     raw.write(RINGS + 0x4002, &u16::MAX.to_le_bytes());
-    assert_eq!(broken(&mut raw), Broken::Jump { from: 0, to: u16::MAX, size: 8 });
+    assert_eq!(broken(&mut raw), RingError::IndexJump { from: 0, to: u16::MAX, size: 8 });
 
     let mut raw = Raw::new(SPLIT);
     raw.offer(8);
-    assert_eq!(broken(&mut raw), Broken::Head { head: 8, size: 8 });
+    assert_eq!(broken(&mut raw), RingError::Head { head: 8, size: 8 });
 
     let mut raw = Raw::new(SPLIT);
     let first = raw.chain(&[(A, 1, 0, 0)]);
     raw.offer(0);
-    assert_eq!(broken(&mut raw), Broken::Twice(0));
+    assert_eq!(broken(&mut raw), RingError::AlreadyInFlight(0));
     // A valid chain can still be completed.
     raw.ring.complete(first.ticket, 0);
     assert_eq!(raw.u16(RINGS + 0x6002), 1);
@@ -254,38 +254,38 @@ fn rings_that_mean_nothing() {
         // Available, each with NEXT set.
         raw.write(RINGS + 16 * index + 14, &(1_u16 << 7 | NEXT).to_le_bytes());
     }
-    assert_eq!(broken(&mut raw), Broken::Endless);
+    assert_eq!(broken(&mut raw), RingError::Endless);
 }
 
 #[test]
-fn layouts_that_cannot_be() {
+fn invalid_layouts_are_rejected() {
     let memory = memory();
-    let check = |layout: Layout, base| Ring::new(layout, memory.clone(), base).expect_err("it cannot be");
+    let check = |layout: RingLayout, base| Virtqueue::new(layout, memory.clone(), base).expect_err("it cannot be");
     let split = layout(&memory, SPLIT);
     let packed = layout(&memory, PACKED);
     for size in [0, 3, 9, (1 << 15) + 1, u16::MAX] {
-        assert_eq!(check(Layout { size, ..split.clone() }, 0), Broken::Size(size));
+        assert_eq!(check(RingLayout { size, ..split.clone() }, 0), RingError::Size(size));
     }
     for size in [0, (1 << 15) + 1] {
-        assert_eq!(check(Layout { size, ..packed.clone() }, 0), Broken::Size(size));
+        assert_eq!(check(RingLayout { size, ..packed.clone() }, 0), RingError::Size(size));
     }
     for base in [8, 8 << 16, 0x7fff] {
-        assert_eq!(check(packed.clone(), base), Broken::Base { base, size: 8 });
+        assert_eq!(check(packed.clone(), base), RingError::Base { base, size: 8 });
     }
-    let part = |what, bytes, needed, alignment| Broken::Part { what, bytes, needed, alignment };
-    let at = |offset, bytes| memory.place(RINGS + offset, bytes).expect("inside");
-    let short = |layout: Layout| check(layout, 0x8000_8000);
-    assert_eq!(short(Layout { descriptors: at(0, 127), ..split.clone() }), part("descriptors", 127, 128, 16));
+    let part = |what, bytes, needed, alignment| RingError::Part { what, bytes, needed, alignment };
+    let at = |offset, bytes| memory.range(RINGS + offset, bytes).expect("inside");
+    let short = |layout: RingLayout| check(layout, 0x8000_8000);
+    assert_eq!(short(RingLayout { descriptors: at(0, 127), ..split.clone() }), part("descriptors", 127, 128, 16));
     assert_eq!(
-        short(Layout { descriptors: at(8, 128), ..packed.clone() }),
+        short(RingLayout { descriptors: at(8, 128), ..packed.clone() }),
         part("descriptors", 128, 128, 16)
     );
-    assert_eq!(short(Layout { driver: at(0, 19), ..split.clone() }), part("driver's part", 19, 20, 2));
-    assert_eq!(short(Layout { driver: at(2, 4), ..packed }), part("driver's part", 4, 4, 4));
-    assert_eq!(short(Layout { device: at(2, 68), ..split.clone() }), part("device's part", 68, 68, 4));
-    let with_event = Layout { event_idx: true, ..split };
+    assert_eq!(short(RingLayout { driver: at(0, 19), ..split.clone() }), part("driver's part", 19, 20, 2));
+    assert_eq!(short(RingLayout { driver: at(2, 4), ..packed }), part("driver's part", 4, 4, 4));
+    assert_eq!(short(RingLayout { device: at(2, 68), ..split.clone() }), part("device's part", 68, 68, 4));
+    let with_event = RingLayout { event_idx: true, ..split };
     assert_eq!(short(with_event), part("driver's part", 20, 22, 2));
-    assert_eq!(Parts::of(256, false, true).device, (4 + 8 * 256 + 2, 4));
+    assert_eq!(RingParts::of(256, false, true).device, (4 + 8 * 256 + 2, 4));
 }
 
 #[test]
@@ -304,19 +304,19 @@ fn calls_are_made_when_the_event_is_passed() {
         (u16::MAX - 1, 1, u16::MAX - 2, false),
     ] {
         let memory = memory();
-        let layout = layout(&memory, Shape { event_idx: true, ..SPLIT });
-        memory.place(RINGS + 0x4002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
-        memory.place(RINGS + 0x6002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
-        let mut driver = Driver::new(&layout);
-        let mut ring = Ring::new(layout, memory.clone(), u32::from(before)).expect("a good ring");
+        let layout = layout(&memory, RingShape { event_idx: true, ..SPLIT });
+        memory.range(RINGS + 0x4002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
+        memory.range(RINGS + 0x6002, 2).expect("inside").write(0, &u16::to_le_bytes(before));
+        let mut driver = RingDriver::new(&layout);
+        let mut ring = Virtqueue::new(layout, memory.clone(), u32::from(before)).expect("a good ring");
         assert!(ring.wants_call(), "what the one before owed");
         assert!(!ring.wants_call(), "nothing was completed");
         for _ in 0..now.wrapping_sub(before) {
-            driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+            driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room");
             let chain = ring.take().expect("a good ring").expect("a chain");
             ring.complete(chain.ticket, 0);
         }
-        memory.place(RINGS + 0x4004 + 16, 2).expect("inside").write(0, &u16::to_le_bytes(event));
+        memory.range(RINGS + 0x4004 + 16, 2).expect("inside").write(0, &u16::to_le_bytes(event));
         assert_eq!(ring.wants_call(), wanted, "{before} to {now}, event {event}");
         assert!(!ring.wants_call(), "it is said once");
     }
@@ -337,12 +337,12 @@ fn a_packed_rings_events_have_a_wrap_counter() {
         (6, 4, 5, true, false),
     ] {
         let memory = memory();
-        let layout = layout(&memory, Shape { event_idx: true, ..PACKED });
-        let mut driver = Driver::new(&layout);
-        let mut ring = Ring::new(layout, memory.clone(), 0x8000_8000).expect("a good ring");
+        let layout = layout(&memory, RingShape { event_idx: true, ..PACKED });
+        let mut driver = RingDriver::new(&layout);
+        let mut ring = Virtqueue::new(layout, memory.clone(), 0x8000_8000).expect("a good ring");
         let mut serve = |count| {
             for _ in 0..count {
-                driver.add(&[Buffer { address: A, bytes: 1, writable: true }]).expect("there is room");
+                driver.add(&[DriverBuffer { address: A, bytes: 1, writable: true }]).expect("there is room");
                 let chain = ring.take().expect("a good ring").expect("a chain");
                 ring.complete(chain.ticket, 1);
                 assert!(driver.next_used().expect("it was out").is_some());
@@ -350,40 +350,40 @@ fn a_packed_rings_events_have_a_wrap_counter() {
             ring.wants_call()
         };
         let _owed = serve(before);
-        let word = u32::from(Position { index: event, wrap }.bits()) | 2 << 16;
-        memory.place(RINGS + 0x4000, 4).expect("inside").write(0, &word.to_le_bytes());
+        let word = u32::from(RingPosition { index: event, wrap }.bits()) | 2 << 16;
+        memory.range(RINGS + 0x4000, 4).expect("inside").write(0, &word.to_le_bytes());
         assert_eq!(serve(count), wanted, "{count} from {before}, event {event} {wrap}");
     }
 }
 
 #[test]
-fn positions_go_round() {
+fn positions_wrap() {
     for size in [1, 2, 7, 1 << 15] {
-        let mut at = Position::START;
+        let mut at = RingPosition::START;
         for step in [0, 1, size / 2, size] {
             let after = at.after(step, size);
             assert_eq!(after.before(step, size), at);
             assert!(after.index < size);
-            assert_eq!(Position::from_bits(after.bits()), after);
+            assert_eq!(RingPosition::from_bits(after.bits()), after);
             at = after;
         }
-        assert_eq!(at.after(size, size), Position { wrap: !at.wrap, ..at });
+        assert_eq!(at.after(size, size), RingPosition { wrap: !at.wrap, ..at });
     }
 }
 
 #[test]
-fn a_base_tells_where_to_go_on() {
+fn a_ring_continues_at_its_base() {
     for (shape, bases) in
         [(SPLIT, [0, 1, 2, 3]), (PACKED, [0x8000_8000, 0x8003_8003, 0x8006_8006, 0x0001_0001])]
     {
         let memory = memory();
         let layout = layout(&memory, shape);
-        let mut driver = Driver::new(&layout);
+        let mut driver = RingDriver::new(&layout);
         let mut base = shape.start();
         for expected in bases {
-            let mut ring = Ring::new(layout.clone(), memory.clone(), base).expect("a good ring");
+            let mut ring = Virtqueue::new(layout.clone(), memory.clone(), base).expect("a good ring");
             assert_eq!(ring.base(), expected);
-            driver.add(&[Buffer { address: A, bytes: 1, writable: false }; 3]).expect("there is room");
+            driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }; 3]).expect("there is room");
             let chain = ring.take().expect("a good ring").expect("a chain");
             ring.complete(chain.ticket, 0);
             assert!(driver.next_used().expect("it was out").is_some());
@@ -393,15 +393,15 @@ fn a_base_tells_where_to_go_on() {
 }
 
 #[test]
-fn what_was_not_begun_goes_back_the_newest_first() {
+fn unstarted_chains_are_put_back_newest_first() {
     for shape in [SPLIT, PACKED] {
         let memory = memory();
         let layout = layout(&memory, shape);
-        let mut driver = Driver::new(&layout);
-        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
-        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        let mut driver = RingDriver::new(&layout);
+        let mut ring = Virtqueue::new(layout, memory, shape.start()).expect("a good ring");
+        let buffer = DriverBuffer { address: A, bytes: 1, writable: false };
         let ids = [3, 2, 1].map(|count| driver.add(&[buffer; 3][..count]).expect("there is room"));
-        let take = |ring: &mut Ring| ring.take().expect("a good ring").expect("a chain").ticket;
+        let take = |ring: &mut Virtqueue| ring.take().expect("a good ring").expect("a chain").ticket;
         let [first, second, third] = [0, 1, 2].map(|_| take(&mut ring));
         let second = ring.put_back(second).expect_err("there is a newer one");
         // Completed out of order: the chain before it can no longer be put back.
@@ -412,18 +412,18 @@ fn what_was_not_begun_goes_back_the_newest_first() {
         let third = take(&mut ring);
         assert_eq!(third.id, ids[2]);
         ring.put_back(third).expect("it is the newest");
-        assert_eq!(ring.taken(), 0);
+        assert_eq!(ring.in_flight(), 0);
     }
 }
 
 #[test]
-fn an_old_chain_does_not_go_back_where_newer_ones_were() {
+fn an_old_chain_cannot_be_put_back() {
     for shape in [SPLIT, PACKED] {
         let memory = memory();
         let layout = layout(&memory, shape);
-        let mut driver = Driver::new(&layout);
-        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
-        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        let mut driver = RingDriver::new(&layout);
+        let mut ring = Virtqueue::new(layout, memory, shape.start()).expect("a good ring");
+        let buffer = DriverBuffer { address: A, bytes: 1, writable: false };
         driver.add(&[buffer]).expect("there is room");
         let old = ring.take().expect("a good ring").expect("a chain").ticket;
         // As many as bring a packed ring back to the same position with the same wrap counter.
@@ -440,32 +440,32 @@ fn an_old_chain_does_not_go_back_where_newer_ones_were() {
 }
 
 /// An in-flight area as another device would leave it.
-fn area(bytes: usize) -> Memory {
-    Memory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region")
+fn area(bytes: usize) -> GuestMemory {
+    GuestMemory::new(vec![Region::on_heap(0, 0, bytes)]).expect("one region")
 }
 
 #[test]
 fn the_in_flight_area_has_the_specifications_fields() {
     let memory = memory();
     let layout = layout(&memory, SPLIT);
-    let area = area(Inflight::bytes(8, false));
-    let all = area.place(0, Inflight::bytes(8, false)).expect("all of it");
+    let area = area(InflightQueueArea::bytes(8, false));
+    let all = area.range(0, InflightQueueArea::bytes(8, false)).expect("all of it");
     let u16 = |at| all.load_u16(at, std::sync::atomic::Ordering::Relaxed);
     let u64 = |at| all.load_u64(at, std::sync::atomic::Ordering::Relaxed);
-    let mut driver = Driver::new(&layout);
-    let inflight = Inflight::new(all.clone());
-    let mut ring = Ring::with_inflight(layout, memory, 0, inflight).expect("a good ring");
+    let mut driver = RingDriver::new(&layout);
+    let inflight = InflightQueueArea::new(all.clone());
+    let mut ring = Virtqueue::with_inflight(layout, memory, 0, inflight).expect("a good ring");
     // Version, number of descriptors.
     assert_eq!((u16(8), u16(10)), (1, 8));
     let heads: Vec<u16> = (0..3)
-        .map(|_| driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room"))
+        .map(|_| driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room"))
         .collect();
-    let chains: Vec<Chain> = (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
+    let chains: Vec<DescriptorChain> = (0..3).map(|_| ring.take().expect("a good ring").expect("a chain")).collect();
     let entry = |head: u16| 16 + 16 * usize::from(head);
     for (number, &head) in heads.iter().enumerate() {
         assert_eq!((u16(entry(head)), u64(entry(head) + 8)), (1, number as u64));
     }
-    let [first, second, _third] = <[Chain; 3]>::try_from(chains).expect("three");
+    let [first, second, _third] = <[DescriptorChain; 3]>::try_from(chains).expect("three");
     ring.complete(second.ticket, 0);
     ring.complete(first.ticket, 0);
     // The last head of the batch, the used index, and the head that it was linked to.
@@ -477,11 +477,11 @@ fn the_in_flight_area_has_the_specifications_fields() {
 }
 
 #[test]
-fn another_devices_batch_is_settled() {
+fn unfinished_batch_of_another_device_is_recovered() {
     let memory = memory();
     let layout = layout(&memory, SPLIT);
-    let area = area(Inflight::bytes(8, false));
-    let all = area.place(0, Inflight::bytes(8, false)).expect("all of it");
+    let area = area(InflightQueueArea::bytes(8, false));
+    let all = area.range(0, InflightQueueArea::bytes(8, false)).expect("all of it");
     let put = |at: usize, value: u16| all.write(at, &value.to_le_bytes());
     // Chains 3 and 0 are in flight, in this order; 5 and 6 were completed in one batch that was not
     // cleared.
@@ -494,11 +494,11 @@ fn another_devices_batch_is_settled() {
     put(12, 6);
     put(16 + 16 * 6 + 6, 5);
     put(14, 65_535);
-    memory.place(RINGS + 0x6002, 2).expect("inside").write(0, &1_u16.to_le_bytes());
-    let inflight = Inflight::new(all);
-    let mut ring = Ring::with_inflight(layout, memory, 77, inflight).expect("a good ring");
-    assert_eq!((ring.taken(), ring.base()), (2, 3));
-    assert!(ring.listen(), "two are to be taken");
+    memory.range(RINGS + 0x6002, 2).expect("inside").write(0, &1_u16.to_le_bytes());
+    let inflight = InflightQueueArea::new(all);
+    let mut ring = Virtqueue::with_inflight(layout, memory, 77, inflight).expect("a good ring");
+    assert_eq!((ring.in_flight(), ring.base()), (2, 3));
+    assert!(ring.enable_kicks(), "two are to be taken");
     let heads = [0, 1].map(|_| ring.take().expect("a good ring").expect("a chain").ticket.id);
     assert_eq!(heads, [3, 0]);
 }
@@ -506,18 +506,18 @@ fn another_devices_batch_is_settled() {
 #[test]
 fn a_ring_that_stopped_leaves_a_new_area() {
     for shape in [SPLIT, PACKED] {
-        let bytes = Inflight::bytes(8, shape.packed);
+        let bytes = InflightQueueArea::bytes(8, shape.packed);
         let area = area(bytes);
         for count in [3, 2] {
             // A guest that reboots has new rings, and the front end passes the old area.
             let memory = memory();
             let layout = layout(&memory, shape);
-            let mut driver = Driver::new(&layout);
-            let inflight = Inflight::new(area.place(0, bytes).expect("all of it"));
+            let mut driver = RingDriver::new(&layout);
+            let inflight = InflightQueueArea::new(area.range(0, bytes).expect("all of it"));
             let mut ring =
-                Ring::with_inflight(layout, memory, shape.start(), inflight).expect("it is new again");
+                Virtqueue::with_inflight(layout, memory, shape.start(), inflight).expect("it is new again");
             for _ in 0..count {
-                driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+                driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room");
                 let chain = ring.take().expect("a good ring").expect("a chain");
                 ring.complete(chain.ticket, 0);
                 assert!(driver.next_used().expect("it was out").is_some());
@@ -528,33 +528,33 @@ fn a_ring_that_stopped_leaves_a_new_area() {
 }
 
 #[test]
-fn areas_that_are_not_this_rings_are_refused() {
+fn foreign_inflight_areas_are_rejected() {
     for shape in [SPLIT, PACKED] {
-        let bytes = Inflight::bytes(8, shape.packed);
+        let bytes = InflightQueueArea::bytes(8, shape.packed);
         let memory = memory();
-        let open = |change: &dyn Fn(&reactor::guest::Place)| {
+        let open = |change: &dyn Fn(&reactor::guest::GuestBytes)| {
             let area = area(bytes);
-            let all = area.place(0, bytes).expect("all of it");
+            let all = area.range(0, bytes).expect("all of it");
             let layout = layout(&memory, shape);
-            let inflight = || Inflight::new(all.clone());
-            let with = || Ring::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
+            let inflight = || InflightQueueArea::new(all.clone());
+            let with = || Virtqueue::with_inflight(layout.clone(), memory.clone(), shape.start(), inflight());
             with().expect("a new area");
             change(&all);
-            with().map(|ring| ring.taken())
+            with().map(|ring| ring.in_flight())
         };
         let put =
-            |at: usize, bytes: &'static [u8]| open(&move |all: &reactor::guest::Place| all.write(at, bytes));
-        let refused = |got: Result<u16, Broken>| {
-            assert!(matches!(got, Err(Broken::Inflight(_))), "{shape:?} {got:?}");
+            |at: usize, bytes: &'static [u8]| open(&move |all: &reactor::guest::GuestBytes| all.write(at, bytes));
+        let refused = |got: Result<u16, RingError>| {
+            assert!(matches!(got, Err(RingError::Inflight(_))), "{shape:?} {got:?}");
         };
         assert_eq!(put(0, &[]), Ok(0));
         refused(put(8, &[2, 0]));
         refused(put(10, &[9, 0]));
         let short = area(64);
-        let short = Inflight::new(short.place(0, 64).expect("all of it"));
+        let short = InflightQueueArea::new(short.range(0, 64).expect("all of it"));
         refused(
-            Ring::with_inflight(layout(&memory, shape), memory.clone(), shape.start(), short)
-                .map(|ring| ring.taken()),
+            Virtqueue::with_inflight(layout(&memory, shape), memory.clone(), shape.start(), short)
+                .map(|ring| ring.in_flight()),
         );
         if shape.packed {
             // In flight without descriptors, but free; a free list that ends early; a list that
@@ -573,24 +573,24 @@ fn areas_that_are_not_this_rings_are_refused() {
 }
 
 #[test]
-fn a_ring_goes_on_in_other_memory() {
+fn a_ring_continues_in_other_memory() {
     for shape in [SPLIT, PACKED] {
         let old = memory();
         let first = layout(&old, shape);
-        let mut driver = Driver::new(&first);
-        let mut ring = Ring::new(first, old.clone(), shape.start()).expect("a good ring");
-        let buffer = Buffer { address: A, bytes: 1, writable: false };
+        let mut driver = RingDriver::new(&first);
+        let mut ring = Virtqueue::new(first, old.clone(), shape.start()).expect("a good ring");
+        let buffer = DriverBuffer { address: A, bytes: 1, writable: false };
         driver.add(&[buffer]).expect("there is room");
         let held = ring.take().expect("a good ring").expect("a chain");
         // The same guest's memory without one region, which is not used here.
         let new = old.without(SEAM, SEAM + (1 << 40), 0x8000).expect("it is there");
-        let Layout { descriptors, driver: suppression, device, .. } = layout(&new, shape);
+        let RingLayout { descriptors, driver: suppression, device, .. } = layout(&new, shape);
         let short = descriptors.part(0, 16);
         assert!(ring.set_memory(new.clone(), short, suppression.clone(), device.clone()).is_err());
         ring.set_memory(new, descriptors, suppression, device).expect("good places");
         ring.complete(held.ticket, 0);
         assert!(driver.next_used().expect("it was out").is_some());
-        driver.add(&[Buffer { address: SEAM, ..buffer }]).expect("there is room");
+        driver.add(&[DriverBuffer { address: SEAM, ..buffer }]).expect("there is room");
         let chain = ring.take().expect("a good ring").expect("a chain");
         assert_eq!(chain.fault, Some(ChainFault::Outside));
     }
@@ -603,9 +603,9 @@ fn what_is_written_to_a_ring_is_logged() {
         let memory = memory().with_log(Some(log.clone()));
         let layout = layout(&memory, shape);
         let at = if shape.packed { RINGS } else { RINGS + 0x6000 };
-        let mut driver = Driver::new(&layout);
-        let mut ring = Ring::new(layout, memory, shape.start()).expect("a good ring");
-        driver.add(&[Buffer { address: A, bytes: 1, writable: false }]).expect("there is room");
+        let mut driver = RingDriver::new(&layout);
+        let mut ring = Virtqueue::new(layout, memory, shape.start()).expect("a good ring");
+        driver.add(&[DriverBuffer { address: A, bytes: 1, writable: false }]).expect("there is room");
         let chain = ring.take().expect("a good ring").expect("a chain");
         ring.complete(chain.ticket, 0);
         assert!(log.is_marked(at));

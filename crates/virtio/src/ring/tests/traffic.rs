@@ -3,19 +3,19 @@
 
 use fastrand::Rng;
 
-use super::world::{Held, World};
-use crate::{ring::Ring, seeds};
+use super::world::{TakenChain, RingWorld};
+use crate::{ring::Virtqueue, seeds};
 
 /// Both sides, each of which may sleep.
-struct Traffic {
-    world: World,
-    ring: Option<Ring>,
-    held: Vec<Held>,
+struct RingTraffic {
+    world: RingWorld,
+    ring: Option<Virtqueue>,
+    held: Vec<TakenChain>,
     device_sleeps: bool,
     driver_sleeps: bool,
 }
 
-impl Traffic {
+impl RingTraffic {
     fn driver(&mut self, adding: bool) {
         let world = &mut self.world;
         if std::mem::take(&mut world.called) {
@@ -31,11 +31,11 @@ impl Traffic {
             return;
         }
         if world.rng.bool() {
-            world.driver.silence();
+            world.driver.suppress_calls();
         }
         world.collect();
         if !adding || world.rng.bool() {
-            self.driver_sleeps = !world.driver.listen();
+            self.driver_sleeps = !world.driver.enable_calls();
         }
     }
 
@@ -47,7 +47,7 @@ impl Traffic {
         }
         if !self.device_sleeps {
             if world.rng.bool() {
-                ring.silence();
+                ring.suppress_kicks();
             }
             let most = if ending { usize::MAX } else { world.rng.usize(0..5) };
             for _ in 0..most {
@@ -63,7 +63,7 @@ impl Traffic {
         }
         world.called |= ring.wants_call();
         if !self.device_sleeps && (ending || world.rng.bool()) {
-            self.device_sleeps = !ring.listen();
+            self.device_sleeps = !ring.enable_kicks();
         }
     }
 
@@ -74,7 +74,7 @@ impl Traffic {
         for held in self.held.drain(..).rev() {
             self.world.complete(&mut ring, held);
         }
-        assert_eq!(ring.taken(), 0);
+        assert_eq!(ring.in_flight(), 0);
         let _owed = ring.wants_call();
         let base = ring.stop();
         self.ring = Some(self.world.ring(base));
@@ -84,9 +84,9 @@ impl Traffic {
 }
 
 fn run(seed: u64) -> u64 {
-    let (world, shape) = World::new(seed);
+    let (world, shape) = RingWorld::new(seed);
     let ring = Some(world.ring(shape.start()));
-    let mut traffic = Traffic { world, ring, held: Vec::new(), device_sleeps: false, driver_sleeps: false };
+    let mut traffic = RingTraffic { world, ring, held: Vec::new(), device_sleeps: false, driver_sleeps: false };
     let mut steps = Rng::with_seed(!seed);
     for _ in 0..steps.usize(20..300) {
         match steps.u8(0..40) {
@@ -106,7 +106,7 @@ fn run(seed: u64) -> u64 {
 }
 
 #[test]
-fn each_chain_arrives_once_and_nobody_sleeps_through() {
+fn each_chain_completes_once_and_no_wake_up_is_lost() {
     let mut came_back = 0;
     let seeds =
         seeds::for_each("--lib", "each_chain_arrives_once_and_nobody_sleeps_through", 20_000, |seed| {

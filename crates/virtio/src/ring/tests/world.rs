@@ -3,11 +3,11 @@
 use std::collections::{HashMap, HashSet};
 
 use fastrand::Rng;
-use reactor::guest::{Memory, Place, Region};
+use reactor::guest::{GuestMemory, GuestBytes, Region};
 
 use super::super::{
-    Chain, Inflight, Layout, Parts, Ring, Ticket,
-    driver::{Buffer, Driver},
+    DescriptorChain, InflightQueueArea, RingLayout, RingParts, Virtqueue, ChainTicket,
+    driver::{DriverBuffer, RingDriver},
 };
 
 pub(super) const RINGS: u64 = 0x10_000;
@@ -21,14 +21,14 @@ const TABLE_BYTES: u64 = 0x100;
 
 /// Size and features of a ring.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Shape {
+pub(super) struct RingShape {
     pub(super) size: u16,
     pub(super) packed: bool,
     pub(super) event_idx: bool,
     pub(super) indirect: bool,
 }
 
-impl Shape {
+impl RingShape {
     pub(super) fn any(rng: &mut Rng) -> Self {
         let packed = rng.bool();
         let size = if packed { rng.u16(1..=17) } else { 1 << rng.u16(0..=4) };
@@ -41,7 +41,7 @@ impl Shape {
     }
 }
 
-pub(super) fn memory() -> Memory {
+pub(super) fn memory() -> GuestMemory {
     let region = |at, bytes| Region::on_heap(at, at + (1 << 40), bytes);
     let regions = vec![
         region(RINGS, 0x8000),
@@ -49,14 +49,14 @@ pub(super) fn memory() -> Memory {
         region(BUFFERS, (SEAM - BUFFERS) as usize),
         region(SEAM, 0x8000),
     ];
-    Memory::new(regions).expect("they do not overlap")
+    GuestMemory::new(regions).expect("they do not overlap")
 }
 
-pub(super) fn layout(memory: &Memory, shape: Shape) -> Layout {
-    let Shape { size, packed, event_idx, indirect } = shape;
-    let parts = Parts::of(size, packed, event_idx);
-    let part = |at: u64, (bytes, _)| memory.place(RINGS + at, bytes).expect("inside");
-    Layout {
+pub(super) fn layout(memory: &GuestMemory, shape: RingShape) -> RingLayout {
+    let RingShape { size, packed, event_idx, indirect } = shape;
+    let parts = RingParts::of(size, packed, event_idx);
+    let part = |at: u64, (bytes, _)| memory.range(RINGS + at, bytes).expect("inside");
+    RingLayout {
         size,
         descriptors: part(0, parts.descriptors),
         driver: part(0x4000, parts.driver),
@@ -67,33 +67,33 @@ pub(super) fn layout(memory: &Memory, shape: Shape) -> Layout {
     }
 }
 
-pub(super) fn ring_with_inflight(layout: &Layout, memory: &Memory, base: u32) -> Ring {
-    let bytes = Inflight::bytes(layout.size, layout.packed);
-    let inflight = Inflight::new(memory.place(INFLIGHT, bytes).expect("inside"));
-    Ring::with_inflight(layout.clone(), memory.clone(), base, inflight).expect("a good ring")
+pub(super) fn ring_with_inflight(layout: &RingLayout, memory: &GuestMemory, base: u32) -> Virtqueue {
+    let bytes = InflightQueueArea::bytes(layout.size, layout.packed);
+    let inflight = InflightQueueArea::new(memory.range(INFLIGHT, bytes).expect("inside"));
+    Virtqueue::with_inflight(layout.clone(), memory.clone(), base, inflight).expect("a good ring")
 }
 
 /// A chain that the driver waits for.
-struct Sent {
+struct SentChain {
     slot: usize,
     number: u64,
     writable: usize,
 }
 
 /// A chain that the device has taken.
-pub(super) struct Held {
+pub(super) struct TakenChain {
     number: u64,
-    ticket: Ticket,
+    ticket: ChainTicket,
 }
 
 /// Driver and device, and their notifications to each other.
-pub(super) struct World {
+pub(super) struct RingWorld {
     pub(super) rng: Rng,
-    pub(super) memory: Memory,
-    pub(super) layout: Layout,
-    pub(super) driver: Driver,
+    pub(super) memory: GuestMemory,
+    pub(super) layout: RingLayout,
+    pub(super) driver: RingDriver,
     slots: Vec<usize>,
-    sent: HashMap<u16, Sent>,
+    sent: HashMap<u16, SentChain>,
     numbers: u64,
     pub(super) kicked: bool,
     pub(super) called: bool,
@@ -102,13 +102,13 @@ pub(super) struct World {
     pub(super) came_back: u64,
 }
 
-impl World {
-    pub(super) fn new(seed: u64) -> (Self, Shape) {
+impl RingWorld {
+    pub(super) fn new(seed: u64) -> (Self, RingShape) {
         let mut rng = Rng::with_seed(seed);
-        let shape = Shape::any(&mut rng);
+        let shape = RingShape::any(&mut rng);
         let memory = memory();
         let layout = layout(&memory, shape);
-        let driver = Driver::new(&layout);
+        let driver = RingDriver::new(&layout);
         let world = Self {
             rng,
             memory,
@@ -125,11 +125,11 @@ impl World {
         (world, shape)
     }
 
-    pub(super) fn ring(&self, base: u32) -> Ring {
-        Ring::new(self.layout.clone(), self.memory.clone(), base).expect("a good ring")
+    pub(super) fn ring(&self, base: u32) -> Virtqueue {
+        Virtqueue::new(self.layout.clone(), self.memory.clone(), base).expect("a good ring")
     }
 
-    pub(super) fn ring_with_inflight(&self, base: u32) -> Ring {
+    pub(super) fn ring_with_inflight(&self, base: u32) -> Virtqueue {
         ring_with_inflight(&self.layout, &self.memory, base)
     }
 
@@ -141,8 +141,8 @@ impl World {
     pub(super) fn send(&mut self) {
         let indirect = self.layout.indirect && self.rng.bool();
         // An indirect chain needs only one descriptor of the ring.
-        let most = if indirect { 8 } else { self.driver.free().min(8) };
-        if most == 0 || self.driver.free() == 0 {
+        let most = if indirect { 8 } else { self.driver.free_descriptors().min(8) };
+        if most == 0 || self.driver.free_descriptors() == 0 {
             return;
         }
         let slot = self.slots.pop().expect("as many as descriptors");
@@ -155,7 +155,7 @@ impl World {
         let mut buffers = Vec::new();
         let mut address = at + TABLE_BYTES;
         let mut buffer = |bytes: u32, writable| {
-            buffers.push(Buffer { address, bytes, writable });
+            buffers.push(DriverBuffer { address, bytes, writable });
             address += u64::from(bytes);
         };
         let number = self.numbers;
@@ -173,25 +173,25 @@ impl World {
         self.put(at + TABLE_BYTES, &number.to_le_bytes());
         let added = match self.table(at).filter(|_| indirect) {
             Some(table) => self.driver.add_indirect(&table, &buffers),
-            None if buffers.len() <= self.driver.free() => self.driver.add(&buffers),
+            None if buffers.len() <= self.driver.free_descriptors() => self.driver.add(&buffers),
             None => None,
         };
         let Some(id) = added else {
             self.slots.push(slot);
             return;
         };
-        let sent = Sent { slot, number, writable: writable_bytes };
+        let sent = SentChain { slot, number, writable: writable_bytes };
         assert!(self.sent.insert(id, sent).is_none(), "the driver has used an id twice");
     }
 
     /// `None` if the table would cross a border of regions.
-    fn table(&self, at: u64) -> Option<Place> {
-        self.memory.place(at, TABLE_BYTES as usize)
+    fn table(&self, at: u64) -> Option<GuestBytes> {
+        self.memory.range(at, TABLE_BYTES as usize)
     }
 
     fn put(&self, address: u64, bytes: &[u8]) {
         let mut places = super::super::Places::new();
-        assert!(self.memory.places(address, bytes.len(), &mut places));
+        assert!(self.memory.ranges(address, bytes.len(), &mut places));
         let mut rest = bytes;
         for place in &places {
             let (part, after) = rest.split_at(place.bytes());
@@ -217,7 +217,7 @@ impl World {
     }
 
     /// Compares a chain of the device with the one that the driver made available.
-    pub(super) fn look(&self, chain: Chain) -> Held {
+    pub(super) fn look(&self, chain: DescriptorChain) -> TakenChain {
         assert_eq!(chain.fault, None);
         let mut number = [0; 8];
         let mut filled = 0;
@@ -229,21 +229,21 @@ impl World {
         let number = u64::from_le_bytes(number);
         assert!(!self.done.contains(&number), "chain {number} is served again");
         let sent = self.sent.values().find(|sent| sent.number == number).expect("the driver waits for it");
-        assert_eq!(sent.writable, chain.writable().iter().map(Place::bytes).sum::<usize>());
-        Held { number, ticket: chain.ticket }
+        assert_eq!(sent.writable, chain.writable().iter().map(GuestBytes::bytes).sum::<usize>());
+        TakenChain { number, ticket: chain.ticket }
     }
 
     /// The device completes a chain, with a length that depends on its number.
-    pub(super) fn complete(&mut self, ring: &mut Ring, held: Held) {
+    pub(super) fn complete(&mut self, ring: &mut Virtqueue, held: TakenChain) {
         ring.complete(held.ticket, (held.number * 7) as u32);
         assert!(self.done.insert(held.number), "chain {} is served twice", held.number);
     }
 
     /// Puts taken chains back, newest first, as long as the ring accepts them.
-    pub(super) fn put_back(&mut self, ring: &mut Ring, held: &mut Vec<Held>) {
-        while let Some(Held { number, ticket }) = held.pop() {
+    pub(super) fn put_back(&mut self, ring: &mut Virtqueue, held: &mut Vec<TakenChain>) {
+        while let Some(TakenChain { number, ticket }) = held.pop() {
             if let Err(ticket) = ring.put_back(ticket) {
-                held.push(Held { number, ticket });
+                held.push(TakenChain { number, ticket });
                 return;
             }
         }

@@ -25,7 +25,7 @@ pub(super) struct ServedImage {
 impl ServedImage {
     /// FILE is a path, an address or `json:{…}`.
     pub(super) fn of_file(name: &str, objects: &Objects) -> anyhow::Result<Self> {
-        match ImageDescription::of_name(name) {
+        match ImageDescription::from_name(name) {
             Ok(description) => Self::of(description, objects),
             Err(error) => bail!("Failed to open {error:#}"),
         }
@@ -33,7 +33,7 @@ impl ServedImage {
 
     /// FILE is a set of options.
     pub(super) fn of_options(text: &str, objects: &Objects) -> anyhow::Result<Self> {
-        Self::of(ImageDescription::of_options(text)?, objects)
+        Self::of(ImageDescription::from_options(text)?, objects)
     }
 
     fn of(description: ImageDescription, objects: &Objects) -> anyhow::Result<Self> {

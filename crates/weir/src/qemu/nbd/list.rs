@@ -3,10 +3,10 @@
 use std::fmt::Write as _;
 
 use anyhow::{Context as _, bail};
-use console::{Failure, on_reactor, print};
-use export::nbd::client::{Endpoint, Listed, list};
+use console::{CommandFailure, on_reactor, print};
+use export::nbd::client::{NbdEndpoint, ListedExport, list};
 use policy::time::Duration;
-use reactor::plain::plain;
+use reactor::plain::sanitize;
 
 use super::arguments::Arguments;
 
@@ -27,11 +27,11 @@ const FLAGS: [(u32, &str); 11] = [
     (11, "fast-zero"),
 ];
 
-pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
+pub(super) fn run(arguments: &Arguments) -> Result<(), CommandFailure> {
     let endpoint = endpoint(arguments)?;
     let name = match &endpoint {
-        Endpoint::Unix(path) => path.display().to_string(),
-        Endpoint::Tcp { host, port } => format!("{host}:{port}"),
+        NbdEndpoint::Unix(path) => path.display().to_string(),
+        NbdEndpoint::Tcp { host, port } => format!("{host}:{port}"),
     };
     let exports = on_reactor(async move {
         let listed = list(&endpoint, PATIENCE).await;
@@ -40,7 +40,7 @@ pub(super) fn run(arguments: &Arguments) -> Result<(), Failure> {
     Ok(print(&told(&exports))?)
 }
 
-fn endpoint(arguments: &Arguments) -> anyhow::Result<Endpoint> {
+fn endpoint(arguments: &Arguments) -> anyhow::Result<NbdEndpoint> {
     if !arguments.file.is_empty() {
         bail!("List mode is incompatible with a file name");
     }
@@ -59,22 +59,22 @@ fn endpoint(arguments: &Arguments) -> anyhow::Result<Endpoint> {
         bail!("List mode is incompatible with per-device settings");
     }
     match &arguments.socket {
-        Some(path) => Ok(Endpoint::Unix(path.into())),
+        Some(path) => Ok(NbdEndpoint::Unix(path.into())),
         None => {
             let port = arguments.port.as_deref().unwrap_or("10809");
             let port = port.parse().with_context(|| format!("{port}: is no port"))?;
-            Ok(Endpoint::Tcp { host: arguments.bind.clone().unwrap_or_else(|| "0.0.0.0".to_owned()), port })
+            Ok(NbdEndpoint::Tcp { host: arguments.bind.clone().unwrap_or_else(|| "0.0.0.0".to_owned()), port })
         }
     }
 }
 
-fn told(exports: &[Listed]) -> String {
+fn told(exports: &[ListedExport]) -> String {
     let mut text = format!("exports available: {}\n", exports.len());
     // What a stranger sends may go to somebody's terminal.
     for export in exports {
-        let _ = writeln!(text, " export: '{}'", plain(&export.name));
+        let _ = writeln!(text, " export: '{}'", sanitize(&export.name));
         if !export.description.is_empty() {
-            let _ = writeln!(text, "  description: {}", plain(&export.description));
+            let _ = writeln!(text, "  description: {}", sanitize(&export.description));
         }
         let _ = writeln!(text, "  size:  {}", export.size_bytes);
         let names = FLAGS.iter().filter(|(bit, _)| export.flags >> bit & 1 == 1).map(|(_, name)| *name);
@@ -87,7 +87,7 @@ fn told(exports: &[Listed]) -> String {
         if !export.contexts.is_empty() {
             let _ = writeln!(text, "  available meta contexts: {}", export.contexts.len());
             for context in &export.contexts {
-                let _ = writeln!(text, "   {}", plain(context));
+                let _ = writeln!(text, "   {}", sanitize(context));
             }
         }
     }
@@ -100,7 +100,7 @@ mod tests {
 
     #[test]
     fn exports_are_told_as_qemu_nbd_tells_them() {
-        let export = Listed {
+        let export = ListedExport {
             name: "a b".to_owned(),
             description: "de\u{1b}".to_owned(),
             size_bytes: 1_048_576,

@@ -5,12 +5,12 @@
 //! that has.
 
 use api::MemberSettings;
-use console::screen::{DIM, HELD, is_plain};
+use console::screen::{DIMMED, THROTTLED, has_no_colours};
 use console::{
     figures,
-    figures::{Limits, elided},
+    figures::{SettingValues, elided},
 };
-use policy::throttle::{LimitKind, Part, Setting};
+use policy::throttle::{LimitKind, LimitPart, LimitSetting};
 use ratatui::{
     Frame,
     layout::{Constraint, Layout, Rect},
@@ -77,8 +77,8 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
         .filter(|&&limit| limit as f64 <= top)
         .map(|&limit| vec![(from, limit as f64), (0.0, limit as f64)])
         .collect();
-    let markers = markers(is_plain());
-    let limits = lines.iter().map(|line| dataset(line, HELD, Marker::Braille));
+    let markers = markers(has_no_colours());
+    let limits = lines.iter().map(|line| dataset(line, THROTTLED, Marker::Braille));
     // The sum comes first, so that it hides nothing.
     let measured = series.iter().zip(markers).rev();
     let measured = measured.map(|((points, style), (marker, _))| dataset(points, *style, marker));
@@ -88,15 +88,15 @@ fn draw_one(frame: &mut Frame<'_>, area: Rect, state: &State, row: &Row<'_>, uni
     };
     // Between the corners of the frame.
     let room = usize::from(area.width).saturating_sub(2);
-    let mut frame_of = Block::bordered().border_style(DIM).title(title(name, row.name, markers, room));
+    let mut frame_of = Block::bordered().border_style(DIMMED).title(title(name, row.name, markers, room));
     if let Some(group) = of_group {
         let group = elided(group, room.saturating_sub(" limit of  ".len()));
-        frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), HELD));
+        frame_of = frame_of.title_bottom(Line::styled(format!(" limit of {group} "), THROTTLED));
     }
     let chart = Chart::new(limits.chain(measured).collect())
         .block(frame_of)
-        .x_axis(Axis::default().style(DIM).bounds([from, 0.0]).labels(["-2m", "-1m", "now"]))
-        .y_axis(Axis::default().style(DIM).bounds([0.0, top]).labels(labels(top, unit)))
+        .x_axis(Axis::default().style(DIMMED).bounds([from, 0.0]).labels(["-2m", "-1m", "now"]))
+        .y_axis(Axis::default().style(DIMMED).bounds([0.0, top]).labels(labels(top, unit)))
         .legend_position(None);
     frame.render_widget(chart, area);
 }
@@ -146,10 +146,10 @@ fn limits_of<'a>(
     }
 }
 
-fn set_limits(limits: &Limits, unit: Unit) -> Vec<u64> {
+fn set_limits(limits: &SettingValues, unit: Unit) -> Vec<u64> {
     let kinds = LimitKind::ALL.into_iter().filter(|kind| kind.counts_bytes() == (unit == Unit::Bytes));
     let settings =
-        kinds.flat_map(|kind| [Part::Rate, Part::BurstRate].map(|part| Setting::Limit(kind, part)));
+        kinds.flat_map(|kind| [LimitPart::Rate, LimitPart::BurstRate].map(|part| LimitSetting::Limit(kind, part)));
     let values = settings.filter_map(|setting| limits.get(setting.name()).copied());
     values.filter(|&value| value > 0).collect()
 }

@@ -4,7 +4,7 @@
 use api::{DiskStatus, ExportCounters, ExportStatus, GroupStatus, PrefetchStatus, WatermarkStatus};
 use console::{
     figures,
-    screen::{DIM, HELD},
+    screen::{DIMMED, THROTTLED},
 };
 use ratatui::{
     Frame,
@@ -110,7 +110,7 @@ fn waits(row: &Row<'_>) -> Line<'static> {
     }
     let mut line = fact("waiting", text);
     if let Some(held_by) = &row.held_by {
-        line.push_span(Span::styled(format!(" · held by {held_by}"), HELD));
+        line.push_span(Span::styled(format!(" · held by {held_by}"), THROTTLED));
     }
     for (limit, bucket) in &throttle.buckets {
         line.push_span(Span::raw(format!(" · {limit} bucket {} full", figures::share(bucket.ratio()))));
@@ -151,14 +151,14 @@ fn held(state: &State, row: &Row<'_>, width: usize) -> Line<'static> {
     let now = row.rate.map_or_else(String::new, |rate| format!("{:>4}", figures::share(rate.limited)));
     Line::from(vec![
         Span::styled(" held    ", Modifier::BOLD),
-        Span::styled(format!("{now} "), DIM),
-        Span::styled(bars.into_iter().collect::<String>(), HELD),
+        Span::styled(format!("{now} "), DIMMED),
+        Span::styled(bars.into_iter().collect::<String>(), THROTTLED),
     ])
 }
 
 #[cfg(test)]
 mod tests {
-    use api::{FrontEndProcess, Status};
+    use api::{FrontEndProcess, DaemonStatus};
 
     use super::*;
 
@@ -186,7 +186,7 @@ mod tests {
         };
         let absent = ExportStatus { counters: ExportCounters::default(), ..machine.clone() };
         let about = |export| {
-            let status = Status { exports: vec![export], ..Status::default() };
+            let status = DaemonStatus { exports: vec![export], ..DaemonStatus::default() };
             about_disk(&Report { status, ..Report::default() }, &disk)
         };
         assert_eq!(about(machine), "1M · 1 client · qemu-system-x86 (4711): 4 queues, 32 in flight · a.raw");

@@ -3,7 +3,7 @@
 use console::{
     figures,
     figures::elided,
-    screen::{DIM, HELD},
+    screen::{DIMMED, THROTTLED},
 };
 use ratatui::{
     Frame,
@@ -76,7 +76,7 @@ pub(super) fn draw(frame: &mut Frame<'_>, area: Rect, state: &State) {
     let rows = state.rows();
     if rows.is_empty() {
         let text = if state.filter.is_empty() { " no disk and no group" } else { " nothing has such a name" };
-        frame.render_widget(Line::styled(text, DIM), area);
+        frame.render_widget(Line::styled(text, DIMMED), area);
         return;
     }
     let texts = Texts::new(usize::from(area.width), &rows);
@@ -125,7 +125,7 @@ fn row(row: &list::Row<'_>, texts: Texts) -> Row<'static> {
         Node::Group(_) => ("◆", Style::from(Modifier::BOLD)),
         Node::Disk(_) => (" ", Style::default()),
     };
-    let figure = |cell: Cell<'static>| if held { cell.style(HELD) } else { cell };
+    let figure = |cell: Cell<'static>| if held { cell.style(THROTTLED) } else { cell };
     let text =
         |text: &str, width: usize| Cell::from(super::fitted(Line::from(text.to_owned()), width as u16));
     let name = elided(row.name, texts.name.saturating_sub(MARK));

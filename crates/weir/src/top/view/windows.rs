@@ -1,6 +1,6 @@
 //! What lies over the rest for a while: the change of settings, and the help.
 
-use console::screen::{DIM, WRONG, window};
+use console::screen::{DIMMED, FAULT, window};
 use ratatui::{
     Frame,
     layout::Rect,
@@ -37,15 +37,15 @@ pub(super) fn draw_edit(frame: &mut Frame<'_>, area: Rect, edit: &Edit) {
     frame.set_cursor_position((line.x + column as u16, line.y));
     let below = Rect { y: inside.y + 2, height: inside.height - 2, ..inside };
     let text = match (&edit.error, edit.is_waiting) {
-        (_, true) => Text::styled("asking the daemon …", DIM),
-        (Some(said), _) => Text::styled(said.clone(), WRONG),
+        (_, true) => Text::styled("asking the daemon …", DIMMED),
+        (Some(said), _) => Text::styled(said.clone(), FAULT),
         (None, false) => Text::styled(
             "name=value, separated by spaces; what is left out is unset.\n\
              bps-total bps-read bps-write iops-total iops-read iops-write, each also with -max (burst) and \
              -max-length (its seconds); iops-size; weight iops-reservation bps-reservation watermark group; of \
              disks prefetch and prefetch-memory, -largest-request, -window-min, -window-max, -streams.\n\
              Enter: change it at once · Esc: leave it",
-            DIM,
+            DIMMED,
         ),
     };
     frame.render_widget(Paragraph::new(text).wrap(Wrap { trim: true }), below);

@@ -12,48 +12,48 @@ use std::{
 
 use reactor::{
     JoinHandle,
-    buffer::Buffer,
-    guest::{Memory, Place, Quota, Region},
+    buffer::IoBuffer,
+    guest::{GuestMemory, GuestBytes, MappingQuota, Region},
     op,
     op::Fd,
 };
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
 
-use super::{FEATURES, GUARD, MEMORY_BYTES, REQUESTS, SIZE, Server, USER, attend, event, memory_file};
+use super::{FEATURES, GUARD, MEMORY_BYTES, REQUESTS, SIZE, VhostUserServer, USER, attend, event, memory_file};
 use crate::vhost_user_blk::{features::protocol, message::code};
 use ::virtio::ring::{
-    Layout, Parts,
-    driver::{Buffer as Piece, Driver},
+    RingLayout, RingParts,
+    driver::{DriverBuffer as Piece, RingDriver},
 };
 
 /// A ring of the guest, and the front end's events for it.
 pub(super) struct GuestRing {
-    pub(super) driver: Driver,
-    pub(super) available: Place,
+    pub(super) driver: RingDriver,
+    pub(super) available: GuestBytes,
     pub(super) kick: OwnedFd,
     pub(super) call: Fd,
     pub(super) error: Fd,
 }
 
 /// A front end with its guest.
-pub(super) struct FrontEnd {
+pub(super) struct SocketFrontEnd {
     pub(super) socket: Fd,
     pub(super) file: OwnedFd,
-    pub(super) memory: Memory,
+    pub(super) memory: GuestMemory,
     pub(super) served: JoinHandle<()>,
     requests: u64,
 }
 
-impl FrontEnd {
+impl SocketFrontEnd {
     /// Connects and negotiates.
-    pub(super) async fn connect(server: &Arc<Server>) -> Self {
+    pub(super) async fn connect(server: &Arc<VhostUserServer>) -> Self {
         let (ours, theirs) = UnixStream::pair().expect("sockets");
         let served = attend(server, theirs.into());
         let file = memory_file(MEMORY_BYTES);
         let copy = file.try_clone().expect("a descriptor");
         let region =
-            Region::map(copy, 0, USER, MEMORY_BYTES, 0, &Quota::new(1, MEMORY_BYTES)).expect("a good region");
-        let memory = Memory::new(vec![region]).expect("one region");
+            Region::map(copy, 0, USER, MEMORY_BYTES, 0, &MappingQuota::new(1, MEMORY_BYTES)).expect("a good region");
+        let memory = GuestMemory::new(vec![region]).expect("one region");
         let front_end = Self { socket: ours.into(), file, memory, served, requests: 0 };
         let number = |number: u64| number.to_ne_bytes();
         // Not acknowledged: REPLY_ACK is only negotiated by this message.
@@ -72,7 +72,7 @@ impl FrontEnd {
     }
 
     pub(super) async fn receive(&self, count: usize) -> Vec<u8> {
-        let (mut buffer, mut filled) = (Buffer::new(count), 0);
+        let (mut buffer, mut filled) = (IoBuffer::new(count), 0);
         while filled < count {
             let (result, back) = op::receive(&self.socket, buffer, filled).await;
             let more = result.expect("connected");
@@ -103,9 +103,9 @@ impl FrontEnd {
     /// Sets a ring up and starts it.
     pub(super) async fn start(&self, ring: u32, kick: OwnedFd, call: OwnedFd) -> GuestRing {
         let part = |part: u64| u64::from(ring) * 0x4000 + part * 0x1000;
-        let parts = Parts::of(SIZE, false, false);
-        let place = |number, (bytes, _)| self.memory.place(part(number), bytes).expect("inside");
-        let layout = Layout {
+        let parts = RingParts::of(SIZE, false, false);
+        let place = |number, (bytes, _)| self.memory.range(part(number), bytes).expect("inside");
+        let layout = RingLayout {
             size: SIZE,
             descriptors: place(0, parts.descriptors),
             driver: place(1, parts.driver),
@@ -124,7 +124,7 @@ impl FrontEnd {
         self.set_event(code::SET_VRING_KICK, ring, &kick).await;
         self.ask_state(code::SET_VRING_ENABLE, ring, 1).await;
         let available = layout.driver.clone();
-        GuestRing { driver: Driver::new(&layout), available, kick, call: call.into(), error: error.into() }
+        GuestRing { driver: RingDriver::new(&layout), available, kick, call: call.into(), error: error.into() }
     }
 
     pub(super) async fn set_event(&self, code: u32, ring: u32, event: &OwnedFd) {
@@ -135,7 +135,7 @@ impl FrontEnd {
     pub(super) fn request(&mut self, ring: &mut GuestRing, kind: u32, sector: u64, data: &[u8; 512]) -> u64 {
         let at = REQUESTS + self.requests % 16 * 0x1000;
         self.requests += 1;
-        let place = self.memory.place(at, 0x1000).expect("inside");
+        let place = self.memory.range(at, 0x1000).expect("inside");
         place.write(0, &kind.to_le_bytes());
         place.write(8, &sector.to_le_bytes());
         place.write(512, data);
@@ -148,8 +148,8 @@ impl FrontEnd {
 
     pub(super) fn data(&self, at: u64) -> ([u8; 512], u8) {
         let (mut data, mut status) = ([0; 512], [0]);
-        self.memory.place(at + 512, 512).expect("inside").read(0, &mut data);
-        self.memory.place(at + 1024, 1).expect("inside").read(0, &mut status);
+        self.memory.range(at + 512, 512).expect("inside").read(0, &mut data);
+        self.memory.range(at + 1024, 1).expect("inside").read(0, &mut status);
         (data, status[0])
     }
 

@@ -3,37 +3,37 @@
 use super::*;
 
 #[derive(Debug, Default)]
-struct Heard(Mutex<Vec<String>>);
+struct ObservedEvents(Mutex<Vec<String>>);
 
-impl Told for Heard {
-    fn hear(&self, export: &str, disk: &str, happening: &Happening<'_>, _: u64) {
+impl ExportObserver for ObservedEvents {
+    fn observe(&self, export: &str, disk: &str, happening: &FrontEndEvent<'_>, _: u64) {
         assert_eq!(disk, "disk");
         let said = match *happening {
-            Happening::Came { process } => format!("{} came", process.expect("it is ours")),
-            Happening::Went { process, .. } => format!("{} went", process.expect("it is ours")),
-            Happening::Disconnected { process, why } => {
+            FrontEndEvent::Connected { process } => format!("{} came", process.expect("it is ours")),
+            FrontEndEvent::Disconnected { process, .. } => format!("{} went", process.expect("it is ours")),
+            FrontEndEvent::ProtocolError { process, why } => {
                 format!("{} is at fault: {why}", process.expect("it is ours"))
             }
-            Happening::TurnedAway { .. } => unreachable!("nobody listens here"),
-            Happening::RingBroken { ring, why } => format!("ring {ring} broke: {why}"),
-            Happening::RingServed { ring, .. } => format!("ring {ring} is served"),
+            FrontEndEvent::Rejected { .. } => unreachable!("nobody listens here"),
+            FrontEndEvent::RingBroken { ring, why } => format!("ring {ring} broke: {why}"),
+            FrontEndEvent::RingServed { ring, .. } => format!("ring {ring} is served"),
         };
         self.0.lock().expect("nobody has panicked").push(format!("{export}: {said}"));
     }
 }
 
-impl Heard {
+impl ObservedEvents {
     /// Events since the last call.
     fn news(&self) -> Vec<String> {
         std::mem::take(&mut self.0.lock().expect("nobody has panicked"))
     }
 }
 
-fn server_and_heard() -> (Arc<Server>, Arc<Heard>) {
-    let heard = Arc::new(Heard::default());
-    let export = export_of(Storage::memory(1 << 20), Limits::default(), Offer::default());
-    let told: Arc<dyn Told> = Arc::clone(&heard) as _;
-    (Server::told_to(told, export), heard)
+fn server_and_heard() -> (Arc<VhostUserServer>, Arc<ObservedEvents>) {
+    let heard = Arc::new(ObservedEvents::default());
+    let export = export_of(Storage::memory(1 << 20), Limits::default(), VhostUserOffer::default());
+    let told: Arc<dyn ExportObserver> = Arc::clone(&heard) as _;
+    (VhostUserServer::with_observer(told, export), heard)
 }
 
 fn break_ring(ring: &GuestRing) {
@@ -46,11 +46,11 @@ fn break_ring(ring: &GuestRing) {
 fn a_front_end_uses_the_disk_from_its_first_ring_on() {
     real(async {
         let (server, heard) = server_and_heard();
-        FrontEnd::connect(&server).await.leave().await;
+        SocketFrontEnd::connect(&server).await.leave().await;
         assert_eq!(heard.news(), [""; 0], "it has only asked");
         for _ in 0..2 {
-            let front_end = FrontEnd::connect(&server).await;
-            let process = Process::of(&front_end.socket).expect("it is ours");
+            let front_end = SocketFrontEnd::connect(&server).await;
+            let process = PeerProcess::of_peer(&front_end.socket).expect("it is ours");
             assert_eq!(server.statistics().front_end, Some(process.clone()));
             front_end.start(0, event(0), event(0)).await;
             front_end.start(1, event(0), event(0)).await;
@@ -67,14 +67,14 @@ fn whether_a_front_end_uses_the_disk_goes_over_with_it() {
     real(async {
         for begins in [false, true] {
             let (server, _) = server_and_heard();
-            let front_end = FrontEnd::connect(&server).await;
+            let front_end = SocketFrontEnd::connect(&server).await;
             if begins {
                 front_end.start(0, event(0), event(0)).await;
             }
-            assert!(server.come_to_rest(Duration::from_secs(60)).await);
+            assert!(server.quiesce(Duration::from_secs(60)).await);
             let (other, heard) = server_and_heard();
-            other.take_over(server.take_rested().expect("it is at rest")).expect("it is the same export");
-            let process = Process::of(&front_end.socket).expect("it is ours");
+            other.adopt(server.take_quiesced().expect("it is at rest")).expect("it is the same export");
+            let process = PeerProcess::of_peer(&front_end.socket).expect("it is ours");
             let nobody_else = FrontEnds::call("vm1", "/nowhere".into());
             let serving = spawn_joinable(Arc::clone(&other).serve(nobody_else, Threads::Here));
             other.wait_while(|other| other.connections() == 0).await;
@@ -94,8 +94,8 @@ fn a_front_end_at_fault_is_told_of_with_what_it_did() {
     real(async {
         for begins in [false, true] {
             let (server, heard) = server_and_heard();
-            let front_end = FrontEnd::connect(&server).await;
-            let process = Process::of(&front_end.socket).expect("it is ours");
+            let front_end = SocketFrontEnd::connect(&server).await;
+            let process = PeerProcess::of_peer(&front_end.socket).expect("it is ours");
             if begins {
                 front_end.start(0, event(0), event(0)).await;
             }
@@ -118,7 +118,7 @@ fn a_front_end_at_fault_is_told_of_with_what_it_did() {
 fn a_ring_that_breaks_is_told_of_and_once_more_when_it_is_served_again() {
     real(async {
         let (server, heard) = server_and_heard();
-        let front_end = FrontEnd::connect(&server).await;
+        let front_end = SocketFrontEnd::connect(&server).await;
         let ring = front_end.start(0, event(0), event(0)).await;
         front_end.start(1, event(0), event(0)).await;
         let _came = heard.news();
@@ -127,7 +127,7 @@ fn a_ring_that_breaks_is_told_of_and_once_more_when_it_is_served_again() {
         let news = heard.news();
         assert!(news[0].starts_with("vm1: ring 0 broke: ") && news.len() == 1, "{news:?}");
         front_end.stop(0).await;
-        front_end.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
+        front_end.memory.range(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
         front_end.start(0, event(0), event(0)).await;
         let news = loop {
             reactor::yield_now().await;
@@ -145,14 +145,14 @@ fn a_ring_that_breaks_is_told_of_and_once_more_when_it_is_served_again() {
 fn a_ring_that_a_front_end_leaves_broken_is_not_served_again_by_the_next() {
     real(async {
         let (server, heard) = server_and_heard();
-        let front_end = FrontEnd::connect(&server).await;
+        let front_end = SocketFrontEnd::connect(&server).await;
         let ring = front_end.start(0, event(0), event(0)).await;
         break_ring(&ring);
         rung(&ring.error).await;
         front_end.leave().await;
         assert_eq!(heard.news().len(), 3);
-        let next = FrontEnd::connect(&server).await;
-        next.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
+        let next = SocketFrontEnd::connect(&server).await;
+        next.memory.range(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
         next.start(0, event(0), event(0)).await;
         next.leave().await;
         let news = heard.news();
@@ -166,10 +166,10 @@ fn memory_is_doubted_where_kicks_bring_nothing_and_nothing_ever_came() {
         let kick = |ring: &GuestRing| {
             rustix::io::write(&ring.kick, &1_u64.to_ne_bytes()).expect("there is room");
         };
-        let is_doubted = |server: &Server| server.device.is_doubted.load(Relaxed);
+        let is_doubted = |server: &VhostUserServer| server.device.has_warned_of_memory.load(Relaxed);
         let (server, _) = server_and_heard();
         // QEMU kicks each ring that it starts, so one kick of an empty ring is normal.
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let ring = front_end.start(0, event(1), event(0)).await;
         let mut other = front_end.start(1, event(1), event(0)).await;
         while server.statistics().kicks < 2 {
@@ -189,7 +189,7 @@ fn memory_is_doubted_where_kicks_bring_nothing_and_nothing_ever_came() {
         }
         front_end.leave().await;
 
-        let front_end = FrontEnd::connect(&server).await;
+        let front_end = SocketFrontEnd::connect(&server).await;
         let before = server.statistics().kicks;
         let ring = front_end.start(0, event(1), event(0)).await;
         while server.statistics().kicks == before {

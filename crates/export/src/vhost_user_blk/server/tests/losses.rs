@@ -3,7 +3,7 @@
 use std::os::unix::fs::FileExt as _;
 
 use image::qcow2::{
-    Parts as ImageParts, Qcow2,
+    Qcow2Components as ImageParts, Qcow2Image,
     create::{CreateOptions, create},
 };
 
@@ -12,26 +12,26 @@ use super::*;
 const FLUSH: u32 = 4;
 
 /// A disk with qcow2 metadata that stays in memory until a flush.
-async fn server_of_qcow2() -> Arc<Server> {
+async fn server_of_qcow2() -> Arc<VhostUserServer> {
     let storage = Storage::memory(0);
     let options = CreateOptions { size_bytes: 1 << 20, ..CreateOptions::default() };
     create(&storage, None, &options).await.expect("valid");
-    let image = Qcow2::open(ImageParts::of(storage)).await.expect("valid");
+    let image = Qcow2Image::open(ImageParts::of(storage)).await.expect("valid");
     let disk = Disk::new("disk", Image::Qcow2(image), DiskSettings::default(), None).expect("no limits");
-    Server::new(Export {
+    VhostUserServer::new(VhostUserExport {
         disk: Arc::new(disk),
         ..export_of(Storage::memory(512), Limits::default(), offer())
     })
 }
 
-fn offer() -> Offer {
-    Offer { queues: 2, queue_size: SIZE, write_cache: true, ..Offer::default() }
+fn offer() -> VhostUserOffer {
+    VhostUserOffer { queues: 2, queue_size: SIZE, write_cache: true, ..VhostUserOffer::default() }
 }
 
 /// An in-flight area, as a front end keeps it.
-struct Kept(File, u64);
+struct KeptInflightArea(File, u64);
 
-impl Kept {
+impl KeptInflightArea {
     fn new() -> Self {
         let (file, bytes) = crate::vhost_user_blk::inflight::create(2, SIZE, false).expect("made");
         Self(file.into(), bytes)
@@ -49,27 +49,27 @@ impl Kept {
 }
 
 /// Connects a front end that passes its area, and starts its first ring.
-async fn connect(server: &Arc<Server>, kept: &Kept) -> (FrontEnd, GuestRing) {
-    let front_end = FrontEnd::connect(server).await;
+async fn connect(server: &Arc<VhostUserServer>, kept: &KeptInflightArea) -> (SocketFrontEnd, GuestRing) {
+    let front_end = SocketFrontEnd::connect(server).await;
     bring(&front_end, kept).await;
     let ring = front_end.start(0, event(0), event(0)).await;
     (front_end, ring)
 }
 
-async fn bring(front_end: &FrontEnd, kept: &Kept) {
+async fn bring(front_end: &SocketFrontEnd, kept: &KeptInflightArea) {
     let info = [numbers(&[kept.1, 0]), [2, SIZE].map(u16::to_ne_bytes).concat()].concat();
     front_end.ask(code::SET_INFLIGHT_FD, &info, &[kept.0.as_fd()]).await;
 }
 
 /// Status of a request of this kind.
-async fn carried_out(front_end: &mut FrontEnd, ring: &mut GuestRing, kind: u32) -> u8 {
+async fn carried_out(front_end: &mut SocketFrontEnd, ring: &mut GuestRing, kind: u32) -> u8 {
     let at = front_end.request(ring, kind, 0, &[7; 512]);
     ring.kick_and_wait().await;
     front_end.data(at).1
 }
 
 /// Status of a flush at another process that is given this area.
-async fn flushed_after(kept: &Kept) -> u8 {
+async fn flushed_after(kept: &KeptInflightArea) -> u8 {
     let other = server_over(Storage::memory(1 << 20), Limits::default());
     let (mut front_end, mut ring) = connect(&other, kept).await;
     let status = carried_out(&mut front_end, &mut ring, FLUSH).await;
@@ -78,9 +78,9 @@ async fn flushed_after(kept: &Kept) -> u8 {
 }
 
 #[test]
-fn flushes_fail_where_writes_that_no_flush_had_covered_are_lost() {
+fn flushes_fail_after_unflushed_writes_were_lost() {
     real(async {
-        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "nothing was written");
         assert_eq!(carried_out(&mut front_end, &mut ring, 1).await, 0);
@@ -100,7 +100,7 @@ fn flushes_fail_where_writes_that_no_flush_had_covered_are_lost() {
 #[test]
 fn a_guest_that_resets_its_device_flushes_again() {
     real(async {
-        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;
         carried_out(&mut front_end, &mut ring, 1).await;
         let other = server_of_qcow2().await;
@@ -119,7 +119,7 @@ fn a_guest_that_resets_its_device_flushes_again() {
 #[test]
 fn nothing_is_lost_with_a_process_that_ends_in_order() {
     real(async {
-        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;
         carried_out(&mut front_end, &mut ring, 1).await;
         front_end.leave().await;
@@ -130,8 +130,8 @@ fn nothing_is_lost_with_a_process_that_ends_in_order() {
         let kept = kept.as_of_now();
         let (mut front_end, mut ring) = connect(&first, &kept).await;
         carried_out(&mut front_end, &mut ring, 1).await;
-        assert!(first.come_to_rest(PATIENCE).await);
-        second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
+        assert!(first.quiesce(PATIENCE).await);
+        second.adopt(first.take_quiesced().expect("it is at rest")).expect("the same export");
         let served = attend(&second, front_end.socket.clone());
         carried_out(&mut front_end, &mut ring, 0).await;
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written before it came here");
@@ -144,13 +144,13 @@ fn nothing_is_lost_with_a_process_that_ends_in_order() {
 fn nothing_is_lost_where_a_machine_stops_for_a_while() {
     // QEMU's `stop` and `cont`: the device is reset, and the same area is passed again.
     real(async {
-        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;
         carried_out(&mut front_end, &mut ring, 1).await;
         front_end.stop(0).await;
         front_end.ask(code::SET_STATUS, &numbers(&[0]), &[]).await;
         assert_eq!(flushed_after(&kept.as_of_now()).await, 0, "it was written when the machine stopped");
-        let other = Kept::new();
+        let other = KeptInflightArea::new();
         bring(&front_end, &other).await;
         assert_eq!(flushed_after(&other.as_of_now()).await, 0);
         bring(&front_end, &kept).await;
@@ -158,7 +158,7 @@ fn nothing_is_lost_where_a_machine_stops_for_a_while() {
         assert_eq!(carried_out(&mut front_end, &mut ring, FLUSH).await, 0);
         front_end.leave().await;
 
-        let (server, kept) = (server_of_qcow2().await, Kept::new());
+        let (server, kept) = (server_of_qcow2().await, KeptInflightArea::new());
         let (mut front_end, mut ring) = connect(&server, &kept).await;
         carried_out(&mut front_end, &mut ring, 1).await;
         front_end.stop(0).await;

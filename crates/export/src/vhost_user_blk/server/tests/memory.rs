@@ -7,12 +7,12 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
     const MORE: u64 = 1 << 20;
     real(async {
         let server = server(Limits::default());
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let log = memory_file(4096);
-        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &Quota::new(1, 4096));
+        let bits = Region::map(log.try_clone().expect("a descriptor"), 0, 0, 4096, 0, &MappingQuota::new(1, 4096));
         let bits =
-            Memory::new(vec![bits.expect("mapped")]).expect("one region").place(0, 64).expect("inside");
+            GuestMemory::new(vec![bits.expect("mapped")]).expect("one region").range(0, 64).expect("inside");
         let marked = || {
             let mut bytes = [0; 64];
             bits.read(0, &mut bytes);
@@ -39,7 +39,7 @@ fn memory_comes_and_goes_and_is_recorded_under_a_ring_that_runs() {
                 true => front_end.ask(code::ADD_MEM_REG, &region, &[file.as_fd()]).await,
                 false => front_end.ask(code::REM_MEM_REG, &region, &[]).await,
             }
-            let place = front_end.memory.place(REQUESTS, 0x1000).expect("inside");
+            let place = front_end.memory.range(REQUESTS, 0x1000).expect("inside");
             place.fill(0, 16, 0);
             let data = piece(MORE + 0x9000, 512, true);
             let pieces = [piece(REQUESTS, 16, false), data, piece(REQUESTS + 1024, 1, true)];
@@ -58,7 +58,7 @@ fn nothing_is_served_into_memory_that_has_gone() {
     const MORE: u64 = 1 << 20;
     real(async {
         let server = server(one_a_second(LimitKind::IopsTotal));
-        let front_end = FrontEnd::connect(&server).await;
+        let front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let file = memory_file(MEMORY_BYTES);
         let region = [0, MORE, MEMORY_BYTES, USER + MORE, 0].map(u64::to_ne_bytes).concat();
@@ -68,7 +68,7 @@ fn nothing_is_served_into_memory_that_has_gone() {
         let piece = |address, bytes, writable| Piece { address, bytes, writable };
         for number in 0..10 {
             let at = REQUESTS + number * 0x1000;
-            let place = front_end.memory.place(at, 0x1000).expect("inside");
+            let place = front_end.memory.range(at, 0x1000).expect("inside");
             place.write(8, &(number * 100).to_le_bytes());
             place.write(1024, &[GUARD]);
             let data = piece(MORE + number * 0x1000, 512, true);

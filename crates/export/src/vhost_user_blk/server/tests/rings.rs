@@ -7,12 +7,12 @@ use super::*;
 fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
     real(async {
         let mut limits = Limits::default();
-        *limits.limit_mut(LimitKind::BpsTotal) = Limit { rate: 1, burst_rate: 6000, burst_length_s: 1 };
+        *limits.limit_mut(LimitKind::BpsTotal) = RateLimit { rate: 1, burst_rate: 6000, burst_length_s: 1 };
         let server = server(limits);
-        let front_end = FrontEnd::connect(&server).await;
+        let front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let memory = front_end.memory.clone();
-        let place = memory.place(REQUESTS, 0x1000).expect("inside");
+        let place = memory.range(REQUESTS, 0x1000).expect("inside");
         place.write(0, &1_u32.to_le_bytes());
         place.write(8, &[0; 8]);
         place.write(1024, &[GUARD]);
@@ -37,13 +37,13 @@ fn a_large_request_that_the_end_cuts_short_is_left_unanswered() {
 }
 
 #[test]
-fn what_a_stopped_disk_holds_goes_back_into_the_ring() {
+fn requests_held_by_a_stopped_disk_go_back_into_the_ring() {
     real(async {
         let failing = "kind=write,error=ENOSPC,count=3".parse().expect("a rule");
         let server = server_over(Storage::memory(1 << 20).with_faults(vec![failing]), Limits::default());
         let disk = server.device.disk();
         disk.failures().set_policies(ErrorPolicies { write: OnError::Stop, ..ErrorPolicies::default() });
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let mut requests = Vec::new();
         for number in 0..3 {
@@ -72,13 +72,13 @@ fn what_a_stopped_disk_holds_goes_back_into_the_ring() {
 }
 
 #[test]
-fn what_cannot_go_back_waits_for_the_disk_and_never_fails() {
+fn requests_that_cannot_go_back_wait_for_the_disk() {
     real(async {
         let failing = "kind=write,error=ENOSPC,count=1".parse().expect("a rule");
         let server = server_over(Storage::memory(1 << 20).with_faults(vec![failing]), Limits::default());
         let disk = server.device.disk();
         disk.failures().set_policies(ErrorPolicies { write: OnError::Stop, ..ErrorPolicies::default() });
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let write = front_end.request(&mut ring, 1, 0, &[1; 512]);
         ring.kick();
@@ -106,7 +106,7 @@ fn what_cannot_go_back_waits_for_the_disk_and_never_fails() {
 fn a_front_end_that_leaves_waits_for_no_limits() {
     real(async {
         let server = server(one_a_second(LimitKind::IopsTotal));
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         // Not adjacent, so that each request waits on its own.
         let requests: Vec<_> =
@@ -118,7 +118,7 @@ fn a_front_end_that_leaves_waits_for_no_limits() {
         front_end.leave().await;
         let waiting = requests.iter().filter(|at| {
             let mut status = [0];
-            memory.place(**at + 1024, 1).expect("inside").read(0, &mut status);
+            memory.range(**at + 1024, 1).expect("inside").read(0, &mut status);
             status == [GUARD]
         });
         assert!(waiting.count() > 5, "they were carried out though nobody is there");
@@ -131,7 +131,7 @@ fn a_front_end_that_leaves_waits_for_no_limits() {
 fn a_ring_whose_kick_is_no_event_is_served_all_the_same() {
     real(async {
         let server = server(Limits::default());
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let zeroes = OwnedFd::from(File::open("/dev/zero").expect("it is there"));
         let mut ring = front_end.start(0, zeroes, event(0)).await;
         front_end.request(&mut ring, 1, 0, &[1; 512]);
@@ -152,10 +152,10 @@ fn a_ring_whose_kick_is_no_event_is_served_all_the_same() {
 }
 
 #[test]
-fn a_call_that_would_block_holds_nobody() {
+fn a_blocking_call_event_delays_no_request() {
     real(async {
         let server = server(Limits::default());
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let full = eventfd(0, EventfdFlags::CLOEXEC).expect("an eventfd");
         rustix::io::write(&full, &(u64::MAX - 1).to_ne_bytes()).expect("so much fits");
         let mut ring = front_end.start(0, event(0), full).await;
@@ -173,7 +173,7 @@ fn a_call_that_would_block_holds_nobody() {
 fn a_ring_that_breaks_says_so_and_others_go_on() {
     real(async {
         let server = server(Limits::default());
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut bad = front_end.start(0, event(0), event(0)).await;
         let mut good = front_end.start(1, event(0), event(0)).await;
         front_end.request(&mut bad, 1, 0, &[1; 512]);
@@ -189,7 +189,7 @@ fn a_ring_that_breaks_says_so_and_others_go_on() {
         assert_eq!(front_end.data(at), ([1; 512], 0));
         // The guest sets the ring up again.
         assert_eq!(front_end.stop(0).await, 1);
-        front_end.memory.place(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
+        front_end.memory.range(0, 0x3000).expect("inside").fill(0, 0x3000, 0);
         let mut again = front_end.start(0, event(0), event(0)).await;
         front_end.request(&mut again, 1, 0, &[2; 512]);
         again.kick_and_wait().await;
@@ -202,8 +202,8 @@ fn a_ring_that_breaks_says_so_and_others_go_on() {
 fn rings_that_break_by_the_thousand_are_one_line() {
     real(async {
         let device = Arc::clone(&server(Limits::default()).device);
-        (0..1000).for_each(|ring| cannot_serve(&device, ring, &"it is broken", None));
+        (0..1000).for_each(|ring| report_unserved_ring(&device, ring, &"it is broken", None));
         let later = reactor::now() + PATIENCE;
-        assert!(device.broken_rings.line(later).is_some_and(|left_out| left_out > 900));
+        assert!(device.broken_rings.try_log(later).is_some_and(|left_out| left_out > 900));
     });
 }

@@ -3,16 +3,16 @@
 use super::*;
 
 /// Transfers a quiesced front end from one server to another.
-fn goes_on(front_end: &FrontEnd, first: &Server, second: &Arc<Server>) -> JoinHandle<()> {
-    second.take_over(first.take_rested().expect("it is at rest")).expect("the same export");
+fn goes_on(front_end: &SocketFrontEnd, first: &VhostUserServer, second: &Arc<VhostUserServer>) -> JoinHandle<()> {
+    second.adopt(first.take_quiesced().expect("it is at rest")).expect("the same export");
     attend(second, front_end.socket.clone())
 }
 
 #[test]
-fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
+fn a_transfer_to_another_server_is_invisible_to_the_front_end() {
     real(async {
         let (first, second) = (server(one_a_second(LimitKind::IopsTotal)), server(Limits::default()));
-        let mut front_end = FrontEnd::connect(&first).await;
+        let mut front_end = SocketFrontEnd::connect(&first).await;
         let (channel, mut told) = UnixStream::pair().expect("sockets");
         front_end.ask(code::SET_BACKEND_REQ_FD, &[], &[channel.as_fd()]).await;
         assert_eq!(front_end.capacity().await, (1 << 20) / 512);
@@ -27,16 +27,16 @@ fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
             (0..10).map(|number| front_end.request(&mut ring, 1, number * 100, &[1; 512])).collect();
         ring.kick_and_wait().await;
 
-        assert!(first.come_to_rest(PATIENCE).await);
+        assert!(first.quiesce(PATIENCE).await);
         assert_eq!((first.statistics().queues, first.connections()), (0, 1));
         let waiting =
-            |front_end: &FrontEnd| requests.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+            |front_end: &SocketFrontEnd| requests.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
         assert!(waiting(&front_end) > 0, "some wait for the limit, and go back");
         // A request that arrives in between is found by the second server.
         let late = front_end.request(&mut ring, 1, 1, &[7; 512]);
         ring.kick();
         let served = goes_on(&front_end, &first, &second);
-        assert!(first.take_rested().is_none(), "it goes once");
+        assert!(first.take_quiesced().is_none(), "it goes once");
         while waiting(&front_end) > 0 || front_end.data(late).1 == GUARD {
             reactor::yield_now().await;
         }
@@ -51,35 +51,35 @@ fn a_front_end_goes_on_at_another_server_and_hears_nothing_of_it() {
 fn a_front_end_that_rests_is_not_served_and_goes_on() {
     real(async {
         let server = server(Limits::default());
-        let mut front_end = FrontEnd::connect(&server).await;
+        let mut front_end = SocketFrontEnd::connect(&server).await;
         let mut ring = front_end.start(0, event(0), event(0)).await;
         let message = [code::GET_FEATURES, 1, 0].map(u32::to_ne_bytes).concat();
         let (half, rest) = message.split_at(5);
         let send = |bytes: &[u8]| rustix::io::write(&front_end.socket, bytes).expect("there is room");
         send(half);
-        assert!(server.come_to_rest(PATIENCE).await, "whatever it is about to say");
-        server.go_on();
+        assert!(server.quiesce(PATIENCE).await, "whatever it is about to say");
+        server.resume();
         send(rest);
         front_end.answer(code::GET_FEATURES).await;
-        assert!(server.come_to_rest(PATIENCE).await);
+        assert!(server.quiesce(PATIENCE).await);
         let at = front_end.request(&mut ring, 1, 0, &[1; 512]);
         ring.kick();
-        assert!(server.come_to_rest(PATIENCE).await && front_end.data(at).1 == GUARD);
-        server.go_on();
+        assert!(server.quiesce(PATIENCE).await && front_end.data(at).1 == GUARD);
+        server.resume();
         ring.look().await;
         assert_eq!(front_end.data(at).1, 0);
-        assert!(server.take_rested().is_none());
+        assert!(server.take_quiesced().is_none());
         front_end.leave().await;
     });
 }
 
 #[test]
-fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
+fn requests_that_cannot_go_back_are_admitted_at_once_in_an_upgrade() {
     real(async {
         // Quiesced at once, or after the front end has asked for the ring's base.
         for is_told in [false, true] {
             let server = server(one_a_second(LimitKind::IopsWrite));
-            let mut front_end = FrontEnd::connect(&server).await;
+            let mut front_end = SocketFrontEnd::connect(&server).await;
             let mut ring = front_end.start(0, event(0), event(0)).await;
             // Together with the read, as many as fit into the ring.
             let writes: Vec<_> =
@@ -92,14 +92,14 @@ fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
                 reactor::yield_now().await;
             }
             let waiting =
-                |front_end: &FrontEnd| writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
+                |front_end: &SocketFrontEnd| writes.iter().filter(|at| front_end.data(**at).1 == GUARD).count();
             assert!(waiting(&front_end) > 5);
             if is_told {
                 front_end.send(code::GET_VRING_BASE, 1, &[0_u32, 0].map(u32::to_ne_bytes).concat(), &[]);
                 // Time for the server to receive the message before it quiesces.
                 reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
             }
-            assert!(server.come_to_rest(PATIENCE).await);
+            assert!(server.quiesce(PATIENCE).await);
             assert_eq!(waiting(&front_end), 0, "they are carried out");
             assert_eq!(server.device.disk().throttle().stats().writes.requests, 9, "and are charged");
             drop((front_end.socket, front_end.served));
@@ -108,18 +108,18 @@ fn what_cannot_go_back_waits_for_no_limits_where_another_process_waits() {
 }
 
 #[test]
-fn a_message_that_is_half_there_goes_on_at_another_server() {
+fn an_incomplete_message_is_transferred() {
     real(async {
         let other = memory_file(MEMORY_BYTES);
         let region = [0, 1 << 32, MEMORY_BYTES, 1 << 40, 0].map(u64::to_ne_bytes).concat();
         let message = [[code::ADD_MEM_REG, 9, 40].map(u32::to_ne_bytes).concat(), region].concat();
         for half in [1, 11, 12, 13, message.len() - 1] {
             let (first, second) = (server(Limits::default()), server(Limits::default()));
-            let front_end = FrontEnd::connect(&first).await;
+            let front_end = SocketFrontEnd::connect(&first).await;
             send_with(&front_end.socket, &message[..half], &[other.as_fd()]);
             // Time for the server to receive the bytes before it quiesces.
             reactor::sleep_until(reactor::now() + Duration::from_millis(1)).await;
-            assert!(first.come_to_rest(PATIENCE).await);
+            assert!(first.quiesce(PATIENCE).await);
             let served = goes_on(&front_end, &first, &second);
             rustix::io::write(&front_end.socket, &message[half..]).expect("there is room");
             assert_eq!(front_end.answer(code::ADD_MEM_REG).await, [0; 8], "with its descriptor");
@@ -129,24 +129,24 @@ fn a_message_that_is_half_there_goes_on_at_another_server() {
 }
 
 #[test]
-fn what_a_front_end_does_to_its_files_is_told_from_what_an_export_lacks() {
+fn modified_files_are_distinguished_from_missing_features() {
     real(async {
         type Spoil = fn(&OwnedFd);
-        let spoils: [(Spoil, Offer, bool); 4] = [
-            (|file| ftruncate(file, 0).expect("it may"), Offer { queues: 2, ..Offer::default() }, true),
-            (|file| ftruncate(file, MEMORY_BYTES - 1).expect("it may"), Offer::default(), true),
-            (|file| fcntl_add_seals(file, SealFlags::FUTURE_WRITE).expect("it may"), Offer::default(), true),
-            (|_| {}, Offer { queue_size: 16, ..Offer::default() }, false),
+        let spoils: [(Spoil, VhostUserOffer, bool); 4] = [
+            (|file| ftruncate(file, 0).expect("it may"), VhostUserOffer { queues: 2, ..VhostUserOffer::default() }, true),
+            (|file| ftruncate(file, MEMORY_BYTES - 1).expect("it may"), VhostUserOffer::default(), true),
+            (|file| fcntl_add_seals(file, SealFlags::FUTURE_WRITE).expect("it may"), VhostUserOffer::default(), true),
+            (|_| {}, VhostUserOffer { queue_size: 16, ..VhostUserOffer::default() }, false),
         ];
         for (spoil, offer, is_of_its_files) in spoils {
             let first = server(Limits::default());
-            let front_end = FrontEnd::connect(&first).await;
+            let front_end = SocketFrontEnd::connect(&first).await;
             front_end.start(0, event(0), event(0)).await;
-            assert!(first.come_to_rest(PATIENCE).await);
+            assert!(first.quiesce(PATIENCE).await);
             spoil(&front_end.file);
-            let said = first.take_rested().expect("it is at rest").said;
-            let why = Session::heard(offer, said).expect_err("it cannot be");
-            assert_eq!(why.is_of_its_files(), is_of_its_files, "{why}");
+            let said = first.take_quiesced().expect("it is at rest").said;
+            let why = VhostUserSession::from_messages(offer, said).expect_err("it cannot be");
+            assert_eq!(why.is_modified_file(), is_of_its_files, "{why}");
             drop((front_end.socket, front_end.served));
         }
     });

@@ -3,22 +3,22 @@
 use super::*;
 use storage::{
     align::Align,
-    simulated::{Behaviour, Simulated},
+    simulated::{Behaviour, SimulatedStorage},
 };
 
-use crate::qcow2::{Parts, Qcow2, header::MOST_SNAPSHOTS, snapshot::NewSnapshot};
+use crate::qcow2::{Qcow2Components, Qcow2Image, header::MOST_SNAPSHOTS, snapshot::NewSnapshot};
 
 /// An undamaged image with snapshots of these names, each with its own L1 table and sharing all
 /// data.
-async fn with_snapshots(names: &[&str]) -> (Storage, Header) {
+async fn with_snapshots(names: &[&str]) -> (Storage, Qcow2Header) {
     let (storage, _) = image(preallocated()).await;
-    let content = storage.content().await.expect("memory");
-    let image = Qcow2::open_for_upkeep(Storage::holding(&content).await).await.expect("valid");
+    let content = storage.read_all().await.expect("memory");
+    let image = Qcow2Image::open_for_maintenance(Storage::with_content(&content).await).await.expect("valid");
     for name in names {
         image.create_snapshot(NewSnapshot { name, date_s: 1, date_ns: 0 }).await.expect("there is room");
     }
     image.close().await.expect("memory");
-    let storage = Storage::holding(&image.storage().content().await.expect("memory")).await;
+    let storage = Storage::with_content(&image.storage().read_all().await.expect("memory")).await;
     let header = read_header(&storage).await.expect("a header");
     assert_eq!(judged(&storage, Repair::Nothing).await, (0, 0, 0));
     (storage, header)
@@ -33,7 +33,7 @@ async fn judged(storage: &Storage, repair: Repair) -> (u64, u64, u64) {
 }
 
 /// Offset of entry `number` of the snapshot table, in the file.
-async fn entry_at(storage: &Storage, header: &Header, number: usize) -> u64 {
+async fn entry_at(storage: &Storage, header: &Qcow2Header, number: usize) -> u64 {
     let (snapshots, _) = snapshot::read(storage, header).await.expect("sound");
     header.snapshots_offset + snapshot::encode(&snapshots[..number]).expect("short").len() as u64
 }
@@ -46,25 +46,25 @@ fn a_damaged_snapshot_makes_no_leaks_of_others() {
             let (storage, header) = with_snapshots(&["one", "two", "three"]).await;
             let entry = entry_at(&storage, &header, 1).await;
             put(&storage, entry + at, number_at(&storage, entry + at).await | value).await;
-            let before = storage.content().await.expect("memory");
+            let before = storage.read_all().await.expect("memory");
             for repair in [Repair::Nothing, Repair::Leaks, Repair::All, Repair::Forced] {
                 // The L1 table of that snapshot, and everything that it shares.
                 assert_eq!(judged(&storage, repair).await, (1, 0, 66), "{repair:?} {at} {value:#x}");
-                assert_eq!(storage.content().await.expect("memory"), before, "{repair:?}");
+                assert_eq!(storage.read_all().await.expect("memory"), before, "{repair:?}");
             }
-            let intact = Qcow2::open_snapshot(parts(&before).await, "three").await;
+            let intact = Qcow2Image::open_snapshot(parts(&before).await, "three").await;
             assert!(intact.is_ok(), "{intact:?}");
-            let damaged = Qcow2::open_snapshot(parts(&before).await, "two").await;
+            let damaged = Qcow2Image::open_snapshot(parts(&before).await, "two").await;
             assert!(damaged.is_err_and(|error| error.to_string().contains("two")));
-            let image = Qcow2::open_for_upkeep(Storage::holding(&before).await).await.expect("valid");
+            let image = Qcow2Image::open_for_maintenance(Storage::with_content(&before).await).await.expect("valid");
             assert!(image.create_snapshot(NewSnapshot { name: "no", date_s: 1, date_ns: 0 }).await.is_err());
             assert!(image.delete_snapshot("one").await.is_err());
         }
     });
 }
 
-async fn parts(content: &[u8]) -> Parts {
-    Parts::of(Storage::holding(content).await)
+async fn parts(content: &[u8]) -> Qcow2Components {
+    Qcow2Components::of(Storage::with_content(content).await)
 }
 
 #[test]
@@ -74,14 +74,14 @@ fn a_table_that_ends_early_makes_no_leaks() {
         let entry = entry_at(&storage, &header, 1).await;
         // Length of its extra data: the start of the third entry is then unknown.
         put(&storage, entry + 32, 0xffff_ffff).await;
-        let before = storage.content().await.expect("memory");
+        let before = storage.read_all().await.expect("memory");
         for repair in [Repair::Leaks, Repair::All, Repair::Forced] {
             // Two L1 tables, and the clusters that they share.
             assert_eq!(judged(&storage, repair).await, (1, 0, 67), "{repair:?}");
-            assert_eq!(storage.content().await.expect("memory"), before, "{repair:?}");
+            assert_eq!(storage.read_all().await.expect("memory"), before, "{repair:?}");
         }
-        assert!(Qcow2::open_snapshot(parts(&before).await, "one").await.is_ok());
-        let cut = Qcow2::open_snapshot(parts(&before).await, "three").await.expect_err("not read");
+        assert!(Qcow2Image::open_snapshot(parts(&before).await, "one").await.is_ok());
+        let cut = Qcow2Image::open_snapshot(parts(&before).await, "three").await.expect_err("not read");
         assert!(cut.to_string().contains("extra data"), "{cut}");
     });
 }
@@ -98,16 +98,16 @@ fn too_many_snapshots_are_reported_and_the_disk_can_be_read() {
         let report = check(&storage, Repair::Forced).await.expect("a header");
         assert!(report.findings.iter().any(|finding| finding.contains("65538 snapshots")), "{report:?}");
         assert_eq!((report.leaks, report.leaks_fixed), (0, 0), "{report:?}");
-        let content = storage.content().await.expect("memory");
-        let image = Qcow2::open(Parts { read_only: true, ..parts(&content).await }).await.expect("readable");
+        let content = storage.read_all().await.expect("memory");
+        let image = Qcow2Image::open(Qcow2Components { read_only: true, ..parts(&content).await }).await.expect("readable");
         assert!(image.read(0, 4096).await.is_ok());
-        let refused = Qcow2::open(parts(&content).await).await.expect_err("for writing");
+        let refused = Qcow2Image::open(parts(&content).await).await.expect_err("for writing");
         assert!(refused.to_string().contains("65538 snapshots"), "{refused}");
     });
 }
 
-fn bitmap_entry(name: &str, table_offset: u64) -> bitmap::Entry {
-    bitmap::Entry {
+fn bitmap_entry(name: &str, table_offset: u64) -> bitmap::BitmapEntry {
+    bitmap::BitmapEntry {
         table_offset,
         table_entries: 1,
         flags: 0,
@@ -119,7 +119,7 @@ fn bitmap_entry(name: &str, table_offset: u64) -> bitmap::Entry {
 
 #[test]
 fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
-    type Change = fn(&mut bitmap::Entry);
+    type Change = fn(&mut bitmap::BitmapEntry);
     let changes: [(&str, Change); 4] = [
         ("flags", |entry| entry.flags = 1 << 31),
         ("instead of 1", |entry| entry.table_entries = 2),
@@ -136,8 +136,8 @@ fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
                 let encoded = bitmap::encode(&entries);
                 bytes::write(&storage, end, &encoded).await.expect("memory");
                 bytes::grow(&storage, end + 3 * 4096).await.expect("memory");
-                let place = Place { offset: end, length: encoded.len() as u64 };
-                header.bitmaps = Some(Bitmaps { count: 2, directory: place });
+                let place = FileRegion { offset: end, length: encoded.len() as u64 };
+                header.bitmaps = Some(BitmapsExtension { count: 2, directory: place });
                 header.autoclear = autoclear::BITMAPS;
                 write_header(&storage, &header).await.expect("fits");
                 let found = check(&storage, Repair::Nothing).await.expect("a header");
@@ -184,20 +184,20 @@ fn a_flag_is_set_only_beside_a_refcount_that_is_one() {
         }
         numbers::put(&mut counts, 4, (l2 / 4096) as usize, 2);
         bytes::write(&storage, block, &counts).await.expect("memory");
-        storage.content().await.expect("memory")
+        storage.read_all().await.expect("memory")
     });
     let mut unread = 0;
     for seed in 0..200 {
         let behaviour = Behaviour { error_probability: 0.05, ..Behaviour::default() };
-        let disk = Simulated::new(content.clone(), behaviour);
+        let disk = SimulatedStorage::new(content.clone(), behaviour);
         unread += sim::run(seed, async move {
             let flaky = Storage::Simulated(Align::new(disk));
             let report = check(&flaky, Repair::All).await;
-            let mut after = flaky.content().await;
+            let mut after = flaky.read_all().await;
             while after.is_err() {
-                after = flaky.content().await;
+                after = flaky.read_all().await;
             }
-            let after = Storage::holding(&after.expect("read at last")).await;
+            let after = Storage::with_content(&after.expect("read at last")).await;
             let found = check(&after, Repair::Nothing).await.expect("a header");
             let marked = found.findings.iter().find(|finding| finding.contains("is marked COPIED, and"));
             assert_eq!(marked, None, "seed {seed}: {report:#?}");
