@@ -241,10 +241,10 @@ fn what_fails_leaves_nothing() {
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     for (arguments, expect) in [
         (&["disk", "add", "a", image, "-f", "raw"][..], "a: a disk or a group has this name already (choose"),
-        (&["disk", "add", "..", image, "-f", "raw"], "disk.\"..\": the name is a directory's"),
+        (&["disk", "add", "..", image, "-f", "raw"], "disk.\"..\": the name has a special meaning in paths"),
         (&["disk", "add", "b", "none.raw", "-f", "raw"], "none.raw"),
         (&["disk", "add", "b", "none.raw"], "none.raw: lies outside of the image root"),
-        (&["disk", "add", "b", "/"], "/: the sandbox lets the daemon open no image there"),
+        (&["disk", "add", "b", "/"], "/: the sandbox allows images only in "),
         // The second step, and the third.
         (&["disk", "add", "b", image, "-f", "raw", "--group", "nobody"], "there is no group \"nobody\""),
         (

@@ -178,9 +178,9 @@ fn what_is_no_trace_or_no_target_is_said_once() {
         (&[text(&day), "--keep", "p99"], 2, "is not of the form pPERCENT=TIME"),
         (&[text(&day), "--over", "0"], 2, "--over: a burst cannot be spread over no time"),
         (&[text(&day), "--pack"], 2, "--device"),
-        (&[text(&day), "--device", "read=1ms", "--device", "read=2ms"], 2, "--device: there are several"),
+        (&[text(&day), "--device", "read=1ms", "--device", "read=2ms"], 2, "--device: several are given"),
         (&[text(&day), "--config", text(&config)], 1, "the disk \"vm1\" is not in"),
-        (&[text(&day), "--device", "read=1ms", "--keep", "p99=0"], 1, "the target cannot be kept for all"),
+        (&[text(&day), "--device", "read=1ms", "--keep", "p99=0"], 1, "the target cannot be met for all"),
     ] {
         let outcome = advise(arguments);
         assert_eq!(outcome.ended(), Some(status), "{arguments:?}: {}", outcome.said());
@@ -244,8 +244,8 @@ fn a_noisy_neighbour_in_the_same_group_is_found() {
     let of = |more: &[&str]| advise(&[&[text(&day)][..], more].concat());
     let on_device = config("device.toml", "", &format!("rate = \"{rate}\""));
     let printed = of(&["--config", text(&on_device), "--for", "all", "--keep", "p99=5ms"]).printed();
-    let way = "though one of a disk in it may (--for the disk that is to be spared; ";
-    assert_says(&printed, &["no limit of the group makes it shorter, ", way]);
+    let way = "but a limit of a disk in the group may (give --for with the disk that must meet the target, ";
+    assert_says(&printed, &["no limit of the group shortens it, ", way]);
     let new = scratch.path("new.toml");
     for (arguments, command) in [
         (&["--rate", rate][..], None),
@@ -287,13 +287,12 @@ fn what_was_measured_is_told_where_the_simulation_is_far_from_it() {
     let printed = |file: &std::path::Path, rate: &str| advise(&[text(file), "--rate", rate]).printed();
     let remark = "backup: its p99 is ";
     let merged = printed(&day(1, 3_000_000), "iops=100");
-    let why =
-        "most of its requests begin where the one before ended: weir merges such, which no simulation does";
+    let why = "most of its requests are sequential: weir merges these, unlike the simulation";
     assert_says(&merged, &[remark, " in the simulation, and was 3.0ms when it was recorded: ", why]);
     let faster = printed(&day(77, 3_000_000), "iops=100");
-    assert_says(&faster, &[remark, "the device is faster than was told"]);
+    assert_says(&faster, &[remark, "the device is faster than specified"]);
     let slower = printed(&day(77, 700_000_000), "iops=1000");
-    assert_says(&slower, &[remark, "the device is slower than was told"]);
+    assert_says(&slower, &[remark, "the device is slower than specified"]);
     // Near enough, and where nothing was measured.
     let near = printed(&day(77, 1_200_000), "iops=1000");
     assert!(!near.contains(remark), "{near}");

@@ -59,7 +59,7 @@ fn blocks_may_be_larger_than_sectors() {
     let scratch = Scratch::new();
     let disk = scratch.filled("disk.raw", MIB);
     let Served { weir, target } = served(&scratch, ",logical-block-size=4096", &[text(&disk)]);
-    assert_says(&bench("-s 512 -c 1", &target).fails(), &["takes multiples of 4096 bytes alone"]);
+    assert_says(&bench("-s 512 -c 1", &target).fails(), &["supports only multiples of 4096 bytes"]);
     bench("-w --pattern 90 -c 256 -d 16 -s 4K", &target).succeeds();
     qemu_io(["-f", "raw"], ["read -P 90 0 1M"], weir.uri("disk"));
     bench("-c 256 -d 16 -s 4K", &target).succeeds();
@@ -164,7 +164,7 @@ fn what_a_server_cannot_do_is_said_before_anything_is_sent() {
     let Served { weir, target } = served(&scratch, ",queues=2,queue-size=128", &[text(&disk), "--read-only"]);
     assert_says(&bench("-w -c 1", &target).fails(), &["is read-only (leave -w away"]);
     assert_says(&bench("-c 3 --jobs 3", &target).fails(), &["has 2 queues, and 3 jobs", "smaller --jobs"]);
-    assert_says(&bench("-s 1000 -c 1", &target).fails(), &["takes multiples of 512 bytes alone"]);
+    assert_says(&bench("-s 1000 -c 1", &target).fails(), &["supports only multiples of 512 bytes"]);
     assert_says(&bench("-s 2M -d 1 -c 1", &target).fails(), &["has 1048576 bytes, and a request 2097152"]);
     assert_says(&bench("-d 64 -c 1", &target).fails(), &["did not start its queues"]);
     assert_eq!(bench("-t none", &target).run().code(), 2);

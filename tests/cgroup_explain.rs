@@ -243,10 +243,7 @@ fn what_cannot_be_looked_at_is_an_error() {
     )
     .expect("no limit");
     let printed = group.explain().succeeds();
-    assert_says(
-        &printed,
-        &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "mend: set a limit"],
-    );
+    assert_says(&printed, &["(cgroup v1): nothing is limited\n", "ESCAPES   no-limit\n", "fix: set a limit"]);
     let outcome = group.explain().args(["--measure", "--directory", text(&scratch.path(""))]).run();
     assert_eq!(outcome.code(), 1);
     assert_says(&outcome.said(), &["nothing is limited on its disk ", "(set a limit"]);

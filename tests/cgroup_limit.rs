@@ -92,7 +92,7 @@ fn wrong_use_is_told_from_failure() {
     assert_says(&contradiction, &["bps-read-max", &group.name]);
     fs::write(scratch.path("cgroups.json"), "{").unwrap();
     let broken = refused(1, limit(&scratch, &group.name).args(["--bps-read", "2M"]));
-    assert_says(&broken, &["cgroups.json: these limits cannot be used", "mend the file"]);
+    assert_says(&broken, &["cgroups.json: these limits are invalid", "correct the file"]);
     let no_disk =
         refused(1, weir(&["cgroup", "limit", &group.name, "--device", "/proc", "--bps-read", "1M"]));
     assert_says(&no_disk, &["/proc"]);

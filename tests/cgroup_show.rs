@@ -134,7 +134,7 @@ fn what_is_not_there_is_said() {
     );
     let usage = weir(&["cgroup", "top", "--interval", "10ms"]).run();
     assert_eq!(usage.code(), 2);
-    assert_says(&usage.said(), &["is too short; it may be 100ms at least"]);
+    assert_says(&usage.said(), &["is too short; the minimum is 100ms"]);
 }
 
 #[test]

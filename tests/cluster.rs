@@ -340,8 +340,8 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     fs::write(keys.join("ca-cert.pem"), "garbage").unwrap();
     assert_says(&certificates(text(&keys)), &["keys/ca-cert.pem: holds no certificate in PEM form"]);
     for (groups, expect) in [
-        ("[\"gold\"]", "is for disks, and [cluster] names it in control-groups"),
-        ("[\"a\", \"a\"]", "is named twice"),
+        ("[\"gold\"]", "has disks, and [cluster] names it in control-groups"),
+        ("[\"a\", \"a\"]", "is given twice"),
         ("[\"silver\"]", ": cluster: control-groups needs cgroup-limits"),
     ] {
         let said = refused("http://127.0.0.1:1", &format!("control-groups = {groups}"));
@@ -371,7 +371,7 @@ fn what_is_wrong_is_said_or_the_safe_share_holds() {
     assert_eq!(other.part(), 2000 / 800);
     // Nor are those of all hosts a disk's, or of what cannot be a group; a slip is told.
     let set = |name: &str| one.run(&["throttle", name, "--cluster", "--iops-total", "2000"]).run();
-    for (name, expect) in [("vm", "vm: is a disk here"), ("..", "the name is a directory's")] {
+    for (name, expect) in [("vm", "vm: is a disk here"), ("..", "the name has a special meaning in paths")] {
         let said = set(name);
         assert!(said.ended() == Some(1) && said.said().contains(expect), "{}", said.said());
     }
@@ -554,7 +554,7 @@ fn what_etcd_has_lost_or_others_wrote_is_written_again() {
         };
         let end = Instant::now() + DEADLINE;
         while !is_led() {
-            assert!(Instant::now() < end, "nobody leads");
+            assert!(Instant::now() < end, "there is no leader");
         }
         qmp.command("x-weir-cluster-set", json!({ "group": "gold", "iops-total": 2000 + round }));
     }

@@ -112,7 +112,11 @@ fn a_disk_is_resized_under_its_clients() {
     assert_eq!(fs::metadata(&image).unwrap().len(), 1 << 20);
     drop(client);
     let log = party.weir.stop();
-    assert_eq!(log.matches("the disk was cut").count(), 1, "a size that was refused cuts nothing: {log}");
+    assert_eq!(
+        log.matches("the disk was truncated").count(),
+        1,
+        "a size that was refused cuts nothing: {log}"
+    );
 }
 
 #[test]

@@ -287,12 +287,12 @@ fn a_command_that_fails_has_a_line_in_the_log_and_a_line_once_it_succeeds() {
     let scratch = Scratch::new();
     let weir = with_command(&scratch, "cat >> $1; test -e $1.ok || exit 3");
     limit(&scratch, 100);
-    let line = weir.wait_for_log("an event has not arrived");
+    let line = weir.wait_for_log("an event was not delivered");
     assert_says(&line, &["it has ended with exit status: 3", "hook.sh"]);
     assert!(!line.contains("/out"), "an argument may be a secret: {line}");
     scratch.file("out.ok", "");
     limit(&scratch, 200);
-    assert_says(&weir.wait_for_log("events arrive again"), &["lost=1"]);
+    assert_says(&weir.wait_for_log("events are delivered again"), &["lost=1"]);
     let limits: Vec<_> = events_in(&scratch.path("out")).iter().map(limit_after).collect();
     assert_eq!(limits, [100, 200]);
     works(&weir);
@@ -309,8 +309,8 @@ fn a_command_that_hangs_blocks_nothing_and_older_events_are_skipped() {
         client.command("x-weir-set", json!({"name": "a", "iops-total": iops}));
     }
     works(&weir);
-    let line = weir.wait_for_log("an event has not arrived");
-    assert_says(&line, &["it has not ended within 10 s"]);
+    let line = weir.wait_for_log("an event was not delivered");
+    assert_says(&line, &["it did not end within 10 s"]);
     scratch.file("out.ok", "");
     // 64 of the hundred can wait.
     let arrived = until(|| {
@@ -319,7 +319,7 @@ fn a_command_that_hangs_blocks_nothing_and_older_events_are_skipped() {
     });
     let skipped: u64 = arrived.iter().filter_map(|event| event["skipped"].as_u64()).sum();
     assert!(arrived.len() <= 64 + 2 && skipped >= 30, "{} arrived, {skipped} were skipped", arrived.len());
-    weir.wait_for_log("events arrive again");
+    weir.wait_for_log("events are delivered again");
 }
 
 #[test]
@@ -333,7 +333,7 @@ fn a_command_that_was_removed_is_logged_once() {
     weir.wait_for_log("it cannot be started: No such file");
     works(&weir);
     let said = weir.stop();
-    assert_eq!(said.matches("an event has not arrived").count(), 1, "{said}");
+    assert_eq!(said.matches("an event was not delivered").count(), 1, "{said}");
 }
 
 #[test]
@@ -343,8 +343,8 @@ fn a_command_that_never_ends_is_ended() {
     limit(&scratch, 100);
     let pid = Pid::from_raw(left(&scratch.path("out")).trim().parse().unwrap());
     works(&weir);
-    let line = weir.wait_for_log("an event has not arrived");
-    assert_says(&line, &["it has not ended within 10 s, and was ended"]);
+    let line = weir.wait_for_log("an event was not delivered");
+    assert_says(&line, &["it did not end within 10 s, and was killed"]);
     assert!(kill(pid, None).is_err(), "it is gone");
 }
 
@@ -356,7 +356,7 @@ fn what_a_command_leaves_behind_is_ended_and_a_status_is_told() {
                    while ! test -s $1.b; do sleep 0.01; done; exit 3";
     let weir = with_command(&scratch, content);
     limit(&scratch, 100);
-    let line = weir.wait_for_log("an event has not arrived");
+    let line = weir.wait_for_log("an event was not delivered");
     assert_says(&line, &["it has ended with exit status: 3"]);
     for name in ["out.a", "out.b"] {
         let pid = Pid::from_raw(left(&scratch.path(name)).trim().parse().unwrap());
@@ -445,7 +445,7 @@ fn curl_as_in_the_guide_posts_an_event_over_tls() {
     let weir = serve("");
     limit(&scratch, 100);
     // 60: the certificate cannot be verified.
-    assert_says(&weir.wait_for_log("an event has not arrived"), &["it has ended with exit status: 60"]);
+    assert_says(&weir.wait_for_log("an event was not delivered"), &["it has ended with exit status: 60"]);
     weir.stop();
     let weir = serve(&format!("--cacert {}", text(&scratch.path("cert.pem"))));
     limit(&scratch, 200);

@@ -89,7 +89,9 @@ fn walk(program: &str, complete: &[&str], trials: &[(&str, &[&str])], no_device:
             .inside(&scratch.path(""))
             .run();
         let said = outcome.said();
-        let refusal = ["is not to be had", "unexpected argument"].iter().any(|word| said.contains(word));
+        let refusal = ["is not to be had", ": not supported (", "unexpected argument"]
+            .iter()
+            .any(|word| said.contains(word));
         match row.fate.as_str() {
             "refused" => {
                 assert_eq!(outcome.code(), 1, "{option}: {said}");

@@ -555,7 +555,7 @@ fn another_length_passes_the_limits_too() {
     );
     assert!(began.elapsed() >= Duration::from_millis(27 * 50), "30 cuts passed in {:?}", began.elapsed());
     let log = weir.stop();
-    let lines = log.lines().filter(|line| line.contains("the disk was cut")).count();
+    let lines = log.lines().filter(|line| line.contains("the disk was truncated")).count();
     let seconds = began.elapsed().as_secs() as usize;
     assert!((1..=seconds + 2).contains(&lines), "{lines} lines in {seconds} s:\n{log}");
 }

@@ -170,7 +170,7 @@ fn what_is_compressed_has_no_place_beforehand() {
     };
     for preallocation in ["metadata", "falloc", "full"] {
         let said = convert(preallocation).fails();
-        assert_says(&said, &["image: -c: compressed clusters have no place beforehand (leave away"]);
+        assert_says(&said, &["image: -c: compressed clusters cannot be preallocated (leave out"]);
         assert!(!scratch.path("image").exists());
     }
     convert("off").succeeds();

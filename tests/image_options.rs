@@ -97,7 +97,7 @@ fn mistakes_are_refused_with_the_key() {
         (&["info", "--image-opts", "top.qcow2"], "file=top.qcow2: names a node"),
         (
             &["info", "--image-opts", "-f", "qcow2", "driver=qcow2,file.filename=top.qcow2"],
-            "--image-opts and a format",
+            "--image-opts cannot be combined with a format option",
         ),
         (
             &["info", "-f", "raw", "json:{\"driver\": \"qcow2\", \"file.filename\": \"top.qcow2\"}"],
@@ -110,10 +110,10 @@ fn mistakes_are_refused_with_the_key() {
         ),
         (
             &["map", "--image-opts", "driver=qcow2,encrypt.key-secret=s,file.filename=luks.qcow2"],
-            "encrypt.key-secret=s: there is no such secret",
+            "encrypt.key-secret=s: no such secret",
         ),
         (&["info", "--object", "secret,id=s,file=key", "top.qcow2"], "--object s: no image uses it"),
-        (&["info", "--object", "secret,id=s,data=abc", "top.qcow2"], "everybody on this machine"),
+        (&["info", "--object", "secret,id=s,data=abc", "top.qcow2"], "every user of this machine"),
         (&["convert", "--target-image-opts", "base.raw", "driver=raw,file.filename=x"], "--no-create"),
         (&["commit", "--image-opts", "driver=qcow2,backing=,file.filename=top.qcow2"], "backing: is empty"),
         (

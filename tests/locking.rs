@@ -187,12 +187,12 @@ fn an_image_that_is_served_is_resized_by_its_daemon() {
     assert_eq!(size().trim(), (2 * MIB).to_string());
     let refused = resize(&[]).arg("1M").run();
     assert_eq!(refused.code(), 2);
-    assert_says(&refused.said(), &["would be lost", "--shrink"]);
+    assert_says(&refused.said(), &["loses the data beyond it", "--shrink"]);
     assert_eq!(resize(&["--shrink", "--quiet"]).arg("1536K").succeeds(), "");
     assert_eq!(size().trim(), (3 * MIB / 2).to_string());
     for (options, why) in [
         (&["-f", "raw"][..], "serves it as qcow2, not as raw"),
-        (&["--preallocation", "falloc"], "sets nothing aside"),
+        (&["--preallocation", "falloc"], "cannot preallocate"),
     ] {
         let refused = resize(options).arg("+1M").run();
         assert_eq!(refused.code(), 2);
@@ -260,9 +260,9 @@ fn a_lock_of_the_same_process_is_not_reported_as_that_of_another() {
     let over = scratch.path("over.qcow2");
     qemu_img(["create", "-q", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&over)]).succeeds();
     for (words, expected) in [
-        (vec!["commit", "-f", "qcow2", text(&one)], "which never ends"),
-        (vec!["commit", "-f", "qcow2", "-b", text(&one), text(&one)], "which never ends"),
-        (vec!["convert", "-f", "raw", text(&raw), text(&link)], "is what is copied"),
+        (vec!["commit", "-f", "qcow2", text(&one)], "which is a loop"),
+        (vec!["commit", "-f", "qcow2", "-b", text(&one), text(&one)], "which is a loop"),
+        (vec!["convert", "-f", "raw", text(&raw), text(&link)], "is both source and target"),
         (vec!["convert", "-f", "qcow2", text(&over), text(&raw)], "by another name"),
         (vec!["convert", "-f", "qcow2", "-n", text(&over), text(&link)], "by another name"),
         (vec!["create", "-f", "qcow2", "-F", "raw", "-b", text(&raw), text(&link)], "its own backing file"),

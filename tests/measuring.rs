@@ -59,7 +59,7 @@ fn a_device_in_use_is_not_written_to() {
     start[4086..].copy_from_slice(b"SWAPSPACE2");
     fs::write(below.path(), &start).unwrap();
     let refused = probe(&scratch).arg("--write").arg(below.path()).fails();
-    assert_says(&refused, &["begins like swap space, which writing would destroy", "(add --force"]);
+    assert_says(&refused, &["has the signature of swap space, which writing would destroy", "(add --force"]);
     let forced = probe(&scratch).args(["--write", "--force"]).arg(below.path()).succeeds();
     assert_says(&forced, &["random write"]);
 }

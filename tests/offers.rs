@@ -93,7 +93,7 @@ fn a_snapshot_is_served_as_it_was() {
     beside_qemu(&uri, &["-f", "qcow2", "-l", "before"], &image, same);
     weir.stop();
     let said = Serve::new(&scratch).arg(&image).args(["-f", "qcow2", "--snapshot", "after"]).fails();
-    assert_says(&said, &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists them)"]);
+    assert_says(&said, &[text(&image), ": has no snapshot \"after\" (`weir image snapshot -l` lists all)"]);
     assert!(!said.contains("damage"), "{said}");
 }
 
@@ -139,7 +139,7 @@ fn clients_that_come_later_see_the_size_that_a_file_has_now() {
         File::options().write(true).open(&image).unwrap().set_len(bytes).unwrap();
         assert_eq!(export_size(&weir.uri("disk")), bytes);
     }
-    assert_says(&weir.stop(), &["somebody else changed the size of the image", "old=4194304 new=2097152"]);
+    assert_says(&weir.stop(), &["the size of the image was changed from outside", "old=4194304 new=2097152"]);
 }
 
 #[test]

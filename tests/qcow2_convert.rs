@@ -63,7 +63,7 @@ fn a_snapshot_is_converted_as_qemu_converts_it() {
         assert!(!new.exists(), "{why}");
     }
     let both = weir(&["convert", "-l", "one", text(&original), text(&original), text(&ours)]).fails();
-    assert_says(&both, &["-l: is for one image"]);
+    assert_says(&both, &["-l: applies to a single image"]);
 }
 
 /// Names, granularities and flags; and what each marks, as nbdinfo sees it in what qemu-nbd serves.
@@ -103,10 +103,10 @@ fn bitmaps_are_copied_as_qemu_copies_them() {
     weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).succeeds();
     assert_eq!(bitmaps(&theirs), there);
     let again = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
-    assert_says(&again, &["--bitmaps: there is a bitmap \"records\" already"]);
+    assert_says(&again, &["--bitmaps: the new image already has a bitmap \"records\""]);
     qemu_img(["create", "-q", "-f", "qcow2", text(&theirs), "5M"]).succeeds();
     let larger = weir(&["convert", "-n", "--bitmaps", "-O", "qcow2"]).args([&original, &theirs]).fails();
-    assert_says(&larger, &["--bitmaps: the disk has 5242880 bytes"]);
+    assert_says(&larger, &["--bitmaps: the new disk has 5242880 bytes"]);
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn a_bitmap_that_may_be_wrong_stops_the_copy_or_is_left_out() {
     qemu_img(["bitmap", "--remove", text(&original), "rests"]).succeeds();
     qemu_img(["bitmap", "--add", text(&original), "new"]).succeeds();
     let said = weir(&["convert", "--bitmaps", "-O", "qcow2"]).args([&original, &new]).fails();
-    assert_says(&said, &["bitmap \"records\" was not stored", "--skip-broken-bitmaps leaves it out"]);
+    assert_says(&said, &["bitmap \"records\" is marked in-use", "--skip-broken-bitmaps skips it"]);
     assert!(!new.exists());
     weir(&["convert", "--bitmaps", "--skip-broken-bitmaps", "-O", "qcow2"])
         .args([&original, &new])
@@ -226,7 +226,7 @@ fn what_cannot_be_of_encryption_is_said() {
     let wrong = scratch.file("wrong", "not it");
     for (arguments, source, why) in [
         (&["-O", "qcow2", "-o", LUKS][..], &original, "needs a passphrase"),
-        (&["-O", "qcow2", "--target-secret-file", "KEY"], &original, "encrypt.format=luks is missing"),
+        (&["-O", "qcow2", "--target-secret-file", "KEY"], &original, "without encrypt.format=luks"),
         (&["--target-secret-file", "KEY"], &original, "raw images are not encrypted"),
         (&["--secret-file", "KEY"], &original, "no image is encrypted"),
         (&[], &locked, "give its passphrase with --secret-file"),
@@ -336,10 +336,10 @@ fn what_is_added_to_a_disk_has_its_place_as_qemu_gives_it() {
     }
     let path = scratch.sparse("raw", 4 * MIB);
     for (arguments, why) in [
-        (&["--preallocation=metadata", "FILE", "+1M"][..], "raw images have none"),
+        (&["--preallocation=metadata", "FILE", "+1M"][..], "raw images have no metadata"),
         (&["--preallocation=some", "FILE", "+1M"], "is none of off, metadata, falloc and full"),
-        (&["FILE", "-1M"], "give --shrink"),
-        (&["--shrink", "--preallocation=full", "FILE", "-1M"], "is about what is added"),
+        (&["FILE", "-1M"], "add --shrink"),
+        (&["--shrink", "--preallocation=full", "FILE", "-1M"], "applies only to added space"),
     ] {
         let arguments = arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word });
         assert_says(&weir(&["resize", "-f", "raw"]).args(arguments).fails(), &[why]);
@@ -421,13 +421,13 @@ fn an_image_is_not_its_own_target_nor_its_own_backing_file() {
     weir(&["create", "-q", "-f", "qcow2", text(&one), "1M"]).succeeds();
     weir(&["create", "-q", "-f", "qcow2", "-b", "one.qcow2", "-F", "qcow2", text(&other)]).succeeds();
     let said = weir(&["convert", "-O", "qcow2"]).args([&one, &one]).fails();
-    assert_says(&said, &["is what is copied, and cannot be where to"]);
+    assert_says(&said, &["is both source and target"]);
     for backing in ["one.qcow2", "other.qcow2"] {
         let said = weir(&["rebase", "-b", backing, "-F", "qcow2", text(&one)]).fails();
         assert_says(&said, &["would be its own backing file"]);
     }
     let nowhere = scratch.path("nowhere").join("new");
-    assert_says(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is no directory"]);
+    assert_says(&weir(&["convert"]).args([&one, &nowhere]).fails(), &["is not a directory"]);
 }
 
 /// What the data file has behind the disk's end is nobody's to change.

@@ -90,7 +90,7 @@ fn qemu_opens_what_weir_encrypts() {
     let said = weir_image(&["create", "-f", "qcow2", "--object", "secret,id=key,data=abc"])
         .args(["-o", "encrypt.format=luks,encrypt.key-secret=key", text(&path), "4M"])
         .fails();
-    assert_says(&said, &["everybody on this machine can read that"]);
+    assert_says(&said, &["every user of this machine can read it"]);
 }
 
 #[test]
@@ -99,11 +99,11 @@ fn what_cannot_be_is_refused_and_leaves_nothing() {
     let path = scratch.path("disk.qcow2");
     for (arguments, expect) in [
         (&["-o", "lazy_refcounts=on,compat=0.10", "FILE", "1M"][..], "lazy_refcounts=on: needs compat=1.1"),
-        (&["-o", "nonsense=1", "FILE", "1M"], "nonsense=1: is no option of qcow2"),
+        (&["-o", "nonsense=1", "FILE", "1M"], "nonsense=1: is not an option of qcow2"),
         (&["-o", "cluster_size=512", "FILE", "1T"], "too large for clusters of 512 bytes"),
         (&["-b", "missing", "-F", "raw", "FILE"], "no such file"),
-        (&["-b", "missing", "FILE", "1M"], "format is not said"),
-        (&["FILE"], "has no size"),
+        (&["-b", "missing", "FILE", "1M"], "format of the backing file is missing"),
+        (&["FILE"], "the size is missing"),
     ] {
         let arguments: Vec<_> =
             arguments.iter().map(|word| if *word == "FILE" { text(&path) } else { word }).collect();

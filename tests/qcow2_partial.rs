@@ -38,7 +38,7 @@ fn a_damaged_snapshot_leaves_the_others_readable() {
     let scratch = Scratch::new();
     // An L1 table inside a cluster; more extra data than QEMU takes, which hides the third entry.
     let damages: [(u64, &[u8], &str, &str); 2] =
-        [(6, &[2, 0], "where no cluster begins", "three"), (36, &[0, 1, 0, 0], "extra data", "one")];
+        [(6, &[2, 0], "is not aligned to a cluster", "three"), (36, &[0, 1, 0, 0], "extra data", "one")];
     for (at, bytes, fault, readable) in damages {
         let path = image(&scratch, "disk.qcow2", "cluster_size=64k");
         for (name, pattern) in [("one", 1), ("two", 2), ("three", 3)] {
@@ -85,7 +85,7 @@ fn the_disk_of_an_image_with_too_many_snapshots_can_be_read() {
     put(&path, 60, &0x2_0000_u32.to_be_bytes());
     put(&path, 64, &(16_u64 << 20).to_be_bytes());
     File::options().write(true).open(&path).unwrap().set_len((16 << 20) + 40 * 0x2_0000).unwrap();
-    let fault = "131072 snapshots; 65536 is the most";
+    let fault = "131072 snapshots; the maximum is 65536";
     assert_says(&weir(&["info"]).arg(&path).run().said(), &[fault]);
     weir(&["map", "-f", "qcow2", text(&path)]).succeeds();
     let copy = scratch.path("copy.raw");

@@ -442,7 +442,7 @@ fn a_daemon_keeps_what_its_disks_are_asked_in_the_directory_of_its_config() {
     let place = ": daemon.record.directory = \"nowhere\": record: ";
     assert_says(&check(), &[place, "nowhere: no recording can be kept there (", "No such file or directory"]);
     config("record = { directory = \"day\", limit = \"1M\" }");
-    assert_says(&check(), &["daemon.record.limit = \"1M\": is too little; it is at least 16M"]);
+    assert_says(&check(), &["daemon.record.limit = \"1M\": is too small; it must be at least 16M"]);
     config("record = { keep = \"2h\" }");
     assert_says(&check(), &["daemon.record: no directory (add directory = \"PATH\")"]);
 }

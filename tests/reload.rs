@@ -383,7 +383,7 @@ fn a_disk_that_says_nothing_is_told_where_there_is_no_server() {
             "weir.toml:7: disk.new: has no export",
             "[daemon] no nbd",
             "(write its export, such as { type = \"nbd\", listen = \"unix:PATH\" })",
-            "the sandbox makes no TCP sockets",
+            "the sandbox does not allow TCP sockets",
         ],
     );
     let other =
@@ -490,7 +490,7 @@ fn all_mistakes_of_a_file_are_told_at_once() {
         "3: disk.a.cahce: unknown key (did you mean \"cache\"?)",
         "7: group.gold.iops-total = \"1K\": is not a plain number; a count takes no suffix and no fraction (write 1000)",
         "8: group.gold.watermark = 101: is out of range; a watermark is from 0 to 100 percent",
-        "11: daemon.workers = 0: is out of range; it is from 1 to 256",
+        "11: daemon.workers = 0: is out of range; it must be from 1 to 256",
     ];
     let expect: String = expect.map(|wrong| format!("weir: {}:{wrong}\n", text(&file))).concat();
     for check in [&["check-config", text(&file)][..], &["serve", "--check", "--config", text(&file)]] {
@@ -626,7 +626,7 @@ fn a_disk_that_is_handed_over_to_nobody_is_told_of() {
     let disk = "\n[disk.a]\nimage = \"a.raw\"\nformat = \"raw\"\nhandover = true\n";
     let file = scratch.file("weir.toml", with_daemon(&scratch, disk));
     let outcome = weir(&["check-config", text(&file)]).run();
-    assert_says(&outcome.said(), &["handover", "nobody can use it (add a vhost-user-blk export"]);
+    assert_says(&outcome.said(), &["handover", "exported to none (add a vhost-user-blk export"]);
     let machine = "export = [{ type = \"vhost-user-blk\", listen = \"unix:vm\" }]\n";
     let file = scratch.file("weir.toml", format!("[daemon]\nqmp = \"unix:q\"\n{disk}{machine}"));
     assert_says(&weir(&["check-config", text(&file)]).succeeds(), &["1 export: nothing is wrong\n"]);

@@ -52,10 +52,10 @@ fn every_thread_is_in_it_and_what_lies_outside_is_refused_by_name() {
     prints(&scratch, &["disk", "add", "b", text(&beside), "-f", "raw"]);
     is_served(&weir, "b");
     let refused = fails(&scratch, &["disk", "add", "c", text(&outside), "-f", "raw"]);
-    assert_says(&refused, &["c.raw: the sandbox lets the daemon open no image there", "--image-root"]);
+    assert_says(&refused, &["c.raw: the sandbox allows images only in ", "--image-root"]);
     let (image, machine) = (scratch.sparse("d.raw", MIB), format!("unix:{}", text(&other.path("vm"))));
     let add = ["disk", "add", "d", text(&image), "-f", "raw", "--vhost-user-blk", &machine];
-    let expect = format!("{machine}: the sandbox lets the daemon make no socket there, only in ");
+    let expect = format!("{machine}: the sandbox allows sockets only in ");
     assert_says(&fails(&scratch, &add), &[&expect, text(image.parent().unwrap()), "(choose one of these, "]);
     let mut qmp = Qmp::negotiated(&scratch.socket("qmp"));
     let (pipe, stale) = (scratch.path("pipe"), scratch.socket("stale"));
@@ -114,11 +114,11 @@ fn who_the_daemon_cannot_be_is_named() {
         &["user: there is no user \"no-such-user\" (`useradd --system no-such-user` makes one)"],
     );
     let said = serve(&["--user", ":root"]).rejects_usage();
-    assert_says(&said, &["'--user <USER[:GROUP]>': names no user"]);
+    assert_says(&said, &["'--user <USER[:GROUP]>': has no user"]);
     let file = scratch.sparse("file", 0);
     let said = serve(&["--user", "nobody", "--fuse", text(&file)]).fails();
-    assert_says(&said, &["needs root until the end (leave one of them out)"]);
-    assert_says(&serve(&["--sandbox", "maybe"]).rejects_usage(), &["there are on, require and off"]);
+    assert_says(&said, &["needs root while the daemon runs (leave one of them out)"]);
+    assert_says(&serve(&["--sandbox", "maybe"]).rejects_usage(), &["(on, require, off)"]);
 }
 
 #[test]

@@ -209,7 +209,7 @@ fn a_signal_ends_the_daemon_although_a_file_system_does_not_answer() {
     other.request(request(CMD_WRITE, 0, 0, 512), &[9; 512]);
     assert_eq!(other.simple_reply(), (0, 0));
     house.weir.signal(Signal::SIGTERM);
-    house.weir.wait_for_log("its file system does not answer: the disk is given up");
+    house.weir.wait_for_log("the file system does not answer: the disk is abandoned");
     house.weir.wait_for_log("the last flush failed");
     house.weir.wait_for_log("stopped");
     // A process does not end while its file system has requests of it in flight.
@@ -262,7 +262,7 @@ fn a_disk_is_removed_although_requests_of_a_removed_export_are_in_flight() {
     uses_everything(&mut other);
     let removed = qmp.answer();
     assert_eq!(removed["return"], json!({}), "{removed}");
-    house.weir.wait_for_log("its file system does not answer: the disk is given up");
+    house.weir.wait_for_log("the file system does not answer: the disk is abandoned");
     qmp.ask("query-block-exports", json!({}));
     assert_eq!(qmp.heard("BLOCK_EXPORT_DELETED"), 1);
     uses_everything(&mut other);

@@ -128,7 +128,7 @@ fn a_config_error_names_file_line_key_value_and_rule() {
     );
     check(
         &format!("{disk}group = \"gold\"\n"),
-        &[":3: disk.vm1.group = \"gold\"", "is no group of this file", "[group.gold]"],
+        &[":3: disk.vm1.group = \"gold\"", "is not a group of this file", "[group.gold]"],
     );
     check(
         &format!("{disk}prefetch = \"maybe\"\n"),
@@ -298,7 +298,7 @@ os.execv(program[0], program)
     let taken = ["null:1M", "--vhost-user-blk", "fd:vm1", "--nbd", "fd:vm1"];
     assert_says(
         &Serve::new(&scratch).where_said().args(taken).rejects_usage(),
-        &["fd:vm1", "is exported there already"],
+        &["fd:vm1", "another export has the same address"],
     );
     assert_says(
         &start("vm2").fails(),
@@ -380,7 +380,7 @@ fn a_pid_file_belongs_to_one_daemon() {
     second().start().stop();
     assert!(!file.exists());
     fs::write(&file, "hi\n").unwrap();
-    assert_says(&second().fails(), &["holds something else than the number of a process"]);
+    assert_says(&second().fails(), &["does not hold the number of a process"]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "hi\n");
 }
 

@@ -101,7 +101,7 @@ fn a_second_signal_does_not_wait() {
         // What comes within a second of the first repeats it: somebody who means it does so again.
         let (status, log) = weir.wait_signalling(second);
         assert_eq!(status.code(), Some(1), "{log}");
-        assert_says(&log, &[&format!("weir: {second}: ended at once, as asked twice")]);
+        assert_says(&log, &[&format!("weir: {second}: ended at once after a second request")]);
     }
 }
 

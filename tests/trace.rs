@@ -70,12 +70,12 @@ fn what_has_no_word_is_counted_and_said() {
             "weir: left out: 1 of flush, for which mqsim has no word",
             "weir: left out: 1 of discard, for which mqsim has no word",
             "weir: left out: 1 request not of whole sectors of 512 bytes, as mqsim counts them",
-            "weir: mqsim calls disks by numbers: 0 is vm1, 1 is vm2",
+            "weir: mqsim identifies disks by number: 0 is vm1, 1 is vm2",
         ],
     );
     for (to, what) in [
-        ("out.blkparse", "weir: blkparse calls disks by numbers: 8,0 is vm1, 8,1 is vm2"),
-        ("out.cloud-physics", "weir: cloud-physics has whole seconds and one disk: vm1, vm2 are one now"),
+        ("out.blkparse", "weir: blkparse identifies disks by number: 8,0 is vm1, 8,1 is vm2"),
+        ("out.cloud-physics", "weir: cloud-physics has whole seconds and one disk: vm1, vm2 are merged"),
     ] {
         let said = convert(&scratch, "own.csv", to).run();
         assert_eq!(said.code(), 0);
@@ -104,8 +104,8 @@ fn disks_stay_apart_where_a_format_cannot_have_their_names() {
         .enumerate()
         .fold(header, |text, (number, name)| text + &format!("{0}000000,{name},read,{0},4096\n", number + 1));
     fs::write(scratch.path("own.csv"), requests).unwrap();
-    let fio = "calls disks otherwise: a_b is a b, a_b_2 is a_b";
-    let msr = "calls disks otherwise: a b.0 is a b, a_b.0 is a_b, c_d.0 is c,d, c_d_2.0 is c_d, \
+    let fio = "renames disks: a_b is a b, a_b_2 is a_b";
+    let msr = "renames disks: a b.0 is a b, a_b.0 is a_b, c_d.0 is c,d, c_d_2.0 is c_d, \
                vm1.0 is vm1, vm1_2.0 is vm1.0, vm1_2_2.0 is vm1_2.0";
     for (format, told) in [("fio-v2", fio), ("fio-v3", fio), ("msr", msr)] {
         let said = convert(&scratch, "own.csv", &format!("out.{format}")).run();
@@ -131,9 +131,9 @@ fn disks_that_are_numbers_keep_them_where_a_format_has_numbers() {
         .fold(header, |text, (number, name)| text + &format!("{number}000000,\"{name}\",read,4096,4096\n"));
     fs::write(scratch.path("own.csv"), requests).unwrap();
     for (format, told) in [
-        ("alibaba", "calls disks by numbers: 1 is vm1, 3 is 8,16, 4 is 007"),
-        ("spc", "calls disks by numbers: 1 is vm1, 3 is 8,16, 4 is 007"),
-        ("blkparse", "calls disks by numbers: 8,0 is 2, 8,1 is 419, 8,2 is 0, 8,3 is vm1, 8,4 is 007"),
+        ("alibaba", "identifies disks by number: 1 is vm1, 3 is 8,16, 4 is 007"),
+        ("spc", "identifies disks by number: 1 is vm1, 3 is 8,16, 4 is 007"),
+        ("blkparse", "identifies disks by number: 8,0 is 2, 8,1 is 419, 8,2 is 0, 8,3 is vm1, 8,4 is 007"),
     ] {
         let said = convert(&scratch, "own.csv", &format!("out.{format}")).run();
         assert_eq!((said.code(), said.said()), (0, format!("weir: {format} {told}\n")));
@@ -276,7 +276,7 @@ fn a_format_that_the_file_is_not_is_told_with_the_one_that_it_is() {
     weir(&["trace", "info", text(&path)]).succeeds();
     for format in ["msr", "recording"] {
         let said = weir(&["trace", "info", "--format", format, text(&path)]).fails();
-        let expected = format!("--format says {format}, and it begins as weir does (leave --format out)");
+        let expected = format!("--format is {format}, but the file looks like weir (leave --format out)");
         assert_says(&said, &[&expected]);
     }
 }

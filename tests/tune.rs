@@ -150,7 +150,7 @@ fn an_interrupted_run_leaves_no_image_and_is_taken_up_again() {
     assert_eq!(json(&kept)["partial"], Value::Null);
     is_empty(&directory);
     let elsewhere = weir(&["tune", text(kept.parent().unwrap()), "--resume", text(&kept)]).fails();
-    assert_says(&elsewhere, &["the samples to go on with are of", text(&directory)]);
+    assert_says(&elsewhere, &["the samples to continue with belong to", text(&directory)]);
 }
 
 #[test]

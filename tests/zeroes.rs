@@ -107,6 +107,6 @@ fn space_that_is_kept_is_not_given_back_by_zeroes() {
     let file = scratch.filled("disk.raw", MIB);
     let said = Serve::new(&scratch).arg(&file).args(["--discard", "ignore", "--detect-zeroes", "unmap"]);
     let said = said.rejects_usage();
-    let expect = "--detect-zeroes unmap: gives space back, and --discard ignore keeps it (say on instead)";
+    let expect = "--detect-zeroes unmap: frees space, and --discard ignore keeps it (use on instead)";
     assert!(said.contains(expect), "{said}");
 }

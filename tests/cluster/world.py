@@ -187,7 +187,7 @@ class Weir:
         new.wait_for(r"INFO .* ready ")
         status, log = self.ended()
         check(status == 0 and "another weir has taken over" in log, "the old one ends", log)
-        check("nothing is written any more" not in log, "and has lost nothing", log)
+        check("writes have stopped" not in log, "and has lost nothing", log)
         pause = re.search(r"pause_us=(\d+)", new.wait_for("taken over"))
         return new, int(pause.group(1)) / 1000
 

@@ -159,7 +159,7 @@ fn a_config_is_checked_and_what_is_changed_in_it_later_is_named() {
     assert!(!checked.status.success() && said.contains("http-token-file"), "{said}");
     config("\"http://wrong\"");
     let checked = Command::new(WEIR).args(["check-config", text(&file)]).output().unwrap();
-    assert!(String::from_utf8(checked.stderr).unwrap().contains("is no name of a host"));
+    assert!(String::from_utf8(checked.stderr).unwrap().contains("is not a host name"));
 }
 
 #[test]

@@ -148,7 +148,7 @@ fn a_token_is_not_sent_over_a_network_in_plain_text() {
     let said = serve().args(["--http", "0.0.0.0:0", "--http-token-file", text(&token)]).rejects_usage();
     assert!(said.contains("would be sent over the network in plain text to 0.0.0.0:0"), "{said}");
     let weir = serve().args(["--http", "0.0.0.0:0"]).start();
-    weir.wait_for_log("everybody on the way reads the names of disks");
+    weir.wait_for_log("others on the network can read names and activity of disks");
     weir.stop();
     fs::set_permissions(&token, fs::Permissions::from_mode(0o644)).unwrap();
     let said = serve().args(["--http", "127.0.0.1:0", "--http-token-file", text(&token)]).fails();

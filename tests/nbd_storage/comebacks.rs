@@ -286,7 +286,7 @@ fn what_was_acknowledged_waits_for_a_server_that_takes_it() {
     weir.nbdsh("front", "h.pwrite(b'a' * 4096, 0)");
     first.stop();
     let second = Other::start(&at, empty.clone(), Ways { refuses: Some((WRITE, 28)), ..ORDINARY });
-    weir.wait_for_log("it does not take again what it had acknowledged before it was flushed");
+    weir.wait_for_log("it rejects the replay of unflushed writes that it had acknowledged");
     is_connected(&scratch, false);
     second.stop();
     let third = Other::start(&at, empty, ORDINARY);
@@ -326,10 +326,10 @@ fn a_server_that_cannot_be_what_the_disk_was_is_not_taken() {
     let mut server = Other::start(&at, disk.clone(), ORDINARY);
     let weir = waiting(&scratch, &at, &[]);
     for (byte, ways, why) in [
-        ('a', Ways { flags: USUAL & !WITH_FLUSH, ..ORDINARY }, "it knows no flush any more"),
+        ('a', Ways { flags: USUAL & !WITH_FLUSH, ..ORDINARY }, "it no longer supports flushes"),
         ('b', Ways { flags: USUAL | READ_ONLY, ..ORDINARY }, "it is read-only now"),
         ('c', Ways { size: MIB - 4096, ..ORDINARY }, "it has 1044480 bytes now, and the disk has 1048576"),
-        ('d', Ways { blocks: [512, 4096, 1 << 20], ..ORDINARY }, "it wants blocks of 512 bytes now"),
+        ('d', Ways { blocks: [512, 4096, 1 << 20], ..ORDINARY }, "its minimum block is 512 bytes now"),
     ] {
         weir.nbdsh("front", &format!("h.pwrite(b'{byte}' * 4096, 0)"));
         // It is what it was, but for what was not flushed.
@@ -393,7 +393,7 @@ fn a_server_that_takes_next_to_nothing_is_refused_and_one_that_takes_little_cost
     for most in [1, 512, 2048] {
         let server = Other::start(&at, vec![0; MIB as usize], Ways { blocks: [1, 1, most], ..ORDINARY });
         let said = Serve::new(&scratch).args(["-f", "raw"]).arg(uri(&at, "")).fails();
-        assert_says(&said, &["it takes no more than a few bytes at a time", "4096"]);
+        assert_says(&said, &["its maximum payload is smaller than 4096 bytes"]);
         server.stop();
     }
     let ways = Ways { size: 64 * MIB, blocks: [1, 4096, 4096], ..ORDINARY };

@@ -57,7 +57,7 @@ fn a_new_raw_image_leaves_no_header_of_an_earlier_one() {
     let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-e", "4", text(&disk)]);
     let image = &uri(&socket, "");
     let refused = weir_image(&["create", "-f", "raw", image, "1G"]).fails();
-    assert_says(&refused, &["bytes, and the image 1073741824"]);
+    assert_says(&refused, &["bytes, but the image needs 1073741824"]);
     assert!(fs::read(&disk).unwrap() == earlier, "a refused command wrote");
 
     weir_image(&["create", "-q", "-f", "raw", image, "4K"]).succeeds();
@@ -73,7 +73,10 @@ fn an_export_for_readers_is_refused_to_a_command_that_writes() {
     let (disk, socket) = (scratch.sparse("disk.raw", MIB), scratch.path("nbd.sock"));
     let _server = Server::qemu_nbd(&scratch, &socket, &["-f", "raw", "-r", text(&disk)]);
     let refused = weir_image(&["create", "-f", "raw", &uri(&socket, ""), "1M"]).fails();
-    assert_says(&refused, &["the server has it read-only", "make the export writable at its server"]);
+    assert_says(
+        &refused,
+        &["the export is read-only at its server", "make the export writable at its server"],
+    );
     assert!(!refused.contains("--read-only"), "{refused}");
 }
 

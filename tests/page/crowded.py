@@ -19,7 +19,7 @@ def run(weir):
             streams = [listen(running.port) for _ in range(MOST)]
             with visit.Visit(browser, running.url, allowed=REFUSED) as reader:
                 reader.page.goto(running.url)
-                expect(reader.page.locator("#live")).to_contain_text(f"{MOST} pages of your address listen already")
+                expect(reader.page.locator("#live")).to_contain_text(f"{MOST} pages are open from your address")
                 streams.pop().close()
                 reader.is_live()
                 expect(reader.row("vm1")).to_be_visible()

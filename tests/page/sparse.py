@@ -57,7 +57,7 @@ def look(reader, what):
     expect(reader.row("vm1").locator(".c-p99")).to_have_text("-")
     expect(page.locator(".t-iops dd")).to_have_text("-")
     page.get_by_label("iops-total", exact=True).fill("5")
-    expect(page.locator(".preview")).to_contain_text("Nobody asked anything")
+    expect(page.locator(".preview")).to_contain_text("It had no requests")
     if what == "a machine":
         expect(page.locator(".facts")).to_contain_text("vhost-user-blk<b>qemu (4711) · 2 queues · requests 12.0K")
     page.get_by_text("Figures as a table").click()

@@ -91,7 +91,7 @@ fn disks_groups_and_exports_that_were_added_come_along_again_and_again() {
         assert_eq!(line, "there\n", "turn {turn}");
         if turn < 2 {
             current = house.take_over(current).0;
-            let line = current.wait_for_log("comes along");
+            let line = current.wait_for_log("taken over although no config has it");
             assert_says(&line, &["group gold, group inner", "disk pvc-", "disk t0", "export n", "export x3"]);
             // Whoever waits for it finds them where all others are.
             let sockets = [&used, &unused].map(|socket| format!("vhost-user:{}", text(socket)));
@@ -208,7 +208,7 @@ fn what_was_added_and_saved_is_the_configs() {
     let (status, log) = first.wait();
     assert!(status.success(), "{log}");
     features(&mut machine);
-    assert!(!second.logged().contains("comes along"), "{}", second.logged());
+    assert!(!second.logged().contains("taken over although no config has it"), "{}", second.logged());
     let exports = known(&house, "exports", &["id", "disk"]);
     assert!(exports.iter().all(|export| export["id"] != "by-hand"), "{exports:?}");
     drop(machine);

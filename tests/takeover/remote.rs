@@ -106,7 +106,7 @@ fn a_server_that_promises_nothing_has_the_old_daemon_go_on() {
     let house = House::new(scratch, &[&server.uri, "--name", "disk", "-f", "raw"]);
     let first = house.serve().start();
     let said = house.newcomer().fails();
-    assert!(said.contains("only certain with CAN_MULTI_CONN"), "{said}");
+    assert!(said.contains("at an NBD server without CAN_MULTI_CONN"), "{said}");
     first.nbdsh("disk", "h.pwrite(b'x' * 512, 0)\n");
     first.stop();
 }

@@ -606,7 +606,7 @@ impl Disk {
                 old,
                 new = size_bytes,
                 left_out,
-                "the disk was cut; what lay past its new end is lost"
+                "the disk was truncated: data beyond its new end is lost"
             );
         }
         Ok(())
@@ -657,7 +657,7 @@ impl Disk {
                 disk = %self.name,
                 old = before,
                 new = size_bytes,
-                "somebody else changed the size of the image; clients that come now see the new one"
+                "the size of the image was changed from outside: new clients see the new size"
             );
             self.prefetch.forget();
         }

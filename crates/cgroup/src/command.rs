@@ -13,37 +13,37 @@ use crate::{
 
 /// Shown below the list of subcommands.
 pub const ABOUT: &str = "\
-CGROUP is a path below where cgroups are mounted, a systemd unit, a container's id, the number of a process, or self.
-DEV is a disk or its number (254:0), or any path on it; limits are for whole disks.";
+CGROUP is a path below the cgroup mount, a systemd unit, a container's id, a pid, or self.
+DEV is a disk, its number (254:0), or any path on it; limits apply to whole disks.";
 
 /// The subcommands of `weir cgroup`.
 #[derive(Debug, Subcommand)]
 pub enum CgroupCommand {
-    /// Limit what a control group does to a disk, or change that
+    /// Set, change or show a control group's limits on a disk
     #[command(after_help = crate::limit::arguments::EXAMPLES)]
     Limit(Box<CgroupLimitArgs>),
-    /// Say which I/O a limit covers, which escapes it, why, and what to do about it
+    /// Explain which I/O a limit covers, which escapes it, why, and how to fix it
     #[command(after_help = crate::explain::arguments::EXAMPLES)]
     Explain(ExplainArgs),
-    /// Run bursts, watermarks and the limits of groups, until SIGTERM
+    /// Enforce bursts, watermarks and limits of groups until SIGTERM
     #[command(after_help = crate::watch::arguments::EXAMPLES)]
     Watch(WatchArgs),
-    /// Run a command under limits of its own, and tell what it did
+    /// Run a command under limits, and report its I/O
     #[command(after_help = crate::run::arguments::EXAMPLES)]
     Run(Box<RunArgs>),
     /// Show what control groups and their tasks read and write, how fast, and how long they wait
     #[command(after_help = crate::show::arguments::EXAMPLES)]
     Show(ShowArgs),
-    /// The same as `show`, live on the whole terminal
+    /// Show control groups and their tasks live on the whole terminal
     #[command(after_help = crate::show::arguments::TOP_EXAMPLES)]
     Top(CgroupTopArgs),
-    /// Become a command in a control group, which `run` starts
+    /// Run a command inside a control group, for `run`
     #[command(hide = true)]
     Enter(EnterArgs),
-    /// Leave no burst behind when whoever holds the other end of standard input dies
+    /// Restore limits without bursts when the writer of standard input dies
     #[command(hide = true)]
     Guard(GuardArgs),
-    /// Read and write as standard input says, for `explain --measure`
+    /// Read and write files as ordered on standard input, for `explain --measure`
     #[command(hide = true)]
     Load(LoadArgs),
 }

@@ -183,12 +183,12 @@ impl ControlGroup {
     fn describe_refusal(&self, change: &str, error: &io::Error) -> anyhow::Error {
         let mend = match error.raw_os_error().map(nix::errno::Errno::from_raw) {
             Some(nix::errno::Errno::EBUSY) => {
-                "it has processes of its own, and only the root may have both: move them into a child of it"
+                "it has processes itself, and only the root may have both: move them into a child cgroup"
             }
             Some(nix::errno::Errno::EACCES | nix::errno::Errno::EPERM) => "run as root, or have it delegated",
             Some(nix::errno::Errno::EROFS) => "cgroups are mounted read-only here: do it on the host",
             Some(nix::errno::Errno::EOPNOTSUPP) => {
-                "it is of threads, which take no such controller: see its cgroup.type"
+                "it is threaded, and this controller is for whole processes: see its cgroup.type"
             }
             Some(nix::errno::Errno::ENOENT | nix::errno::Errno::ENODEV) => "it has been removed",
             _ => "see the kernel's log",

@@ -110,11 +110,11 @@ fn a_refusal_says_why_and_what_to_do() {
         assert!(error.starts_with("cgroup /a: cgroup.subtree_control refuses \"+io\": "), "{error}");
         assert!(error.contains(expect), "{error}");
     };
-    check(Errno::EBUSY, "it has processes of its own");
+    check(Errno::EBUSY, "it has processes itself");
     check(Errno::EPERM, "run as root");
     check(Errno::EACCES, "run as root");
     check(Errno::EROFS, "mounted read-only");
-    check(Errno::EOPNOTSUPP, "it is of threads");
+    check(Errno::EOPNOTSUPP, "it is threaded");
     check(Errno::ENODEV, "it has been removed");
 }
 

@@ -45,7 +45,7 @@ pub(crate) fn resolve(roots: &KernelRoots, text: &str) -> anyhow::Result<Resolve
     };
     // Maps a partition to its disk: `io.max` accepts no partitions.
     let identity = DeviceIdentity::resolve(number, &roots.device_roots()).map_err(|error| {
-        anyhow!("device {text:?}: no disk of number {number} here: {error} (`lsblk` lists disks and their numbers)")
+        anyhow!("device {text:?}: no disk with number {number} here: {error} (`lsblk` lists disks and their numbers)")
     })?;
     // File systems without a device (Btrfs, NFS, tmpfs) have an anonymous number with major 0.
     if number.major != 0 && identity.number() != number {
@@ -89,7 +89,7 @@ fn number_of_path(roots: &KernelRoots, text: &str, notices: &mut Vec<String>) ->
         let real = path.canonicalize().with_context(|| format!("device {text:?}"))?;
         let mounts = roots.mounts()?;
         let Some(mount) = mount_of(&mounts, number, &real) else {
-            bail!("device {text:?}: nothing is known of the file system it is on (give the disk itself)");
+            bail!("device {text:?}: its file system is unknown (give the disk itself)");
         };
         path = next_path(text, mount)?;
         of_btrfs = mount.kind == "btrfs";
@@ -100,7 +100,7 @@ fn number_of_path(roots: &KernelRoots, text: &str, notices: &mut Vec<String>) ->
             ));
         }
     }
-    bail!("device {text:?}: overlays upon overlays (give the disk itself)")
+    bail!("device {text:?}: too many stacked overlays (give the disk itself)")
 }
 
 /// The mount that contains a path. The fallback to any mount is for Btrfs, where each subvolume
@@ -120,19 +120,18 @@ fn next_path(text: &str, mount: &Mount) -> anyhow::Result<PathBuf> {
         _ if kind == "overlay" => match mount.option("upperdir") {
             Some(upper) if upper.is_dir() => Ok(upper),
             Some(upper) => bail!(
-                "device {text:?}: it is on an overlay, whose upper directory {} cannot be seen from here (limits must go to the disk \
-                 of that directory: give it, on the host)",
+                "device {text:?}: it is on an overlay, whose upper directory {} is not visible here (give the disk of that directory, on the host)",
                 upper.display()
             ),
             None => bail!(
-                "device {text:?}: it is on an overlay that is read-only (limits must go to the disk of its lower directories: give that)"
+                "device {text:?}: it is on a read-only overlay (give the disk of its lower directories)"
             ),
         },
         FileSystemClass::Network => bail!(
             "device {text:?}: {at} is on another machine ({kind}, {source}), not on a disk of this one (limit it there)"
         ),
         FileSystemClass::Zfs => bail!(
-            "device {text:?}: {at} is on ZFS, whose own threads do the I/O, in no cgroup but the root (no limit reaches it; ZFS \
+            "device {text:?}: {at} is on ZFS, whose kernel threads do the I/O in the root cgroup (no limit applies to it; ZFS \
              volumes and other file systems can be limited)"
         ),
         FileSystemClass::Memory => bail!(

@@ -40,8 +40,8 @@ fn a_number_is_a_disk_and_a_partition_s_that_of_its_disk() {
         "/dev/vda",
         &["/dev/vda1 is a partition; limits are for the whole disk /dev/vda"],
     );
-    refused(&machine, "8:0", "no disk of number 8:0 here: No such file or directory");
-    refused(&machine, "0:7", "no disk of number 0:7 here: the file system is on no disk of this machine");
+    refused(&machine, "8:0", "no disk with number 8:0 here: No such file or directory");
+    refused(&machine, "0:7", "no disk with number 0:7 here: the file system is on no disk of this machine");
 }
 
 #[test]
@@ -55,7 +55,7 @@ fn non_disk_is_rejected() {
     refused(&machine, "/no/such/path", "No such file or directory");
     refused(&machine, "", "No such file or directory");
     refused(&machine, "8:", "No such file or directory");
-    refused(&machine, "/proc/self", "nothing is known of the file system it is on");
+    refused(&machine, "/proc/self", "its file system is unknown");
 }
 
 #[test]
@@ -72,14 +72,14 @@ fn a_path_on_no_disk_of_this_machine_is_refused_with_what_to_limit_instead() {
         ),
         ("fuse /dev/fuse rw", "/proc is on FUSE (fuse, /dev/fuse)"),
         ("tmpfs tmpfs rw,size=4k", "/proc is in memory (tmpfs), on no disk"),
-        ("zfs tank/data rw", "/proc is on ZFS, whose own threads do the I/O"),
+        ("zfs tank/data rw", "/proc is on ZFS, whose kernel threads do the I/O"),
         ("proc proc rw", "/proc is on no disk, its file system is proc (give a disk"),
-        ("overlay overlay rw,lowerdir=/a:/b", "limits must go to the disk of its lower directories"),
+        ("overlay overlay rw,lowerdir=/a:/b", "give the disk of its lower directories"),
         (
             "overlay overlay rw,lowerdir=/a,upperdir=/no/such/diff",
-            "whose upper directory /no/such/diff cannot be seen from here",
+            "whose upper directory /no/such/diff is not visible here",
         ),
-        ("overlay overlay rw,lowerdir=/a,upperdir=/proc/self", "overlays upon overlays"),
+        ("overlay overlay rw,lowerdir=/a,upperdir=/proc/self", "too many stacked overlays"),
         ("btrfs /dev/no-such-disk rw", "/dev/no-such-disk: No such file or directory"),
         ("btrfs /dev/null rw", "/dev/null is a character device"),
     ] {

@@ -53,7 +53,7 @@ impl KernelRoots {
     }
 }
 
-/// Reads a file as UTF-8, lossily: one name that is not UTF-8 does not hide the others.
+/// Reads a file as UTF-8, lossily: a name that is not UTF-8 does not hide the rest.
 fn read(path: &Path) -> io::Result<String> {
     Ok(String::from_utf8_lossy(&fs::read(path)?).into_owned())
 }
@@ -117,7 +117,7 @@ impl CgroupHierarchy {
     pub(crate) fn root_group(&self) -> anyhow::Result<ControlGroup> {
         let (Some(version), Some(root)) = (self.version, self.root()) else {
             bail!(
-                "cgroups: no hierarchy that is mounted has a controller of block I/O (mount cgroup v2, as \
+                "cgroups: no mounted hierarchy has a controller for block I/O (mount cgroup v2, as \
                  `mount -t cgroup2 none /sys/fs/cgroup`, on a kernel with CONFIG_BLK_CGROUP, and not with \
                  cgroup_disable=io)"
             )
@@ -137,7 +137,7 @@ impl CgroupHierarchy {
                     group.name.push(part);
                 }
                 Component::ParentDir | Component::Prefix(_) => {
-                    bail!("cgroup {name:?}: it leads out of the tree by \"..\" (write the path without)")
+                    bail!("cgroup {name:?}: it contains \"..\" (write the path without)")
                 }
             }
         }
@@ -149,7 +149,7 @@ impl CgroupHierarchy {
         let root = self.root_group()?;
         let file = self.roots.proc.join(pid.to_string()).join("cgroup");
         let text = read(&file).map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => anyhow!("process {pid}: there is none of that id (it may have ended)"),
+            io::ErrorKind::NotFound => anyhow!("process {pid}: does not exist (it may have ended)"),
             _ => anyhow!("{}: {error}", file.display()),
         })?;
         let memberships = proc_cgroup::parse(&text)?;
@@ -158,12 +158,10 @@ impl CgroupHierarchy {
             Version::V2 => membership.hierarchy == 0,
             Version::V1 => membership.controllers.iter().any(|name| name == "blkio"),
         });
-        let path =
-            &here.with_context(|| format!("{}: it names no cgroup of block I/O", file.display()))?.path;
+        let path = &here.with_context(|| format!("{}: has no cgroup for block I/O", file.display()))?.path;
         let outside = || {
             format!(
-                "process {pid}: its cgroup {} is outside of what is mounted at {} (ask on the host, or from its \
-                 own container)",
+                "process {pid}: its cgroup {} is outside of the mount {} (run it on the host, or in its container)",
                 path.display(),
                 root.directory.display()
             )

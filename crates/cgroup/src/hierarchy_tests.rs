@@ -27,7 +27,7 @@ fn no_version_without_controller() {
     assert_eq!((hierarchy.version(), hierarchy.root()), (None, None));
     let error = hierarchy.group_of_pid(1).expect_err("no hierarchy").to_string();
     assert!(
-        error.starts_with("cgroups: no hierarchy that is mounted has a controller of block I/O (mount "),
+        error.starts_with("cgroups: no mounted hierarchy has a controller for block I/O (mount "),
         "{error}"
     );
 }
@@ -81,13 +81,13 @@ fn a_process_that_has_no_cgroup_here_is_an_error_that_says_why() {
         assert!(error.contains(expect), "{error}");
     }
     let machine = FakeMachine::v2("io");
-    check(&machine, "process 7: there is none of that id (it may have ended)");
+    check(&machine, "process 7: does not exist (it may have ended)");
     machine.process(7, "0::/gone.service (deleted)\n");
     check(&machine, "process 7: its cgroup /gone.service (deleted) has been removed");
     machine.process(7, "0::/../../outside\n");
-    check(&machine, "its cgroup /../../outside is outside of what is mounted at");
+    check(&machine, "its cgroup /../../outside is outside of the mount");
     machine.process(7, "1:name=systemd:/x\n");
-    check(&machine, "it names no cgroup of block I/O");
+    check(&machine, "has no cgroup for block I/O");
     machine.process(7, "what\n");
     check(&machine, "/proc/PID/cgroup: a line of unknown form: \"what\"");
 }
@@ -102,7 +102,7 @@ fn in_a_container_without_a_namespace_of_its_own_what_is_above_is_taken_away() {
     assert_eq!(machine.hierarchy().group_of_pid(7).expect("there"), machine.group("/inner"));
     machine.process(7, "0::/docker/4e\n");
     let error = machine.hierarchy().group_of_pid(7).expect_err("outside").to_string();
-    assert!(error.contains("its cgroup /docker/4e is outside of what is mounted at"), "{error}");
+    assert!(error.contains("its cgroup /docker/4e is outside of the mount"), "{error}");
 }
 
 #[test]

@@ -44,7 +44,7 @@ use crate::limit::arguments::CgroupLimitArgs;
 pub(crate) fn run(arguments: CgroupLimitArgs) -> Result<(), CommandFailure> {
     let change = arguments.settings.change();
     if arguments.remove && !change.is_empty() {
-        return Err(CommandFailure::Usage(anyhow!("--remove removes all limits: it goes with no other setting")));
+        return Err(CommandFailure::Usage(anyhow!("--remove removes all limits (leave the other settings out)")));
     }
     // A signal in the middle would leave half of a change.
     let _signals = BlockedSignals::block().context("signals cannot be blocked")?;
@@ -115,12 +115,13 @@ pub(crate) fn set_limits(
     let mut notices = Vec::new();
     if let (true, Some(name)) = (found != IoMaxRates::NONE, change.group.as_ref().filter(|name| !name.is_empty()))
     {
-        notices.push(format!("it had limits that were not set by weir; those of group {name} hold instead"));
+        notices
+            .push(format!("its limits that another program had set are replaced by those of group {name}"));
     } else if found != IoMaxRates::NONE {
         // Unnamed limits stay in force, even if another program set them.
         locked.kept.change(group, place, &LimitsChange::of_rates(found))?;
         notices.push(
-            "it had limits that were not set by weir; those that are not named stay, and are weir's now"
+            "another program had set limits: those that are not given stay in force, and weir manages them now"
                 .to_owned(),
         );
     }
@@ -154,9 +155,7 @@ pub(crate) fn set_limits(
     }
     add_notices(&before, &locked.kept, file, (group, device.number()), &mut notices)?;
     if hierarchy.has_systemd() && tell::is_user_unit(group) {
-        notices.push(
-            "it is a unit of a user's systemd, which may undo this change at its next occasion".to_owned(),
-        );
+        notices.push("it is a unit of a user's systemd, which may undo this change at any time".to_owned());
     }
     let asked = ConfiguredLimits::of(&locked.kept, &group.name, device.number());
     Ok(LimitReport::new(group, device, rates.unwrap_or(IoMaxRates::NONE), asked, notices))
@@ -241,7 +240,7 @@ fn remove_stale_entries(
         let fit = |entry: &CgroupEntry| format!("{} on {}", entry.cgroup.display(), entry.device_text());
         let all: Vec<String> = forgotten.iter().map(fit).collect();
         let what = anyhow!(
-            "cgroup {cgroup:?} on {device:?}: {} that are gone fit: {} (give the path of one, and its disk's number)",
+            "cgroup {cgroup:?} on {device:?}: ambiguous, {} removed ones match: {} (give the path of one, and its disk's number)",
             all.len(),
             all.join(", ")
         );
@@ -253,11 +252,11 @@ fn remove_stale_entries(
     if arguments.json {
         return Ok(print_json(&serde_json::json!({ "forgotten": forgotten }))?);
     }
-    let line = |cgroup: &String| format!("{cgroup} is gone, and its limits are forgotten\n");
+    let line = |cgroup: &String| format!("{cgroup} does not exist, and its limits were removed\n");
     Ok(print(&forgotten.iter().map(line).collect::<String>())?)
 }
 
-const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes are charged to nobody's limit there \
+const V1: &str = "cgroup v1 limits direct I/O and reads; buffered writes escape it \
                   (`weir cgroup explain` shows it; boot with systemd.unified_cgroup_hierarchy=1 for v2)";
 
 /// Rejects settings that need `watch`, which supports v2 only.
@@ -308,7 +307,7 @@ fn add_notices(
     if let (Some(name), Some(alone)) = (joined, alone_before)
         && !before.limits_of(alone).limits()?.is_unlimited()
     {
-        notices.push(format!("its own limits are gone: those of group {name} hold instead"));
+        notices.push(format!("its own limits are replaced by those of group {name}"));
     }
     let weighted = notices.iter().any(|notice| notice.contains("to enforce"));
     if sharing.limits.is_unlimited() && weighted && sharing.watermark == Watermark::ALWAYS {
@@ -317,11 +316,10 @@ fn add_notices(
         notices.push(format!("the cluster has no limits for group {name} yet, or they have not come here yet (set them: `weir throttle {name} --cluster --bps-write 20M`)"));
     } else if sharing.limits.is_unlimited() {
         let who = joined.map_or_else(|| "it".to_owned(), |name| format!("group {name}"));
-        notices.push(format!("{who} has no limits yet: a watermark, a weight or a group does nothing without (set one, such as --bps-write 20M)"));
+        notices.push(format!("{who} has no limits yet: a watermark, a weight or a group has no effect without one (set one, such as --bps-write 20M)"));
     } else if sharing.needs_watch() && !WatchLock::is_taken(file) {
         notices.push(
-            "bursts, watermarks, totals and groups are run by `weir cgroup watch`, and none runs: until then the limits hold \
-             without bursts, in equal parts of totals and by weight in groups"
+            "bursts, watermarks, totals and groups need `weir cgroup watch`, which is not running: until then limits are enforced without bursts, totals in equal halves, and groups by weight"
                 .to_owned(),
         );
     }

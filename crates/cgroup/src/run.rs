@@ -177,9 +177,8 @@ fn dirty_bytes(group: &ControlGroup) -> Option<u64> {
 }
 
 fn read_cgroup(group: &ControlGroup) -> anyhow::Result<CgroupReading> {
-    reading::read(group)?.with_context(|| {
-        format!("cgroup {}: somebody has removed it (the command may have)", group.name.display())
-    })
+    reading::read(group)?
+        .with_context(|| format!("cgroup {}: it was removed, perhaps by the command", group.name.display()))
 }
 
 fn write_summary(arguments: &RunArgs, summary: &CommandSummary) -> anyhow::Result<()> {

@@ -62,7 +62,7 @@ pub(crate) fn resolve(hierarchy: &CgroupHierarchy, text: &str) -> anyhow::Result
     }
     if text.contains('/') {
         bail!(
-            "cgroup {text:?}: there is none of that path below {} (`weir cgroup show` lists them)",
+            "cgroup {text:?}: no cgroup with this path below {} (`weir cgroup show` lists them)",
             root.directory.display()
         );
     }
@@ -91,13 +91,13 @@ pub(crate) fn could_have_named(hierarchy: &CgroupHierarchy, text: &str, name: &P
 fn by_path(hierarchy: &CgroupHierarchy, text: &str) -> anyhow::Result<Option<ControlGroup>> {
     let path = Path::new(text);
     if path.components().any(|component| component == Component::ParentDir) {
-        bail!("cgroup {text:?}: \"..\" leads out of it (write the path without)");
+        bail!("cgroup {text:?}: contains \"..\" (write the path without)");
     }
     let root = hierarchy.root_group()?.directory;
     // The mount point is a symbolic link on some distributions.
     let real: PathBuf = path.canonicalize().unwrap_or_else(|_| path.to_owned());
     let below = [path, &real].into_iter().find_map(|path| path.strip_prefix(&root).ok());
-    // A path elsewhere may belong to another cgroup mount, which deserves a message of its own.
+    // A path elsewhere may belong to another cgroup mount, which has a separate message.
     if below.is_none() {
         reject_other_hierarchy(hierarchy, text, &real)?;
     }
@@ -144,18 +144,18 @@ fn only_match(text: &str, version: Version, mut found: Vec<ControlGroup>) -> any
     // (systemd.resource-control(5)).
     let mend = match version {
         Version::V1 => {
-            "a unit and a container have one while they run, and on cgroup v1 a unit has one for block I/O after `systemctl \
+            "units and containers have a cgroup while they run, and on cgroup v1 a unit has one for block I/O after `systemctl \
              set-property --runtime UNIT IOAccounting=yes`"
         }
         Version::V2 => {
-            "a unit and a container have one while they run; a container's is found by its id, such as `docker inspect --format \
-             '{{.Id}}' NAME` prints"
+            "units and containers have a cgroup while they run; a container is found by its id, as printed by `docker inspect --format \
+             '{{.Id}}' NAME`"
         }
     };
     match (found.pop(), found.len()) {
         (Some(only), 0) => Ok(only),
         (None, _) => bail!(
-            "cgroup {text:?}: no cgroup, unit, container or process of that name ({mend}; `weir cgroup show` lists all)"
+            "cgroup {text:?}: no cgroup, unit, container or process with this name ({mend}; `weir cgroup show` lists all)"
         ),
         (Some(last), others) => {
             found.push(last);
@@ -164,7 +164,11 @@ fn only_match(text: &str, version: Version, mut found: Vec<ControlGroup>) -> any
             if found.len() > MAX_LISTED {
                 list.push(format!("and {} more", found.len() - MAX_LISTED));
             }
-            bail!("cgroup {text:?}: {} fit: {} (give the path of one)", others + 1, list.join(", "))
+            bail!(
+                "cgroup {text:?}: ambiguous, {} cgroups match: {} (give the path of one)",
+                others + 1,
+                list.join(", ")
+            )
         }
     }
 }

@@ -56,11 +56,11 @@ fn a_path_is_from_the_root_of_either_tree() {
 fn a_path_that_is_none_is_refused() {
     let machine = server();
     refused(&machine, "", "empty (give a path, a systemd unit, a container's id or a pid)");
-    refused(&machine, "/system.slice/../../etc", "\"..\" leads out of it");
-    refused(&machine, "..", "\"..\" leads out of it");
-    refused(&machine, "/system.slice/apache.service", "there is none of that path below");
+    refused(&machine, "/system.slice/../../etc", "contains \"..\"");
+    refused(&machine, "..", "contains \"..\"");
+    refused(&machine, "/system.slice/apache.service", "no cgroup with this path below");
     machine.write("/weir", "io.max", "");
-    refused(&machine, "/weir/io.max", "there is none of that path below");
+    refused(&machine, "/weir/io.max", "no cgroup with this path below");
 }
 
 #[test]
@@ -85,7 +85,7 @@ fn a_process_is_in_its_cgroup() {
     check(&machine, "1234", "/system.slice/nginx.service");
     machine.process(i32::try_from(std::process::id()).expect("small"), "0::/weir\n");
     check(&machine, "self", "/weir");
-    refused(&machine, "1235", "process 1235: there is none of that id");
+    refused(&machine, "1235", "process 1235: does not exist");
     refused(&machine, "9999999999", "not a pid");
 }
 
@@ -102,8 +102,8 @@ fn a_unit_is_found_wherever_it_is() {
     check(&machine, swap, &format!("/system.slice/{swap}"));
     check(&machine, "io.service", "/system.slice/_io.service");
     check(&machine, "io", "/system.slice/_io.service");
-    refused(&machine, "apache", "no cgroup, unit, container or process of that name (");
-    refused(&machine, "user-1000", "no cgroup, unit, container or process of that name (");
+    refused(&machine, "apache", "no cgroup, unit, container or process with this name (");
+    refused(&machine, "user-1000", "no cgroup, unit, container or process with this name (");
 }
 
 #[test]
@@ -112,7 +112,7 @@ fn a_unit_of_several_is_refused_with_their_list() {
     refused(
         &machine,
         "app.service",
-        "2 fit: /user.slice/user-1000.slice/user@1000.service/app.slice/app.service, \
+        "2 cgroups match: /user.slice/user-1000.slice/user@1000.service/app.slice/app.service, \
          /user.slice/user-1001.slice/user@1001.service/app.slice/app.service (give the path of one)",
     );
     for uid in 2000..2010 {
@@ -185,7 +185,11 @@ fn a_beginning_of_several_ids_is_refused_with_their_list() {
     let machine = server();
     machine.group(&format!("/docker/{ID}"));
     machine.group(&format!("/docker/{OTHER_ID}"));
-    refused(&machine, &ID[..12], &format!("2 fit: /docker/{ID}, /docker/{OTHER_ID} (give the path of one)"));
+    refused(
+        &machine,
+        &ID[..12],
+        &format!("2 cgroups match: /docker/{ID}, /docker/{OTHER_ID} (give the path of one)"),
+    );
     check(&machine, &ID[..13], &format!("/docker/{ID}"));
 }
 
@@ -193,7 +197,7 @@ fn a_beginning_of_several_ids_is_refused_with_their_list() {
 fn invalid_container_id_is_rejected() {
     let machine = server();
     machine.group(&format!("/docker/{ID}"));
-    refused(&machine, &ID[..11], "no cgroup, unit, container or process of that name (");
+    refused(&machine, &ID[..11], "no cgroup, unit, container or process with this name (");
     for id in ["", "4426af4f45a", "4426AF4F45AE", "../../../../etc"] {
         refused(
             &machine,
@@ -201,7 +205,7 @@ fn invalid_container_id_is_rejected() {
             "is no container's id (it has 12 to 64 hexadecimal digits)",
         );
     }
-    refused(&machine, "docker://000000000000", "no cgroup, unit, container or process of that name (");
+    refused(&machine, "docker://000000000000", "no cgroup, unit, container or process with this name (");
 }
 
 #[test]
@@ -216,10 +220,7 @@ fn an_id_of_decimal_digits_is_no_pid() {
 fn where_nothing_limits_block_io_there_is_no_cgroup_to_find() {
     let machine = FakeMachine::v2("cpu");
     let error = resolve(&machine.hierarchy(), "/").expect_err("none").to_string();
-    assert!(
-        error.starts_with("cgroups: no hierarchy that is mounted has a controller of block I/O"),
-        "{error}"
-    );
+    assert!(error.starts_with("cgroups: no mounted hierarchy has a controller for block I/O"), "{error}");
 }
 
 #[test]

@@ -1,5 +1,4 @@
-//! `weir cgroup watch`: enforces what the kernel's limits cannot express: bursts, watermarks,
-//! limits of groups.
+//! `weir cgroup watch`: extends the kernel's limits by bursts, watermarks, and limits of groups.
 //!
 //! ```text
 //!   /run/weir/cgroups.json ──► pools ──────┐ due: io.stat, io.pressure ──► policy::steering ──► io.max      steered.rs
@@ -96,7 +95,7 @@ pub(crate) fn run(arguments: WatchArgs) -> Result<(), CommandFailure> {
         // Settling while another process steers would end its bursts.
         let Some(_watched) = WatchLock::take(path)? else {
             return Err(anyhow!(
-                "{}: somebody watches these limits, and would change them again (end that first)",
+                "{}: another process watches these limits, and would change them again (end it first)",
                 path.display()
             )
             .into());
@@ -168,7 +167,7 @@ impl CgroupWatch {
         check(&hierarchy)?;
         Self::claim_soon(&hierarchy, path, &store)?.ok_or_else(|| {
             anyhow!(
-                "{}: somebody watches these limits already (`weir cgroup watch` or `weir serve`)",
+                "{}: another process already watches these limits (`weir cgroup watch` or `weir serve`)",
                 path.display()
             )
         })
@@ -323,7 +322,7 @@ impl CgroupWatch {
                 // Rate-limited by time, not by text: it is retried many times a second, and file
                 // names in the message differ.
                 if self.last_lease_error.is_none_or(|told| now >= told + LOG_INTERVAL) {
-                    tracing::error!("{error:#}; nothing more is lent to control groups meanwhile");
+                    tracing::error!("{error:#}; control groups lease no more quota meanwhile");
                     self.last_lease_error = Some(now);
                 }
                 Vec::new()
@@ -395,7 +394,7 @@ impl CgroupWatch {
             Err(error) => {
                 let text = format!("{error:#}");
                 if self.refused.as_ref().is_none_or(|(_, said)| *said != text) {
-                    tracing::error!("{text}; what held before still does");
+                    tracing::error!("{text}; the previous limits stay in force");
                 }
                 self.refused = Some((stamp, text));
             }

@@ -54,6 +54,7 @@ pub(super) fn max_reservable(limits: &Limits, unit: usize) -> Option<u64> {
 pub(super) fn capacity<'a>(promises: impl Iterator<Item = &'a HostReservations>) -> [u64; 2] {
     promises.fold([0; 2], |least, promises| {
         [0, 1].map(|unit| match (least[unit], promises.capacity[unit]) {
+            // 0 is unknown, not a lowest value.
             (0, one) | (one, 0) => one,
             (one, other) => one.min(other),
         })

@@ -40,6 +40,7 @@ pub(super) fn read<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, String> {
     if bytes.len() > MAX_BYTES {
         return Err(format!("is too large, {} bytes", bytes.len()));
     }
+    // The version first: the rest of a newer value may have another form.
     let versioned = serde_json::from_slice::<Versioned>(bytes).map_err(|_| "is not weir's".to_owned())?;
     if versioned.version != VERSION {
         let version = versioned.version;
@@ -109,6 +110,7 @@ impl GroupValue {
         number: u32,
         nonce: u32,
     ) -> Self {
+        // Without defaults, the value stays short and depends only on what was configured.
         let set = LimitSetting::ALL
             .into_iter()
             .filter(|setting| limits.get(*setting) != Limits::default().get(*setting));

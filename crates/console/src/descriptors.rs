@@ -13,6 +13,6 @@ pub fn raise_limit() {
     let raised = getrlimit(Resource::RLIMIT_NOFILE)
         .and_then(|(_, hard)| setrlimit(Resource::RLIMIT_NOFILE, hard, hard));
     if let Err(error) = raised {
-        tracing::warn!(%error, "the limit on open files stays as it is");
+        tracing::warn!(%error, "the limit of open files cannot be raised");
     }
 }

@@ -14,7 +14,7 @@ const SHORTEST_INTERVAL: Duration = Duration::from_millis(100);
 pub fn interval(text: &str) -> Result<Duration, String> {
     let interval = settings::duration(text)?;
     if interval < SHORTEST_INTERVAL {
-        return Err("is too short; it may be 100ms at least".to_owned());
+        return Err("is too short; the minimum is 100ms".to_owned());
     }
     Ok(interval)
 }

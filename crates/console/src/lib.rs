@@ -112,20 +112,20 @@ fn remedy(error: &io::Error) -> &'static str {
     match error.kind() {
         ErrorKind::NotFound => "check the path",
         ErrorKind::NotADirectory => "check the path: a part of it is a file",
-        ErrorKind::IsADirectory => "name a file in it",
-        ErrorKind::PermissionDenied => "check the owner and the mode of it and of its directories",
-        ErrorKind::ReadOnlyFilesystem => "choose a place that can be written to",
-        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "make room, or choose another place",
+        ErrorKind::IsADirectory => "name a file in that directory",
+        ErrorKind::PermissionDenied => "check the owner and mode of the file and its directories",
+        ErrorKind::ReadOnlyFilesystem => "choose a writable file system",
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded => "free space, or choose another file system",
         ErrorKind::ConnectionRefused | ErrorKind::HostUnreachable | ErrorKind::TimedOut => {
-            "does the server run, and is that its address?"
+            "check that the server runs, and its address"
         }
         ErrorKind::BrokenPipe | ErrorKind::ConnectionReset | ErrorKind::ConnectionAborted => {
-            "the other side has ended the connection; does it still run?"
+            "the peer closed the connection; check that it still runs"
         }
-        ErrorKind::AddrInUse | ErrorKind::ResourceBusy => "stop what uses it, or choose another",
-        ErrorKind::Unsupported => "the file system or the device cannot do it; try another",
-        ErrorKind::InvalidInput => "is it the right kind of file?",
-        _ => "the system refused it; its log (`dmesg`) may say more",
+        ErrorKind::AddrInUse | ErrorKind::ResourceBusy => "stop its user, or choose another",
+        ErrorKind::Unsupported => "the file system or device does not support this; use another",
+        ErrorKind::InvalidInput => "check the kind of the file",
+        _ => "rejected by the operating system; see `dmesg`",
     }
 }
 
@@ -179,7 +179,7 @@ pub fn print(text: &str) -> anyhow::Result<()> {
 /// # Errors
 /// Fails if standard output cannot be written.
 pub fn print_json(value: &impl serde::Serialize) -> anyhow::Result<()> {
-    let text = serde_json::to_string_pretty(value).context("this cannot be told as JSON")?;
+    let text = serde_json::to_string_pretty(value).context("cannot be written as JSON")?;
     print(&(text + "\n"))
 }
 
@@ -206,11 +206,11 @@ mod tests {
             ),
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(95)).context("x"),
-                "x: Operation not supported (the file system or the device cannot do it; try another)",
+                "x: Operation not supported (the file system or device does not support this; use another)",
             ),
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(104)).context("x"),
-                "x: Connection reset by peer (the other side has ended the connection; does it still run?)",
+                "x: Connection reset by peer (the peer closed the connection; check that it still runs)",
             ),
             (
                 anyhow::Error::new(io::Error::from_raw_os_error(24)).context("x"),

@@ -135,9 +135,9 @@ pub struct DelayedNotice(Option<(Sender<()>, JoinHandle<()>)>);
 
 impl DelayedNotice {
     /// Starts the delay.
-    // A thread, because the caller blocks in the operation that it waits for.
     pub fn say(text: String) -> Self {
         let (end, ended) = channel();
+        // A thread, because the caller blocks in the operation that it waits for.
         let telling = thread::spawn(move || {
             if ended.recv_timeout(NOTICE_DELAY) == Err(RecvTimeoutError::Timeout) {
                 print_notice(&text);

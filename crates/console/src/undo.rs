@@ -18,7 +18,7 @@ impl SignalCleanup {
     /// Call it before other threads start.
     ///
     /// # Errors
-    /// Fails if the signals cannot be blocked or no thread can be started.
+    /// Fails if the signals cannot be awaited or no thread can be started.
     pub fn start() -> anyhow::Result<Self> {
         let this = Self::default();
         let made = this.clone();
@@ -28,7 +28,7 @@ impl SignalCleanup {
             // be undone.
             let steps = made.0.lock().unwrap_or_else(PoisonError::into_inner);
             steps.iter().rev().for_each(|step| step());
-            print_notice("interrupted: nothing was left behind (run the command again)");
+            print_notice("interrupted: all changes were undone (run the command again)");
             logging::exit(1)
         };
         signals.forward(hear).context("no thread can be started")?;

@@ -137,7 +137,7 @@ pub fn run() -> Result<(), CommandFailure> {
     let socket = UnixStream::from(stdin);
     let mut lines = BufReader::new(&socket);
     let orders = receive_line(&mut lines).ok().flatten().and_then(|line| serde_json::from_str::<RunnerOrders>(&line).ok());
-    let orders = orders.context("this is a part of `weir serve --on-event`, and nothing by itself")?;
+    let orders = orders.context("this command is internal to `weir serve --on-event`")?;
     let mut command = match prepare(&orders) {
         Ok(command) => command,
         Err(error) => {

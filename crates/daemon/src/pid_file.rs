@@ -106,7 +106,7 @@ impl ClaimedPidFile {
             Err(errno) => Err(errno.into()),
         };
         if let Err(error) = taken {
-            tracing::warn!(path = %path.display(), %error, "the pid file cannot be written, and holds another number");
+            tracing::warn!(path = %path.display(), %error, "the pid file cannot be written, and still holds another number");
             return None;
         }
         Some(PidFile { path, file })
@@ -173,7 +173,7 @@ fn open_and_lock(path: &Path, make: bool) -> anyhow::Result<Option<File>> {
                 bail!("is locked by another process (end that first, or choose another file)")
             }
             None if !text.is_empty() || !is_short => {
-                bail!("holds something else than the number of a process (remove it, or choose another file)")
+                bail!("does not hold the number of a process (remove it, or choose another file)")
             }
             _ => return Ok(Some(file)),
         }
@@ -236,7 +236,7 @@ mod tests {
                 Ok(_file) => assert_eq!(now, format!("{}\n", process::id())),
                 Err(error) => {
                     let text = format!("{error:#}");
-                    assert!(text.contains(": holds something else than the number of a process ("), "{text}");
+                    assert!(text.contains(": does not hold the number of a process ("), "{text}");
                     assert_eq!(now, content);
                 }
             }

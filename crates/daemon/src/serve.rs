@@ -75,7 +75,7 @@ pub fn run(mut arguments: ServeArgs, ready: impl FnOnce() + 'static) -> Result<(
     let passed = before.as_ref().and_then(Source::inherited).unwrap_or_else(|| inherited.count());
     let plan = plan(&draft, file.is_some(), passed)?;
     logging::start(&plan.process.log)?;
-    op::set_close_on_exec().context("what was passed cannot be kept from other programs")?;
+    op::set_close_on_exec().context("inherited descriptors cannot be closed for child processes")?;
     // Started before any image, key or socket is opened, so that it inherits none.
     let runner = plan.process.on_event.as_ref().map(|target| EventRunner::start(target, &plan.process));
     let runner = runner.transpose()?;
@@ -118,7 +118,7 @@ fn connect_to_old(control: Option<PathBuf>, draft: &ParsedConfig) -> Result<Newc
         let address = disk.image.path().and_then(Path::to_str).filter(|path| path.starts_with("unix:"));
         if let Some(address) = address {
             let place = Origin::option("takeover", address);
-            let rule = format!("is taken for an image (write --takeover={address})");
+            let rule = format!("is parsed as an image (write --takeover={address})");
             return Err(CommandFailure::Usage(place.error(rule).into()));
         }
     }

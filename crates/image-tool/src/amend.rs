@@ -21,19 +21,19 @@ use super::{create, named::ImageArg, opening::OpenMode, options::FormatOptions, 
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image amend -o compat=1.1 old.qcow2
-      An image of version 2 becomes one of version 3.
+      Convert an image from version 2 to version 3.
   weir image amend -f qcow2 -o lazy_refcounts=on vm1.qcow2
-      Refcounts are written late from now on.
+      Write refcounts lazily from now on.
 
-Other options of an image cannot be changed in place: `weir image convert -o …` makes a copy with them,
-`weir image rebase` names another backing file, `weir image resize` changes the size.
+Other options of an image cannot be changed in place: `weir image convert -o …` makes a copy with new options,
+`weir image rebase` changes the backing file, and `weir image resize` changes the size.
 
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 const OPTIONS: &str = "\
 Options of qcow2 that can be amended:
-  compat=1.1              make it version 3
-  lazy_refcounts=SWITCH   write refcounts late
+  compat=1.1              convert to version 3
+  lazy_refcounts=SWITCH   write refcounts lazily
 ";
 
 /// The options of `weir image amend`.
@@ -41,10 +41,10 @@ Options of qcow2 that can be amended:
 pub struct AmendArgs {
     #[command(flatten)]
     subject: ImageArg,
-    /// Options to change, such as compat=1.1,lazy_refcounts=on; help lists them
+    /// Options to change, such as compat=1.1,lazy_refcounts=on; help lists all
     #[arg(short, value_name = "OPTIONS", required = true)]
     options: Vec<String>,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    /// Cache mode: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
     #[command(flatten)]
@@ -121,10 +121,10 @@ fn refusal(key: &str) -> String {
                 Some(name) => format!("did you mean {name}?"),
                 None => "-o help lists the options".to_owned(),
             };
-            return format!("{key}: is no option of qcow2 ({advice})");
+            return format!("{key}: is not an option of qcow2 ({advice})");
         }
     };
-    format!("{key}: is not changed by amend ({command})")
+    format!("{key}: cannot be amended ({command})")
 }
 
 async fn amend(storage: Storage, options: AmendOptions) -> anyhow::Result<()> {
@@ -182,11 +182,11 @@ mod tests {
         assert_eq!((options.version, options.lazy_refcounts), (Some(3), Some(true)));
         assert_eq!(read("compat=2").unwrap_err(), "compat=2: is neither 0.10 nor 1.1");
         for (option, expected) in [
-            ("lazy_refcount=off", "lazy_refcount: is no option of qcow2 (did you mean lazy_refcounts?)"),
-            ("colour=red", "colour: is no option of qcow2 (-o help lists the options)"),
-            ("size=2G", "size: is not changed by amend (`weir image resize` changes it)"),
-            ("backing_file=a", "backing_file: is not changed by amend (`weir image rebase` changes it)"),
-            ("backing_fmt=raw", "backing_fmt: is not changed by amend (`weir image rebase` changes it)"),
+            ("lazy_refcount=off", "lazy_refcount: is not an option of qcow2 (did you mean lazy_refcounts?)"),
+            ("colour=red", "colour: is not an option of qcow2 (-o help lists the options)"),
+            ("size=2G", "size: cannot be amended (`weir image resize` changes it)"),
+            ("backing_file=a", "backing_file: cannot be amended (`weir image rebase` changes it)"),
+            ("backing_fmt=raw", "backing_fmt: cannot be amended (`weir image rebase` changes it)"),
         ] {
             assert_eq!(read(option).unwrap_err(), expected);
         }

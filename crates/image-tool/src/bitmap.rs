@@ -17,12 +17,12 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image bitmap --add -g 64K vm1.qcow2 since-monday
-      Record from now on what is written.
+      Record writes from now on.
   weir image bitmap --disable --merge monday --merge tuesday vm1.qcow2 week
-      Stop recording in week, and mark there what the two others mark; in this order.
+      Stop recording in week, then add the marks of monday and tuesday, in this order.
   weir image bitmap --remove vm1.qcow2 since-monday
 
-A bitmap that was not stored by who used the image last may be wrong; it can only be removed.
+A bitmap that its last user did not store (in-use) may be inconsistent; it can only be removed.
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,22 +37,23 @@ enum BitmapAction {
 
 #[derive(Debug, Args)]
 struct BitmapOptions {
-    /// The image
+    /// Image
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
-    /// The bitmap's name
+    /// Name of the bitmap
     #[arg(value_name = "BITMAP")]
     bitmap: String,
-    /// Bytes for which a new bitmap has a bit, a power of two [default: a cluster, at least 4K]
+    /// Granularity of a new bitmap in bytes, a power of two [default: the cluster size, at least
+    /// 4K]
     #[arg(short, long, value_name = "SIZE", value_parser = settings::size, requires = "add")]
     granularity: Option<u64>,
-    /// The image that has the bitmaps to merge [default: the same]
+    /// Image with the bitmaps to merge [default: FILE]
     #[arg(short = 'b', long, value_name = "FILE", value_parser = opening::image_name())]
     source_file: Option<PathBuf>,
-    /// Its format: qcow2
+    /// Format of the source image: qcow2
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "source_file", value_parser = opening::format_option())]
     source_format: Option<ImageFormat>,
-    /// The image's format: qcow2
+    /// Format of the image: qcow2
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<ImageFormat>,
     #[command(flatten)]
@@ -61,24 +62,24 @@ struct BitmapOptions {
 
 #[derive(Debug, Args)]
 #[group(required = true, multiple = true)]
-#[command(next_help_heading = "Actions, in their order")]
+#[command(next_help_heading = "Actions, run in the order given")]
 struct BitmapActions {
-    /// Add it, recording
+    /// Add the bitmap and start to record
     #[arg(long, action = ArgAction::Count)]
     add: u8,
-    /// Remove it
+    /// Remove the bitmap
     #[arg(long, action = ArgAction::Count)]
     remove: u8,
-    /// Have it mark nothing
+    /// Clear all marks
     #[arg(long, action = ArgAction::Count)]
     clear: u8,
-    /// Have it record what is written
+    /// Start to record writes
     #[arg(long, action = ArgAction::Count)]
     enable: u8,
-    /// Have it record nothing
+    /// Stop recording writes
     #[arg(long, action = ArgAction::Count)]
     disable: u8,
-    /// Have it mark what this one marks too; repeatable
+    /// Add the marks of bitmap SOURCE; repeatable
     #[arg(long, value_name = "SOURCE")]
     merge: Vec<String>,
 }
@@ -143,7 +144,7 @@ pub(crate) fn run(arguments: BitmapArgs) -> Result<(), CommandFailure> {
     for image in [Some(&image), source.as_ref()].into_iter().flatten() {
         if image.format()? != ImageFormat::Qcow2 {
             return Err(anyhow!(
-                "{}: raw images have no bitmaps (weir image convert -O qcow2 makes one that has)",
+                "{}: raw images have no bitmaps (convert it with `weir image convert -O qcow2`)",
                 image.name()
             )
             .into());

@@ -28,7 +28,7 @@ impl BitmapCopier {
     /// be copied.
     pub(super) async fn of(source: &Arc<Image>, name: &str, skip_broken: bool) -> anyhow::Result<Self> {
         let Image::Qcow2(qcow2) = &**source else {
-            bail!("--bitmaps: {name}: raw images have no bitmaps (leave it away)");
+            bail!("--bitmaps: {name}: raw images have no bitmaps (leave the option out)");
         };
         let mut bitmaps = Vec::new();
         for entry in qcow2.bitmaps().await.with_context(|| name.to_owned())? {
@@ -37,10 +37,10 @@ impl BitmapCopier {
                 check(&entry).with_context(|| format!("{name}: bitmap {bitmap:?}"))?;
                 bitmaps.push(entry);
             } else if skip_broken {
-                console::print_error(&anyhow!("{name}: bitmap {bitmap:?} may be wrong; it is left out"));
+                console::print_error(&anyhow!("{name}: bitmap {bitmap:?} may be inconsistent, and is skipped"));
             } else {
                 bail!(
-                    "{name}: bitmap {bitmap:?} was not stored by who used it last, and may be wrong (--skip-broken-bitmaps leaves it out, \
+                    "{name}: bitmap {bitmap:?} is marked in-use and may be inconsistent (--skip-broken-bitmaps skips it, \
                      `weir image bitmap --remove` removes it)"
                 );
             }
@@ -59,12 +59,14 @@ impl BitmapCopier {
         let (ours, theirs) = (qcow2.size_bytes(), self.source.size_bytes());
         // The granules of a bitmap are counted from the start of the disk, up to its end.
         if ours != theirs {
-            bail!("--bitmaps: the disk has {ours} bytes, and the source's bitmaps are of {theirs}");
+            bail!("--bitmaps: the new disk has {ours} bytes, and the bitmaps of the source cover {theirs}");
         }
         // With `-n` the target may have bitmaps already.
         let there = qcow2.bitmaps().await?;
         match self.bitmaps.iter().find(|entry| there.iter().any(|other| other.name == entry.name)) {
-            Some(entry) => bail!("--bitmaps: there is a bitmap {:?} already (remove it)", entry.name()),
+            Some(entry) => {
+                bail!("--bitmaps: the new image already has a bitmap {:?} (remove it)", entry.name())
+            }
             None => Ok(()),
         }
     }
@@ -102,12 +104,12 @@ impl BitmapCopier {
 
 fn check(entry: &BitmapEntry) -> anyhow::Result<()> {
     if std::str::from_utf8(&entry.name).is_err() {
-        bail!("its name is no text");
+        bail!("the name is not UTF-8");
     }
     // qcow2 specification, "Bitmap directory": without that flag unknown extra data forbids any
     // use.
     if !entry.extra.is_empty() && entry.flags & flag::EXTRA_COMPATIBLE == 0 {
-        bail!("has extra data that weir does not know");
+        bail!("has extra data of an unknown kind");
     }
     Ok(())
 }

@@ -20,17 +20,17 @@ use super::{ImageOutput, ImageOutputArgs, form, named::ImageArg, opening::OpenMo
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image check vm1.qcow2
-      What is wrong, and how much of the disk has a place.
+      Report damage, and how much of the disk is allocated.
   weir image check --repair=leaks vm1.qcow2
-      Free what nothing refers to.
+      Free leaked clusters.
   weir image check --repair vm1.qcow2
       Repair damage that has exactly one correct repair. No byte that a guest can read changes;
       ambiguous content is reported and unchanged.
   weir image check -r all --force vm1.qcow2
-      Also give up ambiguous content, such as data with an impossible offset. Each guest range that is lost is printed.
+      Also discard ambiguous content, such as data at an invalid offset. Each lost guest range is printed.
 
-Exit status: 0 consistent, 1 not checked to the end, 2 corrupt, 3 leaks, 63 the format has nothing to check.
-A wrong command line exits with 2 as well, and prints usage.";
+Exit status: 0 consistent, 1 check incomplete, 2 corrupt, 3 leaks, 63 the format cannot be checked.
+Wrong use of the command line also exits with 2, and prints the usage.";
 
 const NOT_SUPPORTED: u8 = 63;
 
@@ -47,20 +47,19 @@ pub struct ImageCheckArgs {
     subject: ImageArg,
     #[command(flatten)]
     output: ImageOutputArgs,
-    /// Repair it: leaks, or all
+    /// Repair the image: leaks, or all
     #[arg(long, value_name = "WHAT", num_args = 0..=1, require_equals = true, default_missing_value = "all", conflicts_with = "short_repair")]
     repair: Option<RepairScope>,
-    /// The same, as qemu-img has it
+    /// Same as --repair, in the form of qemu-img
     #[arg(short = 'r', value_name = "WHAT")]
     short_repair: Option<RepairScope>,
-    /// With a repair of all: give up guest data whose content is ambiguous, and print its ranges
+    /// With a repair of all: discard guest data with ambiguous content, and print its ranges
     #[arg(long)]
     force: bool,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe [default:
-    /// writeback]
+    /// Cache mode: writeback, writethrough, none, directsync or unsafe [default: writeback]
     #[arg(short = 'T', long, value_name = "MODE", value_parser = settings::parse::<CacheMode>)]
     cache: Option<CacheMode>,
-    /// Check it although somebody else writes to it
+    /// Check the image even if another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Print nothing
@@ -89,7 +88,7 @@ pub(crate) fn run(arguments: ImageCheckArgs) -> Result<(), CommandFailure> {
     // Two writers would overwrite each other's metadata.
     if write && arguments.force_share {
         return Err(CommandFailure::Usage(anyhow!(
-            "{name}: repairing it while somebody writes to it would ruin it (leave out -U)"
+            "{name}: a repair while another process writes would corrupt the image (leave out -U)"
         )));
     }
     let how = OpenMode {

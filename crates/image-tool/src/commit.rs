@@ -27,9 +27,9 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image commit -f qcow2 snapshot.qcow2
-      Into the backing file; the image is empty afterwards.
+      Commit to the backing file; the image is empty afterwards.
   weir image commit -f qcow2 -d -b base.qcow2 newest.qcow2
-      Into an image further down, with what those in between have; newest.qcow2 stays as it is.
+      Commit to an image further down, with the images between; newest.qcow2 is not changed.
 
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
@@ -38,17 +38,17 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 pub struct CommitArgs {
     #[command(flatten)]
     subject: ImageArg,
-    /// The image of the chain to move it into, with all that lies above, relative to the image's
-    /// directory; implies -d [default: the backing file]
+    /// Image of the backing chain to commit to, together with the images between, relative to the
+    /// image's directory; implies -d [default: the backing file]
     #[arg(short, long, value_name = "FILE")]
     base: Option<String>,
-    /// Leave the image as it is afterwards
+    /// Do not empty the image afterwards
     #[arg(short, long)]
     drop: bool,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    /// Cache mode: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
-    /// Bytes to write per second at most
+    /// Write rate limit in bytes per second
     #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
     rate_limit: Option<u64>,
     #[command(flatten)]
@@ -88,7 +88,9 @@ async fn layers(subject: &NamedImage, arguments: &CommitArgs) -> anyhow::Result<
         let Some((below, below_format)) = backing else {
             let what = match &arguments.base {
                 Some(base) => {
-                    format!("{base} is not behind it (`weir image info --backing-chain` shows what is)")
+                    format!(
+                        "{base} is not in the backing chain (`weir image info --backing-chain` shows the chain)"
+                    )
                 }
                 None => "has no backing file (there is nothing to commit to)".to_owned(),
             };
@@ -125,7 +127,7 @@ async fn check_end(layers: &[ChainLayer]) -> anyhow::Result<()> {
         while let Some((path, format)) = next {
             if seen.iter().any(|other| opening::is_same(other, &path)) {
                 bail!(
-                    "{}: is in its own chain of backing files, which never ends (name another backing file with \
+                    "{}: is in its own backing chain, which is a loop (set another backing file with \
                      `weir image rebase -u`)",
                     path.display()
                 );
@@ -159,7 +161,7 @@ async fn commit(
     let base_bytes = base.size_bytes();
     // Grown before copying; the added range reads as zeroes.
     if base_bytes < size {
-        base.resize(size).await.with_context(|| format!("{}: cannot be made larger", base_path.display()))?;
+        base.resize(size).await.with_context(|| format!("{}: cannot be grown", base_path.display()))?;
     }
     // Each layer is walked completely.
     let total = size * sources.len() as u64;

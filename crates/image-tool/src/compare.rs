@@ -30,36 +30,36 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image compare -f raw -F qcow2 vm1.raw vm1.qcow2
-      Whether a guest would see the same.
+      Compare the content that a guest reads.
   weir image compare -s vm1.raw copy.raw
-      Whether size and holes are the same as well.
+      Compare sizes and holes as well.
 
-Exit status: 0 the same, 1 different, 2 wrong use of the command line or an image that cannot be opened, 4 one that cannot be read.";
+Exit status: 0 identical, 1 different, 2 wrong use of the command line or an image that cannot be opened, 4 an image that cannot be read.";
 
 /// The options of `weir image compare`.
 #[derive(Debug, Args)]
 pub struct CompareArgs {
-    /// One image
+    /// First image
     #[arg(value_name = "FILE1", value_parser = opening::image_name())]
     first: PathBuf,
-    /// The other
+    /// Second image
     #[arg(value_name = "FILE2", value_parser = opening::image_name())]
     second: PathBuf,
-    /// The first one's format [default: as its signature says]
+    /// Format of the first image [default: detected]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<ImageFormat>,
-    /// The second one's format [default: as its signature says]
+    /// Format of the second image [default: detected]
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     second_format: Option<ImageFormat>,
-    /// The host's page cache: writeback, writethrough, none, directsync or unsafe
+    /// Cache mode: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
-    /// Sizes and what is allocated must be the same too
+    /// Require equal sizes and equal allocation as well
     #[arg(short, long)]
     strict: bool,
     #[command(flatten)]
     talk: ProgressArgs,
-    /// Read images although somebody else writes to them
+    /// Read the images even if another process writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

@@ -35,84 +35,84 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image convert -O qcow2 vm1.raw vm1.qcow2
-      The same disk as qcow2. Holes and zeroes take no room in it.
+      Convert to qcow2. Holes and zeroes take no space in the new image.
   weir image convert -f qcow2 -O qcow2 -c -o compression_type=zstd vm1.qcow2 archive.qcow2
-      Compressed, on all processors.
+      Compress, on all processors.
   weir image convert -l before-upgrade -O qcow2 --bitmaps vm1.qcow2 vm2.qcow2
-      What the disk was when that snapshot was taken, with the bitmaps of incremental backups.
+      Copy the content of a snapshot, with the bitmaps of incremental backups.
   weir image convert -O qcow2 -o encrypt.format=luks --target-secret-file key vm1.raw vm1.qcow2
-      Encrypted; --secret-file opens a source that is.
+      Encrypt the new image; --secret-file decrypts an encrypted source.
   weir image convert -f qcow2 -O raw -m 16 -W -p vm1.qcow2 /dev/vg/vm1
-      Onto a device, 16 requests at a time in any order, and how far it has come.
+      Copy to a device, with 16 requests in flight, out of order, with progress.
 
-The new image has its name once it is complete; until then, and if the command is interrupted, the name is what it was.
-A command that was killed with SIGKILL leaves its copy beside it, .NAME.….unfinished, which nobody needs.
+The new image gets its name when it is complete. If the command fails or is interrupted, an existing file remains.
+If the command is killed with SIGKILL, an incomplete copy remains (.NAME.….unfinished) and can be deleted.
 Exit status: 0 copied, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image convert`.
 #[derive(Debug, Args)]
 pub struct ImageConvertArgs {
-    /// What is copied, several one behind the other as one disk; and last where to
+    /// Source images, concatenated to one disk if several; the last FILE is the target
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     files: Vec<PathBuf>,
-    /// The source's format [default: as its signature says]
+    /// Format of the source [default: detected]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<ImageFormat>,
-    /// The new image's format [default: raw]
+    /// Format of the new image [default: raw]
     #[arg(short = 'O', long, value_name = "FORMAT", value_parser = opening::format_option())]
     output_format: Option<ImageFormat>,
-    /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists them
+    /// Options of the new image, such as cluster_size=2M,lazy_refcounts=on; help lists all
     #[arg(short, value_name = "OPTIONS", conflicts_with = "no_create")]
     options: Vec<String>,
-    /// Read this internal snapshot instead of the disk: its id or name, or
+    /// Read this internal snapshot instead of the current disk: its id or name, or
     /// snapshot.id=ID,snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::parse::<SnapshotSelector>)]
     snapshot: Option<SnapshotSelector>,
-    /// Copy the persistent bitmaps too; from qcow2 to qcow2
+    /// Copy the persistent bitmaps as well; only from qcow2 to qcow2
     #[arg(long)]
     bitmaps: bool,
-    /// Leave out bitmaps that may be wrong
+    /// Skip bitmaps that may be inconsistent
     #[arg(long, requires = "bitmaps")]
     skip_broken_bitmaps: bool,
-    /// Compress every cluster; qcow2 alone
+    /// Compress every cluster; only for qcow2
     #[arg(short, long)]
     compress: bool,
-    /// The new image's backing file, whose content what the source does not have itself must be;
-    /// with -n, the one that the image has, or is given later with `rebase -u`
+    /// Backing file of the new image: its content must equal the source where the source is
+    /// unallocated; with -n, the backing file that the target has, or gets later with `rebase -u`
     #[arg(short = 'B', short_alias = 'b', long, value_name = "FILE")]
     backing: Option<String>,
-    /// The backing file's format
+    /// Format of the backing file
     #[arg(short = 'F', long, value_name = "FORMAT", requires = "backing", value_parser = opening::format_option())]
     backing_format: Option<ImageFormat>,
-    /// Write into an image that is there
+    /// Write into an existing image
     #[arg(short, long)]
     no_create: bool,
-    /// That image reads as zeroes, so zeroes need not be written
+    /// The existing image reads as zeroes, so zeroes need not be written
     #[arg(long, requires = "no_create")]
     target_is_zero: bool,
-    /// Leave out zeroes in runs of at least so many bytes; 0 leaves out none, and the new image is
-    /// allocated throughout
+    /// Skip runs of zeroes of at least SIZE bytes; 0 skips none, and the new image is fully
+    /// allocated
     #[arg(short = 'S', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
     sparse_size: u64,
-    /// Requests at a time, from 1 to 64
+    /// Number of requests in flight, from 1 to 64
     #[arg(short = 'm', long, value_name = "N", default_value_t = 8, value_parser = clap::value_parser!(u8).range(1..=64))]
     parallel: u8,
-    /// Write in any order, which is faster; what was written first may then not lie first
+    /// Write out of order, which is faster, but may fragment the new image
     #[arg(short = 'W', long)]
     out_of_order: bool,
-    /// Bytes to write per second at most
+    /// Write rate limit in bytes per second
     #[arg(short, long, value_name = "SIZE", value_parser = settings::size)]
     rate_limit: Option<u64>,
-    /// The page cache for the new image: writeback, writethrough, none, directsync or unsafe
+    /// Cache mode of the new image: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 't', long, value_name = "MODE", default_value = "unsafe", value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
-    /// The page cache for the source
+    /// Cache mode of the source
     #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     source_cache: CacheMode,
-    /// Write zeroes for what cannot be read, and say so
+    /// Write zeroes for unreadable ranges, and report them
     #[arg(long)]
     salvage: bool,
-    /// Read the source although somebody else writes to it
+    /// Read the source even if another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -121,7 +121,7 @@ pub struct ImageConvertArgs {
     target_keys: TargetKeyArgs,
     #[command(flatten)]
     naming: NamingArgs,
-    /// Read the last FILE, an image that is there, as options of QEMU's block drivers
+    /// Parse the last FILE, an existing image, as options of QEMU's block drivers
     #[arg(long, requires = "no_create", conflicts_with = "output_format")]
     target_image_opts: bool,
     #[command(flatten)]
@@ -130,11 +130,11 @@ pub struct ImageConvertArgs {
 
 #[derive(Debug, Args)]
 struct TargetKeyArgs {
-    /// The passphrase of the new image, which -o encrypt.format=luks encrypts, or of one that is
-    /// there; then of those behind it
+    /// Passphrase of the new image (-o encrypt.format=luks) or of the existing one; then those of
+    /// its backing files
     #[arg(long, value_name = "FILE")]
     target_secret_file: Vec<PathBuf>,
-    /// An open descriptor to read it from
+    /// Open file descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with = "target_secret_file")]
     target_secret_fd: Vec<u32>,
 }
@@ -156,9 +156,8 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
     }
     let Some((target, sources)) = arguments.files.split_last().filter(|(_, sources)| !sources.is_empty())
     else {
-        let what = anyhow!(
-            "two files are needed, what is copied and where to (weir image convert --help has examples)"
-        );
+        let what =
+            anyhow!("two files are required, a source and a target (weir image convert --help has examples)");
         return Err(CommandFailure::Usage(what));
     };
     let options = FormatOptions::read(&arguments.options);
@@ -175,23 +174,22 @@ pub(crate) fn run(arguments: ImageConvertArgs) -> Result<(), CommandFailure> {
         (None, false) => ImageFormat::Raw,
         // Not probed: a guest may have written the header.
         (None, true) => {
-            let what = "the format of the target is not given (add driver=raw or driver=qcow2)";
+            let what = "the format of the target is missing (add driver=raw or driver=qcow2)";
             return Err(CommandFailure::Usage(anyhow!("{}: {what}", target.display())));
         }
     };
     check(&arguments, output_format, &sources, has_backing).map_err(CommandFailure::Usage)?;
     let is_file = !opening::is_remote_or_null(&target_image.path) && target_image.path == *target;
     if !arguments.no_create && !is_file {
-        let what = anyhow!("{}: can only be made where it is (make it there, and add -n)", target.display());
+        let what =
+            anyhow!("{}: weir cannot create images there (create it first, and add -n)", target.display());
         return Err(CommandFailure::Usage(what));
     }
     let target = &target_image.path;
     // Writing to the source would destroy it before it is read.
     if sources.iter().any(|source| opening::is_same(&source.path, target)) {
-        let what = anyhow!(
-            "{}: is what is copied, and cannot be where to (give the new image another name)",
-            target.display()
-        );
+        let what =
+            anyhow!("{}: is both source and target (give the new image another name)", target.display());
         return Err(CommandFailure::Usage(what));
     }
     // From here on signals remove the unfinished file.
@@ -250,13 +248,13 @@ fn check(
         bail!("-B: several images as one disk have no backing file (copy them one by one)");
     }
     if sources.len() > 1 && arguments.snapshot.is_some() {
-        bail!("-l: is for one image (copy them one by one)");
+        bail!("-l: applies to a single image (copy them one by one)");
     }
     if !arguments.sparse_size.is_multiple_of(512) || arguments.sparse_size > UNIT {
-        bail!("-S {}: is no multiple of 512 up to {UNIT}", arguments.sparse_size);
+        bail!("-S {}: is not a multiple of 512 up to {UNIT}", arguments.sparse_size);
     }
     if arguments.rate_limit == Some(0) {
-        bail!("-r 0: nothing would ever be written (leave it away for no limit)");
+        bail!("-r 0: must be above 0 (leave it out for no limit)");
     }
     Ok(())
 }
@@ -327,12 +325,11 @@ fn make(
             options.finish("qcow2").map_err(usage)?;
             // With a backing file the passphrase may be meant for that one.
             if encryption.is_none() && wish.backing.is_none() && keys.first().is_some() {
-                let what = "there is a passphrase, and encrypt.format=luks is missing among the options";
+                let what = "a passphrase was given without encrypt.format=luks";
                 return Err(usage(what.to_owned()));
             }
             if arguments.compress && wish.preallocation != Preallocation::Off {
-                let what =
-                    "-c: compressed clusters have no place beforehand (leave away preallocation, or -c)";
+                let what = "-c: compressed clusters cannot be preallocated (leave out preallocation, or -c)";
                 return Err(usage(what.to_owned()));
             }
             wish.size_bytes = size;
@@ -411,7 +408,7 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
                 own.display()
             ),
             None if arguments.target_is_zero => bail!(
-                "--target-is-zero: zeroes have to be written, or they would not hide {backing} (leave it out)"
+                "--target-is-zero: zeroes must be written to hide the content of {backing} (leave it out)"
             ),
             None => {
                 is_given_later = true;
@@ -430,7 +427,7 @@ fn check_target(target: &Image, path: &Path, arguments: &ImageConvertArgs) -> an
         bail!("-c: an image with an external data file has no compressed clusters (leave out one of them)");
     }
     if arguments.target_is_zero && header.backing.is_some() {
-        bail!("--target-is-zero: it has a backing file, and so need not read as zeroes (leave it away)");
+        bail!("--target-is-zero: the image has a backing file, so it may not read as zeroes (leave it out)");
     }
     Ok(is_given_later)
 }

@@ -31,62 +31,62 @@ Examples:
   weir image create -f qcow2 vm1.qcow2 20G
       An empty disk of 20 GiB.
   weir image create -f qcow2 -b base.qcow2 -F qcow2 vm1.qcow2
-      One that begins with what is in base.qcow2, and is as large.
+      An overlay with the content and the size of base.qcow2.
   weir image create -f qcow2 --secret-file key vm1.qcow2 20G
-      Encrypted with LUKS, and the passphrase in key.
+      Encrypted with LUKS; the file key holds the passphrase.
   weir image create -f qcow2 -o cluster_size=2M,preallocation=metadata vm1.qcow2 1T
-      With options of the format; -o help lists them.
+      With options of the format; -o help lists all.
 
 Exit status: 0 created, 1 failed, 2 wrong use of the command line.";
 
 pub(super) const OPTIONS: &str = "\
 Options of qcow2:
-  backing_file=FILE       what unallocated clusters are read from (as -b)
-  backing_fmt=FORMAT      its format (as -F)
+  backing_file=FILE       provides unallocated clusters (same as -b)
+  backing_fmt=FORMAT      format of the backing file (same as -F)
   cluster_size=SIZE       512 to 2M, a power of two [64K]
   compat=LEVEL            0.10 (version 2) or 1.1 (version 3) [1.1]
   compression_type=TYPE   of compressed clusters: zlib or zstd [zlib]
-  data_file=FILE          a file of its own for the guest's data
-  data_file_raw=SWITCH    that file is a raw image by itself [off]
-  encrypt.format=luks     encrypt it; encrypt.key-secret=ID names an --object secret
+  data_file=FILE          separate file for guest data
+  data_file_raw=SWITCH    the data file is a valid raw image [off]
+  encrypt.format=luks     encrypt the image; encrypt.key-secret=ID names an --object secret
   encrypt.cipher-alg=ALG  aes-128, aes-192 or aes-256 [aes-256]; encrypt.cipher-mode=MODE xts or cbc [xts]
-  encrypt.hash-alg=HASH   for the passphrase [sha256]; encrypt.iter-time=MS how long it takes [2000]
-  extended_l2=SWITCH      allocate in 32nds of a cluster, which has 16K or more [off]
-  lazy_refcounts=SWITCH   write refcounts late [off]
+  encrypt.hash-alg=HASH   of the key derivation [sha256]; encrypt.iter-time=MS its duration [2000]
+  extended_l2=SWITCH      subclusters of 1/32 cluster; needs clusters of 16K or more [off]
+  lazy_refcounts=SWITCH   write refcounts lazily [off]
   preallocation=MODE      off, metadata, falloc or full [off]
   refcount_bits=N         1 to 64, a power of two [16]
-  size=SIZE               the disk's size
-  encryption=off          as it is; no other than luks is there
+  size=SIZE               size of the disk
+  encryption=off          for scripts; only encrypt.format=luks encrypts
 Options of raw:
   preallocation=MODE      off, falloc or full [off]
-  size=SIZE               the disk's size
+  size=SIZE               size of the disk
 A SWITCH is on or off; without a value it is on.
-Of both, for scripts: extent_size_hint=SIZE and nocow=SWITCH, hints for a host's file system, are
-taken and change nothing.
+For scripts, both formats accept extent_size_hint=SIZE and nocow=SWITCH, hints for the host's file
+system, which have no effect.
 ";
 
 /// The options of `weir image create`.
 #[derive(Debug, Args)]
 pub struct CreateArgs {
-    /// The image to make
+    /// Image to create
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: Option<PathBuf>,
-    /// The disk's size [default: the backing file's]
+    /// Size of the disk [default: that of the backing file]
     #[arg(value_name = "SIZE", value_parser = settings::size)]
     size: Option<u64>,
-    /// The format: raw or qcow2
+    /// Format: raw or qcow2
     #[arg(short, long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
     format: ImageFormat,
-    /// What unallocated clusters are read from; relative to the image's directory
+    /// Backing file: provides unallocated clusters; relative to the image's directory
     #[arg(short, long, value_name = "FILE")]
     backing: Option<String>,
-    /// The backing file's format
+    /// Format of the backing file
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     backing_format: Option<ImageFormat>,
-    /// Do not look at the backing file, which may be missing; a size is then needed
+    /// Do not open the backing file, which may be missing; requires a size
     #[arg(short, long)]
     unsafe_backing: bool,
-    /// Options of the format, such as cluster_size=2M,lazy_refcounts=on; help lists them
+    /// Options of the format, such as cluster_size=2M,lazy_refcounts=on; help lists all
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
     #[command(flatten)]
@@ -106,7 +106,7 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
     let usage = |text: String| CommandFailure::Usage(anyhow!("{name}: {text}"));
     if opening::is_remote_or_null(&path) && !opening::is_nbd_uri(&path) {
         return Err(usage(
-            "can only be made where it is (with `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
+            "weir cannot create images there (use `rbd create`, or `qemu-img create -f qcow2` in a Ceph cluster)"
                 .to_owned(),
         ));
     }
@@ -124,7 +124,7 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
             take_hints(&mut options).map_err(usage)?;
             // Reports options that nothing has removed: nothing is ignored.
             options.finish("raw").map_err(usage)?;
-            let size = size.ok_or_else(|| usage("has no size (give it one: 20G)".to_owned()))?;
+            let size = size.ok_or_else(|| usage("the size is missing (add one: 20G)".to_owned()))?;
             create_raw(&path, size, preallocation, &name)?;
             say(&arguments, format_args!("Formatting '{name}', fmt=raw size={size}"))
         }
@@ -142,7 +142,7 @@ pub(crate) fn run(arguments: CreateArgs) -> Result<(), CommandFailure> {
             options.finish("qcow2").map_err(usage)?;
             wish.size_bytes = match (size, backing_size(&wish, &arguments, &path)?) {
                 (Some(size), _) | (None, Some(size)) => size,
-                (None, None) => return Err(usage("has no size (give it one: 20G)".to_owned())),
+                (None, None) => return Err(usage("the size is missing (add one: 20G)".to_owned())),
             };
             let mut wish = wish.checked().map_err(|rule| usage(rule.to_string()))?;
             if let Some(encryption) = encryption {
@@ -161,7 +161,7 @@ fn say(arguments: &CreateArgs, line: std::fmt::Arguments<'_>) -> Result<(), Comm
 fn size(options: &mut FormatOptions, arguments: &CreateArgs) -> Result<Option<u64>, String> {
     match (options.take_size("size")?, arguments.size) {
         (Some(_), Some(_)) => {
-            Err("the size is said twice, as SIZE and with -o size (leave one of them out)".to_owned())
+            Err("the size is given twice, as SIZE and with -o size (leave one of them out)".to_owned())
         }
         (option, size) => Ok(size.or(option)),
     }
@@ -219,15 +219,17 @@ pub(super) fn qcow2_options(
         return Err("the backing file has no name (leave -b out for none)".to_owned());
     }
     if options.take_switch("encryption")? == Some(true) {
-        return Err("encryption=on: weir has not that encryption, which is broken (use encrypt.format=luks)"
-            .to_owned());
+        return Err(
+            "encryption=on: this legacy encryption is insecure and not supported (use encrypt.format=luks)"
+                .to_owned(),
+        );
     }
     take_hints(options)?;
     if backing.is_none() && backing_format.is_some() {
-        return Err("a format of the backing file was given, and no backing file (-b)".to_owned());
+        return Err("a backing format was given without a backing file (-b)".to_owned());
     }
     if backing.is_some() && backing_format.is_none() {
-        return Err("the backing file's format is not said (-F raw or -F qcow2)".to_owned());
+        return Err("the format of the backing file is missing (-F raw or -F qcow2)".to_owned());
     }
     Ok(CreateOptions {
         version: version.unwrap_or(default.version),
@@ -289,11 +291,11 @@ impl NewFile {
         let is_new = match made {
             Ok(file) => {
                 // Storage rejects a file without a size.
-                file.set_len(LEAST_FILE).with_context(|| format!("{name}: cannot be made"))?;
+                file.set_len(LEAST_FILE).with_context(|| format!("{name}: cannot be created"))?;
                 true
             }
             Err(error) if error.kind() == io::ErrorKind::AlreadyExists => false,
-            Err(error) => return Err(anyhow!("{name}: cannot be made: {error} (check the directory)")),
+            Err(error) => return Err(anyhow!("{name}: cannot be created: {error} (check the directory)")),
         };
         let this = Self { path: path.to_owned(), is_new };
         let metadata = fs::metadata(path).with_context(|| format!("{name}: cannot be read"))?;
@@ -301,7 +303,7 @@ impl NewFile {
         if metadata.is_file() && metadata.len() == 0 {
             let file = OpenOptions::new().write(true).open(path);
             file.and_then(|file| file.set_len(LEAST_FILE))
-                .with_context(|| format!("{name}: cannot be made"))?;
+                .with_context(|| format!("{name}: cannot be created"))?;
         }
         let storage = opening::storage(path, OpenMode { write: true, ..OpenMode::default() })?;
         Ok((this, storage))
@@ -404,7 +406,10 @@ pub(super) fn create_raw(
                 storage.resize(size).await.context("cannot have this size")?;
             }
         } else if storage.size_bytes() < size {
-            return Err(CommandFailure::Failed(anyhow!("has {} bytes, and the image {size}", storage.size_bytes())));
+            return Err(CommandFailure::Failed(anyhow!(
+                "has {} bytes, but the image needs {size}",
+                storage.size_bytes()
+            )));
         } else {
             // Otherwise the header of an earlier image would decide the format that a later
             // command probes.

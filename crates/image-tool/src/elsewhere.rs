@@ -10,7 +10,7 @@ const INSTEAD: [(&str, &str, &str); 3] = [
     (
         "convert",
         "-C",
-        "copies are never offloaded (leave -C away; `cp --reflink` makes a copy that shares its blocks)",
+        "copies are never offloaded (leave -C out; `cp --reflink` makes a copy that shares its blocks)",
     ),
     ("convert", "-s", "-l SNAPSHOT reads a snapshot"),
     ("", "dd", "`weir image convert` copies a whole disk; qemu-img, or dd(1) on a raw image, a part"),

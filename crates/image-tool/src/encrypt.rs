@@ -13,14 +13,13 @@ use super::{keys, options::FormatOptions};
 
 #[derive(Debug, Args)]
 pub(super) struct SecretArgs {
-    /// Encrypt it with LUKS, and the passphrase that this file holds
+    /// Encrypt the image with LUKS; the file holds the passphrase
     #[arg(long, value_name = "FILE")]
     secret_file: Option<PathBuf>,
-    /// The same, with an open descriptor to read the passphrase from
+    /// Encrypt the image with LUKS; read the passphrase from this open file descriptor
     #[arg(long, value_name = "N", conflicts_with = "secret_file")]
     secret_fd: Option<u32>,
-    /// The same, as qemu-img has it: secret,id=ID,file=FILE, with encrypt.key-secret=ID among the
-    /// options
+    /// Passphrase in the form of qemu-img: secret,id=ID,file=FILE, with -o encrypt.key-secret=ID
     #[arg(long, value_name = "OBJECT", conflicts_with_all = ["secret_file", "secret_fd"])]
     object: Vec<String>,
 }
@@ -59,11 +58,9 @@ impl Encryption {
         match format.as_deref() {
             Some("luks") => {}
             Some("aes") => {
-                return Err(
-                    "encrypt.format=aes: is not safe, and weir does not make it (use luks)".to_owned()
-                );
+                return Err("encrypt.format=aes: is insecure and not supported (use luks)".to_owned());
             }
-            Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
+            Some(other) => return Err(format!("encrypt.format={other}: is unknown (use luks)")),
             None if key.is_some() || objects.has_unused() => {
                 return Err("a secret is given without encrypt.format=luks".to_owned());
             }
@@ -99,7 +96,7 @@ pub(super) fn luks_bytes(options: &mut FormatOptions, objects: &SecretObjects) -
     let key = options.take("encrypt.key-secret");
     match format.as_deref() {
         Some("luks") => {}
-        Some(other) => return Err(format!("encrypt.format={other}: is not known (use luks)")),
+        Some(other) => return Err(format!("encrypt.format={other}: is unknown (use luks)")),
         None if key.is_some() || objects.has_unused() => {
             return Err("a secret is given without encrypt.format=luks".to_owned());
         }
@@ -124,28 +121,26 @@ impl SecretObjects {
         for text in texts {
             let Some(rest) = text.strip_prefix("secret,").or_else(|| text.strip_prefix("qom-type=secret,"))
             else {
-                return Err(format!("--object {text}: is no secret (secret,id=ID,file=FILE)"));
+                return Err(format!("--object {text}: is not a secret (secret,id=ID,file=FILE)"));
             };
             let mut fields = FormatOptions::read(&[rest.to_owned()])?;
             // A passphrase in `data` is visible in the process list.
-            let id = fields.take("id").ok_or_else(|| format!("--object {text}: has no id=ID"))?;
+            let id = fields.take("id").ok_or_else(|| format!("--object {text}: id=ID is missing"))?;
             if fields.take("data").is_some() {
-                return Err(
-                    "--object secret,data=…: everybody on this machine can read that (use file=FILE)"
-                        .to_owned(),
-                );
+                return Err("--object secret,data=…: every user of this machine can read it (use file=FILE)"
+                    .to_owned());
             }
-            let file = fields.take("file").ok_or_else(|| format!("--object {text}: has no file=FILE"))?;
+            let file = fields.take("file").ok_or_else(|| format!("--object {text}: file=FILE is missing"))?;
             if let Some(format) = fields.take("format").filter(|format| format != "raw") {
                 return Err(format!(
                     "--object {text}: format={format} is not supported (write the file raw)"
                 ));
             }
             if let Some(key) = fields.first_unused() {
-                return Err(format!("--object {text}: {key} is not known (secret,id=ID,file=FILE)"));
+                return Err(format!("--object {text}: {key} is unknown (secret,id=ID,file=FILE)"));
             }
             if objects.files.iter().any(|(known, _)| *known == id) {
-                return Err(format!("--object {text}: there is another object {id} (give it another id)"));
+                return Err(format!("--object {text}: the id {id} is already in use (choose another id)"));
             }
             objects.files.push((id, file.into()));
         }
@@ -156,7 +151,7 @@ impl SecretObjects {
     pub(super) fn find(&self, id: &str) -> Result<&PathBuf, String> {
         let found = self.files.iter().find(|(known, _)| known == id);
         let (_, file) = found.ok_or_else(|| {
-            format!("encrypt.key-secret={id}: there is no such secret (--object secret,id={id},file=FILE)")
+            format!("encrypt.key-secret={id}: no such secret (add --object secret,id={id},file=FILE)")
         })?;
         self.used.borrow_mut().insert(id.to_owned());
         Ok(file)

@@ -40,7 +40,7 @@ Examples:
   weir image info vm1.qcow2
       Size, format and features.
   weir image info --backing-chain --output=json vm1.qcow2
-      The same of all the images that it stands on, as qemu-img prints it for programs.
+      The same for the image and its backing files, in the JSON form of qemu-img.
 
 Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
@@ -51,10 +51,10 @@ pub struct ImageInfoArgs {
     subject: ImageArg,
     #[command(flatten)]
     output: ImageOutputArgs,
-    /// Show the backing files too
+    /// Show the backing files as well
     #[arg(long)]
     backing_chain: bool,
-    /// Read it although somebody else writes to it
+    /// Read the image even if another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
 }
@@ -73,13 +73,13 @@ pub(crate) fn run(arguments: ImageInfoArgs) -> Result<(), CommandFailure> {
             if !seen.insert(identity(&path)?) {
                 bail_in(
                     &path,
-                    "is its own backing file (give one of the chain another with `weir image rebase`)",
+                    "is in its own backing chain (change a backing file with `weir image rebase`)",
                 )?;
             }
             if shown.len() == LONGEST_CHAIN {
                 bail_in(
                     file,
-                    "has more backing files than weir opens (`weir image commit` or `rebase` make them fewer)",
+                    "has more backing files than weir supports (shorten the chain with `weir image commit` or `rebase`)",
                 )?;
             }
             shown.push(show(&path, format, how)?);

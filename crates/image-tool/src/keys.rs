@@ -20,11 +20,11 @@ use super::opening;
 
 #[derive(Debug, Args)]
 pub(super) struct PassphraseArgs {
-    /// A file that is the passphrase of an encrypted image, whole; once for each in the chain from
-    /// the top, or one for all
+    /// File whose whole content is the passphrase of an encrypted image; one for each image of the
+    /// chain from the top, or one for all
     #[arg(long, value_name = "FILE")]
     secret_file: Vec<PathBuf>,
-    /// An open descriptor to read the passphrase from
+    /// Open file descriptor to read the passphrase from
     #[arg(long, value_name = "N", conflicts_with = "secret_file")]
     secret_fd: Vec<u32>,
 }
@@ -63,7 +63,7 @@ impl PassphraseSet {
     pub(super) fn add(&mut self, secret: Secret) -> anyhow::Result<()> {
         if self.given.len() > self.described {
             bail!(
-                "encrypt.key-secret and --secret-file or --secret-fd do not go together (give one of them)"
+                "encrypt.key-secret cannot be combined with --secret-file or --secret-fd (use one of them)"
             );
         }
         self.given.push(secret);
@@ -112,7 +112,7 @@ impl PassphraseSet {
     pub(super) fn check_used(&self) -> anyhow::Result<()> {
         match (self.given.len(), self.next) {
             (0, _) | (1, 1..) => Ok(()),
-            (1, 0) => bail!("a passphrase was given, and no image is encrypted (leave it out)"),
+            (1, 0) => bail!("a passphrase was given, but no image is encrypted (leave it out)"),
             (given, used) if given <= used => Ok(()),
             (given, used) => {
                 bail!("passphrases given: {given}, encrypted images: {used} (give one for each)")

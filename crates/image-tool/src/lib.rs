@@ -53,13 +53,13 @@ use console::CommandFailure;
 // The daemon answers QMP's `query-block` with the `ImageInfo` that `info` prints.
 pub use self::{elsewhere::advise, resize::ServedDisk};
 
-/// What to do with images.
+/// Commands for images.
 #[derive(Debug, Subcommand)]
 pub enum ImageCommand {
-    /// Make an image
+    /// Create an image
     #[command(after_help = create::EXAMPLES)]
     Create(create::CreateArgs),
-    /// Find out whether an image is consistent, and repair it
+    /// Check the consistency of an image, and repair it
     #[command(after_help = check::EXAMPLES)]
     Check(check::ImageCheckArgs),
     /// Change options of an image in place
@@ -68,31 +68,31 @@ pub enum ImageCommand {
     /// Change persistent bitmaps
     #[command(after_help = bitmap::EXAMPLES)]
     Bitmap(bitmap::BitmapArgs),
-    /// List internal snapshots, take them, go back to them, delete them
+    /// List, create, apply and delete internal snapshots
     #[command(after_help = snapshot::EXAMPLES)]
     Snapshot(snapshot::SnapshotArgs),
-    /// Show what an image is
+    /// Show the format, size and features of an image
     #[command(after_help = info::EXAMPLES)]
     Info(info::ImageInfoArgs),
     /// Copy a disk into a new image
     #[command(after_help = convert::EXAMPLES)]
     Convert(convert::ImageConvertArgs),
-    /// Find out whether two images hold the same
+    /// Compare the content of two images
     #[command(after_help = compare::EXAMPLES)]
     Compare(compare::CompareArgs),
-    /// Show what a disk is made of, and where it lies
+    /// Show the allocation of a disk and its location in files
     #[command(after_help = map::EXAMPLES)]
     Map(map::MapArgs),
-    /// Show how large the file of a new image would be
+    /// Show the file size that a new image would need
     #[command(after_help = measure::EXAMPLES)]
     Measure(measure::MeasureArgs),
-    /// Give a disk another size
+    /// Change the size of a disk
     #[command(after_help = resize::EXAMPLES)]
     Resize(resize::ResizeArgs),
-    /// Move what an image has into its backing file
+    /// Move the content of an image into its backing file
     #[command(after_help = commit::EXAMPLES)]
     Commit(commit::CommitArgs),
-    /// Give an image another backing file
+    /// Change the backing file of an image
     #[command(after_help = rebase::EXAMPLES)]
     Rebase(rebase::RebaseArgs),
 }
@@ -121,10 +121,10 @@ pub fn run(command: ImageCommand, serving: fn(&Path) -> Option<ServedDisk>) -> R
 
 #[derive(Clone, Copy, Debug, Args)]
 pub(crate) struct ImageOutputArgs {
-    /// How to print
+    /// Output format
     #[arg(long, value_name = "KIND", value_enum, default_value_t)]
     output: ImageOutput,
-    /// The same as --output=json
+    /// Same as --output=json
     #[arg(long, conflicts_with = "output")]
     json: bool,
 }

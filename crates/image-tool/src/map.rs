@@ -24,9 +24,9 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image map -f qcow2 vm1.qcow2
-      Where in which file the data is.
+      Show the file and offset of all data.
   weir image map -f qcow2 --output=json -s 1G -l 64M vm1.qcow2
-      Everything between 1 GiB and 64 MiB further, zeroes and what is not there included, for programs.
+      Show 64 MiB from 1 GiB on, including zeroes and unallocated ranges, as JSON.
 
 Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
@@ -37,13 +37,13 @@ pub struct MapArgs {
     subject: ImageArg,
     #[command(flatten)]
     output: ImageOutputArgs,
-    /// Begin here
+    /// Offset of the first byte to show
     #[arg(short, long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]
     start_offset: u64,
-    /// Bytes to show [default: to the end]
+    /// Number of bytes to show [default: to the end]
     #[arg(short = 'l', long, value_name = "SIZE", value_parser = settings::size)]
     max_length: Option<u64>,
-    /// Read it although somebody else writes to it
+    /// Read the image even if another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -64,7 +64,7 @@ pub(crate) fn run(arguments: MapArgs) -> Result<(), CommandFailure> {
         let mut map = ImageMap::default();
         map.add(&image, subject.offset(), start, end)
             .await
-            .with_context(|| format!("{name}: what is where cannot be found out"))?;
+            .with_context(|| format!("{name}: the allocation cannot be read"))?;
         if start == end {
             // An entry even for an empty range: scripts read the last entry.
             let name = disk::data_file(&image);
@@ -230,7 +230,7 @@ impl ImageMap {
         for entry in self.0.iter().filter(|entry| entry.data && !entry.zero) {
             let Some(offset) = entry.offset else {
                 bail!(
-                    "has encrypted or compressed clusters, which are nowhere as they are (use --output=json)"
+                    "has encrypted or compressed clusters, whose data has no plain location in the file (use --output=json)"
                 );
             };
             let file = sanitize(&entry.file);

@@ -39,37 +39,37 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image measure -O qcow2 vm1.raw
-      The size of a qcow2 file with the data of vm1.raw, and of one whose clusters are all allocated.
+      Size of a qcow2 file with the data of vm1.raw, and of a fully allocated one.
   weir image measure -O qcow2 -o cluster_size=2M --size 1T --output=json
-      The same of an empty disk of 1 TiB, as qemu-img prints it for programs.
+      The same for an empty disk of 1 TiB, in the JSON form of qemu-img.
 
 Exit status: 0 shown, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image measure`.
 #[derive(Debug, Args)]
 pub struct MeasureArgs {
-    /// The image that would be copied
+    /// Image to be copied
     #[arg(value_name = "FILE", value_parser = opening::image_name(), conflicts_with = "size")]
     file: Option<PathBuf>,
-    /// Its format [default: as its signature says]
+    /// Format of the image [default: detected]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<ImageFormat>,
     /// Measure an empty disk of this size instead
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     size: Option<u64>,
-    /// The new image's format
+    /// Format of the new image
     #[arg(short = 'O', long, value_name = "FORMAT", default_value = "raw", value_parser = opening::format_option())]
     output_format: ImageFormat,
-    /// Options of the new image, such as cluster_size=2M,preallocation=full; help lists them
+    /// Options of the new image, such as cluster_size=2M,preallocation=full; help lists all
     #[arg(short, value_name = "OPTIONS")]
     options: Vec<String>,
-    /// Measure this internal snapshot instead of the disk: its id or name, or
+    /// Measure this internal snapshot instead of the current disk: its id or name, or
     /// snapshot.id=ID,snapshot.name=NAME
     #[arg(short = 'l', long, value_name = "SNAPSHOT", value_parser = settings::parse::<SnapshotSelector>)]
     snapshot: Option<SnapshotSelector>,
     #[command(flatten)]
     output: ImageOutputArgs,
-    /// Read the image although another process writes to it
+    /// Read the image even if another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]

@@ -28,10 +28,10 @@ use super::{
 /// The image that a command operates on.
 #[derive(Debug, Args)]
 pub(super) struct ImageArg {
-    /// The image
+    /// Image
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
-    /// Its format [default: as its signature says]
+    /// Format of the image [default: detected]
     #[arg(short, long, value_name = "FORMAT", value_parser = opening::format_option())]
     format: Option<ImageFormat>,
     #[command(flatten)]
@@ -51,10 +51,10 @@ impl ImageArg {
 /// Options that determine the meaning of an image's name.
 #[derive(Clone, Debug, Default, Args)]
 pub(super) struct NamingArgs {
-    /// Read FILE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
+    /// Parse FILE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
     #[arg(long)]
     pub(super) image_opts: bool,
-    /// A passphrase that encrypt.key-secret=ID names: secret,id=ID,file=FILE; repeatable
+    /// Passphrase for encrypt.key-secret=ID: secret,id=ID,file=FILE; repeatable
     #[arg(long, value_name = "OBJECT")]
     pub(super) object: Vec<String>,
 }
@@ -83,15 +83,16 @@ pub(super) fn named(
     objects: &SecretObjects,
 ) -> Result<NamedImage, CommandFailure> {
     if has_options && format.is_some() {
-        let what = "--image-opts and a format do not go together (write driver=FORMAT into the options)";
+        let what = "--image-opts cannot be combined with a format option (add driver=FORMAT to the options)";
         return Err(CommandFailure::Usage(anyhow!("{}: {what}", file.display())));
     }
     let is_json = file.as_os_str().as_encoded_bytes().starts_with(b"json:");
     if !has_options && !is_json {
         return Ok(NamedImage::plain(file.to_owned(), format));
     }
-    let text =
-        file.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", file.display()));
+    let text = file
+        .to_str()
+        .with_context(|| format!("{}: the name is not UTF-8 (use another path)", file.display()));
     let text = text.map_err(CommandFailure::Usage)?;
     let description = match has_options {
         true => ImageDescription::from_options(text),

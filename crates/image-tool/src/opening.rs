@@ -46,7 +46,7 @@ pub(super) fn image_name() -> impl TypedValueParser<Value = PathBuf> {
             let file = Path::new(".").join(&name);
             return Err(format!("the protocol {protocol} is not supported (a file is {})", file.display()));
         }
-        without_prefix(&name).ok_or_else(|| "names no file behind `file:`".to_owned())
+        without_prefix(&name).ok_or_else(|| "no path follows `file:`".to_owned())
     })
 }
 
@@ -95,9 +95,9 @@ pub(super) fn format_named(name: Option<&str>) -> anyhow::Result<ImageFormat> {
     match name {
         Some(name) => match name.parse() {
             Ok(format) => Ok(format),
-            Err(_) => bail!("weir does not know the format {name} (raw and qcow2 it does)"),
+            Err(_) => bail!("the format {name} is not supported (use raw or qcow2)"),
         },
-        None => bail!("its format is not said"),
+        None => bail!("its format is missing"),
     }
 }
 
@@ -209,8 +209,9 @@ pub(super) fn storage(path: &Path, how: OpenMode) -> anyhow::Result<Storage> {
 }
 
 pub(super) fn spec(path: &Path) -> anyhow::Result<String> {
-    let text =
-        path.to_str().with_context(|| format!("{}: not UTF-8 (use another name of it)", path.display()))?;
+    let text = path
+        .to_str()
+        .with_context(|| format!("{}: the name is not UTF-8 (use another path)", path.display()))?;
     Ok(if is_remote_or_null(path) { text.to_owned() } else { format!("file:{text}") })
 }
 
@@ -270,7 +271,7 @@ pub(super) fn backing_in(path: &Path, header: &Qcow2Header) -> anyhow::Result<Op
     let Some(backing) = &header.backing else { return Ok(None) };
     let format = format_named(backing.format.as_deref()).with_context(|| {
         format!(
-            "{}: its backing file {} (name its format with `weir image rebase -u`)",
+            "{}: its backing file {} (set its format with `weir image rebase -u`)",
             path.display(),
             backing.name
         )
@@ -324,12 +325,12 @@ mod tests {
         assert_eq!(path("rbd:pool/vm", "/images/base").unwrap(), "/images/base");
         for image in ["rbd:pool/vm", "nbd://host/vm"] {
             let refused = path(image, "base").unwrap_err().to_string();
-            assert!(refused.contains("weir takes an absolute path"), "{image}: {refused}");
+            assert!(refused.contains("use an absolute path"), "{image}: {refused}");
         }
         for name in ["nbd://host/disk", "nbd+unix:///?socket=/s", "rbd:pool/image", "json:{}", "a:b"] {
             for image in ["vm.qcow2", "/images/vm.qcow2", "rbd:pool/vm", "nbd://host/vm"] {
                 let refused = path(image, name).unwrap_err().to_string();
-                assert!(refused.contains("weir takes a path"), "{image}, {name}: {refused}");
+                assert!(refused.contains("only paths are supported"), "{image}, {name}: {refused}");
             }
         }
     }

@@ -80,7 +80,7 @@ impl FormatOptions {
         match self.0.into_iter().next() {
             None => Ok(()),
             Some((key, value)) => {
-                Err(format!("{key}={value}: is no option of {format} (-o help lists them)"))
+                Err(format!("{key}={value}: is not an option of {format} (-o help lists all)"))
             }
         }
     }
@@ -149,7 +149,7 @@ mod tests {
     #[test]
     fn nothing_is_ignored() {
         assert_eq!(read("a").unwrap_err(), "a: has no value (write a=…)");
-        assert!(read("a=1").unwrap().finish("raw").unwrap_err().starts_with("a=1: is no option of raw"));
+        assert!(read("a=1").unwrap().finish("raw").unwrap_err().starts_with("a=1: is not an option of raw"));
         let said = read("lazy_refcounts=maybe").unwrap().take_switch("lazy_refcounts").unwrap_err();
         assert_eq!(said, "lazy_refcounts=maybe: is neither on nor off");
     }

@@ -39,13 +39,12 @@ impl SnapshotSelector {
     pub(super) async fn id(&self, path: &Path, format: Option<ImageFormat>, how: OpenMode) -> anyhow::Result<String> {
         let name = path.display();
         if opening::format(path, format)? == ImageFormat::Raw {
-            bail!("{name}: raw images have no snapshots (leave -l away)");
+            bail!("{name}: raw images have no snapshots (leave -l out)");
         }
         let snapshots = opening::snapshots_in(&opening::storage(path, how)?, path).await?;
         let found = self.find(&snapshots);
-        let found = found.with_context(|| {
-            format!("{name}: has no such snapshot (`weir image snapshot -l` lists those it has)")
-        })?;
+        let found = found
+            .with_context(|| format!("{name}: has no such snapshot (`weir image snapshot -l` lists all)"))?;
         Ok(found.id().into_owned())
     }
 

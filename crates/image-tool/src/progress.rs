@@ -22,10 +22,10 @@ const TEMPLATE: &str = "{msg} {wide_bar} {bytes}/{total_bytes} {eta}";
 
 #[derive(Clone, Copy, Debug, Default, Args)]
 pub(super) struct ProgressArgs {
-    /// Show how far it has come
+    /// Show the progress
     #[arg(short, long)]
     progress: bool,
-    /// Print nothing but errors
+    /// Print only errors
     #[arg(short, long)]
     pub(super) quiet: bool,
 }

@@ -33,11 +33,11 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image rebase -f qcow2 -b new-base.qcow2 -F qcow2 vm1.qcow2
-      Another backing file; where it differs from the old one, vm1.qcow2 keeps the old one's content.
+      Change the backing file. Where the two differ, the old content is copied into vm1.qcow2.
   weir image rebase -f qcow2 -b '' vm1.qcow2
-      None: everything is in vm1.qcow2 afterwards.
+      Remove the backing file: vm1.qcow2 then holds the whole disk.
   weir image rebase -f qcow2 -u -b /images/base.qcow2 -F qcow2 vm1.qcow2
-      The same backing file under another name.
+      Record another name of the same backing file.
 
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
@@ -46,22 +46,23 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 pub struct RebaseArgs {
     #[command(flatten)]
     subject: ImageArg,
-    /// The new backing file, relative to the image's directory; nothing for none
+    /// New backing file, relative to the image's directory; '' for none
     #[arg(short, long, value_name = "FILE")]
     backing: String,
-    /// The new backing file's format
+    /// Format of the new backing file
     #[arg(short = 'F', long, value_name = "FORMAT", value_parser = opening::format_option())]
     backing_format: Option<ImageFormat>,
-    /// Change the name alone; both are said to have the same content, and need not be there
+    /// Change only the name in the image; both files must have the same content, and neither needs
+    /// to exist
     #[arg(short, long)]
     unsafe_backing: bool,
-    /// The page cache for the image: writeback, writethrough, none, directsync or unsafe
+    /// Cache mode of the image: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     cache: CacheMode,
-    /// The page cache for the backing files
+    /// Cache mode of the backing files
     #[arg(short = 'T', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     source_cache: CacheMode,
-    /// Read backing files although somebody else writes to them
+    /// Read the backing files even if another process writes to them
     #[arg(short = 'U', long)]
     force_share: bool,
     #[command(flatten)]
@@ -80,7 +81,7 @@ pub(crate) fn run(arguments: RebaseArgs) -> Result<(), CommandFailure> {
     let backing = match (arguments.backing.as_str(), arguments.backing_format) {
         ("", _) => None,
         (_, None) => {
-            let what = "the new backing file's format is not said (-F raw or -F qcow2)";
+            let what = "the format of the new backing file is missing (-F raw or -F qcow2)";
             return Err(CommandFailure::Usage(anyhow!("{name}: {what}")));
         }
         (backing, Some(format)) => Some((backing.to_owned(), format)),

@@ -24,15 +24,15 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image resize -f qcow2 vm1.qcow2 +10G
-      10 GiB more.
+      Grow by 10 GiB.
   weir image resize --preallocation=falloc vm1.qcow2 100G
-      100 GiB, and the room for what is added is set aside.
+      Grow to 100 GiB, and allocate the added space.
   weir image resize -f raw --shrink vm1.raw 20G
-      20 GiB; what was behind that is gone.
+      Shrink to 20 GiB; the data beyond is lost.
 
-An image that a running daemon serves is resized by it; the daemon is the one that WEIR_QMP names, or the \
-one that `weir status` asks. Machines with a vhost-user-blk disk see that at once. NBD tells a client the \
-size when it connects: it sees that when it connects again.
+If a running daemon serves the image, the daemon resizes it; WEIR_QMP names the daemon's socket [default: \
+that of `weir status`]. Guests with a vhost-user-blk disk see the new size at once. NBD transmits the size \
+only when a client connects: it sees the new size after a reconnect.
 
 Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 
@@ -41,18 +41,18 @@ Exit status: 0 resized, 1 failed, 2 wrong use of the command line.";
 pub struct ResizeArgs {
     #[command(flatten)]
     subject: ImageArg,
-    /// The new size, a multiple of 512 bytes; with + or - in front, so much more or less
+    /// New size, a multiple of 512 bytes; with + or -, the difference to the current size
     #[arg(value_name = "[+|-]SIZE", allow_hyphen_values = true, value_parser = change)]
     size: SizeChange,
-    /// What of the new part has its place at once: off, metadata (qcow2 alone), falloc or full
+    /// Preallocation of the added part: off, metadata (only qcow2), falloc or full
     #[arg(long, value_name = "MODE", default_value = "off", value_parser = create::preallocation_mode)]
     preallocation: Preallocation,
-    /// Cut off what lies behind the new end
+    /// Allow a smaller size; the data beyond the new end is lost
     #[arg(long)]
     shrink: bool,
     #[command(flatten)]
     keys: PassphraseArgs,
-    /// Print nothing but errors
+    /// Print only errors
     #[arg(short, long)]
     quiet: bool,
 }
@@ -122,8 +122,8 @@ pub(crate) fn run(arguments: ResizeArgs, serving: fn(&Path) -> Option<ServedDisk
         // Closed also after a failure: closing writes the metadata of the old size.
         let closed = image.close().await;
         let what = match (&filled, undone && closed.is_ok()) {
-            (Err(_), true) => "what was to be added has no room, and the size is what it was",
-            _ => "has its new size, but could not be completed",
+            (Err(_), true) => "no space for the added part; the size is unchanged",
+            _ => "has the new size, but its metadata could not be completed",
         };
         filled.and(closed).with_context(|| format!("{name}: {what}"))?;
         if !arguments.quiet {
@@ -146,7 +146,7 @@ fn resize_served(served: ServedDisk, subject: &NamedImage, arguments: &ResizeArg
     }
     if arguments.preallocation != Preallocation::Off {
         return Err(usage(format!(
-            "the daemon at {daemon} serves it, and sets nothing aside (leave --preallocation out)"
+            "the daemon at {daemon} serves it and cannot preallocate (leave --preallocation out)"
         )));
     }
     let size = wanted(arguments.size, old).with_context(|| of.clone()).map_err(CommandFailure::Usage)?;
@@ -162,7 +162,7 @@ fn resize_served(served: ServedDisk, subject: &NamedImage, arguments: &ResizeArg
 fn say_where(error: anyhow::Error) -> anyhow::Error {
     match error.downcast::<OpenError>() {
         Ok(served) if served.holder.as_deref().is_some_and(|name| name.starts_with("weir")) => {
-            let remedy = "if it is served, name the daemon's control socket in WEIR_QMP: then this asks it for the size, as `block_resize` does";
+            let remedy = "if a daemon serves it, set WEIR_QMP to its control socket: the command then requests the new size from it (`block_resize`)";
             OpenError { remedy: remedy.to_owned(), ..served }.into()
         }
         Ok(error) => error.into(),
@@ -181,11 +181,11 @@ fn wanted(change: SizeChange, old: u64) -> anyhow::Result<u64> {
         SizeChange::Less(less) => end.and_then(|end| end.checked_sub(less)),
     };
     let size = size.filter(|&size| size > 0);
-    let none = || anyhow!("has {old} bytes, which leaves no size that can be (choose another change)");
+    let none = || anyhow!("has {old} bytes: the change leads to an invalid size (choose another)");
     let size = size.ok_or_else(none)?;
     ensure!(
         size.is_multiple_of(SECTOR),
-        "{size} bytes cannot be: a size is a multiple of {SECTOR} bytes (make it {})",
+        "the size {size} is not a multiple of {SECTOR} bytes (use {})",
         settings::nearest_multiples(size, SECTOR)
     );
     Ok(size)
@@ -193,9 +193,7 @@ fn wanted(change: SizeChange, old: u64) -> anyhow::Result<u64> {
 
 fn check_loss(old: u64, size: u64, shrink: bool) -> anyhow::Result<()> {
     if size < old && !shrink {
-        bail!(
-            "has {old} bytes, and {size} are less: what lies behind them would be lost (give --shrink if it may)"
-        );
+        bail!("has {old} bytes; a size of {size} loses the data beyond it (add --shrink to allow that)");
     }
     Ok(())
 }
@@ -203,10 +201,10 @@ fn check_loss(old: u64, size: u64, shrink: bool) -> anyhow::Result<()> {
 fn check(image: &Image, old: u64, size: u64, arguments: &ResizeArgs) -> anyhow::Result<()> {
     check_loss(old, size, arguments.shrink)?;
     if size <= old && arguments.preallocation != Preallocation::Off {
-        bail!("--preallocation is about what is added, and nothing is (leave it out)");
+        bail!("--preallocation applies only to added space (leave it out)");
     }
     if matches!(image, Image::Raw(_)) && arguments.preallocation == Preallocation::Metadata {
-        bail!("--preallocation metadata: raw images have none (falloc or full are possible here)");
+        bail!("--preallocation metadata: raw images have no metadata (use falloc or full)");
     }
     Ok(())
 }
@@ -257,7 +255,7 @@ mod tests {
         ] {
             assert_eq!(
                 wanted(change, 1024).unwrap_err().to_string(),
-                format!("{size} bytes cannot be: a size is a multiple of 512 bytes (make it {others})")
+                format!("the size {size} is not a multiple of 512 bytes (use {others})")
             );
         }
         assert!(wanted(SizeChange::Less(1024), 1024).is_err());

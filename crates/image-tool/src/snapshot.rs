@@ -28,36 +28,36 @@ use super::{
 pub(super) const EXAMPLES: &str = "\
 Examples:
   weir image snapshot -l vm1.qcow2
-      The snapshots in the image.
+      List the snapshots in the image.
   weir image snapshot -c before-upgrade vm1.qcow2
-      Keep the disk as it is now.
+      Create a snapshot of the current disk.
   weir image snapshot -a before-upgrade vm1.qcow2
-      Make it again what it was then. What is there now is lost.
+      Revert the disk to the snapshot. The current content is lost.
   weir image snapshot -d before-upgrade vm1.qcow2
-      Free what only the snapshot uses.
+      Delete the snapshot and free the clusters that only it uses.
 
-A snapshot is named by its id or its name; where a name is another's id, the id counts.
+A snapshot is named by its id or its name. An id takes precedence over an equal name of another snapshot.
 Exit status: 0 done, 1 failed, 2 wrong use of the command line.";
 
 /// The options of `weir image snapshot`.
 #[derive(Debug, Args)]
 pub struct SnapshotArgs {
-    /// The image
+    /// Image
     #[arg(value_name = "FILE", value_parser = opening::image_name())]
     file: PathBuf,
-    /// List the snapshots; the default
+    /// List the snapshots (default)
     #[arg(short, long)]
     list: bool,
-    /// Take a snapshot of this name
+    /// Create a snapshot with this name
     #[arg(short, long, value_name = "NAME", conflicts_with = "list")]
     create: Option<String>,
-    /// Go back to this snapshot
+    /// Revert the disk to this snapshot
     #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["list", "create"])]
     apply: Option<String>,
     /// Delete this snapshot
     #[arg(short, long, value_name = "SNAPSHOT", conflicts_with_all = ["list", "create", "apply"])]
     delete: Option<String>,
-    /// Read it although somebody else writes to it
+    /// Read the image even if another process writes to it
     #[arg(short = 'U', long)]
     force_share: bool,
     /// Print nothing
@@ -75,7 +75,7 @@ pub(crate) fn run(arguments: SnapshotArgs) -> Result<(), CommandFailure> {
     let name = image.name();
     if image.format()? != ImageFormat::Qcow2 {
         return Err(anyhow!(
-            "{name}: raw images have no snapshots (weir image convert -O qcow2 makes one that has)"
+            "{name}: raw images have no snapshots (convert it with `weir image convert -O qcow2`)"
         )
         .into());
     }

@@ -70,7 +70,7 @@ impl CopySource {
             extents
                 .map(|extents| extents.into_iter().map(|extent| (extent.length, kind(extent.zero))).collect())
         };
-        status.with_context(|| format!("{}: what is at {at} cannot be found out", part.name))
+        status.with_context(|| format!("{}: the allocation at {at} cannot be read", part.name))
     }
 
     pub(super) async fn read(&self, offset: u64, length: usize) -> anyhow::Result<IoBuffer> {

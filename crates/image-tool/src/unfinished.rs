@@ -46,13 +46,13 @@ impl UnfinishedFile {
             Some(_) => Some(opening::storage(&target, OpenMode { write: true, ..OpenMode::default() })?),
             None => None,
         };
-        let name = target.file_name().with_context(|| format!("{}: is no file", target.display()))?;
+        let name = target.file_name().with_context(|| format!("{}: is not a file", target.display()))?;
         let directory = match target.parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
         if !directory.is_dir() {
-            bail!("{}: is no directory (make it first)", directory.display());
+            bail!("{}: is not a directory (create it first)", directory.display());
         }
         // Atomic with respect to signals: either there is no file yet, or its removal is
         // registered.
@@ -62,13 +62,13 @@ impl UnfinishedFile {
                 .suffix(".unfinished")
                 .permissions(Permissions::from_mode(NEW_FILE))
                 .tempfile_in(directory)
-                .with_context(|| format!("{}: no file can be made there", directory.display()))?;
+                .with_context(|| format!("{}: no file can be created there", directory.display()))?;
             let path = file.path().to_owned();
             let removal = move || drop(fs::remove_file(&path));
             Ok((file, removal))
         })?;
         if let Some(earlier) = earlier {
-            // The new file replaces the previous one: a mode that keeps other users out must remain.
+            // The new file replaces the previous one: its mode must remain.
             let _ = file.as_file().set_permissions(earlier.permissions());
         }
         Ok(Self { target, file: Some(file), _earlier: held })
@@ -86,7 +86,7 @@ impl UnfinishedFile {
         let Some(file) = self.file else { return Ok(()) };
         // rename(2) is atomic: a reader of the name finds one of the two files.
         file.persist(&self.target)
-            .with_context(|| format!("{}: cannot get this name", self.target.display()))?;
+            .with_context(|| format!("{}: cannot be renamed to this name", self.target.display()))?;
         Ok(())
     }
 }

@@ -108,8 +108,8 @@ async fn assemble(
     let ChainLevel { name, storage, read_only, guessed, qcow2, .. } = level;
     let Some(parts) = qcow2 else {
         if let OpenPurpose::Snapshot(_) = wanted {
-            let remedy = "only qcow2 images do";
-            return Err(OpenError::new(&name, "is raw, and so has no snapshots", remedy));
+            let remedy = "only qcow2 images have snapshots";
+            return Err(OpenError::new(&name, "is raw and has no snapshots", remedy));
         }
         return Ok(Image::Raw(RawImage::of(storage, guessed, read_only)));
     };
@@ -125,26 +125,22 @@ async fn assemble(
 pub(super) fn open_error(name: &str, failure: &OpenFailure) -> OpenError {
     let (why, remedy) = match failure {
         OpenFailure::Invalid(invalid) => (invalid.to_string(), "`weir image check` shows the damage"),
-        OpenFailure::Failed(error) => {
-            (format!("cannot be read or written: {error}"), "is the device in order?")
-        }
+        OpenFailure::Failed(error) => (format!("cannot be read or written: {error}"), "check the device"),
         OpenFailure::Corrupt => (
             "is marked corrupt".to_owned(),
-            "`weir image check --repair` mends what can be mended; --read-only opens it as it is",
+            "`weir image check --repair` repairs it as far as possible; --read-only opens it unchanged",
         ),
         OpenFailure::Dirty => (
-            "its refcounts were not written when it was last used".to_owned(),
-            "`weir image check --repair` counts them again; --read-only opens it as it is",
+            "its refcounts were not written when it was last in use".to_owned(),
+            "`weir image check --repair` recomputes them; --read-only opens it unchanged",
         ),
         OpenFailure::NoSnapshot(wanted) => {
-            (format!("has no snapshot {wanted:?}"), "`weir image snapshot -l` lists them")
+            (format!("has no snapshot {wanted:?}"), "`weir image snapshot -l` lists all")
         }
-        OpenFailure::Changed => {
-            ("is another image than it was, or has another backing file".to_owned(), "serve it anew")
-        }
+        OpenFailure::Changed => ("was replaced, or has another backing file".to_owned(), "serve it again"),
         OpenFailure::Bitmaps(error) => (
             format!("cannot be opened: {}", error.describe()),
-            "allow more with --memory, or make coarser bitmaps: `weir image bitmap`",
+            "raise --memory, or use bitmaps of a larger granularity: `weir image bitmap`",
         ),
         OpenFailure::Caches(invalid) => (invalid.to_string(), "the caches' sizes go by the image's clusters"),
         // `chain` and `secrets` report these before an image is opened.

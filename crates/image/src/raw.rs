@@ -136,7 +136,7 @@ impl RawImage {
                 tracing::warn!(
                     image = self.storage.description(),
                     format,
-                    "refused a write that would make a raw image look like another format; give --format raw to allow it"
+                    "rejected a write that would make a raw image look like another format; use --format raw to allow it"
                 );
                 Err(Error::NOT_PERMITTED)
             }
@@ -205,7 +205,7 @@ pub fn open_raw(spec: &str, options: OpenOptions) -> std::result::Result<Image, 
         return Err(OpenError::new(
             spec,
             "is not a raw image",
-            "say --format raw to take its bytes as they are",
+            "use --format raw to open any content as raw",
         ));
     }
     let guessed = options.format.is_none() && matches!(bottom, Storage::File(_));

@@ -46,7 +46,7 @@ impl Secret {
         match length {
             0 => Err(io::Error::new(ErrorKind::InvalidData, "it is empty")),
             1..=LONGEST_SECRET => Ok(Self::new(bytes[..length].to_vec())),
-            _ => Err(io::Error::new(ErrorKind::InvalidData, "it has more than 64 KiB")),
+            _ => Err(io::Error::new(ErrorKind::InvalidData, "it is larger than 64 KiB")),
         }
     }
 

@@ -129,7 +129,7 @@ fn finish(arguments: &AdviseArgs, advice: &Advice) -> Result<(), CommandFailure>
     match &advice.partial {
         Some(why) => Err(CommandFailure::Failed(anyhow!("not read to the end: {why}"))),
         None if !advice.kept => {
-            Err(CommandFailure::Failed(anyhow!("the target cannot be kept for all (see above what could be)")))
+            Err(CommandFailure::Failed(anyhow!("the target cannot be met for all (see above for targets that can)")))
         }
         None => Ok(()),
     }
@@ -282,7 +282,7 @@ fn advise_alone(search: &AdviseSearch<'_>, tenant: usize, told: &mut TenantResul
     } else if of.has_target {
         told.set = Some(need.limits()).filter(|limits| !limits.is_unlimited());
         if told.set.is_none() {
-            remarks.push(format!("{}: it asks for more than any limit may be.", of.name));
+            remarks.push(format!("{}: it needs more than the maximum of a limit.", of.name));
         }
     }
     remark_no_interval(&of.name, need, remarks);
@@ -296,17 +296,17 @@ fn impossible(search: &AdviseSearch<'_>, tenant: usize, ns: u64) -> String {
     // device.
     if of.disks.len() > 1 {
         return format!(
-            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group makes it shorter, though one of a disk in it may (--for the disk that is to be spared; or --keep {percentile}={above} could be kept)."
+            "{name}: without limits and alone on its device its {percentile} is {took}; no limit of the group shortens it, but a limit of a disk in the group may (give --for with the disk that must meet the target, or a target of --keep {percentile}={above})."
         );
     }
     let around = search.house.limited_around(tenant).next();
     if let Some(group) = around.map(|group| &search.house.world.groups[group].name) {
         return format!(
-            "{name}: without limits of its own and alone in {group} its {percentile} is {took}; no limit of a disk makes it shorter, though more for {group} may (--keep {percentile}={above} could be kept)."
+            "{name}: without own limits and alone in {group} its {percentile} is {took}; no limit of a disk shortens it, but higher limits of {group} may (or a target of --keep {percentile}={above})."
         );
     }
     format!(
-        "{name}: without limits and alone on its device its {percentile} is {took}; no limit makes it shorter (--keep {percentile}={above} could be kept, or on a faster device less)."
+        "{name}: without limits and alone on its device its {percentile} is {took}; no limit shortens it (give a target of --keep {percentile}={above}, or use a faster device)."
     )
 }
 
@@ -322,7 +322,7 @@ fn own_limits_alone(search: &AdviseSearch<'_>, told: &[TenantResult]) -> Option<
     let names: Vec<_> = limited.map(|(tenant, _)| tenant.name.as_str()).collect();
     (!names.is_empty()).then(|| {
         format!(
-            "{}: the limit is the smallest that it can have itself. No limit of other disks is advised, because without a device none of them slows it: specify the device that they share by --device, --rate or --config.",
+            "{}: this is the smallest limit of the disk itself. No limits of other disks are recommended, because without a device they do not slow it: specify their shared device by --device, --rate or --config.",
             names.join(", ")
         )
     })
@@ -336,7 +336,7 @@ fn remark_throttled(search: &AdviseSearch<'_>, tenant: usize) -> Option<String> 
         [streams().map(|of| of.throttled).sum::<u64>(), streams().map(|of| of.requests).sum()].map(|it| it as f64);
     (held > requests * REMARKED_SHARE).then(|| {
         format!(
-            "{}: limits held {:.0} % of its requests when it was recorded. Who waits for answers asks for less then, so that it may want more than is told here: record it without these limits, or with looser ones.",
+            "{}: limits throttled {:.0} % of its requests during the recording. Clients that wait for replies then submit fewer requests, so it may need more than reported here: record it without these limits, or with higher ones.",
             of.name,
             held / requests * 100.0
         )
@@ -365,11 +365,11 @@ fn remark_difference(search: &AdviseSearch<'_>, tenant: usize, felt: &TrialResul
         [streams().map(|of| of.sequential).sum::<u64>(), streams().map(|of| of.requests).sum()];
     // The simulation cannot merge adjacent requests, because offsets are not stored.
     let why = if is_ns > was_ns.saturating_mul(REMARKED_FACTOR) && in_a_row > requests / 2 {
-        "most of its requests begin where the one before ended: weir merges such, which no simulation does, so that they ask for less than it says"
+        "most of its requests are sequential: weir merges these, unlike the simulation, so they need less than it reports"
     } else if is_ns > was_ns.saturating_mul(REMARKED_FACTOR) {
-        "the device is faster than was told, limits of others were in force, or weir merged what a neighbour asked for in a row"
+        "the device is faster than specified, limits of others were in force, or weir merged sequential requests of a neighbour"
     } else if was_ns > is_ns.saturating_mul(REMARKED_FACTOR) {
-        "the device is slower than was told, or limits were in force (--config tells them)"
+        "the device is slower than specified, or limits were in force (give them with --config)"
     } else {
         return None;
     };
@@ -444,7 +444,7 @@ fn advise_neighbours(
             told[tenant].after = Some(felt);
         }
         let who = names(&mut neighbours.iter().copied());
-        remarks.push(format!("{who}: together {place} the target is kept without any limit."));
+        remarks.push(format!("{who}: together {place} they meet the target without any limit."));
         return Ok(());
     }
     let needs: Vec<Option<TenantLimits>> = told.iter().map(|told| told.need.clone()).collect();
@@ -457,7 +457,8 @@ fn advise_neighbours(
             limits.zip(interval).map(|(limits, interval)| RateInterval::of(limited_unit(&limits).1, interval));
         if let (Some(limits), Some(interval)) = (limits, interval) {
             let of = &house.tenants[tenant];
-            let spares = if of.has_target { "" } else { " Its lower end spares the others on most of them." };
+            let spares =
+                if of.has_target { "" } else { " At the lower end the others meet the target on most of them." };
             remarks.push(interval_text(search, &of.name, limits, interval) + spares);
         }
     }
@@ -465,7 +466,7 @@ fn advise_neighbours(
     if let Some((limits, shares)) = plan.group {
         let name = group.clone().unwrap_or_else(|| group_name(house));
         let are_weights = shares.iter().any(|share| share.weight() != NodeShare::default().weight());
-        let what = if are_weights { "weights" } else { "promises" };
+        let what = if are_weights { "weights" } else { "reservations" };
         if group.is_none() {
             changes.push(AdvisedChange {
                 is_group: true,
@@ -485,9 +486,9 @@ fn advise_neighbours(
             });
         }
         remarks.push(match &group {
-            Some(_) => format!("With other {what} in {name} it takes no limit: with limits on the noisy alone these would wait longer."),
+            Some(_) => format!("With other {what} in {name} no limit is needed: limits on only the noisy disks would make these wait longer."),
             None => format!(
-                "In one group, {name}, requests wait where {what} count, and not in the device's queue: with limits on the noisy alone these would wait longer."
+                "In one group, {name}, requests wait where {what} apply, and not in the device's queue: limits on only the noisy disks would make these wait longer."
             ),
         });
         remarks.extend(interval.map(|interval| interval_text(search, &name, &limits, interval)));
@@ -505,13 +506,13 @@ fn advise_neighbours(
         } else {
             format!("it cannot be done {place}")
         };
-        let more = if is_device { " (--pack tells how many it would take)" } else { "" };
+        let more = if is_device { " (--pack computes the number of devices needed)" } else { "" };
         remarks.push(match could_ns {
             Some(ns) => format!(
-                "{who}: {cannot} for all. With the limits told the others' target is kept; for all of them about --keep {percentile}={} could be (or --for says whose target counts).",
+                "{who}: {cannot} for all. With the printed limits the others meet the target; all of them can meet about --keep {percentile}={} (or give --for with the disks that must meet it).",
                 above(ns)
             ),
-            None => format!("{who}: {cannot}, however far the others are held back{more}."),
+            None => format!("{who}: {cannot}, however low the limits of the others are{more}."),
         });
     }
     Ok(())

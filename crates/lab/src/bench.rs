@@ -191,7 +191,7 @@ impl BenchRun {
             );
         }
         if [offset, step_size.unwrap_or(0), buffer_size].map(|bytes| bytes % block_bytes) != [0; 3] {
-            bail!("takes multiples of {block_bytes} bytes alone (choose another -o, -s or -S)");
+            bail!("supports only multiples of {block_bytes} bytes (choose another -o, -s or -S)");
         }
         if flush_interval.is_some() && !can_flush {
             bail!("has no flushes (leave --flush-interval away)");

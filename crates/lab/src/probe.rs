@@ -111,7 +111,9 @@ async fn measure(
     let mut not_measured = Vec::new();
     let writes = match target.kind {
         _ if read_only => Err("writes: not asked for (--read-only)"),
-        ProbeTargetKind::Device { writable: false } => Err("writes: they would destroy what is on the device (--write)"),
+        ProbeTargetKind::Device { writable: false } => {
+            Err("writes: they would destroy the data on the device (--write)")
+        }
         ProbeTargetKind::File | ProbeTargetKind::Device { writable: true } => Ok(()),
     };
     not_measured.extend(writes.err());
@@ -181,7 +183,7 @@ fn store_record(
             capacity.write_iops = earlier.capacity.write_iops;
             capacity.write_bps = earlier.capacity.write_bps;
             if capacity.write_bps > 0 {
-                not_measured.push("writes: what an earlier probe measured is kept");
+                not_measured.push("writes: the figures of an earlier probe are kept");
             }
         }
         // Shown by commands that print the age of a record.
@@ -221,9 +223,9 @@ mod tests {
         let (report, outcome) = store_record(measure(), &store, device.clone(), "x".to_owned(), false);
         assert_eq!((report.capacity.read_iops, report.kept), (100, None));
         let error = outcome.unwrap_err().to_string();
-        assert!(error.contains("cannot be written (give another place with --state)"), "{error}");
+        assert!(error.contains("cannot be written (choose another directory with --state)"), "{error}");
         let error = store.check_writable().unwrap_err().to_string();
-        assert!(error.contains("cannot be written to (give another place with --state)"), "{error}");
+        assert!(error.contains("cannot be written to (choose another directory with --state)"), "{error}");
         let store = CapacityStore::new(Some(directory.path()));
         store.check_writable().unwrap();
         let (report, outcome) = store_record(measure(), &store, device, "x".to_owned(), false);

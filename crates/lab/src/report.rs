@@ -39,7 +39,7 @@ pub(crate) fn page(result: &ResultFile) -> anyhow::Result<String> {
     let ResultFile { header, findings, .. } = result;
     let mut page = ReportPage::new(&title(result));
     page.command(header);
-    // Before the results, so that nobody overlooks it.
+    // Before the results, so that it is not overlooked.
     if let Some(warning) = result.warning() {
         page.warning(&warning);
     }

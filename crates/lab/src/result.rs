@@ -91,7 +91,7 @@ pub(crate) struct Measure {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub(crate) enum SamplesAre {
-    /// Of independent runs.
+    /// Samples of independent runs.
     #[default]
     Runs,
     /// Seconds of one run: neighbours are correlated, and the variation between runs is unknown.

@@ -98,7 +98,7 @@ pub fn run(arguments: SimulateArgs) -> Result<(), CommandFailure> {
         && !values.has_smallest()
     {
         return Err(CommandFailure::Usage(anyhow!(
-            "--p99: {} is no rate, of which the smallest that is fast enough could be told (leave --p99 out, or sweep a rate)",
+            "--p99: {} is no rate, so no smallest sufficient value exists (leave --p99 out, or sweep a rate)",
             values.setting
         )));
     }

@@ -142,7 +142,7 @@ fn print_and_save(outcome: TuneOutcome, interrupted: bool, arguments: &TuneArgs,
         None => interrupted.then(|| "it was interrupted".to_owned()),
     };
     let printed = if arguments.json {
-        let json = serde_json::to_string_pretty(&result).context("the result cannot be told as JSON")?;
+        let json = serde_json::to_string_pretty(&result).context("the result cannot be written as JSON")?;
         print(&(json + "\n"))
     } else {
         let mark = result.partial.as_ref().map_or(String::new(), |why| format!("Partial: {why}.\n\n"));
@@ -158,7 +158,7 @@ fn print_and_save(outcome: TuneOutcome, interrupted: bool, arguments: &TuneArgs,
             Err(CommandFailure::Failed(error.context(format!("{place}: cannot be measured to the end"))))
         }
         None if interrupted => Err(CommandFailure::Failed(anyhow!(
-            "interrupted: nothing was left behind (--resume goes on with what --result kept)"
+            "interrupted: all files were removed (--resume continues with the file of --result)"
         ))),
         None => Ok(()),
     }

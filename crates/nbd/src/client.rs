@@ -115,7 +115,7 @@ enum ConnectionFault {
     Closed,
     #[error("the connection broke: {0}")]
     Broken(#[from] io::Error),
-    #[error("the server broke the protocol: {0}")]
+    #[error("the server violated the protocol: {0}")]
     Breach(&'static str),
     #[error("the server is shutting down")]
     ShuttingDown,
@@ -470,14 +470,14 @@ impl ClientConnection {
                     Expects::Data(read) => Some(read.length),
                     Expects::Nothing => None,
                     Expects::Extents { .. } => {
-                        return Err(ConnectionFault::Breach("a simple reply to what has extents for an answer"));
+                        return Err(ConnectionFault::Breach("a simple reply to a block status request"));
                     }
                 };
                 if let Some(length) = length {
                     // With structured replies, a server must not answer a READ with a simple reply.
                     if self.export.structured {
                         return Err(ConnectionFault::Breach(
-                            "a simple reply to a read, after structured ones were agreed on",
+                            "a simple reply to a read, although structured replies were negotiated",
                         ));
                     }
                     let data = inbox.payload(length, &self.stream).await?;
@@ -526,7 +526,7 @@ impl ClientConnection {
                 *asked
             }
             Expects::Extents { .. } => {
-                return Err(ConnectionFault::Breach("extents twice, or of a context that was not agreed on"));
+                return Err(ConnectionFault::Breach("extents twice, or of a context that was not negotiated"));
             }
             _ => return Err(ConnectionFault::Breach("extents in a reply to a request other than block status")),
         };
@@ -576,7 +576,7 @@ impl ClientConnection {
         };
         let at = offset.checked_sub(read.offset).and_then(|at| usize::try_from(at).ok());
         let fits = at.filter(|&at| at <= read.length && length <= read.length - at);
-        fits.ok_or(ConnectionFault::Breach("more data than was asked for"))
+        fits.ok_or(ConnectionFault::Breach("more data than requested"))
     }
 
     /// Stores data in a read's buffer; data of the full length becomes the buffer without a copy.
@@ -622,7 +622,7 @@ impl ClientConnection {
         };
         // After an error the content is irrelevant; a success must be complete.
         if entry.error.is_none() && !is_whole {
-            return Err(ConnectionFault::Breach("less data than was asked for"));
+            return Err(ConnectionFault::Breach("less data than requested"));
         }
         entry.answered = true;
         let waiting = entry.waiting.take();

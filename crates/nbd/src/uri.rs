@@ -60,7 +60,7 @@ impl Uri {
     /// # Errors
     /// The violated rule, as the continuation of a message that begins with the text.
     pub fn parse(text: &str) -> Result<Self, UriRule> {
-        let known = "is a kind of NBD URI that is not known; write nbd:// or nbd+unix://";
+        let known = "is an unknown kind of NBD URI; write nbd:// or nbd+unix://";
         // Without a slash it is QEMU's legacy syntax.
         if let Some(rest) = text.strip_prefix("nbd:").filter(|rest| !rest.starts_with('/')) {
             return Self::parse(&from_qemu_syntax(rest).ok_or(known)?);
@@ -162,7 +162,7 @@ fn from_qemu_syntax(text: &str) -> Option<String> {
 /// A violated rule, as the continuation of a message that begins with the text.
 type UriRule = &'static str;
 
-const PARAMETERS: UriRule = "has a parameter that is not known; there are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
+const PARAMETERS: UriRule = "has an unknown parameter; valid are socket (nbds+unix), tls-certificates, tls-hostname, tls-verify-peer and tls-psk-file";
 const ONE_SOCKET: &str = "takes one parameter, the socket; write nbd+unix:///EXPORT?socket=PATH";
 
 fn unix(socket: Option<&str>) -> Result<NbdEndpoint, UriRule> {
@@ -312,15 +312,15 @@ mod tests {
     #[test]
     fn errors_name_the_violated_rule() {
         for (text, why) in [
-            ("nbd:localhost", "is a kind of NBD URI that is not known"),
-            ("nbd:localhost:x", "is a kind of NBD URI that is not known"),
-            ("nbd:a/b:10809", "is a kind of NBD URI that is not known"),
-            ("nbd+vsock://1/x", "is a kind of NBD URI that is not known"),
+            ("nbd:localhost", "is an unknown kind of NBD URI"),
+            ("nbd:localhost:x", "is an unknown kind of NBD URI"),
+            ("nbd:a/b:10809", "is an unknown kind of NBD URI"),
+            ("nbd+vsock://1/x", "is an unknown kind of NBD URI"),
             ("nbd:///x", "has no host"),
             ("nbd://u@h/x", "has no host"),
             ("nbd://h/x?tls-psk-file=/k", "takes no parameters"),
             ("nbd+unix:///x", "takes one parameter, the socket"),
-            ("nbds+unix:///x?socket=/s&color=red", "a parameter that is not known"),
+            ("nbds+unix:///x?socket=/s&color=red", "an unknown parameter"),
             ("nbds://h/?tls-psk-file=/k&tls-certificates=/d", "give one"),
             ("nbds://h/?tls-verify-peer=maybe", "neither true nor false"),
             ("nbds://h/?tls-certificates=", "has an empty path"),

@@ -52,20 +52,20 @@ impl TraceDisks {
     // Control characters are rejected: names are printed to terminals.
     fn search(&mut self, name: &[u8]) -> Result<DiskId, String> {
         let text = std::str::from_utf8(name).ok().filter(|name| !name.contains(char::is_control));
-        let Some(text) = text else { return Err(format!("the disk's name {} is not text", shown(name))) };
+        let Some(text) = text else { return Err(format!("the disk name {} is not UTF-8", shown(name))) };
         if let Some(&id) = self.ids.get(text) {
             return Ok(id);
         }
         if text.is_empty() {
-            return Err("the disk's name is missing".to_owned());
+            return Err("the disk name is missing".to_owned());
         }
         if text.len() > MAX_NAME_BYTES {
-            return Err(format!("the disk's name {} is longer than {MAX_NAME_BYTES} bytes", shown(name)));
+            return Err(format!("the disk name {} is longer than {MAX_NAME_BYTES} bytes", shown(name)));
         }
         self.bytes += text.len();
         if self.names.len() == MAX_DISKS || self.bytes > MAX_NAMES_BYTES {
             return Err(format!(
-                "disk {} is one too many: a trace has at most {MAX_DISKS} disks, their names at most {} MiB together",
+                "disk {} exceeds the limits: a trace has at most {MAX_DISKS} disks, with names of at most {} MiB in total",
                 shown(name),
                 MAX_NAMES_BYTES >> 20,
             ));
@@ -105,9 +105,9 @@ mod tests {
         let mut disks = TraceDisks::default();
         let long = "x".repeat(MAX_NAME_BYTES + 1);
         for (name, why) in [
-            (&b""[..], "the disk's name is missing"),
-            (b"a\xff", r"the disk's name 'a\xff' is not text"),
-            (b"a\x1b[1m", r"the disk's name 'a\x1b[1m' is not text"),
+            (&b""[..], "the disk name is missing"),
+            (b"a\xff", r"the disk name 'a\xff' is not UTF-8"),
+            (b"a\x1b[1m", r"the disk name 'a\x1b[1m' is not UTF-8"),
             (long.as_bytes(), "is longer than 4096 bytes"),
         ] {
             let error = disks.id(name).unwrap_err();
@@ -124,7 +124,7 @@ mod tests {
         }
         let error = disks.id(b"more").unwrap_err();
         assert!(
-            error.starts_with("disk 'more' is one too many: a trace has at most 1000000 disks"),
+            error.starts_with("disk 'more' exceeds the limits: a trace has at most 1000000 disks"),
             "{error}"
         );
         assert_eq!(disks.id(b"999999").unwrap(), DiskId(999_999));

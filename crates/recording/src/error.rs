@@ -14,7 +14,7 @@ const SHOWN_BYTES: usize = 60;
 pub enum TraceError {
     #[error("{file}: {why}")]
     File { file: String, why: io::Error },
-    #[error("{file}: the {compression} data is damaged or cut off after {lines} lines: {why}")]
+    #[error("{file}: the {compression} data is damaged or truncated after {lines} lines: {why}")]
     Compressed { file: String, compression: &'static str, lines: u64, why: io::Error },
     #[error(
         "{file}: it was compressed with a zstd window above 128 MiB (decompress it first: zstd -dc --long=31 FILE, \

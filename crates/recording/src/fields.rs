@@ -46,7 +46,7 @@ impl<'a> LineFields<'a> {
     #[cold]
     fn unquote<'b>(&mut self, what: &str, buffer: &'b mut Vec<u8>) -> Result<&'b [u8], String> {
         let field = self.rest.take().unwrap_or_default();
-        let wrong = || format!("the quotes of the {what} {} do not end where it does", shown(field));
+        let wrong = || format!("the quoted {what} {} does not end with its closing quote", shown(field));
         buffer.clear();
         let mut inside = field.get(1..).unwrap_or_default();
         loop {
@@ -199,7 +199,7 @@ fn careful_number(field: &[u8], what: &str) -> Result<u64, String> {
 
 #[cold]
 fn missing(what: &str) -> String {
-    format!("the {what} is missing (a line that was cut off?)")
+    format!("the {what} is missing (a truncated line?)")
 }
 
 #[cold]
@@ -249,8 +249,8 @@ mod tests {
             assert_eq!(read(text), Ok(value), "{text}");
         }
         for (text, why) in [
-            ("", "the offset is missing (a line that was cut off?)"),
-            (",1", "the offset is missing (a line that was cut off?)"),
+            ("", "the offset is missing (a truncated line?)"),
+            (",1", "the offset is missing (a truncated line?)"),
             ("18446744073709551616,", "the offset '18446744073709551616' does not fit into 64 bits"),
             ("99999999999999999999999", "the offset '99999999999999999999999' does not fit into 64 bits"),
             ("-5,", "the offset '-5' is negative"),
@@ -323,7 +323,7 @@ mod tests {
         assert_eq!(read("\"\"\"a\"\"\""), field("\"a\"", false));
         assert_eq!(read("a\"b,x"), field("a\"b", true));
         for line in ["\"8,0", "\"", "\"a\"b,x", "\"a\"\""] {
-            assert!(read(line).unwrap_err().contains("do not end where it does"), "{line}");
+            assert!(read(line).unwrap_err().contains("does not end with its closing quote"), "{line}");
         }
     }
 
@@ -335,6 +335,6 @@ mod tests {
         assert_eq!(fields.text("two"), Ok(&b""[..]));
         assert_eq!(fields.text("three"), Ok(&b"c"[..]));
         assert_eq!(fields.end(), Ok(()));
-        assert_eq!(fields.text("four"), Err("the four is missing (a line that was cut off?)".to_owned()));
+        assert_eq!(fields.text("four"), Err("the four is missing (a truncated line?)".to_owned()));
     }
 }

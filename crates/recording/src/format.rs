@@ -70,15 +70,15 @@ pub enum TraceFormat {
     Msr,
     /// CSV of Alibaba's block traces
     Alibaba,
-    /// CSV of CloudPhysics' traces, as libCacheSim has it
+    /// CSV of CloudPhysics' traces, in libCacheSim's form
     CloudPhysics,
     /// CSV of the Storage Performance Council
     Spc,
     /// The text of MQSim and SSDsim
     Mqsim,
-    /// weir's binary form: with what each request waited for
+    /// weir's binary form, with the limit that each request waited for
     Recording,
-    /// What `--columns` says
+    /// Columns given by `--columns`
     #[value(skip)]
     Columns,
 }

@@ -112,7 +112,7 @@ impl MergedTraces {
         let together =
             |file: &str, why: &str| TraceError::Together { file: file.to_owned(), why: why.to_owned() };
         if paths.iter().filter(|path| path.as_path() == Path::new("-")).count() > 1 {
-            return Err(together("-", "standard input can be read once only"));
+            return Err(together("-", "standard input can be read only once"));
         }
         let readers = paths.iter().map(|path| TraceReader::open(path, options)).collect::<Result<Vec<_>, _>>()?;
         Self::new(readers, options.absolute_time)
@@ -254,7 +254,7 @@ impl MergedTraces {
 pub fn share_clock(readers: &mut [TraceReader]) -> Result<u64, TraceError> {
     if let Some(other) = readers.iter().find(|reader| !reader.format.is_absolute()) {
         let why = format!(
-            "times of the format {} count from the trace's own beginning, so that its distance to others is not known \
+            "times of the format {} count from the start of the trace, so their distance to other traces is unknown \
              (leave out --absolute-time)",
             other.format.name()
         );

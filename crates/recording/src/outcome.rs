@@ -44,7 +44,7 @@ impl Outcomes {
     pub(super) fn push(&mut self, line: u64, outcome: ParsedOutcome<'_>) -> Result<(), String> {
         let ParsedOutcome { times, has_failed, limit } = outcome;
         let number = |name: &[u8]| {
-            self.limits.id(name).map_err(|_| format!("the limit's name {} is not one", shown(name)))
+            self.limits.id(name).map_err(|_| format!("the name {} of a limit is invalid", shown(name)))
         };
         let limit = limit.map(number).transpose()?;
         self.by_line.insert(line, NumberedOutcome { times, has_failed, limit });

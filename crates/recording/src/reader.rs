@@ -134,7 +134,7 @@ impl TraceReader {
             TraceFormat::Recording => TraceParser::Recording(Box::default()),
             TraceFormat::Columns => {
                 let columns = options.columns.clone();
-                let columns = columns.expect("the format is not to be had without them");
+                let columns = columns.expect("the format is chosen only with columns");
                 TraceParser::ByColumns(ByColumns::new(columns, &file))
             }
         };
@@ -290,7 +290,7 @@ pub fn is_recording(lines: &mut LineReader, options: &TraceOptions) -> Result<bo
             let ahead = lines.ahead()?;
             // A file of unknown kind is left to the decoder, whose message is more precise.
             if let (false, Ok(seen)) = (is_beginning(ahead), detect(ahead)) {
-                let why = "a recording begins otherwise";
+                let why = "the header of a recording is missing";
                 return Err(format_mismatch(lines.name(), TraceFormat::Recording, seen, why));
             }
             Ok(true)
@@ -303,7 +303,7 @@ pub fn is_recording(lines: &mut LineReader, options: &TraceOptions) -> Result<bo
 /// Error for a file that is not of the requested format.
 fn format_mismatch(file: &str, said: TraceFormat, seen: TraceFormat, why: &str) -> TraceError {
     let (said, seen) = (said.name(), seen.name());
-    let why = format!("--format says {said}, and it begins as {seen} does (leave --format out): {why}");
+    let why = format!("--format is {said}, but the file looks like {seen} (leave --format out): {why}");
     TraceError::Together { file: file.to_owned(), why }
 }
 

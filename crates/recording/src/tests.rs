@@ -128,7 +128,7 @@ fn fio_version_3_has_microseconds() {
     assert_eq!(read(text), expected);
     assert_eq!(
         read("fio version 3 iolog\n1 /f wait 5 0\n"),
-        "error: t:2: version 3 of fio's iolog has no wait: every line has its time\n"
+        "error: t:2: version 3 of fio's iolog has no wait action: every line has a time\n"
     );
 }
 
@@ -189,7 +189,7 @@ fn blkparse_without_what_was_queued_tells_what_was_issued_or_completed() {
         "  8,0 0 1 0.000000000 1 D R 8 + 8 [x]\n".repeat(40_000) + "  8,0 0 2 1.000000000 1 Q R 8 + 8 [x]\n";
     let text = read(mixed);
     assert!(text.ends_with(
-        "error: t:40001: an event Q after a mebibyte without one, where D was taken for the requests (print one action only: blkparse -a queue)\n"
+        "error: t:40001: an event Q after a mebibyte without one, in which D stood for the requests (print one action only: blkparse -a queue)\n"
     ));
 }
 
@@ -198,7 +198,7 @@ fn blkparse_with_something_else_in_it() {
     let text = BLKPARSE.replace("  8,0    0        5", "nonsense 8,0\n  8,0    0        5");
     assert_eq!(
         read(text),
-        "0 8,0 write 114426880 4096\nerror: t:5: this is no event of blkparse's default output\n"
+        "0 8,0 write 114426880 4096\nerror: t:5: not an event in blkparse's default output\n"
     );
     let text = "  8,0 0 1 0.000000000 1 Q R 8 + 0 [x]\n";
     assert_eq!(read(text), "", "it asks for nothing");
@@ -230,7 +230,7 @@ fn alibaba_with_and_without_a_header() {
     assert_eq!(read(format!("device_id,opcode,offset,length,timestamp\n{lines}")), expected);
     assert_eq!(
         read("0,R,1,4096,1577808000000626\n0,R,1,4096\n"),
-        "0 0 read 1 4096\nerror: t:2: the timestamp is missing (a line that was cut off?)\n"
+        "0 0 read 1 4096\nerror: t:2: the timestamp is missing (a truncated line?)\n"
     );
 }
 
@@ -293,11 +293,11 @@ fn any_text_is_a_trace_by_its_columns() {
     assert_eq!(read_by(columns, blanks), "0 t read 4096 2048\n750000000 t read 12288 1024\n");
     let wrong = read_by("time=1,offset=2,length=3,op=4", "1,2,3,read\n1,2,3,what\n");
     assert!(
-        wrong.ends_with("error: t:2: the op 'what' is not known (say what it is: reads=WORD, writes=WORD)\n"),
+        wrong.ends_with("error: t:2: the op 'what' is unknown (define it: reads=WORD, writes=WORD)\n"),
         "{wrong}"
     );
     let wrong = read_by("time=1,offset=2,length=9", "1,2,3\n");
-    assert!(wrong.ends_with("t:1: the length is missing (a line that was cut off?)\n"), "{wrong}");
+    assert!(wrong.ends_with("t:1: the length is missing (a truncated line?)\n"), "{wrong}");
 }
 
 #[test]
@@ -333,11 +333,11 @@ fn unknown_formats_are_rejected() {
     let tar =
         [&b"t.csv"[..], &[0; 252], b"ustar", &[0; 250], b"version,time,op,size,lbn\n1,5,28,512,8\n"].concat();
     for (bytes, what) in [
-        (&tar[..], "it is a tar archive (take the trace out first: tar -xOf FILE, and - as the trace)"),
-        (b"\xfd7zXZ\0\0", "it is compressed with xz (decompress it first: xz -dc FILE, and - as the trace)"),
+        (&tar[..], "it is a tar archive (extract the trace first: tar -xOf FILE, with - as the trace)"),
+        (b"\xfd7zXZ\0\0", "it is compressed with xz (decompress it first: xz -dc FILE, with - as the trace)"),
         (
             b"\x07tae\0\0",
-            "it is blktrace's binary form (make text of it first: blkparse -i FILE, and - as the trace)",
+            "it is blktrace's binary form (convert it to text first: blkparse -i FILE, with - as the trace)",
         ),
     ] {
         assert_eq!(read(bytes), format!("error: t: not a trace of a known format: {what}\n"));
@@ -354,7 +354,7 @@ fn unknown_formats_are_rejected() {
     let said = TraceOptions { format: Some(TraceFormat::FioV3), ..TraceOptions::default() };
     assert_eq!(
         read_with(b"fio version 2 iolog\n", &said),
-        "error: t: --format says fio-v3, and it begins as fio-v2 does (leave --format out): \
+        "error: t: --format is fio-v3, but the file looks like fio-v2 (leave --format out): \
          t:1: the first line is not 'fio version 3 iolog'\n"
     );
 }
@@ -377,9 +377,9 @@ fn a_file_that_cannot_be_read() {
 #[test]
 fn invalid_lines_are_reported() {
     for (line, why) in [
-        ("5", "the disk is missing (a line that was cut off?)"),
-        ("5,vm,read,0", "the length is missing (a line that was cut off?)"),
-        ("5,vm,read,0,", "the length is missing (a line that was cut off?)"),
+        ("5", "the disk is missing (a truncated line?)"),
+        ("5,vm,read,0", "the length is missing (a truncated line?)"),
+        ("5,vm,read,0,", "the length is missing (a truncated line?)"),
         ("5,vm,read,0,512,7", "the line has more fields than the format: '7'"),
         ("5,vm,erase,0,512", "the op 'erase' is none of flush, read, write, discard, write-zeroes"),
         ("5,vm,read,-512,512", "the offset '-512' is negative"),
@@ -390,8 +390,8 @@ fn invalid_lines_are_reported() {
             "offset 18446744073709551615 and length 1 together do not fit into 64 bits",
         ),
         ("1e9,vm,read,0,512", "the time_ns '1e9' is not a whole number"),
-        ("5,,read,0,512", "the disk's name is missing"),
-        ("5,\u{1b}[1m,read,0,512", r"the disk's name '\x1b[1m' is not text"),
+        ("5,,read,0,512", "the disk name is missing"),
+        ("5,\u{1b}[1m,read,0,512", r"the disk name '\x1b[1m' is not UTF-8"),
     ] {
         assert_eq!(csv_error(line), why, "{line}");
     }
@@ -417,13 +417,15 @@ fn compressed_data_that_ends_too_early() {
             let cut = read(&packed[..length]);
             let (records, error) = cut.trim_end().rsplit_once('\n').unwrap();
             let lines = records.lines().count() + 1;
-            let expected = format!("error: t: the {kind} data is damaged or cut off after {lines} lines: ");
+            let expected = format!("error: t: the {kind} data is damaged or truncated after {lines} lines: ");
             assert!(error.starts_with(&expected), "{error}, not {expected}");
             assert!(expected_lines.contains(&lines), "{lines}");
         }
     }
     let packed = gzip(text.as_bytes());
-    assert!(read(&packed[..5]).starts_with("error: t: the gzip data is damaged or cut off after 0 lines: "));
+    assert!(
+        read(&packed[..5]).starts_with("error: t: the gzip data is damaged or truncated after 0 lines: ")
+    );
 }
 
 #[test]
@@ -484,7 +486,7 @@ fn late_record_is_an_error_after_all_earlier_records() {
     assert_eq!(read.lines().count(), 3001);
     let error = read.lines().last().unwrap();
     assert!(error.starts_with("error: t:3002: the time 7 ns is before "), "{error}");
-    let rest = "more than 10 records too late to be put in order (--window N holds back more, or sort the trace by time)";
+    let rest = "displaced by more than 10 records (--window N sorts within a larger window; or sort the trace by time)";
     assert!(error.ends_with(rest), "{error}");
 }
 
@@ -539,7 +541,7 @@ fn several_traces_are_one_by_time() {
     assert_eq!(merged(&[("x", csv), ("y", fio)], false).unwrap(), expected);
     assert_eq!(
         merged(&[("x", csv), ("y", fio)], true).unwrap_err().to_string(),
-        "y: times of the format fio-v3 count from the trace's own beginning, so that its distance to others is not known \
+        "y: times of the format fio-v3 count from the start of the trace, so their distance to other traces is unknown \
          (leave out --absolute-time)"
     );
 }
@@ -587,7 +589,7 @@ fn an_error_in_one_of_several_traces_ends_all() {
         "0 traces: between 1 and 65535 traces can be read as one"
     );
     let twice = MergedTraces::open(&["-".into(), "-".into()], &TraceOptions::default()).err().unwrap();
-    assert_eq!(twice.to_string(), "-: standard input can be read once only");
+    assert_eq!(twice.to_string(), "-: standard input can be read only once");
 }
 
 #[test]

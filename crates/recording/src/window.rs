@@ -62,8 +62,8 @@ impl ReorderWindow {
         // A later record was already returned, so this one cannot be put in order.
         if record.time_ns < self.left_ns {
             return Err(format!(
-                "the time {} ns is before {} ns, and more than {} records too late to be put in order (--window N \
-                 holds back more, or sort the trace by time)",
+                "the time {} ns is before {} ns, and displaced by more than {} records (--window N \
+                 sorts within a larger window; or sort the trace by time)",
                 record.time_ns, self.left_ns, self.window
             ));
         }

@@ -58,7 +58,7 @@ impl<W: Write> CsvWriter<W> {
         length: u64,
     ) -> io::Result<()> {
         if disk.is_empty() || disk.contains(char::is_control) {
-            let why = format!("the disk's name '{}' is empty or has control characters", disk.escape_debug());
+            let why = format!("the disk name '{}' is empty or has control characters", disk.escape_debug());
             return Err(io::Error::new(io::ErrorKind::InvalidInput, why));
         }
         push_request(&mut self.text, time_ns, &quoted(disk), op, offset, length);

@@ -161,7 +161,7 @@ impl EnteredSandbox {
             return Ok(());
         }
         bail!(
-            "{}: the sandbox lets the daemon open no image there, only in {} (put it there, pass it with QMP's `add-fd`, start weir with --image-root or with a disk beside it, {REMEDY})",
+            "{}: the sandbox allows images only in {} (put it there, pass it with QMP's `add-fd`, start weir with --image-root or with a disk beside it, {REMEDY})",
             path.display(),
             shown(places)
         )
@@ -171,7 +171,7 @@ impl EnteredSandbox {
     pub fn check_cluster(&self) -> anyhow::Result<()> {
         ensure!(
             self.needs.cluster || self.needs.host,
-            "the sandbox lets this daemon connect to no Ceph cluster (start it with such a disk, {REMEDY})"
+            "the sandbox does not allow connections to a Ceph cluster (start the daemon with such a disk, {REMEDY})"
         );
         Ok(())
     }
@@ -185,7 +185,7 @@ impl EnteredSandbox {
             || self.servers.iter().any(|server| server == &uri.server || is_unix && server.port().is_none());
         ensure!(
             is_there,
-            "{uri}: the sandbox lets the daemon call no NBD server but those that it began with (start it with such a disk, {REMEDY})"
+            "{uri}: the sandbox allows connections only to the NBD servers known at the start (start the daemon with such a disk, {REMEDY})"
         );
         Ok(())
     }
@@ -197,7 +197,7 @@ impl EnteredSandbox {
         let Ok(directory) = directory_of(path).canonicalize() else { return Ok(()) };
         ensure!(
             places.iter().any(|place| directory.starts_with(place)),
-            "unix:{}: the sandbox lets the daemon make no socket there, only in {} (choose one of these, start weir with a socket beside it, {REMEDY})",
+            "unix:{}: the sandbox allows sockets only in {} (choose one of these, start weir with a socket beside it, {REMEDY})",
             path.display(),
             shown(places)
         );
@@ -229,7 +229,7 @@ impl EnteredSandbox {
         }
         ensure!(
             self.needs.tcp || self.needs.host,
-            "{address}: the sandbox makes no TCP sockets for a daemon that had none (start it with --nbd HOST:PORT, {REMEDY})"
+            "{address}: the sandbox does not allow TCP sockets to a daemon that started without (start it with --nbd HOST:PORT, {REMEDY})"
         );
         Ok(())
     }
@@ -244,11 +244,11 @@ pub fn check(plan: &DesiredState) -> anyhow::Result<()> {
     user::find(owner)?;
     let host = plan.exports.iter().find(|export| !matches!(export.door, ExportTarget::VhostUserBlk(_)));
     if let Some(export) = host {
-        bail!("user: {} needs root until the end (leave one of them out)", export.door.address());
+        bail!("user: {} needs root while the daemon runs (leave one of them out)", export.door.address());
     }
     ensure!(
         plan.process.cgroup_limits.is_none(),
-        "user: cgroup-limits needs root until the end (leave one of them out)"
+        "user: cgroup-limits needs root while the daemon runs (leave one of them out)"
     );
     Ok(())
 }
@@ -287,7 +287,10 @@ pub async fn enter(
     let is_confined = service.sandbox != SandboxMode::Off && !needs.host;
     let files = is_confined.then(|| LandlockFiles::new(plan, config, served)).transpose()?;
     if let Some(owner) = &service.user {
-        ensure!(!needs.host, "user: devices of this host need root until the end (leave one of them out)");
+        ensure!(
+            !needs.host,
+            "user: devices of this host need root while the daemon runs (leave one of them out)"
+        );
         user::find(owner)?.switch()?;
     }
     if service.sandbox == SandboxMode::Off {
@@ -297,7 +300,7 @@ pub async fn enter(
     let (mut entered, missing) = drop_rights(needs, files, workers).await?;
     entered.servers = served.remotes.iter().map(|uri| uri.server.clone()).collect();
     if service.sandbox == SandboxMode::Require && !missing.is_empty() {
-        bail!("sandbox: {} (mend it, or start weir with --sandbox on)", missing.join("; "));
+        bail!("sandbox: {} (fix that, or start weir with --sandbox on)", missing.join("; "));
     }
     for why in &missing {
         tracing::warn!("sandbox: {why}");
@@ -328,7 +331,7 @@ async fn drop_rights(
     }
     if needs.helper {
         missing.push(
-            "a file over FUSE needs root, or else fusermount3, which is set-uid: nothing is given up".into(),
+            "a file over FUSE needs root, or the set-uid program fusermount3: no rights are dropped".into(),
         );
         reactor::join_transient_threads();
         return Ok((EnteredSandbox { needs, places: None, sockets: None, servers: Vec::new() }, missing));
@@ -362,7 +365,7 @@ fn check_descriptors(SandboxNeeds { machines, queues, .. }: SandboxNeeds) -> any
     let of_machines = (queues as u64) * DESCRIPTORS_PER_QUEUE + machines * DESCRIPTORS_PER_MACHINE;
     let enough = limit - free + aside + of_machines + op::MAX_RESERVED_DESCRIPTORS;
     bail!(
-        "descriptors: {aside} are set aside for virtual machines with {queues} queues, and of the {limit} that this process may have {free} are left (with all machines there it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
+        "descriptors: {aside} are reserved for virtual machines with {queues} queues, which leaves {free} of the {limit} that this process may have (with all machines connected it needs {enough} or more: raise LimitNOFILE= of its service, or `ulimit -Hn`; or give the exports fewer queues)"
     );
 }
 
@@ -445,7 +448,7 @@ fn unrestricted_threads(workers: usize) -> Option<String> {
         .filter(|name| !(has_no_log && name.trim_end() == logging::THREAD))
         .collect();
     let others = names.len().saturating_sub(workers + 1);
-    (others > 0).then(|| format!("threads that weir knows nothing of keep their rights: {others}"))
+    (others > 0).then(|| format!("threads not started by weir keep their rights: {others}"))
 }
 
 #[cfg(test)]

@@ -42,7 +42,7 @@ pub(super) fn find(owner: &FileOwner) -> anyhow::Result<RunAsUser> {
         })?),
     };
     let user = known.as_ref().map_or_else(|| name.parse().map(Uid::from_raw), |user| Ok(user.uid))?;
-    ensure!(is_root() || user == geteuid(), "user: only root can go on as another user (leave it out)");
+    ensure!(is_root() || user == geteuid(), "user: only root can change to another user (leave it out)");
     let own = known.as_ref().map(|user| user.gid);
     let group = owner.group.as_deref().map(group).transpose()?.or(own);
     let group = group.with_context(|| {
@@ -79,7 +79,7 @@ impl RunAsUser {
         // Groups before the user: afterwards the right to change them is gone.
         setgroups(&self.groups).context("user: the groups cannot be set")?;
         setgid(self.group).context("user: the group cannot be set")?;
-        setuid(self.user).context("user: it cannot be gone on as")?;
+        setuid(self.user).context("user: the user cannot be changed")?;
         // setuid clears the flag. Set again, so that privileged users can attach and dump core as
         // before.
         set_dumpable_behavior(DumpableBehavior::Dumpable).context("user")

@@ -47,7 +47,7 @@ impl FromStr for FileOwner {
         let part = |part: &str| (!part.is_empty()).then(|| part.to_owned());
         let owner = Self { user: part(user), group: part(group) };
         if owner.user.is_none() && owner.group.is_none() || group.contains(':') || text.contains('\0') {
-            return Err("is no owner; write USER, USER:GROUP or :GROUP".to_owned());
+            return Err("is not an owner; write USER, USER:GROUP or :GROUP".to_owned());
         }
         Ok(owner)
     }
@@ -61,7 +61,7 @@ pub fn socket_mode(text: &str) -> Result<u32, String> {
     // `from_str_radix` alone would accept a plus sign.
     let octal = !text.is_empty() && text.bytes().all(|byte| matches!(byte, b'0'..=b'7'));
     let mode = u32::from_str_radix(text, 8).ok().filter(|mode| octal && *mode <= 0o777);
-    mode.ok_or_else(|| "is no mode; write up to four octal digits, at most 0777, such as 0660".to_owned())
+    mode.ok_or_else(|| "is not a mode; write up to four octal digits, at most 0777, such as 0660".to_owned())
 }
 
 #[cfg(test)]
@@ -77,7 +77,7 @@ mod tests {
         for wrong in ["", "1777", "0o660", "+660", "888", "rw"] {
             assert_eq!(
                 socket_mode(wrong).unwrap_err(),
-                "is no mode; write up to four octal digits, at most 0777, such as 0660"
+                "is not a mode; write up to four octal digits, at most 0777, such as 0660"
             );
         }
     }
@@ -97,7 +97,7 @@ mod tests {
             assert_eq!(text.parse(), expect);
         }
         for wrong in ["", ":", "a:b:c"] {
-            assert!(wrong.parse::<FileOwner>().unwrap_err().starts_with("is no owner"));
+            assert!(wrong.parse::<FileOwner>().unwrap_err().starts_with("is not an owner"));
         }
     }
 }

@@ -77,13 +77,13 @@ impl FromStr for ListenAddress {
         // `fd:NAME` looks like a host named fd with a port.
         if host == "fd" && !port.starts_with(|first: char| first.is_ascii_digit()) {
             return Err(
-                "is for vhost-user-blk alone; NBD is at unix:PATH or HOST:PORT, or, where nothing is said, at the sockets that are passed".to_owned(),
+                "is for vhost-user-blk alone; NBD uses unix:PATH or HOST:PORT, or inherited sockets by default".to_owned(),
             );
         }
         // `parse` alone would accept a leading plus sign.
         let plain = !port.is_empty() && port.bytes().all(|byte| byte.is_ascii_digit());
         let port = port.parse().ok().filter(|_| plain);
-        let port = port.ok_or("has no port; that is a number from 0 (any free port) to 65535")?;
+        let port = port.ok_or("has no port; a port is a number from 0 (any free port) to 65535")?;
         Ok(Self::Tcp { host: host.to_owned(), port })
     }
 }
@@ -104,12 +104,12 @@ fn check_socket_path(path: &str) -> Result<PathBuf, String> {
         return Err("has no path; write unix:PATH".to_owned());
     }
     if path.contains('\0') {
-        return Err("holds a zero byte, which no path can".to_owned());
+        return Err("has a NUL byte (remove it)".to_owned());
     }
     if path.len() > MAX_SOCKET_PATH {
         let length = path.len();
         return Err(format!(
-            "has {length} bytes; a Unix socket's path has {MAX_SOCKET_PATH} at most (use a shorter one)"
+            "is {length} bytes long; a Unix socket's path has at most {MAX_SOCKET_PATH} (use a shorter one)"
         ));
     }
     Ok(PathBuf::from(path))
@@ -177,7 +177,7 @@ mod tests {
         let check =
             |text: &str, expect: &str| assert_eq!(text.parse::<ListenAddress>().unwrap_err(), expect, "{text}");
         let usage = "is not an address; write unix:PATH, HOST:PORT or [IPv6]:PORT";
-        let port = "has no port; that is a number from 0 (any free port) to 65535";
+        let port = "has no port; a port is a number from 0 (any free port) to 65535";
         check("", usage);
         check("localhost", "has no port (write localhost:PORT, such as localhost:10809, or unix:PATH)");
         check("10809", "has no host (write localhost:10809, or [::]:10809 for every address)");
@@ -187,12 +187,12 @@ mod tests {
         check(":10809", "has no host; write localhost, or [::] for every address of this machine");
         check("host:", port);
         assert!(
-            "fd:nbd".parse::<ListenAddress>().unwrap_err().starts_with("is for vhost-user-blk alone; NBD is at ")
+            "fd:nbd".parse::<ListenAddress>().unwrap_err().starts_with("is for vhost-user-blk alone; NBD uses ")
         );
         check("host:+1", port);
         check("host:65536", port);
         check("unix:", "has no path; write unix:PATH");
         let long = format!("unix:/{}", "x".repeat(107));
-        check(&long, "has 108 bytes; a Unix socket's path has 107 at most (use a shorter one)");
+        check(&long, "is 108 bytes long; a Unix socket's path has at most 107 (use a shorter one)");
     }
 }

@@ -53,7 +53,7 @@ pub(crate) fn read_options<'a, T: AddressedConfig>(
         // A flag alone is on, as in QEMU's short notation.
         let (name, value) = part.split_once('=').unwrap_or((part, "on"));
         if seen.contains(&name) {
-            return Err(format!("{name} is given twice (leave one away)"));
+            return Err(format!("{name} is given twice (remove one)"));
         }
         seen.push(name);
         if let Some(key) = T::options().find(|key| key.name == name) {
@@ -62,7 +62,7 @@ pub(crate) fn read_options<'a, T: AddressedConfig>(
         } else if let Some((_, rule)) = T::REMOVED.iter().find(|(removed, _)| *removed == name) {
             return Err(format!("{part}: {rule}"));
         } else if name.is_empty() {
-            return Err("has a comma with nothing behind it (leave it away)".to_owned());
+            return Err("has a trailing comma (remove it)".to_owned());
         } else {
             return Err(format!("{part}: no such key (there {})", option_names::<T>()));
         }

@@ -53,7 +53,9 @@ impl DesiredState {
     /// Returns the first mistake.
     pub fn without_disks(draft: ParsedConfig) -> Result<Self, ConfigError> {
         if let Some(place) = draft.daemon.origin_of_given("nbd") {
-            return Err(place.error("is not used, because no IMAGE is served (--nbd-server is for --export)"));
+            return Err(
+                place.error("is not used, because no IMAGE is served (use --nbd-server with --export)")
+            );
         }
         Self::build(ParsedConfig { disks: Vec::new(), ..draft }, 0, Diagnostics::default()).map_err(first_error)
     }
@@ -210,14 +212,11 @@ fn check_names(draft: &ParsedConfig, mistakes: &Diagnostics) {
     }
     let mut seen = HashSet::new();
     if let Some((name, place)) = disks.clone().find(|(name, _)| !seen.insert(*name)) {
-        mistakes
-            .report(place.error(format!(
-                "another disk is called {name:?} (give each a name of its own, with --name)"
-            )));
+        mistakes.report(place.error(format!("another disk is named {name:?} (set unique names with --name)")));
     }
     let disks: HashSet<_> = disks.map(|(name, _)| name).collect();
     for (name, place) in groups.filter(|(name, _)| disks.contains(name)) {
-        let rule = format!("a disk is called {name:?} too, and commands take both (rename one)");
+        let rule = format!("a disk is named {name:?} too, and commands accept both (rename one)");
         mistakes.report(place.error(rule));
     }
 }
@@ -230,7 +229,7 @@ fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
     let of_control_groups = |name: &str| control_groups.iter().any(|other| other == name);
     if let Some(group) = draft.groups.iter().find(|group| of_control_groups(&group.name)) {
         return Err(group.origin("name").error(
-            "is for disks, and [cluster] names it in control-groups (a host's part of a group goes to one of both)",
+            "has disks, and [cluster] names it in control-groups (a group is for disks or for control groups)",
         ));
     }
     if let Some(said) =
@@ -248,12 +247,12 @@ fn check_cluster(draft: &ParsedConfig) -> Result<(), ConfigError> {
         let is_limit = |key: &str| throttle::LimitSetting::from_name(key).is_some();
         if let Some((_, limit)) = group.given_origins().find(|(key, _)| is_limit(key)) {
             return Err(limit.error(format!(
-                "is the cluster's to say, the same for all hosts (leave it out here; `weir throttle {name} --cluster` sets it for all)"
+                "is set by the cluster, for all hosts (remove it here; `weir throttle {name} --cluster` sets it for all hosts)"
             )));
         }
         if let Some(watermark) = group.origin_of_given("watermark") {
             return Err(watermark.error(
-                "lifts limits where a device of this host is idle, and these are of all hosts (leave one of them out)",
+                "lifts limits by the load of this host's device, but these limits are for all hosts (remove one of them)",
             ));
         }
     }
@@ -272,14 +271,14 @@ fn check_name(name: &str) -> Result<(), String> {
 /// Returns the rule.
 pub fn check_object_name(name: &str) -> Result<(), String> {
     match name {
-        "" => Err("the name is empty (give it one)".to_owned()),
+        "" => Err("the name is empty (set one)".to_owned()),
         _ if name.len() > MAX_NAME_BYTES => {
-            Err(format!("the name is too long; it has {MAX_NAME_BYTES} bytes at most"))
+            Err(format!("the name is too long; at most {MAX_NAME_BYTES} bytes"))
         }
         _ if name.chars().any(char::is_control) => {
-            Err("the name holds a control character (leave it out)".to_owned())
+            Err("the name has a control character (remove it)".to_owned())
         }
-        "." | ".." => Err("the name is a directory's, which no path can hold (give another)".to_owned()),
+        "." | ".." => Err("the name has a special meaning in paths (choose another)".to_owned()),
         _ => Ok(()),
     }
 }
@@ -307,29 +306,28 @@ fn check_images(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics)
     }
 }
 
-const IMAGE_IN_USE: &str = "another disk has this image (export one disk twice, or make both read-only)";
+const IMAGE_IN_USE: &str = "another disk uses this image (export one disk twice, or make both read-only)";
 
 /// Checks keys that the image does not support.
 fn check_image(disk: &ConfigWithOrigins<DiskConfig>) -> Result<(), ConfigError> {
     if disk.force_share && !disk.is_read_only() {
-        return Err(disk.error(
-            "force-share",
-            "needs read-only; sharing an image that others write is for reading alone",
-        ));
+        return Err(
+            disk.error("force-share", "needs read-only, because another program may write to the image")
+        );
     }
     // Only an NBD client reconnects.
     let mut times = ["reconnect-delay", "open-timeout"].into_iter().filter_map(|key| disk.origin_of_given(key));
     if let Some(place) = times.next().filter(|_| disk.image.remote().is_none()) {
-        return Err(place.error("is for images at NBD servers, and this one is at none (leave it out)"));
+        return Err(place.error("is for images at NBD servers only (remove it)"));
     }
     if disk.handover {
         if disk.is_read_only() {
-            let rule = "is for disks that are written to (what is only read, several may have open)";
+            let rule = "is for writable disks only (several daemons can open a read-only image)";
             return Err(disk.error("handover", rule));
         }
         // Handing over needs file locks.
         if disk.image.path().is_none() {
-            let rule = "is for images in files, and this disk is in none (leave it out)";
+            let rule = "is for images in files only (remove it)";
             return Err(disk.error("handover", rule));
         }
     }
@@ -357,7 +355,7 @@ fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) 
         let Some(name) = &rate.shared else { continue };
         if *first.entry(name).or_insert(rate) != rate {
             let rule = format!(
-                "another disk shares {name:?} with other rates (give both the same, or another name)"
+                "another disk shares {name:?} with other rates (use the same rates, or another name)"
             );
             mistakes.report(disk.error("rate", rule));
         }
@@ -368,7 +366,7 @@ fn check_rates(disks: &[ConfigWithOrigins<DiskConfig>], mistakes: &Diagnostics) 
 /// `groups` the caller looks up its group.
 fn check_disk(disk: &mut ConfigWithOrigins<DiskConfig>, groups: Option<&GroupIndex<'_>>, mistakes: &Diagnostics) {
     if check_name(&disk.description).is_err() {
-        mistakes.report(disk.error("description", "a description is one line of 4096 bytes at most"));
+        mistakes.report(disk.error("description", "must be one line of at most 4096 bytes"));
     }
     disk.judge(mistakes);
     if let Some(group) = &disk.group {
@@ -376,13 +374,13 @@ fn check_disk(disk: &mut ConfigWithOrigins<DiskConfig>, groups: Option<&GroupInd
         // The watermark is the group's: it applies to all members together.
         if disk.settings.watermark > 0 {
             let rule = format!(
-                "the disk is in group {group:?}, which has the watermark for its members (set it at [group.{group}])"
+                "the disk is in group {group:?}, whose watermark applies to its members (set it in [group.{group}])"
             );
             mistakes.report(disk.error("watermark", rule));
         }
     }
     if disk.detect_zeroes == DetectZeroes::Unmap && disk.discard == Discards::Ignore {
-        let rule = format!("gives space back, and {} keeps it (say on instead)", disk.origin("discard"));
+        let rule = format!("frees space, and {} keeps it (use on instead)", disk.origin("discard"));
         mistakes.report(disk.error("detect-zeroes", rule));
     }
     disk.format = mistakes.ok_or_report(known_format(disk)).flatten();
@@ -436,7 +434,7 @@ fn default_endpoints(draft: &ParsedConfig, inherited: usize) -> Result<Vec<(List
             return wrong(0, "the service manager passed sockets too, in LISTEN_FDS (use one or the other)");
         }
         if all_say {
-            return wrong(0, "is not used, because every disk says where it is exported (remove it)");
+            return wrong(0, "is not used, because every disk has its own exports (remove it)");
         }
         let mut seen = HashSet::new();
         if let Some(again) = nbd.iter().position(|nbd| !seen.insert(&nbd.endpoint)) {
@@ -446,7 +444,7 @@ fn default_endpoints(draft: &ParsedConfig, inherited: usize) -> Result<Vec<(List
         if let (Some(index), Some(_)) = (read_only, &draft.cluster) {
             return wrong(
                 index,
-                "read-only: disks that come from other hosts could be written to all the same (leave it out, or make the disks read-only)",
+                "read-only: would not apply to disks moved from other hosts (remove it, or make the disks read-only)",
             );
         }
         return Ok(nbd.iter().map(|nbd| (nbd.endpoint.clone(), nbd.read_only)).collect());
@@ -456,7 +454,7 @@ fn default_endpoints(draft: &ParsedConfig, inherited: usize) -> Result<Vec<(List
         (0, _) => Ok(vec![(ListenEndpoint::Address(ListenAddress::nbd_default()), false)]),
         (_, false) => Ok(vec![(ListenEndpoint::Inherited, false)]),
         (_, true) => Err(Origin::new("LISTEN_FDS").error(format!(
-            "what was passed (sockets: {inherited}) is not used, because every disk says where it is exported (pass only those that `fd:NAME` of an export takes, as `--vhost-user-blk fd:NAME` and `--nbd fd:NAME` do)"
+            "sockets passed by the service manager ({inherited}) are not used, because every disk has its own exports (pass only those that exports use as fd:NAME)"
         ))),
     }
 }
@@ -482,8 +480,7 @@ fn build_servers(
                 servers.len() - 1
             });
             if !taken.insert((server, name.to_owned())) {
-                let rule =
-                    format!("another export has the name {name:?} at this address (give it another name)");
+                let rule = format!("another export has the name {name:?} at this address (choose another)");
                 mistakes.report(place.error(rule));
             }
             servers[server].exports.push(NbdExportSpec { name: name.to_owned(), disk: index, read_only });
@@ -539,7 +536,7 @@ fn build_exports(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServerSp
             let passed = door.inherited_name().is_some_and(|name| !passed.insert(name.to_owned()));
             if passed || door.path().is_some_and(|path| !taken.insert(absolute_path(&path))) {
                 let place = config.item_origin("export", index, "").unwrap_or(config.own_origin());
-                mistakes.report(place.error("a disk is exported there already (give each export its own)"));
+                mistakes.report(place.error("another export has the same address (choose another)"));
             }
             doors.push(ExportSpec { door: door.clone(), disk });
         }
@@ -558,9 +555,8 @@ fn check_without_nbd(draft: &ParsedConfig) -> Result<(), ConfigError> {
     let tls = draft.daemon.origin_of_given("tls").filter(|_| is_encrypted && !has_page);
     let mut unused = connections.into_iter().chain(tls).chain(descriptions);
     match unused.next() {
-        Some(place) => Err(place.error(
-            "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)",
-        )),
+        Some(place) => Err(place
+            .error("is not used, because no disk is exported over NBD (remove it, or add an NBD export)")),
         None => Ok(()),
     }
 }
@@ -570,7 +566,7 @@ fn is_tcp(server: &NbdServerSpec) -> bool {
     !matches!(server.endpoint, ListenEndpoint::Address(ListenAddress::Unix(_)))
 }
 
-const NETWORK_RULE_UNUSED: &str = "is not used, because nobody can come over the network (--socket-mode and --socket-owner are for Unix sockets)";
+const NETWORK_RULE_UNUSED: &str = "is not used, because no server listens on the network (--socket-mode and --socket-owner are for Unix sockets)";
 
 /// Checks that network rules are used: with Unix sockets alone, or without NBD, they never apply.
 fn check_clients(draft: &ParsedConfig, servers: &[NbdServerSpec], mistakes: &Diagnostics) {
@@ -592,8 +588,7 @@ fn check_clients_of(disks: &[ConfigWithOrigins<DiskConfig>], servers: &[NbdServe
         let has = |server: &&NbdServerSpec| server.exports.iter().any(|export| export.disk == index);
         let mut at = servers.iter().filter(has).peekable();
         if let Some(name) = disk.origin_of_given("tls-authz").filter(|_| at.peek().is_none()) {
-            mistakes
-                .report(name.error("is not used, because the disk is not exported over NBD (leave it out)"));
+            mistakes.report(name.error("is not used, because the disk is not exported over NBD (remove it)"));
         }
         let network = disk.origin_of_given("allow").or(disk.origin_of_given("deny"));
         if let Some(network) = network.filter(|_| !at.any(is_tcp)) {
@@ -635,7 +630,7 @@ fn check_sockets(
         mistakes.report(service.item_origin("qmp", index, "").unwrap_or(service.own_origin()).error(RULE));
     }
     if service.metrics.is_some() && service.metrics == service.http_address {
-        mistakes.report(service.error("http", "both metrics and http are to be there (use another)"));
+        mistakes.report(service.error("http", "metrics and http have the same address (use another)"));
     }
     let http = [("metrics", &service.metrics), ("http", &service.http_address)];
     let http_sockets = http.into_iter().filter_map(|(key, address)| match address {
@@ -646,7 +641,7 @@ fn check_sockets(
         let path = absolute_path(path);
         let mut others = service.qmp.iter().chain(http_sockets.clone().map(|(_, path)| path));
         if exports.contains(&path) || others.any(|socket| absolute_path(socket) == path) {
-            mistakes.report(service.error("pid-file", "a socket is to be there (choose another file)"));
+            mistakes.report(service.error("pid-file", "a socket uses this path (choose another file)"));
         }
     }
     for (key, path) in http_sockets {

@@ -69,10 +69,10 @@ impl KeyTable for ClusterConfig {
         let groups = &cluster.control_groups;
         for (index, _) in groups.iter().enumerate().filter(|(at, group)| groups[..*at].contains(group)) {
             let place = cluster.item_origin("control-groups", index, "").unwrap_or(cluster.own_origin());
-            mistakes.report(place.error("is named twice"));
+            mistakes.report(place.error("is given twice"));
         }
         if cluster.etcd.len() > MAX_ENDPOINTS {
-            mistakes.report(cluster.error("etcd", format!("are too many; {MAX_ENDPOINTS} at most")));
+            mistakes.report(cluster.error("etcd", format!("has too many members; at most {MAX_ENDPOINTS}")));
         }
         if let Some(place) = cluster.origin_of_given("certificates").filter(|_| !cluster.etcd.iter().any(|e| e.tls)) {
             mistakes.report(place.error("is not used, because no member of etcd is https"));
@@ -105,21 +105,21 @@ fn cluster_keys() -> Vec<ConfigKey<ClusterConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "Cluster" {
             "name", Text, "NAME", one!(name, parse_cluster_name), "required", Reject, Separate,
-                "Name of the cluster: letters, digits, '.', '-' and '_'. Hosts of another name are another cluster";
-            "host", Text, "NAME", one!(host, parse_cluster_name), "the machine's", Reject, Separate,
+                "Name of the cluster: letters, digits, '.', '-' and '_'. Hosts with another name belong to another cluster";
+            "host", Text, "NAME", one!(host, parse_cluster_name), "the host name", Reject, Separate,
                 "Name of this host, of the same characters, unique in the cluster";
             "etcd", Text, "URL", each!(etcd), "required", Reject, Separate,
                 "http://HOST:PORT or https://HOST:PORT of a member of etcd; 16 members at most";
-            "certificates", KeyType::Path, "DIR", maybe!(certificates), "the system's authorities", Reject, Separate,
-                "Directory with ca-cert.pem and, where etcd asks for it, client-cert.pem and client-key.pem; for https";
+            "certificates", KeyType::Path, "DIR", maybe!(certificates), "the certificate authorities of the system", Reject, Separate,
+                "Directory with ca-cert.pem and, if etcd requires it, client-cert.pem and client-key.pem; for https";
             "user", Text, "NAME", maybe!(user), "", Reject, Separate,
                 "User of etcd; needs --password-file";
             "password-file", KeyType::Path, "FILE", maybe!(password_file), "", Reject, Separate,
                 "File with the password of the user";
-            "safe-share", Text, "PERCENT", share(), "all hosts together 2%", Reject, Separate,
-                "Part of a limit that each host may use without etcd, such as 0.5%, for groups whose limits are set here first";
+            "safe-share", Text, "PERCENT", share(), "2% for all hosts together", Reject, Separate,
+                "Fallback share: part of a limit that each host may use without etcd, such as 0.5%, for groups whose limits are first set here";
             "control-groups", Text, "NAME", each!(control_groups, parse_cluster_name), "", Reject, Separate,
-                "Groups of the cluster that are for control groups of this host; needs --cgroup-limits of the daemon";
+                "Groups of the cluster for control groups of this host; needs --cgroup-limits of the daemon";
         }
     }
 }
@@ -164,7 +164,7 @@ impl FromStr for EtcdEndpoint {
                 _ if text.contains(',') => {
                     ", and several as a list: etcd = [\"http://A:2379\", \"http://B:2379\"]"
                 }
-                _ if text.contains('@') => "; who asks stands in user and password-file",
+                _ if text.contains('@') => "; set user and password-file instead",
                 _ => "",
             };
             format!("is not the address of etcd; write http://HOST:PORT or https://HOST:PORT{more}")
@@ -215,7 +215,7 @@ impl fmt::Display for EtcdEndpoint {
 pub fn parse_cluster_name(text: &str) -> Result<String, String> {
     let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_');
     if text.is_empty() || text.len() > MAX_NAME_BYTES || !text.chars().all(plain) {
-        return Err(format!("is no such name: it has 1 to {MAX_NAME_BYTES} letters, digits, '.', '-' and '_'"));
+        return Err(format!("is not a valid name: use 1 to {MAX_NAME_BYTES} letters, digits, '.', '-' and '_'"));
     }
     Ok(text.to_owned())
 }
@@ -230,7 +230,7 @@ pub fn parse_fallback_share(text: &str) -> Result<u32, String> {
     let ppm = percent.map(|percent| percent / 100.0 * PPM).filter(|ppm| (1.0..=PPM).contains(ppm));
     // In range, so the cast removes only the fraction.
     ppm.map(|ppm| ppm.round() as u32)
-        .ok_or_else(|| "is not a part of a limit; write such as 2% (0.0001% to 100%)".to_owned())
+        .ok_or_else(|| "is not a part of a limit; write a percentage such as 2% (0.0001% to 100%)".to_owned())
 }
 
 #[cfg(test)]

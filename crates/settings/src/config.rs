@@ -53,9 +53,11 @@ pub fn load_with_options(path: &Path, options: &ConfigWithOrigins<DaemonConfig>,
     let name = path.display().to_string();
     let place = Origin::new(name.as_str());
     if path == Path::new("-") {
-        mistakes.report(place.error(
-            "is standard input, and a config file is read again when it is reloaded (name a file; ./- is one of this name)",
-        ));
+        mistakes.report(
+            place.error(
+                "is standard input, which cannot be read again on a reload (name a file, such as ./-)",
+            ),
+        );
         return nothing();
     }
     let text = match read(path) {
@@ -137,9 +139,7 @@ fn parse_with_options(
 fn syntax_error(source: &ConfigText<'_>, text: &str, error: &toml::de::Error) -> ConfigError {
     let span = error.span().unwrap_or_default();
     match error.message() {
-        "duplicate key" => source
-            .place(span.start, enclosing_path(text, span))
-            .error("is there already, further up (take out one of the two)"),
+        "duplicate key" => source.place(span.start, enclosing_path(text, span)).error("is given twice (remove one)"),
         other => source.place(span.start, "not TOML").error(other.replace('\n', "; ")),
     }
 }
@@ -221,7 +221,7 @@ fn types(word: &str) -> String {
 fn cluster_host() -> Result<String, String> {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let name = name.trim_end();
-    crate::parse_cluster_name(name).map_err(|rule| format!("host: this machine's name {name:?} {rule} (add host)"))
+    crate::parse_cluster_name(name).map_err(|rule| format!("host: the host name {name:?} {rule} (set host)"))
 }
 
 /// Reader of tables with paths.
@@ -307,7 +307,7 @@ impl ConfigReader<'_> {
         let section = entry.section()?;
         let kind = section.parse("type", |text| match EXPORT_TYPES.contains(&text) {
             true => Ok(text.to_owned()),
-            false => Err(format!("is not a type of export that weir has; there are {}", types("and"))),
+            false => Err(format!("is not an export type; known are {}", types("and"))),
         });
         // The type decides which keys are known.
         let kind = section.require("type", kind, format!("no type (add type = {})", types("or")))?;
@@ -348,7 +348,7 @@ impl ConfigReader<'_> {
         let directory = entry.text().unwrap_or("PATH");
         let section = entry.section_or(format!(
             "is not a table; write record = {{ directory = {directory:?} }}, \
-             with keep and limit if they are to be others"
+             with keep and limit to change their defaults"
         ))?;
         self.addressed(&section, mistakes)
     }

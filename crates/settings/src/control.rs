@@ -73,7 +73,9 @@ impl ControlSocketLocation {
             return Ok(Self { path: directory.join(SOCKET), directory_mode: None });
         }
         let place = if is_root { Some(root_socket()) } else { user_socket(&variable) };
-        place.ok_or_else(|| "XDG_RUNTIME_DIR is not set, so there is no directory for it".to_owned())
+        place.ok_or_else(|| {
+            "XDG_RUNTIME_DIR is not set, so there is no directory for the control socket".to_owned()
+        })
     }
 
     fn has_no_directory(is_root: bool, variable: impl Fn(&str) -> Option<OsString>) -> bool {
@@ -158,7 +160,7 @@ mod tests {
         // The system's service, used by this user.
         check(false, &[runtime], &[root], Ok(user), root);
         check(false, &[runtime, (VARIABLE, "unix:/q")], &[user], Ok("/q"), "/q");
-        let none = Err("XDG_RUNTIME_DIR is not set, so there is no directory for it");
+        let none = Err("XDG_RUNTIME_DIR is not set, so there is no directory for the control socket");
         check(false, &[], &[], none, root);
         check(false, &[("XDG_RUNTIME_DIR", "here")], &[], none, root);
     }

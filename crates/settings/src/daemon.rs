@@ -226,77 +226,77 @@ fn daemon_keys() -> Vec<ConfigKey<DaemonConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "Network" {
             "nbd", Text, "ADDRESS", nbd(), "inherited sockets, else localhost:10809", Apply, Separate,
-                "Where disks without an export are served over NBD: unix:PATH, HOST:PORT or fd:NAME, a socket that a service manager passed; port 0 is any free port. Not together with inherited sockets (LISTEN_FDS)";
+                "Serve disks without an export over NBD here: unix:PATH, HOST:PORT or fd:NAME, a socket passed by a service manager; port 0 is any free port. Not together with inherited sockets (LISTEN_FDS)";
             "max-connections", Integer, "N", one!(max_connections, crate::connections), "100", Reject, Separate,
-                "Clients at a time at each address, further clients wait; 0 is any number";
+                "Maximum number of clients at each address, further clients wait; 0 is no maximum";
             "max-connections-per-address", Integer, "N", maybe!(max_connections_per_address, crate::connections), "nine tenths of --max-connections", Reject, Separate,
-                "Of them from one address, or one network of IPv6 of 64 bits, over TCP; further ones are closed. 0 is any number";
+                "Maximum number of TCP clients from one address, or from one IPv6 network of 64 bits; further ones are closed. 0 is no maximum";
             "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reject, Separate,
-                "Let clients of NBD come over TCP from this network, such as 10.0.0.0/8 or 2001:db8::/32, and from no other; repeatable. Of several networks that an address lies in, the narrowest decides";
+                "Accept NBD clients over TCP only from this network, such as 10.0.0.0/8 or 2001:db8::/32; repeatable. If an address is in several networks, the narrowest decides";
             "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reject, Separate,
-                "Close connections over TCP that come from this network; repeatable";
+                "Close TCP connections from this network; repeatable";
             "socket-mode", Text, "MODE", socket_mode(), "0600", Reject, Separate,
-                "Permissions of the Unix sockets of exports, in octal, whatever the umask";
+                "Permissions of the Unix sockets of exports, in octal, independent of the umask";
             "socket-owner", Text, "OWNER", maybe!(sockets.owner), "the daemon's", Reject, Separate,
                 "Owner of those sockets: USER, USER:GROUP or :GROUP, by name or number";
             "exit-when-idle", Flag, "", one!(exit_when_idle), "", Reject, Separate,
-                "End once a client has been served and the last has gone";
+                "Exit after the last client has disconnected";
             "qmp", Text, "unix:PATH", qmp(), "$WEIR_QMP, else /run/weir/qmp.sock, or $XDG_RUNTIME_DIR/weir/qmp.sock if not root", Reject, Separate,
                 "Take commands of `weir status` and others, which are QEMU's machine protocol, at unix:PATH, from root and the daemon's own user; repeatable";
             "control", Flag, "", maybe!(control), "", Reject, Separate,
                 "Fail if the default of --qmp cannot be had; without this, weir then serves and warns";
             "metrics", Text, "ADDRESS", maybe!(metrics), "nowhere", Reject, Separate,
-                "Tell Prometheus how disks, groups and the daemon do, over HTTP at unix:PATH or HOST:PORT, in /metrics. Whoever reaches it sees the names of disks and what they do; 0.0.0.0 or :: is every address of this host";
+                "Serve metrics for Prometheus over HTTP at unix:PATH or HOST:PORT, in /metrics. All who can connect see the names and the activity of disks; 0.0.0.0 or :: is every address of this host";
             "on-event", Text, "COMMAND", maybe!(on_event), "none; events are in the log", Reject, Separate,
-                "Start a command for each event, such as a limit that is hit or an image that fails. COMMAND is an absolute path with arguments; it reads the event as JSON on standard input";
+                "Run a command for each event, such as a limit reached or an image failure. COMMAND is an absolute path with arguments; it reads the event as JSON from standard input";
             "http", Text, "ADDRESS", maybe!(http_address), "nowhere", Reject, Separate,
-                "Show what runs on a page, over HTTP at unix:PATH or HOST:PORT, and tell programs the same as JSON, in /api/v1. Over TLS with --tls and --tls-certificates, but at unix:PATH. Nothing can be changed there without --http-token-file";
+                "Serve a status page over HTTP at unix:PATH or HOST:PORT, and a JSON API in /api/v1. HOST:PORT uses TLS with --tls and --tls-certificates. Read-only without --http-token-file";
             "http-token-file", Path, "FILE", maybe!(http_token_file), "", Reject, Separate,
-                "Let whoever sends what is in this file, in one line of 16 characters or more, change limits over --http. Only its owner may read it";
+                "Allow changes of limits over --http with the token in this file: one line of at least 16 characters. Only its owner may have access to the file";
             "http-name", Text, "NAME", each!(http_names, parse_http_name), "its addresses and localhost", Reject, Separate,
-                "Another name of this host in the page's address; repeatable. Under a name that is not told, it answers nobody";
+                "Another host name of the page; repeatable. Requests to other names are rejected";
         }
         "TLS" {
             "tls", Word(&["off", "on", "required"]), "MODE", one!(tls_mode), "off", Reject, Separate,
-                "Encrypt: off, on (where the client asks) or required";
+                "Encryption: off, on (if the client requests it) or required";
             "tls-certificates", Path, "DIR", maybe!(tls_certificates), "", Reject, Separate,
                 "Directory with server-cert.pem and server-key.pem, and ca-cert.pem to verify clients";
             "tls-verify-peer", Flag, "", one!(tls_verify_peer), "", Reject, Separate,
-                "Refuse clients without a certificate that ca-cert.pem signs";
+                "Reject clients without a certificate signed by ca-cert.pem";
             "tls-psk", Path, "FILE", maybe!(tls_psk), "", Reject, Separate,
                 "File of pre-shared keys, user:hexkey lines as psktool writes them";
             "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reject, Separate,
-                "Serve a client only if its certificate's subject, such as O=Acme,CN=vm1, or its key's user is this; * and ? are wild; repeatable";
+                "Serve only clients with this certificate subject, such as O=Acme,CN=vm1, or this user of a pre-shared key; * and ? are wildcards; repeatable";
         }
         "Process" {
-            "workers", Count, "N", workers(), "one for each CPU, at most 8", Reject, Separate,
-                "Threads that do I/O, from 1 to 256";
+            "workers", Count, "N", workers(), "one per CPU, at most 8", Reject, Separate,
+                "Number of I/O threads, from 1 to 256";
             "poll", WordOr(&["auto", "off"]), "TIME|auto|off", one!(poll), "off", Reject, Separate,
-                "How long a thread looks for completions before it sleeps, at most 1s; off (or 0) never polls, auto polls while clients get more for it than it costs";
-            "memory", Size, "SIZE", memory(), "four fifths of what the machine, its cgroup and ulimit allow", Reject, Separate,
-                "Memory for data: of requests, which wait for more, of disks in memory, where writes past it fail with ENOSPC, of caches and read-ahead; at least 128M";
+                "Time for which an idle thread polls for completions before it sleeps, at most 1s; off (or 0) never polls, auto polls while it pays";
+            "memory", Size, "SIZE", memory(), "four fifths of what the host, its cgroup and ulimit allow", Reject, Separate,
+                "Memory for data: requests (which wait if it is used up), disks in memory (writes fail with ENOSPC), caches and read-ahead; at least 128M";
             "pid-file", Path, "FILE", maybe!(pid_file), "", Reject, Separate,
-                "Leave the process's number in this file, locked, while it serves";
+                "Write the process id to this file, and keep it locked while serving";
             "image-root", Path, "DIR", maybe!(image_root), "", Reject, Separate,
-                "Refuse images outside of this directory, and those that name files outside of it";
+                "Reject images outside this directory, and images that refer to files outside it";
             "cgroup-limits", Path, "FILE", maybe!(cgroup_limits), "", Reject, Separate,
                 "Also run the bursts, watermarks and groups of these limits of control groups, as `weir cgroup watch` does";
             "record", Table, "DIR[,KEY=VALUE]", record(), "", Apply, Separate,
-                "Keep every request, with what it waited for, in recordings of an hour in this directory, the newest: keep=TIME of them [default: 24h], and limit=SIZE at most [default: 1G]";
+                "Record all requests and their waits in this directory, in files of one hour each; keep=TIME keeps the newest [default: 24h], limit=SIZE bounds their size [default: 1G]";
             "sandbox", Word(&["on", "require", "off"]), "MODE", one!(sandbox), "on", Reject, Separate,
-                "Once all is open, give up what serving does not need, by seccomp, landlock and capabilities: on, require to serve only where the kernel has all of them, or off";
+                "After the start, drop privileges that serving does not need, by seccomp, landlock and capabilities: on, require (fail if the kernel lacks one of them), or off";
             "user", Text, "USER[:GROUP]", maybe!(user, user), "", Reject, Separate,
-                "Once all is open, go on as this user, and this group or else the user's own; as root only";
+                "After the start, continue as this user, with this group or the user's own; only as root";
             "state", Path, "DIR", maybe!(state), "/var/lib/weir, or ~/.local/state/weir if not root", Reject, Separate,
-                "Where `weir probe` left what devices can do";
+                "Directory with the results of `weir probe`";
         }
         "Logging" {
             "log", Text, "FILTER", one!(log.filter, log::filter), "info", Reject, Separate,
                 "off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas";
             "log-format", Word(&["text", "json"]), "FORMAT", one!(log.format), "text", Reject, Separate,
-                "Lines for people or JSON objects: text or json";
+                "Format of log messages: text or json";
             "log-file", Path, "FILE", maybe!(log.file), "", Reject, Separate,
-                "Append lines to this file instead of standard error; SIGUSR1 opens it again, so that logrotate can move it away";
+                "Append to this file instead of standard error; SIGUSR1 reopens it, for logrotate";
         }
     }
 }
@@ -355,7 +355,7 @@ fn workers() -> KeyField<DaemonConfig> {
             // A value above `usize` is out of range as well.
             let number = usize::try_from(given.number).ok().filter(|n| (1..=MAX_WORKERS).contains(n));
             daemon.workers =
-                number.ok_or_else(|| format!("is out of range; it is from 1 to {MAX_WORKERS}"))?;
+                number.ok_or_else(|| format!("is out of range; it must be from 1 to {MAX_WORKERS}"))?;
             Ok(())
         },
         |daemon| Some(KeyLiteral::Number(daemon.workers as u64)),
@@ -365,7 +365,7 @@ fn workers() -> KeyField<DaemonConfig> {
 fn memory() -> KeyField<DaemonConfig> {
     KeyField::new(
         |daemon: &mut DaemonConfig, given| match given.number {
-            bytes if bytes < MIN_MEMORY => Err("is too little; it is at least 128M".to_owned()),
+            bytes if bytes < MIN_MEMORY => Err("is too small; it must be at least 128M".to_owned()),
             bytes => {
                 daemon.memory = Some(bytes);
                 Ok(())
@@ -391,7 +391,7 @@ fn user(text: &str) -> Result<FileOwner, String> {
     let owner: FileOwner = text.parse()?;
     match owner.user {
         Some(_) => Ok(owner),
-        None => Err("names no user (write USER, or USER:GROUP)".to_owned()),
+        None => Err("has no user (write USER, or USER:GROUP)".to_owned()),
     }
 }
 

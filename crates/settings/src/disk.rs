@@ -188,7 +188,7 @@ impl KeyTable for DiskConfig {
         shares::check_limits(disk, &disk.settings, mistakes);
         prefetch::check_windows(disk, &disk.prefetch, mistakes);
         if !OnError::READ_POLICIES.contains(&disk.on_error.read) {
-            let rule = "is for writes alone: reads need no room (use report or stop)";
+            let rule = "is for write errors only (use report or stop)";
             mistakes.report(disk.error("on-read-error", rule));
         }
         let CacheSettings { l2, refcount_bytes, total_bytes, .. } = disk.qcow2.caches;
@@ -242,66 +242,66 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
         "Image" {
             "image", Text, "IMAGE", one!(image), "required", Reject, Transferred,
                 "A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH";
-            "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "found by probing, where that is safe", Reject, Transferred,
-                "How the image's bytes are laid out: raw or qcow2";
-            "options", Text, "PART", maybe!(part), "all of it", Reject, Transferred,
-                "The part of a raw image to serve, such as offset=1M,size=10M";
+            "format", Word(&["raw", "qcow2"]), "FORMAT", maybe!(format), "probed if safe", Reject, Transferred,
+                "Format of the image: raw or qcow2";
+            "options", Text, "PART", maybe!(part), "the whole image", Reject, Transferred,
+                "Part of a raw image to serve, such as offset=1M,size=10M";
             "snapshot", Text, "NAME", maybe!(snapshot), "", Reject, HostOnly,
                 "Serve this internal snapshot of a qcow2 image, by its id or name, read-only";
             "cache", Word(&["writeback", "writethrough", "none", "directsync", "unsafe"]), "MODE", one!(cache), "writeback", Reject, Transferred,
-                "The host's page cache: writeback, writethrough, none, directsync or unsafe";
+                "Cache mode: writeback, writethrough, none, directsync or unsafe";
             "on-read-error", Word(&["report", "stop"]), "POLICY", one!(on_error.read), "report", Apply, Transferred,
-                "When the device fails a read: report it to the client, or stop the disk until `weir resume`";
+                "On read errors: report them to the client, or stop the disk until `weir resume`";
             "on-write-error", Word(&["report", "stop", "enospc"]), "POLICY", one!(on_error.write), "report", Apply, Transferred,
-                "The same for writes, flushes and discards: report, stop, or enospc to stop where the device is full";
+                "On errors of writes, flushes and discards: report, stop, or enospc to stop only if the device is full";
             "discard", Word(&["unmap", "ignore"]), "MODE", one!(discard), "unmap", Reject, Transferred,
-                "What becomes of discards: unmap gives the space back, ignore keeps it allocated, also where zeroes are written";
+                "Discards: unmap frees the space, ignore keeps it allocated, also for writes of zeroes";
             "detect-zeroes", Word(&["off", "on", "unmap"]), "MODE", one!(detect_zeroes), "off", Reject, Transferred,
-                "Look for writes of zeroes alone: on stores them as zeroes and not as bytes, unmap also gives their space back, off writes what comes";
-            "rbd-config", Path, "FILE", maybe!(rbd_config), "the one that Ceph finds", Reject, Transferred,
-                "Ceph's config file, for images rbd:POOL/IMAGE";
+                "Detect writes of only zeroes: on stores them as zeroes without data, unmap also frees the space, off writes the data";
+            "rbd-config", Path, "FILE", maybe!(rbd_config), "the default of Ceph", Reject, Transferred,
+                "Config file of Ceph, for images rbd:POOL/IMAGE";
             "rbd-user", Text, "NAME", maybe!(rbd_user), "admin", Reject, Transferred,
-                "Who asks the Ceph cluster, without `client.`";
+                "Ceph user, without `client.`";
             "read-only", Flag, "", one!(read_only), "", Reject, Transferred,
-                "Refuse writes";
+                "Reject writes";
             "force-share", Flag, "", one!(force_share), "", Reject, HostOnly,
-                "Read an image that somebody else has locked for writing; needs --read-only";
+                "Open an image that another program has locked for writing; needs --read-only";
             "handover", Flag, "", one!(handover), "", Reject, Transferred,
-                "Lock the image only while a virtual machine runs on the disk, so that another daemon can take it over, in which the machine goes on";
-            "reconnect-delay", Text, "TIME", one!(reconnect_delay), "0, they fail", Reject, Transferred,
-                "An image at an NBD server that has gone: let requests wait so long, such as 30s, and ask again once it is back";
+                "Lock the image only while a virtual machine runs on the disk, so that it can migrate to another daemon";
+            "reconnect-delay", Text, "TIME", one!(reconnect_delay), "0, requests fail at once", Reject, Transferred,
+                "If an NBD server disconnects: time for which requests wait, such as 30s, and are sent again after a reconnection";
             "open-timeout", Text, "TIME", one!(open_timeout), "once, for ten seconds", Reject, Transferred,
-                "An image at an NBD server that cannot be reached yet: try for so long, such as 1m";
+                "If an NBD server is unreachable at the start: time for which to retry, such as 1m";
             "description", Text, "TEXT", description(), "", Reexport, Separate,
-                "What clients are told about the disk";
+                "Description of the disk for clients";
             "group", Text, "GROUP", maybe!(group), "", Apply, Transferred,
-                "Put the disk into this group, whose limits then hold for it too";
+                "Put the disk into this group, whose limits apply to it too";
             "export", Table, "TABLE", exports(), "", Reexport, Separate,
                 "An export of the disk: a table with `type` and the keys of that type";
         }
         "Access" {
             "allow", Text, "NETWORK", clients::allow(access, access_mut), "", Reexport, Separate,
-                "Let clients have it over NBD from this network, such as 10.0.0.0/8, and from no other";
+                "Serve the disk over NBD only to clients from this network, such as 10.0.0.0/8";
             "deny", Text, "NETWORK", clients::deny(access, access_mut), "", Reexport, Separate,
-                "Let no client have it over NBD from this network";
+                "Do not serve the disk over NBD to clients from this network";
             "tls-authz", Text, "NAME", clients::names(access, access_mut), "", Reexport, Separate,
-                "Let only clients with this name have it, as TLS proves it; * and ? are wild";
+                "Serve the disk only to clients with this name, verified by TLS; * and ? are wildcards";
         }
         "qcow2" {
-            "l2-cache-size", Text, "SIZE", maybe!(qcow2.caches.l2), "what the disk needs, at most 32M", Apply, Transferred,
-                "Memory for the mapping, in bytes, or full: enough for the whole disk";
-            "l2-cache-entry-size", Size, "SIZE", maybe!(qcow2.caches.entry_bytes), "a cluster, or 4K where not all of it fits", Apply, Transferred,
-                "How much of the mapping is read at a time, from 512 to a cluster";
+            "l2-cache-size", Text, "SIZE", maybe!(qcow2.caches.l2), "the need of the disk, at most 32M", Apply, Transferred,
+                "Size of the L2 cache in bytes, or full: enough for the whole disk";
+            "l2-cache-entry-size", Size, "SIZE", maybe!(qcow2.caches.entry_bytes), "a cluster, or 4K if not all of it fits", Apply, Transferred,
+                "Bytes of an L2 table that are read at a time, from 512 to a cluster";
             "refcount-cache-size", Size, "SIZE", maybe!(qcow2.caches.refcount_bytes), "four clusters, the minimum", Apply, Transferred,
-                "Memory for refcounts";
+                "Size of the refcount cache";
             "cache-size", Size, "SIZE", maybe!(qcow2.caches.total_bytes), "", Apply, Transferred,
-                "Memory for both together; the mapping has it first";
+                "Size of both caches together; the L2 cache gets it first";
             "cache-clean-interval", Text, "SECONDS", clean_interval(), "600", Apply, Transferred,
-                "Free what was not used for so many seconds; 0 never does";
+                "Free cache entries not used for this many seconds; 0 is never";
             "secret-file", Path, "FILE", each!(qcow2.secrets), "", Reject, HostOnly,
-                "A file that is the passphrase of an encrypted image, whole; once for each in the chain from the top, or one for all";
+                "File whose whole content is the passphrase of an encrypted image; one for each image of the chain from the top, or one for all";
             "bitmap", Text, "NAME", each!(qcow2.bitmaps), "", Reexport, Separate,
-                "Let clients see which parts this bitmap of the image marks, as qemu:dirty-bitmap:NAME; repeatable";
+                "Export this bitmap of the image to clients as qemu:dirty-bitmap:NAME; repeatable";
         }
     };
     keys.extend(prefetch::prefetch_keys(|disk: &DiskConfig| &disk.prefetch, |disk| &mut disk.prefetch));
@@ -312,7 +312,7 @@ fn disk_keys() -> Vec<ConfigKey<DiskConfig>> {
             "delay", Text, "TIMES", maybe!(delay), "", Reject, HostOnly,
                 "A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4";
             "rate", Text, "RATES", maybe!(rate), "", Reject, HostOnly,
-                "A narrower device: so much passes per second, such as bytes=22M; with shared=NAME for all disks together";
+                "A device of limited throughput, such as bytes=22M per second; with shared=NAME for all disks together";
             "fault", Text, "RULE", each!(faults), "", Reject, HostOnly,
                 "A failing device, such as kind=read,offset=1M-2M,error=EIO,count=3; repeatable";
         }

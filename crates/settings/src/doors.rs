@@ -118,7 +118,10 @@ impl fmt::Display for ExportTarget {
 /// Rejects a comma: the keys after a comma in an option are separate keys in a config file.
 fn reject_comma(text: &str) -> Result<&str, String> {
     match text.contains(',') {
-        true => Err("has a comma; what the command line has behind commas are keys here (such as queues = 4 or discard = false)".to_owned()),
+        true => {
+            Err("has a comma; options after a comma are keys here (such as queues = 4 or discard = false)"
+                .to_owned())
+        }
         false => Ok(text),
     }
 }
@@ -127,7 +130,7 @@ fn reject_comma(text: &str) -> Result<&str, String> {
 fn parse_number<N: TryFrom<u32>>(text: &str, what: &str, least: u32, most: u32) -> Result<N, String> {
     let number = text.parse().ok().filter(|number| (least..=most).contains(number));
     let number = number.and_then(|number| N::try_from(number).ok());
-    number.ok_or_else(|| format!("is not a number of {what}; that is from {least} to {most}"))
+    number.ok_or_else(|| format!("is not a number of {what} from {least} to {most}"))
 }
 
 /// A day: a longer outage of a disk needs 0, unlimited.
@@ -142,7 +145,7 @@ const MAX_BLOCK_BYTES: u32 = 4096;
 fn parse_block_size(text: &str) -> Result<u32, String> {
     let fits = |bytes: &u32| bytes.is_power_of_two() && (LEAST_BLOCK_BYTES..=MAX_BLOCK_BYTES).contains(bytes);
     let bytes = text.parse().ok().filter(fits);
-    bytes.ok_or_else(|| "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes".to_owned())
+    bytes.ok_or_else(|| "is not a logical block size: 512, 1024, 2048 or 4096 bytes".to_owned())
 }
 
 /// Parses the `N` of a device path with this prefix.
@@ -165,7 +168,7 @@ mod tests {
     fn a_block_is_a_power_of_two_up_to_a_page() {
         assert_eq!(["512", "1024", "2048", "4096"].map(parse_block_size), [512, 1024, 2048, 4096].map(Ok));
         for text in ["0", "256", "513", "4K", "8192", ""] {
-            let rule = "is not the size of a block; that is 512, 1024, 2048 or 4096 bytes";
+            let rule = "is not a logical block size: 512, 1024, 2048 or 4096 bytes";
             assert_eq!(parse_block_size(text), Err(rule.to_owned()), "{text}");
         }
     }
@@ -173,14 +176,14 @@ mod tests {
     #[test]
     fn option_keys_are_unique_and_typed() {
         for (text, wrong) in [
-            ("0,", "has a comma with nothing behind it (leave it away)"),
+            ("0,", "has a trailing comma (remove it)"),
             ("0,discard=maybe", "discard=maybe: is neither on nor off"),
             ("0,discard=1", "discard=1: is neither on nor off"),
-            ("0,queues=1,queues=2", "queues is given twice (leave one away)"),
-            ("0,read-only,read-only", "read-only is given twice (leave one away)"),
+            ("0,queues=1,queues=2", "queues is given twice (remove one)"),
+            ("0,read-only,read-only", "read-only is given twice (remove one)"),
             (
                 "0,logical-block-size=4K",
-                "logical-block-size=4K: is not the size of a block; that is 512, 1024, 2048 or 4096 bytes",
+                "logical-block-size=4K: is not a logical block size: 512, 1024, 2048 or 4096 bytes",
             ),
         ] {
             assert_eq!(text.parse::<UblkConfig>().unwrap_err(), wrong);

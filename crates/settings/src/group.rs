@@ -50,9 +50,9 @@ fn group_keys() -> Vec<ConfigKey<GroupConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "Group" {
             "group", Text, "GROUP", maybe!(group), "", Reject, Transferred,
-                "Put the group into this one, whose limits then hold for all its members too";
+                "Put the group into this one, whose limits apply to all its members too";
             "cluster", Flag, "", one!(cluster), "", Reject, Separate,
-                "Its limits are those of the cluster, over all hosts";
+                "Use the cluster's limits, over all hosts";
         }
     };
     keys.extend(shares::limit_keys(settings, settings_mut));

@@ -54,8 +54,8 @@ impl<'a> GroupIndex<'a> {
     fn find(&self, name: &str) -> Result<usize, String> {
         let found = self.by_name.get(name).copied();
         found.ok_or_else(|| match crate::suggest::nearest(name, self.by_name.keys().copied()) {
-            Some(near) => format!("is no group of this file (did you mean {near:?}?)"),
-            None => format!("is no group of this file (add [group.{name}])"),
+            Some(near) => format!("is not a group of this file (did you mean {near:?}?)"),
+            None => format!("is not a group of this file (add [group.{name}])"),
         })
     }
 
@@ -86,12 +86,7 @@ impl<'a> GroupIndex<'a> {
             chain.push(parent);
         }
         let levels = chain.len();
-        self.error(
-            index,
-            format!(
-                "makes {levels} groups that lie in each other; there may be {MAX_GROUP_DEPTH} (leave some out)"
-            ),
-        )
+        self.error(index, format!("nests {levels} groups; at most {MAX_GROUP_DEPTH} are possible (remove some)"))
     }
 
     fn cycle_error(&self, members: &[usize]) -> ConfigError {
@@ -103,11 +98,9 @@ impl<'a> GroupIndex<'a> {
         names.truncate(MOST_NAMED);
         let names = names.join(", ");
         let rule = match (rest.len(), left_out) {
-            (0, _) => "is the group itself (name another, or leave it out)".to_owned(),
-            (_, 0) => format!("makes the group lie in itself, by way of {names} (break the circle)"),
-            _ => format!(
-                "makes the group lie in itself, by way of {names} and {left_out} more (break the circle)"
-            ),
+            (0, _) => "is the group itself (name another, or remove the key)".to_owned(),
+            (_, 0) => format!("puts the group into itself, through {names} (break the cycle)"),
+            _ => format!("puts the group into itself, through {names} and {left_out} more (break the cycle)"),
         };
         self.error(members[0], rule)
     }

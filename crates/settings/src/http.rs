@@ -27,7 +27,7 @@ pub fn parse_http_name(text: &str) -> Result<String, String> {
     match text {
         "" => Err("is empty (write a name of this host, such as weir.example.org)".to_owned()),
         _ if text.len() > MAX_NAME_BYTES || !text.bytes().all(is_plain) => {
-            Err("is no name of a host (write one without a port, such as weir.example.org)".to_owned())
+            Err("is not a host name (write one without a port, such as weir.example.org)".to_owned())
         }
         _ => Ok(text.to_ascii_lowercase()),
     }

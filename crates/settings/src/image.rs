@@ -79,9 +79,9 @@ impl ImageLocation {
             return Ok(self);
         }
         let StorageSpec::Rbd(mut address) = self.0 else {
-            return Err("is for images of a Ceph cluster, rbd:POOL/IMAGE (leave it out)".to_owned());
+            return Err("is for images of a Ceph cluster, rbd:POOL/IMAGE (remove it)".to_owned());
         };
-        let again = |key: &str| format!("is said by the image too, as :{key}= (leave one of them out)");
+        let again = |key: &str| format!("is also in the image, as :{key}= (remove one of them)");
         if let Some(config) = config
             // `replace` returns an earlier value: the image's address had the key already.
             && address.config.replace(config.to_owned()).is_some()
@@ -90,7 +90,7 @@ impl ImageLocation {
         }
         if let Some(user) = user {
             if user.is_empty() || user.contains('\0') {
-                return Err("is not a user of Ceph's (client.admin is `admin`)".to_owned());
+                return Err("is not a Ceph user (write `admin` for client.admin)".to_owned());
             }
             if address.user.replace(user.to_owned()).is_some() {
                 return Err(again("id"));

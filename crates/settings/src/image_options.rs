@@ -196,7 +196,7 @@ impl ImageDescription {
             // A name refers to another node by id, which weir does not have.
             if let Some(node) = keys.text(&prefix, "file")? {
                 bail!(
-                    "{prefix}file={node}: names a node, and there are none (give {prefix}file.filename=PATH)"
+                    "{prefix}file={node}: names a node, but named nodes are not supported (give {prefix}file.filename=PATH)"
                 );
             }
             prefix += "file.";
@@ -229,7 +229,7 @@ impl ImageDescription {
 
     fn raw(&mut self, keys: &mut DriverKeys, prefix: &str) -> anyhow::Result<()> {
         let (offset, bytes) = (keys.size(prefix, "offset")?, keys.size(prefix, "size")?);
-        ensure!(bytes != Some(0), "{prefix}size=0: is no disk (give at least 512)");
+        ensure!(bytes != Some(0), "{prefix}size=0: is not a disk size (use at least 512)");
         if offset.is_some() || bytes.is_some() {
             ensure!(
                 self.format != Some(ImageFormat::Qcow2),
@@ -259,12 +259,12 @@ impl ImageDescription {
             // `backing=` and JSON's null both mean none.
             Some(Some(name)) if name.is_empty() => self.no_backing = true,
             Some(Some(name)) => bail!(
-                "{prefix}backing={name}: names a node, and there are none (leave it empty for no backing file)"
+                "{prefix}backing={name}: names a node, but named nodes are not supported (leave it empty for no backing file)"
             ),
         }
         if let Some(key) = keys.first_below(&format!("{prefix}backing.")) {
             bail!(
-                "{key}: a backing file is opened as the image names it (leave the key out, or give {prefix}backing= for none)"
+                "{key}: a backing file is opened as the image names it (remove the key, or give {prefix}backing= for none)"
             );
         }
         if keys.index_of(prefix, "encrypt.format", &["luks", "aes"])? == Some(1) {
@@ -299,7 +299,7 @@ impl ImageDescription {
                 keys.index_of(prefix, "aio", &["threads", "native", "io_uring"])?;
                 if keys.index_of(prefix, "locking", &["auto", "on", "off"])? == Some(2) {
                     bail!(
-                        "{prefix}locking=off: files are always locked (leave it out; -U reads a locked image)"
+                        "{prefix}locking=off: files are always locked (remove it; -U reads a locked image)"
                     );
                 }
                 // As in QEMU, a protocol prefix in the name counts only without a driver.
@@ -462,7 +462,7 @@ impl DriverKeys {
         match self.remove(prefix, key) {
             None => Ok(None),
             Some(Some(value)) => Ok(Some(value)),
-            Some(None) => bail!("{prefix}{key}: is null (leave it out)"),
+            Some(None) => bail!("{prefix}{key}: is null (remove it)"),
         }
     }
 

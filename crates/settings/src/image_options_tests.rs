@@ -114,7 +114,10 @@ fn mistakes_name_their_key() {
         ("driver=qcow2,file.filename=a,backing=b", "backing=b: names a node"),
         ("driver=luks,file.filename=a", "driver=luks: not supported (there are file, host_device"),
         ("driver=raw,file.driver=iscsi,file.lun=1", "file.driver=iscsi: not supported"),
-        ("a.qcow2", "file=a.qcow2: names a node, and there are none (give file.filename=PATH)"),
+        (
+            "a.qcow2",
+            "file=a.qcow2: names a node, but named nodes are not supported (give file.filename=PATH)",
+        ),
         ("filename=a", "file.filename: is missing"),
         ("driver=qcow2,filename=a,file.filename=b", "filename: is not a key of the driver qcow2"),
         ("drive=qcow2,file.filename=a", "drive: is not a known key (did you mean driver?)"),
@@ -127,7 +130,7 @@ fn mistakes_name_their_key() {
             "driver=raw,file.filename=a,force-share=on",
             "force-share=on: only for images that are not written to",
         ),
-        ("driver=raw,size=0,file.filename=a", "size=0: is no disk"),
+        ("driver=raw,size=0,file.filename=a", "size=0: is not a disk size"),
         (
             "driver=qcow2,file.driver=raw,file.offset=1,file.file.filename=a",
             "file.offset, file.size: not supported below",

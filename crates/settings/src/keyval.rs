@@ -14,7 +14,7 @@ pub fn pairs(text: &str, implied: Option<&str>) -> Result<Vec<(String, String)>,
             // Only the first part may be a value alone, as in QEMU's `-object`.
             None => match implied.filter(|_| index == 0 && !part.is_empty()) {
                 Some(key) => (key.to_owned(), part),
-                None if part.is_empty() => return Err("has a comma with nothing behind it".to_owned()),
+                None if part.is_empty() => return Err("has a trailing comma".to_owned()),
                 None => return Err(format!("Expected '=' after parameter '{part}'")),
             },
         });
@@ -62,7 +62,7 @@ mod tests {
             ("a,b", "Expected '=' after parameter 'b'"),
             ("=x", "Invalid parameter ''"),
             ("a=1,b,c=2", "Expected '=' after parameter 'b'"),
-            ("", "has a comma with nothing behind it"),
+            ("", "has a trailing comma"),
         ] {
             assert_eq!(pairs(text, Some("type")).unwrap_err(), expect);
         }

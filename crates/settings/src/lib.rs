@@ -165,7 +165,7 @@ impl FromStr for ListenEndpoint {
     /// Parses `fd:NAME` or an address.
     fn from_str(text: &str) -> Result<Self, String> {
         match text.strip_prefix("fd:") {
-            Some("") => Err("has no name; write fd:NAME, as FileDescriptorName= has it".to_owned()),
+            Some("") => Err("has no name; write fd:NAME, with the name of FileDescriptorName=".to_owned()),
             Some(name) => Ok(Self::Passed(name.to_owned())),
             None => text.parse().map(Self::Address),
         }

@@ -41,7 +41,7 @@ impl std::str::FromStr for LogFormat {
         match text {
             "text" => Ok(Self::Text),
             "json" => Ok(Self::Json),
-            _ => Err("is not a log format; there are text and json".to_owned()),
+            _ => Err("is not a log format (text, json)".to_owned()),
         }
     }
 }
@@ -91,7 +91,7 @@ fn checked(text: &str) -> Result<String, String> {
     if let Some(unknown) = text.split(',').find_map(unknown_module) {
         let names = MODULES.join(", ");
         return Err(format!(
-            "names a module that there is not, {unknown:?}; there are {names}, and what lies in them, as export::nbd"
+            "names the unknown module {unknown:?}; known are {names}, and their submodules, such as export::nbd"
         ));
     }
     let plausible = |directive: &str| level(directive) || directive.contains('=') || directive.contains("::");
@@ -139,7 +139,7 @@ mod tests {
         for text in ["nosuch=debug", "info,weird::limits=debug"] {
             let error = filter(text).unwrap_err();
             assert!(
-                error.contains("\"nosuch\"; there are weir, container,") || error.contains("\"weird\";"),
+                error.contains("\"nosuch\"; known are weir, container,") || error.contains("\"weird\";"),
                 "{error}"
             );
         }

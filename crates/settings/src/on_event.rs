@@ -18,10 +18,10 @@ impl FromStr for EventCommand {
     fn from_str(text: &str) -> Result<Self, String> {
         let text = text.trim();
         if text.len() > MAX_BYTES {
-            return Err(format!("is too long; it has {MAX_BYTES} bytes at most"));
+            return Err(format!("is too long; at most {MAX_BYTES} bytes"));
         }
         if text.contains(|letter: char| letter.is_control()) {
-            return Err("holds a control character (leave it out)".to_owned());
+            return Err("has a control character (remove it)".to_owned());
         }
         // No shell: no quoting, and no injection by an event's content.
         let words: Vec<String> = text.split_whitespace().map(str::to_owned).collect();
@@ -60,7 +60,7 @@ mod tests {
             ("", rule),
             ("logger -t weir", rule),
             ("ftp://host/", rule),
-            ("/bin/true\r\nX: 1", "holds a control character (leave it out)"),
+            ("/bin/true\r\nX: 1", "has a control character (remove it)"),
         ] {
             assert_eq!(text.parse::<EventCommand>().unwrap_err(), wrong, "{text:?}");
         }

@@ -28,7 +28,7 @@ pub(crate) fn prefetch_keys<T: 'static>(
     let mode = table! {
         "Reading ahead" {
             "prefetch", KeyType::Word(&["on", "off", "auto"]), "MODE", mode, "auto", Apply, Transferred,
-                "Read ahead of sequential readers: on, off, or auto, where it pays";
+                "Prefetch for sequential readers: on, off, or auto (while it pays)";
         }
     };
     let field = move |setting: PrefetchSetting| {
@@ -69,11 +69,11 @@ fn default(setting: PrefetchSetting) -> &'static str {
 /// Help of a setting, with its range.
 pub fn help(setting: PrefetchSetting) -> String {
     let what = match setting {
-        PrefetchSetting::Memory => "Memory for what is read ahead",
-        PrefetchSetting::LargestRequest => "Larger reads are neither answered from memory nor read ahead of",
-        PrefetchSetting::WindowMin => "What is read ahead of a stream at first",
-        PrefetchSetting::WindowMax => "Most that is read ahead of a stream, where memory allows",
-        PrefetchSetting::Streams => "Most streams that are read ahead of at a time",
+        PrefetchSetting::Memory => "Memory for prefetched data",
+        PrefetchSetting::LargestRequest => "Largest read that is prefetched or served from prefetched data",
+        PrefetchSetting::WindowMin => "Bytes prefetched for a new stream",
+        PrefetchSetting::WindowMax => "Most bytes prefetched for a stream, if memory allows",
+        PrefetchSetting::Streams => "Most streams prefetched for at a time",
     };
     let (least, most) = range(setting);
     format!("{what}, from {least} to {most}")

@@ -79,7 +79,7 @@ fn directory_field() -> KeyField<RecordingConfig> {
 fn keep() -> KeyField<RecordingConfig> {
     KeyField::new(
         |record: &mut RecordingConfig, given| match crate::long_duration(given.text)? {
-            keep if keep < MIN_KEEP => Err("is too short; it is at least 1h".to_owned()),
+            keep if keep < MIN_KEEP => Err("is too short; it must be at least 1h".to_owned()),
             keep => {
                 record.keep = keep;
                 Ok(())
@@ -92,7 +92,7 @@ fn keep() -> KeyField<RecordingConfig> {
 fn limit() -> KeyField<RecordingConfig> {
     KeyField::new(
         |record: &mut RecordingConfig, given| match given.number {
-            limit if limit < MIN_LIMIT => Err("is too little; it is at least 16M".to_owned()),
+            limit if limit < MIN_LIMIT => Err("is too small; it must be at least 16M".to_owned()),
             limit => {
                 record.limit = limit;
                 Ok(())
@@ -123,8 +123,8 @@ impl FromStr for RecordingConfig {
 /// Parses the directory.
 fn directory(text: &str) -> Result<PathBuf, String> {
     match text {
-        "" => Err("names no directory (write one that is there)".to_owned()),
-        _ if text.contains('\0') => Err("holds a NUL byte (leave it out)".to_owned()),
+        "" => Err("is empty (write an existing directory)".to_owned()),
+        _ if text.contains('\0') => Err("has a NUL byte (remove it)".to_owned()),
         path => Ok(PathBuf::from(path)),
     }
 }
@@ -152,9 +152,9 @@ mod tests {
     #[test]
     fn invalid_options_name_their_rule() {
         for (text, wrong) in [
-            ("", "names no directory (write one that is there)"),
-            ("day,keep=10m", "keep=10m: is too short; it is at least 1h"),
-            ("day,limit=1M", "limit=1M: is too little; it is at least 16M"),
+            ("", "is empty (write an existing directory)"),
+            ("day,keep=10m", "keep=10m: is too short; it must be at least 1h"),
+            ("day,limit=1M", "limit=1M: is too small; it must be at least 16M"),
             ("day,hours=2", "hours=2: no such key (there are keep and limit)"),
         ] {
             assert_eq!(text.parse::<RecordingConfig>().unwrap_err(), wrong);

@@ -77,7 +77,7 @@ impl DesiredState {
 
 const WATERMARK_WITHOUT_LIMITS: &str = "the watermark has no effect, because there are no limits to lift (set some)";
 
-const HANDOVER_WITHOUT_GUEST: &str = "handover has its image open only while a virtual machine uses it, and it is exported to none, so nobody can use it (add a vhost-user-blk export, or leave handover out)";
+const HANDOVER_WITHOUT_GUEST: &str = "handover opens the image only for a virtual machine, and the disk is exported to none (add a vhost-user-blk export, or remove handover)";
 
 const DUPLICATE_SERIAL: &str =
     "another disk has the same serial number, of which a guest sees 20 bytes (set serial)";
@@ -85,8 +85,8 @@ const DUPLICATE_SERIAL: &str =
 /// Remark on a share outside of a group.
 fn share_remark(settings: &ThrottleConfig) -> Option<&'static str> {
     if settings.iops_reservation > 0 || settings.bps_reservation > 0 {
-        return Some("the reservation has no effect, because there is no group to have it from (set group)");
+        return Some("the reservation has no effect, because the disk is in no group (set group)");
     }
     (settings.weight != DEFAULT_WEIGHT)
-        .then_some("the weight has no effect, because there is no group to share in (set group)")
+        .then_some("the weight has no effect, because the disk is in no group (set group)")
 }

@@ -22,7 +22,7 @@ impl FromStr for SandboxMode {
             "on" => Ok(Self::On),
             "require" => Ok(Self::Require),
             "off" => Ok(Self::Off),
-            _ => Err("is no sandbox; there are on, require and off".to_owned()),
+            _ => Err("is not a sandbox mode (on, require, off)".to_owned()),
         }
     }
 }

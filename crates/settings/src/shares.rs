@@ -111,7 +111,7 @@ pub(crate) fn limit_keys<T: 'static>(
 /// Help of a setting.
 pub(crate) fn help(setting: LimitSetting) -> String {
     let LimitSetting::Limit(kind, part) = setting else {
-        return "Bytes after which one request counts as more than one operation; 0 is never".to_owned();
+        return "Bytes above which one request counts as more than one operation; 0 is never".to_owned();
     };
     let unit = if kind.counts_bytes() { "Bytes" } else { "Operations" };
     let which = match kind {
@@ -125,8 +125,8 @@ pub(crate) fn help(setting: LimitSetting) -> String {
         LimitPart::BurstLength => {
             let rate = LimitSetting::Limit(kind, LimitPart::Rate).name();
             format!(
-                "Seconds L of that rate M that may be saved up while idle; a full burst over the limit R, --{rate}, \
-                 lasts L × M ÷ (M − R) seconds, because R passes in any case [default: 1]"
+                "Length L in seconds of a burst at that rate M, saved up while idle; a full burst over the limit R, --{rate}, \
+                 lasts L × M ÷ (M − R) seconds, because the bucket drains at R [default: 1]"
             )
         }
     }
@@ -166,13 +166,13 @@ pub(crate) fn share_keys<T: 'static>(
     table! {
         "Shares" {
             "weight", KeyType::Count, "N", weight, "100", Apply, Transferred,
-                "Each disk's share of what its group has, beside that of the others there, from 1 to 10000";
+                "Share of each disk in its group, relative to the other weights there, from 1 to 10000";
             "iops-reservation", KeyType::Count, "N", iops, "", Apply, Transferred,
-                "Operations per second that are promised, whatever others ask for; 0 is none";
+                "Reserved operations per second, independent of the load of others; 0 is none";
             "bps-reservation", KeyType::Size, "SIZE", bps, "", Apply, Transferred,
-                "Bytes per second that are promised; where both are, the promise ends with what is used up first";
+                "Reserved bytes per second; with both reservations, the one used up first ends both";
             "watermark", KeyType::Count, "PERCENT", watermark, "0", Apply, Transferred,
-                "Percent of what the device can do below which limits are lifted; 0 never lifts them";
+                "Percentage of the device's capacity below which limits are lifted; 0 never lifts them";
         }
     }
 }

@@ -32,7 +32,7 @@ impl FromStr for TlsMode {
             "off" => Ok(Self::Off),
             "on" => Ok(Self::On),
             "required" => Ok(Self::Required),
-            _ => Err("is not a TLS mode; there are off, on and required".to_owned()),
+            _ => Err("is not a TLS mode (off, on, required)".to_owned()),
         }
     }
 }

@@ -74,7 +74,7 @@ pub fn polling(text: &str) -> Result<PollingMode, String> {
         "off" => Ok(PollingMode::Off),
         _ => match duration(text).map_err(|rule| format!("is neither auto nor off, and {rule}"))? {
             Duration::ZERO => Ok(PollingMode::Off),
-            limit if limit > MAX_POLL => Err("is too long; it is 1s at most (0 never polls)".to_owned()),
+            limit if limit > MAX_POLL => Err("is too long; it must be at most 1s (0 never polls)".to_owned()),
             limit => Ok(PollingMode::UpTo(limit)),
         },
     }
@@ -147,7 +147,7 @@ pub fn discards(text: &str) -> Result<Discards, String> {
 /// Parses the detection of zeroes: `off`, `on` or `unmap`.
 pub fn detect_zeroes(text: &str) -> Result<DetectZeroes, String> {
     let found = DetectZeroes::ALL.into_iter().find(|mode| mode.name() == text);
-    found.ok_or_else(|| "is none of off, on, unmap".to_owned())
+    found.ok_or_else(|| "is not one of off, on and unmap".to_owned())
 }
 
 /// Formats a number of bytes exactly: `10M`, `1536M`, `1000`.
@@ -183,7 +183,7 @@ mod tests {
         assert_eq!(polling("50us"), Ok(PollingMode::UpTo(Duration::from_micros(50))));
         let rule = polling("always").unwrap_err();
         assert!(rule.starts_with("is neither auto nor off, and is "), "{rule}");
-        assert_eq!(polling("2s"), Err("is too long; it is 1s at most (0 never polls)".to_owned()));
+        assert_eq!(polling("2s"), Err("is too long; it must be at most 1s (0 never polls)".to_owned()));
     }
 
     #[test]

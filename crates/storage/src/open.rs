@@ -90,7 +90,7 @@ fn open_on_thread(uri: &Uri, options: &OpenOptions) -> Result<(Storage, Probed),
     let opening = std::thread::spawn(move || {
         reactor::run(PollingMode::Off, async move { crate::nbd::open(&place, &options).await })
     });
-    let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring to be had?");
+    let failed = |why: String| OpenError::new(&uri.to_string(), why, "is io_uring available?");
     let opened = opening.join().map_err(|_| failed("the thread that opened it has ended".to_owned()))?;
     let (nbd, probed) = opened.map_err(|error| failed(format!("no ring can be made: {error}")))??;
     Ok((Storage::Nbd(nbd), probed))
@@ -139,7 +139,7 @@ fn parse_spec(spec: &str) -> Result<StorageSpec, OpenError> {
 }
 
 fn force_share_error(spec: &str) -> OpenError {
-    OpenError::new(spec, "force-share would let two writers ruin it", "add --read-only")
+    OpenError::new(spec, "force-share would allow two writers to corrupt it", "add --read-only")
 }
 
 /// Opens the storage that `spec` names, without wrappers, and probes its format. Blocks.
@@ -196,7 +196,7 @@ fn open_file(path: &Path, options: &OpenOptions) -> Result<(Storage, Probed), Op
         (Some(_), Err(_)) => Probed::Raw,
         (None, Err(error)) => {
             let why = format!("its first bytes cannot be read: {error}");
-            return Err(OpenError::new(&path.display().to_string(), why, "is the device in order?"));
+            return Err(OpenError::new(&path.display().to_string(), why, "check the device"));
         }
     };
     Ok((Storage::File(Align::new(file)), probed))

@@ -330,21 +330,21 @@ impl<B: RbdBackend> RbdStorage<B> {
                 return Ok(());
             }
             Ok(ResumeOutcome::LockedElsewhere(owner)) => {
-                let owner = owner.unwrap_or_else(|| "its address is not known".to_owned());
+                let owner = owner.unwrap_or_else(|| "its address is unknown".to_owned());
                 format!("another client has taken its lock: {owner}")
             }
             Err(error) if error.errno() == libc::ESHUTDOWN => {
-                "the cluster has shut this client out".to_owned()
+                "the cluster has blocklisted this client".to_owned()
             }
             Err(error) => {
-                let why = format!("its lock cannot be had: {error}");
-                return Err(OpenError::new(&self.name, why, "`ceph -s` tells how the cluster is"));
+                let why = format!("its lock cannot be acquired: {error}");
+                return Err(OpenError::new(&self.name, why, "`ceph -s` shows the state of the cluster"));
             }
         };
         if !self.may_be_resumed_elsewhere() {
             self.mark_lost(&why);
         }
-        Err(OpenError::new(&self.name, why, "`rbd lock ls` and `rbd status` tell who has it"))
+        Err(OpenError::new(&self.name, why, "`rbd lock ls` and `rbd status` show its lock and its clients"))
     }
 
     /// See [`Storage::shut_out`](super::Storage::shut_out).
@@ -361,7 +361,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         if !self.is_lost.swap(true, Relaxed) {
             tracing::error!(
                 image = self.name,
-                "{why}: nothing is written any more (once nobody else writes to it, remove the disk and add it again)"
+                "{why}: writes have stopped (once no other client writes to it, remove the disk and add it again)"
             );
         }
         // Waiting requests continue, and fail.
@@ -383,7 +383,7 @@ impl<B: RbdBackend> RbdStorage<B> {
         let is_lost = matches!(error.errno(), libc::ESHUTDOWN | libc::EROFS) && !self.read_only;
         if is_lost {
             self.mark_lost(
-                "another client has taken the lock of the image by force, or of another image on the same connection, and the cluster has shut this one out",
+                "another client has broken the lock of the image, or of another image on the same connection, and the cluster has blocklisted this client",
             );
         } else if let Some(left_out) = self.failures.try_log(reactor::coarse_now()) {
             tracing::warn!(image = self.name, %error, left_out, "the cluster failed a request");

@@ -70,11 +70,12 @@ impl TlsClient {
             Some(user) => user.as_bytes().to_vec(),
             None if known.len() == 1 => known.keys().next().cloned().unwrap_or_default(),
             None => {
-                return Err(wrong("has keys of several users (say whose: nbds://USER@HOST/…)".to_owned()));
+                return Err(wrong("has keys of several users (select one: nbds://USER@HOST/…)".to_owned()));
             }
         };
         let key = known.remove(&user);
-        let key = key.ok_or_else(|| wrong(format!("has no key of {:?}", String::from_utf8_lossy(&user))))?;
+        let key =
+            key.ok_or_else(|| wrong(format!("has no key for user {:?}", String::from_utf8_lossy(&user))))?;
         let mut builder = builder()?;
         builder.set_cipher_list(files::PSK_CIPHERS)?;
         builder.set_psk_client_callback(move |_, _, identity, secret| {

@@ -120,7 +120,7 @@ fn warn_if_expired(path: &Path, certificate: &X509) {
     let is_over = Asn1Time::days_from_now(0).is_ok_and(|now| certificate.not_after() < now.as_ref());
     if is_over {
         let (file, end) = (path.display(), certificate.not_after());
-        tracing::warn!("{file}: has expired, at {end}: whoever verifies it refuses it (renew it)");
+        tracing::warn!("{file}: expired at {end}: peers that verify it reject it (renew it)");
     }
 }
 
@@ -191,7 +191,7 @@ fn keys(file: &[u8]) -> Result<HashMap<Vec<u8>, Vec<u8>>, String> {
             .ok_or_else(|| format!("line {}: not user:hexkey with a key of 1 to 256 bytes", number + 1))?;
         // Two keys of one user: the wrong one might be used, so the file is rejected.
         if keys.insert(user, key).is_some() {
-            return Err(format!("line {}: this user has a key already (remove one)", number + 1));
+            return Err(format!("line {}: the user already has a key (remove one)", number + 1));
         }
     }
     if keys.is_empty() {

@@ -186,7 +186,7 @@ impl TlsStream {
         // OpenSSL answers some records while it reads (alerts, key updates). A peer that never
         // receives the replies must not make the queue grow without bound.
         if self.outgoing().len() > 2 * MAX_QUEUE_BYTES {
-            return Err(TlsError::Limit("the peer sends, but takes no answers"));
+            return Err(TlsError::Limit("the peer sends, but does not receive replies"));
         }
         match self.stream.ssl_read(plaintext) {
             Ok(0) => Ok(TlsRead::NeedInput),

@@ -55,7 +55,7 @@ use self::{packed::PackedRing, regions::Regions, split::SplitRing};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RingError {
     /// Invalid ring size.
-    #[error("a ring of {0} descriptors (to {MAX_SIZE}, and a power of two in a split ring)")]
+    #[error("the ring has {0} descriptors (at most {MAX_SIZE}, and a power of two in a split ring)")]
     Size(u16),
     /// A part of the ring is too short or not aligned.
     #[error("the ring's {what} has {bytes} bytes ({needed} are needed, aligned to {alignment})")]
@@ -99,13 +99,13 @@ pub enum RingError {
     #[error("the driver made descriptor {0} available again before it was used")]
     AlreadyInFlight(u16),
     /// The file behind the ring's memory was truncated.
-    #[error("memory that was lent for the ring has gone")]
+    #[error("the file of the ring's memory was truncated")]
     MemoryTruncated,
     /// A chain that fills a packed ring without an end, and so without an id.
-    #[error("a chain of descriptors goes once round the ring")]
+    #[error("a chain of descriptors wraps around the whole ring")]
     Endless,
     /// The content of the in-flight area is invalid.
-    #[error("the in-flight area cannot be taken up: {0}")]
+    #[error("the in-flight area cannot be used: {0}")]
     Inflight(&'static str),
 }
 

@@ -27,8 +27,8 @@ pub(crate) struct AttachedDisk;
 const RBD_HELP: [(&str, &str); 2] = [
     (
         "rbd-config",
-        "Ceph's config file, for images rbd:POOL/IMAGE [default: that of the daemon's other images, \
-         else the one that Ceph finds]",
+        "Config file of Ceph, for images rbd:POOL/IMAGE [default: that of the daemon's other images, \
+         else the default of Ceph]",
     ),
     (
         "rbd-user",

@@ -224,7 +224,7 @@ class Lent:
                 part guard
                 guard_of two
                 kill -KILL $guard
-                until grep -q "another is started" /tmp/two.log; do pause 0.1; done
+                until grep -q "starting another" /tmp/two.log; do pause 0.1; done
                 kill -STOP $pid_two
                 wait_for follower b {SAFE} {SAFE}
                 wait_for leader a {MOST} {RATE}

@@ -139,7 +139,7 @@ class Ublk(Device):
             stop
         """)
         can = version(parts["kernel"]) >= [6, 16]
-        now = str(larger) if can else "keep their length"
+        now = str(larger) if can else "keeps its length"
         return [
             fact("the answer", "return" in parts["asked"], parts["asked"], "a return"),
             contains("its size" if can else "what is said", parts["now"], now),
@@ -375,7 +375,7 @@ class Ublk(Device):
                 f"after {failed - died:.2f} s",
                 f"after {PATIENCE} s, {LATER} s later at most",
             ),
-            contains("what is said", parts["said"], f"nobody has served it for {PATIENCE} s"),
+            contains("what is said", parts["said"], f"no process has served it for {PATIENCE} s"),
             fact("what is left", not parts["left"].strip(), parts["left"], "nothing"),
             *checks,
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
@@ -522,7 +522,7 @@ class Ublk(Device):
             return [contains("before Linux 6.5", parts["refused"], "may not use the ublk driver"), nodes]
         sums = re.findall(r"^\w{32}(?=  -$)", parts["served"], re.MULTILINE)
         return [
-            contains("one whom nobody gives it", parts["refused"], "not this user's after 10 s"),
+            contains("one whom nobody gives it", parts["refused"], "not given to this user within 10 s"),
             fact("its bytes", len(sums) == 2 and sums[0] == sums[1], sums, "those of the disk"),
             contains("what is left when its weir is killed", parts["served"], "ublk, lost"),
             nodes,
@@ -552,6 +552,6 @@ class Ublk(Device):
             contains("an image that is served", parts["same"], "locked for writing by another process"),
             contains("a number that is taken", parts["number"], "there is a device of this number already"),
             contains("an odd size", parts["odd"], "no multiple of 512"),
-            contains("more memory than there is", parts["memory"], "memory that the kernel is lent"),
+            contains("more memory than there is", parts["memory"], "memory lent to the kernel"),
             fact("nodes afterwards", parts["after"].split() == ["/dev/ublk-control"], parts["after"], "none"),
         ]

@@ -34,7 +34,7 @@ impl DeviceObserver {
             write_iops = capacity.write_iops,
             read_bps = capacity.read_bps,
             write_bps = capacity.write_bps,
-            "watermarks look at this device"
+            "watermarks observe this device"
         );
         Self { device, meter: UtilizationMeter::default(), controller: WatermarkController::new(), failing: false }
     }
@@ -54,7 +54,7 @@ impl DeviceObserver {
                     tracing::warn!(
                         device = self.device.name(),
                         %error,
-                        "the device's statistics cannot be read; limits with a watermark are enforced"
+                        "the device's statistics cannot be read: limits with a watermark are enforced"
                     );
                 }
                 self.failing = true;

@@ -79,9 +79,9 @@ impl FromStr for OnError {
         let found = Self::ALL.into_iter().find(|policy| policy.name() == text);
         found.ok_or_else(|| match text {
             "ignore" => {
-                "is not to be had: lost data would be called safe (use report, enospc or stop)".to_owned()
+                "is not supported: lost writes would be acknowledged (use report, enospc or stop)".to_owned()
             }
-            _ => "is not a policy for errors; there are report, enospc and stop".to_owned(),
+            _ => "is not an error policy (report, enospc, stop)".to_owned(),
         })
     }
 }

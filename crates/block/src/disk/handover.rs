@@ -44,7 +44,7 @@ pub enum HoldError {
     #[error(transparent)]
     Image(#[from] OpenError),
     /// The caller does not wait any more.
-    #[error("nobody waits for it any more")]
+    #[error("the request was cancelled")]
     Cancelled,
 }
 

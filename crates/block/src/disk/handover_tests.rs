@@ -247,7 +247,7 @@ fn another_image_under_the_same_name_is_refused() {
         create(&storage, None, &other).await.expect("made");
         drop(storage);
         let said = disk.hold(PATIENT, || true).await.expect_err("other clusters").to_string();
-        assert!(said.contains("is another image than it was"), "{said}");
+        assert!(said.contains("was replaced, or has another backing file"), "{said}");
         open_storage(&spec(&path), OpenOptions::default()).expect("and it is not kept");
     });
 }

@@ -40,7 +40,7 @@ impl Disk {
             reactor::sleep_until(reactor::now() + CHECK_INTERVAL).await;
         }
         let timeout_s = RESPONSE_TIMEOUT.as_secs();
-        tracing::error!(disk = %self.name, timeout_s, "its file system does not answer: the disk is given up");
+        tracing::error!(disk = %self.name, timeout_s, "the file system does not answer: the disk is abandoned");
         self.image.abandon();
     }
 

@@ -38,15 +38,15 @@ pub enum UpgradeRefusal {
     #[error("its data is in memory of this process")]
     Memory,
     /// The disk is stopped by an error, and clients wait for `resume`.
-    #[error("an error has stopped it (`weir resume` lets it go on)")]
+    #[error("an error has stopped it (`weir resume` continues it)")]
     Stopped,
     /// Another client of the server may read stale data.
     #[error(
-        "its image is at an NBD server, and that what one client writes another reads is only certain with CAN_MULTI_CONN, and not with cache=unsafe"
+        "its image is at an NBD server without CAN_MULTI_CONN, or uses cache=unsafe, so the new process might read stale data"
     )]
     Remote,
     /// The image is not writable any more.
-    #[error("its image was found corrupt, its writes were lost, or its cluster has shut weir out")]
+    #[error("its image is corrupt, its writes were lost, or its cluster has blocklisted weir")]
     Broken,
 }
 

@@ -9,34 +9,34 @@ use crate::limit::arguments::LimitsFileArgs;
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir cgroup explain nginx.service
-      Which I/O of its processes the limits on it and on those above it cover, which escapes, why, and what to do.
+      Which I/O of its processes is covered by its limits and those of its ancestors, which escapes, why, and how to fix it.
   weir cgroup explain 4711
-      The same of one process, in the cgroup that it is in.
+      The same for one process, in its cgroup.
   weir cgroup explain nginx.service --measure --directory /var/lib/nginx
-      And the proof: files written and read there under the same limits, each way at what rate, charged to whom, held where.
+      With a proof: writes and reads files there under the same limits; reports for each I/O path its rate, the charged share, and where it waited.
 
-A limit is kept for a kind of I/O (`covered`), for a part of it (`PARTLY`) or not at all (`ESCAPES`); `note` is for what is no failure.
-Each comes with the files that show it. Files that are open, shared mappings and swap space count as use.
-Exit status: 0 it was looked, whatever was seen (`--json` has `verdict`), 1 it could not be, 2 wrong use of the command line.";
+A limit is enforced for a kind of I/O (`covered`), for a part of it (`PARTLY`) or not at all (`ESCAPES`); a `note` is no failure.
+Each finding cites the kernel's files that prove it. Files that are open, shared mappings and swap space count as use.
+Exit status: 0 examined, whatever was found (`--json` has `verdict`), 1 failed, 2 wrong use of the command line.";
 
 /// Arguments of `weir cgroup explain`.
 #[derive(Debug, Args)]
 pub struct ExplainArgs {
-    /// A control group, the number of a process, or self
+    /// Control group, pid, or self
     #[arg(value_name = "CGROUP|PID")]
     pub(crate) cgroup: String,
-    /// Write and read small files in a cgroup beside it, with the same limits, and tell what became
-    /// of them
+    /// Write and read small files in a sibling cgroup with the same limits, and report how each
+    /// I/O path was limited
     #[arg(long)]
     pub(crate) measure: bool,
-    /// Where those files are made; they have no names [default: where a file system on a limited
-    /// disk is mounted]
+    /// Directory of these files, which have no names [default: mount point of a file system on a
+    /// limited disk]
     #[arg(long, value_name = "DIR", requires = "measure")]
     pub(crate) directory: Option<PathBuf>,
-    /// Bytes that are written or read each way, at most
+    /// Maximum of bytes on each I/O path
     #[arg(long, value_name = "SIZE", default_value = "64M", value_parser = settings::size, requires = "measure")]
     pub(crate) size: u64,
-    /// How long each way takes where the limit is kept, from 1 to 60 seconds
+    /// Duration of each I/O path in seconds if the limit is enforced, from 1 to 60
     #[arg(long, value_name = "N", default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..=60), requires = "measure")]
     pub(crate) seconds: u64,
     #[command(flatten)]
@@ -49,7 +49,7 @@ pub struct ExplainArgs {
 /// Arguments of the hidden command that runs the load of `--measure`.
 #[derive(Debug, Args)]
 pub struct LoadArgs {
-    /// Where its files are made
+    /// Directory of the files
     #[arg(value_name = "DIR")]
     pub(crate) directory: PathBuf,
 }

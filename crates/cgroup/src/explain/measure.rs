@@ -152,8 +152,7 @@ pub(super) fn measure(
         let removal = trace.removal();
         Ok((trace, removal))
     });
-    // A missing trace is no error: the report then says where time was spent, not who sent
-    // requests.
+    // A missing trace is no error: the report then lacks the senders of requests.
     let untraced = trace.as_ref().err().map(|error| format!("{error:#}"));
     let charged =
         spot.file_system.is_some_and(|file_system| findings::charges_writeback(facts, &file_system));

@@ -40,7 +40,7 @@ pub(super) fn text(facts: &CgroupFacts, findings: &[CoverageFinding]) -> String 
     text += &processes(facts, findings);
     let notes: Vec<&CoverageFinding> = findings.iter().filter(|finding| finding.coverage == Coverage::Note).collect();
     if !notes.is_empty() {
-        text += "\nto know:\n";
+        text += "\nnotes:\n";
         for note in notes {
             text += &finding_text(note);
         }
@@ -84,7 +84,7 @@ fn finding_text(finding: &CoverageFinding) -> String {
     let mut text =
         format!("  {:<9} {}\n            {}\n", finding.coverage, clean(&about), clean(&finding.why));
     if let Some(mend) = &finding.remedy {
-        let _ = writeln!(text, "            mend: {}", clean(mend));
+        let _ = writeln!(text, "            fix: {}", clean(mend));
     }
     for Evidence { file, value } in &finding.evidence {
         let _ = writeln!(text, "            {}: {}", clean(file), clean(value));

@@ -1,6 +1,6 @@
 //! Body of the fuzz target, with its assertions; unit tests run it as well.
 //!
-//! Every parser gets every text, so that a sample of one format also tests the others.
+//! Every parser gets every text, so that a sample of one format also tests all parsers.
 
 use std::path::Path;
 

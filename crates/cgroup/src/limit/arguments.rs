@@ -11,23 +11,23 @@ pub(crate) const EXAMPLES: &str = concat!(
     "\
 Examples:
   weir cgroup limit nginx.service --device /var/lib --bps-write 20M
-      20 MiB per second written to the disk below that directory, from now on, until the machine ends.
+      20 MiB per second written to the disk below that directory, until the next reboot.
   weir cgroup limit 3f1c9a7be4d0 --device /dev/vda --iops-total 500 \\
       --iops-total-max 2000 --iops-total-max-length 10
-      A container; after idle time it may do 2000 operations a second, for 13 seconds. `weir cgroup watch` sees to that.
+      A container; after idle time it may do 2000 operations per second for 13 seconds, enforced by `weir cgroup watch`.
   weir cgroup limit /system.slice/db.service --device 254:0 --bps-write 50M --watermark 90
-      Only while nine tenths of what the disk can do are in use.
+      Enforced only while the utilization of the disk exceeds 90 %.
   weir cgroup limit a.service --device /dev/vda --bps-total 100M --group tenant
   weir cgroup limit b.service --device /dev/vda --group tenant --weight 200
-      100 MiB per second for both together, of which b has twice what a has where both want more.
+      100 MiB per second for both together, of which b has twice the share of a under contention.
   weir cgroup limit c.service --device /dev/vda --group gold --cluster
-      Its part of what all hosts of the cluster may do together.
+      A share of the limits that all hosts of the cluster have together.
   weir cgroup limit nginx.service --device /var/lib
-      What holds, and what was asked for.
+      Shows the limits in force, and the configured ones.
   weir cgroup limit nginx.service --device /var/lib --remove
-      No limit any more.
+      Removes the limits.
 
-What is not named stays as it is, and without any setting nothing changes; a limit set to 0 is none, and its burst goes with it. All of a change is made, or nothing.
+Settings that are not given stay, and without any setting nothing changes; 0 removes a limit together with its burst. A change is atomic.
 ", settings::sizes!(), "
 Exit status: 0 done, 1 failed, 2 wrong use of the command line."
 );
@@ -35,20 +35,20 @@ Exit status: 0 done, 1 failed, 2 wrong use of the command line."
 /// Arguments of `weir cgroup limit`.
 #[derive(Debug, Args)]
 pub struct CgroupLimitArgs {
-    /// Whose I/O is limited
+    /// Control group to limit
     #[arg(value_name = "CGROUP")]
     pub(crate) cgroup: String,
-    /// On which disk
+    /// Disk of the limits
     #[arg(long, value_name = "DEV")]
     pub(crate) device: String,
     #[command(flatten)]
     pub(crate) settings: SettingsArgs,
-    /// Remove all limits that this control group has on this disk
+    /// Remove all limits of the control group on this disk
     #[arg(long)]
     pub(crate) remove: bool,
     #[command(flatten)]
     pub(crate) kept: LimitsFileArgs,
-    /// Print what holds now as JSON
+    /// Print the limits in force as JSON
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -65,20 +65,22 @@ pub(crate) struct SettingsArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Shares")]
 struct ShareArgs {
-    /// Percent of what the device can do below which the limits are lifted; 0 never lifts them
+    /// Utilization of the device in percent below which limits are not enforced; 0 always
+    /// enforces them
     #[arg(long, value_name = "PERCENT", value_parser = clap::value_parser!(u8).range(0..=100))]
     watermark: Option<u8>,
-    /// Its share beside that of others, from 1 to 10000 [default: 100]
+    /// Share relative to other control groups, from 1 to 10000 [default: 100]
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=10_000))]
     weight: Option<u32>,
-    /// Share one set of limits with all control groups of this name; limits and watermark are then
-    /// for all together
+    /// Share one set of limits with all control groups in this group; limits and watermark then
+    /// apply to all together
     #[arg(long, value_name = "GROUP", value_parser = clap::builder::NonEmptyStringValueParser::new())]
     group: Option<String>,
-    /// Leave the group, and its limits with it; name new ones in the same command
+    /// Leave the group and its limits; new limits can be set by the same command
     #[arg(long, conflicts_with = "group")]
     no_group: bool,
-    /// The group must be a cluster's, which the daemon names in `control-groups` of `[cluster]`
+    /// Require that the group is a cluster's: listed in `control-groups` of the daemon's
+    /// `[cluster]`
     #[arg(long, requires = "group")]
     cluster: bool,
 }
@@ -86,7 +88,7 @@ struct ShareArgs {
 /// Location of the limits file.
 #[derive(Debug, Args)]
 pub(crate) struct LimitsFileArgs {
-    /// Where limits are kept, for `weir cgroup watch`
+    /// Limits file, shared with `weir cgroup watch`
     #[arg(long = "limits", value_name = "FILE", default_value = kept::DEFAULT_PATH)]
     limits_file: PathBuf,
 }

@@ -179,14 +179,14 @@ impl CgroupEntry {
         let identity = match DeviceIdentity::resolve(number, roots) {
             Ok(identity) => identity,
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                bail!("device {number} is not there (its limits wait for it)")
+                bail!("device {number} is absent (its limits are kept)")
             }
             // A disk that cannot be identified is not necessarily another disk.
             Err(_) => return Ok(number),
         };
         if !identity.may_match(&self.device_key) {
             bail!(
-                "device {number} is another disk now, {} and not {} (set its limits anew: `weir cgroup limit`)",
+                "device {number} is another disk now: {} instead of {} (set its limits again: `weir cgroup limit`)",
                 identity.key(),
                 self.device_key
             );
@@ -268,7 +268,7 @@ impl LimitsFile {
                 let there = next.groups.entry(name.clone()).or_default();
                 if change.cluster && !there.cluster {
                     bail!(
-                        "group {name} is no cluster's here (name it in control-groups of [cluster], and give the daemon the same file: cgroup-limits)"
+                        "group {name} belongs to no cluster here (list it in control-groups of [cluster], and give the daemon the same file: cgroup-limits)"
                     );
                 }
                 if there.cluster
@@ -324,7 +324,7 @@ impl LimitsFile {
                 let (rate, least) = (limits.limit(kind).rate, members * if is_total { 4 } else { 2 });
                 if rate > 0 && rate < least {
                     bail!(
-                        "group {name}: the safe share of this host is {rate} a second of {}, and the kernel keeps no less than {least} for {members} control groups (raise it: `weir throttle {name} --cluster --safe-share`)",
+                        "group {name}: the fallback share of this host is {rate} per second of {}, and the kernel needs at least {least} for {members} control groups (raise it: `weir throttle {name} --cluster --safe-share`)",
                         LimitSetting::Limit(kind, LimitPart::Rate).name()
                     );
                 }
@@ -366,11 +366,11 @@ impl LimitsFile {
         let mut places = HashSet::new();
         for entry in &self.limits {
             if !places.insert((&entry.cgroup, &entry.device)) {
-                bail!("cgroup {} is there twice on {}", entry.cgroup.display(), entry.device);
+                bail!("cgroup {} is listed twice for device {}", entry.cgroup.display(), entry.device);
             }
             let about = || format!("cgroup {}", entry.cgroup.display());
             if entry.cgroup.components().any(|component| component == Component::ParentDir) {
-                return Err(anyhow::anyhow!("the path leads out of the tree by \"..\"")).with_context(about);
+                return Err(anyhow::anyhow!("the path contains \"..\"")).with_context(about);
             }
             entry.own.limits().and_then(|_| entry.own.watermark()).with_context(about)?;
             entry.device().with_context(about)?;
@@ -395,7 +395,7 @@ impl LimitsFile {
         };
         read().with_context(|| {
             format!(
-                "{}: these limits cannot be used (mend the file, or remove it and set them again)",
+                "{}: these limits are invalid (correct the file, or remove it and set them again)",
                 path.display()
             )
         })

@@ -106,7 +106,7 @@ fn a_file_of_another_form_is_named_and_left_alone() {
     ] {
         fs::write(&path, broken).unwrap();
         let error = format!("{:#}", LockedLimitsFile::open(&path).map(drop).unwrap_err());
-        assert!(error.contains("cgroups.json: these limits cannot be used"), "{broken}: {error}");
+        assert!(error.contains("cgroups.json: these limits are invalid"), "{broken}: {error}");
         assert_eq!(fs::read_to_string(&path).unwrap(), broken);
     }
 }

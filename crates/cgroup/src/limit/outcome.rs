@@ -67,7 +67,7 @@ impl LimitReport {
         let told = if told.is_empty() { "no limit".to_owned() } else { told.join(", ") };
         let notices: String = self.notices.iter().map(|notice| format!("note: {notice}\n")).collect();
         let asked =
-            self.asked.as_ref().map_or_else(String::new, |asked| format!("asked for: {}\n", asked.text()));
+            self.asked.as_ref().map_or_else(String::new, |asked| format!("configured: {}\n", asked.text()));
         format!("{} on {}: {told}\n{asked}{notices}", sanitize(&self.cgroup), self.device)
     }
 }

@@ -25,7 +25,7 @@ use crate::{
 pub(crate) type SettledRates = (ControlGroup, DeviceNumber, IoMaxRates);
 
 /// Settled rates of each existing control group. The share of a control group whose disk is gone or
-/// replaced goes to the other members.
+/// replaced goes to the remaining members.
 pub(crate) fn settled_rates(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<Vec<SettledRates>> {
     let mut all = Vec::new();
     for sharing in LimitPool::all(kept)? {
@@ -116,7 +116,7 @@ fn sum(IoMaxRates { bps, iops }: &IoMaxRates) -> u128 {
 }
 
 /// Sets every control group to its settled rates. Continues after an error; returns the last one
-/// and prints the others.
+/// and prints earlier ones.
 pub(crate) fn settle(hierarchy: &CgroupHierarchy, kept: &LimitsFile) -> anyhow::Result<()> {
     let mut failed: Option<anyhow::Error> = None;
     // One failure must not leave other control groups in a burst.
@@ -160,7 +160,7 @@ pub(crate) fn enable_controllers(group: &ControlGroup) -> anyhow::Result<()> {
         return Ok(());
     }
     group.enable_controllers(&["io"])?;
-    // Without memory, buffered writes escape; the other limits still work.
+    // Without memory, buffered writes escape; all else is limited.
     let _ = group.enable_controllers(&["memory"]);
     Ok(())
 }

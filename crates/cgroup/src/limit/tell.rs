@@ -148,7 +148,9 @@ pub(super) fn set_properties(
         .args(["--no-ask-password", "set-property", "--runtime", "--", unit])
         .args(properties)
         .output()
-        .with_context(|| format!("systemctl cannot be run, and systemd would undo a change to {unit}"))?;
+        .with_context(|| {
+            format!("systemctl cannot be run, without which systemd would undo a change to {unit}")
+        })?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr);
         bail!("systemctl set-property {unit}: {} (see `systemctl status {unit}`)", said.trim());

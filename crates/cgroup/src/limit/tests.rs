@@ -55,7 +55,7 @@ fn limit_is_written_stored_and_removed() {
     let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 4_000_000), ("iops-read", 100)])).unwrap();
     assert_eq!(
         outcome.text(),
-        "/a on /dev/vda: bps-write 4000000, iops-read 100\nasked for: bps-w 3.8M, iops-r 100\n"
+        "/a on /dev/vda: bps-write 4000000, iops-read 100\nconfigured: bps-w 3.8M, iops-r 100\n"
     );
     assert_eq!(bench.kernel_write_bps(0), Some(4_000_000));
     let kept = LimitsFile::load(&bench.file()).unwrap();
@@ -82,7 +82,7 @@ fn who_joins_a_group_is_told_that_limits_of_somebody_else_s_are_gone() {
     let bench = LimitBench::v2(&["a"]);
     bench.machine.write("a", "io.max", "254:0 rbps=7 wbps=8 riops=max wiops=max\n");
     let outcome = bench.set(0, &in_group(&[("bps-write", 100)], None)).unwrap();
-    assert!(outcome.notices.iter().any(|notice| notice.contains("not set by weir")), "{:?}", outcome.notices);
+    assert!(outcome.notices.iter().any(|notice| notice.contains("another program")), "{:?}", outcome.notices);
 }
 
 #[test]
@@ -90,7 +90,7 @@ fn foreign_limits_stay_unless_named() {
     let bench = LimitBench::v2(&["/a"]);
     bench.machine.write("/a", "io.max", "254:0 rbps=1000000 wbps=2000000 riops=max wiops=max\n");
     let outcome = bench.set(0, &LimitsChange::of(&[("bps-write", 5_000_000)])).unwrap();
-    assert!(outcome.notices[0].contains("not set by weir"), "{:?}", outcome.notices);
+    assert!(outcome.notices[0].contains("another program"), "{:?}", outcome.notices);
     let told = tell::read_limits(&bench.groups[0], bench.disk.number()).unwrap();
     assert_eq!(told.bps, [Some(1_000_000), Some(5_000_000)]);
     let bench = LimitBench::v2(&["/b"]);
@@ -231,11 +231,11 @@ fn a_clusters_group_has_what_its_daemon_has_written() {
     };
     let joins = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
     let refused = bench.set(0, &joins).unwrap_err().to_string();
-    assert!(refused.contains("group gold is no cluster's here"), "{refused}");
+    assert!(refused.contains("group gold belongs to no cluster here"), "{refused}");
     publish(0);
     let said = bench.set(0, &joins).unwrap().text();
     assert!(said.contains("the cluster has no limits for group gold yet"), "{said}");
     publish(800_000);
     bench.set(0, &joins).unwrap();
-    assert_eq!(bench.kernel_write_bps(0), Some(800_000), "the safe share");
+    assert_eq!(bench.kernel_write_bps(0), Some(800_000), "the fallback share");
 }

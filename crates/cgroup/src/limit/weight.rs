@@ -95,7 +95,7 @@ impl PlannedWeight {
     ) -> anyhow::Result<String> {
         let weight = self.weight;
         let Some((divider, told)) = self.write_to_kernel(group)? else {
-            return Ok(format!("weight {weight} decides the parts of its group's limits"));
+            return Ok(format!("weight {weight} divides its group's limits"));
         };
         set_properties(hierarchy, group, &[format!("IODeviceWeight={node} {told}")])?;
         let (file, who, _) = divider.parts();
@@ -114,7 +114,7 @@ impl PlannedWeight {
 }
 
 /// Writes weights that the kernel lost at a reboot or when a control group was recreated. Returns
-/// the last error; the others are printed.
+/// the last error and prints earlier ones.
 pub(crate) fn restore_weights(
     hierarchy: &CgroupHierarchy,
     kept: &LimitsFile,
@@ -142,7 +142,7 @@ pub(crate) fn restore_weights(
         let Some(weight) = entry.given_weight() else { continue };
         let Err(error) = again(entry, weight) else { continue };
         let named = error.context(format!("the weight of {}", entry.cgroup.display()));
-        // One failure must not keep the other weights from being written.
+        // One failure must not prevent the remaining weights.
         if let Some(earlier) = failed.replace(named) {
             print_error(&earlier);
         }

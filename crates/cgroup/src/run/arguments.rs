@@ -10,34 +10,34 @@ pub(crate) const EXAMPLES: &str = concat!(
     "\
 Examples:
   weir cgroup run --bps-write 20M -- tar -xf backup.tar
-      Unpacks with at most 20 MiB/s written to the disk below the current directory, and says at the end how it went.
+      Unpacks with at most 20 MiB/s written to the disk of the current directory, and prints a summary at the end.
   weir cgroup run --device /dev/nvme0n1 --iops-total 500 \\
       --iops-total-max 2000 --iops-total-max-length 10 -- fio job.fio
-      500 operations per second on that disk, after 13 seconds of 2000: what ten would take, less what is allowed anyhow.
+      500 operations per second on that disk, after a burst of 2000 for 13 seconds: the bucket for 10 s drains at 2000 - 500.
   weir cgroup run --json --output run.json -- make -j8
-      No limits: only what the command reads and writes, as JSON in a file.
+      No limits: measures the command's I/O and writes it to a file as JSON.
 
-The command's standard streams are weir's own, and so is its exit status; killed by a signal, it is 128 and the signal's number. SIGINT, SIGTERM, SIGHUP and SIGQUIT are passed on to it. The summary comes last, on standard error. Bursts and watermarks are run without `weir cgroup watch`. ", settings::sizes!(), "
+The command inherits the standard streams, and weir exits with its status, or 128 plus the number of the signal that killed it. SIGINT, SIGTERM, SIGHUP and SIGQUIT are forwarded to it. The summary is printed at the end, on standard error. Bursts and watermarks do not need `weir cgroup watch`. ", settings::sizes!(), "
 Exit status: the command's; of weir itself 1 (failed) or 2 (wrong use); 125, 126 or 127 as env(1) if the command cannot be run."
 );
 
 /// Arguments of `weir cgroup run`.
 #[derive(Debug, Args)]
 pub struct RunArgs {
-    /// The disk that limits are for [default: below the current directory]
+    /// Disk of the limits [default: the disk of the current directory]
     #[arg(long, value_name = "DEV")]
     pub(crate) device: Option<String>,
-    /// Where to make the command's cgroup; may hold no process itself [default: weir, below the
+    /// Parent of the command's cgroup; must have no processes itself [default: weir, below the
     /// root]
     #[arg(long, value_name = "CGROUP")]
     pub(crate) parent: Option<String>,
-    /// What the cgroup is called [default: run-PID]
+    /// Name of the cgroup [default: run-PID]
     #[arg(long, value_name = "NAME")]
     pub(crate) name: Option<String>,
-    /// Kill what outlives the command; else the cgroup stays for it, with its limits
+    /// Kill processes that outlive the command; else the cgroup stays with its limits
     #[arg(long)]
     pub(crate) kill: bool,
-    /// Tell the summary as one line of JSON
+    /// Print the summary as one line of JSON
     #[arg(long)]
     pub(crate) json: bool,
     /// Write the summary to this file instead of standard error
@@ -45,15 +45,14 @@ pub struct RunArgs {
     pub(crate) output: Option<PathBuf>,
     #[command(flatten)]
     pub(crate) settings: SettingsArgs,
-    /// Where the limits of --group are kept, for `weir cgroup watch` [default:
-    /// /run/weir/cgroups.json]
+    /// Limits file of --group, for `weir cgroup watch` [default: /run/weir/cgroups.json]
     #[arg(long, value_name = "FILE", requires = "group")]
     pub(crate) limits: Option<PathBuf>,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
-    /// if not root]
+    /// Directory with results of `weir probe` [default: /var/lib/weir, or ~/.local/state/weir if
+    /// not root]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
-    /// The command and what it is told
+    /// Command and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub(crate) command: Vec<OsString>,
 }
@@ -61,10 +60,10 @@ pub struct RunArgs {
 /// Arguments of `weir cgroup enter`.
 #[derive(Debug, Args)]
 pub struct EnterArgs {
-    /// The cgroup's directory
+    /// Directory of the cgroup
     #[arg(long, value_name = "DIR")]
     pub(crate) directory: PathBuf,
-    /// What to become
+    /// Command and its arguments
     #[arg(value_name = "COMMAND", required = true, trailing_var_arg = true, allow_hyphen_values = true)]
     pub(crate) command: Vec<OsString>,
 }

@@ -134,7 +134,7 @@ fn create_below_ours(hierarchy: &CgroupHierarchy, name: &str) -> anyhow::Result<
             made => return made.map_err(|error| creation_error(&ours.name.join(name), &error)),
         }
     }
-    bail!("cgroup {}: it comes and goes (give --parent)", ours.name.display())
+    bail!("cgroup {}: other commands keep removing it (give --parent)", ours.name.display())
 }
 
 fn create(parent: &ControlGroup, name: &str) -> anyhow::Result<ControlGroup> {

@@ -73,12 +73,12 @@ impl CommandSummary {
         text += &self.waits();
         let others = ConfiguredLimits { limits: Default::default(), ..self.asked.clone() };
         if others != ConfiguredLimits::default() {
-            let _ = writeln!(text, "held with {}", others.text());
+            let _ = writeln!(text, "limited with {}", others.text());
         }
         if let Some(bytes @ 1..) = self.dirty_bytes {
             let _ = writeln!(
                 text,
-                "{} in the page cache are not yet written, in no total here, and may be written when the limits are gone",
+                "{} in the page cache are not yet written, are in no total here, and may be written after the limits are removed",
                 figures::bytes(bytes as f64)
             );
         }
@@ -292,7 +292,7 @@ DEVICE           BYTES  OPERATIONS  BYTES/s  IOPS  LIMITS
 /dev/vda  read       0           0        0     0  iops 100
           write  40.0M         640     4.0M    64  bps-w 4M↑20M×5s, iops 100
 waited for I/O: 6.5s of 10.0s (65%)
-held with watermark 90%
+limited with watermark 90%
 ";
         assert_eq!(summary().text(), expect);
     }

@@ -12,42 +12,42 @@ Examples:
   weir cgroup show
       Every cgroup that has limits or has read or written anything, with rates over a second.
   weir cgroup show nginx.service --tasks --interval 5s
-      That one and what is below it, and the tasks in them, over five seconds.
+      That cgroup with its descendants and their tasks, measured over five seconds.
   weir cgroup show --device /dev/vda --json | jq '.cgroups[] | {name, \"waited-share\"}'
-      On one disk, the share of the time in which each cgroup waited.
+      The share of time in which each cgroup waited for one disk.
 
-READ and WRITTEN are since the cgroup began, with what is below it. WAITED is the share of the interval in which at least one of its tasks \
-waited for I/O, for a limit or for the device; PRESSURE the same over the last ten seconds, by the kernel's reckoning. LIMITS are those that were asked for, and where that is something else now, as in a burst, what the kernel holds. A task's bytes \
-are those that it caused to be read and written, its calls those of read(2), write(2) and their like.";
+READ and WRITTEN count from the creation of the cgroup, including its descendants. WAITED is the share of the interval in which at least one of its tasks \
+waited for I/O, throttled or not; PRESSURE is the kernel's average of the same over the last ten seconds. LIMITS are the configured ones, \
+followed by those in force if they differ, as in a burst. A task's bytes are those that it caused to be read and written, its calls those of read(2), write(2) and similar.";
 
 pub(crate) const TOP_EXAMPLES: &str = "\
 Examples:
   weir cgroup top
       Every cgroup that has limits or has read or written anything, live; s sorts, Enter shows tasks, q ends.
   weir cgroup top system.slice --interval 250ms
-      Those below that one, four times a second.
+      The cgroups below that one, refreshed four times a second.
 
-Needs a terminal of 80×24 or more; where there is none, `weir cgroup show` says the same.";
+Needs a terminal of at least 80×24; otherwise use `weir cgroup show`.";
 
 /// Arguments of `weir cgroup show`.
 #[derive(Debug, Args)]
 pub struct ShowArgs {
-    /// Cgroups to show, with those below them [default: the root]
+    /// Cgroups to show, with their descendants [default: the root]
     #[arg(value_name = "CGROUP")]
     pub(crate) groups: Vec<String>,
-    /// This disk alone
+    /// Show only this disk
     #[arg(long, value_name = "DEV")]
     pub(crate) device: Option<String>,
-    /// Show cgroups without limits, and tasks, that have read and written nothing too
+    /// Also show cgroups without limits and I/O, and tasks without I/O
     #[arg(long)]
     pub(crate) all: bool,
-    /// Show tasks too
+    /// Also show tasks
     #[arg(long)]
     pub(crate) tasks: bool,
     /// Print a JSON object
     #[arg(long)]
     pub(crate) json: bool,
-    /// How long to measure rates over; 0 measures none
+    /// Interval over which rates are measured; 0 measures none
     #[arg(long, value_name = "TIME", value_parser = settings::duration, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]
@@ -57,13 +57,13 @@ pub struct ShowArgs {
 /// Arguments of `weir cgroup top`.
 #[derive(Debug, Args)]
 pub struct CgroupTopArgs {
-    /// A cgroup to show, with those below it [default: the root]
+    /// Cgroup to show, with its descendants [default: the root]
     #[arg(value_name = "CGROUP")]
     pub(crate) group: Option<String>,
-    /// This disk alone
+    /// Show only this disk
     #[arg(long, value_name = "DEV")]
     pub(crate) device: Option<String>,
-    /// How often to look, from 100ms
+    /// Refresh interval, at least 100ms
     #[arg(long, value_name = "TIME", value_parser = keys::interval, default_value = "1s")]
     pub(crate) interval: Duration,
     #[command(flatten)]

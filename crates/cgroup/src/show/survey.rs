@@ -70,7 +70,7 @@ impl CgroupSurvey {
         let line = |entry: &CgroupEntry| {
             let (cgroup, device) = (entry.cgroup.display(), entry.device_text());
             format!(
-                "{cgroup} is gone, and its limits on {device} wait for one of that name (forget them: `weir cgroup limit {cgroup} \
+                "{cgroup} is gone, and its limits on {device} are kept for a new cgroup of this name (remove them: `weir cgroup limit {cgroup} \
                  --device {device} --remove`)"
             )
         };

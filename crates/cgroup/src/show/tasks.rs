@@ -59,7 +59,7 @@ fn read_one(pid: i32, tid: i32, directory: &Path) -> anyhow::Result<Option<(Task
     // Bytes, not a string: a name need not be UTF-8.
     let Ok(stat) = fs::read(directory.join("stat")) else { return Ok(None) };
     let stat = proc_stat::parse(&String::from_utf8_lossy(&stat)).with_context(|| format!("task {tid}"))?;
-    // Only root and the owner may read it; the other columns are shown anyway.
+    // Only root and the owner may read it; the remaining columns are shown anyway.
     let io = match fs::read_to_string(directory.join("io")) {
         Ok(text) => Some(proc_io::parse(&text).with_context(|| format!("task {tid}"))?),
         Err(_) => None,

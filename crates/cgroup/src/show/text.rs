@@ -25,7 +25,7 @@ const NOT_COUNTED_OF_TASKS: &str = "WAITED of tasks is not known: kernel.task_de
 pub(super) fn render(rows: &[CgroupRow], wish: RowOptions, bold: bool) -> String {
     let mut text = groups(rows).render(bold);
     if text.is_empty() {
-        return "no cgroup has limits or has read or written anything\n".to_owned();
+        return "no cgroup has limits or has done I/O\n".to_owned();
     }
     let tasks = tasks(rows).render(bold);
     let has_tasks = !tasks.is_empty();
@@ -161,7 +161,7 @@ CGROUP        WAITED  PRESSURE  DEVICE  READ  WRITTEN  READ/s  WRITE/s  IOPS  LI
 ";
         let without: Vec<CgroupRow> = rows.iter().cloned().map(|row| CgroupRow { tasks: Vec::new(), ..row }).collect();
         assert_eq!(render(&without, COUNTED, false), expect);
-        assert_eq!(render(&[], COUNTED, false), "no cgroup has limits or has read or written anything\n");
+        assert_eq!(render(&[], COUNTED, false), "no cgroup has limits or has done I/O\n");
     }
 
     #[test]

@@ -10,23 +10,23 @@ use crate::limit::arguments::LimitsFileArgs;
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir cgroup watch
-      Bursts, watermarks and shared limits of all that `weir cgroup limit` has set and will set.
+      Enforces bursts, watermarks and shared limits set by `weir cgroup limit`, now and later.
   weir cgroup watch --settle
-      Set every limit as configured, without bursts, and end: for a service manager to call after a crash.
+      Set every limit as configured, without bursts, and exit: for a service manager after a crash.
 
-While it runs, io.max changes as the limits' bursts, watermarks and groups have it. When it ends or is killed, a second process, the guard, sees to it that each limit is what was configured, without bursts; the next watch goes on from there. `weir serve --cgroup-limits` does the same in the daemon.
-Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line.";
+While it runs, it changes io.max as required by bursts, watermarks and groups. When it ends or is killed, a second process, the guard, restores each configured limit without bursts; the next watch continues from there. `weir serve --cgroup-limits` does the same in the daemon.
+Exit status: 0 ended on request, 1 failed, 2 wrong use of the command line.";
 
 /// Arguments of `weir cgroup watch`.
 #[derive(Debug, Args)]
 pub struct WatchArgs {
     #[command(flatten)]
     pub(crate) kept: LimitsFileArgs,
-    /// Set all limits as configured, without bursts, and end
+    /// Set all limits as configured, without bursts, and exit
     #[arg(long)]
     pub(crate) settle: bool,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
-    /// if not root]
+    /// Directory with results of `weir probe` [default: /var/lib/weir, or ~/.local/state/weir if
+    /// not root]
     #[arg(long, value_name = "DIR")]
     pub(crate) state: Option<PathBuf>,
     /// off, error, warn, info, debug or trace, or for a part MODULE=LEVEL, separated by commas

@@ -61,7 +61,7 @@ impl WatermarkDisks {
                     self.is_one_missing = true;
                     if say {
                         tracing::warn!(
-                            "device {number}: {error:#}; limits with a watermark always hold there meanwhile"
+                            "device {number}: {error:#}; limits with a watermark are always enforced there meanwhile"
                         );
                     }
                 }

@@ -96,7 +96,7 @@ impl SettlingGuard {
 
     fn restart_if_dead(&mut self) -> anyhow::Result<()> {
         if let Some(status) = self.child.try_wait().context("the guard")? {
-            tracing::warn!(%status, "the guard has ended; another is started");
+            tracing::warn!(%status, "the guard has ended; starting another");
             self.lent = None;
             (self.child, self.pipe) = spawn(&self.limits, &self.lock)?;
         }
@@ -109,7 +109,7 @@ impl SettlingGuard {
         if said.is_err() {
             self.lent = None;
         }
-        said.context("the guard does not listen (is the process `weir cgroup guard` stopped?)")
+        said.context("the guard does not read its messages (is the process `weir cgroup guard` stopped?)")
     }
 
     /// Ends the guard after all limits are settled.
@@ -122,7 +122,7 @@ impl SettlingGuard {
             }
             thread::sleep(LOOK);
         }
-        tracing::warn!("the guard does not end; it has nothing left to do (is it stopped?)");
+        tracing::warn!("the guard does not exit, with nothing left to do (is it stopped?)");
     }
 }
 
@@ -136,7 +136,7 @@ pub(super) fn check(hierarchy: &CgroupHierarchy) -> anyhow::Result<()> {
     let ends_together = pids.is_ok_and(|pids| pids != Path::new(FIRST_PIDS));
     ensure!(
         !(is_topmost && ends_together),
-        "[cluster]: control-groups: these are the machine's control groups, and the guard, which takes back what was lent, would end with this container (start it with the machine's processes, as `--pid=host` of docker and podman or hostPID of Kubernetes)"
+        "[cluster]: control-groups: these are the machine's control groups, and the guard, which revokes leased quota, would end with this container (start it with the machine's processes, as `--pid=host` of docker and podman or hostPID of Kubernetes)"
     );
     Ok(())
 }
@@ -154,7 +154,7 @@ fn spawn(limits: &Path, lock: &GuardLock) -> anyhow::Result<(Child, ChildStdin)>
             .spawn()
     });
     let mut child =
-        spawned.context("the guard, which takes bursts back if this process dies, cannot be started")?;
+        spawned.context("the guard, which ends bursts if this process dies, cannot be started")?;
     let pipe = child.stdin.take().context("a pipe that was asked for")?;
     // A stopped guard must not block the watch when the pipe is full.
     fcntl(&pipe, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).context("the pipe to the guard")?;

@@ -85,7 +85,7 @@ pub(super) fn load(limits: &Path, now: Instant) -> BTreeMap<String, SavedBursts>
     };
     let stored = read().unwrap_or_else(|error| {
         // Full buckets grant one burst too many, which is no reason to stop.
-        tracing::warn!("{}: what is left of bursts is not known, they begin anew: {error:#}", path.display());
+        tracing::warn!("{}: saved bursts cannot be read, all bursts start full: {error:#}", path.display());
         StoredLevels::default()
     });
     // The kernel's counters restart at a boot, so differences to the saved ones are meaningless.

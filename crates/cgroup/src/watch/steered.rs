@@ -1,6 +1,6 @@
 //! Steers one pool of limits: reads its control groups when due, and writes their rates.
 //!
-//! The share of a control group that is gone, or whose disk is, goes to the other members; an
+//! The share of a control group that is gone, or whose disk is, goes to the remaining members; an
 //! unreadable control group has no burst. Both are retried every second, and each problem is logged
 //! once, as is its end. Never applies a limit to a disk that has taken over another's number.
 
@@ -32,8 +32,8 @@ const ROUNDED_FROM: Duration = Duration::from_millis(500);
 const ROUNDED_TO: Duration = Duration::from_millis(100);
 
 /// Log texts: the limits in force for a member with an error, and if the kernel refuses those.
-const WITHOUT_BURSTS: &str = "it has its limits without bursts meanwhile, others carry on";
-const AS_BEFORE: &str = "what it was told before, if anything, still holds; others carry on";
+const WITHOUT_BURSTS: &str = "its limits are in force without bursts meanwhile; other members are unaffected";
+const AS_BEFORE: &str = "its previous limits, if any, stay in force; other members are unaffected";
 
 #[derive(Debug)]
 pub(super) struct SteeredPool {
@@ -233,7 +233,7 @@ impl SteeredPool {
             self.update_rate(now);
         }
         self.undecided = false;
-        // Decide once for all members that were read: each level affects the rates of the others.
+        // Decide once for all members that were read: each level affects all rates.
         for (index, rates) in self.pool.decide(now) {
             if self.members[index].reading.is_none() {
                 self.pool.retry_setting(index);
@@ -277,7 +277,7 @@ impl SteeredPool {
         {
             member.in_force = false;
             self.pool.set_absent(index);
-            self.log_trouble(index, &error, "others carry on");
+            self.log_trouble(index, &error, "other members are unaffected");
             self.undecided = true;
             return;
         }
@@ -355,7 +355,7 @@ impl SteeredPool {
                     "told"
                 );
                 if member.reading.is_some() && member.error.take().is_some() {
-                    tracing::info!(%cgroup, "is there again");
+                    tracing::info!(%cgroup, "exists again");
                 }
                 true
             }
@@ -376,7 +376,7 @@ impl SteeredPool {
             let expected = self.pool.members()[index].rates_set();
             let Some(expected) = expected.filter(|_| member.error.is_none()) else { continue };
             if tell::read_limits(&member.group, member.device).is_ok_and(|told| told != tell::as_printed_by_kernel(expected)) {
-                tracing::info!(cgroup = %member.group.name.display(), device = %member.device, "somebody else has changed its limits; they are told again");
+                tracing::info!(cgroup = %member.group.name.display(), device = %member.device, "another program has changed its limits; they are written again");
                 self.pool.retry_setting(index);
                 // Limits vanish with their disk: verify the disk at the next reading.
                 self.members[index].reading = None;
@@ -393,7 +393,7 @@ impl SteeredPool {
         if member.error.as_ref() != Some(&trouble) {
             let cgroup = member.group.name.display();
             if gone {
-                tracing::info!(%cgroup, "was removed; its limits wait for one of that name (forget them with `weir cgroup limit --remove`)");
+                tracing::info!(%cgroup, "was removed; its limits are kept for a new cgroup of this name (remove them with `weir cgroup limit --remove`)");
             } else {
                 tracing::warn!(%cgroup, "{trouble}; {meanwhile}");
             }

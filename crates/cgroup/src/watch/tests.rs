@@ -459,11 +459,11 @@ fn a_clusters_group_has_no_other_limits_and_others_are_no_clusters() {
     assert!(error.contains("weir throttle gold --cluster"), "{error}");
     let other = LimitsChange { group: Some("other".to_owned()), cluster: true, ..LimitsChange::default() };
     let error = refused(&mut kept, &b, &other);
-    assert!(error.contains("is no cluster's here"), "{error}");
+    assert!(error.contains("belongs to no cluster here"), "{error}");
     kept.replace_cluster_groups(&BTreeMap::from([("gold".to_owned(), writes(3))]));
     let joins = LimitsChange { group: Some("gold".to_owned()), cluster: true, ..LimitsChange::default() };
     let error = refused(&mut kept, &b, &joins);
-    assert!(error.contains("no less than 4 for 2 control groups"), "{error}");
+    assert!(error.contains("at least 4 for 2 control groups"), "{error}");
     assert!(kept.remove(&a, DISK.0), "it leaves");
     kept.replace_cluster_groups(&BTreeMap::new());
     assert!(kept.groups.is_empty(), "nobody is in it, and nobody lends");

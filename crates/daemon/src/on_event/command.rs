@@ -38,7 +38,7 @@ pub(super) struct OnEventCommand {
 pub(super) fn check(program: &str) -> anyhow::Result<()> {
     let file = fs::metadata(program).with_context(|| format!("{program}: no such program"))?;
     let is_program = file.is_file() && file.permissions().mode() & 0o111 != 0;
-    ensure!(is_program, "{program}: is no program (`chmod +x` makes a script one)");
+    ensure!(is_program, "{program}: is not an executable file (`chmod +x` for a script)");
     Ok(())
 }
 
@@ -46,7 +46,8 @@ impl OnEventCommand {
     pub(super) fn new(words: &[String]) -> anyhow::Result<Self> {
         // Subreaper: orphaned descendants become children of this process, which can then kill
         // them.
-        set_child_subreaper(Some(Pid::INIT)).context("what a command leaves behind could not be ended")?;
+        set_child_subreaper(Some(Pid::INIT))
+            .context("processes that a command leaves behind could not be ended")?;
         Ok(Self { words: words.to_vec() })
     }
 
@@ -78,7 +79,7 @@ fn wait_for_command(child: &mut Child, event: &[u8], deadline: Instant) -> Resul
         let _ = stdin.write_all(event).and_then(|()| stdin.write_all(b"\n"));
     }
     if !has_ended(child, deadline).map_err(|error| format!("it cannot be waited for: {error}"))? {
-        return Err(format!("it has not ended within {} s, and was ended", super::TARGET_TIMEOUT.as_secs()));
+        return Err(format!("it did not end within {} s, and was killed", super::TARGET_TIMEOUT.as_secs()));
     }
     match child.wait() {
         Ok(status) if status.success() => Ok(()),
@@ -138,7 +139,7 @@ mod tests {
     #[test]
     fn what_is_no_program_is_refused() {
         assert!(check("/nowhere/at/all").unwrap_err().to_string().contains("no such program"));
-        assert!(check("/etc/passwd").unwrap_err().to_string().contains("is no program"));
+        assert!(check("/etc/passwd").unwrap_err().to_string().contains("is not an executable file"));
         check("/bin/sh").unwrap();
     }
 }

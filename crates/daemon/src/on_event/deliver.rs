@@ -35,7 +35,7 @@ impl EventRunner {
         let fd = match fd {
             Ok(fd) => Fd::from(OwnedFd::from(fd)),
             Err(error) => {
-                tracing::error!(%error, "on-event: no events are handed on (restart weir)");
+                tracing::error!(%error, "on-event: no events are delivered (restart weir)");
                 return None;
             }
         };
@@ -80,19 +80,19 @@ impl Delivery {
                 Ok(Ok(())) => {
                     Deliveries::add(&self.counts.delivered, 1);
                     if let Some(lost) = self.failing.ends() {
-                        tracing::info!(target = %shown(&self.runner.target), lost, "on-event: events arrive again");
+                        tracing::info!(target = %shown(&self.runner.target), lost, "on-event: events are delivered again");
                     }
                 }
                 Ok(Err(why)) => {
                     Deliveries::add(&self.counts.failed, 1);
                     if let Some(lost) = self.failing.line(reactor::now()) {
                         let target = shown(&self.runner.target);
-                        tracing::warn!(%target, lost, "on-event: an event has not arrived: {why}");
+                        tracing::warn!(%target, lost, "on-event: an event was not delivered: {why}");
                     }
                 }
                 Err(error) => {
                     let target = shown(&self.runner.target);
-                    tracing::error!(%target, %error, "on-event: its process has ended; no events are handed on (restart weir)");
+                    tracing::error!(%target, %error, "on-event: its process has ended; no events are delivered (restart weir)");
                     return;
                 }
             }
@@ -140,7 +140,7 @@ impl Delivery {
                 return Ok(String::from_utf8_lossy(&line[..end]).into_owned());
             }
             if self.received.len() as u64 > MAX_LINE_BYTES {
-                return Err(io::Error::other("it says too much"));
+                return Err(io::Error::other("its answer is too long"));
             }
             let mut some = [0; 1024];
             match (&self.runner.socket).read(&mut some) {

@@ -69,7 +69,7 @@ fn bind_http(
         if !is_encrypted && !page.is_local() {
             tracing::warn!(
                 at = %page.address,
-                "http: everybody on the way reads the names of disks and what they do (set tls and tls-certificates, or use an address of this host alone)"
+                "http: unencrypted: others on the network can read names and activity of disks (set tls and tls-certificates, or use a local address)"
             );
         }
         let keys = tls.filter(|_| is_encrypted).map(|tls| tls.keys.clone());
@@ -124,7 +124,7 @@ fn start_workers(service: &ProcessSpec) -> anyhow::Result<Vec<ReactorWorker>> {
     workers.map_err(|error| {
         let may_be = match descriptor_remedy(&error) {
             Some(_) => "",
-            None => " (is kernel.io_uring_disabled set, or memory locked scarce?)",
+            None => " (is kernel.io_uring_disabled set, or RLIMIT_MEMLOCK too low?)",
         };
         anyhow::Error::new(error).context(format!("a worker cannot be started{may_be}"))
     })

@@ -42,20 +42,20 @@ SIGTERM and SIGINT finish what is in flight, flush and exit with status 0; anoth
 Exit status: 0 ended as asked, 1 failed, 2 wrong use of the command line."
 );
 
-/// What `weir serve` is told.
+/// Arguments of `weir serve`.
 #[derive(Debug, Args)]
 pub struct ServeArgs {
-    /// Take the disks from this file; options of an image, its limits and devices to imitate are
-    /// then its keys
+    /// Read the disks from this file; options of images, limits and imitated devices are then its
+    /// keys
     #[arg(long, value_name = "FILE")]
     pub(crate) config: Option<PathBuf>,
-    /// Check as `weir check-config` does, also that no program has an image or listens at an
-    /// address, and serve nothing
+    /// Check as `weir check-config` does, and also that images and addresses are free; serve
+    /// nothing
     #[arg(long)]
     pub(crate) check: bool,
-    /// Go on where the daemon at this control socket stops, which no client sees; whatever cannot
-    /// be taken over is named, and that one goes on [default: the one of --qmp, or where commands
-    /// find it]
+    /// Take over from the daemon at this control socket, which no client notices; if anything
+    /// cannot be taken over, it is named, and the old daemon continues [default: the socket of
+    /// --qmp, or where commands find it]
     #[arg(long, value_name = "unix:PATH", num_args = 0..=1, require_equals = true, conflicts_with = "check", value_parser = settings::parse_unix_socket)]
     pub(crate) takeover: Option<Option<PathBuf>>,
     #[command(flatten)]
@@ -76,14 +76,14 @@ pub struct ServeArgs {
 #[command(next_help_heading = "Image")]
 struct ImageArgs {
     /// A file, a block device, memory:SIZE, null:SIZE, rbd:POOL/IMAGE, or an export of an NBD
-    /// server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH; several are several disks
+    /// server, nbd://HOST/EXPORT or nbd+unix:///EXPORT?socket=PATH; repeatable: a disk for each
     #[arg(value_name = "IMAGE", value_parser = settings::parse::<ImageLocation>, display_order = 0, conflicts_with = "config")]
     images: Vec<ImageLocation>,
-    /// The disk's name, which clients ask for; once for each IMAGE. An empty one is for clients
-    /// that ask for no name [default: the file's, without its extension]
+    /// The disk's name, which clients request; once for each IMAGE. An empty name is for clients
+    /// that request none [default: the file's, without its extension]
     #[arg(long, value_name = "NAME", conflicts_with = "config")]
     name: Vec<String>,
-    /// What clients are told about the disk; once for each IMAGE
+    /// Description that clients see; once for each IMAGE
     #[arg(long, value_name = "TEXT", conflicts_with = "config")]
     description: Vec<String>,
     /// An open descriptor to read the passphrase of an encrypted image from
@@ -102,28 +102,27 @@ struct NetworkArgs {
     /// service manager passed; once for each IMAGE, or several for one. Behind commas: queues=N,
     /// queue-size=N, serial=TEXT, logical-block-size=N, discard=off, write-zeroes=off,
     /// write-cache=off, read-only, client (the machine listens there).
-    /// NBD is then served only where --nbd says so
+    /// NBD is then served only with --nbd
     #[arg(long, value_name = "unix:PATH[,…]", value_parser = settings::parse::<VhostUserBlkConfig>, conflicts_with = "config")]
     vhost_user_blk: Vec<VhostUserBlkConfig>,
     /// Serve a block device of this host, /dev/ublkbN, by the kernel's ublk driver; once for each
     /// IMAGE, or several for one [default N: the first that is free]. Behind commas: queues=N,
-    /// queue-depth=N, dead-timeout=SECONDS (how long requests wait for weir to come back, before
-    /// they fail and the device goes; 0 is for ever), logical-block-size=N, discard=off,
+    /// queue-depth=N, dead-timeout=SECONDS (time for which requests wait for a restarted weir,
+    /// before they fail and the device is removed; 0: forever), logical-block-size=N, discard=off,
     /// write-zeroes=off, write-cache=off, read-only, unprivileged, zero-copy=off
     #[arg(long, value_name = "N[,…]", num_args = 0..=1, require_equals = true, default_missing_value = "", value_parser = settings::parse::<UblkConfig>, conflicts_with = "config")]
     ublk: Vec<UblkConfig>,
-    /// Serve the disk as a file, by FUSE: it is seen in place of FILE, which is there already; once
-    /// for each IMAGE, or several for one. Behind commas: growable, allow-other=on|off,
-    /// read-only
+    /// Serve the disk as a file, by FUSE: it is mounted over FILE, which must exist; once for each
+    /// IMAGE, or several for one. Behind commas: growable, allow-other=on|off, read-only
     #[arg(long, value_name = "FILE[,…]", value_parser = settings::parse::<FuseConfig>, conflicts_with = "config")]
     fuse: Vec<FuseConfig>,
     /// Serve a block device of this host, /dev/nbdN, by the kernel's NBD client; auto is the first
     /// that is free; once for each IMAGE, or several for one. Behind commas: connections=N,
-    /// timeout=SECONDS, dead-timeout=SECONDS (how long requests wait for weir to come back),
+    /// timeout=SECONDS, dead-timeout=SECONDS (time for which requests wait for a restarted weir),
     /// logical-block-size=N, read-only
     #[arg(long, value_name = "/dev/nbdN[,…]", value_parser = settings::parse::<NbdDeviceConfig>, conflicts_with = "config")]
     nbd_device: Vec<NbdDeviceConfig>,
-    /// Take commands nowhere
+    /// Open no control socket
     #[arg(long, conflicts_with_all = ["qmp", "control"])]
     no_control: bool,
 }

@@ -111,7 +111,7 @@ fn a_group_has_all_but_the_weight() {
 
 #[test]
 fn a_group_is_not_called_as_a_disk_is() {
-    check("a.raw --group a", "--group a: a disk is called \"a\" too, and commands take both (rename one)");
+    check("a.raw --group a", "--group a: a disk is named \"a\" too, and commands accept both (rename one)");
 }
 
 #[test]
@@ -144,7 +144,7 @@ fn nbd_may_be_for_reading_alone_beside_another_door() {
 fn a_socket_is_the_same_however_it_is_spelled() {
     let here = std::env::current_dir().unwrap();
     let whole = format!("unix:{}/s", here.display());
-    let rule = "a disk is exported there already (give each export its own)";
+    let rule = "another export has the same address (choose another)";
     for other in ["unix:./s", &whole] {
         check(
             &format!("a b --vhost-user-blk unix:s --vhost-user-blk {other}"),
@@ -166,10 +166,7 @@ fn names_are_given_to_the_images_in_order() {
     let named = plan("memory:1 memory:1 --name x --name y --description one --description two").unwrap();
     assert_eq!((named.disks[0].name.as_str(), named.disks[1].description.as_str()), ("x", "two"));
     check("a b --name x", "--name: times given: 1, images: 2 (give one for each, in their order)");
-    check(
-        "memory:1 memory:1",
-        "memory:1: another disk is called \"memory\" (give each a name of its own, with --name)",
-    );
+    check("memory:1 memory:1", "memory:1: another disk is named \"memory\" (set unique names with --name)");
 }
 
 #[test]
@@ -197,17 +194,17 @@ fn values_that_make_no_sense_are_refused() {
         "invalid value '5000000000' for '--max-connections <N>': \
          is too large; it may be 4294967295 at most, or 0 for any number",
     );
-    check("a --workers 0", "--workers 0: is out of range; it is from 1 to 256");
+    check("a --workers 0", "--workers 0: is out of range; it must be from 1 to 256");
     check(
         "a --poll 2s",
-        "invalid value '2s' for '--poll <TIME|auto|off>': is too long; it is 1s at most (0 never polls)",
+        "invalid value '2s' for '--poll <TIME|auto|off>': is too long; it must be at most 1s (0 never polls)",
     );
     check("a --tls on", "--tls on: has no credentials (set tls-certificates or tls-psk)");
 }
 
 #[test]
 fn what_is_for_nbd_alone_is_refused_where_there_is_none() {
-    let rule = "is not used, because no disk is exported over NBD (leave it out, or export one with NBD too)";
+    let rule = "is not used, because no disk is exported over NBD (remove it, or add an NBD export)";
     for (options, place) in [
         ("--tls required --tls-psk keys", "--tls required"),
         ("--max-connections 5", "--max-connections 5"),

@@ -47,12 +47,12 @@ Examples:
       Whether `weir serve --config` would start with it; also while a daemon serves it.
   weir check-config weir.toml && weir reload
   weir serve --config weir.toml --check
-      The same before it is served: also that another weir has an image, or that somebody listens
-      at a socket or a port.
+      The same before a start: also whether another weir has an image, or a process listens at a
+      socket or a port.
 
-Exit status: 0 nothing is wrong, 1 something is, which is told with its line and key.";
+Exit status: 0 no problems, 1 problems, which are printed with line and key.";
 
-/// What `weir check-config` is told.
+/// Arguments of `weir check-config`.
 #[derive(Debug, Args)]
 pub struct CheckArgs {
     /// The config file
@@ -226,7 +226,7 @@ async fn images(
     let (silent, wrong) = work.look_at_images(&difference, others).await?;
     for (index, silent) in silent {
         let place = plan.disks[index].origin("image");
-        tracing::warn!("{place}: {silent}: a start goes on without the disk, and has it later");
+        tracing::warn!("{place}: {silent}: a start continues without the disk, and retries it later");
     }
     found.extend(wrong);
     Ok(())
@@ -310,7 +310,7 @@ fn control(service: &ProcessSpec) -> anyhow::Result<Vec<ControlSocketLocation>> 
 fn device(door: &ExportTarget) -> anyhow::Result<()> {
     let there = |path: &Path, remedy: &str| match path.exists() {
         true => Ok(()),
-        false => Err(anyhow!("{}: is not there ({remedy})", path.display())),
+        false => Err(anyhow!("{}: does not exist ({remedy})", path.display())),
     };
     match door {
         ExportTarget::VhostUserBlk(_) => Ok(()),
@@ -321,7 +321,7 @@ fn device(door: &ExportTarget) -> anyhow::Result<()> {
         }
         ExportTarget::Fuse(fuse) => {
             there(Path::new("/dev/fuse"), "`modprobe fuse`")?;
-            there(&fuse.file, "make it, an empty file: the disk is seen in its place")
+            there(&fuse.file, "create an empty file: the disk is seen in its place")
         }
     }
 }

@@ -75,7 +75,7 @@ impl Daemon {
                     // waited for.
                     rbd::abandon_closing();
                     return Err(anyhow!(
-                        "{signal}: ended at once, as asked twice (check what was being written)"
+                        "{signal}: ended at once after a second request (check the data that was being written)"
                     ));
                 }
                 // May repeat the request of a client's `quit`.
@@ -216,7 +216,7 @@ async fn write_back(files: Vec<PathBuf>) {
     for (users, file) in &used {
         tracing::warn!(
             file = %file.display(), %users,
-            "ends while it is in use: what its users have written reaches the image, and what they write from now on fails"
+            "in use while weir ends: data written so far reaches the image, later writes fail"
         );
     }
     // sync(2) covers the whole host. The sandbox opens no directory for syncfs(2), and mounts in
@@ -225,7 +225,7 @@ async fn write_back(files: Vec<PathBuf>) {
     if reactor::timeout(WRITE_BACK_TIMEOUT, written).await.is_err() {
         tracing::warn!(
             patience_s = WRITE_BACK_TIMEOUT.as_secs(),
-            "the kernel takes too long to write what users of files have written: some of it may be lost"
+            "the kernel takes too long to write back data of users of files: some of it may be lost"
         );
     }
 }
@@ -287,7 +287,7 @@ fn ignore(request: SignalRequest) {
     match request {
         SignalRequest::HangUp => tracing::info!("SIGHUP ignored: weir is starting"),
         SignalRequest::ReopenLog => tracing::info!("SIGUSR1 ignored: weir is starting"),
-        SignalRequest::Meaningless(signal) => tracing::info!("{signal} ignored: it means nothing to weir"),
+        SignalRequest::Meaningless(signal) => tracing::info!("{signal} ignored: weir does not use it"),
         SignalRequest::End(_) | SignalRequest::EndAtOnce(_) => {}
     }
 }
@@ -314,13 +314,13 @@ async fn flush_and_close_one(running: Rc<RunningDisk>) -> anyhow::Result<()> {
     if let Err(error) = disk.flush().await {
         tracing::error!(disk = %name, %error, "the last flush failed");
         return Err(anyhow!(
-            "disk {name}: the last flush failed: {error} (what was written since the one before may be lost)"
+            "disk {name}: the last flush failed: {error} (data written since the previous flush may be lost)"
         ));
     }
     if let Err(error) = disk.close().await {
         tracing::error!(disk = %name, %error, "closing the image failed");
         return Err(anyhow!(
-            "disk {name}: its image could not be closed: {error} (`weir image check` tells what is left to mend)"
+            "disk {name}: its image could not be closed: {error} (`weir image check` shows the damage)"
         ));
     }
     Ok(())

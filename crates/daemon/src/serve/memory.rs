@@ -43,7 +43,7 @@ fn warning(sizes: impl Iterator<Item = u64>, usage: &BudgetUsage) -> Option<Stri
     let room_shown = exact_size(room >> 20 << 20);
     (total != u64::MAX && together > room).then(|| {
         format!(
-            "disks in memory have {} together, and memory for {room_shown} of it: further writes fail with ENOSPC \
+            "disks in memory have {} together, and the budget has memory for {room_shown}: further writes fail with ENOSPC \
              (make them smaller, or allow more with --memory)",
             exact_size(together)
         )
@@ -120,7 +120,8 @@ mod tests {
         }
         for (sizes, together) in [(&[1024 * MIB][..], "1G"), (&[24 * MIB, 25 * MIB], "49M")] {
             let text = told(128 * MIB, sizes).expect("too much");
-            let expect = format!("disks in memory have {together} together, and memory for 48M of it: ");
+            let expect =
+                format!("disks in memory have {together} together, and the budget has memory for 48M: ");
             assert!(text.starts_with(&expect), "{text}");
         }
     }

@@ -222,7 +222,7 @@ async fn join_cluster(plan: &mut DesiredState, registry: &Registry) -> anyhow::R
     let moved = cluster.moved();
     for (disk, host) in &moved {
         tracing::warn!(
-            "disk {disk}: it has moved to host {host}, and is not served here (take [disk.{disk}] out of the config file here, and have it in that of {host}; `weir disk move {disk} --to {}` there brings it back, and if {host} has it no more `weir reload` here does)",
+            "disk {disk}: it has moved to host {host}, and is not served here (move [disk.{disk}] from the config file here to that of {host}; to bring the disk back, run `weir disk move {disk} --to {}` there, or `weir reload` here if {host} does not have it any more)",
             cluster.host()
         );
     }
@@ -238,7 +238,7 @@ fn may_have_moved(error: anyhow::Error, registry: &Registry) -> anyhow::Error {
     let is_anothers = error.chain().any(|cause| cause.downcast_ref().is_some_and(is_locked));
     match registry.cluster().and_then(|cluster| cluster.start_failure()).filter(|_| is_anothers) {
         Some(why) => anyhow!(
-            "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (then take it out of the config file here)"
+            "{error:#}; or the disk has moved to another host of the cluster, which could not be asked: {why} (in that case remove it from the config file here)"
         ),
         None => error,
     }
@@ -293,7 +293,9 @@ impl<'a> StartWithImages<'a> {
         registry.follow_devices();
         let mut uris = work.take_uris();
         let before = export_ids(registry);
-        let Some(done) = until_signal(steps.run(registry), "all is done that was told", events).await else {
+        let Some(done) =
+            until_signal(steps.run(registry), "the steps of the command line are done", events).await
+        else {
             return Ok(None);
         };
         done?;
@@ -411,7 +413,7 @@ async fn add_runtime_objects(
     let added = old.have_added(registry, &bound.workers, perform, add_disk).await?;
     if !added.is_empty() {
         let added = added.join(", ");
-        tracing::info!(%added, "comes along, though no config has it (`--save` is for that)");
+        tracing::info!(%added, "taken over although no config has it (`--save` adds it)");
     }
     old.check(registry)?;
     complete.uris.extend(uris_beyond(&before, registry, &plan.process.tls));
@@ -469,7 +471,7 @@ async fn end_old(
     let clients = before.clients();
     let in_use = before.end(registry).await;
     let message = format!(
-        "this daemon goes on where one of version {version} stood, with {}",
+        "this daemon has taken over from one of version {version}, with {}",
         figures::counted(clients as u64, "client")
     );
     let news = News::new(Kind::TakenOver, message).with("version", version).with("clients", clients);
@@ -480,7 +482,7 @@ fn warn_of_missing(missing: Option<&anyhow::Error>) {
     if let Some(error) = missing {
         tracing::warn!(
             "{error:#}; `weir status` and others will not find this daemon (name a control socket of its \
-             own with --qmp unix:PATH, or say --no-control)"
+             own with --qmp unix:PATH, or use --no-control)"
         );
     }
 }
@@ -489,7 +491,7 @@ fn start_cluster(registry: &Rc<Registry>) -> Option<cluster::AgentHandle> {
     let around: Weak<Registry> = Rc::downgrade(registry);
     let started = registry.cluster().map(|cluster| cluster.start(around)).transpose();
     started.unwrap_or_else(|error| {
-        tracing::error!("{error:#}: the cluster's safe share holds (restart weir)");
+        tracing::error!("{error:#}: the fallback share applies (restart weir)");
         None
     })
 }

@@ -21,11 +21,11 @@ pub const QEMU_HEADING: &str = "As qemu-storage-daemon, in this order";
 /// The options in the order of their help: name, value, help.
 const OPTIONS: [(&str, &str, &str); 6] = [
     ("blockdev", "NODE", "Add a disk, as blockdev-add of QMP: driver=…,node-name=…, or a JSON object"),
-    ("object", "OBJECT", "Make a throttle-group, a secret or tls-creds-x509, tls-creds-psk, as object-add"),
+    ("object", "OBJECT", "Create a throttle-group, secret, tls-creds-x509 or tls-creds-psk, as object-add"),
     ("nbd-server", "ADDRESS", "Serve NBD for those exports, as nbd-server-start: addr.type=unix,addr.path=…"),
     ("export", "EXPORT", "Export a disk, as block-export-add: type=nbd,id=…,node-name=…"),
     ("chardev", "SOCKET", "A Unix socket for a monitor: socket,id=…,path=…,server=on,wait=off"),
-    ("monitor", "MONITOR", "Take commands of QMP there, as --qmp does: chardev=…"),
+    ("monitor", "MONITOR", "Accept QMP commands there, as --qmp does: chardev=…"),
 ];
 
 /// The given options, in order.
@@ -104,7 +104,7 @@ fn keys(text: &str, implied: &str, known: &[&str]) -> Result<Vec<(String, String
     });
     let pairs = keyval::pairs(&flags.collect::<Vec<_>>().join(","), Some(implied))?;
     match pairs.iter().find(|(key, _)| !known.contains(&key.as_str())) {
-        Some((key, _)) => Err(format!("{key}: is not to be had (there are {})", known.join(", "))),
+        Some((key, _)) => Err(format!("{key}: not supported (supported: {})", known.join(", "))),
         None => Ok(pairs),
     }
 }
@@ -119,13 +119,13 @@ fn chardev(text: &str) -> Result<(String, PathBuf), String> {
     let pairs = keys(text, "backend", &["backend", "id", "path", "server", "wait"])?;
     match value(&pairs, "backend") {
         Some("socket") => {}
-        other => return Err(format!("backend={}: is not to be had (there is socket)", other.unwrap_or(""))),
+        other => return Err(format!("backend={}: not supported (supported: socket)", other.unwrap_or(""))),
     }
     if !matches!(value(&pairs, "server"), Some("on" | "yes" | "true")) {
         return Err("server=on is needed, because a monitor's client connects to it".to_owned());
     }
     let id = value(&pairs, "id").ok_or("has no id (add id=NAME)")?;
-    let path = value(&pairs, "path").ok_or("has no path (add path=PATH; other sockets are not to be had)")?;
+    let path = value(&pairs, "path").ok_or("has no path (add path=PATH; only Unix sockets are supported)")?;
     Ok((id.to_owned(), settings::parse_unix_socket(&format!("unix:{path}"))?))
 }
 
@@ -134,7 +134,7 @@ fn monitor(text: &str) -> Result<String, String> {
     let pairs = keys(text, "chardev", &["chardev", "mode", "pretty"])?;
     for (key, only) in [("mode", "control"), ("pretty", "off")] {
         if let Some(other) = value(&pairs, key).filter(|value| *value != only) {
-            return Err(format!("{key}={other}: is not to be had (leave it out)"));
+            return Err(format!("{key}={other}: not supported (leave it out)"));
         }
     }
     value(&pairs, "chardev").map(str::to_owned).ok_or_else(|| "has no chardev (add chardev=ID)".to_owned())
@@ -216,12 +216,12 @@ mod tests {
         };
         let socket = "--chardev socket,id=a,path=/a,server=on";
         refused("--monitor a", "--monitor a: chardev \"a\" not found");
-        refused(&format!("{socket} --monitor a,pretty=on"), "pretty=on: is not to be had");
-        refused(&format!("{socket} --monitor a,mode=readline"), "mode=readline: is not to be had");
+        refused(&format!("{socket} --monitor a,pretty=on"), "pretty=on: not supported");
+        refused(&format!("{socket} --monitor a,mode=readline"), "mode=readline: not supported");
         refused(socket, "is not used (add --monitor");
         refused(&format!("{socket} {socket}"), "there is a chardev \"a\" already");
-        refused("--chardev stdio,id=a", "backend=stdio: is not to be had");
-        refused("--chardev socket,id=a,host=x,port=1,server=on", "host: is not to be had");
+        refused("--chardev stdio,id=a", "backend=stdio: not supported");
+        refused("--chardev socket,id=a,host=x,port=1,server=on", "host: not supported");
         refused("--chardev socket,id=a,path=/a", "server=on is needed");
         refused("--chardev socket,id=a,server=on", "has no path");
         refused("--chardev socket,path=/a,server=on", "has no id");

@@ -78,7 +78,7 @@ pub enum NotMounted {
     #[error("{0}: cannot be mounted over: {1}")]
     Refused(PathBuf, io::Error),
     /// The helper is needed and not installed.
-    #[error("{0}: mounting needs {HELPER} for who is not root: {1} (install the package fuse3)")]
+    #[error("{0}: users other than root need {HELPER} to mount: {1} (install the package fuse3)")]
     NoHelper(PathBuf, io::Error),
     /// The helper failed.
     #[error("{path}: {HELPER} refuses to mount: {said}{remedy}")]
@@ -152,7 +152,7 @@ impl FuseMount {
         let root = mounted(&path);
         let watcher = MountWatcher::start(&path, by_helper).inspect_err(|error| {
             let path = path.display();
-            tracing::warn!(%path, %error, "nobody will unmount the file if weir is killed, before it is served again");
+            tracing::warn!(%path, %error, "the file stays mounted if weir is killed, until it is served again");
         });
         Ok(Self {
             number: root.as_ref().map(|(_, number)| *number),
@@ -289,7 +289,7 @@ pub fn served_at(path: &Path) -> Option<OwnMount> {
 /// Marks a mount, by its root and number, as served by this process.
 fn mark_own((root, _): &(OwnedFd, u64)) -> Option<OwnMount> {
     let own = OwnMount::of(root);
-    own.inspect_err(|error| tracing::warn!(%error, "images on the file will not be recognised")).ok()
+    own.inspect_err(|error| tracing::warn!(%error, "images on this mount cannot be detected")).ok()
 }
 
 /// Opens the file to be mounted over; returns its owner and permissions.
@@ -384,9 +384,9 @@ fn ask_helper(path: &Path, read_only: bool, allow_other: bool) -> Result<OwnedFd
     let refused = || {
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
         let remedy = if said.contains("user_allow_other") {
-            " (or leave allow-other away)"
+            " (or omit allow-other)"
         } else if said.contains(DEVICE) {
-            " (everybody may open it where udev makes it: chmod 666 /dev/fuse)"
+            " (as root: chmod 666 /dev/fuse, which is the mode that udev sets)"
         } else {
             ""
         };
@@ -445,7 +445,7 @@ fn remove_dead(path: &Path) {
         if waited.is_ok_and(|is_removed| is_removed) {
             return;
         }
-        tracing::info!(path = %path.display(), "unmounting what a process that was killed has left");
+        tracing::info!(path = %path.display(), "unmounting the mount of a killed process");
         if let Some((root, _)) = mounted(path) {
             unmount(&root, path, true);
         }
@@ -498,7 +498,7 @@ impl MountWatcher {
             .stderr(Stdio::null())
             .process_group(0)
             .spawn()?;
-        let bell = child.stdin.take().ok_or_else(|| io::Error::other("it hears nothing"))?.into();
+        let bell = child.stdin.take().ok_or_else(|| io::Error::other("it has no standard input"))?.into();
         Ok(Self { pipe: bell, child: Some(child) })
     }
 

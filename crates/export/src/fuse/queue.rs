@@ -375,7 +375,7 @@ impl FuseQueue {
             // The process was interrupted, or the device is gone.
             Ok(()) | Err(Errno::NOENT | Errno::NODEV | Errno::CONNABORTED) => {}
             Err(errno) => {
-                tracing::warn!(export = %self.device.export.id, %errno, "the kernel does not take a reply");
+                tracing::warn!(export = %self.device.export.id, %errno, "the kernel rejected a reply");
             }
         }
     }

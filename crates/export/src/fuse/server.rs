@@ -96,7 +96,7 @@ impl FuseExportServer {
         server.is_initialized.store(true, SeqCst);
         match server.device.restore(standing) {
             true => Ok(server),
-            false => Err(io::Error::other("what the other was asked is not understood")),
+            false => Err(io::Error::other("the requests of the old process are malformed")),
         }
     }
 
@@ -261,7 +261,7 @@ async fn serve_queue(server: Arc<FuseExportServer>, device: Fd, reports: async_c
     if let Err(error) = reactor::set_io_flusher() {
         // Under a loop device, writeback for memory reclaim arrives here and must not wait for
         // memory.
-        tracing::debug!(export = %server.device.export.id, %error, "where memory is short, this thread may wait for its own file");
+        tracing::debug!(export = %server.device.export.id, %error, "no writeback privilege: if memory is short, this thread may wait for its own file");
     }
     let queue = FuseQueue::new(Arc::clone(&server.device), FuseChannel::Device(device));
     let ended = queue.serve().await;

@@ -150,10 +150,10 @@ impl NbdAccessControl {
         self.counts[why as usize].fetch_add(1, Relaxed);
         if let Some(left_out) = self.log_limit.try_log(reactor::coarse_now()) {
             let reason = match why {
-                RejectionReason::Network => "networks that may not connect",
-                RejectionReason::Connections => "as many connections of its address as there may be",
-                RejectionReason::Name => "tls-authz does not have its name",
-                RejectionReason::Export => "the export is not for it",
+                RejectionReason::Network => "its network is not allowed",
+                RejectionReason::Connections => "too many connections of its address",
+                RejectionReason::Name => "tls-authz does not allow its name",
+                RejectionReason::Export => "the export does not allow it",
             };
             tracing::info!(
                 address = client.address.map(|address| address.to_canonical().to_string()),

@@ -229,7 +229,13 @@ impl NbdConnection {
                 Ok(extents) => extents,
                 // Chunks of other contexts may already precede the error chunk.
                 Err(error) => {
-                    return self.fail_after(tag, errno(error), "the status is not to be had", reply, bytes);
+                    return self.fail_after(
+                        tag,
+                        errno(error),
+                        "reading the block status failed",
+                        reply,
+                        bytes,
+                    );
                 }
             };
             self.replier.block_status(tag, &query, context, &extents, last, &mut reply);
@@ -277,7 +283,7 @@ impl NbdConnection {
     fn answer(&self, tag: RequestTag, result: Result<()>, bytes: usize) {
         match result {
             Ok(()) => self.outbox.push_header(&self.replier.success(tag), bytes),
-            Err(error) => self.fail(tag, errno(error), "the disk refused it", bytes),
+            Err(error) => self.fail(tag, errno(error), "the disk failed the request", bytes),
         }
     }
 

@@ -412,7 +412,7 @@ impl NbdDeviceServer {
         let (size_bytes, block_bytes) = (self.disk.size_bytes(), self.device.block_bytes);
         let (control, device, number) = (Arc::clone(&self.control), Arc::clone(&self.device), self.number);
         if !size_bytes.is_multiple_of(block_bytes.into()) {
-            tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's is no multiple of {block_bytes}");
+            tracing::warn!(export = %self.id, size_bytes, "the device keeps its length: the disk's length is no multiple of {block_bytes} bytes");
             return;
         }
         let resized = reactor::run_blocking(move || control.resize(number, &device, size_bytes)).await;
@@ -546,9 +546,12 @@ fn create_or_take_over(device: &NbdDeviceParameters, connections: u16) -> Result
     if let Some(number) = left_behind
         && control.is_connected(number).map_err(|error| NbdDeviceError::of(error, Some(number)))?
     {
-        tracing::info!(device = number, "taking over the device that an earlier weir left");
+        tracing::info!(device = number, "taking over an orphaned device");
         if control::block_bytes(number).is_some_and(|bytes| bytes != u64::from(device.block_bytes)) {
-            tracing::warn!(device = number, "the size of its blocks is as it was made");
+            tracing::warn!(
+                device = number,
+                "the device keeps its block size (it cannot change while the device exists)"
+            );
         }
         // The kernel keeps the length of the earlier server, so it is corrected before requests
         // resume.

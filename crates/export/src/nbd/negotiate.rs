@@ -58,7 +58,7 @@ pub enum HandshakeClose {
     #[error("client flags {0:#x}: not offered by the server")]
     ClientFlags(u32),
     #[error(
-        "it speaks vhost-user, as the monitor of a virtual machine does, and this socket is for NBD (--vhost-user-blk has one for machines)"
+        "the client speaks vhost-user, and this socket is for NBD (connect virtual machines to a socket of --vhost-user-blk)"
     )]
     VhostUser,
     #[error("option magic {0:#018x}: not an NBD client")]

@@ -71,7 +71,7 @@ pub(super) fn dismiss(control: &UblkControl, number: u32) -> io::Result<()> {
     while let Some(process) = control.guardian(number)? {
         let Some(pid) = Some(process).filter(|process| *process > 0).and_then(Pid::from_raw) else {
             return Err(io::Error::other(
-                "a process guards it that is not to be seen from here (end `weir ublk-guard` where its weir ran)",
+                "its guard is not visible in this PID namespace (end `weir ublk-guard` where its weir ran)",
             ));
         };
         let handle = match pidfd_open(pid, PidfdFlags::empty()) {
@@ -123,7 +123,7 @@ impl UblkGuard {
         let mut ready = String::new();
         BufReader::new(stdout).read_line(&mut ready)?;
         match ready.is_empty() {
-            true => Err(io::Error::other("it has ended (the log may say why)")),
+            true => Err(io::Error::other("it has ended (see the log)")),
             false => Ok(guard),
         }
     }
@@ -178,9 +178,7 @@ pub fn run() -> io::Result<Option<String>> {
     SigSet::all().thread_block()?;
     let mut stdin = io::stdin().lock();
     let orders = UblkGuardOrders::read(&mut stdin).ok_or_else(|| {
-        io::Error::other(
-            "this is a part of `weir serve --ublk=0,dead-timeout=SECONDS`, and nothing by itself",
-        )
+        io::Error::other("this command is internal to `weir serve --ublk=0,dead-timeout=SECONDS`")
     })?;
     // 0 means the writing process. Fails in a container, where the guard ends with the container.
     let _ = fs::write("/sys/fs/cgroup/cgroup.procs", "0");
@@ -199,7 +197,7 @@ pub fn run() -> io::Result<Option<String>> {
             Some(info) if info.state() == UblkState::Quiesced => {
                 begin_removal(info)?;
                 return Ok(Some(format!(
-                    "{}: nobody has served it for {} s, so the device goes: what it was asked fails, and what was not written yet is lost",
+                    "{}: no process has served it for {} s, so the device is removed: its pending requests fail, and unwritten data is lost",
                     path(orders.number).display(),
                     orders.timeout.as_secs()
                 )));

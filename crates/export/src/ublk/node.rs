@@ -61,14 +61,14 @@ pub enum UblkError {
     NotPermitted(io::Error),
     /// An unprivileged user has made a device, and was not given it.
     #[error(
-        "{}: not this user's after {} s, as a device that a user makes is to be (have a rule of udev's give it to them; root can remove it: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
+        "{}: not given to this user within {} s (add a rule of udev for devices that users make; root can remove this one: weir detach /dev/ublkb{number})", ublk::UblkQueue::path(*number).display(), UDEV_TIMEOUT.as_secs()
     )]
     NotGiven {
         /// N.
         number: u32,
     },
     /// A device of this number exists.
-    #[error("/dev/ublkb{number}: there is a device of this number already{} (choose another, or leave the number away)", of_process(*process))]
+    #[error("/dev/ublkb{number}: there is a device of this number already{} (choose another number, or omit it)", of_process(*process))]
     Taken {
         /// N.
         number: u32,
@@ -81,9 +81,7 @@ pub enum UblkError {
     )]
     TooMany,
     /// Another process has removed the device.
-    #[error(
-        "the device that was to be recovered is not there any more (weir makes one when it is started again)"
-    )]
+    #[error("the device to be recovered does not exist any more (restart weir, which makes one)")]
     Gone,
     /// The memory to be lent is not available.
     #[error("{0}")]
@@ -305,7 +303,7 @@ impl UblkNode {
         info.user_data = mark.map_or(mark::mark_without_image(), mark::zero_copy);
         control.add(export.offer.number, info).or_else(|error| {
             let made = control.add(export.offer.number, plain)?;
-            tracing::warn!(export = %export.id, %error, "the kernel refuses a device without copies, so data is copied");
+            tracing::warn!(export = %export.id, %error, "the kernel refuses a zero-copy device, so data is copied");
             Ok(made)
         })
     }
@@ -398,7 +396,7 @@ impl UblkNode {
         if let Ok(device) = fs::File::open(self.path())
             && let Err(error) = device.sync_all()
         {
-            tracing::warn!(device = %self.path().display(), %error, "what was cached of it is lost");
+            tracing::warn!(device = %self.path().display(), %error, "cached writes of the device are lost");
         }
         kernel(format!("{}: not stopped", self.path().display()), open()?.stop(&self.info))
     }

@@ -75,7 +75,7 @@ pub struct UblkServer {
 struct LentMemory(u64);
 
 impl LentMemory {
-    const WHAT: &'static str = "memory that the kernel is lent for a block device";
+    const WHAT: &'static str = "memory lent to the kernel for a block device";
 
     fn of(info: &UblkInfo) -> Result<Self, OutOfBudget> {
         let bytes = u64::from(info.queues) * u64::from(info.depth) * u64::from(info.max_request_bytes);
@@ -257,7 +257,7 @@ impl UblkServer {
 
     /// Makes every queue fetch, and then starts the device.
     async fn start(self: &Arc<Self>, workers: &[ReactorWorker], ending: Sender<()>) -> Result<(), UblkError> {
-        let what = || format!("{}: its requests cannot be had", self.path().display());
+        let what = || format!("{}: cannot receive its requests", self.path().display());
         let number = self.number();
         // One open file for all queues: the driver allows a single one.
         let channel = reactor::run_blocking(move || ublk::UblkQueue::open_device(number)).await;
@@ -292,7 +292,7 @@ impl UblkServer {
         ending: Sender<()>,
     ) {
         if let Err(error) = reactor::set_io_flusher() {
-            tracing::debug!(export = %self.device.id, %error, "where memory is short, this thread may wait for its own device");
+            tracing::debug!(export = %self.device.id, %error, "no writeback privilege: if memory is short, this thread may wait for its own device");
         }
         let info = &self.node.info;
         match ublk::UblkQueue::new(channel, info, number, &self.device.copied) {
@@ -318,13 +318,13 @@ impl UblkServer {
         let (queues, depth) = (node.info.queues, node.info.depth);
         let zero_copy = node.info.is_zero_copy();
         if node.is_taken_over {
-            tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "took over a device that an earlier weir has left");
+            tracing::info!(export = %id, device = %path.display(), queues, depth, zero_copy, "took over an orphaned device");
             let size_bytes = export.disk.size_bytes();
             let wanted = export.offer.params(size_bytes);
             let settings = |params: &UblkParams| (params.attributes, params.logical_block_shift);
             // Parameters of a device cannot change while it exists.
             if settings(&wanted) != settings(&node.params) {
-                tracing::warn!(export = %id, "the device keeps its settings: whether it is read-only and has a write cache, and the size of its blocks, are as it was made");
+                tracing::warn!(export = %id, "the device keeps the settings that it was made with: read-only, write cache and block size");
             }
             if size_bytes / SECTOR_BYTES != node.params.sectors {
                 self.refresh_size();
@@ -359,7 +359,7 @@ impl UblkServer {
         if self.device.is_shutting_down(UblkShutdown::Leave) {
             tracing::warn!(
                 export = %self.device.id, device = %path.display(),
-                "the device is in use and stays; its users wait until weir serves its image again"
+                "the device is in use and stays: its openers wait until weir serves its image again"
             );
         } else {
             self.call_driver(UblkNode::delete).await;
@@ -379,13 +379,13 @@ impl UblkServer {
         let size_bytes = self.device.disk().size_bytes();
         let block = 1_u64 << self.node.params.logical_block_shift;
         if !size_bytes.is_multiple_of(block) {
-            tracing::warn!(export = %self.device.id, size_bytes, "the device keeps its length: the disk's is no multiple of {block}");
+            tracing::warn!(export = %self.device.id, size_bytes, "the device keeps its length: the disk's length is no multiple of {block} bytes");
         } else if self.node.can_resize() {
             self.call_driver(move |node| node.resize(size_bytes)).await;
         } else {
             tracing::warn!(
                 export = %self.device.id, device = %self.path().display(), size_bytes,
-                "this kernel's devices keep their length; it shows the new one when it is made again (Linux 6.16 can do it at once)"
+                "the device keeps its length until it is made again (Linux 6.16 or later changes it at once)"
             );
         }
     }
@@ -394,7 +394,7 @@ impl UblkServer {
     async fn call_driver(self: &Arc<Self>, ask: impl FnOnce(&UblkNode) -> Result<(), UblkError> + Send + 'static) {
         let server = Arc::clone(self);
         if let Err(error) = reactor::run_blocking(move || ask(&server.node)).await {
-            tracing::error!(export = %self.device.id, %error, "the ublk driver refuses");
+            tracing::error!(export = %self.device.id, %error, "the ublk driver has failed");
         }
     }
 }

@@ -46,10 +46,10 @@ const KEPT_BYTES: usize = 64;
 pub enum FrontEndEnd {
     #[error("the front end has disconnected")]
     Disconnected,
-    #[error("the rest of a message did not come within {} s", MESSAGE_TIMEOUT.as_secs())]
+    #[error("a message was still incomplete after {} s", MESSAGE_TIMEOUT.as_secs())]
     IncompleteMessage,
     #[error(
-        "a message came with more descriptors than any has, or than are left to one client (`ulimit -n` or LimitNOFILE= must be larger)"
+        "too many file descriptors: more than any message has, or than one client may have (raise `ulimit -n` or LimitNOFILE=)"
     )]
     Descriptors,
     #[error("not a message: {0}")]
@@ -231,7 +231,7 @@ impl VhostUserConnection {
             // A full channel holds an unread copy of the same message.
             Ok(_) | Err(Errno::AGAIN) => {}
             Err(error) => {
-                tracing::debug!(export = %self.export, %error, "the front end was not told of a resize");
+                tracing::debug!(export = %self.export, %error, "cannot notify the front end of a resize");
             }
         }
     }

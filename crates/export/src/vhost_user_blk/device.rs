@@ -184,7 +184,7 @@ impl VhostUserDevice {
 
     pub(super) fn warn_of_event(&self, queue: u16, why: &NotAnEventfd) {
         if let Some(left_out) = self.no_events.try_log(reactor::coarse_now()) {
-            tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring does without an event");
+            tracing::warn!(export = %self.export.id, queue, %why, left_out, "a ring is served without an event");
         }
     }
 
@@ -230,7 +230,7 @@ impl VhostUserDevice {
             tracing::warn!(
                 export = %self.export.id,
                 block_bytes = self.export.offer.block_bytes,
-                "a request of a guest is not of whole blocks, and such ones get I/O errors: has logical-block-size changed since its machine started? (give it back, or start the machine anew)"
+                "a guest's request is not aligned to blocks, and fails: has logical-block-size changed since its machine started? (restore it, or stop and start the machine)"
             );
         }
     }
@@ -242,8 +242,8 @@ impl VhostUserDevice {
             let (export, segments) = (&self.export.id, self.export.offer.segments());
             tracing::warn!(
                 %export, descriptors = size, segments,
-                "a ring has room for no request of as many segments as the guest was told, nor indirect ones: \
-                 its driver may stand still (give this export queue-size={size}, or the machine larger rings)"
+                "a ring is too small for requests with the offered number of segments, and there are no indirect ones: \
+                 the driver may hang (give this export queue-size={size}, or the machine larger rings)"
             );
         }
     }
@@ -254,7 +254,7 @@ impl VhostUserDevice {
         if !self.has_warned_of_loss.swap(true, Relaxed) {
             tracing::error!(
                 export = %self.export.id,
-                "a weir that was killed had acknowledged writes that no flush had covered, and they are lost: \
+                "a killed weir process has lost writes that it had acknowledged and not flushed: \
                  each flush of this guest fails until it resets the device (restart the guest; the cache mode \
                  writethrough, or write-cache=off, loses nothing)"
             );
@@ -268,7 +268,7 @@ impl VhostUserDevice {
         if !has_sent && !self.has_warned_of_memory.swap(true, Relaxed) {
             tracing::warn!(
                 export = %self.export.id, queue,
-                "a ring is kicked, and nothing ever was in it: is the guest's memory shared? (share=on of QEMU's memory backend)"
+                "a ring is kicked and has never contained a request: is the guest's memory shared? (set share=on of QEMU's memory backend)"
             );
         }
     }

@@ -55,8 +55,8 @@ pub(super) fn not_offered(features: u64) -> String {
         return format!("features {features:#x} were not offered");
     }
     format!(
-        "features {features:#x} were not offered, {} among them (the machine was started when they were: give \
-         its export the options of then, or start the machine anew)",
+        "features {features:#x} were not offered, {} among them (they were when the machine was started: \
+         restore its export's options, or stop and start the machine)",
         names.join(", ")
     )
 }

@@ -201,7 +201,7 @@ impl FrontEnds {
                 true if !has_sent(current) && self.must_make_room(began) => {
                     tracing::warn!(
                         export = %self.id,
-                        "a front end that has said nothing is disconnected: another wants its place"
+                        "a silent front end is disconnected, because another one is waiting"
                     );
                     // Fails only if the front end has disconnected meanwhile.
                     let _ = shutdown(current, Shutdown::Both);
@@ -300,7 +300,7 @@ fn log_once(id: &str, path: &Path, told: &mut String, why: String) {
             export = %id,
             path = %path.display(),
             %why,
-            "no front end can be connected to, trying again every second (does the machine listen there?)"
+            "cannot connect to a front end, trying again every second (does the machine listen there?)"
         );
         *told = why;
     }

@@ -341,7 +341,7 @@ impl VhostUserServer {
         {
             tracing::info!(
                 export = %self.device.export.id, process = pid, left_out,
-                "whoever has connected has said nothing for {} s: is it an NBD client? This socket is for vhost-user-blk, and --nbd has one for NBD (a virtual machine that gets the disk later speaks then)",
+                "the connected process has sent nothing for {} s: is it an NBD client? (this socket is for vhost-user-blk, --nbd is for NBD; a virtual machine that gets the disk later will send then)",
                 SILENCE_TIMEOUT.as_secs()
             );
         }
@@ -436,7 +436,7 @@ impl ServedFrontEnd<'_> {
                 }
                 Err(error) => {
                     let export = &self.server.device.export.id;
-                    tracing::warn!(%export, %error, "a front end cannot be passed on");
+                    tracing::warn!(%export, %error, "cannot transfer a front end");
                 }
             }
         }
@@ -557,9 +557,11 @@ impl ServedFrontEnd<'_> {
             (Some(why), _) => device.report(&FrontEndEvent::ProtocolError { process, why }, left_out),
             (None, Some(queues)) => tracing::warn!(
                 %export, process = pid, queues, left_out,
-                "the front end has left once it knew how many queues there are: a machine that has more is not served (give this export as many as the machine has; start a machine anew that does not connect again)"
+                "the front end disconnected after asking for the number of queues: its machine probably has more (give this export as many; stop and start the machine if it does not reconnect)"
             ),
-            (None, None) => tracing::info!(%export, process = pid, left_out, "the front end has left"),
+            (None, None) => {
+                tracing::info!(%export, process = pid, left_out, "the front end has disconnected")
+            }
         }
     }
 

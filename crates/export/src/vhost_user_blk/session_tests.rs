@@ -568,9 +568,9 @@ fn messages_that_are_none_are_refused_or_end_it() {
         "refused GET_CONFIG: a payload of 16 bytes instead of 17, reply of 0"
     );
     let words = front_end.plain(code::SET_VRING_ENABLE, &pair(2, 1));
-    assert_eq!(words, "close SET_VRING_ENABLE: ring 2, where 2 were offered");
+    assert_eq!(words, "close SET_VRING_ENABLE: no ring 2: 2 were offered");
     let words = front_end.send(code::GET_VRING_BASE, NEED_REPLY, &pair(7, 0), vec![]);
-    assert_eq!(words, "close GET_VRING_BASE: ring 7, where 2 were offered", "it awaits another reply");
+    assert_eq!(words, "close GET_VRING_BASE: no ring 7: 2 were offered", "it awaits another reply");
     let words = front_end.plain(code::SET_FEATURES, &number(1 << 35));
     assert_eq!(words, "close SET_FEATURES: features 0x800000000 were not offered");
     let words = front_end.plain(code::SET_PROTOCOL_FEATURES, &number(1 << 8));
@@ -697,7 +697,7 @@ fn a_guest_that_knows_smaller_blocks_is_rejected() {
         let (shape, file) = again();
         front_end(block_bytes, reads).send(code::SET_INFLIGHT_FD, PLAIN, &shape, file)
     };
-    let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest was told 512 (give this export the logical-block-size of then, or start the machine anew)";
+    let refused = "close SET_INFLIGHT_FD: blocks of 4096 bytes, and its guest uses blocks of 512 (restore this export's logical-block-size, or stop and start the machine)";
     let (told_512, area) = first(front_end(512, true));
     assert_eq!([512, 4096].map(|bytes| comes_back(bytes, false, &area)), ["", refused]);
     assert_eq!(comes_back(4096, true, &area), refused, "whoever reads it anew does not tell its guest");

@@ -24,7 +24,7 @@ const TILES = [
 ];
 const TITLES = {
     P50: "half of the last second's requests took less", P99: "99 of 100 of the last second's requests took less",
-    "WAIT P99": "99 of 100 of the last second's requests waited less for limits", WAIT: "requests that wait now", HELD: "part of the last second in which something waited",
+    "WAIT P99": "99 of 100 of the last second's requests were throttled for less", WAIT: "requests that are throttled now", HELD: "fraction of the last second in which requests were throttled",
 };
 const KEY = "weir-span";
 
@@ -193,7 +193,7 @@ export class Detail {
         this.follower?.stop();
         this.follower = new Follower(node, this.span, (history, error) => {
             // A failed fetch is a TypeError: the connection state is shown at the top.
-            say(this.problem, error && !(error instanceof TypeError) ? `The history cannot be had: ${error.message}` : "");
+            say(this.problem, error && !(error instanceof TypeError) ? `The history cannot be loaded: ${error.message}` : "");
             if (history) this.take(history);
         });
     }
@@ -277,7 +277,7 @@ function about(node, store) {
 const limitsOf = (node) => {
     const own = figures.limits(node.limits) === "-" ? "no limit of its own" : figures.limits(node.limits);
     if (!node.cluster) return own;
-    const part = node.cluster.leased ? "a part" : "the safe share";
+    const part = node.cluster.leased ? "a part" : "the fallback share";
     return `${own}, ${part} of the cluster's ${figures.limits(node.cluster.limits)}`;
 };
 

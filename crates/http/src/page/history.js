@@ -126,7 +126,7 @@ export class Follower {
         const since = asked ? `&since=${Math.min(asked.end_ms - asked.step_ms, asked.heat.start_ms + (asked.heat.rows.length - 1) * asked.heat.step_ms)}` : "";
         try {
             const told = await ask("GET", `${place(this.node)}/history?span=${kept}${since}`, { signal: this.stopped.signal });
-            if (!(told?.["step-ms"] > 0)) throw new Error("it has no steps");
+            if (!(told?.["step-ms"] > 0)) throw new Error("it has no intervals");
             const fresh = read(told, span_ms);
             if (asked !== this.known) return this.soon(0); // It is to be asked whole, meanwhile.
             // Not even the last step matches: the clock was set back, so all times changed.

@@ -24,10 +24,10 @@ const AT_LEAST = { iops: 20_000, bps: 512 * 1024 ** 2 };
 /// Settings other than rates: their names, and if they apply to disks, groups, or both.
 const OTHERS = { "iops-size": ["disk", "group"], weight: ["disk", "group"], "iops-reservation": ["disk", "group"], "bps-reservation": ["disk", "group"], watermark: ["group", "disk"] };
 const NOTES = {
-    "iops-size": "bytes after which one request counts as more than one operation",
-    weight: "share of what is contended",
-    "iops-reservation": "operations per second that it is promised", "bps-reservation": "bytes per second that it is promised",
-    watermark: "percent of the device's capacity in use, below which limits are lifted",
+    "iops-size": "bytes above which one request counts as more than one operation",
+    weight: "share under contention",
+    "iops-reservation": "reserved operations per second", "bps-reservation": "reserved bytes per second",
+    watermark: "device utilization in percent below which limits are lifted",
 };
 const UNITS = { "iops-reservation": "/s", "bps-reservation": "/s", watermark: "%" };
 
@@ -266,7 +266,7 @@ export class Limits {
                 return;
             }
             const needs = this.waits = error instanceof Refused && error.isAboutToken;
-            this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? using ? `The token is wrong: ${error.message}` : "What this would do is shown to whoever has the daemon's token." : error.message));
+            this.seen.replaceChildren(element("p", { class: "wrong" }, needs ? using ? `The token is wrong: ${error.message}` : "The preview needs the daemon's token." : error.message));
             if (needs) this.seen.append(element("button", { type: "button", onclick: () => this.enter() }, "Enter the token"));
             if (error.status === SILENT) this.timer = setTimeout(() => this.preview(draft), LATER_MS);
         }
@@ -333,7 +333,7 @@ function felt(told, draft, of) {
     const [now, then] = [told?.now ?? {}, told?.then ?? {}];
     // The recording may be shorter than ten minutes, after more requests than it can hold.
     const span = typeof seconds !== "number" ? null : seconds < 120 ? `${Math.round(seconds)}s` : figures.age(seconds * 1000);
-    if (!requests) return [element("p", { class: "hint" }, `Nobody asked anything of it ${span === null ? "of late" : `in the last ${span}`}, so there is nothing to try this on.`), element("p", { class: "hint" }, changes)];
+    if (!requests) return [element("p", { class: "hint" }, `It had no requests ${span === null ? "lately" : `in the last ${span}`}, so there is nothing to replay.`), element("p", { class: "hint" }, changes)];
     const rows = FELT.filter(([key]) => now[key] != null || then[key] != null).map(([key, title, show]) => {
         const [one, other] = [show(now[key]), show(then[key])];
         const isBad = key !== "iops" && key !== "bps" && then[key] > now[key] * 1.1 && one !== other;

@@ -200,7 +200,7 @@ listen((kind, told) => {
         const is = store.daemon.version ?? null;
         if (version !== null && is !== version) {
             part("notice").hidden = false;
-            say(part("notice"), `The daemon is weir ${is} now, and this page is of ${version}: reload it.`);
+            say(part("notice"), `The daemon is weir ${is} now, but this page is of ${version}: reload it.`);
         } else version = is;
         // Drawn before its state is called live.
         if (detail.key !== shownKey()) show();

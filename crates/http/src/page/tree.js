@@ -22,8 +22,8 @@ const COLUMNS = [
     { id: "iops", title: "IOPS", of: operations, show: figures.count, says: "operations per second" },
     { id: "read", title: "READ/s", of: (node) => node["read-bps"], show: figures.bytes, says: "bytes read per second" },
     { id: "write", title: "WRITE/s", of: (node) => node["write-bps"], show: figures.bytes, says: "bytes written per second" },
-    { id: "wait", title: "WAIT", of: (node) => node["waiting-requests"], show: (value) => value == null ? "-" : String(value), says: "requests that wait now" },
-    { id: "held", title: "HELD", of: (node) => node["wait-ratio"], show: figures.share, says: "part of the last second in which something waited" },
+    { id: "wait", title: "WAIT", of: (node) => node["waiting-requests"], show: (value) => value == null ? "-" : String(value), says: "requests that are throttled now" },
+    { id: "held", title: "HELD", of: (node) => node["wait-ratio"], show: figures.share, says: "fraction of the last second in which requests were throttled" },
     { id: "p99", title: "P99", of: (node) => node["latency-p99-ns"], show: figures.time, says: "latency that 99 of 100 of the last second's requests stayed below" },
     { id: "limits", title: "LIMIT" },
 ];

@@ -65,7 +65,7 @@ pub(super) async fn find(spec: &str, options: &ImageOptions) -> Result<Vec<Chain
     while let Some(NextBackingFile { path, format, of }) = next {
         if levels.len() == LONGEST_CHAIN {
             let why = format!("the chain of backing files is longer than {LONGEST_CHAIN} images");
-            return Err(OpenError::new(spec, why, "shorten it: qemu-img rebase or commit"));
+            return Err(OpenError::new(spec, why, "shorten it: `weir image commit` or `weir image rebase`"));
         }
         let (level, after) = find_backing(path, format, &of, options, &mut seen).await?;
         levels.push(level);
@@ -95,7 +95,7 @@ async fn find_top(
     if own.part.is_some() && format != ImageFormat::Raw {
         return Err(OpenError::new(
             &name,
-            "is not raw, and only of raw images a part can be had",
+            "is not raw: only raw images have offset and size options",
             "leave it out",
         ));
     }
@@ -153,7 +153,7 @@ fn check(level: &ChainLevel, header: &Qcow2Header) -> Result<(), OpenError> {
     if header.crypt == EncryptionMethod::Aes {
         return Err(OpenError::new(
             &level.name,
-            "is encrypted in the old way (\"aes\"), which is broken and not supported",
+            "has legacy encryption (\"aes\"), which is insecure and not supported",
             "convert it with qemu-img to an image encrypted with LUKS",
         ));
     }
@@ -181,13 +181,13 @@ fn next(
     };
     let Some(format) = &backing.format else {
         return Err(refused(
-            "has no format, and guessing it is not safe".to_owned(),
+            "has no format, and probing it is not safe".to_owned(),
             "write it into the image: qemu-img rebase -u -b BACKING -F raw|qcow2 IMAGE",
         ));
     };
     let format: ImageFormat = format.parse().map_err(|_| {
         refused(
-            format!("is of the format {format:?}; weir knows raw and qcow2"),
+            format!("has the format {format:?}; only raw and qcow2 are supported"),
             "convert it: qemu-img convert -O qcow2",
         )
     })?;
@@ -210,7 +210,7 @@ async fn open_data_file(
     let Some(name) = &header.data_file else {
         return Err(OpenError::new(
             &level.name,
-            "has an external data file and does not say which",
+            "has an external data file, but does not name it",
             "write its name into the image: qemu-img amend -o data_file=NAME",
         ));
     };
@@ -276,16 +276,16 @@ fn invalid(level: &ChainLevel, error: &MetadataError) -> OpenError {
     let name = &level.name;
     match error {
         MetadataError::Invalid(error) if level.guessed => {
-            let why = format!("looks like qcow2 and is none that can be used: {error}");
+            let why = format!("looks like qcow2, but cannot be used: {error}");
             OpenError::new(name, why, "--format raw serves its bytes as they are")
         }
         MetadataError::Invalid(error) => OpenError::new(
             name,
-            format!("is no qcow2 image that can be used: {error}"),
-            "`weir image check` looks at all of it",
+            format!("is not a usable qcow2 image: {error}"),
+            "`weir image check` checks the whole image",
         ),
         MetadataError::Storage(error) => {
-            OpenError::new(name, format!("its header cannot be read: {error}"), "is the device in order?")
+            OpenError::new(name, format!("its header cannot be read: {error}"), "check the device")
         }
     }
 }
@@ -298,8 +298,8 @@ struct ChainFiles(Vec<FileIdentity>);
 impl ChainFiles {
     fn check(&self, file: Option<FileIdentity>, name: &str) -> Result<(), OpenError> {
         if file.is_some_and(|file| self.0.contains(&file)) {
-            let remedy = "an image cannot be its own backing file: qemu-img rebase -u names another";
-            return Err(OpenError::new(name, "is in the chain already, which would never end", remedy));
+            let remedy = "an image cannot be its own backing file: `weir image rebase -u` sets another";
+            return Err(OpenError::new(name, "is already in the chain, which is a loop", remedy));
         }
         Ok(())
     }

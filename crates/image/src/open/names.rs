@@ -14,8 +14,10 @@ pub fn resolve(image: Option<&Path>, name: &str) -> Result<PathBuf, String> {
     let name = match protocol(name) {
         None => name,
         Some("file") => &name["file:".len()..],
-        Some("json") => return Err("is a json: description; weir takes a path".to_owned()),
-        Some(other) => return Err(format!("is an address of the protocol {other:?}; weir takes a path")),
+        Some("json") => return Err("is a json: description; only paths are supported".to_owned()),
+        Some(other) => {
+            return Err(format!("is an address of the protocol {other:?}; only paths are supported"));
+        }
     };
     if name.is_empty() {
         return Err("is an empty path".to_owned());
@@ -40,7 +42,7 @@ pub fn check_base(image: Option<&Path>, name: &str) -> Result<(), String> {
         Some(_) => return Ok(()),
     };
     if image.is_none() && Path::new(path).is_relative() {
-        let why = "is relative, and the image is in no directory; weir takes an absolute path";
+        let why = "is relative, but the image is not in a directory; use an absolute path";
         return Err(why.to_owned());
     }
     Ok(())

@@ -16,12 +16,12 @@ pub(super) async fn unlock(levels: &[ChainLevel], secrets: &[Secret]) -> Result<
     let encrypted = levels.iter().filter(|level| level.luks().is_some()).count();
     let top = &levels[0].name;
     if encrypted == 0 && !secrets.is_empty() {
-        let remedy = "leave the secret out, or name the image it is for";
-        return Err(OpenError::new(top, "is not encrypted, and there is a secret for it", remedy));
+        let remedy = "leave the secret out";
+        return Err(OpenError::new(top, "is not encrypted, but a secret was given", remedy));
     }
     if secrets.len() > 1 && secrets.len() != encrypted {
         let why = format!("{} secrets for {encrypted} encrypted images", secrets.len());
-        let remedy = "give one for each from the top of the chain, or one for all";
+        let remedy = "give one for each image from the top of the chain, or one for all";
         return Err(OpenError::new(top, why, remedy));
     }
     let mut next = secrets.iter();
@@ -51,11 +51,11 @@ fn unlock_error(name: &str, error: &UnlockError, secret: &Secret) -> OpenError {
         // The most common mistake. The hint depends on the given secret only and reveals
         // nothing about the correct one.
         UnlockError::WrongPassphrase { .. } if secret.expose().ends_with(b"\n") => {
-            "the line break at the end of the secret counts, too: printf is better than echo"
+            "a line break at the end of the file is part of the secret: use printf instead of echo"
         }
         UnlockError::WrongPassphrase { .. } => "is it the passphrase of this image?",
-        UnlockError::Invalid(_) => "was the image made by another program than QEMU or weir?",
-        UnlockError::Io(_) => "is the device in order?",
+        UnlockError::Invalid(_) => "check which program created the image",
+        UnlockError::Io(_) => "check the device",
     };
     OpenError::new(name, error.to_string(), remedy)
 }

@@ -142,7 +142,7 @@ fn format_is_probed_only_if_none_is_given() {
     with(images.path("top.qcow2"), options(Some(ImageFormat::Raw)), async |opened| {
         assert!(matches!(opened.expect("opens"), Image::Raw(_)));
     });
-    refused(images.path("sub/base.raw"), qcow2(), "is no qcow2 image that can be used");
+    refused(images.path("sub/base.raw"), qcow2(), "is not a usable qcow2 image");
 }
 
 #[test]
@@ -151,17 +151,17 @@ fn invalid_chains_are_rejected() {
     images.over("a.qcow2", "b.qcow2", Some("qcow2"));
     symlink(images.path("a.qcow2"), images.path("link.qcow2")).expect("linked");
     images.over("b.qcow2", "link.qcow2", Some("qcow2"));
-    refused(images.path("a.qcow2"), qcow2(), "is in the chain already");
-    refused(images.path("a.qcow2"), writing(), "is in the chain already");
+    refused(images.path("a.qcow2"), qcow2(), "is already in the chain");
+    refused(images.path("a.qcow2"), writing(), "is already in the chain");
     for (backing, format, part) in [
         ("none.raw", Some("raw"), "b.qcow2: its backing file"),
         ("none.raw", Some("raw"), "no such file"),
-        ("a.qcow2", Some("vmdk"), "is of the format \"vmdk\""),
+        ("a.qcow2", Some("vmdk"), "has the format \"vmdk\""),
         ("nbd://localhost/x", Some("raw"), "is an address of the protocol \"nbd\""),
         ("json:{\"driver\":\"null-co\"}", Some("raw"), "is a json: description"),
         ("sub", Some("raw"), "is a directory"),
-        ("sub/base.raw", Some("qcow2"), "is no qcow2 image that can be used"),
-        ("sub/base.raw", None, "has no format, and guessing it is not safe"),
+        ("sub/base.raw", Some("qcow2"), "is not a usable qcow2 image"),
+        ("sub/base.raw", None, "has no format, and probing it is not safe"),
     ] {
         images.over("b.qcow2", backing, format);
         refused(images.path("b.qcow2"), qcow2(), part);
@@ -254,7 +254,7 @@ fn legacy_encryption_is_refused_by_name() {
     let mut file = fs::read(images.path("a.qcow2")).expect("readable");
     file[35] = 1;
     fs::write(images.path("a.qcow2"), file).expect("written");
-    refused(images.path("a.qcow2"), qcow2(), "is encrypted in the old way (\"aes\")");
+    refused(images.path("a.qcow2"), qcow2(), "has legacy encryption (\"aes\")");
 }
 
 #[test]
@@ -273,8 +273,12 @@ fn missing_and_unused_secrets_are_reported() {
         "is encrypted with LUKS (give its passphrase with --secret-file)",
     );
     refused(images.path("e.qcow2"), with_secrets(&["geheim", "b"]), "2 secrets for 1 encrypted images");
-    refused(images.path("e.qcow2"), with_secrets(&["falsch"]), "opens none of its 1 key slots (is it");
-    refused(images.path("e.qcow2"), with_secrets(&["geheim\n"]), "the line break at the end");
+    refused(
+        images.path("e.qcow2"),
+        with_secrets(&["falsch"]),
+        "does not unlock any of its 1 key slots (is it",
+    );
+    refused(images.path("e.qcow2"), with_secrets(&["geheim\n"]), "a line break at the end");
     images.create("plain.qcow2", CreateOptions::default());
     refused(images.path("plain.qcow2"), with_secrets(&["geheim"]), "is not encrypted");
 }

@@ -101,7 +101,7 @@ fn unzstd(data: &[u8], cluster: &mut [u8]) -> Result<(), InvalidImage> {
                 (0, false) if (input.pos(), output.pos()) != before && input.pos() < data.len() => {}
                 (0, false) => return Err(truncated_input("ends", output.pos() as u64, length)),
                 (_, _) if (input.pos(), output.pos()) != before => {}
-                (_, true) => return Err(InvalidImage::new("compressed data unpacks to more than a cluster")),
+                (_, true) => return Err(InvalidImage::new("compressed data decompresses to more than a cluster")),
                 (_, false) => return Err(truncated_input("breaks off", output.pos() as u64, length)),
             }
         }

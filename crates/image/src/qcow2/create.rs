@@ -119,7 +119,7 @@ pub enum CreateError {
     #[error(transparent)]
     Rule(#[from] InvalidImageOption),
     /// The storage has a fixed size (device, NBD server) that is too small.
-    #[error("needs at least {needed} bytes, and there are {present}")]
+    #[error("needs at least {needed} bytes, but there are only {present}")]
     NoRoom {
         /// Size of the new image in bytes.
         needed: u64,

@@ -52,7 +52,7 @@ impl L1Entry {
     pub fn decode(raw: u64, shape: EntryFormat) -> Result<Self, InvalidImage> {
         let offset = raw & OFFSET;
         if raw & !(OFFSET | COPIED) != 0 || offset & ((1 << shape.cluster_bits) - 1) != 0 {
-            return Err(InvalidImage::new(format!("L1 entry {raw:#x} points to no cluster")));
+            return Err(InvalidImage::new(format!("L1 entry {raw:#x} does not point to the start of a cluster")));
         }
         // Without a table there is nothing to own; `own_table` would skip the allocation of the
         // table.
@@ -132,7 +132,7 @@ impl EntryFormat {
         let copied = raw & COPIED != 0;
         let wrong = |why: &str| Err(InvalidImage::new(format!("L2 entry {raw:#x} {why}")));
         if offset & ((1 << self.cluster_bits) - 1) != 0 {
-            return wrong("points inside a cluster");
+            return wrong("points into a cluster");
         }
         // Reserved bits other than the zero flag are ignored, as in QEMU.
         // Offset 0 is valid in a data file. The copied flag distinguishes it from an unallocated
@@ -149,7 +149,7 @@ impl EntryFormat {
             return wrong("has subclusters that are both allocated and zero");
         }
         if allocated != 0 && host.is_none() {
-            return wrong("has allocated subclusters and no cluster");
+            return wrong("has allocated subclusters but no cluster");
         }
         Ok(ClusterMapping::Standard(StandardCluster { host, copied: copied && host.is_some(), allocated, zero }))
     }
@@ -164,7 +164,7 @@ impl EntryFormat {
         match cluster {
             ClusterMapping::Standard(StandardCluster { host: Some(host), .. }) if self.data_file && host != own => {
                 Err(InvalidImage::new(format!(
-                    "the guest cluster at {own:#x} has its data at {host:#x} of the data file, and not there"
+                    "the guest cluster at {own:#x} is mapped to {host:#x} of the data file instead of the same offset"
                 )))
             }
             _ => Ok(()),

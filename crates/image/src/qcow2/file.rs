@@ -122,7 +122,7 @@ impl ImageFile {
         if !self.corrupt.swap(true, Relaxed) {
             tracing::error!(
                 image = self.storage.description(),
-                "the image is corrupt, and read-only from now on: {what} (`weir image check` shows the damage)"
+                "the image is corrupt and becomes read-only: {what} (`weir image check` shows the damage)"
             );
         }
         Error::IO
@@ -139,7 +139,7 @@ impl ImageFile {
         if !self.corrupt.swap(true, Relaxed) {
             tracing::error!(
                 image = self.storage.description(),
-                "the header could not be written ({why}), nor what it was before; the image is read-only until it is opened again"
+                "neither the new header nor the old one could be written ({why}); the image is read-only until it is opened again"
             );
         }
     }
@@ -164,7 +164,10 @@ impl ImageFile {
             })
             .await;
         if let Err(error) = marked {
-            tracing::error!(image = self.storage.description(), "it cannot be marked corrupt: {error}");
+            tracing::error!(
+                image = self.storage.description(),
+                "the image cannot be marked corrupt: {error}"
+            );
         }
     }
 
@@ -174,7 +177,7 @@ impl ImageFile {
         let end = self.size_bytes().next_multiple_of(self.kept().header.cluster_bytes());
         if offset.checked_add(length).is_none_or(|last| last > end) {
             let what = format!(
-                "{length} bytes of metadata at {offset:#x} lie beyond the end of the file ({end:#x})"
+                "{length} bytes of metadata at {offset:#x} are beyond the end of the file ({end:#x})"
             );
             return Err(self.found(&InvalidImage::new(what)));
         }

@@ -186,17 +186,15 @@ impl Qcow2Header {
         // Order: signature and version decide the layout, cluster size and length bound all
         // further reads.
         if bytes.get(..4) != Some(&MAGIC[..]) {
-            return Err(InvalidImage::new("it does not begin with the signature of qcow2, \"QFI\\xfb\""));
+            return Err(InvalidImage::new("the signature of qcow2 is missing, \"QFI\\xfb\""));
         }
         let version = fields.u32(4)?;
         if !matches!(version, 2 | 3) {
-            return Err(InvalidImage::new(format!("version {version} of qcow2 is not known; 2 and 3 are")));
+            return Err(InvalidImage::new(format!("version {version} of qcow2 is not supported; 2 and 3 are")));
         }
         let cluster_bits = fields.u32(20)?;
         if !CLUSTER_BITS.contains(&cluster_bits) {
-            return Err(InvalidImage::new(format!(
-                "clusters of 2^{cluster_bits} bytes; from 2^9 to 2^21 is possible"
-            )));
+            return Err(InvalidImage::new(format!("clusters of 2^{cluster_bits} bytes; 2^9 to 2^21 is valid")));
         }
         let later = version >= 3;
         // Version 2 has neither feature bits nor a length field: 16-bit refcounts, no features.
@@ -216,7 +214,7 @@ impl Qcow2Header {
                 0 => EncryptionMethod::None,
                 1 => EncryptionMethod::Aes,
                 2 => EncryptionMethod::Luks,
-                other => return Err(InvalidImage::new(format!("encryption method {other} is not known"))),
+                other => return Err(InvalidImage::new(format!("encryption method {other} is unknown"))),
             },
             l1_entries: fields.u32(36)?,
             l1_offset: fields.u64(40)?,
@@ -298,7 +296,7 @@ impl Qcow2Header {
         }
         if bytes.len() as u64 > self.cluster_bytes() {
             return Err(InvalidImage::new(format!(
-                "the header needs {} bytes and has a cluster of {}",
+                "the header needs {} bytes, but a cluster has {}",
                 bytes.len(),
                 self.cluster_bytes()
             )));
@@ -413,7 +411,7 @@ impl Qcow2Header {
         }
         if length > LONGEST_BACKING_NAME {
             return Err(InvalidImage::new(format!(
-                "the backing file's name has {length} bytes; 1023 is the most"
+                "the backing file's name has {length} bytes; the maximum is 1023"
             )));
         }
         if offset > self.cluster_bytes() || offset + length as u64 > self.cluster_bytes() {
@@ -434,7 +432,7 @@ impl Qcow2Header {
             let bits = (0..64).filter(|bit| unknown & 1 << bit != 0);
             let named = bits.map(|bit| FeatureName::find(names, bit)).collect::<Vec<_>>().join(", ");
             return Err(InvalidImage::new(format!(
-                "it uses features that this version of weir does not know: {named}"
+                "it uses features that this version of weir does not support: {named}"
             )));
         }
         // The specification: zlib must not set the bit, every other type must.
@@ -445,7 +443,7 @@ impl Qcow2Header {
             (false, other) => {
                 return Err(InvalidImage::new(format!("compression type {other} without its feature bit")));
             }
-            (true, other) => return Err(InvalidImage::new(format!("compression type {other} is not known"))),
+            (true, other) => return Err(InvalidImage::new(format!("compression type {other} is unknown"))),
         };
         Ok(())
     }
@@ -455,26 +453,27 @@ impl Qcow2Header {
         let cluster = self.cluster_bytes();
         let table = |what: &str, offset: u64, length: u64| {
             if !offset.is_multiple_of(cluster) {
-                return Err(InvalidImage::new(format!(
-                    "{what} at {offset:#x} is not at the beginning of a cluster"
-                )));
+                return Err(InvalidImage::new(format!("{what} at {offset:#x} is not aligned to a cluster")));
             }
             if offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT) {
-                return Err(InvalidImage::new(format!("{what} at {offset:#x} lies past the largest offset")));
+                return Err(InvalidImage::new(format!("{what} at {offset:#x} is beyond the largest offset")));
             }
             if offset == 0 && length > 0 {
-                return Err(InvalidImage::new(format!("{what} would lie on the header")));
+                return Err(InvalidImage::new(format!("{what} overlaps the header")));
             }
             Ok(())
         };
         // From here on, rules of the specification and QEMU's limits, which bound the
         // allocations.
         if self.refcount_order > 6 {
-            return Err(InvalidImage::new(format!("refcounts of 2^{} bits; 64 is the most", self.refcount_order)));
+            return Err(InvalidImage::new(format!(
+                "refcounts of 2^{} bits; the maximum is 64",
+                self.refcount_order
+            )));
         }
         if self.has_subclusters() && self.cluster_bits < EXTENDED_CLUSTER_BITS {
             return Err(InvalidImage::new(format!(
-                "extended L2 entries need clusters of 16 KiB, and these have {cluster} bytes"
+                "extended L2 entries need clusters of at least 16 KiB, but these have {cluster} bytes"
             )));
         }
         if self.has_data_file() && self.snapshots > 0 {
@@ -486,7 +485,9 @@ impl Qcow2Header {
         }
         let l1_bytes = u64::from(self.l1_entries) * 8;
         if l1_bytes > LARGEST_L1 {
-            return Err(InvalidImage::new(format!("an L1 table of {l1_bytes} bytes; {LARGEST_L1} is the most")));
+            return Err(InvalidImage::new(format!(
+                "an L1 table of {l1_bytes} bytes; the maximum is {LARGEST_L1}"
+            )));
         }
         table("the L1 table", self.l1_offset, l1_bytes)?;
         if u64::from(self.l1_entries) < self.l1_entries_for(self.size_bytes) {
@@ -498,7 +499,7 @@ impl Qcow2Header {
         let refcount_bytes = u64::from(self.refcount_table_clusters) << self.cluster_bits;
         if refcount_bytes > LARGEST_REFCOUNT_TABLE.max(cluster) {
             return Err(InvalidImage::new(format!(
-                "a refcount table of {refcount_bytes} bytes; {LARGEST_REFCOUNT_TABLE} is the most"
+                "a refcount table of {refcount_bytes} bytes; the maximum is {LARGEST_REFCOUNT_TABLE}"
             )));
         }
         if refcount_bytes == 0 {
@@ -508,19 +509,17 @@ impl Qcow2Header {
         // The length of an entry is unknown before it is read: `snapshots` bytes is a lower bound.
         table("the snapshot table", self.snapshots_offset, u64::from(self.snapshots))?;
         if self.encryption.is_some() && self.crypt != EncryptionMethod::Luks {
-            return Err(InvalidImage::new("it says where a LUKS header is, and is not encrypted with LUKS"));
+            return Err(InvalidImage::new("it locates a LUKS header, but is not encrypted with LUKS"));
         }
         if self.crypt == EncryptionMethod::Luks {
             let Some(place) = self.encryption else {
-                return Err(InvalidImage::new(
-                    "it is encrypted with LUKS and does not say where its LUKS header is",
-                ));
+                return Err(InvalidImage::new("it is encrypted with LUKS, but does not locate its LUKS header"));
             };
             table("the LUKS header", place.offset, place.length)?;
             if place.length > LARGEST_LUKS {
                 let length = place.length;
                 return Err(InvalidImage::new(format!(
-                    "a LUKS header of {length} bytes; {LARGEST_LUKS} is the most"
+                    "a LUKS header of {length} bytes; the maximum is {LARGEST_LUKS}"
                 )));
             }
         }
@@ -533,7 +532,7 @@ impl Qcow2Header {
             return Ok(());
         }
         let Some(BitmapsExtension { count, directory }) = self.bitmaps else {
-            return Err(InvalidImage::new("bitmaps are marked consistent, and there are none"));
+            return Err(InvalidImage::new("bitmaps are marked consistent, but there are none"));
         };
         if !(1..=MOST_BITMAPS).contains(&count) || directory.length > LARGEST_BITMAP_DIRECTORY {
             return Err(InvalidImage::new(format!(
@@ -567,7 +566,7 @@ pub(super) fn extensions(bytes: &[u8]) -> impl Iterator<Item = Result<(u32, usiz
         let data = (at + 8).checked_add(length).and_then(|end| bytes.get(at + 8..end));
         let Some(data) = data else {
             let at = at + 8;
-            let what = format!("header extension {kind:#x} at {at:#x} has {length} bytes and does not fit");
+            let what = format!("header extension {kind:#x} at {at:#x} has {length} bytes, which do not fit");
             return Some(Err(InvalidImage::new(what)));
         };
         next = Some(at + 8 + length.next_multiple_of(8));
@@ -654,7 +653,7 @@ impl HeaderFields<'_> {
 }
 
 fn text(bytes: &[u8], what: &str) -> Result<String, InvalidImage> {
-    String::from_utf8(bytes.to_vec()).map_err(|_| InvalidImage::new(format!("{what} is not text")))
+    String::from_utf8(bytes.to_vec()).map_err(|_| InvalidImage::new(format!("{what} is not UTF-8")))
 }
 
 #[cfg(test)]
@@ -725,7 +724,7 @@ pub(super) mod tests {
             ("too small", |bytes| bytes[24] = 1),
             ("refcounts of 2^7", |bytes| bytes[99] = 7),
             ("refcount table", |bytes| bytes[56] = 1),
-            ("snapshot table would lie on the header", |bytes| bytes[60] = 1),
+            ("snapshot table overlaps the header", |bytes| bytes[60] = 1),
             ("not encrypted", |bytes| {
                 // Turns the unknown extension of the test header into an encryption extension.
                 let at = bytes.windows(4).position(|kind| kind == [0x12, 0x34, 0x56, 0x78]).expect("there");

@@ -41,7 +41,7 @@ impl L1 {
             if entry.offset != 0 && entry.offset + (1 << shape.cluster_bits) > file_bytes {
                 let offset = entry.offset;
                 return Err(InvalidImage::new(format!(
-                    "L2 table {index} at {offset:#x} lies beyond the end of the file ({file_bytes:#x})"
+                    "L2 table {index} at {offset:#x} is beyond the end of the file ({file_bytes:#x})"
                 )));
             }
             words.push(AtomicU64::new(word));

@@ -71,30 +71,30 @@ pub enum OpenFailure {
     Failed(#[from] Error),
     /// The header marks the image as corrupt.
     #[error(
-        "it is marked corrupt (`weir image check --repair` mends what can be mended; --read-only opens it as it is)"
+        "it is marked corrupt (`weir image check --repair` repairs it as far as possible; --read-only opens it unchanged)"
     )]
     Corrupt,
     /// The header marks the refcounts as inconsistent, after lazy refcounts.
     #[error(
-        "its refcounts were not written when it was last used (`weir image check --repair` counts them again; --read-only opens it as it is)"
+        "its refcounts were not written when it was last in use (`weir image check --repair` recomputes them; --read-only opens it unchanged)"
     )]
     Dirty,
     /// The image uses QEMU's legacy AES encryption.
     #[error(
-        "it is encrypted with QEMU's old AES method, which is not safe (convert it with `qemu-img convert` to LUKS)"
+        "it is encrypted with QEMU's legacy AES method, which is insecure (convert it to LUKS with `qemu-img convert`)"
     )]
     LegacyAes,
     /// No snapshot has this id or name.
-    #[error("it has no snapshot {0:?} (`weir image snapshot -l` lists them)")]
+    #[error("it has no snapshot {0:?} (`weir image snapshot -l` lists all)")]
     NoSnapshot(String),
     /// The image is encrypted and no key was given.
     #[error("it is encrypted with LUKS (give its passphrase)")]
     NoKey,
     /// The image has an external data file that was not given.
-    #[error("its data is in an external data file that was not opened")]
+    #[error("its external data file was not opened")]
     NoDataFile,
     /// Another process replaced the image or its backing file during a handover.
-    #[error("it is another image than it was, or has another backing file (open it anew)")]
+    #[error("it was replaced, or has another backing file (open it again)")]
     Changed,
     /// The cache sizes do not suit the image.
     #[error("{0}")]
@@ -210,10 +210,7 @@ impl Qcow2Image {
         if is_dirty && !is_handover && !read_only && !storage.read_only() {
             // With lazy refcounts, a program that crashed left them unwritten; QEMU repairs them
             // on open too.
-            tracing::info!(
-                image = storage.description(),
-                "refcounts were left unwritten; they are counted again"
-            );
+            tracing::info!(image = storage.description(), "refcounts were not written; recomputing them");
             check::check(&storage, Repair::All).await?;
             header = read_header(&storage).await?;
         }
@@ -419,7 +416,7 @@ async fn read_refcount_table(file: &ImageFile, header: &Qcow2Header) -> Result<R
             || offset != 0 && end.is_none_or(|end| end > file.size_bytes())
         {
             return Err(InvalidImage::new(format!(
-                "refcount block {index} at {offset:#x} lies beyond the end of the file, or inside a cluster"
+                "refcount block {index} at {offset:#x} is beyond the end of the file, or not aligned to a cluster"
             ))
             .into());
         }

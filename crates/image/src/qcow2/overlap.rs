@@ -72,7 +72,7 @@ impl MetadataClusters {
         let mut seen = MetadataClusterSet::default();
         let twice = places.iter().flat_map(all).find(|cluster| !seen.insert(*cluster)).unwrap_or(0);
         let offset = twice << self.cluster_bits;
-        Err(InvalidImage::new(format!("two tables lie on each other at {offset:#x}")))
+        Err(InvalidImage::new(format!("two tables overlap at {offset:#x}")))
     }
 
     /// True if any of these bytes belong to metadata.

@@ -61,7 +61,7 @@ impl Qcow2Image {
             return self.flush_remaining_metadata().await;
         };
         let image = self.file.storage().description();
-        tracing::warn!(image, bitmap = name, "the bitmap cannot be stored, and records on: {why}");
+        tracing::warn!(image, bitmap = name, "the bitmap cannot be stored, and continues to record: {why}");
         Err(if let BitmapError::Failed(error) = why { error } else { Error::IO })
     }
 

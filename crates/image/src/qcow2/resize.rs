@@ -146,7 +146,7 @@ impl Qcow2Image {
             // Only a leak: the header already refers to the new table.
             && let Err(error) = self.change_refcount(old, old_bytes, -1).await
         {
-            tracing::warn!(image = self.description(), "the old L1 table could not be given back: {error}");
+            tracing::warn!(image = self.description(), "the old L1 table could not be freed: {error}");
         }
         self.flush_metadata().await
     }

@@ -30,7 +30,7 @@ use storage::Storage;
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SnapshotError {
     /// No snapshot has this id or name.
-    #[error("there is no snapshot {0:?} (`weir image snapshot -l` lists them)")]
+    #[error("there is no snapshot {0:?} (`weir image snapshot -l` lists all)")]
     NotFound(String),
     /// The image is read-only.
     #[error("it is read-only (open it for writing)")]
@@ -39,11 +39,11 @@ pub enum SnapshotError {
     #[error("an image with an external data file has no internal snapshots (use a backing file)")]
     DataFile,
     /// The limit of snapshots is reached.
-    #[error("it has {MOST_SNAPSHOTS} snapshots, which is the most (delete some)")]
+    #[error("it has {MOST_SNAPSHOTS} snapshots, which is the maximum (delete some)")]
     TooMany,
     /// A refcount has its maximum, or is 0 for a cluster in use.
     #[error(
-        "the refcount of the cluster at {offset:#x} cannot be raised: it is at its largest, or wrong (delete snapshots, give the image more \
+        "the refcount of the cluster at {offset:#x} cannot be incremented: it has reached its maximum, or is wrong (delete snapshots, use larger \
          refcount_bits, or try `weir image check`)"
     )]
     Refcount {

@@ -322,7 +322,7 @@ impl Qcow2Image {
         let image = self.clone();
         reactor::spawn(async move {
             if let Err(error) = image.free_unreferenced().await {
-                tracing::warn!("clusters that are not used any more could not be given back: {error}");
+                tracing::warn!("unused clusters could not be freed: {error}");
             }
         });
     }

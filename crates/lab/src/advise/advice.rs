@@ -148,8 +148,8 @@ impl GroupMembership {
         let Self { group, weight, iops_reservation, bps_reservation } = self;
         let promised = match (iops_reservation, bps_reservation) {
             (0, 0) => String::new(),
-            (0, bytes) => format!(", promised bps {}", settings::exact_size(*bytes)),
-            (operations, _) => format!(", promised iops {operations}"),
+            (0, bytes) => format!(", reservation bps {}", settings::exact_size(*bytes)),
+            (operations, _) => format!(", reservation iops {operations}"),
         };
         format!("weight {weight} in {group}{promised}")
     }
@@ -194,7 +194,7 @@ impl Advice {
             text.push(format!("In a config file:\n\n{config}"));
         }
         if let Some(why) = &self.partial {
-            text.push(format!("Not complete: {why}. The advice is for what came before.\n"));
+            text.push(format!("Incomplete: {why}. The advice covers the part before.\n"));
         }
         text.retain(|part| !part.is_empty());
         text.join("\n")

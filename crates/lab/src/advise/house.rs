@@ -82,7 +82,7 @@ impl Tenants {
             _ if devices.pack => None,
             _ => {
                 return Err(CommandFailure::Usage(anyhow!(
-                    "--device: there are several (--pack says which disks go onto which)"
+                    "--device: several are given (--pack assigns disks to devices)"
                 )));
             }
         };

@@ -465,10 +465,7 @@ fn a_limit_of_a_spared_disk_is_explained_without_a_device() {
     };
     let name = house(&arrivals, None).tenants[0].name.clone();
     let said = remark(Some(&name), None).expect("a remark");
-    assert!(
-        said.starts_with(&format!("{name}: the limit is the smallest that it can have itself.")),
-        "{said}"
-    );
+    assert!(said.starts_with(&format!("{name}: this is the smallest limit of the disk itself.")), "{said}");
     assert_eq!(remark(None, None), None, "all disks are to be limited");
 }
 
@@ -506,10 +503,13 @@ fn a_member_is_spared_in_its_group_as_it_is() {
     assert!(command.len() == 1 && command[0].starts_with("weir throttle b --iops-total "), "{command:?}");
     // The group's limit stays, and makes the target impossible.
     let said = of(50, None, "a", target).remarks.join("\n");
-    assert!(said.contains("a: without limits of its own and alone in all its p99 is "), "{said}");
+    assert!(said.contains("a: without own limits and alone in all its p99 is "), "{said}");
     // No competition.
     let advice = of(100_000, None, "a", target);
-    assert_eq!(advice.remarks.last().unwrap(), "a, b: together in all the target is kept without any limit.");
+    assert_eq!(
+        advice.remarks.last().unwrap(),
+        "a, b: together in all they meet the target without any limit."
+    );
     // The group itself is advised upon as before.
     let advice = of(1000, None, "all", target);
     assert_eq!((advice.tenants.len(), advice.tenants[0].kind), (1, "group"));
@@ -523,10 +523,10 @@ fn throttled_recording_is_remarked() {
     let said = |arrivals: &TraceArrivals| advised(arrivals, None, &[], LatencyTarget::new(99.0, MS)).remarks.join("\n");
     // Occasional throttling of a burst is no reason for a remark.
     arrivals.streams[0].throttled = arrivals.streams[0].requests / 20;
-    assert!(!said(&arrivals).contains("limits held"), "{}", said(&arrivals));
+    assert!(!said(&arrivals).contains("limits throttled"), "{}", said(&arrivals));
     arrivals.streams[0].throttled = arrivals.streams[0].requests / 2;
     assert!(
-        said(&arrivals).contains("a: limits held 50 % of its requests when it was recorded."),
+        said(&arrivals).contains("a: limits throttled 50 % of its requests during the recording."),
         "{}",
         said(&arrivals)
     );

@@ -24,21 +24,21 @@ Examples:
   weir bench -f raw -t none -s 4K --random vm1.raw
       75000 random reads of 4 KiB past the page cache, 64 in flight.
   weir bench -f raw -w -c 10000 -d 32 -s 64K --flush-interval 64 scratch.raw
-      10000 writes of 64 KiB one behind the other, with a flush after every 64. What was there is gone.
+      10000 sequential writes of 64 KiB, with a flush after every 64. Destroys the previous data.
   weir bench -f raw -t none -d 1 --prefetch on vm1.raw
-      One sequential reader with one request in flight, read ahead of. Without --prefetch, nothing is.
+      One sequential reader with one request in flight, with prefetching, which is off by default.
   weir bench -f raw -t none -w --rwmixread 70 --zipf 0.99 --rate-iops 5000 --runtime 30s scratch.raw
-      5000 requests a second that come by themselves, seven of ten reading, some places much more often than others.
+      An open load of 5000 requests a second, 70 % reads, with some offsets much more frequent than others.
   weir bench --jobs 4 -d 16 --runtime 10s --report vm1.html nbd+unix:///vm1?socket=/run/weir.sock
-      What four clients get from a server, as a page to look at.
+      Performance of four clients of a server, as an HTML page.
   weir bench -d 32 --random --runtime 10s vhost-user:vm1.sock
-      What a virtual machine gets over vhost-user-blk.
+      Performance of a virtual machine over vhost-user-blk.
   weir bench --json memory:1G
-      What the data path costs where the disk costs nothing.
+      Cost of the data path alone, on a disk without latency.
 
-Requests go through the very code that `weir serve` runs, on one thread for each job, without a client and a socket in between; those for an NBD URI through a connection for each job, those for vhost-user:PATH through a queue for each.
-", settings::sizes!(), " Times take ns, us, ms or s. With --json, what fio prints with its own, and \"weir\" beside it.
-Ctrl-C ends the sending; what was measured until then is told.
+Requests go through the code of `weir serve`, on one thread for each job, without a client and a socket; those for an NBD URI through a connection for each job, those for vhost-user:PATH through a queue for each.
+", settings::sizes!(), " Times take ns, us, ms or s. With --json, prints the fields of fio's --output-format=json, and \"weir\" with additional ones.
+Ctrl-C ends the load; the results until then are printed.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line."
 );
 
@@ -103,7 +103,7 @@ pub struct BenchArgs {
     /// Requests in flight, of each job
     #[arg(short = 'd', long, value_name = "DEPTH", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) depth: u32,
-    /// How the image's bytes are laid out [default: found by probing, where that is safe]
+    /// Image format [default: probed, where that is safe]
     #[arg(short = 'f', long, value_name = "FORMAT", value_parser = settings::parse::<ImageFormat>)]
     pub(crate) format: Option<ImageFormat>,
     /// Read IMAGE as options of QEMU's block drivers, such as driver=qcow2,file.filename=PATH
@@ -115,19 +115,19 @@ pub struct BenchArgs {
     /// Flush after every N writes, once those in flight are done; N is at least DEPTH
     #[arg(long, value_name = "N", requires = "write")]
     pub(crate) flush_interval: Option<u64>,
-    /// Send requests on while a flush is under way
+    /// Continue to submit requests during a flush
     #[arg(long, requires = "flush_interval")]
     pub(crate) no_drain: bool,
-    /// How I/O is done; weir has io_uring alone
+    /// I/O method; weir supports only io_uring
     #[arg(short = 'i', long, value_name = "AIO", hide = true)]
     pub(crate) aio: Option<Aio>,
-    /// The same as -i native
+    /// Select -i native
     #[arg(short = 'n', long, conflicts_with = "aio", hide = true)]
     pub(crate) native: bool,
-    /// Where the first request begins, in bytes
+    /// Offset of the first request in bytes
     #[arg(short = 'o', long, value_name = "OFFSET", default_value = "0", value_parser = settings::size)]
     pub(crate) offset: u64,
-    /// The byte that is written, from 0 to 255 [default: 0]
+    /// Byte to write, from 0 to 255 [default: 0]
     #[arg(long, value_name = "BYTE", requires = "write")]
     pub(crate) pattern: Option<u8>,
     /// Print nothing but errors, and the object of --json
@@ -136,71 +136,70 @@ pub struct BenchArgs {
     /// Bytes of a request
     #[arg(short = 's', long, value_name = "SIZE", default_value = "4K", value_parser = settings::size)]
     pub(crate) buffer_size: u64,
-    /// From the beginning of a request to that of the next; past the end it goes on at the
-    /// beginning [default: SIZE of a request]
+    /// Distance between the offsets of consecutive requests, which wrap around at the end
+    /// [default: SIZE of a request]
     #[arg(short = 'S', long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) step_size: Option<u64>,
     /// The host's page cache: writeback, writethrough, none, directsync or unsafe
     #[arg(short = 't', long, value_name = "MODE", default_value_t, value_parser = settings::parse::<CacheMode>)]
     pub(crate) cache: CacheMode,
-    /// Write instead of reading, which destroys what is in the image
+    /// Write instead of read, which destroys the image's data
     #[arg(short = 'w', long)]
     pub(crate) write: bool,
-    /// Read an image that somebody else has locked for writing
+    /// Read an image that another program has locked for writing
     #[arg(short = 'U', long, conflicts_with = "write")]
     pub(crate) force_share: bool,
-    /// Requests at random multiples of the step behind OFFSET
+    /// Random offsets: multiples of the step after OFFSET
     #[arg(long)]
     pub(crate) random: bool,
-    /// Where the random offsets begin: the same number gives the same offsets
+    /// Seed of the random offsets: the same number gives the same offsets
     #[arg(long, value_name = "N", default_value_t = 1, requires = "anywhere")]
     pub(crate) seed: u64,
-    /// Random places of which the k-th is asked for in proportion to 1/k^THETA; the hot ones lie
-    /// all over the disk
+    /// Random offsets by Zipf's law: the k-th most frequent in proportion to 1/k^THETA, scattered
+    /// over the disk
     #[arg(long, value_name = "THETA", value_parser = theta)]
     pub(crate) zipf: Option<f64>,
-    /// Random places, so many percent of the requests going to the first so many percent of the
-    /// disk: 90/10
+    /// Random offsets, with this percentage of the requests in this first percentage of the disk:
+    /// 90/10
     #[arg(long, value_name = "REQUESTS/DISK", value_parser = settings::parse::<HotSpot>)]
     pub(crate) hot: Option<HotSpot>,
-    /// So many requests one behind the other from each random place
+    /// Number of sequential requests from each random offset
     #[arg(long, value_name = "N", default_value_t = 1, requires = "anywhere", value_parser = clap::value_parser!(u64).range(1..=1 << 40))]
     pub(crate) run: u64,
-    /// From the end to the beginning
+    /// Proceed from the end to the beginning
     #[arg(long, conflicts_with = "anywhere")]
     pub(crate) backward: bool,
-    /// So many go each their own way, from places at equal distances, with DEPTH requests in flight
-    /// each
+    /// Number of readers, which start at equal distances, with DEPTH requests in flight each
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=65_536))]
     pub(crate) readers: u32,
-    /// Of 100 requests of a load that writes, so many read instead
+    /// Percentage of reads in a load that writes
     #[arg(long, value_name = "N", requires = "write", value_parser = clap::value_parser!(u8).range(0..=100))]
     pub(crate) rwmixread: Option<u8>,
-    /// So many at once, each on a thread of its own, sharing COUNT and the rate; with a URI each
-    /// has its own connection, with vhost-user its own queue
+    /// Number of concurrent jobs, one thread each, which share COUNT and the rate; with a URI each
+    /// has a connection, with vhost-user a queue
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub(crate) jobs: u32,
-    /// Requests come by themselves, so many a second in all, and latency counts from when they were
-    /// due
+    /// Open load: submit requests at this total rate per second, with latencies measured from the
+    /// scheduled times
     #[arg(long, value_name = "N", value_parser = iops)]
     pub(crate) rate_iops: Option<f64>,
-    /// How they come
+    /// Spacing of the requests of --rate-iops
     #[arg(long, value_name = "HOW", default_value = "poisson", requires = "rate_iops")]
     pub(crate) arrivals: Spacing,
-    /// So long nothing counts yet, such as 5s
+    /// Warm-up period that does not count, such as 5s
     #[arg(long, value_name = "TIME", value_parser = settings::long_duration)]
     pub(crate) ramp_time: Option<Duration>,
-    /// Send for so long, such as 30s; with -c, whichever ends first
+    /// Duration of the load, such as 30s; with -c, the first limit reached ends it
     #[arg(long, value_name = "TIME", value_parser = settings::long_duration)]
     pub(crate) runtime: Option<Duration>,
-    /// Print the IOPS of each second too; --rwmixread, --zipf, --hot, --jobs, --rate-iops,
-    /// --ramp-time and --runtime do so by themselves
+    /// Also print the IOPS of each second; implied by --rwmixread, --zipf, --hot, --jobs,
+    /// --rate-iops, --ramp-time and --runtime
     #[arg(long)]
     pub(crate) stats: bool,
-    /// A slower device: each request takes longer, such as read=5ms,write=1ms,parallel=4
+    /// Emulate a slower device with these latencies, such as read=5ms,write=1ms,parallel=4
     #[arg(long, value_name = "TIMES", value_parser = settings::parse::<DelayOptions>)]
     pub(crate) delay: Option<DelayOptions>,
-    /// A narrower device: so much passes per second, such as bytes=22M
+    /// Emulate a device with these maximum rates, such as bytes=22M
     #[arg(long, value_name = "RATES", value_parser = settings::parse::<RateOptions>)]
     pub(crate) rate: Option<RateOptions>,
     /// Print a JSON object

@@ -12,7 +12,7 @@ use crate::{
     load::{OpenLoop, FlushSpec, LoadJob, LoadSpec, Locality, OffsetPattern},
 };
 
-/// About the maximum that one system call moves.
+/// About the maximum that a system call moves.
 const LARGEST_REQUEST: u64 = 1 << 30;
 /// Bound on the bytes of all requests in flight.
 const MOST_IN_FLIGHT: u64 = 4 << 30;
@@ -27,7 +27,7 @@ pub(super) fn check(arguments: &BenchArgs) -> anyhow::Result<()> {
     let aio = arguments.aio.or(arguments.native.then_some(Aio::Native));
     if let Some(aio @ (Aio::Threads | Aio::Native)) = aio {
         let name = if aio == Aio::Threads { "threads" } else { "native" };
-        bail!("-i {name}: weir does its I/O through io_uring alone (leave it away)");
+        bail!("-i {name}: weir supports only io_uring (leave it out)");
     }
     check_requests(arguments)?;
     check_times(arguments)?;
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn invalid_options_are_rejected() {
         for (text, why) in [
-            ("a -i threads", "-i threads: weir does its I/O through io_uring alone"),
+            ("a -i threads", "-i threads: weir supports only io_uring"),
             ("a -n", "-i native: "),
             ("a -s 0", "-s 0: a request has"),
             ("a -s 1G -d 8", "-d 8: with requests of"),

@@ -109,7 +109,7 @@ mod tests {
         }
         assert!("vhost-user:".parse::<BenchTarget>().unwrap_err().starts_with("has no path"));
         let long = format!("vhost-user:{}", "a".repeat(200)).parse::<BenchTarget>().unwrap_err();
-        assert!(long.starts_with("has 200 bytes; a Unix socket's path has "), "{long}");
+        assert!(long.starts_with("is 200 bytes long; a Unix socket's path has "), "{long}");
         for text in ["unix:vm1.sock", "vhost-user:unix:vm1.sock", "vhost-user-blk:unix:vm1.sock"] {
             let error = text.parse::<BenchTarget>().unwrap_err();
             assert!(error.contains("; write vhost-user:vm1.sock, or "), "{error}");
@@ -119,8 +119,8 @@ mod tests {
     #[test]
     fn a_wrong_uri_says_how_to_write_it() {
         for (text, why) in [
-            ("nbds://host/a?color=red", "has a parameter that is not known"),
-            ("nbd+vsock:///a", "is a kind of NBD URI"),
+            ("nbds://host/a?color=red", "has an unknown parameter"),
+            ("nbd+vsock:///a", "is an unknown kind of NBD URI"),
             ("nbd://", "has no host"),
             ("nbd:///a", "has no host"),
             ("nbd://me@host", "has no host"),

@@ -18,9 +18,9 @@ pub(crate) struct OpenLoop {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Spacing {
-    /// As those of many clients that know nothing of each other: exponentially distributed
+    /// Exponentially distributed, as from many independent clients
     Poisson,
-    /// All the same
+    /// Equal
     Fixed,
 }
 

@@ -49,7 +49,7 @@ impl LoadStop {
         let _ = timeout(time, self.heard.recv()).await;
     }
 
-    /// `None` as soon as it is stopped.
+    /// `None` after it is stopped.
     pub(crate) async fn unless_stopped<T>(&self, awaited: impl Future<Output = T>) -> Option<T> {
         self.unless_stopped_for(Duration::ZERO, awaited).await
     }

@@ -2,8 +2,8 @@
 //!
 //! Four checks: is it mounted, is it part of another device, is it opened exclusively (by a user in
 //! the kernel: swap, RAID), does it begin with a known signature. Only the third prevents later use
-//! as well; the others produce better messages. Only the last can be overridden. Reading needs the
-//! third only.
+//! as well; the earlier checks produce better messages. Only the last can be overridden. Reading
+//! needs the third only.
 
 use std::{fs, io, os::unix::fs::OpenOptionsExt as _, path::Path};
 
@@ -23,7 +23,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     let name = path.display();
     let number = DeviceNumber::unpack(device_number);
     let roots = SysfsRoots::default();
-    let mounts = fs::read_to_string(&roots.mounts).context("the list of what is mounted cannot be read")?;
+    let mounts = fs::read_to_string(&roots.mounts).context("the list of mounts cannot be read")?;
     // A mounted partition makes the whole disk unusable as well.
     let parts = parts_of(number, &roots);
     for part in parts.iter().chain([&number]) {
@@ -33,9 +33,7 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
             );
         }
         if let Some(holder) = holder_of(*part, &roots) {
-            bail!(
-                "{name}: {holder} lies on it, so it is not written to (take that down, or leave out --write)"
-            );
+            bail!("{name}: {holder} uses it, so it is not written to (stop that, or leave out --write)");
         }
     }
     // O_EXCL without O_CREAT on a block device fails with EBUSY while the kernel uses it (open(2)).
@@ -52,7 +50,9 @@ pub(crate) fn claim(path: &Path, device_number: u64, force: bool) -> anyhow::Res
     // Last, under the exclusive open: the content cannot change in between.
     if let (Some(what), false) = (signature(&file).with_context(|| format!("{name}: cannot be read"))?, force)
     {
-        bail!("{name}: begins like {what}, which writing would destroy (add --force if nobody needs it)");
+        bail!(
+            "{name}: has the signature of {what}, which writing would destroy (add --force if it is not needed)"
+        );
     }
     Ok(ExclusiveDevice { _file: file })
 }

@@ -77,7 +77,7 @@ impl ProbeTarget {
             format!("{name}: no file can be made there (choose a directory that you may write to)")
         })?;
         // Blocks available to this user: root's reserve must not be used up.
-        let space = fstatvfs(&file).with_context(|| format!("{name}: its free space is not known"))?;
+        let space = fstatvfs(&file).with_context(|| format!("{name}: its free space is unknown"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let size_bytes = whole_blocks(wish.size_bytes.unwrap_or(DEFAULT_SIZE.min(free / 4)));
         ensure!(

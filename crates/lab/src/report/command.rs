@@ -69,7 +69,7 @@ fn show_recordings(arguments: &ReportArgs) -> Result<(), CommandFailure> {
     let paths: Vec<PathBuf> =
         [&arguments.a].into_iter().chain(&arguments.b).chain(&arguments.more).cloned().collect();
     if let Some(other) = paths.iter().find(|path| !drawn::is_recording(path)) {
-        let why = anyhow!("{}: is no recording, unlike the first (name recordings alone)", other.display());
+        let why = anyhow!("{}: is no recording, unlike the first (name recordings only)", other.display());
         return Err(CommandFailure::Usage(why));
     }
     let begun = ResultHeader::begin();

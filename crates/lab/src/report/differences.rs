@@ -36,7 +36,7 @@ impl DifferenceVerdict {
             Self::Better => "better",
             Self::Worse => "worse",
             Self::Same => "no difference",
-            Self::Unknown => "cannot be told",
+            Self::Unknown => "unknown",
         }
     }
 }
@@ -112,7 +112,7 @@ impl Differences {
             _ if self.rows.is_empty() => {
                 return "No measure is in both results: there is nothing to compare.".to_owned();
             }
-            _ if told == 0 => "Whether there is a difference cannot be told.".to_owned(),
+            _ if told == 0 => "No difference can be shown or excluded.".to_owned(),
             0 => format!("No real difference: none of {told} {measures} differs by more than noise."),
             differ => format!(
                 "{differ} of {told} {measures} differ{} by more than noise: B is better in {better} and worse in {worse}.",
@@ -132,7 +132,7 @@ impl Differences {
         }
         let is_within = |row: &DifferenceRow| row.samples_are == SamplesAre::Seconds && row.outcome != DifferenceVerdict::Unknown;
         if self.rows.iter().any(is_within) {
-            text += " Some were compared within one run each: a difference between the runs themselves is not told from one between the things.";
+            text += " Some compare single runs, in which variation between runs cannot be distinguished from a real difference.";
         }
         match self.count(DifferenceVerdict::Unknown) {
             0 => {}
@@ -171,7 +171,7 @@ impl Differences {
 
     pub(super) fn others_table(&self) -> ResultTable {
         let row = |other: &DifferingFact| vec![other.what.to_owned(), other.a.clone(), other.b.clone()];
-        let note = Some("Measures may differ for these reasons alone.".to_owned());
+        let note = Some("These differences alone may explain different measures.".to_owned());
         ResultTable { note, ..ResultTable::new("Not the same", ["", "A", "B"], self.others.iter().map(row).collect()) }
     }
 }
@@ -291,7 +291,7 @@ mod tests {
             (&[(Same, 1)], "No real difference: none of 1 measure differs by more than noise."),
             (
                 &[(Unknown, 2)],
-                "Whether there is a difference cannot be told. 2 measures have too few samples to tell, or are zero.",
+                "No difference can be shown or excluded. 2 measures have too few samples to tell, or are zero.",
             ),
             (
                 &[(Unknown, 1), (Worse, 1)],
@@ -350,7 +350,7 @@ mod tests {
         let row = DifferenceRow::new(&of(SamplesAre::Seconds, &a), &of(SamplesAre::Seconds, &b));
         assert_eq!(row.outcome, DifferenceVerdict::Worse);
         let told = Differences { rows: vec![row], only_a: vec![], only_b: vec![], others: vec![] };
-        assert!(told.conclusion().contains("within one run each"), "{}", told.conclusion());
+        assert!(told.conclusion().contains("compare single runs"), "{}", told.conclusion());
         let exact = of(SamplesAre::Exact, &[1.0]);
         let rows = vec![DifferenceRow::new(&exact, &of(SamplesAre::Exact, &[2.0])); 40];
         let told = Differences { rows, ..told };

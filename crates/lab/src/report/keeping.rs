@@ -18,7 +18,7 @@ impl ResultArgs {
         self.report.as_ref().map_or(Ok(()), |path| check(path, OutputKind::Page))
     }
 
-    /// Saves both files; if one fails, the other is still written.
+    /// Saves both files; a failure of one does not prevent the second.
     pub(crate) fn keep(&self, result: &ResultFile) -> anyhow::Result<()> {
         let kept = self.result.as_ref().map_or(Ok(()), |path| save(result, path));
         let draw = |path| write(path, OutputKind::Page, &page(result)?);

@@ -96,7 +96,7 @@ fn drawing(lines: &Lines) -> anyhow::Result<SvgDrawing> {
     let series = drawn(lines);
     let points = || named(lines).flat_map(|(series, _)| &series.points);
     let placed = |axis: &ChartAxis, value: f64| value.is_finite() && !(axis.logarithmic && value <= 0.0);
-    // A point that one axis cannot represent must not widen the other.
+    // A point outside of an axis must not widen the second axis.
     let points = || points().filter(|(x, y)| placed(&lines.x, *x) && placed(&lines.y, *y));
     let x = AxisScale::over(points().map(|point| point.0), &lines.x, ScaleEnds::Values, X_TICKS);
     let y = AxisScale::over(points().map(|point| point.1), &lines.y, ScaleEnds::Ticks, Y_TICKS);
@@ -201,7 +201,7 @@ impl ValueFormatter<f64> for PlottersRange<'_> {
     }
 }
 
-/// Step function from one end of the chart to the other.
+/// Step function over the whole width of the chart.
 fn stepped(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     let (Some(&(_, first)), Some(&(_, last))) = (points.first(), points.last()) else { return vec![] };
     [(0.0, first)].into_iter().chain(until_next(points)).chain([(1.0, last)]).collect()

@@ -8,10 +8,10 @@ use clap::Args;
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "Keeping the results")]
 pub(crate) struct ResultArgs {
-    /// Keep everything that was found in this file (JSON), for `weir report`
+    /// Save all results to this file (JSON), for `weir report`
     #[arg(long, value_name = "FILE.json")]
     pub(crate) result: Option<PathBuf>,
-    /// Draw it on one page, which needs nothing else to be looked at (HTML)
+    /// Write a self-contained page with charts (HTML)
     #[arg(long, value_name = "FILE.html")]
     pub(crate) report: Option<PathBuf>,
 }

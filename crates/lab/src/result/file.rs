@@ -62,7 +62,7 @@ impl OutputDestination {
             bail!("is a directory (name a file in it)");
         }
         if is.is_block_device() {
-            bail!("is a block device, and what it holds would be lost (choose another name)");
+            bail!("is a block device, and its data would be lost (choose another name)");
         }
         if !is.is_file() {
             return Ok(Self::WriteInto);
@@ -109,7 +109,7 @@ pub(crate) fn check(path: &Path, kind: OutputKind) -> anyhow::Result<()> {
 }
 
 pub(crate) fn save(result: &ResultFile, path: &Path) -> anyhow::Result<()> {
-    let text = serde_json::to_string_pretty(result).context("the result cannot be told as JSON")?;
+    let text = serde_json::to_string_pretty(result).context("the result cannot be written as JSON")?;
     write(path, OutputKind::Result, &(text + "\n"))
 }
 

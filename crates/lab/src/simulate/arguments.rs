@@ -22,11 +22,11 @@ pub const EXAMPLES: &str = concat!(
     "\
 Examples:
   weir simulate vm1.csv.zst --iops-total 1000 --iops-total-max 5000 --iops-total-max-length 5
-      What these limits would have done to the disks of the trace, each by itself.
+      The effect of these limits on each disk of the trace separately.
   weir simulate a.csv b.csv --config /etc/weir.toml
-      What a daemon with this file would have done: its groups, weights, watermarks and what it reads ahead.
+      The effect of a daemon with this config file: groups, weights, watermarks and prefetching.
   weir simulate vm1.csv --device /var/lib/images --bps-total 50M --report vm1.html
-      On the device below that directory, as `weir probe` measured it; with pictures.
+      On the device below that directory, as `weir probe` measured it; with charts.
   weir simulate vm1.csv --sweep iops-total=500..5000:500 --p99 10ms
       A simulation for each limit, and the smallest that keeps 99 of 100 requests below 10 ms.
   weir simulate day.csv --config weir.toml --sweep iops-total=200..2000:200 \\
@@ -37,9 +37,9 @@ Examples:
   weir simulate --workload two-streams
       The table of io-throttle v16 (2009), beside its own figures.
   weir simulate --cluster hosts=1000,disks=10 --iops-total 100000 --report cluster.html
-      How fast the shares of 1,000 hosts follow what they want, and what that asks of etcd.
+      How fast the shares of 1,000 hosts follow their demand, and the load on etcd.
 
-Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, weir's recordings, and by --columns any other; plain, gz or zst; - is standard input. Requests come when the trace says, however long those before them take.
+Traces: weir's CSV (time_ns,disk,op,offset,length), fio's iolog 2 and 3, blkparse, MSR Cambridge, Alibaba, CloudPhysics, SPC, MQSim, weir's recordings, and by --columns any other; plain, gz or zst; - is standard input. Requests arrive at the times in the trace, regardless of the latency of earlier ones.
 ", settings::sizes!(), " Times take ns, us, ms or s.
 Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command line."
 );
@@ -47,7 +47,7 @@ Exit status: 0 simulated, 1 failed or not to the end, 2 wrong use of the command
 /// Arguments of `weir simulate`.
 #[derive(Debug, Args)]
 pub struct SimulateArgs {
-    /// Before all others: who takes an argument's value takes it away.
+    /// The first field: taking a value removes it from the matches.
     #[command(flatten)]
     pub(crate) given: GivenOptions,
     /// Traces, read as one by their times; - is standard input
@@ -83,7 +83,7 @@ pub(crate) struct InputArgs {
     #[arg(long, value_name = "SPEC", conflicts_with_all = ["traces", "format", "columns", "window", "absolute_time"], value_parser = settings::parse::<Workload>,
         help = format!("Requests of a generator instead: {}; with :key=value,…", generators()))]
     pub(crate) workload: Option<Workload>,
-    /// Where the generator begins: the same number gives the same requests
+    /// Seed of the generator: the same number gives the same requests
     #[arg(long, value_name = "N", default_value_t = 1, conflicts_with = "traces")]
     pub(crate) seed: u64,
 }
@@ -91,9 +91,9 @@ pub(crate) struct InputArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Devices")]
 pub(crate) struct SimulateDeviceArgs {
-    /// What disks lie on: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or what
-    /// `weir probe` found of DIR or DEVICE; --delay and --rate of `weir serve` are a device of
-    /// each disk [default: takes no time]
+    /// Device shared by all disks: read=TIME,write=TIME,flush=TIME,parallel=N,read-bps=SIZE,… or
+    /// a DIR or DEVICE measured by `weir probe`; --delay and --rate of `weir serve` describe a
+    /// separate device for each disk [default: no latency]
     #[arg(long, value_name = "SPEC|DIR|DEVICE", value_parser = settings::parse::<DeviceSpec>)]
     pub(crate) device: Option<DeviceSpec>,
     /// Each disk's device, as `weir serve` imitates it, such as read=5ms,write=1ms,parallel=4
@@ -106,8 +106,8 @@ pub(crate) struct SimulateDeviceArgs {
     /// Each disk's size, past which a request is an error [default: any]
     #[arg(long, value_name = "SIZE", value_parser = settings::size, conflicts_with = "config")]
     pub(crate) size: Option<u64>,
-    /// Where `weir probe` left what devices can do [default: /var/lib/weir, or ~/.local/state/weir
-    /// if not root]
+    /// Directory with results of `weir probe` [default: /var/lib/weir, or ~/.local/state/weir if
+    /// not root]
     #[arg(long, value_name = "DIR", requires = "device")]
     pub(crate) state: Option<PathBuf>,
 }
@@ -115,17 +115,17 @@ pub(crate) struct SimulateDeviceArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Which limit")]
 pub(crate) struct SweepArgs {
-    /// A simulation for each value of one limit, such as iops-total=500..5000:500
+    /// Simulate each value of one limit, such as iops-total=500..5000:500
     #[arg(long, value_name = "LIMIT=FROM..TO:STEP", value_parser = settings::parse::<SweepValues>, conflicts_with = "events")]
     pub(crate) sweep: Option<SweepValues>,
-    /// The disk or group whose limit it is [default: the only group, or all disks]
+    /// Disk or group whose limit varies [default: the only group, or all disks]
     #[arg(long, value_name = "NAME", requires = "sweep")]
     pub(crate) sweep_of: Option<String>,
-    /// End with the limit that keeps 99 of 100 requests below this: the smallest for requests that
-    /// it limits, the largest for those of other disks
+    /// Find the limit that keeps 99 of 100 requests below this latency: the smallest for requests
+    /// that it throttles, the largest for those of other disks
     #[arg(long, value_name = "TIME", value_parser = settings::duration, requires = "sweep")]
     pub(crate) p99: Option<Duration>,
-    /// The disk or group whose requests --p99 judges [default: the one of --sweep-of, or all disks]
+    /// Disk or group whose requests --p99 judges [default: that of --sweep-of, or all disks]
     #[arg(long, value_name = "NAME", requires = "p99")]
     pub(crate) p99_of: Option<String>,
 }
@@ -133,7 +133,7 @@ pub(crate) struct SweepArgs {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Output")]
 pub(crate) struct SimulateOutputArgs {
-    /// Write what became of each request to this file (CSV); on one thread
+    /// Write the result of each request to this file (CSV); uses one thread
     #[arg(long, value_name = "FILE")]
     pub(crate) events: Option<PathBuf>,
     /// Threads that simulate, at most 256; results do not depend on it [default: one for each CPU]

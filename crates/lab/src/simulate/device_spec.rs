@@ -38,7 +38,7 @@ impl FromStr for DeviceSpec {
                 "write-bps" => rate.push(format!("write={value}")),
                 _ => {
                     return Err(format!(
-                        "{key:?} is nothing that is known of a device (there are read, write, zero, flush, parallel, bps, iops, read-bps and write-bps)"
+                        "{key:?} is no property of a device (there are read, write, zero, flush, parallel, bps, iops, read-bps and write-bps)"
                     ));
                 }
             }
@@ -76,7 +76,7 @@ mod tests {
     #[test]
     fn unknown_key_is_named() {
         let error = |text: &str| text.parse::<DeviceSpec>().unwrap_err();
-        assert!(error("reed=5ms").starts_with("\"reed\" is nothing that is known of a device"));
+        assert!(error("reed=5ms").starts_with("\"reed\" is no property of a device"));
         assert!(error("read=fast").starts_with("read=fast is not a duration"));
         assert!(error("").contains("empty"));
     }

@@ -255,8 +255,7 @@ impl SimulationReader<'_> {
     ) -> anyhow::Result<SimulationOutcome> {
         let SimulationJob { setup, mut input, stop, tell, before, .. } = job;
         let shard_of = setup.shards(&self.world, shards);
-        // Each shard simulates the clients of its own disks, and all shards share the bound on
-        // memory.
+        // Each shard simulates the clients of its disks, and all shards share the bound on memory.
         let mut pairs = Vec::with_capacity(shards);
         let memory = BacklogMemory::default();
         for shard in 0..shards {

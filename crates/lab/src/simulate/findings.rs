@@ -57,7 +57,7 @@ pub(super) fn of_sweep(swept: &SweepResult) -> Findings {
     let is_size = swept.setting.is_some_and(policy::throttle::LimitSetting::is_size);
     let unit = if is_size { MeasureUnit::BytesPerSecond } else { MeasureUnit::Iops };
     let latency = Lines {
-        title: format!("What each {} would have done to latency", swept.limit),
+        title: format!("Effect of each {} on latency", swept.limit),
         x: ChartAxis::new(swept.limit, unit),
         y: ChartAxis::new("latency", MeasureUnit::Nanoseconds),
         steps: false,
@@ -96,7 +96,7 @@ pub(super) fn of_sweep(swept: &SweepResult) -> Findings {
     let disks: Vec<_> = swept.columns().iter().map(|name| format!("p99 {name}")).collect();
     let columns = [swept.limit, "p50", "p99", "p99.9", "IOPS", "bytes/s", "throttled"].into_iter();
     let columns = columns.chain(disks.iter().map(String::as_str));
-    let title = format!("What each {} would have done", swept.limit);
+    let title = format!("Effect of each {}", swept.limit);
     Findings {
         summary: swept.p99.iter().map(|bound| swept.sentence(bound)).collect(),
         measures: swept.points.iter().map(measure).collect(),

@@ -83,7 +83,7 @@ impl<'a> SpecKeys<'a> {
             Some(near) => format!("did you mean {near}?"),
             None => format!("there are {}", self.known.join(", ")),
         };
-        Err(format!("{key:?} is nothing that {name} knows ({advice})"))
+        Err(format!("{key:?} is no key of {name} ({advice})"))
     }
 }
 

@@ -182,7 +182,7 @@ impl SimulationSummary {
         }
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
         if let Some(why) = &self.partial {
-            text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
+            text.push(format!("Incomplete: {why}. The figures cover the part before.\n"));
         }
         text.join("\n")
     }

@@ -133,12 +133,12 @@ impl SimulationSetup {
             let own = world.disks.iter().filter(|disk| disk.place != shared).count();
             ensure!(
                 own == 0 || own < world.disks.len(),
-                "--device: no disk is on it, as each in {} has a delay or rate of its own (take those out, or leave --device out)",
+                "--device: it applies to no disk, because each in {} has a delay or rate (remove those, or leave --device out)",
                 path.display()
             );
             if own > 0 {
                 remarks.push(format!(
-                    "On --device are the disks without a delay or rate of their own: {} of {}.",
+                    "--device applies to the disks without a delay or rate of their own: {} of {}.",
                     world.disks.len() - own,
                     world.disks.len()
                 ));
@@ -219,7 +219,7 @@ impl SimulationSetup {
     /// disks.
     pub(crate) fn with_limit(&self, of: Option<&str>, setting: LimitSetting, value: u64) -> anyhow::Result<Self> {
         let mut setup = self.clone();
-        // A swept value can contradict the other limits, which is only detected here.
+        // A swept value can contradict another limit, which is only detected here.
         let change = |name: &str, limits: &mut Limits| -> anyhow::Result<()> {
             let name = if name.is_empty() { "each disk" } else { name };
             let place = || format!("{name}: {setting}={value}");
@@ -320,7 +320,7 @@ impl<'a> DiskResolver<'a> {
         if let Some(taken) = &self.stand_in {
             let only = &disks[0].name;
             return format!(
-                "the disk {name:?} is the trace's second, and {file} has {only:?} alone, which {taken:?} was taken for (add [disk.{name:?}])"
+                "the disk {name:?} is the second of the trace, but {file} has only {only:?}, to which {taken:?} was mapped (add [disk.{name:?}])"
             );
         }
         let mut names: Vec<_> =
@@ -361,15 +361,15 @@ fn probed(path: &Path, store: &CapacityStore) -> anyhow::Result<StationSpec> {
     use std::os::unix::fs::{FileTypeExt as _, MetadataExt as _};
     let name = path.display();
     let metadata = fs::metadata(path).with_context(|| {
-        format!("{name}: is no device that is known (name a directory or a device, or say read=100us,…)")
+        format!("{name}: is no known device (name a directory or a device, or give read=100us,…)")
     })?;
     let is_device = metadata.file_type().is_block_device();
     // A device is the measured object itself; a directory lies on one.
     let number = DeviceNumber::unpack(if is_device { metadata.rdev() } else { metadata.dev() });
     let identity = DeviceIdentity::resolve(number, &SysfsRoots::default())
-        .with_context(|| format!("{name}: lies on no device (say what it takes: --device read=100us,…)"))?;
+        .with_context(|| format!("{name}: is on no device (give its latency: --device read=100us,…)"))?;
     let capacity = store.capacity(identity.key()).with_context(|| {
-        format!("{name}: nothing is known of {} (measure it: weir probe {name})", identity.node())
+        format!("{name}: {} has not been measured (measure it: weir probe {name})", identity.node())
     })?;
     // Capacities were measured at this depth, so the model cannot have more parallel places.
     let parallel = server_count(capacity.read_iops.max(capacity.write_iops), probe::DEPTH);

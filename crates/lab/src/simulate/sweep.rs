@@ -42,7 +42,7 @@ impl FromStr for SweepValues {
         }
         // For a rate, 0 means unlimited, which is the largest value rather than the smallest.
         if from == 0 && matches!(setting, LimitSetting::Limit(_, LimitPart::Rate)) {
-            return Err(format!("begins with 0, which is no {name} at all (begin above 0)"));
+            return Err(format!("begins with 0, which means no {name} limit (begin above 0)"));
         }
         let count = (to - from) / step + 1;
         if count > MOST_VALUES {
@@ -81,7 +81,7 @@ mod tests {
         assert!(error("iops-total=9..1:1").contains("does not rise"));
         assert_eq!(
             error("iops-total=0..9:1"),
-            "begins with 0, which is no iops-total at all (begin above 0)"
+            "begins with 0, which means no iops-total limit (begin above 0)"
         );
         assert!("iops-size=0..9:1".parse::<SweepValues>().is_ok_and(|sweep| !sweep.has_smallest()));
         assert!(error("iops-total=1..9:0").contains("does not rise"));

@@ -263,7 +263,7 @@ impl SweepResult {
             text += &format!("\n{}\n", self.sentence(bound));
         }
         if let Some(why) = &self.partial {
-            text += &format!("\nNot complete: {why}.\n");
+            text += &format!("\nIncomplete: {why}.\n");
         }
         text
     }

@@ -106,7 +106,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     for threads in [1, 2, 3, 8] {
         assert_eq!(told(&words, threads), one, "with {threads} threads");
     }
-    // Without a config file every disk has a device of its own.
+    // Without a config file every disk has a separate device.
     let words = format!("{trace} --iops-total 300 --delay read=1ms,parallel=1");
     let one = told(&words, 1);
     assert_eq!(told(&words, 4), one);
@@ -260,7 +260,7 @@ fn what_does_not_apply_is_said_of_its_place() {
     assert_eq!(
         partial,
         format!(
-            "{dir}/two.csv:3: the disk \"d\" is the trace's second, and {dir}/one.toml has \"a\" alone, which \"c\" was taken for (add [disk.\"d\"])"
+            "{dir}/two.csv:3: the disk \"d\" is the second of the trace, but {dir}/one.toml has only \"a\", to which \"c\" was mapped (add [disk.\"d\"])"
         )
     );
     check_error(
@@ -270,7 +270,7 @@ fn what_does_not_apply_is_said_of_its_place() {
     check_error(
         &format!("{c} --device {dir}/none"),
         &format!(
-            "{dir}/none: is no device that is known (name a directory or a device, or say read=100us,…): No such file or directory (os error 2)"
+            "{dir}/none: is no known device (name a directory or a device, or give read=100us,…): No such file or directory (os error 2)"
         ),
     );
     let error = format!("{:#}", outcome(&odd, 1).map(drop).unwrap_err());
@@ -285,7 +285,7 @@ fn rows_before_a_broken_line_are_kept() {
     assert_eq!(outcome.disks[0].after.requests, 2);
     let summary = SimulationSummary::new(&outcome, &[]);
     assert!(summary.partial.as_deref().unwrap().contains("a.csv:4: "), "{:?}", summary.partial);
-    assert!(summary.text().contains("Not complete: "), "{}", summary.text());
+    assert!(summary.text().contains("Incomplete: "), "{}", summary.text());
 }
 
 fn simulate_with(events: EventsFile, job: SimulationJob<'_>) -> (SimulationOutcome, EventsFile) {

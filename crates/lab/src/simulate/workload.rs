@@ -183,11 +183,11 @@ mod tests {
         let error = |text: &str| text.parse::<Workload>().unwrap_err();
         assert!(error("rnd").starts_with("\"rnd\" is no generator (there are random, "));
         assert_eq!(error("random:iops=0"), "iops=0 is not between 1 and 100000000");
-        assert!(error("random:depth=1").starts_with("\"depth\" is nothing that random knows (there are "));
+        assert!(error("random:depth=1").starts_with("\"depth\" is no key of random (there are "));
         assert_eq!(error("random:iops=1,iops=2"), "iops is given twice (remove one)");
         assert_eq!(error("random:fast"), "\"fast\" is not of the form key=value");
         assert_eq!(error("random:size=1M,span=4K"), "span=4096 is less than one request of 1048576 bytes");
-        assert!(error("burst:x=1").starts_with("\"x\" is nothing that burst knows (there are "));
+        assert!(error("burst:x=1").starts_with("\"x\" is no key of burst (there are "));
         assert!(error("zipf:theta=-1").starts_with("theta=-1 is not a number"));
         assert!(error("sequential:op=erase").starts_with("op=erase is neither"));
         assert!(error("sequential:think=5").starts_with("think=5 has no unit (write 5s"));

@@ -78,7 +78,7 @@ fn convert(arguments: &ConvertArgs) -> Result<(), CommandFailure> {
     if written == 0 {
         read?;
         let left_out = sink.left_out();
-        let why = if left_out.is_empty() { "there is none".to_owned() } else { left_out.join(", ") };
+        let why = if left_out.is_empty() { "the traces have none".to_owned() } else { left_out.join(", ") };
         return Err(anyhow!("no request was written: {why}").into());
     }
     let left_out = sink.left_out();
@@ -168,7 +168,7 @@ fn convert_sorted(source: &mut MergedTraces, sink: &mut ConvertSink, cannot: &dy
     read
 }
 
-/// Converts a recording block by block, each as soon as it is available.
+/// Converts a recording block by block, each when it is available.
 fn convert_recording(
     lines: &mut LineReader,
     blocks: &mut RecordingReader,
@@ -193,7 +193,7 @@ fn convert_recording(
         let outcome = entry.times.map(|times| RequestOutcome { times, has_failed: entry.has_failed, limit });
         let (time_ns, op, offset, length) = (entry.arrival_ns, entry.op, entry.offset, entry.length);
         sink.write_request(TraceRequest { time_ns, disk, name, op, offset, length, outcome }).with_context(cannot)?;
-        // Between blocks the reader may wait for a live recording: write out what is complete.
+        // Between blocks the reader may wait for a live recording: write out all complete blocks.
         if blocks.is_between_blocks() {
             sink.flush().with_context(cannot)?;
         }

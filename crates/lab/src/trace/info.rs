@@ -31,14 +31,14 @@ use crate::{duration::duration, latencies::ExactTimes};
 pub(crate) const EXAMPLES: &str = "\
 Examples:
   weir trace info day.recording
-      Each disk's requests, how long they took, and which limits held them.
+      Each disk's requests, their latencies, and the limits that throttled them.
   weir trace info /var/lib/weir/record/* --json
-      The hours that `record` in the config has kept, as one.
+      All files that `record` in the config has written, as one recording.
   weir trace info web.spc.gz
-      Any other trace: how much is in it.
+      Any other trace: numbers and bytes of its requests.
 
-What waited is told of all requests, with those that waited for nothing, and until they went on;
-`weir status` tells it of those alone that limits held, and until the limits let them pass.
+Waiting times include requests that did not wait, and end when a request proceeds to the disk;
+`weir status` counts throttled requests only, and until the limits admit them.
 Exit status: 0 all was read, 1 failed or not to the end, 2 wrong use of the command line.";
 
 /// Arguments of `weir trace info`.

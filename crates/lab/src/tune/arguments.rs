@@ -14,55 +14,54 @@ use crate::{
 pub const EXAMPLES: &str = "\
 Examples:
   weir tune /var/lib/images --report tune.html
-      What to choose for disks in that directory, on images that are gone afterwards.
+      Recommends options for disks in that directory, measured with images that are removed afterwards.
   weir tune /var/lib/images --for latency --budget 30m --result tune.json
-      For one goal and for longer; after Ctrl-C, --resume tune.json goes on where that ended.
+      For one goal and for longer; after Ctrl-C, --resume tune.json continues that run.
   weir tune /var/lib/images --preset cache-modes
       The table of a published measurement, and whether its conclusions hold here.
   weir tune vm1.qcow2 --format qcow2
-      Cache mode, L2 cache and prefetch for an image that is there, which is only read.
+      Cache mode, L2 cache and prefetch for an existing image, which is only read.
 
-Measures cache mode, cluster size (64K to 2M), L2 cache (1/128 of what covers the disk, to all of it) and prefetch, one at a time around the default and then together where that promises something, in rounds in random order. Recommends nothing that was not shown to gain more than noise and 5 %.
+Measures cache mode, cluster size (64K to 2M), L2 cache (from 1/128 of the full size to the full size) and prefetch: first one change to the default at a time, then promising combinations, in rounds in random order. Recommends only changes that were shown to gain more than noise and 5 %.
 Exit status: 0 measured, 1 failed or interrupted, 2 wrong use of the command line.";
 
 /// Arguments of `weir tune`.
 #[derive(Debug, Args)]
 pub struct TuneArgs {
-    /// A directory, where images are made and measured; a block device; or an image, which is only
+    /// Directory, in which images are created and measured; block device; or image, which is only
     /// read
     #[arg(value_name = "DIR|DEVICE|IMAGE")]
     pub(crate) path: PathBuf,
-    /// What to tune for [default: each of them]
+    /// Goal of the recommendation [default: all goals]
     #[arg(long = "for", value_name = "GOAL")]
     pub(crate) goal: Option<TuneGoal>,
-    /// How long it may take in all, such as 90s, 10m or 2h
+    /// Maximum total duration, such as 90s, 10m or 2h
     #[arg(long, value_name = "TIME", default_value = "10m", value_parser = budget)]
     pub(crate) budget: Duration,
     /// Bytes of each image, or of the device or image that are measured [default: by budget and
     /// free space, at most 1G; of a device or an image, all]
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) size: Option<u64>,
-    /// The disk that the printed options are for [default: 100G, or the size of the image or
-    /// device]
+    /// Size of the disk that the printed options are for [default: 100G, or the size of the image
+    /// or device]
     #[arg(long, value_name = "SIZE", value_parser = settings::size)]
     pub(crate) disk: Option<u64>,
-    /// The format of an image that is there: raw or qcow2 [default: found by probing, where that is
-    /// safe]
+    /// Format of an existing image: raw or qcow2 [default: probed, where that is safe]
     #[arg(long, value_name = "FORMAT", value_parser = settings::parse::<ImageFormat>)]
     pub(crate) format: Option<ImageFormat>,
     /// Measure a published table instead of searching
     #[arg(long, value_name = "TABLE", conflicts_with_all = ["goal", "resume", "disk"])]
     pub(crate) preset: Option<Preset>,
-    /// Write to a device, which destroys what is on it
+    /// Write to a device, which destroys its data
     #[arg(long)]
     pub(crate) write: bool,
-    /// Write to a device though it holds a file system or something else that is known
+    /// Write to a device despite a file system or another known signature
     #[arg(long, requires = "write")]
     pub(crate) force: bool,
-    /// Where the random order begins; the recommendation should not depend on it
+    /// Seed of the random order; the recommendation should not depend on it
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) seed: u64,
-    /// Go on with the samples of an interrupted run of the same place and size
+    /// Continue with the samples of an interrupted run with the same target and size
     #[arg(long, value_name = "FILE.json")]
     pub(crate) resume: Option<PathBuf>,
     /// Print the result file's JSON

@@ -11,13 +11,13 @@ use super::matrix::{DiskConfiguration, PatternOperation, RequestPattern, Configu
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, ValueEnum)]
 pub(crate) enum TuneGoal {
-    /// Much at a time: large requests, and many in flight
+    /// Large requests, and many in flight
     Throughput,
-    /// One after the other: how soon a small request is answered
+    /// Latency of small requests, one in flight
     Latency,
     /// Safe even for a guest that sends no flushes
     Integrity,
-    /// Everything counts the same
+    /// All patterns with equal weight
     Balanced,
 }
 

@@ -115,7 +115,7 @@ impl TuneTarget {
         }
         let mut remarks = Vec::new();
         let (kind, whole_bytes) = if is_device {
-            // The claim is held until the end, so that nobody mounts the device meanwhile.
+            // The claim is held until the end, so that the device cannot be mounted meanwhile.
             let claim = if wish.write {
                 in_use::claim(wish.path, metadata.rdev(), wish.force)?
             } else {
@@ -142,7 +142,7 @@ impl TuneTarget {
     fn directory(wish: TuneTargetOptions<'_>) -> anyhow::Result<Self> {
         let name = wish.path.display();
         let remarks = remove_stale(wish.path);
-        let space = statvfs(wish.path).with_context(|| format!("{name}: its free space is not known"))?;
+        let space = statvfs(wish.path).with_context(|| format!("{name}: its free space is unknown"))?;
         let free = space.fragment_size().saturating_mul(space.blocks_available());
         let by_time = wish.budget_seconds.saturating_mul(BYTES_PER_SECOND);
         // A sixteenth of the free space leaves room for all images and for other programs.
@@ -160,10 +160,12 @@ impl TuneTarget {
             .prefix(&format!("{PREFIX}{}-", process::id()))
             .tempdir_in(wish.path)
             .with_context(|| {
-                format!("{name}: nothing can be made there (choose a directory that you may write to)")
+                format!(
+                    "{name}: no directory can be created there (choose a directory with write permission)"
+                )
             })?;
         // The lock belongs to the open directory and ends with the process, even if it is killed.
-        let held = fs::File::open(made.path()).with_context(|| format!("{name}: cannot be looked into"))?;
+        let held = fs::File::open(made.path()).with_context(|| format!("{name}: cannot be opened"))?;
         let lock = lock(held);
         let kind = TuneTargetKind::Made { directory: made, _lock: lock };
         Ok(Self { kind, path: wish.path.to_owned(), size_bytes, whole_bytes: size_bytes, remarks })
@@ -203,7 +205,7 @@ impl TuneTarget {
         match self.kind {
             TuneTargetKind::Made { .. } => None,
             TuneTargetKind::Device { writable: false, .. } => Some(
-                "writes: they would destroy what is on the device (--write); cluster sizes and L2 caches: a device has none",
+                "writes: they would destroy the data on the device (--write); cluster sizes and L2 caches: a device has none",
             ),
             TuneTargetKind::Device { writable: true, .. } => {
                 Some("cluster sizes, L2 caches and first writes: a device has none")
@@ -248,7 +250,7 @@ fn remove_stale(path: &Path) -> Vec<String> {
         }
         let _lock = lock(fs::File::open(entry.path()).ok()?)?;
         fs::remove_dir_all(entry.path()).ok()?;
-        Some(format!("Removed {}, which a run that was killed had left.", entry.path().display()))
+        Some(format!("Removed {}, left by a killed run.", entry.path().display()))
     };
     entries.filter_map(Result::ok).filter_map(remove).collect()
 }

@@ -66,7 +66,7 @@ impl StoredSamples {
     pub(super) fn load(path: &Path) -> anyhow::Result<Self> {
         let ResultFile { details, .. } = load(path)?;
         serde_json::from_value(details).with_context(|| {
-            format!("{}: has no samples of `weir tune` (name a file that its --result kept)", path.display())
+            format!("{}: has no samples of `weir tune` (name a file saved by its --result)", path.display())
         })
     }
 
@@ -77,10 +77,10 @@ impl StoredSamples {
     /// The samples, after a check that they belong to this target in its present state.
     pub(super) fn samples(&self, place: &TuneTarget, space: &ConfigurationSpace) -> anyhow::Result<TuneSamples> {
         let here = whole_name(&place.path);
-        ensure!(self.path == here, "the samples to go on with are of {}, not of {here}", self.path);
+        ensure!(self.path == here, "the samples to continue with belong to {}, not to {here}", self.path);
         ensure!(
             self.size_bytes == place.size_bytes,
-            "the samples to go on with are of {} bytes, not of {} (give --size {})",
+            "the samples to continue with are for {} bytes, not for {} (give --size {})",
             self.size_bytes,
             place.size_bytes,
             self.size_bytes
@@ -100,7 +100,7 @@ impl StoredSamples {
             let (Some((_, configuration)), Some((_, pattern))) = (configuration, pattern) else { continue };
             ensure!(
                 cell.rounds.iter().all(|&round| round < MOST_ROUNDS),
-                "the samples to go on with are damaged: no run has so many rounds (begin anew, without --resume)"
+                "the samples to continue with are corrupt: the number of rounds is too large (start again without --resume)"
             );
             for (round, value) in cell.rounds.iter().zip(&cell.operations_per_second) {
                 samples.add(*configuration, *pattern, *round, *value);
@@ -128,7 +128,7 @@ impl StoredSamples {
         for (what, theirs, here) in differences {
             ensure!(
                 theirs == here,
-                "the samples to go on with are {what} {theirs}, not {here}: they cannot be compared (begin anew, without --resume)"
+                "the samples to continue with are {what} {theirs}, not {here}: they cannot be compared (start again without --resume)"
             );
         }
         Ok(())
@@ -176,7 +176,7 @@ mod tests {
         assert!(wrong.ends_with("(give --size 16777216)"), "{wrong}");
         let elsewhere = tempfile::tempdir().unwrap();
         let wrong = again.samples(&place(elsewhere.path(), 16 << 20), &space).unwrap_err().to_string();
-        assert!(wrong.contains("not of"), "{wrong}");
+        assert!(wrong.contains("not to"), "{wrong}");
         let wrong = |change: fn(&mut StoredSamples)| {
             let mut kept = again.clone();
             change(&mut kept);
@@ -189,6 +189,6 @@ mod tests {
         assert!(
             wrong(|kept| kept.clusters = vec![4096]).contains("are of clusters of 4K, not clusters of 64K, ")
         );
-        assert!(wrong(|kept| kept.cells[0].rounds[1] = u32::MAX).contains("are damaged"));
+        assert!(wrong(|kept| kept.cells[0].rounds[1] = u32::MAX).contains("are corrupt"));
     }
 }

@@ -4,7 +4,7 @@
 //!   budget ├── images (a third at most) ──┤── search ──┤── curves from a cold cache (5 %) ──┤ end (2 %) ┤
 //! ```
 //!
-//! The search decides what is measured next.
+//! The search decides the next measurement.
 
 use std::{rc::Rc, time::Duration};
 

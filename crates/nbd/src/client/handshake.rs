@@ -119,12 +119,12 @@ pub enum NbdConnectError {
     TimedOut(u64),
     #[error("refused export {export:?}: {why}")]
     Refused { export: String, why: String },
-    #[error("does not speak NBD as it should: {0}")]
+    #[error("violates the NBD protocol: {0}")]
     Breach(&'static str),
-    #[error("cannot be spoken to in secret: {0}")]
+    #[error("TLS failed: {0}")]
     Tls(String),
     /// A server that requires a client certificate disconnects like this without a valid one.
-    #[error("ended the connection when TLS had begun")]
+    #[error("closed the connection during TLS")]
     Disconnected(#[source] io::Error),
 }
 
@@ -140,7 +140,7 @@ impl From<TlsFailure> for NbdConnectError {
     fn from(failure: TlsFailure) -> Self {
         Self::Tls(match failure {
             TlsFailure::Socket(error) => {
-                format!("the server ended the connection in TLS's handshake: {error}")
+                format!("the server closed the connection in the handshake: {error}")
             }
             failure => failure.to_string(),
         })
@@ -202,7 +202,7 @@ impl Negotiation {
         let stream =
             self.stream.start_tls(connection, self.inbox.bytes()).await.map_err(|failure| match failure {
                 TlsFailure::Tls(TlsError::Certificate(_)) if tls.has_key() => NbdConnectError::Tls(
-                    "the server shows a certificate, and does not prove that it knows the key".to_owned(),
+                    "the server presents a certificate instead of the pre-shared key".to_owned(),
                 ),
                 failure => failure.into(),
             })?;
@@ -232,17 +232,17 @@ impl Negotiation {
                 }
                 // Unsupported: the client works without allocation status.
                 kind if kind >= rep::ERR_UNSUP => return Ok(None),
-                _ => return Err(NbdConnectError::Breach("it answers an option with something else")),
+                _ => return Err(NbdConnectError::Breach("it sends an unexpected reply to an option")),
             }
         }
-        Err(NbdConnectError::Breach("it has more contexts than were asked for"))
+        Err(NbdConnectError::Breach("it has more contexts than requested"))
     }
 
     pub(super) async fn greet(&mut self) -> Result<(), NbdConnectError> {
         let greeting = self.receive(GREETING_BYTES).await?;
         let mut fields = WireFields::new(&greeting);
         if fields.u64() != Some(proto::INIT_MAGIC) {
-            return Err(NbdConnectError::Breach("it does not greet as an NBD server does"));
+            return Err(NbdConnectError::Breach("it does not send the greeting of an NBD server"));
         }
         // A server with oldstyle negotiation sends another second magic number.
         let is_new = fields.u64() == Some(proto::OPTION_MAGIC);
@@ -259,7 +259,7 @@ impl Negotiation {
         match reply.kind {
             rep::ACK => Ok(true),
             kind if kind >= rep::ERR_UNSUP => Ok(false),
-            _ => Err(NbdConnectError::Breach("it answers an option with something else")),
+            _ => Err(NbdConnectError::Breach("it sends an unexpected reply to an option")),
         }
     }
 
@@ -292,32 +292,31 @@ impl Negotiation {
                     _ => {}
                 },
                 kind if kind >= rep::ERR_UNSUP => return Err(refused_error(export, kind, &data)),
-                _ => return Err(NbdConnectError::Breach("it answers an option with something else")),
+                _ => return Err(NbdConnectError::Breach("it sends an unexpected reply to an option")),
             }
         }
-        let (size_bytes, flags) = about.ok_or(NbdConnectError::Breach("it does not tell the export's size"))?;
+        let (size_bytes, flags) =
+            about.ok_or(NbdConnectError::Breach("it does not report the export's size"))?;
         // Most servers and Linux use signed offsets.
         if i64::try_from(size_bytes).is_err() {
-            return Err(NbdConnectError::Breach("it tells a size of 8 EiB or more"));
+            return Err(NbdConnectError::Breach("it reports a size of 8 EiB or more"));
         }
         let ((minimum, preferred), maximum) = sizes;
         // "Size constraints": the minimum is a power of two of at most 64 KiB, and the preferred
         // size a larger one. An invalid preferred size is replaced by a safe default.
         let minimum_block = minimum.max(1);
         if !minimum_block.is_power_of_two() || minimum_block > proto::MAX_MINIMUM_BLOCK {
-            return Err(NbdConnectError::Breach("its smallest block is no power of two up to 64 KiB"));
+            return Err(NbdConnectError::Breach("its minimum block is not a power of two up to 64 KiB"));
         }
         // Rounded down, so that the parts of a split request stay aligned.
         let maximum_payload = maximum & !(minimum_block - 1);
         let is_sensible = preferred.is_power_of_two() && preferred <= maximum_payload;
         let preferred = if is_sensible { preferred } else { 4096 };
         if maximum_payload == 0 {
-            return Err(NbdConnectError::Breach("its largest payload is smaller than its smallest block"));
+            return Err(NbdConnectError::Breach("its maximum payload is smaller than its minimum block"));
         }
         if u64::from(maximum_payload) < u64::from(MIN_MAX_PAYLOAD).min(size_bytes) {
-            return Err(NbdConnectError::Breach(
-                "it takes no more than a few bytes at a time, and has to take 4096",
-            ));
+            return Err(NbdConnectError::Breach("its maximum payload is smaller than 4096 bytes"));
         }
         let preferred_block = preferred.max(minimum_block);
         Ok(NbdExportInfo {
@@ -346,7 +345,7 @@ impl Negotiation {
         let option = fields.u32();
         let rest = fields.u32().zip(fields.u32());
         let Some((kind, length)) = rest.filter(|_| magic == Some(proto::OPTION_REPLY_MAGIC)) else {
-            return Err(NbdConnectError::Breach("what should be a reply has another magic number"));
+            return Err(NbdConnectError::Breach("a reply has a wrong magic number"));
         };
         // One option is in flight at a time, so its replies come next.
         if option != Some(expect) {
@@ -368,11 +367,11 @@ impl Negotiation {
 
 pub(super) fn refused_error(export: &str, kind: u32, data: &[u8]) -> NbdConnectError {
     let meaning = match kind {
-        rep::ERR_UNSUP => "the server is too old: it does not know the option GO",
+        rep::ERR_UNSUP => "the server is too old: it does not support the option GO",
         rep::ERR_POLICY => "not permitted",
-        rep::ERR_TLS_REQD => "the server wants TLS (nbds://)",
+        rep::ERR_TLS_REQD => "the server requires TLS (nbds://)",
         rep::ERR_UNKNOWN => "no such export",
-        rep::ERR_SHUTDOWN => "the server is ending",
+        rep::ERR_SHUTDOWN => "the server is shutting down",
         _ => "the server gives no reason",
     };
     let said = server_text(data);

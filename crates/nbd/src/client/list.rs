@@ -81,7 +81,7 @@ impl TextBudget {
     }
 }
 
-const UNEXPECTED_REPLY: NbdConnectError = NbdConnectError::Breach("it answers an option with something else");
+const UNEXPECTED_REPLY: NbdConnectError = NbdConnectError::Breach("it sends an unexpected reply to an option");
 
 async fn names(negotiation: &mut Negotiation, text: &mut TextBudget) -> Result<Vec<ListedExport>, NbdConnectError> {
     let mut exports = Vec::new();

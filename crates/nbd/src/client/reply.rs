@@ -76,8 +76,8 @@ pub(super) fn parse(
         None => Ok(None),
         Some(proto::SIMPLE_REPLY_MAGIC) => Ok(simple(fields).map(|header| (header, SIMPLE_BYTES))),
         Some(proto::STRUCTURED_REPLY_MAGIC) if structured => chunk(fields, longest),
-        Some(proto::STRUCTURED_REPLY_MAGIC) => Err("a structured reply, which was not agreed on"),
-        Some(_) => Err("what should be a reply has another magic number"),
+        Some(proto::STRUCTURED_REPLY_MAGIC) => Err("a structured reply, which was not negotiated"),
+        Some(_) => Err("a reply has a wrong magic number"),
     }
 }
 
@@ -96,19 +96,19 @@ fn chunk(
     let last = flags & reply_flag::DONE != 0;
     let found = match kind {
         reply_type::NONE if length == 0 && last => Some((ReplyChunk::None, 0)),
-        reply_type::NONE => return Err("an empty chunk that is not empty, or not the last"),
+        reply_type::NONE => return Err("an empty chunk with a payload, or not the last"),
         reply_type::OFFSET_DATA | reply_type::OFFSET_HOLE if longest.data == 0 => {
             return Err("data in a reply to a request other than a read");
         }
         reply_type::OFFSET_DATA if length > OFFSET_BYTES => {
             if length - OFFSET_BYTES > longest.data {
-                return Err("more data than was asked for");
+                return Err("more data than requested");
             }
             fields.u64().map(|offset| (ReplyChunk::Data { offset, length: length - OFFSET_BYTES }, OFFSET_BYTES))
         }
         reply_type::OFFSET_DATA => return Err("a chunk of data without any"),
         reply_type::OFFSET_HOLE if length == OFFSET_BYTES + 4 => hole(fields)?,
-        reply_type::OFFSET_HOLE => return Err("a hole's chunk of a length that none has"),
+        reply_type::OFFSET_HOLE => return Err("a hole chunk of invalid length"),
         reply_type::BLOCK_STATUS if longest.extents == 0 => {
             return Err("extents in a reply to a request other than block status");
         }
@@ -118,12 +118,12 @@ fn chunk(
             }
             fields.u32().map(|context| (ReplyChunk::Status { context, length: length - 4 }, 4))
         }
-        reply_type::BLOCK_STATUS => return Err("a chunk of extents of a length that none has"),
+        reply_type::BLOCK_STATUS => return Err("a chunk of extents of invalid length"),
         kind if kind & IS_ERROR == 0 => return Err("a chunk of a type that was not asked for"),
         _ if (ERROR_BYTES..=ERROR_BYTES + MAX_STRING_BYTES + OFFSET_BYTES).contains(&length) => {
             fields.u32().map(|error| (ReplyChunk::Error { error, rest: length - 4 }, 4))
         }
-        _ => return Err("an error's chunk of a length that none has"),
+        _ => return Err("an error chunk of invalid length"),
     };
     Ok(found.map(|(chunk, more)| (ClientReplyHeader::Chunk { cookie, last, chunk }, CHUNK_BYTES + more)))
 }
@@ -202,18 +202,18 @@ mod tests {
             (chunk(1, reply_type::NONE, 1), "an empty chunk"),
             (chunk(0, reply_type::NONE, 0), "an empty chunk"),
             (chunk(0, reply_type::OFFSET_DATA, 8), "a chunk of data without any"),
-            (chunk(0, reply_type::OFFSET_HOLE, 13), "a hole's chunk"),
+            (chunk(0, reply_type::OFFSET_HOLE, 13), "a hole chunk"),
             (chunk(0, reply_type::OFFSET_HOLE, 12), "a hole without a length"),
             (chunk(1, reply_type::BLOCK_STATUS, 4), "a chunk of extents"),
             (chunk(1, reply_type::BLOCK_STATUS, 13), "a chunk of extents"),
             (chunk(1, reply_type::BLOCK_STATUS, u32::MAX - 3), "a chunk of extents"),
             (chunk(1, reply_type::BLOCK_STATUS_EXT, 20), "a chunk of a type"),
-            (chunk(1, reply_type::ERROR, 5), "an error's chunk"),
-            (chunk(1, reply_type::ERROR, u32::MAX), "an error's chunk"),
+            (chunk(1, reply_type::ERROR, 5), "an error chunk"),
+            (chunk(1, reply_type::ERROR, u32::MAX), "an error chunk"),
             (chunk(1, reply_type::OFFSET_DATA, 1009), "more data than"),
             (chunk(1, reply_type::OFFSET_DATA, u32::MAX), "more data than"),
             (chunk(1, reply_type::BLOCK_STATUS, 4 + 8 * 1001), "more extents than"),
-            (vec![0; 16], "what should be a reply"),
+            (vec![0; 16], "a reply has a wrong magic number"),
         ] {
             // The header is enough to reject it, unless the error is behind it.
             let head =

@@ -138,13 +138,13 @@ impl RecordingReader {
         let length = frame(lines, 4)?.ok_or_else(|| self.cut_off(lines))?;
         let length = u32::from_le_bytes(length.try_into().expect("so many were asked for")) as usize;
         if length > MOST_BYTES {
-            return Err(damaged(lines, "a block is larger than any that is written"));
+            return Err(damaged(lines, "a block exceeds the largest size"));
         }
         let Some(frame) = lines.bytes(length)? else { return Err(self.cut_off(lines)) };
         // The bound also limits the memory: the size in the frame's header is not trusted.
         let block = self.decompressor.decompress(&frame, MOST_BYTES).ok();
         let block = block.and_then(|bytes| BlockContent::decode(&bytes, version));
-        block.map(Some).ok_or_else(|| damaged(lines, "a block is not what was written"))
+        block.map(Some).ok_or_else(|| damaged(lines, "a block cannot be decoded"))
     }
 
     fn cut_off(&self, lines: &LineReader) -> TraceError {
@@ -180,12 +180,12 @@ fn mark(lines: &mut LineReader) -> Result<RecordingHeader, TraceError> {
         Some(mark) if mark.version > VERSION => {
             let RecordingHeader { version, .. } = mark;
             let why = format!(
-                "the recording has version {version}, and this weir reads up to {VERSION} (use a newer weir)"
+                "the recording has version {version}, but this weir reads only up to {VERSION} (use a newer weir)"
             );
             Err(TraceError::Together { file: lines.name().to_owned(), why })
         }
         Some(mark) => Ok(mark),
-        None => Err(damaged(lines, "it does not begin as a recording does")),
+        None => Err(damaged(lines, "the header of a recording is missing")),
     }
 }
 
@@ -202,6 +202,6 @@ fn frame(lines: &mut LineReader, length: usize) -> Result<Option<Vec<u8>>, Trace
 }
 
 fn damaged(lines: &LineReader, why: &str) -> TraceError {
-    let why = format!("{why} (it is damaged, or another version has made it)");
+    let why = format!("{why} (the recording is damaged, or of another version)");
     TraceError::Together { file: lines.name().to_owned(), why }
 }

@@ -254,7 +254,7 @@ fn an_older_version_is_read_and_a_newer_one_is_named() {
     let mut newer = RecordingWriter::new(Vec::new(), 0).unwrap().finish().unwrap();
     newer[8 + MAGIC.len()] = b'3';
     let error = read(&newer).1.unwrap();
-    assert_eq!(error, "t: the recording has version 3, and this weir reads up to 2 (use a newer weir)");
+    assert_eq!(error, "t: the recording has version 3, but this weir reads only up to 2 (use a newer weir)");
 }
 
 #[test]

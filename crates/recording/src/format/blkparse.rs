@@ -69,14 +69,14 @@ impl LineParser for Blkparse {
             return if self.summary {
                 Ok(())
             } else {
-                Err("this is no event of blkparse's default output".to_owned())
+                Err("not an event in blkparse's default output".to_owned())
             };
         };
         self.begun = true;
         // Mixing actions would count requests twice.
         if event.action == b"Q" && self.taken != b'Q' {
             return Err(format!(
-                "an event Q after a mebibyte without one, where {} was taken for the requests (print one action only: \
+                "an event Q after a mebibyte without one, in which {} stood for the requests (print one action only: \
                  blkparse -a queue)",
                 char::from(self.taken)
             ));

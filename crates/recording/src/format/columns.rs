@@ -80,13 +80,13 @@ impl FromStr for ColumnSpec {
                 }
                 _ => {
                     return Err(format!(
-                        "{key:?} is nothing that a column is (there are time, offset, length, op, disk, reads, writes, separator and skip)"
+                        "{key:?} is not a known key (use time, offset, length, op, disk, reads, writes, separator or skip)"
                     ));
                 }
             }
         }
         let needed = |what: Option<ScaledColumn>, name: &str| {
-            what.ok_or_else(|| format!("has no {name} (say which column it is: {name}=N)"))
+            what.ok_or_else(|| format!("has no {name} (add its column: {name}=N)"))
         };
         Ok(Self {
             time: needed(time, "time")?,
@@ -114,7 +114,7 @@ impl ScaledColumn {
         let known = units.iter().find(|(name, _)| *name == unit);
         let &(_, unit) = known.ok_or_else(|| {
             let names: Vec<_> = units.iter().map(|(name, _)| *name).collect();
-            format!("{unit:?} is no unit of it (there are {})", names.join(", "))
+            format!("{unit:?} is not a valid unit (use one of {})", names.join(", "))
         })?;
         Ok(Self { column: column(number)?, unit })
     }
@@ -122,7 +122,7 @@ impl ScaledColumn {
 
 fn column(text: &str) -> Result<usize, String> {
     let number = text.parse::<usize>().ok().filter(|number| (1..=MAX_COLUMNS).contains(number));
-    let number = number.ok_or_else(|| format!("{text:?} is no column's number, from 1 to {MAX_COLUMNS}"))?;
+    let number = number.ok_or_else(|| format!("{text:?} is not a column number from 1 to {MAX_COLUMNS}"))?;
     Ok(number - 1)
 }
 
@@ -209,9 +209,8 @@ impl ColumnSpec {
         }
         let known = [(READS, RequestOp::Read), (WRITES, RequestOp::Write), (FLUSHES, RequestOp::Flush), (DISCARDS, RequestOp::Discard)];
         let op = known.iter().find(|(words, _)| is_one_of(words));
-        op.map(|&(_, op)| op).ok_or_else(|| {
-            format!("the op {} is not known (say what it is: reads=WORD, writes=WORD)", shown(word))
-        })
+        op.map(|&(_, op)| op)
+            .ok_or_else(|| format!("the op {} is unknown (define it: reads=WORD, writes=WORD)", shown(word)))
     }
 }
 
@@ -222,12 +221,15 @@ mod tests {
     #[test]
     fn invalid_column_specs_are_rejected() {
         let error = |text: &str| text.parse::<ColumnSpec>().unwrap_err();
-        assert_eq!(error("time=1,length=2"), "has no offset (say which column it is: offset=N)");
+        assert_eq!(error("time=1,length=2"), "has no offset (add its column: offset=N)");
         assert_eq!(error("time"), "\"time\" is not KEY=VALUE (such as time=1:us)");
-        assert_eq!(error("time=0"), "\"0\" is no column's number, from 1 to 64");
-        assert_eq!(error("time=1:h"), "\"h\" is no unit of it (there are ns, us, ms, s)");
-        assert_eq!(error("offset=1:us"), "\"us\" is no unit of it (there are bytes, sectors, KiB, pages)");
-        assert!(error("tme=1").starts_with("\"tme\" is nothing that a column is"));
+        assert_eq!(error("time=0"), "\"0\" is not a column number from 1 to 64");
+        assert_eq!(error("time=1:h"), "\"h\" is not a valid unit (use one of ns, us, ms, s)");
+        assert_eq!(
+            error("offset=1:us"),
+            "\"us\" is not a valid unit (use one of bytes, sectors, KiB, pages)"
+        );
+        assert!(error("tme=1").starts_with("\"tme\" is not a known key"));
         assert_eq!(error("skip=-1"), "skip=-1 is not a number of lines up to 1000");
         assert_eq!(error("separator=x"), "separator=x is none of comma, semicolon, tab, blanks");
     }

@@ -14,13 +14,17 @@ const LINES: usize = 64;
 
 // Offset, signature and advice for files that are often mistaken for traces.
 const OTHERS: [(usize, &[u8], &str); 5] = [
-    (0, b"\xfd7zXZ\0", "it is compressed with xz (decompress it first: xz -dc FILE, and - as the trace)"),
-    (0, b"BZh", "it is compressed with bzip2 (decompress it first: bzip2 -dc FILE, and - as the trace)"),
-    (0, b"PK\x03\x04", "it is a zip archive (take the trace out first: unzip -p FILE, and - as the trace)"),
+    (0, b"\xfd7zXZ\0", "it is compressed with xz (decompress it first: xz -dc FILE, with - as the trace)"),
+    (0, b"BZh", "it is compressed with bzip2 (decompress it first: bzip2 -dc FILE, with - as the trace)"),
+    (0, b"PK\x03\x04", "it is a zip archive (extract the trace first: unzip -p FILE, with - as the trace)"),
     // BLK_IO_TRACE_MAGIC of linux/blktrace_api.h, little-endian, after the version.
-    (1, b"tae", "it is blktrace's binary form (make text of it first: blkparse -i FILE, and - as the trace)"),
+    (
+        1,
+        b"tae",
+        "it is blktrace's binary form (convert it to text first: blkparse -i FILE, with - as the trace)",
+    ),
     // POSIX ustar.
-    (257, b"ustar", "it is a tar archive (take the trace out first: tar -xOf FILE, and - as the trace)"),
+    (257, b"ustar", "it is a tar archive (extract the trace first: tar -xOf FILE, with - as the trace)"),
 ];
 
 /// Detects the format; `ahead` is the beginning of the trace. The error describes the file that it

@@ -48,7 +48,7 @@ impl Fio {
 
     fn wait(&mut self, us: u64) -> Result<(), String> {
         if self.version == 3 {
-            return Err("version 3 of fio's iolog has no wait: every line has its time".to_owned());
+            return Err("version 3 of fio's iolog has no wait action: every line has a time".to_owned());
         }
         if us >= SHORTEST_WAIT_US {
             let waited_ns = self.waited_ns.checked_add(nanoseconds(us, US_NS)?);
@@ -64,9 +64,8 @@ impl LineParser for Fio {
             return self.begin(line);
         }
         let mut words = line.split(u8::is_ascii_whitespace).filter(|word| !word.is_empty());
-        let mut next = |what: &str| {
-            words.next().ok_or_else(|| format!("the {what} is missing (a line that was cut off?)"))
-        };
+        let mut next =
+            |what: &str| words.next().ok_or_else(|| format!("the {what} is missing (a truncated line?)"));
         let time_ns = match self.version {
             2 => self.waited_ns,
             _ => nanoseconds(fields::number(next("time")?, "time")?, US_NS)?,
@@ -79,7 +78,7 @@ impl LineParser for Fio {
             b"write" => Some(RequestOp::Write),
             b"trim" => Some(RequestOp::Discard),
             b"sync" | b"datasync" | b"sync_file_range" | b"syncfs" => Some(RequestOp::Flush),
-            _ => return Err(format!("the action {} is none of fio's iolog", shown(action))),
+            _ => return Err(format!("the action {} is not one of fio's iolog", shown(action))),
         };
         if op.is_none() && action != b"wait" {
             return Ok(());

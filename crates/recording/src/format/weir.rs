@@ -67,7 +67,7 @@ fn outcome<'a>(
     let after = |later_ns: u64, earlier_ns: u64| {
         let why = || {
             format!(
-                "{time_ns}, {admitted_ns}, {completed_ns}: a request is admitted before it came, or complete before that"
+                "{time_ns}, {admitted_ns}, {completed_ns}: a request is admitted before its arrival, or completed before its admission"
             )
         };
         later_ns.checked_sub(earlier_ns).ok_or_else(why)

@@ -167,9 +167,9 @@ impl<O: OptionSelection> FromArgMatches for ConfigKeyArgs<O> {
 #[must_use]
 pub fn describe_shared_group(option: Arg) -> Arg {
     match option.get_id() == "group" {
-        true => option.help(
-            "Put the disks into one group, which limits, reservations and watermark are then for: they share them",
-        ),
+        true => {
+            option.help("Put the disks into one group, which shares the limits, reservations and watermark")
+        }
         false => option,
     }
 }

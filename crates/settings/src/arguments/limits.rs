@@ -24,10 +24,10 @@ pub const LIMITS_HELP: &str = "\
 Limits:
   --{iops,bps}-{total,read,write} R             per second; 0 is no limit
   --{iops,bps}-{total,read,write}-max M         during a burst; 0 is no burst
-  --{iops,bps}-{total,read,write}-max-length L  seconds at M that may be saved up
+  --{iops,bps}-{total,read,write}-max-length L  seconds of M saved up while idle
   --iops-size SIZE                              a larger request counts as more
 A total excludes a read or write limit of the same kind. L is 1 by default. A full burst lasts \
-L × M ÷ (M − R) seconds, because R passes in any case.";
+L × M ÷ (M − R) seconds, because the bucket drains at R.";
 
 /// Option of a setting. [`BLOCK`] describes it in the help.
 pub fn option(setting: LimitSetting) -> Arg {

@@ -65,7 +65,7 @@ fn parsed(
 /// Converts a value to TOML in one line.
 fn to_toml(value: &Value) -> Result<String, &'static str> {
     Ok(match value {
-        Value::Null => return Err("is null (leave the key out, or give a value)"),
+        Value::Null => return Err("is null (remove the key, or set a value)"),
         Value::Bool(flag) => flag.to_string(),
         // TOML has 64-bit signed integers. A larger number is written as a string, which parses the
         // same.
@@ -128,7 +128,7 @@ mod tests {
             disk(&json!({ "image": "a", "cach": "none", "weight": "x", "export": [{ "type": "usb" }] }));
         let expect = [
             "disk.vm1.weight = \"x\": is not a whole number",
-            "disk.vm1.export[0].type = \"usb\": is not a type of export",
+            "disk.vm1.export[0].type = \"usb\": is not an export type",
             "disk.vm1.cach: unknown key (did you mean \"cache\"?)",
         ];
         let wrong = wrong.expect_err("three mistakes");

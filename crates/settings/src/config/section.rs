@@ -127,7 +127,7 @@ impl<'a> TomlSection<'a> {
         let entry = self.request(key)?;
         let is_decimal = |integer: &DeInteger<'_>| integer.radix() == 10;
         if entry.value.get_ref().as_integer().is_some_and(|integer| !is_decimal(integer)) {
-            let rule = "is a number in another base than ten (write it as text, such as \"0660\")";
+            let rule = "is not a decimal number (write it as text, such as \"0660\")";
             return self.ok_or_report(Err(entry.place().error(rule)));
         }
         self.ok_or_report(entry.parse(parser))
@@ -170,7 +170,7 @@ impl<'a> TomlSection<'a> {
         let Some(array) = entry.value.get_ref().as_array() else { return vec![entry] };
         // Rejected: an empty list may be meant as "none" or as "the default".
         if array.is_empty() {
-            self.report(entry.place().error("is empty (leave the key out, or give a value)"));
+            self.report(entry.place().error("is empty (remove the key, or set a value)"));
         }
         let item = |(index, value): (usize, &'a TomlSpanned<DeValue<'a>>)| TomlEntry {
             source: self.source,
@@ -216,7 +216,7 @@ impl<'a> TomlSection<'a> {
         let place = self.source.place(key.span().start, self.path_of(name));
         place.error(match suggest::nearest(name, known.iter().copied()) {
             Some(near) => format!("unknown key (did you mean {near:?}?)"),
-            None => format!("unknown key; here may be {}", known.join(", ")),
+            None => format!("unknown key; known are {}", known.join(", ")),
         })
     }
 
@@ -289,7 +289,9 @@ impl<'a> TomlEntry<'a> {
                 let kind = other.type_str();
                 let article = if kind.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" };
                 let one = if kind == "array" { " (write one, without brackets)" } else { "" };
-                return Err(place.error(format!("is {article} {kind}; a string or a number is needed{one}")));
+                return Err(
+                    place.error(format!("is {article} {kind}; a string or a number is required{one}"))
+                );
             }
         };
         parser(&text).map(|value| Spanned::new(value, place.clone())).map_err(|rule| place.error(rule))

@@ -258,7 +258,7 @@ fn endpoints_are_checked_against_each_other() {
     // Different notations of one path are recognized.
     for line in ["nbd", "qmp", "metrics", "http"] {
         let both = format!("{line} = \"unix:/etc/weir/./a\"\npid-file = \"a\"");
-        check_daemon(&both, "a socket is to be there (choose another file)");
+        check_daemon(&both, "a socket uses this path (choose another file)");
     }
     check_daemon("metrics = \"unix:\"", "has no path; write unix:PATH");
     check(
@@ -280,12 +280,12 @@ fn endpoints_are_checked_against_each_other() {
     );
     check_daemon(
         "tls = \"on\"\ntls-psk = \"k\"\ntls-verify-peer = true",
-        "has no meaning with tls-psk (whoever has a key is verified)",
+        "has no effect with tls-psk (the keys verify clients)",
     );
     let own = "[disk.a]\nimage = \"null:1\"\nexport = { type = \"nbd\", listen = \"h:1\" }\n";
     check(
         &format!("[daemon]\nnbd = \"h:2\"\n{own}"),
-        "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk says where it is exported (remove it)",
+        "weir.toml:2: daemon.nbd = \"h:2\": is not used, because every disk has its own exports (remove it)",
     );
     // Disks may come from other hosts of a cluster, and the last disk may leave.
     for disks in ["", own] {
@@ -302,8 +302,8 @@ fn endpoints_are_checked_against_each_other() {
     }
     assert_eq!(
         plan_with(own, 2).unwrap_err(),
-        "LISTEN_FDS: what was passed (sockets: 2) is not used, because every disk says where it is exported \
-         (pass only those that `fd:NAME` of an export takes, as `--vhost-user-blk fd:NAME` and `--nbd fd:NAME` do)"
+        "LISTEN_FDS: sockets passed by the service manager (2) are not used, because every disk has its own exports \
+         (pass only those that exports use as fd:NAME)"
     );
     check(
         &daemon_with("nbd = [\"h:2\", \"h:2\"]"),
@@ -360,7 +360,7 @@ fn endpoints_are_checked_against_each_other() {
     check(
         "type = \"iscsi\"",
         "weir.toml:3: disk.vm1.export[0].type = \"iscsi\": \
-         is not a type of export that weir has; there are \
+         is not an export type; known are \
          \"nbd\", \"vhost-user-blk\", \"ublk\", \"fuse\" and \"nbd-device\"",
     );
 }
@@ -371,7 +371,7 @@ fn access_rules_need_a_matching_endpoint_and_tls() {
     let disk = |keys: &str| format!("[disk.vm1]\nimage = \"null:1G\"\n{keys}");
     let daemon = |keys: &str| format!("[daemon]\n{keys}\n{}", disk(""));
     let unix = "nbd = \"unix:s\"\n";
-    let nobody = "nobody can come over the network";
+    let nobody = "no server listens on the network";
     for (text, expect) in [
         (
             daemon("allow = \"10.1.0.0/8\""),

@@ -35,7 +35,7 @@ impl ConfigWithOrigins<DaemonConfig> {
             }
             (None, Some(keys)) => match verify_peer {
                 Some(place) => {
-                    return Err(place.error("has no meaning with tls-psk (whoever has a key is verified)"));
+                    return Err(place.error("has no effect with tls-psk (the keys verify clients)"));
                 }
                 None => TlsCredentialFiles::PreShared(keys.clone()),
             },

@@ -60,13 +60,13 @@ fn keys() -> Vec<ConfigKey<FuseConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "fuse" {
             "file", Path, "FILE", file_field(), "required", Reexport, Separate,
-                "Regular file that the disk is seen in place of";
+                "Regular file in whose place the disk appears";
             "allow-other", Word(&["auto", "on", "off"]), "MODE", allow_other(), "auto", Reexport, Separate,
-                "Let other users than that of the daemon open the file, as its mode permits; auto: if the host allows it";
+                "Allow users other than the daemon's to open the file, as its mode permits; auto: if the host allows it";
             "growable", Flag, "", one!(growable), "false", Reexport, Separate,
-                "Let writes past the end and truncate make the disk larger";
+                "Allow writes past the end, and truncate, to grow the disk";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
-                "Refuse writes, also where the disk accepts them";
+                "Reject writes, even if the disk accepts them";
         }
     }
 }
@@ -120,8 +120,8 @@ impl FromStr for FuseConfig {
 /// Parses the file of an export.
 fn parse_file(text: &str) -> Result<PathBuf, String> {
     match text {
-        "" => Err("names no file (write one that is there)".to_owned()),
-        _ if text.contains('\0') => Err("holds a NUL byte (leave it out)".to_owned()),
+        "" => Err("is empty (write an existing file)".to_owned()),
+        _ if text.contains('\0') => Err("has a NUL byte (remove it)".to_owned()),
         path => Ok(PathBuf::from(path)),
     }
 }
@@ -152,8 +152,8 @@ mod tests {
     #[test]
     fn invalid_options_name_their_rule() {
         for (text, wrong) in [
-            ("", "names no file (write one that is there)"),
-            (",growable", "names no file (write one that is there)"),
+            ("", "is empty (write an existing file)"),
+            (",growable", "is empty (write an existing file)"),
             ("a,allow-other=root", "allow-other=root: is neither on, off nor auto"),
             (
                 "a,io-uring=on",

@@ -52,9 +52,9 @@ fn keys() -> Vec<ConfigKey<NbdServerConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd" {
             "listen", Text, "ADDRESS", one!(endpoint), "required", Reexport, Separate,
-                "unix:PATH, HOST:PORT, or fd:NAME for a socket that a service manager passed";
+                "unix:PATH, HOST:PORT, or fd:NAME for a socket passed by a service manager";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
-                "Refuse writes, also where the disk accepts them";
+                "Reject writes, even if the disk accepts them";
         }
     }
 }
@@ -102,11 +102,11 @@ fn export_keys() -> Vec<ConfigKey<NbdExportConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd" {
             "listen", Text, "ADDRESS", one!(listen), "required", Reexport, Separate,
-                "unix:PATH, HOST:PORT, or fd:NAME for a socket that a service manager passed; exports with the same address share a server";
+                "unix:PATH, HOST:PORT, or fd:NAME for a socket passed by a service manager; exports with the same address share a server";
             "name", Text, "NAME", maybe!(name), "the name of the disk", Reexport, Separate,
-                "Name that clients ask for, unique at the address";
+                "Export name that clients request, unique at the address";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
-                "Refuse writes of its clients, though others may write";
+                "Reject writes of its clients, even if others may write";
         }
     }
 }
@@ -147,7 +147,7 @@ mod tests {
         assert!("unix:/s,read-only".parse::<NbdServerConfig>().unwrap().read_only);
         assert!(!"unix:/s,read-only=off".parse::<NbdServerConfig>().unwrap().read_only);
         for (text, wrong) in [
-            ("fd:", "has no name; write fd:NAME, as FileDescriptorName= has it"),
+            ("fd:", "has no name; write fd:NAME, with the name of FileDescriptorName="),
             ("unix:/s,readonly", "readonly: no such key (there is read-only)"),
         ] {
             assert_eq!(text.parse::<NbdServerConfig>().unwrap_err(), wrong);

@@ -93,17 +93,17 @@ fn keys() -> Vec<ConfigKey<NbdDeviceConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "nbd-device" {
             "device", Text, "/dev/nbdN", device_field(), "required", Reexport, Separate,
-                "Block device of the kernel's NBD client, such as /dev/nbd0; auto is the first that is free";
-            "connections", Integer, "N", maybe!(connections, |text| parse_number(text, "connections", 1, MAX_CONNECTIONS)), "one for each worker", Reexport, Separate,
+                "Block device of the kernel's NBD client, such as /dev/nbd0; auto is the first free one";
+            "connections", Integer, "N", maybe!(connections, |text| parse_number(text, "connections", 1, MAX_CONNECTIONS)), "one per worker", Reexport, Separate,
                 "Sockets between the kernel and weir, from 1 to 64";
             "timeout", Integer, "SECONDS", one!(timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Separate,
-                "Seconds that the kernel waits for a reply before it gives a connection up; 0 is for ever";
+                "Seconds that the kernel waits for a reply before it closes a connection; 0 is forever";
             "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "60", Reexport, Separate,
-                "Seconds that requests wait for weir to come back";
+                "Seconds that requests wait for weir to restart";
             "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
-                "Bytes of a block: 512, 1024, 2048 or 4096";
+                "Logical block size in bytes: 512, 1024, 2048 or 4096";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
-                "Refuse writes, also where the disk accepts them";
+                "Reject writes, even if the disk accepts them";
         }
     }
 }
@@ -137,7 +137,9 @@ fn device(text: &str) -> Result<Option<u32>, String> {
     // Rejects links and other names: the number is passed to the kernel.
     let number = parse_device_number(text.as_ref(), "/dev/nbd");
     number.map(Some).ok_or_else(|| {
-        format!("{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free")
+        format!(
+            "{text:?} is not a device of the kernel's NBD client; write /dev/nbd0, or auto for a free one"
+        )
     })
 }
 
@@ -168,13 +170,13 @@ mod tests {
     fn invalid_options_name_their_rule() {
         let no_device = |text| {
             format!(
-                "{text:?} is no device of the kernel's NBD; write /dev/nbd0, or auto for one that is free"
+                "{text:?} is not a device of the kernel's NBD client; write /dev/nbd0, or auto for a free one"
             )
         };
         for text in ["", "/dev/nbd", "/dev/nbd00", "/dev/nbd+1", "/dev/nbd0p1", "/dev/nbd1048576", "nbd0"] {
             assert_eq!(text.parse::<NbdDeviceConfig>().unwrap_err(), no_device(text));
         }
-        let wrong = "connections=65: is not a number of connections; that is from 1 to 64";
+        let wrong = "connections=65: is not a number of connections from 1 to 64";
         assert_eq!("auto,connections=65".parse::<NbdDeviceConfig>().unwrap_err(), wrong);
     }
 }

@@ -108,28 +108,28 @@ fn keys() -> Vec<ConfigKey<UblkConfig>> {
     table! {
         // name, value, placeholder, field, default, change, transfer, help
         "ublk" {
-            "number", Integer, "N", maybe!(number, parse_device_number), "the first that is free", Reexport, Separate,
+            "number", Integer, "N", maybe!(number, parse_device_number), "the first free one", Reexport, Separate,
                 "The N of /dev/ublkbN";
-            "queues", Integer, "N", maybe!(queues, |text| parse_number(text, "queues", 1, MAX_QUEUES)), "one for each worker", Reexport, Separate,
+            "queues", Integer, "N", maybe!(queues, |text| parse_number(text, "queues", 1, MAX_QUEUES)), "one per worker", Reexport, Separate,
                 "Hardware queues, from 1 to 4096";
             "queue-depth", Integer, "N", one!(queue_depth, |text| parse_number(text, "requests", 1, MAX_QUEUE_DEPTH)), "128", Reexport, Separate,
-                "Requests of a queue at a time, from 1 to 4096";
+                "Queue depth: requests of a queue in flight, from 1 to 4096";
             "dead-timeout", Integer, "SECONDS", one!(dead_timeout_s, |text| parse_number(text, "seconds", 0, MAX_SECONDS)), "0", Reexport, Separate,
-                "Seconds that requests wait for weir to come back before they fail and the device goes; 0 is for ever";
+                "Seconds that requests wait for weir to restart before they fail and the device is removed; 0 is forever";
             "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
-                "Bytes of a block: 512, 1024, 2048 or 4096";
+                "Logical block size in bytes: 512, 1024, 2048 or 4096";
             "discard", Flag, "", one!(discard), "true", Reexport, Separate,
                 "Offer discards";
             "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Separate,
-                "Offer to write zeroes without data";
+                "Offer writes of zeroes without data";
             "write-cache", Flag, "", one!(write_cache), "true", Reexport, Separate,
                 "Offer a volatile write cache, if the cache mode of the disk has one";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
-                "Refuse writes, also where the disk accepts them";
+                "Reject writes, even if the disk accepts them";
             "unprivileged", Flag, "", one!(unprivileged), "false", Reexport, Separate,
-                "Make the device for the user of the daemon, which need not be root";
+                "Create an unprivileged device, for the user of the daemon, who need not be root";
             "zero-copy", Flag, "", one!(zero_copy), "true", Reexport, Separate,
-                "Leave data in place where kernel and image can do that";
+                "Use zero copy if kernel and image support it";
         }
     }
 }
@@ -192,10 +192,10 @@ mod tests {
     #[test]
     fn invalid_options_name_their_rule() {
         for (text, wrong) in [
-            ("1048576", "1048576: is not a number of a device; that is from 0 to 1048575"),
-            ("0,queues=0", "queues=0: is not a number of queues; that is from 1 to 4096"),
-            ("0,queue-depth=5000", "queue-depth=5000: is not a number of requests; that is from 1 to 4096"),
-            ("dead-timeout=86401", "dead-timeout=86401: is not a number of seconds; that is from 0 to 86400"),
+            ("1048576", "1048576: is not a number of a device from 0 to 1048575"),
+            ("0,queues=0", "queues=0: is not a number of queues from 1 to 4096"),
+            ("0,queue-depth=5000", "queue-depth=5000: is not a number of requests from 1 to 4096"),
+            ("dead-timeout=86401", "dead-timeout=86401: is not a number of seconds from 0 to 86400"),
         ] {
             assert_eq!(text.parse::<UblkConfig>().unwrap_err(), wrong);
         }

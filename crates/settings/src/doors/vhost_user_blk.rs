@@ -58,12 +58,10 @@ impl FromStr for VhostUserSocket {
 
     fn from_str(text: &str) -> Result<Self, String> {
         match text.strip_prefix("fd:") {
-            Some("") => Err("has no name; write fd:NAME, as FileDescriptorName= has it".to_owned()),
+            Some("") => Err("has no name; write fd:NAME, with the name of FileDescriptorName=".to_owned()),
             Some(name) => Ok(Self::Inherited(name.to_owned())),
             None if text.starts_with("unix:") => crate::parse_unix_socket(text).map(Self::Path),
-            None => {
-                Err("is not a Unix socket; write unix:PATH, or fd:NAME for one that is passed".to_owned())
-            }
+            None => Err("is not a Unix socket; write unix:PATH, or fd:NAME for a passed one".to_owned()),
         }
     }
 }
@@ -126,9 +124,7 @@ impl VhostUserBlkConfig {
     /// Returns the rule.
     pub fn check(&self) -> Result<(), String> {
         if self.client && self.socket.path().is_none() {
-            return Err(
-                "client: weir connects to unix:PATH (a socket that is passed is listened at)".to_owned()
-            );
+            return Err("client: needs unix:PATH (weir listens on passed sockets)".to_owned());
         }
         Ok(())
     }
@@ -184,25 +180,25 @@ fn keys() -> Vec<ConfigKey<VhostUserBlkConfig>> {
         // name, value, placeholder, field, default, change, transfer, help
         "vhost-user-blk" {
             "listen", Text, "unix:PATH", one!(socket), "required", Reexport, Separate,
-                "Unix socket of the virtual machine, or fd:NAME for a socket that a service manager passed";
+                "Unix socket for the virtual machine, or fd:NAME for a socket passed by a service manager";
             "queues", Integer, "N", one!(queues, parse_queues), "16", Reexport, Separate,
-                "Virtqueues at most, from 1 to 256";
+                "Maximum number of virtqueues, from 1 to 256";
             "queue-size", Integer, "N", one!(queue_size, parse_queue_size), "1024", Reexport, Separate,
-                "Descriptors of a virtqueue at most: a power of two from 4 to 32768";
+                "Maximum size of a virtqueue in descriptors: a power of two from 4 to 32768";
             "serial", Text, "TEXT", maybe!(serial, parse_serial), "the name of the disk", Reexport, Separate,
-                "Serial number that the guest reads, 20 bytes at most";
+                "Serial number for the guest, at most 20 bytes";
             "logical-block-size", Integer, "N", one!(block_bytes, parse_block_size), "512", Reexport, Separate,
-                "Bytes of a block: 512, 1024, 2048 or 4096";
+                "Logical block size in bytes: 512, 1024, 2048 or 4096";
             "discard", Flag, "", one!(discard), "true", Reexport, Separate,
                 "Offer discards";
             "write-zeroes", Flag, "", one!(write_zeroes), "true", Reexport, Separate,
-                "Offer to write zeroes without data";
+                "Offer writes of zeroes without data";
             "write-cache", Flag, "", one!(write_cache), "true", Reexport, Separate,
                 "Offer a volatile write cache, if the cache mode of the disk has one";
             "read-only", Flag, "", one!(read_only), "false", Reexport, Separate,
-                "Refuse writes, also where the disk accepts them";
+                "Reject writes, even if the disk accepts them";
             "client", Flag, "", one!(client), "false", Reexport, Separate,
-                "Connect to the socket, where the virtual machine listens";
+                "Connect to the socket, on which the virtual machine listens";
         }
     }
 }
@@ -250,7 +246,7 @@ impl fmt::Display for VhostUserBlkConfig {
 /// Parses the number of virtqueues.
 fn parse_queues(text: &str) -> Result<u16, String> {
     let number = text.parse().ok().filter(|number| (1..=MAX_QUEUES).contains(number));
-    number.ok_or_else(|| format!("is not a number of queues; that is from 1 to {MAX_QUEUES}"))
+    number.ok_or_else(|| format!("is not a number of queues from 1 to {MAX_QUEUES}"))
 }
 
 /// Parses the size of a virtqueue.
@@ -258,20 +254,20 @@ fn parse_queue_size(text: &str) -> Result<u16, String> {
     let fits = |size: &u16| size.is_power_of_two() && (MIN_QUEUE_SIZE..=MAX_QUEUE_SIZE).contains(size);
     let size = text.parse().ok().filter(fits);
     size.ok_or_else(|| {
-        format!("is not a queue's size; that is a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")
+        format!("is not a queue size: a power of two from {MIN_QUEUE_SIZE} to {MAX_QUEUE_SIZE}")
     })
 }
 
 /// Parses a serial number.
 fn parse_serial(text: &str) -> Result<String, String> {
     if text.is_empty() {
-        return Err("is empty (leave it away for the disk's name)".to_owned());
+        return Err("is empty (remove it to use the disk's name)".to_owned());
     }
     if text.len() > MAX_SERIAL_BYTES {
-        return Err(format!("has {} bytes; a serial number has {MAX_SERIAL_BYTES} at most", text.len()));
+        return Err(format!("is {} bytes long; a serial number has at most {MAX_SERIAL_BYTES}", text.len()));
     }
     if text.chars().any(|letter| letter.is_control() || letter == ',') {
-        return Err("holds a comma or a control character (leave it out)".to_owned());
+        return Err("has a comma or a control character (remove it)".to_owned());
     }
     Ok(text.to_owned())
 }
@@ -301,18 +297,15 @@ mod tests {
     #[test]
     fn invalid_options_name_their_rule() {
         for (text, wrong) in [
-            ("localhost:1", "is not a Unix socket; write unix:PATH, or fd:NAME for one that is passed"),
-            ("fd:", "has no name; write fd:NAME, as FileDescriptorName= has it"),
-            ("fd:vm1,client", "client: weir connects to unix:PATH (a socket that is passed is listened at)"),
-            ("unix:/s,queues=0", "queues=0: is not a number of queues; that is from 1 to 256"),
-            (
-                "unix:/s,queue-size=100",
-                "queue-size=100: is not a queue's size; that is a power of two from 4 to 32768",
-            ),
-            ("unix:/s,serial=", "serial=: is empty (leave it away for the disk's name)"),
+            ("localhost:1", "is not a Unix socket; write unix:PATH, or fd:NAME for a passed one"),
+            ("fd:", "has no name; write fd:NAME, with the name of FileDescriptorName="),
+            ("fd:vm1,client", "client: needs unix:PATH (weir listens on passed sockets)"),
+            ("unix:/s,queues=0", "queues=0: is not a number of queues from 1 to 256"),
+            ("unix:/s,queue-size=100", "queue-size=100: is not a queue size: a power of two from 4 to 32768"),
+            ("unix:/s,serial=", "serial=: is empty (remove it to use the disk's name)"),
             (
                 "unix:/s,serial=123456789012345678901",
-                "serial=123456789012345678901: has 21 bytes; a serial number has 20 at most",
+                "serial=123456789012345678901: is 21 bytes long; a serial number has at most 20",
             ),
         ] {
             assert_eq!(text.parse::<VhostUserBlkConfig>().unwrap_err(), wrong);

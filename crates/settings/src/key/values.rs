@@ -177,7 +177,7 @@ impl ConfigValue for ListenEndpoint {
 impl ConfigValue for PathBuf {
     fn read(given: KeyInput<'_>) -> Result<Self, String> {
         match given.text {
-            "" => Err("is empty (write one, or leave the key out)".to_owned()),
+            "" => Err("is empty (set one, or remove the key)".to_owned()),
             // `join` keeps an absolute path.
             path => Ok(given.directory.join(path)),
         }

@@ -91,8 +91,9 @@ impl CapacityStore {
         else {
             return Ok(None);
         };
-        let record: CapacityRecord = serde_json::from_slice(&text)
-            .with_context(|| format!("{}: is no capacity (remove it and probe again)", shown(&path)))?;
+        let record: CapacityRecord = serde_json::from_slice(&text).with_context(|| {
+            format!("{}: is not a capacity record (remove it and probe again)", shown(&path))
+        })?;
         // A copied file, or a hash collision.
         if record.key != key {
             bail!("{}: is of another device, {} (remove it and probe again)", shown(&path), record.key);
@@ -126,7 +127,7 @@ impl CapacityStore {
             Ok(())
         };
         write().with_context(|| {
-            format!("{} cannot be written to (give another place with --state)", shown(&self.0))
+            format!("{} cannot be written to (choose another directory with --state)", shown(&self.0))
         })
     }
 
@@ -144,7 +145,7 @@ impl CapacityStore {
             Ok(())
         };
         write().with_context(|| {
-            format!("{} cannot be written (give another place with --state)", shown(&path))
+            format!("{} cannot be written (choose another directory with --state)", shown(&path))
         })?;
         Ok(path)
     }
@@ -221,8 +222,8 @@ mod tests {
             assert_eq!(store.capacity("k"), None);
             format!("{:#}", store.load("k").unwrap_err())
         };
-        assert!(broken("{").contains("is no capacity (remove it and probe again)"));
-        assert!(broken("[[[[").contains("is no capacity"));
+        assert!(broken("{").contains("is not a capacity record (remove it and probe again)"));
+        assert!(broken("[[[[").contains("is not a capacity record"));
         let other = serde_json::to_string(&record("other")).unwrap();
         assert!(broken(&other).contains("is of another device, other (remove it and probe again)"));
         assert!(broken(&"x".repeat(1 << 17)).contains("is too large"));

@@ -591,7 +591,7 @@ impl NbdLink {
             Err(_) => None,
         };
         if left.is_none() {
-            self.connection_lost(session, BreakCause::Server, "it broke as it was to go to another thread");
+            self.connection_lost(session, BreakCause::Server, "it broke while moving to another thread");
         }
         left
     }
@@ -715,7 +715,7 @@ impl ConnectionOwner for NbdLink {
         if forgotten {
             tracing::error!(
                 %nbd,
-                "what was written since the last flush may be lost with the server, so flushes fail from now on (open the disk again; with reconnect-delay it would be written again)"
+                "writes since the last flush may be lost with the server, so flushes fail from now on (open the disk again; with reconnect-delay they would be replayed)"
             );
         }
         self.changed.notify(usize::MAX);

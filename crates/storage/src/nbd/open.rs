@@ -78,8 +78,10 @@ pub(crate) async fn open(uri: &Uri, options: &NbdOptions) -> Result<(Align<NbdSt
         let place = uri.clone();
         let tls = timeout(CONNECT_TIMEOUT, run_blocking(move || place.credentials()))
             .await
-            .map_err(|_| wrong("its keys take too long to read".to_owned(), "is their file system there?"))?
-            .map_err(|error| wrong(error.to_string(), "mend the file, or name another in the URI"))?;
+            .map_err(|_| {
+                wrong("its keys take too long to read".to_owned(), "is their file system available?")
+            })?
+            .map_err(|error| wrong(error.to_string(), "correct the file, or name another in the URI"))?;
         let look_up = || {
             let place = uri.clone();
             with_timeout(CONNECT_TIMEOUT, run_blocking(move || resolve(&place.server)))
@@ -136,7 +138,7 @@ async fn open_with(
     let blocks = established.about().clone();
     if blocks.is_read_only() && !options.read_only {
         let remedy = "make the export writable at its server, or open it for reading only";
-        return Err(OpenError::new(&name, "the server has it read-only", remedy));
+        return Err(OpenError::new(&name, "the export is read-only at its server", remedy));
     }
     let size_bytes = blocks.size_bytes & !(u64::from(blocks.minimum_block) - 1);
     if size_bytes == 0 && !options.may_be_empty {
@@ -147,7 +149,7 @@ async fn open_with(
             nbd = name,
             size_bytes = blocks.size_bytes,
             minimum_block = blocks.minimum_block,
-            "the size is no multiple of the server's block, so its last bytes are not served"
+            "the size is not a multiple of the server's minimum block: its last bytes are not served"
         );
     }
     let nbd = NbdStorage {
@@ -165,7 +167,7 @@ async fn open_with(
         false => {
             let unread = |error| {
                 let why = format!("its first bytes cannot be read: {error}");
-                OpenError::new(&name, why, "is its server in order?")
+                OpenError::new(&name, why, "check the server")
             };
             let nbd = Align::new(nbd);
             let probed = probe(&nbd).await.map_err(unread)?;
@@ -189,10 +191,10 @@ fn connect_error(name: &str, error: &NbdConnectError) -> OpenError {
     let remedy = match error {
         NbdConnectError::Io(_) | NbdConnectError::NoAddress => "start the server, or check the URI",
         NbdConnectError::TimedOut(_) => "is the server busy, or does it take only one client?",
-        NbdConnectError::Refused { .. } => "check the export's name; `nbdinfo --list URI` tells what there is",
+        NbdConnectError::Refused { .. } => "check the export's name; `nbdinfo --list URI` lists the exports",
         NbdConnectError::Breach(_) => "is it an NBD server that listens there?",
         NbdConnectError::Disconnected(_) => {
-            "does it want a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
+            "does it require a certificate? tls-certificates=DIR, with client-cert.pem and client-key.pem of an \
              authority that it knows"
         }
         NbdConnectError::Tls(_) => "check scheme, certificates and keys of the URI",

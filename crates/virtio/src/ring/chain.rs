@@ -87,7 +87,7 @@ pub enum ChainFault {
     #[error("it loops, or has more than {MAX_DESCRIPTORS} descriptors")]
     TooLong,
     /// The next descriptor is outside the table.
-    #[error("it goes on at descriptor {0}, which its table does not have")]
+    #[error("it continues at descriptor {0}, which is outside its table")]
     Next(u16),
     /// A readable buffer follows a writable one (§ 2.7.4.2).
     #[error("a buffer to read follows one to write")]

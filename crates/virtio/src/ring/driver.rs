@@ -39,7 +39,7 @@ pub struct UsedChain {
 
 /// Error: the device returned a chain that was not in flight.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("the device gave back chain {0}, which it did not have")]
+#[error("the device returned chain {0}, which was not in flight")]
 pub struct NotInFlight(pub u32);
 
 /// The driver's half of a ring.

@@ -1,4 +1,4 @@
-//! The I/O paths, one after the other: the I/O on each, and the counters around it.
+//! The I/O paths in turn: the I/O on each, and the counters around it.
 
 use std::{
     fs::File,
@@ -193,7 +193,7 @@ impl<'a> PathTests<'a> {
             if this.charged {
                 let kept = answer.kept.context("the file that was written")?;
                 let path = format!("/proc/{}/fd/{kept}", this.worker.process());
-                File::open(&path).and_then(|file| file.sync_data()).context("flushing what was written")?;
+                File::open(&path).and_then(|file| file.sync_data()).context("flushing the written data")?;
             } else {
                 syncfs(&directory).context("syncfs")?;
             }

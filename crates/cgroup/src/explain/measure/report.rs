@@ -20,7 +20,7 @@ pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
         ("RATE", ColumnAlignment::Right),
         ("CHARGED", ColumnAlignment::Right),
         ("LIMIT IS", ColumnAlignment::Left),
-        ("WHERE IT WAITED", ColumnAlignment::Left),
+        ("WAITED IN", ColumnAlignment::Left),
     ];
     let mut table = TextTable::new(columns);
     for way in &measured.ways {
@@ -36,7 +36,7 @@ pub(in super::super) fn text(measured: &MeasuredPaths) -> String {
     }
     text += &table.render(false);
     if let Some(untraced) = &measured.untraced {
-        let _ = writeln!(text, "no trace, so where it waited is told by times: {}", clean(untraced));
+        let _ = writeln!(text, "no trace, so the waiting place is derived from times: {}", clean(untraced));
     }
     text
 }

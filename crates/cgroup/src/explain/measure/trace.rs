@@ -44,7 +44,7 @@ pub(super) struct TraceInstance {
 
 impl TraceInstance {
     pub(super) fn begin(tracefs: &Path, name: &str, disk: DeviceNumber) -> io::Result<Self> {
-        // An instance of its own leaves the machine's main trace untouched (ftrace.rst,
+        // A separate instance leaves the machine's main trace untouched (ftrace.rst,
         // "Instances").
         let directory = tracefs.join("instances").join(name);
         fs::create_dir(&directory)?;
@@ -138,7 +138,7 @@ fn pid(who: &str) -> Option<u32> {
 fn counter_of_task<'a>(traced: &'a mut TraceTotals, who: &str, process: u32) -> &'a mut u64 {
     if pid(who) == Some(process) {
         &mut traced.by_process
-    // The order matters: `kworker/u` is a prefix match within `kworker/`.
+    // Unbound workers, which also match the prefix of the next branch.
     } else if who.starts_with("kworker/u") || who.starts_with("writeback-") {
         &mut traced.by_writeback
     } else if who.starts_with("kworker/") || who.starts_with("kthrotld") {

@@ -73,7 +73,7 @@ impl LoadWorker {
 
     pub(super) fn run_order(&mut self, order: &LoadOrder, within: Duration) -> anyhow::Result<LoadReply> {
         if self.is_behind {
-            bail!("what was tried before has not ended yet");
+            bail!("the previous measurement has not ended yet");
         }
         let mut line = serde_json::to_string(order).context("an order")?;
         line.push('\n');

@@ -327,7 +327,7 @@ fn the_level_that_keeps_a_controller_is_named() {
     machine.dd_in("/a/b/c", WRITE);
     let findings = findings::find(&machine.facts("/a/b/c"));
     let finding = only(&findings, IoNotEnabled);
-    assert_eq!(finding.why, "/a does not give the io controller to the cgroups below it");
+    assert_eq!(finding.why, "/a does not enable the io controller for its children");
     assert!(
         finding.evidence.iter().any(|evidence| evidence.file.ends_with("cgroup/a/cgroup.subtree_control"))
     );
@@ -431,7 +431,7 @@ fn text_begins_with_the_verdict() {
     assert_eq!(lines[0], "/app (cgroup v1): the limit misses everything that was found");
     assert_eq!(lines[2], "/dev/vda (254:0): write 20M/s in /app");
     assert_eq!(lines[3], "  ESCAPES   buffered writes, ext4 on /data (/dev/vda) [version-1]");
-    assert!(told.contains("\n            mend: use cgroup v2"), "{told}");
+    assert!(told.contains("\n            fix: use cgroup v2"), "{told}");
     assert!(told.contains("blkio.throttle.write_bps_device: 254:0 20971520\n"), "{told}");
     assert!(
         told.contains("100  dd    buffered writes  ext4 on /data (/dev/vda)  escapes: version-1\n"),

@@ -147,7 +147,7 @@ mod tests {
             // QEMU calls them otherwise.
             (json!({ "addr": addr, "queues": 4 }), "is 'num-queues' here"),
             (json!({ "addr": addr, "write-cache": false }), "'writethrough'"),
-            (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "weir connects to unix:PATH"),
+            (json!({ "addr": { "type": "fd", "str": "a" }, "client": true }), "needs unix:PATH"),
         ] {
             let error = told("vhost-user-blk", wrong.clone()).unwrap_err();
             assert!(error.contains(said), "{wrong}: {error}");

@@ -86,7 +86,7 @@ impl NbdNetlinkControl {
             .u64(SERVER_FLAGS, device.flags.into());
         let answer = self.netlink.execute(self.family, CONNECT, &with_parameters(said, device, sockets))?;
         let number = attributes(&answer).get(INDEX).and_then(NetlinkAttributes::as_u32).or(device.number);
-        number.ok_or_else(|| io::Error::other("the kernel did not say which device it took"))
+        number.ok_or_else(|| io::Error::other("the kernel returned no device number"))
     }
 
     /// Gives a device sockets in place of closed ones.

@@ -181,7 +181,7 @@ impl Netlink {
         let ask = NetlinkAttributesBuilder::default().text(FAMILY_NAME, name);
         let answer = self.execute(CONTROL, GET_FAMILY, &ask)?;
         let id = NetlinkAttributes(&answer).get(FAMILY_ID).and_then(NetlinkAttributes::as_u16);
-        id.ok_or_else(|| io::Error::other("the kernel named no number of the netlink family"))
+        id.ok_or_else(|| io::Error::other("the kernel returned no number of the netlink family"))
     }
 
     /// Executes a command; returns the attributes of the reply, possibly none.

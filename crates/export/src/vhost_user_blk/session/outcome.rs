@@ -109,11 +109,11 @@ pub enum RequestRejection {
     Malformed(#[from] MalformedVhostUserMessage),
     #[error("{}", not_offered(*.0))]
     Features(u64),
-    #[error("ring {0} runs with other features")]
+    #[error("features cannot change while ring {0} runs")]
     FeaturesInUse(u16),
     #[error("protocol features {0:#x} were not offered")]
     ProtocolFeatures(u64),
-    #[error("ring {ring}, where {queues} were offered")]
+    #[error("no ring {ring}: {queues} were offered")]
     NoSuchRing { ring: u32, queues: u16 },
     #[error("ring {0} runs")]
     Running(u16),
@@ -132,7 +132,7 @@ pub enum RequestRejection {
     #[error(transparent)]
     Inflight(#[from] InflightError),
     #[error(
-        "blocks of {is} bytes, and its guest was told {told} (give this export the logical-block-size of then, or start the machine anew)"
+        "blocks of {is} bytes, and its guest uses blocks of {told} (restore this export's logical-block-size, or stop and start the machine)"
     )]
     Blocks { is: u32, told: u64 },
     #[error("{bytes} bytes of the configuration at {offset} cannot be written")]
@@ -141,7 +141,7 @@ pub enum RequestRejection {
     Status(u64),
     #[error(transparent)]
     NoChannel(#[from] InvalidChannel),
-    #[error("its descriptor is no eventfd: the ring goes on without")]
+    #[error("its descriptor is no eventfd: the ring continues without it")]
     NoEvent,
     #[error("ring {ring}: {why}")]
     Fault { ring: u16, why: VringFault },

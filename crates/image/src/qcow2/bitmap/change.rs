@@ -24,16 +24,16 @@ use crate::qcow2::{
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum BitmapError {
     /// No bitmap has this name.
-    #[error("there is no bitmap {0:?} (`weir image info` lists them)")]
+    #[error("there is no bitmap {0:?} (`weir image info` lists all)")]
     NotFound(String),
     /// A bitmap has this name already.
     #[error("there is a bitmap {0:?} already (choose another name, or remove it)")]
     Exists(String),
     /// The bitmap is marked as in use, so it may be inconsistent.
-    #[error("the bitmap {0:?} was not stored by who used it last, and may be wrong (remove it)")]
+    #[error("the bitmap {0:?} is marked in-use and may be inconsistent (remove it)")]
     InUse(String),
     /// The bitmap has extra data that weir does not understand.
-    #[error("the bitmap {0:?} has extra data that weir does not know (use the program that made it)")]
+    #[error("the bitmap {0:?} has extra data of an unknown kind (use the program that created it)")]
     Extra(String),
     /// An invalid value.
     #[error("{0}")]
@@ -139,7 +139,7 @@ impl Qcow2Image {
         let file_end = self.file.size_bytes().next_multiple_of(cluster_bytes);
         let wrong = |what: &str| Err(InvalidImage::new(format!("bitmap {:?} {what}", entry.name())).into());
         if offset.checked_add(length).is_none_or(|end| end > file_end) {
-            return wrong("has its table behind the end of the file");
+            return wrong("has its table beyond the end of the file");
         }
         let table =
             decode_table(&bytes::read(self.file.storage(), offset, length as usize).await?, cluster_bytes)?;
@@ -150,7 +150,7 @@ impl Qcow2Image {
         let mut stored: Vec<_> = stored.collect();
         stored.sort_unstable();
         if stored.last().is_some_and(|last| last + cluster_bytes > file_end) {
-            return wrong("has bits behind the end of the file");
+            return wrong("has bits beyond the end of the file");
         }
         if stored.windows(2).any(|pair| pair[0] == pair[1]) {
             return wrong("has the same cluster of bits twice");
@@ -168,20 +168,20 @@ impl Qcow2Image {
         let mut entries = self.changeable_bitmaps().await?;
         let wrong = |what: String| Err(BitmapError::Wrong(what));
         if self.shape.version < 3 {
-            return wrong("an image of version 2 has no bitmaps (compat=1.1 has)".to_owned());
+            return wrong("images of version 2 have no bitmaps (convert it with compat=1.1)".to_owned());
         }
         if entries.iter().any(|entry| entry.name == name.as_bytes()) {
             return Err(BitmapError::Exists(name.to_owned()));
         }
         if name.is_empty() || name.len() > LONGEST_NAME {
-            return wrong(format!("a name of {} bytes; 1 to {LONGEST_NAME} are possible", name.len()));
+            return wrong(format!("the name has {} bytes; it must have 1 to {LONGEST_NAME}", name.len()));
         }
         if !GRANULARITY_BITS.contains(&granularity_bits) {
-            return wrong(format!("a granularity of 2^{granularity_bits} bytes; 512 to 2G is possible"));
+            return wrong(format!("the granularity is 2^{granularity_bits} bytes; it must be 512 to 2G"));
         }
         self.check_granularity(granularity_bits)?;
         if entries.len() == MOST_BITMAPS as usize {
-            return wrong(format!("it has {MOST_BITMAPS} bitmaps, which is the most (remove some)"));
+            return wrong(format!("the image has the maximum of {MOST_BITMAPS} bitmaps (remove some)"));
         }
         let bits = DirtyBits::new(self.size_bytes(), granularity_bits);
         let (table_offset, table_entries) = self.store_bits(&bits).await?;
@@ -201,7 +201,7 @@ impl Qcow2Image {
     fn check_granularity(&self, granularity_bits: u32) -> Result<()> {
         let table = BitmapEntry::entries_for(self.size_bytes(), granularity_bits, self.shape.cluster_bits);
         if table > MOST_BITS >> self.shape.cluster_bits {
-            let what = "the disk has too many parts of that granularity (choose a larger one)";
+            let what = "the disk is too large for this granularity (choose a larger one)";
             return Err(BitmapError::Wrong(what.to_owned()));
         }
         Ok(())
@@ -252,7 +252,7 @@ impl Qcow2Image {
         if source.size_bytes() != bits.size_bytes() {
             let (theirs, ours) = (source.size_bytes(), bits.size_bytes());
             let what = format!(
-                "the source is of a disk of {theirs} bytes, and {name:?} of {ours} (resize one of them)"
+                "the source covers {theirs} bytes, but {name:?} covers {ours} (resize one of the disks)"
             );
             return Err(BitmapError::Wrong(what));
         }
@@ -272,7 +272,7 @@ impl Qcow2Image {
         if (bits.size_bytes(), bits.granularity_bits())
             != (self.size_bytes(), entries[found].granularity_bits)
         {
-            return Err(BitmapError::Wrong(format!("these bits are not of the bitmap {name:?}")));
+            return Err(BitmapError::Wrong(format!("these bits do not belong to the bitmap {name:?}")));
         }
         let old = entries[found].clone();
         let (table_offset, table_entries) = self.store_bits(bits).await?;
@@ -354,7 +354,7 @@ impl Qcow2Image {
         let directory = encode(entries);
         let length = directory.len() as u64;
         if length > LARGEST_BITMAP_DIRECTORY {
-            return Err(BitmapError::Wrong("the directory of the bitmaps is full (remove some)".to_owned()));
+            return Err(BitmapError::Wrong("the bitmap directory is full (remove bitmaps)".to_owned()));
         }
         let bitmaps = match entries.len() as u32 {
             0 => None,
@@ -429,7 +429,7 @@ impl Qcow2Image {
 
     async fn drop_mark(&self, why: &BitmapError) -> IoResult<()> {
         let image = self.file.storage().description();
-        tracing::warn!(image, "its bitmaps cannot be used, and are marked so: {why}");
+        tracing::warn!(image, "its bitmaps are unusable, and are marked inconsistent: {why}");
         self.update_header(|header| header.autoclear &= !autoclear::BITMAPS).await
     }
 }

@@ -119,7 +119,7 @@ impl BitmapEntry {
             return wrong(format!("has unknown flags {:#x}", self.flags));
         }
         if self.flags & flag::EXTRA_COMPATIBLE != 0 && self.extra.is_empty() {
-            return wrong("has the flag for extra data, and no extra data".to_owned());
+            return wrong("has the flag for extra data, but no extra data".to_owned());
         }
         if !GRANULARITY_BITS.contains(&self.granularity_bits) {
             return wrong(format!("has a granularity of 2^{} bytes", self.granularity_bits));
@@ -130,7 +130,7 @@ impl BitmapEntry {
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset.checked_add(length).is_none_or(|end| end > OFFSET_LIMIT)
         {
-            return wrong(format!("has its table at {offset:#x}, where no cluster begins"));
+            return wrong(format!("has its table at {offset:#x}, which is not aligned to a cluster"));
         }
         Ok(())
     }
@@ -193,13 +193,13 @@ pub(in crate::qcow2) async fn read_entries(
         let (entry, fault, end) = BitmapEntry::decode(rest, header)?;
         let is_new = names.insert(entry.name.clone());
         let fault = fault.or_else(|| {
-            (!is_new).then(|| InvalidImage::new(format!("two bitmaps are called {:?}", entry.name())))
+            (!is_new).then(|| InvalidImage::new(format!("two bitmaps have the name {:?}", entry.name())))
         });
         rest = &rest[end..];
         entries.push((entry, fault));
     }
     if entries.len() != count as usize {
-        let what = format!("the bitmap directory has {} entries, and the header says {count}", entries.len());
+        let what = format!("the bitmap directory has {} entries, but the header says {count}", entries.len());
         return Err(InvalidImage::new(what).into());
     }
     Ok(entries)
@@ -225,9 +225,9 @@ pub fn decode_table(bytes: &[u8], cluster_bytes: u64) -> Result<Vec<BitmapCluste
         0 => Ok(BitmapCluster::Zeroes),
         1 => Ok(BitmapCluster::Ones),
         offset if offset.is_multiple_of(cluster_bytes) && offset < OFFSET_LIMIT => Ok(BitmapCluster::Stored(offset)),
-        other => {
-            Err(InvalidImage::new(format!("a bitmap table has the entry {other:#x}, which points to no cluster")))
-        }
+        other => Err(InvalidImage::new(format!(
+            "a bitmap table has the entry {other:#x}, which does not point to the start of a cluster"
+        ))),
     };
     words(bytes).map(decode).collect()
 }
@@ -292,8 +292,8 @@ mod tests {
                 ("2^8 bytes", one(|entry| entry.granularity_bits = 8), 1),
                 ("name of 0 bytes", one(|entry| entry.name.clear()), 1),
                 ("unknown flags", one(|entry| entry.flags = 8), 1),
-                ("and no extra data", one(|entry| (entry.flags, entry.extra) = (4, Vec::new())), 1),
-                ("no cluster begins", one(|entry| entry.table_offset = 0x50200), 1),
+                ("but no extra data", one(|entry| (entry.flags, entry.extra) = (4, Vec::new())), 1),
+                ("not aligned to a cluster", one(|entry| entry.table_offset = 0x50200), 1),
                 ("table of 0 bytes", one(|entry| entry.table_entries = 0), 1),
                 ("two bitmaps", vec![entry(1), entry(1)], 2),
                 ("header says 2", vec![entry(1)], 2),

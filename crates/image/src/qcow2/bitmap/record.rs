@@ -198,7 +198,7 @@ impl Qcow2Image {
         entry.check_usable()?;
         let bytes = DirtyBits::bytes_for(self.size_bytes(), entry.granularity_bits);
         *room = room.checked_sub(bytes).ok_or_else(|| {
-            let what = format!("all that record would take more than {MOST_RECORDED} bytes of memory");
+            let what = format!("all recording bitmaps would need more than {MOST_RECORDED} bytes of memory");
             BitmapError::Wrong(what)
         })?;
         let cluster_bytes = 1 << self.shape.cluster_bits;
@@ -211,7 +211,7 @@ impl Qcow2Image {
         });
         let mut places = stored.chain([(offset, length)]);
         if let Some((place, _)) = places.find(|&(offset, length)| self.overlap.contains(offset, length)) {
-            return Err(InvalidImage::new(format!("it lies on other metadata at {place:#x}")).into());
+            return Err(InvalidImage::new(format!("it overlaps other metadata at {place:#x}")).into());
         }
         let memory = MemoryReservation::new(MemoryBudget::process(), "bitmaps that record writes", bytes)?;
         Ok(RecordingBitmap::new(&entry.name, &self.read_bits(entry, self.size_bytes()).await?, memory))
@@ -297,7 +297,7 @@ impl Qcow2Image {
         tracing::error!(
             image,
             bitmap = name,
-            "the bitmap is not kept, and will be marked as in use, or is (remove it): {why}"
+            "the bitmap cannot be stored and stays marked in-use (remove it): {why}"
         );
     }
 }

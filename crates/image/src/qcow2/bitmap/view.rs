@@ -31,12 +31,10 @@ pub enum BitmapViewError {
     #[error("there is no bitmap {0:?}")]
     NotThere(String),
     /// The bitmap does not record, and the image is writable.
-    #[error(
-        "bitmap {0:?} does not record what is written, and can be looked at only where the image is read-only"
-    )]
+    #[error("bitmap {0:?} does not record writes, and can be read only if the image is read-only")]
     Disabled(String),
     /// The image was written to without updating the bitmap.
-    #[error("bitmap {0:?} was not kept up to date and says nothing")]
+    #[error("bitmap {0:?} is marked in-use and may be inconsistent")]
     Inconsistent(String),
     /// The bitmap cannot be read.
     #[error(transparent)]

@@ -105,9 +105,9 @@ impl CheckPass<'_> {
             return None;
         }
         let state = if should_be {
-            "is not marked COPIED, and its refcount is 1"
+            "is not marked COPIED, but its refcount is 1"
         } else {
-            "is marked COPIED, and its refcount is not 1"
+            "is marked COPIED, but its refcount is not 1"
         };
         if self.repairs_all() && self.may_write(place) {
             self.corrected(format!("{} {state}", what()));

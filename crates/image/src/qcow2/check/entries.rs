@@ -123,7 +123,7 @@ fn judge_standard(
     let own = guest & !(cluster_bytes - 1);
     let fault = host.and_then(|host| {
         if host & (cluster_bytes - 1) != 0 {
-            Some(format!("points inside the cluster around {host:#x}"))
+            Some(format!("points into a cluster, to {host:#x}"))
         } else if shape.data_file {
             // In a data file every guest cluster must lie at its guest offset.
             (host != own).then(|| format!("points to {host:#x} of the data file instead of {own:#x}"))

@@ -103,16 +103,16 @@ fn dangling_names(header: &Qcow2Header) -> Vec<String> {
     let format = header.backing.as_ref().and_then(|backing| backing.format.as_deref());
     if let Some(format) = format.filter(|format| !FORMATS.contains(format)) {
         found.push(format!(
-            "the backing file has the unknown format {format:?} (name it with `weir image rebase -u`)"
+            "the backing file has the unknown format {format:?} (set it with `weir image rebase -u`)"
         ));
     }
     match (&header.data_file, header.has_data_file()) {
         (Some(name), true) if name.is_empty() || name.contains('\0') => {
-            found.push(format!("the name of the external data file, {name:?}, is no name of a file"));
+            found.push(format!("the name of the external data file, {name:?}, is not a file name"));
         }
         (None, true) => found.push("the image has an external data file without a name".to_owned()),
         (Some(name), false) => {
-            found.push(format!("the image names the data file {name:?}, and has no external data file"));
+            found.push(format!("the image names the data file {name:?}, but has no external data file"));
         }
         _ => {}
     }

@@ -92,7 +92,7 @@ impl CheckPass<'_> {
             self.found.metadata.add(cluster, times);
         }
         if let Some((cluster, other)) = beneath {
-            self.hidden(format!("{what} at {offset:#x} lies on {} in cluster {cluster}", other.name()));
+            self.hidden(format!("{what} at {offset:#x} overlaps {} in cluster {cluster}", other.name()));
         }
         true
     }

@@ -77,7 +77,7 @@ impl CheckPass<'_> {
                 bytes += length;
             }
             if bytes > self.storage.size_bytes().next_multiple_of(self.header.cluster_bytes()) {
-                self.hidden("the L1 tables of the snapshots lie on each other");
+                self.hidden("the L1 tables of the snapshots overlap");
                 return Ok(L1Tables::new());
             }
         }
@@ -90,7 +90,7 @@ impl CheckPass<'_> {
                 overlapping += region.1;
             }
             if overlapping > MOST_OVERLAPPING {
-                self.hidden(format!("{what} is not looked at: too many tables lie on each other"));
+                self.hidden(format!("{what} is not read: too many tables overlap"));
                 return false;
             }
             let is_inside = self.count_metadata(MetadataKind::L1, &what, region, names.len() as u64);
@@ -247,12 +247,12 @@ impl CheckPass<'_> {
         }
         let is_shared = |cluster: &u64| own.get(*cluster) + self.found.counts.get(*cluster) > 1;
         if let Some(cluster) = clusters(&bitmaps.directory).find(is_shared) {
-            let what = format!("cluster {cluster} holds the bitmap directory, and something else");
+            let what = format!("cluster {cluster} holds the bitmap directory and other data");
             return Err(InvalidImage::new(what).into());
         }
         for one in &mut found {
             if let Some(cluster) = one.places.iter().flat_map(clusters).find(is_shared) {
-                one.fault = Some(format!("cluster {cluster} holds {}, and something else", one.name()));
+                one.fault = Some(format!("cluster {cluster} holds {} and other data", one.name()));
             }
         }
         Ok(found)

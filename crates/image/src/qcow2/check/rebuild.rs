@@ -48,7 +48,7 @@ impl CheckPass<'_> {
         self.unknown_blocks = Some(HashSet::new());
         self.report.image_end_offset = end << bits;
         self.report.corruptions_fixed += 1;
-        self.report.report("Repaired: the refcounts were made anew");
+        self.report.report("Repaired: the refcounts were rebuilt");
         Ok(())
     }
 
@@ -86,7 +86,7 @@ impl CheckPass<'_> {
         loop {
             let end = first + numbers.len() as u64 + table_clusters;
             if end > OFFSET_LIMIT >> self.header.cluster_bits {
-                return Err(InvalidImage::new("there is no room for new refcounts below the largest offset"));
+                return Err(InvalidImage::new("there is no space for new refcounts below the largest offset"));
             }
             let before = (numbers.len(), table_clusters);
             numbers.extend(first / per_block..=(end - 1) / per_block);

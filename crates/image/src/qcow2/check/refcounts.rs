@@ -66,7 +66,7 @@ impl CheckPass<'_> {
         let shared: Vec<u64> =
             table_clusters.chain(of_blocks).filter(|cluster| self.found.counts.get(*cluster) != 1).collect();
         for cluster in shared {
-            self.damaged(&mut structures, format!("cluster {cluster} holds refcounts, and something else"));
+            self.damaged(&mut structures, format!("cluster {cluster} holds refcounts and other data"));
         }
         Some(structures)
     }
@@ -97,7 +97,7 @@ impl CheckPass<'_> {
         if entry & RESERVED != 0 {
             Some("has reserved bits")
         } else if !entry.is_multiple_of(cluster) {
-            Some("points inside a cluster")
+            Some("points into a cluster")
         } else if entry != 0 && !self.is_inside(entry, cluster) {
             Some("points beyond the end of the file")
         } else {

@@ -74,7 +74,7 @@ impl CheckPass<'_> {
                 }
             }
             if is_lost {
-                self.corrected(format!("{}; its content is given up", what(&ambiguity.what)));
+                self.corrected(format!("{}; its content is discarded", what(&ambiguity.what)));
                 return ambiguity.given_up;
             }
             self.hidden(what(&ambiguity.what));

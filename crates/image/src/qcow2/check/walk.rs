@@ -139,7 +139,7 @@ impl CheckPass<'_> {
         let offset = raw & OFFSET;
         let what = |why: &str| format!("the L1 entry {raw:#x} at {place:#x} {why}");
         let fault = if L1Entry::decode(raw & !L1_RESERVED, self.shape).is_err() {
-            Some("points inside a cluster")
+            Some("points into a cluster")
         } else if offset != 0 && !self.is_inside(offset, self.header.cluster_bytes()) {
             Some("points beyond the end of the file")
         } else {
@@ -164,7 +164,7 @@ impl CheckPass<'_> {
         let covers = self.table_covers();
         if self.repair == Repair::Forced && self.may_write(place) && self.fits_in_report(&[owner]) {
             bytes::write(self.storage, place, &0_u64.to_be_bytes()).await?;
-            self.corrected(format!("{what}; its guest range is given up"));
+            self.corrected(format!("{what}; its guest range is discarded"));
             self.add_ranges(&[owner], 0..covers, true);
         } else {
             self.hidden(what);
@@ -205,7 +205,7 @@ impl CheckPass<'_> {
     async fn discard_table(&mut self, offset: u64, uses: &ClusterUses) -> Result<()> {
         for owner in &uses.owners {
             let place = self.disks[owner.disk as usize].l1_offset + u64::from(owner.index) * 8;
-            let what = format!("the L1 entry at {place:#x} points to {offset:#x}, which is no L2 table");
+            let what = format!("the L1 entry at {place:#x} points to {offset:#x}, which is not an L2 table");
             self.discard_l1(place, *owner, what).await?;
         }
         Ok(())

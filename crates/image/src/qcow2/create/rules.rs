@@ -53,7 +53,7 @@ impl CreateOptions {
             return Err(invalid_option(format!("refcount_bits={}", self.refcount_bits), rule));
         }
         if self.extended_l2 && cluster.trailing_zeros() < EXTENDED_CLUSTER_BITS {
-            let rule = format!("needs a cluster_size of at least 16K, and it is {cluster}");
+            let rule = format!("needs a cluster_size of at least 16K, but it is {cluster}");
             return Err(invalid_option("extended_l2=on", rule));
         }
         Ok(())
@@ -61,7 +61,7 @@ impl CreateOptions {
 
     fn check_version(&self) -> Result<(), InvalidImageOption> {
         if !matches!(self.version, 2 | 3) {
-            return Err(invalid_option(format!("version {}", self.version), "is not known; 2 and 3 are"));
+            return Err(invalid_option(format!("version {}", self.version), "is not supported; 2 and 3 are"));
         }
         let later = [
             (self.lazy_refcounts, "lazy_refcounts=on".to_owned()),
@@ -71,7 +71,7 @@ impl CreateOptions {
             (self.data_file.is_some(), "data_file".to_owned()),
         ];
         match later.into_iter().find(|(is_set, _)| *is_set && self.version < 3) {
-            Some((_, option)) => Err(invalid_option(option, "needs compat=1.1, and it is 0.10")),
+            Some((_, option)) => Err(invalid_option(option, "needs compat=1.1, but it is 0.10")),
             None => Ok(()),
         }
     }

@@ -197,7 +197,7 @@ impl SectorCipher {
         }
         let algorithm = kind.algorithm()?;
         Self::set_up(kind, algorithm, key)
-            .map_err(|error| InvalidImage::new(format!("openssl refuses the key: {error}")))
+            .map_err(|error| InvalidImage::new(format!("openssl rejects the key: {error}")))
     }
 
     fn set_up(kind: CipherKind, algorithm: &CipherRef, key: &[u8]) -> std::result::Result<Self, ErrorStack> {

@@ -144,7 +144,7 @@ pub fn check_slots(bytes: &[u8], area_bytes: u64) -> Result<(), InvalidImage> {
         let end = slot_place(bytes, slot).end;
         if end > area_bytes {
             return Err(InvalidImage::new(format!(
-                "key slot {slot} ends at {end:#x}, past the end of the LUKS header ({area_bytes:#x})"
+                "key slot {slot} ends at {end:#x}, beyond the end of the LUKS header ({area_bytes:#x})"
             )));
         }
     }
@@ -169,7 +169,7 @@ impl LuksHeader {
     /// The violated rule or the unsupported value.
     pub fn parse(bytes: &[u8], area_bytes: u64) -> Result<Self, InvalidImage> {
         let Some(bytes) = bytes.get(..HEADER_BYTES) else {
-            return Err(InvalidImage::new("the LUKS header is cut off"));
+            return Err(InvalidImage::new("the LUKS header is truncated"));
         };
         if bytes[..6] != MAGIC {
             return Err(InvalidImage::new("the LUKS header has no signature"));
@@ -208,7 +208,7 @@ impl LuksHeader {
             iterations(&format!("key slot {index}"), slot.iterations)?;
             if slot.stripes != STRIPES {
                 return Err(InvalidImage::new(format!(
-                    "key slot {index} has {} stripes; {STRIPES} is the only number there is",
+                    "key slot {index} has {} stripes; only {STRIPES} is valid",
                     slot.stripes
                 )));
             }
@@ -269,7 +269,7 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], InvalidImage> {
             ENABLED => true,
             DISABLED => false,
             other => {
-                return Err(InvalidImage::new(format!("key slot {index} is neither used nor unused: {other:#x}")));
+                return Err(InvalidImage::new(format!("key slot {index} has the invalid state {other:#x}")));
             }
         };
         slots.push(KeySlot {
@@ -280,14 +280,14 @@ fn slots(bytes: &[u8]) -> Result<[KeySlot; SLOTS], InvalidImage> {
             stripes: u32_at(bytes, at + 44),
         });
     }
-    slots.try_into().map_err(|_| InvalidImage::new("the LUKS header is cut off"))
+    slots.try_into().map_err(|_| InvalidImage::new("the LUKS header is truncated"))
 }
 
 fn iterations(what: &str, count: u32) -> Result<(), InvalidImage> {
     if (1..=MOST_ITERATIONS).contains(&count) {
         return Ok(());
     }
-    Err(InvalidImage::new(format!("{what} asks for {count} iterations; from 1 to {MOST_ITERATIONS} is possible")))
+    Err(InvalidImage::new(format!("{what} has {count} iterations; 1 to {MOST_ITERATIONS} is valid")))
 }
 
 fn sectors(bytes: u64) -> [u8; 4] {
@@ -300,7 +300,7 @@ fn text<'a>(field: &'a [u8], what: &str) -> Result<&'a str, InvalidImage> {
     let text = std::str::from_utf8(&field[..end])
         .ok()
         .filter(|text| text.bytes().all(|byte| byte.is_ascii_graphic()));
-    text.ok_or_else(|| InvalidImage::new(format!("{what} in the LUKS header is not text")))
+    text.ok_or_else(|| InvalidImage::new(format!("{what} in the LUKS header is not UTF-8")))
 }
 
 #[cfg(test)]
@@ -383,7 +383,7 @@ mod tests {
         let error = check_slots(&bytes, AREA).expect_err("a slot past the end").to_string();
         assert_eq!(
             error,
-            "key slot 3 ends at 0xffffffffffffffff, past the end of the LUKS header (0x1f9000)"
+            "key slot 3 ends at 0xffffffffffffffff, beyond the end of the LUKS header (0x1f9000)"
         );
     }
 

@@ -38,7 +38,7 @@ pub enum UnlockError {
     #[error("the LUKS header cannot be read: {0}")]
     Io(#[from] Error),
     /// The passphrase opens no key slot.
-    #[error("the passphrase opens none of its {slots} key slots")]
+    #[error("the passphrase does not unlock any of its {slots} key slots")]
     WrongPassphrase {
         /// Number of active slots.
         slots: usize,
@@ -87,7 +87,7 @@ pub async fn read_header(storage: &Storage, place: FileRegion) -> Result<LuksHea
     let end = place.offset.checked_add(place.length);
     if end.is_none_or(|end| end > storage.size_bytes()) {
         return Err(InvalidImage::new(format!(
-            "the LUKS header at {:#x} ends past the end of the file",
+            "the LUKS header at {:#x} ends beyond the end of the file",
             place.offset
         ))
         .into());

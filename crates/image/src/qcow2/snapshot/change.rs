@@ -267,7 +267,10 @@ impl Qcow2Image {
             && let Err(error) = self.change_refcount(place, length, -1).await
         {
             // Only a leak, and the header is already changed.
-            tracing::warn!(image = self.description(), "a snapshot table could not be given back: {error}");
+            tracing::warn!(
+                image = self.description(),
+                "the clusters of a snapshot table could not be freed: {error}"
+            );
         }
         Ok(changed?)
     }

@@ -44,7 +44,9 @@ impl Qcow2Image {
                 continue;
             }
             if !seen.insert(table) {
-                return Err(InvalidImage::new(format!("two L1 entries lead to the L2 table at {table:#x}")).into());
+                return Err(
+                    InvalidImage::new(format!("two L1 entries refer to the L2 table at {table:#x}")).into()
+                );
             }
             tables.push(table);
         }

@@ -119,7 +119,8 @@ impl InternalSnapshot {
         if !offset.is_multiple_of(header.cluster_bytes())
             || offset.checked_add(bytes).is_none_or(|end| end > OFFSET_LIMIT)
         {
-            let what = format!("snapshot {name:?} has its L1 table at {offset:#x}, where no cluster begins");
+            let what =
+                format!("the L1 table of snapshot {name:?} at {offset:#x} is not aligned to a cluster");
             return Err(InvalidImage::new(what));
         }
         Ok(())
@@ -257,7 +258,7 @@ async fn next(
 /// Fault of a header with more snapshots than QEMU accepts.
 pub(in crate::qcow2) fn too_many(header: &Qcow2Header) -> Option<InvalidImage> {
     (header.snapshots > MOST_SNAPSHOTS)
-        .then(|| InvalidImage::new(format!("{} snapshots; {MOST_SNAPSHOTS} is the most", header.snapshots)))
+        .then(|| InvalidImage::new(format!("{} snapshots; the maximum is {MOST_SNAPSHOTS}", header.snapshots)))
 }
 
 /// Reads a table that is to be changed, which must have no faults: the snapshots, and its length
@@ -338,7 +339,7 @@ mod tests {
             assert!(said(read(&storage, &many).await).contains("ends inside entry 0"));
             let mut wrong = snapshot(1);
             for (part, change) in [
-                ("where no cluster begins", (|s| s.l1_offset = 0x50200) as fn(&mut InternalSnapshot)),
+                ("is not aligned to a cluster", (|s| s.l1_offset = 0x50200) as fn(&mut InternalSnapshot)),
                 ("L1 table of", |s| s.l1_entries = u32::MAX),
                 ("extra data", |s| s.extra = vec![0; 1024]),
             ] {
@@ -367,7 +368,7 @@ mod tests {
             assert_eq!(read.length_bytes, encode(&entries[..3]).expect("short names").len());
             let faults: Vec<_> = read.decode_errors(&header).map(|fault| fault.to_string()).collect();
             assert_eq!(faults.len(), 2, "{faults:?}");
-            assert!(faults[0].contains("where no cluster begins"), "{faults:?}");
+            assert!(faults[0].contains("is not aligned to a cluster"), "{faults:?}");
             assert!(faults[1].contains("entry 3"), "{faults:?}");
         });
     }

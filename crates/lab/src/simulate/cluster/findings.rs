@@ -30,7 +30,7 @@ pub(super) fn of(summary: &ClusterSummary, outcome: &ClusterOutcome) -> Findings
         ));
         measures.push(exact(&name("bytes written to etcd"), MeasureUnit::BytesPerSecond, figures.written_bytes));
         measures.extend(
-            figures.unused.map(|unused| exact(&name("unused while somebody waits"), MeasureUnit::Share, unused)),
+            figures.unused.map(|unused| exact(&name("unused while a host waits"), MeasureUnit::Share, unused)),
         );
     }
     Findings {

@@ -200,7 +200,7 @@ impl<'a> ClusterRun<'a> {
     fn inject(&mut self, fault: ClusterFault) -> String {
         match fault {
             ClusterFault::LeaderDies => {
-                let Some(leader) = self.world.leader() else { return "nobody leads".to_owned() };
+                let Some(leader) = self.world.leader() else { return "there is no leader".to_owned() };
                 self.world.restart(leader);
                 "the leader dies".to_owned()
             }

@@ -53,7 +53,7 @@ pub(crate) struct ClusterSpec {
 pub(super) struct ClusterFaults {
     pub(super) leader_deaths: u64,
     pub(super) etcd_stops: u64,
-    /// Times that one percent of the hosts is partitioned.
+    /// Number of partitions, each of one percent of the hosts.
     pub(super) cuts: u64,
     pub(super) crashes: u64,
     /// Duration of an outage of etcd or of a partition.
@@ -167,7 +167,7 @@ mod tests {
         assert_eq!(error("drift=500"), "drift=500 is not between 0 and 400");
         assert!(error("safe-share=2").starts_with("safe-share=2 is not a part of a limit"));
         assert_eq!(error("arrivals=odd"), "arrivals=odd is neither even nor random");
-        assert_eq!(error("host=3"), "\"host\" is nothing that --cluster knows (did you mean hosts?)");
+        assert_eq!(error("host=3"), "\"host\" is no key of --cluster (did you mean hosts?)");
         assert!(error("hosts").contains("is not of the form key=value"));
     }
 

@@ -224,7 +224,7 @@ impl ClusterSummary {
         text.extend(self.faults.iter().map(|fault| format!("At {:.1} s: {}.\n", fault.seconds, fault.what)));
         text.extend(self.remarks.iter().map(|remark| format!("{remark}\n")));
         if let Some(why) = &self.partial {
-            text.push(format!("Not complete: {why}. The figures are of what came before.\n"));
+            text.push(format!("Incomplete: {why}. The figures cover the part before.\n"));
         }
         text.join("\n")
     }
@@ -237,16 +237,16 @@ impl ClusterSummary {
         let nobody_waits = figures.any(|figures| figures.unused.is_none());
         // Only reasons for figures that are shown as `-`.
         let reasons = [
-            (unknown && self.undisturbed == 0, "each change fell together with something that went wrong"),
+            (unknown && self.undisturbed == 0, "each change coincided with a fault"),
             (
                 unknown && self.undisturbed > 0,
-                "hosts did not have their share before the next change, or the end (every=, seconds=)",
+                "hosts did not reach their share before the next change or the end (every=, seconds=)",
             ),
             (
                 never_steady,
-                "demand was never steady: half of `every` after a change or a fault, and two leases after the beginning (seconds=, every=)",
+                "demand was never steady, which needs half of `every` after a change or a fault, and two leases after the start (seconds=, every=)",
             ),
-            (nobody_waits, "no host was busy, so nobody waited (busy=)"),
+            (nobody_waits, "no host was busy, so none waited (busy=)"),
         ];
         reasons.into_iter().filter_map(|(is_so, why)| is_so.then_some(why))
     }
@@ -269,7 +269,7 @@ impl ClusterSummary {
         let most = figures::share(self.most_in_force);
         match &self.violation {
             None => format!(
-                "Never more than the limit was in force ({most} at most), or passed than that and a burst."
+                "The quotas in force never exceeded the limit ({most} at most), nor did the requests exceed the limit and a burst."
             ),
             Some(why) => format!("MORE THAN THE LIMIT: {why}."),
         }
@@ -320,7 +320,7 @@ impl ClusterSummary {
             ("ALL THE TIME", ColumnAlignment::Right),
         ]);
         let rows: [FigureRow<Option<f64>>; 4] = [
-            ("unused while somebody waits", |figures| figures.unused),
+            ("unused while a host waits", |figures| figures.unused),
             ("in force", |figures| Some(figures.in_force)),
             ("off from the ideal", |figures| Some(figures.off)),
             ("hosts within 5 % of the ideal", |figures| Some(figures.near)),

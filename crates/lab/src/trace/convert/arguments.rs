@@ -21,21 +21,21 @@ Examples:
   weir trace convert web.spc.gz web.iolog --to fio-v3
       For fio to replay: fio --read_iolog.
   weir trace convert a.csv b.csv both.recording --absolute-time
-      Two traces as one recording, with the distance that they have.
+      Two traces as one recording, with their distance in time.
   weir trace convert vendor.txt vm.csv --columns time=1:us,disk=2,op=3,offset=4:sectors,length=5,skip=1
-      Any text that has a line for each request.
+      Any text with a line for each request.
 
-The ending of OUTPUT says what is written if --to does not: .recording, .csv (weir's own), .iolog (fio-v3), .spc; behind these .gz or .zst compress. What a format has no word for is left out, counted and said.
+Without --to the extension of OUTPUT determines the format: .recording, .csv (weir's own), .iolog (fio-v3), .spc; a further .gz or .zst compresses. Requests that a format cannot represent are left out and reported.
 Exit status: 0 converted, 1 failed or not to the end, 2 wrong use of the command line.";
 
-/// What to do with traces.
+/// Actions on traces.
 #[derive(Debug, Subcommand)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
 pub enum TraceCommand {
     /// Write traces in another format
     #[command(after_help = CONVERT_EXAMPLES)]
     Convert(ConvertArgs),
-    /// Sum up what is in traces: of recordings also how long requests waited and were served
+    /// Summarize traces; for recordings also waiting times and service times
     #[command(after_help = INFO_EXAMPLES)]
     Info(InfoArgs),
 }
@@ -49,7 +49,7 @@ pub struct ConvertArgs {
     // One list: clap allows no option between a list and a positional argument after it.
     #[arg(value_name = "FILE", required = true)]
     pub(crate) files: Vec<PathBuf>,
-    /// The format to write [default: as OUTPUT ends]
+    /// Format to write [default: by the extension of OUTPUT]
     #[arg(long, value_name = "FORMAT")]
     pub(crate) to: Option<TraceFormat>,
     #[command(flatten)]

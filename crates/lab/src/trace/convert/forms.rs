@@ -170,7 +170,7 @@ pub(super) struct TextFormat {
 impl TextFormat {
     /// Starts the text with the header of the format. Recordings are binary and not written here.
     pub(super) fn begin(format: TraceFormat, start: TraceStart, text: &mut Vec<u8>) -> Self {
-        // The other formats have no header.
+        // The remaining formats have no header.
         let header = match format {
             TraceFormat::Weir => Some(HEADER),
             TraceFormat::FioV2 => Some("fio version 2 iolog"),

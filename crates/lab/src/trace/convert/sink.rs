@@ -193,7 +193,7 @@ impl ConvertSink {
         let format = self.format.name();
         let line = |(why, count): (&NotWritten, &u64)| match why {
             NotWritten::Op(op) => {
-                format!("left out: {count} of {}, for which {format} has no word", op.name())
+                format!("left out: {count} of {}, which {format} cannot represent", op.name())
             }
             NotWritten::Unaligned => {
                 format!(
@@ -250,10 +250,10 @@ impl ConvertSink {
         let (count, told) = (told.len(), told.join(", "));
         match disk_naming(self.format) {
             DiskNaming::Nothing if count > 1 => {
-                Some(format!("{format} has whole seconds and one disk: {told} are one now"))
+                Some(format!("{format} has whole seconds and one disk: {told} are merged"))
             }
-            DiskNaming::ByNumber if count > 0 => Some(format!("{format} calls disks by numbers: {told}")),
-            DiskNaming::Nearly if count > 0 => Some(format!("{format} calls disks otherwise: {told}")),
+            DiskNaming::ByNumber if count > 0 => Some(format!("{format} identifies disks by number: {told}")),
+            DiskNaming::Nearly if count > 0 => Some(format!("{format} renames disks: {told}")),
             _ => None,
         }
     }

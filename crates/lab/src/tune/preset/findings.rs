@@ -1,5 +1,5 @@
 //! A published table beside this machine's, and the conclusions that agree. Each figure is relative
-//! to a row of its own table.
+//! to a row of the same table.
 
 use console::{figures, table};
 
@@ -71,18 +71,18 @@ impl PresetFindings<'_> {
     fn claims(&self, published: &PublishedTable) -> ResultTable {
         let row = |claim: &super::PublishedClaim| {
             let words = match (published.agreement(self.samples, claim), claim.relation) {
-                (ClaimAgreement::Agrees, ClaimRelation::NotLower) => "agrees (if it does harm, then less than 5 %)",
+                (ClaimAgreement::Agrees, ClaimRelation::NotLower) => "agrees (no harm above 5 %)",
                 (ClaimAgreement::Agrees, _) => "agrees",
-                (ClaimAgreement::Contradicted, _) => "does not agree: here it is the other way round",
+                (ClaimAgreement::Contradicted, _) => "does not agree: the opposite was measured",
                 (ClaimAgreement::NotSeen, ClaimRelation::NotLower) => {
-                    "not told apart: more rounds are needed to rule out harm"
+                    "undecided: more rounds are needed to rule out harm"
                 }
-                (ClaimAgreement::NotSeen, _) => "does not agree: no difference beyond noise is to be seen here",
+                (ClaimAgreement::NotSeen, _) => "does not agree: no difference beyond noise was measured",
                 (ClaimAgreement::NotMeasured, _) => "not measured",
             };
             vec![claim.text.to_owned(), words.to_owned()]
         };
-        let title = format!("{}: what was concluded", published.title);
+        let title = format!("{}: conclusions", published.title);
         ResultTable::new(&title, ["Conclusion", "Here"], published.claims.iter().map(row).collect())
     }
 

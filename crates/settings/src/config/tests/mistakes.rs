@@ -7,7 +7,7 @@ fn syntax_errors_name_their_line() {
     let refused = plan_with("[disk.vm1]\nimage = \n", 0).unwrap_err();
     assert!(refused.starts_with("weir.toml:2: not TOML: "), "{refused}");
     let twice = plan_with("[disk.vm1]\nimage = \"a\"\nimage = \"b\"\n", 0).unwrap_err();
-    let already = "is there already, further up (take out one of the two)";
+    let already = "is given twice (remove one)";
     assert_eq!(twice, format!("weir.toml:3: disk.vm1.image: {already}"));
     for (text, expect) in [
         ("a = 1\na = 2\n", "2: a"),
@@ -35,13 +35,13 @@ fn names_are_required_unique_and_known() {
     );
     check(
         "[daemon]\nsocket-mode = 0o660\n",
-        "weir.toml:2: daemon.socket-mode = 0o660: is a number in another base than ten (write it as text, such as \"0660\")",
+        "weir.toml:2: daemon.socket-mode = 0o660: is not a decimal number (write it as text, such as \"0660\")",
     );
     check("[disks.vm1]\nimage = \"a\"\n", "weir.toml:1: disks: unknown key (did you mean \"disk\"?)");
     check("[group.g]\niops = 5\n", "weir.toml:2: group.g.iops: unknown key (did you mean \"iops-total\"?)");
     check(
         &disk_with("export = [{ type = \"nbd\", listen = \"h:1\", zzz = 1 }]"),
-        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; here may be type, listen, name, read-only",
+        "weir.toml:3: disk.vm1.export[0].zzz: unknown key; known are type, listen, name, read-only",
     );
     check(
         "[disk.vm1]\n",
@@ -49,26 +49,23 @@ fn names_are_required_unique_and_known() {
          or \"nbd://HOST/EXPORT\")",
     );
     check("", "no disks: there is nothing to serve (add a [disk.NAME] with an image)");
-    check(
-        &disk_with("[disk.\"\"]\nimage = \"b\""),
-        "weir.toml:3: disk.\"\": the name is empty (give it one)",
-    );
+    check(&disk_with("[disk.\"\"]\nimage = \"b\""), "weir.toml:3: disk.\"\": the name is empty (set one)");
     check(
         &disk_with("[disk.\"a\\nb\"]\nimage = \"b\""),
-        "weir.toml:3: disk.\"a\\nb\": the name holds a control character (leave it out)",
+        "weir.toml:3: disk.\"a\\nb\": the name has a control character (remove it)",
     );
     check(
         &disk_with("[disk.\"..\"]\nimage = \"b\""),
-        "weir.toml:3: disk.\"..\": the name is a directory's, which no path can hold (give another)",
+        "weir.toml:3: disk.\"..\": the name has a special meaning in paths (choose another)",
     );
-    check_disk("group = \"silver\"", "is no group of this file (add [group.silver])");
+    check_disk("group = \"silver\"", "is not a group of this file (add [group.silver])");
     check(
         &disk_with("group = \"glod\"\n[group.gold]"),
-        "weir.toml:3: disk.vm1.group = \"glod\": is no group of this file (did you mean \"gold\"?)",
+        "weir.toml:3: disk.vm1.group = \"glod\": is not a group of this file (did you mean \"gold\"?)",
     );
     check(
         "[disk.gold]\nimage = \"a\"\n[group.gold]\n",
-        "weir.toml:3: group.gold: a disk is called \"gold\" too, and commands take both (rename one)",
+        "weir.toml:3: group.gold: a disk is named \"gold\" too, and commands accept both (rename one)",
     );
 }
 
@@ -77,8 +74,8 @@ fn invalid_values_name_their_rule() {
     check_disk("cache = \"fast\"", "is not a cache mode (writeback, writethrough, none, directsync, unsafe)");
     check_disk("format = \"vmdk\"", "is not a format that weir serves (raw, qcow2)");
     check_disk("read-only = 1", "is not a flag; write true or false");
-    check_disk("cache = true", "is a boolean; a string or a number is needed");
-    check_disk("cache = []", "is an array; a string or a number is needed (write one, without brackets)");
+    check_disk("cache = true", "is a boolean; a string or a number is required");
+    check_disk("cache = []", "is an array; a string or a number is required (write one, without brackets)");
     check_disk(
         "iops-total = 1.5",
         "is not a plain number; a count takes no suffix and no fraction (write 1)",
@@ -93,20 +90,20 @@ fn invalid_values_name_their_rule() {
         &disk_with("export = { type = \"fuse\", file = \"f\", io-uring = true }"),
         "weir.toml:3: disk.vm1.export.io-uring = true: was removed in weir 0.2.0; requests are read from /dev/fuse (remove the key)",
     );
-    check_disk("export = []", "is empty (leave the key out, or give a value)");
+    check_disk("export = []", "is empty (remove the key, or set a value)");
     check_disk("export = \"nbd\"", "is not a table; write its settings as KEY = VALUE lines below it");
     check_daemon(
         "record = \"day\"",
-        "is not a table; write record = { directory = \"day\" }, with keep and limit if they are to be others",
+        "is not a table; write record = { directory = \"day\" }, with keep and limit to change their defaults",
     );
     check_daemon(
         "nbd = \"localhost\"",
         "has no port (write localhost:PORT, such as localhost:10809, or unix:PATH)",
     );
-    check_daemon("workers = 0", "is out of range; it is from 1 to 256");
-    check_daemon("memory = \"1M\"", "is too little; it is at least 128M");
-    check_daemon("poll = \"2s\"", "is too long; it is 1s at most (0 never polls)");
-    check_daemon("log-format = \"xml\"", "is not a log format; there are text and json");
+    check_daemon("workers = 0", "is out of range; it must be from 1 to 256");
+    check_daemon("memory = \"1M\"", "is too small; it must be at least 128M");
+    check_daemon("poll = \"2s\"", "is too long; it must be at most 1s (0 never polls)");
+    check_daemon("log-format = \"xml\"", "is not a log format (text, json)");
     check(
         "disk = 5\n",
         "weir.toml:1: disk = 5: is not a table; write its settings as KEY = VALUE lines below it",
@@ -126,7 +123,7 @@ fn invalid_values_name_their_rule() {
     check_disk("iops-total-max-length = 0", "is too short; a burst length must be at least 1 second");
     check(
         &disk_with("group = \"gold\"\nwatermark = 50\n[group.gold]\niops-total = 6"),
-        "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", which has the watermark for its members (set it at [group.gold])",
+        "weir.toml:4: disk.vm1.watermark = 50: the disk is in group \"gold\", whose watermark applies to its members (set it in [group.gold])",
     );
     for value in ["0", "10001", "99999999999"] {
         check_disk(&format!("weight = {value}"), "is out of range; a weight is from 1 to 10000");
@@ -142,10 +139,7 @@ fn invalid_values_name_their_rule() {
         "iops-reservation = \"1K\"",
         "is not a plain number; a count takes no suffix and no fraction (write 1000)",
     );
-    check_disk(
-        "force-share = true",
-        "needs read-only; sharing an image that others write is for reading alone",
-    );
+    check_disk("force-share = true", "needs read-only, because another program may write to the image");
     // A long value is cut at a character boundary.
     let text = format!("[disk.vm1]\nimage = \"a\"\ncache = \"{}\"\n", "é".repeat(100_000));
     let refused = plan_with(&text, 0).unwrap_err();
@@ -206,14 +200,14 @@ group = "tinn"
             "f:11: disk.b.export[2].tipe: unknown key",
             "f:13: daemon.workers = 0: is out of range",
             "f:14: daemon.poll = \"2s\": is too long",
-            "f:15: daemon.memory = \"1M\": is too little",
-            "f:16: daemon.user = \":disk\": names no user",
+            "f:15: daemon.memory = \"1M\": is too small",
+            "f:16: daemon.user = \":disk\": has no user",
             "f:17: daemon.zzz: unknown key",
             "f:19: disk.c: no image",
             "f:21: group.gold.iops-totl: unknown key",
             "f:23: group.tin.watermark = 101: is out of range",
             "f:24: group.tin.iops-reservation = 1000000000000001: is too large",
-            "f:25: group.tin.group = \"tinn\": is no group of this file (did you mean \"tin\"?)",
+            "f:25: group.tin.group = \"tinn\": is not a group of this file (did you mean \"tin\"?)",
             "f:26: zzz: unknown key",
         ],
     );
@@ -221,7 +215,7 @@ group = "tinn"
     check_all(
         "[group.gold]\niops-totl = 1\n[disk.a]\nimage = \"a\"\ngroup = \"gold\"\n\
          [disk.b]\nimage = \"b\"\ngroup = \"tin\"\n",
-        &["f:2: group.gold.iops-totl", "f:8: disk.b.group = \"tin\": is no group of this file"],
+        &["f:2: group.gold.iops-totl", "f:8: disk.b.group = \"tin\": is not a group of this file"],
     );
     // Rules between tables are checked if all tables are readable.
     let device = "export = { type = \"vhost-user-blk\", listen = \"unix:s\" }";
@@ -231,9 +225,9 @@ group = "tinn"
              allow = \"::1\"\n[daemon]\nmetrics = \"unix:s\"\nworkers = 0\n"
         ),
         &[
-            "f:5: disk.b.image = \"x\": another disk has this image",
+            "f:5: disk.b.image = \"x\": another disk uses this image",
             "f:6: disk.b.weight = 0: is out of range",
-            "f:7: disk.b.export.listen = \"unix:s\": a disk is exported there already",
+            "f:7: disk.b.export.listen = \"unix:s\": another export has the same address",
             "f:11: daemon.workers = 0: is out of range",
         ],
     );
@@ -285,19 +279,19 @@ fn group_cycles_are_rejected() {
     check(
         &format!("{disk}{}", chain(9)),
         "weir.toml:4: group.g8.group = \"g7\": \
-         makes 9 groups that lie in each other; there may be 8 (leave some out)",
+         nests 9 groups; at most 8 are possible (remove some)",
     );
     check(
         &format!("{disk}[group.a]\ngroup = \"a\"\n"),
-        "weir.toml:4: group.a.group = \"a\": is the group itself (name another, or leave it out)",
+        "weir.toml:4: group.a.group = \"a\": is the group itself (name another, or remove the key)",
     );
     check(
         &format!("{disk}[group.z]\ngroup = \"a\"\n[group.a]\ngroup = \"b\"\n[group.b]\ngroup = \"a\"\n"),
-        "weir.toml:6: group.a.group = \"b\": makes the group lie in itself, by way of b (break the circle)",
+        "weir.toml:6: group.a.group = \"b\": puts the group into itself, through b (break the cycle)",
     );
     check(
         &format!("{disk}[group.a]\ngroup = \"c\"\n"),
-        "weir.toml:4: group.a.group = \"c\": is no group of this file (add [group.c])",
+        "weir.toml:4: group.a.group = \"c\": is not a group of this file (add [group.c])",
     );
     // A circle of this size must neither overflow the stack nor take quadratic time.
     let count = 100_000;
@@ -305,7 +299,7 @@ fn group_cycles_are_rejected() {
     let text: String = (0..count).map(group).collect();
     let refused = plan_with(&format!("[disk.d]\nimage = \"a\"\n{text}"), 0).unwrap_err();
     let expect = "weir.toml:4: group.g0.group = \"g1\": \
-                  makes the group lie in itself, by way of g1, g2, g3, g4 and 99995 more (break the circle)";
+                  puts the group into itself, through g1, g2, g3, g4 and 99995 more (break the cycle)";
     assert_eq!(refused, expect);
 }
 
@@ -319,7 +313,7 @@ fn settings_without_effect_are_remarked() {
     assert_eq!(
         remarks(weighty),
         [
-            "a: the weight has no effect, because there is no group to share in (set group)",
+            "a: the weight has no effect, because the disk is in no group (set group)",
             "a: the watermark has no effect, because there are no limits to lift (set some)",
         ]
     );
@@ -329,7 +323,7 @@ fn settings_without_effect_are_remarked() {
         remarks(&format!("{groups}{member}")),
         [
             "x: no disk is in this group",
-            "y: the reservation has no effect, because there is no group to have it from (set group)",
+            "y: the reservation has no effect, because the disk is in no group (set group)",
             "y: the watermark has no effect, because there are no limits to lift (set some)",
         ]
     );
@@ -355,7 +349,7 @@ fn two_writers_of_one_image_are_rejected() {
         format!("[disk.a]\nimage = \"x.raw\"\n{first}\n[disk.b]\nimage = \"/etc/weir/x.raw\"\n{second}\n")
     };
     let rule = "weir.toml:5: disk.b.image = \"/etc/weir/x.raw\": \
-                another disk has this image (export one disk twice, or make both read-only)";
+                another disk uses this image (export one disk twice, or make both read-only)";
     // One writer suffices to make sharing wrong.
     check(&two("", ""), rule);
     check(&two("read-only = true", ""), rule);
@@ -372,7 +366,7 @@ fn disks_on_one_simulated_device_need_equal_rates() {
     check(
         &two("bytes=1M,shared=x", "bytes=2M,shared=x"),
         "weir.toml:6: disk.b.rate = \"bytes=2M,shared=x\": \
-         another disk shares \"x\" with other rates (give both the same, or another name)",
+         another disk shares \"x\" with other rates (use the same rates, or another name)",
     );
     for second in ["shared=x,bytes=1M", "bytes=2M,shared=y", "bytes=2M"] {
         assert_eq!(plan(&two("bytes=1M,shared=x", second)).disks.len(), 2);
@@ -392,7 +386,7 @@ fn export_names_are_unique_at_an_address() {
     check(
         &two("x"),
         "weir.toml:6: disk.b.export.name = \"x\": \
-         another export has the name \"x\" at this address (give it another name)",
+         another export has the name \"x\" at this address (choose another)",
     );
     assert_eq!(plan(&two("y")).servers[0].exports.len(), 2);
 }

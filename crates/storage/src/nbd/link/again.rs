@@ -28,7 +28,7 @@ impl NbdLink {
         }
         if about.minimum_block > opened.minimum_block {
             return Err(format!(
-                "it wants blocks of {} bytes now, and the disk was opened with blocks of {} (start it with those)",
+                "its minimum block is {} bytes now, and the disk was opened with {} (start it with that)",
                 about.minimum_block, opened.minimum_block
             ));
         }
@@ -36,13 +36,13 @@ impl NbdLink {
             return Ok(());
         }
         if about.is_read_only() {
-            return Err("it is read-only now (start it so that it can be written to)".to_owned());
+            return Err("it is read-only now (start it writable)".to_owned());
         }
         // FUA can replace flushes, but only if the disk was not opened with a server that flushes.
         let can = |about: &NbdExportInfo| about.can_flush() || about.can_fua();
         let cannot_keep = opened.can_flush() && !about.can_flush() || can(opened) && !can(about);
         if self.terms.flushes && cannot_keep {
-            return Err("it knows no flush any more, so nothing could be promised to be durable (start it \
+            return Err("it no longer supports flushes, so no write could be made durable (start it \
                         with flushes, or open the disk again to do without)"
                 .to_owned());
         }
@@ -71,8 +71,8 @@ impl NbdLink {
                 Err(CONNECTION_LOST) => return Err(own.client().fault().unwrap_or_else(gone)),
                 Err(error) => {
                     return Err(format!(
-                        "it does not take again what it had acknowledged before it was flushed: {error} (mend \
-                         the server; or open the disk again, without what was not flushed)"
+                        "it rejects the replay of unflushed writes that it had acknowledged: {error} (repair \
+                         the server; or open the disk again, without those writes)"
                     ));
                 }
             }

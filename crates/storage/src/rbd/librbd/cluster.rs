@@ -172,7 +172,7 @@ impl ClusterConnection {
         for path in [&way.config, &way.keyring].into_iter().flatten() {
             // The library would read any file to its end, also a device or a pipe.
             if std::fs::metadata(path).is_ok_and(|file| !file.is_file() || file.len() > MOST_FILE_BYTES) {
-                let what = format!("{} is no file, or longer than any of Ceph's", path.display());
+                let what = format!("{} is not a file, or is too long for one of Ceph's", path.display());
                 return Err(OpenError::new(
                     &name,
                     what,
@@ -211,7 +211,7 @@ impl ClusterConnection {
             })
             .and_then(|()| cluster.set(way.caching.settings()))
             .map_err(|error| {
-                failed("this version of librados refuses a setting", error, "install Ceph 16 or later")
+                failed("this version of librados rejects a setting", error, "install Ceph 16 or later")
             })?;
         // SAFETY: the handle is set up and not shared.
         let connected = unsafe { (library.rados_connect)(cluster.handle) };
@@ -249,12 +249,12 @@ impl ClusterConnection {
             }
             libc::EINVAL => OpenError::new(
                 name,
-                format!("no connection comes about as {user}: {error}"),
-                "does each name in mon_host stand for an address, and is the keyring whole? `ceph -s` with the same config file says more",
+                format!("no connection as {user}: {error}"),
+                "does each name in mon_host resolve to an address, and is the keyring valid? `ceph -s` with the same config file shows more",
             ),
             libc::EACCES | libc::EPERM => OpenError::new(
                 name,
-                format!("the cluster does not let {user} in: {error}"),
+                format!("the cluster rejects {user}: {error}"),
                 format!(
                     "is its key in the keyring? `ceph auth get {user}` shows the right one; {USER} names another user"
                 ),
@@ -267,7 +267,7 @@ impl ClusterConnection {
             _ => OpenError::new(
                 name,
                 format!("the cluster cannot be reached: {error}"),
-                "`ceph -s` tells how it is",
+                "`ceph -s` shows its state",
             ),
         }
     }
@@ -389,7 +389,7 @@ impl RadosPool {
             _ => OpenError::new(
                 &address.name(),
                 format!("the pool {:?} cannot be used: {error}", address.pool),
-                "`ceph -s` tells how the cluster is",
+                "`ceph -s` shows the state of the cluster",
             ),
         })?;
         if let Some(namespace) = &address.namespace {

@@ -184,7 +184,11 @@ impl RbdImage {
     fn initialize(&mut self, address: &RbdAddress, how: &RbdOptions) -> std::result::Result<(), OpenError> {
         let name = address.name();
         let failed = |error: Error| {
-            OpenError::new(&name, format!("cannot be read: {error}"), "`ceph -s` tells how the cluster is")
+            OpenError::new(
+                &name,
+                format!("cannot be read: {error}"),
+                "`ceph -s` shows the state of the cluster",
+            )
         };
         self.what = self.identify(address).map_err(failed)?;
         if address.snapshot.is_none() {
@@ -277,8 +281,8 @@ impl RbdImage {
         let others = self.other_writers(read_only).map_err(|error| {
             OpenError::new(
                 name,
-                format!("who else uses it cannot be found out: {error}"),
-                "`rbd status` tells",
+                format!("its other clients cannot be listed: {error}"),
+                "`rbd status` lists them",
             )
         })?;
         let Some(other) = others.first() else { return Ok(()) };
@@ -287,7 +291,7 @@ impl RbdImage {
         } else {
             "stop it; one that has died is still seen for 30 s"
         };
-        let why = format!("is open elsewhere, to be written to: {other}");
+        let why = format!("is open elsewhere for writing: {other}");
         Err(OpenError::new(name, why, remedy).transient())
     }
 
@@ -351,8 +355,8 @@ impl RbdImage {
         let Some((client, id)) = by_hand else { return Ok(()) };
         Err(OpenError::new(
             name,
-            format!("{client} has locked it by hand, as {id:?}"),
-            format!("`rbd lock rm IMAGE {id:?} {client}` once nobody needs that lock"),
+            format!("{client} has locked it manually, as {id:?}"),
+            format!("`rbd lock rm IMAGE {id:?} {client}` once that lock is no longer needed"),
         ))
     }
 
@@ -464,7 +468,7 @@ impl RbdImage {
             tracing::info!(
                 client,
                 address,
-                "the cluster takes nothing more from a newcomer that has ended with an image open"
+                "the cluster has blocklisted a new process that has ended with an image open"
             );
         }
         Ok(())
@@ -552,7 +556,7 @@ impl RbdImage {
         if is_unlocked && !was_unlocked {
             tracing::warn!(
                 image = self.name,
-                "the image has no exclusive lock any more: nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)"
+                "the image no longer has an exclusive lock: nothing keeps two clients from writing to it (rbd feature enable … exclusive-lock)"
             );
         }
         Ok(())
@@ -661,12 +665,12 @@ fn open_error(address: &RbdAddress, error: Error) -> OpenError {
         ),
         (libc::EPERM | libc::EACCES, _) => OpenError::new(
             &name,
-            format!("the cluster does not let this user have it: {error}"),
+            format!("the cluster denies this user access: {error}"),
             "its capabilities lack it: `ceph auth caps client.USER mon 'profile rbd' osd 'profile rbd pool=POOL'` \
              (with all that it has already: `ceph auth get client.USER`)",
         ),
         _ => {
-            OpenError::new(&name, format!("cannot be opened: {error}"), "`rbd info` and `ceph -s` tell more")
+            OpenError::new(&name, format!("cannot be opened: {error}"), "`rbd info` and `ceph -s` show more")
         }
     }
 }
@@ -687,7 +691,7 @@ impl Drop for RbdImage {
         });
         // Without a thread it stays open until the process ends.
         if started.is_err() {
-            tracing::warn!("an RBD image could not be closed: no thread can be had");
+            tracing::warn!("an RBD image could not be closed: no thread can be started");
         }
     }
 }

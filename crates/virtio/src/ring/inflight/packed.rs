@@ -54,7 +54,7 @@ fn at(slot: u16, field: usize) -> usize {
     HEADER + usize::from(slot) * ENTRY + field
 }
 
-const NO_SUCH_ENTRY: RingError = RingError::Inflight("it names an entry that it does not have");
+const NO_SUCH_ENTRY: RingError = RingError::Inflight("it names an entry outside the area");
 
 impl PackedLog {
     /// Opens an area. `used` is the position of the next used descriptor according to the front
@@ -149,7 +149,7 @@ impl PackedLog {
                 }
                 left -= 1;
                 if number == length && slot != last {
-                    return Err(RingError::Inflight("one of its chains does not end where it should"));
+                    return Err(RingError::Inflight("one of its chains has a wrong last entry"));
                 }
                 slot = self.next(slot);
             }

@@ -80,7 +80,7 @@ impl SplitLog {
         let mut head = self.last_batch_head;
         for _ in 0..batch {
             if head >= size {
-                return Err(RingError::Inflight("it names a descriptor that the ring does not have"));
+                return Err(RingError::Inflight("it names a descriptor outside the ring"));
             }
             self.clear(head);
             head = self.cells.load_u16(at(head, NEXT), Ordering::Relaxed);

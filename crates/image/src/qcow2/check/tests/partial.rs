@@ -124,7 +124,7 @@ fn a_damaged_bitmap_is_dropped_and_the_other_kept() {
         ("flags", |entry| entry.flags = 1 << 31),
         ("instead of 1", |entry| entry.table_entries = 2),
         ("not in the file", |entry| entry.table_offset = 1 << 40),
-        ("something else", |entry| entry.table_offset = 0x7000),
+        ("and other data", |entry| entry.table_offset = 0x7000),
     ];
     sim::run(1, async move {
         for (what, change) in changes {
@@ -199,7 +199,7 @@ fn a_flag_is_set_only_beside_a_refcount_that_is_one() {
             }
             let after = Storage::with_content(&after.expect("read at last")).await;
             let found = check(&after, Repair::Nothing).await.expect("a header");
-            let marked = found.findings.iter().find(|finding| finding.contains("is marked COPIED, and"));
+            let marked = found.findings.iter().find(|finding| finding.contains("is marked COPIED, but"));
             assert_eq!(marked, None, "seed {seed}: {report:#?}");
             u64::from(report.is_ok_and(|report| report.check_errors > 0))
         });
